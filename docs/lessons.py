@@ -20,7 +20,7 @@ from sphinx.errors import ConfigError
 
 import workbench
 from widgets.charts.board import PAGE_CSS, plotly_js
-from widgets.export.report import REPLAY_JS, kept
+from widgets.export.report import REPLAY_JS, pack_run
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -168,7 +168,7 @@ def make(short: str, path: Path) -> None:
     names = {name: getattr(workbench, name) for name in workbench.__all__}
     run = eval(RUNS[short], names)  # noqa: S307  (it is ours, from above)
     windows = min(int(run.summary()["steps"]), STEPS)
-    texts = (kept(run, windows, steps) for steps in (2, 1))  # two at a time, where that is not too much
+    texts = (pack_run(run, windows, steps) for steps in (2, 1))  # two at a time, where that is not too much
     if (text := next((text for text in texts if len(text) < MOST), None)) is None:
         raise ValueError(f"RUNS of docs/lessons.py, {short}: the run takes more than {MOST} bytes; give it fewer steps")
     path.write_text(f"// {told(run)}\n(window.wbRuns ??= {{}})[{path.name!r}] = {text!r};\n", "utf8")

@@ -10,21 +10,21 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from workbench.cluster.engines.worker import Bench
-from workbench.cluster.processes.place import host, this_process
-from workbench.cluster.transport.keys import Keys
-from workbench.cluster.transport.line import Line
+from workbench.cluster.engines.worker import EngineServer
+from workbench.cluster.processes.place import host_name, this_process
+from workbench.cluster.transport.keys import CurveKeys
+from workbench.cluster.transport.line import RpcClient
 
 
 @contextmanager
-def benched(*ranks: int) -> Iterator[tuple[Bench, Line]]:
+def benched(*ranks: int) -> Iterator[tuple[EngineServer, RpcClient]]:
     """Yields an engine's end, and a line that reaches it as each of `ranks`."""
-    keys = Keys.new()
-    made = Bench({
-        "lab": "x", "client": keys.public, "owner": this_process(), "host": host(), "spans_hosts": False,
+    keys = CurveKeys.make_pair()
+    made = EngineServer({
+        "lab": "x", "client": keys.public, "owner": this_process(), "host": host_name(), "spans_hosts": False,
         "reach": "127.0.0.1", "paths": [], "place": "",
     })  # fmt: skip
-    line = Line(dict.fromkeys(ranks, made.line_at), keys)
+    line = RpcClient(dict.fromkeys(ranks, made.line_at), keys)
     try:
         yield made, line
     finally:
@@ -32,7 +32,7 @@ def benched(*ranks: int) -> Iterator[tuple[Bench, Line]]:
         made.close()
 
 
-def begin(bench: Bench, session: type, path: Path, generation: str = "g", rank: int = 0) -> Any:
+def begin(bench: EngineServer, session: type, path: Path, generation: str = "g", rank: int = 0) -> Any:
     """Begins a session of this class, in a run below `path`. Returns it."""
     (path / "run.json").write_text("{}")
     with pytest.MonkeyPatch.context() as patch:
@@ -40,5 +40,5 @@ def begin(bench: Bench, session: type, path: Path, generation: str = "g", rank: 
         job = {"session": "tests.benched:Session", "generation": generation, "run_dir": str(path), "rank": rank,
                "size": 1, "epoch": 0.0, "store": ("x", 0), "device": "cpu", "kind": "gloo",
                "loopback": True}  # fmt: skip
-        bench.begin(job, cloudpickle.dumps((None, (), [])))
+        bench.begin_session(job, cloudpickle.dumps((None, (), [])))
     return bench.session

@@ -1,6 +1,6 @@
 """Finds a Chromium for Playwright; run as a program, installs one without root's rights.
 
-Knows no test. Browser tests call `find()`, and skip with a reason if it returns None.
+Knows no test. Browser tests call `find_place()`, and skip with a reason if it returns None.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 from tests.ranks import experiment, toy
 from workbench import Checkpoint, simulate
 from workbench.compressors import TopK
-from workbench.host.checkpoint.regain import regained
+from workbench.host.checkpoint.regain import open_image
 from workbench.optimizers import AdamW
 from workbench.record.checkpoints import MANIFEST, Bytes, name
 from workbench.record.store import RunError
@@ -61,10 +61,10 @@ class DamagedCheckpoint:
             whole: list[Any] = [c.step, c.ranks, c.kind, c.settings, c.held_out, c.asked, c.planned, c.made]
             digest.update(json.dumps([*whole, c.said.get("reads")]).encode())
             for rank in range(c.ranks):
-                image = regained(c, files, rank)
-                digest.update(json.dumps(image.said).encode())
+                image = open_image(c, files, rank)
+                digest.update(json.dumps(image.entries).encode())
                 for number in range(len(c.each[rank]["items"])):
-                    digest.update(image.tensor(number).reshape(-1).numpy().tobytes())
+                    digest.update(image.read_tensor(number).reshape(-1).numpy().tobytes())
         finally:
             files.close()
         for _, x in sorted(checkpoint.model(toy()).state_dict().items()):

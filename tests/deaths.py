@@ -42,8 +42,7 @@ LIMIT = 40.0  # seconds after which a kill counts as not survived
 
 
 class Kill(NamedTuple):
-    """One kill. seen: seconds until the notes report it; on: until all ranks left have ended a new step; None: never.
-    """
+    """One kill. seen: seconds until the notes report it; on: until the ranks left have ended a step; None: never."""
 
     strategy: str
     victim: int

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.gpu_order import Event, Gpu, Stream, current_stream, gpu_here
-from workbench.engine.device.gloo import Gloo
+from workbench.engine.device.gloo import GlooGroup
 
 CARRIED = {torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
            torch.float64, torch.bool, torch.float8_e5m2, torch.float8_e4m3fn}  # fmt: skip
@@ -69,7 +69,7 @@ class Group:
         self.gate.set()
         self._asking = threading.Lock()
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._gloo = Gloo(store, rank, size, timeout=120.0)
+        self._gloo = GlooGroup(store, rank, size, timeout=120.0)
         self._thread = threading.Thread(target=self._serve, name=f"rank {rank} nccl", daemon=True)
         self._thread.start()
 
@@ -88,7 +88,7 @@ class Group:
     def abort(self) -> None:
         self.aborted = True
         self._jobs.put(None)
-        self._gloo.cut()  # or else the code that collects the group waits for its time limit
+        self._gloo.cut_connections()  # or else the code that collects the group waits for its time limit
 
     def shutdown(self) -> None:
         self._jobs.put(None)

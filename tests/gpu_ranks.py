@@ -23,7 +23,7 @@ from tests.ranks import Rows
 from tests.waiting import until
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.settings import Change
 
 
@@ -74,7 +74,7 @@ class Ranks:
             line.send_bytes(cloudpickle.dumps(("start", (e, {**job, "device": device}))))
 
     def ask(self, rank: int, what: str) -> Any:
-        """"step": returns the current step; "abort": leaves at once, as a person requests."""
+        """ "step": returns the current step; "abort": leaves at once, as a person requests."""
         self.lines[rank].send_bytes(cloudpickle.dumps((what, None)))
         return cloudpickle.loads(self.lines[rank].recv_bytes())
 
@@ -158,7 +158,7 @@ def _told(session: Any) -> Told:
     if session.training is None or session.training.reading.sharded:  # no rank has a whole parameter
         state, params = 0, {}
     else:
-        state = state_hash(session.layout)
+        state = hash_model_state(session.layout)
         params = {p.name: p.param.detach().float().cpu().numpy() for p in session.layout.order}
     peak = torch.cuda.max_memory_allocated(session.device) if session.device != "cpu" else 0
     record = session.record

@@ -130,7 +130,7 @@ def saved(lab: Lab, folder: str) -> None:
 
 
 def judged(lab: Lab | None, again: str) -> str:
-    """"closed", or "trains" once every rank has made 10 more steps; raises Stuck otherwise.
+    """ "closed", or "trains" once every rank has made 10 more steps; raises Stuck otherwise.
 
     again: how a person gets a lab that the interrupted cell did not return
     """

@@ -143,9 +143,7 @@ def widen(reference: dict[str, list[float]], run: Run) -> None:
         reference[str(step)] = [min(low, mean), max(high, mean)]
 
 
-def find_outliers(
-    reference: dict[str, list[float]], windows: list[tuple[int, float]]
-) -> tuple[list[str], list[str]]:
+def find_outliers(reference: dict[str, list[float]], windows: list[tuple[int, float]]) -> tuple[list[str], list[str]]:
     """Windows above and windows below the range that the reference has within `NEAR` steps, in words."""
     above, below = list[str](), list[str]()
     for step, mean in windows:
@@ -338,7 +336,7 @@ def disturb(lab: Lab, plan: Plan, seed: int, reference: dict[str, Any], folder: 
     try:
         run.wait(LIMIT)
     except TimeoutError as late:
-        where = f"{late}; {lab._live.whereabouts() if lab._live else ''}; {lab.notes[-4:]}"
+        where = f"{late}; {lab._live.describe_places() if lab._live else ''}; {lab.notes[-4:]}"
         lab.abort()
         return {**found, "outcome": "wrong", "why": f"did not end: {where}"}
     except RankError as raised:
@@ -416,9 +414,7 @@ def measure_reference(strategy: str, partition: Any, how: str, say: Say) -> dict
     return found
 
 
-def run_undisturbed(
-    strategy: str, partition: Any, how: str, seeds: Iterable[int]
-) -> Iterator[tuple[Run, float]]:
+def run_undisturbed(strategy: str, partition: Any, how: str, seeds: Iterable[int]) -> Iterator[tuple[Run, float]]:
     """Runs in which ranks join and nothing else happens; with each, seconds until all four train."""
     with (Lab(ranks=4, name=f"joins-{os.getpid()}-calm", spare=int(how == "replace")) as lab,
           tempfile.TemporaryDirectory() as folder):  # fmt: skip

@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.kept import lived
 from tests.piped import piped
-from tests.ranks import fitting, shipped
+from tests.ranks import make_fitting, shipped
 from workbench.experiment import Experiment
 from workbench.partitions import Partition, Pipeline, Tensor, Whole
 from workbench.record.checkpoints import FOLDER, found, step_of
@@ -55,7 +55,7 @@ def resume_last_step(strategy: str, partition: str, folder: Path) -> tuple[str, 
 
 def experiment_of(strategy: str, partition: Partition) -> Experiment:
     """Raises KnobError for a pair that cannot train."""
-    of = fitting(STRATEGIES[strategy], RANKS // partition.size)
+    of = make_fitting(STRATEGIES[strategy], RANKS // partition.size)
     return piped(RANKS, LAST, strategy=of, partition=partition, save_every=LAST, saves=1)
 
 

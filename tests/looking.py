@@ -18,7 +18,10 @@ from workbench.lab import Lab
 from workbench.record.timeline import Table, Timeline
 
 EVERY = 10.0  # seconds between two looks
-WARM, WINDOW = 600.0, 600.0  # seconds: the window of this length after `WARM` is compared with the last `WINDOW`
+WARM, WINDOW = (
+    600.0,
+    600.0,
+)  # seconds: the window of this length after `WARMUP_PASSES` is compared with the last `WINDOW_LOSSES`
 
 Say = Callable[[str], None]
 Look = dict[str, Any]
@@ -45,7 +48,7 @@ class Page:
             self._drawn.put(content["number"])
 
     def _say(self, kind: str, **rest: Any) -> None:
-        self.board._hear(None, {"page": "soak", "kind": kind, **rest}, [])
+        self.board._receive_message(None, {"page": "soak", "kind": kind, **rest}, [])
 
     def _live(self) -> None:
         greeted = here = float("-inf")

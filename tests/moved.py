@@ -13,8 +13,8 @@ import torch
 
 from workbench.engine.rank import changes as engine
 from workbench.host.checkpoint import image
-from workbench.host.loop.life import Life
-from workbench.host.placement.slices import Slice
+from workbench.host.loop.life import RankLoop
+from workbench.host.placement.slices import StridedSlice
 from workbench.host.reconfigure import changes
 from workbench.host.transfer import repartition
 from workbench.sim.rank import changes as sim
@@ -25,7 +25,7 @@ Pieces = dict[str, tuple[tuple[int, ...], Any, torch.Tensor]]  # by name: shape,
 def held(run: Any) -> Pieces:
     """Returns a rank's parameters and optimizer state."""
     found: Pieces = {}
-    for name, x, place in [*image.parameters(run), *image._slots(run)]:
+    for name, x, place in [*image.locate_parameters(run), *image._locate_slots(run)]:
         shape, slices = (*place, None)[:2]  # a number belongs to the whole parameter, so it has no slices
         found[f"{name} of {tuple(shape)}"] = tuple(shape), slices, x.detach().reshape(-1).clone()
     return found
@@ -40,7 +40,7 @@ class Watch:
         self._count: dict[int, int] = {}
         self._due: set[int] = set()
         self._lock = threading.Lock()
-        plain, step = repartition.repartition, Life.step
+        plain, step = repartition.repartition_state, RankLoop.make_step
 
         async def moved(run: Any, *rest: Any) -> Any:
             self._note(run, True)
@@ -51,10 +51,10 @@ class Watch:
                 self._note(run, False)
             await step(run)
 
-        patch.setattr(changes, "repartition", moved)
-        patch.setattr(Life, "step", stepped)
-        for host in (engine.Turnable, sim.Turnable):
-            patch.setattr(host, "enter", self._entering(host.enter))
+        patch.setattr(changes, "repartition_state", moved)
+        patch.setattr(RankLoop, "make_step", stepped)
+        for host in (engine.Reconfigurable, sim.Reconfigurable):
+            patch.setattr(host, "enter_strategy", self._entering(host.enter_strategy))
 
     def _entering(self, plain: Any) -> Any:
         def enter(run: Any, was: Any, wanted: Any) -> None:
@@ -104,7 +104,7 @@ def whole(ranks: dict[int, Pieces]) -> dict[str, tuple[torch.Tensor, torch.Tenso
     return found
 
 
-def places(s: Slice) -> torch.Tensor:
+def places(s: StridedSlice) -> torch.Tensor:
     rows, columns = torch.arange(s.times), torch.arange(s.length)
     return (s.start + rows[:, None] * s.stride + columns).reshape(-1)
 

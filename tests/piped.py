@@ -10,7 +10,7 @@ from torch import nn
 from tests.ranks import experiment, toy
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host.passes.piece import micro_batches
+from workbench.host.passes.piece import cut_batch
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline
 from workbench.partitions.schedules import PipeDream, PipeDream2BW
@@ -67,7 +67,7 @@ def alone(e: Experiment, *phases: tuple[int, int, int], longest: float = 0.0) ->
         sums: list[list[torch.Tensor]] = []
         for replica in range(replicas):
             model.zero_grad()
-            for part in micro_batches(batches(replica, replicas, 0)[step % 8], micros):
+            for part in cut_batch(batches(replica, replicas, 0)[step % 8], micros):
                 loss(model, part).backward(torch.tensor(1.0 / micros))
             sums.append([p.grad.clone() for p in params])
         for p, *grads in zip(params, *sums, strict=True):

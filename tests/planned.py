@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from workbench.compressors import Cast
 from workbench.compressors._base import Payload
-from workbench.engine.wire.shaping import Pace
+from workbench.engine.wire.shaping import ComputePace
 from workbench.fabric import Fault
 from workbench.settings import knob
 from workbench.tasks import Digits
@@ -108,7 +108,7 @@ class Planned(Fault):
 
     def stretch(self, rank: int, step: int, phase: str) -> float:
         causes = (cause for cause, name in STRETCHED.items() if name == phase)
-        return 1.0 + sum(PLAN.seconds(c, rank, step) for c in causes) / (PLAN.pace * Pace.shares[phase])
+        return 1.0 + sum(PLAN.seconds(c, rank, step) for c in causes) / (PLAN.pace * ComputePace.shares[phase])
 
     def choke(self, rank: int) -> float:
         return 1.0 + PLAN.seconds("network", rank) / PLAN.wire

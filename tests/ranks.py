@@ -27,8 +27,8 @@ from workbench.host.placement import absent
 from workbench.rank import Bucket, Memory, Op, Part, Rank
 from workbench.settings import Change, members
 from workbench.sim.teach.laws import Net, batch, flat, mse
-from workbench.sim.teach.laws import fitting as fitting
-from workbench.sim.teach.laws import joined as joined
+from workbench.sim.teach.laws import make_fitting as make_fitting
+from workbench.sim.teach.laws import train_joined as train_joined
 from workbench.tasks import Colwise, Plan, Rowwise, Task
 
 _CHANCE = threading.RLock()
@@ -53,7 +53,7 @@ class Rows(list):
     """A recorder that keeps its rows."""
 
     cpu_seconds = 0.0
-    lost = 0
+    lost_rows = 0
 
     def __init__(self) -> None:
         self.samples: list[tuple] = []
@@ -91,8 +91,14 @@ def live(experiment: Experiment, changes: tuple[Change, ...] = (), **more: Any) 
     """Starts a run on threads. Returns the sessions by rank."""
     importlib.import_module("torch._dynamo")  # or every rank's optimizer would import it at once
     store, host, port = Session.host_store()
-    rest = {"store": (host, port), "generation": uuid.uuid4().hex, "secret": b"ours", "epoch": time.time(),
-            "changes": changes, **more}
+    rest = {
+        "store": (host, port),
+        "generation": uuid.uuid4().hex,
+        "secret": b"ours",
+        "epoch": time.time(),
+        "changes": changes,
+        **more,
+    }
     devices = rest.pop("devices", [rest.pop("device", "cpu")] * experiment.ranks)
     sessions = [Session(experiment, rank=r, size=experiment.ranks, device=d, **rest) for r, d in enumerate(devices)]
     for s in sessions:
@@ -130,18 +136,18 @@ def assemble(sessions: list[Session]) -> None:
     shards = [[(begin, _kept(s, index, own)) for index, (begin, own) in
                enumerate(zip(s.layout.begins, s.layout.weights, strict=True))] for s in sessions]  # fmt: skip
     for s in sessions:
-        for bucket in s.layout.params():
+        for bucket in s.layout.list_params():
             whole = shards[0][bucket.index][1].new_empty(bucket.data.numel())
             for begin, own in (rank[bucket.index] for rank in shards):
                 whole[begin : begin + own.numel()] = own
-            s.layout.hold(bucket.like(whole))
+            s.layout.hold_bucket(bucket.like(whole))
         for place in s.layout.order:
-            absent.come(place.param)
+            absent.make_present(place.param)
 
 
 def _kept(s: Session, index: int, own: Any) -> Any:
     """Returns a rank's shard of a bucket, which may be offloaded."""
-    kept = s.training.away.kept.values(index)
+    kept = s.training.away.kept.read_parameters(index)
     return own if kept is None else kept
 
 
@@ -205,8 +211,14 @@ def toy(optimizer: Any = None, model: Any = net, loss: Any = mse, data: Any = _d
         **rest: Any) -> Task:  # fmt: skip
     """Returns a task that takes a millisecond per step."""
     rest = {**({"split": _split} if model is net else {}), "lookups": _none, **rest}
-    return Task(model=model, data=data, loss=loss, evaluate=evaluate,
-                optimizer=optimizer or partial(torch.optim.SGD, lr=0.02, momentum=0.9), **rest)
+    return Task(
+        model=model,
+        data=data,
+        loss=loss,
+        evaluate=evaluate,
+        optimizer=optimizer or partial(torch.optim.SGD, lr=0.02, momentum=0.9),
+        **rest,
+    )
 
 
 def experiment(ranks: int = 2, steps: int = 12, **rest: Any) -> Experiment:
@@ -310,12 +322,12 @@ def poisoned(rank: int, step: int) -> Task:
 
 def gone_before_it_meets(patch: pytest.MonkeyPatch, member: int, where: str = "meet") -> None:
     """Makes a rank die after its vote, before the generation has formed, or at another wait `where`."""
-    gather = membership.gather
+    gather = membership.await_reports
 
     def gathered(store: Any, what: str, place: int | None, processes: Any, look: Any, *more: Any) -> None:
         if what == where and look.args[0].member == member:
-            look.args[0]._told = True
+            look.args[0]._must_leave = True
             look()
         gather(store, what, place, processes, look, *more)
 
-    patch.setattr(membership, "gather", gathered)
+    patch.setattr(membership, "await_reports", gathered)

@@ -81,7 +81,7 @@ def one(lab: Lab, kind: Kind) -> str:
     except RankError as found:
         error = found
     except TimeoutError as found:
-        where = lab._live.whereabouts() if lab._live else ""
+        where = lab._live.describe_places() if lab._live else ""
         lab.abort()
         return f"did not end: {found}; {where}"
     said = f"{run.state}, {error}" if error else run.state
@@ -119,7 +119,7 @@ def play(lab: Lab, seed: int, runs: int, say: Callable[[str], None] = print) -> 
         if trouble:
             wrong.append(f"run {number}, {kind}: {trouble}")
             say(wrong[-1])
-        if not lab.cluster.healthy:
+        if not lab.cluster.is_healthy:
             wrong.append(f"run {number}, {kind}: an engine was lost; {lab.notes}")
             say(wrong[-1])
         if number % 50 == 49:

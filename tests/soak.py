@@ -202,7 +202,7 @@ def so_far(soaked: Soak, page: Page, looks: list[Look], minutes: float, seed: in
 def written(found: dict[str, Any]) -> str:
     """Returns the result as JSON, with one look to a line."""
     looks = ",\n".join(json.dumps(one) for one in found["looks"])
-    return f'{json.dumps({**found, "looks": []}, indent=1)[:-4]}[\n{looks}\n]\n}}\n'
+    return f"{json.dumps({**found, 'looks': []}, indent=1)[:-4]}[\n{looks}\n]\n}}\n"
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from workbench.host.placement.placement import Placement
-from workbench.host.placement.slices import Slice
+from workbench.host.placement.slices import StridedSlice
 
 SHAPES = {
     "embed": (6, 8), "qkv": (3, 4, 5), "up": (9, 4), "norm": (7,), "down": (4, 9), "ids": (5, 3), "mask": (6, 2),
@@ -38,19 +38,19 @@ def reference(seed: int) -> dict[str, torch.Tensor]:
     return {n: x > 127 if DTYPES[n] is torch.bool else x.view(DTYPES[n]) for n, x in raw.items()}
 
 
-def elements(s: Slice) -> list[int]:
+def elements(s: StridedSlice) -> list[int]:
     """Returns a Slice's elements in order: its definition."""
     return [s.start + k * s.stride + j for k in range(s.times) for j in range(s.length)]
 
 
-def local(slices: Iterable[Slice]) -> list[int]:
+def local(slices: Iterable[StridedSlice]) -> list[int]:
     """Returns the elements in the order in which a rank with these slices stores them."""
     return [e for s in slices for e in elements(s)]
 
 
 def order(placement: Placement, rank: int, name: str) -> list[int]:
     """Returns the element at each position of a rank's own tensor."""
-    return local(placement.at(rank).get(name, ()))
+    return local(placement.slices_of_rank(rank).get(name, ()))
 
 
 def held(placement: Placement, rank: int, name: str) -> np.ndarray:
@@ -108,7 +108,7 @@ def walk(seed: int, moves: int) -> tuple[Step, ...]:
         to = placement(rng)
         # after an impossible move the dead ranks are back
         few = 0 if found and found[-1].lost else rng.choice([0, 1, 1, 2])
-        dead = rng.sample(was.ranks, min(few, len(was.ranks) - 1))
+        dead = rng.sample(was.holding_ranks, min(few, len(was.holding_ranks) - 1))
         alive = tuple(r for r in range(RANKS) if r not in dead)
         found.append(Step(was, to, alive, lost(was, to, alive)))
         if not found[-1].lost:
@@ -125,7 +125,7 @@ def placement(rng: random.Random) -> Placement:
         spread = _any(rng, [*params, *moments], ranks)
     else:
         spread = _any(rng, params, ranks) | _any(rng, moments, ranks)
-    return spread | Placement.whole(WHOLE, ranks)
+    return spread | Placement.place_whole(WHOLE, ranks)
 
 
 def _any(rng: random.Random, names: Sequence[str], ranks: list[int]) -> Placement:
@@ -137,9 +137,9 @@ def _any(rng: random.Random, names: Sequence[str], ranks: list[int]) -> Placemen
     spread, groups = one(rng, names, first), {r: [r, s] for r, s in zip(first, other, strict=True)}
     how = rng.random()
     if how < 0.6:
-        return spread.copied(groups)
+        return spread.copy_to_groups(groups)
     if how < 0.8:
-        return spread.dealt(groups)
+        return spread.shard_to_groups(groups)
     middle = rng.randint(1, len(names) - 1)
     return one(rng, names[:middle], first) | rng.choice(kinds)(rng, names[middle:], other)
 
@@ -149,7 +149,7 @@ def _sizes(names: Names) -> dict[str, int]:
 
 
 def _whole(rng: random.Random, names: Names, ranks: list[int]) -> Placement:
-    return Placement.whole(_sizes(names), ranks)
+    return Placement.place_whole(_sizes(names), ranks)
 
 
 def _sharded(rng: random.Random, names: Names, ranks: list[int]) -> Placement:
@@ -165,12 +165,12 @@ def _layers(rng: random.Random, names: Names, ranks: list[int]) -> Placement:
     for name in names:
         for part in rng.sample(parts, 1 if rng.random() < 0.8 or len(parts) == 1 else 2):
             part.append(name)
-    return Placement.layers(_sizes(names), ranks, parts)
+    return Placement.place_layers(_sizes(names), ranks, parts)
 
 
 def _split(rng: random.Random, names: Names, ranks: list[int]) -> Placement:
-    found = Placement.whole({}, ranks)
+    found = Placement.place_whole({}, ranks)
     for name in names:
         shape = SHAPES[name]
-        found |= Placement.split({name: shape}, ranks, rng.randint(0, len(shape) - 1))
+        found |= Placement.place_slices({name: shape}, ranks, rng.randint(0, len(shape) - 1))
     return found

@@ -192,8 +192,7 @@ MEMBERS = [p for p in SOURCES if any(within(module(p), family) for family in IN_
 
 
 def test_no_member_checks_for_meta_tensors() -> None:
-    """Only code below members handles tensors without values: `outlined` and `values_of` of workbench/rank/outline.py.
-    """
+    """Only code below members handles tensors without values: see `outlined` and `values_of` of rank.outline."""
     words = ("is_meta", "simulated", '"meta"')
     assert [(module(p), word) for p in MEMBERS for word in words if word in p.read_text()] == []
 
@@ -360,10 +359,15 @@ def test_circles_of_imports_for_type_checkers_become_fewer() -> None:
 BASES = {(module(p), n.name): [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in n.bases]
          for p in SOURCES for n in ast.walk(parse(p)) if isinstance(n, ast.ClassDef)}  # fmt: skip
 LONG_CHAINS = {
-    "engine.rank.changes.Turnable", "engine.rank.following.Following", "engine.rank.training.Training",
-    "sim.compute.compute.Compute", "sim.compute.host.Host", "sim.compute.waving.Waving", "sim.rank.mortal.Mortal",
+    "engine.rank.changes.Reconfigurable",
+    "engine.rank.following.ScriptTraining",
+    "engine.rank.training.RankTraining",
+    "sim.compute.compute.ModelPerformer",
+    "sim.compute.host.Host",
+    "sim.compute.waving.PiecewisePerformer",
+    "sim.rank.mortal.MortalRank",
     "sim.rank.session.Session",
-}  # fmt: skip
+}
 
 
 def depth(where: str, name: str) -> int:

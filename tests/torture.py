@@ -64,17 +64,29 @@ def one(rng: random.Random, ranks: int) -> Turn:
         case "compressor":
             return "compressor", settings(rng, shipped(Compressor))
         case "knob":
-            return rng.choice((("density", rng.uniform(0.01, 1.0)), ("every", rng.randint(1, 12)),
-                                ("accumulate", rng.randint(1, 3))))
+            return rng.choice(
+                (("density", rng.uniform(0.01, 1.0)), ("every", rng.randint(1, 12)), ("accumulate", rng.randint(1, 3)))
+            )
         case "bucket":
             return "bucket_mb", 10 ** rng.uniform(-2, 0.5)
         case "link":
-            return rng.choice((("link.bandwidth", rng.choice((0.0, rng.uniform(100, 2000)))),
-                                ("link.latency", rng.choice((0.0, rng.uniform(0.0, 1.0)))),
-                                ("pace", rng.choice((0.0, rng.uniform(1, 20))))))
+            return rng.choice(
+                (
+                    ("link.bandwidth", rng.choice((0.0, rng.uniform(100, 2000)))),
+                    ("link.latency", rng.choice((0.0, rng.uniform(0.0, 1.0)))),
+                    ("pace", rng.choice((0.0, rng.uniform(1, 20)))),
+                )
+            )
         case "partition":
-            ways = [Pipeline(micros=1), Pipeline(micros=2), Pipeline(stages=ranks), Tensor(), Tensor(ways=ranks),
-                    Pipeline(micros=1, schedule=PipeDream()), Pipeline(micros=2, schedule=PipeDream2BW())]
+            ways = [
+                Pipeline(micros=1),
+                Pipeline(micros=2),
+                Pipeline(stages=ranks),
+                Tensor(),
+                Tensor(ways=ranks),
+                Pipeline(micros=1, schedule=PipeDream()),
+                Pipeline(micros=2, schedule=PipeDream2BW()),
+            ]
             return "partition", rng.choice((Whole(), *ways, Pipeline(micros=2, of=Tensor())))
         case "lr":
             return "lr", 10 ** rng.uniform(-4, -2.5)
@@ -83,13 +95,19 @@ def one(rng: random.Random, ranks: int) -> Turn:
         case "optimizer":
             return "optimizer", rng.choice(shipped(Optimizer)).usual()  # other settings might diverge
         case "large":
-            return rng.choice((("clip", rng.choice((0.0, 10 ** rng.uniform(-1, 1)))),
-                                ("lr_scaled", rng.random() < 0.5), ("lr_warmup", rng.randint(0, 30))))
+            return rng.choice(
+                (
+                    ("clip", rng.choice((0.0, 10 ** rng.uniform(-1, 1)))),
+                    ("lr_scaled", rng.random() < 0.5),
+                    ("lr_warmup", rng.randint(0, 30)),
+                )
+            )
         case "pause":
             return rng.choice((("pause", rng.uniform(0, 0.3)), ("step", rng.randint(1, 3))))
     rank = rng.randrange(ranks)
-    return "faults", rng.choice(((), (Slow(rank=rank, factor=rng.uniform(1, 3)),), (Noisy(spread=0.5),),
-                                  (Freeze(rank=rank, seconds=0.2),)))
+    return "faults", rng.choice(
+        ((), (Slow(rank=rank, factor=rng.uniform(1, 3)),), (Noisy(spread=0.5),), (Freeze(rank=rank, seconds=0.2),))
+    )
 
 
 def shipped(family: Any) -> list[type]:
@@ -248,14 +266,13 @@ def agree(lab: Lab) -> None:
 def parameters() -> int:
     """Runs on an engine, next to its training thread."""
     from workbench.cluster.engines import worker
-    from workbench.host.placement.canonical import state_hash
+    from workbench.host.placement.canonical import hash_model_state
 
-    return state_hash(worker._bench.session.layout)  # type: ignore[union-attr]
+    return hash_model_state(worker._bench.session.layout)  # type: ignore[union-attr]
 
 
 def more(out: Path, first: int, turns: int, ranks: int, minutes: float, say: Any) -> bool:
-    """Plays seeds from `first` on, each on its own lab, and adds them to a file. Returns whether all new ones passed.
-    """
+    """Plays seeds from `first` on, each on its own lab, and notes them in a file. Returns whether all passed."""
     each = json.loads(out.read_text())["each"] if out.exists() else []
     before, end = len(each), time.monotonic() + 60 * minutes
     seed = max([first, *(one["seed"] + 1 for one in each)])

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from workbench.cluster.api import launch
-from workbench.cluster.api.handles import Handles
+from workbench.cluster.api.handles import RunControls
 from workbench.cluster.engines.cluster import Cluster
 from workbench.cluster.processes.place import ClusterError as ClusterError
 from workbench.cluster.processes.whole import whole
 from workbench.cluster.run.changes import BEFORE, Changes
 from workbench.cluster.run.changes import PendingChange as PendingChange
 from workbench.cluster.run.errors import RankError as RankError
-from workbench.cluster.run.live import Live
+from workbench.cluster.run.live import RunController
 from workbench.cluster.run.waiting import wait_for_stop
 from workbench.experiment import Experiment, given
 from workbench.record.display import dashboard, face, show
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _labs: dict[str, Lab] = {}
 
 
-class Lab(Handles):
+class Lab(RunControls):
     """`ranks` real ranks on engines of their own, and the run that they train.
 
     The engines start in the background. Making the same lab again returns the same lab. With other arguments the old
@@ -89,13 +89,13 @@ class Lab(Handles):
                             f"fewer ranks in experiments")  # fmt: skip
         on = given.device(device)
         with whole():
-            self._take_over(name, ranks, Cluster(name, ranks, on, connection, spare).start())
+            self._take_over(name, ranks, Cluster(name, ranks, on, connection, spare).start_engines())
 
     def _take_over(self, name: str, ranks: int, cluster: Cluster) -> None:
         self.name, self.ranks, self.cluster = name, ranks, cluster
         self.changes: list[PendingChange] = []
         self._experiment = Experiment(ranks=ranks).checked()
-        self._live: Live | None = None
+        self._live: RunController | None = None
         self.tuning: Tuning | None = None
         self.watchers: list[Callable[[], bool]] = []  # each returns whether a user sees this lab through it
         self._begun = True
@@ -109,17 +109,17 @@ class Lab(Handles):
             if known._usable and name in (None, known.name):
                 return known
         with whole():
-            cluster = Cluster.again(launch.find(name))
+            cluster = Cluster.attach_to(launch.find_place(name))
             lab = object.__new__(cls)
             lab._asked = (cluster.ranks, {"cluster": None, "profile": None, "device": cluster.device, "spare": 0})
             lab._take_over(cluster.name, cluster.ranks, cluster)
-            lab._live = launch.rejoin(cluster, lab.changes, Run)
+            lab._live = launch.rejoin_run(cluster, lab.changes, Run)
             lab._experiment = lab._live.changes.experiment if lab._live else lab._experiment
         return lab
 
     @property
     def _usable(self) -> bool:
-        return self._begun and self.cluster.usable
+        return self._begun and self.cluster.is_usable
 
     @property
     def run_now(self) -> Run | None:
@@ -142,7 +142,7 @@ class Lab(Handles):
             return "closed"
         if self.cluster.error or (self._live and self._live.state == "failed"):
             return "failed"
-        return "idle" if self.cluster.ready else "starting"
+        return "idle" if self.cluster.is_ready else "starting"
 
     @property
     def progress(self) -> str:
@@ -154,13 +154,13 @@ class Lab(Handles):
         """Errors and warnings as sentences, newest last."""
         own = [str(self.cluster.error)] if self.cluster.error else []
         cluster = self.cluster
-        lacking = filter(None, [cluster.health.trouble, cluster.spares.trouble, cluster.renewal.trouble])
+        lacking = filter(None, [cluster.health.controller_trouble, cluster.spares.trouble, cluster.renewal.trouble])
         return [*own, *(self._live.notes if self._live else ()), *lacking]
 
     @property
     def status(self) -> list[dict[str, Any]]:
         """Each rank's engine, host, pid, device, state, step and present activity."""
-        return self.cluster.table(self._live.status if self._live else {})
+        return self.cluster.list_ranks(self._live.status if self._live else {})
 
     @property
     def view(self) -> Any:
@@ -187,11 +187,13 @@ class Lab(Handles):
         on_nan:  the experiment's knob of that name, set for this run; None leaves it as it is.
         secret:  for riddles: text that dashboards show in place of verdicts and faults, until `run.secret` is "" again.
         """
-        wanted = self.experiment if experiment is None else launch.fitted(given.experiment(experiment), self.ranks)
+        wanted = (
+            self.experiment if experiment is None else launch.fit_experiment(given.experiment(experiment), self.ranks)
+        )
         begun = None
         if resume is not None:
             begun = resumed(resume, None if experiment is None else wanted, given.changes(changes) or None, self.ranks)
-            wanted, changes = launch.within(begun.experiment, self.ranks), begun.changes
+            wanted, changes = launch.check_ranks(begun.experiment, self.ranks), begun.changes
         wanted = wanted if on_nan is None else wanted.set("on_nan", on_nan)
         if self._live and self._live.state == "stopping":
             wait_for_stop(self._live)
@@ -202,16 +204,16 @@ class Lab(Handles):
         to_come = given.planned(wanted, given.changes(changes))
         require_memory(wanted)
         with whole():
-            self.cluster = launch.renewed(self.cluster)
+            self.cluster = launch.renew_cluster(self.cluster)
         run = launch.open_run(wanted, out, Run, begun and begun.parent)
         run.secret = secret  # before the run is visible
         for hear in tuple(hearers):
             hear(run)
-        seen = partial(launch.seen, self.watchers)
+        seen = partial(launch.is_watched, self.watchers)
         with whole():
-            self._live = Live(run, self.cluster, Changes(wanted, self.changes), launch.new_generation(), seen)
-            self._experiment, rest = wanted, (self._live, to_come, begun and begun.at)
-            threading.Thread(target=launch.launch, args=rest, name="run start", daemon=True).start()
+            self._live = RunController(run, self.cluster, Changes(wanted, self.changes), launch.new_generation(), seen)
+            self._experiment, rest = wanted, (self._live, to_come, begun and begun.prepare_checkpoint)
+            threading.Thread(target=launch.start_sessions, args=rest, name="run start", daemon=True).start()
         return run
 
     def set(self, path: str | Mapping[str, Any], value: Any = None) -> PendingChange:
@@ -222,9 +224,9 @@ class Lab(Handles):
         """
         if self.live and self._live:
             require_memory(self.experiment, path, value)
-            return self._live.set(path, value)
+            return self._live.request_change(path, value)
         launch.refuse_closed(self.cluster, AND.join(each(path, value)))
-        self._experiment = launch.within(self.experiment.set(path, value), self.ranks)
+        self._experiment = launch.check_ranks(self.experiment.set(path, value), self.ranks)
         self.changes.append(PendingChange(Change(0, path, value, BEFORE), 0))
         return self.changes[-1]
 
@@ -260,7 +262,7 @@ class Lab(Handles):
 
     def _leave(self, why: str) -> None:
         if self._live:
-            self._live.leave(why)
+            self._live.leave_run(why)
         if _labs.get(self.name) is self:
             del _labs[self.name]
 
@@ -274,7 +276,7 @@ class Lab(Handles):
 
     def __repr__(self) -> str:
         what = f"Lab {self.name!r}: {self.ranks} rank{'s' * (self.ranks != 1)}"
-        if not self.cluster.ready:
+        if not self.cluster.is_ready:
             return f"{what}, {self.progress}"
         kind = "CPU" if self.cluster.devices[0] == "cpu" else "GPU"
         what += f" on {len(self.cluster.engines)} {kind} engine{'s' * (self.ranks != 1)}, {self.state}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from workbench import analysis
-from workbench.analysis.summary.frames import Frames
+from workbench.analysis.summary.frames import RunFrames
 from workbench.record import checkpoints as recorded
 from workbench.record import kineto
 from workbench.record import run as record
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
     from workbench.experiment import Experiment
     from workbench.sim import Costs
-    from workbench.sim.plan.advice import Advised
-    from workbench.sim.plan.balancer import Balanced
-    from workbench.sim.plan.planner import Planned
+    from workbench.sim.plan.advice import AdviceTable
+    from workbench.sim.plan.balancer import BalanceProposal
+    from workbench.sim.plan.planner import PlannedPair
     from workbench.sim.plan.scaling import Scaling
     from workbench.sim.plan.space import Trying
     from workbench.sim.plan.trials import Tuned
     from workbench.sim.plan.what_if import WhatIf
-    from workbench.sim.run.resuming import Resumed
-    from workbench.sim.tune.on_ranks import Training
+    from workbench.sim.run.resuming import ResumePlan
+    from workbench.sim.tune.on_ranks import TrainingRanks
     from workbench.sim.tune.tuning import Tuning
 
 
@@ -62,7 +62,7 @@ class Checkpoint(recorded.Checkpoint):
 def plan(
     experiment: Experiment, *, costs: Costs | None = None, strategies: Iterable[Any] = (),
     partitions: Iterable[Any] = (),
-) -> list[Planned]:  # fmt: skip
+) -> list[PlannedPair]:  # fmt: skip
     """Returns valid pairs of strategy and partition, fastest first. See `workbench.sim.plan.planner`."""
     from workbench.sim.plan.planner import plan
 
@@ -72,35 +72,35 @@ def plan(
 def balance(
     experiment: Experiment, *, times: Sequence[tuple[float, float]] | None = None,
     slow: Sequence[float] | record.Run | None = None, rounds: int = 9,
-) -> Balanced:  # fmt: skip
+) -> BalanceProposal:  # fmt: skip
     """Returns the cuts that make a pipeline's slowest stage fastest. See `workbench.sim.plan.balancer`."""
     from workbench.sim.plan.balancer import balance
 
     return balance(experiment, times=times, slow=slow, rounds=rounds)
 
 
-def tune(on: Experiment | Training, paths: Trying = None, **how: Any) -> Tuned:
+def tune(on: Experiment | TrainingRanks, paths: Trying = None, **how: Any) -> Tuned:
     """Searches by trials for settings with the shortest step. See `workbench.sim.tune.tuner`."""
     from workbench.sim.tune.tuner import tune
 
     return tune(on, paths, **how)
 
 
-def tuning(on: Training, paths: Trying = None, **how: Any) -> Tuning:
+def tuning(on: TrainingRanks, paths: Trying = None, **how: Any) -> Tuning:
     """Starts such a search on ranks that train, and returns at once. See `workbench.sim.tune.tuning`."""
     from workbench.sim.tune.tuning import Tuning
 
     return Tuning(on, paths, **how).start()
 
 
-def resumed(path: Path | str, wanted: Experiment | None, changes: Sequence[Change] | None, most: int) -> Resumed:
+def resumed(path: Path | str, wanted: Experiment | None, changes: Sequence[Change] | None, most: int) -> ResumePlan:
     """Returns how a run continues from the checkpoint at `path`. See `workbench.sim.run.resuming`.
 
     Raises KnobError and RunError.
     """
-    from workbench.sim.run.resuming import resumed
+    from workbench.sim.run.resuming import plan_resume
 
-    return resumed(Checkpoint.open(path), wanted, changes, most)
+    return plan_resume(Checkpoint.open(path), wanted, changes, most)
 
 
 def settings_of(path: Path | str) -> Experiment:
@@ -122,7 +122,7 @@ def outlined(task: Any) -> bool:
     """Whether the model of this task is already known, so that `refused_by_model` builds nothing."""
     if (suits := sys.modules.get("workbench.sim.run.suits")) is None:  # called often and by callers that must not wait
         return False
-    return bool(suits.outlined(task))
+    return bool(suits.is_outlined(task))
 
 
 def refused_by_model(experiment: Experiment) -> str:
@@ -132,7 +132,7 @@ def refused_by_model(experiment: Experiment) -> str:
     return refused_by_model(experiment)
 
 
-class Run(Frames):
+class Run(RunFrames):
     """An experiment, its timeline and its environment, whether live, recorded or simulated.
 
     >>> Run({"strategy": {"LocalSGD": {"every": 8}}, "ranks": 2}, name="tour")
@@ -159,7 +159,7 @@ class Run(Frames):
         if not every:
             raise RunError("traces=[]: must be files that torch.profiler wrote, one for each rank")
         traces = kineto.by_rank(kineto.read(path) for path in every)
-        timeline, notes = analysis.taken(traces)
+        timeline, notes = analysis.convert_traces(traces)
         ranks = max(traces) + 1
         files = {str(rank): trace.path.name for rank, trace in traces.items()}
         about = {"traces": files, "devices": sorted({trace.device for trace in traces.values() if trace.device})}
@@ -170,7 +170,7 @@ class Run(Frames):
 
     def summary(self) -> dict[str, Any]:
         """Returns the run's summary as plain values."""
-        return analysis.summary(self)
+        return analysis.summarise_run(self)
 
     def what_if(self, settings: Mapping[str, Any] | None = None, network: str = "") -> WhatIf:
         """Predicts the run under other settings by a calibrated simulation. See `workbench.sim.plan.what_if`."""
@@ -182,9 +182,9 @@ class Run(Frames):
     def scaling(self, settings: Mapping[str, Any] | None = None, network: str = "",
                 ranks: Sequence[int] | None = None) -> Scaling:  # fmt: skip
         """Predicts it for several numbers of ranks, by default 2 to 4,096. See `workbench.sim.plan.scaling`."""
-        from workbench.sim.plan.what_if import RANKS, scaling
+        from workbench.sim.plan.what_if import RANKS, predict_scaling
 
-        return scaling(self, settings, network, RANKS if ranks is None else ranks)
+        return predict_scaling(self, settings, network, RANKS if ranks is None else ranks)
 
     def model(
         self, step: int | None = None, task: Any = None, timeout: float = 60.0, into: nn.Module | None = None
@@ -219,9 +219,9 @@ class Run(Frames):
         `torch.load(path, weights_only=True)` reads the latter. Raises the errors of `model`, and RunError if it cannot
         write.
         """
-        from workbench.sim.run.resuming import saved_state, written_to
+        from workbench.sim.run.resuming import saved_state, write_state
 
-        return written_to(path, lambda: saved_state(*self._kept(step, task, timeout)))
+        return write_state(path, lambda: saved_state(*self._kept(step, task, timeout)))
 
     def segment(self, first: int, stop: int) -> Self:
         """Returns steps [first, stop) as a run of their own, to compare, export or inspect.
@@ -232,7 +232,7 @@ class Run(Frames):
         whole = [isinstance(step, int) and not isinstance(step, bool) for step in (first, stop)]
         if not all(whole) or not 0 <= first < stop:
             raise KnobError(f"first={short(first)}, stop={short(stop)}: must be steps, 0 or more, stop after first")
-        name, timeline = f"{self.name}, steps {first} to {stop - 1}", analysis.segment(self.timeline, first, stop)
+        name, timeline = f"{self.name}, steps {first} to {stop - 1}", analysis.cut_segment(self.timeline, first, stop)
         return type(self)(
             self.settings, timeline=timeline, environment=self._environment, name=name, started=self.started,
             epoch=self.epoch, parent=self.parent,
@@ -252,18 +252,18 @@ class Run(Frames):
         """
         import pandas as pd
 
-        return pd.DataFrame(analysis.compare(self, other, tolerance)).set_index("metric")
+        return pd.DataFrame(analysis.compare_runs(self, other, tolerance)).set_index("metric")
 
-    def advice(self, last: int = 40) -> Advised:
+    def advice(self, last: int = 40) -> AdviceTable:
         """Returns the largest costs of a step over the last steps, and what to try next. See
         `workbench.sim.plan.advice`.
 
         >>> Run({"ranks": 2}, name="tour").advice().unjudged[:17]
         'Too few steps to '
         """
-        from workbench.sim.plan.advice import advice
+        from workbench.sim.plan.advice import advise_run
 
-        return advice(self, last)
+        return advise_run(self, last)
 
     def export(self, to: str, out: Path | str | None = None) -> Path:
         """Writes the run for another tool: "perfetto", "chrome", "parquet", "csv" or "tensorboard". Returns the path.
@@ -271,9 +271,9 @@ class Run(Frames):
         `workbench.analysis.export.files` describes each form. out: file or folder; the default is NAME-FORM in the
         working directory. Raises RunError for an unknown form, or if it cannot write.
         """
-        from workbench.analysis.export.files import export
+        from workbench.analysis.export.files import export_run
 
-        return export(self, to, out)
+        return export_run(self, to, out)
 
     def as_python(self) -> str:
         """Returns code that runs the same experiment with the same changes."""
@@ -282,7 +282,7 @@ class Run(Frames):
         return as_python(self)
 
     def __repr__(self) -> str:
-        return analysis.line(self)
+        return analysis.summary_line(self)
 
     def dashboard(self, read_only: bool = False) -> Any:
         """Returns the dashboard as a widget; with `read_only` a separate one without controls.

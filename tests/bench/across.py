@@ -118,11 +118,11 @@ def settings() -> Iterator[tuple[str, Experiment]]:
 def seen(run: Run) -> dict[str, Any]:
     """Returns the mean step in seconds, the bubble (if any) and each rank's peak in bytes."""
     tl, stop = run.timeline, SETTLE + STEPS
-    bubble = analysis.bubble(tl, STEPS)
+    bubble = analysis.measure_bubble(tl, STEPS)
     return {
-        "step": float(np.mean(analysis.breakdown(tl, SETTLE, stop).seconds)),
+        "step": float(np.mean(analysis.break_down(tl, SETTLE, stop).seconds)),
         "bubble": bubble.share if bubble else None,
-        "peaks": [m.peak for m in analysis.memory(tl, SETTLE, stop)],
+        "peaks": [m.peak for m in analysis.measure_memory(tl, SETTLE, stop)],
     }
 
 

@@ -212,8 +212,8 @@ def _about(found: dict[str, Any], seeds: list[int]) -> str:
         f"inside of 2 slices each layer's do, what an embedding finds and what the head answers not counted, which "
         f"cross as they are. The training loss is the mean of the last {LAST} steps, with compression; the held-out "
         f"loss is that of the same model computed without. Bytes are those of both ranks in one step, beside their share "
-        f"of what crosses without a codec. \"Forward\" leaves gradients alone, whatever was left out; with \"one "
-        f"choice\" a gradient goes back through what the forward has chosen, which between stages is all that crosses."
+        f'of what crosses without a codec. "Forward" leaves gradients alone, whatever was left out; with "one '
+        f'choice" a gradient goes back through what the forward has chosen, which between stages is all that crosses.'
     )
 
 

@@ -100,7 +100,13 @@ def _one_choice(codec: Projection | Dense) -> Partition:
     return Tensor(activations=codec, gradients=codec, mask=True)
 
 
-WAS, NONE, NOW, FEW, SLOW = "rank 20 before its mend", "none", "rank 20", "none, blocks write 20 features", "none, slower blocks"
+WAS, NONE, NOW, FEW, SLOW = (
+    "rank 20 before its mend",
+    "none",
+    "rank 20",
+    "none, blocks write 20 features",
+    "none, slower blocks",
+)
 ROWS: dict[str, tuple[ByteGPT, Partition]] = {
     NONE: (ByteGPT(), Tensor()),
     NOW: (ByteGPT(), _one_choice(CODEC)),
@@ -183,9 +189,24 @@ def text(found: dict[str, Any]) -> str:
         if row in TUNED and chosen:
             at = of(cells, row, chosen[0])
             tried = ", ".join(f"{r * ByteGPT.lr:g}" for r in sorted({c["rate"] for c in cells if c["row"] == row}))
-            line += [tried, f"{chosen[0] * ByteGPT.lr:g}{' (the edge)' if chosen[1] else ''}", str(len(at)), *(_told(at, what) for what in ("loss", "held_out"))]
+            line += [
+                tried,
+                f"{chosen[0] * ByteGPT.lr:g}{' (the edge)' if chosen[1] else ''}",
+                str(len(at)),
+                *(_told(at, what) for what in ("loss", "held_out")),
+            ]
         lines.append(line + [""] * (9 - len(line)))
-    head = ["", "seeds", "training loss", "held-out loss", "rates tried", "best rate", "seeds", "training loss", "held-out loss"]
+    head = [
+        "",
+        "seeds",
+        "training loss",
+        "held-out loss",
+        "rates tried",
+        "best rate",
+        "seeds",
+        "training loss",
+        "held-out loss",
+    ]
     return f"{_about()}\n\n{table(head, lines)}\n{_said(cells)}\n"
 
 
@@ -203,10 +224,10 @@ def _about() -> str:
     return (
         f"### Rank 20 with one choice in 2 slices, tuned\n\nThe same runs as above at the task's rate, {ByteGPT.lr:g}, and {NONE} and {NOW} at their own: "
         f"rates a factor of {FACTOR:g} apart, the least held-out loss on the first seed, one more rate wherever that lies at the edge. "
-        f"Before a mend \"rank 20, both, one choice\" trained better than none. A tensor that is zero has no strongest directions, and the {RANK} that are sent of it "
+        f'Before a mend "rank 20, both, one choice" trained better than none. A tensor that is zero has no strongest directions, and the {RANK} that are sent of it '
         f"are the first {RANK} features. A gradient that went back through these reached so many outputs of a block's last matrices, which begin as zero; so the next tensor lay in "
         f"these features, too, and so on to the end. Two rows tell whether that is the cause: blocks that write {RANK} of {ByteGPT().width} features by construction, without a codec "
-        f"and in one process, and blocks that begin at random, where no tensor is zero. A third tells what was good about it: \"{SLOW}\" write all features, but their last "
+        f'and in one process, and blocks that begin at random, where no tensor is zero. A third tells what was good about it: "{SLOW}" write all features, but their last '
         f"matrices learn at an {share}th of the rate. Between stages an activation holds what the embedding has found and is never zero, so nothing was confined there."
     )
 
@@ -215,11 +236,15 @@ def _said(cells: Cells) -> str:
     """Returns the differences between rows at the task's rate and at their best rates."""
     stirred = [f"{name}, blocks begin at random" for name in (WAS, NONE)]
     pairs = [(WAS, NONE), (FEW, NONE), (WAS, FEW), (SLOW, NONE), (NOW, NONE), (stirred[0], stirred[1])]
-    lines = [f"* At the task's rate {a} is over {b} by {_apart(of(cells, a, 1.0), of(cells, b, 1.0))}." for a, b in pairs]
+    lines = [
+        f"* At the task's rate {a} is over {b} by {_apart(of(cells, a, 1.0), of(cells, b, 1.0))}." for a, b in pairs
+    ]
     tuned = {row: of(cells, row, chosen[0]) for row in TUNED if (chosen := best(cells, row))}
     if len(tuned) == len(TUNED):
         lines.append(f"* Each at its best rate {NOW} is over {NONE} by {_apart(tuned[NOW], tuned[NONE])}.")
-        lines.append(f"* At the task's rate {FEW} is over {NONE} at its best by {_apart(of(cells, FEW, 1.0), tuned[NONE])}.")
+        lines.append(
+            f"* At the task's rate {FEW} is over {NONE} at its best by {_apart(of(cells, FEW, 1.0), tuned[NONE])}."
+        )
     return "\n".join(lines)
 
 

@@ -163,8 +163,8 @@ def timed(e: Experiment, rank: int, store: tuple[str, int], generation: str, loo
     session.record = rows = Rows()
     training = session.set_up()
     for _ in range(1 + SUMS):
-        training.host.drive(training.boundary())
-        training.host.drive(training.step())
+        training.host.drive_coroutine(training.make_due_changes())
+        training.host.drive_coroutine(training.make_step())
     session.tear_down()
     return [value for _, name, _, value in rows.samples if name == "took"][1:]
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from tests.bench.ddp import BLOCK, Ours, Torchs, fsdp, tasks
-from workbench.engine.wire.collectives import Leaving, Wire, connect_store, host_store
+from workbench.engine.wire.collectives import LeaveEvent, Wire, connect_store, host_store
 from workbench.experiment import Experiment
 
 ROUNDS, ASKED = 8, 1.5  # rounds; the required ratio
@@ -56,7 +56,7 @@ class Alone:
 
 def rank_main(rank: int, size: int, where: tuple[str, int], name: str, cap: float, rounds: int, out: str) -> None:
     torch.set_num_threads(1)
-    store, leaving, task = connect_store(*where, "bench"), Leaving(), tasks()[name]
+    store, leaving, task = connect_store(*where, "bench"), LeaveEvent(), tasks()[name]
     wire = Wire(store, rank, size, "torch", leaving)
     meet = Wire(store, rank, size, "meet", leaving)
     e = Experiment(task=task, ranks=size, bucket_mb=cap, eval_every=0).set("strategy", "ZeRO3")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench import Experiment, Lab
-from workbench.engine.wire.shaping import Pace
+from workbench.engine.wire.shaping import ComputePace
 from workbench.fabric import traffic
 from workbench.run import Run
 from workbench.tasks import ByteGPT
@@ -45,7 +45,9 @@ def bound(e: Experiment, nbytes: list[int], full: float) -> float:
     """Returns the shortest possible seconds of a step on this pace and Link."""
     pace = e.pace * 1e-3
     wire = sum(e.fabric.link.seconds(*traffic("all_reduce", n, e.ranks)) for n in nbytes)
-    return pace * (Pace.shares["forward"] + Pace.shares["update"]) + max(pace * Pace.shares["backward"], full + wire)
+    return pace * (ComputePace.shares["forward"] + ComputePace.shares["update"]) + max(
+        pace * ComputePace.shares["backward"], full + wire
+    )
 
 
 def measure(lab: Lab, ranks: int, times: float, out: Path) -> list[dict[str, Any]]:
@@ -55,7 +57,7 @@ def measure(lab: Lab, ranks: int, times: float, out: Path) -> list[dict[str, Any
     wait(run, 2)
     model = json.loads(run.marks[run.marks.name == "start"].iloc[0].detail)["nbytes"]
     sent, _ = traffic("all_reduce", model, ranks)
-    mbit = sent * 8e-6 / (PACE[ranks] * 1e-3 * Pace.shares["backward"] * times)
+    mbit = sent * 8e-6 / (PACE[ranks] * 1e-3 * ComputePace.shares["backward"] * times)
     lab.set("link.bandwidth", mbit).wait(20)
     rows = []
     for size in BUCKETS:

@@ -17,8 +17,11 @@ from workbench.strategies import Strategy
 from workbench.tasks import Digits
 
 SELECTIVE: tuple[dict[str, Any], ...] = (
-    {"delta": 0.1}, {"delta": 0.3}, {"delta": 1.0},
-    {"delta": 0.02, "norm_window": 25}, {"delta": 0.05, "norm_window": 25},
+    {"delta": 0.1},
+    {"delta": 0.3},
+    {"delta": 1.0},
+    {"delta": 0.02, "norm_window": 25},
+    {"delta": 0.05, "norm_window": 25},
 )
 SMALL = Digits(width=8, hidden=64)
 SHORT, LONG = 160, 800  # steps of SelSync's runs: while accuracy still rises steeply, and later

@@ -148,16 +148,30 @@ def _losses(found: Results, data: Path) -> str:
         ends = [f["curve"][-1][2] for f in each]
         to = steps_to(found, label)
         never = sum(not s for s in to)
-        reach = f"{_middle(to):.0f}{f', never by {never} of {len(to)}' if never else ''}" if _middle(to) else f"not by {never} of {len(to)}"
+        reach = (
+            f"{_middle(to):.0f}{f', never by {never} of {len(to)}' if never else ''}"
+            if _middle(to)
+            else f"not by {never} of {len(to)}"
+        )
         sent = statistics.fmean(f["bytes"] for f in each)
         gap = f"{statistics.fmean(ends) / dense_end - 1:+.1%}" if dense_end else ""
         factor = f"{dense_bytes / sent:.1f}" if sent and dense_bytes else ""
         lines.append((statistics.fmean(ends), [label, factor, reach, spread(ends), gap]))
     lines.sort(key=lambda line: line[0])
-    head = ["compressor", "times fewer bytes than dense fp32", "steps to the loss", "held-out loss at the end", "against dense"]
+    head = [
+        "compressor",
+        "times fewer bytes than dense fp32",
+        "steps to the loss",
+        "held-out loss at the end",
+        "against dense",
+    ]
     refused = "".join(f"\n{row}: {why}.\n" for (part, row), why in found.refused.items() if part == "loss")
     old = _old(found, data, "loss")
-    since = f"\nSome or all seeds of these ran before their code, or code they share, changed: {', '.join(old)}.\n" if old else ""
+    since = (
+        f"\nSome or all seeds of these ran before their code, or code they share, changed: {', '.join(old)}.\n"
+        if old
+        else ""
+    )
     return f"### Loss against step\n\n{table(head, [line for _, line in lines])}{since}{refused}"
 
 
@@ -167,10 +181,22 @@ def _link(found: Results, link: str) -> str:
     dense, half = base.get(DENSE), base.get(BF16)
     lines = []
     for r in rows:
-        over = ["" if b is None else f"{b.time / r.time:.2f}" if b.time and r.time else "not reached" for b in (dense, half)]
+        over = [
+            "" if b is None else f"{b.time / r.time:.2f}" if b.time and r.time else "not reached" for b in (dense, half)
+        ]
         pace = f"{dense.step / r.step:.2f}" if dense else ""
-        lines.append([r.label, f"{r.step * 1e3:.0f} ms", pace, f"{r.nbytes / 1e3:.1f} kB", f"{r.codec * 1e3:.1f} ms", *over])
-    head = ["compressor", "step", "steps/s over dense fp32", "sent per rank and step", "codec per step", "time to the loss: over dense fp32", "over bf16"]
+        lines.append(
+            [r.label, f"{r.step * 1e3:.0f} ms", pace, f"{r.nbytes / 1e3:.1f} kB", f"{r.codec * 1e3:.1f} ms", *over]
+        )
+    head = [
+        "compressor",
+        "step",
+        "steps/s over dense fp32",
+        "sent per rank and step",
+        "codec per step",
+        "time to the loss: over dense fp32",
+        "over bf16",
+    ]
     return f"### Link: {link}\n\n{table(head, lines)}{_control(found, link)}"
 
 
@@ -204,7 +230,9 @@ def _where(found: Results) -> str:
     """Returns the winners and the number of losers, link by link."""
     known = compression_tuned.head_start(found, target(found))
     links = sorted({f["where"] for f in found.files if f["part"] == "step"}, key=_order)
-    said = [line for link in links if (line := _winners(link, ranking(found, link), known[1] / known[2] if known else 0.0))]
+    said = [
+        line for link in links if (line := _winners(link, ranking(found, link), known[1] / known[2] if known else 0.0))
+    ]
     return "### Where compression loses\n\n" + "\n".join(said) + "\n" if said else ""
 
 
@@ -220,7 +248,11 @@ def _winners(link: str, rows: list[Row], tuned: float) -> str:
     wins, loses = _sides(times)
     best = max(times.values(), default=0.0)
     over = f" ({best * tuned:.2f} over dense at its own best learning rate)" if tuned else ""
-    first = f"{wins[0]} is quickest, {best:.2f} times as fast as dense fp32{over}" if wins else "nothing beats dense fp32 clearly"
+    first = (
+        f"{wins[0]} is quickest, {best:.2f} times as fast as dense fp32{over}"
+        if wins
+        else "nothing beats dense fp32 clearly"
+    )
     line = f"- **{link}**: {first}; {len(wins)} of {len(times)} win, {len(loses)} lose: {', '.join(loses) or 'none'}."
     if not tuned:
         return line
@@ -233,7 +265,9 @@ def _sides(times: dict[str, float]) -> tuple[list[str], list[str]]:
     """Returns the labels that are clearly faster and those clearly slower, from relative speeds (0: target never
     reached).
     """
-    return [label for label, x in times.items() if x > CLEARLY], [label for label, x in times.items() if x < 1 / CLEARLY]
+    return [label for label, x in times.items() if x > CLEARLY], [
+        label for label, x in times.items() if x < 1 / CLEARLY
+    ]
 
 
 def _codecs(path: Path) -> str:
@@ -247,13 +281,30 @@ def _codecs(path: Path) -> str:
         each = sorted(a / b for a, b in zip(r["codec"], r["copy"], strict=True))
         again = sorted(a / b for a, b in zip(r["copy again"], r["copy"], strict=True))
         ms = statistics.median(r["codec"]) * 1e3
-        lines.append((ms, [r["name"], f"{ms:.0f} ms", f"{statistics.median(each):.1f}", f"{statistics.median(again):.2f}"]))
+        lines.append(
+            (ms, [r["name"], f"{ms:.0f} ms", f"{statistics.median(each):.1f}", f"{statistics.median(again):.2f}"])
+        )
     lines.sort(key=lambda line: line[0])
     head = ["compressor, as its bare name means it", "encode and decode", "copies of memory", "copy / copy (A/A)"]
     about = "One thread, 8 M float32 elements as one square matrix, one rank alone: encoding and decoding in alternating rounds with a copy of the same memory, medians."
-    asked = [(r["name"], r["input"], r["asked"], statistics.median(sorted(b / a for a, b in zip(r["ours"], r["plain"], strict=True))), r) for r in rows if r["part"] == "kernel"]
+    asked = [
+        (
+            r["name"],
+            r["input"],
+            r["asked"],
+            statistics.median(sorted(b / a for a, b in zip(r["ours"], r["plain"], strict=True))),
+            r,
+        )
+        for r in rows
+        if r["part"] == "kernel"
+    ]
     more = ""
     if asked:
-        kernel = [[n, i, f"{x:.2f}", f"{want:g}{'' if x >= want else ': NOT reached'}", r.get("quality", "")] for n, i, want, x, r in asked]
-        more = "\n" + table(["kernel", "input", "times as fast as the plain torch expression", "asked", "quality"], kernel)
+        kernel = [
+            [n, i, f"{x:.2f}", f"{want:g}{'' if x >= want else ': NOT reached'}", r.get("quality", "")]
+            for n, i, want, x, r in asked
+        ]
+        more = "\n" + table(
+            ["kernel", "input", "times as fast as the plain torch expression", "asked", "quality"], kernel
+        )
     return f"## What codecs cost\n\n{about}\n\n{table(head, [line for _, line in lines])}{more}"

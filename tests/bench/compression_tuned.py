@@ -108,7 +108,10 @@ def head_start(found: Results, goal: float) -> tuple[float, float, float, int] |
         return None
     seeds = found.seeds(PART, label(SETTINGS[0], "Dense"), tuning.where(one[0].rate)).values()
     at = [reached([(s, float(s), loss) for s, _, loss in f["curve"]], goal) for f in seeds]
-    plain = [reached([(s, float(s), loss) for s, _, loss in f["curve"]], goal) for f in found.seeds("loss", "Dense", "any link").values()]
+    plain = [
+        reached([(s, float(s), loss) for s, _, loss in f["curve"]], goal)
+        for f in found.seeds("loss", "Dense", "any link").values()
+    ]
     if not all(at) or not all(plain) or one[0].rate == 1.0:
         return None
     steps, base = (statistics.median(x or 0.0 for x in each) for each in (at, plain))
@@ -127,7 +130,9 @@ def text(found: Results) -> str:
     )
     if not any(ends(found, setting, row) for setting in SETTINGS for row in setting.rows):
         return "Each compressor at its own best learning rate, under three optimizers: not measured yet.\n"
-    return f"### Each at its best learning rate, under three optimizers\n\n{about}\n" + "".join(_table(found, s) for s in SETTINGS)
+    return f"### Each at its best learning rate, under three optimizers\n\n{about}\n" + "".join(
+        _table(found, s) for s in SETTINGS
+    )
 
 
 def _table(found: Results, setting: Setting) -> str:
@@ -141,7 +146,11 @@ def _table(found: Results, setting: Setting) -> str:
         chosen, each = one
         rate = f"{chosen.rate * TASK.lr:g}{tuning.at_edge(chosen, grid(setting))}"
         pairs = list(zip(each, base[1], strict=False)) if base else []
-        gap = f"{sum(a for a, _ in pairs) / sum(b for _, b in pairs) - 1:+.1%}" if pairs and math.isfinite(sum(each)) else ""
+        gap = (
+            f"{sum(a for a, _ in pairs) / sum(b for _, b in pairs) - 1:+.1%}"
+            if pairs and math.isfinite(sum(each))
+            else ""
+        )
         lines.append([row, rate, spread(each) if math.isfinite(sum(each)) else "not a number", gap])
     head = [f"under {setting.name}", "learning rate", "held-out loss at the end", "against dense"]
     rates = f"\nTried first: {', '.join(f'{r:g}' for r in setting.rates)}.\n"

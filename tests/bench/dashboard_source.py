@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import zmq
 
-from workbench.cluster.transport.keys import Keys
-from workbench.cluster.transport.relay import Relay
-from workbench.cluster.transport.wire import Batch, encode
+from workbench.cluster.transport.keys import CurveKeys
+from workbench.cluster.transport.relay import RowSubscriber
+from workbench.cluster.transport.wire import RowBatch, encode_batch
 from workbench.run import Run
 
 RANKS, RATE, BUCKETS, PUSHES = 8, 20.0, 4, 4.0
@@ -79,7 +79,7 @@ class Rank:
         for kind, rows in self.rows.items():
             if rows:
                 columns = dict(zip(_NAMES[kind], map(list, zip(*rows, strict=True)), strict=True))
-                out += encode(Batch("bench", kind, self.rank, self.sent[kind], columns))
+                out += encode_batch(RowBatch("bench", kind, self.rank, self.sent[kind], columns))
                 self.sent[kind] += len(rows)
                 rows.clear()
         return out
@@ -94,8 +94,8 @@ _NAMES = {
 
 def publish(port: int, epoch: float, count: int = RANKS) -> None:
     """Publishes until this process or its parent ends."""
-    keys, out = Keys(*sys.stdin.readline().split()), zmq.Context().socket(zmq.PUB)
-    keys.lock(out)
+    keys, out = CurveKeys(*sys.stdin.readline().split()), zmq.Context().socket(zmq.PUB)
+    keys.lock_socket(out)
     out.bind(f"tcp://127.0.0.1:{port}")
     ranks = [Rank(r) for r in range(count)]
     while True:
@@ -111,7 +111,7 @@ def live_run(settings: dict[str, Any] | None = None, ranks: int = RANKS) -> Run:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = int(s.getsockname()[1])
-    keys, epoch = Keys.new(), time.time() + 1.0
+    keys, epoch = CurveKeys.make_pair(), time.time() + 1.0
     command = [sys.executable, str(Path(__file__)), str(port), repr(epoch), str(ranks)]
     source = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
     assert source.stdin
@@ -119,7 +119,10 @@ def live_run(settings: dict[str, Any] | None = None, ranks: int = RANKS) -> Run:
     source.stdin.flush()
     run = Run(settings or {"ranks": ranks, "strategy": {"DDP": {}}}, name="bench", epoch=epoch, live=True)
     take = lambda batch: run.append(batch.kind, batch.rank, batch.seq, batch.columns)  # noqa: E731
-    run.relay, run.source = Relay([f"tcp://127.0.0.1:{port} {keys.public}"], Keys.new(), take), source  # type: ignore[attr-defined]
+    run.relay, run.source = (
+        RowSubscriber([f"tcp://127.0.0.1:{port} {keys.public}"], CurveKeys.make_pair(), take),
+        source,
+    )  # type: ignore[attr-defined]
     return run
 
 

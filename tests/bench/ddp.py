@@ -28,11 +28,11 @@ import torch
 from torch import nn
 
 from tests.gpu_ranks import share_a_gpu
-from workbench.engine.baselines.units import units
+from workbench.engine.baselines.units import find_units
 from workbench.engine.rank.session import Session
 from workbench.engine.wire.collectives import Wire, host_store
 from workbench.experiment import Experiment
-from workbench.host.memory.batches import to_device
+from workbench.host.memory.batches import move_to_device
 from workbench.tasks import ByteGPT, Task
 
 BLOCK, ON_GPU = 3, 20  # steps in a block
@@ -78,26 +78,36 @@ def tasks() -> dict[str, Any]:
 class Ours:
     """The engine's session, driven block by block."""
 
-    def __init__(self, e: Experiment, rank: int, where: tuple[str, int], out: Path, generation: str = "ours",
-                 device: str = "cpu") -> None:
+    def __init__(
+        self, e: Experiment, rank: int, where: tuple[str, int], out: Path, generation: str = "ours", device: str = "cpu"
+    ) -> None:
         session = Session(
             e, rank=rank, size=e.ranks, store=where, generation=generation, secret=b"ours", epoch=time.time(),
             run_dir=out, device=device, kind=KINDS[device.partition(":")[0]],
         )  # fmt: skip
         self.training = session.set_up()
-        self.training.host.drive(self.training.lay_out())
+        self.training.host.drive_coroutine(self.training.place_state())
 
     def block(self, steps: int) -> None:
         for _ in range(steps):
-            self.training.host.drive(self.training.boundary())
-            self.training.host.drive(self.training.step())
+            self.training.host.drive_coroutine(self.training.make_due_changes())
+            self.training.host.drive_coroutine(self.training.make_step())
 
 
 class Torchs:
     """Torch's own way as in its documentation, with an empty loop around it."""
 
-    def __init__(self, task: Any, cap: float, wire: Wire, store: Any, rank: int, size: int,
-                 wrap: Callable[..., nn.Module], device: str = "cpu") -> None:
+    def __init__(
+        self,
+        task: Any,
+        cap: float,
+        wire: Wire,
+        store: Any,
+        rank: int,
+        size: int,
+        wrap: Callable[..., nn.Module],
+        device: str = "cpu",
+    ) -> None:
         learner = task.build()
         torch.manual_seed(0)
         self.device = device
@@ -109,7 +119,7 @@ class Torchs:
 
     def block(self, steps: int) -> None:
         for _ in range(steps):
-            loss = self.loss(self.ddp, to_device(next(self.data), self.device))
+            loss = self.loss(self.ddp, move_to_device(next(self.data), self.device))
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -120,7 +130,7 @@ class Torchs:
 def ddp(model: nn.Module, cap: float, wire: Wire, store: Any) -> nn.Module:
     """Wraps `model` in DistributedDataParallel."""
     return nn.parallel.DistributedDataParallel(
-        model, process_group=wire.lend(), bucket_cap_mb=cap * 1e6 / 2**20, gradient_as_bucket_view=True,
+        model, process_group=wire.lend_group(), bucket_cap_mb=cap * 1e6 / 2**20, gradient_as_bucket_view=True,
         static_graph=True,
     )  # fmt: skip
 
@@ -131,7 +141,7 @@ def fsdp(model: nn.Module, cap: float, wire: Wire, store: Any) -> nn.Module:
 
     store = torch.distributed.PrefixStore("fsdp", store)
     torch.distributed.init_process_group("gloo", store=store, rank=wire.rank, world_size=wire.size)
-    for unit in units(model, cap):
+    for unit in find_units(model, cap):
         fully_shard(unit)
     fully_shard(model)
     return model
@@ -149,10 +159,10 @@ def rank_main(
     device = f"cuda:{rank % gpus}" if gpus else "cpu"
     if size > gpus > 0:
         share_a_gpu(rank)
-    from workbench.engine.wire.collectives import Leaving, connect_store
+    from workbench.engine.wire.collectives import LeaveEvent, connect_store
 
     store = connect_store(*where, "bench")
-    leaving = Leaving()
+    leaving = LeaveEvent()
     wire = Wire(store, rank, size, "torch", leaving, kind=KINDS[device.partition(":")[0]], on=device)
     meet = Wire(store, rank, size, "meet", leaving)
     task = tasks()[name]

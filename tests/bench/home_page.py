@@ -85,11 +85,17 @@ def because(claim: Claim, book: Book) -> str:
     so = "this" if all(one.holds for one in elsewhere) else "this, but not alone" if nearer else "NOT this"
     if claim.because.same:
         pairs = zip(result, elsewhere, strict=True)
-        so = "this" if all(abs(there.median - here.median) <= ALIKE * here.median for here, there in pairs) else "NOT this"
+        so = (
+            "this"
+            if all(abs(there.median - here.median) <= ALIKE * here.median for here, there in pairs)
+            else "NOT this"
+        )
     same = claim.because.regime == claim.row.regime
     where = "In the same place" if same else f"On {claim.because.regime.words}"
     but = f" but {words(claim.because.knobs)}" if claim.because.knobs else ""
-    return f"{claim.method}: {claim.because.words}. {where}, with the settings that had won{but}: {told}. So it is {so}."
+    return (
+        f"{claim.method}: {claim.because.words}. {where}, with the settings that had won{but}: {told}. So it is {so}."
+    )
 
 
 def settings(claim: Claim, book: Book) -> list[list[str]]:

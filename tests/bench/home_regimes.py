@@ -52,7 +52,12 @@ BYTES = Regime(
     goal=0.15,
     fabric=Fabric(link=Link(bandwidth=100.0, latency=0.5)),
 )
-NO_LATENCY = replace(BYTES, name="no latency", words="the same wire without latency", fabric=Fabric(link=Link(bandwidth=100.0, latency=0.0)))
+NO_LATENCY = replace(
+    BYTES,
+    name="no latency",
+    words="the same wire without latency",
+    fabric=Fabric(link=Link(bandwidth=100.0, latency=0.0)),
+)
 LARGE = Regime(
     name="large batch",
     words="Digits, 16 ranks: a global batch of 512 of 1,438 examples",
@@ -129,7 +134,21 @@ EVEN = Regime(
     fabric=Fabric(link=Link(bandwidth=4000.0, latency=0.02)),
 )
 FAST_TWO = replace(TWO, name="two ranks, fast wire", fabric=Fabric(link=Link(bandwidth=10_000.0, latency=0.02)))
-FAST_SIXTEEN = replace(SIXTEEN, name="sixteen ranks, fast wire", words="ByteGPT of 0.7 M parameters with sizes only, 16 ranks beside 2, 10 Gbit/s and 0.02 ms: about as long as backward", fabric=FAST_TWO.fabric)
-NO_WIRE_TWO = replace(TWO, name="two ranks, hardly any wire", fabric=Fabric(link=Link(bandwidth=100_000.0, latency=0.002)))
-NO_WIRE_EVEN = replace(EVEN, name="hardly any wire", words="100 Gbit/s and 0.002 ms, where computing is all that is left", fabric=NO_WIRE_TWO.fabric)
-NO_WIRE_SIXTEEN = replace(SIXTEEN, name="sixteen ranks, hardly any wire", words="100 Gbit/s and 0.002 ms", fabric=NO_WIRE_TWO.fabric)
+FAST_SIXTEEN = replace(
+    SIXTEEN,
+    name="sixteen ranks, fast wire",
+    words="ByteGPT of 0.7 M parameters with sizes only, 16 ranks beside 2, 10 Gbit/s and 0.02 ms: about as long as backward",
+    fabric=FAST_TWO.fabric,
+)
+NO_WIRE_TWO = replace(
+    TWO, name="two ranks, hardly any wire", fabric=Fabric(link=Link(bandwidth=100_000.0, latency=0.002))
+)
+NO_WIRE_EVEN = replace(
+    EVEN,
+    name="hardly any wire",
+    words="100 Gbit/s and 0.002 ms, where computing is all that is left",
+    fabric=NO_WIRE_TWO.fabric,
+)
+NO_WIRE_SIXTEEN = replace(
+    SIXTEEN, name="sixteen ranks, hardly any wire", words="100 Gbit/s and 0.002 ms", fabric=NO_WIRE_TWO.fabric
+)

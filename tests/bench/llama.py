@@ -235,7 +235,9 @@ def page(found: dict[str, Any], machine: dict[str, Any]) -> str:
         f"is several ranks; buckets of 1 MB, a run for each setting, the mean of {COUNTED} steps. Calibrated on DDP "
         f"with buckets of 0.5 MB on {_wire(KNOWN)}, each compressor, KFAC and Newton once there, and messages "
         f"that are shorter than their transfer on TopK in buckets of 0.25 MB. {found.get('about', '')} The worst "
-        f"first.\n\n{len(rows)} settings: {'; '.join(said)}.\n\n" + "\n".join(lines) + "\n"
+        f"first.\n\n{len(rows)} settings: {'; '.join(said)}.\n\n"
+        + "\n".join(lines)
+        + "\n"
         + (f"\nNot run:\n{others}\n" if others else "")
         + f"\n*{machine.get('date')}; {machine.get('cpu')}; {machine.get('system')}; torch {machine.get('torch')}; "
         f"commit {machine.get('commit')}; 15-minute load {machine.get('load', 0):.1f}.*\n"

@@ -23,7 +23,7 @@ import numpy as np
 from tests.planned import Delay, Planned, PlannedCast, PlannedDigits
 from tests.spinning import spinning
 from workbench import Experiment, Lab
-from workbench.analysis import causes, straggler
+from workbench.analysis import find_causes, find_straggler
 from workbench.fabric import Fabric, Link
 from workbench.record.timeline import Timeline
 from workbench.run import Run
@@ -96,8 +96,8 @@ def as_it_was(run: Run, looks: list[int]) -> Iterator[tuple[int, Timeline]]:
 
 def named(tl: Timeline) -> tuple[Named, Named]:
     """Returns the causes with ranks from the list, and those of the line about stragglers."""
-    listed = [(c.cause, list(c.ranks)) for c in causes(tl) if c.ranks]
-    said = straggler(tl)
+    listed = [(c.cause, list(c.ranks)) for c in find_causes(tl) if c.ranks]
+    said = find_straggler(tl)
     return listed, [(said.phase, [said.rank])] if said else []
 
 

@@ -88,16 +88,24 @@ def cells(*rates: float, steps: int = 12) -> list[Cell]:
 def measure(asked: dict[str, Any], rank: int, size: int, store: tuple[str, int], generation: str) -> dict[str, Any]:
     """Returns one rank's step times, the bytes in its record and the bytes that its port sent."""
     cell = Cell(**asked)
-    session = Session(cell.experiment(size), rank=rank, size=size, store=store, generation=generation, secret=b"ours",
-                      epoch=time.time(), loopback=not cell.real)
+    session = Session(
+        cell.experiment(size),
+        rank=rank,
+        size=size,
+        store=store,
+        generation=generation,
+        secret=b"ours",
+        epoch=time.time(),
+        loopback=not cell.real,
+    )
     session.record.close()
     session.record = Rows()
     training = session.set_up()
     for step in range(WARM + cell.steps):
         if step == WARM:
             before, idle, began = counted(), idled(), time.perf_counter()
-        training.host.drive(training.boundary())
-        training.host.drive(training.step())
+        training.host.drive_coroutine(training.make_due_changes())
+        training.host.drive_coroutine(training.make_step())
     sent, busy = counted() - before, 1 - (idled() - idle) / (time.perf_counter() - began)
     lasted = [r[5] - r[4] for r in session.record if r[1] == "step" and r[0] >= WARM]
     payload = sum(n for step, _, n in session.record.comm() if step >= WARM)

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Compares outer momentum and the loss of Local SGD from a common state, each at its best learning rate."""
 
 from __future__ import annotations
@@ -57,7 +56,9 @@ def best(found: Results, row: str) -> tuple[tuning.Choice, dict[int, dict[str, A
     return chosen and (chosen, found.seeds("outer", row, tuning.where(chosen.rate)))
 
 
-def over(mine: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]], of: Callable[[dict[str, Any]], float]) -> float:
+def over(
+    mine: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]], of: Callable[[dict[str, Any]], float]
+) -> float:
     """Returns the ratio of two rows' means over common seeds; NaN without any. Seeds vary as much as rows."""
     both = [seed for seed in mine if seed in base]
     if not both:
@@ -95,11 +96,20 @@ def outer_text(found: Results) -> str:
     return f"{_about(open_ended)}\n\n{table([f'from step {COMMON} on', *head], lines)}\n{found_so}\n{gaps}"
 
 
-def _line(label: str, chosen: tuning.Choice, mine: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]]) -> list[str]:
+def _line(
+    label: str, chosen: tuning.Choice, mine: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]]
+) -> list[str]:
     rate = f"{chosen.rate * TASK.lr:g}{tuning.at_edge(chosen, GRID)}"
     gap, share = over(mine, base, tuning.last) - 1, over(mine, base, itemgetter("bytes"))
     most = max(f["largest"] for f in mine.values())
-    return [label, rate, spread([tuning.last(f) for f in mine.values()]), f"{gap:+.1%}", f"{share:.1%}", f"{most / 1e6:.3f} MB"]
+    return [
+        label,
+        rate,
+        spread([tuning.last(f) for f in mine.values()]),
+        f"{gap:+.1%}",
+        f"{share:.1%}",
+        f"{most / 1e6:.3f} MB",
+    ]
 
 
 def _asked(label: str, mine: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]]) -> str:

@@ -116,7 +116,9 @@ def _against(title: str, about: str, cells: list[dict[str, Any]], asked: float, 
         )
     mean = math.exp(sum(map(math.log, middles)) / len(middles))
     said = f"Geometric mean {mean:.3f} (asked: at least {asked:.2f}). "
-    said += f"Wholly under {floor:g}: {', '.join(under)}." if under else f"No cell's interval lies wholly under {floor:g}."
+    said += (
+        f"Wholly under {floor:g}: {', '.join(under)}." if under else f"No cell's interval lies wholly under {floor:g}."
+    )
     head = [
         "cell",
         "torch's step",
@@ -142,14 +144,16 @@ def pipeline(cells: list[dict[str, Any]]) -> str:
         mid, low, high = interval([b["bubble"] for b in c["blocks"]])
         late = statistics.median(b["late"] for b in c["blocks"]) * 1e3
         off.append(abs(mid - formula))
-        rows.append([c["name"], str(c["micros"]), f"{formula:.3f}", f"{mid:.3f} ({low:.3f} to {high:.3f})", f"{late:.1f}"])
+        rows.append(
+            [c["name"], str(c["micros"]), f"{formula:.3f}", f"{mid:.3f} ({low:.3f} to {high:.3f})", f"{late:.1f}"]
+        )
     head = ["schedule", "micro-batches", "formula", "measured", "a pass ends late by, ms"]
     interleaved = " interleaved, a stage is v = 2 pieces;" if any(c.get("pieces", 1) > 1 for c in cells) else ""
     about = (
         "Four ranks as four stages of equal layers, forwards of a micro-batch through a piece of the model paced to 100 ms"
         f" and backwards to 200, or each of their halves to 100;{interleaved}"
         f" the share of the time from the first pass to the last that a stage stands still. Median of"
-        f" {len(cells[0]['blocks'])} alternating blocks of one run with its 95 % bootstrap interval; rows \"again\""
+        f' {len(cells[0]["blocks"])} alternating blocks of one run with its 95 % bootstrap interval; rows "again"'
         " are the A/A control. A pass is its paced time and what sleeping takes longer, the median over passes."
     )
     formulas = f"(p-1) / ({'vm' if interleaved else 'm'}+p-1), of ZB-H1 (p-1) / (3m+p-1)"
@@ -244,7 +248,15 @@ def live(d: dict[str, Any]) -> str:
                 f"{share:.2%}",
             ]
         )
-    head = ["strategy", "changes", "median", "p99", "met an evaluation; p99 of the others", "allowed (p99 of a step, or of a round, + 100 ms)", "kept"]
+    head = [
+        "strategy",
+        "changes",
+        "median",
+        "p99",
+        "met an evaluation; p99 of the others",
+        "allowed (p99 of a step, or of a round, + 100 ms)",
+        "kept",
+    ]
     cost_head = [
         "strategy",
         "recording and spooling",
@@ -331,7 +343,15 @@ def netns(found: list[dict[str, Any]]) -> str:
         "header for up to 64 kB, elsewhere one per frame: 66 bytes to 1448 of payload (4.6 %) in frames of 1500, "
         "and acknowledgements. So 200 Mbit/s with frames of 1500 is the most work for the cores, not 1000."
     )
-    head = ["cell", "real step", "modelled step", "modelled / real", "by medians", "port over record", "cores busy, with all else"]
+    head = [
+        "cell",
+        "real step",
+        "modelled step",
+        "modelled / real",
+        "by medians",
+        "port over record",
+        "cores busy, with all else",
+    ]
     said = f"Further off than 10 %: {', '.join(late) or 'none'}. "
     said += f"Bytes outside 0 to 5 %: {', '.join(fat) or 'none'}."
     return f"## The Link against a real network\n\n{about}\n\n{table(head, rows)}\n{said}\n"

@@ -67,7 +67,7 @@ def stretch(lab: Lab, run: Run, wanted: Experiment) -> tuple[int, int]:
 
 def seconds(run: Run, first: int, stop: int) -> float:
     """Returns the mean step over steps and ranks."""
-    return float(np.mean(analysis.breakdown(run.timeline, first, stop).seconds))
+    return float(np.mean(analysis.break_down(run.timeline, first, stop).seconds))
 
 
 def predicted(wanted: Experiment, costs: Costs) -> float:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench import Costs, simulate
-from workbench.analysis import memory, step_times
+from workbench.analysis import measure_memory, step_times
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
 from workbench.optimizers import AdamW
@@ -108,7 +108,7 @@ def zero_run(strategy: Strategy, ranks: int, layers: int) -> dict[str, Any]:
     run = simulate(e, alike=True)
     spans = run.spans
     last = spans[(spans.step == 3) & (spans.lane == "comm")]
-    kept = memory(run.timeline)[0].most
+    kept = measure_memory(run.timeline)[0].most
     return {
         "strategy": type(strategy).__name__, "ranks": ranks, "layers": layers, "sent": int(last.nbytes.sum()),
         "model": run.environment["ranks"][0]["nbytes"],

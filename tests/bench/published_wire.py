@@ -25,7 +25,7 @@ from workbench import Costs
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
 from workbench.fabric.algorithms import DoubleTree
-from workbench.sim.plan.quick import Quick
+from workbench.sim.plan.quick import QuickSimulator
 from workbench.strategies import DDP, DiLoCo, Strategy, StreamingDiLoCo
 from workbench.tasks import Task
 
@@ -64,13 +64,13 @@ def stack(layers: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Task:
     return Task(model=model, data=_data, loss=_loss, optimizer=lambda params: torch.optim.SGD(params, 0.1))
 
 
-def needed(quick: Quick, e: Experiment, share: float, known: dict[float, float]) -> float:
+def needed(quick: QuickSimulator, e: Experiment, share: float, known: dict[float, float]) -> float:
     """Returns the bandwidth in Gbit/s at which `share` of a step is computing, by bisection."""
     low, high = 0.05, 3000.0
     while high / low > 1 + CLOSE:
         middle = (low * high) ** 0.5
         if middle not in known:
-            known[middle] = STEP / quick.told(e.set("fabric.link.bandwidth", middle * 1e3)).seconds
+            known[middle] = STEP / quick.predict_step(e.set("fabric.link.bandwidth", middle * 1e3)).seconds
         low, high = (low, middle) if known[middle] >= share else (middle, high)
     return high
 
@@ -78,13 +78,20 @@ def needed(quick: Quick, e: Experiment, share: float, known: dict[float, float])
 def table(methods: tuple[str, ...] = tuple(METHODS)) -> list[dict[str, Any]]:
     """Returns Gbit/s by method and share, predicted and published."""
     task = stack(LAYERS, WIDTH)
-    quick, rows = Quick(Experiment(task=task, ranks=RANKS), Costs(forward=STEP / 3, backward=STEP * 2 / 3)), []
+    quick, rows = QuickSimulator(Experiment(task=task, ranks=RANKS), Costs(forward=STEP / 3, backward=STEP * 2 / 3)), []
     for name in methods:
         strategy, published = METHODS[name]
-        e = Experiment(task=task, ranks=RANKS, strategy=strategy, bucket_mb=100.0, eval_every=0, fabric=Fabric(link=Link(bandwidth=1e5)))
+        e = Experiment(
+            task=task,
+            ranks=RANKS,
+            strategy=strategy,
+            bucket_mb=100.0,
+            eval_every=0,
+            fabric=Fabric(link=Link(bandwidth=1e5)),
+        )
         known: dict[float, float] = {}
         found = [needed(quick, e, share, known) for share in SHARES]
-        rows.append({"method": name, "published": published, "predicted": found, "sent": quick.told(e).sent})
+        rows.append({"method": name, "published": published, "predicted": found, "sent": quick.predict_step(e).sent})
         print(rows[-1], flush=True)
     return rows
 
@@ -96,13 +103,16 @@ def overlap() -> dict[str, Any]:
     wire = {"fabric": Fabric(link=Link(bandwidth=100_000 / V100S, latency=0.014))}
     e = Experiment(task=task, ranks=32, strategy=DDP(), eval_every=0, **wire)
     for computing in (0.03, 0.06, 0.09, 0.12, 0.2, 0.4):
-        quick = Quick(e, Costs(forward=computing / 3, backward=computing * 2 / 3))
-        apart, beside = quick.told(e.set("bucket_mb", 200.0)).seconds, quick.told(e.set("bucket_mb", 25.0)).seconds
+        quick = QuickSimulator(e, Costs(forward=computing / 3, backward=computing * 2 / 3))
+        apart, beside = (
+            quick.predict_step(e.set("bucket_mb", 200.0)).seconds,
+            quick.predict_step(e.set("bucket_mb", 25.0)).seconds,
+        )
         rows.append({"computing": computing, "apart": apart, "beside": beside})
-    quick = Quick(e, Costs(forward=0.06, backward=0.12))
-    scale = {f"{p}": quick.told(replace(e, bucket_mb=25.0, ranks=p)).seconds for p in SIZES}
+    quick = QuickSimulator(e, Costs(forward=0.06, backward=0.12))
+    scale = {f"{p}": quick.predict_step(replace(e, bucket_mb=25.0, ranks=p)).seconds for p in SIZES}
     trees = e.set("fabric.algorithm", DoubleTree())
-    tree = {f"{p}": quick.told(replace(trees, bucket_mb=25.0, ranks=p)).seconds for p in SIZES if p <= 32}
+    tree = {f"{p}": quick.predict_step(replace(trees, bucket_mb=25.0, ranks=p)).seconds for p in SIZES if p <= 32}
     return {"overlap": rows, "ranks": scale, "trees": tree}
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from tests.bench.ddp import Ours, ratios
-from workbench.engine.wire.collectives import Leaving, Wire, connect_store, host_store
+from workbench.engine.wire.collectives import LeaveEvent, Wire, connect_store, host_store
 from workbench.experiment import Experiment
 from workbench.partitions import Pipeline
 from workbench.tasks import Task
@@ -157,7 +157,7 @@ def among_all(store: Any, rank: int) -> Iterator[None]:
 def rank_main(rank: int, where: tuple[str, int], rounds: int, out: str) -> None:
     torch.set_num_threads(1)
     store = connect_store(*where, "bench")
-    meet = Wire(store, rank, STAGES, "meet", Leaving())
+    meet = Wire(store, rank, STAGES, "meet", LeaveEvent())
     cells = []
     with among_all(store, rank):
         for name, kind, pieces in KINDS:

@@ -28,7 +28,7 @@ import torch
 
 from workbench import Experiment, simulate
 from workbench.engine.rank.session import Session
-from workbench.engine.wire.collectives import Leaving, Wire, connect_store, host_store
+from workbench.engine.wire.collectives import LeaveEvent, Wire, connect_store, host_store
 from workbench.optimizers import SGD
 from workbench.strategies import DDP, KFAC, Newton
 from workbench.tasks import ByteGPT, Digits
@@ -172,17 +172,17 @@ class Held:
         session = Session(e, rank=rank, size=PROCESSES, store=where, generation=name, secret=b"bench",
                           epoch=time.time(), run_dir=out / name)  # fmt: skip
         self.training = session.set_up()
-        self.training.host.drive(self.training.lay_out())
+        self.training.host.drive_coroutine(self.training.place_state())
 
     def block(self) -> None:
         for _ in range(BLOCK):
-            self.training.host.drive(self.training.boundary())
-            self.training.host.drive(self.training.step())
+            self.training.host.drive_coroutine(self.training.make_due_changes())
+            self.training.host.drive_coroutine(self.training.make_step())
 
 
 def rank_main(rank: int, where: tuple[str, int], goal: str, settings: dict[str, tuple[float, float]], out: str) -> None:
     torch.set_num_threads(1)
-    meet = Wire(connect_store(*where, "bench"), rank, PROCESSES, "meet", Leaving())
+    meet = Wire(connect_store(*where, "bench"), rank, PROCESSES, "meet", LeaveEvent())
     held = {}
     for name, (rate, other) in settings.items():
         e = experiment(goal, name, rate, other, ranks=PROCESSES, eval_every=0)

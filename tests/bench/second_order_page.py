@@ -66,7 +66,13 @@ def _row(d: dict[str, Any], goal: str, method: str, said: list[str]) -> list[str
     if not (ratio := slower(d, goal, method)):
         return [*known, "", f"{sent:.2f}", "", f"{sent * steps / base:.2f}"]
     mid, low, high = interval(ratio)
-    return [*known, f"{mid:.2f} [{low:.2f}, {high:.2f}]", f"{sent:.2f}", f"{mid * steps / base:.2f}", f"{sent * steps / base:.2f}"]
+    return [
+        *known,
+        f"{mid:.2f} [{low:.2f}, {high:.2f}]",
+        f"{sent:.2f}",
+        f"{mid * steps / base:.2f}",
+        f"{sent * steps / base:.2f}",
+    ]
 
 
 def _about() -> str:

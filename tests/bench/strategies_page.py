@@ -107,7 +107,11 @@ def _lacking(labels: list[str]) -> str:
     """Returns the rows that are not in a table; exact strategies are listed as having DDP's losses."""
     exact = [label for label, name, _ in rows() if label in labels and find(Strategy, name).exact]
     others = [label for label in labels if label not in exact]
-    same = f"\nNot in this table, for every step of theirs is DDP's: {', '.join(exact)}; their memory and pace: [benchmarks](benchmarks.md).\n" if exact else ""
+    same = (
+        f"\nNot in this table, for every step of theirs is DDP's: {', '.join(exact)}; their memory and pace: [benchmarks](benchmarks.md).\n"
+        if exact
+        else ""
+    )
     return same + ("\n" + missing(*others) if others else "")
 
 
@@ -172,7 +176,9 @@ def _seen(found: Results, m: Method, label: str) -> str:
     if not any(pairs.values()):
         same = "every step is DDP's, so it has no row" if find(Strategy, m.name).exact else _unmeasured(m)
         return f"{label}: {found.refused.get(('table', label), same)}."
-    best = max((statistics.median(times(found, label, w) or [0.0]), w) for w in FABRICS if pairs[w] and comparable(m.name, w))
+    best = max(
+        (statistics.median(times(found, label, w) or [0.0]), w) for w in FABRICS if pairs[w] and comparable(m.name, w)
+    )
     said = (
         f"{label}{tempo(m.name)}: at best {best[0]:.2f} times as fast to the loss ({best[1]})"
         if best[0]
@@ -197,7 +203,10 @@ def _claimed(found: Results, m: Method, label: str) -> str:
         "bytes": f"times fewer bytes on {where}", "control": f"LocalSGD's loss over that of {_twin(label)}, from a common state",
     }[m.claim.measure]  # fmt: skip
     pairs = found.pairs("table", label, "DDP", where)
-    gap = statistics.fmean(a["curve"][-1][2] for a, _ in pairs) / statistics.fmean(b["curve"][-1][2] for _, b in pairs) - 1
+    gap = (
+        statistics.fmean(a["curve"][-1][2] for a, _ in pairs) / statistics.fmean(b["curve"][-1][2] for _, b in pairs)
+        - 1
+    )
     said = f"{what}: {f'{value:.2f}' if value else 'not reached'}"
     said += f" with {gap:+.1%} of loss" if m.claim.measure != "control" else ""
     said += _next_to(found, label, m.claim)
@@ -228,8 +237,13 @@ def _next_to(found: Results, label: str, claim: Claim) -> str:
     if not claim.beside or not all(seeds for _, seeds in each):
         return ""
     base = statistics.fmean(f["bytes"] for f in found.seeds("table", "DDP", claim.where).values())
-    ends = [(row, statistics.fmean(f["curve"][-1][2] for f in s), statistics.fmean(f["bytes"] for f in s)) for row, s in each]
-    return ", " + ", ".join(f"{row} ending at {loss:.3f} with {sent / base:.0%} of the bytes" for row, loss, sent in ends)
+    ends = [
+        (row, statistics.fmean(f["curve"][-1][2] for f in s), statistics.fmean(f["bytes"] for f in s))
+        for row, s in each
+    ]
+    return ", " + ", ".join(
+        f"{row} ending at {loss:.3f} with {sent / base:.0%} of the bytes" for row, loss, sent in ends
+    )
 
 
 def _elsewhere(name: str) -> str:

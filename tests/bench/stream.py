@@ -17,7 +17,7 @@ from unittest import mock
 
 from tests.bench.dashboard_source import PUSHES, Rank
 from widgets.charts.feed import Feed
-from workbench.cluster.transport.wire import batches
+from workbench.cluster.transport.wire import decode_batches
 from workbench.run import Run
 
 LOOKS = 6.0  # per second
@@ -40,7 +40,7 @@ def streamed(ranks: int, seconds: float, warm: float = 4.0) -> Streamed:
     sent = messages = rows = 0
     cpu = 0.0
     with mock.patch("time.monotonic", lambda: now):
-        feed.everything()
+        feed.make_opening()
         pushed = 0.0
         while now < warm + seconds:
             now += 1 / LOOKS
@@ -52,9 +52,9 @@ def streamed(ranks: int, seconds: float, warm: float = 4.0) -> Streamed:
                     frames.append(rank.message())
             began = time.process_time()
             for message in frames:
-                for batch in batches(message):
+                for batch in decode_batches(message):
                     rows += counts * run.append(batch.kind, batch.rank, batch.seq, batch.columns)
-            news = feed.news()
+            news = feed.make_news()
             if counts:
                 cpu += time.process_time() - began
             if news and counts:

@@ -21,7 +21,13 @@ def text(found: Results, folder: Path, old: list[str] | None = None) -> str:
     old: rows with seeds that ran with older code
     """
     unfitted = [row for row in old or [] if row.startswith(("ALQ", "AMQ"))]
-    return "\n".join([_accordion(found), _levels(found, _rows(folder / "variance.json"), _rows(folder / "tails.json"), unfitted), _zen(folder)])
+    return "\n".join(
+        [
+            _accordion(found),
+            _levels(found, _rows(folder / "variance.json"), _rows(folder / "tails.json"), unfitted),
+            _zen(folder),
+        ]
+    )
 
 
 def _rows(path: Path) -> Any:
@@ -41,7 +47,15 @@ def _accordion(found: Results) -> str:
             ends = _ends(found, "accordion", f"{of}: {word}")
             if ends and gentle:
                 sent = statistics.fmean(f["bytes"] for f in each)
-                lines.append([of, word, f"{sent / 1e3:.1f} kB", spread(ends), f"{statistics.fmean(ends) / statistics.fmean(gentle) - 1:+.1%}"])
+                lines.append(
+                    [
+                        of,
+                        word,
+                        f"{sent / 1e3:.1f} kB",
+                        spread(ends),
+                        f"{statistics.fmean(ends) / statistics.fmean(gentle) - 1:+.1%}",
+                    ]
+                )
         says += _between(found, of)
     if not lines:
         return "## Accordion against its two ratios\n\nNot measured yet: `make bench-compression`.\n"
@@ -63,7 +77,9 @@ def _between(found: Results, of: str) -> list[str]:
     noise = max(statistics.stdev(x) for x in losses) if all(len(x) > 1 for x in losses) else 0.0
     saved = f"{(gb - ab) / (gb - hb):.0%} of the bytes that the harsh ratio saves"
     if abs(h - g) <= noise:
-        return [f"- {of}: Accordion saves {saved}. The two ratios' losses differ by less than seeds do, so there was nothing to win back here."]
+        return [
+            f"- {of}: Accordion saves {saved}. The two ratios' losses differ by less than seeds do, so there was nothing to win back here."
+        ]
     return [f"- {of}: Accordion saves {saved} and pays {(a - g) / (h - g):.0%} of the loss that it costs."]
 
 
@@ -71,7 +87,9 @@ def _tails(tails: dict[str, dict[str, float]] | None) -> str:
     """Returns the errors of ALQ and AMQ on normal numbers, which ALQ assumes, and on other ones."""
     if not tails:
         return ""
-    each = "; ".join(f"on {kind} numbers {', '.join(f'{name} {v:.3g}' for name, v in at.items())}" for kind, at in tails.items())
+    each = "; ".join(
+        f"on {kind} numbers {', '.join(f'{name} {v:.3g}' for name, v in at.items())}" for kind, at in tails.items()
+    )
     return f" ALQ solves for normal distributions: {each}."
 
 
@@ -81,7 +99,9 @@ def _before_the_mend(old: list[str]) -> str:
     return f" Of {', '.join(old)} some seeds are from before levels were fitted in the first step already; their losses say nothing of levels and are left out."
 
 
-def _levels(found: Results, variance: dict[str, list[float]] | None, tails: dict[str, dict[str, float]] | None, old: list[str]) -> str:
+def _levels(
+    found: Results, variance: dict[str, list[float]] | None, tails: dict[str, dict[str, float]] | None, old: list[str]
+) -> str:
     head = ["rounding", *(f"{what}, blocks of {b}" for what in ("variance", "loss") for b in BLOCKS)]
     lines = []
     for label in ROUNDERS:
@@ -90,7 +110,11 @@ def _levels(found: Results, variance: dict[str, list[float]] | None, tails: dict
         ends = ["before the fix" if n in old else spread(e) if (e := _ends(found, "levels", n)) else "" for n in names]
         lines.append([label, *lost, *ends])
     worse = [b for b in BLOCKS if variance and _mean(variance, "ALQ", b) > _mean(variance, "AMQ", b)]
-    note = f" In blocks of {' and '.join(map(str, worse))} ALQ loses more than AMQ, whose levels it could have found.{_tails(tails)}" if worse else ""
+    note = (
+        f" In blocks of {' and '.join(map(str, worse))} ALQ loses more than AMQ, whose levels it could have found.{_tails(tails)}"
+        if worse
+        else ""
+    )
     dense = _ends(found, "loss", "Dense")
     base = f" Dense fp32 ends at {spread(dense)} at the same learning rate, which is not its best one." if dense else ""
     about = (
@@ -109,14 +133,30 @@ def _zen(folder: Path) -> str:
     out = ["## Zen's schemes by density\n"]
     if crossings:
         head = ["below it sends less", "above it", "ranks", "crossing by formula", "in virtual time", "ratio"]
-        lines = [[c["below"], c["above"], str(c["ranks"]), f"{c['formula']:.3%}", f"{c['simulated']:.3%}", f"{c['simulated'] / c['formula']:.2f}"] for c in crossings]
-        out.append("Elements whose places are independent, no latency: the density at which two schemes take equally long.\n\n" + table(head, lines))
+        lines = [
+            [
+                c["below"],
+                c["above"],
+                str(c["ranks"]),
+                f"{c['formula']:.3%}",
+                f"{c['simulated']:.3%}",
+                f"{c['simulated'] / c['formula']:.2f}",
+            ]
+            for c in crossings
+        ]
+        out.append(
+            "Elements whose places are independent, no latency: the density at which two schemes take equally long.\n\n"
+            + table(head, lines)
+        )
     if seen:
         about = (
             f"ClickThrough on {RANKS} real ranks over emulated links of {LATENCY:g} ms: a step's exchange, median. The fewer rows its tables have, the denser is a batch's gradient. "
             "The formulas count bytes. Where messages are small, rounds take longer than bytes: 1 with gather and dense, 2 log2 p with tree, 4 with owners, 2 p with ring, each with four ranks taking turns on two cores."
         )
-        out += [about, *(_measured_schemes([s for s in seen if s["mbit"] == m]) for m in dict.fromkeys(s["mbit"] for s in seen))]
+        out += [
+            about,
+            *(_measured_schemes([s for s in seen if s["mbit"] == m]) for m in dict.fromkeys(s["mbit"] for s in seen)),
+        ]
     return "\n".join(out) if len(out) > 1 else out[0] + "\nNot measured yet: `make bench-compression`.\n"
 
 

@@ -18,9 +18,9 @@ from typing import Any
 from tests.waiting import until
 from workbench import Experiment, Lab
 from workbench.fabric import Fabric, Link
-from workbench.sim.plan.space import candidates, space_of
+from workbench.sim.plan.space import list_candidates, space_of
 from workbench.sim.plan.trials import Trial
-from workbench.sim.tune.on_ranks import Asked, OnRanks
+from workbench.sim.tune.on_ranks import TrialLimits, TrialRunner
 from workbench.tasks import ByteGPT
 
 PACE, WORSE, LR = 60.0, 0.5, 1e-6  # ms; share by which the loss may be worse; too slow to learn
@@ -43,8 +43,10 @@ def searched(lab: Lab, link: Link) -> dict[str, Any]:
     if not until(lambda: lab._live is not None and lab._live.step >= 20):
         raise TimeoutError(f"no steps are made: {run}")
     found = lab.tune(SPACE, worse=WORSE).wait()
-    by_hand = OnRanks(lab, Asked(worse=WORSE), list(SPACE), lambda: None, lambda trial: None)
-    sweep = {str(s): by_hand.tried(Trial(settings=s), None) for s in candidates(space_of(e.checked(), SPACE, {}))}
+    by_hand = TrialRunner(lab, TrialLimits(worse=WORSE), list(SPACE), lambda: None, lambda trial: None)
+    sweep = {
+        str(s): by_hand.run_trial(Trial(settings=s), None) for s in list_candidates(space_of(e.checked(), SPACE, {}))
+    }
     lab.stop()
     run.wait(60)
     seconds = {name: trial.seconds or 9.0 for name, trial in sweep.items()}

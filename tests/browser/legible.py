@@ -46,6 +46,7 @@ def hard_to_read(page: Any, root: str = ".twb") -> list[tuple[str, float, float]
     """Returns the texts under 14 px or with a contrast under 4.5, WCAG's level AA."""
     return [t for t in texts(page, root) if t[1] < 14 or t[2] < 4.5]
 
+
 CUT = """(root) => [...document.querySelectorAll(`${root}, ${root} *`)].filter((e) => {
   if (!e.checkVisibility() || !e.clientWidth || e.closest(".twb-sr, svg, select, .wb-table, pre")) return false;
   return e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== "inline" && !e.matches("input, textarea");

@@ -50,12 +50,14 @@ def seen(sheet: Sheet) -> dict[str, Any]:
     """Returns what the page shows: the views from top to bottom, the timeline's legend, the texts."""
     sheet.page.wait_for_function("document.querySelector('[data-view=timeline]')?.dataset.draws > 0")
     sheet.page.wait_for_timeout(1500)
-    return dict(sheet.page.evaluate(f"""() => ({{
+    return dict(
+        sheet.page.evaluate(f"""() => ({{
       views: [...document.querySelectorAll('.wb-panel')].filter((e) => e.checkVisibility()).map((e) => e.dataset.view),
       legend: {LEGEND}.map((e) => e.textContent.trim()),
       said: document.querySelector('[data-view=pipeline]')?.textContent ?? '',
       drawn: document.querySelector('[data-view=mesh]')?.textContent ?? '',
-    }})"""))
+    }})""")
+    )
 
 
 @pytest.mark.parametrize("name", RUNS)

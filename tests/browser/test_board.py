@@ -64,9 +64,9 @@ class Bridge:
         """Exchanges messages for `ms` milliseconds."""
         for _ in range(ms // 50):
             for said in self.heard:
-                self.board._hear(None, said, [])
+                self.board._receive_message(None, said, [])
             self.heard.clear()
-            self.board.tick()
+            self.board.send_news()
             for content, buffers in self.out:
                 plain = json.loads(json.dumps(content))
                 self.page.evaluate(
@@ -135,7 +135,7 @@ def test_a_hidden_board_receives_nothing_and_catches_up_when_shown(browser: Any,
     bridge.page.evaluate("document.getElementById('board').style.display = 'none'")
     bridge.until(lambda: not bridge.board.shown)
     part(whole, 99.0, live, 3.0)
-    assert not bridge.board.tick()
+    assert not bridge.board.send_news()
     bridge.page.evaluate("document.getElementById('board').style.display = ''")
     bridge.until(lambda: bridge.fact("timeline", "newest-step") == 59)
 

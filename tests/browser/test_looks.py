@@ -270,10 +270,12 @@ def kernel(sheet: Sheet, method: str, what: str) -> None:
 
 def handles(sheet: Sheet) -> dict[str, Any]:
     """Returns the controls that a person can use now."""
-    return dict(sheet.page.evaluate("""() => ({
+    return dict(
+        sheet.page.evaluate("""() => ({
       buttons: [...document.querySelectorAll('.twb-transport button:enabled')]
         .filter((b) => b.checkVisibility()).map((b) => b.textContent),
-      inert: document.querySelector('.twb-left').inert, said: document.querySelector('.twb-state').textContent })"""))
+      inert: document.querySelector('.twb-left').inert, said: document.querySelector('.twb-state').textContent })""")
+    )
 
 
 def gone(sheet: Sheet) -> None:

@@ -19,8 +19,12 @@ lab"""
 
 def options(sheet: Sheet, path: str) -> dict[str, tuple[bool, str]]:
     """Returns the choices of a control by label: (whether greyed, its tooltip)."""
-    found: list[Any] = sheet.control(path).locator("select").first.evaluate(
-        "(e) => [...e.options].map((o) => [o.textContent, o.classList.contains('twb-refused'), o.title])"
+    found: list[Any] = (
+        sheet.control(path)
+        .locator("select")
+        .first.evaluate(
+            "(e) => [...e.options].map((o) => [o.textContent, o.classList.contains('twb-refused'), o.title])"
+        )
     )
     return {text: (grey, title) for text, grey, title in found}
 

@@ -17,7 +17,7 @@ import pytest
 from tests.browser.conftest import Sheet
 from tests.browser.test_first_run import applied, recorded, typed
 from tests.spinning import spinning
-from workbench.analysis import breakdown, last_steps, unheeded
+from workbench.analysis import break_down, last_steps, list_unheeded
 from workbench.fabric import Slow
 from workbench.run import Run
 from workbench.strategies import LocalSGD
@@ -78,7 +78,7 @@ class Watched:
 
     def exposed(self, run: Run) -> float:
         """Returns the milliseconds per step in which a rank waits for other ranks or the network."""
-        return float(breakdown(run.timeline, *self.window).exposed.mean()) * 1e3
+        return float(break_down(run.timeline, *self.window).exposed.mean()) * 1e3
 
     def sent(self, run: Run) -> float:
         """Returns the bytes that rank 0 sends per step."""
@@ -122,7 +122,7 @@ def task_1_pace(sheet: Sheet, w: Watched) -> None:
     run = w.after("pace = 300", 12)
     takes = [w.compute(run, rank) for rank in range(4)]
     assert min(takes) >= 299
-    for line in [text for text in unheeded(run.timeline) if "Pace not met" in text]:
+    for line in [text for text in list_unheeded(run.timeline) if "Pace not met" in text]:
         assert "the pace asks for 300 ms" in line and max(takes) > 300
     if max(takes) > 1.3 * 300:
         w.says("asked", "Pace not met")

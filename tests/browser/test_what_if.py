@@ -58,12 +58,12 @@ def test_the_simulator_answers_beside_a_recorded_run(sheet: Sheet) -> None:
 
 DEAF = """
 from widgets.charts.board import Board
-hear, asked = Board._hear, []
+hear, asked = Board._receive_message, []
 def once_deaf(self, widget, said, buffers):
     asked.append(said.get("kind"))
     if asked.count("plotly") != 1 or said.get("kind") != "plotly":
         hear(self, widget, said, buffers)
-Board._hear = once_deaf
+Board._receive_message = once_deaf
 """
 
 

@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 
 from workbench.cluster.run.changes import Changes
-from workbench.cluster.run.live import Live
-from workbench.cluster.run.watch import Watch
+from workbench.cluster.run.live import RunController
+from workbench.cluster.run.watch import RunWatch
 from workbench.cluster.transport import spool, wire
-from workbench.cluster.transport.gaps import Gaps
+from workbench.cluster.transport.gaps import ReorderBuffer
 from workbench.engine.record.recorder import Recorder
 from workbench.experiment import Experiment
 from workbench.record.timeline import columns_of
@@ -165,13 +165,13 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def test_what_is_decoded_is_what_was_encoded() -> None:
     for kind, columns in (("spans", spans(5, 100, rank=2)), ("marks", marks(3))):
-        batch = wire.decode(wire.encode(wire.Batch("g", kind, 2, 7, columns)))
+        batch = wire.decode_batch(wire.encode_batch(wire.RowBatch("g", kind, 2, 7, columns)))
         assert (batch.generation, batch.kind, batch.rank, batch.seq) == ("g", kind, 2, 7)
         assert same(batch.columns, columns)
 
 
 def test_a_message_is_small() -> None:
-    frames = wire.encode(wire.Batch("g" * 32, "spans", 2, 7, spans(0, 1000)))
+    frames = wire.encode_batch(wire.RowBatch("g" * 32, "spans", 2, 7, spans(0, 1000)))
     assert sum(map(len, frames)) < 1000 * 40 + 500
 
 
@@ -180,12 +180,12 @@ def test_rows_that_a_message_lost_come_from_disk_before_later_ones_pass() -> Non
         return [(start, spans(start, reached - start))] if reached > start else []
 
     passed: list[int] = []
-    gaps, reached = Gaps({}, disk, lambda kind, rank, seq, columns: passed.append(seq)), 10
-    gaps.put(wire.Batch("g", "spans", 0, 0, spans(0, 10)))
-    gaps.put(wire.Batch("g", "spans", 0, 20, spans(20, 10)))
+    gaps, reached = ReorderBuffer({}, disk, lambda kind, rank, seq, columns: passed.append(seq)), 10
+    gaps.put_batch(wire.RowBatch("g", "spans", 0, 0, spans(0, 10)))
+    gaps.put_batch(wire.RowBatch("g", "spans", 0, 20, spans(20, 10)))
     assert passed == [0]
     reached = 20
-    gaps.put(wire.Batch("g", "spans", 0, 30, spans(30, 5)))
+    gaps.put_batch(wire.RowBatch("g", "spans", 0, 30, spans(30, 5)))
     assert passed == [0, 10, 20, 30]
     assert gaps.next["spans", 0] == 35
 
@@ -195,14 +195,14 @@ def test_a_gap_between_rows_that_wait_is_filled_too() -> None:
         return [(start, spans(start, on_disk - start))] if on_disk > start else []
 
     passed: list[tuple[int, int]] = []
-    gaps = Gaps({}, disk, lambda kind, rank, seq, columns: passed.append((seq, seq + len(columns["rank"]))))
+    gaps = ReorderBuffer({}, disk, lambda kind, rank, seq, columns: passed.append((seq, seq + len(columns["rank"]))))
     on_disk = 0
-    gaps.put(wire.Batch("g", "spans", 0, 10, spans(10, 10)))  # rows 0 to 9 and 20 to 29 are lost
+    gaps.put_batch(wire.RowBatch("g", "spans", 0, 10, spans(10, 10)))  # rows 0 to 9 and 20 to 29 are lost
     on_disk = 20
-    gaps.put(wire.Batch("g", "spans", 0, 30, spans(30, 10)))
+    gaps.put_batch(wire.RowBatch("g", "spans", 0, 30, spans(30, 10)))
     assert max(end for _, end in passed) == 20, "rows 30 to 39 wait for rows 20 to 29"
     on_disk = 40
-    gaps.put(wire.Batch("g", "spans", 0, 40, spans(40, 10)))
+    gaps.put_batch(wire.RowBatch("g", "spans", 0, 40, spans(40, 10)))
     reached = 0
     for first, end in passed:
         assert first <= reached, f"rows {reached} to {first - 1} were skipped"
@@ -216,7 +216,7 @@ class Slow:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
         self.now, self.asked, self.at, self.passed = 0.0, 0, at, []
         monkeypatch.setattr("workbench.cluster.transport.gaps.time", SimpleNamespace(monotonic=lambda: self.now))
-        self.gaps = Gaps({}, self.missed, lambda kind, rank, seq, columns: self.passed.append(seq))
+        self.gaps = ReorderBuffer({}, self.missed, lambda kind, rank, seq, columns: self.passed.append(seq))
 
     def missed(self, kind: str, rank: int, start: int) -> list[Any]:
         self.asked += 1
@@ -229,43 +229,43 @@ class Slow:
 def test_missing_rows_of_a_slow_rank_are_requested_again(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch, at=3)
     for first in (10, 20, 30):
-        slow.gaps.put(wire.Batch("g", "spans", 0, first, spans(first, 10)))
+        slow.gaps.put_batch(wire.RowBatch("g", "spans", 0, first, spans(first, 10)))
     assert slow.passed == [0, 10, 20, 30]
 
 
 def test_the_end_of_a_run_requests_missing_rows_again(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch, at=3)
-    slow.gaps.put(wire.Batch("g", "spans", 0, 10, spans(10, 10)))
-    slow.gaps.mend("spans", 0, 20)
+    slow.gaps.put_batch(wire.RowBatch("g", "spans", 0, 10, spans(10, 10)))
+    slow.gaps.fetch_missing("spans", 0, 20)
     assert slow.passed == [0, 10]
 
 
 def test_later_rows_wait_while_a_reminder_has_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch, at=3)
-    slow.gaps.put(wire.Batch("g", "marks", 0, 10, spans(10, 10)))
+    slow.gaps.put_batch(wire.RowBatch("g", "marks", 0, 10, spans(10, 10)))
     for _ in range(2):
-        slow.gaps.remind("marks", 0, 20)
+        slow.gaps.take_count("marks", 0, 20)
     assert slow.passed == [] and slow.asked == 2, "once each time: ranks are watched by the thread that asks"
-    slow.gaps.remind("marks", 0, 20)
+    slow.gaps.take_count("marks", 0, 20)
     assert slow.passed == [0, 10]
 
 
 def test_rows_pass_eventually_if_a_rank_never_sends_the_missing_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch, at=99)
     for first in range(10, 110, 10):
-        slow.gaps.put(wire.Batch("g", "spans", 0, first, spans(first, 10)))
+        slow.gaps.put_batch(wire.RowBatch("g", "spans", 0, first, spans(first, 10)))
     assert slow.passed == list(range(10, 110, 10))
     asked = slow.asked
-    slow.gaps.put(wire.Batch("g", "spans", 0, 110, spans(110, 10)))
+    slow.gaps.put_batch(wire.RowBatch("g", "spans", 0, 110, spans(110, 10)))
     assert slow.passed[-1] == 110 and slow.asked == asked, "nobody waits for those any more"
 
 
 def test_the_end_of_a_run_is_made_whole_from_disk() -> None:
     passed: list[int] = []
     disk = {("spans", 0): 3}
-    gaps = Gaps(disk, lambda kind, rank, start: [(start, spans(start, 4))], lambda *row: passed.append(row[2]))
-    gaps.mend("spans", 0, 7)
-    gaps.mend("spans", 0, 7)
+    gaps = ReorderBuffer(disk, lambda kind, rank, start: [(start, spans(start, 4))], lambda *row: passed.append(row[2]))
+    gaps.fetch_missing("spans", 0, 7)
+    gaps.fetch_missing("spans", 0, 7)
     assert passed == [3]
 
 
@@ -274,9 +274,9 @@ def test_pieces_of_a_spool_travel_as_one_blob(tmp_path: Path) -> None:
     for i in range(30):
         record.span(i, "comm", "x", i, i, i + 1, 8)
     record.close()
-    found = spool.pieces(tmp_path, "spans", 1, 10)
+    found = spool.read_pieces(tmp_path, "spans", 1, 10)
     assert [(seq, len(c["rank"])) for seq, c in found] == [(10, 20)]
-    back = spool.unpack(spool.pack(found, "spans", 1))
+    back = spool.unpack_pieces(spool.pack_pieces(found, "spans", 1))
     assert back[0][0] == 10 and same(back[0][1], dict(found[0][1]))
 
 
@@ -286,7 +286,7 @@ def test_the_kernel_writes_the_last_mark_of_a_dead_rank_to_disk(tmp_path: Path) 
     record = Recorder(0, path)
     record.mark(1, "state", 0.5, json.dumps({"state": "running"}))
     record.close()
-    spool.note(path, 0, [(9, "state", 2.0, {"state": "failed"})])
+    spool.add_marks(path, 0, [(9, "state", 2.0, {"state": "failed"})])
     again = Run.open(path)
     assert again.state == "failed" and again.missing == 0
 
@@ -297,16 +297,16 @@ def test_an_answer_whose_message_was_lost_is_found_on_disk_though_nothing_follow
     told = {"generation": "g", "as": 0, "error": None, "state": "running", "step": 5, "busy": "", "over": False}
     told["sent"] = {"marks": 1}
     line = SimpleNamespace(ask_all=lambda what, **rest: {0: told})
-    live = Live(run, SimpleNamespace(line=line), Changes(Experiment(ranks=1), []), "g")
-    change, watch = live.set("bucket_mb", 2), Watch(live)
+    live = RunController(run, SimpleNamespace(rpc=line), Changes(Experiment(ranks=1), []), "g")
+    change, watch = live.request_change("bucket_mb", 2), RunWatch(live)
     with pytest.raises(TimeoutError, match="the run is starting"):
         change.wait(0)
     record = Recorder(0, path)  # writes its spool and pushes to no client
     record.mark(5, "change", 0.5, json.dumps({"id": change.id, "path": "bucket_mb", "value": 2}))
     record.close()
-    watch.ask()
+    watch.ask_ranks()
     assert change.applied_at is None  # its message may still be under way
-    watch.ask()
+    watch.ask_ranks()
     assert change.wait(0).applied_at == 5
     with pytest.raises(TimeoutError, match="rank 0 at step 5"):
-        live.set("bucket_mb", 4).wait(0)
+        live.request_change("bucket_mb", 4).wait(0)

@@ -21,10 +21,10 @@ import pytest
 from tests.labs import apart
 from tests.waiting import until
 from workbench.cluster.api import launch
-from workbench.cluster.processes.place import ClusterError, Place, alive
-from workbench.cluster.run.live import Live
+from workbench.cluster.processes.place import ClusterError, LabPlace, alive
+from workbench.cluster.run.live import RunController
 from workbench.cluster.run.waiting import wait_for_stop
-from workbench.cluster.transport.wire import Batch
+from workbench.cluster.transport.wire import RowBatch
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment
 from workbench.lab import Lab, RankError
@@ -43,7 +43,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         made = Lab(ranks=2, name="shared")
         yield made.wait(90)
         place = made.cluster.place
-        started = place.read()["processes"]
+        started = place.read_state()["processes"]
         made.close()
         assert not [p for p in started if alive(p[:2])]
         assert not place.path.exists()
@@ -72,9 +72,9 @@ def test_a_run_returns_its_complete_record(lab: Lab) -> None:
 
 
 def test_the_same_lab_again_is_the_same_lab(lab: Lab) -> None:
-    before = lab.cluster.place.read()["processes"]
+    before = lab.cluster.place.read_state()["processes"]
     assert Lab(ranks=2, name="shared") is lab
-    assert lab.cluster.place.read()["processes"] == before
+    assert lab.cluster.place.read_state()["processes"] == before
 
 
 def test_another_number_of_ranks_is_refused_while_a_run_is_live(lab: Lab) -> None:
@@ -322,17 +322,17 @@ def test_listening_costs_next_to_nothing(lab: Lab) -> None:
 def test_clients_without_keys_can_neither_read_nor_command_the_engines(lab: Lab) -> None:
     import zmq
 
-    from workbench.cluster.transport.keys import Keys
+    from workbench.cluster.transport.keys import CurveKeys
 
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
-        Keys.new().reach(stranger, lab.cluster.engines[0].line)
+        CurveKeys.make_pair().connect_socket(stranger, lab.cluster.engines[0].line)
         stranger.send_multipart([b'{"number": 1, "what": "status"}', b""])
         assert not stranger.poll(700)
 
 
 def test_private_files_are_private(lab: Lab) -> None:
-    place: Place = lab.cluster.place
+    place: LabPlace = lab.cluster.place
     assert place.path.stat().st_mode & 0o077 == 0 and place.file.stat().st_mode & 0o077 == 0
 
 
@@ -340,9 +340,9 @@ def test_ranks_resend_rows_if_the_kernel_cannot_see_their_disk(lab: Lab, monkeyp
     begin = launch.begin
     unseen = {"run_dir": "/nowhere/at/all"}
     monkeypatch.setattr(launch, "begin", lambda at, job, *rest, **more: begin(at, {**job, **unseen}, *rest, **more))
-    take, came, lost = Live.take, [], []
+    take, came, lost = RunController.take_batch, [], []
 
-    def loses(live: Live, batch: Batch) -> None:
+    def loses(live: RunController, batch: RowBatch) -> None:
         """Loses every second message of spans, so the lab has to request the rows."""
         came.append(batch.kind)
         if batch.kind == "spans" and came.count("spans") % 2:
@@ -350,7 +350,7 @@ def test_ranks_resend_rows_if_the_kernel_cannot_see_their_disk(lab: Lab, monkeyp
         else:
             take(live, batch)
 
-    monkeypatch.setattr(Live, "take", loses)
+    monkeypatch.setattr(RunController, "take_batch", loses)
     run = lab.run(Experiment(steps=100))
     run.wait(60)
     assert lost

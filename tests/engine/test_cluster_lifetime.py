@@ -22,9 +22,9 @@ import pytest
 from tests.waiting import until
 from workbench.cluster.api import launch
 from workbench.cluster.engines import cluster as cluster_module
-from workbench.cluster.processes.fork_server import usable
-from workbench.cluster.processes.place import ClusterError, alive, places
-from workbench.cluster.processes.processes import end
+from workbench.cluster.processes.fork_server import can_fork
+from workbench.cluster.processes.place import ClusterError, alive, list_places
+from workbench.cluster.processes.processes import end_processes
 from workbench.experiment import Experiment
 from workbench.lab import Lab
 from workbench.run import Run
@@ -60,9 +60,9 @@ def _private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(launch, "SESSION", "test_cluster_fake:FakeSession")
     monkeypatch.syspath_prepend(str(HERE))
     yield
-    left = [(p, p.read()) for p in places()]
+    left = [(p, p.read_state()) for p in list_places()]
     for place, state in left:
-        end(place)
+        end_processes(place)
         if state["owner"] and alive(state["owner"]) and state["owner"][0] != os.getpid():
             psutil.Process(int(state["owner"][0])).kill()
 
@@ -129,7 +129,7 @@ def test_nothing_survives_a_killed_kernel(frozen: bool) -> None:
         gone(said["processes"])
     assert len(Run.open(said["path"]).spans) > 0
     gone([[said["guard"], said["guarded"]]])
-    assert places() == []
+    assert list_places() == []
 
 
 def test_nothing_survives_when_the_guard_was_killed_first() -> None:
@@ -147,7 +147,7 @@ def test_a_kernel_that_ends_in_order_leaves_nothing() -> None:
         said = kernel.hears()
         assert kernel.process.wait(60) == 0
         gone(said["processes"], 0.5)
-    assert places() == []
+    assert list_places() == []
 
 
 def test_a_detached_run_goes_on_and_is_found_from_its_first_row_on() -> None:
@@ -225,7 +225,7 @@ def test_a_guest_sees_a_run_that_another_kernel_owns_and_takes_nothing_with_it()
 
 def test_a_lab_of_another_size_takes_the_place_of_an_idle_one_even_while_it_starts() -> None:
     one = Lab(ranks=1, name="resized")
-    began = one.cluster.place.read()["processes"]
+    began = one.cluster.place.read_state()["processes"]
     with Lab(ranks=2, name="resized") as two:
         assert one.state == "closed" and two.ranks == 2
         gone(began)
@@ -298,7 +298,7 @@ def test_a_cluster_started_by_hand_is_used_and_left(
         Lab(ranks=3, name="three", cluster=file).wait(60)
     with Lab(ranks=2, name="two", cluster=file) as lab:
         assert lab.run(Experiment(steps=10)).wait(60).state == "done"
-        assert lab.cluster.place.read()["processes"] == []
+        assert lab.cluster.place.read_state()["processes"] == []
     assert all(process.poll() is None for process in started)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     with Lab(ranks=1, name="again", profile="hand") as lab:
@@ -357,7 +357,7 @@ def test_an_engine_that_fails_to_start_is_named_with_its_log(tmp_path: Path, mon
     (tmp_path / "torch.py").write_text("raise RuntimeError('this torch is broken')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with Lab(ranks=1, name="broken") as lab:
-        who = "engines" if usable() else "engine 0"
+        who = "engines" if can_fork() else "engine 0"
         with pytest.raises(ClusterError, match=rf"(?s){who} ended with exit code 1 .*this torch is broken"):
             lab.wait(60)
         assert lab.state == "failed" and "this torch is broken" in lab.notes[0]
@@ -382,7 +382,7 @@ def test_a_missing_connection_file_raises_cluster_error() -> None:
 def test_an_impossible_number_of_ranks_raises_knob_error(ranks: Any) -> None:
     with pytest.raises(KnobError, match=rf"ranks={ranks}: must be an integer in \[1, 64\]"):
         Lab(ranks=ranks, name="never")
-    assert places() == []
+    assert list_places() == []
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a GPU here")

@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
 
-FULL = '''
+FULL = """
 import os, resource, sys, time
 from pathlib import Path
 import psutil
@@ -48,7 +48,7 @@ def main():
 
 if __name__ == "__main__":
     main()
-'''
+"""
 
 
 def run_python(*words: str, folder: Path, seconds: float = 400) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.labs import apart, endless, reached
 from tests.waiting import until
-from workbench.cluster.processes.fork_server import usable
+from workbench.cluster.processes.fork_server import can_fork
 from workbench.lab import Lab
 from workbench.strategies import DDP
 
@@ -27,7 +27,7 @@ def test_an_engine_that_is_ended_while_its_rank_trains_does_not_abort(tmp_path_f
             reached(lab, 5)
             owned, place = lab.cluster.owned, lab.cluster.place
             assert owned is not None
-            place.write(ends=True)  # otherwise the lab treats this as a preemption, and the ranks leave first
+            place.write_state(ends=True)  # otherwise the lab treats this as a preemption, and the ranks leave first
             children = [owned.started[f"engine {number}"] for number in range(4)]
             for child in children:
                 child.send_signal(signal.SIGTERM)
@@ -37,7 +37,7 @@ def test_an_engine_that_is_ended_while_its_rank_trains_does_not_abort(tmp_path_f
             assert not list(folder.glob("workbench-*")), "where the ranks met"
 
 
-@pytest.mark.skipif(not usable(), reason="engines are no forks here")
+@pytest.mark.skipif(not can_fork(), reason="engines are no forks here")
 def test_a_run_outlives_the_server_that_its_engines_are_forks_of(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Without the server, the lab only learns that an engine ended. The replacement is a fork of another server."""
     with apart(tmp_path_factory), Lab(ranks=2, name="unparented") as lab:

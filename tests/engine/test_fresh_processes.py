@@ -210,4 +210,4 @@ def test_the_processes_of_a_script_end_soon_after_it(lab: Lab, script: Callable[
     before = pids(lab)
     assert until(lambda: not {*before} & {*pids(lab)} and not any(map(psutil.pid_exists, before)), BOUND)
     assert default_types(lab) == ["torch.float32"] * 2, "cells reach the new ones"
-    assert lab.cluster.healthy and lab.state == "idle" and not lab.notes
+    assert lab.cluster.is_healthy and lab.state == "idle" and not lab.notes

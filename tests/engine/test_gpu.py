@@ -17,7 +17,7 @@ import torch
 
 from tests.ranks import experiment, live, toy
 from workbench.engine.rank.session import Session
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.settings import Change
 from workbench.tasks import Task
 
@@ -44,7 +44,7 @@ TURNS = (Change(4, "strategy", "LocalSGD"), Change(8, "strategy", "DDP"), Change
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_several_ranks_share_a_gpu_over_gloo_and_agree(ranks: int) -> None:
     sessions = on_gpu(ranks, "gloo", *TURNS)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
 
 
 def test_one_rank_runs_over_nccl() -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from tests.engine.test_gpu import TURNS, note, overlap
 from tests.gpu_ranks import Ranks, Told
-from tests.ranks import experiment, fitting, mse, shipped, toy
+from tests.ranks import experiment, make_fitting, mse, shipped, toy
 from tests.ranks import run as on_cpus
 from tests.split import small, spread
 from tests.unit.test_tensor import parts
@@ -87,7 +87,7 @@ CANNOT = {"ByteScheduler": "it has priorities", "TorchFSDP": "take ZeRO3", "Hogw
 
 @pytest.mark.parametrize("name", sorted(shipped(Strategy)))
 def test_every_strategy_trains_over_nccl_or_raises_a_knob_error_with_advice(name: str, pair: Ranks) -> None:
-    e = experiment(2, 10, strategy=fitting(shipped(Strategy)[name], 2))
+    e = experiment(2, 10, strategy=make_fitting(shipped(Strategy)[name], 2))
     if name in CANNOT:
         pair.start(e)
         assert all(CANNOT[name] in told.error and "KnobError" in told.error for told in pair.ended())

@@ -151,7 +151,7 @@ def test_an_engine_that_was_stopped_for_over_half_a_minute_works_again(lab: Lab,
     os.kill(pid := lab.status[1]["pid"], signal.SIGSTOP)
     try:
         time.sleep(45)
-        assert lab.live and not lab.cluster.health.death(1)
+        assert lab.live and not lab.cluster.health.describe_death(1)
     finally:
         os.kill(pid, signal.SIGCONT)
     step = at(lab)

@@ -24,10 +24,10 @@ from workbench import lab as lab_module
 from workbench.cluster.api import launch
 from workbench.cluster.engines import cluster as cluster_module
 from workbench.cluster.engines.cluster import Cluster
-from workbench.cluster.processes.place import alive, places
+from workbench.cluster.processes.place import alive, list_places
 from workbench.cluster.processes.whole import whole
-from workbench.cluster.transport.keys import Keys
-from workbench.cluster.transport.line import Line
+from workbench.cluster.transport.keys import CurveKeys
+from workbench.cluster.transport.line import RpcClient
 from workbench.experiment import Experiment
 from workbench.lab import Lab
 
@@ -70,7 +70,7 @@ def processes(lab: Lab) -> list[Any]:
 
 def nothing_left(noted: list[Any]) -> bool:
     guards = [p for p in psutil.Process().children() if p.is_running() and "guard.py" in " ".join(p.cmdline())]
-    return not any(map(alive, noted)) and places() == [] and not guards
+    return not any(map(alive, noted)) and list_places() == [] and not guards
 
 
 def trains(lab: Lab) -> bool:
@@ -93,15 +93,15 @@ def test_the_next_close_completes_one_that_a_second_interrupt_abandoned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lab = Lab(ranks=1, name="shut").wait(60)
-    noted, does = processes(lab), cluster_module.end
+    noted, does = processes(lab), cluster_module.end_processes
 
     def twice(place: Any) -> None:
-        monkeypatch.setattr(cluster_module, "end", does)
+        monkeypatch.setattr(cluster_module, "end_processes", does)
         interrupt()
         interrupt()
         raise AssertionError("the second was not heard")
 
-    monkeypatch.setattr(cluster_module, "end", twice)
+    monkeypatch.setattr(cluster_module, "end_processes", twice)
     with pytest.raises(KeyboardInterrupt):
         lab.close()
     lab.close()
@@ -116,7 +116,7 @@ def test_a_lab_trains_after_an_interrupt_of_its_opening_or_of_a_run_start(
     with pytest.raises(KeyboardInterrupt):
         Lab(ranks=1, name="made")
     lab = Lab(ranks=1, name="made").wait(60)
-    assert len(places()) == 1, "there is one lab, and not half of another one"
+    assert len(list_places()) == 1, "there is one lab, and not half of another one"
     interrupted(monkeypatch, threading.Thread, "start", first=True)
     with pytest.raises(KeyboardInterrupt):
         lab.run(Experiment(steps=0))
@@ -150,7 +150,7 @@ def test_an_interrupted_detach_or_attach_loses_neither_lab_nor_run(monkeypatch: 
 
 
 def test_an_interrupt_between_two_wire_locks_releases_both() -> None:
-    line = Line({}, Keys.new())
+    line = RpcClient({}, CurveKeys.make_pair())
     first, second = threading.Lock(), threading.Lock()
 
     @contextmanager
@@ -160,7 +160,7 @@ def test_an_interrupt_between_two_wire_locks_releases_both() -> None:
             yield
 
     line._wires = {0: SimpleNamespace(lock=first), 1: SimpleNamespace(lock=taken())}  # type: ignore[dict-item]
-    line._send = lambda *rest: None  # type: ignore[method-assign]
+    line._send_question = lambda *rest: None  # type: ignore[method-assign]
     line._answer_or_error = lambda *rest: None  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         line.ask_all("status")

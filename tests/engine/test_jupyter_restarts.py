@@ -24,8 +24,8 @@ import psutil
 import pytest
 
 from tests.waiting import until
-from workbench.cluster.processes.place import alive, places
-from workbench.cluster.processes.processes import end
+from workbench.cluster.processes.place import alive, list_places
+from workbench.cluster.processes.processes import end_processes
 from workbench.record.run import Run
 
 pytestmark = pytest.mark.engine
@@ -136,8 +136,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         for server in started:
             if server.process.poll() is None:
                 server.ends(signal.SIGKILL)
-    for place in places():
-        end(place)
+    for place in list_places():
+        end_processes(place)
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["ended", "killed"])
@@ -146,7 +146,7 @@ def test_nothing_is_left_of_a_lab_once_jupyterlab_is_gone(start: Any, how: int) 
     said = server.does(RUNS)
     assert len(said["processes"]) >= 4 and all(alive(p[:2]) for p in said["processes"])
     server.ends(how)
-    assert until(lambda: not any(alive(p[:2]) for p in said["processes"]) and places() == [])
+    assert until(lambda: not any(alive(p[:2]) for p in said["processes"]) and list_places() == [])
     assert len(Run.open(said["path"]).spans) > 0
 
 

@@ -146,7 +146,7 @@ def test_an_old_rank_that_dies_while_launched_ranks_join_leaves_the_others_with_
         reached(lab, 60)
         asked, live = lab.resize(4), lab._live
         assert live is not None
-        os.kill(live.cluster.engines[1].process[1], signal.SIGKILL)
+        os.kill(live.cluster.engines[1].process_key[1], signal.SIGKILL)
         assert until(lambda: _settled(lab, asked, 1), BOUND), lab.notes
         assert lab.live and 0 in lab.members, lab.notes
         reached(lab, (lab.status[0]["step"] or 0) + 10)

@@ -47,10 +47,10 @@ def test_survivors_go_on_and_the_stopped_rank_leaves_with_a_message_and_returns(
         os.kill(pid, signal.SIGCONT)
 
     def over() -> bool:
-        answer = lab.cluster.line.ask(2, "status")[0]
+        answer = lab.cluster.rpc.ask_rank(2, "status")[0]
         return bool(answer["over"]) and "the others went on without rank 2" in (answer["error"] or {}).get("text", "")
 
-    assert until(over, BOUND), lab.cluster.line.ask(2, "status")
+    assert until(over, BOUND), lab.cluster.rpc.ask_rank(2, "status")
     assert lab.live and lab.members == (0, 1), "that it has failed ends nothing"
     before = rows(run, 2)
     begin = resizing.begin

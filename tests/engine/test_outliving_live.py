@@ -136,7 +136,7 @@ def unheard(lab: Lab, disk: bool) -> Iterator[None]:
     """
     live = lab._live
     assert live is not None
-    take, missed, remind = lab.cluster.take, live.gaps._missed, live.gaps.remind
+    take, missed, remind = lab.cluster.take, live.gaps._missed, live.gaps.take_count
 
     def unseen(kind: str, rank: int, start: int) -> Any:
         if rank == 0:
@@ -145,11 +145,11 @@ def unheard(lab: Lab, disk: bool) -> Iterator[None]:
 
     lab.cluster.take = lambda batch: None if batch.rank == 0 else take(batch)
     live.gaps._missed = missed if disk else unseen
-    live.gaps.remind = lambda kind, rank, sent: None if rank == 0 else remind(kind, rank, sent)
+    live.gaps.take_count = lambda kind, rank, sent: None if rank == 0 else remind(kind, rank, sent)
     try:
         yield
     finally:
-        lab.cluster.take, live.gaps._missed, live.gaps.remind = take, missed, remind
+        lab.cluster.take, live.gaps._missed, live.gaps.take_count = take, missed, remind
 
 
 @pytest.mark.parametrize("disk", [True, False], ids=["on a disk that is seen", "nowhere"])

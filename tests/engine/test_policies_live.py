@@ -14,7 +14,7 @@ from tests.labs import apart
 from tests.waiting import until
 from widgets.charts.marks import change_marks
 from widgets.controls.controls import Controls
-from widgets.controls.requests import items
+from widgets.controls.requests import list_items
 from workbench.experiment import Experiment
 from workbench.experiment.recipes import recipe
 from workbench.lab import Lab
@@ -62,7 +62,7 @@ def test_a_policy_from_a_cell_is_set_live_named_overruled_and_disabled_after_an_
     assert {(c.path, c.change.by) for c in decided} == {("lr", "Lowering")}
     assert "nothing left to halve" in put_off.change.reason
     assert repr(decided[0]).endswith("by Lowering, since half is enough")
-    shown = items(lab.changes)
+    shown = list_items(lab.changes)
     assert any(line["said"].endswith("; decided by Lowering: half is enough") for line in shown)
     assert sum(mark.label.endswith(" by Lowering") for mark in change_marks(run)) == len(decided) + 1
     paths = {row["path"] for row in Controls(lab).rows}

@@ -12,14 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from workbench.cluster.processes.place import ClusterError, Place
-from workbench.cluster.processes.ports import listened, ports
-from workbench.cluster.processes.processes import CONTROLLERS, Processes, end, wait_for
+from workbench.cluster.processes.place import ClusterError, LabPlace
+from workbench.cluster.processes.ports import list_listened, list_ports
+from workbench.cluster.processes.processes import CONTROLLERS, LabProcesses, end_processes, wait_for
 
 pytestmark = pytest.mark.engine
 REGISTRATION, HEARTBEAT, SCHEDULER = 0, 6, 8  # index of the taken port in a controller's choice
 
-made_here: list[Processes] = []
+made_here: list[LabProcesses] = []
 
 
 @pytest.fixture
@@ -32,10 +32,10 @@ def free() -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-class Robbed(Processes):
+class Robbed(LabProcesses):
     """Processes whose first `times` controllers choose a set of ports with one that is taken."""
 
-    def __init__(self, place: Place, choice: list[int], times: int) -> None:
+    def __init__(self, place: LabPlace, choice: list[int], times: int) -> None:
         super().__init__(place)
         self.choice, self.times = choice, times
         made_here.append(self)
@@ -49,33 +49,33 @@ class Robbed(Processes):
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LabPlace]:
     monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path))
-    made = Place.new("robbed")
+    made = LabPlace.make_place("robbed")
     yield made
-    end(made)
+    end_processes(made)
     for each in made_here:
-        each.reap()
+        each.reap_children()
     made_here.clear()
 
 
 @pytest.mark.parametrize("which", [REGISTRATION, HEARTBEAT, SCHEDULER])
-def test_a_controller_that_lost_a_port_is_replaced(place: Place, free: list[int], which: int) -> None:
+def test_a_controller_that_lost_a_port_is_replaced(place: LabPlace, free: list[int], which: int) -> None:
     with socket.create_server(("127.0.0.1", free[which])):
         owned = Robbed(place, free, times=1)
-        owned.start(0)
-        assert wait_for(owned.introduce, 60)
-        shown = ports(json.loads(owned.introduction.read_text()))
-        assert len(shown) > 6 and shown <= listened(owned.started["controller"].pid)
-        assert os.stat(owned.introduction).st_mode & 0o77 == 0
+        owned.start_lab(0)
+        assert wait_for(owned.introduce_controller, 60)
+        shown = list_ports(json.loads(owned.introduction_file.read_text()))
+        assert len(shown) > 6 and shown <= list_listened(owned.started["controller"].pid)
+        assert os.stat(owned.introduction_file).st_mode & 0o77 == 0
 
 
-def test_forks_of_a_controller_end_with_it(place: Place) -> None:
+def test_forks_of_a_controller_end_with_it(place: LabPlace) -> None:
     """A controller that ends because it lost a port leaves this fork behind, and no file lists it."""
-    owned = Processes(place)
+    owned = LabProcesses(place)
     made_here.append(owned)
-    owned.start(0)
-    assert wait_for(owned.introduce, 60)
+    owned.start_lab(0)
+    assert wait_for(owned.introduce_controller, 60)
     controller = psutil.Process(owned.started["controller"].pid)
     children = controller.children(recursive=True)
     assert children
@@ -88,9 +88,9 @@ def test_forks_of_a_controller_end_with_it(place: Place) -> None:
                 child.kill()
 
 
-def test_repeatedly_lost_ports_raise_cluster_error(place: Place, free: list[int]) -> None:
+def test_repeatedly_lost_ports_raise_cluster_error(place: LabPlace, free: list[int]) -> None:
     with socket.create_server(("127.0.0.1", free[SCHEDULER])):
         owned = Robbed(place, free, times=CONTROLLERS)
-        owned.start(0)
+        owned.start_lab(0)
         with pytest.raises(ClusterError, match="4 controllers in a row lost ports that they had chosen"):
-            wait_for(owned.introduce, 60)
+            wait_for(owned.introduce_controller, 60)

@@ -14,7 +14,7 @@ import pytest
 from tests.harm import Patient
 from tests.labs import BOUND, apart, endless, reached
 from tests.waiting import until
-from workbench.cluster.processes.processes import end
+from workbench.cluster.processes.processes import end_processes
 from workbench.lab import Lab, RankError
 from workbench.record.checkpoints import Checkpoint
 from workbench.record.process import alive
@@ -100,7 +100,7 @@ def test_an_idle_engine_ends_at_once_and_so_do_all_engines_when_the_lab_ends(lab
     owned = lab.cluster.owned
     assert owned is not None
     owned.close()
-    end(lab.cluster.place, patience=BOUND)
+    end_processes(lab.cluster.place, patience=BOUND)
     codes = {what: child.wait(BOUND) for what, child in owned.started.items() if what.startswith("engine")}
     assert -signal.SIGKILL not in codes.values(), codes
     assert not any("preempted" in note for note in lab.notes)

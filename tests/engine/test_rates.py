@@ -8,7 +8,7 @@ from tests.ranks import run
 from tests.sim.virtual import paced, stack
 from widgets.views.drift import Drift
 from widgets.views.timeline import Timeline
-from workbench.analysis import straggler
+from workbench.analysis import find_straggler
 from workbench.engine.rank.session import Session
 from workbench.fabric import Slow
 from workbench.record.timeline import Mark, Sample, Span
@@ -55,7 +55,7 @@ def test_a_rank_that_is_slow_in_all_phases_is_named_with_compute_as_a_whole() ->
     late = (Slow(rank=1, factor=1.8, phase="compute"),)
     wanted = paced(3, 28, 80.0, 100.0, task=stack(3, 200), faults=late, eval_every=0)
     for _ in range(8):  # a machine that stands still for a while may hide it once
-        verdict = straggler(recorded(run(wanted)).timeline)
+        verdict = find_straggler(recorded(run(wanted)).timeline)
         if verdict is not None and verdict.phase == "compute":
             break
     assert verdict is not None and (verdict.rank, verdict.phase) == (1, "compute")

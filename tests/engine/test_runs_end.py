@@ -108,7 +108,7 @@ def test_stopping_a_run_before_its_first_step_costs_no_engine(lab: Lab) -> None:
         time.sleep(wait)
         lab.stop()
         assert run.wait(60).state == "stopped" == type(run).open(run.path).state
-    assert [row["pid"] for row in lab.status] == pids and lab.cluster.healthy
+    assert [row["pid"] for row in lab.status] == pids and lab.cluster.is_healthy
 
 
 def test_a_rank_whose_line_is_dead_does_not_keep_a_run_from_ending(lab: Lab) -> None:
@@ -133,7 +133,7 @@ def deafen(rank: int | None) -> None:
     bench = worker._bench
     vars(bench).pop("_reply", None)
     if bench.job.get("rank") == rank:
-        bench._reply = lambda ask, blob: [b'{"number": -2}', b""]
+        bench._make_reply = lambda ask, blob: [b'{"number": -2}', b""]
 
 
 def test_a_rank_that_is_frozen_is_named_and_its_engine_replaced_when_a_run_is_stopped(lab: Lab) -> None:
@@ -157,7 +157,7 @@ def test_a_dead_controller_is_reported_and_replaced_at_the_next_run(lab: Lab) ->
     assert at_step(lab, 2)
     (controller,) = [p[0] for p in lab.cluster.place.state["processes"] if p[2] == "controller"]
     psutil.Process(controller).kill()
-    assert until(lambda: not lab.cluster.healthy)
+    assert until(lambda: not lab.cluster.is_healthy)
     assert any(f"the controller (pid {controller}) ended with signal SIGKILL" in note for note in lab.notes)
     step = lab.status[0]["step"]
     assert until(lambda: lab.status[0]["step"] > step + 5), "training goes on"
@@ -168,4 +168,4 @@ def test_a_dead_controller_is_reported_and_replaced_at_the_next_run(lab: Lab) ->
     lab.stop()
     assert run.wait(60).state == "stopped"
     assert lab.run(sleepy(0.0, 0.0, steps=3)).wait(120).state == "done", lab.notes
-    assert lab.cluster.healthy and not any("controller" in note for note in lab.notes)
+    assert lab.cluster.is_healthy and not any("controller" in note for note in lab.notes)

@@ -31,7 +31,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 def spare(lab: Lab) -> list[int]:
     """Returns the ranks of warm, idle spare engines."""
     kept = lab.cluster.spares
-    return [rank for rank in kept.there() if rank in kept.warm]
+    return [rank for rank in kept.list_idle() if rank in kept.warm]
 
 
 def loaded(lab: Lab, rank: int) -> list[str]:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from workbench import Experiment, Lab
-from workbench.analysis import straggler
+from workbench.analysis import find_straggler
 from workbench.analysis.steps.window import Window
-from workbench.engine.wire.shaping import Pace
+from workbench.engine.wire.shaping import ComputePace
 from workbench.fabric import Fabric, Link, Slow
 from workbench.run import Run
 from workbench.tasks import ByteGPT
@@ -48,7 +48,7 @@ def wrong(run: Run, first: int, fault: Slow | None) -> str:
     If the machine kept the pace, the verdict must be the injected fault. If not, the verdict may be silent or name the
     rank that the machine slowed down most.
     """
-    said = straggler(run.timeline)
+    said = find_straggler(run.timeline)
     w = Window(run.timeline, first, first + WITHIN)
     found = said and (said.rank, said.side, said.phase)
     wanted = fault and (fault.rank, "link" if fault.phase == "link" else "compute", fault.phase)
@@ -65,7 +65,7 @@ def kept(w: Window, fault: Slow | None) -> bool:
     """Whether the ranks without a fault kept their pace in 80 % of their forwards."""
     s = w.lane("compute", name="forward")
     s = s[s.rank != fault.rank] if fault else s
-    return bool((s.t1 - s.t0 > 1.2 * Pace.shares["forward"] * PACE).mean() <= 0.2)
+    return bool((s.t1 - s.t0 > 1.2 * ComputePace.shares["forward"] * PACE).mean() <= 0.2)
 
 
 def test_the_right_rank_and_side_are_named_within_twenty_steps(tmp_path: Path) -> None:

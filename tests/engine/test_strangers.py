@@ -45,7 +45,7 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
 
 def listeners(lab: Lab) -> list[int]:
     """Returns the ports on which the lab's processes listen; checks that all are on the loopback."""
-    processes = [psutil.Process(int(p[0])) for p in lab.cluster.place.read()["processes"] if alive(p[:2])]
+    processes = [psutil.Process(int(p[0])) for p in lab.cluster.place.read_state()["processes"] if alive(p[:2])]
     found = [c.laddr for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert {a.ip for a in found} == {"127.0.0.1"}
     return sorted({a.port for a in found})
@@ -54,7 +54,7 @@ def listeners(lab: Lab) -> list[int]:
 def endings(lab: Lab) -> list[psutil.Process]:
     """Returns the processes of the lab, its guard and this kernel."""
     assert lab.cluster.guard
-    noted = [int(p[0]) for p in lab.cluster.place.read()["processes"] if alive(p[:2])]
+    noted = [int(p[0]) for p in lab.cluster.place.read_state()["processes"] if alive(p[:2])]
     return [psutil.Process(pid) for pid in (*noted, lab.cluster.guard.pid, os.getpid())]
 
 

@@ -10,8 +10,15 @@ import numpy as np
 from tests.golden.problem import STEPS, Problem, Replicas
 
 
-def bmuf(problem: Problem, inner: Any, every: int, eta: float, zeta: float, nesterov: bool = False,
-         rates: Mapping[int, float] | None = None) -> np.ndarray:
+def bmuf(
+    problem: Problem,
+    inner: Any,
+    every: int,
+    eta: float,
+    zeta: float,
+    nesterov: bool = False,
+    rates: Mapping[int, float] | None = None,
+) -> np.ndarray:
     """Ranks train a block from Wg(t-1) to Wbar(t), their mean. `rates`: the step from which on the rate is another.
 
     G(t) = Wbar(t) - Wg(t-1),   Delta(t) = eta Delta(t-1) + zeta G(t),   W(t) = W(t-1) + Delta(t)

@@ -10,8 +10,9 @@ from tests.golden.problem import STEPS, Problem, Replicas
 from tests.golden.slowmo import settle
 
 
-def slowmo_then_diloco(problem: Problem, inner: Any, every: int, at: int, beta: float, outer_lr: float,
-                       momentum: float) -> np.ndarray:
+def slowmo_then_diloco(
+    problem: Problem, inner: Any, every: int, at: int, beta: float, outer_lr: float, momentum: float
+) -> np.ndarray:
     """SlowMo(beta, alpha = 1) for `at` steps, whole rounds; then DiLoCo, whose b begins as gamma u.
 
     Ranks come to one state in between: their optimizers' memories are averaged.

@@ -18,8 +18,15 @@ def smooth(values: list[float], window: int, smoothing: float) -> float:
 
 
 def selsync(
-    problem: Problem, inner: Any, delta: float, window: int, norm_window: int = 1, smoothing: float = 0.01,
-    gradients: bool = False, givers: float = 0.0, share: float = 0.0,
+    problem: Problem,
+    inner: Any,
+    delta: float,
+    window: int,
+    norm_window: int = 1,
+    smoothing: float = 0.01,
+    gradients: bool = False,
+    givers: float = 0.0,
+    share: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The path; each rank's smoothed change, (ranks, STEPS - 1), from the second step on; (STEPS,) bool: all averaged.
 

@@ -10,8 +10,15 @@ import numpy as np
 from tests.golden.problem import STEPS, Problem, Replicas
 
 
-def slowmo(problem: Problem, inner: Any, tau: int, beta: float, alpha: float, buffers: str = "keep",
-           rates: Mapping[int, float] | None = None) -> np.ndarray:
+def slowmo(
+    problem: Problem,
+    inner: Any,
+    tau: int,
+    beta: float,
+    alpha: float,
+    buffers: str = "keep",
+    rates: Mapping[int, float] | None = None,
+) -> np.ndarray:
     """x_t,0 is where all begin round t and gamma_t its learning rate; `rates`: the step from which on it is another.
 
     u_t+1 = beta u_t + (x_t,0 - mean_i x_t,tau) / gamma_t,   x_t+1,0 = x_t,0 - alpha gamma_t u_t+1

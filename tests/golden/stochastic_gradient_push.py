@@ -33,8 +33,9 @@ def chain(p: int, k: int) -> np.ndarray:
     return shares([[i for i in (j - 1, j + 1) if 0 <= i < p] for j in range(p)])
 
 
-def push(problem: Problem, inner: Any, graph: Callable[[int, int], np.ndarray], every: int = 1,
-         delay: int = 0) -> np.ndarray:
+def push(
+    problem: Problem, inner: Any, graph: Callable[[int, int], np.ndarray], every: int = 1, delay: int = 0
+) -> np.ndarray:
     """The path of z = x / w. The step is made by x, with the gradient at z.
 
     x_i <- sum_j P_ij x_j,   w_i <- sum_j P_ij w_j   in every `every`-th step

@@ -16,8 +16,17 @@ def strided(fragments: int) -> list[np.ndarray]:
     return [np.concatenate(layers[f::fragments]) for f in range(fragments)]
 
 
-def streaming(problem: Problem, inner: Any, every: int, fragments: int, tau: int, alpha: float, outer_lr: float,
-              momentum: float, four_bits: bool = False) -> np.ndarray:
+def streaming(
+    problem: Problem,
+    inner: Any,
+    every: int,
+    fragments: int,
+    tau: int,
+    alpha: float,
+    outer_lr: float,
+    momentum: float,
+    four_bits: bool = False,
+) -> np.ndarray:
     """Each fragment every H steps, H / F steps after the one before it; what it sends at t is received at t + tau.
 
     Delta = theta - mean_m theta_m   as it was at t;   theta <- OuterOpt(theta, Delta)   at t + tau, and

@@ -25,9 +25,7 @@ nesterov = partial(SGD, lr=0.05, momentum=0.9, nesterov=True)
     (4, 4, 0.4, 1.0, "average", partial(AdamW, lr=0.02)),
     (3, 1, 0.6, 0.9, "keep", partial(SGD, lr=0.1)),
 ])  # fmt: skip
-def test_it_is_its_papers_algorithm(
-    ranks: int, tau: int, beta: float, alpha: float, buffers: str, inner: Any
-) -> None:
+def test_it_is_its_papers_algorithm(ranks: int, tau: int, beta: float, alpha: float, buffers: str, inner: Any) -> None:
     problem = Problem(ranks)
     mine = trained(problem, SlowMo(every=tau, beta=beta, alpha=alpha, buffers=buffers), inner)
     agree(mine, slowmo(problem, inner, tau, beta, alpha, buffers))

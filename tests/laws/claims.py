@@ -19,8 +19,22 @@ def dense(sizes: list[int]) -> int:
 
 # bytes that rank 0 of 4 sends in step 7 with the usual knobs, from the buckets' bytes
 SENT: dict[str, Callable[[list[int]], int]] = {
-    **dict.fromkeys(("BMUF", "ByteScheduler", "DDP", "DiLoCo", "EASGD", "LocalSGD", "OneBitAdam", "PostLocalSGD",
-                     "QAdam", "SlowMo", "Wavelet"), dense),
+    **dict.fromkeys(
+        (
+            "BMUF",
+            "ByteScheduler",
+            "DDP",
+            "DiLoCo",
+            "EASGD",
+            "LocalSGD",
+            "OneBitAdam",
+            "PostLocalSGD",
+            "QAdam",
+            "SlowMo",
+            "Wavelet",
+        ),
+        dense,
+    ),
     "AdaAlter": lambda sizes: 2 * dense(sizes),
     "DABMD": lambda sizes: 2 * (sum(sizes) + 8),
     "Gossip": lambda sizes: 2 * sum(sizes),

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from tests.ranks import experiment, fitting, shipped
+from tests.ranks import experiment, make_fitting, shipped
 from tests.sim.virtual import comm, samples
 from tests.thinned import thinned
 from workbench import simulate
@@ -25,7 +25,7 @@ RANKS, STEPS = 3, 9
 
 
 def trained(strategy: str, algorithm: str, ranks: int = RANKS, change: bool = False) -> Run:
-    e = experiment(ranks, STEPS, strategy=fitting(STRATEGIES[strategy], ranks), pace=2.0,
+    e = experiment(ranks, STEPS, strategy=make_fitting(STRATEGIES[strategy], ranks), pace=2.0,
                    fabric=Fabric(link=LINK, site=2))  # fmt: skip
     chosen = ALGORITHMS[algorithm]
     if change:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.ranks import fitting, shipped
+from tests.ranks import make_fitting, shipped
 from workbench import Costs, KnobError, plan, simulate
 from workbench.analysis import why_silent
 from workbench.compressors import Compressor
@@ -27,8 +27,7 @@ from workbench.tasks import ByteGPT
 
 pytestmark = pytest.mark.ranks
 
-SITES = Fabric(link=Link(bandwidth=2000.0), site=4, between_bandwidth=100.0, between_latency=1.0, host=2.0,
-               disk=0.5)
+SITES = Fabric(link=Link(bandwidth=2000.0), site=4, between_bandwidth=100.0, between_latency=1.0, host=2.0, disk=0.5)
 E = Experiment(task=ByteGPT(layers=2), ranks=8, optimizer=AdamW(), batch=8, pace=60.0, bucket_mb=0.5, steps=9,
                eval_every=4, fabric=Fabric(link=Link(bandwidth=2000.0), host=2.0, disk=0.5))  # fmt: skip
 ALIKE = {name: cls for name, cls in shipped(Strategy).items() if cls.alike}
@@ -68,7 +67,7 @@ def stands_for_all(e: Experiment) -> None:
 
 @pytest.mark.parametrize("name", [name for name, cls in ALIKE.items() if not cls.offloads])
 def test_one_rank_does_what_every_rank_does(name: str) -> None:
-    stands_for_all(replace(E, strategy=fitting(ALIKE[name], 8)))
+    stands_for_all(replace(E, strategy=make_fitting(ALIKE[name], 8)))
 
 
 @pytest.mark.parametrize("name", [name for name, cls in ALIKE.items() if cls.offloads])

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.kept import losses, simulated
-from tests.ranks import fitting, shipped, toy
+from tests.ranks import make_fitting, shipped, toy
 from workbench.compressors import Compressor
-from workbench.host.checkpoint.regain import regained
+from workbench.host.checkpoint.regain import open_image
 from workbench.optimizers import Optimizer
 from workbench.record.checkpoints import Bytes, Checkpoint, found
 from workbench.settings import Change
-from workbench.sim.run.resuming import settings_of, together
+from workbench.sim.run.resuming import gather_checkpoint, settings_of
 from workbench.strategies import Strategy
 
 pytestmark = pytest.mark.ranks
@@ -37,7 +37,7 @@ def resumes_to_the_bit(folder: Path, **rest: Any) -> None:
 
 @pytest.mark.parametrize("name", [n for n, cls in STRATEGIES.items() if cls.lockstep])
 def test_a_strategy_resumes_bit_identically_from_the_middle_of_a_round(name: str, tmp_path: Path) -> None:
-    resumes_to_the_bit(tmp_path, strategy=fitting(STRATEGIES[name], RANKS))
+    resumes_to_the_bit(tmp_path, strategy=make_fitting(STRATEGIES[name], RANKS))
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
@@ -52,14 +52,16 @@ def test_an_optimizer_resumes_bit_identically_during_a_learning_rate_warmup(name
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_checkpoint_for_other_strategies_equals_the_hand_over_of_a_switch(name: str, tmp_path: Path) -> None:
-    strategy = fitting(STRATEGIES[name], RANKS)
+    strategy = make_fitting(STRATEGIES[name], RANKS)
     simulated(RANKS, 2 * STEPS, tmp_path, 7, strategy=strategy)
     kept = Checkpoint.open(found(tmp_path)[0])
     to = Change(kept.step, "strategy", "LocalSGD" if name == "DDP" else "DDP")
     _, switched = simulated(RANKS, kept.step, tmp_path, 0, changes=(to,), strategy=strategy)
-    whole = together(kept, settings_of(kept, toy()), 2, tmp_path / "begun")
-    saved = regained(whole, Bytes(whole), 1)
-    flat = torch.cat([saved.tensor(n).reshape(-1).double() for _, n in sorted(saved.said["parameters"].items())])
+    whole = gather_checkpoint(kept, settings_of(kept, toy()), 2, tmp_path / "begun")
+    saved = open_image(whole, Bytes(whole), 1)
+    flat = torch.cat(
+        [saved.read_tensor(n).reshape(-1).double() for _, n in sorted(saved.entries["parameters"].items())]
+    )
     if STRATEGIES[name].lockstep:
         assert torch.equal(flat, switched[0])
     else:  # a resumed background exchanges at other moments

@@ -19,7 +19,7 @@ from workbench.compressors import Codec, Compressor, Dense, ErrorFeedback, TopK
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Bucket, Memory, Part, Rank
 from workbench.settings import Change, KnobError, knobs
 
@@ -45,7 +45,7 @@ def alone(compressor: Compressor, x: torch.Tensor, memory: Memory | None = None)
 @every
 def test_the_result_is_bit_for_bit_the_same_on_all_ranks(name: str) -> None:
     sessions = run(experiment(3, 8, compressor=ALL[name].usual()))
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
 
 
 @pytest.mark.long
@@ -69,7 +69,9 @@ def test_every_live_knob_changes_bytes_or_result(name: str) -> None:
 def differs(plain: Session, chosen: Experiment, change: Change) -> bool:
     """Whether a change affects the bytes or the parameters."""
     changed = run(chosen, change)[0]
-    return plain.record.comm() != changed.record.comm() or state_hash(plain.layout) != state_hash(changed.layout)
+    return plain.record.comm() != changed.record.comm() or hash_model_state(plain.layout) != hash_model_state(
+        changed.layout
+    )
 
 
 @every_codec
@@ -79,7 +81,8 @@ def test_recorded_payload_bytes_equal_those_that_encode_returns(name: str) -> No
     verb = "all_reduce" if codec.linear else "all_gather"
     want = sum(
         traffic(verb, t.numel() * t.element_size(), 4)[0]
-        for bucket in session.layout.buckets for t in codec.encode(bucket.data)
+        for bucket in session.layout.buckets
+        for t in codec.encode(bucket.data)
     )
     assert sum(n for step, _, n in session.record.comm() if step == 3) == want
 
@@ -137,8 +140,10 @@ def test_a_linear_codec_compresses_a_sum_to_the_sum_of_its_parts(name: str) -> N
 @pytest.mark.parametrize("name", [name for name in OTHERS if name in SENT])
 def test_recorded_bytes_equal_the_formula(name: str) -> None:
     session = run(experiment(4, 5, compressor=ALL[name]()))[0]
-    noted = [iter([v for step, what, _, v in session.record.samples if what == each and step == 3])
-             for each in NOTED.get(name, ("density",))]
+    noted = [
+        iter([v for step, what, _, v in session.record.samples if what == each and step == 3])
+        for each in NOTED.get(name, ("density",))
+    ]
     buckets = session.layout.buckets
     want = sum(SENT[name](b, 4, *(map(next, noted) if ALL[name].varies else [1.0])) for b in buckets)
     assert sum(n for step, _, n in session.record.comm() if step == 3) == want
@@ -217,9 +222,20 @@ def test_the_mean_of_an_unbiased_compressor_is_its_input(name: str, seed: int) -
 
 
 @every
-@pytest.mark.parametrize("x", [torch.zeros(5), torch.zeros(0), torch.ones(1), torch.arange(8.0), torch.full((4,), 1e4),
-                               1e6 + torch.linspace(-1, 1, 9), torch.linspace(-2, 2, 7).bfloat16(),
-                               torch.linspace(-2, 2, 7).half()], ids=str)
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.zeros(5),
+        torch.zeros(0),
+        torch.ones(1),
+        torch.arange(8.0),
+        torch.full((4,), 1e4),
+        1e6 + torch.linspace(-1, 1, 9),
+        torch.linspace(-2, 2, 7).bfloat16(),
+        torch.linspace(-2, 2, 7).half(),
+    ],
+    ids=str,
+)
 def test_odd_inputs_give_finite_sums_of_their_shape_and_dtype(name: str, x: torch.Tensor) -> None:
     part = [Part("p", tuple(x.shape), 0, x.numel())]
     memories = [Memory(0), Memory(1)]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.laws.dynamic_models import CASES, STEPS, Batch, Dynamic, average_gradients, batches, reference
-from tests.ranks import experiment, fitting, run, shipped
+from tests.ranks import experiment, make_fitting, run, shipped
 from tests.thinned import thinned
 from workbench import Checkpoint, simulate
 from workbench.experiment import Experiment
@@ -32,7 +32,7 @@ SIMULATED = [(case, name) for case, name in PAIRS if not EXACT[name].opaque]
 
 
 def chosen(case: Dynamic, name: str, **rest: Any) -> Experiment:
-    strategy = DDP(accumulate=case.accumulate) if case.accumulate > 1 else fitting(EXACT[name], RANKS)
+    strategy = DDP(accumulate=case.accumulate) if case.accumulate > 1 else make_fitting(EXACT[name], RANKS)
     if name == "TorchDDP":
         strategy = TorchDDP(find_unused_parameters=case.find_unused)
     return experiment(RANKS, STEPS, **{"task": case.task(), "strategy": strategy, **rest})

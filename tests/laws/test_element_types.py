@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.ranks import exchange, experiment, fitting, live, placed, run, shipped, toy
+from tests.ranks import exchange, experiment, live, make_fitting, placed, run, shipped, toy
 from tests.sim.virtual import samples
 from tests.thinned import thinned
 from workbench import simulate
@@ -91,6 +91,7 @@ def chosen(kind: str, as_pairs: bool = False, loss: Any = squares, **rest: Any) 
         optimizer=partial(torch.optim.SGD, lr=RATE, momentum=0.9),
     )  # fmt: skip
     return experiment(RANKS, STEPS, **{"task": task, "pace": 2.0, "eval_every": 3, **rest})
+
 
 TIMED = {"DABMD"}  # its batches depend on the real time that a rank took
 
@@ -227,7 +228,7 @@ def test_a_strategy_trains_floats_on_real_ranks_or_refuses_them_by_name(name: st
 
 def holds(host: Any, name: str, kind: str) -> None:
     """Checks a strategy; an exact one must end with plain torch's parameters, within rounding."""
-    strategy = fitting(STRATEGIES[name], RANKS)
+    strategy = make_fitting(STRATEGIES[name], RANKS)
     if kind not in strategy.dtypes:
         with pytest.raises((KnobError, AssertionError), match=rf"strategy={name}: takes .* has {kind}"):
             host(kind, strategy=strategy)
@@ -257,7 +258,7 @@ def test_a_complex_parameter_trains_as_its_parts_on_real_ranks(name: str, kind: 
 
 def as_its_parts(host: Any, name: str, kind: str) -> None:
     """Checks a strategy, including a switch at the end, which hands over the optimizer's complex momentum."""
-    strategy = fitting(STRATEGIES[name], RANKS)
+    strategy = make_fitting(STRATEGIES[name], RANKS)
     if kind not in strategy.dtypes:
         with pytest.raises((KnobError, AssertionError), match=rf"strategy={name}: takes .* has {kind}"):
             host(kind, strategy=strategy)

@@ -15,7 +15,7 @@ import torch
 from tests.ranks import experiment, run
 from tests.spread import DTYPES, RANKS, Step, least, order, reference, walk
 from workbench import simulate
-from workbench.host.placement.move import State, move
+from workbench.host.placement.move import State, move_state
 from workbench.rank import Bucket, Rank
 from workbench.strategies import Strategy
 
@@ -29,7 +29,7 @@ def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def check(step: Step, rank: int, state: State, true: dict[str, torch.Tensor]) -> None:
     """Checks that a rank has exactly its part of the whole after a move; with sizes only, the right count."""
-    assert set(state) == set(step.to.at(rank))
+    assert set(state) == set(step.to.slices_of_rank(rank))
     for name, mine in state.items():
         want = order(step.to, rank, name)
         assert mine.shape == (len(want),)
@@ -48,7 +48,9 @@ class Walking(Strategy):
         like = {name: torch.empty(0, dtype=kind, device=device) for name, kind in DTYPES.items()}
         true = {name: x.to(device) for name, x in reference(self.seed).items()}
         steps = walk(self.seed, self.moves)
-        held = {name: true[name][order(steps[0].was, rank.index, name)] for name in steps[0].was.at(rank.index)}
+        held = {
+            name: true[name][order(steps[0].was, rank.index, name)] for name in steps[0].was.slices_of_rank(rank.index)
+        }
         return {"walk": steps, "true": true, "like": like, "held": held}
 
     async def step(self, rank: Rank, state: Any) -> None:
@@ -57,9 +59,9 @@ class Walking(Strategy):
         held = {n: x.clone() for n, x in state["held"].items()} if rank.index in step.alive else {}
         if step.lost:
             with pytest.raises(LookupError, match="elements have no owner left"):
-                await move(rank, held, step.was, step.to, step.alive, like)
+                await move_state(rank, held, step.was, step.to, step.alive, like)
             return
-        state["held"] = await move(rank, held, step.was, step.to, step.alive, like)
+        state["held"] = await move_state(rank, held, step.was, step.to, step.alive, like)
         check(step, rank.index, state["held"], state["true"])
 
 
@@ -84,10 +86,10 @@ def test_a_walk_of_200_moves_keeps_every_bit_and_sends_the_fewest_bytes(real: bo
 
 def test_the_walk_has_ranks_that_join_leave_and_are_lost_and_placements_on_one_to_six() -> None:
     steps = [step for step in walk(11, MOVES) if not step.lost]
-    assert {len(step.to.ranks) for step in steps} == set(range(1, RANKS + 1))
-    assert sum(bool({*step.to.ranks} - {*step.was.ranks}) for step in steps) > 50
-    assert sum(bool({*step.was.ranks} - {*step.to.ranks}) for step in steps) > 50
-    assert sum(bool({*step.was.ranks} - {*step.alive}) for step in steps) > 20
+    assert {len(step.to.holding_ranks) for step in steps} == set(range(1, RANKS + 1))
+    assert sum(bool({*step.to.holding_ranks} - {*step.was.holding_ranks}) for step in steps) > 50
+    assert sum(bool({*step.was.holding_ranks} - {*step.to.holding_ranks}) for step in steps) > 50
+    assert sum(bool({*step.was.holding_ranks} - {*step.alive}) for step in steps) > 20
 
 
 @pytest.mark.ranks

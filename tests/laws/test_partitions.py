@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from tests.moved import Watch
-from tests.ranks import assemble, experiment, fitting, run, shipped, toy
+from tests.ranks import assemble, experiment, make_fitting, run, shipped, toy
 from tests.sim.insides import simulated
 from tests.thinned import thinned
 from workbench.experiment import Experiment
-from workbench.host.placement.canonical import Disagreement
-from workbench.host.placement.slots import slots
+from workbench.host.placement.canonical import RankDisagreement
+from workbench.host.placement.slots import read_slots
 from workbench.host.reconfigure.refusing import refuses_model
 from workbench.host.transfer import repartition
 from workbench.optimizers import SGD, AdamW
@@ -85,7 +85,7 @@ def possible(pair: Pair) -> bool:
 def every() -> list[Pair]:
     """Returns all strategies that the simulator runs with real tensors, with every partition they support."""
     names = [name for name, cls in shipped(Strategy).items() if not cls.opaque and cls.workers == 1]
-    fits = {way.size: [fitting(shipped(Strategy)[name], RANKS // way.size) for name in names] for way in WAYS}
+    fits = {way.size: [make_fitting(shipped(Strategy)[name], RANKS // way.size) for name in names] for way in WAYS}
     return [(strategy, way) for way in WAYS for strategy in fits[way.size] if possible((strategy, way))]
 
 
@@ -109,7 +109,7 @@ def lies_alike(sessions: list[Any], pairs: Sequence[Pair]) -> None:
         mine, its = ({place.name: place.param.data for place in each.layout.order} for each in (s, first))
         assert mine.keys() == its.keys()
         assert [name for name in mine if not torch.equal(mine[name], its[name])] == []
-        mine, its = (slots(each.layout, each.optimizer) for each in (s, first))
+        mine, its = (read_slots(each.layout, each.optimizer) for each in (s, first))
         assert mine.keys() == its.keys()
         assert [name for name in mine if not torch.equal(mine[name], its[name])] == []
     held = [(place.name, place.numel) for s in sessions[:stages] for place in s.layout.order]
@@ -198,7 +198,7 @@ def test_forty_pairs_on_real_ranks(seed: int) -> None:
 
 def test_state_corrupted_in_transit_ends_the_run_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flips one bit of one element of one moment on one rank."""
-    plain = repartition.move
+    plain = repartition.move_state
 
     async def spoiled(rank: Any, own: Any, *rest: Any) -> Any:
         given = await plain(rank, own, *rest)
@@ -207,6 +207,6 @@ def test_state_corrupted_in_transit_ends_the_run_with_an_error(monkeypatch: pyte
             given[name].view(torch.int32)[0] ^= 1
         return given
 
-    monkeypatch.setattr(repartition, "move", spoiled)
-    with pytest.raises(Disagreement, match="the model's state is not what it was before it was spread anew"):
+    monkeypatch.setattr(repartition, "move_state", spoiled)
+    with pytest.raises(RankDisagreement, match="the model's state is not what it was before it was spread anew"):
         simulated(started((DDP(), Whole()), 6, optimizer=AdamW()), Change(3, "partition", Tensor()))

@@ -12,14 +12,14 @@ import torch
 from tests.laws.claims import AT_NEED, CODED, SENT, SILENT, TURNED, WHEN, dense
 from tests.laws.codecs import KINDS
 from tests.laws.others import others
-from tests.ranks import experiment, fitting, joined, run, shipped, weights
+from tests.ranks import experiment, make_fitting, run, shipped, train_joined, weights
 from tests.thinned import thinned
 from workbench import simulate
 from workbench.compressors import Compressor
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.settings import Change, KnobError, knobs
 from workbench.strategies import Strategy
 
@@ -36,14 +36,16 @@ def claiming(claim: str) -> pytest.MarkDecorator:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_a_strategy_ends_and_the_ranks_agree_after_a_switch(name: str, ranks: int) -> None:
     steps = 4 if ranks == 8 else 9
-    sessions = run(experiment(ranks, steps + 1, strategy=fitting(ALL[name], ranks)), Change(steps, "strategy", "DDP"))
+    sessions = run(
+        experiment(ranks, steps + 1, strategy=make_fitting(ALL[name], ranks)), Change(steps, "strategy", "DDP")
+    )
     assert {s.phase for s in sessions} == {"done"}
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
 
 
 @claiming("lockstep")
 def test_lockstep_ranks_request_the_same_operations_in_the_same_order(name: str) -> None:
-    sessions = run(experiment(3, 9, strategy=fitting(ALL[name], 3)))
+    sessions = run(experiment(3, 9, strategy=make_fitting(ALL[name], 3)))
     orders = [[(step, re.sub(r" to \d+$", "", what), n) for step, what, n in s.record.comm()] for s in sessions]
     if ALL[name].opaque:
         orders = [sorted(order) for order in orders]
@@ -52,15 +54,15 @@ def test_lockstep_ranks_request_the_same_operations_in_the_same_order(name: str)
 
 @claiming("plain")
 def test_one_rank_equals_a_single_process(name: str) -> None:
-    (session,) = run(experiment(1, 10, strategy=fitting(ALL[name], 1)))
-    torch.testing.assert_close(weights(session), joined(1, 10), rtol=1e-6, atol=1e-7)
+    (session,) = run(experiment(1, 10, strategy=make_fitting(ALL[name], 1)))
+    torch.testing.assert_close(weights(session), train_joined(1, 10), rtol=1e-6, atol=1e-7)
 
 
 @claiming("exact")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_exact_strategies_equal_one_process_on_the_joined_batch(name: str, ranks: int) -> None:
     for session in run(experiment(ranks, 10, strategy=ALL[name]())):
-        torch.testing.assert_close(weights(session), joined(ranks, 10), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weights(session), train_joined(ranks, 10), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.long
@@ -138,4 +140,4 @@ def test_every_pair_with_a_compressor_runs_or_is_refused_with_a_reason(name: str
         return
     if compressor in KINDS or name in ("DDP", "LocalSGD"):
         sessions = run(chosen)
-        assert len({state_hash(s.layout) for s in sessions}) == 1 or ALL[name].periodic
+        assert len({hash_model_state(s.layout) for s in sessions}) == 1 or ALL[name].periodic

@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.labs import endless, rows
 from tests.network import Network
 from tests.waiting import until
-from workbench.cluster.processes.place import host
+from workbench.cluster.processes.place import host_name
 from workbench.lab import Lab
 from workbench.strategies import DDP
 
@@ -114,8 +114,15 @@ def others_go_on(lab: Lab, cable: Callable[[str], None], seconds: float) -> dict
     assert until(lambda: rows(run, 3) > 20, BOUND), "it trains"
     lab.stop()
     ended = run.wait(BOUND)
-    return {"hosts": [h == host() for h in hosts], "text": said["text"], "went_on": went_on, "came": came,
-            "state": ended.state, "missing": run.missing, "ranks": sorted(map(int, set(run.spans["rank"])))}
+    return {
+        "hosts": [h == host_name() for h in hosts],
+        "text": said["text"],
+        "went_on": went_on,
+        "came": came,
+        "state": ended.state,
+        "missing": run.missing,
+        "ranks": sorted(map(int, set(run.spans["rank"]))),
+    }
 
 
 def main() -> None:

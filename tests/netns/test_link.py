@@ -26,8 +26,14 @@ class Both(NamedTuple):
     def measured(self, cell: Cell, link: float = 0.0) -> dict[str, Any]:
         """Runs `cell` on real ports, and on an emulated Link of the same bandwidth or of `link` Mbit/s."""
         modelled = self.modelled.run(replace(cell, real=False, mbit=link or cell.mbit))
-        return {"cell": vars(cell), "ranks": SIZE, "frame": self.real.network.frame, "real": self.real.run(cell),
-                "modelled": modelled, "control": self.control}
+        return {
+            "cell": vars(cell),
+            "ranks": SIZE,
+            "frame": self.real.network.frame,
+            "real": self.real.run(cell),
+            "modelled": modelled,
+            "control": self.control,
+        }
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import pytest
 from tests.recorded.make import HERE
 from widgets.charts import picture
 from widgets.views import all_views
-from widgets.views._base import drawn
+from widgets.views._base import draw_view
 from workbench import Costs, simulate
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment, given
@@ -100,11 +100,11 @@ def named(plain: Any) -> list[str]:
 def test_every_view_and_the_picture_draw_it(path: Path) -> None:
     run = Run.open(path)
     ours = {name: view for name, view in all_views().items() if view.__module__.startswith("widgets.")}
-    charts = {name: drawn(view(), run) for name, view in ours.items()}
+    charts = {name: draw_view(view(), run) for name, view in ours.items()}
     boxes = charts["Timeline"]
     assert boxes is not None and any(len(trace.x) for trace in boxes.data)
-    assert picture.png(run)[:4] == b"\x89PNG"
-    assert f"{len(run.changes)}  " in picture.about(run) or not run.changes
+    assert picture.draw_png(run)[:4] == b"\x89PNG"
+    assert f"{len(run.changes)}  " in picture.describe_picture(run) or not run.changes
 
 
 @every_run

@@ -30,4 +30,4 @@ def simulated(e: Experiment, *changes: Change, real: bool = True) -> tuple[Run, 
 
 def parameters(sessions: list[Any]) -> torch.Tensor:
     """Returns (ranks, n) float64: each rank's parameters in model order, for sessions of either host."""
-    return torch.stack([torch.cat([b.data.double() for b in s.layout.params()]) for s in sessions])
+    return torch.stack([torch.cat([b.data.double() for b in s.layout.list_params()]) for s in sessions])

@@ -12,7 +12,7 @@ from tests.sim.virtual import paced, stack
 from tests.unit import synthetic
 from workbench import Change, simulate
 from workbench.analysis import step_times
-from workbench.analysis.stragglers.causes import Cause, causes
+from workbench.analysis.stragglers.causes import Cause, find_causes
 from workbench.fabric import Freeze, Noisy, Slow, TransientStraggler
 from workbench.record.timeline import Span, Timeline
 from workbench.run import Run
@@ -33,7 +33,7 @@ def run(*faults: Any, ranks: int = 4, mbit: float = FAST, changes: tuple[Change,
 
 
 def first(made: Run | Timeline) -> Cause:
-    return causes(made if isinstance(made, Timeline) else made.timeline)[0]
+    return find_causes(made if isinstance(made, Timeline) else made.timeline)[0]
 
 
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=4), ZeRO3()], ids=lambda s: type(s).__name__)
@@ -58,19 +58,19 @@ def test_a_delay_of_10_percent_in_one_phase_is_named_despite_noise_and_hiccups(p
 def test_no_rank_is_blamed_without_an_injected_fault(strategy: str, noise: float) -> None:
     for seed in range(6):
         tl = synthetic.timeline(strategy, steps=100, link=False, noise=noise, hiccups=0.02, seed=seed)
-        assert not [c for c in causes(tl) if c.ranks and c.cause != "frozen"]
+        assert not [c for c in find_causes(tl) if c.ranks and c.cause != "frozen"]
 
 
 def test_a_run_without_a_fault_gets_no_advice() -> None:
     advised = run().advice()
     assert advised == [] and repr(advised) == "No single cause exceeds 5 % of the step."
     assert "No single cause" in advised._repr_html_()
-    assert causes(Timeline()) == [] and run(ranks=1).advice() == []
+    assert find_causes(Timeline()) == [] and run(ranks=1).advice() == []
 
 
 def test_two_stragglers_at_once_are_two_rows_or_one_row_of_two() -> None:
     slow = Slow(rank=2, factor=1.6, phase="forward"), Slow(rank=3, factor=1.4, phase="backward")
-    found = causes(run(*slow, ranks=5).timeline)
+    found = find_causes(run(*slow, ranks=5).timeline)
     assert [(c.cause, c.ranks) for c in found] == [("backward", (3,)), ("forward", (2,))]
     same = Slow(rank=2, factor=1.5, phase="forward"), Slow(rank=3, factor=1.5, phase="forward")
     assert (found := first(run(*same, ranks=5))).ranks == (2, 3) and found.cause == "forward"
@@ -78,7 +78,7 @@ def test_two_stragglers_at_once_are_two_rows_or_one_row_of_two() -> None:
 
 
 def test_a_slow_link_of_one_rank_is_blamed_on_the_network_and_that_rank() -> None:
-    found = causes(run(Slow(rank=2, factor=10.0, phase="link"), mbit=1000.0, task=LARGE).timeline)
+    found = find_causes(run(Slow(rank=2, factor=10.0, phase="link"), mbit=1000.0, task=LARGE).timeline)
     assert [(c.cause, c.ranks) for c in found] == [("network", (2,))]
 
 
@@ -89,7 +89,9 @@ def test_a_slow_network_is_blamed_without_naming_a_rank() -> None:
 
 def test_a_slow_phase_hidden_by_communication_is_not_blamed() -> None:
     """A delay of 3 ms hides behind 160 ms of transfer. With gossip no rank waits for the transfer either."""
-    rows = causes(run(Slow(rank=1, factor=1.5, phase="forward"), strategy=Gossip(), mbit=100.0, task=LARGE).timeline)
+    rows = find_causes(
+        run(Slow(rank=1, factor=1.5, phase="forward"), strategy=Gossip(), mbit=100.0, task=LARGE).timeline
+    )
     assert not [c for c in rows if c.ranks]
 
 
@@ -110,7 +112,7 @@ def test_the_longer_first_step_is_not_a_cause() -> None:
         end = row.t1 + (0.8 if row.lane == "step" else began)
         span = Span(row.rank, row.step, row.lane, row.name, row.asked + began, row.t0 + began, end, row.nbytes)
         tl.spans.add([span])
-    assert [c for c in causes(tl) if c.cause in ("frozen", "outside")] == []
+    assert [c for c in find_causes(tl) if c.cause in ("frozen", "outside")] == []
 
 
 def handmade(ranks: tuple[int, ...], **longer: float) -> Timeline:
@@ -147,19 +149,19 @@ def handmade(ranks: tuple[int, ...], **longer: float) -> Timeline:
 
 @pytest.mark.parametrize("cause", ["input", "codec", "outside", "forward", "backward"])
 def test_each_cause_on_one_rank_is_reported_by_its_name(cause: str) -> None:
-    (found,) = causes(handmade((1,), **{cause: 0.02}))
+    (found,) = find_causes(handmade((1,), **{cause: 0.02}))
     assert (found.cause, found.ranks) == (cause, (1,)) and found.seconds == pytest.approx(0.02, rel=0.01)
     assert "Rank 1" in found.text and "20 ms longer" in found.text
 
 
 @pytest.mark.parametrize("cause", ["input", "codec", "outside"])
 def test_a_cause_on_all_ranks_is_reported_without_a_rank(cause: str) -> None:
-    (found,) = causes(handmade((0, 1, 2), **{cause: 0.02}))
+    (found,) = find_causes(handmade((0, 1, 2), **{cause: 0.02}))
     assert (found.cause, found.ranks) == (cause, ()) and found.seconds == pytest.approx(0.021, abs=0.001)
 
 
 def test_slow_forward_and_backward_of_all_ranks_are_not_a_cause() -> None:
-    assert causes(handmade((0, 1, 2), forward=0.05, backward=0.1)) == []
+    assert find_causes(handmade((0, 1, 2), forward=0.05, backward=0.1)) == []
 
 
 # -- advice
@@ -186,8 +188,6 @@ def test_no_setting_is_suggested_against_a_slow_processor() -> None:
     assert "backward" in repr(run(Slow(rank=1, factor=1.5, phase="backward")).advice())
 
 
-
-
 @pytest.mark.parametrize("error", [KnobError("it runs on ranks alone"), ZeroDivisionError("division by zero")])
 @pytest.mark.parametrize("fails", ["measuring", "simulating"])
 def test_advice_lists_causes_although_nothing_can_be_simulated(
@@ -198,7 +198,7 @@ def test_advice_lists_causes_although_nothing_can_be_simulated(
     def fail(*_: Any, **__: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(advising, "Asked" if fails == "measuring" else "_best", fail)
+    monkeypatch.setattr(advising, "RunPredictor" if fails == "measuring" else "_best_suggestions", fail)
     told = made.advice()
     assert (told[0].cause, told[0].ranks, told[0].suggestions) == ("forward", (1,), ())
     assert f"No setting could be simulated: {error}." in repr(told) and f"{error}." in told._repr_html_()
@@ -214,11 +214,11 @@ def test_advice_names_the_causes_that_it_could_not_simulate_next_to_those_that_i
             raise RuntimeError("a task's own function failed.")
         return (advising.Suggestion({"bucket_mb": 4.0}, 0.2, 0.0, False),)
 
-    monkeypatch.setattr(advising, "causes", lambda timeline, last: found)
+    monkeypatch.setattr(advising, "find_causes", lambda timeline, last: found)
     monkeypatch.setattr(advising, "why_unjudged", lambda timeline, last: "")
-    monkeypatch.setattr(advising, "Asked", lambda run: None)
-    monkeypatch.setattr(advising, "_best", best)
-    advised = advising.advice(SimpleNamespace(timeline=None))  # type: ignore[arg-type]
+    monkeypatch.setattr(advising, "RunPredictor", lambda run: None)
+    monkeypatch.setattr(advising, "_best_suggestions", best)
+    advised = advising.advise_run(SimpleNamespace(timeline=None))  # type: ignore[arg-type]
     for text in (repr(advised), advised._repr_html_()):
         assert "turn bucket_mb to 4" in text
         assert "No setting against codec could be simulated: a task" in text

@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit import synthetic
 from workbench import Experiment, simulate
-from workbench.analysis import causes
+from workbench.analysis import find_causes
 from workbench.analysis.steps.collectives import of_others
 from workbench.fabric import Fabric, Link, Noisy, Slow
 from workbench.partitions import Pipeline
@@ -20,7 +20,7 @@ def test_a_delay_of_10_percent_is_named_within_20_steps_although_all_8_ranks_var
     for seed in range(10):
         tl = synthetic.timeline(steps=20, ranks=8, slow=(seed % 8, phase, synthetic.factor(phase, 0.1)), link=False,
                                 noise=0.05, hiccups=0.02, seed=seed, changes=())  # fmt: skip
-        found = [(c.cause, c.ranks) for c in causes(tl) if c.ranks and c.cause != "frozen"]
+        found = [(c.cause, c.ranks) for c in find_causes(tl) if c.ranks and c.cause != "frozen"]
         assert set(found) <= {(phase, (seed % 8,))}
         named += len(found)
     assert named >= 9
@@ -33,7 +33,7 @@ def test_a_rank_with_slow_packing_is_blamed_for_the_whole_delay() -> None:
     """
     slow = (2, "codec", synthetic.factor("codec", 0.1))
     tl = synthetic.timeline(steps=20, ranks=4, slow=slow, link=True, changes=())
-    blamed = [c for c in causes(tl) if c.ranks]
+    blamed = [c for c in find_causes(tl) if c.ranks]
     assert [(c.cause, c.ranks) for c in blamed] == [("codec", (2,))]
     assert "its packing takes 10.4 ms longer" in blamed[0].text
 
@@ -44,8 +44,8 @@ def test_a_delay_that_began_16_steps_ago_is_named_without_a_recorded_change() ->
         before.slow = (1, "backward", 1.4) if step >= 44 else None
         before.step(step)
         after.step(step)
-    assert [(c.cause, c.ranks) for c in causes(before.timeline())] == [("backward", (1,))]
-    assert causes(after.timeline()) == []
+    assert [(c.cause, c.ranks) for c in find_causes(before.timeline())] == [("backward", (1,))]
+    assert find_causes(after.timeline()) == []
 
 
 @pytest.mark.parametrize(("phase", "rank"), [("backward", 3), ("forward", 1)])
@@ -53,7 +53,7 @@ def test_a_pipeline_names_its_slow_rank_and_no_rank_without_a_fault(phase: str, 
     def found(*faults: Slow) -> list[tuple[str, tuple[int, ...]]]:
         fabric = Fabric(link=Link(bandwidth=20_000.0), faults=(*faults, Noisy(spread=0.03)))
         wanted = Experiment(ranks=4, steps=30, pace=40.0, partition=Pipeline(stages=2), fabric=fabric)
-        return [(c.cause, c.ranks) for c in causes(simulate(wanted).timeline)]
+        return [(c.cause, c.ranks) for c in find_causes(simulate(wanted).timeline)]
 
     assert found(Slow(rank=rank, factor=1.5, phase=phase)) == [("bubble", ()), (phase, (rank,))]
     assert found() == [("bubble", ())]

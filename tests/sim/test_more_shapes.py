@@ -87,4 +87,3 @@ def test_workers_add_to_one_vector_without_waiting_for_each_other(ranks: int) ->
             p -= 0.02 * sum(all_of_them)
         expected = float(mse(model, batch(1000, 0, 0, 64)))
     assert sampled(run, "held_out", 0)[-1] == pytest.approx(expected, rel=1e-5)
-

@@ -19,7 +19,7 @@ from tests.unit.test_parts_lost import layers
 from workbench import Run, simulate
 from workbench.experiment import Experiment
 from workbench.fabric import Crash, Fabric
-from workbench.host.elastic.salvage import in_parts
+from workbench.host.elastic.salvage import has_parts
 from workbench.partitions import Pipeline, Tensor
 from workbench.partitions.schedules import GPipe
 from workbench.settings import Change, KnobError
@@ -33,7 +33,7 @@ CLOCKED = ("DABMD", "LowPrecisionDecentralized")  # the clock decides how far th
 WITH_SOME = ("Gossip", "HierarchicalLocalSGD", "StochasticGradientPush")  # each step needs some other ranks
 LOCKSTEP = [
     name for name, cls in sorted(shipped(Strategy).items())
-    if cls.lockstep and not (cls.opaque or name in CLOCKED or in_parts(experiment(4, strategy=cls())))
+    if cls.lockstep and not (cls.opaque or name in CLOCKED or has_parts(experiment(4, strategy=cls())))
 ]  # fmt: skip
 
 

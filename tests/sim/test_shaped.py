@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ranks import fitting, shipped
+from tests.ranks import make_fitting, shipped
 from tests.sim.virtual import same
 from workbench import simulate
 from workbench.compressors import Compressor
@@ -21,7 +21,7 @@ from workbench.optimizers import SGD
 from workbench.rank import Rank
 from workbench.settings import Change
 from workbench.sim.fake import kinds, shaped
-from workbench.sim.fake.kinds import Shaped
+from workbench.sim.fake.kinds import ShapedTensor
 from workbench.strategies import DDP, LocalSGD, Strategy
 from workbench.tasks import ByteGPT
 
@@ -30,14 +30,14 @@ E = Experiment(task=ByteGPT(layers=1), ranks=4, steps=5, pace=60.0, bucket_mb=0.
 
 
 def vector(n: int) -> Any:
-    return shaped.shaped(torch.empty(n, device="meta"))
+    return shaped.make_shaped(torch.empty(n, device="meta"))
 
 
 def both(e: Experiment, monkeypatch: pytest.MonkeyPatch, *changes: Change) -> None:
     """Simulates twice, the second time with torch's own tensors, and compares."""
     quick = simulate(e, changes=changes)
     with monkeypatch.context() as patch:
-        patch.setattr(shaped, "kind_of", lambda x: None)
+        patch.setattr(shaped, "find_kind", lambda x: None)
         assert same(quick, simulate(e, changes=changes))
 
 
@@ -49,7 +49,7 @@ def simulated(cls: type[Strategy]) -> bool:
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", [name for name, cls in shipped(Strategy).items() if simulated(cls)])
 def test_a_strategy_does_the_same_with_stand_ins_for_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    both(replace(E, strategy=fitting(shipped(Strategy)[name], E.ranks)), monkeypatch)
+    both(replace(E, strategy=make_fitting(shipped(Strategy)[name], E.ranks)), monkeypatch)
 
 
 @pytest.mark.ranks
@@ -79,7 +79,7 @@ def test_a_view_shares_its_tensors_storage_and_a_result_does_not() -> None:
         views = x[2:], x.view(2, 3)[1], *x.chunk(2), x.detach(), x.data, x.reshape(3, 2).T
         assert {v.untyped_storage()._cdata for v in views} == {lies}
         assert {m.untyped_storage()._cdata == lies for m in (x + 1, x.clone(), x[2:] * 2, torch.cat([x, x]))} == {False}
-        assert (x + 1).untyped_storage().nbytes() == 24 and x[2:].actual.storage_offset() == 2
+        assert (x + 1).untyped_storage().nbytes() == 24 and x[2:].actual_tensor.storage_offset() == 2
 
 
 def test_the_storage_of_a_stand_in_is_freed_with_it() -> None:
@@ -102,10 +102,10 @@ def test_the_storage_of_a_stand_in_is_freed_with_it() -> None:
 def test_a_stand_in_answers_like_torchs_meta_tensor(asked: Any) -> None:
     torchs = torch.empty(3, 5, device="meta")
     for _ in range(2):
-        mine, its = asked(shaped.shaped(torchs)), asked(torchs)
+        mine, its = asked(shaped.make_shaped(torchs)), asked(torchs)
         for one, other in zip(*([x] if not isinstance(x, tuple) else x for x in (mine, its)), strict=True):
             if isinstance(other, Tensor):
-                assert isinstance(one, Tensor) and type(one) is Shaped
+                assert isinstance(one, Tensor) and type(one) is ShapedTensor
                 assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
 
 
@@ -121,7 +121,7 @@ def test_a_stand_in_raises_torchs_own_errors(asked: Any) -> None:
 
 
 def test_it_follows_a_default_dtype_that_changes_in_a_simulation() -> None:
-    counts = shaped.shaped(torch.empty(3, dtype=torch.int64, device="meta"))
+    counts = shaped.make_shaped(torch.empty(3, dtype=torch.int64, device="meta"))
     before = torch.get_default_dtype()
     try:
         for dtype in (torch.float32, torch.float64, torch.float32):

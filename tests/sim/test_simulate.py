@@ -14,7 +14,7 @@ import torch
 from tests.ranks import experiment, toy
 from tests.sim.virtual import comm, paced, rows, same, samples, seconds, stack
 from workbench import Costs, ParameterServer, simulate
-from workbench.analysis import before_after, breakdown, straggler
+from workbench.analysis import before_after, break_down, find_straggler
 from workbench.compressors import Cast, TopK
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Freeze, Link, Noisy, Slow
@@ -277,9 +277,9 @@ def test_negative_costs_raise_value_error() -> None:
 def test_every_analysis_reads_a_simulated_run() -> None:
     slow = Slow(rank=1, factor=2.0)
     run = simulate(paced(4, 40, faults=(slow,)), changes=[Change(20, "strategy", "LocalSGD")], real=True)
-    verdict = straggler(run.timeline)
+    verdict = find_straggler(run.timeline)
     assert verdict is not None and verdict.rank == 1 and verdict.side == "compute"
     assert before_after(run.timeline, 20).text == "strategy = LocalSGD"
-    parts = breakdown(run.timeline, 5, 15)
+    parts = break_down(run.timeline, 5, 15)
     np.testing.assert_allclose(parts.compute + parts.exposed + parts.other, parts.seconds)
     assert run.summary()["state"] == "done" and "Slow(rank=1" in run.as_python()

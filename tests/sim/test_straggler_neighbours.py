@@ -6,7 +6,7 @@ import pytest
 
 from tests.sim.virtual import paced
 from workbench import simulate
-from workbench.analysis import straggler
+from workbench.analysis import find_straggler
 from workbench.fabric import Noisy, Slow
 from workbench.strategies import AsyncServer, Gossip, Strategy
 
@@ -14,7 +14,9 @@ pytestmark = pytest.mark.ranks
 
 
 def verdict(strategy: Strategy, ranks: int, *faults: Slow) -> object:
-    return straggler(simulate(paced(ranks, 60, 20.0, strategy=strategy, faults=(*faults, Noisy(spread=0.05)))).timeline)
+    return find_straggler(
+        simulate(paced(ranks, 60, 20.0, strategy=strategy, faults=(*faults, Noisy(spread=0.05)))).timeline
+    )
 
 
 @pytest.mark.parametrize("graph", ["ring", "exponential", "complete"])

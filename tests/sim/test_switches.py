@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from tests.laws.claims import ADOPTS, ROUNDS
-from tests.ranks import fitting, shipped
+from tests.ranks import make_fitting, shipped
 from tests.sim.virtual import paced, rows, same, samples
 from tests.thinned import thinned
 from workbench import simulate
-from workbench.analysis import before_after, memory
+from workbench.analysis import before_after, measure_memory
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Noisy, Slow
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.partitions import Pipeline, Whole
 from workbench.settings import Change
 from workbench.sim.rank.session import Session
@@ -45,7 +45,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_each_strategy_runs_with_sizes_and_with_tensors_in_the_same_time(name: str, ranks: int) -> None:
-    e = paced(ranks, 9, strategy=fitting(ALL[name], ranks), faults=(Noisy(spread=1.0),), eval_every=3)
+    e = paced(ranks, 9, strategy=make_fitting(ALL[name], ranks), faults=(Noisy(spread=1.0),), eval_every=3)
     sizes, tensors = simulate(e), simulate(e, real=True)
     assert sizes.state == tensors.state == "done"
     trainers = sum(e.strategy.trains(rank, ranks) for rank in range(ranks))
@@ -68,7 +68,7 @@ def test_all_ordered_pairs_leave_equal_parameters_and_no_held_out_loss_behind(
     if ALL[before].lockstep and ALL[after].lockstep:
         assert [held[s] for s in range(6, 15)] == pytest.approx([held[5]] * 9, abs=1e-6)
     assert held[max(held)] == pytest.approx(held[max(held) - 1], abs=1e-4)
-    assert len({state_hash(s.layout) for s in sessions}) == 1 or ALL[after].periodic
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1 or ALL[after].periodic
 
 
 def test_a_change_of_strategy_records_the_bytes_and_the_link_time_of_its_hand_over() -> None:
@@ -112,6 +112,6 @@ def test_data_of_fixed_batch_size_keeps_equal_activations_with_and_without_value
     for first, changes in ((way, []), (Whole(), [Change(3, "partition", way)])):
         e = Experiment(task=task, ranks=2, steps=6, pace=2.0, eval_every=0, partition=first)
         real, sizes = (simulate(e, changes=changes, real=real).timeline for real in (True, False))
-        found = [[(m.most, m.peak) for m in memory(tl, 4)] for tl in (real, sizes)]
+        found = [[(m.most, m.peak) for m in measure_memory(tl, 4)] for tl in (real, sizes)]
         kept = 2 * 2 * 4 * 32 * 4  # inputs and outputs of two layers: 4 rows of 32 numbers each
         assert found[0] == found[1] and found[0][0][0]["activations"] == kept

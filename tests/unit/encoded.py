@@ -63,12 +63,17 @@ class Author:
                 rows.append(("measuring", f"all_reduce bucket {k}", free, free, free + e.dense, NBYTES[k]))
                 free += e.dense
         end = max(free, 30.0)
-        rows += [("compute", "forward", 0, 0, 10, 0), ("compute", "backward", 10, 10, 30, 0),
-                 ("wait", "bucket 1", 30, 30, end, 0), ("compute", "update", end, end, end + 5, 0),
-                 ("step", "DDP", 0, 0, end + 5, 0)]
+        rows += [
+            ("compute", "forward", 0, 0, 10, 0),
+            ("compute", "backward", 10, 10, 30, 0),
+            ("wait", "bucket 1", 30, 30, end, 0),
+            ("compute", "update", end, end, end + 5, 0),
+            ("step", "DDP", 0, 0, end + 5, 0),
+        ]
         spans = [
             Span(r, self.step, lane, name, self.now + asked * MS, self.now + t0 * MS, self.now + t1 * MS, nbytes)
-            for lane, name, asked, t0, t1, nbytes in sorted(rows, key=lambda row: row[4]) for r in range(RANKS)
+            for lane, name, asked, t0, t1, nbytes in sorted(rows, key=lambda row: row[4])
+            for r in range(RANKS)
         ]
         self.run.timeline.spans.add(spans)
         self.now += (end + 5) * MS

@@ -250,9 +250,15 @@ def used(path: Path, out: Path) -> str:
                  run.samples, run.marks, run.details("error")):  # fmt: skip
         assert look is not None
     tl = run.timeline
-    for ask in (analysis.last_steps, analysis.stands_for, analysis.unheeded, analysis.change_steps, analysis.bubble):
+    for ask in (
+        analysis.last_steps,
+        analysis.stands_for,
+        analysis.list_unheeded,
+        analysis.change_steps,
+        analysis.measure_bubble,
+    ):
         ask(tl)
-    assert analysis.arrangement(tl, 2).dims and analysis.spread_at(tl, 5)
+    assert analysis.find_arrangement(tl, 2).dims and analysis.spread_at(tl, 5)
     to_perfetto(run, out / "trace.json")
     again = run.save(out / "again")
     Run.open(again)

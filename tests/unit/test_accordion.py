@@ -12,7 +12,7 @@ from tests.ranks import exchange, experiment, placed, run, together, weights
 from workbench import simulate
 from workbench.compressors import Accordion, Cast, Dense, ErrorFeedback, Layers, PowerSGD, TopK
 from workbench.compressors._split import gathered_parts
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Bucket, Memory, Op, Part, Rank
 from workbench.settings import Change, KnobError
 
@@ -26,8 +26,9 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def exchanged(compressor: object, g: torch.Tensor, parts: list[Part], memories: list[Memory],
-              lr: float = 0.1) -> tuple[torch.Tensor, list[Op]]:
+def exchanged(
+    compressor: object, g: torch.Tensor, parts: list[Part], memories: list[Memory], lr: float = 0.1
+) -> tuple[torch.Tensor, list[Op]]:
     """Reduces one bucket on all ranks at this learning rate. Returns the sum, and rank 0's Ops."""
     buckets = [Bucket(0, row.clone(), tuple(parts), 0) for row in g]
     ranks = [Rank(r, len(g)) for r in range(len(g))]
@@ -112,7 +113,7 @@ def test_levels_follow_the_written_out_rule(threshold: float) -> None:
 
 def test_threshold_zero_is_bit_identical_to_the_gentle_run() -> None:
     pair = {"gentle": PowerSGD(rank=3), "harsh": TopK()}
-    hashes = [state_hash(run(experiment(3, 12, compressor=ErrorFeedback(of=c)))[0].layout)
+    hashes = [hash_model_state(run(experiment(3, 12, compressor=ErrorFeedback(of=c)))[0].layout)
               for c in (PowerSGD(rank=3), Accordion(**pair, threshold=0.0, every=2))]  # fmt: skip
     assert hashes[0] == hashes[1]
 
@@ -122,7 +123,7 @@ def test_an_unreachable_threshold_is_exactly_harsh_from_the_second_check_on() ->
     accordion = Accordion(gentle=TopK(density=0.2), harsh=TopK(density=0.01), threshold=ENDLESS, every=3)
     by_rule = run(experiment(3, 12, compressor=ErrorFeedback(of=accordion)))[0]
     by_hand = run(experiment(3, 12, compressor=ErrorFeedback(of=accordion.gentle)), Change(6, "density", 0.01))[0]
-    assert state_hash(by_rule.layout) == state_hash(by_hand.layout)
+    assert hash_model_state(by_rule.layout) == hash_model_state(by_hand.layout)
     assert sorted(by_rule.record.comm()) == sorted(by_hand.record.comm())
 
 
@@ -151,7 +152,7 @@ def test_bytes_match_each_layers_level_on_all_ranks() -> None:
     assert {gentle for _, gentle in seen} == {0.0, 1.0} and (False, 0.0) in seen, "both levels, and within one bucket"
     known = [s.rank.memory.parts[Accordion.buffer] for s in sessions]
     assert known[0] == known[1] == known[2] == known[3] and len(known[0]) == 6
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     assert not any("level" in what for s in sessions[1:] for _, what, _, _ in s.record.samples), "said once"
 
 
@@ -193,8 +194,14 @@ def test_random_live_changes_lose_nothing() -> None:
     sent, owed = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     for step in range(500):
         if not step % 5:
-            pair = rng.choice([(PowerSGD(rank=2), PowerSGD(rank=1)), (TopK(density=0.5), TopK(density=0.02)),
-                                (Dense(), TopK.usual()), (Layers(smallest=9), PowerSGD())])
+            pair = rng.choice(
+                [
+                    (PowerSGD(rank=2), PowerSGD(rank=1)),
+                    (TopK(density=0.5), TopK(density=0.02)),
+                    (Dense(), TopK.usual()),
+                    (Layers(smallest=9), PowerSGD()),
+                ]
+            )
             accordion = Accordion(gentle=pair[0], harsh=pair[1], every=rng.randint(1, 3), threshold=rng.random())
         g = noise(step, ranks, n) * rng.choice([0.3, 1.0, 1.0, 3.0])
         owed += g.double().sum(0)

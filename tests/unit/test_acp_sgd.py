@@ -14,7 +14,7 @@ from tests.sim.virtual import begun, comm
 from workbench.compressors import ACPSGD, Dense, ErrorFeedback, PowerSGD
 from workbench.compressors._low_rank import LEFT, LEFT_IS_NEWER, RIGHT
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import Change
 from workbench.strategies import LocalSGD
@@ -216,10 +216,15 @@ def test_a_rank_as_large_as_the_matrices_is_plain_averaging() -> None:
 def test_engine_and_simulator_agree_through_live_changes(strategy: object) -> None:
     rest = {"strategy": strategy} if strategy else {}
     e = experiment(3, 14, compressor=ACPSGD.usual(), **rest)
-    changes = [Change(3, "rank", 2), Change(5, "bucket_mb", 0.05), Change(8, "warm_start", False),
-               Change(10, "compressor.of", {"PowerSGD": {"rank": 3}}), Change(12, "compressor.of", {"ACPSGD": {}})]
+    changes = [
+        Change(3, "rank", 2),
+        Change(5, "bucket_mb", 0.05),
+        Change(8, "warm_start", False),
+        Change(10, "compressor.of", {"PowerSGD": {"rank": 3}}),
+        Change(12, "compressor.of", {"ACPSGD": {}}),
+    ]
     sessions = run(e, *changes)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     for real in (True, False):
         found, ranks = simulated(e.set("pace", 1), *changes, real=real)
         for s in sessions:

@@ -29,10 +29,10 @@ from workbench.fabric.algorithms import (
     TwoLevel,
 )
 from workbench.fabric.algorithms._trees import rounds
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Group, Rank
 from workbench.settings import Change, KnobError
-from workbench.sim.costs.alike import unlike
+from workbench.sim.costs.alike import explain_unlike
 from workbench.strategies import DDP, HierarchicalLocalSGD, Strategy, TorchDDP
 
 LINK = Link(bandwidth=80.0, latency=2.0)  # 10 bytes in a microsecond
@@ -307,7 +307,7 @@ def test_real_ranks_have_the_simulators_messages_and_times(way: Algorithm) -> No
         assert [(a, b, d) for a, b, _, d in real] == [(a, b, d) for a, b, _, d in expected]
         np.testing.assert_allclose([c for *_, c, _ in real], [c for *_, c, _ in expected], rtol=1e-6, atol=2e-9)
         assert all(name.startswith("send all_reduce bucket ") for _, name, _, _ in real)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
 
 
 @pytest.mark.ranks
@@ -316,7 +316,7 @@ def test_all_ranks_change_the_algorithm_before_the_same_step() -> None:
     at = {2: "Ring", 4: "HalvingDoubling", 6: "DoubleTree", 8: "Auto", 10: "Native"}
     changes = [Change(step, "fabric.algorithm", getattr(__import__("workbench"), name)()) for step, name in at.items()]
     native, sessions = run(e), run(e, *changes)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     torch.testing.assert_close(weights(sessions[0]), weights(native[0]), rtol=1e-4, atol=1e-5)
     for s in sessions:
         messages = {step for step, name, _ in s.record.comm() if name.startswith("send ")}
@@ -378,8 +378,8 @@ def test_invalid_settings_are_refused_with_a_reason() -> None:
         e.set("fabric.algorithm", Hierarchical(between=Native()))
     with pytest.raises(KnobError, match=r"between=ByGroup\(\): .*take Ring\(\)"):
         e.set("fabric.algorithm", TwoLevel(between=TwoLevel(between=ByGroup())))
-    assert "algorithm=Ring" in (unlike(e.set("fabric.algorithm", Ring()), None) or "")
-    assert unlike(e, None) is None
+    assert "algorithm=Ring" in (explain_unlike(e.set("fabric.algorithm", Ring()), None) or "")
+    assert explain_unlike(e, None) is None
 
 
 def test_an_algorithm_survives_the_record() -> None:

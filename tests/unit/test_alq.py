@@ -18,7 +18,7 @@ from workbench.compressors._levels import between, exponential
 from workbench.compressors._mixture import Mixture, apart, descended
 from workbench.compressors._stochastic import dithered
 from workbench.compressors.amq import powers, slope
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Memory
 from workbench.settings import Change
 
@@ -85,10 +85,14 @@ def test_the_variance_of_levels_is_the_integral_of_the_rounding_error(mixture: M
         assert float(mixture.variance(levels)) == pytest.approx(cost(mixture, levels), rel=1e-4, abs=1e-9)
 
 
-@pytest.mark.parametrize(("starts", "published", "end"), [
-    ((both_sides(0.25, 0.5, 0.75, 1.0), both_sides(0.125, 0.25, 0.5, 1.0)), (7.47e-3, 2.54e-3), 3.391e-4),
-    ((both_sides(0.5, 1.0), both_sides(0.5, 1.0)), (None, None), 2.331e-3),
-], ids=["4 above zero", "2 above zero"])
+@pytest.mark.parametrize(
+    ("starts", "published", "end"),
+    [
+        ((both_sides(0.25, 0.5, 0.75, 1.0), both_sides(0.125, 0.25, 0.5, 1.0)), (7.47e-3, 2.54e-3), 3.391e-4),
+        ((both_sides(0.5, 1.0), both_sides(0.5, 1.0)), (None, None), 2.331e-3),
+    ],
+    ids=["4 above zero", "2 above zero"],
+)
 def test_descent_never_rises_and_ends_at_the_same_levels_from_all_starts(starts, published, end) -> None:
     levels = torch.stack(starts)
     for cost_there, want in zip(ONE.variance(levels).tolist(), published, strict=True):
@@ -236,7 +240,7 @@ def coded(session: object, of: Fitted, ranks: int) -> int:
 def test_blocks_are_sampled_in_the_scheduled_steps_only(cls: type) -> None:
     of = cls(fit_first=2, fit_second=4, fit_every=6, block=64, samples=5)
     sessions = run(experiment(3, 8, compressor=of))
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     for s in sessions:
         sent = [sum(n for k, _, n in s.record.comm() if k == step) for step in range(8)]
         for step in range(1, 8):
@@ -277,8 +281,13 @@ def test_levels_fit_the_bucket_first_and_later_the_largest_blocks_of_all_ranks(c
             exchange(of, g, [part], memories)
             known = memories[0].parts["levels"]["*"].model.mixture
             assert torch.equal(of.levels(memories[0]), of.solved(known).float())
-    every = torch.cat([looks(g[r, p.start : p.stop].view(-1, 128 if p.stop - p.start != 300 else 100), "l2", 100)
-                       for r in range(3) for p in parts]).double()
+    every = torch.cat(
+        [
+            looks(g[r, p.start : p.stop].view(-1, 128 if p.stop - p.start != 300 else 100), "l2", 100)
+            for r in range(3)
+            for p in parts
+        ]
+    ).double()
     want = Mixture.of(every[every[:, 0].topk(4).indices])
     for got in (m.parts["levels"]["*"].model.mixture for m in memories):
         for a, b in zip(got, want, strict=True):
@@ -362,7 +371,7 @@ def test_alq_and_amq_share_samples() -> None:
 def test_switching_off_and_on_keeps_the_samples(cls: type) -> None:
     changes = Change(3, "compressor", "Dense"), Change(6, "compressor", cls.__name__)
     sessions = run(experiment(2, 9, compressor=cls()), *changes)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     fit = sessions[0].rank.memory.parts["levels"]["*"]
     assert fit.step == 5 and fit.model.mixture is not None
     assert not torch.equal(run(experiment(2, 9, compressor=Dense()))[0].model.a.weight, sessions[0].model.a.weight)

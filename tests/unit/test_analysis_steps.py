@@ -32,23 +32,23 @@ def by_hand() -> Timeline:
 
 
 def test_a_step_divides_into_compute_exposed_and_other() -> None:
-    b = analysis.breakdown(by_hand(), 0, 1)
+    b = analysis.break_down(by_hand(), 0, 1)
     assert b.steps == 1 and b.seconds.tolist() == [8.0, 8.0]
     assert b.compute.tolist() == [4.5, 6.5] and b.exposed.tolist() == [3.0, 1.0]
     assert b.other.tolist() == [0.5, 0.5] and b.codec.tolist() == [0.25, 0.25]
 
 
 def test_a_rank_waits_until_the_last_arrival_and_transfers_after_it() -> None:
-    b = analysis.breakdown(by_hand(), 0, 1)
+    b = analysis.break_down(by_hand(), 0, 1)
     assert b.waiting.tolist() == [2.0, 0.0] and b.transferring.tolist() == [1.0, 1.0]
     assert b.held.tolist() == [2.0, 0.0]
-    a = analysis.arrivals(by_hand(), 0, 1)
+    a = analysis.line_up(by_hand(), 0, 1)
     assert a.last.tolist() == [6.0] and a.late.tolist() == [[-2.0, 2.0]] and a.name.tolist() == ["all_reduce bucket 0"]
 
 
 def test_the_parts_of_a_step_add_up_and_exposed_is_communication_outside_compute() -> None:
     tl = synthetic.timeline(steps=60)
-    b, o = analysis.breakdown(tl, 10, 50), analysis.overlap(tl, 10, 50)
+    b, o = analysis.break_down(tl, 10, 50), analysis.measure_overlap(tl, 10, 50)
     np.testing.assert_allclose(b.compute + b.exposed + b.other, b.seconds, rtol=1e-9)
     np.testing.assert_allclose(o.hidden + o.exposed, o.communication, rtol=1e-9)
     np.testing.assert_allclose(b.waiting + b.transferring, o.communication / 40, rtol=0.05)
@@ -68,14 +68,14 @@ def test_a_collective_inside_an_evaluation_is_not_part_of_a_step() -> None:
     tl.spans.add([Span(r, 0, "eval", "evaluate", 8.0, 8.0, 9.0, 0) for r in (0, 1)])
     tl.spans.add([Span(r, 0, "comm", "all_reduce optimizer state", 8.1, 8.1, 8.9, 10**6) for r in (0, 1)])
     assert analysis.bytes_per_step(tl, 0, 1).tolist() == [[800, 800]]
-    assert analysis.breakdown(tl, 0, 1).transferring.tolist() == [1.0, 1.0]
+    assert analysis.break_down(tl, 0, 1).transferring.tolist() == [1.0, 1.0]
 
 
 def test_messages_do_not_count_as_collectives() -> None:
     tl = by_hand()
     tl.spans.add([Span(r, 0, "comm", "send bucket 0", t, t, t + 0.5, 100) for r, t in ((0, 1.0), (1, 5.0))])
-    assert analysis.arrivals(tl, 0, 1).name.tolist() == ["all_reduce bucket 0"]
-    assert analysis.breakdown(tl, 0, 1).waiting.tolist() == [2.0, 0.0]
+    assert analysis.line_up(tl, 0, 1).name.tolist() == ["all_reduce bucket 0"]
+    assert analysis.break_down(tl, 0, 1).waiting.tolist() == [2.0, 0.0]
     assert analysis.bytes_per_step(tl, 0, 1).tolist() == [[900, 900]]
 
 
@@ -83,7 +83,7 @@ def test_repeated_collectives_in_a_step_are_distinguished() -> None:
     tl = Timeline()
     for rank in (0, 1):
         tl.spans.add([Span(rank, 0, "comm", "all_reduce x", t, t + 0.1 * rank, t + 0.5, 1) for t in (1.0, 2.0)])
-    a = analysis.arrivals(tl, 0, 1)
+    a = analysis.line_up(tl, 0, 1)
     assert len(a.step) == 2 and a.last.tolist() == [1.1, 2.1] and a.full.all()
 
 
@@ -103,21 +103,21 @@ def test_a_step_cut_off_by_a_kill_is_left_out_of_means() -> None:
     tl.spans.extend(rows[rows.t1 < rows.t1.max() - 0.05].columns)
     whole = analysis.last_steps(tl)[1]
     assert whole < 20
-    assert analysis.breakdown(tl, 0, 20).steps == whole
+    assert analysis.break_down(tl, 0, 20).steps == whole
     assert np.isnan(analysis.step_times(tl).seconds).sum() == 0
 
 
 def test_an_empty_timeline_gives_no_numbers_and_no_errors() -> None:
     tl = Timeline()
     assert analysis.step_times(tl).seconds.shape == (0, 0)
-    assert analysis.breakdown(tl, 0, 10).steps == 0 and analysis.per_rank(tl, 0, 10) == []
-    assert len(analysis.arrivals(tl, 0, 5).step) == 0 and analysis.bytes_per_step(tl, 0, 5).shape == (5, 0)
-    assert len(analysis.overlap(tl, 0, 5).share) == 0
+    assert analysis.break_down(tl, 0, 10).steps == 0 and analysis.per_rank(tl, 0, 10) == []
+    assert len(analysis.line_up(tl, 0, 5).step) == 0 and analysis.bytes_per_step(tl, 0, 5).shape == (5, 0)
+    assert len(analysis.measure_overlap(tl, 0, 5).share) == 0
 
 
 def test_a_single_rank_never_waits() -> None:
     tl = synthetic.timeline(ranks=1, steps=10)
-    b = analysis.breakdown(tl, 0, 10)
+    b = analysis.break_down(tl, 0, 10)
     assert b.waiting.tolist() == [0.0] and b.steps == 10 and b.seconds[0] > 0
 
 
@@ -138,17 +138,17 @@ def test_covers_measure_unions_of_intervals(seed: int) -> None:
     for b, e in zip(begin, end, strict=True):
         inside[b:e] = True
     cover = Cover(begin, end)
-    assert cover.length == inside.sum()
-    assert cover.between(np.array([100.0]), np.array([700.0]))[0] == pytest.approx(inside[100:700].sum())
+    assert cover.total_length == inside.sum()
+    assert cover.length_between(np.array([100.0]), np.array([700.0]))[0] == pytest.approx(inside[100:700].sum())
 
 
 def test_a_window_of_a_long_run_is_fast() -> None:
     tl = synthetic.timeline(ranks=8, steps=900)
     tl.spans.extend(tl.spans.rows().columns)
-    analysis.breakdown(tl, 880, 900)
+    analysis.break_down(tl, 880, 900)
     took = []
     for _ in range(5):
         began = time.process_time()  # of the processor: others may keep it busy
-        analysis.breakdown(tl, 880, 900)
+        analysis.break_down(tl, 880, 900)
         took.append(time.process_time() - began)
     assert min(took) < 0.05, "the one that nobody disturbed"

@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.ranks import batch, experiment, mse, net, run, toy
 from workbench import simulate
 from workbench.fabric import Fabric, Link, Slow
-from workbench.host.passes.hidden import units_of
-from workbench.host.passes.part import place, restore, smaller
-from workbench.host.placement.canonical import state_hash
+from workbench.host.passes.hidden import find_units
+from workbench.host.passes.part import make_smaller, place_smaller, restore_whole
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Bucket, Cut, Entries, Part, Units
 from workbench.run import Run
 from workbench.settings import Change, KnobError
@@ -201,12 +201,12 @@ def test_a_sub_model_equals_the_model_with_unread_dropped_units(task: Any) -> No
     for p in model.parameters():
         p.data.add_(0.1 * torch.randn_like(p))
     pair = next(iter(learner.data(0, 1, 4, 0)))
-    units = units_of(model, learner)
+    units = find_units(model, learner)
     kept = [torch.randperm(each.size)[: max(1, each.size // 3)].sort().values for each in units]
-    small = smaller(model, units, kept)
-    place(small)
+    small = make_smaller(model, units, kept)
+    place_smaller(small)
     sub = learner.loss(model, pair)
-    restore(small)
+    restore_whole(small)
     for each, index in zip(units, kept, strict=True):
         cut = next(c for c in each.cuts if not c.param.startswith(f"{each.name}."))  # the next layer's
         read = model.get_parameter(cut.param).data.view(cut.view)
@@ -264,7 +264,7 @@ def test_real_ranks_train_sub_models_through_live_changes() -> None:
     sessions = run(e.set("faults", (Slow(rank=1, factor=3.0),)), *(Change(*change) for change in wanted),
                    Change(9, "strategy", "DDP"))  # fmt: skip
     assert not sessions[0].record.noted("refused") and len(sessions[0].record.noted("change")) == 5
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     assert {(64, 64), (64, 32), (64, 16)} == set(shapes) - {()}, "whole under DDP, half, and a quarter"
     assert all(p.shape == q.shape for p, q in zip(sessions[1].model.parameters(), net().parameters(), strict=True))
     computed = {round(v, 6) for s in sessions for _, name, _, v in s.record.samples if name == "computed"}

@@ -18,7 +18,7 @@ from tests.unit.test_engine_apart import Heap, over, until
 from tests.unit.test_gossip_graphs import double, exact_task
 from workbench import simulate
 from workbench.fabric import Freeze, Noisy, Slow
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, AsyncModelAverage, LocalSGD
 
@@ -88,6 +88,7 @@ def test_every_average_sends_the_bytes_of_one_all_reduce() -> None:
 
 def test_averages_do_not_move_the_sum_of_all_parameters() -> None:
     """Each rank's gradient is a constant, independent of the parameters; on both hosts."""
+
     def data(rank: int, ranks: int, seed: int) -> list[torch.Tensor]:
         return [torch.tensor(float(rank + 1))]
 
@@ -195,7 +196,7 @@ def test_its_warm_up_is_data_parallelism(ranks: int) -> None:
     e = paced(ranks, 12, strategy=WARM, task=exact_task(momentum=0.9))
     want = parameters(simulated(e.set("strategy", "DDP"))[1])[0].sort().values
     for sessions in (simulated(e)[1], run(e.set("pace", 0.0))):
-        assert len({state_hash(s.layout) for s in sessions}) == 1
+        assert len({hash_model_state(s.layout) for s in sessions}) == 1
         torch.testing.assert_close(parameters(sessions)[0].sort().values, want, rtol=0, atol=1e-12)
 
 

@@ -16,7 +16,7 @@ from tests.sim.insides import simulated
 from tests.unit.test_engine_apart import SLOW, over, until
 from workbench.compressors import TopK
 from workbench.engine.rank.session import Session
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Bucket, Rank
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, AsyncServer, LocalSGD, SyncServer
@@ -143,7 +143,7 @@ def test_dedicated_servers_only_serve_and_share_the_buckets() -> None:
         assert buckets == {str(b.index) for b in s.layout.buckets[s.rank.index - 3 :: 2]}
     held_out = [v for _, name, _, v in sessions[0].record.samples if name == "held_out"]
     assert held_out[-1] < held_out[0]
-    partners = [s.training.mailbox.partners for s in sessions[1:3]]
+    partners = [s.training.mailbox.connected_ranks for s in sessions[1:3]]
     assert all(found <= {0, 3, 4} for found in partners), "trainers talk to servers and rank 0's engine"
 
 
@@ -153,7 +153,7 @@ def test_servers_take_part_in_the_next_strategy(optimizer: Any) -> None:
     chosen = experiment(4, 20, task=toy(optimizer), strategy=AsyncServer(servers=1))
     sessions = run(chosen, Change(8, "strategy", "DDP"), Change(12, "strategy", {"AsyncServer": {"servers": 2}}),
                    Change(16, "strategy", "DDP"))  # fmt: skip
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     assert len({s.rank.step for s in sessions}) == 1
 
 

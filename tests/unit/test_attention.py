@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from workbench.cluster.observe.attention import Attention
+from workbench.cluster.observe.attention import HangMonitor
 from workbench.cluster.run.errors import RankError, brought_up
 from workbench.experiment import Experiment
 from workbench.record.store import Writer
@@ -22,7 +22,7 @@ class Watched:
     def __init__(self, run: Run | None = None, fresh: bool = False) -> None:
         self.now, self.slept, self.notes = 100.0, 0.0, []
         self.run = run or Run({}, live=True)
-        self.attention = Attention(self.run, range(4), self.notes, lambda: self.now, lambda: self.slept)
+        self.attention = HangMonitor(self.run, range(4), self.notes, lambda: self.now, lambda: self.slept)
         self.step = 0
         if not fresh:
             self.trained()
@@ -31,7 +31,7 @@ class Watched:
         """Ends one more step of 50 ms on every rank."""
         for rank in range(4):
             row = (rank, self.step, "step", "DDP", 0.0, 0.0, 0.05, 0)
-            self.attention.row("spans", rank, columns_of("spans", [row]))
+            self.attention.take_rows("spans", rank, columns_of("spans", [row]))
         self.step += 1
 
     def second(self, *odd: int, op: str = "forward", mute: bool = True, state: str = "running", **more: Any) -> None:
@@ -43,10 +43,10 @@ class Watched:
                 continue
             waits = {"busy": "all_reduce bucket 0", "waits": bool(odd), "still": still if odd else 0.01}
             own = {"busy": op, "waits": False, "still": still}
-            self.attention.heard(rank, {"step": self.step, **(own if rank in odd else waits), **more})
+            self.attention.take_status(rank, {"step": self.step, **(own if rank in odd else waits), **more})
         if not odd:
             self.trained()
-        self.attention.look(state)
+        self.attention.find_stalls(state)
 
 
 def test_a_silence_is_one_note_that_is_updated_and_withdrawn() -> None:
@@ -73,7 +73,7 @@ def test_a_ranks_own_report_of_a_freeze_replaces_the_note() -> None:
     for _ in range(12):
         w.second(2)
     said = {"seconds": 12.3, "machine": False, "text": "stood still for 12.3 s: stopped"}
-    w.attention.mark(2, 1, "stood still", said)
+    w.attention.take_mark(2, 1, "stood still", said)
     w.second()
     assert w.notes == ["rank 2 stood still for 12.3 s: stopped (step 1)"]
 
@@ -81,7 +81,9 @@ def test_a_ranks_own_report_of_a_freeze_replaces_the_note() -> None:
 def test_a_short_freeze_is_a_note_too() -> None:
     w = Watched()
     w.second()
-    w.attention.mark(3, 7, "stood still", {"seconds": 5.1, "machine": False, "text": "stood still for 5.1 s: stopped"})
+    w.attention.take_mark(
+        3, 7, "stood still", {"seconds": 5.1, "machine": False, "text": "stood still for 5.1 s: stopped"}
+    )
     assert w.notes == ["rank 3 stood still for 5.1 s: stopped (step 7)"]
 
 
@@ -102,7 +104,7 @@ def test_time_that_the_kernel_missed_is_reported_once_and_no_ranks_silence() -> 
     w.now += 40.0  # the kernel was stopped without sleep, so all clocks go on
     for rank in range(4):
         text = {"seconds": 40.2, "machine": False, "text": "stood still for 40.2 s"}
-        w.attention.mark(rank, 1, "stood still", text)
+        w.attention.take_mark(rank, 1, "stood still", text)
     w.second(0, 1, 2, 3)
     assert w.notes == ["this machine stood still for 40 s, this kernel and its ranks alike"]
 
@@ -126,7 +128,7 @@ def test_a_rank_that_sleeps_by_its_settings_is_not_silent() -> None:
 def test_the_first_step_and_an_evaluation_may_take_longer() -> None:
     w = Watched()
     evaluation = (0, 1, "eval", "evaluate", 0.0, 0.0, 20.0, 0)
-    w.attention.row("spans", 0, columns_of("spans", [evaluation]))
+    w.attention.take_rows("spans", 0, columns_of("spans", [evaluation]))
     for _ in range(60):
         w.second(0, op="evaluate", mute=False)
     assert w.notes == []
@@ -142,7 +144,7 @@ def test_rows_that_ranks_could_not_write_are_counted_and_reported() -> None:
     w.second(lost=0)
     for rank in (3, 1):
         text = "the record is not being written: No space left on device"
-        w.attention.mark(rank, 4, "spool", {"error": "No space left on device", "lost": 7, "text": text})
+        w.attention.take_mark(rank, 4, "spool", {"error": "No space left on device", "lost": 7, "text": text})
     assert w.run.unwritten == 2 * 7, "at once, not when it is asked next"
     w.second(lost=7)
     w.second(lost=9)
@@ -153,7 +155,7 @@ def test_rows_that_ranks_could_not_write_are_counted_and_reported() -> None:
         "run.save('elsewhere') writes all rows that are shown here"
     )
     for rank in (3, 1):
-        w.attention.mark(rank, 9, "spool", {"error": "", "lost": 9, "text": "again"})
+        w.attention.take_mark(rank, 9, "spool", {"error": "", "lost": 9, "text": "again"})
     (note,) = w.notes
     assert note.startswith("the record is being written again; 36 rows are not on disk so far, run.save(")
 
@@ -161,9 +163,9 @@ def test_rows_that_ranks_could_not_write_are_counted_and_reported() -> None:
 def test_a_recovered_disk_without_losses_is_reported() -> None:
     w = Watched()
     w.run.append("samples", 0, 0, columns_of("samples", [(0, n, "loss", 0.1, 1.0) for n in range(70)]))
-    w.attention.mark(2, 4, "spool", {"error": "the disk does not answer", "lost": 50, "text": "not written"})
+    w.attention.take_mark(2, 4, "spool", {"error": "the disk does not answer", "lost": 50, "text": "not written"})
     assert w.run.unwritten == 50 and "rank 2: the record is not being written: the disk does not answer" in w.notes[0]
-    w.attention.mark(2, 9, "spool", {"error": "", "lost": 0, "text": "again"})
+    w.attention.take_mark(2, 9, "spool", {"error": "", "lost": 0, "text": "again"})
     assert w.run.unwritten == 0 and w.notes == ["the record is being written again, and lacks no row"]
 
 
@@ -176,8 +178,8 @@ def test_rows_missing_on_disk_are_counted_at_the_end(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run", "samples", 0)
     writer.append({k: v[:4] for k, v in rows.items()})
     writer.close()
-    w.attention.mark(0, 4, "spool", {"error": "No space left on device", "lost": 3, "text": "not written"})
-    w.attention.recording.ended()
+    w.attention.take_mark(0, 4, "spool", {"error": "No space left on device", "lost": 3, "text": "not written"})
+    w.attention.recording.count_lacking()
     assert run.unwritten == 6 and w.notes == [
         f"the record in {tmp_path / 'run'} ends without 6 rows of this run; "
         "run.save('elsewhere') writes all rows that are shown here"
@@ -211,18 +213,18 @@ def test_a_run_directory_that_vanishes_is_reported_once(tmp_path: Path) -> None:
 
 def test_a_death_is_placed_by_the_latest_answer_or_row() -> None:
     w = Watched()
-    w.attention.heard(1, {"step": 1, "busy": "all_reduce bucket 0"})
-    assert w.attention.place(1) == (1, "all_reduce bucket 0")
+    w.attention.take_status(1, {"step": 1, "busy": "all_reduce bucket 0"})
+    assert w.attention.find_place(1) == (1, "all_reduce bucket 0")
     w.now += 0.5
     rows = [(1, step, "step", "DDP", 0.0, 0.0, 0.1, 0) for step in range(1, 5)]
-    w.attention.row("spans", 1, columns_of("spans", rows))
-    assert w.attention.place(1) == (5, "")
+    w.attention.take_rows("spans", 1, columns_of("spans", rows))
+    assert w.attention.find_place(1) == (5, "")
     w.now += 0.1
-    w.attention.row("spans", 1, columns_of("spans", [(1, 5, "compute", "forward", 0.0, 0.0, 0.1, 0)]))
-    assert w.attention.place(1) == (5, "after forward")
+    w.attention.take_rows("spans", 1, columns_of("spans", [(1, 5, "compute", "forward", 0.0, 0.0, 0.1, 0)]))
+    assert w.attention.find_place(1) == (5, "after forward")
     w.now += 0.1
-    w.attention.heard(1, {"step": 5, "busy": "backward"})
-    assert w.attention.death(1, "is gone")["op"] == "backward" and w.attention.place(1)[0] == 5
+    w.attention.take_status(1, {"step": 5, "busy": "backward"})
+    assert w.attention.describe_death(1, "is gone")["op"] == "backward" and w.attention.find_place(1)[0] == 5
 
 
 @pytest.mark.parametrize(("strategy", "step"), [(DDP(), 5), (LocalSGD(every=8), 3)])
@@ -245,17 +247,17 @@ def test_a_rank_that_hangs_in_set_up_is_named() -> None:
 def test_the_start_of_engines_does_not_count_as_a_stopped_kernel() -> None:
     w = Watched()
     w.now += 8.0
-    w.attention.begun()
+    w.attention.start_watch()
     w.second()
     w.now += 1.0
-    w.attention.mark(1, 3, "stood still", {"seconds": 5.0, "text": "was stopped for 5 s"})
+    w.attention.take_mark(1, 3, "stood still", {"seconds": 5.0, "text": "was stopped for 5 s"})
     assert w.notes == ["rank 1 was stopped for 5 s (step 3)"]
 
 
 def took(w: Watched, seconds: float, name: str = "forward") -> None:
     """Records an earlier operation of this duration on rank 2."""
     row = (2, w.step, "compute", name, 0.0, 0.0, seconds, 0)
-    w.attention.row("spans", 2, columns_of("spans", [row]))
+    w.attention.take_rows("spans", 2, columns_of("spans", [row]))
 
 
 @pytest.mark.parametrize(("before", "after", "named_at"), [

@@ -20,8 +20,8 @@ from workbench.cluster.run.alarm import Alarm
 from workbench.compressors import ErrorFeedback, TopK
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host.checkpoint.back import TIMES
-from workbench.host.checkpoint.regain import Regained
+from workbench.host.checkpoint.back import MAX_TIMES
+from workbench.host.checkpoint.regain import RestoredState
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline
 from workbench.settings import Change
@@ -119,13 +119,13 @@ def test_going_back_is_bit_identical_to_a_run_from_the_checkpoint_on_the_next_da
 
 @pytest.mark.ranks
 def test_going_back_restores_the_residual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    owed, take = dict[int, dict[str, Tensor]](), Regained.take
+    owed, take = dict[int, dict[str, Tensor]](), RestoredState.restore_state
 
-    async def taken(self: Regained, run: Any, anew: bool = True) -> None:
+    async def taken(self: RestoredState, run: Any, anew: bool = True) -> None:
         await take(self, run, anew)
         owed[run.rank.id] = {n: x.clone() for n, x in run.rank.memory.buffers[ErrorFeedback.residual].items()}
 
-    monkeypatch.setattr(Regained, "take", taken)
+    monkeypatch.setattr(RestoredState, "restore_state", taken)
     lived(rolling(compressor=TopK.usual()), tmp_path / "went")
     then = lived(experiment(2, SAVED, task=Bad().task(), compressor=TopK.usual()), tmp_path / "then")
     for s in then:
@@ -156,9 +156,11 @@ def test_a_run_goes_back_to_the_same_checkpoint_a_few_times_and_then_pauses(tmp_
     sessions[0].request({"kind": "checkpoint", "id": "one"})
     waited(sessions, lambda: sessions[0].phase == "paused")
     back = said(sessions, "rolled back")
-    assert [b["times"] for b in back] == list(range(1, TIMES + 1)) and back[-1]["text"].endswith(", for the third time")
+    assert [b["times"] for b in back] == list(range(1, MAX_TIMES + 1)) and back[-1]["text"].endswith(
+        ", for the third time"
+    )
     (cannot,) = said(sessions, "not rolled back")
-    assert cannot["text"].endswith(f"{TIMES} times, which did not help")
+    assert cannot["text"].endswith(f"{MAX_TIMES} times, which did not help")
     for s in sessions:
         s.abort()
     ended(sessions)
@@ -219,7 +221,7 @@ class Asked:
         self.watched = lambda: watched
         self.over = threading.Event()
 
-    def order(self, what: str, request: dict[str, Any]) -> None:
+    def queue_order(self, what: str, request: dict[str, Any]) -> None:
         self.orders.append(request)
 
     def come_to_end(self) -> None:

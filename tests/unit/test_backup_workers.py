@@ -20,7 +20,7 @@ from tests.unit.test_engine_apart import over, until
 from workbench import simulate
 from workbench.compressors import TopK
 from workbench.fabric import Fault, Noisy, Slow
-from workbench.host.placement.canonical import optimizer_tensors, state_hash
+from workbench.host.placement.canonical import hash_model_state, list_optimizer_tensors
 from workbench.run import Run
 from workbench.settings import Change, KnobError, to_plain
 from workbench.sim import Costs, Duration
@@ -52,7 +52,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
 
 def state(s: Any) -> tuple[int, int]:
     """Returns exact digests of a rank's parameters and optimizer state."""
-    return state_hash(s.layout), fingerprint(optimizer_tensors(s.layout, s.optimizer))
+    return hash_model_state(s.layout), fingerprint(list_optimizer_tensors(s.layout, s.optimizer))
 
 
 def pushed(run: Run) -> dict[int, dict[int, bool]]:
@@ -91,6 +91,7 @@ def test_with_one_rank_always_last_it_is_data_parallelism_of_the_other_ranks(
     last: int, optimizer: Any, warmup: int, sessions: list[Session]
 ) -> None:
     """Also while the learning rate rises: each missed mean is applied at the rate of its own step."""
+
     def others(rank: int, ranks: int, seed: int) -> list:
         return [batch(rank + (rank >= last), step, seed) for step in range(64)]
 
@@ -244,6 +245,7 @@ def test_steps_after_a_meeting_take_the_textbooks_time(backup: int) -> None:
 
 def test_fast_ranks_do_not_wait_for_a_slow_one() -> None:
     """With one rank 4 times slower and one backup, the other ranks keep their pace."""
+
     def pace(*faults: Fault) -> list[float]:
         done = simulate(paced(4, 20, strategy=BackupWorkers(backup=1), mbit=0, faults=faults))
         return seconds(done, 0).tolist()

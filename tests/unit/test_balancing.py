@@ -15,16 +15,16 @@ from torch import nn
 
 from tests.piped import WIDTH, alone, batches, deep, loss, piped, same, seen
 from tests.ranks import experiment, run, toy
-from widgets.controls.rows import Now, rows
+from widgets.controls.rows import ControlState, make_rows
 from workbench import KnobError, balance, simulate
-from workbench.analysis import bubble, step_times
+from workbench.analysis import measure_bubble, step_times
 from workbench.fabric import Fabric, Link, Slow
-from workbench.host.placement.balancing import balanced, front
+from workbench.host.placement.balancing import find_balanced_cut, find_pareto_cuts
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.partitions.schedules import GPipe, Interleaved, OneFOneB, PipeDream
 from workbench.settings import Change
 from workbench.sim import Costs
-from workbench.sim.plan.balancer import Balanced
+from workbench.sim.plan.balancer import BalanceProposal
 
 pytestmark = pytest.mark.ranks
 
@@ -49,9 +49,9 @@ def test_no_cut_has_a_faster_slowest_piece() -> None:
         if not every:
             impossible += 1
             with pytest.raises(ValueError, match="cannot be cut"):
-                balanced(times, count, together, barren)
+                find_balanced_cut(times, count, together, barren)
             continue
-        found = balanced(times, count, together, barren)
+        found = find_balanced_cut(times, count, together, barren)
         assert found in every and slowest(times, found) == min(slowest(times, c) for c in every)
     assert 20 < impossible < 200
 
@@ -72,7 +72,7 @@ def test_no_cuts_beat_the_front_in_both_slowest_stage_and_traffic() -> None:
 
         every = {cost(cuts) for cuts in combinations(range(1, n), count - 1)}
         best = [c for c in sorted(every) if not any(o[0] <= c[0] and o[1] <= c[1] and o != c for o in every)]
-        found, exact = front(times, count, stages=stages, crossing=crossing)
+        found, exact = find_pareto_cuts(times, count, stages=stages, crossing=crossing)
         assert [cost(way.cuts) for way in found] == [(way.slowest, way.crosses) for way in found]
         assert not exact or [(way.slowest, way.crosses) for way in found] == best
         assert exact or count > stages, "stages of one piece are always weighed in full"
@@ -82,9 +82,9 @@ def test_no_cuts_beat_the_front_in_both_slowest_stage_and_traffic() -> None:
 
 def test_the_pieces_of_a_stage_are_balanced_as_a_whole() -> None:
     """Judged piece by piece, all cuts into 4 pieces are equally good. Too many cuts give an inexact answer."""
-    (way,), exact = front([[1, 1, 9, 1, 9, 1, 1, 1]], 4, stages=2)
+    (way,), exact = find_pareto_cuts([[1, 1, 9, 1, 9, 1, 1, 1]], 4, stages=2)
     assert exact and way.slowest == 12, "a heavy part on each stage"
-    (long,), exact = front([[1.0 + k * k % 7 for k in range(40)]], 12, stages=4)
+    (long,), exact = find_pareto_cuts([[1.0 + k * k % 7 for k in range(40)]], 12, stages=4)
     assert not exact and long.slowest <= 1.1 * sum(1.0 + k * k % 7 for k in range(40)) / 4
 
 
@@ -96,7 +96,7 @@ def simulated(cuts: tuple[int, ...], micros: int, costs: Costs = ALIKE, **rest: 
     layers = lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])  # noqa: E731
     task = toy(model=layers, data=lambda *_: [(torch.ones(8, WIDTH), torch.zeros(8, WIDTH))], evaluate=None)
     e = experiment(2, 6, task=task, partition=Pipeline(micros=micros, cuts=cuts, **rest))
-    return bubble(simulate(e, costs=costs).timeline)
+    return measure_bubble(simulate(e, costs=costs).timeline)
 
 
 @pytest.mark.parametrize("micros", [1, 4, 8])
@@ -225,7 +225,7 @@ def test_cuts_outside_the_model_are_refused_and_the_run_goes_on() -> None:
 
 def test_controls_show_cuts_as_text_that_can_be_typed() -> None:
     e = experiment(2, partition=Pipeline(stages=2, cuts=(3,)))
-    (row,) = [row for row in rows(e, Now()) if row["path"] == "partition.cuts"]
+    (row,) = [row for row in make_rows(e, ControlState()) if row["path"] == "partition.cuts"]
     assert (row["kind"], row["value"], row["allowed"]) == ("text", "3", "a list of integers, such as 2, 5")
     typed = [e.set("partition.cuts", text).partition.cuts for text in ("2", "[2]", " 2 ,", "", "()")]  # type: ignore[attr-defined]
     assert typed == [(2,), (2,), (2,), (), ()]
@@ -234,7 +234,7 @@ def test_controls_show_cuts_as_text_that_can_be_typed() -> None:
 EQUAL = [(0.01, 0.02)] * 7
 
 
-def found_with(way: Any, times: Any = EQUAL, **rest: Any) -> Balanced:
+def found_with(way: Any, times: Any = EQUAL, **rest: Any) -> BalanceProposal:
     slow = rest.pop("slow", None)
     return balance(replace(piped(4, partition=way), **rest), times=times, slow=slow)
 

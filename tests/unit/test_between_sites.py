@@ -11,7 +11,7 @@ from workbench import simulate
 from workbench.compressors import DGC, BetweenSites, Dense, ErrorFeedback, TopK
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Memory
 from workbench.settings import KnobError
 
@@ -56,7 +56,7 @@ def test_real_ranks_and_virtual_ranks_exchange_the_same_in_the_same_groups() -> 
     e = experiment(4, 4, compressor=ErrorFeedback(of=BetweenSites()), pace=3.0,
                    fabric=Fabric(link=Link(bandwidth=80.0), site=2, between_bandwidth=8.0))  # fmt: skip
     virtual, sessions = simulate(e, real=True), run(e)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     for s in sessions:
         assert sorted(comm(virtual, s.rank.id)) == sorted(s.record.comm())
     names = [name for _, name, _ in sessions[1].record.comm()]

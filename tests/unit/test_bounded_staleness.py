@@ -18,7 +18,7 @@ from tests.unit.test_engine_apart import over, until
 from workbench import simulate
 from workbench.compressors import TopK
 from workbench.fabric import Noisy, Slow
-from workbench.host.placement.canonical import optimizer_tensors, state_hash
+from workbench.host.placement.canonical import hash_model_state, list_optimizer_tensors
 from workbench.run import Run
 from workbench.settings import Change, KnobError, to_plain
 from workbench.sim.rank.session import Session
@@ -253,8 +253,8 @@ def test_orders_reach_all_ranks_while_some_wait(bound: int, slow: int) -> None:
         until(lambda: [s.rank.step for s in ranks] == [n + 2 for n in steps], ranks)
         ranks[0].request({"kind": "change", "id": "out", "path": "strategy", "value": "DDP"})
         until(lambda: len(ranks[0].record.noted("change")) > len(turns), ranks)
-        assert len({state_hash(s.layout) for s in ranks}) == 1
-        assert len({fingerprint(optimizer_tensors(s.layout, s.optimizer)) for s in ranks}) == 1
+        assert len({hash_model_state(s.layout) for s in ranks}) == 1
+        assert len({fingerprint(list_optimizer_tensors(s.layout, s.optimizer)) for s in ranks}) == 1
         ranks[0].request({"kind": "stop"})
         ended(ranks)
         assert {s.phase for s in ranks} == {"stopped"} and not ranks[0].record.noted("refused")
@@ -296,7 +296,7 @@ def test_live_switches_work_while_ranks_are_apart(other: str, sessions: list[Ses
     for real in (False, True):
         done = simulate(e, changes=changes, real=real)
         assert done.state == "done" and len(done.changes) == 3
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
 
 
 def test_invalid_settings_are_refused_with_a_reason() -> None:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tests.unit.encoded import DENSE, HIDDEN, NBYTES, QUICK, SLOW, TOPK, WHOLE, Author, compressed
-from widgets.controls.progress import Progress
+from widgets.controls.progress import RunProgress
 from widgets.views.ranks import PARTS, Ranks
 from workbench import analysis
-from workbench.analysis import BreakEven, break_even, compression
+from workbench.analysis import BreakEven, break_even, measure_compression
 from workbench.analysis.steps.settings import with_value
 from workbench.analysis.steps.window import Window
 from workbench.run import Run
@@ -22,17 +22,17 @@ def told(run: Run) -> BreakEven:
 
 
 def test_the_effective_ratio_is_fp32_bytes_over_sent_bytes_without_measuring() -> None:
-    what = compression(compressed(SLOW).timeline, 0, 40)
+    what = measure_compression(compressed(SLOW).timeline, 0, 40)
     assert what.dense == sum(NBYTES) and what.sent == 10_000  # 2 (p-1)/p is 1 for two ranks
     assert what.ratio == 100.0
-    steps, ratio = analysis.ratios(compressed(SLOW).timeline, 0, 40)
+    steps, ratio = analysis.compression_ratios(compressed(SLOW).timeline, 0, 40)
     assert steps.tolist() == list(range(40)) and ratio.tolist() == [100.0] * 40
 
 
 def test_a_model_in_16_bits_is_compared_with_32() -> None:
     half = Author(TOPK, width=2)
     half.steps(5, SLOW)
-    assert compression(half.run.timeline, 0, 5).dense == 2 * sum(NBYTES)
+    assert measure_compression(half.run.timeline, 0, 5).dense == 2 * sum(NBYTES)
 
 
 def test_new_buckets_count_from_the_next_step_on() -> None:
@@ -44,7 +44,7 @@ def test_new_buckets_count_from_the_next_step_on() -> None:
     author.now += 1e-4
     author.step += 1
     author.steps(2, SLOW)
-    _, ratio = analysis.ratios(author.run.timeline, 0, 5)
+    _, ratio = analysis.compression_ratios(author.run.timeline, 0, 5)
     assert ratio.tolist() == [100.0, 100.0, 100.0, 200.0, 200.0]
 
 
@@ -52,9 +52,9 @@ def test_measurements_are_medians_and_unknown_ones_are_nan() -> None:
     author = Author(TOPK)
     for value in (0.5, 0.6, 9.0):
         author.steps(2, SLOW, 2, (value, 0.8, 2.0))
-    what = compression(author.run.timeline, 0, 6)
+    what = measure_compression(author.run.timeline, 0, 6)
     assert (what.error, what.cosine, what.residual, what.measured) == (0.6, 0.8, 2.0, 3)
-    nothing = compression(compressed(SLOW, measure=0).timeline, 0, 40)
+    nothing = measure_compression(compressed(SLOW, measure=0).timeline, 0, 40)
     assert np.isnan([nothing.error, nothing.cosine, nothing.residual]).all() and nothing.measured == 0
 
 
@@ -123,7 +123,7 @@ def test_no_verdict_without_compression_or_just_after_a_change() -> None:
 
 def test_measured_steps_are_left_out_of_every_comparison() -> None:
     with_, without = compressed(SLOW, 60, 5), compressed(SLOW, 60, 0)
-    every = [analysis.breakdown(run.timeline, 0, 60) for run in (with_, without)]
+    every = [analysis.break_down(run.timeline, 0, 60) for run in (with_, without)]
     for a, b in zip(*every, strict=True):
         if np.ndim(a):
             np.testing.assert_allclose(a, b, atol=1e-9)
@@ -131,7 +131,7 @@ def test_measured_steps_are_left_out_of_every_comparison() -> None:
     sent = [analysis.bytes_per_step(run.timeline, 0, 60).tolist() for run in (with_, without)]
     assert sent[0] == sent[1]
     assert with_.summary()["step_s"] == without.summary()["step_s"] == pytest.approx(0.067)
-    assert Progress().follow(with_).rate == pytest.approx(1 / 0.067)
+    assert RunProgress().follow_run(with_).step_rate == pytest.approx(1 / 0.067)
     assert [r.step_ms for r in analysis.per_rank(with_.timeline, 0, 60)] == [67.0, 67.0]
 
 
@@ -159,7 +159,7 @@ def test_with_rare_exchanges_a_measured_one_counts_without_the_measuring() -> No
                 kept = rows[(rows.lane == "step") | (rows.lane == "compute")]
                 writer.run.timeline.spans.extend(kept.columns)
                 writer.now, writer.step = quiet.now, quiet.step
-    a, b = (analysis.breakdown(x.run.timeline, 0, 16) for x in (author, alone))
+    a, b = (analysis.break_down(x.run.timeline, 0, 16) for x in (author, alone))
     assert a.steps == b.steps == 16
     np.testing.assert_allclose(a.exposed, b.exposed, atol=1e-9)
     np.testing.assert_allclose(a.seconds, b.seconds, atol=1e-9)
@@ -193,7 +193,7 @@ def test_steps_between_two_changes_have_the_right_compressor() -> None:
     author.set("compressor.of.density", 0.1)
     author.steps(3, SLOW)
     author.set("compressor", {"PowerSGD": {"rank": 4}})
-    found = [(s.first, s.compressor) for s in analysis.stretches(author.run)]
+    found = [(s.first, s.compressor) for s in analysis.list_stretches(author.run)]
     assert found == [(0, ""), (3, "TopK(density=0.1)"), (6, "PowerSGD(rank=4)")]
 
 
@@ -227,7 +227,7 @@ def test_few_steps_give_numbers_without_a_verdict() -> None:
 
 def test_waiting_for_encoding_is_not_called_transfer() -> None:
     """A step of SLOW stands still for 32 ms: 30 ms of encoding and 2 ms of transfer."""
-    found = analysis.breakdown(compressed(SLOW, measure=0).timeline, 0, 40)
+    found = analysis.break_down(compressed(SLOW, measure=0).timeline, 0, 40)
     assert found.packing == pytest.approx(0.030) and found.exposed - found.packing == pytest.approx(0.002)
     patch = Ranks().update(compressed(SLOW, measure=0))
     told = {name: float(patch.replace[i]["x"][0]) for i, (_, name, *_) in enumerate(PARTS)}

@@ -198,9 +198,7 @@ def test_an_unpredicted_evaluation_is_stopped_as_soon_as_it_exceeds_memory(place
     [(ZeRO3(), 2, 23.2, 12.0), (ZeROInfinity(), 2, 11.5, 1.15), (ZeROInfinity(on="host"), 1, 11.5, 2.05),
      (HSDP(), 4, 23.2, 12.0)], ids=str,
 )  # fmt: skip
-def test_new_buckets_need_no_room_for_the_whole_model(
-    strategy: Any, ranks: int, limit: float, between: float
-) -> None:
+def test_new_buckets_need_no_room_for_the_whole_model(strategy: Any, ranks: int, limit: float, between: float) -> None:
     """Assembled shards took 23.8 MB between two steps; a rank keeps 11.7 MB and moves buckets.
 
     A step takes up to 22.6 MB. Offloaded shards come to the device bucket by bucket, not all 11.7 MB at once.
@@ -217,7 +215,6 @@ def test_new_buckets_need_no_room_for_the_whole_model(
     assert all(torch.equal(weights(one), weights(other)) for one, other in zip(ours, plain, strict=True))
 
 
-
 @pytest.mark.long
 def test_offloading_shards_assembles_no_model() -> None:
     e = lesson(strategy=ZeRO3(), memory_mb=24.0)
@@ -226,7 +223,7 @@ def test_offloading_shards_assembles_no_model() -> None:
         session = run(replace(e, steps=8), Change(3, "strategy", to))[0]
         assert max(seen(session, "memory peak")) < 24e6
         switch = [row for row in session.record if row[1] == "switch"]
-        whole = 0 if isinstance(to, ZeROInfinity) else session.layout.nbytes // 2  # its parameters are whole
+        whole = 0 if isinstance(to, ZeROInfinity) else session.layout.byte_count // 2  # its parameters are whole
         assert [row[6] for row in switch] == [pytest.approx(whole, rel=0.01)]
 
 
@@ -262,9 +259,7 @@ def test_memory_of_a_strategys_first_round_is_predicted_and_enforced() -> None:
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [(HSDP(), 4), (ZeRO3(), 2), (ZeROInfinity(on="host"), 2)], ids=str)
-def test_memory_of_sharded_gradients_is_predicted(
-    strategy: Any, ranks: int
-) -> None:
+def test_memory_of_sharded_gradients_is_predicted(strategy: Any, ranks: int) -> None:
     """A bucket has memory from its first gradient on. Gathered parameters stay until the next exchange begins."""
     e = lesson(strategy=strategy, ranks=ranks, batch=8, steps=3, pace=60.0, bucket_mb=1.0,
                fabric=Fabric(link=Link(bandwidth=1000, latency=0.2)))  # fmt: skip

@@ -13,7 +13,7 @@ from tests.ranks import exchange, experiment, placed, run, toy, weights
 from workbench.compressors import ByteGrad, Compressor, ErrorFeedback, Float8, OneBit
 from workbench.compressors._minmax import quantised, restored
 from workbench.compressors._two_hop import packed, unpacked
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import Change
 
@@ -208,7 +208,7 @@ def test_eight_bits_send_a_quarter_and_four_an_eighth_of_dense_plus_headers() ->
 def test_it_trains_like_dense_and_all_ranks_hold_the_same_bits(ranks: int) -> None:
     coarse, dense = (run(experiment(ranks, 10, **rest)) for rest in ({"compressor": ByteGrad()}, {}))
     torch.testing.assert_close(weights(coarse[0]), weights(dense[0]), rtol=0.05, atol=0.01)
-    assert len({state_hash(s.layout) for s in coarse}) == 1
+    assert len({hash_model_state(s.layout) for s in coarse}) == 1
     assert not torch.equal(weights(coarse[0]), weights(dense[0]))
 
 

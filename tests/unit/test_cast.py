@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.ranks import exchange, experiment, placed, run
 from workbench.compressors import Cast
-from workbench.engine.wire.collectives import Leaving, Wire, connect_store, host_store
+from workbench.engine.wire.collectives import LeaveEvent, Wire, connect_store, host_store
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import Change
 
@@ -33,7 +33,7 @@ def on_gloo(ranks: int, what: Callable[[int, Wire], torch.Tensor]) -> list[torch
     tag, made = uuid.uuid4().hex, {}
 
     def one(rank: int) -> None:
-        wire = Wire(connect_store(host, port, tag), rank, ranks, "hook", Leaving(), timeout=60)
+        wire = Wire(connect_store(host, port, tag), rank, ranks, "hook", LeaveEvent(), timeout=60)
         made[rank] = what(rank, wire)
         wire.close()
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from workbench.cluster.run.changes import Changes
-from workbench.cluster.run.live import Live
+from workbench.cluster.run.live import RunController
 from workbench.experiment import Experiment
 from workbench.record import kept
 from workbench.record.kept import PendingCheckpoint
@@ -71,8 +71,8 @@ def test_an_ended_run_and_a_timeout_give_different_errors() -> None:
 
 def test_each_request_has_a_unique_name() -> None:
     """The ranks left after a loss ignore requests whose name they know."""
-    live = Live(Run({}, live=True), Any, Changes(Experiment(ranks=2), []), "g")  # type: ignore[arg-type]
-    live.keep()
-    live.keep()
+    live = RunController(Run({}, live=True), Any, Changes(Experiment(ranks=2), []), "g")  # type: ignore[arg-type]
+    live.request_checkpoint()
+    live.request_checkpoint()
     names = [live.orders._queue.get()[3]["request"]["id"] for _ in range(2)]
     assert len(set(names)) == 2

@@ -14,7 +14,7 @@ import torch
 
 from tests.kept import lived, losses, simulated
 from tests.piped import piped
-from tests.ranks import experiment, fitting, mse, shipped, toy
+from tests.ranks import experiment, make_fitting, mse, shipped, toy
 from tests.thinned import thinned
 from workbench import simulate
 from workbench.experiment import Experiment
@@ -23,7 +23,7 @@ from workbench.partitions import Partition, Pipeline, Tensor, Whole
 from workbench.record.checkpoints import FOLDER, MANIFEST, Bytes, Checkpoint, found
 from workbench.settings import KnobError
 from workbench.sim.run import resuming
-from workbench.sim.run.resuming import model_of, settings_of, together
+from workbench.sim.run.resuming import gather_checkpoint, model_of, settings_of
 from workbench.strategies import DDP, HSDP, HpZ, LocalSGD, Strategy, ZeRO3, ZeROInfinity
 
 AGREEING = {n: cls for n, cls in shipped(Strategy).items() if not (cls.opaque or cls.periodic)}
@@ -58,7 +58,7 @@ def simulated_model(checkpoint: Checkpoint, task: Any) -> dict[str, torch.Tensor
 @pytest.mark.parametrize(("name", "partition"), thinned(product(AGREEING, PARTITIONS), of=12))
 def test_pieces_give_the_model_that_ranks_assemble(name: str, partition: str, tmp_path: Path) -> None:
     try:
-        checkpoint, e = wrote(tmp_path, fitting(AGREEING[name], 4), PARTITIONS[partition])
+        checkpoint, e = wrote(tmp_path, make_fitting(AGREEING[name], 4), PARTITIONS[partition])
     except KnobError as refused:
         assert f"under {name}" in str(refused), "a pair that cannot be trained"
         return
@@ -108,7 +108,7 @@ def test_shards_with_a_loss_that_reads_a_number_are_read_and_assembled(name: str
     model = dict(model_of(checkpoint, e.task).state_dict())
     for key, x in simulated_model(checkpoint, e.task).items():
         assert torch.equal(model[key], x)
-    whole = together(checkpoint, settings_of(checkpoint, e.task), 2, tmp_path / "two")
+    whole = gather_checkpoint(checkpoint, settings_of(checkpoint, e.task), 2, tmp_path / "two")
     went_on, _ = simulated(2, 7, tmp_path / "on", resume=whole, task=e.task)
     assert [len(each) for each in losses(went_on, 2)] == [2, 2], "steps 5 and 6 on each of two ranks"
 

@@ -102,8 +102,7 @@ def test_memory_of_activations_is_the_same_on_all_hosts(way: Partition) -> None:
 
 
 def test_only_the_inputs_of_a_unit_are_kept() -> None:
-    """Two more blocks store two more inputs of (8, 16, 32) floats. Attention keeps queries, keys, values and outputs.
-    """
+    """Two more blocks store two more inputs of (8, 16, 32) floats. It keeps queries, keys, values and outputs."""
     kept = {}
     for way in (Whole(), UNITS, CORE):
         found = []

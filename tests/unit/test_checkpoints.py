@@ -19,21 +19,21 @@ from tests.piped import piped
 from tests.ranks import batch, ended, experiment, live, mse, net, toy, weights
 from tests.waiting import until
 from workbench.compressors import TopK
-from workbench.engine.rank.keeping import Keeper
+from workbench.engine.rank.keeping import CheckpointWriter
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Slow
 from workbench.host.checkpoint import filing
-from workbench.host.checkpoint.alone import _digest
-from workbench.host.checkpoint.image import Image
-from workbench.host.checkpoint.tree import Reader, written
+from workbench.host.checkpoint.alone import _compute_digest
+from workbench.host.checkpoint.image import RankImage
+from workbench.host.checkpoint.tree import ValueDecoder, encode_value
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.partitions.schedules import PipeDream
 from workbench.record.checkpoints import FOLDER, MANIFEST, Checkpoint, found, name, prune, sealed
 from workbench.record.drafts import Draft
 from workbench.settings import Change, KnobError
-from workbench.sim.run.resuming import resumed, together
+from workbench.sim.run.resuming import gather_checkpoint, plan_resume
 from workbench.strategies import DDP, DiLoCo, LocalSGD, ShadowSync, TorchDDP, TorchFSDP, ZeRO3, ZeROInfinity
 from workbench.tasks import ClickThrough
 
@@ -62,12 +62,12 @@ def said(sessions: list[Session], mark: str) -> list[dict[str, Any]]:
 def test_tensors_with_strides_are_kept_exactly() -> None:
     """Also one number of a column: nothing needs its stride, but torch keeps it."""
     rows = torch.arange(12.0, dtype=torch.float64).view(4, 3)
-    image, apart = Image(step=0), [rows[:1, 1], rows[:, 2], rows.T, rows[1, 2]]
+    image, apart = RankImage(step=0), [rows[:1, 1], rows[:, 2], rows.T, rows[1, 2]]
     for x in apart:
-        image.own(x)
-    kept = [x for item in filing.pieces(image) for _, x in item]
+        image.add_own(x)
+    kept = [x for item in filing.hash_pieces(image) for _, x in item]
     assert all(torch.equal(one, x) for one, x in zip(kept, apart, strict=True))
-    assert _digest([rows[:1, 1]]) == _digest([rows[:1, 1].clone(memory_format=torch.contiguous_format)])
+    assert _compute_digest([rows[:1, 1]]) == _compute_digest([rows[:1, 1].clone(memory_format=torch.contiguous_format)])
 
 
 @pytest.mark.parametrize("label", EXPERIMENTS)
@@ -89,7 +89,7 @@ def test_a_checkpoint_contains_the_planned_changes_to_come(tmp_path: Path) -> No
     changes = (Change(3, "lr", 0.01), Change(15, "strategy", "LocalSGD"), Change(17, "batch", 8))
     whole = lived(replace(EXPERIMENTS["DDP"], save_every=10), tmp_path / "a", changes=changes)
     kept = Checkpoint.open(found(tmp_path / "a" / FOLDER)[0])
-    begun = resumed(kept, replace(kept_settings(kept), save_every=10))
+    begun = plan_resume(kept, replace(kept_settings(kept), save_every=10))
     assert [(c.at_step, c.path) for c in begun.changes] == [(15, "strategy"), (17, "batch")]
     rest = lived(begun.experiment, tmp_path / "b", kept.path, begun.changes)
     assert same(held(whole), held(rest))
@@ -111,10 +111,10 @@ def test_a_checkpoint_contains_past_changes_once_and_policies_see_them(tmp_path:
 def test_checkpoints_of_the_older_format_are_read(tmp_path: Path) -> None:
     lived(replace(EXPERIMENTS["DDP"], save_every=10), tmp_path / "a", changes=(Change(4, "lr", 0.004),))
     kept = Checkpoint.open(found(tmp_path / "a" / FOLDER)[0])
-    reader = Reader(lambda number: torch.zeros(()), set())
+    reader = ValueDecoder(lambda number: torch.zeros(()), set())
     for each in kept.each:
-        policy = reader.read(each["said"]["policy"]) | {"made": [(4, kept.made[0])]}
-        each["said"]["policy"] = written(policy, lambda x: 0, "policy")
+        policy = reader.decode_value(each["said"]["policy"]) | {"made": [(4, kept.made[0])]}
+        each["said"]["policy"] = encode_value(policy, lambda x: 0, "policy")
     said = {k: v for k, v in kept.said.items() if k != "made"}
     (kept.path / MANIFEST).write_bytes(sealed(said))
     rest = lived(EXPERIMENTS["DDP"], tmp_path / "b", kept.path)
@@ -127,10 +127,12 @@ def test_a_resumed_run_measures_divergence_from_the_first_loss(ranks: int, tmp_p
     task = toy(data=lambda rank, ranks, seed: [(*batch(rank, step, seed), v) for step, v in enumerate(values)],
                loss=lambda model, triple: mse(model, triple[:2]) * 0 + triple[2])  # fmt: skip
     lived(experiment(2, 10, task=task, save_every=10), tmp_path / "a")
-    begun = resumed(Checkpoint.open(tmp_path / "a"), experiment(ranks, 40, task=task, diverged=10.0, on_nan="stop"))
+    begun = plan_resume(Checkpoint.open(tmp_path / "a"), experiment(ranks, 40, task=task, diverged=10.0, on_nan="stop"))
     for late, told in ((1.0, 0), (50.0, ranks)):
         values[:] = [1e-3] * 22 + [late] * 12 * ranks
-        rest = lived(begun.experiment, tmp_path / f"{late}", begun.at(tmp_path / f"begun {late}"), begun.changes)
+        rest = lived(
+            begun.experiment, tmp_path / f"{late}", begun.prepare_checkpoint(tmp_path / f"begun {late}"), begun.changes
+        )
         assert len(said(rest, "diverged")) == told
 
 
@@ -157,8 +159,8 @@ def test_a_run_resumes_with_other_ranks_strategies_and_partitions(label: str, tm
     e, rest = OTHERS[label]
     before = lived(replace(e, steps=10, save_every=10, eval_every=10), tmp_path / "a")
     kept = Checkpoint.open(tmp_path / "a")
-    begun = resumed(kept, replace(e, steps=20, eval_every=10, **rest).checked())
-    after = lived(begun.experiment, tmp_path / "b", begun.at(tmp_path / "begun"), begun.changes)
+    begun = plan_resume(kept, replace(e, steps=20, eval_every=10, **rest).checked())
+    after = lived(begun.experiment, tmp_path / "b", begun.prepare_checkpoint(tmp_path / "begun"), begun.changes)
     assert [s.rank.step for s in after] == [20] * len(after) and len(after) == rest.get("ranks", e.ranks)
     assert after[0].experiment == replace(e, steps=20, eval_every=10, **rest).checked()
     ends, begins = ([v for _, kind, _, v in ss[0].record.samples if kind == "held_out"] for ss in (before, after))
@@ -170,7 +172,7 @@ def test_fewer_ranks_inherit_all_residuals(tmp_path: Path) -> None:
     e = replace(experiment(3, 10, compressor=TopK.usual()), save_every=10)
     before = lived(e, tmp_path / "a")
     owed = [s.rank.memory.buffers["residual"] for s in before]
-    whole = together(Checkpoint.open(tmp_path / "a"), e, 2, tmp_path / "begun")
+    whole = gather_checkpoint(Checkpoint.open(tmp_path / "a"), e, 2, tmp_path / "begun")
     after = live(replace(e, ranks=2, save_every=0), resume=str(whole.path))  # its last step is made, so it only begins
     ended(after)
     mine = [s.rank.memory.buffers["residual"] for s in after]
@@ -183,7 +185,7 @@ def test_the_task_and_the_steps_must_fit(tmp_path: Path) -> None:
     lived(experiment(2, 10, save_every=10), tmp_path / "a")
     kept = Checkpoint.open(tmp_path / "a")
     with pytest.raises(KnobError, match="steps=10: the checkpoint was made before step 10; take more steps, or 0"):
-        resumed(kept, experiment(2, 10))
+        plan_resume(kept, experiment(2, 10))
     with pytest.raises(KnobError, match=r"does not fit this run: its model has .*; resume with the settings and"):
         sessions = live(piped(2, 20), run_dir=None, resume=str(kept.path))
         ended(sessions)
@@ -203,7 +205,7 @@ def test_torch_reads_a_checkpoint(tmp_path: Path) -> None:
 def test_state_that_ranks_share_is_written_once(tmp_path: Path) -> None:
     sessions = lived(experiment(3, 10, save_every=10), tmp_path / "a")
     nbytes = sum(file.stat().st_size for file in found(tmp_path / "a" / FOLDER)[-1].glob("*.distcp"))
-    model = sessions[0].layout.nbytes
+    model = sessions[0].layout.byte_count
     # weights and momenta; each rank's own data are states of random numbers
     assert 2 * model < nbytes < 3.5 * model + 80_000
     assert len({s.rank.id for s in sessions}) == 3
@@ -253,14 +255,14 @@ def test_a_checkpoint_exists_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
 def test_a_checkpoint_due_while_another_is_written_is_skipped_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    goes, true = threading.Event(), Keeper._serve
+    goes, true = threading.Event(), CheckpointWriter._write_checkpoint
 
-    def slow(self: Keeper, *rest: Any) -> None:
+    def slow(self: CheckpointWriter, *rest: Any) -> None:
         goes.wait(60)
         true(self, *rest)
 
-    monkeypatch.setattr(Keeper, "_serve", slow)
-    monkeypatch.setattr(Keeper, "close", lambda self, patience=None: (goes.set(), self._thread.join()))
+    monkeypatch.setattr(CheckpointWriter, "_write_checkpoint", slow)
+    monkeypatch.setattr(CheckpointWriter, "close", lambda self, patience=None: (goes.set(), self._thread.join()))
     sessions = lived(experiment(2, 9, save_every=3), tmp_path / "a")
     (left,) = said(sessions, "not saved")
     why = "the one before it is still being written; raise save_every"
@@ -278,14 +280,14 @@ def test_ranks_without_a_common_step_make_the_same_checkpoints(tmp_path: Path) -
 
 
 def test_a_run_that_ends_while_writing_leaves_nothing_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, goes, true = threading.Event(), threading.Event(), filing.filed
+    begun, goes, true = threading.Event(), threading.Event(), filing.write_pieces
 
     def slow(*rest: Any) -> Any:
         begun.set()
         goes.wait(60)
         return true(*rest)
 
-    monkeypatch.setattr(filing, "filed", slow)
+    monkeypatch.setattr(filing, "write_pieces", slow)
     sessions = live(experiment(2, 0, save_every=3, pace=5.0), run_dir=tmp_path)
     assert begun.wait(60)
     for s in sessions:

@@ -23,7 +23,7 @@ from workbench.compressors import TopK
 from workbench.record.checkpoints import FOLDER, MANIFEST, Bytes, Checkpoint, found, sealed
 from workbench.record.store import RunError
 from workbench.settings import KnobError
-from workbench.sim.run.resuming import resumed, settings_of
+from workbench.sim.run.resuming import plan_resume, settings_of
 from workbench.strategies import KFAC
 
 pytestmark = pytest.mark.ranks
@@ -166,7 +166,7 @@ def test_manifests_of_all_kinds_give_one_sentence(tmp_path: Path) -> None:
         (folder / MANIFEST).write_bytes(sealed(changed))
         try:
             kept = Checkpoint.open(folder)
-            with_settings = resumed(kept, settings_of(kept, experiment().task)) if where[0] != "each" else None
+            with_settings = plan_resume(kept, settings_of(kept, experiment().task)) if where[0] != "each" else None
             assert with_settings is None or with_settings.checkpoint is kept
             run, _ = simulated(2, 4, tmp_path / "b", 0, resume=kept, **rest)
             assert len(losses(run, 2)) == 2

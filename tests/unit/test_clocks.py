@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from workbench.engine.wire import clocks
-from workbench.engine.wire.collectives import Leaving, Wire, connect_store, host_store
+from workbench.engine.wire.collectives import LeaveEvent, Wire, connect_store, host_store
 from workbench.engine.wire.shaping import Clock
 
 pytestmark = pytest.mark.ranks
@@ -43,7 +43,7 @@ def agreed(late: int, monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[bool, 
     generation, wires, found = uuid.uuid4().hex, {}, {}
 
     def main(rank: int) -> None:
-        wire = wires[rank] = Wire(connect_store(host, port, generation), rank, 3, "control", Leaving())
+        wire = wires[rank] = Wire(connect_store(host, port, generation), rank, 3, "control", LeaveEvent())
         clock = Clock(time.time() - 10 * rank)
         local, doubt = clocks.agree_on_time(Stumbling(wire) if rank == late else wire, clock)  # type: ignore[arg-type]
         found[rank] = (local, doubt, clock.base)
@@ -54,7 +54,7 @@ def agreed(late: int, monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[bool, 
     for t in threads:
         t.join(60)
     for wire in wires.values():
-        wire.cut()
+        wire.cut_connections()
         wire.close()
     del kept
     return found

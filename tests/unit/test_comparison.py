@@ -10,7 +10,7 @@ import pytest
 from tests.unit import synthetic
 from tests.unit.test_cli import refused, say
 from widgets.charts.feed import Feed
-from workbench.analysis.compare.comparison import judged
+from workbench.analysis.compare.comparison import judge_metric
 from workbench.experiment import Experiment
 from workbench.run import Run, RunError, simulate
 from workbench.settings import KnobError
@@ -50,7 +50,7 @@ def test_few_equal_autocorrelated_series_are_called_different() -> None:
         noise = rng.standard_normal((2, 100))
         for i in range(1, 100):
             noise[:, i] += 0.7 * noise[:, i - 1]
-        said.append(judged("step", "s", *(1 + 0.05 * noise), lacks="", tolerance=0.0).verdict)
+        said.append(judge_metric("step", "s", *(1 + 0.05 * noise), lacks="", tolerance=0.0).verdict)
     assert said.count("alike") >= 0.96 * len(said)
 
 
@@ -89,9 +89,9 @@ def test_the_commands_exit_code_reports_worse_metrics(tmp_path: Path, runs: tupl
 
 def test_views_set_the_run_beside_this_one(runs: tuple[Run, Run, Run]) -> None:
     run, _, other = made("first", seed=1), *runs[1:]
-    content, _ = Feed(run).everything()
+    content, _ = Feed(run).make_opening()
     assert not {"beside"} & set(content["views"])
     run.beside = other
-    content, _ = Feed(run).everything()
+    content, _ = Feed(run).make_opening()
     assert "▲ worse" in content["views"]["verdicts"]["html"]
     assert len(content["views"]["beside"]["replace"]) == 6

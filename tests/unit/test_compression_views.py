@@ -11,7 +11,7 @@ import pytest
 from tests.unit.encoded import DENSE, QUICK, SLOW, TOPK, WHOLE, Author, compressed
 from widgets.charts.boxes import KINDS
 from widgets.charts.feed import Feed
-from widgets.views._base import View, drawn
+from widgets.views._base import View, draw_view
 from widgets.views.compression import Compressed
 from widgets.views.pays import Pays
 from widgets.views.timeline import Timeline
@@ -75,7 +75,7 @@ def test_the_chart_shows_every_exchange_and_every_measurement() -> None:
     ratio, error, residual, cosine = points(compressed(SLOW))
     assert ratio == [100.0] * 40
     assert (error, residual, cosine) == ([0.5] * 8, [2.0] * 8, [0.8] * 8)
-    figure = drawn(Compressed(), compressed(SLOW))
+    figure = draw_view(Compressed(), compressed(SLOW))
     assert figure is not None and list(figure.data[1].x) == [4.0, 9.0, 14.0, 19.0, 24.0, 29.0, 34.0, 39.0]
     looks = [(t.line.color, t.line.dash, t.marker.symbol) for t in figure.data[1:]]
     assert len({look[0] for look in looks}) == len({look[2] for look in looks}) == 3, "not by colour alone"
@@ -136,7 +136,7 @@ def test_the_timeline_draws_measuring_under_its_own_name() -> None:
 
 
 def test_the_page_receives_the_list_of_quiet_panels() -> None:
-    content: dict[str, Any] = Feed(compressed(SLOW)).everything()[0]
+    content: dict[str, Any] = Feed(compressed(SLOW)).make_opening()[0]
     quiet = {spec["name"] for spec in content["specs"] if spec["quiet"]}
     assert quiet == {"asked", "beside", "causes", "collectives", "compression", "entered", "gpu", "lateness", "memory",
                      "mesh", "norms", "path", "peaks", "pipeline", "upkeep", "verdicts"}  # fmt: skip

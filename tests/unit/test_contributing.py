@@ -183,9 +183,7 @@ def test_the_laws_find_a_member_by_its_file_and_check_its_claims(tmp_path: Path)
     ("periodic: ClassVar[bool] = True", "exact: ClassVar[bool] = True", "test_an_exact_strategy"),
     ("await rank.backward()", "await rank.backward(2.0)", "test_a_plain_strategy"),
 ], ids=["never apart", "exact", "plain"])  # fmt: skip
-def test_a_false_claim_fails_the_matching_law(
-    claim: str, wrong: str, law: str, tmp_path: Path
-) -> None:
+def test_a_false_claim_fails_the_matching_law(claim: str, wrong: str, law: str, tmp_path: Path) -> None:
     assert claim in printed()
     (tmp_path / "coin_sgd.py").write_text(printed().replace(claim, wrong))
     code, said = held(tmp_path, "CoinSGD")

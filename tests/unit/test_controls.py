@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from widgets.controls.controls import Controls, cell_ended
-from widgets.controls.options import chosen, options
-from widgets.controls.requests import items
-from widgets.controls.rows import FIRST, Now, rows
-from widgets.controls.stops import nearest, stops
+from widgets.controls.options import find_chosen, list_options
+from widgets.controls.requests import list_items
+from widgets.controls.rows import FIRST, ControlState, make_rows
+from widgets.controls.stops import list_stops, nearest_stop
 from workbench.cluster.run.changes import PendingChange
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment
@@ -67,7 +67,7 @@ def test_every_knob_has_a_control(strategy: str, compressor: str) -> None:
     e = Experiment(task=ClickThrough()).set("strategy", strategy)
     if not members(Strategy)[strategy]().refuses(members(Compressor)[compressor].usual()):
         e = e.set("compressor", compressor)
-    made = {r["path"]: r for r in rows(e, Now())}
+    made = {r["path"]: r for r in make_rows(e, ControlState())}
     for path, k in walk(e):
         held = path in ("fabric", "fabric.link", "fabric.faults", "compressor.of")  # shown by their contents
         assert held or path in made, path
@@ -77,7 +77,7 @@ def test_every_knob_has_a_control(strategy: str, compressor: str) -> None:
 
 
 def test_the_controls_used_most_come_first_and_open() -> None:
-    made = rows(Experiment().set("strategy", "LocalSGD").checked(), Now())
+    made = make_rows(Experiment().set("strategy", "LocalSGD").checked(), ControlState())
     first = [r["path"] for r in made if not r["group"]]
     own = [path for path in first if path.startswith("strategy.")]
     lies = [path for path in first if path.startswith("partition.")]
@@ -99,7 +99,7 @@ def test_a_strategy_defined_in_a_cell_gets_its_controls_automatically() -> None:
 
     lab = StillLab()
     controls = Controls(lab)
-    controls.asked({"change": "strategy", "value": {"Whimsical": {}}})
+    controls.handle_message({"change": "strategy", "value": {"Whimsical": {}}})
     found = row(controls, "strategy.mood")
     assert (found["kind"], found["value"], found["unit"], found["allowed"]) == (
         "number",
@@ -116,11 +116,11 @@ def test_a_strategy_defined_in_a_cell_gets_its_controls_automatically() -> None:
 
 @pytest.mark.parametrize("k", [k for _, k in walk(Experiment()) if k.kind in (int, float)], ids=lambda k: k.name)
 def test_sliders_stop_at_allowed_values_from_end_to_end(k: Any) -> None:
-    found = stops(k)
+    found = list_stops(k)
     assert all(k.check(v) == v for v in found)
     assert found == sorted(set(found)) and len(found) <= 101
     assert not found or (found[-1] == k.high and found[0] == k.low)
-    assert not found or found[nearest(found, found[2])] == found[2]
+    assert not found or found[nearest_stop(found, found[2])] == found[2]
 
 
 def test_a_partition_is_offered_with_a_strategy_that_allows_it() -> None:
@@ -129,14 +129,14 @@ def test_a_partition_is_offered_with_a_strategy_that_allows_it() -> None:
     controls = Controls(lab)
     offered = {o["text"]: o for o in row(controls, "partition")["options"]}
     assert not offered["Pipeline, with DDP"]["refused"] and "Whole" in offered
-    controls.asked({"change": "partition", "value": offered["Pipeline, with DDP"]["value"]})
+    controls.handle_message({"change": "partition", "value": offered["Pipeline, with DDP"]["value"]})
     (asked,) = lab.changes
     assert asked.change.settings.keys() == {"partition", "strategy"} and row(controls, "strategy")["waiting"]
     lab.apply(3)
     controls.refresh()
     offered = {o["text"]: o for o in row(controls, "strategy")["options"]}
     assert "LocalSGD" in offered and not offered["ZeRO3, with Whole"]["refused"]
-    controls.asked({"change": "strategy", "value": offered["ZeRO3, with Whole"]["value"]})
+    controls.handle_message({"change": "strategy", "value": offered["ZeRO3, with Whole"]["value"]})
     lab.apply(6)
     assert [type(x).__name__ for x in (lab.experiment.strategy, lab.experiment.partition)] == ["ZeRO3", "Whole"]
 
@@ -144,23 +144,23 @@ def test_a_partition_is_offered_with_a_strategy_that_allows_it() -> None:
 def test_an_invalid_entry_shows_a_reason_at_its_control_and_changes_nothing() -> None:
     lab = StillLab()
     controls = Controls(lab)
-    controls.asked({"change": "strategy", "value": {"LocalSGD": {}}})
+    controls.handle_message({"change": "strategy", "value": {"LocalSGD": {}}})
     before = lab.experiment
     for typed in ("0", "1.5", "many"):
-        controls.asked({"change": "strategy.every", "value": typed, "number": True})
+        controls.handle_message({"change": "strategy.every", "value": typed, "number": True})
         error = row(controls, "strategy.every")["error"]
         assert "strategy.every=" in error and "an integer in [1, 256] steps" in error and typed in error
     assert lab.experiment == before and row(controls, "strategy.every")["value"] == "8"
-    controls.asked({"change": "strategy.every", "value": "16", "number": True})
+    controls.handle_message({"change": "strategy.every", "value": "16", "number": True})
     assert row(controls, "strategy.every")["error"] == "" and lab.experiment.strategy.every == 16
 
 
 def test_an_invalid_pair_is_refused_with_advice() -> None:
     controls = Controls(StillLab())
-    controls.asked({"change": "compressor", "value": "TopK"})
+    controls.handle_message({"change": "compressor", "value": "TopK"})
     offered = {o["text"]: o for o in row(controls, "strategy")["options"]}
     assert offered["TorchDDP"]["refused"] and not offered["LocalSGD"]["refused"]
-    controls.asked({"change": "strategy", "value": {"TorchDDP": {}}})
+    controls.handle_message({"change": "strategy", "value": {"TorchDDP": {}}})
     assert "use Dense with it" in row(controls, "strategy")["error"]
     assert row(controls, "strategy")["value"] == "DDP"
 
@@ -168,15 +168,15 @@ def test_an_invalid_pair_is_refused_with_advice() -> None:
 def test_a_change_shows_as_requested_until_it_is_applied() -> None:
     lab = StillLab(live=True)
     controls = Controls(lab)
-    controls.asked({"change": "strategy", "value": {"LocalSGD": {}}})
-    controls.asked({"change": "strategy.every", "value": 4})
+    controls.handle_message({"change": "strategy", "value": {"LocalSGD": {}}})
+    controls.handle_message({"change": "strategy.every", "value": 4})
     found = row(controls, "strategy.every")
     assert found["waiting"] and found["value"] == "4"
-    assert [i["state"] for i in items(lab.changes)] == ["waiting", "waiting"]
+    assert [i["state"] for i in list_items(lab.changes)] == ["waiting", "waiting"]
     lab.apply(17)
     controls.refresh()
     assert not row(controls, "strategy.every")["waiting"]
-    assert items(lab.changes)[0] | {"when": ""} == {
+    assert list_items(lab.changes)[0] | {"when": ""} == {
         "path": "strategy.every", "text": "every = 4", "state": "applied", "said": "applied at step 17", "when": "",
     }  # fmt: skip
 
@@ -191,38 +191,38 @@ def test_settings_that_cannot_change_live_are_disabled_with_a_reason() -> None:
 
 
 def test_top_k_is_offered_with_and_without_its_error_feedback() -> None:
-    found = options(Compressor)
+    found = list_options(Compressor)
     texts = [o.text for o in found]
     assert "TopK + ErrorFeedback" in texts and "TopK alone" in texts and "Dense" in texts
     for option in found:
         e = Experiment().set("compressor", option.value)
-        assert found[chosen(found, e.compressor)].text == option.text
+        assert found[find_chosen(found, e.compressor)].text == option.text
     nested = Experiment().set("compressor", {"ErrorFeedback": {"of": {"Cast": {}}}})
-    made = {r["path"]: r for r in rows(nested, Now())}
+    made = {r["path"]: r for r in make_rows(nested, ControlState())}
     assert made["compressor.of"]["value"] == "Cast" and "compressor.of.to" in made
 
 
 def test_a_custom_task_is_listed_while_it_is_in_use() -> None:
     own = Task(model=int, data=int, loss=int, optimizer=int)
-    found = {r["path"]: r for r in rows(Experiment(task=own), Now())}["task"]
+    found = {r["path"]: r for r in make_rows(Experiment(task=own), ControlState())}["task"]
     assert found["options"][found["index"]]["text"] == "Task"
-    other = {r["path"]: r for r in rows(Experiment(), Now())}["task"]
+    other = {r["path"]: r for r in make_rows(Experiment(), ControlState())}["task"]
     assert "Task" not in [o["text"] for o in other["options"]]
 
 
 def test_a_fault_is_filled_in_then_injected_then_cleared() -> None:
     lab = StillLab()
     controls = Controls(lab)
-    controls.asked({"change": "fabric.faults.new", "value": {"Slow": {}}})
-    controls.asked({"change": "fabric.faults.new.rank", "value": "3", "number": True})
-    controls.asked({"change": "fabric.faults.new.phase", "value": "backward"})
+    controls.handle_message({"change": "fabric.faults.new", "value": {"Slow": {}}})
+    controls.handle_message({"change": "fabric.faults.new.rank", "value": "3", "number": True})
+    controls.handle_message({"change": "fabric.faults.new.phase", "value": "backward"})
     assert row(controls, "fabric.faults.new.rank")["stops"] == ["0", "1", "2", "3"]
     assert lab.experiment.fabric.faults == ()
-    controls.asked({"press": "fabric.faults.inject"})
+    controls.handle_message({"press": "fabric.faults.inject"})
     assert lab.experiment.fabric.faults == (Slow(rank=3, phase="backward"),)
     assert row(controls, "fabric.faults.0")["text"] == "Slow: rank 3, factor 2, phase backward"
     assert "fabric.faults.new.rank" not in paths(controls)
-    controls.asked({"press": "fabric.faults.0"})
+    controls.handle_message({"press": "fabric.faults.0"})
     assert lab.experiment.fabric.faults == ()
 
 
@@ -239,7 +239,7 @@ def test_changes_are_listed_in_few_words() -> None:
     lab = StillLab()
     for path, value in (("compressor", "TopK"), ("fabric.faults", [Slow(rank=2)]), ("fabric.link.bandwidth", 200)):
         lab.set(path, value)
-    texts = [i["text"] for i in items(lab.changes)]
+    texts = [i["text"] for i in list_items(lab.changes)]
     assert texts[0] == "bandwidth = 200" and texts[2] == "TopK" and texts[1].startswith("faults: Slow(rank=2")
 
 
@@ -263,13 +263,13 @@ def test_options_that_the_model_refuses_are_disabled_with_the_reason() -> None:
     assert offered["Tensor"]["refused"] and "nothing says how Own is dealt out" in offered["Tensor"]["doc"]
     assert offered["Pipeline"]["refused"] and "does not say where it may be cut" in offered["Pipeline"]["doc"]
     assert not any(o["refused"] for o in row(controls, "optimizer")["options"])
-    controls.asked({"change": "partition", "value": "Tensor"})
+    controls.handle_message({"change": "partition", "value": "Tensor"})
     assert "nothing says how Own is dealt out" in row(controls, "partition")["error"] and not lab.changes
     assert built == ["meta"] and torch.equal(torch.get_rng_state(), kept)
     # set by a program, so other knobs are not to blame
     lab.experiment = replace(lab.experiment, partition=Tensor()).checked()
     controls.refresh()
-    unasked = next(r for r in rows(lab.experiment, Now()) if r["path"] == "optimizer")
+    unasked = next(r for r in make_rows(lab.experiment, ControlState()) if r["path"] == "optimizer")
     assert row(controls, "optimizer")["options"] == unasked["options"]
     assert not {o["text"]: o for o in row(controls, "partition")["options"]}["Whole"]["refused"]
 

@@ -151,5 +151,3 @@ def test_ddp_has_none_of_these_costs() -> None:
 
 def _data(rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, ...]]:
     return [tuple(x.double() for x in batch(rank, step, seed, 16)) for step in range(8)]
-
-

@@ -13,7 +13,7 @@ from workbench.compressors import Cast, Dense
 from workbench.experiment import Experiment
 from workbench.settings import Change
 from workbench.sim import Line
-from workbench.sim.costs.measure_codecs import codecs, slows
+from workbench.sim.costs.measure_codecs import measure_slowdown, price_codecs
 from workbench.strategies import DDP, LocalSGD
 
 pytestmark = pytest.mark.ranks
@@ -70,7 +70,7 @@ def test_a_stretch_takes_as_long_as_the_slowest_rank_in_the_mean() -> None:
     spans = rows_of(simulate(e, costs=Costs(backward=BACK, codec={"Cast": (0.002 / NBYTES, 0.0)})))
     held = spans.equal("lane", "codec") & (spans.rank == spans.step % 3) & (spans.step % 2 == 0)
     spans.columns["t1"][held] += 0.008
-    found, _ = codecs(spans, lambda step: e, lambda step, name: NBYTES if name.startswith("bucket") else 0)
+    found, _ = price_codecs(spans, lambda step: e, lambda step, name: NBYTES if name.startswith("bucket") else 0)
     assert 0.005 < found["Cast"][0] * NBYTES < 0.006  # the mean without the most disturbed 5 %; the median is 0.002
 
 
@@ -79,7 +79,10 @@ def test_a_stretch_that_is_rarely_recorded_costs_nothing() -> None:
     e = made(LocalSGD(every=1), compressor=Dense(), steps=20)
     spans = rows_of(simulate(e, costs=Costs(backward=BACK, codec={"Dense": (0.002 / NBYTES, 0.0)})))
     spans = spans[~spans.equal("lane", "codec") | (spans.step == 7)]
-    assert codecs(spans, lambda step: e, lambda step, name: NBYTES if name.startswith("bucket") else 0) == ({}, {})
+    assert price_codecs(spans, lambda step: e, lambda step, name: NBYTES if name.startswith("bucket") else 0) == (
+        {},
+        {},
+    )
 
 
 def test_slowdown_by_codecs_is_not_measured_if_other_settings_changed_too() -> None:
@@ -90,7 +93,7 @@ def test_slowdown_by_codecs_is_not_measured_if_other_settings_changed_too() -> N
     before, after = run.experiment, run.experiment.set("compressor", Cast(to="bf16"))
     spans, at = rows_of(run), lambda step: before if step < 12 else after
     nbytes = lambda step, name: NBYTES if name.startswith("bucket") else 0  # noqa: E731
-    assert slows(spans, at, nbytes)[0] == 1.0 and Costs.measured(run).slows == 0.0
+    assert measure_slowdown(spans, at, nbytes)[0] == 1.0 and Costs.measured(run).slows == 0.0
 
 
 def test_cost_per_stretch_and_cost_per_byte_are_measured_separately() -> None:

@@ -79,14 +79,14 @@ def test_no_rank_waits_for_a_dead_rank_without_an_open_mailbox(victim: int) -> N
 @pytest.mark.ranks
 def test_a_rank_crashes_after_all_ranks_have_made_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the ranks left might make the change again, and lose the rank that has the number by then."""
-    past, crash_on = dict[int, float](), crashing.crash
+    past, crash_on = dict[int, float](), crashing.crash_rank
 
     def late(session: Session, mine: bool) -> None:
         time.sleep(0.3 * (session.member == 0))
         past[session.member] = time.monotonic()
         crash_on(session, mine)
 
-    monkeypatch.setattr(training, "crash", late)
+    monkeypatch.setattr(training, "crash_rank", late)
     sessions, (mark,) = crashed(experiment(3, 8, strategy=DDP(), on_death="go on"), crash(5, 1))
     ends = next(t for step, name, t, _ in sessions[1].record.marks if name == "end")
     told = next(t for step, name, t, _ in sessions[1].record.marks if name == "fault")

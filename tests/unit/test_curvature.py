@@ -160,6 +160,7 @@ def test_a_product_is_with_the_gauss_newton_matrix(host: str) -> None:
     model, (x, y) = net(Judge), batch(0, 0, 0)
     named = dict(model.named_parameters())
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+
         def logits(flat: torch.Tensor) -> torch.Tensor:
             pieces = flat.split([p.stop - p.start for p in parts])
             given = {p.name: piece.view(p.shape) for p, piece in zip(parts, pieces, strict=True)}

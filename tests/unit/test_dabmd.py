@@ -9,7 +9,7 @@ from tests.sim.virtual import samples, seconds
 from workbench import simulate
 from workbench.engine.rank.session import Session
 from workbench.fabric import Slow
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.settings import Change
 from workbench.strategies import DABMD
 
@@ -33,7 +33,7 @@ def test_a_slow_rank_takes_fewer_batches_in_rounds_of_equal_length() -> None:
     sessions = run(chosen, change)
     batches = [sorted(took(s)[1:]) for s in sessions]
     assert batches[1][4] < min(batches[0][4], batches[2][4])
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
 
 
 def test_live_changes_of_graph_and_rounds_work() -> None:

@@ -14,7 +14,7 @@ from tests.waiting import until
 from widgets import Dashboard
 from widgets.charts.marks import all_marks
 from widgets.controls.members import Members
-from widgets.controls.progress import Progress, line, trouble
+from widgets.controls.progress import RunProgress, describe_trouble, status_line
 from widgets.controls.transport import Transport
 from widgets.page import display
 from widgets.views.log import Log
@@ -89,7 +89,7 @@ def noted(run: Run, *marks: tuple[int, int, str, dict[str, Any]]) -> Run:
 @pytest.fixture
 def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps dashboards of this test from refreshing by themselves."""
-    monkeypatch.setattr("widgets.charts.refresh.Refresh.start", lambda self: None)
+    monkeypatch.setattr("widgets.charts.refresh.RefreshTimer.start", lambda self: None)
 
 
 def test_showing_a_lab_twice_is_two_views_of_one_dashboard(no_thread: None) -> None:
@@ -118,7 +118,7 @@ def test_start_shows_the_new_run_on_the_board(no_thread: None) -> None:
     dashboard = Dashboard(lab)
     transport = dashboard.handles[0]
     assert set(transport.may) == {"start"} and "press Start" in transport.line
-    transport.asked("start")
+    transport.handle_button("start")
     dashboard.refresh()
     assert dashboard.board.run is lab.run_now
     assert set(transport.may) == {"pause", "stop", "checkpoint"}
@@ -152,11 +152,11 @@ def test_the_loss_chart_marks_checkpoints() -> None:
 
 def test_an_impossible_action_gives_an_error_text() -> None:
     transport = Transport(StillLab(state="paused"))
-    transport.asked("step")
+    transport.handle_button("step")
     assert "there is no run to step" in transport.error["text"]
-    transport.asked("resume")
+    transport.handle_button("resume")
     assert transport.error == {}
-    transport.asked("checkpoint")
+    transport.handle_button("checkpoint")
     assert transport.lab.asked == ["resume", "checkpoint"] and transport.error == {}
 
 
@@ -173,24 +173,24 @@ def test_the_status_line_shows_starting_engines_and_what_blocks_a_step(monkeypat
 
 
 def test_progress_follows_a_run_and_restarts_with_the_next() -> None:
-    progress = Progress().follow(recorded(steps=30, step_s=0.1))
-    assert progress.step == 29 and 1 < (progress.rate or 0) < 10
-    progress.follow(None)
-    assert progress.step == -1 and line("idle", progress, 1) == "ready, 1 rank · press Start"
+    progress = RunProgress().follow_run(recorded(steps=30, step_s=0.1))
+    assert progress.step == 29 and 1 < (progress.step_rate or 0) < 10
+    progress.follow_run(None)
+    assert progress.step == -1 and status_line("idle", progress, 1) == "ready, 1 rank · press Start"
 
 
 def test_an_error_names_rank_step_and_operation_and_folds_identical_ones() -> None:
     detail = {"step": 7, "op": "backward", "type": "ValueError", "text": "no", "traceback": "File ..."}
-    one = trouble(noted(Run({}, live=True), (2, 7, "error", {"rank": 2, **detail})))
+    one = describe_trouble(noted(Run({}, live=True), (2, 7, "error", {"rank": 2, **detail})))
     assert one == {"title": "Error on rank 2, step 7, in backward:", "text": "ValueError: no", "more": "File ..."}
     both = noted(Run({}), (2, 7, "error", {"rank": 2, **detail}), (0, 7, "error", {"rank": 0, **detail}))
-    assert trouble(both)["title"].startswith("Error on ranks 0, 2, step 7")
+    assert describe_trouble(both)["title"].startswith("Error on ranks 0, 2, step 7")
 
 
 def test_a_nan_loss_is_reported_while_the_run_is_paused() -> None:
     run = noted(Run({}, live=True), (3, 12, "nan", {"loss": "nan"}), (0, 13, "state", {"state": "paused"}))
-    assert "Rank 3's loss is no longer a number, first at step 12" in trouble(run)["title"]
-    assert trouble(noted(run, (0, 14, "state", {"state": "running"}))) == {}
+    assert "Rank 3's loss is no longer a number, first at step 12" in describe_trouble(run)["title"]
+    assert describe_trouble(noted(run, (0, 14, "state", {"state": "running"}))) == {}
 
 
 def test_the_first_cause_since_the_last_resume_explains_a_pause() -> None:
@@ -199,10 +199,10 @@ def test_the_first_cause_since_the_last_resume_explains_a_pause() -> None:
                 (0, 5, "nan", {"loss": "", "skipped": True}), (2, 9, "nan", layer), (1, 10, "nan", {"loss": "nan"}),
                 (0, 10, "state", {"state": "paused"}))  # fmt: skip
     title = "Rank 2's loss is no longer a number, first at step 9, in layer 'b' (the first whose output is not finite)"
-    assert trouble(run)["title"] == f"{title}; the run is paused."
+    assert describe_trouble(run)["title"] == f"{title}; the run is paused."
     away = noted(Run({}, live=True), (1, 7, "diverged", {"loss": "500", "best": "1.5"}),
                  (0, 8, "state", {"state": "paused"}))  # fmt: skip
-    assert "Rank 1's loss has run away, first at step 7: the loss is 500, after 1.5" in trouble(away)["title"]
+    assert "Rank 1's loss has run away, first at step 7: the loss is 500, after 1.5" in describe_trouble(away)["title"]
 
 
 def test_copy_as_python_sends_code_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,9 +210,9 @@ def test_copy_as_python_sends_code_that_runs(monkeypatch: pytest.MonkeyPatch) ->
     lab = StillLab()
     transport = Transport(lab)
     monkeypatch.setattr(transport, "send", sent.append)
-    transport.asked("copy")
+    transport.handle_button("copy")
     lab.run_now = Run(lab.experiment)
-    transport.asked("copy")
+    transport.handle_button("copy")
     for message in sent:
         compile(message["python"], "copied", "exec")
     assert "lab.run()" in sent[0]["python"] and "ByteGPT" in sent[1]["python"]
@@ -222,10 +222,10 @@ def test_the_stacks_of_all_ranks_arrive_without_blocking_the_kernel(monkeypatch:
     sent: list[dict[str, str]] = []
     transport = Transport(StillLab())
     monkeypatch.setattr(transport, "send", sent.append)
-    transport.asked("stacks")
+    transport.handle_button("stacks")
     assert until(lambda: sent) and sent == [{"stacks": "rank 0: in forward of step 5"}]
     monkeypatch.setattr(transport.lab, "stacks", lambda: 1 / 0)
-    transport.asked("stacks")
+    transport.handle_button("stacks")
     assert until(lambda: "division by zero" in transport.error.get("text", ""))
 
 
@@ -237,11 +237,11 @@ def test_actions_on_single_ranks_are_done_or_refused_with_a_reason() -> None:
     members.refresh()
     assert members.ranks == [0, 1, 3] and members.most == 4
     for message in ({"do": "freeze", "rank": 3}, {"do": "preempt", "rank": 1}, {"do": "resize", "ranks": "2"}):
-        members.asked(message)
+        members.execute_request(message)
     assert members.lab.asked == ["freeze 3", "preempt 1", "resize 2"] and members.error == ""
-    members.asked({"do": "evict", "rank": 1})
+    members.execute_request({"do": "evict", "rank": 1})
     assert members.error == "rank=1: the others cannot go on alone"
-    members.asked({"do": "resize", "ranks": "many"})
+    members.execute_request({"do": "resize", "ranks": "many"})
     assert "many" in members.error
 
 
@@ -278,9 +278,9 @@ def test_a_lab_is_watched_while_a_page_shows_its_dashboard_and_for_some_minutes_
     board = Dashboard(lab).board
     (watches,) = lab.watchers
     assert not watches(), "a dashboard that was made and never shown is nobody's"
-    board._hear(None, {"kind": "here", "page": "p"}, [])
+    board._receive_message(None, {"kind": "here", "page": "p"}, [])
     assert watches()
-    board._hear(None, {"kind": "away", "page": "p"}, [])
+    board._receive_message(None, {"kind": "away", "page": "p"}, [])
     assert watches() and not board.shown
     monkeypatch.setattr("widgets.charts.board._ELSEWHERE", -1.0)
     assert not watches()

@@ -16,13 +16,13 @@ from widgets.charts.feed import Feed
 from widgets.page import display
 from widgets.views.causes import Causes
 from workbench.settings import KnobError
-from workbench.sim.plan.advice import Advice, Advised, Suggestion
+from workbench.sim.plan.advice import Advice, AdviceTable, Suggestion
 
 
 @pytest.fixture(autouse=True)
 def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps dashboards from refreshing by themselves."""
-    monkeypatch.setattr("widgets.charts.refresh.Refresh.start", lambda self: None)
+    monkeypatch.setattr("widgets.charts.refresh.RefreshTimer.start", lambda self: None)
 
 
 class Steered(StillLab):
@@ -45,20 +45,20 @@ def training() -> Steered:
 def test_what_is_open_chosen_and_held_still_comes_back_on_another_dashboard() -> None:
     first = Dashboard(training())
     first.board.looks = {"tables": ["loss"], "rank": 2, "pin": {"view": "timeline", "row": 7, "lane": -0.3}}
-    first.board._hear(None, {"kind": "hello", "page": "p"}, [])
-    first.board.tick()
-    first.board._hear(None, {"kind": "ask", "page": "p", "view": "timeline", "request": {"at": 12}}, [])
-    first.board._hear(None, {"kind": "ask", "page": "p", "view": "timeline", "request": {"steps": 4}}, [])
+    first.board._receive_message(None, {"kind": "hello", "page": "p"}, [])
+    first.board.send_news()
+    first.board._receive_message(None, {"kind": "ask", "page": "p", "view": "timeline", "request": {"at": 12}}, [])
+    first.board._receive_message(None, {"kind": "ask", "page": "p", "view": "timeline", "request": {"steps": 4}}, [])
     first.handles[1].opened, first.handles[3].opened = ["link"], True
-    first.what_if.stand(16, 2.0, 0.5)
+    first.what_if.set_fixed(16, 2.0, 0.5)
     first.fold.selected_index = 0
     said = json.dumps(first.state())
     second = Dashboard(training())
     second.restore(said)
     assert second.state() == json.loads(said) and json.loads(said)["what_if"]["bandwidth"] == 100.0
-    second.board._hear(None, {"kind": "hello", "page": "p"}, [])
-    second.board.tick()
-    timeline = second.board._feed.view("timeline") if second.board._feed else None
+    second.board._receive_message(None, {"kind": "hello", "page": "p"}, [])
+    second.board.send_news()
+    timeline = second.board._feed.find_view("timeline") if second.board._feed else None
     assert timeline is not None and (timeline.at, timeline.steps) == (12, 4)  # type: ignore[attr-defined]
 
 
@@ -97,17 +97,17 @@ def test_who_watches_has_nothing_to_steer_by_and_whatever_a_page_says_changes_no
     bar, *rest = watched.handles
     assert [type(part).__name__ for part in rest] == ["Requests"] and bar.may == {} and "running" in bar.line
     for what in ("stop", "pause", "checkpoint", "start", "copy", "stacks"):
-        bar.asked(what)
+        bar.handle_button(what)
     assert lab.asked == []
-    watched.board._hear(None, {"kind": "hello", "page": "p"}, [])
-    watched.board.tick()
+    watched.board._receive_message(None, {"kind": "hello", "page": "p"}, [])
+    watched.board.send_news()
     assert watched.board._feed is not None
     assert all(view.setter is None for view in watched.board._feed.views)
 
 
 def test_docking_without_sidecar_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("widgets.page.side.there", lambda: False)
-    monkeypatch.setattr("widgets.page.dashboard.there", lambda: False)
+    monkeypatch.setattr("widgets.page.side.has_sidecar", lambda: False)
+    monkeypatch.setattr("widgets.page.dashboard.has_sidecar", lambda: False)
     dashboard = Dashboard(training())
     assert not dashboard.handles[0].docks
     with pytest.raises(KnobError, match=r"training-workbench\[dock\]"):
@@ -116,15 +116,15 @@ def test_docking_without_sidecar_is_refused_with_a_reason(monkeypatch: pytest.Mo
         dashboard.dock("left")
 
 
-def advice(*settings: dict[str, Any]) -> Advised:
+def advice(*settings: dict[str, Any]) -> AdviceTable:
     tries = tuple(Suggestion(s, 0.14, 0.02, False) for s in settings)
-    return Advised([Advice("network", (), 0.02, 0.2, "Standing still while data move.", tries)])
+    return AdviceTable([Advice("network", (), 0.02, 0.2, "Standing still while data move.", tries)])
 
 
 def asked(view: Causes, run: Any, request: dict[str, Any]) -> str:
     """Returns the panel's text once the answer to a request has arrived."""
     view.ask(request)
-    assert until(lambda: not view._busy)
+    assert until(lambda: not view._is_asking)
     return view._said if (html := view.update(run).html) is None else html  # type: ignore[return-value]
 
 
@@ -134,7 +134,7 @@ def test_a_line_of_advice_is_tried_by_its_button_as_a_change_like_any_other(monk
     feed = Feed(run, (Causes,), lab.set)
     (view,) = feed.views
     assert isinstance(view, Causes)
-    feed.everything()
+    feed.make_opening()
     said = asked(view, run, {"advise": True})
     assert said.count("Try this</button>") == 1 and "turn bucket_mb to 4: the simulator says 14 % faster" in said
     assert "Try the other</button>" in said and lab.asked == []

@@ -14,7 +14,7 @@ from tests.piped import seen
 from tests.ranks import run, toy
 from tests.split import near, spread, together
 from workbench import simulate
-from workbench.host.placement.cutting import parts_of, through
+from workbench.host.placement.cutting import list_parts, run_parts
 from workbench.partitions import Partition, Pipeline, Tensor, Whole
 from workbench.partitions.schedules import Interleaved, ZeroBubble
 from workbench.settings import Change
@@ -91,10 +91,10 @@ def _caching(cached: bool) -> nn.Module:
 def test_a_models_parts_compute_the_same_as_the_model(kind: str, attention: str) -> None:
     model, text = decoder(kind).eval(), texts(0, 1, 0)[0]
     model.set_attn_implementation(attention)  # type: ignore[operator]
-    parts = parts_of(model, TASK.build())
+    parts = list_parts(model, TASK.build())
     assert len(parts) == LAYERS + 2
-    assert torch.equal(through(parts, text).logits, model(text).logits)
-    assert torch.equal(through(parts, input_ids=text).logits, model(input_ids=text).logits)
+    assert torch.equal(run_parts(parts, text).logits, model(text).logits)
+    assert torch.equal(run_parts(parts, input_ids=text).logits, model(input_ids=text).logits)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,7 +20,7 @@ from workbench.compressors._sketch import SIGNS, WIDTH
 from workbench.compressors.dgc import _largest
 from workbench.experiment import Experiment
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.optimizers import LAMB, LARS, SGD, Adam, AdamW, Optimizer
 from workbench.rank import Memory
 from workbench.settings import Change, KnobError
@@ -215,10 +215,10 @@ def test_live_switches_continue_as_sgd_with_momentum(turn: str, decay: float) ->
     e = experiment(2, 12, compressor=first, **sgd(weight_decay=decay))
     sessions = run(e, *changes)
     agree(sessions, run(experiment(2, 12, **sgd(weight_decay=decay))))
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     _, virtual = simulated(e.set("pace", 5.0), *changes)
     for s, row in zip(sessions, parameters(virtual), strict=True):
-        mine = torch.cat([b.data.double() for b in s.layout.params()])
+        mine = torch.cat([b.data.double() for b in s.layout.list_params()])
         torch.testing.assert_close(row, mine, rtol=1e-5, atol=1e-7)
 
 
@@ -348,7 +348,7 @@ def test_ranks_agree_through_live_changes_of_all_its_knobs() -> None:
         Change(10, "sample", 1.0),
     ]  # fmt: skip
     sessions = run(experiment(3, 14, compressor=DGC(), optimizer=SGD(), lr=0.02), *changes)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
 
 
 def test_dgc_reaches_the_loss_of_sgd_with_momentum() -> None:

@@ -14,7 +14,7 @@ from tests.unit.plain_outer import MOMENTUM, SGD, Plain, outer_sgd
 from workbench import simulate
 from workbench.compressors import Cast, ErrorFeedback, TopK
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, DiLoCo, LocalSGD, SlowMo
 from workbench.strategies._outer import Outer
@@ -41,7 +41,7 @@ def test_diloco_is_the_papers_algorithm_with_any_inner_optimizer(optimizer: obje
     want = reference(4, 3, optimizer).get()[0]
     for s in sessions:
         torch.testing.assert_close(weights(s), want, rtol=1e-5, atol=1e-5)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
 
 
 def test_with_plain_outer_averaging_it_is_local_sgd() -> None:
@@ -139,7 +139,7 @@ def test_sparse_displacements_train_with_error_feedback_and_no_outer_momentum() 
     sessions = run(e)
     held = [v for _, name, _, v in sessions[0].record.samples if name == "held_out"]
     assert held[-1] < 0.7 * held[0]
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     sent = sum(n for _, _, n in sessions[0].record.comm())
     every = 2 * sum(round(0.05 * b.data.numel()) * 8 for b in sessions[0].layout.buckets)
     assert sent == 15 * every

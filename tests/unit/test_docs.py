@@ -95,7 +95,9 @@ def test_markup_characters_of_docstrings_are_escaped() -> None:
     )
     assert reference.prose("`a * b` and * c") == r"`a * b` and \* c"
     assert reference.shown("    x <- y\n      <- z") == "```text\nx <- y\n  <- z\n```"
-    assert reference.linked("https://a.org/b, then (https://c.org/d).") == "<https://a.org/b>, then (<https://c.org/d>)."
+    assert (
+        reference.linked("https://a.org/b, then (https://c.org/d).") == "<https://a.org/b>, then (<https://c.org/d>)."
+    )
     assert reference.linked("see docs/gpu.md.") == "see [docs/gpu.md](../gpu.md)."
 
 

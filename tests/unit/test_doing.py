@@ -12,9 +12,9 @@ import pytest
 
 from tests.unit.synthetic import run as recorded
 from tests.unit.test_dashboard import StillLab, noted
-from widgets.controls.progress import Progress, line, works
+from widgets.controls.progress import RunProgress, list_activities, status_line
 from widgets.controls.transport import Transport
-from workbench.analysis import saving
+from workbench.analysis import checkpoint_progress
 from workbench.cluster.processes import usual
 from workbench.experiment import Experiment
 from workbench.record.timeline import Sample
@@ -65,9 +65,7 @@ def test_remaining_time_follows_from_progress_or_from_last_time(monkeypatch: pyt
         assert parts.to_go == pytest.approx(14.0)
 
 
-def test_simulating_and_planning_are_under_way_while_they_last(
-    at_once: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_simulating_and_planning_are_under_way_while_they_last(at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
     e = Experiment(ranks=2, steps=3, pace=5, strategy=DDP(), eval_every=0)
     shares: list[tuple[str, float | None]] = []
     told = doing.Doing.tell
@@ -101,27 +99,30 @@ def test_the_duration_of_a_start_is_remembered(tmp_path: Path, monkeypatch: pyte
 def test_a_run_of_known_length_says_what_it_has_to_go() -> None:
     run = recorded(steps=30, step_s=0.1)
     run.settings["steps"] = 130
-    progress = Progress().follow(run)
-    assert progress.to_go == pytest.approx(100 / (progress.rate or 0))
-    said = line("running", progress, 4)
+    progress = RunProgress().follow_run(run)
+    assert progress.to_go == pytest.approx(100 / (progress.step_rate or 0))
+    said = status_line("running", progress, 4)
     assert "step 29 of 130" in said and said.split(" · ")[3].endswith("s to go")
-    (work,) = works(run, "running", progress)
+    (work,) = list_activities(run, "running", progress)
     assert work == {"what": "the run", "share": pytest.approx(30 / 130, abs=1e-3), "said": "23 % of 130 steps done"}
     run.settings["steps"] = 0
-    assert "to go" not in line("running", Progress().follow(run), 4) and works(run, "running", progress) == []
+    assert (
+        "to go" not in status_line("running", RunProgress().follow_run(run), 4)
+        and list_activities(run, "running", progress) == []
+    )
 
 
 def test_a_checkpoint_is_reported_while_it_is_written() -> None:
     run = recorded(steps=20)
-    assert saving(run.timeline) is None
+    assert checkpoint_progress(run.timeline) is None
     run.timeline.samples.add([Sample(0, 4, "checkpoint_copied", 1.0, 0.1)])
     noted(run, (0, 7, "saved", {"step": 4}))  # at 7 s
-    assert saving(run.timeline) is None
+    assert checkpoint_progress(run.timeline) is None
     run.timeline.samples.add([Sample(r, 9, "checkpoint_copied", 9.0 + r, 0.1) for r in range(2)])
-    found = saving(run.timeline)
+    found = checkpoint_progress(run.timeline)
     assert found is not None and (found.step, found.since, found.usual) == (9, 10.0, 6.0)
     run.live, run.epoch = True, time.time() - 14.0
-    said = [w for w in works(run, "running", Progress()) if "checkpoint" in w["what"]]
+    said = [w for w in list_activities(run, "running", RunProgress()) if "checkpoint" in w["what"]]
     assert said and said[0]["said"] == "writing the checkpoint of step 9, 2 s to go"
     assert said[0]["share"] == pytest.approx(4 / 6, abs=0.05)
 

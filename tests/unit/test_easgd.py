@@ -15,7 +15,7 @@ from tests.sim.virtual import begun, comm, paced, samples, seconds
 from workbench import simulate
 from workbench.compressors import TopK
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, EASGD, LocalSGD
 
@@ -167,7 +167,7 @@ def test_leaving_continues_from_the_centre_after_a_last_exchange(steps: int) -> 
     paper.exchange()
     for s in sessions:
         torch.testing.assert_close(weights(s), paper.outcome, rtol=1e-5, atol=1e-6)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
 
 
 def test_a_switch_and_back_before_one_step_changes_nothing() -> None:

@@ -50,9 +50,9 @@ def test_an_empty_answer_shows_why(name: str) -> None:
 
 
 def test_every_query_of_a_run_is_in_the_table() -> None:
-    from workbench.analysis.summary.frames import Frames
+    from workbench.analysis.summary.frames import RunFrames
 
-    public = {name for name in vars(Frames) if not name.startswith("_")}
+    public = {name for name in vars(RunFrames) if not name.startswith("_")}
     assert public <= set(QUESTIONS)
 
 

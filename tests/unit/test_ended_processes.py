@@ -11,8 +11,8 @@ import pytest
 
 from workbench.cluster.engines import anew
 from workbench.cluster.processes import processes as module
-from workbench.cluster.processes.place import Place, this_process
-from workbench.cluster.processes.processes import Processes, memory
+from workbench.cluster.processes.place import LabPlace, this_process
+from workbench.cluster.processes.processes import LabProcesses, measure_memory
 
 GONE = 2**22 + 1  # more than the largest pid
 
@@ -33,26 +33,26 @@ class Ended:
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Place:
+def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LabPlace:
     monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path))
-    return Place.new("ended")
+    return LabPlace.make_place("ended")
 
 
 def test_memory_leaves_out_a_process_that_ends_during_the_look(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: LabPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "alive", lambda process: True)
     place.add_process([GONE, 1.0], "engine 0")
     place.add_process(this_process(), "engine 1")
     mine = int(this_process()[0])
-    assert list(found := memory(place)) == [f"engine 1 ({mine})"] and found[f"engine 1 ({mine})"] > 1
+    assert list(found := measure_memory(place)) == [f"engine 1 ({mine})"] and found[f"engine 1 ({mine})"] > 1
 
 
 @pytest.mark.parametrize("who", ["the controller", "its child"])
 def test_a_controller_or_its_child_that_has_ended_is_not_noted(
-    who: str, place: Place, monkeypatch: pytest.MonkeyPatch
+    who: str, place: LabPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Processes(place)
+    made = LabProcesses(place)
     made.started["controller"] = SimpleNamespace(pid=GONE)
     if who == "its child":
         monkeypatch.setattr(psutil, "Process", lambda pid=None: Ended())
@@ -61,9 +61,9 @@ def test_a_controller_or_its_child_that_has_ended_is_not_noted(
 
 
 def test_another_controller_starts_although_a_child_of_the_last_one_has_ended(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: LabPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, did = Processes(place), list[str]()
+    made, did = LabProcesses(place), list[str]()
     made.started["controller"] = SimpleNamespace(
         pid=GONE, poll=lambda: None, kill=lambda: did.append("kill"), wait=lambda timeout: None
     )
@@ -79,7 +79,7 @@ def test_an_engine_restarts_although_a_child_of_its_own_has_ended(monkeypatch: p
     monkeypatch.setattr(psutil, "wait_procs", lambda children, timeout: came.append(len(children)))
     for name in ("set_inheritable", "chdir"):
         monkeypatch.setattr(anew.os, name, lambda *_: None)
-    monkeypatch.setattr(anew, "_restore", lambda *_: None)
+    monkeypatch.setattr(anew, "_restore_stream", lambda *_: None)
     monkeypatch.setattr(anew.os, "execve", lambda program, *_: came.append(program))
-    anew._execute()
+    anew._execute_again()
     assert came == [1, anew.sys.executable]

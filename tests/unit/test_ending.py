@@ -14,15 +14,15 @@ import pytest
 
 from tests.unit import synthetic
 from tests.waiting import until
-from workbench.cluster.processes.place import host
+from workbench.cluster.processes.place import host_name
 from workbench.cluster.processes.steady import Steady
 from workbench.cluster.run import evicting
 from workbench.cluster.run.changes import Changes
 from workbench.cluster.run.ending import FIRST, LEAVE, MOST, Ending
 from workbench.cluster.run.errors import RankError
-from workbench.cluster.run.live import Live
-from workbench.cluster.run.watch import Watch
-from workbench.cluster.transport.wire import Batch
+from workbench.cluster.run.live import RunController
+from workbench.cluster.run.watch import RunWatch
+from workbench.cluster.transport.wire import RowBatch
 from workbench.experiment import Experiment
 from workbench.record import tidy
 from workbench.record.timeline import columns_of
@@ -59,7 +59,7 @@ def lost(rank: int) -> dict[str, Any]:
 def first(clock: Clock, it: Ending, due: str, within: float) -> float:
     """Returns the seconds until `due` is due."""
     began = clock.now
-    while it.due() != due:
+    while it.next_action() != due:
         clock.now += 0.05
         assert clock.now - began < within, f"{due} not due within {within} s"
     return clock.now - began
@@ -69,9 +69,9 @@ def first(clock: Clock, it: Ending, due: str, within: float) -> float:
 def test_a_stop_waits_for_a_boundary_in_proportion_to_the_steps(clock: Clock, step_s: float, waits: float) -> None:
     it = ending(clock)
     it.heard(0, status(5, step_s))
-    it.stop()
+    it.note_stop()
     assert first(clock, it, "abort", 10) == pytest.approx(waits, abs=0.11)
-    it.abort()
+    it.note_abort()
     assert first(clock, it, "give up", 20) == pytest.approx(max(LEAVE, 3 * step_s), abs=0.11)
 
 
@@ -79,55 +79,55 @@ def test_a_stop_waits_while_any_rank_makes_steps_but_not_for_ever(clock: Clock) 
     it = ending(clock)
     it.heard(0, status(8, 0.02))
     it.heard(1, status(3, 0.5))
-    it.stop()
+    it.note_stop()
     began = clock.now
     while clock.now - began < MOST - 1:
         clock.now += 1.2
         it.at(1, int(clock.now))
-        assert it.due() == "" or clock.now - began > MOST
+        assert it.next_action() == "" or clock.now - began > MOST
     assert first(clock, it, "abort", 3) < 3
 
 
 def test_a_stop_waits_longer_before_the_first_step(clock: Clock) -> None:
     it = ending(clock)
     it.heard(0, status(0, 0.0))
-    it.stop()
+    it.note_stop()
     assert first(clock, it, "abort", 20) == pytest.approx(FIRST, abs=0.11)
 
 
 def test_a_stop_waits_for_ranks_that_are_starting(clock: Clock) -> None:
     it = ending(clock)
     clock.now += 1000
-    assert not it.unwanted
-    it.stop()
+    assert not it.is_unwanted
+    it.note_stop()
     clock.now += 0.9 * FIRST
-    assert not it.unwanted
+    assert not it.is_unwanted
     clock.now += 0.2 * FIRST
-    assert it.unwanted
+    assert it.is_unwanted
 
 
 def test_nothing_is_due_during_training(clock: Clock) -> None:
     it = ending(clock)
     it.heard(0, status(5))
     clock.now += 1000
-    assert it.due() == "" and not it.near
+    assert it.next_action() == "" and not it.is_near
 
 
 def test_a_rank_is_over_by_its_status_or_its_rows(clock: Clock) -> None:
     it = ending(clock)
     it.heard(0, status(9, over=True, state="done"))
-    assert it.due() == "" and it.inside == {1}
+    assert it.next_action() == "" and it.awaited_ranks == {1}
     it.gone(1, "done")
-    assert it.due() == "over" and it.outcome() == ("done", [])
+    assert it.next_action() == "over" and it.find_outcome() == ("done", [])
 
 
 def test_losing_a_peer_after_a_stop_request_is_no_failure(clock: Clock) -> None:
     it = ending(clock)
-    it.stop()
+    it.note_stop()
     it.failed(1, lost(1))
     it.gone(0, "stopped")
     it.gone(1, "failed")
-    assert it.outcome() == ("stopped", [])
+    assert it.find_outcome() == ("stopped", [])
 
 
 def test_a_lost_peer_without_a_stop_and_an_own_error_after_one_are_failures(
@@ -135,12 +135,12 @@ def test_a_lost_peer_without_a_stop_and_an_own_error_after_one_are_failures(
 ) -> None:
     it = ending(clock)
     it.failed(1, lost(1))
-    assert it.outcome()[0] == "failed"
+    assert it.find_outcome()[0] == "failed"
     it = ending(clock)
-    it.stop()
+    it.note_stop()
     it.failed(0, lost(0))
     it.failed(1, {**lost(1), "type": "ValueError", "text": "a bad example", "consequence": False})
-    state, (error,) = it.outcome()
+    state, (error,) = it.find_outcome()
     assert (state, error["rank"]) == ("failed", 1)
 
 
@@ -152,10 +152,10 @@ def test_a_rank_ordered_to_leave_before_it_noticed_the_death_is_no_culprit(clock
     it.failed(3, {**lost(3), "type": "EngineDied", "text": "killed", "consequence": False})
     it.failed(0, lost(0))
     first(clock, it, "abort", 1)
-    it.abort()
+    it.note_abort()
     for rank, state in enumerate(("failed", "stopped", "stopped")):
         it.gone(rank, state)
-    state, errors = it.outcome()
+    state, errors = it.find_outcome()
     error = RankError(errors)
     assert (state, error.rank, error.freed) == ("failed", 3, [0, 1, 2])
     assert str(error).startswith("rank 3, step 3, all_reduce: EngineDied: killed (ranks 0-2 were freed because of it)")
@@ -164,7 +164,7 @@ def test_a_rank_ordered_to_leave_before_it_noticed_the_death_is_no_culprit(clock
 def test_a_rank_that_ended_without_a_final_report_has_failed(clock: Clock) -> None:
     it = ending(clock, 1)
     it.heard(0, status(4, over=True))
-    assert it.due() == "over" and it.outcome() == ("failed", [])
+    assert it.next_action() == "over" and it.find_outcome() == ("failed", [])
 
 
 def test_ranks_are_freed_soon_after_an_error_and_at_once_after_a_death(clock: Clock) -> None:
@@ -174,16 +174,16 @@ def test_ranks_are_freed_soon_after_an_error_and_at_once_after_a_death(clock: Cl
     it = ending(clock)
     it.failed(1, {**lost(1), "type": "EngineDied"})
     clock.now += 0.01
-    assert it.due() == "abort" and it.inside == {0}
+    assert it.next_action() == "abort" and it.awaited_ranks == {0}
 
 
 def test_ranks_ordered_to_leave_before_they_begin_get_time_once_they_begin(clock: Clock) -> None:
     it = ending(clock)
-    it.stop()
-    it.abort()
+    it.note_stop()
+    it.note_abort()
     clock.now += 8  # now they begin
-    it.begun()
-    assert it.due() == ""
+    it.restart_waits()
+    assert it.next_action() == ""
     assert first(clock, it, "give up", 20) == pytest.approx(LEAVE, abs=0.11)
 
 
@@ -192,18 +192,18 @@ def test_a_ranks_first_report_of_its_end_counts(clock: Clock) -> None:
     it.gone(0, "done")
     it.heard(0, {**status(3), "over": True})
     it.gone(1, "done")
-    assert it.outcome() == ("done", [])
+    assert it.find_outcome() == ("done", [])
 
 
-def came(live: Live, rank: int, step: int, t: float, name: str, detail: dict[str, Any]) -> None:
+def came(live: RunController, rank: int, step: int, t: float, name: str, detail: dict[str, Any]) -> None:
     """Delivers a rank's next mark."""
     row = columns_of("marks", [(rank, step, name, t, json.dumps(detail))])
-    live.take(Batch("g", "marks", rank, live.gaps.next["marks", rank], row))
+    live.take_batch(RowBatch("g", "marks", rank, live.gaps.next["marks", rank], row))
 
 
 def test_a_second_nan_is_judged_by_the_watchers_at_that_time() -> None:
     watched = True
-    live = Live(Run({}, live=True), Any, Changes(Experiment(ranks=2), []), "g", lambda: watched)  # type: ignore[arg-type]
+    live = RunController(Run({}, live=True), Any, Changes(Experiment(ranks=2), []), "g", lambda: watched)  # type: ignore[arg-type]
     came(live, 0, 0, 1.0, "state", {"state": "running"})
     came(live, 1, 4, 2.0, "nan", {"loss": "nan"})
     assert live.ending.unwatched is None and not live.ending.asked, "somebody watches: it pauses"
@@ -252,23 +252,29 @@ def test_a_watching_thread_survives_errors_of_its_listener() -> None:
 def test_an_evicted_rank_is_named_with_the_reason_although_its_end_is_noticed_late() -> None:
     """The report that ranks went on may arrive before the kernel notices the dead engine."""
     e = Experiment(ranks=3, on_death="end")
-    cluster = SimpleNamespace(engines=[SimpleNamespace(host=host())] * 3, death=lambda rank: None)
-    live = Live(Run({}, live=True), cluster, Changes(e, []), "g")  # type: ignore[arg-type]
-    live.orders.hears = lambda rank, gone: None  # type: ignore[method-assign]
+    cluster = SimpleNamespace(engines=[SimpleNamespace(host=host_name())] * 3, describe_death=lambda rank: None)
+    live = RunController(Run({}, live=True), cluster, Changes(e, []), "g")  # type: ignore[arg-type]
+    live.orders.follow_leader = lambda rank, gone: None  # type: ignore[method-assign]
     live.evicting.reasons[2], live.evicting.leaving = "as asked", {2}
     said = {"members": [0, 1], "gone": [2], "step": 5, "text": "ranks 0, 1 went on"}
     came(live, 0, 5, 1.0, "members", {**said, "settings": e.set("ranks", 2).plain()})
-    live.died(2, {"type": "EngineDied", "step": 5, "op": "forward", "text": "its engine is gone"})
+    live.note_death(2, {"type": "EngineDied", "step": 5, "op": "forward", "text": "its engine is gone"})
     assert live.notes[-1] == "rank 2 is lost at step 5, forward: was put out: as asked; its engine is gone"
 
 
 def test_an_attaching_kernel_reports_the_step_of_a_lost_rank() -> None:
     """The record is the only source about that rank, because its engine does not answer."""
     recorded = synthetic.run("DDP", 3, 40, changes=(), eval_every=0)
-    live = Live(recorded, SimpleNamespace(engines=[SimpleNamespace(host=host())] * 3, death=lambda rank: None), Changes(  # type: ignore[arg-type]
-        Experiment(ranks=3, on_death="go on"), []), "g")  # fmt: skip
-    live.replay()
-    live.died(2, live.attention.death(2, "(pid 5) is gone"))
+    live = RunController(
+        recorded,
+        SimpleNamespace(engines=[SimpleNamespace(host=host_name())] * 3, describe_death=lambda rank: None),
+        Changes(  # type: ignore[arg-type]
+            Experiment(ranks=3, on_death="go on"), []
+        ),
+        "g",
+    )
+    live.replay_record()
+    live.note_death(2, live.attention.describe_death(2, "(pid 5) is gone"))
     assert live.notes[-1] == "rank 2 is lost at step 40: its engine (pid 5) is gone"
 
 
@@ -277,14 +283,14 @@ def test_an_attaching_kernel_knows_changes_before_and_after_a_loss() -> None:
     change = {"path": "bucket_mb", "value": 0.5, "id": "change 1"}
     after = e.set("ranks", 2).set("bucket_mb", 0.5)
     said = {"members": [1, 2], "gone": [0], "step": 5, "text": "ranks 1, 2 went on", "settings": after.plain()}
-    there: Any = SimpleNamespace(death=lambda rank: None)
-    lives = [Live(Run({}, live=True), there, Changes(e, []), "g") for _ in range(2)]
+    there: Any = SimpleNamespace(describe_death=lambda rank: None)
+    lives = [RunController(Run({}, live=True), there, Changes(e, []), "g") for _ in range(2)]
     came(lives[0], 0, 3, 1.0, "change", change)
     came(lives[0], 1, 5, 2.0, "members", said)
     came(lives[0], 1, 7, 3.0, "change", {"path": "bucket_mb", "value": 0.25, "id": "change 2"})
     came(lives[0], 1, 3, 1.5, "change", {**change, "again": True})
     lives[1].run = lives[0].run
-    lives[1].replay()
+    lives[1].replay_record()
     for live in lives:
         assert live.changes.experiment == after.set("bucket_mb", 0.25)
         assert [(c.id, c.applied_at) for c in live.changes.listed] == [("change 1", 3), ("change 2", 7)]
@@ -297,18 +303,18 @@ def test_ranks_are_replaced_although_the_report_of_training_was_lost_with_rank_0
 ) -> None:
     """Rank 0's reports are on no disk, and the new first rank has not gone on yet when a kernel attaches."""
     e, asked = Experiment(ranks=3, on_death="replace"), []
-    there: Any = SimpleNamespace(engines=[SimpleNamespace(host=host())] * 3, death=lambda rank: rank == 0)
-    before = Live(Run({}, live=True), there, Changes(e, []), "g")
+    there: Any = SimpleNamespace(engines=[SimpleNamespace(host=host_name())] * 3, describe_death=lambda rank: rank == 0)
+    before = RunController(Run({}, live=True), there, Changes(e, []), "g")
     said = {"members": [1, 2], "gone": [0], "step": 9, "text": "ranks 1, 2 went on"}
     before.evicting.acts = False
     came(before, 1, 9, 1.0, "members", {**said, "settings": e.set("ranks", 2).plain()})
-    live = Live(before.run, there, Changes(e, []), "g")
-    live.replay()
-    live.died(0, live.attention.death(0, "(pid 5) is gone"))
+    live = RunController(before.run, there, Changes(e, []), "g")
+    live.replay_record()
+    live.note_death(0, live.attention.describe_death(0, "(pid 5) is gone"))
     assert live.notes == ["ranks 1, 2 went on", "rank 0 is lost: its engine (pid 5) is gone"]
     monkeypatch.setattr(evicting, "cannot_start", lambda cluster, count: "")
-    monkeypatch.setattr(evicting, "resize", lambda live, ranks: asked.append((live.state, ranks)) or GRANTED)
-    live.evicting.attached()
+    monkeypatch.setattr(evicting, "resize_run", lambda live, ranks: asked.append((live.state, ranks)) or GRANTED)
+    live.evicting.replace_lost()
     assert not until(lambda: asked, 0.3), "nobody can be asked yet"
     came(live, 1, 9, 1.1, "state", {"state": "running"})
     assert until(lambda: asked) and asked == [("running", 3)]
@@ -318,10 +324,10 @@ def test_ranks_lost_before_requests_are_possible_are_replaced_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two separate requests would each ask for one rank more than there are."""
-    there, asked = SimpleNamespace(engines=[], death=lambda rank: None), list[int]()
-    live = Live(Run({}, live=True), there, Changes(Experiment(ranks=4, on_death="replace"), []), "g")  # type: ignore[arg-type]
+    there, asked = SimpleNamespace(engines=[], describe_death=lambda rank: None), list[int]()
+    live = RunController(Run({}, live=True), there, Changes(Experiment(ranks=4, on_death="replace"), []), "g")  # type: ignore[arg-type]
     monkeypatch.setattr(evicting, "cannot_start", lambda cluster, count: "")
-    monkeypatch.setattr(evicting, "resize", lambda live, ranks: asked.append(ranks) or GRANTED)
+    monkeypatch.setattr(evicting, "resize_run", lambda live, ranks: asked.append(ranks) or GRANTED)
     live.members = (2, 3)
     for _ in range(2):
         live.evicting._begin_replacing(1)
@@ -333,17 +339,17 @@ def test_ranks_lost_before_requests_are_possible_are_replaced_together(
 
 
 @pytest.mark.parametrize("over", [
-    lambda live: live.leave("the run is not followed here any more"), lambda live: live.come_to_end(),
+    lambda live: live.leave_run("the run is not followed here any more"), lambda live: live.come_to_end(),
     lambda live: setattr(live, "state", "failed")], ids=["left", "stopping", "failed"])  # fmt: skip
 def test_a_run_that_ended_before_it_trained_gets_no_replacements(
-    over: Callable[[Live], None], monkeypatch: pytest.MonkeyPatch
+    over: Callable[[RunController], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there: Any = SimpleNamespace(engines=[], death=lambda rank: None)
-    live = Live(Run({}, live=True), there, Changes(Experiment(ranks=2, on_death="replace"), []), "g")
-    monkeypatch.setattr(evicting, "resize", lambda live, ranks: pytest.fail("nobody is to come"))
+    there: Any = SimpleNamespace(engines=[], describe_death=lambda rank: None)
+    live = RunController(Run({}, live=True), there, Changes(Experiment(ranks=2, on_death="replace"), []), "g")
+    monkeypatch.setattr(evicting, "resize_run", lambda live, ranks: pytest.fail("nobody is to come"))
     monkeypatch.setattr(evicting, "cannot_start", lambda cluster, count: "")
     live.evicting.lacking = 1
-    live.evicting.attached()
+    live.evicting.replace_lost()
     replacing = [thread for thread in threading.enumerate() if thread.name == "run replacing"]
     over(live)
     notes = list(live.notes)
@@ -353,15 +359,15 @@ def test_a_run_that_ended_before_it_trained_gets_no_replacements(
 
 def test_a_watch_returns_freed_memory_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     live = SimpleNamespace(ending=Ending(range(2)), ranks=range(2), over=threading.Event())
-    looking, given = Watch(live), []  # type: ignore[arg-type]
+    looking, given = RunWatch(live), []  # type: ignore[arg-type]
     live.over.set()
     monkeypatch.setattr(tidy, "give_back", lambda: given.append(1))
-    monkeypatch.setattr(looking, "ask", lambda: None)
-    monkeypatch.setattr(looking, "_look", lambda: None)
+    monkeypatch.setattr(looking, "ask_ranks", lambda: None)
+    monkeypatch.setattr(looking, "_check_engines", lambda: None)
     now = time.monotonic()
     for seconds, times in ((1, 0), (tidy.OFTEN + 1, 1), (tidy.OFTEN + 2, 1), (2 * tidy.OFTEN + 3, 2)):
         monkeypatch.setattr(tidy.time, "monotonic", lambda seconds=seconds: now + seconds)
-        looking._turn()
+        looking._watch_once()
         assert len(given) == times
 
 
@@ -372,40 +378,40 @@ def died(rank: int) -> dict[str, Any]:
 def test_a_rank_that_dies_before_it_has_joined_does_not_end_the_run(clock: Clock) -> None:
     it = ending(clock)
     it.outlives = lambda: True
-    it.admit([2])
+    it.admit_ranks([2])
     it.failed(2, died(2))
     clock.now += 1000
-    assert it.due() == "" and it.inside == {0, 1}
+    assert it.next_action() == "" and it.awaited_ranks == {0, 1}
     for rank in (0, 1):
         it.gone(rank, "done")
-    assert it.due() == "over" and it.outcome() == ("done", [])
+    assert it.next_action() == "over" and it.find_outcome() == ("done", [])
 
 
 def test_a_rank_that_dies_before_its_join_is_reported_ends_the_run(clock: Clock) -> None:
     it = ending(clock)
-    it.admit([2])
+    it.admit_ranks([2])
     it.failed(2, died(2))
-    it.joined([0, 1, 2])
+    it.note_joined([0, 1, 2])
     clock.now += 0.1
-    assert it.due() == "abort" and [error["rank"] for error in it.outcome()[1]] == [2]
+    assert it.next_action() == "abort" and [error["rank"] for error in it.find_outcome()[1]] == [2]
 
 
 def test_a_rank_that_waits_to_join_leaves_after_the_last_step(clock: Clock) -> None:
     it = ending(clock)
-    it.admit([2])
+    it.admit_ranks([2])
     for rank in (0, 1):
         it.gone(rank, "done")
-    assert it.due() == ""
+    assert it.next_action() == ""
     assert first(clock, it, "abort", 10) == pytest.approx(LEAVE, abs=0.11)
-    it.abort()
+    it.note_abort()
     it.gone(2, "failed")  # a session that is ordered to leave ends like this
-    assert it.due() == "over" and it.outcome() == ("done", [])
+    assert it.next_action() == "over" and it.find_outcome() == ("done", [])
 
 
 def test_new_ranks_are_waited_for_if_the_old_ranks_only_left(clock: Clock) -> None:
     it = ending(clock)
-    it.admit([2, 3])
+    it.admit_ranks([2, 3])
     for rank in (0, 1):
         it.gone(rank, "stopped")  # the new ranks train without them; the kernel does not know yet
     clock.now += LEAVE + 1
-    assert it.due() == ""
+    assert it.next_action() == ""

@@ -29,10 +29,10 @@ def kill(it: Ending, *ranks: int) -> None:
 
 def test_new_ranks_that_nobody_can_invite_are_freed_after_seconds() -> None:
     it = ending(2)
-    it.admit([2, 3])
+    it.admit_ranks([2, 3])
     for rank in (2, 3):
         it.heard(rank, status(0, state="waiting"))
-    assert it.due() == ""
+    assert it.next_action() == ""
     kill(it, 0, 1)
     assert first(it.clock, it, "abort", REUNION / 2) == pytest.approx(LEAVE, abs=0.11)  # type: ignore[arg-type]
 
@@ -40,7 +40,7 @@ def test_new_ranks_that_nobody_can_invite_are_freed_after_seconds() -> None:
 @pytest.mark.parametrize("said", ["starting", "running"])
 def test_new_ranks_that_were_invited_get_the_time_to_agree(said: str) -> None:
     it = ending(2)
-    it.admit([2, 3])
+    it.admit_ranks([2, 3])
     it.heard(2, status(0, state="waiting"))
     it.heard(3, status(0, state=said))
     kill(it, 0, 1)
@@ -50,14 +50,14 @@ def test_new_ranks_that_were_invited_get_the_time_to_agree(said: str) -> None:
 def test_the_wait_for_an_invitation_begins_anew_once_an_old_rank_is_there() -> None:
     it, clock = ending(2), Clock()
     it.clock = clock
-    it.admit([2])
+    it.admit_ranks([2])
     it.heard(2, status(0, state="waiting"))
     kill(it, 0, 1)
-    assert it.due() == ""
-    it.joined([0, 2])
-    it.outlived([0, 1], 5)
+    assert it.next_action() == ""
+    it.note_joined([0, 2])
+    it.note_outlived([0, 1], 5)
     clock.now += 2 * LEAVE
-    assert it.due() == "", "rank 2 trains now"
+    assert it.next_action() == "", "rank 2 trains now"
 
 
 @pytest.mark.parametrize(("outlives", "state"), [(True, "stopped"), (False, "failed")])
@@ -66,20 +66,20 @@ def test_a_stop_before_the_others_have_agreed_ends_a_run_that_would_have_gone_on
 ) -> None:
     it = ending(3, outlives)
     kill(it, 2)
-    it.stop()
+    it.note_stop()
     for rank in (0, 1):
         it.gone(rank, "stopped")
-    assert it.due() == "over"
-    assert it.outcome() == (state, [] if outlives else [it.errors[2]])
+    assert it.next_action() == "over"
+    assert it.find_outcome() == (state, [] if outlives else [it.errors[2]])
 
 
 def test_a_stop_after_all_trained_ranks_died_does_not_hide_that() -> None:
     it = ending(2)
-    it.admit([2])
+    it.admit_ranks([2])
     kill(it, 0, 1)
-    it.stop()
+    it.note_stop()
     it.gone(2, "stopped")
-    state, errors = it.outcome()
+    state, errors = it.find_outcome()
     assert state == "failed" and {error["rank"] for error in errors} == {0, 1}
 
 
@@ -93,6 +93,6 @@ def test_a_rank_that_dies_after_its_last_step_fails_no_run(heard_first: str) -> 
         kill(it, 0)
         it.gone(0, "done")
     it.clock.now += 2 * REUNION  # type: ignore[attr-defined]
-    assert it.due() == "" and it.dead == {0}
+    assert it.next_action() == "" and it.dead_ranks == {0}
     it.gone(1, "done")
-    assert (it.due(), it.outcome()) == ("over", ("done", []))
+    assert (it.next_action(), it.find_outcome()) == ("over", ("done", []))

@@ -25,7 +25,7 @@ from workbench.engine.control.background import Background
 from workbench.engine.p2p.mailbox import Mailbox
 from workbench.engine.rank.session import Session
 from workbench.fabric import Slow
-from workbench.host.placement.canonical import optimizer_tensors, state_hash
+from workbench.host.placement.canonical import hash_model_state, list_optimizer_tensors
 from workbench.rank import Rank
 from workbench.settings import Change, to_plain
 from workbench.strategies import (
@@ -41,8 +41,16 @@ from workbench.strategies import (
 
 pytestmark = pytest.mark.ranks
 
-APART = [ShadowMA(), ShadowBMUF(), ShadowEASGD(), ShadowEASGD(servers=1), AsyncServer(), SyncServer(),
-         AsyncServer(servers=1, push=2, fetch=3), Hogwild()]
+APART = [
+    ShadowMA(),
+    ShadowBMUF(),
+    ShadowEASGD(),
+    ShadowEASGD(servers=1),
+    AsyncServer(),
+    SyncServer(),
+    AsyncServer(servers=1, push=2, fetch=3),
+    Hogwild(),
+]
 apart = pytest.mark.parametrize("strategy", APART, ids=str)
 SLOW = (Slow(rank=1, factor=3.0),)
 
@@ -168,8 +176,8 @@ def test_live_switches_leave_parameters_equal(strategy: Strategy) -> None:
         sessions[0].request({"kind": "pause"})
         until(lambda: all(s.phase == "paused" for s in sessions), sessions)
         assert len({s.rank.step for s in sessions}) == 1, "ranks in lockstep count alike"
-        assert len({state_hash(s.layout) for s in sessions}) == 1
-        assert len({fingerprint(optimizer_tensors(s.layout, s.optimizer)) for s in sessions}) == 1
+        assert len({hash_model_state(s.layout) for s in sessions}) == 1
+        assert len({fingerprint(list_optimizer_tensors(s.layout, s.optimizer)) for s in sessions}) == 1
     finally:
         over(sessions)
 
@@ -218,7 +226,7 @@ def test_a_failing_rank_frees_the_other_ranks_and_is_named(strategy: Strategy, r
 
 def test_a_rank_without_a_message_connection_learns_of_a_failure_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine rank 0 may fail before it connects to the last rank, which would then train for ever."""
-    monkeypatch.setattr(Mailbox, "reach", lambda mailbox, ranks: None)
+    monkeypatch.setattr(Mailbox, "connect_ranks", lambda mailbox, ranks: None)
 
     sessions = live(experiment(3, 0, task=poisoned(0, 5), strategy=Hogwild(), pace=4.0))
     ended(sessions)
@@ -248,7 +256,7 @@ def test_a_background_that_fails_fails_the_run() -> None:
 
 def test_no_rank_cuts_its_wires_while_another_is_in_its_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo may not notice that a group was cut in the middle of a round, and keeps its thread for 10 minutes."""
-    ends, cuts, again, cut = [], [], Background._again, Session.cut
+    ends, cuts, again, cut = [], [], Background._next_step, Session.cut_connections
 
     def late(background: Background, rest: float, alone: bool) -> int:
         goes_on = again(background, rest, alone)
@@ -262,8 +270,8 @@ def test_no_rank_cuts_its_wires_while_another_is_in_its_last_round(monkeypatch: 
         cuts.append(time.monotonic())
         cut(session)
 
-    monkeypatch.setattr(Background, "_again", late)
-    monkeypatch.setattr(Session, "cut", noted)
+    monkeypatch.setattr(Background, "_next_step", late)
+    monkeypatch.setattr(Session, "cut_connections", noted)
     sessions = live(experiment(3, 0, task=poisoned(2, 5), strategy=ShadowMA(), pace=4.0))
     ended(sessions)
     assert len(ends) == len(cuts) == 3 and min(cuts) > max(ends)
@@ -303,6 +311,7 @@ class Heap(nn.Module):
 
 def test_no_update_is_lost_to_the_shadow() -> None:
     """The sum of all ranks' parameters is the optimizers' result, whenever the shadow writes."""
+
     def data(rank: int, ranks: int, seed: int) -> list[torch.Tensor]:
         return [torch.tensor(float(rank + 1))]
 

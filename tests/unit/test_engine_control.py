@@ -17,7 +17,7 @@ from tests.ranks import ended, experiment, fingerprint, live, mse, run, toy
 from workbench.compressors import TopK
 from workbench.engine.rank.session import Session
 from workbench.fabric import Freeze, Slow
-from workbench.host.placement.canonical import optimizer_tensors
+from workbench.host.placement.canonical import list_optimizer_tensors
 from workbench.rank import Rank
 from workbench.settings import Change
 from workbench.strategies import DDP, LocalSGD, Strategy, StreamingDiLoCo
@@ -59,6 +59,7 @@ def test_ranks_of_one_host_meet_only_for_a_pending_ticket(strategy: Strategy) ->
         until(lambda: all(s.rank.step > 2 for s in sessions))
         asked = [0] * 3
         for k, s in enumerate(sessions):
+
             def counted(wait: float = 0.0, k: int = k, ask: Any = s.training.tickets.ask) -> None:
                 asked[k] += 1
                 ask(wait)
@@ -241,7 +242,7 @@ def test_a_residual_of_gradients_is_dropped_for_displacements() -> None:
 
 def test_ranks_share_one_optimizer_state_after_leaving_local_sgd() -> None:
     sessions = run(experiment(3, 10, strategy=LocalSGD(every=4)), Change(6, "strategy", "DDP"), Change(6, "lr", 1e-9))
-    assert len({fingerprint(optimizer_tensors(s.layout, s.optimizer)) for s in sessions}) == 1
+    assert len({fingerprint(list_optimizer_tensors(s.layout, s.optimizer)) for s in sessions}) == 1
 
 
 def test_a_rank_reports_the_time_of_evaluations_so_that_a_stop_waits() -> None:

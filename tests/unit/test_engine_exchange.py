@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.ranks import Net, batch, ended, experiment, live, mse, net, run, toy, weights
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.settings import Change
 from workbench.strategies import DDP, LocalSGD, TorchDDP
 
@@ -116,7 +116,7 @@ class Mixed(Net):
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=2)], ids=str)
 def test_odd_models_train_and_the_ranks_agree(model: type, strategy: object) -> None:
     sessions = run(experiment(2, 8, task=toy(model=partial(net, model)), strategy=strategy, eval_every=4))
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     held_out = [v for _, name, _, v in sessions[0].record.samples if name == "held_out"]
     assert held_out[-1] < held_out[0]
 
@@ -139,7 +139,7 @@ def test_a_parameter_used_on_one_rank_only_hangs_no_rank() -> None:
         return nn.functional.mse_loss(model.c(torch.tanh(model.b(h)) if calls["n"] % 2 else h), y)
 
     sessions = run(experiment(2, 10, task=toy(loss=loss)))
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
 
 
 def test_one_rank_with_another_model_is_named_before_training() -> None:

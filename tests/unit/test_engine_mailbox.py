@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from workbench.engine.p2p.mailbox import BACKGROUND, HOST, Mailbox
-from workbench.engine.wire.collectives import Aborted, Leaving, connect_store, host_store
+from workbench.engine.wire.collectives import Aborted, LeaveEvent, connect_store, host_store
 from workbench.engine.wire.lane import StrategyError
-from workbench.engine.wire.shaping import Clock, Naps, Port
+from workbench.engine.wire.shaping import Clock, PacedSleep, Port
 from workbench.fabric import Fabric, Link, Slow
 from workbench.rank import Rank
 
@@ -40,14 +40,14 @@ def boxes(where: tuple[str, int]) -> Iterator[list[Mailbox]]:
     made = []
     for r in range(3):
         spans: Spans = []
-        link = Port(r, 3, Naps(clock), 0)
-        mailbox = Mailbox(Rank(r, 3), connect_store(host, port, token), (host, port), SECRET, link, Leaving(),
+        link = Port(r, 3, PacedSleep(clock), 0)
+        mailbox = Mailbox(Rank(r, 3), connect_store(host, port, token), (host, port), SECRET, link, LeaveEvent(),
                     lambda *row, into=spans: into.append(row), local=True)  # fmt: skip
         mailbox.spans = spans  # type: ignore[attr-defined]
         made.append(mailbox)
     before = threading.active_count()
     for mailbox in made:
-        mailbox.open()
+        mailbox.open_door()
     yield made
     for mailbox in made:
         mailbox.close()
@@ -72,8 +72,18 @@ def test_a_copy_is_sent_and_the_sender_never_waits(boxes: list[Mailbox]) -> None
         assert source == 0 and float(data.sum()) == 2_000_000.0
 
 
-@pytest.mark.parametrize("x", [torch.zeros(0), torch.tensor(3.5), torch.arange(6).view(2, 3), torch.ones(4).bfloat16(),
-                               torch.tensor([True, False]), torch.arange(8.0)[::2]], ids=str)
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.zeros(0),
+        torch.tensor(3.5),
+        torch.arange(6).view(2, 3),
+        torch.ones(4).bfloat16(),
+        torch.tensor([True, False]),
+        torch.arange(8.0)[::2],
+    ],
+    ids=str,
+)
 def test_any_shape_and_dtype_arrives_unchanged(boxes: list[Mailbox], x: torch.Tensor) -> None:
     boxes[2].send(x, 1, "x")
     data, source = boxes[1].recv(None, None, "x")
@@ -93,7 +103,7 @@ def test_a_wrong_size_is_refused_with_both_shapes(boxes: list[Mailbox]) -> None:
 def test_a_rank_connects_only_to_ranks_that_it_sends_to(boxes: list[Mailbox]) -> None:
     boxes[0].send(torch.ones(1), 1, "x")
     boxes[1].recv(None, 0, "x")
-    assert [mailbox.partners for mailbox in boxes] == [{1}, set(), set()]
+    assert [mailbox.connected_ranks for mailbox in boxes] == [{1}, set(), set()]
 
 
 def test_a_receiver_notices_an_order_to_leave_and_a_lost_sender(boxes: list[Mailbox]) -> None:
@@ -102,7 +112,7 @@ def test_a_receiver_notices_an_order_to_leave_and_a_lost_sender(boxes: list[Mail
         boxes[0].recv(None, None, "x")
     boxes[2].send(torch.ones(1), 1, "first words")
     boxes[1].recv(None, 2, "first words")
-    boxes[2].cut()
+    boxes[2].cut_connections()
     with pytest.raises(ConnectionError, match="rank 2"):
         boxes[1].recv(None, 2, "more")
 
@@ -116,10 +126,10 @@ def test_messages_sent_before_a_rank_left_still_arrive(boxes: list[Mailbox]) -> 
 
     def notices_late() -> None:
         time.sleep(0.3)
-        boxes[0]._out[1]._move()
+        boxes[0]._out[1]._write_frames()
         time.sleep(0.3)
 
-    boxes[0].do(notices_late)
+    boxes[0].run_on_thread(notices_late)
     boxes[1].send(torch.full((2,), 7.0), 0, "last")
     boxes[1].close()
     data, source = boxes[0].recv(torch.empty(2), 1, "last")
@@ -132,19 +142,19 @@ def test_recv_returns_none_once_all_messages_have_arrived(boxes: list[Mailbox]) 
     expected = 3
     threading.Timer(0.2, lambda: [boxes[0].send(torch.ones(1), 1, "x") for _ in range(expected)]).start()
     got = 0
-    while boxes[1].recv(torch.empty(1), None, "x", lambda: boxes[1].came >= expected) is not None:
+    while boxes[1].recv(torch.empty(1), None, "x", lambda: boxes[1].received_count >= expected) is not None:
         got += 1
     boxes[2].send(torch.ones(1), 1, "x", BACKGROUND)
     boxes[2].send(torch.ones(1), 1, "x", HOST)
-    assert got == expected and [box.posted for box in boxes] == [expected, 0, 1], "the engine's own do not count"
+    assert got == expected and [box.posted_count for box in boxes] == [expected, 0, 1], "the engine's own do not count"
 
 
 def test_messages_from_before_a_turned_page_are_dropped(boxes: list[Mailbox]) -> None:
     boxes[0].send(torch.zeros(1), 1, "x")
     boxes[0].send(torch.zeros(1), 1, "y")
     boxes[1].recv(None, 0, "y")
-    boxes[1].turn_page()
-    boxes[0].turn_page()
+    boxes[1].drop_old_messages()
+    boxes[0].drop_old_messages()
     boxes[0].send(torch.ones(1), 1, "x")
     assert float(boxes[1].recv(None, 0, "x")[0]) == 1.0
 

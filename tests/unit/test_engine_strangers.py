@@ -19,9 +19,9 @@ from tests.waiting import until
 from workbench.engine.p2p import door, greeting, sockets
 from workbench.engine.p2p.mailbox import Mailbox
 from workbench.engine.p2p.sockets import HEAD
-from workbench.engine.wire.collectives import Leaving, connect_store, host_store
+from workbench.engine.wire.collectives import LeaveEvent, connect_store, host_store
 from workbench.engine.wire.lane import StrategyError
-from workbench.engine.wire.shaping import Clock, Naps, Port
+from workbench.engine.wire.shaping import Clock, PacedSleep, Port
 from workbench.rank import Rank
 
 pytestmark = pytest.mark.ranks
@@ -36,9 +36,9 @@ def boxes() -> Iterator[list[Mailbox]]:
     store, host, port = host_store()
     made = []
     for r in range(2):
-        link, into = Port(r, 2, Naps(Clock(time.time())), 0), connect_store(host, port, RUN)
-        made.append(Mailbox(Rank(r, 2), into, (host, port), SECRET, link, Leaving(), lambda *row: None, True, 2**20))
-        made[-1].open()
+        link, into = Port(r, 2, PacedSleep(Clock(time.time())), 0), connect_store(host, port, RUN)
+        made.append(Mailbox(Rank(r, 2), into, (host, port), SECRET, link, LeaveEvent(), lambda *row: None, True, 2**20))
+        made[-1].open_door()
     yield made
     for mailbox in made:
         mailbox.close()
@@ -85,7 +85,7 @@ def test_a_strangers_connection_is_closed_and_counted_and_messages_pass(boxes: l
         if len(said) < greeting.HELLO.size:
             s.shutdown(socket.SHUT_WR)
         assert is_closed(s)
-    assert until(lambda: boxes[0].strangers == 1)
+    assert until(lambda: boxes[0].stranger_count == 1)
     messages_still_pass(boxes)
 
 
@@ -93,16 +93,16 @@ def test_a_proof_is_invalid_a_second_time_or_at_another_rank(boxes: list[Mailbox
     mine = os.urandom(greeting.RANDOM)
     here, there = boxes[0].door.where, boxes[1].door.where
     with stranger(boxes[0]) as s:
-        good = greeting.proof_of(SECRET, b"caller", 1, 0, here, s.recv(greeting.RANDOM), mine)
+        good = greeting.make_proof(SECRET, b"caller", 1, 0, here, s.recv(greeting.RANDOM), mine)
         s.sendall(greeting.HELLO.pack(1, mine, good))
         assert len(s.recv(greeting.PROOF)) == greeting.PROOF, "this one is as a rank's"
     for where in (here, there):
         with stranger(boxes[0]) as s:
             theirs = s.recv(greeting.RANDOM)
-            stolen = good if where == here else greeting.proof_of(SECRET, b"caller", 1, 0, where, theirs, mine)
+            stolen = good if where == here else greeting.make_proof(SECRET, b"caller", 1, 0, where, theirs, mine)
             s.sendall(greeting.HELLO.pack(1, mine, stolen))
             assert is_closed(s)
-    assert until(lambda: boxes[0].strangers == 2)
+    assert until(lambda: boxes[0].stranger_count == 2)
 
 
 def test_a_rank_sends_nothing_to_a_peer_without_proof(boxes: list[Mailbox]) -> None:
@@ -145,12 +145,12 @@ def test_many_strangers_keep_no_rank_out(boxes: list[Mailbox]) -> None:
         thread.join()
         for s in crowd:
             s.close()
-    assert len(boxes[0].door._unknown) <= door.PENDING + 2 and boxes[0].strangers > 0
+    assert len(boxes[0].door._unknown) <= door.PENDING + 2 and boxes[0].stranger_count > 0
 
 
 def test_an_oversized_announcement_names_the_rank_and_allocates_nothing(boxes: list[Mailbox]) -> None:
     messages_still_pass(boxes)
-    boxes[1]._out[0].put(HUGE, b"", lambda: None)
+    boxes[1]._out[0].queue_frame(HUGE, b"", lambda: None)
     with pytest.raises(StrategyError, match=r"rank 1's line to rank 0 was closed: .* 4611686018427387904 bytes"):
         boxes[0].recv(None, 1, "x")
     with pytest.raises(StrategyError, match="at most 1048576 here"):
@@ -165,12 +165,12 @@ def test_errors_on_the_mail_thread_reach_receivers(
         raise error
 
     messages_still_pass(boxes)
-    monkeypatch.setattr(boxes[0], "arrived", fails)
+    monkeypatch.setattr(boxes[0], "file_message", fails)
     boxes[1].send(torch.ones(1), 0, "x")
     with pytest.raises(StrategyError, match=type(error).__name__):
         boxes[0].recv(None, 1, "x")
     goes_on = threading.Event()
-    boxes[0].do(goes_on.set)
+    boxes[0].run_on_thread(goes_on.set)
     assert goes_on.wait(60), "its thread has not ended"
 
 
@@ -180,12 +180,12 @@ def test_a_rank_that_is_turned_away_calls_again_while_messages_pass(boxes: list[
 
     def admit() -> None:
         if opened.is_set():
-            return boxes[0].door.admit()
+            return boxes[0].door.accept_caller()
         turned.append(time.monotonic())
         boxes[0].door.socket.accept()[0].close()
 
-    boxes[0].do(lambda: boxes[0].selector.modify(boxes[0].door.socket, selectors.EVENT_READ, admit))
-    boxes[0].do(shut.set)
+    boxes[0].run_on_thread(lambda: boxes[0].selector.modify(boxes[0].door.socket, selectors.EVENT_READ, admit))
+    boxes[0].run_on_thread(shut.set)
     assert shut.wait(60)
     boxes[1].send(torch.full((2,), 5.0), 0, "x")
     assert until(lambda: len(turned) > 2)
@@ -205,4 +205,4 @@ def test_a_rank_that_is_always_turned_away_gives_up(boxes: list[Mailbox], monkey
         for _ in range(5):
             listener.accept()[0].close()
         assert until(lambda: boxes[0].gone == {1})
-    assert sum(sockets.pause(k) for k in range(1, 400)) == pytest.approx(20.0, abs=1.0)
+    assert sum(sockets.find_retry_delay(k) for k in range(1, 400)) == pytest.approx(20.0, abs=1.0)

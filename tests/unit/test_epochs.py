@@ -20,11 +20,11 @@ from tests.unit.test_resizing import Crowd
 from workbench import simulate
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host.memory.batches import Batches
+from workbench.host.memory.batches import BatchReader
 from workbench.rank import Rank
 from workbench.record.checkpoints import Checkpoint, found
 from workbench.settings import Change, KnobError
-from workbench.sim.run.resuming import resumed
+from workbench.sim.run.resuming import plan_resume
 from workbench.strategies import (
     BMUF,
     DDP,
@@ -96,19 +96,19 @@ def test_peeked_examples_do_not_count_as_used() -> None:
     def data(rank: int, ranks: int, batch: int, seed: int, used: int) -> Any:
         return shuffled(1000, rank, ranks, batch, seed, used)
 
-    batches = Batches(data, 1, 2, "cpu", indexed=True)
-    batches.restart(4, 0, 0, 10)
-    batches.next()
-    batches.coming(2)
+    batches = BatchReader(data, 1, 2, "cpu", indexed=True)
+    batches.restart_reading(4, 0, 0, 10)
+    batches.next_batch()
+    batches.peek_batch(2)
     assert batches.used == 10 + 4 * 2
-    batches.at_boundary(1)
-    batches.next()
-    assert batches.used_before(1) == [(1, 18)] and batches.used_before(2) == [(1, 18), (2, 26)]
-    batches.client(0, 3)
-    batches.next()
+    batches.note_boundary(1)
+    batches.next_batch()
+    assert batches.list_boundaries(1) == [(1, 18)] and batches.list_boundaries(2) == [(1, 18), (2, 26)]
+    batches.select_client(0, 3)
+    batches.next_batch()
     assert batches.used == 10 + 4 * 2 * 3
-    batches.restart(5, 0, 2, 50)
-    assert batches.used == 50 and batches.used_before(2) == [(1, 18), (2, 50)]
+    batches.restart_reading(5, 0, 2, 50)
+    assert batches.used == 50 and batches.list_boundaries(2) == [(1, 18), (2, 50)]
 
 
 def test_data_with_used_require_a_batch_size() -> None:
@@ -170,7 +170,7 @@ def test_a_mean_finished_by_one_rank_counts_for_all(strategy: Strategy, monkeypa
         until = time.monotonic() + 0.5  # rank 0 makes one more step if it need not meet the other ranks for it
         while sessions[0].rank.step <= last or (sessions[0].rank.step == last + 1 and time.monotonic() < until):
             time.sleep(0.001)
-        sessions[rank.id].cut()
+        sessions[rank.id].cut_connections()
         await rank.all_reduce(torch.zeros(1), "sum", "none")
 
     monkeypatch.setattr(type(strategy), "step", step_until_cut)
@@ -225,8 +225,8 @@ def test_a_checkpoint_resumes_at_the_same_position_on_other_numbers_of_ranks(tmp
     simulate(e, real=True, checkpoints=tmp_path / "made")
     made = Checkpoint.open(next(path for path in found(tmp_path / "made") if path.name.endswith("12")))
     for ranks in (3, 2, 4):
-        goes = resumed(made, Experiment(**{**vars(e), "ranks": ranks, "steps": 30, "save_every": 0}))
-        sessions = live(goes.experiment, goes.changes, resume=str(goes.at(tmp_path / f"for {ranks}")))
+        goes = plan_resume(made, Experiment(**{**vars(e), "ranks": ranks, "steps": 30, "save_every": 0}))
+        sessions = live(goes.experiment, goes.changes, resume=str(goes.prepare_checkpoint(tmp_path / f"for {ranks}")))
         ended(sessions, 60)
         for s in sessions:
             assert s.error is None, s.error["traceback"]

@@ -10,8 +10,8 @@ import pytest
 from tests.unit import synthetic
 from widgets.views import all_views
 from workbench import Experiment, simulate
-from workbench.analysis import by_collective, critical_path, last_steps, overlap
-from workbench.analysis.stragglers.path import said, shares
+from workbench.analysis import by_collective, critical_path, last_steps, measure_overlap
+from workbench.analysis.stragglers.path import describe_path, path_shares
 from workbench.fabric import Fabric, Link, Slow
 from workbench.record.timeline import Span, Timeline
 from workbench.run import Run
@@ -51,20 +51,18 @@ def test_a_table_of_collectives_by_hand() -> None:
     assert row.busbw == pytest.approx(1.5 * row.algbw) and row.worst_busbw == pytest.approx(1.5 * row.worst_algbw)
     assert row.waiting == pytest.approx(1.5) and row.longest == 3.0
     none = Timeline()
-    assert by_collective(none, 0, 0) == [] and critical_path(none, 0, 0) == [] and said([]) == ""
+    assert by_collective(none, 0, 0) == [] and critical_path(none, 0, 0) == [] and describe_path([]) == ""
 
 
 @pytest.mark.parametrize("mbit", [0.0, 150.0, 2000.0])
 @pytest.mark.parametrize("strategy", [DDP(), ZeRO3(), LocalSGD(every=4)], ids=lambda s: type(s).__name__)
-def test_a_longer_phase_on_the_critical_path_lengthens_the_step_equally(
-    strategy: object, mbit: float
-) -> None:
+def test_a_longer_phase_on_the_critical_path_lengthens_the_step_equally(strategy: object, mbit: float) -> None:
     """A phase on the path that grows by 0.1 % lengthens the simulated run by the same time."""
     run = ran(strategy, mbit)
     more = 1e-3
     longer = ran(strategy, mbit, 1.5 * (1 + more))
     first, stop = last_steps(run.timeline)
-    on_path = shares(critical_path(run.timeline, first, stop)).get((2, "backward"), 0.0) * (stop - first)
+    on_path = path_shares(critical_path(run.timeline, first, stop)).get((2, "backward"), 0.0) * (stop - first)
     grown = float(longer.spans.t1.max() - run.spans.t1.max())
     assert grown == pytest.approx(more * on_path, rel=0.02, abs=1e-9)
 
@@ -82,13 +80,13 @@ def test_pieces_of_a_path_are_contiguous_and_inside_their_spans() -> None:
     for row in found[found.cause.isin(["forward", "backward"])].itertuples():
         its = compute[(compute["rank"] == row.rank) & (compute.step == row.step) & (compute.name == row.cause)].iloc[0]
         assert its.t0 - 1e-9 <= row.begin <= row.end <= its.t1 + 1e-9
-    text = said(critical_path(run.timeline, *last_steps(run.timeline, 20)))
+    text = describe_path(critical_path(run.timeline, *last_steps(run.timeline, 20)))
     assert "the network" in text and "rank 1's backward" in text
 
 
 def test_a_slow_port_is_on_the_path_with_its_rank() -> None:
     run = synthetic.run(steps=60, changes=(), slow=(3, "link", 1.5))
-    (rank, cause), _ = next(iter(shares(critical_path(run.timeline, 40, 60)).items()))
+    (rank, cause), _ = next(iter(path_shares(critical_path(run.timeline, 40, 60)).items()))
     assert (rank, cause) == (3, "network")
 
 
@@ -111,7 +109,7 @@ def test_overlap_equals_a_count_of_every_tick(seed: int) -> None:
             tl.spans.add([Span(rank, 0, "compute", name, at, at, at + lasts, 0)])
             at += lasts
         tl.spans.add([Span(rank, 0, "step", "DDP", 0, 0, ticks, 0)])
-    found, computed = overlap(tl, 0, 1), np.logical_or.reduce(list(phases.values()))
+    found, computed = measure_overlap(tl, 0, 1), np.logical_or.reduce(list(phases.values()))
     assert found.communication.tolist() == comm.sum(axis=1).tolist()
     assert found.hidden.tolist() == (comm & computed).sum(axis=1).tolist()
     assert found.exposed.tolist() == (comm & ~computed).sum(axis=1).tolist()

@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit import synthetic
 from tests.unit.test_cli import refused, say
-from workbench.analysis import last_steps, overlap
+from workbench.analysis import last_steps, measure_overlap
 from workbench.run import Run, RunError
 
 
@@ -60,7 +60,7 @@ def test_chrome_traces_hold_what_hta_reads_and_give_our_overlap(run: Run, tmp_pa
         steps = {e["name"] for e in events if e["cat"] == "user_annotation" and e["name"].startswith("ProfilerStep#")}
         assert steps == {f"ProfilerStep#{k}" for k in range(60)}
         said.append(hta_says(events))
-    ours = 100 * overlap(run.timeline, *last_steps(run.timeline)).share
+    ours = 100 * measure_overlap(run.timeline, *last_steps(run.timeline)).share
     assert said == pytest.approx(ours.tolist(), abs=0.01) and 20 < min(said) < max(said) < 80
 
 

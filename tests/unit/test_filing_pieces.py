@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from workbench.host.checkpoint import filing
-from workbench.host.checkpoint.image import Image, Item
+from workbench.host.checkpoint.image import ImageTensor, RankImage
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3)])
 def test_each_value_of_a_tensor_lies_in_one_piece(shape: tuple[int, ...]) -> None:
-    image = Image(step=0)
-    image.own(torch.ones(shape))
-    (item,) = filing.pieces(image)
+    image = RankImage(step=0)
+    image.add_own(torch.ones(shape))
+    (item,) = filing.hash_pieces(image)
     assert [tuple(x.shape) for _, x in item] == [shape]
 
 
 def test_an_item_whose_boxes_leave_values_out_is_an_error() -> None:
-    image = Image(step=0, items=[Item("", (3,), [], torch.ones(3))])
+    image = RankImage(step=0, items=[ImageTensor("", (3,), [], torch.ones(3))])
     with pytest.raises(RuntimeError, match="split_sizes"):
-        filing.pieces(image)
+        filing.hash_pieces(image)

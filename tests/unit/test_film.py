@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.unit import synthetic
 from widgets.charts.feed import Feed
-from widgets.charts.film import POINTS, film
+from widgets.charts.film import POINTS, make_film
 from widgets.page.dashboard import Dashboard
 from widgets.views.timeline import Timeline
 from workbench.experiment import Experiment
@@ -19,7 +19,7 @@ def test_a_film_has_the_ends_of_steps_and_the_times_of_settings() -> None:
     changes = [Change(30, "strategy", LocalSGD(every=8)), Change(60, "strategy.every", 4), Change(60, "lr", 0.1)]
     changes += [Change(60, "fabric.link.bandwidth", 100.0)]
     run = simulate(Experiment(ranks=2, steps=90, pace=10.0, eval_every=0), changes=changes)
-    found = film(run)
+    found = make_film(run)
     assert found is not None
     assert [step for _, step in found["steps"]] == list(range(90))
     ends, told = [t for t, _ in found["steps"]], found["settings"]
@@ -37,7 +37,7 @@ def test_a_film_has_the_ends_of_steps_and_the_times_of_settings() -> None:
 def test_a_setting_without_a_change_appears_once() -> None:
     changes = [Change(30, "strategy", LocalSGD(every=8)), Change(40, "strategy", LocalSGD(every=8)),
                Change(50, "strategy.every", 8), Change(60, "every", 4)]  # fmt: skip
-    found = film(simulate(Experiment(ranks=2, steps=90, pace=10.0, eval_every=0), changes=changes))
+    found = make_film(simulate(Experiment(ranks=2, steps=90, pace=10.0, eval_every=0), changes=changes))
     assert found is not None
     for *_, settings in found["settings"]:
         names = [name for name, *_ in settings]
@@ -48,14 +48,14 @@ def test_a_setting_without_a_change_appears_once() -> None:
 
 def test_only_full_boards_of_ended_runs_have_a_film() -> None:
     run = synthetic.run(steps=3 * POINTS // 2, ranks=1)
-    found = Feed(run).everything()[0]["film"]
+    found = Feed(run).make_opening()[0]["film"]
     assert len(found["steps"]) == POINTS and found["steps"][-1][1] == 3 * POINTS // 2 - 1
-    assert Feed(run, (Timeline,)).everything()[0]["film"] is None
+    assert Feed(run, (Timeline,)).make_opening()[0]["film"] is None
     run.secret = "a riddle"
-    assert Feed(run).everything()[0]["film"] is None, "settings would tell"
+    assert Feed(run).make_opening()[0]["film"] is None, "settings would tell"
     run.secret, run.live = "", True
-    assert Feed(run).everything()[0]["film"] is None
-    assert film(Run({"ranks": 2})) is None
+    assert Feed(run).make_opening()[0]["film"] is None
+    assert make_film(Run({"ranks": 2})) is None
 
 
 def test_the_panel_exports_and_compares_runs(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from tests.ranks import exchange, experiment, placed, run, weights
 from workbench.compressors import ByteGrad, Float8
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Memory
 from workbench.settings import Change
 
@@ -96,8 +96,10 @@ def test_small_elements_are_as_exact_as_large_ones() -> None:
     x = noise(6, 1, 1024)
     x[0, ::2] *= 1e-3
     small = x[0, ::2].double()
-    off = {c: float((exchange(c, x, placed((1024,)), [Memory()])[::2] - small).norm() / small.norm())
-           for c in (Float8(block=0), Float8(to="e5m2", block=0), ByteGrad())}
+    off = {
+        c: float((exchange(c, x, placed((1024,)), [Memory()])[::2] - small).norm() / small.norm())
+        for c in (Float8(block=0), Float8(to="e5m2", block=0), ByteGrad())
+    }
     assert off[Float8(block=0)] < 0.05 and off[Float8(to="e5m2", block=0)] < 0.06 and off[ByteGrad()] > 0.9
 
 
@@ -156,7 +158,7 @@ def test_recorded_bytes_follow_the_formula_before_and_after_live_changes() -> No
     sent = [sum(n for k, _, n in sessions[0].record.comm() if k == step) for step in range(9)]
     assert sent[2] == formula(plain, 256) and sent[5] == formula(plain, 64) > sent[2]
     assert sent[8] == formula(sessions[0], 64)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
 
 
 @formats

@@ -91,7 +91,7 @@ def test_ranks_outlive_a_death_in_the_order_of_the_page() -> None:
 
     parts = ("The ranks that are left", "The next generation")
     entries = [entry for part in parts for entry in list_entries("rank_loss.md", part)]
-    check_order(watch(lose_one), entries, {"live_through", "found", "say_why_not", "undo"})
+    check_order(watch(lose_one), entries, {"run_generations", "find_sources", "mark_end_reason", "undo_forming"})
 
 
 @pytest.mark.ranks

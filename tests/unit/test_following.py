@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from tests.ranks import toy
-from workbench.host.core.meta import outline
-from workbench.host.memory.following import Following
-from workbench.sim.model.evaluation import computed
+from workbench.host.core.meta import make_outline
+from workbench.host.memory.following import StorageTracker
+from workbench.sim.model.evaluation import measure_evaluation
 
 WIDTH, BATCH = 256, 32
 
@@ -21,7 +21,7 @@ def test_a_compiled_model_gives_the_same_result_without_warnings() -> None:
     compiled, x = torch.compile(model, backend="eager"), torch.ones(BATCH, 64)
     with torch.no_grad(), warnings.catch_warnings(action="error"):
         plain = model(x)
-        with Following() as following:
+        with StorageTracker() as following:
             assert torch.equal(compiled(x), plain)
     assert following.most[0] >= 2 * BATCH * WIDTH * 4, "both activations of the hidden layer are there at a time"
 
@@ -48,5 +48,5 @@ def test_batches_of_equal_sizes_take_the_memory_of_each_followed_one(by_values: 
     for pure in (True, False):
         task = toy(model=lambda: Trimmed(by_values), evaluate=evaluate, pure=pure)
         learner = task.build()
-        found += computed(outline(learner), learner, None, None, 0)
+        found += measure_evaluation(make_outline(learner), learner, None, None, 0)
     assert found[0] == found[1] >= 2 * BATCH * 8 * 64 * 4

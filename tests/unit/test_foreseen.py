@@ -16,7 +16,7 @@ from tests.sim.insides import simulated
 from tests.sim.virtual import comm
 from workbench import simulate
 from workbench.experiment import Experiment
-from workbench.host.sharding.foreseen import foreseen
+from workbench.host.sharding.foreseen import foresee_trace
 from workbench.strategies import DDP, HSDP, LocalSGD, ZeRO1
 from workbench.tasks import ByteGPT
 
@@ -72,7 +72,7 @@ def test_finding_the_order_changes_no_random_number_or_buffer() -> None:
     want = torch.rand(3), np.random.rand(3), random.random()
     torch.manual_seed(3), np.random.seed(3), random.seed(3)
     before = {name: b.clone() for name, b in model.named_buffers()}
-    assert foreseen(learner, e, True) is not None
+    assert foresee_trace(learner, e, True) is not None
     assert torch.equal(want[0], torch.rand(3)) and (want[1] == np.random.rand(3)).all() and want[2] == random.random()
     assert all(torch.equal(before[name], b) for name, b in model.named_buffers())
 
@@ -135,8 +135,8 @@ def test_the_predicted_order_is_that_of_autograd() -> None:
     for name, p in model.named_parameters():
         p.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))
     learner.loss(model, next(iter(learner.data(0, 1, 2, 0)))).backward()
-    trial = foreseen(learner, e, True)
-    assert trial is not None and trial.arrival == came
+    trial = foresee_trace(learner, e, True)
+    assert trial is not None and trial.gradient_order == came
 
 
 def counted(kept: list[Any]) -> Any:

@@ -15,9 +15,9 @@ import pytest
 
 from tests.waiting import until
 from workbench.cluster.processes import fork_server, processes
-from workbench.cluster.processes.fork_server import Forked, ForkServer
-from workbench.cluster.processes.place import Place
-from workbench.cluster.processes.processes import Processes, end
+from workbench.cluster.processes.fork_server import ForkedEngine, ForkServer
+from workbench.cluster.processes.place import LabPlace
+from workbench.cluster.processes.processes import LabProcesses, end_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 60.0
@@ -45,23 +45,23 @@ def forks():
 os.fork = forks
 print("a site's own module says this", flush=True)
 fork_server.LOADED = ("numpy",)
-fork_server.serve(live)
+fork_server.serve_forks(live)
 """
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[ForkServer, Callable[..., Forked]]]:
+def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[ForkServer, Callable[..., ForkedEngine]]]:
     """Starts a server. Yields it with a function that forks an engine by name, and ends all processes."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("GONE", "still there")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, "-c", SERVER], cwd=tmp_path, **pipes)  # type: ignore[call-overload]
     noted: list[Any] = []
-    server, forked = ForkServer(process, lambda *told: noted.append(told)), list[Forked]()
+    server, forked = ForkServer(process, lambda *told: noted.append(told)), list[ForkedEngine]()
 
-    def fork(what: str, *arguments: str) -> Forked:
-        forked.append(Forked(what))
-        server.fork(forked[-1], list(arguments), tmp_path / f"{what}.log", {"FORCED": "lo"})
+    def fork(what: str, *arguments: str) -> ForkedEngine:
+        forked.append(ForkedEngine(what))
+        server.fork_engine(forked[-1], list(arguments), tmp_path / f"{what}.log", {"FORCED": "lo"})
         return forked[-1]
 
     server.told = noted  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Fo
     process.wait(BOUND)
 
 
-def there(one: Forked) -> Forked:
+def there(one: ForkedEngine) -> ForkedEngine:
     assert until(lambda: one.pid > 0, BOUND)
     return one
 
@@ -92,7 +92,7 @@ def test_an_engine_has_the_kernels_environment_and_its_exit_is_reported(
     assert fork("engine 1", "raises").wait(BOUND) == 1
     assert "ValueError: no engine" in (tmp_path / "engine 1.log").read_text()
     killed = there(fork("engine 2"))
-    assert killed.poll() is None and not killed.unheard
+    assert killed.poll() is None and not killed.is_unreported
     with pytest.raises(subprocess.TimeoutExpired):
         killed.wait(0.05)
     killed.kill()
@@ -146,7 +146,7 @@ def test_a_dead_engine_is_noticed_while_the_server_is_stopped(served: Any) -> No
     one = there(fork("engine 0"))
     server.process.send_signal(signal.SIGSTOP)
     one.kill()
-    assert one.wait(BOUND) is None and one.unheard and one.lost
+    assert one.wait(BOUND) is None and one.is_unreported and one.is_lost
     server.process.send_signal(signal.SIGCONT)
 
 
@@ -154,7 +154,7 @@ def test_engines_outlive_a_killed_server_and_their_exit_is_unknown(served: Any) 
     server, fork = served
     one = there(fork("engine 0"))
     server.process.kill()
-    assert until(lambda: one.unheard, BOUND)
+    assert until(lambda: one.is_unreported, BOUND)
     assert one.poll() is None and psutil.Process(one.pid).is_running()
     with pytest.raises(subprocess.TimeoutExpired):
         one.wait(0.05)
@@ -173,50 +173,50 @@ def test_pending_engines_end_with_a_killed_server(served: Any) -> None:
 
 
 @pytest.fixture
-def owned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Processes]:
+def owned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LabProcesses]:
     """Returns what starts a lab's processes, with light stand-ins for these."""
     monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path / "labs"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(processes, "_HERE", tmp_path)
-    monkeypatch.setattr(processes, "usable", lambda: True)
+    monkeypatch.setattr(processes, "can_fork", lambda: True)
     (tmp_path / "boot.py").write_text(f"import sys, time\nif sys.argv[1] != 'engines': time.sleep(600)\n{SERVER}")
-    made = Processes(Place.new("many"))
+    made = LabProcesses(LabPlace.make_place("many"))
     yield made
     made.close()
-    end(made.place)
-    made.reap()
-    made.place.remove()
+    end_processes(made.place)
+    made.reap_children()
+    made.place.remove_folder()
 
 
-def left(of: Processes) -> list[psutil.Process]:
+def left(of: LabProcesses) -> list[psutil.Process]:
     """Returns a lab's processes by their command line, with any parent."""
     return [p for p in psutil.process_iter(["cmdline"]) if str(of.place.file) in (p.info["cmdline"] or ())]
 
 
-def test_closing_while_a_server_forks_forgets_no_engine(owned: Processes) -> None:
-    owned.start(24)
-    engines = [child for child in owned.started.values() if isinstance(child, Forked)]
+def test_closing_while_a_server_forks_forgets_no_engine(owned: LabProcesses) -> None:
+    owned.start_lab(24)
+    engines = [child for child in owned.started.values() if isinstance(child, ForkedEngine)]
     assert len(engines) == 24 and until(lambda: sum(e.pid > 0 for e in engines) >= 4, BOUND)
     owned.close()
-    end(owned.place)
-    owned.reap()
+    end_processes(owned.place)
+    owned.reap_children()
     assert left(owned) == [] and all(e.over.is_set() for e in engines)
 
 
-def test_an_engine_dismissed_before_its_fork_blocks_nothing(owned: Processes) -> None:
-    owned.start(0)
+def test_an_engine_dismissed_before_its_fork_blocks_nothing(owned: LabProcesses) -> None:
+    owned.start_lab(0)
     owned.start_engine(0)
     server = owned.started["engines"]
     server.send_signal(signal.SIGSTOP)
     owned.start_engine(1)
     late = owned.started["engine 1"]
-    owned.dismiss(1)
+    owned.dismiss_engine(1)
     server.send_signal(signal.SIGCONT)
     assert late.wait(BOUND) == -signal.SIGKILL and owned.next_engine == 2
 
 
-def test_a_new_server_replaces_a_terminated_one(owned: Processes) -> None:
-    owned.start(1)
+def test_a_new_server_replaces_a_terminated_one(owned: LabProcesses) -> None:
+    owned.start_lab(1)
     first, server = owned.started["engine 0"], owned.started["engines"]
     assert until(lambda: first.pid > 0, BOUND)
     server.send_signal(signal.SIGTERM)
@@ -230,9 +230,9 @@ def test_a_new_server_replaces_a_terminated_one(owned: Processes) -> None:
 def test_engines_are_not_forked_with_accelerators_or_on_a_mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(fork_server, "CHIPS", (str(tmp_path / "chip"),))
     monkeypatch.setattr(sys, "platform", "linux")
-    assert fork_server.usable()
+    assert fork_server.can_fork()
     (tmp_path / "chip").touch()
-    assert not fork_server.usable()
+    assert not fork_server.can_fork()
     (tmp_path / "chip").unlink()
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert not fork_server.usable()
+    assert not fork_server.can_fork()

@@ -52,7 +52,7 @@ DOORS: dict[str, Callable[[Any], Any]] = {
     "LocalSGD(every)": lambda v: LocalSGD(every=v),
     "Link(bandwidth)": lambda v: Fabric(link=Link(bandwidth=v)),
     "recipe": recipe,
-    "lab.run": lambda v: launch.fitted(given.experiment(v), 2),
+    "lab.run": lambda v: launch.fit_experiment(given.experiment(v), 2),
     "lab.run's changes": lambda v: given.planned(E, given.changes(v)),
     "Lab(ranks)": lambda v: Lab(v),
     "Lab(name)": lambda v: given.text(v, "name", "lab"),

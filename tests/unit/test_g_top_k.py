@@ -9,7 +9,7 @@ import torch
 
 from tests.ranks import exchange, experiment, placed, run, toy
 from workbench.compressors import ErrorFeedback, GTopK
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Memory
 from workbench.settings import Change
 
@@ -145,7 +145,7 @@ def test_every_rank_sends_the_formulas_bytes_before_and_after_a_live_change(rank
 def test_ranks_agree_through_live_changes(ranks: int) -> None:
     changes = [Change(3, "density", 0.5), Change(5, "bucket_mb", 0.05), Change(7, "compressor", "Dense")]
     sessions = run(experiment(ranks, 10, compressor=GTopK.usual()), *changes)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     assert all("residual" not in s.rank.memory.buffers for s in sessions)
 
 

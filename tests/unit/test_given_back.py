@@ -18,13 +18,13 @@ import json, psutil, sys
 from pathlib import Path
 from workbench.cluster.transport import spool
 from workbench.run import Run
-spool.pieces(Path(sys.argv[1]), "marks", 0)
+spool.read_pieces(Path(sys.argv[1]), "marks", 0)
 before = psutil.Process().memory_info().rss
 run = Run.open(sys.argv[1])
 after = psutil.Process().memory_info().rss
-found = spool.pieces(run.path, "spans", 3)
+found = spool.read_pieces(run.path, "spans", 3)
 del found
-spool.pieces(run.path, "marks", 0)
+spool.read_pieces(run.path, "marks", 0)
 rows = sum(len(t) * sum(c.dtype.itemsize for c in t._columns.values()) for t in [run.timeline.spans])
 print(json.dumps([(after - before) / rows, (psutil.Process().memory_info().rss - after) / rows]))
 """

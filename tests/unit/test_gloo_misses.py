@@ -16,7 +16,7 @@ import torch
 
 from tests.waiting import until
 from workbench.engine.device import gloo
-from workbench.engine.wire.collectives import Aborted, Leaving, Wire, connect_store, host_store
+from workbench.engine.wire.collectives import Aborted, LeaveEvent, Wire, connect_store, host_store
 
 pytestmark = pytest.mark.ranks
 
@@ -36,7 +36,7 @@ def opened(precise: bool = False) -> Iterator[tuple[Wire, Wire]]:
 
     def open(rank: int) -> None:
         store = connect_store(host, port, generation)
-        found[rank] = Wire(store, rank, 2, "control", Leaving(), precise=precise)
+        found[rank] = Wire(store, rank, 2, "control", LeaveEvent(), precise=precise)
         found[rank].wait(found[rank].all_reduce(torch.ones(1)))
 
     threads = [threading.Thread(target=open, args=(r,)) for r in range(2)]
@@ -46,7 +46,7 @@ def opened(precise: bool = False) -> Iterator[tuple[Wire, Wire]]:
         t.join(60)
     yield found[0], found[1]
     for wire in found.values():
-        wire.cut()
+        wire.cut_connections()
         wire.close()
     del kept
 
@@ -68,8 +68,8 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> Any:
             made.append(server.accept()[0])
         return original(*args)
 
-    original = gloo.Gloo._made
-    monkeypatch.setattr(gloo.Gloo, "_made", staticmethod(making))
+    original = gloo.GlooGroup._make_group
+    monkeypatch.setattr(gloo.GlooGroup, "_make_group", staticmethod(making))
     yield made
     for s in made:
         s.close()
@@ -86,7 +86,7 @@ def test_a_group_takes_no_socket_of_other_code(foreign: list[socket.socket], end
 def test_a_closed_socket_of_other_code_is_no_lost_peer(foreign: list[socket.socket], ends: Any) -> None:
     for s in foreign:
         s.close()
-    assert not any(end.parted() for end in ends)
+    assert not any(end.has_lost_peer() for end in ends)
 
 
 @pytest.mark.parametrize("precise", [False, True], ids=["plain", "precise"])
@@ -108,7 +108,7 @@ def test_a_cut_ends_the_wait_of_the_peer_if_descriptors_are_above_1024(precise: 
             thread.start()
             thread.join(0.3)
             assert thread.is_alive()
-            first.cut()
+            first.cut_connections()
             thread.join(20)
             assert failed
     finally:
@@ -117,22 +117,18 @@ def test_a_cut_ends_the_wait_of_the_peer_if_descriptors_are_above_1024(precise: 
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_waiting_for_a_lost_peer_ends_although_gloo_reports_nothing(
-    ends: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_for_a_lost_peer_ends_although_gloo_reports_nothing(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo, "MISSED", 0.3)
     first, second = ends
     first.cut()
-    assert until(second.parted)
+    assert until(second.has_lost_peer)
     began = time.monotonic()
     with pytest.raises(ConnectionError, match="Connection closed by peer"):
         second.wait(Stuck())
     assert time.monotonic() - began > 0.3
 
 
-def test_a_long_wait_goes_on_until_this_rank_must_leave(
-    ends: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_wait_goes_on_until_this_rank_must_leave(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo, "MISSED", 0.05)
     first, _ = ends
     timer = threading.Timer(0.5, first.leaving.set)

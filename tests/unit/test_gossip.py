@@ -9,7 +9,7 @@ import torch
 
 from tests.ranks import batch, ended, experiment, live, mse, run, toy, weights
 from tests.unit.test_engine_control import until
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, Gossip
 from workbench.strategies._graph import GRAPHS, bits, hops, mixing_round, neighbours, refused
@@ -126,9 +126,9 @@ def test_ranks_connect_to_their_neighbours_only(graph: str, ranks: int) -> None:
     sessions = run(experiment(ranks, steps, strategy=Gossip(graph=graph)))
     for r, s in enumerate(sessions):
         rounds = [set(mixing_round(graph, 1.0, ranks, r, k).to) for k in range(steps)]
-        assert s.training.mailbox.partners == set().union(*rounds)
+        assert s.training.mailbox.connected_ranks == set().union(*rounds)
         if graph != "exponential":
-            assert s.training.mailbox.partners == neighbours(graph, ranks, r)
+            assert s.training.mailbox.connected_ranks == neighbours(graph, ranks, r)
         assert not [name for _, name, _ in s.record.comm() if "send" not in name], "no collective"
 
 
@@ -149,7 +149,7 @@ def test_a_change_acts_before_the_same_step_on_all_ranks(graph: str) -> None:
             assert names[step - 1] == "Gossip" and names[step] == "DDP"
         sessions[0].request({"kind": "pause"})
         until(lambda: all(s.phase == "paused" for s in sessions))
-        assert len({state_hash(s.layout) for s in sessions}) == 1
+        assert len({hash_model_state(s.layout) for s in sessions}) == 1
         sessions[0].request({"kind": "change", "id": "in", "path": "strategy", "value": "Gossip"})
         sessions[0].request({"kind": "step", "n": 3})
         until(lambda: all(s.phase == "paused" and not s.training.credit and s.rank.step > step + 4 for s in sessions))

@@ -17,7 +17,7 @@ from tests.unit.test_engine_control import until
 from tests.unit.test_gossip import disagreement, matrix
 from workbench import simulate
 from workbench.fabric import Freeze
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, Gossip, LowPrecisionDecentralized, StochasticGradientPush
 from workbench.strategies._graph import PAIRINGS, hops, mixing_round, partner, refused
@@ -154,10 +154,10 @@ def test_after_a_butterfly_all_ranks_are_bit_identical(size: int) -> None:
     before = parameters(simulated(e.set("steps", 6))[1])
     assert len({tuple(row.tolist()) for row in before}) == size, "each on its own at first"
     _, sessions = simulated(e, *plan)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     torch.testing.assert_close(parameters(sessions)[0], before.mean(0), rtol=0, atol=1e-6)
     _, earlier = simulated(e.set("steps", 5 + turns), *plan)
-    assert len({state_hash(s.layout) for s in earlier}) > 1, "not one round sooner"
+    assert len({hash_model_state(s.layout) for s in earlier}) > 1, "not one round sooner"
 
 
 # order of mixing and updating
@@ -236,11 +236,11 @@ def test_updating_first_on_the_complete_graph_is_data_parallelism_with_sgd(momen
     task = toy(partial(torch.optim.SGD, lr=0.1, momentum=momentum))
     chosen = Gossip(graph="complete", order="adapt-then-combine")
     sessions = run(experiment(4, 12, task=task, strategy=chosen))
-    assert len({state_hash(s.layout) for s in sessions}) == 1, "shares are added up in rank order"
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1, "shares are added up in rank order"
     want = weights(run(experiment(4, 12, task=task, strategy=DDP()))[0])
     torch.testing.assert_close(weights(sessions[0]), want, rtol=1e-5, atol=1e-6)
     mixed = run(experiment(4, 12, task=task, strategy=Gossip(graph="complete")))
-    assert len({state_hash(s.layout) for s in mixed}) == 4, "mixing first leaves the ranks a gradient apart"
+    assert len({hash_model_state(s.layout) for s in mixed}) == 4, "mixing first leaves the ranks a gradient apart"
 
 
 # periods, and changes that reach all ranks

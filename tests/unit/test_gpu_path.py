@@ -22,16 +22,16 @@ from workbench.compressors import PowerSGD, TopK
 from workbench.engine import device
 from workbench.engine.compute.host import Host
 from workbench.engine.control import peers
-from workbench.engine.device.cuda import Cuda
+from workbench.engine.device.cuda import CudaChip
 from workbench.engine.device.gloo import SLICE
-from workbench.engine.device.nccl import Nccl
+from workbench.engine.device.nccl import NcclGroup
 from workbench.engine.rank.session import Session
 from workbench.engine.wire import collectives
-from workbench.engine.wire.collectives import Leaving, Wire, connect_store, host_store
+from workbench.engine.wire.collectives import LeaveEvent, Wire, connect_store, host_store
 from workbench.engine.wire.lane import Lane
-from workbench.engine.wire.shaping import Clock, Naps, Port, Shaper
-from workbench.engine.wire.watch import watch
-from workbench.engine.wire.wires import Line
+from workbench.engine.wire.shaping import Clock, LinkShaper, PacedSleep, Port
+from workbench.engine.wire.watch import make_stopwatch
+from workbench.engine.wire.wires import GroupWires
 from workbench.fabric import Fabric, Link
 from workbench.rank import Op, StrategyError
 from workbench.settings import Change
@@ -46,14 +46,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Gpu]]:
     look_up()
     made_so_far: list[Gpu] = []
 
-    def chip(name: str) -> Cuda:
+    def chip(name: str) -> CudaChip:
         made_so_far.append(Gpu(seed=len(made_so_far)))
-        return Cuda(name, api=made_so_far[-1])
+        return CudaChip(name, api=made_so_far[-1])
 
     # tests/gpu_nccl.py counts as torch's code
     monkeypatch.setattr(collectives, "_TORCH", Path(__file__).parents[1])
     monkeypatch.setitem(device.CHIPS, "cpu", chip)
-    monkeypatch.setitem(device.KINDS, "nccl", partial(Nccl, made=made))
+    monkeypatch.setitem(device.KINDS, "nccl", partial(NcclGroup, made=made))
     yield made_so_far
 
 
@@ -75,15 +75,15 @@ class Alone:
 
     def __init__(self, index: int, ranks: int, where: tuple[str, int], tag: str) -> None:
         self.index, self.rows = index, Rows()
-        chip, leaving, clock = device.chip("cpu"), Leaving(), Clock(time.time())
-        chip.bind()
+        chip, leaving, clock = device.make_chip("cpu"), LeaveEvent(), Clock(time.time())
+        chip.bind_thread()
         store = connect_store(*where, tag)
         self.control = Wire(store, index, ranks, "control", leaving)
-        self.wire = Wire(store, index, ranks, "data", leaving, kind="nccl", beside=self.control.parted)
+        self.wire = Wire(store, index, ranks, "data", leaving, kind="nccl", beside=self.control.has_lost_peer)
         self.group = self.wire.group
-        self.watch = watch(chip, clock, self.rows, self.wire.check)
-        port = Port(index, ranks, Naps(clock), 0)
-        line = Line(self.wire, Shaper(port, None), self.control)
+        self.watch = make_stopwatch(chip, clock, self.rows, self.wire.check_peers)
+        port = Port(index, ranks, PacedSleep(clock), 0)
+        line = GroupWires(self.wire, LinkShaper(port, None), self.control)
         self.lane = Lane("comm", port, self.watch, chip, {None: line}.__getitem__)
 
     def ones(self, n: int) -> torch.Tensor:
@@ -141,15 +141,22 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 @pytest.mark.parametrize(
     "how",
-    [{}, {"strategy": LocalSGD(every=3)}, {"compressor": TopK(density=0.2)}, {"compressor": PowerSGD(rank=2)},
-     {"strategy": ZeRO2(), "bucket_mb": 0.01}, {"strategy": ZeRO3(), "bucket_mb": 0.01},
-     {"strategy": ZeROOffload(), "bucket_mb": 0.01}, {"strategy": ZeROInfinity(), "bucket_mb": 0.01},
-     {"strategy": ZeROOffload(delayed=True, delay_from=2), "bucket_mb": 0.01},
-     {"strategy": KFAC(fraction=0.5, inverses_every=3)}, {"strategy": Newton(iterations=3)}],
+    [
+        {},
+        {"strategy": LocalSGD(every=3)},
+        {"compressor": TopK(density=0.2)},
+        {"compressor": PowerSGD(rank=2)},
+        {"strategy": ZeRO2(), "bucket_mb": 0.01},
+        {"strategy": ZeRO3(), "bucket_mb": 0.01},
+        {"strategy": ZeROOffload(), "bucket_mb": 0.01},
+        {"strategy": ZeROInfinity(), "bucket_mb": 0.01},
+        {"strategy": ZeROOffload(delayed=True, delay_from=2), "bucket_mb": 0.01},
+        {"strategy": KFAC(fraction=0.5, inverses_every=3)},
+        {"strategy": Newton(iterations=3)},
+    ],
     ids=["DDP", "LocalSGD", "TopK", "PowerSGD", "ZeRO2", "ZeRO3", "Offload", "Infinity", "delayed", "KFAC", "Newton"],
 )
-def test_the_engine_on_streams_and_nccl_is_bit_identical_to_a_cpu(how: Any, gpus: list[Gpu],
-                                                                               monkeypatch: Any) -> None:
+def test_the_engine_on_streams_and_nccl_is_bit_identical_to_a_cpu(how: Any, gpus: list[Gpu], monkeypatch: Any) -> None:
     wanted = experiment(2, 10, task=toy(ADAMW), **how)
     late = on_gpus(wanted)
     monkeypatch.undo()
@@ -168,21 +175,21 @@ def test_live_switches_with_a_wrapped_compressor_are_bit_identical(gpus: list[Gp
     assert torch.equal(weights(late[0]), weights(run(experiment(2, 10), *TURNS)[0]))
 
 
-def no_wait_of_the_lane(cuda: Cuda, stream: Any = None, after: Any = None) -> Any:
-    return cuda._inside(stream, None)
+def no_wait_of_the_lane(cuda: CudaChip, stream: Any = None, after: Any = None) -> Any:
+    return cuda._use_stream(stream, None)
 
 
 MISTAKES = {
-    "the lane's stream does not wait for the bucket": ("inside", no_wait_of_the_lane),
-    "the compute stream does not wait for the lane": ("follow", lambda cuda, event, value=None: None),
-    "the host reads a number before its copy is there": ("reached", lambda cuda, event: True),
+    "the lane's stream does not wait for the bucket": ("use_stream", no_wait_of_the_lane),
+    "the compute stream does not wait for the lane": ("wait_in_stream", lambda cuda, event, value=None: None),
+    "the host reads a number before its copy is there": ("has_reached", lambda cuda, event: True),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_of_order_is_found(mistake: str, gpus: list[Gpu], monkeypatch: Any) -> None:
     name, wrong = MISTAKES[mistake]
-    monkeypatch.setattr(Cuda, name, wrong)
+    monkeypatch.setattr(CudaChip, name, wrong)
     sessions = live(experiment(2, 4, compressor=TopK(density=0.2)), kind="nccl")
     for s in sessions:
         assert s.join(60)
@@ -245,16 +252,16 @@ def test_the_host_waits_neither_for_a_collective_nor_at_the_end_of_the_step(gpus
         x = rank.ones(64)
         handle = rank.lane.start(added(x), "bucket")
         assert rank.lane.wait(handle) is x
-        rank.watch.settle()
-        assert not rank.group.pending[-1].is_completed() and rank.lane.busy == "all_reduce bucket"
+        rank.watch.end_step()
+        assert not rank.group.pending[-1].is_completed() and rank.lane.current_collective == "all_reduce bucket"
         assert not [r for r in rank.rows if r[1] == "comm"], "its end is not known yet"
         time.sleep(0.3)
         rank.group.gate.set()
         assert torch.equal(x, torch.full((64,), 2.0))  # the compute stream waits
-        rank.watch.flush()
+        rank.watch.await_events()
         (span,) = [r for r in rank.rows if r[1] == "comm"]
         assert span[5] - span[4] > 0.3 and span[2] == "all_reduce bucket"
-        assert rank.lane.busy == ""
+        assert rank.lane.current_collective == ""
 
     in_threads(body)
 
@@ -360,7 +367,7 @@ def test_empty_rows_are_exchanged(gpus: list[Gpu]) -> None:
 
 def test_a_backward_on_autograds_thread_gives_the_same_result(gpus: list[Gpu], monkeypatch: Any) -> None:
     seen = []
-    plainly, handed = torch.Tensor.backward, Host._hand_out
+    plainly, handed = torch.Tensor.backward, Host._resume_strategy
 
     def aside(loss: torch.Tensor, *args: Any) -> None:
         failed: list[BaseException] = []
@@ -384,7 +391,7 @@ def test_a_backward_on_autograds_thread_gives_the_same_result(gpus: list[Gpu], m
         handed(host, bucket)
 
     monkeypatch.setattr(torch.Tensor, "backward", aside)
-    monkeypatch.setattr(Host, "_hand_out", noting)
+    monkeypatch.setattr(Host, "_resume_strategy", noting)
     late = on_gpus(experiment(2, 5))
     monkeypatch.undo()
     assert set(seen) == {(False, True)}
@@ -393,8 +400,8 @@ def test_a_backward_on_autograds_thread_gives_the_same_result(gpus: list[Gpu], m
 
 def test_messages_of_ranks_on_gpus_equal_those_of_cpus(gpus: list[Gpu], monkeypatch: Any) -> None:
     copies = []
-    plainly = Cuda.to_host
-    monkeypatch.setattr(Cuda, "to_host", lambda cuda, x: copies.append(x.numel()) or plainly(cuda, x))
+    plainly = CudaChip.copy_to_host
+    monkeypatch.setattr(CudaChip, "copy_to_host", lambda cuda, x: copies.append(x.numel()) or plainly(cuda, x))
     late = on_gpus(experiment(2, 6, strategy=Gossip()))
     monkeypatch.undo()
     assert copies and torch.equal(weights(late[0]), weights(run(experiment(2, 6, strategy=Gossip()))[0]))
@@ -413,7 +420,7 @@ def test_a_childs_input_is_kept_until_the_gpu_has_read_it(gpus: list[Gpu]) -> No
         rank.group.gate.set()
         for _ in range(3):
             rank.does(Op("all_reduce", rank.ones(1), "sum", ""))
-            rank.watch.flush()
+            rank.watch.await_events()
             time.sleep(0.05)
         assert gone() is None
 
@@ -421,9 +428,9 @@ def test_a_childs_input_is_kept_until_the_gpu_has_read_it(gpus: list[Gpu]) -> No
 
 
 def test_slightly_different_sizes_share_one_size_of_memory(gpus: list[Gpu]) -> None:
-    chip, like = Cuda("cpu", api=Gpu()), torch.empty(0)
-    rooms = [chip.room(like, n) for n in range(1_000_000, 1_045_000, 7_001)]
+    chip, like = CudaChip("cpu", api=Gpu()), torch.empty(0)
+    rooms = [chip.make_empty(like, n) for n in range(1_000_000, 1_045_000, 7_001)]
     assert [r.numel() for r in rooms] == list(range(1_000_000, 1_045_000, 7_001))
     assert len({r.untyped_storage().nbytes() for r in rooms}) == 1
     for n in (0, 1, 7, 31, 12_345):
-        assert n <= chip.room(like, n).untyped_storage().nbytes() / 4 <= 1.125 * n + 1
+        assert n <= chip.make_empty(like, n).untyped_storage().nbytes() / 4 <= 1.125 * n + 1

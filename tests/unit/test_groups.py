@@ -16,7 +16,7 @@ from tests.ranks import ended, experiment, live, run
 from tests.sim.virtual import comm
 from workbench import simulate
 from workbench.fabric import Fabric, Link
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.partitions import Pipeline
 from workbench.rank import Mesh, Op, Rank, StrategyError
 from workbench.settings import Change, KnobError, knob
@@ -70,10 +70,15 @@ def by_hand(rank: int) -> dict[str, Any]:
         total = float(sum(mine))
         halves = [[2.0 * me * size + 10 * total, (2 * me + 1) * size + 10 * total]]
         found |= {
-            dim: (me, size), f"{dim} sum": [total], f"{dim} mean": [total / size],
-            f"{dim} gathered": [float(r) for r in mine], f"{dim} first": [float(mine[0])],
-            f"{dim} last": [float(mine[-1])], f"{dim} scattered": halves[0],
-            f"{dim} swapped": [r + 0.5 for r in mine], f"{dim} note": ([float(other)], mine.index(other)),
+            dim: (me, size),
+            f"{dim} sum": [total],
+            f"{dim} mean": [total / size],
+            f"{dim} gathered": [float(r) for r in mine],
+            f"{dim} first": [float(mine[0])],
+            f"{dim} last": [float(mine[-1])],
+            f"{dim} scattered": halves[0],
+            f"{dim} swapped": [r + 0.5 for r in mine],
+            f"{dim} note": ([float(other)], mine.index(other)),
             f"{dim} note of anyone": ([float(other)], mine.index(other)),
         }
     return found | {"both": (rank, 4, [6.0])}
@@ -106,7 +111,7 @@ def test_both_hosts_record_the_same_operations_with_the_groups_name() -> None:
 def test_a_change_at_every_step_of_a_mesh_acts_before_the_same_step_on_all_ranks() -> None:
     changes = [Change(step, "lr", 0.01 + 0.001 * step) for step in range(1, 9)]
     sessions = run(experiment(4, 10, strategy=HierarchicalLocalSGD(every=4, group=2)), *changes)
-    assert len({state_hash(s.layout) for s in sessions[:2]}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions[:2]}) == 1
     seen = [m[0] for m in sessions[0].record.noted("change")]
     assert seen == list(range(1, 9))
 
@@ -232,8 +237,13 @@ def test_a_rank_that_fails_before_a_group_meets_frees_the_waiting_ranks() -> Non
 
 
 def test_a_group_on_an_emulated_link_takes_the_simulators_time() -> None:
-    e = experiment(4, 6, strategy=HierarchicalLocalSGD(every=3, group=2), pace=3.0,
-                   fabric=Fabric(link=Link(bandwidth=20.0, latency=2.0)))
+    e = experiment(
+        4,
+        6,
+        strategy=HierarchicalLocalSGD(every=3, group=2),
+        pace=3.0,
+        fabric=Fabric(link=Link(bandwidth=20.0, latency=2.0)),
+    )
     for s in run(e):
         real = {(r[0], r[2]): r[5] - r[4] for r in s.record if r[1] == "port"}
         done = simulate(e, real=True).spans

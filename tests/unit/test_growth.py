@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench.engine.record.growth import FIRST, LEAST_MB, MOST, Growth, find_growth, read_host_mb
+from workbench.engine.record.growth import FIRST, LEAST_MB, MOST, LeakDetector, find_growth, read_host_mb
 
 
 class Memory:
@@ -16,9 +16,9 @@ class Memory:
 
     def __init__(self, mb: list[float]) -> None:
         self.mb, self.step, self.told, self.reads = mb, 0, list[dict[str, Any]](), 0
-        growth = Growth(1, self.told.append, self.read, lambda: float(self.step))
+        growth = LeakDetector(1, self.told.append, self.read, lambda: float(self.step))
         for self.step in range(len(mb)):
-            growth.look(self.step)
+            growth.take_reading(self.step)
 
     def read(self) -> float:
         self.reads += 1

@@ -16,8 +16,8 @@ from tests.piped import deep
 from tests.ranks import run
 from tests.split import Block
 from workbench.experiment import Experiment
-from workbench.host.passes.halves import Halves
-from workbench.host.passes.piece import Piece
+from workbench.host.passes.halves import SplitBackward
+from workbench.host.passes.piece import StageModule
 from workbench.partitions import Pipeline, Tensor
 from workbench.partitions.schedules import ZeroBubble
 from workbench.rank import StrategyError
@@ -78,7 +78,7 @@ def test_both_halves_equal_one_backward(name: str) -> None:
     model(whole).backward(grad)
     want = {n: p.grad for n, p in model.named_parameters()}
     model.zero_grad()
-    halves = Halves(model(own), own, model.parameters())
+    halves = SplitBackward(model(own), own, model.parameters())
     first = halves.of_input(grad)
     assert first is not None and whole.grad is not None and torch.equal(first, whole.grad)
     assert all(p.grad is None for p in model.parameters())
@@ -97,7 +97,7 @@ def test_halves_give_gradients_in_the_same_order_and_call_hooks_once() -> None:
             p.register_post_accumulate_grad_hook(lambda _, n=n, heard=heard: heard.append(n))
         made = model(x)
         if split:
-            halves = Halves(made, x, model.parameters())
+            halves = SplitBackward(made, x, model.parameters())
             halves.of_input(torch.ones_like(made))
             assert not heard
             halves.of_params()
@@ -125,7 +125,7 @@ def test_no_matrix_product_is_computed_twice() -> None:
         made = model(x)
         with Counting() as counting:
             if split:
-                halves = Halves(made, x, model.parameters())
+                halves = SplitBackward(made, x, model.parameters())
                 halves.of_input(torch.ones_like(made))
                 first = counting.products
                 halves.of_params()
@@ -137,21 +137,21 @@ def test_no_matrix_product_is_computed_twice() -> None:
 
 def test_halves_in_the_wrong_order_are_refused() -> None:
     model = deep()
-    piece = Piece(model, [tuple(model)], 0, 1)
+    piece = StageModule(model, [tuple(model)], 0, 1)
     with pytest.raises(StrategyError, match="backward of micro-batch 0 was asked for before its forward"):
-        piece.inputs(1.0, 0)
+        piece.backward_inputs(1.0, 0)
     with pytest.raises(StrategyError, match="second half of micro-batch 0's backward was asked for before its first"):
-        piece.weights(0)
+        piece.backward_weights(0)
 
 
 def test_a_stage_without_input_gradient_is_refused() -> None:
     """Its input is integers, or it passes no gradient on."""
     model = nn.Sequential(nn.Embedding(4, WIDTH), nn.Linear(WIDTH, 4))
     for came, parts in ((torch.tensor([1, 2]), (model[0],)), (torch.randn(2, WIDTH), (Cut(), model[1]))):
-        piece = Piece(model, [parts], 1, 3)
-        made = piece.forward(lambda net, batch: net(batch), None, came, 0)
+        piece = StageModule(model, [parts], 1, 3)
+        made = piece.run_forward(lambda net, batch: net(batch), None, came, 0)
         with pytest.raises(StrategyError, match="gives no gradient to what it is handed"):
-            piece.inputs(torch.ones_like(made), 0)
+            piece.backward_inputs(torch.ones_like(made), 0)
 
 
 class Cut(nn.Module):
@@ -175,4 +175,3 @@ def test_a_stage_keeps_the_activations_of_its_pending_second_halves() -> None:
     way = Pipeline(stages=4, micros=8, schedule=ZeroBubble())
     e = Experiment(task=task, ranks=4, steps=5, pace=8.0, bucket_mb=0.05, eval_every=0, partition=way)
     memory_alike(e, run(e), peak=0.1)
-

@@ -34,19 +34,19 @@ class Normed(Net):
 
 
 def held(session: Session) -> dict[str, torch.Tensor]:
-    return {**handover.parameters(session.layout), **handover.beside(session.training)}
+    return {**handover.list_parameters(session.layout), **handover.list_trainer_state(session.training)}
 
 
 def seen_at_the_switch(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[str, torch.Tensor]]:
     """Returns each rank's state when the mean is taken and nothing is sent to servers yet."""
     found: dict[int, dict[str, torch.Tensor]] = {}
-    spread = handover.spread
+    spread = handover.spread_state
 
     async def watched(run: Any, strategy: Any) -> None:
-        found[run.rank.id] = {name: x.clone() for name, x in handover.beside(run).items()}
+        found[run.rank.id] = {name: x.clone() for name, x in handover.list_trainer_state(run).items()}
         await spread(run, strategy)
 
-    monkeypatch.setattr(handover, "spread", watched)
+    monkeypatch.setattr(handover, "spread_state", watched)
     return found
 
 
@@ -92,7 +92,7 @@ def test_different_step_counters_become_equal(real: bool | None) -> None:
 def test_engine_and_simulator_send_the_same_minimal_bytes(servers: int) -> None:
     e = experiment(4, 8, task=toy(ADAM), strategy=AsyncServer(servers=servers), pace=1)
     sessions = run(e, Change(8, "strategy", "DDP"))
-    lacks = sum(x.numel() * x.element_size() for x in handover.beside(sessions[0].training).values())
+    lacks = sum(x.numel() * x.element_size() for x in handover.list_trainer_state(sessions[0].training).values())
     sent = sorted(row for s in sessions for row in moved(s.record.comm()))
     assert sum(n for _, n in sent) == servers * lacks
     for real in (True, False):
@@ -107,14 +107,14 @@ def moved(comm: list[tuple[int, str, int]]) -> list[tuple[str, int]]:
 
 def test_ranks_with_different_optimizer_state_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Different momenta would pull replicas apart without a visible cause."""
-    spread = handover.spread
+    spread = handover.spread_state
 
     async def spoiled(run: Any, strategy: Any) -> None:
         await spread(run, strategy)
         if run.rank.id == 1:
-            next(iter(handover.slots(run.layout, run.optimizer).values())).add_(1.0)
+            next(iter(handover.read_slots(run.layout, run.optimizer).values())).add_(1.0)
 
-    monkeypatch.setattr(handover, "spread", spoiled)
+    monkeypatch.setattr(handover, "spread_state", spoiled)
     sessions = live(experiment(3, 8, task=toy(ADAM)), (Change(4, "strategy", "LocalSGD"),))
     ended(sessions)
     # without the errors of lost peers

@@ -30,8 +30,8 @@ from workbench.compressors import TopK
 from workbench.engine.rank.session import Session
 from workbench.engine.wire import clocks
 from workbench.fabric import Freeze, Slow
-from workbench.host.placement.canonical import optimizer_tensors, state_hash
-from workbench.host.placement.layout import Layout
+from workbench.host.placement.canonical import hash_model_state, list_optimizer_tensors
+from workbench.host.placement.layout import ParameterLayout
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, Hogwild
 
@@ -91,8 +91,10 @@ def test_all_ranks_share_one_vector_in_one_block_of_memory() -> None:
     first, last = (s.layout.weights[0] for s in (sessions[0], sessions[3]))
     first[7] = 42.0
     assert last[7] == 42.0
-    assert all(p.data.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-               for p in sessions[0].model.parameters())
+    assert all(
+        p.data.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        for p in sessions[0].model.parameters()
+    )
 
 
 def test_vectors_of_several_dtypes_lie_in_one_block() -> None:
@@ -196,8 +198,10 @@ def test_overlapping_increments_may_be_lost_but_never_invented(record_property: 
     assert float(sums.min()) >= 1 and float(sums.mean()) > steps, "more than one rank alone would have made"
     lost = 1 - float(sums.mean()) / (ranks * steps)
     record_property("lost", lost)
-    print(f"{lost:.2g} of all increments were lost, and at the worst element {ranks * steps - float(sums.min()):g} of "
-          f"{ranks * steps}")
+    print(
+        f"{lost:.2g} of all increments were lost, and at the worst element {ranks * steps - float(sums.min()):g} of "
+        f"{ranks * steps}"
+    )
     _, (first, *_) = simulated(chosen.set("pace", 5.0))
     assert set(first.model.sums.tolist()) == {ranks * steps}, "an update of the simulator is one moment"
 
@@ -237,7 +241,7 @@ def test_virtual_time_alone_decides_which_updates_a_rank_reads() -> None:
             seen[rank] = written - 1 - seen[rank]
     assert set(seen.values()) != {0}, "gradients are stale"
     torch.testing.assert_close(ranks[0].model.line.weight, model.line.weight, rtol=1e-6, atol=1e-8)
-    assert len({state_hash(s.layout) for s in ranks}) == 1
+    assert len({hash_model_state(s.layout) for s in ranks}) == 1
 
 
 def test_hogwild_learns_on_both_hosts() -> None:
@@ -291,8 +295,8 @@ def test_switching_in_and_out_live_leaves_ranks_equal(optimizer: Any) -> None:
     assert not blocks(), "each rank's memory is its own again"
     _, virtual = simulated(chosen, *CHAIN)
     for ranks in (sessions, virtual):
-        assert len({state_hash(s.layout) for s in ranks}) == 1
-        assert len({fingerprint(optimizer_tensors(s.layout, s.optimizer)) for s in ranks}) == 1
+        assert len({hash_model_state(s.layout) for s in ranks}) == 1
+        assert len({fingerprint(list_optimizer_tensors(s.layout, s.optimizer)) for s in ranks}) == 1
         assert len({s.layout.weights[0].data_ptr() for s in ranks}) == 4
         assert len({s.rank.step for s in ranks}) == 1
 
@@ -302,7 +306,7 @@ def test_runs_switch_from_every_kind_of_strategy_to_hogwild_and_back(other: Any)
     plan = [Change(2, "strategy", "Hogwild"), Change(6, "strategy", other), Change(10, "strategy", "DDP")]
     sessions = run(experiment(3, 14, strategy=DDP(), pace=2.0), Change(0, "strategy", other), *plan)
     assert len(sessions[0].record.noted("change")) == 4 and not blocks()
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
 
 
 def test_switching_in_and_out_without_learning_changes_nothing() -> None:
@@ -332,7 +336,7 @@ def test_live_changes_of_buckets_rate_and_batch_keep_the_one_vector() -> None:
         assert len({(s.experiment.bucket_mb, s.experiment.lr, s.experiment.batch) for s in sessions}) == 1
         sessions[0].request({"kind": "pause"})
         until(lambda: all(s.phase == "paused" for s in sessions), sessions)
-        assert len({state_hash(s.layout) for s in sessions}) == 1
+        assert len({hash_model_state(s.layout) for s in sessions}) == 1
         assert {v for _, name, _, v in sessions[1].record.samples if name == "drift"} == {0.0}
     finally:
         over(sessions)
@@ -364,15 +368,15 @@ def test_a_failing_rank_frees_the_other_ranks_and_is_named() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_while_switching_in_leaves_no_file(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    lie_in = Layout.lie_in
+    lie_in = ParameterLayout.adopt_vectors
 
-    def stumbles(self: Layout, vectors: Any) -> None:
+    def stumbles(self: ParameterLayout, vectors: Any) -> None:
         if threading.current_thread().name == f"rank {rank} training":
             assert len(files()) == 1, "the others have not come yet"
             raise ValueError("stumbled")
         lie_in(self, vectors)
 
-    monkeypatch.setattr(Layout, "lie_in", stumbles)
+    monkeypatch.setattr(ParameterLayout, "adopt_vectors", stumbles)
     sessions = live(experiment(3, 9), (Change(3, "strategy", "Hogwild"),))
     until(lambda: any(s.error for s in sessions))
     if not all(s.join(3) for s in sessions):  # gloo may let a peer wait for ever; a lab ends it like this

@@ -54,7 +54,7 @@ def test_engine_and_simulator_send_the_same_in_the_same_groups(strategy: Strateg
 
 def test_a_group_holds_the_model_and_a_share_travels_between_groups() -> None:
     session = run(GPT.set("strategy", HSDP(group=2)))[0]
-    psi, largest = session.layout.nbytes, max(b.nbytes for b in session.layout.buckets)
+    psi, largest = session.layout.byte_count, max(b.nbytes for b in session.layout.buckets)
     sent = by_group(session.record.comm(), 4)
     assert set(sent) == {"all_gather within", "reduce_scatter within", "all_reduce between"}
     assert sent["reduce_scatter within"] == pytest.approx(psi / 2, rel=0.01)
@@ -78,7 +78,7 @@ def test_second_shards_keep_backward_gathers_within_groups_with_the_same_result(
     monkeypatch.setattr(HpZ, "step", counted)
     session, usual = run(GPT.set("strategy", HpZ(group=2)))[0], run(GPT.set("strategy", ZeRO3()))[0]
     ours, zero = (by_group(s.record.comm(), 4) for s in (session, usual))
-    psi, most = session.layout.nbytes, max(b.nbytes for b in session.layout.buckets)
+    psi, most = session.layout.byte_count, max(b.nbytes for b in session.layout.buckets)
     assert 3 * psi / 4 - most <= ours["all_gather all"] <= 3 * psi / 4 * 1.01
     assert psi / 2 - most <= ours["all_gather within"] <= psi / 2
     assert ours["reduce_scatter all"] == zero["reduce_scatter all"] and len(kept) == 4 * 6 and not any(kept)

@@ -17,10 +17,10 @@ import torch
 
 from widgets.charts.feed import Feed
 from widgets.views import all_views
-from workbench.analysis import clocks, entered, gpus, recording
-from workbench.analysis.resources.upkeep import said
+from workbench.analysis import list_clocks, list_open, measure_gpus, recording_costs
+from workbench.analysis.resources.upkeep import describe_upkeep
 from workbench.engine.device import gauge as gauges
-from workbench.engine.record.profile import Profiler
+from workbench.engine.record.profile import StepProfiler
 from workbench.record.run import RunError, Standing
 from workbench.record.timeline import Mark, Sample
 from workbench.run import Run
@@ -33,15 +33,17 @@ def shown(name: str, run: Run) -> str:
 def test_entered_lists_waiting_and_missing_ranks_of_a_collective() -> None:
     bucket, group = "all_reduce bucket 1", "all_gather params 3 in within [0, 1]"
     waits = [Standing(r, 7, bucket, True, 3.0 + r) for r in (0, 1, 3)]
-    (found,) = entered([*waits, Standing(2, 7, "backward", False, 5.0)])
+    (found,) = list_open([*waits, Standing(2, 7, "backward", False, 5.0)])
     assert (found.step, found.collective, found.entered, found.seconds) == (7, bucket, (0, 1, 3), 3.0)
     assert found.missing == ((2, "backward of step 7, for 5 s"),)
-    (found,) = entered([Standing(0, 7, group, True, 1.0), *(Standing(r, 7, "backward", False, 1.0) for r in (1, 2, 3))])
+    (found,) = list_open(
+        [Standing(0, 7, group, True, 1.0), *(Standing(r, 7, "backward", False, 1.0) for r in (1, 2, 3))]
+    )
     assert [r for r, _ in found.missing] == [1], "who is not of the group is not missing in it"
-    (found,) = entered([Standing(2, 7, "recv forward 0 from 1", True, 4.0), Standing(0, 7, "backward", False, 4.0),
+    (found,) = list_open([Standing(2, 7, "recv forward 0 from 1", True, 4.0), Standing(0, 7, "backward", False, 4.0),
                         Standing(1, 7, "forward", False, 4.0)])  # fmt: skip
     assert [r for r, _ in found.missing] == [1], "of a message only the sender is missing"
-    assert entered([Standing(0, 7, "backward", False, 9.0)]) == []
+    assert list_open([Standing(0, 7, "backward", False, 9.0)]) == []
 
 
 def test_the_table_of_waiting_ranks_updates_without_new_rows() -> None:
@@ -51,11 +53,11 @@ def test_the_table_of_waiting_ranks_updates_without_new_rows() -> None:
     assert shown("entered", run) == "", "a short wait is no wait to speak of"
     table[:] = [t._replace(seconds=t.seconds + 3) for t in table]
     feed = Feed(run)
-    first = feed.everything()[0]["views"]["entered"]["html"]
+    first = feed.make_opening()[0]["views"]["entered"]["html"]
     assert "all_reduce bucket 1 of step 7" in first and "rank 1: backward of step 7, for 4 s" in first
     assert len(run.entered()) == 1 and run.profile(1) == Path("trace")
     table[:] = [t._replace(seconds=0.1) for t in table]
-    assert feed.news()[0]["views"]["entered"]["html"] == ""  # type: ignore[index]
+    assert feed.make_news()[0]["views"]["entered"]["html"] == ""  # type: ignore[index]
     run.live = False
     assert run.standing == [] and run.entered().empty
     with pytest.raises(RunError, match="not live"):
@@ -70,8 +72,8 @@ def test_clocks_and_recording_in_words() -> None:
         told = [Sample(rank, s, name, float(s), v) for s in (5, 9) for name, v in (("cpu_process", 10.0),
                                                                                   ("cpu_recording", 0.04))]  # fmt: skip
         run.timeline.samples.add(told)
-    assert clocks(run)[1] == (1, "b", -0.02, 5e-5) and recording(run.timeline)[2] == (2, 20.0, 0.08)
-    text = said(clocks(run), recording(run.timeline))
+    assert list_clocks(run)[1] == (1, "b", -0.02, 5e-5) and recording_costs(run.timeline)[2] == (2, 20.0, 0.08)
+    text = describe_upkeep(list_clocks(run), recording_costs(run.timeline))
     assert text == ("Clocks are known to 0.05 ms or better; rank 1's was 20 ms behind rank 0's. Recording took 0.4 % "
                     "of the ranks' CPU time.")  # fmt: skip
     assert "20 ms behind" in shown("upkeep", run) and shown("upkeep", Run({"ranks": 2})) == ""
@@ -113,23 +115,21 @@ class Nvml:
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_a_gpus_gauge_reads_available_values_and_omits_the_rest(
-    links: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpus_gauge_reads_available_values_and_omits_the_rest(links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses a stand-in, not a GPU."""
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(links))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1"))
     got: list[tuple[str, float]] = []
-    read = gauges.gauge("cuda:0", lambda name, value: got.append((name, value)))
+    read = gauges.start_gpu_monitor("cuda:0", lambda name, value: got.append((name, value)))
     assert read is not None
     read.close()
-    first, then = read.read(100.0), read.read(102.0)
+    first, then = read.read_values(100.0), read.read_values(102.0)
     assert "gpu power" not in then and then["gpu use"] == 0.75
     assert (then["gpu link sent"], then["gpu link received"]) == ((256_000, 512_000) if links else (10_240, 20_480))
     assert ("gpu link sent" in first) is not links, "a rate of a counter needs two readings"
-    assert gauges.gauge("cpu", print) is None  # type: ignore[arg-type]
+    assert gauges.start_gpu_monitor("cpu", print) is None  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gauges.gauge("cuda:0", print) is None, "without the library nothing is read"  # type: ignore[arg-type]
+    assert gauges.start_gpu_monitor("cuda:0", print) is None, "without the library nothing is read"  # type: ignore[arg-type]
 
 
 def test_gpus_are_on_the_page_where_they_are_read_and_nowhere_else() -> None:
@@ -137,7 +137,7 @@ def test_gpus_are_on_the_page_where_they_are_read_and_nowhere_else() -> None:
     assert shown("gpu", run) == "" and run.gpus().empty
     run.timeline.samples.add([Sample(1, s, "gpu use", float(s), v) for s, v in ((1, 1.0), (20, 0.5), (21, 0.7))])
     run.timeline.samples.add([Sample(1, 21, "gpu link sent", 21.0, 2e9)])
-    (found,) = gpus(run.timeline)
+    (found,) = measure_gpus(run.timeline)
     assert found[:2] == (1, pytest.approx(0.6)) and np.isnan(found.power), "the newest ten seconds alone"
     assert "60 % of the time" in shown("gpu", run) and "GB/s" in shown("gpu", run)
 
@@ -151,13 +151,13 @@ def until(so: Any, patience: float = 60.0) -> None:
 
 def test_a_profile_covers_all_threads_and_never_ends_the_run(tmp_path: Path) -> None:
     marks: list[dict[str, Any]] = []
-    profiler = Profiler(1, tmp_path, "cpu", lambda name, detail: marks.append(detail))
-    path = Path(profiler.ask(2))
+    profiler = StepProfiler(1, tmp_path, "cpu", lambda name, detail: marks.append(detail))
+    path = Path(profiler.request_profile(2))
     with pytest.raises(RuntimeError, match="being profiled already"):
-        profiler.ask(2)
+        profiler.request_profile(2)
     until(lambda: profiler._due)
     for step in (40, 41, 42):
-        profiler.begin(step)
+        profiler.begin_step(step)
         beside = threading.Thread(target=torch.ones(8).sort if step < 42 else partial(torch.ones(8).cumsum, 0))
         beside.start()
         beside.join()
@@ -168,23 +168,23 @@ def test_a_profile_covers_all_threads_and_never_ends_the_run(tmp_path: Path) -> 
     assert {"aten::mm", "aten::sort"} <= names and "aten::cumsum" not in names, "of another thread, and of two steps"
     assert marks[0]["path"] == str(path) and (marks[0]["steps"], marks[0]["first"]) == (2, 40)
     (tmp_path / "file").write_text("")
-    other, said = Profiler(0, tmp_path / "file", "cpu", lambda name, detail: marks.append(detail)), len(marks)
-    other.ask(3)
+    other, said = StepProfiler(0, tmp_path / "file", "cpu", lambda name, detail: marks.append(detail)), len(marks)
+    other.request_profile(3)
     until(lambda: other._due)
-    other.begin(50)
-    other.stop()
+    other.begin_step(50)
+    other.stop_profile()
     other.close()
     assert len(marks) == said + 1
     assert marks[-1]["text"].startswith("rank 0 could not be profiled: ")
     with pytest.raises(RuntimeError, match="no directory"):
-        Profiler(0, None, "cpu", lambda name, detail: None).ask(1)
+        StepProfiler(0, None, "cpu", lambda name, detail: None).request_profile(1)
 
 
 def test_a_profile_that_no_step_began_is_reported_at_the_end(tmp_path: Path) -> None:
     marks: list[dict[str, Any]] = []
-    profiler = Profiler(0, tmp_path, "cpu", lambda name, detail: marks.append(detail))
-    profiler.ask(2)
+    profiler = StepProfiler(0, tmp_path, "cpu", lambda name, detail: marks.append(detail))
+    profiler.request_profile(2)
     until(lambda: profiler._due)
-    profiler.stop()
+    profiler.stop_profile()
     profiler.close()
     assert [mark["text"] for mark in marks] == ["rank 0 could not be profiled: the run ended before the next step"]

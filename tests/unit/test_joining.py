@@ -22,10 +22,10 @@ from workbench.engine.rank import resizing
 from workbench.engine.rank.session import Session
 from workbench.engine.wire.collectives import Aborted, Wire
 from workbench.host.loop import outliving
-from workbench.host.placement.canonical import Disagreement, check_same
+from workbench.host.placement.canonical import RankDisagreement, check_same
 from workbench.host.placement.placement import Placement
-from workbench.host.placement.slices import Slice
-from workbench.host.placement.slots import slots
+from workbench.host.placement.slices import StridedSlice
+from workbench.host.placement.slots import read_slots
 from workbench.host.transfer import own
 from workbench.partitions import Pipeline, Tensor
 from workbench.rank import Rank
@@ -41,13 +41,13 @@ Values = dict[str, torch.Tensor]
 
 def dies(session: Session) -> None:
     """Shows peers a killed rank: its connections end, and it sends nothing more."""
-    session._told = True
-    session.cut()
+    session._must_leave = True
+    session.cut_connections()
     raise Aborted("killed by the test")
 
 
 def is_cut_off(session: Session) -> None:
-    session.cut()
+    session.cut_connections()
 
 
 class Faults:
@@ -61,7 +61,7 @@ class Faults:
         self.crowd: Crowd | None = None
         self.happened: set[int] = set()
         self._counts: dict[int, int] = {}
-        wait, opened, gather = Wire.wait, Peers.open, membership.gather
+        wait, opened, gather = Wire.wait, Peers.open_wire, membership.await_reports
 
         def waits(wire: Wire, work: Any) -> None:
             every = self.crowd.every if self.crowd else ()
@@ -78,8 +78,8 @@ class Faults:
             gather(store, what, place, processes, look, *more)
 
         patch.setattr(Wire, "wait", waits)
-        patch.setattr(Peers, "open", opens)
-        patch.setattr(membership, "gather", gathers)
+        patch.setattr(Peers, "open_wire", opens)
+        patch.setattr(membership, "await_reports", gathers)
 
     def begin(self, at: int, crowd: Crowd) -> None:
         self.at, self.crowd = at, crowd
@@ -105,9 +105,9 @@ class Crowded(Crowd):
         super().__init__(setting(strategy, **{"on_death": "go on", "eval_every": 0, **more}))
         self.had: dict[int, Values] = {}
         self.now: dict[int, Values] = {}
-        self._come, self._put = resizing.come_together, outliving.reenter
-        patch.setattr(resizing, "come_together", self._comes)
-        patch.setattr(outliving, "reenter", self._reenters)
+        self._come, self._put = resizing.gather_state, outliving.agree_on_state
+        patch.setattr(resizing, "gather_state", self._comes)
+        patch.setattr(outliving, "agree_on_state", self._reenters)
         faults.crowd = None
         self.reach(4)
         self.first.request({"kind": "pause", "id": "p"})
@@ -134,7 +134,7 @@ class Crowded(Crowd):
 def held(run: Any) -> Values:
     """Copies whole parameters and optimizer state, by name."""
     params = {place.name: place.param.detach() for place in run.layout.order}
-    return {name: x.clone() for name, x in {**params, **slots(run.layout, run.optimizer)}.items()}
+    return {name: x.clone() for name, x in {**params, **read_slots(run.layout, run.optimizer)}.items()}
 
 
 def play(patch: pytest.MonkeyPatch, victims: tuple[int, ...], fault: Any, at: int, strategy: Strategy,
@@ -199,9 +199,7 @@ def test_old_ranks_keep_their_state_at_each_moment_of_a_join(
 
 
 @pytest.mark.parametrize("name", ["DDP", "ZeRO1"])
-def test_losing_a_joining_rank_does_not_end_a_run_with_on_death_end(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losing_a_joining_rank_does_not_end_a_run_with_on_death_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert play(monkeypatch, (3,), dies, 9, **CASES[name], on_death="end")
 
 
@@ -216,11 +214,13 @@ def test_a_record_has_no_generation_that_did_not_form(monkeypatch: pytest.Monkey
 
 
 def test_messages_name_ranks_by_their_number_in_the_run() -> None:
-    with pytest.raises(Disagreement, match=r"^the parameters of rank 5, 7 differ from rank 4's$"):
+    with pytest.raises(RankDisagreement, match=r"^the parameters of rank 5, 7 differ from rank 4's$"):
         check_same([1, 2, 3], "the parameters", [4, 5, 7])
     rank = Rank(1, 3)
     assert rank.number() == 1
     rank.members = (0, 4, 5)
     assert (rank.number(), rank.number(2)) == (4, 5)
-    with pytest.raises(Disagreement, match=r"^rank 4 remembers 3 elements of w and holds 2$"):
-        own._line({"w": torch.zeros(3)}, Placement({"w": 2}, {1: {"w": (Slice(0, 2),)}}), rank, torch.zeros(0))
+    with pytest.raises(RankDisagreement, match=r"^rank 4 remembers 3 elements of w and holds 2$"):
+        own._join_pieces(
+            {"w": torch.zeros(3)}, Placement({"w": 2}, {1: {"w": (StridedSlice(0, 2),)}}), rank, torch.zeros(0)
+        )

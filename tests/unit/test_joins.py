@@ -12,7 +12,7 @@ from tests import joins
 from tests.bench import joins_page
 from tests.unit import synthetic
 from workbench.cluster.run.errors import none_holds
-from workbench.host.elastic.settling import say_why_not
+from workbench.host.elastic.settling import mark_end_reason
 from workbench.lab import RankError
 
 
@@ -43,7 +43,7 @@ def test_the_pages_sentences_are_those_of_the_code() -> None:
     errors = {0: {"type": "EngineDied", "text": "killed"}}
     none_holds(errors, [0], [2], "")
     marks: list[dict[str, Any]] = []
-    say_why_not(lambda name, detail: marks.append(detail), "why")
+    mark_end_reason(lambda name, detail: marks.append(detail), "why")
     engine = Path(workbench.__file__).parent / "engine"
     code = "".join([errors[0]["text"], marks[0]["text"], *(path.read_text() for path in engine.rglob("*.py"))])
     page = joins_page.describe({})

@@ -18,9 +18,9 @@ from workbench.run import simulate
 from workbench.sim import Costs
 from workbench.sim.costs.durations import Duration
 from workbench.sim.plan import advice as advising
-from workbench.sim.plan.judging import Evidence, in_order, is_usable
+from workbench.sim.plan.judging import Evidence, is_usable, sort_by_evidence
 from workbench.sim.plan.trials import Interval
-from workbench.sim.plan.what_if import Asked
+from workbench.sim.plan.what_if import RunPredictor
 from workbench.sim.tune.tuning import Tuning
 from workbench.strategies import DDP, LocalSGD
 
@@ -48,18 +48,18 @@ def tuned(e: Experiment, candidates: list[dict[str, Any]], drop: float) -> list[
         space = {path: [value] for path, value in settings.items()}
         trials = Tuning(VirtualRanks(e, COSTS, loss=loss), space, costs=COSTS, trials=2).start().wait(PATIENT).trials
         found.append((settings, trials[-1]))
-    order = in_order(found, lambda one: Evidence(one[1].seconds or np.inf, one[1].fit))
+    order = sort_by_evidence(found, lambda one: Evidence(one[1].seconds or np.inf, one[1].fit))
     return [settings for settings, trial in order if trial.fit]
 
 
 def test_tune_and_advice_rank_the_same_evidence_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """No loss differs from its noise, so both use only settings that do not change learning. Advice knows no losses."""
-    monkeypatch.setattr(advising, "_candidates", lambda *_: iter(SPACE))
-    asked = Asked(simulate(replace(FAR, steps=60), costs=COSTS))
-    suggestions = [advising._suggestion(asked, settings) for settings in SPACE]
-    usable = in_order((s for s in suggestions if not s.learns), lambda s: Evidence(1 - s.faster, True))
+    monkeypatch.setattr(advising, "_list_candidates", lambda *_: iter(SPACE))
+    asked = RunPredictor(simulate(replace(FAR, steps=60), costs=COSTS))
+    suggestions = [advising._make_suggestion(asked, settings) for settings in SPACE]
+    usable = sort_by_evidence((s for s in suggestions if not s.learns), lambda s: Evidence(1 - s.faster, True))
     assert tuned(FAR, SPACE, 0.0) == [s.settings for s in usable] and len(usable) == 2
-    best = advising._best(asked, "network")
+    best = advising._best_suggestions(asked, "network")
     assert [s.learns for s in best] == [False, True] and best[0].settings == usable[0].settings
 
 
@@ -74,8 +74,8 @@ def test_tune_and_advice_rank_the_same_evidence_alike(monkeypatch: pytest.Monkey
 def test_advice_and_tune_agree_on_settings_that_learn_the_same(
     before: Experiment, settings: dict[str, Any], alike: bool
 ) -> None:
-    asked = Asked(simulate(replace(before, steps=30), costs=COSTS))
-    assert advising._suggestion(asked, settings).learns is not alike
+    asked = RunPredictor(simulate(replace(before, steps=30), costs=COSTS))
+    assert advising._make_suggestion(asked, settings).learns is not alike
     assert (tuned(before, [settings], 0.0) == [settings]) is alike, "its loss cannot be told from noise"
     assert tuned(before, [settings], 1.0) == [settings], "its loss lies below the trend"
 
@@ -92,4 +92,4 @@ def test_a_setting_is_usable_if_its_loss_is_known_to_keep_to_the_trend(
 
 def test_usable_settings_come_first_and_then_fast_ones() -> None:
     found = {"a": Evidence(1.0, False), "b": Evidence(3.0, True), "c": Evidence(2.0, True), "d": Evidence(0.5, False)}
-    assert in_order(found, found.__getitem__) == ["c", "b", "d", "a"]
+    assert sort_by_evidence(found, found.__getitem__) == ["c", "b", "d", "a"]

@@ -257,5 +257,3 @@ def test_unsupported_settings_are_refused_with_a_reason(field: dict[str, Any], s
     ((path, value),) = field.items()
     with pytest.raises(KnobError, match=said):
         e.set(path, value)
-
-

@@ -15,7 +15,7 @@ from tests.agree import crosses_alike, sampled
 from tests.ranks import experiment, net, run, toy, weights
 from workbench import simulate
 from workbench.experiment import Experiment
-from workbench.host.observe.factored import fed, layers
+from workbench.host.observe.factored import find_layers, make_input_rows
 from workbench.strategies import KFAC
 from workbench.tasks import Digits
 
@@ -116,7 +116,7 @@ def test_conv1d_is_treated_as_an_image_with_one_line() -> None:
     torch.manual_seed(0)
     line = nn.Conv1d(3, 4, 3, stride=2, padding=2, dilation=2)
     x = torch.randn(5, 3, 11)
-    rows, terms = fed(line, x, x.dtype)
+    rows, terms = make_input_rows(line, x, x.dtype)
     made = rows @ torch.cat([line.weight.flatten(1), line.bias[:, None]], 1).T
     torch.testing.assert_close(made.view(5, -1, 4).movedim(1, 2), line(x))
     assert terms == 5
@@ -126,7 +126,7 @@ def test_convolutions_that_are_no_single_matrix_use_the_plain_gradient() -> None
     conv = partial(nn.Conv2d, 4, 4, 3)
     model = nn.Sequential(conv(groups=2), conv(padding=1, padding_mode="circular"), conv(padding="same"),
                           nn.ConvTranspose2d(4, 4, 3), conv())  # fmt: skip
-    assert list(layers(model, {name for name, _ in model.named_parameters()})) == ["4"]
+    assert list(find_layers(model, {name for name, _ in model.named_parameters()})) == ["4"]
 
 
 def test_every_layer_of_digits_is_preconditioned() -> None:

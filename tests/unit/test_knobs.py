@@ -150,13 +150,17 @@ def test_long_input_is_shortened_in_errors(plain: Any) -> None:
 
 
 FORMERLY: list[tuple[dict[str, Any], Strategy]] = [
-    ({"LocalSGD": {"every": 4, "start": 0, "group": 1, "group_every": 1, "momentum": "zero"}},
-     LocalSGD(every=4, momentum="zero")),
+    (
+        {"LocalSGD": {"every": 4, "start": 0, "group": 1, "group_every": 1, "momentum": "zero"}},
+        LocalSGD(every=4, momentum="zero"),
+    ),
     ({"LocalSGD": {"every": 4, "start": 7}}, PostLocalSGD(every=4, warmup=7)),
     ({"LocalSGD": {"start": 7, "group": 3, "group_every": 2}}, HierarchicalLocalSGD(warmup=7, group=3, group_every=2)),
     ({"AsyncServer": {"push": 2, "synchronous": False}}, AsyncServer(push=2)),
-    ({"AsyncServer": {"servers": 1, "weight": "staleness", "synchronous": True}},
-     SyncServer(servers=1, weight="staleness")),
+    (
+        {"AsyncServer": {"servers": 1, "weight": "staleness", "synchronous": True}},
+        SyncServer(servers=1, weight="staleness"),
+    ),
     ({"OneBitAdam": {"freeze_step": 9, "scaled": False}}, OneBitAdam(warmup=9, scaled=False)),
 ]
 
@@ -182,9 +186,7 @@ def test_older_recorded_settings_keep_their_meaning(recorded: dict[str, Any], to
         (OneBitAdam(), "freeze_step", 3, OneBitAdam(warmup=3)),
     ],
 )
-def test_an_older_recorded_change_keeps_its_meaning(
-    was: Strategy, path: str, value: Any, now: Strategy
-) -> None:
+def test_an_older_recorded_change_keeps_its_meaning(was: Strategy, path: str, value: Any, now: Strategy) -> None:
     assert Experiment(strategy=was).set(path, value).strategy == now
 
 

@@ -27,7 +27,7 @@ from workbench.compressors._ratio import ratio, ways
 from workbench.compressors._trial import tried
 from workbench.compressors.l_greco import BINS, cheapest, chosen
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Bucket, Memory
 from workbench.settings import Change, KnobError, knobs
 
@@ -104,8 +104,9 @@ def test_without_a_possible_gain_all_layers_keep_one_ratio() -> None:
     (TopK(density=0.01), 1.0, [0.01]),
     (ErrorFeedback(of=Layers(of=TopK(density=0.1))), 4.0, [0.4, 0.2, 0.1, 0.05, 0.025]),
 ], ids=str)  # fmt: skip
-def test_candidates_surround_the_present_ratio_within_its_range(of: Compressor, spread: float,
-                                                                         values: list[float]) -> None:
+def test_candidates_surround_the_present_ratio_within_its_range(
+    of: Compressor, spread: float, values: list[float]
+) -> None:
     found = ways(of, spread)
     assert [way.value for way in found] == pytest.approx(values)
     assert of in [way.of for way in found]
@@ -166,7 +167,7 @@ def test_a_run_sends_less_within_the_error_and_all_ranks_agree(of: Compressor, b
     e = experiment(3, 9, compressor=ErrorFeedback(of=LGreCo(of=of, every=4, budget=budget)))
     sessions = run(e)  # measured in steps 3 and 7, applied in steps 4 and 8
     assert known(sessions[0]) == known(sessions[1]) == known(sessions[2]) and len(known(sessions[0])) == 6
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     errors, sizes = measured(sessions[0], e)
     assert errors[0] <= budget * errors[1] and sizes[0] < sizes[1]
     comm = sessions[0].record.comm()
@@ -241,8 +242,9 @@ def test_random_live_changes_lose_nothing() -> None:
     for step in range(500):
         if not step % 10:
             of = rng.choice([TopK(density=rng.uniform(0.02, 0.9)), PowerSGD(rank=rng.randint(1, 4)), ByteGrad()])
-            policy = LGreCo(of=of, every=rng.choice([6, 15]), spread=rng.choice([2.0, 8.0]),
-                            budget=rng.choice([0.5, 1.0, 2.0]))
+            policy = LGreCo(
+                of=of, every=rng.choice([6, 15]), spread=rng.choice([2.0, 8.0]), budget=rng.choice([0.5, 1.0, 2.0])
+            )
         g = noise(step, ranks, n)
         owed += g.double().sum(0)
         cut = rng.choice([3, 6])

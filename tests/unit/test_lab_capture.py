@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from workbench.cluster.transport import capture
-from workbench.cluster.transport.capture import Capture
+from workbench.cluster.transport.capture import OutputCapture
 
 
 def run_as(name: str, what: Callable[[], object]) -> None:
@@ -32,7 +32,7 @@ def test_only_output_of_training_threads_is_captured(capsys: pytest.CaptureFixtu
     said: list[tuple[str, str]] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        with Capture("rank ", lambda stream, text: said.append((stream, text))):
+        with OutputCapture("rank ", lambda stream, text: said.append((stream, text))):
             run_as("rank 0 training", speak)
             run_as("MainThread", lambda: print("a cell's own words"))
             run_as("rank 0 recorder", lambda: print("not the training's"))
@@ -44,7 +44,7 @@ def test_only_output_of_training_threads_is_captured(capsys: pytest.CaptureFixtu
 
 def test_all_hooks_are_restored() -> None:
     before = sys.stdout, sys.stderr, warnings.showwarning, list(logging.getLogger().handlers)
-    with Capture("rank ", lambda *said: None):
+    with OutputCapture("rank ", lambda *said: None):
         assert sys.stdout is not before[0]
     assert (sys.stdout, sys.stderr, warnings.showwarning, list(logging.getLogger().handlers)) == before
 
@@ -53,11 +53,11 @@ def test_a_flood_of_output_is_counted_and_dropped(monkeypatch: pytest.MonkeyPatc
     said: list[str] = []
     second = [1.0]
     monkeypatch.setattr(capture.time, "monotonic", lambda: second[0])
-    with Capture("rank ", lambda stream, text: said.append(text)) as ours:
+    with OutputCapture("rank ", lambda stream, text: said.append(text)) as ours:
         run_as("rank 0 training", lambda: [print(i) for i in range(1000)])
         assert len(said) == capture.PER_SECOND
         second[0] = 2.0
-        ours.say("stdout", "later")
+        ours.hand_on("stdout", "later")
     assert said[-2:] == [f"... {1000 - capture.PER_SECOND} more lines in that second", "later"]
 
 
@@ -66,14 +66,14 @@ def test_a_sink_that_fails_does_not_stop_the_training() -> None:
         raise OSError("disk full")
 
     done = []
-    with Capture("rank ", sink):
+    with OutputCapture("rank ", sink):
         run_as("rank 0 training", lambda: (print("x"), done.append(1)))
     assert done == [1]
 
 
 def test_text_without_a_newline_is_handed_on_when_its_thread_has_ended() -> None:
     said: list[str] = []
-    with Capture("rank ", lambda stream, text: said.append(text)) as ours:
+    with OutputCapture("rank ", lambda stream, text: said.append(text)) as ours:
         for number in range(3):  # the system gives the id of an ended thread to the next one
             run_as("rank 0 worker", lambda number=number: print(f"begun {number}", end=""))  # type: ignore[misc]
         run_as("rank 0 worker", lambda: print("whole"))
@@ -86,7 +86,7 @@ def test_text_without_a_newline_is_handed_on_when_its_thread_has_ended() -> None
 
 def test_a_line_without_end_keeps_a_bounded_beginning() -> None:
     said: list[str] = []
-    with Capture("rank ", lambda stream, text: said.append(text)):
+    with OutputCapture("rank ", lambda stream, text: said.append(text)):
         run_as("rank 0 training", lambda: [print("x" * 1000, end="\r") for _ in range(100)])
         assert all(len(text) <= capture.LONGEST for text in vars(sys.stdout)["_begun"].values())
     assert [len(text) for text in said] == [capture.LONGEST]

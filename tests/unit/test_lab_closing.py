@@ -15,8 +15,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch, silent: int, done: list[Any]) -> Cl
     """Three engines of a foreign cluster; engine `silent` does not answer. done: the released resources."""
     made = Cluster("lab", 3, connection="somewhere")
     made.engines = [SimpleNamespace(id=10 + r, rank=r) for r in range(3)]
-    made.place = SimpleNamespace(state={"owner": [1, 0.0]}, remove=lambda: None)
-    made.health = SimpleNamespace(controller=lambda: None, death=lambda rank: None)
+    made.place = SimpleNamespace(state={"owner": [1, 0.0]}, remove_folder=lambda: None)
+    made.health = SimpleNamespace(describe_controller=lambda: None, describe_death=lambda rank: None)
     made._ready.set()
 
     def call(engine: int, function: Any, *rest: Any, timeout: float = 60.0) -> None:
@@ -25,14 +25,12 @@ def cluster(monkeypatch: pytest.MonkeyPatch, silent: int, done: list[Any]) -> Cl
         done.append(engine)
 
     monkeypatch.setattr(made, "call", call)
-    monkeypatch.setattr(made, "_drop", lambda: done.append("all else"))
+    monkeypatch.setattr(made, "_end_processes", lambda: done.append("all else"))
     return made
 
 
 @pytest.mark.parametrize("silent", range(3))
-def test_a_silent_engine_does_not_prevent_releasing_the_rest(
-    silent: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_engine_does_not_prevent_releasing_the_rest(silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
     cluster(monkeypatch, silent, done).close()
     assert done == [10 + r for r in range(3) if r != silent] + ["all else"]

@@ -40,12 +40,17 @@ def test_the_line_of_the_users_own_code_is_shown() -> None:
     assert str(error).endswith('File "<ipython-input-3>", line 2, in loss')
     assert error._repr_mimebundle_()["text/plain"].startswith("RankError: rank 0")
 
+
 def test_the_error_reports_a_lost_state_and_gives_advice() -> None:
     errors = {r: {"type": "EngineDied", "text": "its engine ended"} for r in (0, 1)}
     none_holds(errors, (0, 1), (2, 3), "")
-    assert errors[0]["text"] == errors[1]["text"] == (
-        "its engine ended; no rank that is left holds the trained state (ranks 2, 3 were still joining); "
-        "there is no checkpoint to go on from, take save_every=100"
+    assert (
+        errors[0]["text"]
+        == errors[1]["text"]
+        == (
+            "its engine ended; no rank that is left holds the trained state (ranks 2, 3 were still joining); "
+            "there is no checkpoint to go on from, take save_every=100"
+        )
     )
     errors = {0: {"type": "EngineDied", "text": "gone"}}
     none_holds(errors, (0, 1), (), "run/step-8")

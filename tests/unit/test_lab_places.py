@@ -14,23 +14,23 @@ from typing import Any
 
 import pytest
 
-from workbench.cluster.api.launch import find, fitted, open_run
+from workbench.cluster.api.launch import find_place, fit_experiment, open_run
 from workbench.cluster.engines import engines as engines_module
-from workbench.cluster.engines.engines import Engine, check_versions, devices, here
+from workbench.cluster.engines.engines import Engine, check_versions, choose_devices, list_versions
 from workbench.cluster.processes import place as place_module
 from workbench.cluster.processes import usual
 from workbench.cluster.processes.place import (
     ClusterError,
-    Place,
+    LabPlace,
     alive,
-    host,
-    over,
-    places,
-    root,
+    host_name,
+    is_over,
+    list_places,
     runs_dir,
+    runtime_root,
     this_process,
 )
-from workbench.engine.record.spool import Spool
+from workbench.engine.record.spool import RowSpool
 from workbench.experiment import Experiment
 from workbench.record import folders
 from workbench.run import Run, RunError
@@ -45,35 +45,35 @@ def _private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def engine(rank: int = 0, gpus: int = 0, where: str = "", **versions: str) -> Engine:
-    said = {"host": where or host(), "pid": os.getpid(), "created": this_process()[1], "reach": "127.0.0.1"}
-    return Engine(rank=rank, id=rank, gpus=gpus, versions={**here(), **versions}, **said)
+    said = {"host": where or host_name(), "pid": os.getpid(), "created": this_process()[1], "reach": "127.0.0.1"}
+    return Engine(rank=rank, id=rank, gpus=gpus, versions={**list_versions(), **versions}, **said)
 
 
 def test_a_place_is_private_and_unique() -> None:
-    one, two = Place.new("lab"), Place.new("lab")
-    assert one.path != two.path and {p.path for p in places()} == {one.path, two.path}
-    for path in (root(), one.path, one.file):
+    one, two = LabPlace.make_place("lab"), LabPlace.make_place("lab")
+    assert one.path != two.path and {p.path for p in list_places()} == {one.path, two.path}
+    for path in (runtime_root(), one.path, one.file):
         assert path.stat().st_mode & 0o077 == 0
-    one.write(more=1)
-    assert Place(one.path).read()["more"] == 1 and Place(one.path).read()["owner"] == this_process()
+    one.write_state(more=1)
+    assert LabPlace(one.path).read_state()["more"] == 1 and LabPlace(one.path).read_state()["owner"] == this_process()
 
 
 def test_an_owner_and_a_guest_keep_what_the_other_wrote() -> None:
-    owner = Place.new("shared")
-    guest = Place(owner.path)
-    guest.write(run={"generation": 1})
+    owner = LabPlace.make_place("shared")
+    guest = LabPlace(owner.path)
+    guest.write_state(run={"generation": 1})
     owner.add_process([7, 1.0], "engine 0")
-    guest.write(run={"generation": 2})
+    guest.write_state(run={"generation": 2})
     owner.add_process([8, 1.0], "engine 1")
     owner.drop_process(7)
-    for place in (owner, guest, Place(owner.path)):
+    for place in (owner, guest, LabPlace(owner.path)):
         assert place.state["run"] == {"generation": 2} and place.state["processes"] == [[8, 1.0, "engine 1"]]
 
 
 def test_no_write_is_lost_when_kernels_write_at_the_same_time() -> None:
-    place = Place.new("busy")
-    code = "import sys; from pathlib import Path; from workbench.cluster.processes.place import Place\n" \
-           "p = Place(Path(sys.argv[1]))\nfor i in range(20): p.add_process([i, 0.0], sys.argv[2])"  # fmt: skip
+    place = LabPlace.make_place("busy")
+    code = "import sys; from pathlib import Path; from workbench.cluster.processes.place import LabPlace\n" \
+           "p = LabPlace(Path(sys.argv[1]))\nfor i in range(20): p.add_process([i, 0.0], sys.argv[2])"  # fmt: skip
     others = [subprocess.Popen([sys.executable, "-c", code, str(place.path), name]) for name in ("a", "b")]
     for i in range(20):
         place.add_process([i, 0.0], "here")
@@ -82,21 +82,21 @@ def test_no_write_is_lost_when_kernels_write_at_the_same_time() -> None:
 
 
 def test_a_place_without_its_file_still_knows_its_processes() -> None:
-    place = Place.new("removed")
+    place = LabPlace.make_place("removed")
     place.add_process([7, 1.0], "engine 0")
-    place.remove()
+    place.remove_folder()
     assert place.state["processes"] == [[7, 1.0, "engine 0"]]
 
 
 def test_a_runtime_directory_that_is_not_ours_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runtime").symlink_to(tmp_path)
-    assert root() == tmp_path / "data" / "training-workbench" / "runtime"
+    assert runtime_root() == tmp_path / "data" / "training-workbench" / "runtime"
     (tmp_path / "runtime").unlink()
     tmp_path.chmod(0o777)
-    assert root() == tmp_path / "data" / "training-workbench" / "runtime"
+    assert runtime_root() == tmp_path / "data" / "training-workbench" / "runtime"
     monkeypatch.setattr(place_module.os, "getuid", lambda: os.geteuid() + 1)
     with pytest.raises(ClusterError, match="not this user's own"):
-        root()
+        runtime_root()
 
 
 def test_a_runtime_directory_whose_parent_a_group_can_write_to_is_not_used(
@@ -104,16 +104,16 @@ def test_a_runtime_directory_whose_parent_a_group_can_write_to_is_not_used(
 ) -> None:
     monkeypatch.setattr(folders, "_is_private_group", lambda about: False)
     tmp_path.chmod(0o770)
-    assert root() == tmp_path / "data" / "training-workbench" / "runtime"
+    assert runtime_root() == tmp_path / "data" / "training-workbench" / "runtime"
     tmp_path.chmod(0o1770)
-    assert root() == tmp_path / "runtime", "in a sticky folder nobody renames what others own"
+    assert runtime_root() == tmp_path / "runtime", "in a sticky folder nobody renames what others own"
     tmp_path.chmod(0o770)
     monkeypatch.setenv(folders.ALLOW, "1")
-    assert root() == tmp_path / "runtime"
+    assert runtime_root() == tmp_path / "runtime"
     monkeypatch.delenv(folders.ALLOW)
     (tmp_path / "data" / "training-workbench").chmod(0o770)
     with pytest.raises(ClusterError, match=f"other users can write to the folder around it.*set {folders.ALLOW}=1"):
-        root()
+        runtime_root()
 
 
 def test_a_private_group_contains_only_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,8 +172,8 @@ def test_a_run_directory_is_private_however_it_is_made(tmp_path: Path) -> None:
             run = open_run(Experiment(ranks=1), out, Run)
             assert run.path is not None and run.path.is_dir()
         Run(Experiment(ranks=1), name="saved").save(tmp_path / "saves" / "saved")
-        spool = Spool(tmp_path / "gone" / "again", 0, 100)  # the folder is gone, and a rank makes it again
-        spool.take("samples", 0, {"rank": [0], "step": [0], "name": ["loss"], "t": [0.0], "value": [1.0]})
+        spool = RowSpool(tmp_path / "gone" / "again", 0, 100)  # the folder is gone, and a rank makes it again
+        spool.queue_rows("samples", 0, {"rank": [0], "step": [0], "name": ["loss"], "t": [0.0], "value": [1.0]})
         assert spool.close(20.0) and list((tmp_path / "gone" / "again").iterdir())
         usual.took("a start", 1.0)
         made = [path for path in tmp_path.rglob("*") if path.is_dir()]
@@ -186,32 +186,32 @@ def test_a_place_is_swept_when_its_owner_and_its_processes_are_gone() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     gone = [child.pid, 1.0]
-    left = Place.new("left")
-    left.write(owner=gone, processes=[[*gone, "engine 0"]])
-    assert not alive(gone) and over(left.read())
-    Place.new("new")
-    assert [p.read()["name"] for p in places()] == ["new"]
+    left = LabPlace.make_place("left")
+    left.write_state(owner=gone, processes=[[*gone, "engine 0"]])
+    assert not alive(gone) and is_over(left.read_state())
+    LabPlace.make_place("new")
+    assert [p.read_state()["name"] for p in list_places()] == ["new"]
 
 
 @pytest.mark.parametrize("reads", [1, 2])
 def test_a_place_that_another_kernel_removes_during_a_look_raises_nothing(
     reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, done = Place.read, []
+    read, done = LabPlace.read_state, []
 
-    def until_removed(self: Place) -> dict[str, Any]:
+    def until_removed(self: LabPlace) -> dict[str, Any]:
         found = read(self)
         if found.get("name") == "other":
             done.append(self)
             if len(done) == reads:
-                self.remove()
+                self.remove_folder()
         return found
 
-    for look in (lambda: Place.new("new"), lambda: find("other")):
-        Place.new("other").write(engines=[])
+    for look in (lambda: LabPlace.make_place("new"), lambda: find_place("other")):
+        LabPlace.make_place("other").write_state(engines=[])
         done.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(Place, "read", until_removed)
+            patch.setattr(LabPlace, "read_state", until_removed)
             try:
                 look()
             except ClusterError as error:
@@ -220,17 +220,17 @@ def test_a_place_that_another_kernel_removes_during_a_look_raises_nothing(
 
 
 def test_a_detached_place_stays_while_an_engine_lives() -> None:
-    place = Place.new("kept")
-    place.write(owner=None, engines=[engine().plain()])
-    assert not over(place.read()) and find("kept").path == place.path
-    place.write(engines=[{**engine().plain(), "pid": 2**22 + 1}])
-    assert over(place.read())
+    place = LabPlace.make_place("kept")
+    place.write_state(owner=None, engines=[engine().as_dict()])
+    assert not is_over(place.read_state()) and find_place("kept").path == place.path
+    place.write_state(engines=[{**engine().as_dict(), "pid": 2**22 + 1}])
+    assert is_over(place.read_state())
     with pytest.raises(ClusterError, match="no live lab called 'kept'"):
-        find("kept")
+        find_place("kept")
 
 
 def test_other_versions_are_named_with_engine_and_host() -> None:
-    check_versions([engine(Python=here()["Python"].rsplit(".", 1)[0] + ".99")])
+    check_versions([engine(Python=list_versions()["Python"].rsplit(".", 1)[0] + ".99")])
     with pytest.raises(ClusterError, match=r"engine 1 on far \(pid \d+\) has torch 1.0, this kernel has .*workbench 9"):
         check_versions([engine(), engine(1, where="far", torch="1.0"), engine(2, workbench="9")])
 
@@ -246,12 +246,12 @@ def test_other_versions_are_named_with_engine_and_host() -> None:
     ],
 )
 def test_each_rank_gets_a_device(gpus: int, ranks: int, asked: Any, answer: Any) -> None:
-    assert devices([replace(engine(r, gpus), pid=r) for r in range(ranks)], asked) == answer
+    assert choose_devices([replace(engine(r, gpus), pid=r) for r in range(ranks)], asked) == answer
 
 
 def test_a_restarted_engine_keeps_its_device() -> None:
     first, second = (replace(engine(r, 2), pid=r) for r in range(2))
-    assert devices([first, second, replace(second, rank=2)], "auto") == (["cuda:0", "cuda:1", "cuda:1"], "nccl")
+    assert choose_devices([first, second, replace(second, rank=2)], "auto") == (["cuda:0", "cuda:1", "cuda:1"], "nccl")
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,10 @@ def test_a_restarted_engine_keeps_its_device() -> None:
 )
 def test_each_host_uses_its_own_gpus(there: str, asked: Any, answer: Any) -> None:
     hosts = zip(("a", "b", "b"), map(int, there.split()), strict=True)
-    assert devices([replace(engine(r, gpus, where), pid=r) for r, (where, gpus) in enumerate(hosts)], asked) == answer
+    assert (
+        choose_devices([replace(engine(r, gpus, where), pid=r) for r, (where, gpus) in enumerate(hosts)], asked)
+        == answer
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,7 +276,7 @@ def test_each_host_uses_its_own_gpus(there: str, asked: Any, answer: Any) -> Non
 )
 def test_a_host_with_too_few_gpus_is_refused_by_name(gpus: int, asked: Any, text: str) -> None:
     with pytest.raises(KnobError, match=text):
-        devices([engine(0, 4, "a"), engine(1, gpus, "b")], asked)
+        choose_devices([engine(0, 4, "a"), engine(1, gpus, "b")], asked)
 
 
 @pytest.mark.parametrize(
@@ -282,13 +285,13 @@ def test_a_host_with_too_few_gpus_is_refused_by_name(gpus: int, asked: Any, text
 )
 def test_missing_devices_are_refused(gpus: int, asked: Any, text: str) -> None:
     with pytest.raises(KnobError, match=text):
-        devices([engine(0, gpus)], asked)
+        choose_devices([engine(0, gpus)], asked)
 
 
 def test_an_experiment_takes_the_ranks_of_its_lab_by_default() -> None:
-    assert fitted(Experiment(), 2).ranks == 2 and fitted(Experiment(ranks=1), 2).ranks == 1
+    assert fit_experiment(Experiment(), 2).ranks == 2 and fit_experiment(Experiment(ranks=1), 2).ranks == 1
     with pytest.raises(KnobError, match=r"ranks=8: must be an integer in \[1, 2\]"):
-        fitted(Experiment(ranks=8), 2)
+        fit_experiment(Experiment(ranks=8), 2)
 
 
 def test_a_run_gets_a_separate_directory_outside_the_working_directory(tmp_path: Path) -> None:
@@ -306,5 +309,5 @@ def test_kernels_that_start_in_the_same_second_get_separate_directories() -> Non
 
 
 def test_the_question_to_engines_is_plain_source() -> None:
-    compile(engines_module._question().replace("{controller!r}", "'x'"), "probe", "exec")
-    assert "controller" in engines_module._question()
+    compile(engines_module._make_probe().replace("{controller!r}", "'x'"), "probe", "exec")
+    assert "controller" in engines_module._make_probe()

@@ -14,9 +14,9 @@ import pytest
 from tests.ranks import Rows
 from workbench.engine.device import Chip
 from workbench.engine.wire.lane import Lane
-from workbench.engine.wire.shaping import Clock, Naps, Port, Shaper
-from workbench.engine.wire.watch import Watch
-from workbench.engine.wire.wires import Line
+from workbench.engine.wire.shaping import Clock, LinkShaper, PacedSleep, Port
+from workbench.engine.wire.watch import Stopwatch
+from workbench.engine.wire.wires import GroupWires
 
 
 class Broken(Chip):
@@ -32,15 +32,15 @@ class Broken(Chip):
         if call == self.call and threading.current_thread() is not self.home:
             raise RuntimeError(f"the chip failed in {call}")
 
-    def bind(self) -> None:
+    def bind_thread(self) -> None:
         self.fail("bind")
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         self.fail("mark")
         return object()
 
     @contextmanager
-    def inside(self, stream: Any = None, after: Any = None) -> Iterator[None]:
+    def use_stream(self, stream: Any = None, after: Any = None) -> Iterator[None]:
         self.fail("inside")
         yield
         self.fail("outside")
@@ -49,9 +49,9 @@ class Broken(Chip):
 def lane(call: str) -> Lane:
     clock = Clock(time.time())
     wire: Any = SimpleNamespace(size=2, rank=0)
-    port = Port(0, 2, Naps(clock), 0)
-    line = Line(wire, Shaper(port, None), wire)
-    return Lane("comm", port, Watch(clock, Rows()), Broken(call), {None: line}.__getitem__)
+    port = Port(0, 2, PacedSleep(clock), 0)
+    line = GroupWires(wire, LinkShaper(port, None), wire)
+    return Lane("comm", port, Stopwatch(clock, Rows()), Broken(call), {None: line}.__getitem__)
 
 
 async def nothing() -> int:

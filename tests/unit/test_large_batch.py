@@ -15,7 +15,7 @@ from workbench import simulate
 from workbench.experiment import Experiment
 from workbench.experiment.rates import factor
 from workbench.fabric import Slow
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, AsyncServer, LocalSGD, ShadowMA, Strategy, SyncServer, Wavelet
 from workbench.tasks import Digits
@@ -135,7 +135,7 @@ def test_live_scaling_rises_from_the_present_rate_and_lr_acts_at_once() -> None:
     up = [1, 1.75, 2.5, 3.25, 4]
     expected = [0.01] * 5 + [0.01, 0.0175, 0.05, 0.065] + [0.08] * 5 + [0.02 * f for f in reversed(up)] + [0.02]
     assert rates(sessions[0], 20) == pytest.approx(expected)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     simulated = simulate(e.set("pace", 5.0), changes=turns, real=True)
     assert samples(simulated, "lr", 3).tolist() == [v for _, v in noted(sessions[3], "lr")]
 
@@ -220,7 +220,7 @@ def test_ddp_clips_the_mean_gradient_on_both_hosts() -> None:
         np.testing.assert_allclose([v for _, v in noted(s, "grad_norm")], norms, rtol=1e-4)
         np.testing.assert_allclose(samples(simulated, "grad_norm", s.rank.index), norms, rtol=1e-4)
         np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-5, atol=1e-6)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
 
 
 def test_local_sgd_clips_each_ranks_own_gradient() -> None:

@@ -46,7 +46,7 @@ def test_what_a_rank_prints_last_is_recorded_before_its_end(tmp_path: Path, monk
         job = {"session": "workbench.engine.rank.session:Session", "generation": uuid.uuid4().hex, "epoch": 0.0,
                "run_dir": str(tmp_path), "rank": 0, "size": 1, "store": store, "device": "cpu", "kind": "gloo",
                "loopback": True}  # fmt: skip
-        bench.begin(job, cloudpickle.dumps((experiment(1, 2, strategy=Prints()), (), [])))
+        bench.begin_session(job, cloudpickle.dumps((experiment(1, 2, strategy=Prints()), (), [])))
         assert bench.session.join(60) and bench.session.error is None
     said = [detail["text"] if name == "log" else name for name, detail in marks if name in ("log", "end")]
     assert said[-2:] == ["step 0;step 1;", "end"]

@@ -12,11 +12,11 @@ from tests.sim.virtual import paced
 from tests.unit import synthetic
 from widgets.charts.feed import Feed
 from widgets.export.report import write_report
-from widgets.views._base import drawn
+from widgets.views._base import draw_view
 from widgets.views.causes import Causes
 from widgets.views.late import Late
 from workbench import Change, simulate
-from workbench.analysis import Strips, lateness
+from workbench.analysis import LatenessStrips, measure_lateness
 from workbench.compressors import PowerSGD
 from workbench.fabric import Freeze, Noisy, Slow
 from workbench.record.timeline import Span, Timeline
@@ -30,7 +30,7 @@ FORWARD, BACKWARD = 0.3 * PACE, 0.6 * PACE
 
 def milliseconds(tl: Timeline, **some: int) -> np.ndarray:
     """Returns lateness in the steps in which ranks met: (meetings, p)."""
-    found = lateness(tl, **some)
+    found = measure_lateness(tl, **some)
     return 1e3 * found.seconds[found.met]
 
 
@@ -54,7 +54,7 @@ def test_a_slow_update_shows_at_the_next_meeting() -> None:
 
 def test_lateness_of_a_round_shows_at_its_end() -> None:
     run = played(LocalSGD(every=4), Slow(rank=1, factor=1.5, phase="backward"))
-    found = lateness(run.timeline)
+    found = measure_lateness(run.timeline)
     assert found.steps[found.met].tolist() == [3, 7, 11]
     assert 1e3 * found.seconds[found.met] == pytest.approx(np.tile([0, 4 * 0.5 * BACKWARD, 0, 0], (3, 1)), abs=0.01)
 
@@ -106,7 +106,7 @@ def test_different_clocks_make_no_rank_late() -> None:
 
 @pytest.mark.parametrize("strategy", [Gossip(), AsyncServer()], ids=lambda s: type(s).__name__)
 def test_ranks_that_only_send_messages_never_meet(strategy: Any) -> None:
-    assert not lateness(played(strategy).timeline).met.any()
+    assert not measure_lateness(played(strategy).timeline).met.any()
     assert not Late().update(played(strategy))
 
 
@@ -116,22 +116,22 @@ def test_a_rank_that_left_is_never_late() -> None:
     tl.spans.extend(rows[(rows.rank != 3) | (rows.step < 10)].columns)
     gone = Timeline()
     gone.spans.extend(rows[(rows.rank != 3) | (rows.step < 19)].columns)
-    assert lateness(tl).met.sum() == 10, "steps count once they have ended on every rank known"
-    assert not np.isnan(lateness(gone).seconds).any()
+    assert measure_lateness(tl).met.sum() == 10, "steps count once they have ended on every rank known"
+    assert not np.isnan(measure_lateness(gone).seconds).any()
 
 
 @pytest.mark.parametrize("every", [1, 8, 100])
 def test_incremental_lateness_equals_the_whole(every: int) -> None:
     tl = synthetic.timeline("LocalSGD", ranks=3, steps=330, every=every, slow=(1, "forward", 1.5))
-    whole = lateness(tl)
+    whole = measure_lateness(tl)
     for first in (0, 1, 7, 99, 100, 101, 329):
-        np.testing.assert_allclose(lateness(tl, first).seconds, whole.seconds[first:], atol=1e-9)
-    at_once, bit_by_bit, live = Strips(3), Strips(3), Timeline()
-    at_once.add(tl)
+        np.testing.assert_allclose(measure_lateness(tl, first).seconds, whole.seconds[first:], atol=1e-9)
+    at_once, bit_by_bit, live = LatenessStrips(3), LatenessStrips(3), Timeline()
+    at_once.add_steps(tl)
     rows = tl.spans.rows()
     for piece in range(40):
         live.spans.extend(rows[len(rows) * piece // 40 : len(rows) * (piece + 1) // 40].columns)
-        bit_by_bit.add(live)
+        bit_by_bit.add_steps(live)
     np.testing.assert_allclose(at_once.seconds, bit_by_bit.seconds, atol=1e-9)
     np.testing.assert_allclose(at_once.recent, bit_by_bit.recent, atol=1e-9)
     assert at_once.size == bit_by_bit.size == 4 and (at_once.steps == bit_by_bit.steps).all()
@@ -152,7 +152,7 @@ def test_a_frame_has_a_row_per_rank_and_a_column_per_step() -> None:
 def test_the_map_shows_the_injected_delay_in_its_row_only() -> None:
     slow = (2, "backward", synthetic.factor("backward"))
     run = synthetic.run(steps=60, slow=slow, slow_from=30, changes=(), hiccups=0.0)
-    figure = drawn(Late(), run)
+    figure = draw_view(Late(), run)
     assert figure is not None
     x, y, z = (np.asarray(figure.data[0][k], float) for k in "xyz")
     late = (y == 2) & (x >= 30)
@@ -166,7 +166,7 @@ def test_the_map_shows_the_injected_delay_in_its_row_only() -> None:
 
 def test_columns_of_a_long_run_average_several_steps() -> None:
     run = synthetic.run(steps=500, slow=(1, "forward", synthetic.factor("forward")), noise=0.0, hiccups=0.0, changes=())
-    figure = drawn(Late(), run)
+    figure = draw_view(Late(), run)
     assert figure is not None
     x, y, z = (np.asarray(figure.data[0][k], float) for k in "xyz")
     assert len(set(x)) == 63 and len(z) == 4 * 63 and set(np.diff(np.unique(x))) == {8.0}
@@ -184,11 +184,11 @@ def test_the_map_is_empty_for_one_rank_and_in_a_riddle(tmp_path: Any) -> None:
     run = synthetic.run(steps=60, slow=(2, "backward", 1.5), changes=())
     run.secret = "A riddle."
     feed = Feed(run, (Late,))
-    sent = feed.everything()[0]["views"]["lateness"]
-    assert "replace" not in sent and feed.table("lateness") == {}
+    sent = feed.make_opening()[0]["views"]["lateness"]
+    assert "replace" not in sent and feed.make_table("lateness") == {}
     assert write_report(run, tmp_path / "r.html").exists()
     run.secret = ""
-    assert feed.news()[0]["views"]["lateness"]["replace"] and feed.table("lateness")["rows"]  # type: ignore[index]
+    assert feed.make_news()[0]["views"]["lateness"]["replace"] and feed.make_table("lateness")["rows"]  # type: ignore[index]
 
 
 def test_sixty_four_ranks_are_sent_rarely_and_in_few_bytes() -> None:
@@ -198,17 +198,17 @@ def test_sixty_four_ranks_are_sent_rarely_and_in_few_bytes() -> None:
     run = Run({"ranks": 64}, live=True)
     run.timeline = host.timeline()
     feed, late = Feed(run, (Late,)), Late()
-    size = sum(map(len, feed.everything()[1]))
+    size = sum(map(len, feed.make_opening()[1]))
     assert size < 64 * 64 * 9, "a step more than 120 made 63 strips of them"
     late.update(run)
     run.timeline.spans.add([Span(0, 125, "step", "DDP", 99.0, 99.0, 99.1, 0)])
     assert not late.update(run), "asked again at once"
-    assert json.dumps(feed.everything()[0]["specs"])
+    assert json.dumps(feed.make_opening()[0]["specs"])
 
 
 def test_noise_alone_is_pale_on_the_map() -> None:
     run = played(DDP(), Noisy(spread=0.05), steps=60)
-    figure = drawn(Late(), run)
+    figure = draw_view(Late(), run)
     assert figure is not None
     assert np.max(figure.data[0].z) < 0.3 * figure.layout.coloraxis.cmax
 

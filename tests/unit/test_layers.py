@@ -14,7 +14,7 @@ from workbench.compressors import Cast, Compressor, Dense, ErrorFeedback, Layers
 from workbench.compressors._low_rank import RIGHT
 from workbench.compressors._split import gathered_parts
 from workbench.compressors.error_feedback import bare
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Bucket, Memory, Part
 from workbench.settings import Change, KnobError
 
@@ -72,8 +72,13 @@ def test_parameters_that_change_sides_lose_nothing(of: Compressor) -> None:
     for step in range(500):
         if not step % 3:
             sides = [of, TopK(density=rng.uniform(0.05, 1.0)), Dense()]
-            rule = Layers(of=rng.choice(sides), rest=rng.choice(sides), smallest=rng.choice([0, 10, 100, 200]),
-                          vectors=rng.random() < 0.5, only=rng.choice(["", "p[024]", "5"]))
+            rule = Layers(
+                of=rng.choice(sides),
+                rest=rng.choice(sides),
+                smallest=rng.choice([0, 10, 100, 200]),
+                vectors=rng.random() < 0.5,
+                only=rng.choice(["", "p[024]", "5"]),
+            )
         g = noise(step, ranks, n)
         owed += g.double().sum(0)
         cut = rng.choice([2, 3, 6])
@@ -113,7 +118,7 @@ def test_factors_are_kept_by_parameter_independent_of_its_bucket() -> None:
 
 
 def test_with_all_parameters_on_one_side_it_is_exactly_that_compressor() -> None:
-    hashes = [state_hash(run(experiment(3, 8, compressor=c))[0].layout) for c in (
+    hashes = [hash_model_state(run(experiment(3, 8, compressor=c))[0].layout) for c in (
         OneBit.usual(), ErrorFeedback(of=Layers(of=OneBit(), smallest=0, vectors=True)),
         ErrorFeedback(of=Layers(rest=OneBit(), smallest=10**9)), Dense(), Layers(only="none of them"))]  # fmt: skip
     assert hashes[0] == hashes[1] == hashes[2] and hashes[3] == hashes[4] != hashes[0]

@@ -9,8 +9,8 @@ import torch
 
 from tests.ranks import experiment, run, toy
 from workbench import simulate
-from workbench.host.memory.memory import gradients, nbytes
-from workbench.host.placement.layout import Layout
+from workbench.host.memory.memory import count_bytes, find_gradients
+from workbench.host.placement.layout import ParameterLayout
 from workbench.run import Run
 from workbench.settings import Change
 from workbench.strategies import DDP, LocalSGD, Strategy
@@ -31,35 +31,35 @@ def model_bytes() -> int:
 def test_every_bucket_has_separate_storage(bucket_mb: float) -> None:
     model = stack()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    layout = Layout(model, bucket_mb)
-    where = [b.data.untyped_storage().data_ptr() for b in layout.params()]
+    layout = ParameterLayout(model, bucket_mb)
+    where = [b.data.untyped_storage().data_ptr() for b in layout.list_params()]
     assert len(set(where)) == len(layout.buckets)
-    assert all(w.untyped_storage().nbytes() == b.nbytes for w, b in zip(layout.weights, layout.params(), strict=True))
+    assert all(
+        w.untyped_storage().nbytes() == b.nbytes for w, b in zip(layout.weights, layout.list_params(), strict=True)
+    )
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
-    for bucket, own in zip(layout.params(), where, strict=True):
+    for bucket, own in zip(layout.list_params(), where, strict=True):
         names = {part.name for part in bucket.parts}
         assert {p.data.untyped_storage().data_ptr() for n, p in model.named_parameters() if n in names} == {own}
 
 
 def test_memory_for_gradients_is_allocated_once_and_freed() -> None:
-    layout = Layout(stack(), 1.0)
-    assert nbytes(gradients(layout)) == 0 and [b.nbytes for b in layout.buckets] == [model_bytes()]
-    layout.make_room()
+    layout = ParameterLayout(stack(), 1.0)
+    assert count_bytes(find_gradients(layout)) == 0 and [b.nbytes for b in layout.buckets] == [model_bytes()]
+    layout.allocate_gradients()
     rooms = [b.data for b in layout.buckets]
-    layout.make_room()
+    layout.allocate_gradients()
     assert all(b.data is room for b, room in zip(layout.buckets, rooms, strict=True))
-    assert nbytes(gradients(layout)) == model_bytes()
-    layout.clear()
-    assert nbytes(gradients(layout)) == 0 and [b.nbytes for b in layout.buckets] == [model_bytes()]
+    assert count_bytes(find_gradients(layout)) == model_bytes()
+    layout.drop_gradients()
+    assert count_bytes(find_gradients(layout)) == 0 and [b.nbytes for b in layout.buckets] == [model_bytes()]
 
 
 @pytest.mark.parametrize(("strategy", "changes"), [
     (DDP(), ()), (LocalSGD(every=3), ()), (DDP(), (Change(6, "strategy", "LocalSGD"),)),
     (LocalSGD(every=3), (Change(6, "strategy", "DDP"),)),
 ], ids=str)  # fmt: skip
-def test_unexchanged_gradients_take_at_most_the_models_memory(
-    strategy: Strategy, changes: tuple[Change, ...]
-) -> None:
+def test_unexchanged_gradients_take_at_most_the_models_memory(strategy: Strategy, changes: tuple[Change, ...]) -> None:
     """Without an exchange a whole model's memory would be unused. Alike on every host and after a live switch."""
     e = experiment(2, 12, task=toy(model=stack), strategy=strategy, pace=1)
     found = [run(e, *changes)[0].record.samples]

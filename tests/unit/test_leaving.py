@@ -15,7 +15,7 @@ from tests.piped import piped
 from tests.ranks import experiment, run, shipped
 from tests.sim.insides import simulated
 from tests.sim.virtual import begun, comm
-from widgets.views.log import _said
+from widgets.views.log import _read_mark
 from workbench.compressors import ACPSGD, DGC, Compressor, Dense, ErrorFeedback, Layers, PowerSGD, TopK
 from workbench.compressors._leaving import _Leaving
 from workbench.compressors._sketch import SIGNS, WIDTH, sketch
@@ -174,8 +174,8 @@ def test_drop_discards_the_residual_and_records_its_length() -> None:
     assert all(m["mean"] == pytest.approx(length(BOOKS.dropped), rel=0.15) for m in every)
     (text,) = [m["text"] for m in every if "text" in m]
     assert text.startswith("dropped what compression had left unsent: gradients of length")
-    assert _said("residual", every[0]) == ("residual", text)
-    assert _said("residual", every[1]) is None
+    assert _read_mark("residual", every[0]) == ("residual", text)
+    assert _read_mark("residual", every[1]) is None
 
 
 def test_flushing_warns_of_a_long_residual_only() -> None:
@@ -185,7 +185,7 @@ def test_flushing_warns_of_a_long_residual_only() -> None:
     (mark,) = marks(found)
     assert exact > 4 and mark["sent"] / mark["gradient"] == pytest.approx(exact, rel=0.2)
     assert "times as long as its own gradient" in mark["text"] and "off='bleed'" in mark["text"]
-    assert _said("residual", mark) == ("residual", mark["text"])
+    assert _read_mark("residual", mark) == ("residual", mark["text"])
     short, _ = kept(2, 40, ErrorFeedback(of=TopK(density=0.6)), Change(30, "compressor", "Dense"))
     assert "text" not in marks(short)[0]
     slow = ErrorFeedback(of=TopK(density=0.0001), off="bleed", over=50)
@@ -195,8 +195,11 @@ def test_flushing_warns_of_a_long_residual_only() -> None:
 
 def test_bleeding_survives_other_changes_and_new_error_feedback_takes_the_rest() -> None:
     bleeding = ErrorFeedback(of=TopK(**SPARSE), off="bleed", over=6)
-    turns = [Change(8, "compressor", "Dense"), Change(10, "compressor", {"ByteGrad": {}}),
-             Change(11, "bucket_mb", 0.05)]
+    turns = [
+        Change(8, "compressor", "Dense"),
+        Change(10, "compressor", {"ByteGrad": {}}),
+        Change(11, "bucket_mb", 0.05),
+    ]
     _, sessions = kept(2, 16, bleeding, *turns)
     full = length(BOOKS.owed[7])
     for step, share in zip(range(8, 14), (5, 4, 3, 2, 1, 0), strict=True):
@@ -250,7 +253,8 @@ def test_engine_and_simulator_agree_and_shapes_alone_give_the_bytes(off: str) ->
             assert [set(m) for m in theirs] == [set(m) for m in marks(found)]
             for a, b in zip(theirs, marks(found), strict=True):
                 assert {k: v for k, v in a.items() if isinstance(v, float)} == pytest.approx(
-                    {k: v for k, v in b.items() if isinstance(v, float)}, rel=1e-3)
+                    {k: v for k, v in b.items() if isinstance(v, float)}, rel=1e-3
+                )
 
 
 def test_a_residual_in_another_unit_is_dropped_with_any_off_mode() -> None:

@@ -22,7 +22,7 @@ from workbench.experiment import Experiment, given
 from workbench.partitions import Pipeline
 from workbench.record.checkpoints import FOLDER, Checkpoint
 from workbench.settings import Change, KnobError
-from workbench.sim.run.resuming import resumed, saved_state
+from workbench.sim.run.resuming import plan_resume, saved_state
 from workbench.strategies import BMUF, DDP, EASGD, DiLoCo, LocalSGD, PostLocalSGD, SlowMo, Strategy, TorchDDP, ZeRO3
 from workbench.tasks import Loop, Script, Task
 
@@ -348,4 +348,4 @@ def test_a_checkpoint_of_a_loop_contains_the_model_alone(strategy: Strategy, tmp
     if strategy == DDP():
         torch.testing.assert_close(found, first, rtol=0, atol=0)
     with pytest.raises(KnobError, match="is a model alone, of a loop of its own"):
-        resumed(kept, None)
+        plan_resume(kept, None)

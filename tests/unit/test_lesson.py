@@ -13,7 +13,7 @@ from widgets.controls.controls import Controls
 from widgets.controls.transport import Transport
 from widgets.lesson import FACTOR, Prediction, Riddle, priced
 from widgets.page.dashboard import Dashboard
-from widgets.teach.said import Said
+from widgets.teach.said import ShownText
 from widgets.views import all_views
 from workbench import recipe, simulate
 from workbench.fabric import Link
@@ -64,7 +64,7 @@ def riddle() -> tuple[StillLab, Riddle]:
 
 def told(feed: Feed) -> str:
     """Returns the new text of a board's text views."""
-    message = feed.news()
+    message = feed.make_news()
     views = message[0]["views"] if message else {}
     return " ".join(str(view.get("html") or "") for view in views.values())
 
@@ -85,7 +85,7 @@ def test_without_a_guess_no_answer_is_shown() -> None:
 def test_a_sentence_is_shown_alike_in_a_page_and_in_a_terminal() -> None:
     from IPython.core.formatters import DisplayFormatter
 
-    shown, _ = DisplayFormatter().format(Said("1 < 2, said Tom's\nteacher"))
+    shown, _ = DisplayFormatter().format(ShownText("1 < 2, said Tom's\nteacher"))
     assert shown == {"text/plain": "1 < 2, said Tom's\nteacher", "text/html": "1 &lt; 2, said Tom's<br>teacher"}
 
 
@@ -193,7 +193,7 @@ def test_controls_neither_show_nor_accept_faults_in_a_riddle() -> None:
     lab, asked = riddle()
     controls = Controls(lab)
     assert not [r for r in controls.rows if "faults.0" in r["path"]]
-    controls.asked({"press": "fabric.faults.inject"})
+    controls.handle_message({"press": "fabric.faults.inject"})
     assert "riddle" in str(controls.errors) and not lab.asked
     asked.give_up()
     controls.refresh()
@@ -205,10 +205,10 @@ def test_no_button_of_the_transport_reveals_a_riddle() -> None:
     bar, sent = Transport(lab), []
     bar.send = sent.append
     for press in ("copy", "start"):  # both would show the fault: as code, or as a run that hides nothing
-        bar.asked(press)
+        bar.handle_button(press)
         assert "riddle.give_up()" in bar.error["text"] and lab.run_now is asked.run and not sent
     asked.give_up()
-    bar.asked("copy")
+    bar.handle_button("copy")
     assert "Slow" in sent[0]["python"] and not bar.error
 
 

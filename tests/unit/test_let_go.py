@@ -16,10 +16,10 @@ from tests.piped import piped
 from tests.ranks import experiment as lived
 from tests.ranks import run
 from workbench.host.passes import versions
-from workbench.host.passes.versions import Version
-from workbench.host.placement.layout import Layout
-from workbench.host.sharding.reading import Reading
-from workbench.host.sharding.trial import Listening
+from workbench.host.passes.versions import WeightVersion
+from workbench.host.placement.layout import ParameterLayout
+from workbench.host.sharding.reading import Unsharder
+from workbench.host.sharding.trial import TraceListener
 from workbench.partitions import Pipeline, Whole
 from workbench.partitions.schedules import PipeDream, PipeDream2BW
 from workbench.settings import Change
@@ -27,8 +27,8 @@ from workbench.strategies import ZeRO3
 
 Passes = Callable[[nn.Module], AbstractContextManager[None]]
 WAYS: dict[str, Passes] = {
-    "a stage's version of its weights": lambda model: Version(Layout(model, 1.0)).forward(),
-    "who listens": lambda model: Listening(dict(model.named_parameters())).forward(),
+    "a stage's version of its weights": lambda model: WeightVersion(ParameterLayout(model, 1.0)).read_in_forward(),
+    "who listens": lambda model: TraceListener(dict(model.named_parameters())).listen_to_forward(),
 }
 
 
@@ -49,15 +49,15 @@ def test_a_forward_without_backward_leaves_no_saved_tensors(way: str) -> None:
 
 def test_a_forward_without_backward_leaves_no_packed_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[weakref.ref[Tensor]] = []
-    pack = Reading._pack
+    pack = Unsharder._pack_tensor
 
-    def noted(self: Reading, x: Tensor) -> object:
+    def noted(self: Unsharder, x: Tensor) -> object:
         kept = pack(self, x)
         packed.append(weakref.ref(x)) if x.grad_fn is not None else None
         assert not isinstance(kept, Tensor) or kept.grad_fn is None
         return kept
 
-    monkeypatch.setattr(Reading, "_pack", noted)
+    monkeypatch.setattr(Unsharder, "_pack_tensor", noted)
     run(lived(strategy=ZeRO3(), ranks=2, steps=4))
     gc.collect()
     assert packed and not any(ref() is not None for ref in packed)
@@ -67,7 +67,7 @@ def test_a_forward_without_backward_leaves_no_packed_shards(monkeypatch: pytest.
 def test_a_change_that_cancels_a_pipelines_early_forwards_frees_them(schedule: Any, micros: int) -> None:
     def kept() -> int:
         gc.collect()
-        return sum(type(x) is versions._Other for x in gc.get_objects())
+        return sum(type(x) is versions._SavedTensor for x in gc.get_objects())
 
     before, e = kept(), piped(4, 10, partition=Pipeline(stages=2, micros=micros, schedule=schedule))
     run(e, Change(4, "bucket_mb", 0.01), Change(7, "partition", Whole()))

@@ -15,10 +15,10 @@ import pytest
 from tests.benched import begin, benched
 from tests.ranks import experiment
 from tests.waiting import until
-from workbench.cluster.engines.health import Health
-from workbench.cluster.engines.worker import Bench
-from workbench.cluster.processes.place import host
-from workbench.cluster.transport.line import Line, Silence
+from workbench.cluster.engines.health import ProcessHealth
+from workbench.cluster.engines.worker import EngineServer
+from workbench.cluster.processes.place import host_name
+from workbench.cluster.transport.line import NoAnswer, RpcClient
 from workbench.engine.rank.session import Session
 
 HOLD = threading.Event()  # while it is clear, a session is starting
@@ -47,13 +47,13 @@ class Late:
 
 
 @pytest.fixture
-def bench() -> Iterator[tuple[Bench, Line]]:
+def bench() -> Iterator[tuple[EngineServer, RpcClient]]:
     with benched(0) as it:
         yield it
 
 
 def test_a_look_before_a_session_starts_does_not_end_the_line(
-    bench: tuple[Bench, Line], tmp_path: Path
+    bench: tuple[EngineServer, RpcClient], tmp_path: Path
 ) -> None:
     made, line = bench
     HOLD.clear()
@@ -64,10 +64,10 @@ def test_a_look_before_a_session_starts_does_not_end_the_line(
     finally:
         HOLD.set()
         thread.join(60)
-    status = line.ask(0, "status", timeout=60)[0]
+    status = line.ask_rank(0, "status", timeout=60)[0]
     assert status["generation"] == "g"
     assert "cannot join thread before it is started" in status["trouble"], "what it met is told"
-    assert until(lambda: line.ask(0, "status", timeout=60)[0]["over"])
+    assert until(lambda: line.ask_rank(0, "status", timeout=60)[0]["over"])
 
 
 def test_a_session_that_has_not_been_started_has_not_ended() -> None:
@@ -83,7 +83,7 @@ def test_a_session_that_has_not_been_started_has_not_ended() -> None:
 
 
 def test_no_call_waits_for_a_session_that_cannot_start(
-    bench: tuple[Bench, Line], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: tuple[EngineServer, RpcClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, line = bench
 
@@ -93,7 +93,7 @@ def test_no_call_waits_for_a_session_that_cannot_start(
     monkeypatch.setattr(Late, "start", fails)
     with pytest.raises(RuntimeError, match="can't start"):
         begin(made, Late, tmp_path)
-    assert not made.busy and line.ask(0, "status", timeout=60)[0]["over"]
+    assert not made.is_busy and line.ask_rank(0, "status", timeout=60)[0]["over"]
 
 
 class Interrupted:
@@ -108,7 +108,7 @@ class Interrupted:
 
 
 def test_an_interrupt_while_waiting_for_one_wire_releases_the_other_wires() -> None:
-    line, lock = Line.__new__(Line), threading.Lock()
+    line, lock = RpcClient.__new__(RpcClient), threading.Lock()
     line._wires = {0: SimpleNamespace(lock=lock), 1: SimpleNamespace(lock=Interrupted())}  # type: ignore[dict-item]
     with pytest.raises(KeyboardInterrupt):
         line.ask_all("status")
@@ -125,33 +125,33 @@ def test_leaving_a_dead_engine_closes_its_socket() -> None:
     """Otherwise a lab would keep a descriptor for each lost engine."""
     with benched(0, 1, 2) as (made, line):
         there = events()
-        line.leave(1, made.line_at)
-        line.leave(1, made.line_at)
+        line.disconnect_rank(1, made.line_at)
+        line.disconnect_rank(1, made.line_at)
         assert until(lambda: events() == there - 1)
-        with pytest.raises(Silence, match="rank 1 is gone"):
-            line.ask(1, "status", timeout=60)
+        with pytest.raises(NoAnswer, match="rank 1 is gone"):
+            line.ask_rank(1, "status", timeout=60)
         said = line.ask_all("status", timeout=60)
-        assert isinstance(said[1], Silence) and [said[0]["over"], said[2]["over"]] == [True, True]
+        assert isinstance(said[1], NoAnswer) and [said[0]["over"], said[2]["over"]] == [True, True]
 
 
 def test_a_busy_wire_is_left_at_the_next_look() -> None:
     with benched(0) as (made, line):
         with line._wires[0].lock:
-            line.leave(0, made.line_at)
+            line.disconnect_rank(0, made.line_at)
             assert not line._wires[0].socket.closed
-        line.leave(0, "where the engine before it was")
+        line.disconnect_rank(0, "where the engine before it was")
         assert not line._wires[0].socket.closed
-        line.leave(0, made.line_at)
+        line.disconnect_rank(0, made.line_at)
         assert line._wires[0].socket.closed
 
 
 def test_only_engines_on_this_machine_are_left_for_good() -> None:
     """An engine on another machine may be unreachable for long, so the lab asks again."""
     left: list[int] = []
-    hosts = host(), host(), "another"
+    hosts = host_name(), host_name(), "another"
     engines = [SimpleNamespace(rank=rank, host=where, line="x") for rank, where in enumerate(hosts)]
-    cluster = SimpleNamespace(engines=engines, line=SimpleNamespace(leave=lambda rank, at: left.append(rank)))
-    health: Any = SimpleNamespace(cluster=cluster, death=lambda rank: None if rank == 0 else "is gone",
+    cluster = SimpleNamespace(engines=engines, rpc=SimpleNamespace(disconnect_rank=lambda rank, at: left.append(rank)))
+    health: Any = SimpleNamespace(cluster=cluster, describe_death=lambda rank: None if rank == 0 else "is gone",
                                   _over=SimpleNamespace(wait=lambda seconds: None))  # fmt: skip
-    Health._look(health)
+    ProcessHealth._report_dead(health)
     assert left == [1]

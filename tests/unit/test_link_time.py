@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import ended, live
-from workbench.engine.wire.shaping import Port, Shaper
+from workbench.engine.wire.shaping import LinkShaper, Port
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link, even
 from workbench.strategies import DDP, Gossip
@@ -26,27 +26,27 @@ class HandClock:
     def now(self) -> float:
         return self.t
 
-    def until(self, t: float) -> None:
+    def sleep_until(self, t: float) -> None:
         if t > self.t and not self.hurried:
             self.t = t + self.late
 
 
-def shaper(late: float) -> Shaper:
+def shaper(late: float) -> LinkShaper:
     """Returns rank 0 of two on 8 Mbit/s: an all-reduce of 10,000 bytes takes 10 ms."""
     port = Port(0, 2, HandClock(late), 0)
     port.fabric = Fabric(link=Link(bandwidth=8))
-    return Shaper(port, None)
+    return LinkShaper(port, None)
 
 
-def operation(s: Shaper, asked: float, codec: float = 0.0, transfer: float = 1e-3) -> float:
+def operation(s: LinkShaper, asked: float, codec: float = 0.0, transfer: float = 1e-3) -> float:
     """Makes one all-reduce: `codec` seconds of encoding, `transfer` seconds of real transfer. Returns its end on the
     Link.
     """
     clock = s.naps.clock
     clock.t = max(clock.t, asked) + codec
-    ready = s.ready(clock.t, asked)
+    ready = s.post_ready(clock.t, asked)
     clock.t += transfer
-    return s.finish(even("all_reduce", 10_000, 2), lambda: ready)[2]
+    return s.await_end(even("all_reduce", 10_000, 2), lambda: ready)[2]
 
 
 @pytest.mark.parametrize("late", [0.0, 2e-3])
@@ -93,9 +93,9 @@ def test_a_stop_in_the_middle_of_a_collective_ends_all_of_it() -> None:
     def stopped(t: float) -> None:
         s.naps.t, s.naps.hurried = 0.02, True
 
-    s.naps.until = stopped
-    ready = s.ready(0.0, 0.0)
-    assert s.finish(even("all_reduce", 10_000, 2), lambda: ready) == pytest.approx((0.02, 0.02, 0.02))
+    s.naps.sleep_until = stopped
+    ready = s.post_ready(0.0, 0.0)
+    assert s.await_end(even("all_reduce", 10_000, 2), lambda: ready) == pytest.approx((0.02, 0.02, 0.02))
 
 
 @pytest.mark.ranks

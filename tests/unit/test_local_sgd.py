@@ -18,7 +18,7 @@ from tests.unit.test_engine_control import until
 from workbench import simulate
 from workbench.compressors import TopK
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import optimizer_tensors, state_hash
+from workbench.host.placement.canonical import hash_model_state, list_optimizer_tensors
 from workbench.settings import Change, KnobError, to_plain
 from workbench.strategies import DDP, HierarchicalLocalSGD, LocalSGD, PostLocalSGD
 from workbench.tasks import Task
@@ -33,7 +33,7 @@ adam = partial(torch.optim.Adam, lr=0.01)
 
 def momenta(session: Any) -> torch.Tensor:
     """Returns a rank's whole optimizer state: (n,) float64."""
-    return torch.cat([t.reshape(-1).double() for t in optimizer_tensors(session.layout, session.optimizer)])
+    return torch.cat([t.reshape(-1).double() for t in list_optimizer_tensors(session.layout, session.optimizer)])
 
 
 def reference(ranks: int, steps: int, strategy: LocalSGD, optimizer: Any) -> list[torch.nn.Module]:
@@ -152,8 +152,8 @@ def test_ranks_with_the_same_data_never_differ() -> None:
 def test_an_average_makes_ranks_equal_to_their_mean() -> None:
     before = run(experiment(4, 6, strategy=LocalSGD(every=7)))
     after = run(experiment(4, 6, strategy=LocalSGD(every=6)))
-    assert len({state_hash(s.layout) for s in before}) == 4
-    assert len({state_hash(s.layout) for s in after}) == 1
+    assert len({hash_model_state(s.layout) for s in before}) == 4
+    assert len({hash_model_state(s.layout) for s in after}) == 1
     mean = torch.stack([weights(s) for s in before]).mean(0)
     torch.testing.assert_close(weights(after[0]), mean, rtol=1e-6, atol=1e-7)
 
@@ -205,7 +205,7 @@ def test_warm_up_is_bit_identical_to_data_parallelism(ranks: int) -> None:
 
 def test_raising_warmup_averages_parameters_and_momenta_first() -> None:
     sessions = run(experiment(3, 16, strategy=PostLocalSGD(every=4, warmup=0)), Change(4, "strategy.warmup", 16))
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     assert all(torch.equal(momenta(s), momenta(sessions[0])) for s in sessions)
     names = {what for step, what, _ in sessions[0].record.comm() if step > 4}
     assert names == {what for step, what, _ in run(experiment(3, 9))[0].record.comm() if step > 4}
@@ -214,7 +214,7 @@ def test_raising_warmup_averages_parameters_and_momenta_first() -> None:
 
 def test_raising_warmup_between_two_averages_begins_with_an_average() -> None:
     sessions = run(experiment(3, 9, strategy=PostLocalSGD(every=4, warmup=0)), Change(6, "strategy.warmup", 64))
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     assert all(torch.equal(momenta(s), momenta(sessions[0])) for s in sessions)
     names = [what for step, what, _ in sessions[0].record.comm() if step == 6]
     buckets = [f"all_reduce bucket {k}" for k in range(len(sessions[0].layout.buckets))]
@@ -275,7 +275,7 @@ def test_raising_warmup_clears_momenta_that_some_ranks_lack() -> None:
     e = experiment(2, 8, task=choosy(), strategy=PostLocalSGD(every=3, warmup=0))
     sessions = run(e, Change(4, "strategy.warmup", 8))
     assert torch.equal(momenta(sessions[0]), momenta(sessions[1]))
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     assert "all_reduce momentum" not in {what for _, what, _ in sessions[0].record.comm()}
 
 
@@ -284,7 +284,7 @@ def test_bytes_of_averaged_momenta_follow_the_formula(optimizer: Any, times: int
     s = run(experiment(4, 3, strategy=LocalSGD(every=3, momentum="average"), task=toy(optimizer)))[0]
     counters = 4 * len(s.layout.order) if times == 2 else 0  # Adam counts the steps of each parameter
     sent = {what: n for _, what, n in s.record.comm()}
-    assert sent["all_reduce momentum"] == traffic("all_reduce", times * s.layout.nbytes + counters, 4)[0]
+    assert sent["all_reduce momentum"] == traffic("all_reduce", times * s.layout.byte_count + counters, 4)[0]
 
 
 def test_a_group_average_makes_a_group_equal_to_its_mean() -> None:
@@ -367,7 +367,7 @@ def test_orders_reach_all_groups_before_the_same_step() -> None:
         until(lambda: all(s.rank.step > step + 8 for s in sessions))
         sessions[0].request({"kind": "pause"})
         until(lambda: all(s.phase == "paused" for s in sessions))
-        assert len({state_hash(s.layout) for s in sessions}) == 1 and len({s.rank.step for s in sessions}) == 1
+        assert len({hash_model_state(s.layout) for s in sessions}) == 1 and len({s.rank.step for s in sessions}) == 1
         for s in sessions:
             kinds = exchanged(s, s.rank.step)
             assert kinds[step - 4 : step + 8] == ["group"] * 3 + ["all"] + ["none", "group", "none", "all"] * 2
@@ -398,7 +398,7 @@ def test_a_failing_rank_frees_ranks_that_wait_for_its_messages() -> None:
 def test_compressed_displacements_in_groups_leave_ranks_equal() -> None:
     e = experiment(4, 12, strategy=HierarchicalLocalSGD(every=4, group=2), compressor=TopK.usual())
     sessions = run(e, Change(8, "bucket_mb", 0.03))
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
 
 
 def test_leaving_between_two_averages_continues_from_the_mean() -> None:

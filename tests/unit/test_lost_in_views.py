@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.synthetic import Host, Slow
 from tests.unit.synthetic import run as recorded
-from widgets.controls.progress import Progress
+from widgets.controls.progress import RunProgress
 from workbench import analysis
 from workbench.analysis.steps.window import Window
 from workbench.record.timeline import Mark, Timeline
@@ -56,14 +56,14 @@ def test_the_newest_steps_are_those_of_the_ranks_left(gone: int) -> None:
     assert len(whole.ranks) == 4 and whole.complete[:LOST].all() and whole.seconds("compute").sum() > 0
     undone = whole.seconds("compute", name="forward")[LOST]
     assert np.allclose(undone, 0.03, atol=0.03) and undone[gone] == 0.0, "what was under way then was for nothing"
-    progress = Progress().follow(run)
-    assert progress.step == STEPS - 1 and progress.rate == pytest.approx(1 / lasts, rel=0.1)
+    progress = RunProgress().follow_run(run)
+    assert progress.step == STEPS - 1 and progress.step_rate == pytest.approx(1 / lasts, rel=0.1)
 
 
 @pytest.mark.parametrize(("gone", "slow"), [(0, 2), (1, 3), (3, 0)])
 def test_a_straggler_among_the_ranks_left_keeps_its_number(gone: int, slow: int) -> None:
     run = outlived(gone, (slow, "forward", 2.5))
-    found = analysis.straggler(run.timeline)
+    found = analysis.find_straggler(run.timeline)
     assert found is not None and found.rank == slow
-    late = analysis.lateness(run.timeline, STEPS - 10)
+    late = analysis.measure_lateness(run.timeline, STEPS - 10)
     assert int(late.ranks[np.nanmean(late.seconds, axis=0).argmax()]) == slow

@@ -104,6 +104,7 @@ def test_ranks_send_one_byte_per_parameter_and_a_header_per_bucket(bits: int, ra
 
 def test_it_is_fastest_with_high_latency_and_low_bandwidth() -> None:
     """One bucket of 0.32 MB on 8 ranks at 10 Mbit/s and 20 ms: two messages of 25 %, after the update."""
+
     def lasts(strategy: Any) -> float:
         e = paced(8, 4, 1.0, 10.0, latency=20.0, strategy=strategy, task=stack(8, 100), bucket_mb=1.0)
         return float(seconds(simulate(e))[-1])

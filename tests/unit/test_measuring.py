@@ -12,12 +12,12 @@ import torch
 
 from tests.ranks import exchange, experiment, placed, run, shipped, together, weights
 from workbench import Costs, simulate
-from workbench.analysis import break_even, breakdown
+from workbench.analysis import break_down, break_even
 from workbench.compressors import ByteGrad, Cast, Compressor, Dense, ErrorFeedback, PowerSGD, TopK
 from workbench.compressors._measured import Measured, lossy
 from workbench.experiment import Experiment
 from workbench.fabric import traffic
-from workbench.host.observe.measuring import Measuring, measurable
+from workbench.host.observe.measuring import CompressionErrorProbe, is_measurable
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import Change, KnobError, to_plain
 from workbench.strategies import DDP, LocalSGD, Strategy
@@ -170,13 +170,13 @@ def test_only_lossy_compressors_of_lockstep_strategies_are_measured() -> None:
     assert not lossy(Dense()) and not lossy(ErrorFeedback(of=Dense()))
     assert lossy(Cast()) and lossy(SPARSE) and lossy(TopK())
     e = experiment(2, 4, compressor=SPARSE, measure_every=2)
-    assert measurable(e) and not measurable(e.set("measure_every", 0))
-    assert not measurable(e.set("compressor", "Dense"))
+    assert is_measurable(e) and not is_measurable(e.set("measure_every", 0))
+    assert not is_measurable(e.set("compressor", "Dense"))
     for name, cls in shipped(Strategy).items():
         if cls.lockstep and not cls.in_flight:
             continue
         try:
-            assert not measurable(e.set("strategy", name)), name
+            assert not is_measurable(e.set("strategy", name)), name
         except KnobError as refusal:
             assert "use " in str(refusal)
 
@@ -209,7 +209,7 @@ def test_the_prediction_for_dense_equals_a_dense_run(strategy: Strategy) -> None
     found = break_even(simulate(e, real=True))
     alone = simulate(e.set("compressor", "Dense"), real=True)
     every = e.strategy.every if isinstance(e.strategy, LocalSGD) else 1
-    exposed = breakdown(alone.timeline, 4 - 4 % every, 90 - 90 % every).exposed.mean()
+    exposed = break_down(alone.timeline, 4 - 4 % every, 90 - 90 % every).exposed.mean()
     assert found is not None and (found.known, found.verdict) == ("predicted", "pays")
     assert found.dense == pytest.approx(float(exposed), rel=0.02) and exposed > 1e-3
     both = simulate(e.set("compressor", "Dense"), changes=[Change(42, "compressor", to_plain(SPARSE))], real=True)
@@ -231,5 +231,5 @@ def test_a_step_that_fails_leaves_the_rank_its_compressor(names: tuple[str, ...]
     rank.compressor = e.compressor
     run = SimpleNamespace(experiment=e, rank=rank, state=None, flushing=False, steering=SimpleNamespace(names=names))
     with pytest.raises(ConnectionError):
-        Measuring().step(run).send(None)
+        CompressionErrorProbe().measure_step(run).send(None)
     assert rank.compressor is e.compressor

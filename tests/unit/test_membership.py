@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from tests.ranks import ended, live, shipped
 from workbench.engine.control import membership
-from workbench.engine.control.membership import Late, here, vote
+from workbench.engine.control.membership import LeftBehind, describe_process, hold_vote
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Slow
-from workbench.host.elastic.reentry import fitting
-from workbench.host.elastic.salvage import in_parts
-from workbench.host.elastic.voting import Heard, Said
-from workbench.host.placement.canonical import state_hash
+from workbench.host.elastic.reentry import fit_survivors
+from workbench.host.elastic.salvage import has_parts
+from workbench.host.elastic.voting import Quorum, RankReport
+from workbench.host.placement.canonical import hash_model_state
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, HierarchicalLocalSGD, LocalSGD, Strategy
 from workbench.tasks import ClickThrough, Digits, Task
@@ -43,26 +43,26 @@ class Hurried(dict[str, str]):
 
 def test_a_place_that_joined_and_died_counts_as_joined_for_all() -> None:
     store = Hurried()
-    membership.gather(store, "meet", 0, [here(), NOBODY], lambda: None)
+    membership.await_reports(store, "meet", 0, [describe_process(), NOBODY], lambda: None)
     assert store.keys() >= {"meet 0", "meet 1"}, "else this one votes alone while the others, who saw it, go on"
     with pytest.raises(ConnectionError, match="rank 7 is gone before it had opened its end"):
-        membership.gather(store, "open", 0, [here(), NOBODY], lambda: None, (4, 7))
+        membership.await_reports(store, "open", 0, [describe_process(), NOBODY], lambda: None, (4, 7))
 
 
-def said(member: int, step: int, **more: Any) -> Said:
+def said(member: int, step: int, **more: Any) -> RankReport:
     rest = {"changes": 0, "trained": True, "asked": [], "done": [], "paused": False, "credit": 0, "settings": {},
-            "process": here()}  # fmt: skip
-    return Said(member, step, **{**rest, **more})
+            "process": describe_process()}  # fmt: skip
+    return RankReport(member, step, **{**rest, **more})
 
 
-def voted(folder: Path, each: dict[int, Said], size: int, patience: float = 20.0) -> dict[int, Any]:
+def voted(folder: Path, each: dict[int, RankReport], size: int, patience: float = 20.0) -> dict[int, Any]:
     """Returns the outcome of the vote of each place, run on threads; an error if it raised one."""
     found: dict[int, Any] = {}
 
     def one(place: int) -> None:
         store = dist.FileStore(str(folder / "store"), -1)
         try:
-            found[place] = vote(store, place, size, each[place], patience, lambda: None)
+            found[place] = hold_vote(store, place, size, each[place], patience, lambda: None)
         except Exception as error:
             found[place] = error
 
@@ -76,52 +76,52 @@ def voted(folder: Path, each: dict[int, Said], size: int, patience: float = 20.0
 
 def test_all_survivors_get_the_same_result_of_the_vote(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), -1)
-    membership.gone(store, 2)
+    membership.report_gone(store, 2)
     heard = voted(tmp_path, {0: said(5, 7), 1: said(6, 8), 3: said(9, 8)}, 4)
     assert heard[0] == heard[1] == heard[3]
-    came = heard[0].came((0, 1, 3))
+    came = heard[0].make_membership((0, 1, 3))
     assert came.members == (5, 6, 9) and came.furthest == (1, 2) and came.step == 8
-    assert heard[0].first.member == 6 and heard[0].left == [1, 3, 0]
+    assert heard[0].furthest_report.member == 6 and heard[0].remaining_places == [1, 3, 0]
 
 
 def test_a_vote_does_not_wait_for_a_dead_process(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), -1)
-    membership.come(store, 1, [here()[0], 2**22 + 1, 0.0])  # no such pid
+    membership.store_process(store, 1, [describe_process()[0], 2**22 + 1, 0.0])  # no such pid
     assert list(voted(tmp_path, {0: said(0, 3)}, 2, patience=600.0)[0].by_place) == [0]
 
 
 def test_a_silent_rank_is_left_behind_and_learns_of_it(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), -1)
-    membership.come(store, 1, NOBODY)
+    membership.store_process(store, 1, NOBODY)
     assert list(voted(tmp_path, {0: said(0, 3)}, 2, patience=0.3)[0].by_place) == [0]
     late = voted(tmp_path, {1: said(1, 3)}, 2)[1]
-    assert isinstance(late, Late) and "the others went on without rank 1" in str(late)
+    assert isinstance(late, LeftBehind) and "the others went on without rank 1" in str(late)
 
 
 def test_requests_to_some_ranks_are_made_by_all_but_never_twice(tmp_path: Path) -> None:
     one, two = {"id": "a", "kind": "change"}, {"id": "b", "kind": "pause"}
     heard = voted(tmp_path, {0: said(0, 4, asked=[one, two]), 1: said(1, 5, done=["a"], asked=[two])}, 2)
-    assert heard[0].asked() == heard[1].asked() == [two]
+    assert heard[0].list_requests() == heard[1].list_requests() == [two]
 
 
 def test_a_vote_is_described_in_words() -> None:
-    apart = Heard({0: said(0, 25), 1: said(1, 25), 3: said(3, 24)})
-    assert apart.voted == [[0, 25], [1, 25], [3, 24]]
-    assert apart.text == "ranks 0, 1 stood before step 25, rank 3 before step 24"
-    assert Heard({0: said(0, 7), 1: said(4, 7)}).text == "ranks 0, 4 stood before step 7"
+    apart = Quorum({0: said(0, 25), 1: said(1, 25), 3: said(3, 24)})
+    assert apart.vote_rows == [[0, 25], [1, 25], [3, 24]]
+    assert apart.vote_text == "ranks 0, 1 stood before step 25, rank 3 before step 24"
+    assert Quorum({0: said(0, 7), 1: said(4, 7)}).vote_text == "ranks 0, 4 stood before step 7"
 
 
 def test_as_many_ranks_go_on_as_the_strategy_permits() -> None:
     e = Experiment(task=Digits(), strategy=HierarchicalLocalSGD(group=2), ranks=6).checked()
-    fewer, places = fitting(e, [5, 0, 1, 2, 3])
+    fewer, places = fit_survivors(e, [5, 0, 1, 2, 3])
     assert (fewer.ranks, places) == (4, (0, 1, 2, 5))
     with pytest.raises(KnobError, match="1 of 6 ranks are left, and cannot go on so: group=2 does not divide 1"):
-        fitting(e, [3])
+        fit_survivors(e, [3])
 
 
 def test_faults_stay_with_their_ranks() -> None:
     e = Experiment(task=Digits(), ranks=4).set("fabric.faults", (Slow(rank=1), Slow(rank=3), Slow(rank=2)))
-    fewer, _ = fitting(e, [0, 2, 3])
+    fewer, _ = fit_survivors(e, [0, 2, 3])
     assert [f.rank for f in fewer.fabric.faults] == [2, 1]
 
 
@@ -152,7 +152,7 @@ def setting(strategy: Strategy, **more: Any) -> Experiment:
     return Experiment(strategy=strategy, **{**rest, **more}).checked()
 
 
-OUTLIVING = [name for name, cls in sorted(shipped(Strategy).items()) if not in_parts(setting(cls()))]
+OUTLIVING = [name for name, cls in sorted(shipped(Strategy).items()) if not has_parts(setting(cls()))]
 
 
 @pytest.mark.ranks
@@ -169,7 +169,7 @@ def test_survivors_go_on(name: str, victim: int) -> None:
     if strategy.lockstep:
         assert {s.rank.step for s in left} == {24}
     if strategy.exact:  # all survivors end with one model
-        assert len({state_hash(s.layout) for s in left}) == 1
+        assert len({hash_model_state(s.layout) for s in left}) == 1
     for s in left:  # the record has no step twice and no counted step is missing
         steps = [row[0] for row in s.record if row[1] == "step"]
         assert len(steps) == len(set(steps))
@@ -261,7 +261,7 @@ def test_planned_changes_are_made_once_and_by_all(victim: int) -> None:
     assert {s.experiment.bucket_mb for s in left} == {0.01}
     made = [json.loads(m[3])["value"] for s in left for m in s.record.noted("change")]
     assert made[-2:] == [0.5, 0.01] and len(made) <= 3
-    assert len({state_hash(s.layout) for s in left}) == 1
+    assert len({hash_model_state(s.layout) for s in left}) == 1
 
 
 @pytest.mark.ranks

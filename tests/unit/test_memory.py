@@ -14,15 +14,15 @@ from tests.ranks import experiment, run
 from tests.sim.virtual import stack
 from widgets.views import all_views
 from workbench import simulate
-from workbench.analysis import memory
+from workbench.analysis import measure_memory
 from workbench.compressors import Dense, ErrorFeedback, PowerSGD, TopK
 from workbench.engine import device
 from workbench.engine.device import Chip
 from workbench.experiment import Experiment
 from workbench.fabric import Crash
-from workbench.host.memory.buffers import Buffers
+from workbench.host.memory.buffers import BufferCounter
 from workbench.host.memory.ledger import CATEGORIES
-from workbench.host.memory.memory import nbytes, saved, storages
+from workbench.host.memory.memory import count_bytes, find_saved, find_storages
 from workbench.optimizers import SGD, AdamW
 from workbench.rank import Op, Rank
 from workbench.record.timeline import Sample, Timeline
@@ -174,15 +174,15 @@ def test_a_checkpoint_keeps_less_and_is_not_computed_again_to_find_out() -> None
 
     x = torch.randn(1000, requires_grad=True)
     whole, short = inside(x).sum(), checkpoint(inside, x, use_reentrant=False).sum()
-    assert nbytes(saved([whole])) == 2 * 4000 and ran == 2
-    assert nbytes(saved([short])) <= 4000 and ran == 2
+    assert count_bytes(find_saved([whole])) == 2 * 4000 and ran == 2
+    assert count_bytes(find_saved([short])) <= 4000 and ran == 2
     short.backward()
-    assert ran == 3 and saved([short]) == {}
+    assert ran == 3 and find_saved([short]) == {}
 
 
 def test_a_shared_storage_is_counted_once() -> None:
     flat = torch.zeros(100)
-    assert nbytes(storages({"a": flat[:50], "b": [flat[50:].view(5, 10)], "c": nn.Parameter(flat)})) == 400
+    assert count_bytes(find_storages({"a": flat[:50], "b": [flat[50:].view(5, 10)], "c": nn.Parameter(flat)})) == 400
 
 
 class Still:
@@ -194,30 +194,30 @@ class Still:
 
 def test_a_payload_with_the_id_of_a_freed_bucket_counts_as_a_payload() -> None:
     """Python may reuse the id of a freed object."""
-    buffers: Any = Buffers(Still())  # type: ignore[arg-type]
+    buffers: Any = BufferCounter(Still())  # type: ignore[arg-type]
     room, payload = torch.zeros(4096), torch.zeros(4096)
     buffers.rooms = {id(room): weakref.ref(room), id(payload): weakref.ref(room)}
     child = object()
-    buffers.take(child, Op("all_reduce", room, "sum", ""))
+    buffers.note_request(child, Op("all_reduce", room, "sum", ""))
     assert buffers.now == 0
-    buffers.take(child, Op("all_reduce", payload, "sum", ""))
+    buffers.note_request(child, Op("all_reduce", payload, "sum", ""))
     assert buffers.now == 4 * 4096
 
 
 def test_a_payload_in_the_memory_of_a_freed_residual_counts_as_a_payload() -> None:
     """Torch may reuse freed memory."""
-    buffers: Any = Buffers(Still())  # type: ignore[arg-type]
+    buffers: Any = BufferCounter(Still())  # type: ignore[arg-type]
     residual = torch.zeros(4096)
     where, alive = residual.untyped_storage()._cdata, [True]
     buffers.known = {where: lambda: residual if alive else None}
     child = object()
-    buffers.take(child, Op("all_reduce", residual, "sum", ""))
+    buffers.note_request(child, Op("all_reduce", residual, "sum", ""))
     assert buffers.now == 0
     alive.clear()
-    buffers.take(child, Op("all_reduce", residual, "sum", ""))
+    buffers.note_request(child, Op("all_reduce", residual, "sum", ""))
     assert buffers.now == 4 * 4096
-    buffers.give(child)
-    assert buffers.now == 0 and buffers.turn(stepping=False) == 4 * 4096
+    buffers.note_end(child)
+    assert buffers.now == 0 and buffers.take_peak(stepping=False) == 4 * 4096
 
 
 def test_the_record_grows_only_when_something_changes() -> None:
@@ -230,10 +230,10 @@ def test_the_record_grows_only_when_something_changes() -> None:
 @pytest.mark.ranks
 def test_the_allocators_numbers_are_recorded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     class Counting(Chip):
-        def allocated(self) -> int:
+        def allocated_bytes(self) -> int:
             return 7_000_000
 
-        def peak(self) -> int:
+        def peak_bytes(self) -> int:
             return 9_000_000
 
     assert not {name for name in engine(run(experiment(2, 3))[0]) if "allocated" in name}, "a CPU has none"
@@ -249,16 +249,18 @@ def test_a_sample_holds_until_the_next_and_the_largest_is_reported() -> None:
     tl.samples.add([Sample(0, 0, "memory peak", 0.0, 400.0), Sample(0, 0, "loss", 0.0, 1.0)])
     asked = {(0, None): 300, (6, None): 200, (7, 9): 200, (3, 5): 100, (9, None): 50}
     for (first, stop), most in asked.items():
-        (found,) = memory(tl, first, stop)
+        (found,) = measure_memory(tl, first, stop)
         parts = {"activations": most, "in passing": 400 - most}
         assert (found.most, found.peak, found.allocated) == (parts, 400, None)
-    assert memory(Timeline()) == []
+    assert measure_memory(Timeline()) == []
 
 
 def test_a_rank_that_was_lost_holds_nothing_from_then_on() -> None:
     e = Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), ranks=3, steps=6, pace=10, on_death="go on")
     run = simulate(e, changes=[Change(3, "fabric.faults", [Crash(rank=1)])])
-    assert [[m.rank for m in memory(run.timeline, first)] for first in (0, 2, 3, 5)] == [[0, 1, 2]] * 2 + [[0, 2]] * 2
+    assert [[m.rank for m in measure_memory(run.timeline, first)] for first in (0, 2, 3, 5)] == [[0, 1, 2]] * 2 + [
+        [0, 2]
+    ] * 2
 
 
 def test_a_peak_is_at_most_the_sum_of_its_parts_and_excludes_past_evaluations() -> None:

@@ -22,7 +22,7 @@ from workbench.engine.compute import model
 from workbench.engine.rank.session import Session
 from workbench.engine.wire.collectives import host_store
 from workbench.experiment import Experiment
-from workbench.host.memory.memory import rooms
+from workbench.host.memory.memory import list_bucket_vectors
 
 pytestmark = pytest.mark.ranks
 
@@ -40,18 +40,18 @@ def tracked(rank: int, where: tuple[str, int], name: str, generation: str, out: 
     training = session.set_up()
 
     def step() -> None:
-        training.host.drive(training.boundary())
-        training.host.drive(training.step())
+        training.host.drive_coroutine(training.make_due_changes())
+        training.host.drive_coroutine(training.make_step())
 
     for _ in range(WARM):
         step()
-    training.ledger.stir()
+    training.ledger.recount_standing()
     if rank:
         step()
     else:
         parts, seen, rollback = training.host.parts, {}, training.rollback
         assert rollback is not None
-        loss_of, updates = parts.learner.loss, rollback.updates
+        loss_of, updates = parts.learner.loss, rollback.note_update
         tracker = MemTracker()
 
         def note(when: str, value: Any) -> Any:
@@ -62,14 +62,14 @@ def tracked(rank: int, where: tuple[str, int], name: str, generation: str, out: 
             note("backward", None)
             updates()
 
-        batch = training.batches.next()
-        training.batches.next = lambda: batch  # type: ignore[method-assign]
+        batch = training.batches.next_batch()
+        training.batches.next_batch = lambda: batch  # type: ignore[method-assign]
         parts.learner = replace(parts.learner, loss=lambda model, x: note("forward", loss_of(model, x)))
-        rollback.updates = begin_update  # type: ignore[method-assign]
+        rollback.note_update = begin_update  # type: ignore[method-assign]
         # MemTracker has hooks on gradients, and a rank makes each hook of a model a copy of the gradient
         model.own_loss = lambda params, share: nullcontext()  # type: ignore[assignment]
         external = [training.model, training.optimizer, *(batch if isinstance(batch, tuple) else [batch])]
-        tracker.track_external(*external, *rooms(training.layout))  # gradients, as soon as they exist
+        tracker.track_external(*external, *list_bucket_vectors(training.layout))  # gradients, as soon as they exist
         with tracker:
             step()
             note("update", None)

@@ -9,7 +9,7 @@ import pytest
 
 from widgets.views.mesh import MOST, Mesh
 from workbench import simulate
-from workbench.analysis import arrangement
+from workbench.analysis import find_arrangement
 from workbench.experiment import Experiment
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.settings import Change
@@ -58,9 +58,9 @@ def test_groups_of_replicas_and_servers_are_shown_too() -> None:
 def test_nothing_is_drawn_while_all_ranks_are_alike() -> None:
     assert picture(made()) == ""
     back = made(partition=Pipeline(stages=4), changes=(Change(2, "partition", Whole()),))
-    assert picture(back) == "" and arrangement(back.timeline, 8).dims == (("data", 8),)
+    assert picture(back) == "" and find_arrangement(back.timeline, 8).dims == (("data", 8),)
     left = made(ranks=4, strategy=AsyncServer(servers=1), changes=(Change(2, "strategy", DDP()),))
-    assert picture(left) == "" and arrangement(left.timeline, 4).ranks == (0, 1, 2, 3)
+    assert picture(left) == "" and find_arrangement(left.timeline, 4).ranks == (0, 1, 2, 3)
 
 
 def test_for_many_ranks_only_the_sizes_are_shown() -> None:

@@ -100,4 +100,4 @@ def test_a_checkpoint_that_is_late_raises_timeout_and_the_run_goes_on() -> None:
     run._control = Mock()
     with pytest.raises(TimeoutError, match=r"no checkpoint of tour was whole within 0 s; the run goes on"):
         kept(run, None, 0.0)
-    run._control.keep.assert_called_once()
+    run._control.request_checkpoint.assert_called_once()

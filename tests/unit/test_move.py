@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from tests.ranks import together
-from workbench.host.placement.move import State, move
+from workbench.host.placement.move import State, move_state
 from workbench.host.placement.placement import Placement
-from workbench.host.placement.slices import Slice
+from workbench.host.placement.slices import StridedSlice
 from workbench.rank import Op, Rank
 
 SHAPES = {"a": (4, 6), "b": (5, 3)}
@@ -24,7 +24,7 @@ TRUE = {"a": torch.arange(24.0), "b": torch.arange(100.0, 115.0)}
 def everywhere(states: list[Any], was: Placement, to: Placement, alive: Any = range(6), like: Any = LIKE,
                members: Any = (), seen: list[Op] | None = None) -> list[State]:  # fmt: skip
     """Returns each rank's state after a move that all ranks request."""
-    asked = [move(Rank(i, len(states)), state, was, to, alive, like, members) for i, state in enumerate(states)]
+    asked = [move_state(Rank(i, len(states)), state, was, to, alive, like, members) for i, state in enumerate(states)]
     try:
         return together(asked, seen)
     finally:
@@ -32,7 +32,7 @@ def everywhere(states: list[Any], was: Placement, to: Placement, alive: Any = ra
             coro.close()
 
 
-WHOLE = Placement.whole(SIZES, range(2))
+WHOLE = Placement.place_whole(SIZES, range(2))
 ZERO = Placement.sharded(SIZES, range(2))
 
 
@@ -53,21 +53,21 @@ def test_one_exchange_carries_the_whole_move() -> None:
 
 
 def test_a_tensor_with_unchanged_slices_is_returned_itself() -> None:
-    other = Placement.whole({"a": 24}, range(2)) | Placement.sharded({"b": 15}, range(2))
+    other = Placement.place_whole({"a": 24}, range(2)) | Placement.sharded({"b": 15}, range(2))
     state = everywhere([TRUE, TRUE], WHOLE, other)[1]
     assert state["a"] is TRUE["a"] and state["b"].tolist() == [*range(108, 115)]
 
 
 def test_parameters_may_have_any_shape_and_need_gradients() -> None:
     weight = nn.Parameter(TRUE["a"].view(6, 4).t())  # not even contiguous
-    columns = Placement.split({"a": (4, 6)}, range(3), 1)
-    states = everywhere([{"a": weight}, {}, {}], Placement.whole({"a": 24}, [0]), columns)
+    columns = Placement.place_slices({"a": (4, 6)}, range(3), 1)
+    states = everywhere([{"a": weight}, {}, {}], Placement.place_whole({"a": 24}, [0]), columns)
     for k, state in enumerate(states):
         assert state["a"].view(4, 2).equal(weight.detach()[:, 2 * k : 2 * k + 2]) and not state["a"].requires_grad
 
 
 def test_a_joining_rank_begins_empty_and_a_leaving_rank_ends_empty() -> None:
-    was, to = Placement.whole(SIZES, [0, 1]), Placement.whole(SIZES, [1, 2])
+    was, to = Placement.place_whole(SIZES, [0, 1]), Placement.place_whole(SIZES, [1, 2])
     states = everywhere([TRUE, TRUE, {}], was, to)
     assert states[0] == {} and states[1]["a"] is TRUE["a"] and states[2]["b"].equal(TRUE["b"])
 
@@ -79,7 +79,7 @@ def test_a_replaced_rank_takes_part_and_receives_all_its_state() -> None:
 
 
 def test_placements_use_the_runs_rank_numbers_within_a_group() -> None:
-    was, to = Placement.whole(SIZES, [7]), Placement.sharded(SIZES, [3, 7])
+    was, to = Placement.place_whole(SIZES, [7]), Placement.sharded(SIZES, [3, 7])
     states = everywhere([TRUE, {}], was, to, alive=[7], members=(7, 3))
     assert states[1]["a"].tolist() == [*range(20)] and list(states[0]) == ["a", "b"]
     with pytest.raises(ValueError, match=re.escape("rank 3 is to send or receive and is not in the group of [7, 4]")):
@@ -87,7 +87,7 @@ def test_placements_use_the_runs_rank_numbers_within_a_group() -> None:
 
 
 def test_one_rank_alone_moves_within_itself() -> None:
-    was = Placement.split({"a": (4, 6)}, [0], 1)
+    was = Placement.place_slices({"a": (4, 6)}, [0], 1)
     assert everywhere([TRUE], WHOLE, Placement.sharded(SIZES, [0]))[0]["b"] is TRUE["b"]
     assert everywhere([{"a": TRUE["a"]}], was, was)[0]["a"] is TRUE["a"]
 
@@ -118,16 +118,25 @@ def test_dtypes_of_every_width_are_aligned_in_one_buffer() -> None:
     like = {name: torch.empty(0, dtype=kind) for name, kind in kinds.items()}
     sizes = dict.fromkeys(kinds, 7)
     true = {name: torch.arange(7).to(kind) for name, kind in kinds.items()}
-    was, to = Placement.whole(sizes, [0]), Placement.sharded(sizes, [0, 1, 2])
+    was, to = Placement.place_whole(sizes, [0]), Placement.sharded(sizes, [0, 1, 2])
     states = everywhere([true, {}, {}], was, to, like=like)
     for name, x in true.items():
         assert torch.cat([s[name] for s in states if name in s]).equal(x)
 
 
 def test_several_slices_of_one_tensor_are_concatenated() -> None:
-    first = Placement({"a": 24}, {0: {"a": (Slice(12, 6), Slice(1, 1, 6, 2))}, 1: {"a": (Slice(18, 6), Slice(0, 12))}})
-    other = Placement({"a": 24}, {1: {"a": (Slice(20, 4), Slice(0, 6))}, 0: {"a": (Slice(6, 14), Slice(0, 5))}})
-    states = everywhere([TRUE, {}], Placement.whole({"a": 24}, [0]), first)
+    first = Placement(
+        {"a": 24},
+        {
+            0: {"a": (StridedSlice(12, 6), StridedSlice(1, 1, 6, 2))},
+            1: {"a": (StridedSlice(18, 6), StridedSlice(0, 12))},
+        },
+    )
+    other = Placement(
+        {"a": 24},
+        {1: {"a": (StridedSlice(20, 4), StridedSlice(0, 6))}, 0: {"a": (StridedSlice(6, 14), StridedSlice(0, 5))}},
+    )
+    states = everywhere([TRUE, {}], Placement.place_whole({"a": 24}, [0]), first)
     assert states[0]["a"].tolist() == [*range(12, 18), 1, 7]
     assert states[1]["a"].tolist() == [*range(18, 24), *range(12)]
     states = everywhere(states, first, other)
@@ -137,8 +146,8 @@ def test_several_slices_of_one_tensor_are_concatenated() -> None:
 
 def test_received_rows_in_one_buffer_may_begin_anywhere() -> None:
     like = {"a": torch.empty(0, dtype=torch.float64), "b": torch.empty(0, dtype=torch.bool)}
-    was = Placement.whole({"b": 15}, [0]) | Placement.whole({"a": 24}, [1])
-    asked = move(Rank(2, 3), {}, was, Placement.whole(SIZES, [2]), range(3), like)
+    was = Placement.place_whole({"b": 15}, [0]) | Placement.place_whole({"a": 24}, [1])
+    asked = move_state(Rank(2, 3), {}, was, Placement.place_whole(SIZES, [2]), range(3), like)
     op = asked.send(None)
     assert op.args[1] == ((0, 0, 15), (0, 0, 24 * 8), (0, 0, 0))
     came = torch.cat([torch.ones(15, dtype=torch.uint8), TRUE["a"].double().view(torch.uint8)])

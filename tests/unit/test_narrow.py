@@ -10,7 +10,7 @@ import torch
 from tests.ranks import exchange, experiment, placed, together
 from workbench.compressors import ALQ, AMQ, DGC, QSGD, Compressor, GTopK, OkTopK, RandomK, SignSGD, TopK, Wangni
 from workbench.compressors._range import within
-from workbench.host.elastic.resizing import bequeath
+from workbench.host.elastic.resizing import bequeath_residuals
 from workbench.rank import Bucket, Memory, Rank
 
 pytestmark = pytest.mark.ranks
@@ -66,8 +66,8 @@ def test_a_rank_that_leaves_hands_on_its_residual_in_fp32() -> None:
         async def gather(n: int) -> list[int]:
             return [n] * rank.size
 
-        await bequeath(SimpleNamespace(rank=rank, experiment=e, gather=gather,
-                                       layout=SimpleNamespace(params=lambda: [bucket])), (0,))  # fmt: skip
+        await bequeath_residuals(SimpleNamespace(rank=rank, experiment=e, gather=gather,
+                                       layout=SimpleNamespace(list_params=lambda: [bucket])), (0,))  # fmt: skip
 
     together([handed_on(Rank(r, 2)) for r in range(2)])
     assert memories[0].buffers["residual"]["p0"].tolist() == [1e5 + 1 + 2.0**-6] * 4

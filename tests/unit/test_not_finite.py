@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from tests.piped import batches, deep, held_out, piped
-from tests.ranks import batch, experiment, fitting, live, mse, net, run, shipped, toy, weights
+from tests.ranks import batch, experiment, live, make_fitting, mse, net, run, shipped, toy, weights
 from tests.sim.insides import simulated
 from tests.waiting import until
 from workbench import Change, simulate
 from workbench.cluster.run.changes import Changes
-from workbench.cluster.run.live import Live
-from workbench.cluster.transport.wire import Batch
+from workbench.cluster.run.live import RunController
+from workbench.cluster.transport.wire import RowBatch
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment
 from workbench.host.observe import finite
-from workbench.host.observe.origin import in_backward, in_forward, in_gradients, in_parameters
+from workbench.host.observe.origin import find_in_backward, find_in_forward, find_in_gradients, find_in_parameters
 from workbench.partitions import Pipeline
 from workbench.record.timeline import columns_of
 from workbench.run import Run
@@ -92,9 +92,9 @@ def noted(session: Any, name: str = "nan") -> list[tuple[int, dict[str, Any]]]:
 @pytest.mark.parametrize(("how", "layer"), [(forth, "odd"), (lambda h: h / 0.0, "odd")])
 def test_the_named_layer_is_the_first_in_forward_order_with_a_non_finite_output(how: Any, layer: str) -> None:
     model = net(lambda: Breaks(how))
-    found = in_forward(model, mse, data(1, 2, 0)[BAD])
+    found = find_in_forward(model, mse, data(1, 2, 0)[BAD])
     assert (found.layer, found.why) == (layer, "the first in forward order whose output is not finite")
-    assert in_forward(model, mse, data(1, 2, 0)[0]).why == "the same batch computed once more gives a number"
+    assert find_in_forward(model, mse, data(1, 2, 0)[0]).why == "the same batch computed once more gives a number"
 
 
 def test_arithmetic_between_layers_is_blamed_on_its_module_not_the_next_layer() -> None:
@@ -107,39 +107,39 @@ def test_arithmetic_between_layers_is_blamed_on_its_module_not_the_next_layer() 
             return self.then((self.first(x) * 0 - 1).log())
 
     model = nn.Sequential(nn.Linear(8, 8), Between())
-    assert in_forward(model, mse, batch(0, 0, 0)).layer == "1"
+    assert find_in_forward(model, mse, batch(0, 0, 0)).layer == "1"
 
 
 def test_a_bad_batch_and_a_bad_loss_are_distinguished_from_a_layer() -> None:
     x, y = batch(0, 0, 0)
-    assert in_forward(net(), mse, (x * NAN, y)).why == "the batch holds numbers that are not finite"
-    given = in_forward(net(), lambda model, pair: mse(model, (pair[0] * NAN, pair[1])), (x, y))
+    assert find_in_forward(net(), mse, (x * NAN, y)).why == "the batch holds numbers that are not finite"
+    given = find_in_forward(net(), lambda model, pair: mse(model, (pair[0] * NAN, pair[1])), (x, y))
     assert given == ("", "what the model is given is not finite")
-    found = in_forward(net(), lambda model, pair: mse(model, pair) * NAN, (x, y))
+    found = find_in_forward(net(), lambda model, pair: mse(model, pair) * NAN, (x, y))
     assert (found.layer, found.why[:37]) == ("", "every layer's output is finite, and t")
 
 
 def test_the_named_layer_is_the_first_in_backward_order_with_a_non_finite_gradient() -> None:
     model = net(lambda: Breaks(back))
-    found = in_backward(model, mse, data(1, 2, 0)[BAD])
+    found = find_in_backward(model, mse, data(1, 2, 0)[BAD])
     assert found is not None and found.layer == "odd"
-    assert in_backward(model, mse, data(1, 2, 0)[0]) is None
+    assert find_in_backward(model, mse, data(1, 2, 0)[0]) is None
     mse(model, data(1, 2, 0)[BAD]).backward()
     with torch.no_grad():
         for p in model.parameters():
             p -= 0.1 * p.grad
-    spoiled = in_forward(model, mse, data(1, 2, 0)[0])
+    spoiled = find_in_forward(model, mse, data(1, 2, 0)[0])
     assert spoiled.layer == "b", "a later step's forward does not call the odd layer, and b is next on the way back"
-    assert in_forward(model, mse, data(1, 2, 0)[BAD]).layer == "odd" == in_parameters(model).layer
-    assert in_gradients(model).layer == "odd" and in_parameters(net()).layer == ""
+    assert find_in_forward(model, mse, data(1, 2, 0)[BAD]).layer == "odd" == find_in_parameters(model).layer
+    assert find_in_gradients(model).layer == "odd" and find_in_parameters(net()).layer == ""
 
 
 def test_the_search_for_the_layer_changes_nothing_and_never_raises() -> None:
     model = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 4))
     kept, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
     pair = batch(0, 0, 0)
-    in_forward(model, mse, (pair[0] * NAN, pair[1]))
-    in_backward(model, mse, pair)
+    find_in_forward(model, mse, (pair[0] * NAN, pair[1]))
+    find_in_backward(model, mse, pair)
     assert all(torch.equal(v, kept[k]) for k, v in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in model.parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -147,8 +147,8 @@ def test_the_search_for_the_layer_changes_nothing_and_never_raises() -> None:
     def fails(model: nn.Module, pair: Any) -> Tensor:
         raise ValueError("once is enough")
 
-    assert in_forward(model, fails, pair) == ("", "that batch cannot be computed once more")
-    assert in_backward(model, fails, pair) is None
+    assert find_in_forward(model, fails, pair) == ("", "that batch cannot be computed once more")
+    assert find_in_backward(model, fails, pair) is None
 
 
 @pytest.mark.ranks
@@ -218,7 +218,7 @@ def finite_but_for(e: Experiment) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize("name", shipped(Strategy))
 def test_every_strategy_skips_a_bad_step_or_refuses_the_policy(name: str) -> None:
-    strategy = fitting(shipped(Strategy)[name], 4)
+    strategy = make_fitting(shipped(Strategy)[name], 4)
     can = strategy.clips and strategy.skips and not strategy.shards and strategy.workers == 1
     if not can:
         with pytest.raises(KnobError, match=r"on_nan='skip': .*; use on_nan='stop' with it, or DDP or LocalSGD"):
@@ -268,17 +268,17 @@ def test_the_stages_of_all_replicas_skip_a_step_together() -> None:
 
 def test_finite_detects_any_nan_or_infinity() -> None:
     huge = torch.full((8,), 3e38)
-    assert finite.finite([None, huge, torch.zeros(0), torch.ones(3, dtype=torch.float16) * 6e4])
+    assert finite.is_finite([None, huge, torch.zeros(0), torch.ones(3, dtype=torch.float16) * 6e4])
     for bad in (NAN, math.inf, -math.inf):
-        assert not finite.finite([torch.zeros(3), torch.tensor([0.0, bad])])
-    assert not finite.finite([torch.tensor([math.inf, -math.inf])]) and finite.finite([])
+        assert not finite.is_finite([torch.zeros(3), torch.tensor([0.0, bad])])
+    assert not finite.is_finite([torch.tensor([math.inf, -math.inf])]) and finite.is_finite([])
 
 
 def test_the_skip_policy_ends_after_too_many_skips_in_a_row() -> None:
     task = toy(loss=lambda model, pair: mse(model, pair) * NAN)
-    found = simulate(skipping(task=task, steps=finite.IN_A_ROW + 5), real=True).details("nan")
+    found = simulate(skipping(task=task, steps=finite.MAX_SKIPPED + 5), real=True).details("nan")
     last = [(step, d) for step, _, d in found if not d.get("skipped")]
-    assert last[0][0] == finite.IN_A_ROW and last[0][1]["row"] == finite.IN_A_ROW
+    assert last[0][0] == finite.MAX_SKIPPED and last[0][1]["row"] == finite.MAX_SKIPPED
 
 
 @pytest.mark.parametrize(("strategy", "why"), [
@@ -361,15 +361,15 @@ def test_an_unknown_on_nan_policy_raises_knob_error(bad: Any) -> None:
         Experiment().set("on_nan", bad)
 
 
-def following(policy: str = "auto", watched: bool = False, ranks: int = 2) -> Live:
+def following(policy: str = "auto", watched: bool = False, ranks: int = 2) -> RunController:
     e = Experiment(ranks=ranks, on_nan=policy)
-    return Live(Run({}, live=True), Any, Changes(e, []), "g", lambda: watched)  # type: ignore[arg-type]
+    return RunController(Run({}, live=True), Any, Changes(e, []), "g", lambda: watched)  # type: ignore[arg-type]
 
 
-def came(live: Live, rank: int, step: int, t: float, name: str, **detail: Any) -> None:
+def came(live: RunController, rank: int, step: int, t: float, name: str, **detail: Any) -> None:
     """Delivers a rank's next mark."""
     row = columns_of("marks", [(rank, step, name, t, json.dumps({"rank": rank, **detail}))])
-    live.take(Batch("g", "marks", rank, live.gaps.next["marks", rank], row))
+    live.take_batch(RowBatch("g", "marks", rank, live.gaps.next["marks", rank], row))
 
 
 @pytest.mark.parametrize(("policy", "watched", "ends"), [
@@ -387,7 +387,7 @@ def test_the_note_names_rank_layer_step_and_a_remedy() -> None:
     came(it, 1, 4, 2.0, "nan", loss="inf", layer="b", why="the first in forward order whose output is not finite")
     assert it.notes[-1] == ("rank 1's loss was inf at step 4, in layer 'b' (the first in forward order whose output is "
                             "not finite), before any other's; the run ends")  # fmt: skip
-    cause = it.ending.outcome()[1][0]
+    cause = it.ending.find_outcome()[1][0]
     assert (cause["rank"], cause["step"], cause["op"]) == (1, 4, "layer 'b'")
     assert "the run was ended, as on_nan='stop' says; lower the learning rate" in cause["text"]
     it = following("auto", True)

@@ -12,7 +12,7 @@ import nbformat
 import pytest
 
 from tests.course import DATA, HEAD, code_of, head
-from widgets.hints import given
+from widgets.hints import find_hints
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = sorted(p.name for p in FOLDER.glob("*.ipynb"))
@@ -143,7 +143,7 @@ def test_an_exercise_has_hints_and_says_how_to_get_them(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if name > "02"])
 def test_hints_are_hidden_until_requested(name: str) -> None:
     """The notebook asks for hints by its number."""
-    told = given(name[:2])
+    told = find_hints(name[:2])
     assert len(told) > 1 and all(len(hint) > 20 and hint[-1] in ".?" for hint in told)
     text = (FOLDER / name).read_text("utf8")
     assert f'hints=\\"{name[:2]}\\"' in text and not any(json.dumps(hint)[1:-1] in text for hint in told)

@@ -10,7 +10,7 @@ from tests.ranks import exchange, experiment, placed, run
 from tests.unit.draws import drawn, heavy, noise
 from workbench.compressors import NUQSGD, QSGD
 from workbench.compressors._levels import Levels, between
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Memory
 from workbench.settings import Change
 
@@ -32,8 +32,9 @@ def test_levels_are_zero_and_the_powers_that_fit_the_bits(bits: int, s: int) -> 
     assert NUQSGD(bits=bits).levels(Memory()).tolist() == [-x for x in reversed(up)] + [0.0, *up]
     code = NUQSGD(bits=bits, grid="code", multiplier=0.7).levels(Memory()).double()
     assert len(code) == 2**bits and not (code == 0).any()
-    torch.testing.assert_close(code[len(code) // 2 :], 0.7 ** torch.arange(2 ** (bits - 1) - 1, -1, -1).double(),
-                               rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        code[len(code) // 2 :], 0.7 ** torch.arange(2 ** (bits - 1) - 1, -1, -1).double(), rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -68,9 +69,16 @@ def test_the_relative_cost_between_two_levels_is_bounded_by_their_ratio(ratio: f
 
 def test_the_cheaper_levels_depend_on_the_norm_and_the_data() -> None:
     """Eight magnitudes each; blocks of 64 to 32768 normal and heavy-tailed elements."""
-    published = {("l2", 64): (0.22, 0.08), ("l2", 512): (1.58, 0.09), ("l2", 4096): (6.29, 0.18),
-                 ("l2", 32768): (19.6, 1.26), ("max", 64): (0.023, 0.073), ("max", 512): (0.037, 0.081),
-                 ("max", 4096): (0.049, 0.082), ("max", 32768): (0.063, 0.082)}
+    published = {
+        ("l2", 64): (0.22, 0.08),
+        ("l2", 512): (1.58, 0.09),
+        ("l2", 4096): (6.29, 0.18),
+        ("l2", 32768): (19.6, 1.26),
+        ("max", 64): (0.023, 0.073),
+        ("max", 512): (0.037, 0.081),
+        ("max", 4096): (0.049, 0.082),
+        ("max", 32768): (0.063, 0.082),
+    }
     x, tails = noise(5, 2**19), heavy(5, 2**19)
     for (norm, block), (even, halving) in published.items():
         assert costs(QSGD(norm=norm, block=block), x, block) == pytest.approx(even, rel=0.08)
@@ -100,7 +108,7 @@ def test_every_knob_changes_live() -> None:
     names = {"bits": 3, "multiplier": 0.3, "grid": "code", "norm": "max", "block": 64, "exchange": "two_hop"}
     changes = [Change(2 + at, name, to) for at, (name, to) in enumerate(names.items())]
     sessions = run(experiment(3, 10, compressor=NUQSGD()), *changes)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     sent = [sum(n for k, _, n in sessions[0].record.comm() if k == step) for step in range(10)]
     assert sent[1] > sent[2] == sent[3] == sent[5] < sent[6], sent
     asked = [{name.split()[0] for k, name, _ in sessions[0].record.comm() if k == step} for step in (6, 7)]

@@ -20,7 +20,7 @@ from tests.unit.test_zero_3 import batches, seen
 from workbench import simulate
 from workbench.engine.rank.session import Session
 from workbench.fabric import Fabric, Link
-from workbench.host.memory.scratch import Scratch
+from workbench.host.memory.scratch import ScratchFile
 from workbench.optimizers import SGD, AdamW
 from workbench.rank import Bucket, Rank, StrategyError
 from workbench.settings import Change
@@ -95,7 +95,7 @@ def test_buckets_can_be_resized_at_the_boundary_at_which_the_optimizer_changes(r
 def test_offloaded_memory_and_moved_bytes_match_the_papers() -> None:
     """Adam in fp32: 4 Psi / p bytes of Psi parameters down and up; with a disk 12 Psi / p each way for the update."""
     offload, infinity = (run(many(2, strategy=strategy)) for strategy in (ZeROOffload(), ZeROInfinity()))
-    shard = sum(4 * -(-bucket.data.numel() // 2) for bucket in offload[0].layout.params())
+    shard = sum(4 * -(-bucket.data.numel() // 2) for bucket in offload[0].layout.list_params())
     assert moved(offload[0], 6) == {
         "offload gradients to host": shard, "fetch parameters to device": shard, "update": 0,
     }  # fmt: skip
@@ -226,26 +226,26 @@ def test_state_goes_to_host_or_disk_as_chosen() -> None:
 
 
 def test_the_file_returns_written_tensors_and_reuses_space() -> None:
-    scratch = Scratch()
+    scratch = ScratchFile()
     rng = torch.Generator().manual_seed(0)
     things = [torch.randn(1000, generator=rng), torch.tensor(3.0), torch.randn(7, 9, generator=rng).bfloat16(),
               torch.randn(8, 6, generator=rng).t(), torch.zeros(0), torch.arange(5)]  # fmt: skip
-    places = [scratch.write([x]) for x in things]
-    all_at_once = scratch.write(things)
-    for found in ([scratch.read(place)[0] for place in places], scratch.read(all_at_once)):
+    places = [scratch.write_tensors([x]) for x in things]
+    all_at_once = scratch.write_tensors(things)
+    for found in ([scratch.read_tensors(place)[0] for place in places], scratch.read_tensors(all_at_once)):
         for x, read in zip(things, found, strict=True):
             assert torch.equal(read, x) and read.dtype == x.dtype and read.shape == x.shape
-    scratch.free(places[0])
-    assert scratch.write([torch.ones(1000)]).at == places[0].at
-    assert torch.equal(scratch.read(places[2])[0], things[2])
+    scratch.free_extent(places[0])
+    assert scratch.write_tensors([torch.ones(1000)]).at == places[0].at
+    assert torch.equal(scratch.read_tensors(places[2])[0], things[2])
 
 
 def test_partial_reads_and_writes_lose_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     write, read = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:37], at))
     monkeypatch.setattr(os, "preadv", lambda fd, into, at: read(fd, [into[0][:41]], at))
-    scratch, x = Scratch(), torch.randn(500)
-    assert torch.equal(scratch.read(scratch.write([x]))[0], x)
+    scratch, x = ScratchFile(), torch.randn(500)
+    assert torch.equal(scratch.read_tensors(scratch.write_tensors([x]))[0], x)
 
 
 def test_a_full_disk_fails_the_run_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,14 +290,14 @@ def opened(fd: str) -> str:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="a file without a name is found by Linux's /proc")
 def test_freed_space_of_the_file_is_reused() -> None:
-    scratch, before = Scratch(), set(os.listdir("/proc/self/fd"))
-    scratch.free(scratch.write([torch.ones(1)]))
+    scratch, before = ScratchFile(), set(os.listdir("/proc/self/fd"))
+    scratch.free_extent(scratch.write_tensors([torch.ones(1)]))
     (its,) = {fd for fd in os.listdir("/proc/self/fd") if fd not in before and opened(fd)}
     for n in (100, 1000, 10):
-        places = [scratch.write([torch.ones(n)]) for _ in range(5)]
+        places = [scratch.write_tensors([torch.ones(n)]) for _ in range(5)]
         assert os.fstat(int(its)).st_size == 5 * -(-4 * n // 16) * 16
         for place in places:
-            scratch.free(place)
+            scratch.free_extent(place)
         assert os.fstat(int(its)).st_size == 0
 
 

@@ -13,7 +13,7 @@ import torch
 from tests.ranks import exchange, experiment, placed, run, together, toy
 from workbench.compressors import ErrorFeedback, OkTopK
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Bucket, Memory, Op, Rank
 from workbench.settings import Change
 
@@ -177,7 +177,7 @@ def test_ranks_agree_through_live_changes(ranks: int) -> None:
         Change(7, "region_every", 1), Change(11, "compressor", "Dense"),
     ]  # fmt: skip
     sessions = run(experiment(ranks, 14, compressor=OkTopK.usual()), *changes)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     assert all("residual" not in s.rank.memory.buffers for s in sessions)
 
 

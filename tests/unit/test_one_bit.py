@@ -11,7 +11,7 @@ import torch
 
 from tests.ranks import exchange, experiment, placed, run, weights
 from workbench.compressors import Dense, ErrorFeedback, OneBit
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Memory
 from workbench.settings import Change
 
@@ -157,7 +157,7 @@ def test_zero_counts_as_positive_and_a_bucket_of_zeros_stays_zero() -> None:
 
 def test_switching_it_off_sends_the_residual_once_and_frees_it() -> None:
     sessions = run(experiment(3, 10, compressor=OneBit.usual()), Change(6, "compressor", "Dense"))
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     assert all("residual" not in s.rank.memory.buffers for s in sessions)
     assert not torch.equal(weights(sessions[0]), weights(run(experiment(3, 10))[0]))
 

@@ -18,7 +18,7 @@ from workbench import simulate
 from workbench.compressors import ByteGrad, Cast, Compressor, ErrorFeedback, OneBit, TopK
 from workbench.experiment import Experiment
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import Change, KnobError, knobs
 from workbench.strategies import DDP, LocalSGD, OneBitAdam, QAdam
@@ -109,7 +109,7 @@ def test_all_ranks_hold_the_same_bits_in_both_phases(ranks: int) -> None:
     changes = [Change(4, "bucket_mb", 0.02), Change(6, "scale", "rms"), Change(7, "block", 256)]
     e = experiment(ranks, 10, strategy=OneBitAdam(warmup=2), compressor=OneBit.usual())
     sessions = run(e, *changes)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     for real in (False, True):
         simulated = simulate(e.set("pace", 1.0), changes=changes, real=real)
         for s in sessions:
@@ -166,12 +166,16 @@ def test_a_live_change_of_the_freeze_takes_effect() -> None:
 
 
 def test_switching_in_and_out_at_rate_zero_keeps_the_parameters() -> None:
-    still = [Change(3, "lr", 1e-30), Change(4, "compressor", "OneBit"),
-             Change(5, "strategy", {"OneBitAdam": {"warmup": 2}}), Change(10, "strategy", {"LocalSGD": {}})]
+    still = [
+        Change(3, "lr", 1e-30),
+        Change(4, "compressor", "OneBit"),
+        Change(5, "strategy", {"OneBitAdam": {"warmup": 2}}),
+        Change(10, "strategy", {"LocalSGD": {}}),
+    ]
     stay = run(experiment(3, 4, strategy=DDP()), *still[:1])
     went = run(experiment(3, 13, strategy=DDP()), *still, Change(12, "strategy", "DDP"))
     torch.testing.assert_close(weights(went[0]), weights(stay[0]), rtol=1e-6, atol=1e-7)
-    assert len({state_hash(s.layout) for s in went}) == 1
+    assert len({hash_model_state(s.layout) for s in went}) == 1
     (dropped,) = [m for m in went[0].record.noted("residual") if json.loads(m[-1])["unit"] == "moments"]
     assert dropped[0] == 10
 
@@ -198,6 +202,7 @@ def test_the_scaling_of_momenta_cannot_change_live() -> None:
 
 def test_gradients_of_different_scale_by_layer_are_learned_as_by_adam() -> None:
     """Gradients of the layers differ by 1 to 10,000; the signs of scaled momenta keep them apart."""
+
     def model() -> torch.nn.Module:
         return torch.nn.ModuleDict({"big": torch.nn.Linear(8, 4), "small": torch.nn.Linear(8, 4)})
 

@@ -13,32 +13,49 @@ from tests.piped import piped
 from tests.ranks import experiment, run
 from tests.sim.insides import simulated
 from workbench import Change, Fabric, Link, Pipeline, Whole
-from workbench.engine.rank.training import Training as Real
+from workbench.engine.rank.training import RankTraining as Real
 from workbench.fabric import Slow
-from workbench.host.loop.life import Life
+from workbench.host.loop.life import RankLoop
 from workbench.host.reconfigure import changes
 from workbench.sim.rank.session import Session as Virtual
 
 
-@pytest.mark.parametrize("rule", ["live", "over", "boundary", "step", "obey", "apart", "due"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "train_from_start",
+        "check_ended",
+        "make_due_changes",
+        "make_step",
+        "execute_change",
+        "is_asynchronous",
+        "due_count",
+    ],
+)
 def test_both_hosts_inherit_the_same_rules(rule: str) -> None:
     """A host may add something before or after with `super()`, but has no version of its own."""
     for host in (Real, Virtual):
         own = vars(host).get(rule)
-        assert issubclass(host, Life)
+        assert issubclass(host, RankLoop)
         assert own is None or "super" in own.__code__.co_names or "__class__" in own.__code__.co_freevars
 
 
 # The rules of a rank's loop and their only place: the file, and the functions that both hosts run.
 RULES = {
-    "a life": ("host/loop/life.py", "lay_out live boundary step evaluate mark_buckets"),
-    "a change": ("host/reconfigure/changes.py", "obey apply _switch take_role arrange note_idle"),
-    "who waits for a meeting": ("host/loop/meeting.py", "idle"),
-    "a hand-over": ("host/transfer/handover.py", "consolidate spread check"),
-    "may it be switched": ("host/reconfigure/refusing.py", "able"),
-    "a switch of partition": ("host/transfer/repartition.py", "repartition"),
+    "a life": (
+        "host/loop/life.py",
+        "place_state train_from_start make_due_changes make_step evaluate_model mark_buckets",
+    ),
+    "a change": (
+        "host/reconfigure/changes.py",
+        "execute_change apply_experiment _switch_strategy take_role arrange_mesh mark_idle_faults",
+    ),
+    "who waits for a meeting": ("host/loop/meeting.py", "is_idle"),
+    "a hand-over": ("host/transfer/handover.py", "consolidate_state spread_state require_agreement"),
+    "may it be switched": ("host/reconfigure/refusing.py", "require_trainable"),
+    "a switch of partition": ("host/transfer/repartition.py", "repartition_state"),
     "what is moved": ("host/placement/move.py", "move"),
-    "what compression left unsent": ("host/transfer/residual.py", "change"),
+    "what compression left unsent": ("host/transfer/residual.py", "change_compressor"),
     "the learning rate": ("host/core/rate.py", "due change"),
     "clipping": ("host/placement/canonical.py", "clipped"),
     "a loss that is no number": ("host/observe/finite.py", "passed told"),
@@ -77,8 +94,12 @@ def test_every_rule_has_one_place_and_both_hosts_run_it() -> None:
     fabric = Fabric(link=Link(bandwidth=1000.0), faults=(Slow(rank=1, factor=1.1),))
     e = piped(4, 11, eval_every=4, clip=1.0, lr_warmup=3, measure_every=2, pace=2.0, fabric=fabric)
     changes = [  # AsyncServer is last, because there a rank on a busy machine may pass all remaining steps
-        Change(2, "compressor", "TopK"), Change(3, "compressor", "Dense"), Change(3, "partition", Pipeline()),
-        Change(5, "partition", Whole()), Change(6, "strategy", "Gossip"), Change(8, "strategy", "LocalSGD"),
+        Change(2, "compressor", "TopK"),
+        Change(3, "compressor", "Dense"),
+        Change(3, "partition", Pipeline()),
+        Change(5, "partition", Whole()),
+        Change(6, "strategy", "Gossip"),
+        Change(8, "strategy", "LocalSGD"),
         Change(9, "strategy", "AsyncServer"),
     ]
     real, virtual = ran(lambda: run(e, *changes)), ran(lambda: simulated(e, *changes))
@@ -88,13 +109,13 @@ def test_every_rule_has_one_place_and_both_hosts_run_it() -> None:
 
 def test_both_hosts_make_a_change_by_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, str]] = []
-    plain = changes.obey
+    plain = changes.execute_change
 
     async def obey(host: object, change: Change) -> None:
         seen.append((type(host).__module__, change.path))
         await plain(host, change)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(changes, "obey", obey)
+    monkeypatch.setattr(changes, "execute_change", obey)
     e, change = experiment(1, 3, pace=1.0), Change(1, "lr", 0.5)
     run(e, change)
     simulated(e, change)

@@ -18,14 +18,14 @@ from torch import nn
 
 from tests.ranks import Net, batch, experiment, mse, net, run, shipped, toy, weights
 from tests.sim.virtual import paced, samples
-from widgets.controls.rows import Now, rows
-from widgets.controls.stops import stops
+from widgets.controls.rows import ControlState, make_rows
+from widgets.controls.stops import list_stops
 from widgets.views.log import Log
 from workbench import simulate
 from workbench.analysis.export.export import as_python
 from workbench.cli import setting
 from workbench.experiment import Experiment
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.optimizers import LAMB, LARS, SGD, Adam, AdamW, Optimizer, TaskOwn, carry
 from workbench.run import Run
 from workbench.settings import Change, KnobError, to_plain, walk
@@ -239,14 +239,14 @@ def test_under_ddp_a_chosen_optimizer_is_torchs_on_the_joined_batch() -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_controls_and_the_command_line_have_each_optimizer_and_its_knobs(name: str) -> None:
     e = Experiment().set(*setting(f"optimizer={name}"))
-    made = {r["path"]: r for r in rows(e, Now(live=True))}
+    made = {r["path"]: r for r in make_rows(e, ControlState(live=True))}
     assert {o["text"] for o in made["optimizer"]["options"]} == set(ALL) and made["optimizer"]["value"] == name
     assert not any(made["optimizer"][k] for k in ("disabled", "why"))
     for path, k in walk(e.optimizer, "optimizer."):
         assert made[path]["doc"] == k.doc and not made[path]["disabled"]
         if k.kind is float:
-            assert all(k.check(v) == v for v in stops(k)) and len(stops(k)) > 5
-            assert e.set(*setting(f"{path}={stops(k)[3]}")).optimizer != e.optimizer
+            assert all(k.check(v) == v for v in list_stops(k)) and len(list_stops(k)) > 5
+            assert e.set(*setting(f"{path}={list_stops(k)[3]}")).optimizer != e.optimizer
 
 
 def test_the_log_says_what_was_carried_over() -> None:
@@ -322,7 +322,7 @@ def test_a_live_change_keeps_ranks_equal_on_both_hosts_and_records_the_carried_s
     for s in sessions:
         np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-5, atol=1e-6)
     if strategy != DDP():
-        assert len({state_hash(s.layout) for s in sessions}) == 1
+        assert len({hash_model_state(s.layout) for s in sessions}) == 1
 
 
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=4)], ids=str)
@@ -374,9 +374,7 @@ def test_a_hand_over_after_a_change_of_optimizer_costs_the_same_with_sizes_only(
     assert sent[0] == sent[1] > 1.9 * int(alone[alone.name == "all_reduce optimizer state"].nbytes.max())
 
 
-@pytest.mark.parametrize(
-    "strategy", [Gossip(), ShadowMA(), AsyncServer(servers=1), SyncServer(), TorchDDP()], ids=str
-)
+@pytest.mark.parametrize("strategy", [Gossip(), ShadowMA(), AsyncServer(servers=1), SyncServer(), TorchDDP()], ids=str)
 def test_a_change_of_optimizer_reaches_all_ranks_under_every_kind_of_strategy(strategy: Strategy) -> None:
     """Even a rank that only served, and so never had a slot, goes on with the other ranks' state."""
     turns = [
@@ -384,7 +382,7 @@ def test_a_change_of_optimizer_reaches_all_ranks_under_every_kind_of_strategy(st
         Change(11, "strategy", "DDP"),
     ]  # fmt: skip
     sessions = run(experiment(3, 16, strategy=strategy, optimizer=Adam(), lr=0.01), *turns)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     assert marks(sessions[0]) == ["carried: exp_avg, exp_avg_sq, step; fresh: none"] * 2
     for s in sessions:
         assert {g["weight_decay"] for g in s.optimizer.param_groups} == {0.0, 0.1}

@@ -11,7 +11,7 @@ import torch
 from tests.ranks import experiment, net, run, toy, weights
 from tests.unit.plain_outer import SGD
 from workbench import simulate
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.settings import Change, to_plain
 from workbench.strategies import BMUF, DiLoCo, LocalSGD, SlowMo, StreamingDiLoCo
 
@@ -80,4 +80,4 @@ def test_parameters_of_several_precisions_are_trained(strategy: Any) -> None:
     sessions = run(e, Change(16, "strategy", "DDP"))
     held = [v for _, name, _, v in sessions[0].record.samples if name == "held_out"]
     assert held[-1] < held[0]
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1

@@ -24,7 +24,7 @@ from workbench import simulate
 from workbench.compressors import DGC, Compressor, ErrorFeedback, PowerSGD, RandomK, ScaleCom, SignSGD, TopK, WarmUp
 from workbench.experiment import Experiment
 from workbench.host.placement.placement import Placement
-from workbench.host.placement.spread import placed, spread_of
+from workbench.host.placement.spread import find_spread, place_replica
 from workbench.host.transfer import own
 from workbench.optimizers import SGD
 from workbench.partitions import Partition, Pipeline, Tensor, Whole
@@ -56,7 +56,7 @@ class Looks:
     def watching(self, steps: Sequence[int], without: bool = False) -> Iterator[None]:
         """Records the buffers at these steps. `without`: suppresses the carrying of state."""
         self.before, self.after = ([{} for _ in steps] for _ in range(2))
-        carry = own.carry
+        carry = own.migrate_rank_state
 
         async def noting(session: Any, was: Any, to: Any) -> None:
             at, memory = steps.index(session.rank.step), session.rank.memory
@@ -67,7 +67,7 @@ class Looks:
                 await carry(session, was, to)
             self.after[at][session.rank.id] = to, _copied(memory.buffers)
 
-        with patch.object(own, "carry", noting):
+        with patch.object(own, "migrate_rank_state", noting):
             yield
 
 
@@ -79,7 +79,7 @@ def dense(look: dict[int, Look], buffer: str, rank: int) -> dict[str, np.ndarray
     """Returns one rank's own values with whole parameters, by its Spread's places; NaN outside its part."""
     lies, buffers = look[rank]
     numel = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}
-    held = placed(tuple(numel.items()), lies, len(look)).at(rank)
+    held = place_replica(tuple(numel.items()), lies, len(look)).slices_of_rank(rank)
     found = {name: np.full(n, np.nan) for name, n in numel.items()}
     for name, piece in buffers.get(buffer, {}).items():
         found[name][local(held[name])] = piece.double().numpy()
@@ -263,13 +263,13 @@ def test_every_residual_has_the_rule_sum() -> None:
 def test_no_element_of_a_share_is_sent_if_it_may_stay(ways: tuple[Partition, Partition]) -> None:
     """Counts by element: a share moves only if its owner no longer holds the element."""
     e, model = spread(4, 3, partition=ways[0], compressor=FEEDBACK), Small()
-    was, to = (spread_of(e.set("partition", way), model, e.task.build()) for way in ways)
+    was, to = (find_spread(e.set("partition", way), model, e.task.build()) for way in ways)
     named = tuple((name, int(np.prod(shape))) for name, shape in SHAPES.items())
-    before, after = (placed(named, way, 4) for way in (was, to))
+    before, after = (place_replica(named, way, 4) for way in (was, to))
     leaving = sum(len(elements(before, r, name) - elements(after, r, name)) for r in range(4) for name in SHAPES)
     (said,) = told(simulate(e, changes=[Change(2, "partition", ways[1])]))
     assert said["nbytes"] == 4 * leaving
 
 
 def elements(lies: Placement, rank: int, name: str) -> set[int]:
-    return set(local(lies.at(rank).get(name, ())))
+    return set(local(lies.slices_of_rank(rank).get(name, ())))

@@ -14,8 +14,8 @@ from tests.ranks import Rows, experiment, mse, run, toy
 from tests.sim.virtual import paced, rows, seconds
 from widgets.views.asked import Asked
 from workbench import Costs, simulate
-from workbench.analysis import unheeded
-from workbench.engine.wire.shaping import Pace
+from workbench.analysis import list_unheeded
+from workbench.engine.wire.shaping import ComputePace
 from workbench.fabric import Fault, Freeze, Link, Noisy, Slow, TransientStraggler
 from workbench.fabric.pace import AGAIN, Kept, lasts
 from workbench.settings import Change
@@ -35,24 +35,24 @@ class Busy:
     def now(self) -> float:
         return self.t
 
-    def until(self, t: float) -> None:
+    def sleep_until(self, t: float) -> None:
         self.t = max(self.t, t)
 
 
-def made(pace_ms: float, *faults: Fault) -> tuple[Pace, Busy]:
+def made(pace_ms: float, *faults: Fault) -> tuple[ComputePace, Busy]:
     busy = Busy()
-    pace = Pace(1, busy)  # type: ignore[arg-type]
+    pace = ComputePace(1, busy)  # type: ignore[arg-type]
     pace.seconds, pace.faults = pace_ms * 1e-3, faults
     return pace, busy
 
 
-def computed(pace: Pace, busy: Busy, phase: str, *slices: float) -> float:
+def computed(pace: ComputePace, busy: Busy, phase: str, *slices: float) -> float:
     """Returns the duration of a phase that really computes for `slices` seconds, in parts of equal size."""
     began = busy.t
-    pace.begin(phase, 0)
+    pace.begin_phase(phase, 0)
     for k, s in enumerate(slices, start=1):
         busy.t += s
-        pace.reach(k / len(slices))
+        pace.reach_fraction(k / len(slices))
     return busy.t - began
 
 
@@ -72,14 +72,14 @@ def test_a_phase_lasts_as_paced_or_computed_times_its_faults_factor(pace_ms: flo
 
 def test_slices_of_backward_end_in_proportion_and_a_wait_among_them_does_not_count() -> None:
     pace, busy = made(100.0, Slow(rank=1, factor=2.0))
-    pace.begin("backward", 0)
+    pace.begin_phase("backward", 0)
     busy.t += 0.01
-    pace.reach(0.25)
+    pace.reach_fraction(0.25)
     assert busy.t == pytest.approx(0.03)  # 25 % of 60 ms, twice
     busy.t += 5.0
-    pace.put_off(5.0)
+    pace.exclude_wait(5.0)
     busy.t += 0.2  # more than the pace allows for the whole phase
-    pace.reach(1.0)
+    pace.reach_fraction(1.0)
     assert busy.t == pytest.approx(5.0 + 2 * 0.21)
 
 
@@ -88,9 +88,9 @@ def test_a_transient_straggler_multiplies_compute_only_in_the_drawn_steps() -> N
     pace, busy = made(10.0, fault)
     for step in range(20):
         began = busy.t
-        pace.begin("update", step)
+        pace.begin_phase("update", step)
         busy.t += 0.02
-        pace.reach(1.0)
+        pace.reach_fraction(1.0)
         assert busy.t - began == pytest.approx(0.02 * fault.stretch(1, step, "update"))
 
 
@@ -195,10 +195,10 @@ def test_the_dashboard_shows_an_unmet_pace_and_idle_faults_until_they_end() -> N
     view, marks = Asked(), found.timeline.marks.rows()
     early = type(found)(dict(found.settings), name="early")
     early.timeline.marks.extend(marks[marks.step < 12].columns)
-    pace, fault = unheeded(early.timeline)
+    pace, fault = list_unheeded(early.timeline)
     assert pace.startswith("Pace not met: compute takes 270 ms on rank 1, the pace asks for 100 ms, and 2 more ranks")
     assert fault.startswith("Slow(rank=2, factor=2.0, phase='link') has no effect: ")
     shown = view.update(early).html
     assert shown and "270 ms" in shown and "phase=" in shown
     assert not view.update(early), "nothing new"
-    assert unheeded(found.timeline) == [] and view.update(found).html == ""
+    assert list_unheeded(found.timeline) == [] and view.update(found).html == ""

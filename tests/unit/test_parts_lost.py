@@ -20,13 +20,13 @@ from workbench.compressors import ErrorFeedback, TopK
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.host.elastic import regathering
-from workbench.host.elastic.reentry import Came
-from workbench.host.elastic.salvage import in_parts
+from workbench.host.elastic.reentry import Membership
+from workbench.host.elastic.salvage import has_parts
 from workbench.host.loop import outliving
-from workbench.host.placement.move import seen
-from workbench.host.placement.slices import Slice
-from workbench.host.placement.slots import slots
-from workbench.host.transfer.boundary import pieces_at, stood
+from workbench.host.placement.move import view_slice
+from workbench.host.placement.slices import StridedSlice
+from workbench.host.placement.slots import read_slots
+from workbench.host.transfer.boundary import list_held_slices, make_boundary
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.partitions.schedules import GPipe, PipeDream2BW
 from workbench.record.checkpoints import FOLDER, found
@@ -57,15 +57,15 @@ class Seen(dict[int, Put]):
     """The states by member."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        async def put_together(run: Any, came: Came, *rest: Any) -> None:
-            await regathering.put_together(run, came, *rest)
+        async def put_together(run: Any, came: Membership, *rest: Any) -> None:
+            await regathering.assemble_model(run, came, *rest)
             if run.rank.id in came.furthest:
                 params = {place.name: place.param.detach().clone().view(-1) for place in run.layout.order}
-                kept = {name: x.clone().view(-1) for name, x in slots(run.layout, run.optimizer).items()}
+                kept = {name: x.clone().view(-1) for name, x in read_slots(run.layout, run.optimizer).items()}
                 owed = {name: x.clone() for name, x in run.rank.memory.buffers.get(ErrorFeedback.residual, {}).items()}
                 self[run.session.member] = Put(came.step, params, kept, owed)
 
-        patch.setattr(outliving, "put_together", put_together)
+        patch.setattr(outliving, "assemble_model", put_together)
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def lost(e: Experiment, *victims: int, at: int = 7, folder: Path | None = None,
     while (first.rank.step < at or (folder and not found(folder / FOLDER))) and not first.join(0.001):
         assert time.monotonic() < until
     for victim in victims:  # the victims are lost together, before the first loss is noticed
-        sessions[victim]._told = True
+        sessions[victim]._must_leave = True
     for victim in victims:
         sessions[victim].abort()
     ended(sessions, 150)
@@ -116,13 +116,13 @@ def went_on(left: list[Session], e: Experiment) -> list[Session]:
     return there
 
 
-def held(there: list[Session], put: Put) -> Iterator[tuple[dict[str, Values], dict[str, tuple[Slice, ...]]]]:
+def held(there: list[Session], put: Put) -> Iterator[tuple[dict[str, Values], dict[str, tuple[StridedSlice, ...]]]]:
     """Yields each rank's state by name, with its place in the reassembled state."""
     sizes = {name: x.numel() for name, x in {**put.params, **put.slots}.items()}
     kept = {name: x.numel() == 1 < put.params[name.partition("/")[2]].numel() for name, x in put.slots.items()}
     for s in there:
-        b = stood(s.set_up_already, (0, 0), copied=False)
-        yield b.state, dict(pieces_at(b.place, b.size, sizes, kept, b.spread, b.cut, b.sharded))
+        b = make_boundary(s.set_up_already, (0, 0), copied=False)
+        yield b.state, dict(list_held_slices(b.place, b.size, sizes, kept, b.spread, b.cut, b.sharded))
 
 
 def same(put: Put, there: list[Session], mean: bool = False) -> None:
@@ -132,11 +132,14 @@ def same(put: Put, there: list[Session], mean: bool = False) -> None:
         for state, lies in held(there, put):
             at, values = 0, state.get(name)
             for s in lies.get(name, ()) if values is not None else ():
-                into, count = seen(total, (Slice(0, x.numel()),), s), seen(times, (Slice(0, x.numel()),), s)
-                came = values[at : at + s.numel].view(s.times, s.length)
+                into, count = (
+                    view_slice(total, (StridedSlice(0, x.numel()),), s),
+                    view_slice(times, (StridedSlice(0, x.numel()),), s),
+                )
+                came = values[at : at + s.element_count].view(s.times, s.length)
                 into.copy_(into + came if mean else came)
                 count.add_(1)
-                at += s.numel
+                at += s.element_count
         assert times.all(), name
         assert torch.equal(total / times if mean else total, x), name
 
@@ -184,7 +187,7 @@ def test_under_hsdp_the_other_group_has_all_shards(put: Seen) -> None:
     assert all(torch.equal(put[2].slots[name], x) for name, x in put[3].slots.items()) and put[2].slots
 
 
-PARTS = [name for name, cls in sorted(shipped(Strategy).items()) if in_parts(setting(cls()))]
+PARTS = [name for name, cls in sorted(shipped(Strategy).items()) if has_parts(setting(cls()))]
 
 
 @pytest.mark.parametrize("name", [name for name in PARTS if name != "HSDP"])
@@ -250,8 +253,8 @@ def test_a_checkpoint_restores_the_residuals(
             owed[name] = owed.get(name, 0.0) + x
     clean, total = run(replace(e, steps=step, save_every=0, pace=0.0)), dict[str, Values]()
     for s in clean:
-        b = stood(s.set_up_already, (0, 0), copied=False)
-        for name, x in b.whole_memory(s.model, e.compressor)[ErrorFeedback.residual].items():
+        b = make_boundary(s.set_up_already, (0, 0), copied=False)
+        for name, x in b.widen_memory(s.model, e.compressor)[ErrorFeedback.residual].items():
             total[name] = total.get(name, 0.0) + x
     assert owed.keys() == total.keys() and any(x.any() for x in total.values())
     for name, x in total.items():
@@ -278,7 +281,7 @@ def test_a_switch_of_partition_interrupted_by_a_loss_is_undone(put: Seen, monkey
     """Rank 2 is lost during a switch to stages; the survivors make the switch."""
     from workbench.host.reconfigure import changes
 
-    spread, broken = changes.repartition, list[int]()
+    spread, broken = changes.repartition_state, list[int]()
 
     async def breaks(run: Any, *args: Any) -> Any:
         if run.session.member == 2 and not broken:
@@ -286,7 +289,7 @@ def test_a_switch_of_partition_interrupted_by_a_loss_is_undone(put: Seen, monkey
             run.session.abort()
         return await spread(run, *args)
 
-    monkeypatch.setattr(changes, "repartition", breaks)
+    monkeypatch.setattr(changes, "repartition_state", breaks)
     e = setting(DDP(), partition=Whole(), ranks=3)
     left, texts = lost(e, 2, at=3, changes=(Change(5, "partition", to_plain(Pipeline())),))
     assert len(texts) == 1

@@ -16,9 +16,9 @@ from matplotlib.colors import to_rgb
 
 from tests.unit.synthetic import run as recorded
 from widgets.charts import picture, theme
-from widgets.charts.paint import colour
+from widgets.charts.paint import resolve_colour
 from widgets.export import keep
-from widgets.views._base import drawn
+from widgets.views._base import draw_view
 from widgets.views.loss import Loss
 from widgets.views.timeline import Timeline
 from workbench import Experiment, Pipeline
@@ -34,20 +34,20 @@ def pixels(png: bytes) -> np.ndarray:
 @pytest.mark.parametrize("ranks", [1, 4, 64])
 def test_a_picture_is_small_and_has_the_colours_of_the_live_charts(ranks: int) -> None:
     run = recorded(steps=150, ranks=ranks)
-    png = picture.png(run)
+    png = picture.draw_png(run)
     assert png.startswith(b"\x89PNG") and 20_000 < len(png) < 300_000
     found = pixels(png)
     assert found.shape[1] == 1000 or ranks > 4
     for shown in (theme.BLUE, theme.SKY, theme.GREEN, theme.INK):
-        assert (np.abs(found - to_rgb(colour(shown))).max(axis=2) < 0.02).sum() > 40, shown
+        assert (np.abs(found - to_rgb(resolve_colour(shown))).max(axis=2) < 0.02).sum() > 40, shown
 
 
 def test_the_picture_shows_the_content_of_the_views() -> None:
     run = recorded(steps=150, ranks=2)
-    axes = [a for part in picture.painted(run).subfigs for a in part.get_axes()]
+    axes = [a for part in picture.paint_run(run).subfigs for a in part.get_axes()]
     timeline, by_step, by_time = axes[:3]
     boxes = sum(len(c.get_paths()) for c in timeline.collections)
-    assert boxes == sum(len(t.x) // 6 for t in drawn(Timeline(), run).data if t.x)
+    assert boxes == sum(len(t.x) // 6 for t in draw_view(Timeline(), run).data if t.x)
     held = [line for line in by_step.lines if line.get_label().startswith("held-out")]
     samples = run.samples
     assert list(held[0].get_ydata()) == list(samples.value[samples.name == "held_out"])
@@ -56,48 +56,50 @@ def test_the_picture_shows_the_content_of_the_views() -> None:
     ]  # fmt: skip
     marks = [float(line.get_xdata()[0]) for line in by_step.lines if len(set(line.get_xdata())) == 1]
     assert marks == [c.at_step for c in run.changes]
-    assert len(by_step.lines) - len(marks) == len([t for t in drawn(Loss(), run).data if t.xaxis != "x2" and len(t.x)])
+    assert len(by_step.lines) - len(marks) == len(
+        [t for t in draw_view(Loss(), run).data if t.xaxis != "x2" and len(t.x)]
+    )
 
 
 def test_the_picture_of_a_pipeline_shows_its_bubbles() -> None:
     e = Experiment(task=ByteGPT(width=32, context=16), partition=Pipeline(), ranks=2, steps=4, pace=20.0)
     run = simulate(e.checked())
-    bubbles = next(trace for trace in drawn(Timeline(), run).data if trace.name.startswith("bubble"))
-    assert len(bubbles.x) > 0 and picture.png(run).startswith(b"\x89PNG")
+    bubbles = next(trace for trace in draw_view(Timeline(), run).data if trace.name.startswith("bubble"))
+    assert len(bubbles.x) > 0 and picture.draw_png(run).startswith(b"\x89PNG")
 
 
 def test_a_run_without_rows_has_a_picture_too() -> None:
-    assert len(picture.png(Run({"ranks": 2}))) > 5_000
+    assert len(picture.draw_png(Run({"ranks": 2}))) > 5_000
 
 
 def test_many_changes_are_listed_to_the_last_dozen() -> None:
     run = recorded(steps=150, changes=tuple((at, "strategy.every", at) for at in range(100, 130)))
-    said = picture.about(run)
+    said = picture.describe_picture(run)
     assert "18  every = 117" not in said and "19  every = 118" in said and "30  every = 129" in said
-    assert len(picture.png(run)) < 300_000
+    assert len(picture.draw_png(run)) < 300_000
 
 
 @pytest.mark.parametrize("style", [{"text.usetex": True}, "dark_background"])
 def test_a_picture_does_not_follow_the_readers_own_style(style: Any) -> None:
     run = recorded(steps=20, ranks=2)
-    plain = picture.png(run)
+    plain = picture.draw_png(run)
     with matplotlib.style.context(style):
-        assert picture.png(run) == plain
+        assert picture.draw_png(run) == plain
 
 
 def test_the_picture_of_many_ranks_is_small_quick_and_names_the_shown_ranks() -> None:
     run = recorded(steps=6, ranks=512)
     began = time.process_time()
-    png = picture.png(run)
+    png = picture.draw_png(run)
     assert time.process_time() - began < 25 and len(png) < 300_000
     assert pixels(png).shape[0] < 2500
-    assert "512 ranks (the charts show ranks 0 to 31)" in picture.about(run)
+    assert "512 ranks (the charts show ranks 0 to 31)" in picture.describe_picture(run)
 
 
 def test_drawn_ranks_still_wait_for_a_rank_that_is_not_drawn() -> None:
     run, part = recorded(steps=20, ranks=5), Timeline()
     part.most = 2
-    for some, all_ in zip(drawn(part, run).data, drawn(Timeline(), run).data, strict=True):
+    for some, all_ in zip(draw_view(part, run).data, draw_view(Timeline(), run).data, strict=True):
         here = np.reshape(all_.x or [], (-1, 6))[np.reshape(all_.y or [], (-1, 6))[:, 0] < 1.5]
         assert np.array_equal(np.reshape(some.x or [], (-1, 6)), here, equal_nan=True), some.name
 
@@ -129,14 +131,14 @@ def test_the_picture_appears_once_at_the_end_of_the_cell_in_which_the_run_ended(
 ) -> None:
     shell, run = Shell(monkeypatch), recorded(steps=40)
     run.live = True
-    kept = keep.Keep(lambda: run)
-    kept.show()
+    kept = keep.KeptPicture(lambda: run)
+    kept.add_output()
     shell.end_cell()
     assert [name for name, *_ in shell.shown] == ["display"] and "image/png" not in shell.shown[0][1]
     run.live = False
     shell.end_cell()
     shell.end_cell()
-    kept.show()
+    kept.add_output()
     names = [(name, "image/png" in data) for name, data, _ in shell.shown[1:]]
     assert names == [("update_display", True), ("display", True)]
     assert len({rest["display_id"] for _, _, rest in shell.shown}) == 1
@@ -146,20 +148,20 @@ def test_the_picture_appears_once_at_the_end_of_the_cell_in_which_the_run_ended(
 
 def test_a_recorded_run_is_released_once_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     shell, run = Shell(monkeypatch), recorded(steps=20)
-    kept = keep.Keep(lambda: run, once=True)
-    kept.show()
+    kept = keep.KeptPicture(lambda: run, once=True)
+    kept.add_output()
     assert len(shell.hooks) == 1
     shell.end_cell()
     assert shell.hooks == [] and "image/png" in shell.shown[-1][1]
-    kept.show()
+    kept.add_output()
     kept.close()
     assert shell.hooks == []
 
 
 def test_the_cell_hook_is_only_registered_while_the_dashboard_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     shell = Shell(monkeypatch)
-    kept = keep.Keep(lambda: None)
-    kept.show()
+    kept = keep.KeptPicture(lambda: None)
+    kept.add_output()
     gone = weakref.ref(kept)
     del kept
     gc.collect()
@@ -169,9 +171,9 @@ def test_the_cell_hook_is_only_registered_while_the_dashboard_exists(monkeypatch
 
 def test_a_picture_that_cannot_be_drawn_shows_the_reason_and_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     shell = Shell(monkeypatch)
-    monkeypatch.setattr(picture, "png", lambda run: 1 / 0)
-    kept = keep.Keep(lambda: recorded(steps=20))
-    kept.show()
+    monkeypatch.setattr(picture, "draw_png", lambda run: 1 / 0)
+    kept = keep.KeptPicture(lambda: recorded(steps=20))
+    kept.add_output()
     shell.end_cell()
     assert "could not be drawn: ZeroDivisionError" in shell.shown[-1][1]["text/plain"]
 
@@ -180,7 +182,7 @@ def test_without_a_kernel_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) -> N
     shown: list[Any] = []
     monkeypatch.setattr(keep, "get_ipython", lambda: None)
     monkeypatch.setattr(keep, "display", lambda *a, **k: shown.append(a))
-    kept = keep.Keep(lambda: recorded(steps=20))
-    kept.show()
-    kept.refresh()
-    assert shown == [] and not kept.due
+    kept = keep.KeptPicture(lambda: recorded(steps=20))
+    kept.add_output()
+    kept.start_drawing()
+    assert shown == [] and not kept.is_due

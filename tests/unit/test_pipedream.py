@@ -13,12 +13,12 @@ from torch.func import functional_call
 
 from tests.agree import memory_alike, spans_alike
 from tests.piped import assembled, batches, deep, dream, held_out, loss, piped, same, seen, twice
-from tests.ranks import fitting, run, shipped, toy
+from tests.ranks import make_fitting, run, shipped, toy
 from workbench import simulate
 from workbench.experiment import Experiment, partitioned
-from workbench.host.passes.piece import micro_batches
-from workbench.host.passes.versions import Version
-from workbench.host.placement.cutting import cut
+from workbench.host.passes.piece import cut_batch
+from workbench.host.passes.versions import WeightVersion
+from workbench.host.placement.cutting import cut_model
 from workbench.optimizers import SGD, AdamW, Optimizer
 from workbench.partitions import Pipeline, Whole
 from workbench.partitions.schedules import OneFOneB
@@ -50,7 +50,7 @@ def recurred(e: Experiment, reads: Callable[[int, int, int], int], *phases: int)
     model, optimizer, replicas = deep(), None, e.ranks // e.partition.size
     stages, micros = e.partition.depth, e.partition.micro_batches
     params = dict(model.named_parameters())
-    where = {name: stage for stage, names in enumerate(cut(e, model, e.task.build()).names) for name in names}
+    where = {name: stage for stage, names in enumerate(cut_model(e, model, e.task.build()).names) for name in names}
     optimizer = e.optimizer.make(list(params.values()), e.lr, lambda lr: torch.optim.SGD(params.values(), lr))
     number = 0
     for steps in phases:
@@ -61,7 +61,7 @@ def recurred(e: Experiment, reads: Callable[[int, int, int], int], *phases: int)
             for replica in range(replicas):
                 old = {name: versions[reads(step, stage, stages)][name].clone().requires_grad_()
                        for name, stage in where.items()}  # fmt: skip
-                for x, y in micro_batches(batches(replica, replicas, 0)[number % 8], micros):
+                for x, y in cut_batch(batches(replica, replicas, 0)[number % 8], micros):
                     made = nn.functional.mse_loss(functional_call(model, old, (x,)), y)
                     made.backward(torch.tensor(1.0 / micros))
                 sums.append({name: x.grad for name, x in old.items()})
@@ -106,7 +106,7 @@ def test_without_stashing_the_weights_differ(monkeypatch: pytest.MonkeyPatch) ->
     """A backward with newer weights than its forward is the case that the stash prevents."""
     e = piped(2, 10, partition=dream(2))
     with monkeypatch.context() as patch:
-        patch.setattr(Version, "keep", lambda version: None)
+        patch.setattr(WeightVersion, "copy_weights", lambda version: None)
         without = assembled(run(e), 2)
     assert far(recurred(e, stashed, 10), without) > 1e-3
 
@@ -185,16 +185,19 @@ def test_stashed_weights_are_in_the_memory_report(way: Pipeline) -> None:
     flushed = run(e.set("schedule", OneFOneB()))
     for stage, (s, plain) in enumerate(zip(sessions, flushed, strict=True)):
         versions = 2 if way.schedule.delayed else way.stages - stage
-        assert max(seen(s, "memory parameters")) == versions * s.training.layout.nbytes, stage
-        assert seen(plain, "memory parameters")[-1] == s.training.layout.nbytes
+        assert max(seen(s, "memory parameters")) == versions * s.training.layout.byte_count, stage
+        assert seen(plain, "memory parameters")[-1] == s.training.layout.byte_count
         assert not s.training.flow.versions.kept, "the run has ended, and drained"
     if way.micros == 1:  # more minibatches are in flight than the one of a flush
         kept = [[max(seen(s, "memory activations")) for s in each] for each in (sessions, flushed)]
         assert kept[0] == [(way.stages - stage) * one for stage, one in enumerate(kept[1])]
 
 
-EVERY = [name for name, cls in shipped(Strategy).items()
-         if partitioned.refused(replace(piped(4, partition=dream(2)), strategy=fitting(cls, 2))) is None]  # fmt: skip
+EVERY = [
+    name
+    for name, cls in shipped(Strategy).items()
+    if partitioned.refused(replace(piped(4, partition=dream(2)), strategy=make_fitting(cls, 2))) is None
+]
 
 
 def test_at_least_15_strategies_support_these_pipelines() -> None:
@@ -205,7 +208,7 @@ def test_at_least_15_strategies_support_these_pipelines() -> None:
 @pytest.mark.parametrize("name", EVERY)
 def test_every_strategy_does_the_same_on_both_hosts_and_can_be_switched_off(name: str, way: Pipeline) -> None:
     """Between two replicas of two stages, drained into a flush and back. Under DDP the replicas finally agree."""
-    e = piped(4, 18, strategy=fitting(shipped(Strategy)[name], 2), partition=way, pace=1.0)
+    e = piped(4, 18, strategy=make_fitting(shipped(Strategy)[name], 2), partition=way, pace=1.0)
     changes = [Change(7, "schedule", OneFOneB()), Change(10, "schedule", way.schedule), Change(16, "strategy", DDP())]
     sessions = run(e, *changes)
     assert not sessions[0].record.noted("refused")

@@ -14,13 +14,13 @@ from torch import nn
 
 from tests.agree import memory_alike
 from tests.piped import DEPTH, WIDTH, alone, assembled, batches, deep, held_out, loss, piped, same, seen
-from tests.ranks import ended, fitting, live, run, shipped, toy
+from tests.ranks import ended, live, make_fitting, run, shipped, toy
 from tests.waiting import until
 from workbench import simulate
 from workbench.compressors import E3M0, QSGD, Cast, Compressor, Dense, ErrorFeedback, PowerSGD, TopK
 from workbench.experiment import Experiment, partitioned
 from workbench.fabric import Fabric, Link
-from workbench.host.placement.cutting import cut
+from workbench.host.placement.cutting import cut_model
 from workbench.optimizers import SGD, AdamW, Optimizer
 from workbench.partitions import Pipeline, Whole
 from workbench.partitions.schedules import GPipe, Interleaved, OneFOneB, Schedule, ZeroBubble
@@ -83,7 +83,7 @@ def test_a_switch_moves_only_missing_parts() -> None:
     assert [m["stages"] for m in marks] == [2, 4, 1]
     want = deep().state_dict()
     whole = 4 * (3 * sum(x.numel() for x in want.values()) + len(want))  # parameters, AdamW's moments, and its counters
-    halves, fourths = (cut(e.set("partition", way), deep(), e.task.build()).names for way in ways[:2])
+    halves, fourths = (cut_model(e.set("partition", way), deep(), e.task.build()).names for way in ways[:2])
     lacks = [name for r in range(4) for name in fourths[r] - halves[r % 2]]
     some = sum(4 * (3 * want[name].numel() + 1) for name in lacks)
     assert lacks and [m["nbytes"] for m in marks] == [0, some, 3 * whole]
@@ -127,7 +127,7 @@ def test_a_replica_is_clipped_as_a_whole() -> None:
 
 PIPED = piped(4, partition=Pipeline())
 PARTED = [name for name, cls in shipped(Strategy).items()
-          if partitioned.refused(replace(PIPED, strategy=fitting(cls, 2))) is None]  # fmt: skip
+          if partitioned.refused(replace(PIPED, strategy=make_fitting(cls, 2))) is None]  # fmt: skip
 
 
 def test_at_least_15_strategies_support_pipelines() -> None:
@@ -140,7 +140,7 @@ OF_WHAT_IT_HOLDS = {"StreamingDiLoCo", "LowPrecisionDecentralized"}  # their fra
 @pytest.mark.parametrize("name", sorted({*PARTED} - OF_WHAT_IT_HOLDS))
 def test_a_strategy_does_the_same_between_pipelines_as_between_whole_replicas(name: str) -> None:
     """Two replicas of two stages with one micro-batch give exactly the result of two whole ranks."""
-    strategy = fitting(shipped(Strategy)[name], 2)
+    strategy = make_fitting(shipped(Strategy)[name], 2)
     e = piped(4, 10, strategy=strategy, partition=Pipeline(micros=1))
     cut, whole = run(e), run(piped(2, 10, strategy=strategy))
     for replica in range(2):
@@ -152,7 +152,7 @@ def test_a_strategy_does_the_same_between_pipelines_as_between_whole_replicas(na
 @pytest.mark.parametrize("name", PARTED)
 def test_partition_changes_work_under_every_strategy(name: str) -> None:
     """Makes one change after the other under the strategy. Replicas are equal after the switch to DDP."""
-    strategy = fitting(shipped(Strategy)[name], 2)
+    strategy = make_fitting(shipped(Strategy)[name], 2)
     e = piped(4, 18, strategy=strategy)
     ways = [Pipeline(), Whole(), Pipeline(schedule=Interleaved(), micros=2)]
     changes = [Change(4 * (k + 1), "partition", way) for k, way in enumerate(ways)]

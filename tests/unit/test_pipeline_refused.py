@@ -1,6 +1,5 @@
 """Tests unusual models, losses and data in a pipeline: supported ones, and those refused with a reason."""
 
-
 from __future__ import annotations
 
 import json
@@ -18,8 +17,8 @@ from tests.ranks import ended, live, run, toy
 from workbench import simulate
 from workbench.compressors import PowerSGD
 from workbench.experiment import Experiment
-from workbench.host.passes.piece import micro_batches
-from workbench.host.placement.cutting import instead
+from workbench.host.passes.piece import cut_batch
+from workbench.host.placement.cutting import replace_forward
 from workbench.host.reconfigure import refusing
 from workbench.optimizers import SGD
 from workbench.partitions import Pipeline, Whole
@@ -190,7 +189,7 @@ def test_unusual_models_train_as_in_one_process(given: dict[str, Any], schedule:
     params = [p for p in model.parameters() if p.requires_grad]
     for step in range(6):
         model.zero_grad()
-        for part in micro_batches(batches(0, 1, 0)[step], 4):
+        for part in cut_batch(batches(0, 1, 0)[step], 4):
             (loss(model, part) / 4).backward()
         for p in params:
             p.data -= 0.05 * p.grad
@@ -264,14 +263,14 @@ def test_a_noisy_loss_is_not_mistaken_for_a_wrong_split() -> None:
 
 
 def test_all_ranks_refuse_if_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    able = refusing.able
+    able = refusing.require_trainable
 
     def picky(of: Any, wanted: Experiment) -> None:
         if of.rank.id == 2 and wanted.partition.size > 1:
             raise KnobError("not here")
         able(of, wanted)
 
-    monkeypatch.setattr(refusing, "able", picky)
+    monkeypatch.setattr(refusing, "require_trainable", picky)
     sessions = run(piped(4, 8, strategy=LocalSGD(every=2)), Change(3, "partition", Pipeline()))
     assert [json.loads(m[3])["reason"] for s in sessions for m in s.record.noted("refused")] == ["not here"]
     assert not sessions[0].record.noted("change") and len(seen(sessions[0], "loss")) == 8
@@ -280,7 +279,7 @@ def test_all_ranks_refuse_if_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_instead_restores_a_models_own_forward() -> None:
     model, own = deep(), lambda x: x
     model.forward = own  # type: ignore[method-assign]
-    with instead(model, lambda x: 2 * x):
+    with replace_forward(model, lambda x: 2 * x):
         assert model(1) == 2
     assert model.forward is own and "forward" not in deep().__dict__
 

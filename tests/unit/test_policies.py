@@ -270,9 +270,7 @@ def test_the_slower_of_two_needs_the_margin_only() -> None:
 
 
 @pytest.mark.parametrize(("fraction", "steps", "first"), [(0.07, 100, 7), (0.29, 100, 29), (0.0625, 40, 3)])
-def test_the_first_asynchronous_step_is_a_look_at_the_exact_fraction(
-    fraction: float, steps: int, first: int
-) -> None:
+def test_the_first_asynchronous_step_is_a_look_at_the_exact_fraction(fraction: float, steps: int, first: int) -> None:
     policy = SyncSwitch(fraction=fraction)
     assert policy.next_look(Experiment(steps=steps), first - 1) == first, "0.07 * 100 is a little more than 7"
 

@@ -20,7 +20,7 @@ from workbench import simulate
 from workbench.compressors import ACPSGD, Dense, ErrorFeedback, PowerSGD
 from workbench.compressors._low_rank import RIGHT
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Bucket, Memory, Part, Rank
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, LocalSGD
@@ -403,7 +403,7 @@ def test_many_buckets_on_several_ranks_end_and_agree(strategy: object, ranks: in
     e = experiment(ranks, 9, strategy=strategy, compressor=PowerSGD.usual(), task=toy(model=partial(net, deep)))
     sessions = run(e, Change(4, "rank", 2), Change(6, "bucket_mb", 0.05))
     assert len(sessions[0].record.noted("buckets")) >= 2
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
 
 
 def formula(session: object, r: int) -> int:

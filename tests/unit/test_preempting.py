@@ -10,7 +10,7 @@ import torch
 
 from tests.unit.test_resizing import Crowd, setting, total
 from workbench.compressors import ErrorFeedback, TopK
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.record.checkpoints import FOLDER, Checkpoint
 from workbench.strategies import DDP, HSDP, AsyncServer, Gossip, HierarchicalLocalSGD, LocalSGD, Strategy, ZeRO3
@@ -52,12 +52,12 @@ def test_no_state_of_a_preempted_rank_is_lost() -> None:
         crowd.reach(5)
         crowd.first.request({"kind": "pause", "id": "p"})
         crowd.paused()
-        owed, before = total(crowd.there), state_hash(crowd.first.layout)
+        owed, before = total(crowd.there), hash_model_state(crowd.first.layout)
         crowd.every[1].preempt()
         crowd.until(lambda: len(crowd.there) == 2 and all(s.members == (0, 2) for s in crowd.there))
         crowd.paused()
         after = total(crowd.there)
-        assert {state_hash(s.layout) for s in crowd.there} == {before}
+        assert {hash_model_state(s.layout) for s in crowd.there} == {before}
         assert owed.keys() == after.keys() and float(sum(x.abs().sum() for x in owed.values())) > 0
         for name, x in owed.items():
             torch.testing.assert_close(after[name], x, rtol=1e-5, atol=1e-6)

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from workbench.cluster.processes import processes as module
-from workbench.cluster.processes.place import ClusterError, Place
-from workbench.cluster.processes.processes import Processes
+from workbench.cluster.processes.place import ClusterError, LabPlace
+from workbench.cluster.processes.processes import LabProcesses
 
 
 class Child:
@@ -25,26 +25,26 @@ class Child:
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Processes:
+def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LabProcesses:
     monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path))
 
     def popen(*_: object) -> Child:
         time.sleep(0.05)
         return Child()
 
-    monkeypatch.setattr(module, "_popen", popen)
-    monkeypatch.setattr(module, "usable", lambda: False)
+    monkeypatch.setattr(module, "_open_process", popen)
+    monkeypatch.setattr(module, "can_fork", lambda: False)
     known = {"Process": lambda pid: SimpleNamespace(create_time=lambda: 1.0), "net_if_addrs": dict}
     monkeypatch.setattr(module, "psutil", SimpleNamespace(**known))
-    return Processes(Place.new("slow"))
+    return LabProcesses(LabPlace.make_place("slow"))
 
 
-def test_closing_during_a_start_ends_every_process_and_starts_no_more(slow: Processes) -> None:
+def test_closing_during_a_start_ends_every_process_and_starts_no_more(slow: LabProcesses) -> None:
     said: list[str] = []
 
     def start() -> None:
         try:
-            slow.start(20)
+            slow.start_lab(20)
         except ClusterError as error:
             said.append(str(error))
 
@@ -54,8 +54,8 @@ def test_closing_during_a_start_ends_every_process_and_starts_no_more(slow: Proc
         time.sleep(0.005)
     slow.close()
     there = dict(slow.started)
-    slow.reap()
+    slow.reap_children()
     thread.join(60)
     assert slow.started == there and 3 <= len(there) < 21
-    assert [p[2] for p in slow.place.read()["processes"]] == list(there)
+    assert [p[2] for p in slow.place.read_state()["processes"]] == list(there)
     assert said == ["the lab was closed while it came up"]

@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 
 from tests.waiting import until
-from workbench.engine.record.pulse import BEAT, LEAST, Clocks, Pulse, stood_still
+from workbench.engine.record.pulse import BEAT, LEAST, ClockReading, StallDetector, find_stall
 
-BEFORE = Clocks(running=100.0, asleep=3.0, cpu=10.0)
+BEFORE = ClockReading(running=100.0, asleep=3.0, cpu=10.0)
 CODE = """
 import sys
-from workbench.engine.record.pulse import Pulse
-Pulse(lambda found: print(found["seconds"], found["machine"], found["text"], flush=True), "pulse")
+from workbench.engine.record.pulse import StallDetector
+StallDetector(lambda found: print(found["seconds"], found["machine"], found["text"], flush=True), "pulse")
 print("ready", flush=True)
 sys.stdin.read()
 """
 
 
 def after(running: float = BEAT, asleep: float = 0.0, cpu: float = 0.1) -> dict[str, Any] | None:
-    now = Clocks(BEFORE.running + running, BEFORE.asleep + asleep, BEFORE.cpu + cpu)
-    return stood_still(BEFORE, now)
+    now = ClockReading(BEFORE.running + running, BEFORE.asleep + asleep, BEFORE.cpu + cpu)
+    return find_stall(BEFORE, now)
 
 
 def test_a_slightly_late_beat_is_not_reported() -> None:
@@ -41,13 +41,13 @@ def test_a_stopped_process_a_busy_interpreter_and_a_sleeping_machine_are_disting
 
 def test_a_slow_beat_is_not_reported_as_a_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
     running, beats, said = [0.0], [0], list[dict[str, Any]]()
-    monkeypatch.setattr(Clocks, "read", lambda: Clocks(running[0], 0.0, 0.0))
+    monkeypatch.setattr(ClockReading, "read_clocks", lambda: ClockReading(running[0], 0.0, 0.0))
 
     def beat() -> None:
         running[0] += 60
         beats[0] += 1
 
-    pulse = Pulse(said.append, "pulse", beat)
+    pulse = StallDetector(said.append, "pulse", beat)
     assert until(lambda: beats[0] > 2)
     pulse.close()
     assert said == []

@@ -17,7 +17,7 @@ from tests.unit.test_verb_grads import Idle
 from workbench import simulate
 from workbench.compressors import ByteGrad, Cast, Compressor, Dense, ErrorFeedback, OneBit, PowerSGD, TopK
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, OneBitAdam, QAdam
 
@@ -84,9 +84,11 @@ COARSE: list[Compressor] = [
 def test_with_any_compressor_of_momenta_ranks_stay_bit_identical(compressor: Compressor) -> None:
     e = experiment(3, 10, strategy=QAdam(warmup=4, scaled=True), compressor=compressor)
     sessions = run(e)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
-    moments = [torch.cat([s.state.memory.buffers[k][n] for k in "mv" for n in sorted(s.state.memory.buffers[k])])
-               for s in sessions]
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
+    moments = [
+        torch.cat([s.state.memory.buffers[k][n] for k in "mv" for n in sorted(s.state.memory.buffers[k])])
+        for s in sessions
+    ]
     assert torch.equal(moments[0], moments[1]) and torch.equal(moments[0], moments[2])
     assert not torch.equal(weights(sessions[0]), joined(3, 10, 4))
     for real in (False, True):
@@ -164,7 +166,7 @@ def test_the_tasks_optimizer_is_idle_and_a_switch_keeps_the_parameters() -> None
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[k]["momentum_buffer"], theirs[k]["momentum_buffer"]) for k in theirs)
     back = run(experiment(3, 12, strategy=DDP()), *still)
-    assert len({state_hash(s.layout) for s in back}) == 1
+    assert len({hash_model_state(s.layout) for s in back}) == 1
 
 
 @pytest.mark.parametrize("after", ["DDP", "OneBitAdam"])

@@ -16,7 +16,7 @@ from workbench import simulate
 from workbench.compressors import NUQSGD, QSGD, ErrorFeedback
 from workbench.compressors._levels import between, norms
 from workbench.compressors._stochastic import dithered
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import Change, KnobError
 
@@ -217,15 +217,20 @@ def test_8_bits_train_like_dense_and_all_ranks_agree(ranks: int, hops: str) -> N
     coarse = run(experiment(ranks, 10, compressor=QSGD(bits=8, exchange=hops)))
     dense = run(experiment(ranks, 10))
     torch.testing.assert_close(weights(coarse[0]), weights(dense[0]), rtol=0.05, atol=0.01)
-    assert len({state_hash(s.layout) for s in coarse}) == 1
+    assert len({hash_model_state(s.layout) for s in coarse}) == 1
     assert not torch.equal(weights(coarse[0]), weights(dense[0]))
 
 
-@pytest.mark.parametrize(("knob", "value", "allowed"), [
-    ("bits", 9, r"an integer in \[2, 8\]"), ("bits", 1, r"an integer in \[2, 8\]"),
-    ("block", 4, r"an integer in \[8, 1.04858e\+06\]"),
-    ("norm", "l1", "one of max, l2"), ("exchange", "ring", "one of gather, two_hop"),
-])
+@pytest.mark.parametrize(
+    ("knob", "value", "allowed"),
+    [
+        ("bits", 9, r"an integer in \[2, 8\]"),
+        ("bits", 1, r"an integer in \[2, 8\]"),
+        ("block", 4, r"an integer in \[8, 1.04858e\+06\]"),
+        ("norm", "l1", "one of max, l2"),
+        ("exchange", "ring", "one of gather, two_hop"),
+    ],
+)
 def test_an_invalid_setting_raises_knob_error_with_the_allowed_values(knob: str, value: object, allowed: str) -> None:
     with pytest.raises(KnobError, match=f"compressor.{knob}=.*: must be {allowed}"):
         experiment(compressor=QSGD()).set(f"compressor.{knob}", value)

@@ -7,7 +7,7 @@ import torch
 
 from tests.ranks import experiment, run, weights
 from workbench.compressors import QSGD, Cast, Dense, ErrorFeedback, Float8, OneBit, PowerSGD, Quantised, TernGrad, TopK
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Memory
 from workbench.settings import Change, KnobError
 from workbench.strategies import LocalSGD
@@ -74,7 +74,7 @@ def test_an_invalid_composition_is_refused_with_an_alternative(chosen: object, s
 ], ids=["coarse", "bytes", "sixteen bits"])  # fmt: skip
 def test_valid_compositions_run_and_ranks_agree(chosen: ErrorFeedback | Quantised) -> None:
     sessions = run(experiment(3, 6, compressor=chosen))
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
 
 
 def test_it_is_switched_on_and_off_live_and_the_residual_is_sent() -> None:
@@ -82,7 +82,7 @@ def test_it_is_switched_on_and_off_live_and_the_residual_is_sent() -> None:
     e = experiment(3, 14, strategy=LocalSGD(every=2))
     changes = [Change(4, "compressor", "Quantised"), Change(9, "compressor", "Dense")]
     sessions = run(e, *changes)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     assert all(ErrorFeedback.residual not in s.rank.memory.buffers for s in sessions)
     [sent] = sessions[0].record.noted("residual")
     assert sent[0] >= 9

@@ -11,7 +11,7 @@ from tests.ranks import exchange, experiment, placed, run
 from workbench.compressors import Dense, ErrorFeedback, RandomK
 from workbench.compressors.random_k import seeded, subset
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Bucket, Memory, Op, Rank
 from workbench.settings import Change, KnobError
 
@@ -114,25 +114,35 @@ def test_only_values_are_sent_as_many_for_any_number_of_ranks() -> None:
 
 
 def test_ranks_agree_through_changes_of_buckets_ratio_and_compressor() -> None:
-    changes = [Change(3, "bucket_mb", 0.02), Change(5, "density", 0.3), Change(7, "compressor", "TopK"),
-               Change(9, "compressor", "RandomK"), Change(11, "bucket_mb", 0.01), Change(13, "compressor", "Dense")]
+    changes = [
+        Change(3, "bucket_mb", 0.02),
+        Change(5, "density", 0.3),
+        Change(7, "compressor", "TopK"),
+        Change(9, "compressor", "RandomK"),
+        Change(11, "bucket_mb", 0.01),
+        Change(13, "compressor", "Dense"),
+    ]
     sessions = run(experiment(3, 16, compressor=RandomK.usual()), *changes)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     counts = [s.rank.memory.parts[RandomK.buffer] for s in sessions]
     assert counts[0] == counts[1] == counts[2] and set(counts[0].values()) != {0}
 
 
 def test_density_1_equals_plain_averaging() -> None:
     whole, dense = (run(experiment(2, 6, compressor=c))[0] for c in (RandomK(density=1.0), Dense()))
-    assert state_hash(whole.layout) == state_hash(dense.layout)
+    assert hash_model_state(whole.layout) == hash_model_state(dense.layout)
 
 
 def test_under_error_feedback_every_entry_is_sent_in_the_end() -> None:
     memory, x = [Memory()], noise(6, 200)
     total = torch.zeros(200, dtype=torch.float64)
     for step in range(200):
-        total += exchange(RandomK.usual() if step else ErrorFeedback(of=RandomK(density=0.05)),
-                          x[None] * (step == 0), placed((200,)), memory)
+        total += exchange(
+            RandomK.usual() if step else ErrorFeedback(of=RandomK(density=0.05)),
+            x[None] * (step == 0),
+            placed((200,)),
+            memory,
+        )
     chance = (1 - 0.01) ** 199  # that an entry is never drawn
     assert float((total == x.double()).float().mean()) > 1 - chance - 5 * (chance / 200) ** 0.5
 

@@ -76,7 +76,7 @@ def test_rows_are_numbered_without_holes(tmp_path: Path) -> None:
     for kind, seq, columns in page.got:
         assert kind == "spans" and seq == expected
         expected += len(columns["rank"])
-    assert expected == 100 and r.dropped == r.lost == 0
+    assert expected == 100 and r.dropped == r.lost_rows == 0
 
 
 def test_rows_are_pushed_within_half_a_second_and_spooled_within_one(
@@ -89,9 +89,9 @@ def test_rows_are_pushed_within_half_a_second_and_spooled_within_one(
     page = Page()
     r = Recorder(0, tmp_path, page)
     fill(r, 5)
-    r._flush()
+    r._flush_rows()
     assert len(page.values("spans", "step")) == 5 and not list(tmp_path.iterdir())
-    r._spool._turn()
+    r._spool._write_once()
     assert len(store.read(tmp_path).timeline.spans) == 5
     r.close()
 
@@ -153,7 +153,7 @@ def test_a_full_disk_loses_rows_not_training(tmp_path: Path, monkeypatch: pytest
     until(lambda: page.details("spool"))
     assert page.details("spool")[0]["error"] == "No space left on device"
     assert page.details("spool")[0]["lost"] > 0
-    until(lambda: r.lost == 21)  # all these rows reached the disk while it was full
+    until(lambda: r.lost_rows == 21)  # all these rows reached the disk while it was full
     time.sleep(2 * spool.RETRY_EVERY)
     full.clear()
     fill(r, 5, 30)
@@ -162,8 +162,8 @@ def test_a_full_disk_loses_rows_not_training(tmp_path: Path, monkeypatch: pytest
     loaded = store.read(tmp_path)
     assert page.values("spans", "nbytes") == list(range(35)), "the push never stopped"
     assert loaded.timeline.spans.rows().nbytes.tolist() == [*range(10), *range(30, 35)]
-    assert loaded.missing == r.lost == 21, "twenty spans, and the mark that said so"
-    assert page.details("spool")[1] == {"error": "", "lost": 21, "text": f"{spool.AGAIN}; 21 rows are not on disk"}
+    assert loaded.missing == r.lost_rows == 21, "twenty spans, and the mark that said so"
+    assert page.details("spool")[1] == {"error": "", "lost": 21, "text": f"{spool.RECOVERED}; 21 rows are not on disk"}
     assert (tmp_path / "spans-0.1.arrow").exists()
 
 
@@ -174,7 +174,7 @@ def test_several_slow_writes_are_not_reported_as_a_hung_disk(tmp_path: Path, mon
 
     def slow(self: Writer, columns: Any) -> None:
         now[0] += 0.9 * spool.HUNG
-        said.extend(r._spool.said())
+        said.extend(r._spool.take_reports())
         append(self, columns)
 
     monkeypatch.setattr(Writer, "append", slow)
@@ -182,10 +182,10 @@ def test_several_slow_writes_are_not_reported_as_a_hung_disk(tmp_path: Path, mon
     fill(r, 5)
     r.sample(1, "loss", 0.1, 2.0)
     r.mark(1, "state", 0.1, "{}")
-    r._flush()
-    r._spool._turn()
+    r._flush_rows()
+    r._spool._write_once()
     r.close()
-    assert now[0] > 2 * spool.HUNG and said == [] and r.lost == 0
+    assert now[0] > 2 * spool.HUNG and said == [] and r.lost_rows == 0
 
 
 def test_a_partially_written_batch_is_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_a_directory_that_cannot_be_created_loses_rows_but_raises_nothing(tmp_pa
     r = Recorder(0, tmp_path / "file" / "run", page)
     fill(r, 10)
     r.close()
-    assert len(page.values("spans", "step")) == 10 and r.lost >= 10 and page.details("spool")
+    assert len(page.values("spans", "step")) == 10 and r.lost_rows >= 10 and page.details("spool")
 
 
 def test_a_page_that_fails_does_not_stop_the_spool(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -279,13 +279,14 @@ def test_after_a_kill_all_rows_but_the_last_seconds_are_on_disk(tmp_path: Path) 
 @pytest.mark.engine
 def test_a_disk_that_is_really_full_for_a_while(tmp_path: Path) -> None:
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, ({}, resource.RLIM_INFINITY))\n"
-    steps = ["import resource", limit.format(40_000), "fill(4000)", "while not r.lost: time.sleep(.01)"]
+    steps = ["import resource", limit.format(40_000), "fill(4000)", "while not r.lost_rows: time.sleep(.01)"]
     steps += ["fill(4000, 4000)", "time.sleep(2)"]
-    after = [limit.format("resource.RLIM_INFINITY"), "time.sleep(2)", "fill(500, 8000)", "r.close()", "print(r.lost)"]
+    after = [limit.format("resource.RLIM_INFINITY"), "time.sleep(2)", "fill(500, 8000)", "r.close()"]
+    after += ["print(r.lost_rows)"]
     out, _ = child(tmp_path, "\n".join([*steps, *after])).communicate(timeout=60)
     loaded = store.read(tmp_path)
     numbers = loaded.timeline.spans.rows().nbytes.tolist()
     assert int(out) == loaded.missing > 0, "what was lost is known"
     assert numbers[-500:] == list(range(8000, 8500)) and numbers == sorted(set(numbers))
     said = [json.loads(d) for d in loaded.timeline.marks.rows().detail]
-    assert spool.AGAIN in said[-1]["text"]
+    assert spool.RECOVERED in said[-1]["text"]

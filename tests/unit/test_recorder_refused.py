@@ -41,7 +41,7 @@ def test_a_row_that_no_file_can_hold_is_lost_alone(tmp_path: Path, monkeypatch: 
     r.sample(4, BAD, 0.05, 5.5)
     ended(r, tmp_path, page)
     loaded = store.read(tmp_path)
-    assert len(loaded.timeline.spans) == 10 and r.lost == 1 and not loaded.warnings
+    assert len(loaded.timeline.spans) == 10 and r.lost_rows == 1 and not loaded.warnings
     assert page.values("samples", "value") == [5.5], "a page can show it"
     (said,) = page.details("spool")
     assert said["lost"] == 1 and "samples" in said["text"]
@@ -55,12 +55,12 @@ def test_later_rows_of_the_kind_are_written_again(tmp_path: Path, monkeypatch: p
     for k, name in enumerate(["loss", BAD, BAD, "loss"]):
         r.sample(k, name, 0.1 * k, float(k))
         lost = [0, 1, 2, 2][k]
-        until(lambda lost=lost: r.lost == lost)
-        until(lambda k=k: sum(r._sent.values()) > k and not r._spool._behind())
+        until(lambda lost=lost: r.lost_rows == lost)
+        until(lambda k=k: sum(r._sent.values()) > k and not r._spool._count_waiting())
     ended(r, tmp_path, page)
     loaded = store.read(tmp_path)
     assert loaded.timeline.samples.rows().value.tolist() == [0.0, 3.0]
-    assert loaded.missing == r.lost == 2 and len(page.details("spool")) == 1, "said once"
+    assert loaded.missing == r.lost_rows == 2 and len(page.details("spool")) == 1, "said once"
 
 
 def test_a_row_of_the_wrong_type_is_dropped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,12 +72,12 @@ def test_a_row_of_the_wrong_type_is_dropped_and_counted(tmp_path: Path, monkeypa
     assert r.dropped == 1 and page.values("samples", "name") == ["dropped"]
 
 
-@pytest.mark.parametrize("part", ["write", "said", "_give_up"])
+@pytest.mark.parametrize("part", ["write_rows", "take_reports", "_close_parts"])
 def test_the_end_is_pushed_whatever_fails(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: Any) -> None:
         raise RuntimeError(f"{part} failed")
 
-    monkeypatch.setattr(spool.Spool, part, fails)
+    monkeypatch.setattr(spool.RowSpool, part, fails)
     page = Page()
     r = Recorder(0, tmp_path, page)
     r.mark(9, "end", 0.9, '{"state": "done"}')

@@ -46,6 +46,7 @@ def test_similar_valid_wrappings_are_accepted() -> None:
 @pytest.mark.ranks
 def test_dgc_keeps_the_momentum_while_it_warms_up() -> None:
     """Its first steps are sent whole but by DGC, so they equal those of SGD with momentum."""
+
     def sgd(params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=0.02, momentum=0.9)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workbench.host.checkpoint.regain import Regained
+from workbench.host.checkpoint.regain import RestoredState
 from workbench.host.memory.budget import OutOfMemory
 from workbench.settings import KnobError
 
 
-def saved() -> Regained:
-    return Regained("kept", "exact", {"parameters": {"w": 0}}, [], lambda number: torch.zeros(4), lambda: None)
+def saved() -> RestoredState:
+    return RestoredState("kept", "exact", {"parameters": {"w": 0}}, [], lambda number: torch.zeros(4), lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -24,18 +24,18 @@ def saved() -> Regained:
     ids=lambda error: f"{type(error).__name__} {error}"[:30],
 )
 def test_an_error_that_is_not_about_the_settings_passes_as_it_is(error: Exception) -> None:
-    with pytest.raises(type(error)) as came, saved().refusing():
+    with pytest.raises(type(error)) as came, saved().refuse_misfits():
         raise error
     assert came.value is error
 
 
 def test_a_tensor_that_the_host_cannot_allocate_is_no_misfit() -> None:
-    with pytest.raises(RuntimeError, match="can't allocate memory") as came, saved().refusing():
+    with pytest.raises(RuntimeError, match="can't allocate memory") as came, saved().refuse_misfits():
         torch.empty(10**15)
     assert not isinstance(came.value, KnobError)
 
 
 def test_a_shape_that_does_not_fit_is_refused_with_the_checkpoint() -> None:
     with pytest.raises(KnobError, match=r"resume=kept: does not fit this run: shape '\[3\]' is invalid.*settings"):
-        with saved().refusing():
-            saved().tensor(0).view(3)
+        with saved().refuse_misfits():
+            saved().read_tensor(0).view(3)

@@ -18,7 +18,7 @@ LOST = "ranks=3: a rank or a connection was lost in the join; ask again"
 
 
 class Lab:
-    """A live run of two ranks, with the interface that `Evicting` uses.
+    """A live run of two ranks, with the interface that `Evictions` uses.
 
     refusals: of the requested ranks, in turn
     """
@@ -26,12 +26,12 @@ class Lab:
     def __init__(self, patch: pytest.MonkeyPatch, refusals: list[str], dead: tuple[int, ...] = ()) -> None:
         self.asked: list[int] = []
         self.refusals = refusals
-        live: Any = SimpleNamespace(state="running", over=threading.Event(), members=(0, 1), note=pytest.fail,
+        live: Any = SimpleNamespace(state="running", over=threading.Event(), members=(0, 1), note_error=pytest.fail,
                                     ending=SimpleNamespace(asked=False),
-                                    cluster=SimpleNamespace(death=lambda rank: rank in dead))  # fmt: skip
+                                    cluster=SimpleNamespace(describe_death=lambda rank: rank in dead))  # fmt: skip
         patch.setattr(evicting, "cannot_start", lambda cluster, count: False)
-        patch.setattr(evicting, "resize", self._resize)
-        self.evicting = evicting.Evicting(live)
+        patch.setattr(evicting, "resize_run", self._resize)
+        self.evicting = evicting.Evictions(live)
 
     def _resize(self, live: Any, ranks: int) -> PendingChange:
         change = PendingChange(Change(0, "ranks", ranks))
@@ -64,15 +64,15 @@ def test_requests_for_ranks_end_after_a_limit(
 
 def test_ranks_are_requested_again_if_one_dies_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     lab, notes = Lab(monkeypatch, []), []
-    lab.evicting.live.note = notes.append  # type: ignore[method-assign]
+    lab.evicting.live.note_error = notes.append  # type: ignore[method-assign]
     begin = lab._resize
 
     def fails_once(live: Any, ranks: int) -> PendingChange:
         if not notes:
-            raise evicting.NotBegun("rank 2 did not join")
+            raise evicting.RankNotBegun("rank 2 did not join")
         return begin(live, ranks)
 
-    monkeypatch.setattr(evicting, "resize", fails_once)
+    monkeypatch.setattr(evicting, "resize_run", fails_once)
     lab.evicting._begin_replacing(1)
     assert until(lambda: lab.asked == [3] and not _replacing()) and len(notes) == 1
 

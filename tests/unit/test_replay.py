@@ -7,8 +7,8 @@ import pytest
 
 from workbench.analysis.steps.collectives import lined_up
 from workbench.analysis.steps.window import Window
-from workbench.analysis.stragglers.blame import blame, relief
-from workbench.analysis.stragglers.replay import replay
+from workbench.analysis.stragglers.blame import blame_ranks, measure_relief
+from workbench.analysis.stragglers.replay import make_replay
 from workbench.record.timeline import Span, Timeline
 
 GATHERED = 3.0  # seconds of own time between the end of the gradients' exchange and the next request
@@ -33,18 +33,18 @@ def step(late: float, *, other: float = 0.0) -> Window:
 @pytest.mark.parametrize("other", [0.0, 1.5])
 def test_an_unchanged_replay_ends_at_the_recorded_time(other: float) -> None:
     w = step(late=2.0, other=other)
-    _, played = replay(w, lined_up(w), np.zeros((2, 3)))
-    assert played is not None and played.end().tolist() == pytest.approx([11.0])
+    _, played = make_replay(w, lined_up(w), np.zeros((2, 3)))
+    assert played is not None and played.find_ends().tolist() == pytest.approx([11.0])
 
 
 @pytest.mark.parametrize("late", [0.0, 0.5, 2.0])
 def test_a_rank_late_for_the_first_collective_also_delays_the_second(late: float) -> None:
     w = step(late)
-    met, cost = blame(w, lined_up(w))
+    met, cost = blame_ranks(w, lined_up(w))
     assert met.tolist() == [0] and cost[0, 0] == pytest.approx([0, 0, late])
-    assert relief(w, lined_up(w), [2]) == pytest.approx([late])
+    assert measure_relief(w, lined_up(w), [2]) == pytest.approx([late])
 
 
 def test_a_wait_that_no_collective_ended_keeps_its_duration() -> None:
     w = step(late=2.0, other=1.5)
-    assert blame(w, lined_up(w))[1][0, 0, 2] == pytest.approx(2.0)
+    assert blame_ranks(w, lined_up(w))[1][0, 0, 2] == pytest.approx(2.0)

@@ -18,7 +18,7 @@ from workbench.cluster.processes import whole
 from workbench.cluster.run import orders, resizing
 from workbench.cluster.run.changes import Changes
 from workbench.cluster.run.ending import Ending
-from workbench.cluster.run.orders import Orders
+from workbench.cluster.run.orders import CommandQueue
 from workbench.experiment import Experiment
 
 TRACED = {module.__file__ for module in (meeting, orders, resizing, whole)}
@@ -56,21 +56,21 @@ class Engines:
     """Engines without processes that answer like a worker, and record sessions, starts and ends."""
 
     def __init__(self, count: int) -> None:
-        self.engines = [SimpleNamespace(rank=r, id=r, process=100 + r) for r in range(count)]
+        self.engines = [SimpleNamespace(rank=r, id=r, process_key=100 + r) for r in range(count)]
         self.jobs: dict[int, tuple[str, int]] = {}  # by process: (generation, rank) of its last session
         self.waits: dict[int, bool] = {}  # by process: whether that session waits for an invitation
-        self.line, self.starting, self.devices = self, nullcontext(), ["cpu"] * count
-        self.health, self.owned, self.guest = SimpleNamespace(controller=lambda: ""), None, False
+        self.rpc, self.starting, self.devices = self, nullcontext(), ["cpu"] * count
+        self.health, self.owned, self.guest = SimpleNamespace(describe_controller=lambda: ""), None, False
 
-    def death(self, rank: int) -> None:
+    def describe_death(self, rank: int) -> None:
         return None
 
-    def reach(self, rank: int, address: str) -> None: ...
+    def connect_rank(self, rank: int, address: str) -> None: ...
 
     def note_engines(self) -> None: ...
 
     def ask_all(self, what: str, ranks: Any, timeout: float, of: Any = None) -> dict[int, Any]:
-        return {rank: self._said(what, self.engines[rank].process, of) for rank in ranks}
+        return {rank: self._said(what, self.engines[rank].process_key, of) for rank in ranks}
 
     def _said(self, what: str, process: int, of: Any) -> Any:
         generation, rank = self.jobs.get(process, ("", None))
@@ -89,8 +89,8 @@ class Training:
         self.changes = Changes(Experiment(ranks=2).checked(), [])
         self.members, self.been, self.returned = (0, 1), {0, 1}, dict[int, int]()
         self.ending, self.evicting = Ending(range(2)), SimpleNamespace(preempted={})
-        self.orders = Orders(self)  # type: ignore[arg-type]
-        self.order, self.over = self.orders.put, SimpleNamespace(is_set=lambda: False)
+        self.orders = CommandQueue(self)  # type: ignore[arg-type]
+        self.queue_order, self.over = self.orders.put_order, SimpleNamespace(is_set=lambda: False)
         self.inviting = nullcontext()
         self.job, self.blob, self.secret, self.spools = {}, b"", "", dict[int, str]()
         self.cluster.jobs |= {100: ("g", 0), 101: ("g", 1)}
@@ -101,17 +101,17 @@ class Training:
         for engine in self.cluster.engines:
             engine.line = ""
 
-    def admit(self, new: list[int]) -> None:
+    def admit_ranks(self, new: list[int]) -> None:
         self.been |= set(new)
-        self.ending.admit(new)
+        self.ending.admit_ranks(new)
 
     def begin(self, cluster: Any, job: Any, blob: bytes, new: list[int], secret: str) -> dict[int, str]:
-        for process in (cluster.engines[rank].process for rank in new):
+        for process in (cluster.engines[rank].process_key for rank in new):
             cluster.waits[process] = True
-        cluster.jobs |= {cluster.engines[rank].process: ("g", rank) for rank in new}
+        cluster.jobs |= {cluster.engines[rank].process_key: ("g", rank) for rank in new}
         return {}
 
-    def note(self, failure: BaseException) -> None:
+    def note_error(self, failure: BaseException) -> None:
         raise failure
 
     def carried(self) -> list[list[int]]:
@@ -122,7 +122,7 @@ class Training:
             if what == "request":
                 asked.append(rest["pending"].request["members"])
             else:
-                self.orders._send(what, everyone, to, rest)
+                self.orders._send_order(what, everyone, to, rest)
         return asked
 
     @property
@@ -144,7 +144,7 @@ def test_new_ranks_are_invited_or_dismissed_at_any_interrupt_of_the_kernel(
     came = {True: 0, False: 0}
     for line in range(1, MOST):
         live = Training(monkeypatch)
-        broken = interrupted(lambda live=live: resizing.resize(live, 4), line)  # type: ignore[arg-type, misc]
+        broken = interrupted(lambda live=live: resizing.resize_run(live, 4), line)  # type: ignore[arg-type, misc]
         asked = live.carried()
         came[bool(asked)] += 1
         assert asked in ([], [[0, 1, 2, 3]]), line
@@ -152,7 +152,7 @@ def test_new_ranks_are_invited_or_dismissed_at_any_interrupt_of_the_kernel(
         pending = [one for one in live.changes.listed if one.refused is None]
         assert len(pending) == len(asked) and live.ending.ranks - {0, 1} == live.waiting, line
         if not asked:  # all is as before: all engines are still available
-            resizing.resize(live, 4)  # type: ignore[arg-type]
+            resizing.resize_run(live, 4)  # type: ignore[arg-type]
             (members,) = live.carried()
             assert live.waiting == set(members) - {0, 1} and len(members) == 4, line
         if not broken:
@@ -167,10 +167,10 @@ def test_starting_engines_join_the_lab_or_end_at_any_interrupt_of_the_kernel(
     monkeypatch.setattr(meeting, "wait_for_engines", lambda *rest: None)
     for line in range(1, MOST):
         cluster, up = Engines(2), set[int]()
-        cluster.relay = SimpleNamespace(reach=lambda address: None)  # type: ignore[attr-defined]
-        cluster.owned = SimpleNamespace(next_engine=2, start_engine=up.add, dismiss=up.discard)  # type: ignore[attr-defined]
-        found = [SimpleNamespace(rank=r, id=r, process=100 + r, line="", rows="") for r in (2, 3)]
-        monkeypatch.setattr(meeting, "meet", lambda cluster, numbers, found=found: found)
+        cluster.relay = SimpleNamespace(connect_engine=lambda address: None)  # type: ignore[attr-defined]
+        cluster.owned = SimpleNamespace(next_engine=2, start_engine=up.add, dismiss_engine=up.discard)  # type: ignore[attr-defined]
+        found = [SimpleNamespace(rank=r, id=r, process_key=100 + r, line="", rows="") for r in (2, 3)]
+        monkeypatch.setattr(meeting, "admit_engines", lambda cluster, numbers, found=found: found)
         broken = interrupted(lambda c=cluster: meeting.start_more(c, 2), line)  # type: ignore[misc, arg-type]
         assert {e.rank for e in cluster.engines} - {0, 1} == up, line
         if not broken:
@@ -181,27 +181,27 @@ def test_starting_engines_join_the_lab_or_end_at_any_interrupt_of_the_kernel(
 def test_two_requests_at_once_take_different_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     live = Training(monkeypatch)
     live.inviting = threading.RLock()
-    invite, threads = resizing._invite, []
+    invite, threads = resizing._invite_ranks, []
 
     def invites(run: Any, new: list[int]) -> None:
         if not threads:  # a second request comes after the first one has chosen its engine
-            threads.append(threading.Thread(target=resizing.resize, args=(live, 3)))
+            threads.append(threading.Thread(target=resizing.resize_run, args=(live, 3)))
             threads[0].start()
             threads[0].join(0.2)
         invite(run, new)
 
-    monkeypatch.setattr(resizing, "_invite", invites)
-    resizing.resize(live, 3)  # type: ignore[arg-type]
+    monkeypatch.setattr(resizing, "_invite_ranks", invites)
+    resizing.resize_run(live, 3)  # type: ignore[arg-type]
     threads[0].join(60)
     assert sorted(live.carried()) == [[0, 1, 2], [0, 1, 3]]
 
 
 def test_a_rank_that_dies_before_it_waits_is_missed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     live = Training(monkeypatch)
-    live.cluster.death = lambda rank: "ended with signal SIGKILL" if rank == 2 else None  # type: ignore[method-assign]
-    monkeypatch.setattr(resizing, "idle", lambda live: [2, 3])
+    live.cluster.describe_death = lambda rank: "ended with signal SIGKILL" if rank == 2 else None  # type: ignore[method-assign]
+    monkeypatch.setattr(resizing, "list_idle", lambda live: [2, 3])
     live.begin = lambda *rest, **more: {}  # type: ignore[method-assign]
     monkeypatch.setattr(resizing, "begin", live.begin)
-    with pytest.raises(resizing.NotBegun, match="ranks 2, 3 did not join: the engine of rank 2 ended with signal"):
-        resizing.resize(live, 4)  # type: ignore[arg-type]
+    with pytest.raises(resizing.RankNotBegun, match="ranks 2, 3 did not join: the engine of rank 2 ended with signal"):
+        resizing.resize_run(live, 4)  # type: ignore[arg-type]
     assert live.ending.ranks == {0, 1} and live.orders.dismissed == {2, 3}

@@ -17,8 +17,8 @@ from workbench.engine.rank import resizing
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.host.loop import outliving
-from workbench.host.placement.canonical import state_hash
-from workbench.host.placement.slots import slots
+from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.slots import read_slots
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.strategies import DDP, HierarchicalLocalSGD, LocalSGD, Strategy, ZeRO1, ZeRO3
 from workbench.tasks import ByteGPT, ClickThrough, Digits
@@ -121,7 +121,7 @@ def test_a_run_is_resized_from_two_to_four_to_three_ranks(name: str) -> None:
         marks = crowd.said("members")
         assert marks[0]["new"] == [2, 3] and (said or marks[1]["gone"] == [0])
         if strategy.exact and not strategy.shards and not strategy.late_update:
-            assert len({state_hash(s.layout) for s in there}) == 1
+            assert len({hash_model_state(s.layout) for s in there}) == 1
 
 
 @pytest.mark.parametrize("partition", [Pipeline(), Tensor()], ids=lambda p: type(p).__name__)
@@ -144,12 +144,12 @@ def test_a_new_rank_is_bit_identical_to_the_others() -> None:
         crowd.reach(6)
         crowd.first.request({"kind": "pause", "id": "p"})
         crowd.paused()
-        before = state_hash(crowd.first.layout)
+        before = hash_model_state(crowd.first.layout)
         crowd.resize(0, 1, 2)
         crowd.paused()
         there = crowd.there
-        assert {state_hash(s.layout) for s in there} == {before}
-        held = [slots(s.layout, s.optimizer) for s in there]
+        assert {hash_model_state(s.layout) for s in there} == {before}
+        held = [read_slots(s.layout, s.optimizer) for s in there]
         assert all(h.keys() == held[0].keys() and all(torch.equal(h[k], held[0][k]) for k in h) for h in held)
         assert len({s.rank.step for s in there}) == 1 and len({s.rank.lr for s in there}) == 1
 
@@ -255,11 +255,11 @@ def test_a_run_goes_on_without_a_lost_rank_whose_part_the_others_already_have(
     """No checkpoint exists, and no other rank had its part before they came together, bit-identically."""
     gone_before_it_meets(monkeypatch, 1, "together")
     had, hashes = {}, {}
-    come, put = resizing.come_together, outliving.put_together
+    come, put = resizing.gather_state, outliving.assemble_model
 
     def held(run: Any) -> dict[str, torch.Tensor]:
         params = {place.name: place.param.detach().clone().view(-1) for place in run.layout.order}
-        return params | {name: x.clone().view(-1) for name, x in slots(run.layout, run.optimizer).items()}
+        return params | {name: x.clone().view(-1) for name, x in read_slots(run.layout, run.optimizer).items()}
 
     async def comes(run: Any, stay: tuple[int, ...]) -> None:
         await come(run, stay)
@@ -269,8 +269,8 @@ def test_a_run_goes_on_without_a_lost_rank_whose_part_the_others_already_have(
         await put(run, *rest)
         hashes[run.session.member] = held(run)
 
-    monkeypatch.setattr(resizing, "come_together", comes)
-    monkeypatch.setattr(outliving, "put_together", puts)
+    monkeypatch.setattr(resizing, "gather_state", comes)
+    monkeypatch.setattr(outliving, "assemble_model", puts)
     task = {"task": ByteGPT(width=32, context=16)} if "partition" in more else {}
     e = setting(**task, **more, on_death="go on")
     with Crowd(e) as crowd:
@@ -292,16 +292,16 @@ def test_a_resize_is_repeated_with_a_rank_whose_connection_broke(
     """A rank whose connection broke votes while the other ranks wait for it. They vote with it, and all repeat the
     request.
     """
-    used_up, broken = resizing.used_up, [1]
+    used_up, broken = resizing.count_used_up, [1]
 
     async def breaks(run: Any) -> int:
         used = await used_up(run)
         if run.session.member in broken:
             broken.remove(run.session.member)
-            membership.require(SimpleNamespace(check=lambda names: True), [0])  # as if a peer is gone
+            membership.require_alive(SimpleNamespace(check=lambda names: True), [0])  # as if a peer is gone
         return used
 
-    monkeypatch.setattr(resizing, "used_up", breaks)
+    monkeypatch.setattr(resizing, "count_used_up", breaks)
     monkeypatch.setattr("workbench.engine.rank.outliving.PATIENCE", 10 * LIMIT)  # a wait in vain shows
     with Crowd(setting(LocalSGD(every=3), ranks=4, task=ByteGPT(), partition=partition, on_death="go on")) as crowd:
         crowd.reach(4)
@@ -315,7 +315,7 @@ def test_a_resize_is_repeated_with_a_rank_whose_connection_broke(
 def test_a_new_rank_preempted_while_its_generation_forms_leaves_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gather, told = membership.gather, []
+    gather, told = membership.await_reports, []
 
     def gathered(store: Any, what: str, place: int | None, processes: Any, look: Any, *more: Any) -> None:
         gather(store, what, place, processes, look, *more)
@@ -323,7 +323,7 @@ def test_a_new_rank_preempted_while_its_generation_forms_leaves_in_order(
             told.append(look.args[0])
             told[0].preempt()
 
-    monkeypatch.setattr(membership, "gather", gathered)
+    monkeypatch.setattr(membership, "await_reports", gathered)
     with Crowd(setting(DDP(), on_death="end")) as crowd:
         crowd.reach(4)
         crowd.call(3)

@@ -13,12 +13,12 @@ from workbench.rank import StrategyError
 
 def take_part(monkeypatch: pytest.MonkeyPatch, *announced: list[int]) -> tuple[list[int], list[int]]:
     """Makes the sum of unit 0 on a rank while ranks announce these. Returns what it performs, and what it serves."""
-    run: Any = SimpleNamespace(control=None, foreseen=lambda cheaply: None)
+    run: Any = SimpleNamespace(control=None, foresee_reads=lambda cheaply: None)
     made, served = list[int](), list[int]()
-    rounds = units.Rounds(run, ["a", "b"], lambda unit, is_sum, numel: served.append(unit), lambda unit: 8)
+    rounds = units.UnitRounds(run, ["a", "b"], lambda unit, is_sum, numel: served.append(unit), lambda unit: 8)
     rounds.needed = True
-    monkeypatch.setattr(units, "gathered", lambda wire, mine: list(announced))
-    rounds.take(0, True, announced[0][1], lambda: made.append(0))
+    monkeypatch.setattr(units, "gather_lists", lambda wire, mine: list(announced))
+    rounds.run_round(0, True, announced[0][1], lambda: made.append(0))
     return made, served
 
 

@@ -16,14 +16,14 @@ from tests.ranks import ended, experiment, live, mse, toy
 from tests.waiting import until
 from workbench.cluster.api import launch
 from workbench.cluster.engines import worker
-from workbench.cluster.engines.worker import Bench
+from workbench.cluster.engines.worker import EngineServer
 from workbench.cluster.processes.place import ClusterError
 from workbench.cluster.processes.steady import Steady
 from workbench.cluster.run.changes import Changes
 from workbench.cluster.run.errors import RankError
-from workbench.cluster.run.live import Live
-from workbench.cluster.transport.capture import Capture
-from workbench.cluster.transport.relay import Relay
+from workbench.cluster.run.live import RunController
+from workbench.cluster.transport.capture import OutputCapture
+from workbench.cluster.transport.relay import RowSubscriber
 from workbench.experiment import Experiment
 from workbench.run import Run
 from workbench.settings import KnobError
@@ -136,9 +136,9 @@ def test_an_error_without_traceback_or_with_a_lost_peers_text_is_still_the_cause
     assert (found.rank, found.type, found.ranks, found.freed) == (1, "Stubborn", [1], [0])
 
 
-def bench() -> Bench:
+def bench() -> EngineServer:
     """An engine's Bench without its sockets."""
-    made = Bench.__new__(Bench)
+    made = EngineServer.__new__(EngineServer)
     made.session, made.trouble, made.learned = None, "", []
     return made
 
@@ -154,20 +154,20 @@ def _raise(how: str) -> None:
 
 @pytest.mark.parametrize("how", HOW)
 def test_an_engines_connection_answers_with_the_error(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: Bench, blob: bytes) -> None:
+    def fails(self: EngineServer, blob: bytes) -> None:
         raise Evil(how)
 
-    monkeypatch.setattr(Bench, "on_hurry", fails)
-    answer = json.loads(bench()._reply({"number": 3, "what": "hurry"}, b"")[0])
+    monkeypatch.setattr(EngineServer, "on_hurry", fails)
+    answer = json.loads(bench()._make_reply({"number": 3, "what": "hurry"}, b"")[0])
     assert answer == {"number": 3, "error": f"Evil: {HOW[how]}"}
     made = bench()
-    made.stumbled(Evil(how))
+    made.report_error(Evil(how))
     assert made.trouble == f"Evil: {HOW[how]}"
 
 
 def test_the_connection_answers_even_if_a_class_exits_while_unpickled() -> None:
     blob = cloudpickle.dumps(Unpickled())
-    answer = json.loads(bench()._reply({"number": 3, "what": "learn"}, blob)[0])
+    answer = json.loads(bench()._make_reply({"number": 3, "what": "learn"}, blob)[0])
     assert answer == {"number": 3, "error": "SystemExit: exit"}
 
 
@@ -178,10 +178,10 @@ def test_a_failed_start_is_reported_in_a_form_that_ipyparallel_can_send(
         raise Evil
 
     made = bench()
-    made.begin = fails  # type: ignore[method-assign]
+    made.begin_session = fails  # type: ignore[method-assign]
     monkeypatch.setattr(worker, "_bench", made)
     with pytest.raises(RuntimeError, match="Evil: it cannot be put into words: its __str__ raised SystemExit"):
-        worker.begin({}, b"")
+        worker.begin_session({}, b"")
 
 
 @pytest.mark.parametrize("error", [Evil("exit"), Evil("interrupt"), SystemExit(3)])
@@ -199,15 +199,15 @@ def test_a_waited_for_thread_survives_any_error(error: BaseException) -> None:
     assert it.join(60) and told == [said(error)] * 2
 
 
-def following() -> Live:
-    return Live(Run({}, live=True), Any, Changes(Experiment(ranks=2), []), "g")  # type: ignore[arg-type]
+def following() -> RunController:
+    return RunController(Run({}, live=True), Any, Changes(Experiment(ranks=2), []), "g")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_run_ends_and_its_notes_have_the_cause(how: str) -> None:
     it = following()
-    it.note(Evil(how))  # type: ignore[arg-type]
-    it.end("failed", Evil(how))
+    it.note_error(Evil(how))  # type: ignore[arg-type]
+    it.end_run("failed", Evil(how))
     assert it.over.is_set() and it.notes[-1] == it.notes[0] == f"Evil: {HOW[how]}"
 
 
@@ -217,10 +217,10 @@ def test_a_value_that_cannot_be_pickled_is_reported_and_the_relay_goes_on() -> N
             raise Evil
 
     with pytest.raises(ClusterError, match="cannot be sent to the engines: Evil: it cannot be put into words"):
-        launch._pickled(Unsendable())
-    relay = Relay.__new__(Relay)
+        launch._pickle_experiment(Unsendable())
+    relay = RowSubscriber.__new__(RowSubscriber)
     relay.errors = []
-    relay._wrong(Evil())  # type: ignore[arg-type]
+    relay._note_error(Evil())  # type: ignore[arg-type]
     assert relay.errors == [f"Evil: {HOW['exit']}"]
 
 
@@ -246,7 +246,7 @@ def test_a_log_line_that_cannot_be_formatted_does_not_end_a_step() -> None:
         captured._handler.emit(record)
         ends.append("well")
 
-    with Capture("rank ", lambda stream, text: lines.append((stream, text))) as captured:
+    with OutputCapture("rank ", lambda stream, text: lines.append((stream, text))) as captured:
         thread = threading.Thread(target=train, name="rank 0 training")
         thread.start()
         thread.join()

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from workbench.experiment import Experiment
-from workbench.host.elastic.reentry import fitting
-from workbench.host.elastic.salvage import copies, first_to_stay, found, pieces
-from workbench.host.loop.outliving import Outliving
-from workbench.host.reconfigure.steering import Steering
+from workbench.host.elastic.reentry import fit_survivors
+from workbench.host.elastic.salvage import count_copies, find_sources, map_pieces, sort_by_need
+from workbench.host.loop.outliving import ElasticMember
+from workbench.host.reconfigure.steering import PolicyRunner
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.rank import Rank
 from workbench.settings import Change
@@ -42,42 +42,42 @@ STAGES = setting(strategy=DDP(), partition=Pipeline())
     ],
 )
 def test_each_rank_has_its_piece(e: Experiment, remembers: bool, ways: int, at: tuple[int, ...], each: int) -> None:
-    assert pieces(e, 4, remembers) == (ways, at) and copies(e, 4, remembers) == each
+    assert map_pieces(e, 4, remembers) == (ways, at) and count_copies(e, 4, remembers) == each
 
 
 def test_the_newest_step_with_all_pieces_is_found() -> None:
     """Stage 1 has ended step 7 on rank 3, but stage 0 on no survivor."""
     there = {0: since(None, 5, 6), 2: since(None, 6, 7), 3: since(None, 7, 8)}
-    assert found(STAGES, 4, True, there) == (7, ((2, 3),), {2: 7, 3: 7})
+    assert find_sources(STAGES, 4, True, there) == (7, ((2, 3),), {2: 7, 3: 7})
 
 
 def test_two_replicas_with_different_lost_parts_make_one() -> None:
-    assert found(STAGES, 4, True, {1: since(6, 6), 2: since(6, 6)}) == (6, ((1, 2),), {1: 6, 2: 6})
-    assert found(STAGES, 4, True, {0: since(6, 6), 2: since(6, 6)}) is None
-    assert found(STAGES, 4, True, {1: since(6, 6), 2: since(7, 7)}) is None
+    assert find_sources(STAGES, 4, True, {1: since(6, 6), 2: since(6, 6)}) == (6, ((1, 2),), {1: 6, 2: 6})
+    assert find_sources(STAGES, 4, True, {0: since(6, 6), 2: since(6, 6)}) is None
+    assert find_sources(STAGES, 4, True, {1: since(6, 6), 2: since(7, 7)}) is None
 
 
 def test_drifting_replicas_each_go_back_to_their_own_step() -> None:
     e = setting(6, strategy=LocalSGD(), partition=Pipeline())
     there = {0: since(4, 8, 9), 1: since(4, 9, 10), 2: since(4, 4, 5), 3: since(4, 4, 5), 4: since(20, 20)}
-    assert found(e, 6, True, there) == (9, ((0, 1), (2, 3)), {0: 9, 1: 9, 2: 5, 3: 5})
-    assert found(e, 6, True, {0: since(4, 8, 9), 3: since(4, 5), 4: since(0, 3)}) == (9, ((0, 3),), {0: 9, 3: 5})
-    assert found(e, 6, True, {0: since(4, 8), 2: since(4, 8)}) is None
+    assert find_sources(e, 6, True, there) == (9, ((0, 1), (2, 3)), {0: 9, 1: 9, 2: 5, 3: 5})
+    assert find_sources(e, 6, True, {0: since(4, 8, 9), 3: since(4, 5), 4: since(0, 3)}) == (9, ((0, 3),), {0: 9, 3: 5})
+    assert find_sources(e, 6, True, {0: since(4, 8), 2: since(4, 8)}) is None
 
 
 def test_a_replica_without_the_last_mean_takes_it_over() -> None:
     e = setting(6, strategy=LocalSGD(), partition=Pipeline())
     there = {**dict.fromkeys((0, 1), since(8, 8, 9)), **dict.fromkeys((2, 3), since(4, 6, 7)),
              **dict.fromkeys((4, 5), since(8, 8))}  # fmt: skip
-    assert found(e, 6, True, there) == (9, ((0, 1), (4, 5)), {0: 9, 1: 9, 4: 8, 5: 8})
+    assert find_sources(e, 6, True, there) == (9, ((0, 1), (4, 5)), {0: 9, 1: 9, 4: 8, 5: 8})
     there |= dict.fromkeys((4, 5), since(None, 8))
-    assert found(e, 6, True, there) == (9, ((0, 1), (2, 3), (4, 5)), {0: 9, 1: 9, 2: 7, 3: 7, 4: 8, 5: 8})
+    assert find_sources(e, 6, True, there) == (9, ((0, 1), (2, 3), (4, 5)), {0: 9, 1: 9, 2: 7, 3: 7, 4: 8, 5: 8})
 
 
 def test_ranks_with_the_only_copy_of_a_piece_stay() -> None:
-    where = found(STAGES, 4, True, dict.fromkeys((0, 2, 3), since(6, 6)))
+    where = find_sources(STAGES, 4, True, dict.fromkeys((0, 2, 3), since(6, 6)))
     assert where is not None
-    assert first_to_stay(where, pieces(STAGES, 4, True).at, [0, 2, 3]) == [2, 3, 0]
+    assert sort_by_need(where, map_pieces(STAGES, 4, True).at, [0, 2, 3]) == [2, 3, 0]
 
 
 @pytest.mark.parametrize(
@@ -93,17 +93,17 @@ def test_ranks_with_the_only_copy_of_a_piece_stay() -> None:
 def test_a_partition_shrinks_to_the_ranks_that_are_left(
     way: Pipeline | Tensor, left: list[int], to: object, places: tuple[int, ...]
 ) -> None:
-    e, stay = fitting(setting(strategy=DDP(), partition=way), left)
+    e, stay = fit_survivors(setting(strategy=DDP(), partition=way), left)
     assert (e.partition, stay, e.ranks) == (to, places, len(places))
 
 
 def test_made_changes_are_not_repeated_and_undone_changes_are_planned_again() -> None:
     one, two, three = (Change(at, "lr", 0.1 * at) for at in (1, 2, 3))
-    run = SimpleNamespace(taken=[two], planned=[three], obeyed=1, _made=[], steering=Steering(None))
-    Outliving.plan_again(run, 2)  # type: ignore[arg-type]
+    run = SimpleNamespace(taken=[two], planned=[three], obeyed=1, _made=[], steering=PolicyRunner(None))
+    ElasticMember.replan_changes(run, 2)  # type: ignore[arg-type]
     assert (run.taken, run.planned) == ([], [three])
-    run = SimpleNamespace(taken=[], planned=[three], obeyed=3, _made=[one, None, two], steering=Steering(None))
-    Outliving.plan_again(run, 1)  # type: ignore[arg-type]
+    run = SimpleNamespace(taken=[], planned=[three], obeyed=3, _made=[one, None, two], steering=PolicyRunner(None))
+    ElasticMember.replan_changes(run, 1)  # type: ignore[arg-type]
     assert run.planned == [two, three], "the one between was asked for, and who is behind asks again"
 
 
@@ -111,22 +111,22 @@ def test_a_policy_sees_a_repeated_change_once() -> None:
     """One of the obeyed changes is a decision of two parts; a refused one precedes it, an applied one follows."""
     one, parts, last = Change(1, "lr", 0.1), [Change(4, "lr", 0.2), Change(4, "bucket_mb", 1.0)], Change(5, "lr", 0.3)
     run = SimpleNamespace(taken=[], planned=[], obeyed=0, _made=[None] * 4, experiment=setting(), rank=Rank(0, 4, 0))
-    run.steering = Steering(run)
+    run.steering = PolicyRunner(run)
     for made in ([one], [], parts, [last]):
         for change in made:
-            assert asyncio.run(run.steering.heeding(change, asyncio.sleep(0, True)))
+            assert asyncio.run(run.steering.follow_change(change, asyncio.sleep(0, True)))
         run.obeyed += 1
     for counts, known in ((4, [one, *parts, last]), (3, [one, *parts]), (2, [one]), (1, [one]), (0, [])):
-        Outliving.plan_again(run, counts)  # type: ignore[arg-type]
+        ElasticMember.replan_changes(run, counts)  # type: ignore[arg-type]
         assert run.steering.made == known, counts
 
 
 def test_a_policys_applied_change_stays_if_a_rank_is_lost_during_the_look() -> None:
     run = SimpleNamespace(taken=[], planned=[], obeyed=3, _made=[None] * 3, experiment=setting(), rank=Rank(0, 4, 0))
-    run.steering = Steering(run)
+    run.steering = PolicyRunner(run)
     part = Change(4, "bucket_mb", 1.0, by="AdaComm")
-    assert asyncio.run(run.steering.heeding(part, asyncio.sleep(0, True)))
-    Outliving.plan_again(run, 3)  # type: ignore[arg-type]
+    assert asyncio.run(run.steering.follow_change(part, asyncio.sleep(0, True)))
+    ElasticMember.replan_changes(run, 3)  # type: ignore[arg-type]
     assert run.steering.made == [part]
 
 
@@ -135,7 +135,7 @@ def test_after_a_checkpoint_the_rank_with_most_changes_informs_the_others() -> N
     changes = [Change(1, "lr", 0.1), Change(4, "bucket_mb", 1.0, by="AdaComm", reason="it falls"), Change(5, "lr", 0.3)]
     told: dict[int, str] = {}
 
-    def steering(rank: int, count: int) -> Steering:
+    def steering(rank: int, count: int) -> PolicyRunner:
         async def gather(mine: int) -> list[int]:
             assert mine == count
             return [2, 3, 0]
@@ -144,16 +144,16 @@ def test_after_a_checkpoint_the_rank_with_most_changes_informs_the_others() -> N
             told.update({rank: text} if text else {})
             return told[by]
 
-        run = SimpleNamespace(obeyed=0, experiment=setting(), rank=Rank(rank, 3, 0), gather=gather, told=tell)
-        made = Steering(run)
+        run = SimpleNamespace(obeyed=0, experiment=setting(), rank=Rank(rank, 3, 0), gather=gather, broadcast_text=tell)
+        made = PolicyRunner(run)
         for change in changes[:count]:
-            asyncio.run(made.heeding(change, asyncio.sleep(0, True)))
+            asyncio.run(made.follow_change(change, asyncio.sleep(0, True)))
             run.obeyed += 1
         return made
 
     for one in (each := [steering(1, 3), steering(0, 2), steering(2, 0)]):
-        asyncio.run(one.agree())
+        asyncio.run(one.agree_on_changes())
     assert set(told) == {1} and all(one.made == changes and one._held == {"lr": 0} for one in each)
     for one in each:
-        one.undo(2)
+        one.undo_changes(2)
         assert one.made == changes[:2]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from workbench.compressors import ErrorFeedback, TopK
-from workbench.host.checkpoint.tree import Reader, Unkept, written
+from workbench.host.checkpoint.tree import UnsavableValue, ValueDecoder, encode_value
 from workbench.rank import Memory, Part
 
 
@@ -71,8 +71,8 @@ def there_and_back(x: Any, modules: set[str]) -> Any:
         kept.append(x.clone())
         return len(kept) - 1
 
-    said = json.loads(json.dumps(written(x, keep, "x")))
-    return Reader(lambda n: kept[n], modules).read(said)
+    said = json.loads(json.dumps(encode_value(x, keep, "x")))
+    return ValueDecoder(lambda n: kept[n], modules).decode_value(said)
 
 
 def test_values_round_trip_unchanged() -> None:
@@ -103,8 +103,8 @@ def test_a_memory_round_trips_with_its_random_generators() -> None:
 
 @pytest.mark.parametrize("x", [object, lambda: 1, ValueError("x"), Ends(), open, iter(())], ids=type)
 def test_a_value_that_cannot_be_saved_is_refused_with_its_path(x: Any) -> None:
-    with pytest.raises(Unkept, match=r"state\.anchor is an? .*which no checkpoint can hold"):
-        written({"k": x}["k"], lambda _: 0, "state.anchor")
+    with pytest.raises(UnsavableValue, match=r"state\.anchor is an? .*which no checkpoint can hold"):
+        encode_value({"k": x}["k"], lambda _: 0, "state.anchor")
 
 
 class Row(NamedTuple):
@@ -125,28 +125,26 @@ CLASSES = [
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("kind", ["object", "named"])
 def test_only_the_members_state_classes_are_created(name: str, kind: str) -> None:
-    reader = Reader(lambda n: torch.zeros(1), {__name__})
+    reader = ValueDecoder(lambda n: torch.zeros(1), {__name__})
     with pytest.raises(ValueError, match=r"which is no class that a run remembers things by|has other fields"):
-        reader.read({kind: name, "values": {} if kind == "object" else []})
+        reader.decode_value({kind: name, "values": {} if kind == "object" else []})
 
 
 @pytest.mark.parametrize("module", ["workbench.rank_x", "workbench.strategiesx.mine", "workbench", "x.rank"])
-def test_a_module_whose_name_only_begins_like_a_family_is_refused(
-    module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_whose_name_only_begins_like_a_family_is_refused(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     there = ModuleType(module)
     vars(there)["Known"] = type("Known", (), {"__module__": module})
     monkeypatch.setitem(sys.modules, module, there)
-    reader = Reader(lambda n: torch.zeros(1), set())
+    reader = ValueDecoder(lambda n: torch.zeros(1), set())
     with pytest.raises(ValueError, match="which is no class that a run remembers things by"):
-        reader.read({"object": f"{module}:Known", "values": {}})
-    reader = Reader(lambda n: torch.zeros(1), {module})  # a module of the run's own members
-    assert type(reader.read({"object": f"{module}:Known", "values": {}})) is vars(there)["Known"]
+        reader.decode_value({"object": f"{module}:Known", "values": {}})
+    reader = ValueDecoder(lambda n: torch.zeros(1), {module})  # a module of the run's own members
+    assert type(reader.decode_value({"object": f"{module}:Known", "values": {}})) is vars(there)["Known"]
 
 
 def test_an_object_is_created_without_running_its_code() -> None:
-    reader = Reader(lambda n: torch.zeros(1), {__name__})
-    made = reader.read({"object": f"{__name__}:Makes", "values": {"size": 3, "other": {"list": [1]}}})
+    reader = ValueDecoder(lambda n: torch.zeros(1), {__name__})
+    made = reader.decode_value({"object": f"{__name__}:Makes", "values": {"size": 3, "other": {"list": [1]}}})
     assert type(made) is Makes and made.__dict__ == {"size": 3, "other": [1]} and ran == []
 
 
@@ -155,11 +153,11 @@ ODD = [
     {"dtype": "load"},
     {"memory": {"seed": 0}}, {"generator": {"tensor": 0}}, {"random": [3, [1, 2], None]}, {"deque": [], "most": "x"},
     {"named": f"{__name__}:Row", "values": [1, 2]}, {"object": f"{__name__}:Known", "values": [1]}, {"object": None},
-    {"_class": "os:system"}, {"read": 1}, {"into": 1},
+    {"_find_class": "os:system"}, {"decode_value": 1}, {"load_memory": 1},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("said", ODD, ids=str)
 def test_invalid_input_raises_an_error_and_runs_nothing(said: Any) -> None:
     with pytest.raises((ValueError, TypeError, LookupError, AttributeError, RuntimeError)):
-        Reader(lambda n: torch.zeros(1), {__name__}).read(said)
+        ValueDecoder(lambda n: torch.zeros(1), {__name__}).decode_value(said)

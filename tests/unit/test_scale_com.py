@@ -11,7 +11,7 @@ import torch
 from tests.ranks import exchange, experiment, placed, run, toy, weights
 from workbench.compressors import Compressor, ErrorFeedback, ScaleCom, TopK
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Memory
 from workbench.settings import Change
 
@@ -109,7 +109,7 @@ def test_recorded_bytes_equal_the_formula_before_and_after_live_changes() -> Non
 def test_the_leader_rotates_through_a_change_of_buckets_and_ranks_agree() -> None:
     e = experiment(3, 12, compressor=ScaleCom(density=0.05))
     sessions = run(e, Change(5, "bucket_mb", 0.05), Change(8, "beta", 0.1), Change(10, "bucket_mb", 0.01))
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     turns = [s.rank.memory.parts["scale_com"] for s in sessions]
     assert turns[0] == turns[1] == turns[2] and set(turns[0].values()) == {12}
 
@@ -126,7 +126,7 @@ def test_the_residual_passes_between_it_and_error_feedback(other: Compressor) ->
 
 def test_switching_it_off_sends_the_residual_once_and_frees_it() -> None:
     sessions = run(experiment(3, 10, compressor=ScaleCom()), Change(6, "compressor", "Dense"))
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     assert all("residual" not in s.rank.memory.buffers for s in sessions)
     assert not torch.equal(weights(sessions[0]), weights(run(experiment(3, 10))[0]))
 

@@ -15,7 +15,7 @@ import pytest
 
 from workbench.cluster.processes import boot
 from workbench.cluster.processes.scarcity import MACHINE, Scarcity
-from workbench.engine.wire.mapped import mapped
+from workbench.engine.wire.mapped import map_file
 
 KILLED = -signal.SIGKILL
 V1, V2 = "4:memory:/lab\n0::/\n", "0::/lab.slice\n"
@@ -49,7 +49,7 @@ def system(cgroups: str = "", **more: str) -> System:
 
 def looked(files: System) -> Scarcity:
     made = Scarcity(files.read)
-    made.look([7])
+    made.read_counts([7])
     return made
 
 
@@ -70,7 +70,7 @@ def test_with_the_machines_counter_only_the_report_is_most_likely() -> None:
     it = looked(files)
     files.ended(MACHINE)
     assert "most likely this one; take a smaller batch" in it.words(7, KILLED)
-    it.look([7])
+    it.read_counts([7])
     assert it.words(7, KILLED) == "", "what was counted before this run is no reason"
 
 
@@ -133,7 +133,7 @@ def test_a_process_out_of_memory_is_distinguished_from_a_killed_one(small: Path)
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert child.stdin and child.stdout and child.stdout.readline() == b"in\n"
         it = Scarcity()
-        it.look([child.pid])
+        it.read_counts([child.pid])
         if eats:
             child.stdin.write(b"go\n")
             child.stdin.flush()
@@ -150,7 +150,7 @@ def test_a_process_out_of_memory_is_distinguished_from_a_killed_one(small: Path)
 
 
 def test_shared_memory_is_allocated_when_it_is_mapped(tmp_path: Path) -> None:
-    one, two = mapped(tmp_path / "x", 4096), mapped(tmp_path / "x", 4096)
+    one, two = map_file(tmp_path / "x", 4096), map_file(tmp_path / "x", 4096)
     one[:2] = b"hi"
     assert two[:2] == b"hi" and (tmp_path / "x").stat().st_blocks * 512 >= 4096
     with pytest.raises(OSError, match="8 bytes that ranks share; make room there, or set TMPDIR"):
@@ -161,20 +161,21 @@ def raise_full(path: Path) -> None:
     import errno
 
     with pytest.MonkeyPatch.context() as patch:
+
         def full(fd: int, at: int, nbytes: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         patch.setattr(os, "posix_fallocate", full)
-        mapped(path / "y", 8)
+        map_file(path / "y", 8)
 
 
 FULL = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from workbench.engine.wire.mapped import mapped
+from workbench.engine.wire.mapped import map_file
 try:
-    block = mapped(Path(sys.argv[2]) / "arrivals", 1 << 20)
+    block = map_file(Path(sys.argv[2]) / "arrivals", 1 << 20)
 except OSError as error:
     print(error)
 else:

@@ -114,8 +114,10 @@ def test_a_sampled_threshold_lets_about_k_pass_within_its_stated_spread(shape: s
     m = math.ceil(64 * n / k)
     r = math.ceil(k * m / n + spare * math.sqrt(k * m / n))
     x = SHAPES[shape](1, n)
-    counts = [float((x.abs() >= threshold_of(x, k, spare=spare, generator=torch.Generator().manual_seed(s))).sum())
-              for s in range(draws)]
+    counts = [
+        float((x.abs() >= threshold_of(x, k, spare=spare, generator=torch.Generator().manual_seed(s))).sum())
+        for s in range(draws)
+    ]
     mean, want = sum(counts) / draws, n * r / (m + 1)
     assert abs(mean - want) < 5 * want / math.sqrt(r * draws)
     assert max(abs(c - want) for c in counts) < 5 * want / math.sqrt(r)

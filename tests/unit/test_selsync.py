@@ -15,7 +15,7 @@ from tests.ranks import Net, batch, ended, experiment, live, mse, net, run, toy,
 from tests.sim.virtual import begun, comm, paced, rows, samples
 from workbench import simulate
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import StrategyError
 from workbench.settings import Change
 from workbench.strategies import LocalSGD, SelSync
@@ -127,7 +127,7 @@ def test_with_a_large_threshold_only_the_flags_are_sent_once_the_window_is_full(
     for s in sessions:
         assert synchronised(s) == [0, 1, 2, 3]
         assert [n for _, what, n in s.record.comm() if what == FLAG] == [traffic("all_reduce", 8, 3)[0]] * 12
-    assert len({state_hash(s.layout) for s in sessions}) == 3
+    assert len({hash_model_state(s.layout) for s in sessions}) == 3
 
 
 @pytest.mark.parametrize("aggregate", ["parameters", "gradients"])
@@ -321,6 +321,7 @@ def test_sharing_shows_all_data_to_ranks_with_different_data() -> None:
         return [(torch.cat([x[:, :1].abs() * (-1) ** rank, x[:, 1:]], 1), y) for x, y in pairs]
 
     for sharing in (False, True):
+
         def loss(model: nn.Module, pair: tuple, sharing: bool = sharing) -> torch.Tensor:
             given[sharing].append(pair[0][:, 0].sign())
             return mse(model, pair)

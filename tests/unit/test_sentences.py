@@ -15,9 +15,9 @@ from tests.sim.virtual import paced, stack
 from tests.unit import synthetic
 from tests.unit.encoded import SLOW, TOPK, Author
 from widgets.views import all_views
-from widgets.views._base import View, drawn
+from widgets.views._base import View, draw_view
 from workbench import Change, simulate
-from workbench.analysis import straggler
+from workbench.analysis import find_straggler
 from workbench.fabric import Noisy, Slow
 from workbench.record.timeline import Mark, Sample, Span, Timeline
 from workbench.run import Run
@@ -112,7 +112,7 @@ def text(view: View, run: Run) -> str:
 def test_every_view_has_sound_text_or_a_figure_for_every_run(runs: dict[str, Run], name: str) -> None:
     run = given(runs, name)
     for kind in KINDS.values():
-        figure, said = drawn(kind(), run), text(kind(), run)
+        figure, said = draw_view(kind(), run), text(kind(), run)
         assert figure is not None or said or kind.quiet, kind.name
         for wrong in ("nan", "inf ", "None", " -0 ", ", 0 % of its", "[+0, +0]"):
             assert wrong not in said.replace("finite", ""), (kind.name, wrong, said)
@@ -125,7 +125,7 @@ def test_every_view_has_sound_text_or_a_figure_for_every_run(runs: dict[str, Run
 @pytest.mark.parametrize("name", RUNS)
 def test_a_rank_named_as_slow_is_slower_by_the_stated_amount(runs: dict[str, Run], name: str) -> None:
     run = given(runs, name)
-    verdict, said = straggler(run.timeline), text(KINDS["straggler"](), run)
+    verdict, said = find_straggler(run.timeline), text(KINDS["straggler"](), run)
     assert ("is the cause" in said) == (verdict is not None)
     if verdict is None:
         return
@@ -208,7 +208,7 @@ def test_a_changing_straggler_is_never_mistaken_for_a_third_rank(runs: dict[str,
     for stop in range(10, 61, 2):
         until = Timeline()
         until.spans.extend(rows[rows.step < stop].columns)
-        verdict = straggler(until)
+        verdict = find_straggler(until)
         named.append(verdict.rank if verdict else None)
     assert set(named) <= {2, 3, None} and named[5] == 2 and named[-1] == 3
     assert sorted(n for n in named if n is not None) == [n for n in named if n is not None], "and never back"

@@ -18,7 +18,7 @@ from tests.unit.test_engine_apart import over, until
 from workbench import simulate
 from workbench.engine.rank.session import Session
 from workbench.fabric import Fabric, Noisy, Slow
-from workbench.host.placement.canonical import optimizer_tensors, state_hash
+from workbench.host.placement.canonical import hash_model_state, list_optimizer_tensors
 from workbench.settings import Change, to_plain
 from workbench.strategies import (
     DDP,
@@ -85,8 +85,8 @@ def test_random_live_changes_leave_ranks_equal(seed: int, monkeypatch: pytest.Mo
     try:
         assert type(ranks[0].experiment.strategy) is DDP
         assert len({s.rank.step for s in ranks}) == 1
-        assert len({state_hash(s.layout) for s in ranks}) == 1
-        assert len({fingerprint(optimizer_tensors(s.layout, s.optimizer)) for s in ranks}) == 1
+        assert len({hash_model_state(s.layout) for s in ranks}) == 1
+        assert len({fingerprint(list_optimizer_tensors(s.layout, s.optimizer)) for s in ranks}) == 1
         kinds = {r[2] for s in ranks for r in s.record if r[1] == "step"}
         assert len(kinds & {"BackupWorkers", "AsyncServer", "BoundedStaleness"}) >= 2
     finally:

@@ -12,7 +12,7 @@ from tests.sim.insides import simulated
 from tests.split import small, spread
 from tests.unit.test_tensor import parts
 from widgets.charts.marks import change_marks
-from workbench.analysis import stretches
+from workbench.analysis import list_stretches
 from workbench.analysis.export.export import as_python
 from workbench.cluster.run.changes import Changes, PendingChange
 from workbench.experiment import Experiment, given
@@ -67,7 +67,7 @@ def test_a_group_is_recorded_replayed_and_written_as_python() -> None:
     assert change.settings.keys() == BOTH.keys()
     assert change.text.startswith("strategy = DDP(accumulate=1), partition = Pipeline(")
     assert [mark.label for mark in change_marks(record)] == ["DDP(accumulate=1), Pipeline"]
-    assert stretches(record)[-1].settings["partition"] == to_plain(BOTH["partition"])
+    assert list_stretches(record)[-1].settings["partition"] == to_plain(BOTH["partition"])
     names: dict[str, Any] = {}
     lines = as_python(record).splitlines()
     exec("\n".join(lines[:1] + lines[lines.index("changes = [") : lines.index("]") + 1]), names)

@@ -133,7 +133,7 @@ def test_shards_stay_when_the_batch_size_changes() -> None:
     sessions = run(e, Change(4, "batch", 48))
     for s in sessions:
         for _ in range(30):
-            seen[s.rank.index] |= set(s.training.batches.next()[1].tolist())
+            seen[s.rank.index] |= set(s.training.batches.next_batch()[1].tolist())
     shown = _images(held_out=False)[1]
     for rank, shard in enumerate(_skewed(3, 0.05, 0)):
         assert seen[rank] <= set(shown[shard].tolist())

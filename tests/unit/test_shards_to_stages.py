@@ -20,7 +20,7 @@ from workbench import simulate
 from workbench.compressors import ErrorFeedback, TopK
 from workbench.experiment import Experiment
 from workbench.host.memory.budget import OutOfMemory
-from workbench.host.placement.slots import slots
+from workbench.host.placement.slots import read_slots
 from workbench.optimizers import SGD, AdamW
 from workbench.partitions import Partition, Pipeline, Tensor, Whole
 from workbench.run import require_memory
@@ -63,7 +63,7 @@ def by_whole_replicas(walk: list[Pair]) -> list[Change]:
 def held(session: Any) -> dict[str, torch.Tensor]:
     """Returns all state of a rank: parameters, optimizer state and compressor state."""
     found = {f"bucket {index}": w for index, w in enumerate(session.layout.weights)}
-    found |= slots(session.layout, getattr(session, "training", session).optimizer)
+    found |= read_slots(session.layout, getattr(session, "training", session).optimizer)
     return found | {f"{kind} {name}": x for kind, of in session.rank.memory.buffers.items() for name, x in of.items()}
 
 

@@ -13,7 +13,7 @@ from tests.ranks import exchange, experiment, placed, run
 from workbench import simulate
 from workbench.compressors import SIDCo
 from workbench.compressors.sidco import _gamma_quantile
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Bucket, Memory
 from workbench.settings import Change, KnobError, knobs
 
@@ -53,9 +53,12 @@ def gamma(shape: float, seed: int, n: int) -> torch.Tensor:
 
 
 DATA = {
-    "laplace": laplace, "normal": normal,
-    "pareto 0.2": lambda s, n: pareto(0.2, s, n), "pareto 0.4": lambda s, n: pareto(0.4, s, n),
-    "gamma 0.5": lambda s, n: gamma(0.5, s, n), "gamma 2": lambda s, n: gamma(2.0, s, n),
+    "laplace": laplace,
+    "normal": normal,
+    "pareto 0.2": lambda s, n: pareto(0.2, s, n),
+    "pareto 0.4": lambda s, n: pareto(0.4, s, n),
+    "gamma 0.5": lambda s, n: gamma(0.5, s, n),
+    "gamma 2": lambda s, n: gamma(2.0, s, n),
 }
 
 
@@ -161,8 +164,15 @@ def test_the_number_of_fits_is_kept_per_bucket_and_rank() -> None:
 @pytest.mark.parametrize("stages", [0, 1, 3])
 def test_every_bucket_sends_something(fit: str, stages: int) -> None:
     """Something is sent, including the largest, for equal entries, one entry, two, or a large offset."""
-    for x in (torch.ones(1000), torch.tensor([0.25]), torch.tensor([-3.0, 1.0]), 1e6 + torch.linspace(-1, 1, 500),
-              torch.cat([torch.zeros(999), torch.ones(1)]), torch.full((300,), 1e-30), torch.full((300,), 1e30)):
+    for x in (
+        torch.ones(1000),
+        torch.tensor([0.25]),
+        torch.tensor([-3.0, 1.0]),
+        1e6 + torch.linspace(-1, 1, 500),
+        torch.cat([torch.zeros(999), torch.ones(1)]),
+        torch.full((300,), 1e-30),
+        torch.full((300,), 1e30),
+    ):
         bucket = Bucket(0, x, tuple(placed(tuple(x.shape))), 0)
         index, values = SIDCo(fit=fit, stages=stages).choose(x, Memory(), bucket)
         assert len(index) and values.abs().max() == x.abs().max() and bool((values != 0).all())
@@ -210,7 +220,7 @@ def test_live_changes_of_knobs_take_effect_in_the_next_step_and_ranks_agree() ->
     changes = [Change(4, "density", 0.2), Change(8, "fit", "gamma"), Change(10, "bucket_mb", 0.02)]
     changes += [Change(12, "stages", 5)]
     sessions = run(experiment(3, 16, compressor=SIDCo.usual()), *changes)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
 
     def kept(step: int) -> float:
         shares = [v for s, what, _, v in sessions[0].record.samples if what == "density" and s == step]
@@ -227,10 +237,14 @@ def test_engine_and_simulator_send_the_same() -> None:
     assert [n for _, _, n in session.record.comm()] == mine.nbytes.tolist()
 
 
-@pytest.mark.parametrize(("path", "value", "allowed"), [
-    ("fit", "normal", "one of exponential, pareto, gamma"), ("stages", 15, r"an integer in \[0, 14\] fits"),
-    ("density", 0, r"a number in \[0.0001, 1\]"),
-])
+@pytest.mark.parametrize(
+    ("path", "value", "allowed"),
+    [
+        ("fit", "normal", "one of exponential, pareto, gamma"),
+        ("stages", 15, r"an integer in \[0, 14\] fits"),
+        ("density", 0, r"a number in \[0.0001, 1\]"),
+    ],
+)
 def test_invalid_knobs_raise_knob_error_with_the_allowed_values(path: str, value: object, allowed: str) -> None:
     with pytest.raises(KnobError, match=f"compressor.of.{path}=.*must be {allowed}"):
         experiment(compressor=SIDCo.usual()).set(path, value)

@@ -12,7 +12,7 @@ import torch
 
 from tests.ranks import batch, exchange, experiment, mse, net, placed, run, together, toy, weights
 from workbench.compressors import EFSignSGD, ErrorFeedback, OneBit, SignSGD
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import Change
 
@@ -164,7 +164,7 @@ def test_recorded_bytes_equal_the_formula_before_and_after_live_changes() -> Non
     plain = run(experiment(4, 3, compressor=SignSGD()))[0]
     sent = [sum(n for k, _, n in sessions[0].record.comm() if k == step) for step in range(8)]
     assert sent[2] == sent[4] == formula(plain, SignSGD()) and sent[7] == formula(sessions[0], SignSGD())
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     dense = sum(n for step, _, n in run(experiment(4, 3))[0].record.comm() if step == 2)
     assert sent[7] < dense / 30
 

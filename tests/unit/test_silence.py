@@ -6,25 +6,25 @@ from itertools import combinations
 
 import pytest
 
-from workbench.cluster.observe.silence import FIRST, LEAST, Seen, patience, verdict
+from workbench.cluster.observe.silence import FIRST, LEAST, RankPlace, find_patience, find_stall
 
 REDUCE = "all_reduce bucket 0"
 
 
-def waits(step: int = 5, op: str = REDUCE, still: float = 12.0) -> Seen:
-    return Seen(step, op, True, still, 0.5)
+def waits(step: int = 5, op: str = REDUCE, still: float = 12.0) -> RankPlace:
+    return RankPlace(step, op, True, still, 0.5)
 
 
-def computes(step: int = 5, op: str = "forward", still: float = 12.0) -> Seen:
-    return Seen(step, op, False, still, 0.5)
+def computes(step: int = 5, op: str = "forward", still: float = 12.0) -> RankPlace:
+    return RankPlace(step, op, False, still, 0.5)
 
 
-def mute(step: int = 5, op: str = "forward", seconds: float = 12.0, waiting: bool = False) -> Seen:
-    return Seen(step, op, waiting, seconds, seconds)
+def mute(step: int = 5, op: str = "forward", seconds: float = 12.0, waiting: bool = False) -> RankPlace:
+    return RankPlace(step, op, waiting, seconds, seconds)
 
 
-def text(*table: Seen, limit: float = 10.0) -> str:
-    found = verdict(dict(enumerate(table)), limit)
+def text(*table: RankPlace, limit: float = 10.0) -> str:
+    found = find_stall(dict(enumerate(table)), limit)
     return found.text if found else ""
 
 
@@ -46,34 +46,34 @@ def test_a_rank_in_its_own_code_is_named_while_the_others_wait(op: str, words: s
 @pytest.mark.parametrize("odd", [c for n in (1, 2) for c in combinations(range(4), n)])
 def test_the_named_ranks_are_never_victims(odd: tuple[int, ...]) -> None:
     for culprit in (computes(), mute(), mute(op=REDUCE, waiting=True)):
-        found = verdict({r: culprit if r in odd else waits(still=11.0 + r) for r in range(4)}, 10.0)
+        found = find_stall({r: culprit if r in odd else waits(still=11.0 + r) for r in range(4)}, 10.0)
         assert found is not None and found.odd == odd
 
 
 def test_a_rank_frozen_in_a_collective_is_named_although_it_seems_to_wait() -> None:
-    found = verdict({0: waits(), 1: mute(op=REDUCE, waiting=True), 2: waits()}, 10.0)
+    found = find_stall({0: waits(), 1: mute(op=REDUCE, waiting=True), 2: waits()}, 10.0)
     assert found is not None and found.odd == (1,)
 
 
-def own(step: int = 5, line: int = 8) -> Seen:
-    return Seen(step, f"all_reduce at train.py:{line}", True, 12.0, 0.5, own=True)
+def own(step: int = 5, line: int = 8) -> RankPlace:
+    return RankPlace(step, f"all_reduce at train.py:{line}", True, 12.0, 0.5, own=True)
 
 
 def test_a_rank_that_skipped_a_collective_of_the_script_is_named_and_the_line() -> None:
-    found = verdict({0: own(), 1: waits(op="backward")}, 10.0)
+    found = find_stall({0: own(), 1: waits(op="backward")}, 10.0)
     assert found is not None and found.odd == (1,)
     assert found.text == ("rank 1 went past all_reduce at train.py:8 of step 5, in which rank 0 waits, and waits in "
                           "backward of step 5; no rank has moved for 12 s")  # fmt: skip
-    found = verdict({0: own(), 1: waits(step=6), 2: own()}, 10.0)
+    found = find_stall({0: own(), 1: waits(step=6), 2: own()}, 10.0)
     assert found is not None and found.odd == (1,) and "in which ranks 0, 2 wait" in found.text
 
 
 def test_a_rank_that_alone_calls_a_collective_is_named() -> None:
-    found = verdict({0: waits(op="backward"), 1: waits(op="backward"), 2: own()}, 10.0)
+    found = find_stall({0: waits(op="backward"), 1: waits(op="backward"), 2: own()}, 10.0)
     assert found is not None and found.odd == (2,) and "rank 2 waits in all_reduce at train.py:8" in found.text
-    found = verdict({0: own(step=7), 1: waits(step=6)}, 10.0)
+    found = find_stall({0: own(step=7), 1: waits(step=6)}, 10.0)
     assert found is not None and found.odd == (0, 1), "who is behind skipped nothing"
-    found = verdict({0: own(), 1: own(line=9), 2: waits()}, 10.0)
+    found = find_stall({0: own(), 1: own(line=9), 2: waits()}, 10.0)
     assert found is not None and "went past" not in found.text
 
 
@@ -81,7 +81,7 @@ def test_moving_ranks_are_not_reported() -> None:
     assert text(waits(still=0.1), computes(still=0.2), waits(still=0.1)) == ""
     assert text(waits(still=60.0), computes(still=0.2), waits(still=60.0)) == "", "it waits for one that computes"
     assert text(waits(still=9.9), computes(still=9.9)) == "" != text(waits(still=10.0), computes(still=10.0))
-    assert verdict({}, 10.0) is None and text(waits(still=60.0)) == "", "one rank alone waits for nobody"
+    assert find_stall({}, 10.0) is None and text(waits(still=60.0)) == "", "one rank alone waits for nobody"
 
 
 def test_without_lockstep_the_stopped_rank_is_named_and_the_others_go_on() -> None:
@@ -93,7 +93,7 @@ def test_without_lockstep_the_stopped_rank_is_named_and_the_others_go_on() -> No
 
 
 def test_if_all_wait_the_rank_in_another_operation_is_named() -> None:
-    found = verdict({0: waits(6), 1: waits(6), 2: waits(5, "broadcast norms"), 3: waits(6)}, 10.0)
+    found = find_stall({0: waits(6), 1: waits(6), 2: waits(5, "broadcast norms"), 3: waits(6)}, 10.0)
     assert found is not None and found.odd == (2,)
     assert found.text == (
         "no rank has moved for 12 s: rank 2 waits in broadcast norms of step 5, ranks 0, 1, 3 wait in "
@@ -102,13 +102,13 @@ def test_if_all_wait_the_rank_in_another_operation_is_named() -> None:
 
 
 def test_two_ranks_that_wait_in_different_operations_are_both_named() -> None:
-    found = verdict({0: waits(6), 1: waits(5)}, 10.0)
+    found = find_stall({0: waits(6), 1: waits(5)}, 10.0)
     assert found is not None and found.odd == (0, 1)
     assert found.text.index("rank 1 waits") < found.text.index("rank 0 waits"), "the one behind comes first"
 
 
 def test_all_ranks_that_wait_in_one_operation_are_reported_together() -> None:
-    found = verdict({r: waits(still=12.0 + r) for r in range(3)}, 10.0)
+    found = find_stall({r: waits(still=12.0 + r) for r in range(3)}, 10.0)
     assert found is not None and found.text == "all ranks have waited in all_reduce bucket 0 of step 5 for 12 s"
 
 
@@ -121,9 +121,9 @@ def test_several_stopped_ranks_are_reported_by_place() -> None:
 
 
 def test_long_steps_are_not_reported() -> None:
-    assert patience(None) == FIRST and patience(0.05) == LEAST == patience(1.0)
-    assert patience(60.0) > 2 * 60.0
-    assert text(waits(still=100.0), computes(still=100.0), limit=patience(60.0)) == ""
+    assert find_patience(None) == FIRST and find_patience(0.05) == LEAST == find_patience(1.0)
+    assert find_patience(60.0) > 2 * 60.0
+    assert text(waits(still=100.0), computes(still=100.0), limit=find_patience(60.0)) == ""
 
 
 def test_a_phase_that_took_long_before_is_slow_not_hanging() -> None:
@@ -145,8 +145,8 @@ def test_a_phase_that_took_long_before_is_slow_not_hanging() -> None:
     ((waits(6), waits(6), waits(5, "broadcast norms")), False),  # no rank runs its own code
     ((waits(), waits(), waits()), False),
 ])  # fmt: skip
-def test_a_verdict_is_sure_only_if_few_ranks_hang_and_no_other_may(table: tuple[Seen, ...], sure: bool) -> None:
-    found = verdict(dict(enumerate(table)), 10.0)
+def test_a_verdict_is_sure_only_if_few_ranks_hang_and_no_other_may(table: tuple[RankPlace, ...], sure: bool) -> None:
+    found = find_stall(dict(enumerate(table)), 10.0)
     assert found is not None and found.sure is sure
 
 

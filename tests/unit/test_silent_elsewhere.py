@@ -12,8 +12,8 @@ import pytest
 from workbench.cluster.run import last_rows
 from workbench.cluster.run import watch as watch_module
 from workbench.cluster.run.changes import Changes
-from workbench.cluster.run.live import Live
-from workbench.cluster.run.watch import Watch
+from workbench.cluster.run.live import RunController
+from workbench.cluster.run.watch import RunWatch
 from workbench.cluster.transport import wire
 from workbench.engine.record.recorder import Recorder
 from workbench.experiment import Experiment
@@ -27,7 +27,7 @@ class Line:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def ask(self, rank: int, what: str, **rest: Any) -> Any:
+    def ask_rank(self, rank: int, what: str, **rest: Any) -> Any:
         self.asked.append(what)
         raise RuntimeError(f"rank {rank} does not answer")
 
@@ -36,32 +36,34 @@ class Line:
 
 
 @pytest.fixture
-def live(tmp_path: Path) -> Live:
+def live(tmp_path: Path) -> RunController:
     run = Run(Experiment(ranks=2), path=tmp_path / "run", epoch=1.0)
     run.save()
-    made = Live(run, SimpleNamespace(line=Line()), Changes(Experiment(ranks=2), []), "g")
+    made = RunController(run, SimpleNamespace(rpc=Line()), Changes(Experiment(ranks=2), []), "g")
     made.spools[1] = "/on/another/host"
     late = columns_of("marks", [(1, 5, "log", 0.5, json.dumps({"text": "late"}))])
     made.gaps._held["marks", 1] = [(1, late)]  # waits for a lost message
     return made
 
 
-def asks(live: Live) -> list[str]:
-    return live.cluster.line.asked
+def asks(live: RunController) -> list[str]:
+    return live.cluster.rpc.asked
 
 
-def test_the_watch_skips_the_silent_rank_and_passes_on_later_rows(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watch_skips_the_silent_rank_and_passes_on_later_rows(
+    live: RunController, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watch_module, "SILENT", -1.0)
-    Watch(live).ask()
+    RunWatch(live).ask_ranks()
     assert asks(live) == [] and live.gaps.next["marks", 1] == 2
 
 
-def test_the_end_skips_the_silent_rank_and_passes_on_later_rows(live: Live) -> None:
-    last_rows.gather(live, {0, 1})
+def test_the_end_skips_the_silent_rank_and_passes_on_later_rows(live: RunController) -> None:
+    last_rows.gather_rows(live, {0, 1})
     assert asks(live) == [] and live.gaps.next["marks", 1] == 2
 
 
-def test_rows_are_read_from_a_disk_that_is_visible(live: Live) -> None:
+def test_rows_are_read_from_a_disk_that_is_visible(live: RunController) -> None:
     del live.spools[1]
     record = Recorder(1, live.run.path)
     record.mark(3, "log", 0.1, json.dumps({"text": "on disk"}))
@@ -70,16 +72,16 @@ def test_rows_are_read_from_a_disk_that_is_visible(live: Live) -> None:
     assert [d["text"] for _, _, d in live.run.details("log")] == ["on disk", "late"]
 
 
-def test_an_answering_rank_is_asked_for_lost_rows(live: Live) -> None:
-    live.gaps.put(wire.Batch("g", "marks", 1, 2, columns_of("marks", [(1, 6, "log", 0.6, "{}")])))
+def test_an_answering_rank_is_asked_for_lost_rows(live: RunController) -> None:
+    live.gaps.put_batch(wire.RowBatch("g", "marks", 1, 2, columns_of("marks", [(1, 6, "log", 0.6, "{}")])))
     assert asks(live) == ["rows"]
 
 
-def test_the_last_rows_are_fetched_though_the_last_status_is_older(live: Live) -> None:
+def test_the_last_rows_are_fetched_though_the_last_status_is_older(live: RunController) -> None:
     rows = columns_of("spans", [(0, 7, "step", "step", 0.0, 0.0, 0.1, 0)])
     about = {"generation": "g", "as": 0, "state": "running", "step": 7, "over": False}
     live.status[0] = {**about, "sent": {"spans": 0}}
-    live.cluster.line.ask_all = lambda what, **rest: {0: {**about, "sent": {"spans": 1}}}
+    live.cluster.rpc.ask_all = lambda what, **rest: {0: {**about, "sent": {"spans": 1}}}
     live.gaps._missed = lambda kind, rank, start: [(0, rows)] if (kind, rank, start) == ("spans", 0, 0) else []
-    last_rows.gather(live, {1})
+    last_rows.gather_rows(live, {1})
     assert len(live.run.spans) == 1

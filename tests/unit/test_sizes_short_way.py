@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workbench.sim.fake.shapes import Shapes
+from workbench.sim.fake.shapes import ShapeCacheMode
 
 
 def test_shapes_dtypes_and_errors_are_torchs() -> None:
@@ -20,19 +20,19 @@ def test_shapes_dtypes_and_errors_are_torchs() -> None:
     ]  # fmt: skip
     for number, way in enumerate(ways):
         want = way()
-        with Shapes():
+        with ShapeCacheMode():
             found = way()
         assert (found.shape, found.dtype, found.is_meta) == (want.shape, want.dtype, True), number
         assert found.stride() == want.stride(), number
         assert (found is a) == (want is a), number
     for wrong in (lambda: a * torch.empty(5, device="meta"), lambda: a.add_(torch.empty(2, 6, device="meta"))):
-        with Shapes(), pytest.raises(RuntimeError):
+        with ShapeCacheMode(), pytest.raises(RuntimeError):
             wrong()
 
 
 def test_results_are_new_tensors_and_inputs_with_values_stay_unchanged() -> None:
     a, x = torch.empty(6, device="meta"), torch.arange(3.0)
-    with Shapes():
+    with ShapeCacheMode():
         made = a * 1.0
         assert made.untyped_storage()._cdata != a.untyped_storage()._cdata
         assert (x * 2.0 + x).tolist() == [0.0, 3.0, 6.0] and torch.cat([x, x]).tolist() == [0.0, 1.0, 2.0] * 2
@@ -51,11 +51,11 @@ def test_a_cached_result_is_not_used_for_another_operation() -> None:
     for _ in range(2):  # first from torch, then from the cache
         for number, way in enumerate(ways):
             want = way()
-            with Shapes():
+            with ShapeCacheMode():
                 found = way()
             assert (found.shape, found.stride(), found.dtype) == (want.shape, want.stride(), want.dtype), number
             assert found.untyped_storage().nbytes() == want.untyped_storage().nbytes(), number
-    with Shapes():
+    with ShapeCacheMode():
         assert a.reshape(-1).untyped_storage()._cdata == a.untyped_storage()._cdata, "a view is one every time"
         assert a.clone().untyped_storage()._cdata != a.clone().untyped_storage()._cdata
 
@@ -63,7 +63,7 @@ def test_a_cached_result_is_not_used_for_another_operation() -> None:
 def test_fake_cpu_tensors_have_torchs_shapes_and_strides() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from workbench.sim.fake.faked import Faked
+    from workbench.sim.fake.faked import FakeCacheMode
 
     with FakeTensorMode():
         a, count = torch.empty(4, 6), torch.empty(4, 6, dtype=torch.int64)
@@ -77,7 +77,7 @@ def test_fake_cpu_tensors_have_torchs_shapes_and_strides() -> None:
     for _ in range(2):  # first from torch, then from the cache
         for number, way in enumerate(ways):
             want = way()
-            with Faked():
+            with FakeCacheMode():
                 found = way()
             for said in ("shape", "dtype", "device", "is_meta"):
                 assert getattr(found, said) == getattr(want, said), (number, said)

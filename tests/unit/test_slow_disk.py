@@ -12,27 +12,27 @@ import pytest
 
 from tests.waiting import until
 from workbench.cluster.observe import disk
-from workbench.cluster.observe.disk import Folder
-from workbench.cluster.observe.recording import Recording
+from workbench.cluster.observe.disk import RunFolder
+from workbench.cluster.observe.recording import RecordMonitor
 
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """The disk hangs until this event is set."""
-    event, there = threading.Event(), disk._there
+    event, there = threading.Event(), disk._has_run
 
     def slow(path: Path) -> bool:
         assert event.wait(30)
         return there(path)
 
-    monkeypatch.setattr(disk, "_there", slow)
+    monkeypatch.setattr(disk, "_has_run", slow)
     yield event
     event.set()
 
 
 def test_a_disk_that_hangs_does_not_hold_up_who_asks_first(answers: threading.Event, tmp_path: Path) -> None:
     threading.Timer(10.0, answers.set).start()
-    Folder(tmp_path)
+    RunFolder(tmp_path)
     assert not answers.is_set()
 
 
@@ -40,18 +40,18 @@ def test_a_run_whose_disk_answers_late_is_still_missed_when_it_goes(answers: thr
     (tmp_path / "run.json").write_text("{}")
     said: list[Any] = []
     run = SimpleNamespace(path=tmp_path, _following=False, unwritten=0)
-    recording = Recording(run, lambda *it, **_: said.append(it))  # type: ignore[arg-type]
+    recording = RecordMonitor(run, lambda *it, **_: said.append(it))  # type: ignore[arg-type]
     answers.set()
 
     def looked() -> bool:
-        recording.look()
+        recording.check_folder()
         return recording._expected
 
     assert until(looked) and not said
     (tmp_path / "run.json").unlink()
 
     def told() -> bool:
-        recording.look()
+        recording.check_folder()
         return bool(said)
 
     assert until(told)

@@ -122,7 +122,7 @@ def test_averaged_buffers_equal_the_ranks_mean() -> None:
 @pytest.mark.parametrize(("buffers", "times"), [("keep", 1), ("zero", 1), ("average", 2)])
 def test_it_sends_the_model_once_a_round_with_optimizer_state_if_averaged(buffers: str, times: int) -> None:
     s = run(experiment(4, 9, strategy=SlowMo(every=4, buffers=buffers)))[0]
-    n = s.layout.nbytes
+    n = s.layout.byte_count
     buckets = sum(traffic("all_reduce", b.nbytes, 4)[0] for b in s.layout.buckets)
     by_step = {step: sum(sent for at, _, sent in s.record.comm() if at == step) for step in range(9)}
     once = buckets + (times - 1) * traffic("all_reduce", n, 4)[0]

@@ -22,6 +22,7 @@ from widgets.charts.board import Board
 
 def looks(minutes: int, leak: float = 0.0) -> list[dict[str, Any]]:
     """Returns a look per minute: the record grows by 1 MB, one engine by `leak`, another is killed half-way."""
+
     def of(t: int) -> dict[str, Any]:
         flat = {"pss": 100.0, "anonymous": 90.0, "descriptors": 50, "threads": 9}
         engines = {"0 100": {**flat, "pss": 200.0 + leak * t}, f"{4 + 4 * (t > minutes / 2)} 104": flat}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from workbench.cluster.engines import spares as module
-from workbench.cluster.engines.spares import QUIET, TRIES, Spares
+from workbench.cluster.engines.spares import QUIET, TRIES, SpareEngines
 from workbench.cluster.processes.place import ClusterError
 from workbench.lab import Lab
 from workbench.settings import KnobError
@@ -21,13 +21,13 @@ class Engines:
 
     def __init__(self) -> None:
         self.ranks, self.now = 2, 0.0
-        self.engines = [SimpleNamespace(rank=rank, id=rank, process=rank) for rank in range(2)]
+        self.engines = [SimpleNamespace(rank=rank, id=rank, process_key=rank) for rank in range(2)]
         self.dead: set[int] = set()
         self.used = {0, 1}
         self.warmed: list[int] = []
         self.cannot, self.fails = "", ""
 
-    def death(self, rank: int) -> str | None:
+    def describe_death(self, rank: int) -> str | None:
         return "is gone" if rank in self.dead else None
 
     def call(self, engine: int, function: Any, timeout: float) -> None:
@@ -37,7 +37,7 @@ class Engines:
         if self.fails:
             raise ClusterError(self.fails)
         first = len(self.engines)
-        self.engines += [SimpleNamespace(rank=rank, id=rank, process=rank) for rank in range(first, first + count)]
+        self.engines += [SimpleNamespace(rank=rank, id=rank, process_key=rank) for rank in range(first, first + count)]
         return list(range(first, first + count))
 
 
@@ -50,22 +50,22 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     return made
 
 
-def kept(engines: Engines, count: int) -> Spares:
-    made = Spares(engines, count)  # type: ignore[arg-type]
+def kept(engines: Engines, count: int) -> SpareEngines:
+    made = SpareEngines(engines, count)  # type: ignore[arg-type]
     made.used = lambda: engines.used
     made.over.set()  # so that no look waits
     return made
 
 
-def looks(spares: Spares, times: int = 3) -> Spares:
+def looks(spares: SpareEngines, times: int = 3) -> SpareEngines:
     for _ in range(times):
-        spares._look()
+        spares._check_spares()
     return spares
 
 
 def test_spare_engines_are_started_warmed_and_kept(engines: Engines) -> None:
     spares = looks(kept(engines, 2))
-    assert spares.there() == [2, 3] and engines.warmed == [2, 3]
+    assert spares.list_idle() == [2, 3] and engines.warmed == [2, 3]
     looks(spares)
     assert len(engines.engines) == 4, "enough are there"
 
@@ -74,21 +74,21 @@ def test_used_spares_are_replaced_after_a_while(engines: Engines) -> None:
     spares = looks(kept(engines, 1))
     engines.used.add(2)
     engines.now = QUIET - 0.1
-    assert looks(spares).there() == [], "who comes in has the cores to itself"
+    assert looks(spares).list_idle() == [], "who comes in has the cores to itself"
     engines.now = 2 * QUIET
-    assert looks(spares).there() == [3] and engines.warmed == [2, 3]
+    assert looks(spares).list_idle() == [3] and engines.warmed == [2, 3]
 
 
 def test_idle_engines_of_a_lab_count_as_spares(engines: Engines) -> None:
     engines.used = {0}
-    assert looks(kept(engines, 1)).there() == [1] and not engines.warmed
+    assert looks(kept(engines, 1)).list_idle() == [1] and not engines.warmed
 
 
 def test_spares_that_keep_ending_are_not_started_for_ever(engines: Engines) -> None:
     spares = kept(engines, 1)
     for _ in range(20):
         looks(spares)
-        engines.dead |= set(spares.there())
+        engines.dead |= set(spares.list_idle())
         engines.now += 2 * QUIET
     assert len(engines.engines) == 2 + TRIES
     assert spares.trouble == (f"spare=1: 0 spare engines are there, and no more are started: {TRIES} of them ended "
@@ -101,7 +101,7 @@ def test_the_reason_for_missing_spares_is_reported(engines: Engines) -> None:
     looks(spares)
     assert "no more are started: engine 2 ended with exit code 1" in spares.trouble
     engines.fails = ""
-    assert looks(spares).there() == [2] and spares.trouble == ""
+    assert looks(spares).list_idle() == [2] and spares.trouble == ""
     engines.used.add(2)
     engines.cannot = "a lab has at most 64 engines"
     looks(spares)

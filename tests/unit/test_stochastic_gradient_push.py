@@ -17,7 +17,7 @@ from tests.sim.virtual import comm, paced, samples, seconds, stack
 from tests.unit.test_engine_control import until
 from tests.unit.test_gossip_graphs import double, exact_task
 from workbench import simulate
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.settings import Change, KnobError
 from workbench.strategies import StochasticGradientPush
 from workbench.strategies._graph import PUSHES, push_hops, push_round
@@ -173,7 +173,7 @@ def test_a_switch_with_uneven_weights_gives_the_true_mean(overlap: int) -> None:
     _, sessions = simulated(e.set("steps", 9), Change(8, "lr", 1e-30), Change(8, "strategy", "DDP"))
     for s in sessions:
         torch.testing.assert_close(weights(s), plain.mean(), rtol=0, atol=1e-13)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
 
 
 # -- knobs, bytes, errors
@@ -235,6 +235,7 @@ def test_bytes_are_the_model_and_a_weight_per_receiver_and_round() -> None:
 
 def test_an_overlap_hides_the_exchange_behind_the_next_step() -> None:
     """Ten buckets of 40 kB at 100 Mbit/s take 32 ms to send, next to 40 ms of compute."""
+
     def lasts(overlap: int) -> float:
         e = paced(4, 8, pace=40.0, mbit=100.0, task=stack(10, 100), strategy=StochasticGradientPush(overlap=overlap))
         return float(np.median(seconds(simulate(e))[3:]))

@@ -19,8 +19,8 @@ from workbench import simulate
 from workbench.compressors import TopK
 from workbench.engine.rank.session import Session
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import state_hash
-from workbench.host.placement.layout import Layout
+from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.layout import ParameterLayout
 from workbench.rank import Part, Rank
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, DiLoCo, LocalSGD, StreamingDiLoCo
@@ -71,7 +71,7 @@ def test_equal_layers_are_assigned_to_fragments_in_turn() -> None:
 
 
 def test_layers_stay_whole_and_large_ones_are_in_different_fragments() -> None:
-    parts = Layout(ByteGPT().build().model(), 1.0).parts
+    parts = ParameterLayout(ByteGPT().build().model(), 1.0).bucket_parts
     found = fragments(parts, 4)
     assert sorted(name for its in found for name in its) == sorted(p.name for p in parts)
     numel = {p.name: p.stop - p.start for p in parts}
@@ -85,7 +85,9 @@ def test_layers_stay_whole_and_large_ones_are_in_different_fragments() -> None:
 @pytest.mark.parametrize("bucket_mb", [0.01, 0.1, 1.0, 100.0])
 def test_fragments_do_not_depend_on_buckets(bucket_mb: float) -> None:
     model = ByteGPT().build().model()
-    assert fragments(Layout(model, bucket_mb).parts, 4) == fragments(Layout(model, 0.5).parts, 4)
+    assert fragments(ParameterLayout(model, bucket_mb).bucket_parts, 4) == fragments(
+        ParameterLayout(model, 0.5).bucket_parts, 4
+    )
 
 
 # -- result --
@@ -147,8 +149,9 @@ def test_merging_leaves_the_share_alpha_of_a_fragments_drift(alpha: float) -> No
         found = {}
         for layer in LAYERS:
             named = [dict(s.model.named_parameters()) for s in sessions]
-            every = torch.stack([torch.cat([m[f"{layer}.{k}"].detach().view(-1) for k in ("weight", "bias")])
-                                 for m in named]).double()
+            every = torch.stack(
+                [torch.cat([m[f"{layer}.{k}"].detach().view(-1) for k in ("weight", "bias")]) for m in named]
+            ).double()
             found[layer] = float((every - every.mean(0)).norm())
         return found
 
@@ -268,7 +271,7 @@ def test_a_switch_leaves_the_ranks_mean(steps: int) -> None:
     want = reference(steps, 12, 2, 0.5, chosen.turn)
     for s in out:
         torch.testing.assert_close(weights(s), want.get().mean(0), rtol=1e-5, atol=1e-6)
-    assert len({state_hash(s.layout) for s in out}) == 1
+    assert len({hash_model_state(s.layout) for s in out}) == 1
 
 
 @pytest.mark.parametrize("delay", [0, 1, 3])
@@ -330,7 +333,7 @@ def test_more_fragments_than_layers_are_refused_as_a_change_on_both_hosts(change
 
 
 def test_as_many_fragments_as_layers_run() -> None:
-    assert len(layers(Layout(Net(), 1.0).parts)) == 3
+    assert len(layers(ParameterLayout(Net(), 1.0).bucket_parts)) == 3
     sessions = run(experiment(2, 7, strategy=StreamingDiLoCo(fragments=3, every=3)))
     assert len(launched(sessions[0])) == 7
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit import synthetic
 from tests.unit.test_cli import refused, say
-from workbench.analysis import arrivals, breakdown, last_steps, overlap
+from workbench.analysis import break_down, last_steps, line_up, measure_overlap
 from workbench.record import kineto
 from workbench.run import Run, RunError
 
@@ -54,15 +54,15 @@ def test_gpu_kernels_become_phases_collectives_and_exposed_time(tmp_path: Path) 
     files = [written(tmp_path / f"worker{r}.json", [*step(0, 100.0 * r), *step(5000, 100.0 * r)],
                      distributedInfo={"rank": r}, deviceProperties=[{"name": "a GPU"}]) for r in (0, 1)]  # fmt: skip
     run = Run.from_traces(files)
-    found = breakdown(run.timeline, 0, 2)
+    found = break_down(run.timeline, 0, 2)
     assert run.environment["devices"] == ["a GPU"] and run.state == "done" and found.steps == 2
     assert found.exposed == pytest.approx([1e-3, 1e-3]) and found.compute == pytest.approx([3.2e-3, 3.2e-3])
-    assert overlap(run.timeline, 0, 2).share == pytest.approx([1 / 3, 1 / 3])
+    assert measure_overlap(run.timeline, 0, 2).share == pytest.approx([1 / 3, 1 / 3])
     mine = run.spans[(run.spans["rank"] == 0) & (run.spans["step"] == 1)]
     lasted = (mine.t1 - mine.t0).groupby([mine.lane.astype(str), mine.name.astype(str)]).sum() * 1e3
     assert lasted["compute"].to_dict() == pytest.approx({"forward": 1, "backward": 2, "update": 0.2})
     assert mine[mine.lane == "comm"].nbytes.tolist() == [4000] and "offload" in set(mine.lane)
-    met = arrivals(run.timeline, 0, 2)
+    met = line_up(run.timeline, 0, 2)
     assert met.full.all() and met.waiting[:, 0] == pytest.approx([1e-4, 1e-4]), "rank 1 comes 0.1 ms later"
 
 
@@ -71,7 +71,7 @@ def test_traces_of_torch_are_read_and_saved(tmp_path: Path) -> None:
     assert last_steps(run.timeline) == (0, 4) and run.settings["ranks"] == 2
     names = {lane: set(some["name"].astype(str)) for lane, some in run.spans.groupby("lane", observed=True)}
     assert names["comm"] == {"all_reduce 0", "all_reduce 1"} and names["compute"] == {"forward", "backward", "update"}
-    found = breakdown(run.timeline, 0, 4)
+    found = break_down(run.timeline, 0, 4)
     assert (found.compute > 0.3 * found.seconds).all()
     assert (found.compute + found.exposed <= 1.001 * found.seconds).all()
     again = Run.open(run.save(tmp_path / "kept"))
@@ -84,7 +84,7 @@ def test_traces_of_torch_are_read_and_saved(tmp_path: Path) -> None:
 def test_our_exported_traces_are_read_back_with_the_same_overlap(tmp_path: Path) -> None:
     run = synthetic.run(steps=40, ranks=2)
     back = Run.from_traces(sorted(run.export("chrome", tmp_path / "traces").iterdir()))
-    ours, theirs = (overlap(r.timeline, *last_steps(r.timeline)).share for r in (run, back))
+    ours, theirs = (measure_overlap(r.timeline, *last_steps(r.timeline)).share for r in (run, back))
     assert theirs == pytest.approx(ours, abs=1e-4)
 
 

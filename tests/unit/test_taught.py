@@ -16,10 +16,10 @@ from workbench.compressors import ErrorFeedback
 from workbench.fabric import Slow
 from workbench.settings import KnobError, knobs
 from workbench.settings.told import source, told
-from workbench.sim.teach.beside import beside, places
+from workbench.sim.teach.beside import compare_member, list_places
 from workbench.strategies import LocalSGD, TorchDDP
 
-EVERY = {m.__name__: m for place in places() for m in reference.shipped(place.family)}
+EVERY = {m.__name__: m for place in list_places() for m in reference.shipped(place.family)}
 USUAL = ("DDP", "Dense", "Whole", "GPipe", "Native", "SGD", "ByHand")  # the members that others are compared with
 
 
@@ -79,7 +79,7 @@ def test_an_unknown_member_raises_knob_error(asked: Any, words: str) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", [name for name, m in EVERY.items() if not getattr(m, "opaque", False)])
 def test_every_member_is_simulated_next_to_its_usual_alternative(name: str) -> None:
-    pair = beside(EVERY[name])
+    pair = compare_member(EVERY[name])
     assert pair.usual.experiment != pair.shown.experiment or name in USUAL
     assert name in repr(pair.shown.experiment) and pair.usual.state == pair.shown.state == "done"
     assert len(lesson(EVERY[name]).children) == 7
@@ -111,6 +111,6 @@ class Mine(LocalSGD):
 
 def test_a_wrapper_is_shown_around_a_lossy_compressor() -> None:
     """Around Dense, error feedback has no error."""
-    found = beside(ErrorFeedback)
+    found = compare_member(ErrorFeedback)
     all_of_it, some = (run.timeline.spans.rows().nbytes.sum() for run in (found.usual, found.shown))
     assert some < all_of_it / 5

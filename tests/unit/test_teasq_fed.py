@@ -7,8 +7,8 @@ import torch
 
 from tests.ranks import batch, experiment, run
 from workbench.fabric import Slow
-from workbench.host.memory.batches import Batches
-from workbench.host.placement.canonical import state_hash
+from workbench.host.memory.batches import BatchReader
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import StrategyError
 from workbench.settings import Change
 from workbench.strategies import TEASQFed
@@ -21,7 +21,7 @@ def test_the_servers_copy_of_a_rank_is_bit_identical() -> None:
     sessions = run(experiment(3, 6, strategy=TEASQFed(), pace=2.0).set("faults", (Slow(rank=1, factor=3.0),)))
     server = sessions[0].state.memory
     for rank, session in enumerate(sessions):
-        for bucket in session.layout.params():
+        for bucket in session.layout.list_params():
             held = session.state.memory.flat("known", bucket)
             assert torch.equal(held, server.flat(f"sent {rank}", bucket)) and bool(held.any())
     assert sessions[0].state.version == 3 * 6 // 2 and sessions[0].state.running == 0
@@ -31,9 +31,9 @@ def test_it_is_changed_and_switched_off_live() -> None:
     wanted = [(3, "strategy.density", 0.5), (6, "strategy.clients", 3), (9, "bucket_mb", 0.02), (12, "strategy", "DDP")]
     sessions = run(experiment(3, 15, strategy=TEASQFed(local=1)), *(Change(*change) for change in wanted))
     assert not sessions[0].record.noted("refused") and len(sessions[0].record.noted("change")) == 4
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     for s in sessions:
-        drawn = s.training.batches.next()[0]
+        drawn = s.training.batches.next_batch()[0]
         assert any(torch.equal(drawn, batch(s.rank.id, k, 0)[0]) for k in range(64)), "its own data again"
 
 
@@ -41,17 +41,17 @@ def test_clients_have_disjoint_shares_of_the_data_and_continue_in_them() -> None
     def data(rank: int, ranks: int, batch: int, seed: int) -> list[tuple[int, int, int]]:
         return [(rank, ranks, k) for k in range(3)]
 
-    batches = Batches(data, 1, 2, "cpu")
-    batches.restart(4, 0, 0)
-    got = [batches.next()]
+    batches = BatchReader(data, 1, 2, "cpu")
+    batches.restart_reading(4, 0, 0)
+    got = [batches.next_batch()]
     for client in (0, 1, 0, 1):
-        batches.client(client, 2)
-        got.append(batches.next())
-    batches.client(0, 1)
-    got.append(batches.next())
+        batches.select_client(client, 2)
+        got.append(batches.next_batch())
+    batches.select_client(0, 1)
+    got.append(batches.next_batch())
     assert got == [(1, 2, 0), (2, 4, 0), (3, 4, 0), (2, 4, 1), (3, 4, 1), (1, 2, 1)]
     with pytest.raises(StrategyError, match="client 2 of 2: there are 0 to 1"):
-        batches.client(2, 2)
+        batches.select_client(2, 2)
 
 
 def test_it_learns_from_clients_with_different_digits() -> None:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import piped
 from tests.agree import crosses_alike, memory_alike, sampled, spans_alike
-from tests.ranks import ended, fitting, live, run, shipped
+from tests.ranks import ended, live, make_fitting, run, shipped
 from tests.sim.insides import simulated
 from tests.split import CONTEXT, LAYERS, ROWS, WIDTH, Small, alone, entropy, held_out, near, small, spread, together
 from tests.waiting import until
@@ -58,8 +58,8 @@ def test_each_rank_has_its_part_of_every_matrix_and_its_state() -> None:
     sliced = sum(p.numel() for n, p in Small().named_parameters() if n in sessions[0].training.spread.split.sliced)
     for s in sessions:
         state = sum(x.numel() for slots in s.optimizer.state.values() for x in slots.values() if x.dim())
-        assert state == 2 * s.layout.numel == 2 * sum(p.numel for p in s.layout.order)
-        assert s.layout.numel < 1.3 * whole / 4
+        assert state == 2 * s.layout.element_count == 2 * sum(p.numel for p in s.layout.order)
+        assert s.layout.element_count < 1.3 * whole / 4
         assert sum(p.numel() for p in s.model.parameters()) == sliced / 4 + whole - sliced
         assert all(p.grad is None for p in s.model.parameters())
 
@@ -141,14 +141,14 @@ def test_both_hosts_report_the_same_memory() -> None:
 
 TWO = spread(4, partition=Tensor())
 PARTED = [name for name, cls in shipped(Strategy).items()
-          if partitioned.refused(replace(TWO, strategy=fitting(cls, 2))) is None]  # fmt: skip
+          if partitioned.refused(replace(TWO, strategy=make_fitting(cls, 2))) is None]  # fmt: skip
 OF_WHAT_IT_HOLDS = {"StreamingDiLoCo", "LowPrecisionDecentralized"}  # their fragments and scales depend on buckets
 ADAM = {"OneBitAdam", "QAdam"}  # they divide a gradient by its size, so near zero the rounding error counts
 
 
 @pytest.mark.parametrize("name", sorted({*PARTED} - OF_WHAT_IT_HOLDS))
 def test_a_strategy_does_the_same_between_sliced_and_whole_replicas(name: str) -> None:
-    strategy = fitting(shipped(Strategy)[name], 2)
+    strategy = make_fitting(shipped(Strategy)[name], 2)
     lr = 1e-3 if name in ADAM else 0.1
     e = spread(4, 8, strategy=strategy, partition=Tensor(), lr=lr)
     dealt, whole = run(e), run(spread(2, 8, strategy=strategy, lr=lr))
@@ -159,7 +159,7 @@ def test_a_strategy_does_the_same_between_sliced_and_whole_replicas(name: str) -
 @pytest.mark.parametrize("name", PARTED)
 def test_no_strategy_makes_replicated_parameters_differ_within_a_replica(name: str) -> None:
     """All ranks of a replica have the same parameters in the next forward, whatever a strategy does to one rank's."""
-    strategy = fitting(shipped(Strategy)[name], 2)
+    strategy = make_fitting(shipped(Strategy)[name], 2)
     compressor = ErrorFeedback(of=TopK(density=0.1)) if strategy.exchanges == "gradients" else None
     e = spread(4, 8, strategy=strategy, partition=Tensor(), eval_every=0)
     try:

@@ -21,9 +21,9 @@ from tests.split import PLAN, Block, Small, alone, entropy, near, small, spread,
 from tests.unit.test_tensor import parts
 from workbench import simulate
 from workbench.experiment import Experiment
-from workbench.host.passes.crew import together as in_one_process
-from workbench.host.passes.together import computing, slice_of
-from workbench.host.placement.splitting import split
+from workbench.host.passes.crew import run_together as in_one_process
+from workbench.host.passes.together import compute_together, copy_slice
+from workbench.host.placement.splitting import split_model
 from workbench.partitions import Partition, Pipeline, Tensor
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP
@@ -89,15 +89,15 @@ def test_a_module_on_a_ranks_own_heads_learns_from_all_ranks() -> None:
 
 def test_dropout_is_equal_on_all_ranks_after_any_other_random_draws() -> None:
     model = Small(dropout=0.5)
-    dealt = split(2, model, small().build())
+    dealt = split_model(2, model, small().build())
     kept: list[list[torch.Tensor]] = [[], []]
 
     def work(k: int, ask: Any) -> None:
-        part = slice_of(model, dealt, k).train()
+        part = copy_slice(model, dealt, k).train()
         part.get_submodule("blocks.1.outside").register_forward_hook(lambda m, x, y: kept[k].append(y != 0))
-        with computing(part, dealt, k, ask) as both:
+        with compute_together(part, dealt, k, ask) as both:
             for number in range(3):
-                with both.passing(None), torch.enable_grad():
+                with both.run_pass(None), torch.enable_grad():
                     entropy(part, texts(0, 1, 0)[number]).backward()
                 torch.rand(1 + 7 * k)  # as noise for its own parameters
 
@@ -261,14 +261,14 @@ def test_modules_that_compute_their_weights_raise_knob_error(
     model: Any, plan: Plan, sequence: bool, words: str
 ) -> None:
     with pytest.raises(KnobError, match=re.escape(words)):
-        split(2, model(), toy(model=model, data=pairs, loss=squares, split=lambda _: plan).build(), sequence)
+        split_model(2, model(), toy(model=model, data=pairs, loss=squares, split=lambda _: plan).build(), sequence)
 
 
 def test_batch_norm_is_refused_with_sequence_parallelism() -> None:
     model = Small()
     model.norm = nn.BatchNorm1d(16)  # type: ignore[assignment]
     with pytest.raises(KnobError, match="norm: a BatchNorm1d takes statistics of a whole batch"):
-        split(2, model, small().build(), True)
+        split_model(2, model, small().build(), True)
 
 
 def test_bytes_follow_live_changes_of_batch_and_micro_batch_size() -> None:

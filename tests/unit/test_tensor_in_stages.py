@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.agree import crosses_alike, memory_alike, sampled, spans_alike
 from tests.piped import seen
-from tests.ranks import experiment, fitting, net, run, shipped, toy
+from tests.ranks import experiment, make_fitting, net, run, shipped, toy
 from tests.split import alone, near, small, spread, together
 from tests.unit.test_tensor import parts
 from workbench import simulate
@@ -99,13 +99,13 @@ def test_activations_and_gradients_between_such_stages_can_be_compressed() -> No
 
 
 SOME = [name for name, cls in shipped(Strategy).items()
-        if partitioned.refused(replace(both(8, WAYS[0]), strategy=fitting(cls, 2))) is None]  # fmt: skip
+        if partitioned.refused(replace(both(8, WAYS[0]), strategy=make_fitting(cls, 2))) is None]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_every_strategy_that_supports_pipelines_supports_these(name: str) -> None:
     """In the simulator two replicas train under the strategy, and are equal after a switch to DDP."""
-    strategy = fitting(shipped(Strategy)[name], 2)
+    strategy = make_fitting(shipped(Strategy)[name], 2)
     e = both(8, WAYS[0], strategy=strategy, steps=6, pace=4.0)
     turned = simulate(e, changes=[Change(4, "strategy", DDP()), Change(5, "partition", Whole())], real=True)
     assert not turned.details("refused") and len(turned.details("partition")) == 2
@@ -113,6 +113,7 @@ def test_every_strategy_that_supports_pipelines_supports_these(name: str) -> Non
 
 def test_a_slice_without_parameters_to_train_is_refused_and_the_run_goes_on() -> None:
     """The last layer is whole on both ranks of its stage, and one rank owns all of it."""
+
     def layers() -> nn.Module:
         return net(lambda: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(4, 4, bias=False)))
 

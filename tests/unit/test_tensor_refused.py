@@ -17,7 +17,7 @@ from tests.unit.test_tensor import parts
 from workbench import simulate
 from workbench.compressors import DGC
 from workbench.experiment import Experiment
-from workbench.host.placement.splitting import split
+from workbench.host.placement.splitting import split_model
 from workbench.optimizers import LAMB, SGD
 from workbench.partitions import Pipeline, Tensor
 from workbench.settings import Change, KnobError
@@ -85,15 +85,15 @@ SLIPS: list[tuple[Any, Any, int, str]] = [
 def test_an_impossible_plan_raises_knob_error(model: Any, plan: Any, ways: int, words: str) -> None:
     task = toy(model=model, data=texts, loss=entropy, evaluate=None, **({"split": lambda _: plan} if plan else {}))
     with pytest.raises(KnobError, match=re.escape(words)):
-        split(ways, model(), task.build())
+        split_model(ways, model(), task.build())
 
 
 def test_each_suggested_number_of_ways_works() -> None:
     """ByteGPT's 256 rows could be split over 8 ranks, but not its four heads."""
     learner = ByteGPT().build()
     with pytest.raises(KnobError, match=r"ways=3: byte has 256 rows.*; take ways=2 or 4$"):
-        split(3, learner.model(), learner)
-    assert split(2, learner.model(), learner) and split(4, learner.model(), learner)
+        split_model(3, learner.model(), learner)
+    assert split_model(2, learner.model(), learner) and split_model(4, learner.model(), learner)
 
 
 def test_the_error_about_uneven_positions_mentions_nothing_else() -> None:
@@ -105,7 +105,7 @@ def test_the_error_about_uneven_positions_mentions_nothing_else() -> None:
 
 def test_a_plan_that_is_no_dict_is_refused() -> None:
     with pytest.raises(KnobError, match=re.escape("split(model) returned None: must return a dict")):
-        split(2, Small(), small(split=lambda _: None).build())
+        split_model(2, Small(), small(split=lambda _: None).build())
     with pytest.raises(TaskError, match="must return a dict"):
         small(split=lambda _: [1]).build().split(Small())  # type: ignore[misc]
 
@@ -213,4 +213,4 @@ def test_byte_gpt_suggests_a_possible_number_of_ways() -> None:
     learner = e.task.build()
     said = re.escape("blocks.0.qkv has 48 outputs, 8 of which stay together")
     with pytest.raises(KnobError, match=f"{said}.* take ways=2$"):  # 256 rows cannot be split over 3 ranks
-        split(4, learner.model(), learner)
+        split_model(4, learner.model(), learner)

@@ -14,7 +14,7 @@ from workbench import simulate
 from workbench.compressors import TernGrad
 from workbench.compressors.tern_grad import field
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Bucket, Memory, Op, Part, Rank
 from workbench.settings import Change
 
@@ -58,8 +58,21 @@ def test_over_several_ranks_the_mean_is_the_sum(shared: bool) -> None:
     assert abs(u - 1) < 5 * (2 / freedom) ** 0.5 + 5 / draws**0.5, (float(u), float(freedom))
 
 
-@pytest.mark.parametrize(("ranks", "shared"), [(1, True), (2, True), (3, True), (7, True), (8, True), (127, True),
-                                               (128, True), (1, False), (3, False), (8, False)])
+@pytest.mark.parametrize(
+    ("ranks", "shared"),
+    [
+        (1, True),
+        (2, True),
+        (3, True),
+        (7, True),
+        (8, True),
+        (127, True),
+        (128, True),
+        (1, False),
+        (3, False),
+        (8, False),
+    ],
+)
 def test_ternary_values_are_summed_exactly_by_any_number_of_ranks(ranks: int, shared: bool) -> None:
     """No carry reaches a neighbour's field, even if all ranks send the same value."""
     g = torch.tensor([2.0, -2.0, 0.0]).repeat(11)[:31].repeat(ranks, 1)
@@ -178,7 +191,7 @@ def test_recorded_bytes_equal_the_formula_before_and_after_a_live_change(shared:
     plain = run(experiment(4, 4, compressor=TernGrad(one_scale=shared)))[0]
     assert sent[3] == formula(plain, shared) and sent[5] == formula(plain, not shared)
     assert sent[8] == formula(sessions[0], not shared)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
 
 
 def test_an_empty_bucket_is_not_exchanged() -> None:
@@ -206,7 +219,7 @@ def test_it_trains(shared: bool) -> None:
 def test_the_same_seed_draws_the_same_on_engine_and_simulator(shared: bool) -> None:
     e = experiment(3, 6, compressor=TernGrad(one_scale=shared))
     first, again = (run(e)[0] for _ in range(2))
-    assert state_hash(first.layout) == state_hash(again.layout)
+    assert hash_model_state(first.layout) == hash_model_state(again.layout)
     samples = simulate(e.set("pace", 10), real=True).samples
     losses = samples[(samples["rank"] == 0) & (samples.name == "loss")].value.tolist()
     assert first.record.losses() == pytest.approx(losses, rel=1e-5)

@@ -8,7 +8,7 @@ import torch
 from tests.ranks import exchange, experiment, placed, run, weights
 from workbench import simulate
 from workbench.compressors import Dense, ErrorFeedback, Threshold
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Bucket, Memory
 from workbench.settings import Change, KnobError
 
@@ -84,9 +84,11 @@ def test_a_low_threshold_equals_plain_averaging() -> None:
 def test_a_live_change_takes_effect_in_the_next_step_and_keeps_the_residual() -> None:
     e = experiment(2, 12, compressor=Threshold.usual())
     sessions = run(e, Change(4, "threshold", 1e5), Change(8, "threshold", 1e-12))
-    assert len({state_hash(s.layout) for s in sessions}) == 1
-    share = {step: [v for k, what, _, v in sessions[0].record.samples if what == "density" and k == step]
-             for step in (3, 4, 7, 8)}
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
+    share = {
+        step: [v for k, what, _, v in sessions[0].record.samples if what == "density" and k == step]
+        for step in (3, 4, 7, 8)
+    }
     assert sum(share[3]) > 0 and not sum(share[4]) and not sum(share[7]) and min(share[8]) > 0.9
     assert all(float(r.abs().max()) < 1e-6 for s in sessions for r in s.rank.memory.buffers["residual"].values())
 

@@ -65,5 +65,5 @@ def test_a_board_returns_its_charts_memory_on_the_drawing_thread(monkeypatch: py
         monkeypatch.setattr(tidy, name, lambda name=name: given.append((name, threading.get_ident())))
     monkeypatch.setattr("widgets.charts.board.OFTEN", 0.0)
     board = Board(synthetic.run("DDP", 2, 10))
-    board._hear(None, {"kind": "hello", "page": "p"}, [])
+    board._receive_message(None, {"kind": "hello", "page": "p"}, [])
     assert [name for name, thread in given if thread == threading.get_ident()] == ["give_back", "give_back_own"]

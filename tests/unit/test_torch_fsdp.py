@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from tests.ranks import Net, experiment, joined, mse, net, run, toy, weights
+from tests.ranks import Net, experiment, mse, net, run, toy, train_joined, weights
 from workbench.engine.rank.session import Session
 from workbench.optimizers import SGD, AdamW
 from workbench.settings import Change, KnobError
@@ -47,7 +47,7 @@ def test_it_learns_as_ddp_does(ranks: int) -> None:
 
 def test_it_learns_as_one_process_does() -> None:
     sessions = run(experiment(3, 10, strategy=TorchFSDP()))
-    torch.testing.assert_close(weights(sessions[0]), joined(3, 10), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weights(sessions[0]), train_joined(3, 10), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -98,7 +98,7 @@ def test_on_an_emulated_link_its_messages_are_recorded() -> None:
     sessions, plain = run(linked), run(experiment(2, 6, task=toy(adamw), strategy=TorchFSDP()))
     torch.testing.assert_close(weights(sessions[0]), weights(plain[0]), rtol=1e-5, atol=1e-7)
     step = [(what, n) for at, what, n in sessions[0].record.comm() if at == 3]
-    psi = sessions[0].layout.nbytes
+    psi = sessions[0].layout.byte_count
     assert sum(n for what, n in step if what == "reduce_scatter gradients") == pytest.approx(psi / 2, rel=0.01)
     assert psi / 2 <= sum(n for what, n in step if what == "all_gather params") <= psi * 1.01
 
@@ -129,12 +129,13 @@ def test_a_model_may_have_frozen_and_tied_weights_buffers_and_fewer_rows_than_ra
 
 def test_the_record_has_a_ranks_memory() -> None:
     """8 layers of 0.26 MB on 4 ranks: shards of all layers, and the whole parameters at the worst moment."""
+
     def layers() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 256), *[nn.Linear(256, 256) for _ in range(8)], nn.Linear(256, 4))
 
     e = experiment(4, 5, task=toy(adamw, model=partial(net, layers)), bucket_mb=0.26, eval_every=4)
     session = run(e.set("strategy", TorchFSDP()))[0]
-    psi, unit = session.layout.nbytes, 4 * 256 * 257
+    psi, unit = session.layout.byte_count, 4 * 256 * 257
     held = seen(session, "memory parameters")
     assert psi / 4 + unit <= held[-1] <= psi / 4 + 4 * unit < psi, "in a step"
     assert seen(session, "memory optimizer state")[-1] == pytest.approx(2 * psi / 4, rel=0.02)

@@ -11,10 +11,10 @@ import torch
 
 from tests.ranks import experiment, live
 from tests.waiting import until
-from workbench.engine.control.peers import Opening
-from workbench.engine.device.nccl import Nccl
-from workbench.engine.rank.training import Training
-from workbench.engine.wire.collectives import Aborted, Leaving, Wire, connect_store, host_store
+from workbench.engine.control.peers import WireOpening
+from workbench.engine.device.nccl import NcclGroup
+from workbench.engine.rank.training import RankTraining
+from workbench.engine.wire.collectives import Aborted, LeaveEvent, Wire, connect_store, host_store
 
 pytestmark = pytest.mark.ranks
 
@@ -41,7 +41,7 @@ def test_a_wire_that_opens_while_its_rank_leaves_is_closed_once() -> None:
         opening._thread.join(5)
         leave()
 
-    opening = Opening(lambda: go.wait(5) and made, "opening")  # type: ignore[arg-type, return-value]
+    opening = WireOpening(lambda: go.wait(5) and made, "opening")  # type: ignore[arg-type, return-value]
     with pytest.raises(Aborted):
         opening.wait(leave_as_it_opens)
     assert made.closed == 1
@@ -49,7 +49,7 @@ def test_a_wire_that_opens_while_its_rank_leaves_is_closed_once() -> None:
 
 def test_a_wire_that_opens_after_its_rank_has_left_is_closed_once() -> None:
     go, made = threading.Event(), Made()
-    opening = Opening(lambda: go.wait(5) and made, "opening")  # type: ignore[arg-type, return-value]
+    opening = WireOpening(lambda: go.wait(5) and made, "opening")  # type: ignore[arg-type, return-value]
     with pytest.raises(Aborted):
         opening.wait(leave)
     go.set()
@@ -58,10 +58,10 @@ def test_a_wire_that_opens_after_its_rank_has_left_is_closed_once() -> None:
     assert made.closed == 1
 
 
-@pytest.mark.parametrize("verb", ["wait", "finish"])
+@pytest.mark.parametrize("verb", ["wait", "wait_on_host"])
 def test_a_wire_does_not_wait_any_more_once_its_wait_has_failed(verb: str) -> None:
     kept, host, port = host_store()
-    wire = Wire(connect_store(host, port, "alone"), 0, 1, "control", Leaving())
+    wire = Wire(connect_store(host, port, "alone"), 0, 1, "control", LeaveEvent())
 
     def fail(*_: Any) -> None:
         raise ConnectionError("Connection closed by peer")
@@ -69,7 +69,7 @@ def test_a_wire_does_not_wait_any_more_once_its_wait_has_failed(verb: str) -> No
     setattr(wire.line, verb, fail)
     with pytest.raises(ConnectionError):
         getattr(wire, verb)(wire.all_reduce(torch.ones(1)))
-    assert not wire.waits
+    assert not wire.is_waiting
     wire.close()
     del kept
 
@@ -79,24 +79,24 @@ def test_nccl_watches_a_collective_whose_predecessor_failed() -> None:
         raise RuntimeError("NCCL error")
 
     backend = SimpleNamespace(abort=lambda: None, shutdown=lambda: None)
-    line = Nccl(None, 0, 2, device="cuda", beside=lambda: False, made=lambda *_: (None, backend))
-    line.issued(SimpleNamespace(is_completed=lambda: False, wait=fail))
+    line = NcclGroup(None, 0, 2, device="cuda", beside=lambda: False, made=lambda *_: (None, backend))
+    line.note_issued(SimpleNamespace(is_completed=lambda: False, wait=fail))
     line._open[0].is_completed = lambda: True
     with pytest.raises(RuntimeError, match="NCCL error"):
-        line.issued(SimpleNamespace(is_completed=lambda: False, wait=fail))
-    assert line._under_way()
+        line.note_issued(SimpleNamespace(is_completed=lambda: False, wait=fail))
+    assert line._has_open_work()
     line.close()
 
 
 def test_a_rank_whose_training_cannot_be_closed_closes_its_wires_and_removes_its_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(self: Training) -> None:
+    def fail(self: RankTraining) -> None:
         raise RuntimeError("a thread does not end")
 
     closed: list[Wire] = []
     close = Wire.close
-    monkeypatch.setattr(Training, "close", fail)
+    monkeypatch.setattr(RankTraining, "close", fail)
     monkeypatch.setattr(Wire, "close", lambda self: (closed.append(self), close(self)))
     sessions = live(experiment(2, 2))
     for s in sessions:

@@ -61,6 +61,6 @@ def test_the_engine_stretches_the_same_steps() -> None:
     pace, clock = made(10.0, fault)
     for step in range(20):
         began = clock.now()
-        pace.begin("forward", step)
-        pace.reach(1.0)
+        pace.begin_phase("forward", step)
+        pace.reach_fraction(1.0)
         assert clock.now() - began == pytest.approx(3e-3 * fault.stretch(1, step, "forward"))

@@ -14,9 +14,9 @@ from tests.piped import ROWS, batches, deep, piped
 from tests.piped import loss as piped_loss
 from tests.ranks import batch, experiment, mse, toy
 from workbench import simulate
-from workbench.host.placement.splitting import split
+from workbench.host.placement.splitting import split_model
 from workbench.host.reconfigure.trying_slices import check_slices
-from workbench.host.reconfigure.trying_units import require_narrow
+from workbench.host.reconfigure.trying_units import require_submodels
 from workbench.partitions import Pipeline
 from workbench.settings import KnobError
 from workbench.strategies import AsyncDrop
@@ -37,7 +37,7 @@ def valued(loss: Tensor, value: float) -> Tensor:
 
 def try_slices(loss: Loss) -> None:
     learner, model = toy(model=net, loss=loss, evaluate=None).build(), net()
-    check_slices(model, learner, split(2, model, learner), batch(0, 0, 0))
+    check_slices(model, learner, split_model(2, model, learner), batch(0, 0, 0))
 
 
 def is_sliced(model: nn.Module) -> bool:
@@ -75,10 +75,10 @@ def test_units_whose_order_changes_the_loss_are_refused(value: float) -> None:
 
     learner = toy(model=net, loss=loss, evaluate=None).build()
     wanted, model = experiment(2, 2, strategy=AsyncDrop()), net()
-    run = SimpleNamespace(learner=learner, model=model, example=lambda _: batch(0, 0, 0),
+    run = SimpleNamespace(learner=learner, model=model, make_example=lambda _: batch(0, 0, 0),
                           layout=SimpleNamespace(order=[SimpleNamespace(param=next(model.parameters()))]))  # fmt: skip
     with pytest.raises(KnobError, match=f"in another order the model has loss {value:.6g} in place of"):
-        require_narrow(run, wanted)
+        require_submodels(run, wanted)
 
 
 @pytest.mark.parametrize("value", [NAN, 0.0, 7.0])

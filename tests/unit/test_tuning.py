@@ -13,7 +13,7 @@ from workbench import Experiment, simulate, tune
 from workbench.fabric import Fabric, Link
 from workbench.fabric.slow import Slow
 from workbench.settings import KnobError
-from workbench.sim.tune.on_ranks import lasted
+from workbench.sim.tune.on_ranks import step_seconds
 from workbench.strategies import BackupWorkers, ByteScheduler, PostLocalSGD
 from workbench.tasks import ByteGPT
 
@@ -105,7 +105,7 @@ def test_steps_that_a_rank_skips_are_not_waited_for() -> None:
     done = simulate(e)
     made = done.spans[(done.spans["rank"] == 0) & (done.spans.lane == "step")]
     assert len(made) < 30, "rank 0 falls behind, and skips some"
-    assert lasted(done, 3) == pytest.approx((made.t1 - made.t0)[made.step >= 3].tolist())
+    assert step_seconds(done, 3) == pytest.approx((made.t1 - made.t0)[made.step >= 3].tolist())
 
 
 def test_without_optuna_the_error_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

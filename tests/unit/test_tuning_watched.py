@@ -17,9 +17,9 @@ from workbench.run import RunError
 from workbench.settings import KnobError
 from workbench.sim import Costs
 from workbench.sim.costs.durations import Duration
-from workbench.sim.plan.space import candidates, space_of
-from workbench.sim.plan.trials import Trial, above_trend, interval
-from workbench.sim.tune.on_ranks import Asked, OnRanks
+from workbench.sim.plan.space import list_candidates, space_of
+from workbench.sim.plan.trials import Trial, above_trend, make_interval
+from workbench.sim.tune.on_ranks import TrialLimits, TrialRunner
 from workbench.sim.tune.tuning import Tuning
 from workbench.strategies import DDP, LocalSGD
 from workbench.tasks import ByteGPT
@@ -46,9 +46,9 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def swept(e: Experiment) -> dict[str, Trial]:
     """Returns all settings, each measured like a trial."""
     ranks = VirtualRanks(e, TRUTH)
-    by_hand = OnRanks(ranks, Asked(), list(SPACE), lambda: None, lambda trial: None)
-    every = candidates(space_of(e, SPACE, {}))
-    return {str(settings): by_hand.tried(Trial(settings=settings), None) for settings in every}
+    by_hand = TrialRunner(ranks, TrialLimits(), list(SPACE), lambda: None, lambda trial: None)
+    every = list_candidates(space_of(e, SPACE, {}))
+    return {str(settings): by_hand.run_trial(Trial(settings=settings), None) for settings in every}
 
 
 @pytest.mark.timeout(900)
@@ -239,7 +239,7 @@ def test_an_interval_has_its_stated_coverage_despite_early_stopping() -> None:
     draw, missed, looks = np.random.default_rng(3), 0, (8, 12, 18, 27, 41, 60)
     for _ in range(600):
         x = draw.normal(1.0, 0.1, 60)
-        every = [interval(x[:n], 0.9, len(looks)) for n in looks]
+        every = [make_interval(x[:n], 0.9, len(looks)) for n in looks]
         missed += any(not one.low <= 1.0 <= one.high for one in every)
     assert missed <= 60, "at none of the looks, in nine of ten runs"
 

@@ -12,7 +12,7 @@ from tests.ranks import experiment, run, weights
 from workbench import Costs, simulate
 from workbench.compressors._sparse import Sparse
 from workbench.fabric import Fabric, Link, Load, uneven
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Bucket, Memory, Rank, StrategyError
 from workbench.strategies import DDP
 
@@ -79,7 +79,7 @@ def test_wrong_lengths_raise_strategy_error() -> None:
 def test_a_choice_by_values_gives_the_same_on_engine_and_simulator() -> None:
     e = experiment(3, 6, compressor=KeepsLarge())
     sessions = run(e)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     simulated = simulate(e.set("pace", 10), real=True)
     losses = simulated.samples[(simulated.samples["rank"] == 0) & (simulated.samples.name == "loss")].value.tolist()
     assert sessions[0].record.losses() == pytest.approx(losses, rel=1e-5)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.laws.dynamic_models import CASES, Batch, Dynamic, batches, freeze_b, layers, pull, through, two
-from tests.ranks import ended, experiment, fitting, live, run, shipped
+from tests.ranks import ended, experiment, live, make_fitting, run, shipped
 from tests.thinned import thinned
 from workbench import simulate
 from workbench.experiment import Experiment
@@ -32,7 +32,7 @@ ON_STEP = {
     "one rank": lambda batch: batch.rank == 1 and batch.index >= 2,
 }
 UNFREEZE = [(name, when) for name, cls in SHIPPED.items() for when in ON_STEP
-            if when == "all ranks" or fitting(cls, RANKS).trains(1, RANKS)]  # fmt: skip
+            if when == "all ranks" or make_fitting(cls, RANKS).trains(1, RANKS)]  # fmt: skip
 UNFREEZE_SIMULATED = [(name, when) for name, when in UNFREEZE if not SHIPPED[name].opaque]
 # Strategies whose ranks keep approaching one value; TEASQFed's server moves by a share with each mixing.
 APPROACH = ("DABMD", "EASGD", "ShadowEASGD", "ShadowSync", "TEASQFed")
@@ -61,7 +61,7 @@ def task_of(trains: Callable[[Batch], bool], note: Callable[[Any, Batch], None] 
 
 
 def chosen(name: str, steps: int, **rest: Any) -> Experiment:
-    strategy = fitting(SHIPPED[name], RANKS)
+    strategy = make_fitting(SHIPPED[name], RANKS)
     if any(knob.name == "every" for knob in knobs(type(strategy))):
         strategy = replace(strategy, every=2)
     if isinstance(strategy, TorchDDP):

@@ -6,16 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.unit.test_ending import came
-from workbench.analysis.compare.effect import _made
+from workbench.analysis.compare.effect import _list_changes
 from workbench.cluster.run.changes import Changes
-from workbench.cluster.run.live import Live
+from workbench.cluster.run.live import RunController
 from workbench.experiment import Experiment
-from workbench.host.core.answers import ANSWERS, NAMES, Answer, remember
+from workbench.host.core.answers import ANSWERS, NAMES, RequestAnswer, remember_answer
 from workbench.run import Run
 from workbench.strategies import DDP
 
 
-def live_of(ranks: int) -> tuple[Experiment, Live, list[tuple[str, str]]]:
+def live_of(ranks: int) -> tuple[Experiment, RunController, list[tuple[str, str]]]:
     """Returns a run whose connection accepts every order, and the list of sent orders."""
     sent: list[tuple[str, str]] = []
 
@@ -23,9 +23,9 @@ def live_of(ranks: int) -> tuple[Experiment, Live, list[tuple[str, str]]]:
         sent.append((what, rest.get("request", {}).get("kind", "")))
 
     e = Experiment(ranks=ranks, on_death="go on")
-    line = SimpleNamespace(ask=ask, ask_all=lambda what, ranks, **rest: ask(0, what, **rest))
-    there: Any = SimpleNamespace(death=lambda rank: None, line=line)
-    return e, Live(Run({}, live=True), there, Changes(e, []), "g"), sent
+    line = SimpleNamespace(ask_rank=ask, ask_all=lambda what, ranks, **rest: ask(0, what, **rest))
+    there: Any = SimpleNamespace(describe_death=lambda rank: None, rpc=line)
+    return e, RunController(Run({}, live=True), there, Changes(e, []), "g"), sent
 
 
 def went_on(e: Experiment, gone: list[int], members: list[int], step: int, turn: int) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def went_on(e: Experiment, gone: list[int], members: list[int], step: int, turn:
 def test_a_late_report_of_an_older_generation_answers_but_does_not_take_effect() -> None:
     e, live, _ = live_of(2)
     asked = live.changes.resizing([0, 1, 2], [2])
-    live.admit([2])
+    live.admit_ranks([2])
     came(live, 1, 7, 2.0, "members", went_on(e.set("bucket_mb", 0.5), [0], [1, 2], 7, 2))
     late = {**went_on(e, [], [0, 1, 2], 5, 1), "new": [2], "id": asked.id}
     came(live, 0, 5, 1.0, "members", late)
@@ -54,7 +54,7 @@ def test_an_unreported_loss_does_not_end_a_run_that_goes_on() -> None:
     came(live, 2, 7, 2.0, "members", went_on(e, [1], [2, 3], 7, 2))
     now = live.ending.clock()
     live.ending.clock = lambda: now + 40
-    assert live.ending.due() == "" and live.ending.ranks == {2, 3}
+    assert live.ending.next_action() == "" and live.ending.ranks == {2, 3}
 
 
 def test_the_kernel_does_not_wait_for_a_removed_rank_whose_report_was_lost() -> None:
@@ -63,12 +63,12 @@ def test_the_kernel_does_not_wait_for_a_removed_rank_whose_report_was_lost() -> 
     came(live, 1, 7, 2.0, "members", went_on(e, [0], [1], 7, 2))
     came(live, 1, 5, 1.0, "resized", {"id": asked.id, "text": "rank 2 is taken out", "again": True})
     came(live, 1, 9, 3.0, "end", {"rank": 1, "state": "done"})
-    assert asked.applied_at == 5 and live.ending.ranks == {1} and live.ending.outcome()[0] == "done"
+    assert asked.applied_at == 5 and live.ending.ranks == {1} and live.ending.find_outcome()[0] == "done"
 
 
 def test_the_kernel_does_not_wait_for_a_new_rank_whose_loss_was_unreported() -> None:
     e, live, _ = live_of(2)
-    live.admit([2])
+    live.admit_ranks([2])
     asked = live.changes.resizing([0, 1, 2], [2])
     came(live, 1, 7, 2.0, "members", went_on(e, [0], [1], 7, 3))
     came(live, 1, 5, 1.0, "resized", {"id": asked.id, "text": "rank 2 is added", "again": True})
@@ -80,7 +80,7 @@ def test_a_repeated_message_counts_once() -> None:
     said = {"path": "bucket_mb", "value": 0.5, "id": "c1", "text": "bucket_mb = 0.5"}
     for more in ({"again": True}, {"again": True}, {}, {"again": True}):
         came(live, 1, 3, 1.5, "change", {**said, **more})
-        assert len(live.run.changes) == 1 == len(_made(live.run.timeline, 3))
+        assert len(live.run.changes) == 1 == len(_list_changes(live.run.timeline, 3))
 
 
 def test_late_reports_of_planned_changes_are_listed() -> None:
@@ -94,18 +94,18 @@ def test_late_reports_of_planned_changes_are_listed() -> None:
 def test_a_pending_request_is_not_repeated_before_its_dependencies() -> None:
     e, live, sent = live_of(3)
     came(live, 1, 7, 2.0, "members", went_on(e, [0], [1, 2], 7, 1))
-    live.set("strategy", type("Mine", (DDP,), {"__module__": "__main__"})())
+    live.request_change("strategy", type("Mine", (DDP,), {"__module__": "__main__"})())
     for _ in range(3):
-        live.orders.carry()
+        live.orders.send_next()
     assert sent == [("learn", ""), ("request", "change")]
-    live.orders.hears(2, [1])
-    live.orders.carry()
+    live.orders.follow_leader(2, [1])
+    live.orders.send_next()
     assert sent[2:] == [("request", "change")], "has gone out, and has no answer"
 
 
 def test_answers_are_only_kept_for_the_latest_requests() -> None:
     done: dict[str, Any] = {}
     for n in range(2 * NAMES):
-        remember(done, f"change {n}", Answer("change", n, 0.0, {}))
+        remember_answer(done, f"change {n}", RequestAnswer("change", n, 0.0, {}))
     assert list(done) == [f"change {n}" for n in range(NAMES, 2 * NAMES)]
     assert [n for n, answer in enumerate(done.values()) if answer] == list(range(NAMES - ANSWERS, NAMES))

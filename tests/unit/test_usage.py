@@ -11,14 +11,14 @@ import torch
 from tests.laws.dynamic_models import CASES, Dynamic, freeze_b, pull, reference, two
 from tests.ranks import experiment, run
 from workbench.compressors import TopK
-from workbench.engine.control.hands import Hands
-from workbench.host.sharding.usage import only
+from workbench.engine.control.hands import UnusedFlags
+from workbench.host.sharding.usage import restrict_optimizer
 from workbench.settings import Change
 from workbench.strategies import DDP, LocalSGD, ZeRO1
 
 
 def test_other_ranks_see_a_raised_hand_only_in_its_step(tmp_path: Path) -> None:
-    one, other = (Hands(tmp_path / "hands", place, 2) for place in range(2))
+    one, other = (UnusedFlags(tmp_path / "hands", place, 2) for place in range(2))
     assert not other.raised_in(0, range(2))
     one.raise_in(3)
     assert other.raised_in(3, range(2)) and not other.raised_in(4, range(2)) and not other.raised_in(3, [1])
@@ -29,7 +29,7 @@ def test_other_ranks_see_a_raised_hand_only_in_its_step(tmp_path: Path) -> None:
 def test_only_hides_the_other_parameters_of_an_optimizer_for_a_while() -> None:
     a, b = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([a, b], lr=1.0)
-    with only(optimizer, [b]):
+    with restrict_optimizer(optimizer, [b]):
         assert optimizer.param_groups[0]["params"] == [b]
     assert optimizer.param_groups[0]["params"] == [a, b]
 

@@ -18,12 +18,12 @@ from widgets.charts import theme
 from widgets.charts.boxes import KINDS
 from widgets.charts.feed import Feed
 from widgets.charts.marks import change_marks
-from widgets.charts.wire import Packing
+from widgets.charts.wire import MessagePacker
 from widgets.static import read_static
 from widgets.views import all_views
-from widgets.views._base import Patch, View, drawn, thin
+from widgets.views._base import Patch, View, draw_view, thin_points
 from workbench import simulate
-from workbench.analysis import arrivals, bytes_per_step, since_met
+from workbench.analysis import bytes_per_step, line_up, since_met
 from workbench.fabric import Slow
 from workbench.record.timeline import Mark, Sample
 from workbench.run import Run
@@ -48,7 +48,7 @@ def unpack(header: list[Any], buffer: bytes) -> np.ndarray:
 @pytest.mark.parametrize("kind", VIEWS.values(), ids=lambda k: k.name)
 def test_every_view_draws_an_empty_and_a_recorded_run(kind: type[View]) -> None:
     for run in (empty(), recorded(steps=60)):
-        figure, text = drawn(kind(), run), kind().update(run).html
+        figure, text = draw_view(kind(), run), kind().update(run).html
         assert (figure is None) != (text is None)
         assert figure is None or len(figure.data) > 0
         assert kind.about and kind.title
@@ -68,7 +68,9 @@ def test_a_live_run_read_in_pieces_gives_the_same_picture(kind: type[View]) -> N
     live.live = False
     watching.update(live)
     a, b = kind().update(whole), kind().update(live)
-    assert json.dumps(Packing().patch(a), default=str) == json.dumps(Packing().patch(b), default=str)
+    assert json.dumps(MessagePacker().pack_patch(a), default=str) == json.dumps(
+        MessagePacker().pack_patch(b), default=str
+    )
 
 
 def test_the_timeline_shows_every_span_of_its_steps_once_per_lane() -> None:
@@ -88,7 +90,7 @@ def test_waiting_ends_and_transfer_begins_at_the_last_arrival() -> None:
     run = recorded(steps=20, slow=(1, "backward", 2.0), hiccups=0.0)
     patch = view("timeline").update(run)
     number = {kind.key: i for i, kind in enumerate(KINDS)}
-    last = arrivals(run.timeline, patch.facts["first"], patch.facts["last"] + 1).last
+    last = line_up(run.timeline, patch.facts["first"], patch.facts["last"] + 1).last
     transfers = np.concatenate([patch.replace[number[k]]["x0"] for k in ("transfer", "odd")])
     waits = patch.replace[number["waiting"]]
     assert np.isin(transfers, last).all() and np.isin(waits["x1"], last).all()
@@ -248,7 +250,7 @@ def test_changes_are_numbered_and_labelled() -> None:
 def test_thinning_keeps_ends_extremes_and_order() -> None:
     y = np.sin(np.arange(50_000) / 500.0)
     y[12_345], y[40_001] = 9.0, -9.0
-    kept = thin({"x": np.arange(50_000.0), "y": y}, 1500)
+    kept = thin_points({"x": np.arange(50_000.0), "y": y}, 1500)
     assert len(kept["x"]) <= 1500 and {9.0, -9.0} <= set(kept["y"])
     assert (np.diff(kept["x"]) > 0).all() and kept["x"][0] == 0
 
@@ -256,21 +258,21 @@ def test_thinning_keeps_ends_extremes_and_order() -> None:
 def test_packed_numbers_keep_microseconds_late_in_a_long_run() -> None:
     t = 86_400.0 + np.linspace(0, 0.5, 999)
     columns = {"x": t, "row": np.arange(5_000_000, 5_000_999), "y": np.array([1.0, np.nan]), "text": ["a", "b"]}
-    packing = Packing()
-    header = packing._columns(columns)
-    assert np.abs(unpack(header["x"], packing.buffer) - t).max() < 1e-6
-    assert unpack(header["row"], packing.buffer).tolist() == columns["row"].tolist()
-    assert np.isnan(unpack(header["y"], packing.buffer)[1]) and header["text"] == ["a", "b"]
+    packing = MessagePacker()
+    header = packing._pack_columns(columns)
+    assert np.abs(unpack(header["x"], packing.joined_buffer) - t).max() < 1e-6
+    assert unpack(header["row"], packing.joined_buffer).tolist() == columns["row"].tolist()
+    assert np.isnan(unpack(header["y"], packing.joined_buffer)[1]) and header["text"] == ["a", "b"]
 
 
 def test_a_feed_sends_everything_once_and_then_only_new_data() -> None:
     whole, live = recorded(steps=160), Run({"ranks": 4}, live=True)
     live.timeline = whole.timeline
     feed = Feed(live)
-    content, buffers = feed.everything()
+    content, buffers = feed.make_opening()
     assert {spec["name"] for spec in content["specs"]} == {kind.name for kind in VIEWS.values()}
     assert json.loads(json.dumps(content)) and len(content["marks"]) == len(live.changes) == 2 and buffers[0]
-    assert feed.news() is None
+    assert feed.make_news() is None
 
 
 def test_a_failing_view_reports_it_once_and_other_views_continue() -> None:
@@ -282,22 +284,22 @@ def test_a_failing_view_reports_it_once_and_other_views_continue() -> None:
 
     run = recorded(steps=20)
     feed = Feed(run, (Broken, type(view("loss"))))
-    content, _ = feed.everything()
+    content, _ = feed.make_opening()
     assert "loss" in content["views"] and content["trouble"] == (
         "Broken could not be brought up to date: ZeroDivisionError: no luck"
     )
-    assert feed.news() is None
+    assert feed.make_news() is None
 
 
 def test_eight_ranks_at_twenty_steps_a_second_fit_the_bandwidth_budget() -> None:
     whole, live = recorded(steps=200, ranks=8, step_s=0.05, changes=()), Run({"ranks": 8}, live=True)
     rows, sent, feed = whole.timeline.spans.rows(), 0, Feed(live)
-    feed.everything()
+    feed.make_opening()
     until = float(rows.t1.max())
     ticks = np.arange(1.0, until, 1 / 6)
     for a, b in pairwise(ticks):
         live.timeline.spans.extend(rows[(rows.t1 > a) & (rows.t1 <= b)].columns)
-        if news := feed.news():
+        if news := feed.make_news():
             sent += len(json.dumps(news[0])) + len(news[1][0])
     assert sent / (ticks[-1] - ticks[0]) < 200e3
 
@@ -347,7 +349,7 @@ def test_drift_within_rounds_is_drawn_as_points_with_their_place_in_the_round(ev
     patch = view("drift").update(run)
     assert set(patch.append) == {2, 3}, "markers alone: a line would go up and down with the place in the round"
     assert patch.layout["xaxis.title.text"] == said
-    figure = drawn(view("drift"), run)
+    figure = draw_view(view("drift"), run)
     assert figure is not None and figure.data[2].mode == "markers" and len(figure.data[2].x) == 10
     grid = view("drift").table(run)
     drift = run.timeline.samples.rows()
@@ -369,7 +371,7 @@ def test_steps_since_averaging_start_again_at_a_change_of_strategy() -> None:
 
 def test_memory_is_a_bar_of_categories_with_a_mark_at_the_peak() -> None:
     run, model = recorded(steps=20, ranks=2, changes=()), synthetic.BUCKETS * synthetic.NBYTES
-    figure = drawn(view("memory"), run)
+    figure = draw_view(view("memory"), run)
     assert figure is not None
     shown = {trace.name: list(trace.x) for trace in figure.data if len(trace.x)}
     assert shown["parameters"] == [model] * 2 and shown["optimizer state"] == [2 * model] * 2
@@ -383,7 +385,7 @@ def test_memory_of_a_gpu_is_marked_and_an_unknown_category_is_drawn() -> None:
     run = recorded(steps=20, ranks=2, changes=())
     told = {"allocated": 8e7, "allocated peak": 9e7, "moved to host": 5e6}
     run.timeline.samples.add([Sample(1, 19, f"memory {name}", 9.0, value) for name, value in told.items()])
-    figure = drawn(view("memory"), run)
+    figure = draw_view(view("memory"), run)
     assert figure is not None
     shown = {trace.name: list(trace.x) for trace in figure.data if len(trace.x)}
     assert shown["GPU's allocator"] == [9e7] and shown["other"] == [0, 5e6]

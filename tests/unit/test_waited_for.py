@@ -25,8 +25,8 @@ def test_the_final_progress_line_covers_the_whole_run(
     run = SimpleNamespace(name="late", parent={"step": first} if first else {}, epoch=time.time() - seconds)
     live: Any = SimpleNamespace(run=run, changes=SimpleNamespace(experiment=Experiment()), steps_done=made,
                                 state="stopped", loss=1.5, holdup="", cluster=None)  # fmt: skip
-    with waiting._line(live) as line:
-        waiting._show(live, line)
+    with waiting._make_progress(live) as line:
+        waiting._show_progress(live, line)
     last = out.getvalue().rpartition("\r")[2]
     found = re.search(r"late: (\d+)step \[00:(\d+), +([\d.]+)(step/s|s/step), stopped, loss 1.500\]", last)
     assert found, last

@@ -9,7 +9,7 @@ import torch
 from tests.ranks import exchange, experiment, placed, run, together
 from workbench import simulate
 from workbench.compressors import ErrorFeedback, Wangni
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Bucket, Memory, Op, Rank
 from workbench.settings import Change, KnobError
 
@@ -77,9 +77,7 @@ def noted(codec: Wangni, x: torch.Tensor, seed: int = 0) -> tuple[dict[str, floa
 
 @pytest.mark.parametrize("n", [7, 500, 300_000])
 @pytest.mark.parametrize("variance", [0.01, 0.1, 1.0, 4.0, 100.0])
-def test_the_variance_equals_the_budget_and_probabilities_equal_the_sorted_closed_form(
-    n: int, variance: float
-) -> None:
+def test_the_variance_equals_the_budget_and_probabilities_equal_the_sorted_closed_form(n: int, variance: float) -> None:
     for x in (noise(n, n), skewed(n, n)):
         p = chances(Wangni(rule="variance", variance=variance), x)
         size = x.abs().double().numpy()
@@ -201,7 +199,7 @@ def test_a_value_that_is_not_finite_is_passed_on_and_affects_no_other_entry(bad:
 def test_live_changes_of_its_knobs_take_effect_in_the_next_step() -> None:
     changes = [Change(4, "compressor.density", 0.5), Change(8, "rule", "variance"), Change(12, "variance", 50.0)]
     sessions = run(experiment(2, 16, compressor=Wangni()), *changes)
-    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({hash_model_state(s.layout) for s in sessions}) == 1
     sizes = [b.data.numel() for b in sessions[0].layout.buckets]
 
     def kept(step: int) -> float:

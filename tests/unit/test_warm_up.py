@@ -11,7 +11,7 @@ from tests.laws.codecs import pairs, reduced
 from tests.ranks import exchange, experiment, placed, run
 from workbench import simulate
 from workbench.compressors import Compressor, Dense, ErrorFeedback, Layers, OneBit, PowerSGD, TopK, WarmUp
-from workbench.host.placement.canonical import state_hash
+from workbench.host.placement.canonical import hash_model_state
 from workbench.rank import Memory
 from workbench.settings import Change, KnobError
 
@@ -40,7 +40,8 @@ def test_stages_divide_the_steps_equally() -> None:
     warm = WarmUp(of=TopK(density=0.01), schedule="exponential", steps=12, stages=3)
     assert densities(warm, 13) == pytest.approx([0.01**0.25] * 4 + [0.1] * 4 + [0.01**0.75] * 4 + [0.01])
     assert densities(WarmUp(of=TopK(density=0.01), schedule="exponential", steps=2, stages=4), 3) == pytest.approx(
-        [0.01**0.2, 0.01**0.6, 0.01])
+        [0.01**0.2, 0.01**0.6, 0.01]
+    )
 
 
 def test_the_density_of_the_wrapped_compressor_falls() -> None:
@@ -55,7 +56,7 @@ def test_zero_steps_disable_the_warm_up() -> None:
 
 def test_the_first_steps_are_bit_identical_to_a_dense_run() -> None:
     a, b = (run(experiment(3, 8, compressor=c))[0] for c in (Dense(), ErrorFeedback(of=WarmUp(steps=8))))
-    assert state_hash(a.layout) == state_hash(b.layout)
+    assert hash_model_state(a.layout) == hash_model_state(b.layout)
 
 
 def test_bytes_are_dense_first_and_then_the_compressors() -> None:
@@ -106,8 +107,12 @@ def test_nothing_is_lost_through_random_live_changes() -> None:
     for step in range(500):
         if not step % 3:
             of: Compressor = rng.choice([TopK(density=rng.uniform(0.02, 1.0)), Layers(smallest=10)])
-            warm = WarmUp(of=of, steps=step + rng.randint(-5, 20) if step > 5 else 3, stages=rng.randint(1, 6),
-                          schedule=rng.choice(["dense", "exponential"]))
+            warm = WarmUp(
+                of=of,
+                steps=step + rng.randint(-5, 20) if step > 5 else 3,
+                stages=rng.randint(1, 6),
+                schedule=rng.choice(["dense", "exponential"]),
+            )
         g = noise(step, ranks, n)
         owed += g.double().sum(0)
         cut = rng.choice([1, 2, 3, 6])

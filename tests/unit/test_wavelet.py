@@ -15,7 +15,7 @@ from torch import nn
 from tests.ranks import batch, experiment, net, run, toy, weights
 from tests.sim.virtual import rows
 from workbench import simulate
-from workbench.host.passes.waves import Waves
+from workbench.host.passes.waves import PiecewisePass
 from workbench.rank import Rank, StrategyError
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, Strategy, Wavelet
@@ -184,11 +184,11 @@ def test_tied_parameters_and_in_place_layers_get_autograds_gradients() -> None:
         made.loss(some, pair).backward()
         want = [p.grad.clone() for p in some.parameters() if p.grad is not None]
         some.zero_grad()
-        waves = Waves(some, made)
+        waves = PiecewisePass(some, made)
         for piece in range(3):
-            waves.rise(lambda pair=pair: pair, 0, piece, 3, True)
+            waves.piece_forward(lambda pair=pair: pair, 0, piece, 3, True)
         for piece in (2, 1, 0):
-            waves.fall(0, piece, 3, 1.0)
+            waves.piece_backward(0, piece, 3, 1.0)
         for mine, other in zip((p.grad for p in some.parameters()), want, strict=True):
             torch.testing.assert_close(mine, other)
 
@@ -201,19 +201,19 @@ class Adds(nn.Linear):
 
 def test_a_piece_that_modifies_its_input_is_an_explained_error() -> None:
     made = learner()
-    waves = Waves(nn.Sequential(nn.Linear(8, 8), Adds(8, 8), nn.Linear(8, 4)), made)
-    waves.rise(lambda: batch(0, 0, 0), 0, 0, 3, True)
+    waves = PiecewisePass(nn.Sequential(nn.Linear(8, 8), Adds(8, 8), nn.Linear(8, 4)), made)
+    waves.piece_forward(lambda: batch(0, 0, 0), 0, 0, 3, True)
     with pytest.raises(StrategyError, match="piece 1 of 3 writes into what it is handed: let it compute x = x"):
-        waves.rise(lambda: batch(0, 0, 0), 0, 1, 3, True)
+        waves.piece_forward(lambda: batch(0, 0, 0), 0, 1, 3, True)
 
 
 def test_pieces_in_the_wrong_order_are_an_explained_error() -> None:
     made = learner()
-    waves = Waves(made.model(), made)
-    waves.rise(lambda: batch(0, 0, 0), 0, 0, 3, True)
+    waves = PiecewisePass(made.model(), made)
+    waves.piece_forward(lambda: batch(0, 0, 0), 0, 0, 3, True)
     with pytest.raises(StrategyError, match="batch 0 cannot fall through piece 2 of 3 now"):
-        waves.fall(0, 2, 3, 1.0)
+        waves.piece_backward(0, 2, 3, 1.0)
     with pytest.raises(StrategyError, match="rises anew before it has fallen"):
-        waves.rise(lambda: batch(0, 0, 0), 0, 0, 3, True)
+        waves.piece_forward(lambda: batch(0, 0, 0), 0, 0, 3, True)
     with pytest.raises(StrategyError, match="batch 1 has not begun to rise"):
-        waves.rise(lambda: batch(0, 0, 0), 1, 1, 3, True)
+        waves.piece_forward(lambda: batch(0, 0, 0), 1, 1, 3, True)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from widgets.controls.asking import mbits, slide
+from widgets.controls.asking import slider_bandwidth, slider_position
 from widgets.controls.what_if import WhatIf
 from workbench import simulate
 from workbench.experiment import Experiment
@@ -58,14 +58,14 @@ def test_invalid_settings_are_refused_with_the_reason(run: Run) -> None:
 
 def test_the_panel_starts_at_the_runs_settings_and_shows_the_result(run: Run) -> None:
     panel = WhatIf(lambda: run)
-    panel.follow()
-    assert panel.settings() == {"ranks": 4, "link.bandwidth": 200.0, "link.latency": 0.5}
+    panel.follow_run()
+    assert panel.chosen_settings() == {"ranks": 4, "link.bandwidth": 200.0, "link.latency": 0.5}
     panel.ranks.value = 8
     assert panel.working is not None
     panel.working.join(600)
     assert "What if 8 ranks, 200 Mbit/s, 0.5 ms" in panel.said.value and panel.board is not None
     assert panel.board.run.settings["ranks"] == 8
-    panel.follow()
+    panel.follow_run()
     assert panel.ranks.value == 8, "a slider that was moved stays where it is"
     panel.close()
 
@@ -98,7 +98,7 @@ def test_the_answer_describes_the_simulated_settings_even_if_a_slider_moves_mean
 
 def test_the_panel_says_when_there_is_no_run() -> None:
     panel = WhatIf(lambda: None)
-    panel.ask()
+    panel.start_simulation()
     assert panel.working is not None
     panel.working.join(60)
     assert "no run yet" in panel.said.value
@@ -107,7 +107,7 @@ def test_the_panel_says_when_there_is_no_run() -> None:
 
 @pytest.mark.parametrize("bandwidth", [1.0, 300.0, 25_000.0, 0.0])
 def test_the_bandwidth_slider_shows_its_value(bandwidth: float) -> None:
-    assert mbits(slide(bandwidth)) == pytest.approx(bandwidth, rel=0.01)
+    assert slider_bandwidth(slider_position(bandwidth)) == pytest.approx(bandwidth, rel=0.01)
 
 
 def test_a_named_network_sets_alpha_and_beta_and_is_listed_in_the_assumptions(run: Run) -> None:
@@ -137,14 +137,14 @@ def test_a_step_of_4096_ranks_takes_compute_plus_ring_messages(run: Run) -> None
 
 def test_the_panel_applies_all_fields_and_draws_the_curve_with_its_assumptions(run: Run) -> None:
     panel = WhatIf(lambda: run)
-    panel.follow()
+    panel.follow_run()
     panel._setting = True  # all in one question
     panel.network.value, panel.kinds["strategy"].value, panel.bucket.value = "NVLink", "LocalSGD", "0.5"
     panel.more.value, panel.site.value = "strategy.every=4", "2"
     panel._setting = False
     asked = {"ranks": 4, "strategy": "LocalSGD", "bucket_mb": 0.5, "fabric.site": 2, "strategy.every": 4}
-    assert panel.settings() == asked
-    panel.ask(over=True)
+    assert panel.chosen_settings() == asked
+    panel.start_simulation(over=True)
     assert panel.working is not None
     panel.working.join(600)
     assert "What if 4 ranks, NVLink, strategy LocalSGD, bucket_mb 0.5" in panel.said.value, panel.said.value

@@ -36,7 +36,7 @@ def cut(e: Experiment, victim: int, at: int) -> tuple[list[Session], list[dict[s
     sessions, end = live(e), time.monotonic() + 150
     while sessions[victim].rank.step < at and not sessions[victim].join(0.001):
         assert time.monotonic() < end
-    sessions[victim].cut()
+    sessions[victim].cut_connections()
     ended(sessions, 150)
     return sessions, [json.loads(m[3]) for s in sessions for m in s.record.noted("members")]
 
@@ -81,7 +81,7 @@ def test_a_cut_between_two_steps_fails_the_run_where_state_is_stored_elsewhere(n
         assert until(lambda: all(s.rank.step >= 3 for s in sessions), 150)
         sessions[0].request({"kind": "pause", "id": "pause"})
         assert until(lambda: all(s.status()["state"] == "paused" for s in sessions), 150)
-        assert [s.set_up_already.rollback.bounds() for s in sessions] == [[]] * 4
+        assert [s.set_up_already.rollback.list_bounds() for s in sessions] == [[]] * 4
     finally:
         for s in sessions:
             s.abort(asked=True)

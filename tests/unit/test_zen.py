@@ -15,7 +15,7 @@ from tests.sparse_sums import by_formula
 from workbench import Costs, simulate
 from workbench.compressors import Compressor, Zen
 from workbench.fabric import Fabric, Link, Load, even, uneven
-from workbench.host.memory.memory import nbytes, storages
+from workbench.host.memory.memory import count_bytes, find_storages
 from workbench.rank import Bucket, Memory, Op, Part, Rank
 from workbench.settings import Change, knobs
 
@@ -234,7 +234,7 @@ def test_sums_stay_exact_when_buckets_change_and_old_buckets_leave_no_memory() -
     g, memories = supported("random", 2), [Memory(), Memory()]
 
     def kept() -> int:
-        return nbytes(storages(memories[0].parts))
+        return count_bytes(find_storages(memories[0].parts))
 
     exchanged(Zen(scheme="owners"), g, PARTS, memories)
     before = kept()

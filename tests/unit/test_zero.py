@@ -18,8 +18,8 @@ from workbench import simulate
 from workbench.compressors import DGC, QSGD, Compressor, OneBit, PowerSGD, ScaleCom, TopK
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host.memory.memory import nbytes, optimizer_state
-from workbench.host.placement.slots import slots
+from workbench.host.memory.memory import count_bytes, find_optimizer_state
+from workbench.host.placement.slots import read_slots
 from workbench.host.transfer import handover
 from workbench.optimizers import LARS, SGD, Adam, AdamW
 from workbench.rank import Rank, StrategyError
@@ -37,7 +37,7 @@ LAYERS = 0.01  # MB: the toy's parameters are in several buckets
 
 def moments(session: Session) -> dict[str, torch.Tensor]:
     """Returns a rank's optimizer state by name."""
-    return {name: x.clone() for name, x in slots(session.layout, session.optimizer).items()}
+    return {name: x.clone() for name, x in read_slots(session.layout, session.optimizer).items()}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -69,9 +69,7 @@ class Tied(nn.Module):
 @stages
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD(momentum=0.9, nesterov=True)], ids=["AdamW", "SGD"])
-def test_twenty_steps_are_bit_identical_to_summation_in_rank_order(
-    stage: Strategy, ranks: int, optimizer: Any
-) -> None:
+def test_twenty_steps_are_bit_identical_to_summation_in_rank_order(stage: Strategy, ranks: int, optimizer: Any) -> None:
     """The simulator's all-reduce adds in the order of the ranks; gloo's ring does not for three or more ranks."""
     found = run(experiment(ranks, 20, strategy=stage, optimizer=optimizer, bucket_mb=LAYERS))
     for want in (trained(s, ranks, 20, optimizer=optimizer, bucket_mb=LAYERS)[1] for s in (DDP(), stage)):
@@ -136,8 +134,8 @@ def _pairs(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def test_each_rank_stores_its_share_and_sends_as_much_as_ddp(stage: Strategy, ranks: int) -> None:
     sessions = run(experiment(ranks, 6, strategy=stage, optimizer=Adam(), bucket_mb=LAYERS))
     plain = run(experiment(ranks, 6, optimizer=Adam(), bucket_mb=LAYERS))
-    whole = nbytes(optimizer_state(plain[0].optimizer))
-    kept = [nbytes(optimizer_state(s.optimizer)) for s in sessions]
+    whole = count_bytes(find_optimizer_state(plain[0].optimizer))
+    kept = [count_bytes(find_optimizer_state(s.optimizer)) for s in sessions]
     counters = 4 * 2 * len(plain[0].layout.order) * ranks  # a step counter for every piece
     assert sum(kept) - counters <= whole <= sum(kept) and max(kept) <= whole / ranks + counters
     sent, usual = (sum(n for step, _, n in s[0].record.comm() if step == 5) for s in (sessions, plain))
@@ -210,12 +208,12 @@ def test_leaving_zero_sends_missing_state_and_entering_it_sends_nothing(stage: S
                    Change(8, "strategy", "DDP"))  # fmt: skip
     moved = [[(step, n) for step, what, n in s.record.comm() if "move" in what] for s in sessions]
     assert {step for rows in moved for step, _ in rows} == {8}
-    lacked = 3 * nbytes(optimizer_state(sessions[0].optimizer))  # each of four had a quarter
+    lacked = 3 * count_bytes(find_optimizer_state(sessions[0].optimizer))  # each of four had a quarter
     assert sum(n for rows in moved for _, n in rows) == lacked
 
 
 def test_state_corrupted_in_transfer_fails_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    carry = handover.move
+    carry = handover.move_state
 
     async def spoilt(rank: Rank, state: Any, *how: Any) -> Any:
         given = await carry(rank, state, *how)
@@ -223,7 +221,7 @@ def test_state_corrupted_in_transfer_fails_the_switch(monkeypatch: pytest.Monkey
             next(x for x in given.values() if x.numel() > 1).view(-1)[0] += 1.0
         return given
 
-    monkeypatch.setattr(handover, "move", spoilt)
+    monkeypatch.setattr(handover, "move_state", spoilt)
     sessions = live(experiment(2, 8, optimizer=AdamW()), (Change(4, "strategy", "ZeRO1"),))
     ended(sessions)
     assert any("is not what it was before it was shared out" in s.error["text"] for s in sessions if s.error)

@@ -18,10 +18,10 @@ from workbench import simulate
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
-from workbench.host.placement.absent import Absent
-from workbench.host.placement.layout import Layout
-from workbench.host.sharding.foreseen import foreseen
-from workbench.host.sharding.reading import Reading
+from workbench.host.placement.absent import UnmaterializedParameter
+from workbench.host.placement.layout import ParameterLayout
+from workbench.host.sharding.foreseen import foresee_trace
+from workbench.host.sharding.reading import Unsharder
 from workbench.optimizers import SGD, AdamW
 from workbench.settings import Change
 from workbench.sim.teach.laws import trained
@@ -128,7 +128,7 @@ def test_bytes_sent_and_stored_are_the_papers(ranks: int) -> None:
     e = Experiment(task=task, ranks=ranks, steps=5, eval_every=0, strategy=ZeRO3(), optimizer=AdamW(), bucket_mb=0.1,
                    batch=2)  # fmt: skip
     session = run(e)[0]
-    psi, layout = session.layout.nbytes, session.layout
+    psi, layout = session.layout.byte_count, session.layout
     sent = [sum(n for at, name, n in session.record.comm() if at == step and "slots" not in name) for step in range(5)]
     share = psi * (ranks - 1) / ranks
     largest = max(b.nbytes for b in layout.buckets)
@@ -141,15 +141,15 @@ def test_bytes_sent_and_stored_are_the_papers(ranks: int) -> None:
 def test_released_parameters_are_freed_whatever_autograd_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[Any] = []
     most: list[int] = []
-    opened = Reading._open
+    opened = Unsharder._mark_whole
 
-    def counting(self: Reading, index: int) -> None:
+    def counting(self: Unsharder, index: int) -> None:
         opened(self, index)
         if self._run.rank.id == 0 and self.phase:
-            alive.append(weakref.ref(self._layout.weights[index].untyped_storage()))
+            alive.append(weakref.ref(self._parameter_layout.weights[index].untyped_storage()))
             most.append(sum(ref() is not None for ref in alive))
 
-    monkeypatch.setattr(Reading, "_open", counting)
+    monkeypatch.setattr(Unsharder, "_mark_whole", counting)
     e = Experiment(task=ByteGPT(layers=6), ranks=2, steps=4, eval_every=2, strategy=ZeRO3(), bucket_mb=0.05, batch=2)
     run(e)
     assert len(most) > 100 and max(most) <= 3, "what is read, what waits for gradients, the small ones"
@@ -237,7 +237,7 @@ def test_an_evaluation_gathers_the_shards_on_every_rank() -> None:
 
     def evaluate(model: nn.Module) -> float:
         loss = held_out(model)
-        away.append(sum(isinstance(p, Absent) for p in model.stack.parameters()))
+        away.append(sum(isinstance(p, UnmaterializedParameter) for p in model.stack.parameters()))
         return loss
 
     task = toy(model=Many, data=batches, evaluate=evaluate)
@@ -326,16 +326,16 @@ def test_it_can_be_entered_from_and_left_to_every_kind_of_strategy(target: str) 
 
 
 def test_a_layout_keeps_a_ranks_shard_and_allocates_the_rest() -> None:
-    layout = Layout(nn.Linear(6, 3), 1.0)
-    bucket = layout.params()[0]
+    layout = ParameterLayout(nn.Linear(6, 3), 1.0)
+    bucket = layout.list_params()[0]
     values = bucket.data.clone()
-    shard = layout.hold(bucket.shard(1, 2))
+    shard = layout.hold_bucket(bucket.shard(1, 2))
     assert torch.equal(shard.data, values[11:]) and layout.held == 4 * 10
-    assert torch.isnan(layout.params()[0].data).all()
+    assert torch.isnan(layout.list_params()[0].data).all()
     shard.data += 1.0
-    whole = layout.hold(bucket.like(torch.cat([values[:11], shard.data])))
+    whole = layout.hold_bucket(bucket.like(torch.cat([values[:11], shard.data])))
     assert torch.equal(whole.data[11:], values[11:] + 1.0) and layout.held == 4 * 21
-    assert layout.order[0].param.data.data_ptr() == layout.params()[0].data[:3].data_ptr()
+    assert layout.order[0].param.data.data_ptr() == layout.list_params()[0].data[:3].data_ptr()
 
 
 def test_prefetch_hides_gathers_on_an_emulated_link() -> None:
@@ -373,7 +373,7 @@ def test_the_first_step_stores_shards_too_unless_the_model_looks_at_values(model
     task = toy(model=model, data=batches, evaluate=None)
     e = experiment(2, 6, task=task, optimizer=AdamW(), bucket_mb=SMALL, lr=1e-3)
     ours, plain = run(e.set("strategy", ZeRO3())), run(e)
-    psi = ours[0].layout.nbytes
+    psi = ours[0].layout.byte_count
     assert (max(seen(ours[0], "memory parameters")) >= psi) is first
     assert torch.equal(weights(ours[0]), weights(plain[0]))
 
@@ -382,6 +382,6 @@ def test_prediction_leaves_a_shared_model_module_unchanged() -> None:
     """The reads of a step are predicted on a copy of the model without its tensors."""
     one = Many()
     before = [p.detach().clone() for p in one.parameters()]
-    trial = foreseen(toy(model=lambda: one, data=batches).build(), many(1))
-    assert trial is not None and len(trial.arrival) > 20
+    trial = foresee_trace(toy(model=lambda: one, data=batches).build(), many(1))
+    assert trial is not None and len(trial.gradient_order) > 20
     assert all(torch.equal(p, was) for p, was in zip(one.parameters(), before, strict=True))

@@ -49,8 +49,8 @@ class Board(anywidget.AnyWidget):
     looks:  choices on a page: `tables` (open ones), `rank` (with highlighted curves), `pin` (a box of the timeline),
             `theme` ("light", "dark"; none: the page's own)
 
-    A live run needs a `Refresh`, which calls `tick`. Without one the board only answers its page's messages, which is
-    enough for a recorded run.
+    A live run needs a `RefreshTimer`, which calls `send_news`. Without one the board only answers its page's messages,
+    which is enough for a recorded run.
     """
 
     _esm = PAGE_JS
@@ -74,7 +74,7 @@ class Board(anywidget.AnyWidget):
         self._tidy = Tidy(OFTEN, own=True)  # charts are computed on the thread that ticks
         self.refreshing = False
         super().__init__(**more)
-        self.on_msg(self._hear)
+        self.on_msg(self._receive_message)
 
     @property
     def run(self) -> Any:
@@ -91,21 +91,21 @@ class Board(anywidget.AnyWidget):
             self._waiting.clear()
         if self.looks.get("pin"):
             self.looks = {**self.looks, "pin": None}  # a box of the previous run
-        self._answer()
+        self._send_news()
 
     def look(self, looks: dict[str, Any], window: dict[str, Any]) -> None:
         """Applies `looks` and `window` and sends the run from its first step."""
         with self._lock:
             self.looks, self.window, self._feed = looks, window, None
             self._waiting.clear()
-        self._answer()
+        self._send_news()
 
-    def renew(self) -> None:
+    def draw_again(self) -> None:
         """Draws the run again from its first step, after the run next to it has changed."""
         with self._lock:
             self._feed = None
             self._waiting.clear()
-        self._answer()
+        self._send_news()
 
     @property
     def shown(self) -> bool:
@@ -120,19 +120,19 @@ class Board(anywidget.AnyWidget):
         """Whether a page shows this board, or did in the last 10 minutes."""
         return self.shown or time.monotonic() - self._heard < _ELSEWHERE
 
-    def tick(self) -> bool:
+    def send_news(self) -> bool:
         """Sends new rows if a page is ready for them. Returns whether it sent."""
         self._tidy.due()
         with self._lock:
-            if not self.shown or self._run is None or self._busy:
+            if not self.shown or self._run is None or self._is_drawing:
                 return False
             if self._feed is None:
                 self._feed = Feed(self._run, self._kinds, self._setter)
-                if self.window and (timeline := self._feed.view("timeline")):
+                if self.window and (timeline := self._feed.find_view("timeline")):
                     timeline.ask(self.window)
-                news: Message | None = self._feed.everything()
+                news: Message | None = self._feed.make_opening()
             else:
-                news = self._feed.news()
+                news = self._feed.make_news()
             if news is None:
                 return False
             self._number += 1
@@ -140,12 +140,12 @@ class Board(anywidget.AnyWidget):
             self.send({**news[0], "number": self._number, "tables": self._due_tables()}, news[1])
         return True
 
-    def complain(self, text: str) -> None:
+    def report_trouble(self, text: str) -> None:
         """Reports to the pages that a chart cannot be drawn. Training is not affected."""
         self.send({"kind": "trouble", "trouble": text})
 
     @property
-    def _busy(self) -> bool:
+    def _is_drawing(self) -> bool:
         """Whether a page still draws the last message."""
         return bool(self._waiting & set(self._pages)) and time.monotonic() - self._sent_at < _PATIENCE
 
@@ -153,10 +153,10 @@ class Board(anywidget.AnyWidget):
         now, out = time.monotonic(), {}
         for name in [name for name, at in self._tables.items() if now - at >= 1.0]:
             self._tables[name] = now
-            out[name] = self._feed.table(name) if self._feed else {}
+            out[name] = self._feed.make_table(name) if self._feed else {}
         return out
 
-    def _hear(self, _: Any, said: dict[str, Any], __: list[bytes]) -> None:
+    def _receive_message(self, _: Any, said: dict[str, Any], __: list[bytes]) -> None:
         page = str(said.get("page", ""))
         with self._lock:
             self._pages[page] = self._heard = time.monotonic()
@@ -176,22 +176,22 @@ class Board(anywidget.AnyWidget):
                     self._pages.pop(page, None)
                     self._waiting.discard(page)
                 case "ask":
-                    if self._feed and (view := self._feed.view(said["view"])):
+                    if self._feed and (view := self._feed.find_view(said["view"])):
                         view.ask(said["request"])
                         if view.tools:
                             self.window |= said["request"]
                 case "table":
                     self._show_table(said["view"], said["open"])
-        self._answer()
+        self._send_news()
 
     def _show_table(self, name: str, opened: bool) -> None:
         self._tables.pop(name, None)
         if opened and self._feed:
             self._tables[name] = time.monotonic()
-            self.send({"kind": "tables", "tables": {name: self._feed.table(name)}})
+            self.send({"kind": "tables", "tables": {name: self._feed.make_table(name)}})
 
-    def _answer(self) -> None:
+    def _send_news(self) -> None:
         """Lets the Refresh send at once. Without a Refresh, sends here."""
         self.woken.set()
         if not self.refreshing:
-            self.tick()
+            self.send_news()

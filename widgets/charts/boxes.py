@@ -14,14 +14,14 @@ import plotly.graph_objects as go
 
 from widgets.charts import theme
 from widgets.views._base import Columns
-from workbench.analysis import Piece
-from workbench.analysis.steps.collectives import moving, rates
+from workbench.analysis import PathPiece
+from workbench.analysis.steps.collectives import moving_since, send_rates
 from workbench.record.timeline import Rows
 
 BROWN = "#8A5A00"
 
 
-class Kind(NamedTuple):
+class BoxKind(NamedTuple):
     """A kind of box: its place in a rank's row (rows are 1 apart, downwards) and its look."""
 
     key: str
@@ -34,7 +34,7 @@ class Kind(NamedTuple):
     listed: bool = True
     edge: str = theme.PAPER  # of a solid box; darker than a light fill, to be visible on white
 
-    def trace(self) -> go.Scatter:
+    def make_trace(self) -> go.Scatter:
         """An empty trace. The page makes the outlines of its boxes (`meta.lane`)."""
         pattern = {"shape": self.pattern, "fgcolor": self.fill, "bgcolor": "rgba(0,0,0,0)", "size": 6, "solidity": 0.45}
         return go.Scatter(
@@ -45,23 +45,23 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("exposed", "exposed: the step is stalled", -0.42, -0.10, theme.VERMILLION, "/"),
-    Kind("bubble", "bubble: waiting for another stage", -0.42, -0.10, BROWN, "\\"),
-    Kind("forward", "forward", -0.46, -0.06, theme.SKY, text="#000000", edge=theme.BLUE),
-    Kind("backward", "backward", -0.46, -0.06, theme.BLUE, text="#ffffff"),
-    Kind("update", "update", -0.38, -0.06, theme.GREEN, text="#000000"),
-    Kind("eval", "evaluation", -0.46, -0.06, theme.GREY, "x"),
-    Kind("switch", "state transfer", -0.46, 0.30, theme.PURPLE, "-"),
-    Kind("waiting", "waiting for others", 0.10, 0.20, theme.GREY, "|"),
-    Kind("transfer", "transferring", 0.0, 0.30, theme.ORANGE, text="#000000", edge=BROWN),
-    Kind("odd", "transferring, odd bucket", 0.0, 0.30, "#F6D48A", text="#000000", listed=False, edge=BROWN),
-    Kind("codec", "compressing", 0.0, 0.30, theme.GREEN, "."),
-    Kind("preparing", "adding and copying what is exchanged", 0.0, 0.30, theme.GREEN, "-"),
-    Kind("measuring", "sent to evaluate, or to measure compression", 0.0, 0.30, BROWN, "x"),
-    Kind("port", "port busy", 0.34, 0.42, theme.PURPLE),
-    Kind("offload", "to or from host or disk", 0.42, 0.50, BROWN, "/"),
-    Kind("stepped", "update on the host", 0.42, 0.50, theme.GREEN),
-    Kind("path", "critical path", -0.06, 0.0, theme.INK, edge=theme.INK),
+    BoxKind("exposed", "exposed: the step is stalled", -0.42, -0.10, theme.VERMILLION, "/"),
+    BoxKind("bubble", "bubble: waiting for another stage", -0.42, -0.10, BROWN, "\\"),
+    BoxKind("forward", "forward", -0.46, -0.06, theme.SKY, text="#000000", edge=theme.BLUE),
+    BoxKind("backward", "backward", -0.46, -0.06, theme.BLUE, text="#ffffff"),
+    BoxKind("update", "update", -0.38, -0.06, theme.GREEN, text="#000000"),
+    BoxKind("eval", "evaluation", -0.46, -0.06, theme.GREY, "x"),
+    BoxKind("switch", "state transfer", -0.46, 0.30, theme.PURPLE, "-"),
+    BoxKind("waiting", "waiting for others", 0.10, 0.20, theme.GREY, "|"),
+    BoxKind("transfer", "transferring", 0.0, 0.30, theme.ORANGE, text="#000000", edge=BROWN),
+    BoxKind("odd", "transferring, odd bucket", 0.0, 0.30, "#F6D48A", text="#000000", listed=False, edge=BROWN),
+    BoxKind("codec", "compressing", 0.0, 0.30, theme.GREEN, "."),
+    BoxKind("preparing", "adding and copying what is exchanged", 0.0, 0.30, theme.GREEN, "-"),
+    BoxKind("measuring", "sent to evaluate, or to measure compression", 0.0, 0.30, BROWN, "x"),
+    BoxKind("port", "port busy", 0.34, 0.42, theme.PURPLE),
+    BoxKind("offload", "to or from host or disk", 0.42, 0.50, BROWN, "/"),
+    BoxKind("stepped", "update on the host", 0.42, 0.50, theme.GREEN),
+    BoxKind("path", "critical path", -0.06, 0.0, theme.INK, edge=theme.INK),
 )
 STAGES = " in stage "  # part of the name of a message between pipeline stages
 SENDING = ("transfer", "odd", "measuring", "port", "offload")  # kinds of boxes that have bytes
@@ -90,28 +90,30 @@ def boxes_of(
     last_arrival: (n,) when the last rank arrived at the row's collective; NaN for other rows
     dense: (n,) mask of rows in steps without compression; spans of lane "codec" are then no compression
     """
-    kinds, names = _kinds(rows), _Names(rows)
+    kinds, names = _find_kinds(rows), _NameTable(rows)
     if dense is not None:
         kinds[(kinds == _NUMBER["codec"]) & dense] = _NUMBER["preparing"]
-    begun, mbit = moving(rows, last_arrival), np.nan_to_num(rates(rows, last_arrival))
+    begun, mbit = moving_since(rows, last_arrival), np.nan_to_num(send_rates(rows, last_arrival))
     found: dict[int, Columns] = {}
     for number, kind in enumerate(KINDS):
         at = np.flatnonzero(kinds == number)[:limit]
         x0 = begun[at] if kind.key in ("transfer", "odd") else rows.t0[at]
-        found[number] = _columns(rows, index, at, x0, rows.t1[at], names.codes(at))
+        found[number] = _make_columns(rows, index, at, x0, rows.t1[at], names.number_names(at))
         if kind.key in SENDING:
             found[number] |= {"nbytes": rows.nbytes[at], "mbit": mbit[at]}
     at = np.flatnonzero(rows.equal("lane", "comm") & (last_arrival > rows.t0 + 1e-5))[:limit]
     end = np.fmin(last_arrival[at], rows.t1[at])
-    found[_NUMBER["waiting"]] = _columns(rows, index, at, rows.t0[at], end, names.codes(at, "waiting for others: "))
-    return Boxes(found, names.all)
+    found[_NUMBER["waiting"]] = _make_columns(
+        rows, index, at, rows.t0[at], end, names.number_names(at, "waiting for others: ")
+    )
+    return Boxes(found, names.all_names)
 
 
-def add_path(found: Boxes, path: list[Piece], rank: np.ndarray, row: int) -> None:
+def add_path(found: Boxes, path: list[PathPiece], rank: np.ndarray, row: int) -> None:
     """Adds the critical path. rank: the row for each piece; row: any drawn span
 
     >>> boxes = Boxes({}, ["forward"])
-    >>> add_path(boxes, [Piece(3, -1, "network", 1.0, 2.0)], np.array([1]), 7)
+    >>> add_path(boxes, [PathPiece(3, -1, "network", 1.0, 2.0)], np.array([1]), 7)
     >>> boxes.names, boxes.traces[len(KINDS) - 1]["rank"].tolist()
     (['forward', 'critical path: network'], [1])
     """
@@ -123,12 +125,12 @@ def add_path(found: Boxes, path: list[Piece], rank: np.ndarray, row: int) -> Non
                                      "rank": rank, "step": step, "asked": begin}  # fmt: skip
 
 
-def _columns(rows: Rows, index: np.ndarray, at: np.ndarray, x0: np.ndarray, x1: np.ndarray, code: Any) -> Columns:
+def _make_columns(rows: Rows, index: np.ndarray, at: np.ndarray, x0: np.ndarray, x1: np.ndarray, code: Any) -> Columns:
     rest: dict[str, np.ndarray] = {"rank": rows.rank[at], "step": rows.step[at], "asked": rows.asked[at]}
     return {"x0": x0, "x1": x1, "row": index[at], "code": code, **rest}
 
 
-def _kinds(rows: Rows) -> np.ndarray:
+def _find_kinds(rows: Rows) -> np.ndarray:
     """The number of each row's kind; -1 for rows that are not drawn."""
     out = np.full(len(rows), -1)
     for lane, key in _LANES.items():
@@ -140,7 +142,7 @@ def _kinds(rows: Rows) -> np.ndarray:
         out[compute & rows.phase(name)] = _NUMBER[name]
     out[(out == _NUMBER["offload"]) & rows.phase("update")] = _NUMBER["stepped"]
     names = rows.coded("name")
-    odd = np.array([_odd(text) for text in names.words.texts], bool)
+    odd = np.array([_is_odd(text) for text in names.words.texts], bool)
     out[comm] = np.where(odd[names.codes[comm]], _NUMBER["odd"], _NUMBER["transfer"])
     return out
 
@@ -152,24 +154,24 @@ def _between_stages(rows: Rows) -> np.ndarray:
     return found[names.codes]
 
 
-def _odd(name: str) -> bool:
+def _is_odd(name: str) -> bool:
     number = re.search(r"(\d+)\D*$", name)
     return bool(number and int(number[1]) % 2)
 
 
-class _Names:
+class _NameTable:
     """The shown names, numbered in order of appearance."""
 
     def __init__(self, rows: Rows) -> None:
         self._coded = rows.coded("name")
         self._number: dict[str, int] = {}
 
-    def codes(self, at: np.ndarray, prefix: str = "") -> np.ndarray:
+    def number_names(self, at: np.ndarray, prefix: str = "") -> np.ndarray:
         words, back = np.unique(self._coded.codes[at], return_inverse=True)
         texts = [prefix + str(self._coded.words.texts[w]) for w in words]
         mine = np.array([self._number.setdefault(t, len(self._number)) for t in texts], "i8")
         return mine[back]
 
     @property
-    def all(self) -> list[str]:
+    def all_names(self) -> list[str]:
         return list(self._number)

@@ -10,9 +10,9 @@ import uuid
 from html import escape
 from typing import Any
 
-from widgets.charts.film import film
+from widgets.charts.film import make_film
 from widgets.charts.marks import ChangeMark, all_marks
-from widgets.charts.wire import Packing
+from widgets.charts.wire import MessagePacker
 from widgets.views import all_views
 from widgets.views._base import Patch, Setter, View
 from workbench.settings.said import said
@@ -28,44 +28,48 @@ class Feed:
         self._plays = kinds is None  # a board with selected charts is part of another widget and does not play
         self.key = uuid.uuid4().hex  # a page with another key must send "hello" again
         self._setter = setter
-        self.views = [self._made(kind) for kind in (all_views().values() if kinds is None else kinds)]
+        self.views = [self._make_view(kind) for kind in (all_views().values() if kinds is None else kinds)]
         self.troubles: list[str] = []  # each error once
         self._marks: list[ChangeMark] = []
         self._hushed: dict[str, str] = {}  # muted views, and the sentence shown instead
 
-    def everything(self) -> Message:
+    def make_opening(self) -> Message:
         """Returns the charts' specs and the run so far."""
-        specs = [_spec(view, self.run) for view in self.views]
-        content, buffers = self.news() or ({"views": {}}, [])
-        return {**content, "kind": "open", "run": self.key, "specs": specs, "film": self._film()}, buffers
+        specs = [_make_spec(view, self.run) for view in self.views]
+        content, buffers = self.make_news() or ({"views": {}}, [])
+        return {**content, "kind": "open", "run": self.key, "specs": specs, "film": self._make_film()}, buffers
 
-    def _film(self) -> dict[str, Any] | None:
+    def _make_film(self) -> dict[str, Any] | None:
         """Returns the data to play the run. None for a live run, or to keep a riddle's secret."""
         try:
-            return None if self.run.secret or not self._plays else film(self.run)
+            return None if self.run.secret or not self._plays else make_film(self.run)
         except Exception as error:  # a record that cannot be played can still be shown
             self.troubles.append(f"The run cannot be played: {said(error)}")
             return None
 
-    def news(self) -> Message | None:
+    def make_news(self) -> Message | None:
         """Returns the new rows of each view since the last call. None if there are none."""
-        patches, trouble = self._patches()
+        patches, trouble = self._collect_patches()
         marks = all_marks(self.run)
         if not patches and not trouble and marks == self._marks:
             return None
-        content, buffers = self.message(patches)
+        content, buffers = self.pack_message(patches)
         if trouble:
             content["trouble"] = trouble
         if marks != self._marks:
             self._marks, content["marks"] = marks, [mark._asdict() for mark in marks]
         return content, buffers
 
-    def _patches(self) -> tuple[dict[str, Patch], str]:
+    def _collect_patches(self) -> tuple[dict[str, Patch], str]:
         """Returns each view's patch and the failures. A failing chart does not affect other charts."""
         patches, trouble = {}, []
         for view in self.views:
             try:
-                if patch := self._hush(view) if view.tells and self.run.secret else self._told(view).update(self.run):
+                if (
+                    patch := self._hide_view(view)
+                    if view.tells and self.run.secret
+                    else self._restore_view(view).update(self.run)
+                ):
                     patches[view.name] = patch
             except Exception as error:
                 text = f"{view.title} could not be brought up to date: {said(error)}"
@@ -74,45 +78,45 @@ class Feed:
                     trouble.append(text)
         return patches, "; ".join(trouble)
 
-    def _made(self, kind: type[View]) -> View:
+    def _make_view(self, kind: type[View]) -> View:
         view = kind()
         view.setter = self._setter
         return view
 
-    def _hush(self, view: View) -> Patch:
+    def _hide_view(self, view: View) -> Patch:
         """Returns the riddle's sentence in place of a view, once."""
         said = self._hushed.get(view.name)
         self._hushed[view.name] = self.run.secret
         return Patch() if said == self.run.secret else Patch(html=f'<p class="wb-empty">{escape(self.run.secret)}</p>')
 
-    def _told(self, view: View) -> View:
+    def _restore_view(self, view: View) -> View:
         """Returns the view. A view that was muted is created again, so that it sends all its rows."""
         if self._hushed.pop(view.name, None) is None:
             return view
         at = self.views.index(view)
-        self.views[at] = self._made(type(view))
+        self.views[at] = self._make_view(type(view))
         return self.views[at]
 
-    def message(self, patches: dict[str, Patch]) -> Message:
+    def pack_message(self, patches: dict[str, Patch]) -> Message:
         """Packs patches by view name into one message."""
-        packing = Packing()
-        views = {name: packing.patch(patch) for name, patch in patches.items()}
+        packing = MessagePacker()
+        views = {name: packing.pack_patch(patch) for name, patch in patches.items()}
         content = {"kind": "tick", "run": self.key, "views": views, "epoch": self.run.epoch}
-        return content, [packing.buffer]
+        return content, [packing.joined_buffer]
 
-    def view(self, name: str) -> View | None:
+    def find_view(self, name: str) -> View | None:
         return next((view for view in self.views if view.name == name), None)
 
-    def table(self, name: str) -> dict[str, Any]:
+    def make_table(self, name: str) -> dict[str, Any]:
         """Returns a view's data table. Empty if it has none, or if it would reveal a riddle."""
-        view = self.view(name)
+        view = self.find_view(name)
         if view and view.tells and self.run.secret:
             return {}
         grid = view.table(self.run) if view else None
         return {} if grid is None else {"head": grid.head, "rows": grid.rows, "note": grid.note}
 
 
-def _spec(view: View, run: Any) -> dict[str, Any]:
+def _make_spec(view: View, run: Any) -> dict[str, Any]:
     """Returns a view's spec, which the page needs before any row."""
     figure = view.figure(run)
     said = ("name", "title", "about", "empty", "width", "axes", "labelled", "tools", "spoken", "quiet")

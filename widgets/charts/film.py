@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.analysis import stretches
+from workbench.analysis import list_stretches
 from workbench.analysis.steps.settings import with_value
 from workbench.settings import in_words
 
@@ -18,8 +18,8 @@ ELSE = "something else"  # a value that no setting has
 ALWAYS = ("strategy", "compressor", "partition", "optimizer", "policy", "lr", "batch", "bucket_mb")
 
 
-def film(run: Any) -> dict[str, Any] | None:
-    """Returns `steps` ([seconds, step] of each end on all ranks) and `settings` (`history`).
+def make_film(run: Any) -> dict[str, Any] | None:
+    """Returns `steps` ([seconds, step] of each end on all ranks) and `settings` (`list_settings`).
 
     None for a live run, or one with fewer than 2 steps.
     """
@@ -33,18 +33,18 @@ def film(run: Any) -> dict[str, Any] | None:
     kept = made[np.unique(np.linspace(0, len(made) - 1, POINTS).astype(int))]
     ends = np.maximum.accumulate(ended[kept])
     steps = [[round(float(t), 6), int(s)] for t, s in zip(ends, kept + first, strict=True)]
-    return {"begin": float(rows.t0.min()), "steps": steps, "settings": history(run)}
+    return {"begin": float(rows.t0.min()), "steps": steps, "settings": list_settings(run)}
 
 
-def history(run: Any) -> list[list[Any]]:
+def list_settings(run: Any) -> list[list[Any]]:
     """Returns [seconds, step, [[name, words, since], ...]] for each stretch between changes.
 
     Lists the most important settings and settings that ever changed. `since` is the step of a setting's last change, or
     null.
     """
     at = {step: t for step, t, _ in reversed(run.details("change"))}
-    every = stretches(run)
-    settings = [_opened(s.settings) for s in every]
+    every = list_stretches(run)
+    settings = [_list_knobs(s.settings) for s in every]
     shown = [name for name in settings[0] if name in ALWAYS or any(
         s.get(name) != settings[0][name] for s in settings)]  # fmt: skip
     since: dict[str, int | None] = dict.fromkeys(shown)
@@ -63,16 +63,16 @@ def history(run: Any) -> list[list[Any]]:
     return out
 
 
-def _opened(settings: dict[str, Any]) -> dict[str, Any]:
+def _list_knobs(settings: dict[str, Any]) -> dict[str, Any]:
     """Lists the fabric's knobs one by one, because the whole fabric is too wide for a phone."""
     out = {name: value for name, value in settings.items() if name != "fabric"}
-    for name, value in _knobs(settings.get("fabric")).items():
-        link = {f"link.{inner}": v for inner, v in _knobs(value).items()} if name == "link" else {}
+    for name, value in _read_knobs(settings.get("fabric")).items():
+        link = {f"link.{inner}": v for inner, v in _read_knobs(value).items()} if name == "link" else {}
         out |= link or {name: value}
     return out
 
 
-def _knobs(plain: Any) -> dict[str, Any]:
+def _read_knobs(plain: Any) -> dict[str, Any]:
     """Returns the knobs of a member in the form {name: knobs}. Empty for any other value."""
     (knobs,) = plain.values() if isinstance(plain, dict) and len(plain) == 1 else ({},)
     return knobs if isinstance(knobs, dict) else {}

@@ -21,30 +21,33 @@ class ChangeMark(NamedTuple):
 
 def change_marks(run: Any) -> list[ChangeMark]:
     """Returns the changes of a run in order of time, numbered from 1."""
-    return [ChangeMark(n, label(detail), step, t) for n, (step, t, detail) in enumerate(run.details("change"), start=1)]
+    return [
+        ChangeMark(n, label_change(detail), step, t)
+        for n, (step, t, detail) in enumerate(run.details("change"), start=1)
+    ]
 
 
 def all_marks(run: Any) -> list[ChangeMark]:
     """Returns the changes of a run and the events of its ranks, in order of time."""
-    events = [ChangeMark(SIGN, befell(name, detail), step, t) for name in EVENTS
-              for step, t, detail in run.details(name) if befell(name, detail)]  # fmt: skip
+    events = [ChangeMark(SIGN, describe_event(name, detail), step, t) for name in EVENTS
+              for step, t, detail in run.details(name) if describe_event(name, detail)]  # fmt: skip
     return sorted([*change_marks(run), *events], key=lambda mark: mark.t)
 
 
-def befell(name: str, detail: dict[str, Any]) -> str:
+def describe_event(name: str, detail: dict[str, Any]) -> str:
     """Describes an event of ranks in a few characters. "" if charts do not show it.
 
-    >>> befell("hang", {"ranks": [2], "text": "rank 2 has said nothing for 12 s"})
+    >>> describe_event("hang", {"ranks": [2], "text": "rank 2 has said nothing for 12 s"})
     'rank 2 hangs'
-    >>> befell("members", {"members": [0, 1, 3], "gone": [2]})
+    >>> describe_event("members", {"members": [0, 1, 3], "gone": [2]})
     'without rank 2'
-    >>> befell("preempted", {"ranks": [2], "text": "rank 2 is preempted: it leaves after the step in hand"})
+    >>> describe_event("preempted", {"ranks": [2], "text": "rank 2 is preempted: it leaves after the step in hand"})
     'rank 2 is preempted'
     """
     match name:
         case "hang":
             ranks = detail["ranks"]
-            return f"{_named(ranks)} hang{'' if len(ranks) > 1 else 's'}"
+            return f"{_name_ranks(ranks)} hang{'' if len(ranks) > 1 else 's'}"
         case "preempted":
             return str(detail["text"]).partition(":")[0]
         case "asked":
@@ -52,61 +55,62 @@ def befell(name: str, detail: dict[str, Any]) -> str:
         case "rolled back":
             return f"back to step {detail['to']}"
         case "members" if "members" in detail:
-            parts = [f"{word} {_named(detail[key])}" for word, key in (("without", "gone"), ("with", "new"))
+            parts = [f"{word} {_name_ranks(detail[key])}" for word, key in (("without", "gone"), ("with", "new"))
                      if detail.get(key)]  # fmt: skip
             return ", ".join(parts)
     return ""
 
 
-def _named(ranks: list[int]) -> str:
+def _name_ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def label(detail: dict[str, Any]) -> str:
+def label_change(detail: dict[str, Any]) -> str:
     """Describes a change in a few characters, with the policy that decided it, if any.
 
-    >>> label({"path": "strategy", "value": {"LocalSGD": {"every": 8}}})
+    >>> label_change({"path": "strategy", "value": {"LocalSGD": {"every": 8}}})
     'LocalSGD(every=8)'
-    >>> label({"path": "fabric.link.bandwidth", "value": 100})
+    >>> label_change({"path": "fabric.link.bandwidth", "value": 100})
     'bandwidth = 100'
-    >>> label({"path": "partition", "value": {"Pipeline": {"stages": 2, "of": {"Tensor": {"ways": 2}}}}})
+    >>> label_change({"path": "partition", "value": {"Pipeline": {"stages": 2, "of": {"Tensor": {"ways": 2}}}}})
     'Pipeline of Tensor'
-    >>> label({"path": "strategy.every", "value": 4, "by": "AdaComm"})
+    >>> label_change({"path": "strategy.every", "value": 4, "by": "AdaComm"})
     'every = 4 by AdaComm'
-    >>> label({"path": "strategy, partition", "value": {"strategy": {"DDP": {}}, "partition": {"Tensor": {"ways": 2}}}})
+    >>> both = {"strategy": {"DDP": {}}, "partition": {"Tensor": {"ways": 2}}}
+    >>> label_change({"path": "strategy, partition", "value": both})
     'DDP(), Tensor'
     """
     if by := detail.get("by"):
-        return f"{label({k: v for k, v in detail.items() if k != 'by'})} by {by}"
+        return f"{label_change({k: v for k, v in detail.items() if k != 'by'})} by {by}"
     value = detail.get("value")
     if len(settings := each(str(detail.get("path", "")), value)) > 1:
-        return AND.join(label({"path": path, "value": one}) for path, one in settings.items())
+        return AND.join(label_change({"path": path, "value": one}) for path, one in settings.items())
     if detail.get("path") == "partition" and isinstance(value, dict):
-        return " of ".join(_nested(value))
+        return " of ".join(_list_nested(value))
     if isinstance(value, dict):
-        return short(value)
+        return format_value(value)
     path = str(detail.get("path", ""))
     last = path.rpartition(".")[2]
     if isinstance(value, list):
-        return f"{last}: {', '.join(map(short, value)) or 'none'}"
-    return str(value) if path in ("strategy", "compressor") else f"{last} = {short(value)}"
+        return f"{last}: {', '.join(map(format_value, value)) or 'none'}"
+    return str(value) if path in ("strategy", "compressor") else f"{last} = {format_value(value)}"
 
 
-def _nested(value: dict[str, Any]) -> list[str]:
+def _list_nested(value: dict[str, Any]) -> list[str]:
     """Returns the names of a partition and its nested partitions, except Whole."""
     ((name, knobs),) = value.items()
-    inner = _nested(knobs["of"]) if isinstance(knobs.get("of"), dict) else []
+    inner = _list_nested(knobs["of"]) if isinstance(knobs.get("of"), dict) else []
     return [name, *(one for one in inner if one != "Whole")]
 
 
-def short(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Writes a settings value as a person would type it."""
     if isinstance(value, dict) and len(value) == 1:
         ((name, knobs),) = value.items()
         if isinstance(knobs, dict):
             if set(knobs) == {"of"}:  # every biased compressor has a wrapper
-                return short(knobs["of"])
+                return format_value(knobs["of"])
             if "of" in knobs:
-                return f"{short(knobs['of'])} + {name}"
-            return f"{name}({', '.join(f'{k}={short(v)}' for k, v in knobs.items())})"
+                return f"{format_value(knobs['of'])} + {name}"
+            return f"{name}({', '.join(f'{k}={format_value(v)}' for k, v in knobs.items())})"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -25,28 +25,34 @@ DASHES: dict[str, Any] = {"solid": "-", "dash": (0, (5, 3)), "dot": (0, (1, 2)),
                           "longdash": (0, (9, 3)), "longdashdot": (0, (9, 3, 1, 3))}  # fmt: skip
 
 
-def colour(value: Any) -> str:
+def resolve_colour(value: Any) -> str:
     """Returns a colour for matplotlib. Stand-ins become the colours of a light page."""
     return STANDINS.get(str(value), str(value))
 
 
-def paint(axes: Axes, figure: Any, panel: str = "x") -> list[Any]:
+def paint_panel(axes: Axes, figure: Any, panel: str = "x") -> list[Any]:
     """Paints one panel ("x", "x2", ...) of `figure`. Returns entries for a legend."""
     listed = []
     for trace in figure.data:
         if (trace.xaxis or "x") != panel or trace.x is None or not len(trace.x):
             continue
-        key = _bars(axes, trace) if trace.type == "bar" else _boxes(axes, trace) if trace.fill else _line(axes, trace)
+        key = (
+            _paint_bars(axes, trace)
+            if trace.type == "bar"
+            else _paint_boxes(axes, trace)
+            if trace.fill
+            else _paint_line(axes, trace)
+        )
         if trace.showlegend is not False:
             listed.append(key)
-    _dress(axes, figure.layout, panel)
+    _dress_axes(axes, figure.layout, panel)
     return listed
 
 
-def _line(axes: Axes, trace: Any) -> Any:
+def _paint_line(axes: Axes, trace: Any) -> Any:
     dash = trace.line.dash or "solid"
     (line,) = axes.plot(
-        trace.x, trace.y, label=trace.name, color=colour(trace.line.color), linewidth=trace.line.width or 1.5,
+        trace.x, trace.y, label=trace.name, color=resolve_colour(trace.line.color), linewidth=trace.line.width or 1.5,
         alpha=trace.opacity, linestyle=DASHES.get(dash) or (0, tuple(float(n.strip("px")) for n in dash.split(","))),
         marker=MARKERS.get(trace.marker.symbol or "circle") if "markers" in trace.mode else None,
         markersize=0.8 * (trace.marker.size or 6),
@@ -54,32 +60,34 @@ def _line(axes: Axes, trace: Any) -> Any:
     return line
 
 
-def _boxes(axes: Axes, trace: Any) -> Any:
+def _paint_boxes(axes: Axes, trace: Any) -> Any:
     """Paints closed outlines with gaps from `views._base.drawn`, 6 points per box."""
     x, y = (np.asarray(v, float).reshape(-1, 6)[:, :4] for v in (trace.x, trace.y))
-    look = _look(trace.fillpattern.shape if trace.fillpattern else "", trace.fillcolor)
-    look |= {"linewidth": 0.5} if look.get("hatch") else {"linewidth": 0.5, "edgecolor": colour(trace.line.color)}
+    look = _choose_look(trace.fillpattern.shape if trace.fillpattern else "", trace.fillcolor)
+    look |= (
+        {"linewidth": 0.5} if look.get("hatch") else {"linewidth": 0.5, "edgecolor": resolve_colour(trace.line.color)}
+    )
     corners: Any = np.stack([x, y], axis=2)  # (boxes, 4, 2) in one array, although the type stub wants a list of boxes
     axes.add_collection(PolyCollection(corners, **look), autolim=False)
     return Patch(label=trace.name, **look)
 
 
-def _bars(axes: Axes, trace: Any) -> Any:
+def _paint_bars(axes: Axes, trace: Any) -> Any:
     """Paints one part of each stacked bar, on top of the parts in the axes."""
     left = np.zeros(len(trace.x))
     for other in axes.containers:
         left += [bar.get_width() for bar in other]
-    look = _look(trace.marker.pattern.shape, trace.marker.color)
+    look = _choose_look(trace.marker.pattern.shape, trace.marker.color)
     axes.barh(trace.y, trace.x, left=left, height=0.7, linewidth=0.5, **look)
     return Patch(label=trace.name, linewidth=0.5, **look)
 
 
-def _look(shape: str | None, fill: Any) -> dict[str, Any]:
-    hatch, fill = HATCHES[shape or ""], colour(fill)
+def _choose_look(shape: str | None, fill: Any) -> dict[str, Any]:
+    hatch, fill = HATCHES[shape or ""], resolve_colour(fill)
     return {"hatch": hatch, "facecolor": "none", "edgecolor": fill} if hatch else {"facecolor": fill, "edgecolor": fill}
 
 
-def _dress(axes: Axes, layout: Any, panel: str) -> None:
+def _dress_axes(axes: Axes, layout: Any, panel: str) -> None:
     """Sets titles, ranges, ticks and grid of the panel from the layout."""
     x, y = layout["xaxis" + panel[1:]], layout["yaxis" + panel[1:]]
     axes.set_xlabel(x.title.text or "")
@@ -95,19 +103,19 @@ def _dress(axes: Axes, layout: Any, panel: str) -> None:
     elif y.rangemode in ("tozero", "nonnegative"):
         axes.set_ylim(bottom=0)
     if y.tickvals is not None:
-        axes.set_yticks(list(y.tickvals), [_plain(t) for t in y.ticktext])
+        axes.set_yticks(list(y.tickvals), [_strip_bold(t) for t in y.ticktext])
         axes.tick_params(axis="y", length=0)
     elif y.tickformat == "~s":
         axes.yaxis.set_major_formatter(EngFormatter(unit=y.ticksuffix or ""))
     axes.xaxis.set_major_locator(MaxNLocator(x.nticks or 6, integer=x.title.text == "step"))
     for side, of in ((axes.xaxis, x), (axes.yaxis, y)):
         if of.showgrid is not False:
-            side.grid(color=colour(theme.GRID), linewidth=0.8)
+            side.grid(color=resolve_colour(theme.GRID), linewidth=0.8)
     axes.set_axisbelow(True)
     for name, spine in axes.spines.items():
         spine.set_visible(name == "bottom" or (name == "left" and y.showline is not False))
-        spine.set_color(colour(theme.MUTED))
+        spine.set_color(resolve_colour(theme.MUTED))
 
 
-def _plain(text: str) -> str:
+def _strip_bold(text: str) -> str:
     return text.replace("<b>", "").replace("</b>", "")

@@ -17,8 +17,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from widgets.charts import theme
 from widgets.charts.marks import ChangeMark, change_marks
-from widgets.charts.paint import colour, paint
-from widgets.views._base import View, drawn, ranks_of
+from widgets.charts.paint import paint_panel, resolve_colour
+from widgets.views._base import View, draw_view, ranks_of
 from widgets.views.loss import Loss
 from widgets.views.ranks import Ranks
 from widgets.views.sent import Sent
@@ -34,10 +34,10 @@ ROOM = 0.06  # share of an axis that a number takes
 _one = threading.Lock()  # matplotlib's text rendering is not thread-safe
 
 
-def png(run: Any) -> bytes:
+def draw_png(run: Any) -> bytes:
     """Returns the picture of a run, under 300 kB, up to 1000 px wide."""
     with _one, matplotlib.style.context("default"):  # the user's dark style or TeX must not apply
-        figure = painted(run)
+        figure = paint_run(run)
         for dpi in DPI:
             file = io.BytesIO()
             figure.savefig(file, format="png", dpi=dpi, metadata={"Software": None}, pil_kwargs={"optimize": True})
@@ -46,18 +46,18 @@ def png(run: Any) -> bytes:
     return file.getvalue()
 
 
-def about(run: Any) -> str:
+def describe_picture(run: Any) -> str:
     """Describes the picture in words, for readers who cannot see it."""
-    changes = "; ".join(_named(mark) for mark in change_marks(run)[-LISTED:])
+    changes = "; ".join(_name_mark(mark) for mark in change_marks(run)[-LISTED:])
     shown = "its last steps on each rank, its loss, where its time goes, its bytes per step"
-    return f"{_title(run)}. Charts: {shown}. Changes: {changes or 'none'}."
+    return f"{_make_title(run)}. Charts: {shown}. Changes: {changes or 'none'}."
 
 
-def painted(run: Any) -> Figure:
+def paint_run(run: Any) -> Figure:
     """Returns the picture as a figure."""
     ranks, marks = min(ranks_of(run) // stands_for(run.timeline), MOST), change_marks(run)
     tall = 0.75 + min(0.4 * ranks, 6.0)
-    below = [_named(mark) for mark in marks[-LISTED:]]
+    below = [_name_mark(mark) for mark in marks[-LISTED:]]
     if len(marks) > LISTED:
         below.insert(0, f"the last {LISTED} of {len(marks)} changes:")
     heights = [tall, 2.4, max(1.9, 0.2 * ranks)]
@@ -66,27 +66,27 @@ def painted(run: Any) -> Figure:
     room = ConstrainedLayoutEngine(rect=(0.005, foot / high, 0.99, 1 - foot / high))
     figure = Figure(figsize=(WIDTH, high), facecolor="white", layout=room)
     FigureCanvasAgg(figure)
-    figure.suptitle(_title(run), fontsize=13, x=0.01, ha="left", fontweight="bold")
+    figure.suptitle(_make_title(run), fontsize=13, x=0.01, ha="left", fontweight="bold")
     rows = figure.subfigures(3, 1, squeeze=False, height_ratios=[h + 0.75 for h in heights])[:, 0]
-    _row(rows[0], run, marks, [(Timeline(), ("x",))])
-    _row(rows[1], run, marks, [(Loss(), ("x", "x2"))])
-    _row(rows[2], run, marks, [(Ranks(), ("x",)), (Sent(), ("x",))])
+    _draw_row(rows[0], run, marks, [(Timeline(), ("x",))])
+    _draw_row(rows[1], run, marks, [(Loss(), ("x", "x2"))])
+    _draw_row(rows[2], run, marks, [(Ranks(), ("x",)), (Sent(), ("x",))])
     figure.text(0.01, 0.06 / figure.get_figheight(), "\n".join(below), fontsize=10, va="bottom", linespacing=1.35)
     return figure
 
 
-def _row(place: Any, run: Any, marks: list[ChangeMark], views: list[tuple[View, tuple[str, ...]]]) -> None:
+def _draw_row(place: Any, run: Any, marks: list[ChangeMark], views: list[tuple[View, tuple[str, ...]]]) -> None:
     """Draws views side by side with titles and legends. A view's panels share the y axis."""
     parts = place.subfigures(1, len(views)) if len(views) > 1 else [place]
     for part, (view, panels) in zip(parts, views, strict=True):
         view.most = MOST
-        chart = drawn(view, run)
+        chart = draw_view(view, run)
         every = part.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         listed = []
         for axes, panel in zip(every, panels, strict=True):
-            axes.tick_params(labelsize=9.5, color=colour(theme.MUTED))
-            listed += paint(axes, chart, panel)
-            _mark(axes, marks, view.axes.get(panel))
+            axes.tick_params(labelsize=9.5, color=resolve_colour(theme.MUTED))
+            listed += paint_panel(axes, chart, panel)
+            _draw_marks(axes, marks, view.axes.get(panel))
         part.suptitle(view.title, fontsize=11, x=0.01, ha="left")
         if listed:
             columns = 5 if len(views) == 1 else 2
@@ -95,7 +95,7 @@ def _row(place: Any, run: Any, marks: list[ChangeMark], views: list[tuple[View, 
             )
 
 
-def _mark(axes: Axes, marks: list[ChangeMark], column: str | None) -> None:
+def _draw_marks(axes: Axes, marks: list[ChangeMark], column: str | None) -> None:
     """Draws a numbered dotted line at each change. Overlapping numbers become a range."""
     if column is None:
         return
@@ -105,7 +105,7 @@ def _mark(axes: Axes, marks: list[ChangeMark], column: str | None) -> None:
         at = getattr(mark, column)
         if not low <= at <= high:
             continue
-        axes.axvline(at, color=colour(theme.INK), linestyle=(0, (1, 2)), linewidth=1.2)
+        axes.axvline(at, color=resolve_colour(theme.INK), linestyle=(0, (1, 2)), linewidth=1.2)
         if groups and at - groups[-1][0] < ROOM * (high - low):
             groups[-1][1].append(mark.number)
         else:
@@ -116,7 +116,7 @@ def _mark(axes: Axes, marks: list[ChangeMark], column: str | None) -> None:
                       fontsize=9.5, va="bottom")  # fmt: skip
 
 
-def _title(run: Any) -> str:
+def _make_title(run: Any) -> str:
     began = next(iter(run.settings.get("strategy") or {"?": None}))
     ranks, steps = ranks_of(run), last_steps(run.timeline)[1]
     there = ranks // stands_for(run.timeline)
@@ -125,5 +125,5 @@ def _title(run: Any) -> str:
     return f"Run {run.name}: {ranks} rank{'s' * (ranks != 1)}{some}, {steps} steps, began with {began}, {run.state}"
 
 
-def _named(mark: ChangeMark) -> str:
+def _name_mark(mark: ChangeMark) -> str:
     return f"{mark.number}  {mark.label}, from step {mark.step}"

@@ -10,7 +10,7 @@ from widgets.charts.board import Board
 from workbench.settings.said import said
 
 
-class Refresh:
+class RefreshTimer:
     """Ticks a board at most `hz` times a second on its own thread, while a page shows it.
 
     also: functions to call on the same thread, as often; they may only set widget traits
@@ -32,7 +32,7 @@ class Refresh:
         if self._thread is None or not self._thread.is_alive():
             self._stop.clear()
             self.board.refreshing = True
-            self._thread = threading.Thread(target=self._loop, name="dashboard refresh", daemon=True)
+            self._thread = threading.Thread(target=self._run_timer, name="dashboard refresh", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
@@ -43,27 +43,27 @@ class Refresh:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2.0)
 
-    def _loop(self) -> None:
+    def _run_timer(self) -> None:
         due = time.monotonic()
         while not self._stop.is_set():
             if (early := due - time.monotonic()) > 0 and self._stop.wait(early):
                 break
             self.board.woken.clear()
-            if self._tick():
+            if self._tick_once():
                 due = max(due + self.period, time.monotonic() + 0.5 * self.period)
             else:  # no news, or the page still draws: looks again soon, or after a page's message
                 self.board.woken.wait(0.5 * self.period if self.board.shown else 1.0)
 
-    def _tick(self) -> bool:
+    def _tick_once(self) -> bool:
         try:
             if (now := time.monotonic()) - self._also_at >= self.period:
                 self._also_at = now
                 for call in self.also:
                     call()
-            return self.board.tick()
+            return self.board.send_news()
         except Exception as error:
             text = f"The charts could not be brought up to date: {said(error)}"
             if text not in self.errors and len(self.errors) < 10:
                 self.errors.append(text)
-                self.board.complain(text)
+                self.board.report_trouble(text)
             return False

@@ -32,7 +32,7 @@ def rank_symbol(rank: int) -> str:
     return _SYMBOLS[rank % len(_SYMBOLS)]
 
 
-def layout(height: int, **more: Any) -> go.Layout:
+def make_layout(height: int, **more: Any) -> go.Layout:
     """A plain layout with 14 px text, without template, title or legend (the page writes them)."""
     base: dict[str, Any] = {
         "template": go.layout.Template(),
@@ -49,7 +49,7 @@ def layout(height: int, **more: Any) -> go.Layout:
     return go.Layout(**{**base, **more})
 
 
-def axis(title: str, **more: Any) -> dict[str, Any]:
+def make_axis(title: str, **more: Any) -> dict[str, Any]:
     """An axis whose title has its unit."""
     base: dict[str, Any] = {
         "title": {"text": title, "standoff": 8, "font": {"size": TEXT}},

@@ -13,7 +13,7 @@ import numpy as np
 from widgets.views._base import Columns, Patch
 
 
-class Packing:
+class MessagePacker:
     """One message under construction."""
 
     def __init__(self) -> None:
@@ -21,16 +21,16 @@ class Packing:
         self._size = 0
 
     @property
-    def buffer(self) -> bytes:
+    def joined_buffer(self) -> bytes:
         return b"".join(self._parts)
 
-    def patch(self, patch: Patch) -> dict[str, Any]:
+    def pack_patch(self, patch: Patch) -> dict[str, Any]:
         """Returns the header of a patch and adds its numbers to the buffer."""
         header: dict[str, Any] = {}
         if patch.append:
-            header["append"] = {i: self._columns(c) for i, c in patch.append.items()}
+            header["append"] = {i: self._pack_columns(c) for i, c in patch.append.items()}
         if patch.replace:
-            header["replace"] = {i: self._columns(c) for i, c in patch.replace.items()}
+            header["replace"] = {i: self._pack_columns(c) for i, c in patch.replace.items()}
         for key in ("layout", "facts"):
             if value := getattr(patch, key):
                 header[key] = value
@@ -38,10 +38,10 @@ class Packing:
             header["html"] = patch.html
         return header
 
-    def _columns(self, columns: Columns) -> dict[str, Any]:
-        return {k: list(v) if isinstance(v, list) else self._numbers(np.asarray(v)) for k, v in columns.items()}
+    def _pack_columns(self, columns: Columns) -> dict[str, Any]:
+        return {k: list(v) if isinstance(v, list) else self._pack_numbers(np.asarray(v)) for k, v in columns.items()}
 
-    def _numbers(self, values: np.ndarray) -> list[Any]:
+    def _pack_numbers(self, values: np.ndarray) -> list[Any]:
         if values.dtype.kind in "iub":
             base: float = int(values.min()) if len(values) else 0
             rest = values.astype("i8") - base

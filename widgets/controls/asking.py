@@ -8,57 +8,57 @@ from html import escape
 from typing import Any
 
 from widgets.charts import theme
-from workbench.analysis.steps.words import duration
+from workbench.analysis.steps.words import format_seconds
 from workbench.settings import KnobError
 
 UNLIMITED = 5.0  # the slider's upper end, log10 of Mbit/s: no limit
 WIDE, HIGH, LEFT, LOW = 520, 190, 64, 34  # of the curve, and its margins
 
 
-def words(found: Any, settings: dict[str, Any], network: str = "") -> str:
+def describe_result(found: Any, settings: dict[str, Any], network: str = "") -> str:
     """Returns the result as HTML."""
     more = "more" if found.error > 0 else "less"
     off = "the same" if abs(found.error) < 0.005 else f"{abs(found.error):.0%} {more} than measured"
     ratio = found.other / found.same
     much = "as long" if 0.995 < ratio < 1.005 else f"{ratio:.3g} × as long"
-    link = network or speed(settings["link.bandwidth"])
+    link = network or describe_bandwidth(settings["link.bandwidth"])
     latency = f", {settings['link.latency']:g} ms" if settings.get("link.latency") else ""
     ranks = f"{settings['ranks']} rank{'s' * (settings['ranks'] != 1)}"
     rest = "".join(f", {path.rsplit('.', 1)[-1]} {value}" for path, value in settings.items()
                    if path not in ("ranks", "link.bandwidth", "link.latency"))  # fmt: skip
     return (
-        f"<p>A step as it is: <b>{duration(found.measured)}</b> measured, "
-        f"<b>{duration(found.same)}</b> simulated ({off}).<br>"
+        f"<p>A step as it is: <b>{format_seconds(found.measured)}</b> measured, "
+        f"<b>{format_seconds(found.same)}</b> simulated ({off}).<br>"
         f"What if {ranks}, {escape(link)}{latency}{escape(rest)}: "
-        f"<b>{duration(found.other)}</b> per step, "
+        f"<b>{format_seconds(found.other)}</b> per step, "
         f"{much}; {found.sent / 1e6:.3g} MB sent per step and rank. Its timeline:</p>"
     )
 
 
-def assumed(sentences: tuple[str, ...]) -> str:
+def list_assumptions(sentences: tuple[str, ...]) -> str:
     """Returns the assumptions as an HTML list."""
     return "<b>Assumed</b><ul>" + "".join(f"<li>{escape(s)}</li>" for s in sentences) + "</ul>" if sentences else ""
 
 
-def mbits(position: float) -> float:
+def slider_bandwidth(position: float) -> float:
     """Returns Mbit/s at a position of the slider; 0 (unlimited) at its upper end."""
     return 0.0 if position >= UNLIMITED else float(f"{10**position:.3g}")
 
 
-def slide(bandwidth: float) -> float:
+def slider_position(bandwidth: float) -> float:
     """Returns the slider's position for a bandwidth in Mbit/s."""
     return min(max(math.log10(bandwidth), 0.0), UNLIMITED) if bandwidth else UNLIMITED
 
 
-def speed(bandwidth: float) -> str:
+def describe_bandwidth(bandwidth: float) -> str:
     """Returns a bandwidth in words."""
     return f"{bandwidth:g} Mbit/s" if bandwidth else "unlimited: as fast as this machine goes"
 
 
-def told(text: str) -> dict[str, Any]:
+def parse_settings(text: str) -> dict[str, Any]:
     """Parses typed settings: `strategy.every=16, partition.stages=4`. Raises KnobError.
 
-    >>> told("strategy.every=16, order=fifo")
+    >>> parse_settings("strategy.every=16, order=fifo")
     {'strategy.every': 16, 'order': 'fifo'}
     """
     found = {}
@@ -73,7 +73,7 @@ def told(text: str) -> dict[str, Any]:
     return found
 
 
-def curve(rows: list[Any]) -> str:
+def draw_curve(rows: list[Any]) -> str:
     """Draws seconds per step over ranks (both logarithmic), with the share of compute."""
     told = [row for row in rows if not row.refused]
     refused = "".join(f"<p>{row.ranks:,} ranks: {escape(row.refused)}</p>" for row in rows if row.refused)[:1200]
@@ -90,11 +90,11 @@ def curve(rows: list[Any]) -> str:
     dots, line = [], " ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, told))
     for row in told:
         x, y = at(row)
-        title = f"{row.ranks:,} ranks: {duration(row.seconds)} per step, {row.computing:.0%} of it computing"
+        title = f"{row.ranks:,} ranks: {format_seconds(row.seconds)} per step, {row.computing:.0%} of it computing"
         dots.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{theme.BLUE}"><title>{title}</title></circle>'
                     f'<text x="{x:.1f}" y="{HIGH - 18}" text-anchor="middle">{row.ranks}</text>'
                     f'<text x="{x:.1f}" y="{y - 8:.1f}" text-anchor="middle">{row.computing:.0%}</text>')  # fmt: skip
-    marks = [f'<text x="{LEFT - 8}" y="{at(row)[1] + 4:.1f}" text-anchor="end">{duration(row.seconds)}</text>'
+    marks = [f'<text x="{LEFT - 8}" y="{at(row)[1] + 4:.1f}" text-anchor="end">{format_seconds(row.seconds)}</text>'
              for row in {r.seconds: r for r in (told[0], max(told, key=lambda r: r.seconds))}.values()]  # fmt: skip
     return (
         f'<svg width="{WIDE}" height="{HIGH}" viewBox="0 0 {WIDE} {HIGH}" role="img" font-size="11" '

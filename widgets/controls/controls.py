@@ -20,7 +20,7 @@ import anywidget
 import traitlets
 from IPython import get_ipython
 
-from widgets.controls.rows import Now, at_once, refused_anew, rows
+from widgets.controls.rows import ControlState, at_once, make_rows, refused_anew
 from widgets.static import read_static
 from workbench.run import outlined, refused_by_model
 from workbench.settings import KnobError, each, fold, from_plain, resolve, with_value
@@ -41,7 +41,7 @@ class Controls(anywidget.AnyWidget):
         self.drafts: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._seen: tuple[Any, ...] = ()
-        self.on_msg(lambda _, message, __: self.asked(message))
+        self.on_msg(lambda _, message, __: self.handle_message(message))
         if (shell := get_ipython()) is not None:
             hook = cell_ended(ref(self))
             shell.events.register("post_run_cell", hook)
@@ -52,50 +52,50 @@ class Controls(anywidget.AnyWidget):
         """Shows the experiment as it will be after all requested changes."""
         with self._lock:
             waiting = [t for t in self.lab.changes if t.applied_at is None and t.refused is None]
-            experiment = told(self.lab)
-            now = Now(
+            experiment = shown_experiment(self.lab)
+            now = ControlState(
                 live=self.lab.live,
                 ranks=self.lab.ranks,
                 waiting=frozenset(path for t in waiting for path in each(t.path, t.value)),
                 errors=tuple(self.errors.items()),
                 drafts=tuple(self.drafts.items()),
-                asks=self._asks(experiment.task),
+                asks=self._find_check(experiment.task),
             )
             seen = (experiment, now, tuple(t.id for t in waiting))
             if seen == self._seen:
                 return
-            self.rows = rows(wanted(experiment, waiting), now)
+            self.rows = make_rows(apply_pending(experiment, waiting), now)
             self._seen = seen
 
-    def asked(self, message: dict[str, Any]) -> None:
+    def handle_message(self, message: dict[str, Any]) -> None:
         """Handles a knob that a person set (`change`, `value`) or a button (`press`) on the page."""
         path = message.get("change") or message["press"]
         try:
             if "press" in message:
-                self._press(path)
+                self._press_button(path)
             elif ".new" in path:
-                self._draft(path, typed(message))
+                self._edit_draft(path, parse_value(message))
             else:
-                self._set(path, typed(message))
+                self._set_knob(path, parse_value(message))
             self.errors.clear()  # an earlier refusal may be outdated
         except (KnobError, RuntimeError) as error:
             self.errors[path] = str(error)
         self.refresh()
 
-    def _set(self, path: str, value: Any) -> None:
+    def _set_knob(self, path: str, value: Any) -> None:
         """Sets a knob. Raises KnobError if the model refuses it, before the ranks would."""
-        experiment = wanted(self.lab.experiment, self.lab.changes)
+        experiment = apply_pending(self.lab.experiment, self.lab.changes)
         settings = at_once(experiment, path, value)
-        if why := refused_anew(experiment, settings, self._asks(experiment.task)):
+        if why := refused_anew(experiment, settings, self._find_check(experiment.task)):
             raise KnobError(why)
         self.lab.set(settings) if len(settings) > 1 else self.lab.set(path, value)
 
-    def _asks(self, task: Any) -> Callable[[Any], str] | None:
+    def _find_check(self, task: Any) -> Callable[[Any], str] | None:
         """Returns the model's check; None: not now. See [Note: When a model is asked]."""
         now = self._seen and threading.current_thread() is threading.main_thread()
         return refused_by_model if now or outlined(task) else None
 
-    def _draft(self, path: str, value: Any) -> None:
+    def _edit_draft(self, path: str, value: Any) -> None:
         """Edits the next fault, which is no setting until it is injected."""
         home, _, name = path.partition(".new")
         if name:
@@ -104,11 +104,11 @@ class Controls(anywidget.AnyWidget):
             _, k = resolve(self.lab.experiment, home)
             self.drafts[home] = from_plain(value, cast(type, k.element))
 
-    def _press(self, path: str) -> None:
-        if told(self.lab) is not self.lab.experiment:
+    def _press_button(self, path: str) -> None:
+        if shown_experiment(self.lab) is not self.lab.experiment:
             raise RuntimeError("faults are hidden while a riddle is on; answer it, or riddle.give_up(), first")
         home, _, button = path.rpartition(".")
-        _, k = resolve(wanted(self.lab.experiment, self.lab.changes), home)
+        _, k = resolve(apply_pending(self.lab.experiment, self.lab.changes), home)
         present = list(k.default)
         if button == "inject":
             present.append(self.drafts[home])
@@ -128,19 +128,19 @@ def cell_ended(controls: Any) -> Callable[..., None]:
     return ended
 
 
-def told(lab: Any) -> Any:
+def shown_experiment(lab: Any) -> Any:
     """Returns the lab's experiment to show: without faults during a riddle."""
     run, experiment = lab.run_now, lab.experiment
     return experiment.set("fabric.faults", []) if run is not None and run.secret else experiment
 
 
-def wanted(experiment: Any, asked: Any) -> Any:
+def apply_pending(experiment: Any, asked: Any) -> Any:
     """Returns `experiment` with the pending changes in `asked` that will not be refused."""
     waiting = [t.change for t in asked if t.applied_at is None and t.refused is None]
     return fold(experiment, waiting, type(experiment).set, skips=True)[-1][1]
 
 
-def typed(message: dict[str, Any]) -> Any:
+def parse_value(message: dict[str, Any]) -> Any:
     """Returns the requested value. Converts text to a number for numeric knobs if possible."""
     value = message["value"]
     if not message.get("number"):

@@ -45,7 +45,7 @@ class Members(anywidget.AnyWidget):
     def __init__(self, lab: Any) -> None:
         super().__init__()
         self.lab = lab
-        self.on_msg(lambda _, message, __: self.begin(message))
+        self.on_msg(lambda _, message, __: self.handle_button(message))
         self.refresh()
 
     def refresh(self) -> None:
@@ -53,11 +53,11 @@ class Members(anywidget.AnyWidget):
         with self.hold_trait_notifications():
             self.ranks, self.most = list(self.lab.members), self.lab.ranks
 
-    def begin(self, message: dict[str, Any]) -> None:
+    def handle_button(self, message: dict[str, Any]) -> None:
         """Handles a button on a thread, because it may take seconds and must not block the kernel."""
-        threading.Thread(target=self.asked, args=(message,), name="dashboard request", daemon=True).start()
+        threading.Thread(target=self.execute_request, args=(message,), name="dashboard request", daemon=True).start()
 
-    def asked(self, message: dict[str, Any]) -> None:
+    def execute_request(self, message: dict[str, Any]) -> None:
         """Carries out a request: {"do": a key of WHY, "rank": a rank, "ranks": a number of ranks}."""
         self.error = ""
         verbs = {"evict": self.lab.evict, "freeze": self.lab.freeze, "thaw": self.lab.thaw, "kill": self.lab.kill,

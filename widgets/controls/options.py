@@ -16,7 +16,7 @@ Shape = tuple[Any, ...]
 START, OTHERS = "to start with", "others"
 
 
-class Option(NamedTuple):
+class DropdownOption(NamedTuple):
     """One line of a dropdown: its text, the value to send, its doc, its shape and its group."""
 
     text: str
@@ -26,13 +26,13 @@ class Option(NamedTuple):
     group: str = ""
 
 
-def shape(value: Any) -> Shape:
+def nested_names(value: Any) -> Shape:
     """Returns nested names: ErrorFeedback(of=TopK()) -> ("ErrorFeedback", ("TopK",))."""
-    inner = tuple(shape(k.default) for k in knobs(value) if k.family and not k.element)
+    inner = tuple(nested_names(k.default) for k in knobs(value) if k.family and not k.element)
     return (type(value).__name__, *inner)
 
 
-def options(base: type, *, bare: bool = False, present: Any = None) -> list[Option]:
+def list_options(base: type, *, bare: bool = False, present: Any = None) -> list[DropdownOption]:
     """Returns an option for every member of the family `base` that needs no arguments.
 
     bare:     leaves out wrappers
@@ -40,25 +40,31 @@ def options(base: type, *, bare: bool = False, present: Any = None) -> list[Opti
     """
     found = []
     member: Any
-    for name, member in sorted(members(base).items(), key=lambda item: _place(base, group(base, item[1], usual=False))):
-        if not _ready(member):
+    for name, member in sorted(
+        members(base).items(), key=lambda item: _order_of(base, find_group(base, item[1], usual=False))
+    ):
+        if not _needs_nothing(member):
             continue
-        doc, of = describe(member)["doc"], group(base, member)
+        doc, of = describe(member)["doc"], find_group(base, member)
         usual = member.usual()
         if bare or type(usual) is member:
-            found.append(Option(name, {name: {}}, doc, shape(member()), of))
+            found.append(DropdownOption(name, {name: {}}, doc, nested_names(member()), of))
         else:
             more = f"{doc} Without {type(usual).__name__}."
-            found.append(Option(f"{name} + {type(usual).__name__}", name, doc, shape(usual), of))
-            found.append(Option(f"{name} alone", {name: {}}, more, shape(member()), group(base, member, usual=False)))
-    found.sort(key=lambda option: _place(base, option.group))
-    if present is not None and chosen(found, present) < 0:
+            found.append(DropdownOption(f"{name} + {type(usual).__name__}", name, doc, nested_names(usual), of))
+            found.append(
+                DropdownOption(
+                    f"{name} alone", {name: {}}, more, nested_names(member()), find_group(base, member, usual=False)
+                )
+            )
+    found.sort(key=lambda option: _order_of(base, option.group))
+    if present is not None and find_chosen(found, present) < 0:
         own = type(present)
-        found.append(Option(own.__name__, own.__name__, describe(own)["doc"], shape(present)))
+        found.append(DropdownOption(own.__name__, own.__name__, describe(own)["doc"], nested_names(present)))
     return found
 
 
-def group(base: type, member: type, *, usual: bool = True) -> str:
+def find_group(base: type, member: type, *, usual: bool = True) -> str:
     """Returns the group of `member`: START, its kind, or OTHERS. "" in a family without kinds.
 
     usual: whether the bare name is meant; otherwise the member is no starter
@@ -72,33 +78,33 @@ def group(base: type, member: type, *, usual: bool = True) -> str:
     return kinds[-1] if wraps else getattr(member, "kind", "") or OTHERS
 
 
-def _place(base: type, group: str) -> int:
+def _order_of(base: type, group: str) -> int:
     order = [START, *getattr(base, "kinds", ()), OTHERS]
     return order.index(group) if group in order else len(order)
 
 
-def _ready(member: type) -> bool:
+def _needs_nothing(member: type) -> bool:
     needed = inspect.signature(member).parameters.values()
     return all(p.default is not p.empty for p in needed)
 
 
-def chosen(found: list[Option], value: Any) -> int:
+def find_chosen(found: list[DropdownOption], value: Any) -> int:
     """Returns the index of the option with the shape of `value`, else with its type, else -1."""
     shapes = [o.shape for o in found]
-    here = shape(value)
+    here = nested_names(value)
     if here in shapes:
         return shapes.index(here)
     names = [s[0] for s in shapes]
     return names.index(here[0]) if here[0] in names else -1
 
 
-def covered(found: list[Option], value: Any) -> bool:
+def is_covered(found: list[DropdownOption], value: Any) -> bool:
     """Whether the chosen option includes the inner member, which needs no dropdown then."""
-    index = chosen(found, value)
-    return index >= 0 and isinstance(found[index].value, str) and found[index].shape == shape(value)
+    index = find_chosen(found, value)
+    return index >= 0 and isinstance(found[index].value, str) and found[index].shape == nested_names(value)
 
 
-def sentence(value: Any) -> str:
+def describe_member(value: Any) -> str:
     """Describes a member in a few words: `Slow: rank 2, factor 3, phase backward`."""
     said = [(k.name, f"{k.default:g}" if isinstance(k.default, float) else k.default) for k in knobs(value)]
     parts = [f"{name} {text}" for name, text in said]

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from workbench.analysis import last_steps, saving
-from workbench.analysis.steps.window import MEASURING, Window, newest
+from workbench.analysis import checkpoint_progress, last_steps
+from workbench.analysis.steps.window import MEASURING, Window, newest_generation
 from workbench.record.alarms import NAMES, met, place
 from workbench.settings.doing import SOON, left, under_way
 
@@ -19,7 +19,7 @@ PATIENCE = 2.0  # seconds without a step after which the line explains the delay
 WINDOW = 20  # steps for the speed
 
 
-class Progress:
+class RunProgress:
     """Follows the first training rank through a run's record: its step and its speed."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Progress:
         self.lengths: deque[float] = deque(maxlen=WINDOW)
         self.measures = False  # whether any step of this run was measured
 
-    def follow(self, run: Any) -> Progress:
+    def follow_run(self, run: Any) -> RunProgress:
         """Reads new rows. Starts again at the first row for another run."""
         if run is not self.run:
             self.__init__()  # type: ignore[misc]
@@ -40,7 +40,7 @@ class Progress:
             return self
         spans = run.timeline.spans.rows(self.cursor)
         self.cursor += len(spans)
-        since = newest(run.timeline)
+        since = newest_generation(run.timeline)
         self.first = since.members[0] if since is not None else 0
         steps = spans[spans.equal("lane", "step") & (spans.rank == self.first)]
         if len(steps):
@@ -50,22 +50,22 @@ class Progress:
             self.measures = self.measures or bool(spans.equal("lane", MEASURING).any())
             if self.measures:
                 w = Window(run.timeline, *last_steps(run.timeline, WINDOW))
-                self.lengths = deque(w.step_seconds[w.usual, int(w.column(np.array(self.first)))], maxlen=WINDOW)
+                self.lengths = deque(w.step_seconds[w.usual, int(w.column_of(np.array(self.first)))], maxlen=WINDOW)
         return self
 
     @property
-    def stuck(self) -> bool:
+    def is_stuck(self) -> bool:
         """Whether no step has ended for `PATIENCE` seconds."""
         return time.monotonic() - self.seen > PATIENCE
 
     @property
-    def rate(self) -> float | None:
+    def step_rate(self) -> float | None:
         """Steps per second over the last steps, without evaluations, pauses and measurements."""
         total = sum(self.lengths)
         return len(self.lengths) / total if total else None
 
     @property
-    def last(self) -> int:
+    def last_step(self) -> int:
         """The planned number of steps, including changes of it; 0 if unknown."""
         if self.run is None:
             return 0
@@ -75,22 +75,22 @@ class Progress:
     @property
     def to_go(self) -> float | None:
         """Estimated seconds until the last step ends. None if unknown."""
-        if not self.last or self.step < 0 or not self.rate:
+        if not self.last_step or self.step < 0 or not self.step_rate:
             return None
-        return max(self.last - self.step - 1, 0) / self.rate
+        return max(self.last_step - self.step - 1, 0) / self.step_rate
 
 
-def line(state: str, progress: Progress, ranks: int, detail: str = "") -> str:
+def status_line(state: str, progress: RunProgress, ranks: int, detail: str = "") -> str:
     """Returns one line: `running · step 123 of 400 · 8.2 steps/s · 34 s to go · 4 ranks`."""
     many = f"{ranks} rank{'s' * (ranks != 1)}"
     at = f"step {progress.step}" if progress.step >= 0 else ""
-    of = f" of {progress.last}" if at and progress.last else ""
-    rate = f"{progress.rate:.3g} steps/s" if progress.rate else ""
+    of = f" of {progress.last_step}" if at and progress.last_step else ""
+    rate = f"{progress.step_rate:.3g} steps/s" if progress.step_rate else ""
     match state:
         case "starting":
             parts = [f"starting {many}", detail]
         case "idle":
-            parts = [_ended(progress.run), at, many] if progress.run else [f"ready, {many}", "press Start"]
+            parts = [_name_end(progress.run), at, many] if progress.run else [f"ready, {many}", "press Start"]
         case "running":
             to_go = left(progress.to_go) if progress.to_go else ""
             parts = ["running", at + of or "first step is on its way", rate, to_go, many, detail]
@@ -101,41 +101,41 @@ def line(state: str, progress: Progress, ranks: int, detail: str = "") -> str:
     return " · ".join(p for p in parts if p)
 
 
-def works(run: Any, state: str, progress: Progress) -> list[dict[str, Any]]:
+def list_activities(run: Any, state: str, progress: RunProgress) -> list[dict[str, Any]]:
     """Returns long activities for the page: name, share (negative: unknown) and both in words."""
-    found = [{"what": d.what, "share": _share(d.share), "said": repr(d)} for d in under_way()]
-    if run is not None and run.live and (kept := saving(run.timeline)) is not None:
+    found = [{"what": d.what, "share": _round_share(d.share), "said": repr(d)} for d in under_way()]
+    if run is not None and run.live and (kept := checkpoint_progress(run.timeline)) is not None:
         lasted = time.time() - run.epoch - kept.since
         if lasted > SOON:
             share = None if kept.usual is None else min(lasted / max(kept.usual, 0.1), 0.99)
             to_go = "" if kept.usual is None else left(max(kept.usual - lasted, 1.0))
             what = f"writing the checkpoint of step {kept.step}"
-            found.append({"what": what, "share": _share(share), "said": ", ".join(filter(None, [what, to_go]))})
-    if state in ("running", "paused") and progress.last and progress.step >= 0:
-        share = min((progress.step + 1) / progress.last, 1.0)
-        said = f"{math.floor(100 * share)} % of {progress.last} steps done"
-        found.append({"what": "the run", "share": _share(share), "said": said})
+            found.append({"what": what, "share": _round_share(share), "said": ", ".join(filter(None, [what, to_go]))})
+    if state in ("running", "paused") and progress.last_step and progress.step >= 0:
+        share = min((progress.step + 1) / progress.last_step, 1.0)
+        said = f"{math.floor(100 * share)} % of {progress.last_step} steps done"
+        found.append({"what": "the run", "share": _round_share(share), "said": said})
     return found
 
 
-def _share(share: float | None) -> float:
+def _round_share(share: float | None) -> float:
     return -1.0 if share is None else round(share, 3)
 
 
-def _ended(run: Any) -> str:
+def _name_end(run: Any) -> str:
     return {"done": "finished", "stopped": "stopped"}.get(run.state, run.state)
 
 
-def trouble(run: Any) -> dict[str, str]:
+def describe_trouble(run: Any) -> dict[str, str]:
     """Returns a run's error, or the NaN that paused it, as title, text and traceback; or {}."""
     if run is None:
         return {}
     if errors := run.details("error"):
-        return _error(errors)
-    return _paused(run) if run.state == "paused" else {}
+        return _describe_error(errors)
+    return _describe_pause(run) if run.state == "paused" else {}
 
 
-def _paused(run: Any) -> dict[str, str]:
+def _describe_pause(run: Any) -> dict[str, str]:
     """Returns the first NaN or divergence since the last resume, if it paused the run; or {}."""
     went_on = max((t for _, t, d in run.details("state") if d.get("state") == "running"), default=-math.inf)
     marks, found = run.timeline.marks.rows(), []
@@ -152,7 +152,7 @@ def _paused(run: Any) -> dict[str, str]:
     return {"title": title, "text": "Take the last change back or lower the learning rate, then resume.", "more": ""}
 
 
-def _error(errors: list[tuple[int, float, dict[str, Any]]]) -> dict[str, str]:
+def _describe_error(errors: list[tuple[int, float, dict[str, Any]]]) -> dict[str, str]:
     """Describes the first error, with all ranks that failed in the same way."""
     step, _, first = errors[0]
     same = sorted({int(d.get("rank", 0)) for _, _, d in errors if d.get("text") == first.get("text")})

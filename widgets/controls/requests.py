@@ -9,7 +9,7 @@ from typing import Any
 import anywidget
 import traitlets
 
-from widgets.charts.marks import label
+from widgets.charts.marks import label_change
 from widgets.static import read_static
 from workbench.settings import to_plain
 
@@ -30,15 +30,15 @@ class Requests(anywidget.AnyWidget):
         self.refresh()
 
     def refresh(self) -> None:
-        self.items = items(self.lab.changes)
+        self.items = list_items(self.lab.changes)
 
 
-def items(changes: Iterable[Any]) -> list[dict[str, str]]:
+def list_items(changes: Iterable[Any]) -> list[dict[str, str]]:
     """Returns changes as lines for the page, newest first."""
-    return [_item(t) for t in list(changes)[: -KEPT - 1 : -1]]
+    return [_make_item(t) for t in list(changes)[: -KEPT - 1 : -1]]
 
 
-def _item(change: Any) -> dict[str, str]:
+def _make_item(change: Any) -> dict[str, str]:
     if change.refused is not None:
         state, said = "refused", f"refused: {change.refused}"
     elif change.applied_at is None:
@@ -51,5 +51,5 @@ def _item(change: Any) -> dict[str, str]:
         said += f"; decided by {made.by}: {made.reason}"
     asked = getattr(change, "requested_at", None)
     when = time.strftime("%H:%M:%S", time.localtime(asked)) if asked else ""
-    text = label({"path": change.path, "value": to_plain(change.value)})
+    text = label_change({"path": change.path, "value": to_plain(change.value)})
     return {"path": change.path, "text": text, "state": state, "said": said, "when": when}

@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, cast
 
-from widgets.controls.options import Option, chosen, covered, options, sentence
-from widgets.controls.stops import nearest, shown, stops
+from widgets.controls.options import DropdownOption, describe_member, find_chosen, is_covered, list_options
+from widgets.controls.stops import format_number, list_stops, nearest_stop
 from workbench.settings import Knob, KnobError, knobs
 
 FIRST = ("strategy", "partition", "compressor", "bucket_mb", "fabric.link.bandwidth", "fabric.link.latency", "pace")
@@ -23,7 +23,7 @@ Asks = Callable[[Any], str]  # returns why the task's model refuses an experimen
 
 
 @dataclass(frozen=True, kw_only=True)
-class Now:
+class ControlState:
     """The state that the controls show in addition to the experiment."""
 
     live: bool = False  # whether a run is under way
@@ -34,9 +34,9 @@ class Now:
     asks: Asks | None = None  # None: not now
 
 
-def rows(experiment: Any, now: Now) -> list[Row]:
+def make_rows(experiment: Any, now: ControlState) -> list[Row]:
     """Returns every control of `experiment`: the most used first, then the groups."""
-    every = _under(experiment, experiment, "", 0, True, now)
+    every = _rows_under(experiment, experiment, "", 0, True, now)
     first = [r for head in FIRST for r in every if r["path"] == head or r["path"].startswith(head + ".")]
     for row in first:
         row["group"] = ""
@@ -47,48 +47,48 @@ GROUPS = ["faults", "network", "memory", "learning", "before the run"]
 MEMORY = ("memory_mb", "fabric.host", "fabric.disk")  # the amount of memory and the links to offloaded state
 
 
-def _group(path: str, live: bool) -> str:
+def _find_group(path: str, live: bool) -> str:
     if path in MEMORY:
         return "memory"
     head, *rest = path.split(".")
     if rest:
-        return "faults" if rest[0] == "faults" else _group(head, live) if head != "fabric" else "network"
+        return "faults" if rest[0] == "faults" else _find_group(head, live) if head != "fabric" else "network"
     return "learning" if live else "before the run"
 
 
-def _under(whole: Any, thing: Any, prefix: str, level: int, settled: bool, now: Now) -> list[Row]:
+def _rows_under(whole: Any, thing: Any, prefix: str, level: int, settled: bool, now: ControlState) -> list[Row]:
     out = []
     for k in knobs(thing):
         path = prefix + k.name
         turnable = settled and k.live
         if k.element and k.family:
-            out += _faults(whole, path, k, now)
+            out += _fault_rows(whole, path, k, now)
         elif k.family:
-            out += _member(whole, path, k, level, turnable, now)
+            out += _member_rows(whole, path, k, level, turnable, now)
         elif is_dataclass(k.default):
-            out += _under(whole, k.default, path + ".", level, turnable, now)
+            out += _rows_under(whole, k.default, path + ".", level, turnable, now)
         else:
             k = replace(k, high=now.ranks) if path == "ranks" else k
-            out.append(_row(path, k, level, turnable, now))
+            out.append(_knob_row(path, k, level, turnable, now))
     return out
 
 
-def _member(whole: Any, path: str, k: Knob, level: int, turnable: bool, now: Now) -> list[Row]:
+def _member_rows(whole: Any, path: str, k: Knob, level: int, turnable: bool, now: ControlState) -> list[Row]:
     """Returns a dropdown of the family's members and, below it, the knobs of the chosen one."""
     nested = level > 0
-    found = options(cast(type, k.family), bare=nested, present=k.default)
-    row = _row(path, k, level, turnable, now)
-    index = chosen(found, k.default)
-    offered = [_offer(whole, path, o, i == index, now) for i, o in enumerate(found)]
+    found = list_options(cast(type, k.family), bare=nested, present=k.default)
+    row = _knob_row(path, k, level, turnable, now)
+    index = find_chosen(found, k.default)
+    offered = [_option_row(whole, path, o, i == index, now) for i, o in enumerate(found)]
     row |= {"kind": "choice", "options": offered, "index": index, "value": type(k.default).__name__}
-    inside = _under(whole, k.default, path + ".", level + 1, turnable, now)
-    if not nested and covered(found, k.default):
+    inside = _rows_under(whole, k.default, path + ".", level + 1, turnable, now)
+    if not nested and is_covered(found, k.default):
         inside = [r | {"level": level + 1} for r in inside if not (r["kind"] == "choice" and r["family"])]
     row |= {"family": True, "doc": f"{k.doc}. {found[index].doc}", "allowed": ""}
     return [row, *inside]
 
 
-def _offer(whole: Any, path: str, option: Option, present: bool, now: Now) -> Row:
+def _option_row(whole: Any, path: str, option: DropdownOption, present: bool, now: ControlState) -> Row:
     """Returns one line of a dropdown. Its doc is the reason if the option would be refused now."""
     why, text = "", option.text
     if not present and path:
@@ -132,32 +132,32 @@ def refused_anew(whole: Any, settings: dict[str, Any], asks: Asks | None) -> str
     return why if why != asks(whole) else ""
 
 
-def _row(path: str, k: Knob, level: int, turnable: bool, now: Now) -> Row:
+def _knob_row(path: str, k: Knob, level: int, turnable: bool, now: ControlState) -> Row:
     why = "" if turnable or not now.live else LATER
     row: Row = {
         "path": path,
-        "label": _label(k),
-        "unit": k.unit if k.unit != _label(k) else "",
+        "label": _make_label(k),
+        "unit": k.unit if k.unit != _make_label(k) else "",
         "doc": k.doc,
-        "allowed": _allowed(k),
+        "allowed": _describe_allowed(k),
         "level": level,
-        "group": _group(path, k.live and turnable),
+        "group": _find_group(path, k.live and turnable),
         "why": why,
         "disabled": bool(why),
         "family": False,
-        "waiting": _waits(path, now),
+        "waiting": _is_waiting(path, now),
         "error": dict(now.errors).get(path, ""),
     }
-    return row | _kind(k)
+    return row | _choose_form(k)
 
 
-def _allowed(k: Knob) -> str:
+def _describe_allowed(k: Knob) -> str:
     if k.kind in (int, float) and k.low is not None and k.high is not None:
-        return f"{shown(k.low)} to {shown(k.high)} {k.unit}".strip()
+        return f"{format_number(k.low)} to {format_number(k.high)} {k.unit}".strip()
     return k.allowed
 
 
-def _kind(k: Knob) -> Row:
+def _choose_form(k: Knob) -> Row:
     """Chooses the form of a knob: checkbox, dropdown, slider with entry box, or the box alone."""
     if k.kind is bool:
         return {"kind": "check", "value": k.default}
@@ -165,51 +165,51 @@ def _kind(k: Knob) -> Row:
         offered = [{"text": str(c), "value": c, "doc": "", "refused": False} for c in k.choices]
         return {"kind": "choice", "options": offered, "index": k.choices.index(k.default)}
     if k.kind in (int, float):
-        found = stops(k)
-        at = {"stops": [shown(v) for v in found], "at": nearest(found, k.default)}
-        return {"kind": "number", "value": shown(k.default)} | at
+        found = list_stops(k)
+        at = {"stops": [format_number(v) for v in found], "at": nearest_stop(found, k.default)}
+        return {"kind": "number", "value": format_number(k.default)} | at
     value = ", ".join(map(str, k.default)) if k.kind is tuple else str(k.default)
     return {"kind": "text", "value": value}
 
 
-def _faults(whole: Any, path: str, k: Knob, now: Now) -> list[Row]:
+def _fault_rows(whole: Any, path: str, k: Knob, now: ControlState) -> list[Row]:
     """Returns present faults with buttons to clear them, and a draft with a button to inject."""
 
     def line(name: str, kind: str, doc: str, **more: Any) -> Row:
-        return _plain(f"{path}.{name}", kind, _group(path + ".", True), doc) | more
+        return _button_row(f"{path}.{name}", kind, _find_group(path + ".", True), doc) | more
 
     doc = "Takes this fault away."
-    out = [line(str(i), "button", doc, text=sentence(f), button="Clear") for i, f in enumerate(k.default)]
-    found = options(cast(type, k.element), bare=True)
+    out = [line(str(i), "button", doc, text=describe_member(f), button="Clear") for i, f in enumerate(k.default)]
+    found = list_options(cast(type, k.element), bare=True)
     draft = dict(now.drafts).get(path)
-    index = chosen(found, draft) if draft is not None else -1
+    index = find_chosen(found, draft) if draft is not None else -1
     offered = [{"text": o.text, "value": o.value, "doc": o.doc, "refused": False} for o in found]
     doc = found[index].doc if index >= 0 else k.doc
     out.append(line("new", "choice", doc, label="fault", options=offered, index=index))
     if draft is None:
         return out
-    out += [_row(f"{path}.new.{d.name}", _bounded(d, whole), 1, True, now) for d in knobs(draft)]
-    asked = {"waiting": _waits(path, now), "error": dict(now.errors).get(f"{path}.inject", "")}
+    out += [_knob_row(f"{path}.new.{d.name}", _bound_rank(d, whole), 1, True, now) for d in knobs(draft)]
+    asked = {"waiting": _is_waiting(path, now), "error": dict(now.errors).get(f"{path}.inject", "")}
     return [*out, line("inject", "button", "Injects this fault into the run.", text="", button="Inject", **asked)]
 
 
-def _plain(path: str, kind: str, group: str, doc: str) -> Row:
+def _button_row(path: str, kind: str, group: str, doc: str) -> Row:
     """Returns a row that is no knob: a button, or the choice of the next fault."""
     empty = {"label": "", "unit": "", "allowed": "", "why": "", "error": "", "level": 0}
     no = {"disabled": False, "waiting": False, "family": False}
     return {"path": path, "kind": kind, "group": group, "doc": doc} | empty | no
 
 
-def _bounded(k: Knob, whole: Any) -> Knob:
+def _bound_rank(k: Knob, whole: Any) -> Knob:
     """Limits a knob for a rank to the last rank."""
     return replace(k, high=whole.ranks - 1) if k.name == "rank" else k
 
 
-def _waits(path: str, now: Now) -> bool:
+def _is_waiting(path: str, now: ControlState) -> bool:
     return any(path == w or path.startswith(w + ".") for w in now.waiting)
 
 
-def _label(k: Knob) -> str:
+def _make_label(k: Knob) -> str:
     """Removes the unit from a name: `bucket_mb` in MB is labelled "bucket"."""
     words = k.name.split("_")
     return " ".join(words[:-1] if len(words) > 1 and words[-1].lower() == k.unit.lower() else words)

@@ -9,8 +9,8 @@ from typing import Any
 import anywidget
 import traitlets
 
-from widgets.controls.controls import told
-from widgets.controls.progress import Progress, line, trouble, works
+from widgets.controls.controls import shown_experiment
+from widgets.controls.progress import RunProgress, describe_trouble, list_activities, status_line
 from widgets.static import read_static
 from workbench.analysis.export.export import as_python
 from workbench.settings import KnobError
@@ -63,53 +63,53 @@ class Transport(anywidget.AnyWidget):
     def __init__(self, lab: Any, *, read_only: bool = False, dock: Callable[[], Any] | None = None) -> None:
         super().__init__(read_only=read_only, docks=dock is not None)
         self.lab, self._dock = lab, dock
-        self.progress = Progress()
+        self.progress = RunProgress()
         self._refused = ""
-        self.on_msg(lambda _, message, __: self.asked(message["do"]))
+        self.on_msg(lambda _, message, __: self.handle_button(message["do"]))
         self.refresh()
 
     def refresh(self) -> None:
         """Reads the lab's state and the new rows of its run."""
         run, state = self.lab.run_now, self.lab.state
-        self.progress.follow(run)
+        self.progress.follow_run(run)
         early = state == "starting" and not self.lab.live  # engines are still starting, but a run may be requested
         with self.hold_trait_notifications():
             self.state = state
             self.may = {} if self.read_only else dict.fromkeys(("start",) if early else MAY[state], True)
-            self.works = works(run, state, self.progress)
-            self.line = line(state, self.progress, self.lab.experiment.ranks, self._detail(state))
-            self.error = self._error(run)
+            self.works = list_activities(run, state, self.progress)
+            self.line = status_line(state, self.progress, self.lab.experiment.ranks, self._describe_detail(state))
+            self.error = self._describe_error(run)
 
-    def _detail(self, state: str) -> str:
+    def _describe_detail(self, state: str) -> str:
         """Returns the engines' progress; if the run is stuck, the ranks that delay it."""
         if state == "starting":
             return str(self.lab.progress)
-        if state != "running" or not self.progress.stuck:
+        if state != "running" or not self.progress.is_stuck:
             return ""
         return str(self.lab.run_now.holdup)
 
-    def _error(self, run: Any) -> dict[str, Any]:
+    def _describe_error(self, run: Any) -> dict[str, Any]:
         if self._refused:
             return {"title": "Refused:", "text": self._refused, "more": ""}
-        if found := trouble(run):
+        if found := describe_trouble(run):
             return found
         notes = self.lab.notes
         title = "The run failed." if self.lab.state == "failed" else "Attention:"
         held = {"stacks": True} if run is not None and run.holdup else {}
         return {"title": title, "text": notes[-1], "more": "", **held} if notes else {}
 
-    def asked(self, what: str) -> None:
+    def handle_button(self, what: str) -> None:
         """Handles a button on the page."""
         self._refused = ""
         if what == "dock":
-            return self._docked()
+            return self._open_dock()
         if self.read_only:
             return
-        if what in SHOW_ALL and told(self.lab) is not self.lab.experiment:
+        if what in SHOW_ALL and shown_experiment(self.lab) is not self.lab.experiment:
             self._refused = "A riddle is on: answer it, or riddle.give_up(), first."
             return self.refresh()
         if what == "copy":
-            self.send({"python": python(self.lab)})
+            self.send({"python": run_code(self.lab)})
             return self.refresh()
         if what == "stacks":  # a hanging rank may take seconds, which must not block the kernel
             threading.Thread(target=self._show_stacks, name="dashboard request", daemon=True).start()
@@ -122,7 +122,7 @@ class Transport(anywidget.AnyWidget):
             self._refused = said(error)
         self.refresh()
 
-    def _docked(self) -> None:
+    def _open_dock(self) -> None:
         try:
             if self._dock is not None:
                 self._dock()
@@ -138,7 +138,7 @@ class Transport(anywidget.AnyWidget):
             self.refresh()
 
 
-def python(lab: Any) -> str:
+def run_code(lab: Any) -> str:
     """Returns the lab's run as code; before the first run, the experiment's code."""
     run = lab.run_now
     return as_python(run) if run is not None else FRESH.format(ranks=lab.experiment.ranks)

@@ -36,16 +36,16 @@ class Tuner(ipywidgets.VBox):
         buttons = ipywidgets.HBox([self.begin, self.pause, self.stop], layout=ipywidgets.Layout(flex_flow="row wrap"))
         super().__init__([buttons, self.said, self.rows])
         self.add_class("twb-tuner")
-        self.begin.on_click(lambda _: self._do(self.lab.tune))
-        self.pause.on_click(lambda _: self._do(self._paused))
-        self.stop.on_click(lambda _: self._do(self._tuning.stop))
+        self.begin.on_click(lambda _: self._run_request(self.lab.tune))
+        self.pause.on_click(lambda _: self._run_request(self._toggle_pause))
+        self.stop.on_click(lambda _: self._run_request(self._current_search.stop))
         self.refresh()
 
     @property
-    def _tuning(self) -> Any:
+    def _current_search(self) -> Any:
         return getattr(self.lab, "tuning", None)
 
-    def _do(self, asked: Any, *args: Any) -> None:
+    def _run_request(self, asked: Any, *args: Any) -> None:
         """Runs a request on a thread, because it may wait for ranks and must not block the kernel."""
 
         def work() -> None:
@@ -58,14 +58,14 @@ class Tuner(ipywidgets.VBox):
 
         threading.Thread(target=work, name="tuner's request", daemon=True).start()
 
-    def _paused(self) -> None:
-        tuning = self._tuning
+    def _toggle_pause(self) -> None:
+        tuning = self._current_search
         (tuning.resume if tuning.state == "paused" or self.pause.description == "Go on" else tuning.pause)()
         self.pause.description = "Pause" if self.pause.description == "Go on" else "Go on"
 
     def refresh(self) -> None:
         """Reads the search's results so far."""
-        tuning, live = self._tuning, bool(self.lab.live)
+        tuning, live = self._current_search, bool(self.lab.live)
         searching = tuning is not None and tuning.live
         trials = list(tuning.trials) if tuning is not None else []
         seen = (live, searching, tuning and (tuning.state, tuning.said), trials, self._failed)
@@ -83,23 +83,25 @@ class Tuner(ipywidgets.VBox):
             said += f"<p>Not tried: {len(tuning.left_out)} others, which the simulator says are far slower.</p>"
         self.said.value = said
         old = self.rows.children
-        self.rows.children = tuple(self._row(n, trial, trials) for n, trial in enumerate(trials, start=1))
+        self.rows.children = tuple(self._make_row(n, trial, trials) for n, trial in enumerate(trials, start=1))
         for row in old:
             row.close()
 
-    def _row(self, number: int, trial: Any, trials: list[Any]) -> Any:
+    def _make_row(self, number: int, trial: Any, trials: list[Any]) -> Any:
         use = ipywidgets.Button(
             description="use this", tooltip=f"set what trial {number} tried, and end the search",
             layout=ipywidgets.Layout(width="84px", flex="0 0 auto"),
             disabled=trial.seconds is None or not self.lab.live,
         )  # fmt: skip
-        use.on_click(lambda _: self._do(self._tuning.use, number))
-        best = self._tuning.best is trial
-        text = ipywidgets.HTML(drawn(number, trial, trials, best), layout=ipywidgets.Layout(flex="1 1 auto", width="0"))
+        use.on_click(lambda _: self._run_request(self._current_search.use, number))
+        best = self._current_search.best is trial
+        text = ipywidgets.HTML(
+            draw_trial(number, trial, trials, best), layout=ipywidgets.Layout(flex="1 1 auto", width="0")
+        )
         return ipywidgets.HBox([use, text], layout=ipywidgets.Layout(align_items="center"))
 
 
-def drawn(number: int, trial: Any, trials: list[Any], best: bool) -> str:
+def draw_trial(number: int, trial: Any, trials: list[Any], best: bool) -> str:
     """Returns a trial as a bar of its seconds with their interval and in words."""
     longest = max((max(t.seconds or 0.0, t.predicted or 0.0) for t in trials), default=0.0) or 1.0
     setting, took, predicted, steps, loss, verdict = trial.cells

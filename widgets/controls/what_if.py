@@ -14,7 +14,16 @@ from typing import Any
 import ipywidgets
 
 from widgets.charts.board import Board
-from widgets.controls.asking import UNLIMITED, assumed, curve, mbits, slide, speed, told, words
+from widgets.controls.asking import (
+    UNLIMITED,
+    describe_bandwidth,
+    describe_result,
+    draw_curve,
+    list_assumptions,
+    parse_settings,
+    slider_bandwidth,
+    slider_position,
+)
 from widgets.views.timeline import Timeline
 from workbench.experiment import Experiment
 from workbench.fabric.networks import NETWORKS
@@ -41,7 +50,7 @@ class WhatIf(ipywidgets.VBox):
         self.ranks = ipywidgets.SelectionSlider(options=RANKS, value=4, description="ranks", **same)
         self.network = ipywidgets.Dropdown(options=[OWN, *NETWORKS], description="network", **plain)
         self.kinds = {
-            name: ipywidgets.Dropdown(options=[SAME, *sorted(_members(name))], description=name, **plain)
+            name: ipywidgets.Dropdown(options=[SAME, *sorted(_list_members(name))], description=name, **plain)
             for name in CHOICES
         }  # fmt: skip
         self.bucket = ipywidgets.Text("", placeholder="as it is", description="bucket (MB)", **same)
@@ -76,27 +85,27 @@ class WhatIf(ipywidgets.VBox):
         ]  # fmt: skip
         super().__init__(self._above)
         self.add_class("twb-whatif")
-        self.button.on_click(lambda _: self.ask())
-        self.over.on_click(lambda _: self.ask(over=True))
+        self.button.on_click(lambda _: self.start_simulation())
+        self.over.on_click(lambda _: self.start_simulation(over=True))
         asked = (self.ranks, self.network, self.bandwidth, self.latency, self.bucket, self.site, self.more)
         for part in (*asked, *self.kinds.values()):
-            part.observe(self._moved, "value")
+            part.observe(self._handle_move, "value")
         self._name_speed()
 
-    def follow(self) -> None:
+    def follow_run(self) -> None:
         """Sets the sliders to the run's values. Called when the panel opens."""
         run = self.present()
         if run is None or not self._following:
             return
-        link = _link(run)
-        self._put(int(run.settings.get("ranks", 4)), slide(link["bandwidth"]), float(link["latency"]))
+        link = _present_link(run)
+        self._set_sliders(int(run.settings.get("ranks", 4)), slider_position(link["bandwidth"]), float(link["latency"]))
 
-    def stand(self, ranks: float, bandwidth: float, latency: float) -> None:
+    def set_fixed(self, ranks: float, bandwidth: float, latency: float) -> None:
         """Sets the sliders to fixed values, without a simulation."""
         self._following = False
-        self._put(ranks, bandwidth, latency)
+        self._set_sliders(ranks, bandwidth, latency)
 
-    def _put(self, ranks: float, bandwidth: float, latency: float) -> None:
+    def _set_sliders(self, ranks: float, bandwidth: float, latency: float) -> None:
         self._setting = True
         try:
             self.ranks.options = sorted({*RANKS, int(ranks)})
@@ -105,27 +114,27 @@ class WhatIf(ipywidgets.VBox):
             self._setting = False
         self._name_speed()
 
-    def _moved(self, _: Any) -> None:
+    def _handle_move(self, _: Any) -> None:
         self._name_speed()
         if not self._setting:
             self._following = False
-            self.ask()
+            self.start_simulation()
 
     def _name_speed(self) -> None:
         self.bandwidth.disabled = self.latency.disabled = self.network.value != OWN
-        self.speed.value = speed(mbits(self.bandwidth.value))
+        self.speed.value = describe_bandwidth(slider_bandwidth(self.bandwidth.value))
 
-    def settings(self) -> dict[str, Any]:
+    def chosen_settings(self) -> dict[str, Any]:
         """Returns the chosen knobs and values. Raises KnobError for unreadable input."""
         found: dict[str, Any] = {"ranks": self.ranks.value}
         if self.network.value == OWN:
-            found |= {"link.bandwidth": mbits(self.bandwidth.value), "link.latency": self.latency.value}
+            found |= {"link.bandwidth": slider_bandwidth(self.bandwidth.value), "link.latency": self.latency.value}
         found |= {name: kind.value for name, kind in self.kinds.items() if kind.value != SAME}
         for path, text in (("bucket_mb", self.bucket), ("fabric.site", self.site)):
-            found |= told(f"{path}={text.value}") if text.value.strip() else {}
-        return found | told(self.more.value)
+            found |= parse_settings(f"{path}={text.value}") if text.value.strip() else {}
+        return found | parse_settings(self.more.value)
 
-    def ask(self, over: bool = False) -> None:
+    def start_simulation(self, over: bool = False) -> None:
         """Simulates on its own thread. Further requests cause one more, with the last values.
 
         over: also simulates the curve over ranks
@@ -134,21 +143,21 @@ class WhatIf(ipywidgets.VBox):
         if self.working is not None and self.working.is_alive():
             self._again = True
             return
-        self.working = threading.Thread(target=self._work, name="what if", daemon=True)
+        self.working = threading.Thread(target=self._simulate_all, name="what if", daemon=True)
         self.working.start()
 
-    def _work(self) -> None:
+    def _simulate_all(self) -> None:
         while True:
             self._again = False
             self.button.disabled = self.over.disabled = True
             try:
-                self._answer()
+                self._simulate_once()
             finally:
                 self.button.disabled = self.over.disabled = False
             if not self._again:
                 return
 
-    def _answer(self) -> None:
+    def _simulate_once(self) -> None:
         run = self.present()
         if run is None:
             self.said.value = "<p>There is no run yet: press <b>Start</b>, then ask again.</p>"
@@ -156,21 +165,24 @@ class WhatIf(ipywidgets.VBox):
         self.said.value = "<p>simulating…</p>"
         over, self._over = self._over, False
         try:
-            settings = self.settings()
+            settings = self.chosen_settings()
             network = "" if self.network.value == OWN else self.network.value
             found = run.what_if(settings, **({"network": network} if network else {}))
-            self.said.value, self.assumed.value = words(found, settings, network), assumed(found.assumptions)
+            self.said.value, self.assumed.value = (
+                describe_result(found, settings, network),
+                list_assumptions(found.assumptions),
+            )
             if over:
                 rows = run.scaling({k: v for k, v in settings.items() if k != "ranks"}, network)
-                self.curve.value, self.assumed.value = curve(rows), assumed(rows.assumptions)
+                self.curve.value, self.assumed.value = draw_curve(rows), list_assumptions(rows.assumptions)
             else:
                 self.curve.value = ""
         except Exception as error:
             self.said.value = f"<p>It cannot be simulated: {escape(str(error))}</p>"
             return
-        self._draw(found.run)
+        self._draw_board(found.run)
 
-    def _draw(self, run: Any) -> None:
+    def _draw_board(self, run: Any) -> None:
         old, self.board = self.board, Board(run, views=(Timeline,))
         self.children = (*self._above, self.board)
         if old is not None:
@@ -182,13 +194,13 @@ class WhatIf(ipywidgets.VBox):
         super().close()
 
 
-def _members(name: str) -> dict[str, Any]:
+def _list_members(name: str) -> dict[str, Any]:
     """Returns the members of a family, by name."""
     found: dict[str, Any] = members(resolve(Experiment(), name)[1].kind)
     return found
 
 
-def _link(run: Any) -> dict[str, float]:
+def _present_link(run: Any) -> dict[str, float]:
     """Returns the present link: the initial one with every change since."""
     fabric = run.settings.get("fabric", {}).get("Fabric", {})
     link = {"bandwidth": 0.0, "latency": 0.0, **fabric.get("link", {}).get("Link", {})}

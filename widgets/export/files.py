@@ -19,7 +19,7 @@ from workbench.settings.said import said
 WIDE = {"description_width": "130px"}
 
 
-class Files(ipywidgets.VBox):
+class FilesPanel(ipywidgets.VBox):
     """Two lines: export the run and compare it.
 
     present: returns the shown run, or None
@@ -44,16 +44,16 @@ class Files(ipywidgets.VBox):
             ipywidgets.HBox([self.other, self.compare], layout=row), self.said,
         ])  # fmt: skip
         self.add_class("twb-files")
-        self.export.on_click(lambda _: self._do(self._export))
-        self.compare.on_click(lambda _: self._do(self._compare))
+        self.export.on_click(lambda _: self._start_work(self._export_run))
+        self.compare.on_click(lambda _: self._start_work(self._compare_run))
 
-    def _do(self, what: Callable[[Any], str]) -> None:
+    def _start_work(self, what: Callable[[Any], str]) -> None:
         if self.working is not None and self.working.is_alive():
             return
-        self.working = threading.Thread(target=self._work, args=(what,), name="files of a run", daemon=True)
+        self.working = threading.Thread(target=self._do_work, args=(what,), name="files of a run", daemon=True)
         self.working.start()
 
-    def _work(self, what: Callable[[Any], str]) -> None:
+    def _do_work(self, what: Callable[[Any], str]) -> None:
         run = self.present()
         if run is None:
             self.said.value = "<p>There is no run yet.</p>"
@@ -67,10 +67,10 @@ class Files(ipywidgets.VBox):
         finally:
             self.export.disabled = self.compare.disabled = False
 
-    def _export(self, run: Any) -> str:
+    def _export_run(self, run: Any) -> str:
         return f"Wrote {run.export(self.form.value, self.out.value or None)}."
 
-    def _compare(self, run: Any) -> str:
+    def _compare_run(self, run: Any) -> str:
         """Shows another run next to this one; an empty name removes it."""
         run.beside = Run.open(self.other.value) if self.other.value else None
         self._renew()

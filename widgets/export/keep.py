@@ -23,7 +23,7 @@ SOON = "A picture of the run's charts stays here once the run has ended."
 WIDTH = 1000  # px of the picture on a page, at any resolution
 
 
-class Keep:
+class KeptPicture:
     """One picture per dashboard, in every cell that shows it. Drawn once per run, at the end.
 
     run:  returns the shown run, or None
@@ -41,7 +41,7 @@ class Keep:
         self.shown = False
         self.trouble = ""
 
-    def show(self) -> None:
+    def add_output(self) -> None:
         """Adds the second output to the cell. Does nothing without a kernel (IPython in a terminal)."""
         shell = get_ipython()
         if shell is None or not hasattr(shell, "kernel"):
@@ -54,26 +54,26 @@ class Keep:
             self._leave = finalize(self, shell.events.unregister, "post_run_cell", hook)
         display(self._bundle[0], metadata=self._bundle[1], raw=True, display_id=self._id)
 
-    def refresh(self) -> None:
+    def start_drawing(self) -> None:
         """Starts to draw if a run has ended and has no picture. Returns at once."""
-        if self.due and (self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(target=self.draw, name="picture of a run", daemon=True)
+        if self.is_due and (self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.Thread(target=self.draw_picture, name="picture of a run", daemon=True)
             self._thread.start()
 
     @property
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Whether a run has ended and still needs its picture."""
         run = self._run()
         return self.shown and run is not None and not run.live and run is not self._drawn
 
-    def draw(self) -> None:
+    def draw_picture(self) -> None:
         """Draws the picture if it is due and updates every cell that shows the dashboard."""
         with self._lock:
-            if not self.due:
+            if not self.is_due:
                 return
             self._drawn = run = self._run()
             try:
-                self._bundle = bundle(run)
+                self._bundle = make_bundle(run)
             except Exception as error:  # a failed picture must not break the dashboard or the cell
                 self.trouble = f"The picture could not be drawn: {said(error)}"
                 self._bundle = {"text/plain": self.trouble}, {}
@@ -87,23 +87,23 @@ class Keep:
         self._leave()
 
 
-def _cell_ended(kept: ref[Keep]) -> Callable[..., None]:
+def _cell_ended(kept: ref[KeptPicture]) -> Callable[..., None]:
     """Returns a hook for the end of a cell. The kernel holds it, so it must not hold the run."""
 
     def ended(_: Any = None) -> None:
         if (keep := kept()) is not None:
-            keep.draw()
+            keep.draw_picture()
 
     return ended
 
 
-def bundle(run: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def make_bundle(run: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the picture of a run as a mimebundle with metadata."""
     from widgets.charts.picture import (  # matplotlib takes a second to load, so it is imported only to draw
-        about,
-        png,
+        describe_picture,
+        draw_png,
     )
 
-    said = about(run)
-    data = {"image/png": base64.b64encode(png(run)).decode(), "text/plain": said}
+    said = describe_picture(run)
+    data = {"image/png": base64.b64encode(draw_png(run)).decode(), "text/plain": said}
     return data, {"image/png": {"width": WIDTH, "alt": said}}

@@ -2,7 +2,7 @@
 
 The page uses the live board's JavaScript (chart.js, panel.js, board.js), with data from the file instead of a kernel
 (replay.js), so live and recorded views are the same. The page cannot compute, so this module chooses the windows of
-steps that a reader can select. The site's lessons also use `kept` and `REPLAY_JS`.
+steps that a reader can select. The site's lessons also use `pack_run` and `REPLAY_JS`.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ replay(document.getElementById("board"), text("run"), () => bytes(text("plotly")
 </script></body></html>
 """
 
+
 def write_report(run: Any, path: str | Path) -> Path:
     """Writes the run as a self-contained page (about 2 MB with plotly.js) and returns its path."""
     path = Path(path)
@@ -61,7 +62,7 @@ def write_report(run: Any, path: str | Path) -> Path:
         css=PAGE_CSS,
         settings=escape(json.dumps(run.settings, indent=2, default=str)),
         environment=escape(json.dumps(run.environment, indent=2, default=str)),
-        run=kept(run),
+        run=pack_run(run),
         plotly=base64.b64encode(plotly_js()).decode(),
         js=REPLAY_JS,
     )
@@ -69,26 +70,26 @@ def write_report(run: Any, path: str | Path) -> Path:
     return path
 
 
-def kept(run: Any, windows: int = WINDOWS, steps: int | None = None) -> str:
+def pack_run(run: Any, windows: int = WINDOWS, steps: int | None = None) -> str:
     """Returns the run's charts, tables and windows of steps as base64 text for a page.
 
     windows: number of windows, spread evenly over the steps (at most one per step)
     steps:   steps per window; None: chosen by the view
     """
     feed = Feed(run)
-    content, buffers = feed.everything()
+    content, buffers = feed.make_opening()
     for spec in content["specs"]:
         spec["tools"] = spec["tools"] and "at"  # the reader selects one of the windows below
         spec["quiet"] |= bool(len(run.timeline.spans))  # no more rows will arrive
-    held: dict[str, Any] = {"open": _plain((content, buffers))}
-    held["tables"] = {view.name: table for view in feed.views if (table := feed.table(view.name))}
-    held["windows"] = _windows(feed, windows, steps)
+    held: dict[str, Any] = {"open": _to_text((content, buffers))}
+    held["tables"] = {view.name: table for view in feed.views if (table := feed.make_table(view.name))}
+    held["windows"] = _choose_windows(feed, windows, steps)
     return base64.b64encode(gzip.compress(json.dumps(held, default=str).encode(), mtime=0)).decode()
 
 
-def _windows(feed: Feed, windows: int, steps: int | None) -> list[dict[str, Any]]:
+def _choose_windows(feed: Feed, windows: int, steps: int | None) -> list[dict[str, Any]]:
     """Returns windows of steps that the reader can select: evenly spread and around each change."""
-    view, (first, stop) = feed.view("timeline"), last_steps(feed.run.timeline)
+    view, (first, stop) = feed.find_view("timeline"), last_steps(feed.run.timeline)
     if view is None or stop <= first:
         return []
     even = np.linspace(first, stop - 1, windows).astype(int).tolist()
@@ -97,11 +98,11 @@ def _windows(feed: Feed, windows: int, steps: int | None) -> list[dict[str, Any]
     for at in sorted(set(even) | set(near)):
         view.ask({"at": at, "steps": steps})
         if patch := view.update(feed.run):
-            message = _plain(feed.message({view.name: patch}))
-            out.append({"first": at, "message": message, "tables": {view.name: feed.table(view.name)}})
+            message = _to_text(feed.pack_message({view.name: patch}))
+            out.append({"first": at, "message": message, "tables": {view.name: feed.make_table(view.name)}})
     return out
 
 
-def _plain(message: Message) -> tuple[dict[str, Any], str | None]:
+def _to_text(message: Message) -> tuple[dict[str, Any], str | None]:
     content, buffers = message
     return content, base64.b64encode(buffers[0]).decode() if buffers else None

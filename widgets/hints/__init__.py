@@ -10,10 +10,10 @@ from workbench.settings import KnobError, short
 HERE = Path(__file__).parent
 
 
-def given(hints: Sequence[str] | str) -> tuple[str, ...]:
+def find_hints(hints: Sequence[str] | str) -> tuple[str, ...]:
     """Hints themselves, or those of the lesson of such a number. Raises KnobError where it has none.
 
-    >>> given(["It is even."]), len(given("05"))
+    >>> find_hints(["It is even."]), len(find_hints("05"))
     (('It is even.',), 4)
     """
     if not isinstance(hints, str):

@@ -15,18 +15,18 @@ import ipywidgets
 from IPython.display import display
 
 from widgets.charts.board import Board
-from widgets.charts.refresh import Refresh
+from widgets.charts.refresh import RefreshTimer
 from widgets.controls.controls import Controls
 from widgets.controls.members import Members
 from widgets.controls.requests import Requests
 from widgets.controls.transport import Transport
 from widgets.controls.tuner import Tuner
 from widgets.controls.what_if import WhatIf
-from widgets.export.files import Files
-from widgets.export.keep import Keep
-from widgets.export.summary import table
+from widgets.export.files import FilesPanel
+from widgets.export.keep import KeptPicture
+from widgets.export.summary import summary_table
 from widgets.page import looks
-from widgets.page.side import Side, there
+from widgets.page.side import SidePanel, has_sidecar
 from workbench.record.run import Run
 
 
@@ -40,16 +40,18 @@ class Dashboard(ipywidgets.Box):
     def __init__(self, shown: Any, read_only: bool = False) -> None:
         self.shown, self.read_only = shown, read_only
         recorded = isinstance(shown, Run)
-        self.board = Board(shown if recorded else shown.run_now, setter=None if recorded or read_only else self._set)
-        self.side = Side(self)
-        self.handles = () if recorded else self._made(shown)
+        self.board = Board(
+            shown if recorded else shown.run_now, setter=None if recorded or read_only else self._set_knob
+        )
+        self.side = SidePanel(self)
+        self.handles = () if recorded else self._make_handles(shown)
         run_now = (lambda: shown) if recorded else (lambda: shown.run_now)
         self.what_if = WhatIf(run_now)
-        self.fold = _folded(self.what_if, "What if? The simulator beside the run")
-        self.files = Files(run_now, self.board.renew)
-        self.keep = Keep(run_now, once=recorded)
-        asked = self.fold, _folded(self.files, "Export, compare")
-        frame = ipywidgets.Box(_boxes([self.board, *asked], self.handles))
+        self.fold = _fold_panel(self.what_if, "What if? The simulator beside the run")
+        self.files = FilesPanel(run_now, self.board.draw_again)
+        self.keep = KeptPicture(run_now, once=recorded)
+        asked = self.fold, _fold_panel(self.files, "Export, compare")
+        frame = ipywidgets.Box(_make_boxes([self.board, *asked], self.handles))
         frame.add_class("twb-frame")
         if recorded:
             frame.add_class("twb-recorded")
@@ -57,20 +59,20 @@ class Dashboard(ipywidgets.Box):
             frame.add_class("twb-read-only")
         super().__init__([frame])
         self.add_class("twb-dashboard")
-        self.timer = Refresh(self.board, self.refresh)
+        self.timer = RefreshTimer(self.board, self.refresh)
         if not recorded or shown.live:
             self.timer.start()
         if not recorded:
             shown.watchers.append(lambda: self.board.watched)
 
-    def _made(self, lab: Any) -> tuple[Any, ...]:
+    def _make_handles(self, lab: Any) -> tuple[Any, ...]:
         """Returns the handles: all of them, or only status and changes for viewers."""
-        bar = Transport(lab, read_only=self.read_only, dock=self.dock if there() else None)
+        bar = Transport(lab, read_only=self.read_only, dock=self.dock if has_sidecar() else None)
         if self.read_only:
             return bar, Requests(lab)
         return bar, Controls(lab), Requests(lab), Members(lab), Tuner(lab)
 
-    def _set(self, path: str, value: Any) -> None:
+    def _set_knob(self, path: str, value: Any) -> None:
         self.shown.set(path, value)
 
     @property
@@ -84,15 +86,15 @@ class Dashboard(ipywidgets.Box):
 
         Raises KnobError without the package sidecar.
         """
-        self.side.show(self._title, anchor)
+        self.side.open_panel(self._title, anchor)
 
     def state(self) -> dict[str, Any]:
         """Returns the open, chosen and pinned items as JSON for `restore`. See page/looks.py."""
-        return looks.state(self)
+        return looks.read_state(self)
 
     def restore(self, state: dict[str, Any] | str) -> None:
         """Applies a result of `state()`, as a dict or JSON text. Raises KnobError if it is invalid."""
-        looks.restore(self, state)
+        looks.restore_state(self, state)
 
     def refresh(self) -> None:
         """Updates the handles and shows the lab's present run."""
@@ -100,7 +102,7 @@ class Dashboard(ipywidgets.Box):
             handle.refresh()
         if self.handles:
             self.board.show(self.shown.run_now)
-        self.keep.refresh()
+        self.keep.start_drawing()
 
     def close(self) -> None:
         """Ends the timer and the widgets. The run goes on."""
@@ -116,7 +118,7 @@ class Dashboard(ipywidgets.Box):
         shown = self._repr_mimebundle_()
         data, about = shown if isinstance(shown, tuple) else (shown, {})
         display(data, metadata=about, raw=True)
-        self.keep.show()
+        self.keep.add_output()
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """Returns the live widget, with a line of text and a small table for pages without widgets."""
@@ -125,27 +127,27 @@ class Dashboard(ipywidgets.Box):
         run = self.shown if isinstance(self.shown, Run) else self.shown.run_now
         bundle["text/plain"] = repr(self.shown)
         if run is not None:
-            bundle["text/html"] = table(run)
+            bundle["text/html"] = summary_table(run)
         return bundle
 
     def __repr__(self) -> str:
         return f"Dashboard({self.shown!r})"
 
 
-def _folded(panel: Any, title: str) -> Any:
+def _fold_panel(panel: Any, title: str) -> Any:
     """Returns the panel under a title that opens it."""
     fold = ipywidgets.Accordion([panel], titles=[title], selected_index=None)
     if isinstance(panel, WhatIf):
-        fold.observe(lambda change: panel.follow() if change["new"] == 0 else None, "selected_index")
+        fold.observe(lambda change: panel.follow_run() if change["new"] == 0 else None, "selected_index")
     fold.add_class("twb-fold")
     return fold
 
 
-def _boxes(main: list[Any], handles: tuple[Any, ...]) -> list[Any]:
+def _make_boxes(main: list[Any], handles: tuple[Any, ...]) -> list[Any]:
     places = {"twb-main": main}
     if len(handles) == 5:
         transport, controls, requests, members, tuner = handles
-        main = [*main, _folded(tuner, "Tuner: settings tried while the ranks train")]
+        main = [*main, _fold_panel(tuner, "Tuner: settings tried while the ranks train")]
         places = {"twb-top": [transport], "twb-left": [controls, members, requests], "twb-main": main}
     elif handles:
         places = {"twb-top": [handles[0]], "twb-main": [*main, *handles[1:]]}

@@ -9,15 +9,15 @@ from widgets.page.dashboard import Dashboard
 
 def lab(shown: Any, read_only: bool = False) -> Dashboard:
     """Returns the dashboard of a lab, always the same one."""
-    return _kept(shown, read_only)
+    return _keep_dashboard(shown, read_only)
 
 
 def run(shown: Any, read_only: bool = False) -> Dashboard:
     """Returns the dashboard of a run."""
-    return _kept(shown, read_only)
+    return _keep_dashboard(shown, read_only)
 
 
-def _kept(shown: Any, read_only: bool) -> Dashboard:
+def _keep_dashboard(shown: Any, read_only: bool) -> Dashboard:
     """Keeps 2 dashboards with their owner, which end with it: one with controls, one read-only."""
     name = "_watched" if read_only else "_dashboard"
     found: Dashboard | None = vars(shown).get(name)

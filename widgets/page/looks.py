@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from widgets.controls.what_if import mbits, slide
+from widgets.controls.what_if import slider_bandwidth, slider_position
 from workbench.settings import KnobError, short
 
 VERSION = 1
@@ -26,11 +26,15 @@ KINDS: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def state(dashboard: Any) -> dict[str, Any]:
+def read_state(dashboard: Any) -> dict[str, Any]:
     """Returns the state of a Dashboard, as described at the top of this file."""
     looks, window, panel = dashboard.board.looks, dashboard.board.window, dashboard.what_if
-    groups = [name for part in dashboard.handles for name in _groups(part)]
-    asked = {"ranks": panel.ranks.value, "bandwidth": mbits(panel.bandwidth.value), "latency": panel.latency.value}
+    groups = [name for part in dashboard.handles for name in _open_groups(part)]
+    asked = {
+        "ranks": panel.ranks.value,
+        "bandwidth": slider_bandwidth(panel.bandwidth.value),
+        "latency": panel.latency.value,
+    }
     return {
         "version": VERSION,
         "tables": list(looks.get("tables", [])), "rank": looks.get("rank"), "pin": looks.get("pin"),
@@ -39,9 +43,9 @@ def state(dashboard: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def restore(dashboard: Any, state: dict[str, Any] | str) -> None:
+def restore_state(dashboard: Any, state: dict[str, Any] | str) -> None:
     """Applies `state`. Parts that it lacks stay as they are. Raises KnobError."""
-    said = _checked(state)
+    said = _check_state(state)
     looks = {k: said[k] for k in ("tables", "rank", "pin", "theme") if k in said}
     window = {k: said[k] for k in ("at", "steps") if k in said}
     dashboard.board.look({**dashboard.board.looks, **looks}, {**dashboard.board.window, **window})
@@ -52,17 +56,20 @@ def restore(dashboard: Any, state: dict[str, Any] | str) -> None:
             part.opened = [name for name in said["groups"] if name != MEMBERS]
     if asked := said.get("what_if"):
         panel = dashboard.what_if
-        panel.stand(asked.get("ranks", panel.ranks.value), slide(asked["bandwidth"]) if "bandwidth" in asked else
-                    panel.bandwidth.value, asked.get("latency", panel.latency.value))  # fmt: skip
+        panel.set_fixed(
+            asked.get("ranks", panel.ranks.value),
+            slider_position(asked["bandwidth"]) if "bandwidth" in asked else panel.bandwidth.value,
+            asked.get("latency", panel.latency.value),
+        )
         dashboard.fold.selected_index = 0 if asked.get("open") else None
 
 
-def _groups(part: Any) -> list[str]:
+def _open_groups(part: Any) -> list[str]:
     opened = getattr(part, "opened", [])
     return ([MEMBERS] if opened else []) if isinstance(opened, bool) else list(opened)
 
 
-def _checked(state: dict[str, Any] | str) -> dict[str, Any]:
+def _check_state(state: dict[str, Any] | str) -> dict[str, Any]:
     try:
         said = json.loads(state) if isinstance(state, str) else state
     except ValueError:

@@ -10,23 +10,23 @@ from workbench.settings import KnobError, short
 ANCHORS = ("split-right", "split-left", "split-top", "split-bottom", "tab-after", "right")
 
 
-def there() -> bool:
+def has_sidecar() -> bool:
     """Whether sidecar is installed."""
     return importlib.util.find_spec("sidecar") is not None
 
 
-class Side:
+class SidePanel:
     """The panel of one dashboard."""
 
     def __init__(self, dashboard: Any) -> None:
         self._dashboard = dashboard
         self._panel: Any = None
 
-    def show(self, title: str, anchor: str) -> None:
+    def open_panel(self, title: str, anchor: str) -> None:
         """Opens the panel, again if it is open or was closed by hand. Raises KnobError."""
         if anchor not in ANCHORS:
             raise KnobError(f"anchor={short(anchor)}: must be one of {', '.join(ANCHORS)}")
-        if not there():
+        if not has_sidecar():
             raise KnobError("dock: the package sidecar is not here; pip install 'training-workbench[dock]', then start "
                             "JupyterLab again")  # fmt: skip
         from sidecar import Sidecar

@@ -12,12 +12,12 @@ from weakref import WeakKeyDictionary
 
 from widgets import hints as hinting
 from widgets.charts.board import Board
-from widgets.charts.refresh import Refresh
-from widgets.teach.said import Said
-from widgets.teach.worksheet import hinted, note, tried
+from widgets.charts.refresh import RefreshTimer
+from widgets.teach.said import ShownText
+from widgets.teach.worksheet import count_try, store_hints, store_note
 from widgets.views import all_views
 from workbench import analysis
-from workbench.analysis import straggler
+from workbench.analysis import find_straggler
 from workbench.experiment import Experiment, given
 from workbench.run import Run, simulate
 from workbench.settings import in_words, resolve, short
@@ -49,8 +49,8 @@ class Exercise:
     """
 
     def __init__(self, question: str, judge: Callable[..., Verdict], hints: Sequence[str] | str = ()) -> None:
-        self.question, self._judge, self._hints, self._told = question, judge, hinting.given(hints), 0
-        note("exercise", question)
+        self.question, self._judge, self._hints, self._told = question, judge, hinting.find_hints(hints), 0
+        store_note("exercise", question)
 
     def check(self, *answer: Any, **named: Any) -> str:
         """Judges an answer.
@@ -62,19 +62,19 @@ class Exercise:
         """
         if missing := [name for name, value in (*enumerate(answer, start=1), *named.items()) if value is None]:
             which = ", ".join(name if isinstance(name, str) else f"answer {name}" for name in missing)
-            return Said(f"Write down your answer first: {which} {'are' if len(missing) > 1 else 'is'} None.")
+            return ShownText(f"Write down your answer first: {which} {'are' if len(missing) > 1 else 'is'} None.")
         right, said = self._judge(*answer, **named)
         answers = ", ".join([*map(short, answer), *(f"{k}={short(v)}" for k, v in named.items())])
-        tried(self.question, answers, bool(right))  # a judge may return a numpy bool
-        return Said(said)
+        count_try(self.question, answers, bool(right))  # a judge may return a numpy bool
+        return ShownText(said)
 
     def hint(self) -> str:
         """Returns the next hint, vaguest first."""
         if self._told == len(self._hints):
-            return Said(NO_MORE if self._hints else "There are no hints here.")
+            return ShownText(NO_MORE if self._hints else "There are no hints here.")
         self._told += 1
-        hinted(self.question, self._told)
-        return Said(f"Hint {self._told} of {len(self._hints)}: {self._hints[self._told - 1]}")
+        store_hints(self.question, self._told)
+        return ShownText(f"Hint {self._told} of {len(self._hints)}: {self._hints[self._told - 1]}")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}: {self.question}"
@@ -107,18 +107,18 @@ class Riddle(Exercise):
         """Shows only the timeline."""
         views = tuple(v for v in all_views().values() if v.name == "timeline")
         board = Board(self.run, views=views)
-        Refresh(board).start()
+        RefreshTimer(board).start()
         return board
 
     def check(self, rank: int | None, longest_waiting: str | None = None, phase: str | None = None) -> str:
         """Compares your answers with the record: the slow rank, and `longest_waiting` or `phase`."""
         answer = phase if self.asks == "phase" else longest_waiting
         if rank is None or answer is None or (self.asks == "phase" and phase not in PHASES):
-            return Said(f"Write down your answers first: rank=..., {self.asks}={ASKED[self.asks]}.")
+            return ShownText(f"Write down your answers first: rank=..., {self.asks}={ASKED[self.asks]}.")
         return super().check(rank=rank, **{self.asks: answer})
 
     def _look(self, rank: int, longest_waiting: str = "victim", phase: str = "") -> Verdict:
-        found = straggler(self.run.timeline)
+        found = find_straggler(self.run.timeline)
         if found is None or found.rank != self._rank:
             return False, "The record does not show it clearly yet: let it run for 20 steps more, then check again."
         if rank != found.rank:
@@ -134,7 +134,7 @@ class Riddle(Exercise):
         """Returns the answer. Dashboards no longer hide it."""
         self.run.secret = ""
         slow = f"its {self._phase} took {FACTOR:g} times as long"
-        return Said(f"Rank {self._rank} was the cause: {slow}. The others were its victims.")
+        return ShownText(f"Rank {self._rank} was the cause: {slow}. The others were its victims.")
 
 
 class Challenge(Exercise):
@@ -187,7 +187,7 @@ class Goal(Exercise):
         return simulate(self.start, real=True)
 
     def _look(self, settings: Mapping[str, Any]) -> Verdict:
-        if fixed := beyond(settings, self.may, self.start):
+        if fixed := why_forbidden(settings, self.may, self.start):
             return False, fixed
         try:
             run = simulate(given.turned(self.start, settings.items()), real=True)
@@ -206,21 +206,21 @@ class Goal(Exercise):
     def beside(self, run: Run) -> tuple[float, float]:
         """Returns its cost and its held-out loss, both relative to the start's."""
         loss = run.summary()["held_out"] / self.base.summary()["held_out"]
-        return round(self._cost(run) / self._cost(self.base), 4), round(loss, 4)
+        return round(self._measure_cost(run) / self._measure_cost(self.base), 4), round(loss, 4)
 
-    def _cost(self, run: Run) -> float:
+    def _measure_cost(self, run: Run) -> float:
         if self.cost == "bytes_per_step":
             return float(analysis.bytes_per_step(run.timeline, 0, run.experiment.steps).mean())
         return float(run.summary()[self.cost])
 
 
-def beyond(settings: Mapping[str, Any], may: Sequence[str], start: Experiment) -> str:
+def why_forbidden(settings: Mapping[str, Any], may: Sequence[str], start: Experiment) -> str:
     """Returns which of `settings` an answer may not set, in a sentence, or "".
 
     may: allowed settings, with or without their paths, and with their inner settings
 
     >>> settings = {"strategy": "LocalSGD", "every": 8, "partition.checkpoint": "units"}
-    >>> beyond(settings, ("strategy", "checkpoint"), Experiment())
+    >>> why_forbidden(settings, ("strategy", "checkpoint"), Experiment())
     ''
     """
     try:
@@ -254,7 +254,7 @@ class Hidden(Exercise):
     def _look(self) -> Verdict:
         shown: dict[str, dict[str, str]] = {}  # by network and pace, the settings under which the step was stalled
         ways: dict[frozenset[str], str] = {}  # by changed settings, the last values that hid the communication
-        for same, may, share, first in self._shares():
+        for same, may, share, first in self._list_shares():
             if share > SHOWS:
                 shown.setdefault(same, may)
             elif share < HIDES and first >= self.since and (was := shown.get(same)):
@@ -269,7 +269,7 @@ class Hidden(Exercise):
             return False, f"Not yet: {found}. A setting counts once it has run for {LEAST + SETTLE} steps."
         return True, f"Found: {said}."
 
-    def _shares(self) -> Iterator[tuple[str, dict[str, str], float, int]]:
+    def _list_shares(self) -> Iterator[tuple[str, dict[str, str], float, int]]:
         """Yields (network and pace, changeable settings, share, first step) of each stretch.
 
         The share is the part of a step that waits for the network. Waits for late ranks and packing do not count,
@@ -277,10 +277,10 @@ class Hidden(Exercise):
         """
         tl = self.run.timeline
         until = analysis.last_steps(tl)[1]
-        for stretch in analysis.stretches(self.run):
+        for stretch in analysis.list_stretches(self.run):
             first, stop = stretch.first + SETTLE, min(stretch.stop, until)
             if stop - first >= LEAST:
-                found = analysis.breakdown(tl, first, stop)
+                found = analysis.break_down(tl, first, stop)
                 said = {name: in_words(stretch.settings.get(name)) for name in (*SAME, *MAY)}
                 may = {name: said[name].partition("(")[0] for name in MAY}  # another density is not another way
                 wire = float((found.exposed - found.held - found.packing).mean() / found.seconds.mean())
@@ -300,6 +300,6 @@ def more_steps(run: Any, n: int, timeout: float = 120.0) -> None:
 
 def where_time_goes(run: Any, last: int = 10) -> dict[str, int]:
     """Returns mean ms per step over the last steps and all ranks: step, compute, exposed."""
-    found = analysis.breakdown(run.timeline, *analysis.last_steps(run.timeline, last))
+    found = analysis.break_down(run.timeline, *analysis.last_steps(run.timeline, last))
     parts = {"step": found.seconds, "compute": found.compute, "exposed": found.exposed}
     return {name: round(float(seconds.mean()) * 1e3) for name, seconds in parts.items()}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from widgets.teach.exercises import Exercise, Verdict, beyond, where_time_goes
+from widgets.teach.exercises import Exercise, Verdict, where_time_goes, why_forbidden
 from workbench import analysis
 from workbench.experiment import Experiment, given
 from workbench.run import plan, require_memory
@@ -39,9 +39,9 @@ class Fastest(Exercise):
     @cached_property
     def best(self) -> float:
         """Seconds per step under the best of `tried`. Raises ValueError if none is possible."""
-        return min(seconds for seconds in map(self._took, self.tried) if seconds)
+        return min(seconds for seconds in map(self._try_settings, self.tried) if seconds)
 
-    def _took(self, settings: Mapping[str, Any]) -> float:
+    def _try_settings(self, settings: Mapping[str, Any]) -> float:
         """Like `took`, but returns 0 for impossible settings."""
         try:
             return self.took(settings)
@@ -49,7 +49,7 @@ class Fastest(Exercise):
             return 0.0
 
     def _look(self, settings: Mapping[str, Any]) -> Verdict:
-        if fixed := beyond(settings, self.may, self.start):
+        if fixed := why_forbidden(settings, self.may, self.start):
             return False, fixed
         try:
             took = self.took(settings)
@@ -67,7 +67,7 @@ def what_it_takes(run: Any, last: int = 5) -> dict[str, float]:
     Leaves evaluations out, because they are not part of a step.
     """
     first, stop = analysis.last_steps(run.timeline, last)
-    held = analysis.memory(run.timeline, first, stop)[0]
+    held = analysis.measure_memory(run.timeline, first, stop)[0]
     most = {name: nbytes / 1e6 for name, nbytes in held.most.items() if nbytes >= 5e4 and name != "evaluation"}
     sent = float(analysis.bytes_per_step(run.timeline, first, stop).mean()) / 1e6
     found = {name: round(mb, 1) for name, mb in {**most, "peak": held.peak / 1e6}.items()}

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary, ref
 
 import ipywidgets
 
-from widgets.teach.said import Said
-from widgets.teach.worksheet import note
+from widgets.teach.said import ShownText
+from widgets.teach.worksheet import store_note
 
 STYLE = "<style>.twb-lesson { --jp-widgets-font-size: 14px; } .twb-lesson p { margin: 2px 0; }</style>"
 
@@ -19,7 +19,7 @@ FIRST = "Predict first: choose an answer above, then run this cell again. Until 
 
 
 @dataclass
-class Guess:
+class PredictionGuess:
     """The answer to a question and its lock."""
 
     before: Any  # a weak reference to the run that had ended before the question, or None
@@ -29,7 +29,7 @@ class Guess:
 
 
 # A cell that runs again makes a new widget. The lab keeps the guess, so that no one guesses twice.
-_guesses: WeakKeyDictionary[Any, dict[tuple[str, ...], Guess]] = WeakKeyDictionary()
+_guesses: WeakKeyDictionary[Any, dict[tuple[str, ...], PredictionGuess]] = WeakKeyDictionary()
 
 
 class Prediction(ipywidgets.VBox):
@@ -54,22 +54,22 @@ class Prediction(ipywidgets.VBox):
 
     def __init__(self, question: str, answers: list[str], lab: Any = None, *, during: bool = False) -> None:
         self.question, self.answers, self.lab, self.during = question, answers, lab, during
-        self._guess = self._made()
+        self._guess = self._find_guess()
         wide = ipywidgets.Layout(width="auto")
         self.radio = ipywidgets.RadioButtons(options=answers, value=self.said, layout=wide, disabled=bool(self.locked))
-        self.radio.observe(lambda change: self._chosen(change["new"]), "value")
+        self.radio.observe(lambda change: self._store_answer(change["new"]), "value")
         self.told = ipywidgets.HTML()
         self.told.add_class("twb-told")
         super().__init__([ipywidgets.HTML(f"{STYLE}<b>{escape(question)}</b>"), self.radio, self.told])
         self.add_class("twb-lesson")
-        note("prediction", question)
+        store_note("prediction", question)
         if self.said is not None:
-            self._tell(f"Your prediction: {self.said}.")
+            self._show_text(f"Your prediction: {self.said}.")
 
-    def _made(self) -> Guess:
+    def _find_guess(self) -> PredictionGuess:
         """Returns the lab's guess for this question, or a new one."""
         over = None if self.lab is None or self.lab.live else self.lab.run_now
-        new = Guess(None if over is None else ref(over))
+        new = PredictionGuess(None if over is None else ref(over))
         if self.lab is None:
             return new
         return _guesses.setdefault(self.lab, {}).setdefault((self.question, *self.answers), new)
@@ -84,10 +84,10 @@ class Prediction(ipywidgets.VBox):
         """Why the guess is locked, in words. "" if it is not."""
         if self._guess.shown:
             return "the answer has been shown"
-        return "the run has begun" if self.said is not None and self._begun and not self._guess.late else ""
+        return "the run has begun" if self.said is not None and self._has_begun and not self._guess.late else ""
 
     @property
-    def _begun(self) -> bool:
+    def _has_begun(self) -> bool:
         run = None if self.lab is None or self.during else self.lab.run_now
         return run is not None and (self._guess.before is None or run is not self._guess.before())
 
@@ -102,42 +102,42 @@ class Prediction(ipywidgets.VBox):
     def against(self, truth: str) -> str:
         """Compares the guess with the record and locks it. Without a guess, asks for one."""
         if self.said is None:
-            return Said(FIRST)
+            return ShownText(FIRST)
         self._guess.shown = f"The record says: {truth}."
-        note("prediction", self.question, answer=truth)
+        store_note("prediction", self.question, answer=truth)
         verdict = "As you said." if self.said == truth else "A surprise: think of a reason before you read on."
         when = " (when the run had begun)" if self._guess.late else ""
-        self._stands()
-        return Said(f"You predicted{when}: {self.said}. {self._guess.shown} {verdict}")
+        self._lock_guess()
+        return ShownText(f"You predicted{when}: {self.said}. {self._guess.shown} {verdict}")
 
     def after(self, shown: Any) -> Any:
         """Returns `shown` and locks the guess. Without a guess, asks for one."""
         if self.said is None:
-            return Said(FIRST)
+            return ShownText(FIRST)
         self._guess.shown = self._guess.shown or "what was asked for has been shown"
-        self._stands()
+        self._lock_guess()
         return shown
 
-    def _stands(self) -> None:
+    def _lock_guess(self) -> None:
         """Locks the guess. The cell shows the comparison."""
         self.radio.disabled = True
-        self._tell(f"Your prediction stands: {self.said}.")
+        self._show_text(f"Your prediction stands: {self.said}.")
 
-    def _chosen(self, answer: str | None) -> None:
+    def _store_answer(self, answer: str | None) -> None:
         """Stores an answer from the page or `choose`. Resets a locked one."""
         if answer == self.said:
             return
         if why := self.locked:
             self.radio.value = self.said
             self.radio.disabled = True
-            return self._tell(f"Your prediction stays “{self.said}”: {why}.")
+            return self._show_text(f"Your prediction stays “{self.said}”: {why}.")
         if self.said is None:
-            self._guess.late = self._begun
+            self._guess.late = self._has_begun
         self._guess.said = answer
-        note("prediction", self.question, said=answer, late=self._guess.late)
-        self._tell(f"Your prediction: {answer}.")
+        store_note("prediction", self.question, said=answer, late=self._guess.late)
+        self._show_text(f"Your prediction: {answer}.")
 
-    def _tell(self, text: str) -> None:
+    def _show_text(self, text: str) -> None:
         self.told.value = f'<p role="status">{escape(text)}</p>'
 
     def __repr__(self) -> str:

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 
-class Said(str):
+class ShownText(str):
     """A text that is shown without quotes if it is a cell's only output."""
 
     __slots__ = ()

@@ -16,8 +16,8 @@ import ipywidgets
 
 from widgets.charts.board import Board
 from widgets.views import all_views
-from workbench.analysis import breakdown, last_steps
-from workbench.doors.beside import Beside, beside, named
+from workbench.analysis import break_down, last_steps
+from workbench.doors.beside import MemberComparison, compare_member, find_member
 from workbench.settings import KnobError, knobs, to_plain
 from workbench.settings.plain import in_words
 from workbench.settings.told import Told, is_code, source, told
@@ -45,53 +45,53 @@ def lesson(member: type[Any] | str) -> ipywidgets.VBox:
 
     Simulates 4 ranks with it and 4 with its usual alternative. Raises KnobError if no such member exists.
     """
-    kind = named(member)
+    kind = find_member(member)
     said = told(kind)
-    parts = [ipywidgets.HTML(STYLE + _head(kind, said))]
+    parts = [ipywidgets.HTML(STYLE + _make_head(kind, said))]
     try:
-        parts += _runs(beside(kind))
+        parts += _show_runs(compare_member(kind))
     except KnobError as refusal:
         parts.append(ipywidgets.HTML(f"<h3>On a timeline</h3><p>{escape(str(refusal))}</p>"))
-    parts.append(ipywidgets.HTML(_knobs(kind) + _rest(said)))
+    parts.append(ipywidgets.HTML(_knob_table(kind) + _remaining_parts(said)))
     shown = ipywidgets.VBox(parts)
     shown.add_class("twb-taught")
     return shown
 
 
-def _head(kind: type[Any], said: Told) -> str:
+def _make_head(kind: type[Any], said: Told) -> str:
     """Its name, purpose and use; its algorithm next to its source."""
     formula = textwrap.dedent(said.formula).strip("\n")
     columns = [("The algorithm", formula)] if formula else []
     columns += [("The source", code)] if (code := source(kind)) else []
     told_apart = "".join(f"<div><h3>{head}</h3><pre>{escape(text)}</pre></div>" for head, text in columns)
-    when = f"<p><b>When to use it:</b> {_prose(said.when)}</p>" if said.when else ""
-    return (f"<h2>{escape(kind.__name__)}</h2><p>{_prose(said.what)}</p>{when}"
+    when = f"<p><b>When to use it:</b> {_format_prose(said.when)}</p>" if said.when else ""
+    return (f"<h2>{escape(kind.__name__)}</h2><p>{_format_prose(said.what)}</p>{when}"
             f'<div class="twb-columns">{told_apart}</div>')  # fmt: skip
 
 
-def _runs(pair: Beside) -> list[ipywidgets.Widget]:
+def _show_runs(pair: MemberComparison) -> list[ipywidgets.Widget]:
     """Both simulated runs, each with the view that differs, and a step's time in words."""
     views = tuple(v for v in all_views().values() if v.name == pair.view)
     parts: list[ipywidgets.Widget] = [ipywidgets.HTML("<h3>On four simulated ranks</h3>")]
     for run in (pair.usual, pair.shown):
-        words = f"{pair.path} = {_setting(run, pair.path)}"
-        parts.append(ipywidgets.HTML(f"<p><b>{escape(words)}</b>{_outcome(run, pair.view)}</p>"))
+        words = f"{pair.path} = {_format_setting(run, pair.path)}"
+        parts.append(ipywidgets.HTML(f"<p><b>{escape(words)}</b>{_describe_outcome(run, pair.view)}</p>"))
         parts.append(Board(run, views=views))
     return parts
 
 
-def _outcome(run: Any, view: str) -> str:
+def _describe_outcome(run: Any, view: str) -> str:
     """The result of a run in words, as its view shows it. "" if ranks made no common step."""
     if view == "loss":
         rows = run.timeline.samples.rows()
         held_out = rows[rows.equal("name", "held_out")]
         return f": a held-out loss of {held_out.value[-1]:.4g} after {int(held_out.step[-1])} steps."
-    found = breakdown(run.timeline, *last_steps(run.timeline, LAST))
+    found = break_down(run.timeline, *last_steps(run.timeline, LAST))
     step, exposed = (float(seconds.mean()) * 1e3 for seconds in (found.seconds, found.exposed))
     return f": {step:.0f} ms per step, of which {exposed:.0f} ms wait for communication." if step else ""
 
 
-def _setting(run: Any, path: str) -> str:
+def _format_setting(run: Any, path: str) -> str:
     """The setting at `path` in a run."""
     value: Any = run.experiment
     for name in path.split("."):
@@ -99,22 +99,24 @@ def _setting(run: Any, path: str) -> str:
     return in_words(to_plain(value)) if value != () else "none"
 
 
-def _knobs(kind: type[Any]) -> str:
+def _knob_table(kind: type[Any]) -> str:
     rows = "".join(f"<tr><td><code>{k.name}</code></td><td>{escape(in_words(to_plain(k.default)))}</td>"
-                   f"<td>{escape(k.unit)}</td><td>{_prose(k.doc)}</td></tr>" for k in knobs(kind))  # fmt: skip
+                   f"<td>{escape(k.unit)}</td><td>{_format_prose(k.doc)}</td></tr>" for k in knobs(kind))  # fmt: skip
     head = "<tr><th>knob</th><th>default</th><th>unit</th><th>what it is</th></tr>"
     return f"<h3>Knobs</h3><table>{head}{rows}</table>" if rows else "<h3>Knobs</h3><p>It has none.</p>"
 
 
-def _rest(said: Told) -> str:
+def _remaining_parts(said: Told) -> str:
     """The other parts of its docstring, folded, and its reference."""
-    rest = (f"<pre>{escape(textwrap.dedent(p))}</pre>" if is_code(p) else f"<p>{_prose(p)}</p>" for p in said.rest)
+    rest = (
+        f"<pre>{escape(textwrap.dedent(p))}</pre>" if is_code(p) else f"<p>{_format_prose(p)}</p>" for p in said.rest
+    )
     more = "".join(rest)
     folded = f"<details><summary>More about it</summary>{more}</details>" if more else ""
-    return folded + (f"<h3>Reference</h3><p>{_prose(said.paper)}</p>" if said.paper else "")
+    return folded + (f"<h3>Reference</h3><p>{_format_prose(said.paper)}</p>" if said.paper else "")
 
 
-def _prose(text: str) -> str:
+def _format_prose(text: str) -> str:
     """Text of a docstring as HTML, with `code` and links."""
     text = escape(" ".join(text.split()))
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)

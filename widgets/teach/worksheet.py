@@ -30,24 +30,24 @@ COLUMNS = ("student", "lesson", "kind", "question", "said", "answer", "right", "
 _done: dict[tuple[str, str], dict[str, Any]] = {}
 
 
-def note(kind: str, question: str, **what: Any) -> dict[str, Any]:
+def store_note(kind: str, question: str, **what: Any) -> dict[str, Any]:
     """Stores `what` about a "prediction" or an "exercise". Returns everything stored about it."""
     known = _done.setdefault((kind, question), {"kind": kind, "question": question})
     known.update(what)
     return known
 
 
-def tried(question: str, answer: str, right: bool) -> None:
+def count_try(question: str, answer: str, right: bool) -> None:
     """Counts one more try at an exercise."""
-    known = note("exercise", question)
+    known = store_note("exercise", question)
     known["tries"] = known.get("tries", 0) + 1
     known["answers"] = [*known.get("answers", []), answer][-TRIES:]
     known["right"] = bool(known.get("right")) or right
 
 
-def hinted(question: str, hints: int) -> None:
+def store_hints(question: str, hints: int) -> None:
     """Stores the number of hints used."""
-    known = note("exercise", question)
+    known = store_note("exercise", question)
     known["hints"] = max(hints, known.get("hints", 0))
 
 
@@ -68,15 +68,15 @@ class Worksheet:
         """Writes the sheet to a file. Returns a message. Raises KnobError without a `name`."""
         if not isinstance(name, str) or not name.strip() or len(name) > 100 or not name.isprintable():
             raise KnobError(f"name={short(name)}: must be your name")
-        path = Path(folder, f"{_plain(self.lesson)}-{_plain(name)}.json")
-        sheet = {KEY: {**self._data(), "student": name.strip()}}
+        path = Path(folder, f"{_plain_name(self.lesson)}-{_plain_name(name)}.json")
+        sheet = {KEY: {**self._to_json(), "student": name.strip()}}
         path.write_text(json.dumps(sheet, indent=1, ensure_ascii=False), "utf8")
         return f"Handed in: {path}, {path.stat().st_size} bytes. Send this one file to your teacher."
 
-    def _data(self) -> dict[str, Any]:
+    def _to_json(self) -> dict[str, Any]:
         return {"version": 1, "lesson": self.lesson, "items": self.items}
 
-    def _rows(self) -> Iterator[tuple[str, str, str]]:
+    def _list_rows(self) -> Iterator[tuple[str, str, str]]:
         for item in self.items:
             if item["kind"] == "prediction":
                 late = ", when the run had begun" if item.get("late") else ""
@@ -89,16 +89,16 @@ class Worksheet:
             yield item["question"], told, done
 
     def __repr__(self) -> str:
-        return "\n".join([f"Worksheet of {self.lesson}", *("; ".join(row) for row in self._rows())])
+        return "\n".join([f"Worksheet of {self.lesson}", *("; ".join(row) for row in self._list_rows())])
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        rows = [("asked", "you", "outcome"), *self._rows()]
+        rows = [("asked", "you", "outcome"), *self._list_rows()]
         head, *cells = ["".join(f"<{tag} {LEFT}>{escape(text)}</{tag}>" for text in row)
                         for tag, row in zip(["th", *["td"] * len(self.items)], rows, strict=True)]  # fmt: skip
         body = "".join(f"<tr>{row}</tr>" for row in cells)
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if body else "<p>nothing yet</p>"
         html = f"<p><b>{escape(self.lesson)}: what you did</b></p>{table}"
-        return {"text/html": html, "text/plain": repr(self)}, {KEY: self._data()}
+        return {"text/html": html, "text/plain": repr(self)}, {KEY: self._to_json()}
 
 
 def handed_in(folder: Path | str) -> pd.DataFrame:
@@ -114,7 +114,7 @@ def handed_in(folder: Path | str) -> pd.DataFrame:
 
     rows = []
     for path in sorted(p for p in Path(folder).iterdir() if p.suffix in (".json", ".ipynb")):
-        for sheet in _sheets(path):
+        for sheet in _read_sheets(path):
             for item in sheet["items"]:
                 said, answer = item.get("said"), item.get("answer")
                 right = bool(item.get("right")) if item["kind"] == "exercise" else said is not None and said == answer
@@ -123,7 +123,7 @@ def handed_in(folder: Path | str) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(COLUMNS)).fillna({"tries": 0, "hints": 0})
 
 
-def _sheets(path: Path) -> list[dict[str, Any]]:
+def _read_sheets(path: Path) -> list[dict[str, Any]]:
     """Returns the sheet of a file; of a notebook, each lesson's last one."""
     if not path.is_file() or path.stat().st_size > LARGEST:
         return []
@@ -136,14 +136,14 @@ def _sheets(path: Path) -> list[dict[str, Any]]:
     held = [found.get(KEY)]
     for cell in found.get("cells", ()):
         held += [output.get("metadata", {}).get(KEY) for output in cell.get("outputs", ())]
-    return list({sheet["lesson"]: sheet for sheet in held if _sound(sheet)}.values())
+    return list({sheet["lesson"]: sheet for sheet in held if _is_valid(sheet)}.values())
 
 
-def _sound(sheet: Any) -> TypeGuard[dict[str, Any]]:
+def _is_valid(sheet: Any) -> TypeGuard[dict[str, Any]]:
     """Whether it is a valid sheet. It may come from anyone."""
     return (isinstance(sheet, dict) and isinstance(sheet.get("lesson"), str) and isinstance(sheet.get("items"), list)
             and all(isinstance(i, dict) and isinstance(i.get("kind"), str) for i in sheet["items"]))  # fmt: skip
 
 
-def _plain(name: str) -> str:
+def _plain_name(name: str) -> str:
     return re.sub(r"\W+", "_", name.strip().lower()).strip("_") or "nobody"

@@ -10,14 +10,14 @@ import plotly.graph_objects as go
 from widgets.charts import theme
 
 
-def stacked(ranks: int, height: int, axis: dict[str, Any], right: int) -> go.Figure:
+def make_bars(ranks: int, height: int, axis: dict[str, Any], right: int) -> go.Figure:
     """Returns an empty figure with a row per rank. right: the right margin in pixels"""
-    return go.Figure(layout=theme.layout(
+    return go.Figure(layout=theme.make_layout(
         height,
         barmode="stack",
         bargap=0.3,
         xaxis=axis,
-        yaxis=theme.axis("", autorange="reversed", ticks="", showgrid=False,
+        yaxis=theme.make_axis("", autorange="reversed", ticks="", showgrid=False,
                          tickvals=list(range(ranks)), ticktext=[f"rank {r}" for r in range(ranks)]),
         margin={"l": 60, "r": right, "t": 4, "b": 44},
     ))  # fmt: skip

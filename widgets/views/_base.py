@@ -126,7 +126,7 @@ def ranks_of(run: Any) -> int:
     return said or (int(seen.max()) + 1 if len(seen) else 1)
 
 
-def thin(columns: Columns, limit: int = LIMIT) -> Columns:
+def thin_points(columns: Columns, limit: int = LIMIT) -> Columns:
     """Returns at most `limit` points: the least and the greatest y of each stretch of x, in order."""
     x, y = np.asarray(columns["x"], float), np.asarray(columns["y"], float)
     if len(x) <= limit:
@@ -138,7 +138,7 @@ def thin(columns: Columns, limit: int = LIMIT) -> Columns:
     return {k: [v[i] for i in keep] if isinstance(v, list) else np.asarray(v)[keep] for k, v in columns.items()}
 
 
-def drawn(view: View, run: Any) -> go.Figure | None:
+def draw_view(view: View, run: Any) -> go.Figure | None:
     """Returns the view's figure with its data, without a browser: for Python and for tests."""
     figure = view.figure(run)
     patch = view.update(run)
@@ -146,13 +146,13 @@ def drawn(view: View, run: Any) -> go.Figure | None:
         return None
     for number, columns in {**patch.append, **patch.replace}.items():
         if "x0" in columns:
-            columns = _outlines(columns, figure.data[number].meta["lane"])
+            columns = _outline_boxes(columns, figure.data[number].meta["lane"])
         figure.data[number].update({k: list(v) for k, v in columns.items() if k in ("x", "y", "z", "text")})
     figure.update_layout({k.replace(".", "_"): v for k, v in patch.layout.items()})
     return figure
 
 
-def _outlines(boxes: Columns, lane: tuple[float, float]) -> Columns:
+def _outline_boxes(boxes: Columns, lane: tuple[float, float]) -> Columns:
     x0, x1, rank = (np.asarray(boxes[k], float) for k in ("x0", "x1", "rank"))
     y0, y1, gap = rank + lane[0], rank + lane[1], np.full(len(rank), np.nan)
     return {"x": np.c_[x0, x1, x1, x0, x0, gap].ravel(), "y": np.c_[y0, y0, y1, y1, y0, gap].ravel()}

@@ -12,7 +12,7 @@ PAUSE = 2.0  # the least seconds between two computations for a live run
 SHARE = 0.03  # the largest share of time for computing
 
 
-class Paced(View):
+class PacedView(View):
     """Computes its text when due, and sends a changed text."""
 
     def __init__(self) -> None:
@@ -21,20 +21,20 @@ class Paced(View):
         self._said: str | None = None
 
     @abstractmethod
-    def look(self, run: Any) -> None:
+    def compute_result(self, run: Any) -> None:
         """Computes the present result."""
 
     @abstractmethod
-    def html(self) -> str:
+    def result_html(self) -> str:
         """Returns the last result as HTML; "" if it is empty."""
 
     def update(self, run: Any) -> Patch:
         now, spans = time.monotonic(), len(run.timeline.spans)
         if self._said is None or (spans != self.cursor and (not run.live or now - self._at >= self._pause)):
-            self.look(run)
+            self.compute_result(run)
             self.cursor, self._at = spans, time.monotonic()
             self._pause = max(PAUSE, (self._at - now) / SHARE)
-        html = self.html()
+        html = self.result_html()
         if html == self._said:
             return Patch()
         self._said = html

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any, ClassVar
 
 from widgets.views._base import Patch, View
-from workbench.analysis import unheeded
+from workbench.analysis import list_unheeded
 
 
 class Asked(View):
@@ -27,7 +27,7 @@ class Asked(View):
         if self._said is not None and len(run.timeline.marks) == self.cursor:
             return Patch()
         self.cursor = len(run.timeline.marks)
-        said = unheeded(run.timeline)
+        said = list_unheeded(run.timeline)
         if said == self._said:
             return Patch()
         self._said = said

@@ -8,8 +8,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from widgets.charts import theme
-from widgets.views._base import Columns, Grid, Patch, View, thin
-from workbench.analysis import curve, step_times
+from widgets.views._base import Columns, Grid, Patch, View, thin_points
+from workbench.analysis import loss_curve, step_times
 
 PANELS = ("x", "x2", "x3")
 LINES = ({"color": theme.INK, "width": 2}, {"color": theme.VERMILLION, "width": 2, "dash": "dash"})
@@ -34,7 +34,7 @@ class Beside(View):
         self._drawn = -1.0  # rows at the last drawing
 
     def figure(self, run: Any) -> go.Figure:
-        figure = go.Figure(layout=_layout())
+        figure = go.Figure(layout=_make_layout())
         for panel in PANELS:
             for run_of, line in zip((run, run.beside), LINES, strict=True):
                 name = "" if run_of is None else run_of.name
@@ -51,38 +51,38 @@ class Beside(View):
         self._drawn = rows if run.live else np.inf
         found: dict[int, Columns] = {}
         for number, one in enumerate((run, run.beside)):
-            for panel, points in enumerate(curves(one)):
-                found[2 * panel + number] = thin(points)
+            for panel, points in enumerate(loss_curves(one)):
+                found[2 * panel + number] = thin_points(points)
         return Patch(replace=found)
 
     def table(self, run: Any) -> Grid:
         """Returns each run's loss at 10 evenly spread steps."""
         out: list[tuple[Any, ...]] = []
         for one in (run, run.beside) if run.beside is not None else ():
-            c = curve(one.timeline)
+            c = loss_curve(one.timeline)
             for i in np.unique(np.linspace(0, len(c.loss) - 1, 10).astype(int)) if len(c.loss) else ():
                 out.append((one.name, int(c.steps[i]), f"{c.seconds[i]:.2f}", f"{c.loss[i]:.4f}"))
         return Grid(("run", "steps", "seconds", "training loss"), out, "Training loss, mean over ranks")
 
 
-def curves(run: Any) -> tuple[Columns, Columns, Columns]:
+def loss_curves(run: Any) -> tuple[Columns, Columns, Columns]:
     """Returns loss by steps, loss by seconds, and milliseconds of each step, each a mean over ranks."""
-    c, times = curve(run.timeline), step_times(run.timeline)
+    c, times = loss_curve(run.timeline), step_times(run.timeline)
     made = ~np.isnan(times.seconds).any(axis=1) if times.seconds.size else np.zeros(len(times.steps), bool)
     steps = times.steps[made] - (times.steps[0] if len(times.steps) else 0) + 1.0
     mean = times.seconds[made].mean(axis=1) if made.any() else np.empty(0)
     return {"x": c.steps, "y": c.loss}, {"x": c.seconds, "y": c.loss}, {"x": steps, "y": 1e3 * mean}
 
 
-def _layout() -> go.Layout:
+def _make_layout() -> go.Layout:
     x = {"nticks": 6, "rangemode": "tozero"}
-    return theme.layout(
+    return theme.make_layout(
         260,
-        xaxis=theme.axis("steps made", domain=[0, 0.3], **x),
-        xaxis2=theme.axis("seconds since its first step", domain=[0.33, 0.63], anchor="y2", **x),
-        xaxis3=theme.axis("steps made", domain=[0.7, 1], anchor="y3", **x),
-        yaxis=theme.axis("training loss", nticks=6),
-        yaxis2=theme.axis("", matches="y", anchor="x2", showticklabels=False, nticks=6),
-        yaxis3=theme.axis("step time (ms)", anchor="x3", nticks=6, rangemode="tozero"),
+        xaxis=theme.make_axis("steps made", domain=[0, 0.3], **x),
+        xaxis2=theme.make_axis("seconds since its first step", domain=[0.33, 0.63], anchor="y2", **x),
+        xaxis3=theme.make_axis("steps made", domain=[0.7, 1], anchor="y3", **x),
+        yaxis=theme.make_axis("training loss", nticks=6),
+        yaxis2=theme.make_axis("", matches="y", anchor="x2", showticklabels=False, nticks=6),
+        yaxis3=theme.make_axis("step time (ms)", anchor="x3", nticks=6, rangemode="tozero"),
         margin={"l": 60, "r": 10, "t": 8, "b": 46},
     )

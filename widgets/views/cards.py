@@ -53,16 +53,16 @@ class Cards(View):
             together.setdefault(mark.step, []).append(mark)
         for step, following in zip_longest(together, list(together)[1:]):
             if stop > step and step not in self._over:
-                self._html[step] = _card(together[step], before_after(run.timeline, step))
+                self._html[step] = _make_card(together[step], before_after(run.timeline, step))
                 if following is not None and stop >= following:
                     self._over.add(step)
-        html = self._page()
+        html = self._make_page()
         if html == self._said:
             return Patch()
         self._said = html
         return Patch(html=html)
 
-    def _page(self) -> str:
+    def _make_page(self) -> str:
         cards = [card for _, card in sorted(self._html.items(), reverse=True)]
         if not cards:
             return EMPTY
@@ -71,68 +71,74 @@ class Cards(View):
         return f'<div class="wb-cards">{"".join(cards[:SHOWN])}</div>{folded if older else ""}'
 
 
-def _card(marks: list[ChangeMark], card: Card) -> str:
+def _make_card(marks: list[ChangeMark], card: Card) -> str:
     names = "; ".join(f"{mark.number} {mark.label}" for mark in marks)
     *times, loss = card.rows
-    rows = "".join(_row(effect) for effect in times) + _loss(loss) + _lacks(times[0])
-    looked = f"steps {_span(card.before)} against {_span(card.after)}"
-    made = f"making it sent {_number(card.nbytes, 'bytes', named=True)} and took {_seconds(card.seconds)}; "
+    rows = "".join(_make_row(effect) for effect in times) + _loss_row(loss) + _lacking_row(times[0])
+    looked = f"steps {_format_steps(card.before)} against {_format_steps(card.after)}"
+    made = (
+        f"making it sent {_format_number(card.nbytes, 'bytes', named=True)} and took {_format_seconds(card.seconds)}; "
+    )
     made = made if card.nbytes else ""
     caption = f"{escape(names)} <small>from step {card.step}; {made}{looked}</small>"
     return f'<table class="wb-card"><caption>{caption}</caption><thead>{HEAD}</thead><tbody>{rows}</tbody></table>'
 
 
-def _span(steps: tuple[int, int]) -> str:
+def _format_steps(steps: tuple[int, int]) -> str:
     return f"{steps[0]}-{steps[1] - 1}" if steps[1] > steps[0] else "none"
 
 
-def _row(effect: Effect) -> str:
-    before, after = _estimate(effect.before, effect.unit), _estimate(effect.after, effect.unit)
-    cells = "".join(f"<td>{cell}</td>" for cell in (before, after, _words(effect)))
+def _make_row(effect: Effect) -> str:
+    before, after = _format_estimate(effect.before, effect.unit), _format_estimate(effect.after, effect.unit)
+    cells = "".join(f"<td>{cell}</td>" for cell in (before, after, _describe_effect(effect)))
     title = escape(f"{MEANS[effect.name]}; {effect.spread}")
     return f'<tr title="{title}"><th scope="row">{SHORT.get(effect.name, effect.name)}</th>{cells}</tr>'
 
 
-def _loss(effect: Effect) -> str:
+def _loss_row(effect: Effect) -> str:
     """Returns a row with a sentence for each slope of the loss, and the verdict."""
     assert effect.trends is not None
     lines = [escape(f"{when}: {trend}") for when, trend in zip(("before", "after"), effect.trends, strict=True)]
-    lines += [words] if (words := _slopes(effect)) else []
-    return f'<tr title="{escape(effect.spread)}"><th scope="row">loss</th>{_wide(3, "<br>".join(lines))}</tr>'
+    lines += [words] if (words := _describe_slopes(effect)) else []
+    return f'<tr title="{escape(effect.spread)}"><th scope="row">loss</th>{_wide_cell(3, "<br>".join(lines))}</tr>'
 
 
-def _lacks(effect: Effect) -> str:
+def _lacking_row(effect: Effect) -> str:
     """Returns the reason why all rows lack a verdict."""
     if not effect.change.lacks:
         return ""
-    return f"<tr>{_wide(4, f'No verdict. {escape(effect.change.lacks)}.')}</tr>"
+    return f"<tr>{_wide_cell(4, f'No verdict. {escape(effect.change.lacks)}.')}</tr>"
 
 
-def _wide(columns: int, html: str) -> str:
+def _wide_cell(columns: int, html: str) -> str:
     """Returns a cell over several columns. Its sentences wrap and do not widen the table."""
     inner = f'<div style="width: 0; min-width: 100%; white-space: normal">{html}</div>'
     return f'<td colspan="{columns}" style="text-align: left">{inner}</td>'
 
 
-def _estimate(e: Estimate, unit: str) -> str:
+def _format_estimate(e: Estimate, unit: str) -> str:
     if math.isnan(e.value):
         return "&ndash;"
-    spread = "" if math.isnan(e.low) else f"<br><small>[{_number(e.low, unit)}, {_number(e.high, unit)}]</small>"
-    return f"{_number(e.value, unit, named=True)}{spread}"
+    spread = (
+        ""
+        if math.isnan(e.low)
+        else f"<br><small>[{_format_number(e.low, unit)}, {_format_number(e.high, unit)}]</small>"
+    )
+    return f"{_format_number(e.value, unit, named=True)}{spread}"
 
 
-def _number(value: float, unit: str, *, named: bool = False) -> str:
+def _format_number(value: float, unit: str, *, named: bool = False) -> str:
     if unit == "bytes":
         scale, name = (1e6, "MB") if abs(value) >= 1e5 else (1e3, "kB")
         return f"{value / scale:.3g}{' ' + name if named else ''}"
     return f"{value:.3g}{' ms' if named else ''}" if abs(value) < 1000 else f"{value / 1e3:.3g} s"
 
 
-def _seconds(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return f"{seconds:.2g} s" if seconds >= 0.1 else f"{seconds * 1e3:.2g} ms"
 
 
-def _words(effect: Effect) -> str:
+def _describe_effect(effect: Effect) -> str:
     """Returns the ratio with its interval, an arrow and a word; or "no clear change"."""
     match effect.verdict:
         case "":
@@ -141,16 +147,22 @@ def _words(effect: Effect) -> str:
             return "&asymp; no clear change"
         case "more":
             r = effect.change
-            return "&#9650; new" if math.isinf(r.value) else f"&#9650; up, &times; {_times(r.value, r.low, r.high)}"
+            return (
+                "&#9650; new" if math.isinf(r.value) else f"&#9650; up, &times; {_format_ratio(r.value, r.low, r.high)}"
+            )
     r = effect.change
-    return f"&#9660; down, &divide; {_times(1 / r.value, 1 / r.high, 1 / r.low)}" if r.low > 0 else "&#9660; hardly any"
+    return (
+        f"&#9660; down, &divide; {_format_ratio(1 / r.value, 1 / r.high, 1 / r.low)}"
+        if r.low > 0
+        else "&#9660; hardly any"
+    )
 
 
-def _times(value: float, low: float, high: float) -> str:
+def _format_ratio(value: float, low: float, high: float) -> str:
     return f"{value:.3g}<br><small>[{low:.3g}, {high:.3g}]</small>"
 
 
-def _slopes(effect: Effect) -> str:
+def _describe_slopes(effect: Effect) -> str:
     """Returns how the loss's slope changed, if that is clear."""
     if effect.verdict in ("", "same"):
         return "&asymp; no clear change of the slope" if effect.verdict else ""

@@ -11,9 +11,9 @@ from html import escape
 from typing import Any, ClassVar
 
 from widgets.views._base import Patch
-from widgets.views._paced import Paced
-from workbench.analysis import Cause, causes
-from workbench.analysis.steps.words import duration
+from widgets.views._paced import PacedView
+from workbench.analysis import Cause, find_causes
+from workbench.analysis.steps.words import format_seconds
 from workbench.settings import KnobError
 from workbench.settings.said import said
 
@@ -22,7 +22,7 @@ ASK = '<button type="button" class="wb-button" data-ask=\'{"advise": true}\'>Wha
 ASKING = '<p class="wb-empty" role="status">The simulator is asked what to try next, which takes some seconds.</p>'
 
 
-class Causes(Paced):
+class Causes(PacedView):
     """A line for each cause, the most expensive first. Hidden while no cause exceeds 5 % of a step."""
 
     name: ClassVar[str] = "causes"
@@ -49,29 +49,29 @@ class Causes(Paced):
         self._run = run
         return super().update(run)
 
-    def look(self, run: Any) -> None:
-        self._found = causes(run.timeline)
+    def compute_result(self, run: Any) -> None:
+        self._found = find_causes(run.timeline)
 
     def ask(self, request: dict[str, Any]) -> None:
         """Handles `advise`, which asks the simulator, and `try`, which makes the change [line, suggestion]."""
-        if "advise" in request and self._run is not None and not self._busy:
-            self._asking = threading.Thread(target=self._advise, name="advice", daemon=True)
+        if "advise" in request and self._run is not None and not self._is_asking:
+            self._asking = threading.Thread(target=self._ask_simulator, name="advice", daemon=True)
             self._asking.start()
         if "try" in request and self.setter is not None and self._advised is not None:
             line, number = request["try"]
-            self._try(self._advised[line].suggestions[number])
+            self._try_suggestion(self._advised[line].suggestions[number])
 
     @property
-    def _busy(self) -> bool:
+    def _is_asking(self) -> bool:
         return self._asking is not None and self._asking.is_alive()
 
-    def _advise(self) -> None:
+    def _ask_simulator(self) -> None:
         try:
             self._advised, self._tried = self._run.advice(), ""
         except Exception as error:  # whoever pressed the button must see any error
             self._advised, self._tried = None, f"It cannot be told what to try next: {said(error)}"
 
-    def _try(self, suggestion: Any) -> None:
+    def _try_suggestion(self, suggestion: Any) -> None:
         try:
             assert self.setter is not None
             for path, value in suggestion.settings.items():
@@ -82,45 +82,45 @@ class Causes(Paced):
             self._tried = f"Tried: {suggestion}. What it did is in its card under “What each change did”."
             self._advised = None
 
-    def html(self) -> str:
+    def result_html(self) -> str:
         tried = f'<p class="wb-empty" role="status">{escape(self._tried)}</p>' if self._tried else ""
-        if self._busy:
-            return listed(self._found, ASKING)
+        if self._is_asking:
+            return list_causes(self._found, ASKING)
         if self._advised is not None:
-            return advised(self._advised, self.setter is not None) + tried
+            return list_advice(self._advised, self.setter is not None) + tried
         can_ask = hasattr(self._run, "advice") and self._run.timeline.spans
         foot = ASK if can_ask else f'<p class="wb-empty">{NEXT}</p>'
-        return (listed(self._found, foot) + tried) if self._found else tried
+        return (list_causes(self._found, foot) + tried) if self._found else tried
 
 
-def listed(found: list[Cause], foot: str = "") -> str:
+def list_causes(found: list[Cause], foot: str = "") -> str:
     """Returns the list as HTML; "" without a cause.
 
-    >>> listed([])
+    >>> list_causes([])
     ''
     """
-    lines = (f"<li>{_line(f)}</li>" for f in found)
+    lines = (f"<li>{_describe_cause(f)}</li>" for f in found)
     return f'<ol class="wb-causes">{"".join(lines)}</ol>{foot}' if found else ""
 
 
-def advised(rows: list[Any], may_try: bool) -> str:
+def list_advice(rows: list[Any], may_try: bool) -> str:
     """Returns the list with suggestions. may_try: with a button for each change"""
     lines = []
     for number, row in enumerate(rows):
         more = [f"<span>{escape(row.next)}</span>" if row.next else ""]
         if may_try:
-            more += [_button(number, k, s) for k, s in enumerate(row.suggestions)]
-        lines.append(f"<li>{_line(row)}<br>{' '.join(filter(None, more)) or 'Nobody knows what helps.'}</li>")
+            more += [_make_button(number, k, s) for k, s in enumerate(row.suggestions)]
+        lines.append(f"<li>{_describe_cause(row)}<br>{' '.join(filter(None, more)) or 'Nobody knows what helps.'}</li>")
     body = f'<ol class="wb-causes">{"".join(lines)}</ol>' if rows else f'<p class="wb-empty">{escape(repr(rows))}</p>'
     return f"{body}{ASK.replace('What to try next', 'Ask again')}"
 
 
-def _line(found: Any) -> str:
-    cost = f"{found.cause}, {duration(found.seconds)} per step ({found.share * 100:.0f} % of it)"
+def _describe_cause(found: Any) -> str:
+    cost = f"{found.cause}, {format_seconds(found.seconds)} per step ({found.share * 100:.0f} % of it)"
     return f"<b>{cost}</b>: {escape(found.text)}"
 
 
-def _button(line: int, number: int, suggestion: Any) -> str:
+def _make_button(line: int, number: int, suggestion: Any) -> str:
     """Returns a button whose label also describes the change to screen readers."""
     ask = escape(json.dumps({"try": [line, number]}), quote=True)
     label = escape(f"Try this: {suggestion}", quote=True)

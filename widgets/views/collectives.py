@@ -5,16 +5,16 @@ from __future__ import annotations
 from html import escape
 from typing import Any, ClassVar
 
-from widgets.views._paced import Paced
-from workbench.analysis import ByCollective, by_collective, last_steps, readable
-from workbench.analysis.steps.words import duration
+from widgets.views._paced import PacedView
+from workbench.analysis import ByCollective, by_collective, format_bytes, last_steps
+from workbench.analysis.steps.words import format_seconds
 
 STEPS = 20  # the number of last steps
 MOST = 16  # the largest number of rows; the most expensive ones
 HEAD = ("operation", "ranks", "per step", "tensor", "takes (at worst)", "algbw", "busbw (at worst)", "waiting")
 
 
-class Collectives(Paced):
+class Collectives(PacedView):
     """A table, the most expensive first. Hidden while the ranks exchange nothing."""
 
     name: ClassVar[str] = "collectives"
@@ -27,18 +27,18 @@ class Collectives(Paced):
     order: ClassVar[int] = 51
     quiet: ClassVar[bool] = True
 
-    def look(self, run: Any) -> None:
+    def compute_result(self, run: Any) -> None:
         first, stop = last_steps(run.timeline, STEPS)
-        self._found = tabulated(by_collective(run.timeline, first, stop), max(stop - first, 1))
+        self._found = make_table(by_collective(run.timeline, first, stop), max(stop - first, 1))
 
-    def html(self) -> str:
+    def result_html(self) -> str:
         return self._found
 
 
-def tabulated(found: list[ByCollective], steps: int) -> str:
+def make_table(found: list[ByCollective], steps: int) -> str:
     """Returns the table for `steps` steps; "" without a collective.
 
-    >>> tabulated([], 20)
+    >>> make_table([], 20)
     ''
     """
     if not found:
@@ -47,20 +47,26 @@ def tabulated(found: list[ByCollective], steps: int) -> str:
     left = len(costs) - MOST
     note = f'<p class="wb-empty">and {left} more, in <code>run.collectives()</code>.</p>' if left > 0 else ""
     head = "".join(f"<th>{name}</th>" for name in HEAD)
-    rows = "".join(_row(f, steps) for f in costs[:MOST])
+    rows = "".join(_make_row(f, steps) for f in costs[:MOST])
     caption = "Bandwidths in Mbit/s, as nccl-tests defines them, from the last rank's arrival on; last 20 steps"
     return (f'<div class="wb-table"><table><caption>{caption}</caption><thead><tr>{head}</tr></thead>'
             f"<tbody>{rows}</tbody></table></div>{note}")  # fmt: skip
 
 
-def _row(f: ByCollective, steps: int) -> str:
+def _make_row(f: ByCollective, steps: int) -> str:
     of = f" <small>{escape(f.bucket + (f' in {f.group}' if f.group else ''))}</small>" if f.bucket or f.group else ""
-    worst = f" ({_rate(f.worst_busbw)})" if f.worst_busbw == f.worst_busbw else ""
-    cells = (str(f.ranks), f"{f.times / steps:.3g}", readable(round(f.nbytes)),
-             f"{duration(f.seconds)} ({duration(f.slowest)})", _rate(f.algbw), f"{_rate(f.busbw)}{worst}",
-             duration(f.waiting))  # fmt: skip
+    worst = f" ({_format_rate(f.worst_busbw)})" if f.worst_busbw == f.worst_busbw else ""
+    cells = (
+        str(f.ranks),
+        f"{f.times / steps:.3g}",
+        format_bytes(round(f.nbytes)),
+        f"{format_seconds(f.seconds)} ({format_seconds(f.slowest)})",
+        _format_rate(f.algbw),
+        f"{_format_rate(f.busbw)}{worst}",
+        format_seconds(f.waiting),
+    )
     return f"<tr><td>{escape(f.operation)}{of}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
 
 
-def _rate(mbit: float) -> str:
+def _format_rate(mbit: float) -> str:
     return f"{float(f'{mbit:.3g}'):,g}" if mbit == mbit else ""

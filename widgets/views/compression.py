@@ -9,8 +9,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from widgets.charts import theme
-from widgets.views._base import Grid, Patch, View, thin
-from workbench.analysis import last_steps, ratios, stretches
+from widgets.views._base import Grid, Patch, View, thin_points
+from workbench.analysis import compression_ratios, last_steps, list_stretches
 
 RATIO = 0  # the number of the trace
 LINES = (  # sample, name, axis, colour, dash, symbol
@@ -44,7 +44,7 @@ class Compressed(View):
         self._ends: dict[str, tuple[float, float]] = {}  # logarithmic axis -> its least and greatest value
 
     def figure(self, run: Any) -> go.Figure:
-        figure = go.Figure(layout=_layout())
+        figure = go.Figure(layout=_make_layout())
         figure.add_trace(go.Scatter(
             x=[], y=[], mode="lines", showlegend=False, line={"color": theme.INK, "width": 2}, name="effective ratio",
             hovertemplate="%{y:.4~g} times fewer bytes in step %{x}<extra></extra>",
@@ -69,31 +69,31 @@ class Compressed(View):
             drawable = mine.value > (NOT_ZERO if trace in LOGARITHMIC else -np.inf)
             mine = mine[np.isfinite(mine.value) & drawable]
             if len(mine):
-                patch.append[trace] = thin({"x": mine.step.astype(float), "y": mine.value})
-        self._ratio(run, patch)
+                patch.append[trace] = thin_points({"x": mine.step.astype(float), "y": mine.value})
+        self._append_ratios(run, patch)
         for trace, axis in LOGARITHMIC.items():
             if trace in patch.append:
-                self._stretch(patch, axis, patch.append[trace]["y"])
+                self._extend_axis(patch, axis, patch.append[trace]["y"])
         return patch
 
-    def _stretch(self, patch: Patch, axis: str, y: np.ndarray) -> None:
+    def _extend_axis(self, patch: Patch, axis: str, y: np.ndarray) -> None:
         """Ends an axis at round values around its data, so that a few labels fit."""
         low, high = self._ends.get(axis, (np.inf, -np.inf))
         ends = min(low, float(y.min())), max(high, float(y.max()))
         if ends != (low, high):
             self._ends[axis] = ends
-            patch.layout |= {f"{axis}.{k}": v for k, v in _round(*ends).items()}
+            patch.layout |= {f"{axis}.{k}": v for k, v in _round_range(*ends).items()}
 
-    def _ratio(self, run: Any, patch: Patch) -> None:
+    def _append_ratios(self, run: Any, patch: Patch) -> None:
         """Appends the ratios from the first compression on. Before it all are 1."""
-        begun = next((s.first for s in stretches(run) if s.compressor), None)
+        begun = next((s.first for s in list_stretches(run) if s.compressor), None)
         stop = last_steps(run.timeline)[1]
         if begun is None or stop <= max(self._step, begun):
             return
-        steps, ratio = ratios(run.timeline, max(self._step, begun), stop)
+        steps, ratio = compression_ratios(run.timeline, max(self._step, begun), stop)
         self._step = stop
         if len(steps):
-            patch.append[RATIO] = thin({"x": steps.astype(float), "y": ratio})
+            patch.append[RATIO] = thin_points({"x": steps.astype(float), "y": ratio})
 
     def table(self, run: Any) -> Grid:
         rows = run.timeline.samples.rows()
@@ -101,14 +101,14 @@ class Compressed(View):
         out = []
         for step in steps.tolist():
             cells = [rows.value[rows.equal("name", sample) & (rows.step == step)] for sample, *_ in LINES]
-            _, ratio = ratios(run.timeline, step, step + 1)
+            _, ratio = compression_ratios(run.timeline, step, step + 1)
             texts = [f"{float(v[-1]):.4g}" if len(v) else "" for v in (ratio, *cells)]
             out.append((step, *texts))
         head = ("step", "effective ratio", *(name for _, name, *_ in LINES))
         return Grid(head, out, "The last 12 measurements of what compression does")
 
 
-def _round(low: float, high: float) -> dict[str, Any]:
+def _round_range(low: float, high: float) -> dict[str, Any]:
     """Returns range and ticks of a logarithmic axis for values from `low` to `high`."""
     below = max((i for i, g in enumerate(GRID) if g <= low * (1 + 1e-9)), default=0)
     above = min((i for i, g in enumerate(GRID) if g >= high * (1 - 1e-9)), default=len(GRID) - 1)
@@ -118,16 +118,16 @@ def _round(low: float, high: float) -> dict[str, Any]:
     return {"range": [low - pad, high + 2 * pad], "dtick": "D2" if high - low <= 2.5 else 1}
 
 
-def _layout() -> go.Layout:
+def _make_layout() -> go.Layout:
     x = {"nticks": 4, "rangemode": "tozero"}
     log = {"type": "log", "tickformat": "~g", "exponentformat": "power", "dtick": "D2"}
-    return theme.layout(
+    return theme.make_layout(
         250,
-        xaxis=theme.axis("step", domain=[0, 0.27], **x),
-        xaxis2=theme.axis("step", domain=[0.365, 0.635], anchor="y2", **x),
-        xaxis3=theme.axis("step", domain=[0.73, 1], anchor="y3", **x),
-        yaxis=theme.axis("times fewer bytes", **log),
-        yaxis2=theme.axis("of what is to be sent", anchor="x2", **log),
-        yaxis3=theme.axis("cosine", anchor="x3", nticks=5),
+        xaxis=theme.make_axis("step", domain=[0, 0.27], **x),
+        xaxis2=theme.make_axis("step", domain=[0.365, 0.635], anchor="y2", **x),
+        xaxis3=theme.make_axis("step", domain=[0.73, 1], anchor="y3", **x),
+        yaxis=theme.make_axis("times fewer bytes", **log),
+        yaxis2=theme.make_axis("of what is to be sent", anchor="x2", **log),
+        yaxis3=theme.make_axis("cosine", anchor="x3", nticks=5),
         margin={"l": 76, "r": 10, "t": 8, "b": 46},
     )

@@ -8,7 +8,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from widgets.charts import theme
-from widgets.views._base import Grid, Patch, View, ranks_of, thin
+from widgets.views._base import Grid, Patch, View, ranks_of, thin_points
 from workbench.analysis import since_met
 
 
@@ -32,10 +32,10 @@ class Drift(View):
         self._since: set[int] = set()  # steps since the ranks met, for all unconnected points
 
     def figure(self, run: Any) -> go.Figure:
-        figure = go.Figure(layout=theme.layout(
+        figure = go.Figure(layout=theme.make_layout(
             250,
-            xaxis=theme.axis("step", nticks=5, rangemode="tozero"),
-            yaxis=theme.axis("RMS distance", rangemode="nonnegative", nticks=5, exponentformat="power"),
+            xaxis=theme.make_axis("step", nticks=5, rangemode="tozero"),
+            yaxis=theme.make_axis("RMS distance", rangemode="nonnegative", nticks=5, exponentformat="power"),
             margin={"l": 76, "r": 8, "t": 8, "b": 44},
         ))  # fmt: skip
         for mode in ("lines+markers", "markers"):
@@ -58,10 +58,10 @@ class Drift(View):
                 mine = rows[(rows.rank == rank) & (within == single)]
                 if len(mine):
                     trace = int(rank) + single * ranks_of(run)
-                    patch.append[trace] = thin({"x": mine.step.astype(float), "y": mine.value}, 400)
+                    patch.append[trace] = thin_points({"x": mine.step.astype(float), "y": mine.value}, 400)
         if within.any():
             self._since |= set(since[within].tolist())
-            patch.layout["xaxis.title.text"] = f"step<br>points: {_taken(self._since)}"
+            patch.layout["xaxis.title.text"] = f"step<br>points: {_describe_points(self._since)}"
             patch.layout["margin.b"] = 64  # room for the second line
         return patch
 
@@ -76,10 +76,10 @@ class Drift(View):
         return Grid(head, sorted(cells), "Drift at the last 10 evaluations")
 
 
-def _taken(since: set[int]) -> str:
+def _describe_points(since: set[int]) -> str:
     """Describes how many steps after averaging the points were measured.
 
-    >>> _taken({0, 4}), _taken({0}), _taken({1, 3, 5, 7})
+    >>> _describe_points({0, 4}), _describe_points({0}), _describe_points({1, 3, 5, 7})
     ('0 or 4 steps after averaging', 'just after averaging', '1 to 7 steps after averaging')
     """
     if since == {0}:

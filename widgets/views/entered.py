@@ -6,8 +6,8 @@ from html import escape
 from typing import Any, ClassVar
 
 from widgets.views._base import Patch, View
-from workbench.analysis import entered
-from workbench.analysis.communication.entered import Entered
+from workbench.analysis import list_open
+from workbench.analysis.communication.entered import OpenCollective
 
 LONG = 1.5  # shorter waits are not shown, because the kernel asks the ranks once a second
 STACKS = "The button Stacks, above, shows what every thread of every rank is in."
@@ -31,17 +31,17 @@ class InCollective(View):
         self._said: str | None = None
 
     def update(self, run: Any) -> Patch:
-        said = tabulated(entered(run.standing)) if run.live else ""
+        said = make_table(list_open(run.standing)) if run.live else ""
         if said == self._said:
             return Patch()
         self._said = said
         return Patch(html=said)
 
 
-def tabulated(found: list[Entered]) -> str:
+def make_table(found: list[OpenCollective]) -> str:
     """Returns the table; "" if no rank waits long for another.
 
-    >>> tabulated([Entered(7, "all_reduce bucket 1", (0, 2), 0.2, ((1, "backward of step 7, for 4 s"),))])
+    >>> make_table([OpenCollective(7, "all_reduce bucket 1", (0, 2), 0.2, ((1, "backward of step 7, for 4 s"),))])
     ''
     """
     long = [e for e in found if e.seconds > LONG and e.missing]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from widgets.views._base import Patch, View
-from workbench.analysis import gpus, readable
+from workbench.analysis import format_bytes, measure_gpus
 from workbench.analysis.resources.gpus import RankGpu
 
 
@@ -29,31 +29,39 @@ class Gpu(View):
         read = self.fresh(run.timeline.samples).equal("name", "gpu use").any()
         if self._said is not None and not read:
             return Patch()
-        said = tabulated(gpus(run.timeline)) if read else ""
+        said = make_table(measure_gpus(run.timeline)) if read else ""
         if said == self._said:
             return Patch()
         self._said = said
         return Patch(html=said)
 
 
-def tabulated(found: list[RankGpu]) -> str:
+def make_table(found: list[RankGpu]) -> str:
     """Returns the table; "" without a GPU.
 
-    >>> tabulated([])
+    >>> make_table([])
     ''
     """
     if not found:
         return ""
     head = "".join(f"<th>{name}</th>" for name in ("rank", "at work", "power", "sent", "received"))
-    cells = ((str(g.rank), _said(g.use, "{:.0%}"), _said(g.power, "{:.0f} W"), _rate(g.sent), _rate(g.received))
-             for g in found)  # fmt: skip
+    cells = (
+        (
+            str(g.rank),
+            _format_value(g.use, "{:.0%}"),
+            _format_value(g.power, "{:.0f} W"),
+            _format_rate(g.sent),
+            _format_rate(g.received),
+        )
+        for g in found
+    )
     rows = "".join(f"<tr>{''.join(f'<td>{c}</td>' for c in row)}</tr>" for row in cells)
     return f'<div class="wb-table"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 
 
-def _said(value: float, form: str) -> str:
+def _format_value(value: float, form: str) -> str:
     return form.format(value).replace("%", " % of the time") if value == value else ""
 
 
-def _rate(value: float) -> str:
-    return f"{readable(round(value))}/s" if value == value else ""
+def _format_rate(value: float) -> str:
+    return f"{format_bytes(round(value))}/s" if value == value else ""

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from widgets.charts import theme
 from widgets.views._base import Grid, Patch, View
-from workbench.analysis import Strips, step_times
+from workbench.analysis import LatenessStrips, step_times
 
 LEAST = 0.2  # share of a step: the scale does not end below it, so that noise stays pale
 TYPICAL = 0.95  # share of the columns within the scale, so that one long pause does not set it
@@ -39,14 +39,14 @@ class Late(View):
     def __init__(self) -> None:
         super().__init__()
         self._at, self._again = 0.0, 1.0
-        self._strips: Strips | None = None
+        self._strips: LatenessStrips | None = None
 
     def figure(self, run: Any) -> go.Figure:
         ranks = self.ranks(run)
-        figure = go.Figure(layout=theme.layout(
+        figure = go.Figure(layout=theme.make_layout(
             max(160, 17 * ranks + 96),
-            xaxis=theme.axis("step", nticks=8, showgrid=False),
-            yaxis=theme.axis("", ticks="", showgrid=False, **_ticks(ranks)),
+            xaxis=theme.make_axis("step", nticks=8, showgrid=False),
+            yaxis=theme.make_axis("", ticks="", showgrid=False, **_make_ticks(ranks)),
             plot_bgcolor=theme.GRID,
             coloraxis={
                 "colorscale": [[0, theme.PAPER], [1, theme.VERMILLION]], "cmin": 0, "cmax": 1,
@@ -68,37 +68,41 @@ class Late(View):
             return Patch()
         self.cursor, self._at = spans, now
         if self._strips is None:
-            self._strips = Strips(self.ranks(run))
+            self._strips = LatenessStrips(self.ranks(run))
         strips = self._strips
-        if not strips.add(run.timeline, held_back=int(run.live)):
+        if not strips.add_steps(run.timeline, held_back=int(run.live)):
             return Patch()
         seconds = strips.seconds
         n, p = seconds.shape
         self._again = max(1.0, n * p * BYTES / PER_SECOND)
         cells = {"x": np.repeat(strips.steps, p), "y": np.tile(np.arange(p), n), "z": 1e3 * seconds.ravel()}
-        step = float(np.nanmedian(step_times(run.timeline, Strips.LAST).seconds))
-        title = f"step<br>{self._said(strips.recent)}"
-        return Patch({}, {0: cells}, {"coloraxis.cmax": _end(1e3 * seconds, 1e3 * step), "xaxis.title.text": title})
+        step = float(np.nanmedian(step_times(run.timeline, LatenessStrips.LAST).seconds))
+        title = f"step<br>{self._describe_latest(strips.recent)}"
+        return Patch(
+            {}, {0: cells}, {"coloraxis.cmax": _scale_end(1e3 * seconds, 1e3 * step), "xaxis.title.text": title}
+        )
 
-    def _said(self, recent: np.ndarray) -> str:
+    def _describe_latest(self, recent: np.ndarray) -> str:
         """Describes the latest rank in words."""
-        late = _median(recent)
+        late = _median_known(recent)
         rank = int(np.nanargmax(late))
-        latest = f"rank {rank}, {_ms(late[rank])} ms" if _ms(late[rank]) != "0" else "nobody, all came as one"
-        return f"stronger colour: later. Latest in the last {_meetings(len(recent))}: {latest}"
+        latest = (
+            f"rank {rank}, {_format_ms(late[rank])} ms" if _format_ms(late[rank]) != "0" else "nobody, all came as one"
+        )
+        return f"stronger colour: later. Latest in the last {_count_meetings(len(recent))}: {latest}"
 
     def table(self, run: Any) -> Grid:
-        strips = self._strips or Strips(self.ranks(run))
+        strips = self._strips or LatenessStrips(self.ranks(run))
         if strips is not self._strips:
-            strips.add(run.timeline, held_back=int(run.live))
-        columns = _median(strips.recent), strips.mean, strips.most
+            strips.add_steps(run.timeline, held_back=int(run.live))
+        columns = _median_known(strips.recent), strips.mean, strips.most
         there = np.flatnonzero(~np.isnan(strips.most))
-        rows = [(int(r), *(_ms(c[r]) for c in columns), int(strips.most_at[r])) for r in there]
-        head = ("rank", f"median of the last {Strips.LAST} meetings (ms)", "mean of all", "most", "in step")
+        rows = [(int(r), *(_format_ms(c[r]) for c in columns), int(strips.most_at[r])) for r in there]
+        head = ("rank", f"median of the last {LatenessStrips.LAST} meetings (ms)", "mean of all", "most", "in step")
         return Grid(head, rows, "Milliseconds later than the median of the others; negative: before them")
 
 
-def _ticks(ranks: int) -> dict[str, Any]:
+def _make_ticks(ranks: int) -> dict[str, Any]:
     """Returns a label for each rank, or for every n-th of many ranks."""
     every = max(1, -(-ranks // 32))
     shown = list(range(0, ranks, every))
@@ -106,17 +110,17 @@ def _ticks(ranks: int) -> dict[str, Any]:
     return {"tickvals": shown, "ticktext": texts, "range": [ranks - 0.5, -0.5], "autorange": False}
 
 
-def _median(rows: np.ndarray) -> np.ndarray:
+def _median_known(rows: np.ndarray) -> np.ndarray:
     """Returns (p,) medians over each rank's meetings; NaN without a meeting."""
     out, some = np.full(rows.shape[1], np.nan), ~np.isnan(rows).all(axis=0)
     out[some] = np.nanmedian(rows[:, some], axis=0)
     return out
 
 
-def _end(cells: np.ndarray, step: float) -> float:
+def _scale_end(cells: np.ndarray, step: float) -> float:
     """Returns the end of the colour scale in ms: a round number that covers most columns' latest rank.
 
-    >>> _end(np.array([[0.0, 31.0], [0.0, 29.0]]), 100.0), _end(np.zeros((3, 2)), 100.0)
+    >>> _scale_end(np.array([[0.0, 31.0], [0.0, 29.0]]), 100.0), _scale_end(np.zeros((3, 2)), 100.0)
     (50.0, 20.0)
     """
     columns = np.fmax.reduce(np.nan_to_num(cells), axis=1)
@@ -125,9 +129,9 @@ def _end(cells: np.ndarray, step: float) -> float:
     return float(next(way * power for way in WAYS if way * power >= end * (1 - 1e-9)))
 
 
-def _meetings(n: int) -> str:
+def _count_meetings(n: int) -> str:
     return f"{n} meetings" if n > 1 else "meeting"
 
 
-def _ms(seconds: float) -> str:
+def _format_ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g}" if abs(seconds) >= 5e-6 else "0"

@@ -15,7 +15,7 @@ WRONG = ("error", "refused", *NAMES)  # streams that are shown first and never f
 EMPTY = '<p class="wb-empty">What the ranks print, warn and log appears here, equal lines folded.</p>'
 
 
-class Line:
+class LogLine:
     """One text, with a count by rank."""
 
     def __init__(self, stream: str, text: str) -> None:
@@ -24,11 +24,11 @@ class Line:
         self.ranks: dict[int, int] = {}  # rank -> count
         self.step = 0
 
-    def html(self) -> str:
+    def to_html(self) -> str:
         often = sum(self.ranks.values())
         times = f" &times;{often}" if often > len(self.ranks) else ""
         first, _, rest = self.text.strip().partition("\n")
-        who = f"<b>{_ranks(sorted(self.ranks))}</b> {escape(self.stream)}"
+        who = f"<b>{_format_ranks(sorted(self.ranks))}</b> {escape(self.stream)}"
         head = f"{who}, step {self.step}{times}: {escape(first[:300])}"
         if not rest and len(first) <= 300:
             return f"<div>{head}</div>"
@@ -46,15 +46,15 @@ class Log(View):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines: dict[tuple[str, str], Line] = {}
+        self._lines: dict[tuple[str, str], LogLine] = {}
         self._begun = False
 
     def update(self, run: Any) -> Patch:
         new = False
         rows = self.fresh(run.timeline.marks)
         for rank, step, name, detail in zip(rows.rank, rows.step, rows.name, rows.detail, strict=True):
-            if (said := _said(str(name), json.loads(detail))) is not None:
-                line = self._lines.pop(said, None) or Line(*said)
+            if (said := _read_mark(str(name), json.loads(detail))) is not None:
+                line = self._lines.pop(said, None) or LogLine(*said)
                 self._lines[said] = line
                 line.ranks[int(rank)] = line.ranks.get(int(rank), 0) + 1
                 line.step, new = int(step), True
@@ -63,22 +63,22 @@ class Log(View):
         self._begun = True
         while len(self._lines) > MOST:
             self._lines.pop(next(iter(self._lines)))
-        return Patch(html=self._html())
+        return Patch(html=self._make_html())
 
-    def _html(self) -> str:
+    def _make_html(self) -> str:
         if not self._lines:
             return EMPTY
         lines = list(reversed(self._lines.values()))
-        wrong = [line.html() for line in lines if line.stream in WRONG]
+        wrong = [line.to_html() for line in lines if line.stream in WRONG]
         rest = [line for line in lines if line.stream not in WRONG]
         said = sum(sum(line.ranks.values()) for line in rest)
-        folded = "".join(line.html() for line in rest)
+        folded = "".join(line.to_html() for line in rest)
         count = f"{said} line{'s' if said != 1 else ''}, {len(rest)} different"
         more = f'<details data-key="all"><summary>{count}</summary>{folded}</details>' if rest else ""
         return f'<div class="wb-log">{"".join(wrong)}{more}</div>'
 
 
-def _said(name: str, detail: dict[str, Any]) -> tuple[str, str] | None:
+def _read_mark(name: str, detail: dict[str, Any]) -> tuple[str, str] | None:
     """Returns (stream, text) of a mark with a text; None for other marks."""
     match name:
         case "log":
@@ -104,7 +104,7 @@ def _said(name: str, detail: dict[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def _ranks(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     """Formats ranks: `rank 2`, `ranks 0-3, 6`."""
     runs: list[list[int]] = []
     for rank in ranks:

@@ -8,7 +8,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from widgets.charts import theme
-from widgets.views._base import Grid, Patch, View, thin
+from widgets.views._base import Grid, Patch, View, thin_points
 
 NAMED = 8  # the legend lists at most so many single ranks
 
@@ -33,14 +33,14 @@ class Loss(View):
         self._saved = 0  # the largest number of checkpoints
 
     def figure(self, run: Any) -> go.Figure:
-        figure = go.Figure(layout=_layout())
+        figure = go.Figure(layout=_make_layout())
         for panel in ("x", "x2"):
             for rank in range(self.ranks(run)):
-                figure.add_trace(_training(rank, panel, self.ranks(run)))
+                figure.add_trace(_training_trace(rank, panel, self.ranks(run)))
         for panel in ("x", "x2"):
             figure.add_trace(_held_out(panel))
         for panel in ("x", "x2"):
-            figure.add_trace(_saved(panel))
+            figure.add_trace(_checkpoint_trace(panel))
         return figure
 
     def update(self, run: Any) -> Patch:
@@ -53,7 +53,7 @@ class Loss(View):
                 continue
             for panel, x in ((0, mine.step.astype(float)), (1, mine.t)):
                 trace = panel * ranks + place if place < ranks else 2 * ranks + panel
-                points = thin({"x": x, "y": mine.value})
+                points = thin_points({"x": x, "y": mine.value})
                 patch.append[trace] = points
                 if len(points["x"]) < len(mine):
                     patch.facts.setdefault("counts", {})[trace] = len(mine)
@@ -82,19 +82,19 @@ class Loss(View):
         return Grid(("loss", "step", "time (s)", "value"), out, note)
 
 
-def _layout() -> go.Layout:
+def _make_layout() -> go.Layout:
     x = {"nticks": 8, "rangemode": "tozero"}
-    return theme.layout(
+    return theme.make_layout(
         300,
-        xaxis=theme.axis("step", domain=[0, 0.487], **x),
-        xaxis2=theme.axis("time since the run began (s)", domain=[0.513, 1], anchor="y2", **x),
-        yaxis=theme.axis("loss", nticks=6),
-        yaxis2=theme.axis("", matches="y", anchor="x2", showticklabels=False, nticks=6),
+        xaxis=theme.make_axis("step", domain=[0, 0.487], **x),
+        xaxis2=theme.make_axis("time since the run began (s)", domain=[0.513, 1], anchor="y2", **x),
+        yaxis=theme.make_axis("loss", nticks=6),
+        yaxis2=theme.make_axis("", matches="y", anchor="x2", showticklabels=False, nticks=6),
         margin={"l": 60, "r": 10, "t": 8, "b": 46},
     )
 
 
-def _training(rank: int, panel: str, ranks: int) -> go.Scatter:
+def _training_trace(rank: int, panel: str, ranks: int) -> go.Scatter:
     """Returns a rank's training loss. The legend lists each rank, or all of many ranks once."""
     name = f"training loss, rank {rank}" if rank == 0 else f"rank {rank}"
     return go.Scatter(
@@ -115,7 +115,7 @@ def _held_out(panel: str) -> go.Scatter:
     )  # fmt: skip
 
 
-def _saved(panel: str) -> go.Scatter:
+def _checkpoint_trace(panel: str) -> go.Scatter:
     """Returns the marks of checkpoints, on the held-out loss at their time."""
     return go.Scatter(
         x=[], y=[], xaxis=panel, yaxis=panel.replace("x", "y"), mode="markers", showlegend=False, name="checkpoint",

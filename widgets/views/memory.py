@@ -9,9 +9,9 @@ import numpy as np
 import plotly.graph_objects as go
 
 from widgets.charts import theme
-from widgets.views._bars import add_parts, stacked
+from widgets.views._bars import add_parts, make_bars
 from widgets.views._base import Grid, Patch, View
-from workbench.analysis import RankMemory, last_steps, memory, readable
+from workbench.analysis import RankMemory, format_bytes, last_steps, measure_memory
 from workbench.analysis.resources.memory import AWAY, PASSING
 
 STEPS = 20  # maxima over the last so many steps
@@ -55,8 +55,8 @@ class Memory(View):
 
     def figure(self, run: Any) -> go.Figure:
         ranks = self.ranks(run)
-        axis = theme.axis("most in a step", rangemode="tozero", nticks=8, tickformat="~s", ticksuffix="B")
-        figure = stacked(ranks, max(170, 17 * ranks + 70), axis, right=24)
+        axis = theme.make_axis("most in a step", rangemode="tozero", nticks=8, tickformat="~s", ticksuffix="B")
+        figure = make_bars(ranks, max(170, 17 * ranks + 70), axis, right=24)
         add_parts(figure, (*PARTS, OTHER), "%{x:.4~s}B", unlisted="other")
         for name, symbol, size in MARKED:
             figure.add_trace(go.Scatter(
@@ -71,7 +71,7 @@ class Memory(View):
         if len(samples) == self.cursor or (run.live and now - self._at < 0.5):
             return Patch()
         self.cursor, self._at = len(samples), now
-        found = [m for m in self._found(run) if m.rank < self.ranks(run)]
+        found = [m for m in self._measure_memory(run) if m.rank < self.ranks(run)]
         if not found:
             return Patch()
         y = np.array([m.rank for m in found], np.int64)
@@ -90,15 +90,18 @@ class Memory(View):
         return patch
 
     def table(self, run: Any) -> Grid:
-        found = self._found(run)
+        found = self._measure_memory(run)
         names = list(dict.fromkeys(name for m in found for name in m.most))
-        cells = [(m.rank, *(readable(m.most.get(n, 0)) for n in names), readable(m.peak), _said(m)) for m in found]
+        cells = [
+            (m.rank, *(format_bytes(m.most.get(n, 0)) for n in names), format_bytes(m.peak), _format_peak(m))
+            for m in found
+        ]
         note = "Most in a step, last 20 steps; the peak is of all together, GPU what its allocator says"
         return Grid(("rank", *names, "peak", "GPU"), cells, note)
 
-    def _found(self, run: Any) -> list[RankMemory]:
-        return memory(run.timeline, *last_steps(run.timeline, STEPS))
+    def _measure_memory(self, run: Any) -> list[RankMemory]:
+        return measure_memory(run.timeline, *last_steps(run.timeline, STEPS))
 
 
-def _said(found: RankMemory) -> str:
-    return readable(found.allocated_peak) if found.allocated_peak else ""
+def _format_peak(found: RankMemory) -> str:
+    return format_bytes(found.allocated_peak) if found.allocated_peak else ""

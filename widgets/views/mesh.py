@@ -6,9 +6,10 @@ from html import escape
 from typing import Any, ClassVar
 
 from widgets.views._base import Patch, View, ranks_of
-from workbench.analysis import Arrangement, arrangement
+from workbench.analysis import Arrangement, find_arrangement
 
 MOST = 64  # a picture of more ranks would be illegible
+
 
 class Mesh(View):
     """Nested boxes from the mesh's outermost dimension inwards, with a square for each rank."""
@@ -31,14 +32,14 @@ class Mesh(View):
         if self._said is not None and len(run.timeline.marks) == self.cursor:
             return Patch()
         self.cursor = len(run.timeline.marks)
-        said = drawn(arrangement(run.timeline, ranks_of(run)))
+        said = draw_mesh(find_arrangement(run.timeline, ranks_of(run)))
         if said == self._said:
             return Patch()
         self._said = said
         return Patch(html=said)
 
 
-def drawn(found: Arrangement) -> str:
+def draw_mesh(found: Arrangement) -> str:
     """Returns the picture; "" for a single group of equal ranks."""
     if sum(size > 1 for _, size in found.dims) < 2 and not found.serve and not found.inside:
         return ""
@@ -49,21 +50,21 @@ def drawn(found: Arrangement) -> str:
     for name, size in found.dims:
         parts *= size if name in found.inside else 1
     colours = {rank: at % parts % 8 if parts > 1 else 0 for at, rank in enumerate(found.ranks)}
-    boxes = _boxes(found.dims, found.ranks, colours)
-    serving = "".join(_square(rank, "wb-mesh-server") for rank in found.serve)
+    boxes = _draw_boxes(found.dims, found.ranks, colours)
+    serving = "".join(_draw_rank(rank, "wb-mesh-server") for rank in found.serve)
     also = f'<div class="wb-mesh-box"><span>servers</span>{serving}</div>' if serving else ""
     return f'{text}<div class="wb-mesh" role="img" aria-label="{escape(found.text)}">{boxes}{also}</div>'
 
 
-def _boxes(dims: tuple[tuple[str, int], ...], ranks: tuple[int, ...], colours: dict[int, int]) -> str:
+def _draw_boxes(dims: tuple[tuple[str, int], ...], ranks: tuple[int, ...], colours: dict[int, int]) -> str:
     (name, size), *rest = dims
     each = len(ranks) // size
     if not rest:
-        return "".join(_square(rank, f"wb-mesh-{colours[rank]}") for rank in ranks)
-    inner = (_boxes(tuple(rest), ranks[k * each : (k + 1) * each], colours) for k in range(size))
+        return "".join(_draw_rank(rank, f"wb-mesh-{colours[rank]}") for rank in ranks)
+    inner = (_draw_boxes(tuple(rest), ranks[k * each : (k + 1) * each], colours) for k in range(size))
     named = ((f"{escape(name)} {k}", held) for k, held in enumerate(inner))
     return "".join(f'<div class="wb-mesh-box"><span>{label}</span>{held}</div>' for label, held in named)
 
 
-def _square(rank: int, look: str) -> str:
+def _draw_rank(rank: int, look: str) -> str:
     return f'<b class="wb-mesh-rank {look}" title="rank {rank}">{rank}</b>'

@@ -8,7 +8,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from widgets.charts import theme
-from widgets.views._base import Grid, Patch, View, thin
+from widgets.views._base import Grid, Patch, View, thin_points
 
 NAMED = 8  # the legend lists at most so many single ranks
 
@@ -27,9 +27,9 @@ class Norms(View):
     quiet: ClassVar[bool] = True
 
     def figure(self, run: Any) -> go.Figure:
-        figure = go.Figure(layout=theme.layout(
-            200, xaxis=theme.axis("step", nticks=8, rangemode="tozero"),
-            yaxis=theme.axis("norm", nticks=5, rangemode="tozero"), margin={"l": 60, "r": 10, "t": 8, "b": 46},
+        figure = go.Figure(layout=theme.make_layout(
+            200, xaxis=theme.make_axis("step", nticks=8, rangemode="tozero"),
+            yaxis=theme.make_axis("norm", nticks=5, rangemode="tozero"), margin={"l": 60, "r": 10, "t": 8, "b": 46},
         ))  # fmt: skip
         ranks = self.ranks(run)
         for rank in range(ranks):
@@ -45,7 +45,7 @@ class Norms(View):
         rows = rows[rows.equal("name", "grad_norm") & (rows.rank < self.ranks(run))]
         for rank in np.unique(rows.rank):
             mine = rows[rows.rank == rank]
-            points = thin({"x": mine.step.astype(float), "y": mine.value})
+            points = thin_points({"x": mine.step.astype(float), "y": mine.value})
             patch.append[int(rank)] = points
             if len(points["x"]) < len(mine):
                 patch.facts.setdefault("counts", {})[int(rank)] = len(mine)

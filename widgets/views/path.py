@@ -6,14 +6,14 @@ from html import escape
 from typing import Any, ClassVar
 
 from widgets.views._base import Grid
-from widgets.views._paced import Paced
+from widgets.views._paced import PacedView
 from workbench.analysis import critical_path, last_steps
-from workbench.analysis.stragglers.path import said, shares
+from workbench.analysis.stragglers.path import describe_path, path_shares
 
 STEPS = 20  # the number of last steps
 
 
-class Path(Paced):
+class Path(PacedView):
     """A line of text. The table lists every part of the mean step's path."""
 
     name: ClassVar[str] = "path"
@@ -26,14 +26,14 @@ class Path(Paced):
     quiet: ClassVar[bool] = True
     tells: ClassVar[bool] = True
 
-    def look(self, run: Any) -> None:
-        self._found = said(critical_path(run.timeline, *last_steps(run.timeline, STEPS)))
+    def compute_result(self, run: Any) -> None:
+        self._found = describe_path(critical_path(run.timeline, *last_steps(run.timeline, STEPS)))
 
-    def html(self) -> str:
+    def result_html(self) -> str:
         return f'<p class="wb-verdict">{escape(self._found)}</p>' if self._found else ""
 
     def table(self, run: Any) -> Grid:
-        parts = shares(critical_path(run.timeline, *last_steps(run.timeline, STEPS)))
+        parts = path_shares(critical_path(run.timeline, *last_steps(run.timeline, STEPS)))
         whole = sum(parts.values())
         rows = [("all" if rank < 0 else rank, cause, f"{v * 1e3:.2f}", f"{v / whole * 100:.1f} %")
                 for (rank, cause), v in parts.items()]  # fmt: skip

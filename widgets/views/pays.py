@@ -8,8 +8,8 @@ from html import escape
 from typing import Any, ClassVar
 
 from widgets.views._base import Patch, View, ranks_of
-from workbench.analysis import BreakEven, Compression, break_even, compression, last_steps, stretches
-from workbench.analysis.steps.words import duration
+from workbench.analysis import BreakEven, Compression, break_even, last_steps, list_stretches, measure_compression
+from workbench.analysis.steps.words import format_seconds
 
 LOOKED = 200  # measurements are taken from at most so many last steps
 OFF = "Nothing is compressed: every element crosses the wire. Choose a compressor to see here what it saves and costs."
@@ -42,15 +42,15 @@ class Pays(View):
         if self._said and (rows == self.cursor or (run.live and now - self._at < 2.0)):
             return Patch()
         self.cursor, self._at = rows, now
-        html = _page(run)
+        html = _make_page(run)
         if html == self._said:
             return Patch()
         self._said = html
         return Patch(html=html)
 
 
-def _page(run: Any) -> str:
-    present = stretches(run)[-1]
+def _make_page(run: Any) -> str:
+    present = list_stretches(run)[-1]
     if not present.compressor:
         return f'<p class="wb-empty">{OFF}</p>'
     if ranks_of(run) < 2:
@@ -59,30 +59,30 @@ def _page(run: Any) -> str:
     if found is None or stop <= present.first:
         said = EARLY if run.live else OVER
         return f'<p class="wb-empty">{escape(said.format(name=present.compressor))}</p>'
-    what = compression(run.timeline, max(present.first, stop - LOOKED), stop)
+    what = measure_compression(run.timeline, max(present.first, stop - LOOKED), stop)
     every = int(present.settings.get("measure_every") or 0)
-    lines = _rows(what, found, every)
+    lines = _make_rows(what, found, every)
     rows = "".join(f'<tr><th scope="row">{a}</th><td>{b}</td><td>{c}</td></tr>' for a, b, c in lines)
     said = f'<p class="wb-verdict{MARK.get(found.verdict, "")}">{escape(found.text)}</p>'
     caption = f"{escape(found.name)} <small>steps {found.steps[0]}-{found.steps[1] - 1}</small>"
     return f'{said}<table class="wb-card wb-saved"><caption>{caption}</caption><tbody>{rows}</tbody></table>'
 
 
-def _rows(what: Compression, found: BreakEven, every: int) -> list[tuple[str, str, str]]:
+def _make_rows(what: Compression, found: BreakEven, every: int) -> list[tuple[str, str, str]]:
     """Returns rows of (quantity, value, remark)."""
-    sizes = f"{_size(what.sent)} sent instead of {_size(what.dense)} (fp32), per exchange and rank"
+    sizes = f"{_format_size(what.sent)} sent instead of {_format_size(what.dense)} (fp32), per exchange and rank"
     ratio = ("effective ratio", f"{what.ratio:.3g} &times;", sizes) if what.ratio == what.ratio else None
-    beside = f"{duration(found.beside)} of it beside computing" if found.beside > 1e-4 else ""
-    dense = f"with Dense {duration(found.dense)} ({found.known})" if found.known else "with Dense: not known"
+    beside = f"{format_seconds(found.beside)} of it beside computing" if found.beside > 1e-4 else ""
+    dense = f"with Dense {format_seconds(found.dense)} ({found.known})" if found.known else "with Dense: not known"
     return [
         *([ratio] if ratio else []),
-        *_errors(what, every),
-        ("encode and decode", duration(found.codec), beside),
-        ("stalled besides", duration(found.exposed), dense),
+        *_error_rows(what, every),
+        ("encode and decode", format_seconds(found.codec), beside),
+        ("stalled besides", format_seconds(found.exposed), dense),
     ]
 
 
-def _errors(what: Compression, every: int) -> list[tuple[str, str, str]]:
+def _error_rows(what: Compression, every: int) -> list[tuple[str, str, str]]:
     if not what.measured:
         return [("error added", "&ndash;", SOON.format(every=every) if every else UNMEASURED)]
     many = f"median of {what.measured} measurement{'s' * (what.measured != 1)}"
@@ -94,5 +94,5 @@ def _errors(what: Compression, every: int) -> list[tuple[str, str, str]]:
     return [(name, f"{value:.3g}", remark) for name, value, remark in lines if not math.isnan(value)]
 
 
-def _size(nbytes: float) -> str:
+def _format_size(nbytes: float) -> str:
     return f"{nbytes / 1e6:.3g} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.3g} kB"

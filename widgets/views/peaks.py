@@ -11,8 +11,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from widgets.charts import theme
-from widgets.views._base import Grid, Patch, View, thin
-from workbench.analysis import readable
+from widgets.views._base import Grid, Patch, View, thin_points
+from workbench.analysis import format_bytes
 from workbench.analysis.resources.memory import PEAK, PREFIX
 
 NAMED = 8  # the legend lists at most so many single ranks
@@ -36,12 +36,12 @@ class Peaks(View):
         super().__init__()
         self._at = 0.0
         self._changed = False
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, _PeakLine] = {}
 
     def figure(self, run: Any) -> go.Figure:
-        axis = theme.axis("peak of a step", nticks=5, rangemode="tozero", tickformat="~s", ticksuffix="B")
-        figure = go.Figure(layout=theme.layout(
-            200, xaxis=theme.axis("step", nticks=8, rangemode="tozero"), yaxis=axis,
+        axis = theme.make_axis("peak of a step", nticks=5, rangemode="tozero", tickformat="~s", ticksuffix="B")
+        figure = go.Figure(layout=theme.make_layout(
+            200, xaxis=theme.make_axis("step", nticks=8, rangemode="tozero"), yaxis=axis,
             margin={"l": 84, "r": 10, "t": 8, "b": 46},
         ))  # fmt: skip
         ranks = self.ranks(run)
@@ -63,25 +63,25 @@ class Peaks(View):
         for rank in np.unique(rows.rank):
             mine = rows[rows.rank == rank]
             told = mine[mine.equal("name", PREFIX + PEAK)]
-            line = self._lines.setdefault(int(rank), _Line())
+            line = self._lines.setdefault(int(rank), _PeakLine())
             line.told += zip(told.step.tolist(), told.value.tolist(), strict=True)
             line.newest = int(mine.step.max())
         for line in self._lines.values():
-            self._changed |= line.draw(line.newest + (not run.live))
+            self._changed |= line.add_steps(line.newest + (not run.live))
         if not self._changed:
             return Patch()
-        new = {rank: line.taken() for rank, line in self._lines.items() if line.x}
-        return Patch(append={rank: thin({"x": np.array(x), "y": np.array(y)}) for rank, (x, y) in new.items()})
+        new = {rank: line.take_points() for rank, line in self._lines.items() if line.x}
+        return Patch(append={rank: thin_points({"x": np.array(x), "y": np.array(y)}) for rank, (x, y) in new.items()})
 
     def table(self, run: Any) -> Grid:
         rows = run.timeline.samples.rows()
         rows = rows[rows.equal("name", PREFIX + PEAK)]
         rows = rows[np.isin(rows.step, np.unique(rows.step)[-10:])]
-        out = [(int(r), int(s), readable(v)) for r, s, v in zip(rows.rank, rows.step, rows.value, strict=True)]
+        out = [(int(r), int(s), format_bytes(v)) for r, s, v in zip(rows.rank, rows.step, rows.value, strict=True)]
         return Grid(("rank", "from step", "peak"), sorted(out), "The last 10 steps at which one changed")
 
 
-class _Line:
+class _PeakLine:
     """One rank's line: the maximum of each step, continued by the last value."""
 
     def __init__(self) -> None:
@@ -93,35 +93,35 @@ class _Line:
         self._now: float | None = None
         self._shown: float | None = None
 
-    def draw(self, end: int) -> bool:
+    def add_steps(self, end: int) -> bool:
         """Adds the complete steps before `end`. Returns whether the line has changed its level."""
         level = True
         for step, several in groupby(self.told, itemgetter(0)):
             if step >= end:
                 break
-            level &= self._hold(step)
+            level &= self._hold_value(step)
             values = [value for _, value in several]
-            level &= self._put(step, max(values))
+            level &= self._add_point(step, max(values))
             self._since, self._now = step + 1, values[-1]
         self.told = [one for one in self.told if one[0] >= end]
-        level &= self._hold(end)
+        level &= self._hold_value(end)
         if self._now is not None and end > self._end:
-            self._put(end - 1, self._shown or 0.0)
+            self._add_point(end - 1, self._shown or 0.0)
             self._end = end
         return not level
 
-    def taken(self) -> tuple[list[float], list[float]]:
+    def take_points(self) -> tuple[list[float], list[float]]:
         """Returns and forgets the new points."""
         new, self.x, self.y = (self.x, self.y), [], []
         return new
 
-    def _hold(self, step: int) -> bool:
+    def _hold_value(self, step: int) -> bool:
         """Adds the last value if it holds before `step` and the line does not show it."""
         if self._now is None or step <= self._since or self._now == self._shown:
             return True
-        return self._put(self._since, self._now)
+        return self._add_point(self._since, self._now)
 
-    def _put(self, step: int, value: float) -> bool:
+    def _add_point(self, step: int, value: float) -> bool:
         """Adds a point. Returns whether its value equals the previous one."""
         before, self._shown = self._shown, value
         self.x.append(float(step))

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any, ClassVar
 
 from widgets.views._base import Patch, View
-from workbench.analysis import bubble
+from workbench.analysis import measure_bubble
 
 AGAIN = 3.0  # seconds between two updates
 
@@ -33,7 +33,7 @@ class Pipeline(View):
         if self._said is not None and (len(run.timeline.spans) == self.cursor or soon):
             return Patch()
         self.cursor, self._looked = len(run.timeline.spans), now
-        found = bubble(run.timeline)
+        found = measure_bubble(run.timeline)
         said = found.text if found else ""
         if said == self._said:
             return Patch()

@@ -9,10 +9,10 @@ import numpy as np
 import plotly.graph_objects as go
 
 from widgets.charts import theme
-from widgets.views._bars import add_parts, stacked
+from widgets.views._bars import add_parts, make_bars
 from widgets.views._base import Grid, Patch, View
 from workbench.analysis import last_steps, per_rank
-from workbench.analysis.steps.steps import breakdown
+from workbench.analysis.steps.steps import break_down
 
 STEPS = 20  # the mean is over so many last steps
 PARTS = (
@@ -44,8 +44,8 @@ class Ranks(View):
 
     def figure(self, run: Any) -> go.Figure:
         ranks = self.ranks(run)
-        axis = theme.axis("ms per step", rangemode="tozero", nticks=6)
-        figure = stacked(ranks, max(210, 17 * ranks + 56), axis, right=10)
+        axis = theme.make_axis("ms per step", rangemode="tozero", nticks=6)
+        figure = make_bars(ranks, max(210, 17 * ranks + 56), axis, right=10)
         add_parts(figure, [part[1:] for part in PARTS], "%{x:.3~g} ms")
         return figure
 
@@ -54,7 +54,7 @@ class Ranks(View):
         if len(spans) == self.cursor or (run.live and now - self._at < 0.5):
             return Patch()
         self.cursor, self._at = len(spans), now
-        found = breakdown(run.timeline, *last_steps(run.timeline, STEPS))
+        found = break_down(run.timeline, *last_steps(run.timeline, STEPS))
         if not found.steps:
             return Patch()
         rest = (found.exposed - found.held).clip(min=0)

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import plotly.graph_objects as go
 
 from widgets.charts import theme
-from widgets.views._base import Grid, Patch, View, thin
-from workbench.analysis import bytes_per_step, last_steps, sendings
+from widgets.views._base import Grid, Patch, View, thin_points
+from workbench.analysis import bytes_per_step, last_steps, sent_bytes
 
 
 class Sent(View):
@@ -36,10 +36,10 @@ class Sent(View):
         self._sent: dict[int, int] = {}  # rank -> the last step in which it sent
 
     def figure(self, run: Any) -> go.Figure:
-        figure = go.Figure(layout=theme.layout(
+        figure = go.Figure(layout=theme.make_layout(
             250,
-            xaxis=theme.axis("step", nticks=5, rangemode="tozero"),
-            yaxis=theme.axis("bytes per step", rangemode="tozero", nticks=5, tickformat="~s", ticksuffix="B"),
+            xaxis=theme.make_axis("step", nticks=5, rangemode="tozero"),
+            yaxis=theme.make_axis("bytes per step", rangemode="tozero", nticks=5, tickformat="~s", ticksuffix="B"),
             margin={"l": 76, "r": 8, "t": 8, "b": 44},
         ))  # fmt: skip
         for rank in range(self.ranks(run)):
@@ -60,10 +60,10 @@ class Sent(View):
         first, self.cursor = self.cursor, stop
         sent, patch = bytes_per_step(run.timeline, first, stop), Patch()
         for rank in range(min(sent.shape[1], self.ranks(run))):
-            steps, mean = sendings(sent[:, rank], first, self._sent.get(rank, -1))
+            steps, mean = sent_bytes(sent[:, rank], first, self._sent.get(rank, -1))
             if len(steps):
                 self._sent[rank] = int(steps[-1])
-                patch.append[rank] = thin({"x": steps.astype(float), "y": mean})
+                patch.append[rank] = thin_points({"x": steps.astype(float), "y": mean})
         return patch
 
     def table(self, run: Any) -> Grid:

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any, ClassVar
 
 from widgets.views._base import Patch, View
-from workbench.analysis import straggler, why_silent
+from workbench.analysis import find_straggler, why_silent
 
 SILENT = {
     "nobody": "No rank holds the others up.",
@@ -40,7 +40,7 @@ class Slow(View):
         if self._said is not None and (len(run.timeline.spans) == self.cursor or soon):
             return Patch()
         self.cursor, self._looked = len(run.timeline.spans), now
-        found = straggler(run.timeline)
+        found = find_straggler(run.timeline)
         why = "" if found else why_silent(run.timeline)
         over = why == "early" and not run.live
         said = (found.rank, found.side, found.phases) if found else (why, over)

@@ -15,8 +15,8 @@ import plotly.graph_objects as go
 from widgets.charts import theme
 from widgets.charts.boxes import KINDS, Boxes, add_path, boxes_of
 from widgets.views._base import Grid, Patch, View, ranks_of
-from workbench.analysis import critical_path, stretches
-from workbench.analysis.steps.collectives import last_arrivals, rates
+from workbench.analysis import critical_path, list_stretches
+from workbench.analysis.steps.collectives import last_arrivals, send_rates
 from workbench.record.timeline import Rows
 
 BOXES = 3000  # the largest number of steps
@@ -52,9 +52,9 @@ class Timeline(View):
         self._shown: tuple[Any, ...] = ()
 
     def figure(self, run: Any) -> go.Figure:
-        figure = go.Figure(layout=_layout(self.ranks(run)))
+        figure = go.Figure(layout=_make_layout(self.ranks(run)))
         for kind in KINDS:
-            figure.add_trace(kind.trace())
+            figure.add_trace(kind.make_trace())
         return figure
 
     def ask(self, request: dict[str, Any]) -> None:
@@ -65,12 +65,12 @@ class Timeline(View):
             self.steps = None if not request["steps"] else min(max(1, int(request["steps"])), 64)
 
     def update(self, run: Any) -> Patch:
-        self._note(self.fresh(run.timeline.spans))
+        self._note_rows(self.fresh(run.timeline.spans))
         if not self._ended:
             return Patch()
-        if (latest := self._latest()) < 0:
+        if (latest := self._latest_step()) < 0:
             return Patch()
-        first, last = self._window(latest)
+        first, last = self._choose_window(latest)
         grows = run.live and self.at is None and self._seconds > SLOW
         key = (first, last, self.at, len(run.timeline.spans) if grows else 0, latest if self.at is not None else 0)
         if key == self._shown:
@@ -78,11 +78,11 @@ class Timeline(View):
         same = key[:4] == self._shown[:4]
         self._shown = key
         facts: dict[str, Any] = {"latest": latest, "follow": self.at is None, "live": bool(run.live)}
-        return Patch(facts=facts) if same else self._draw(run, first, last, grows, facts)
+        return Patch(facts=facts) if same else self._draw_window(run, first, last, grows, facts)
 
-    def _draw(self, run: Any, first: int, last: int, grows: bool, facts: dict[str, Any]) -> Patch:
+    def _draw_window(self, run: Any, first: int, last: int, grows: bool, facts: dict[str, Any]) -> Patch:
         tail = 64 * ranks_of(run) if self.at is None else None
-        rows, begin = _rows(run.timeline.spans.rows(), first, last + grows, tail)
+        rows, begin = _find_rows(run.timeline.spans.rows(), first, last + grows, tail)
         steps = rows[rows.equal("lane", "step") & (rows.step >= first) & (rows.step <= last)]
         if not len(steps):
             return Patch(facts=facts)
@@ -93,16 +93,21 @@ class Timeline(View):
         arrived = last_arrivals(run.timeline, rows)  # of all ranks, drawn or not
         inside &= rows.rank < self.ranks(run)
         rows, index = rows[inside], begin + np.flatnonzero(inside)
-        found = boxes_of(rows, index, arrived[inside], BOXES, _dense(run, rows))
+        found = boxes_of(rows, index, arrived[inside], BOXES, _is_dense(run, rows))
         if not run.secret and (self.at is not None or not run.live or ranks_of(run) <= FEW):
             _mark_path(found, run, first, last, self.ranks(run), int(index[0]))
         newest = float(rows.t1.max())
         high = max(high, newest) if grows else high
-        facts |= {"first": first, "last": last, "names": [_name(n) for n in found.names], "newest": min(newest, high)}
+        facts |= {
+            "first": first,
+            "last": last,
+            "names": [_short_names(n) for n in found.names],
+            "newest": min(newest, high),
+        }
         pad = 0.004 * (high - low)
         return Patch(replace=found.traces, layout={"xaxis.range": [low - pad, high + pad]}, facts=facts)
 
-    def _note(self, rows: Rows) -> None:
+    def _note_rows(self, rows: Rows) -> None:
         for rank in np.unique(rows.rank):
             self._heard[int(rank)] = max(self._heard.get(int(rank), 0.0), float(rows.t1[rows.rank == rank].max()))
         ended = rows[rows.equal("lane", "step")]
@@ -112,13 +117,13 @@ class Timeline(View):
         if len(ended):
             self._seconds = float((ended.t1 - ended.t0)[-1])
 
-    def _latest(self) -> int:
+    def _latest_step(self) -> int:
         """Returns the last step that ended on every rank that still sends rows; -1 before the first."""
         newest = max(self._heard.values())
         awake = [rank for rank, t in self._heard.items() if t > newest - GONE - 3 * self._seconds]
         return min(self._ended.get(rank, -1) for rank in awake)
 
-    def _window(self, latest: int) -> tuple[int, int]:
+    def _choose_window(self, latest: int) -> tuple[int, int]:
         count = self.steps or int(np.clip(0.4 / max(self._seconds, 1e-3), 3, 6) if len(self._ended) <= 4 else 3)
         if self.at is None:
             return max(0, latest - count + 1), latest
@@ -130,14 +135,14 @@ class Timeline(View):
         if not self._shown:
             return Grid(head, [])
         first, last = self._shown[:2]
-        rows, _ = _rows(run.timeline.spans.rows(), first, last, None)
+        rows, _ = _find_rows(run.timeline.spans.rows(), first, last, None)
         keep = (rows.step >= first) & (rows.step <= last) & ~rows.equal("lane", "ticket")
         rows = rows[keep][:400]
         seconds = rows.t1 - rows.t0
-        rate = rates(rows, last_arrivals(run.timeline, rows))
+        rate = send_rates(rows, last_arrivals(run.timeline, rows))
         cells = zip(rows.step, rows.rank, rows.lane, rows.name, rows.t0, seconds, rows.nbytes, rate, strict=True)
         out = [
-            (int(s), int(r), lane, name, f"{t:.4f}", f"{d * 1e3:.2f}", f"{b:,}" if b else "", _rate(m))
+            (int(s), int(r), lane, name, f"{t:.4f}", f"{d * 1e3:.2f}", f"{b:,}" if b else "", _format_rate(m))
             for s, r, lane, name, t, d, b, m in cells
         ]
         note = f"Spans of steps {first} to {last} (at most 400); Mbit/s from when the last rank had arrived"
@@ -156,7 +161,7 @@ def _mark_path(found: Boxes, run: Any, first: int, last: int, ranks: int, row: i
     add_path(found, [path[i] for i in shown], where[shown], row)
 
 
-def _rows(rows: Rows, first: int, last: int, tail: int | None) -> tuple[Rows, int]:
+def _find_rows(rows: Rows, first: int, last: int, tail: int | None) -> tuple[Rows, int]:
     """Returns the rows of steps [first, last] and the index of the first. tail: search from the end"""
     n, begin = len(rows), 0
     if tail is not None:
@@ -170,21 +175,21 @@ def _rows(rows: Rows, first: int, last: int, tail: int | None) -> tuple[Rows, in
     return rows[int(hit[0]) : int(hit[-1]) + 1], int(hit[0])
 
 
-def _dense(run: Any, rows: Rows) -> np.ndarray:
+def _is_dense(run: Any, rows: Rows) -> np.ndarray:
     """Returns a mask over `rows`: steps without compression."""
     out = np.zeros(len(rows), bool)
-    for s in stretches(run):
+    for s in list_stretches(run):
         if not s.compressor:
             out |= (rows.step >= s.first) & (rows.step < s.stop)
     return out
 
 
-def _rate(mbit: float) -> str:
+def _format_rate(mbit: float) -> str:
     """Formats a rate with 3 digits, as the page does; "" if nothing was sent."""
     return f"{float(f'{mbit:.3g}'):g}" if mbit == mbit else ""
 
 
-def _name(name: str) -> dict[str, Any]:
+def _short_names(name: str) -> dict[str, Any]:
     """Returns a span's name and its shorter forms for narrow boxes."""
     bucket = re.search(r"bucket (\d+)", name)
     brief = {"forward": ["fwd", "F"], "backward": ["bwd", "B"], "backward weights": ["W"], "update": ["upd", "U"]}
@@ -198,17 +203,17 @@ def _name(name: str) -> dict[str, Any]:
     return {"name": name, "short": short}
 
 
-def _layout(ranks: int) -> go.Layout:
+def _make_layout(ranks: int) -> go.Layout:
     pitch = float(np.clip(440 / ranks, 26, 66))
     where: list[float] = []
     names: list[str] = []
     for rank in range(ranks):
         where += [rank - 0.26, rank + 0.16] if pitch > 40 else [rank]
         names += [f"<b>rank {rank}</b>  compute", "network"] if pitch > 40 else [f"rank {rank}"]
-    return theme.layout(
+    return theme.make_layout(
         int(ranks * pitch + 72),
-        xaxis=theme.axis("time since the run began (s)", nticks=9, tickformat=".6~f", showgrid=False),
-        yaxis=theme.axis(
+        xaxis=theme.make_axis("time since the run began (s)", nticks=9, tickformat=".6~f", showgrid=False),
+        yaxis=theme.make_axis(
             "",
             range=[ranks - 0.45, -0.55],
             tickvals=where,

@@ -6,9 +6,9 @@ from html import escape
 from typing import Any, ClassVar
 
 from widgets.views._base import Grid, Patch, View
-from workbench.analysis import clocks, recording
-from workbench.analysis.resources.upkeep import said
-from workbench.analysis.steps.words import duration
+from workbench.analysis import list_clocks, recording_costs
+from workbench.analysis.resources.upkeep import describe_upkeep
+from workbench.analysis.steps.words import format_seconds
 
 
 class Upkeep(View):
@@ -33,19 +33,27 @@ class Upkeep(View):
         if run.live and seen == self._seen:
             return Patch()
         self._seen = seen
-        text = said(clocks(run), recording(run.timeline))
+        text = describe_upkeep(list_clocks(run), recording_costs(run.timeline))
         if text == self._said:
             return Patch()
         self._said = text
         return Patch(html=f'<p class="wb-verdict">{escape(text)}</p>' if text else "")
 
     def table(self, run: Any) -> Grid:
-        cost = {c.rank: c for c in recording(run.timeline)}
+        cost = {c.rank: c for c in recording_costs(run.timeline)}
         rows = []
-        for c in clocks(run):
+        for c in list_clocks(run):
             spent = cost.get(c.rank)
             share = f"{spent.recording / spent.process * 100:.2g} %" if spent else ""
-            rows.append((c.rank, c.host, "" if c.offset != c.offset else duration(c.offset), duration(c.error),
-                         duration(spent.process) if spent else "", share))  # fmt: skip
+            rows.append(
+                (
+                    c.rank,
+                    c.host,
+                    "" if c.offset != c.offset else format_seconds(c.offset),
+                    format_seconds(c.error),
+                    format_seconds(spent.process) if spent else "",
+                    share,
+                )
+            )
         head = ("rank", "host", "ahead of rank 0", "known to", "CPU time", "of it recording")
         return Grid(head, rows, "Clocks when the run began; times are corrected by them")

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any, ClassVar
 
 from widgets.views._base import Patch, View
-from workbench.analysis import Compared, compare, differing
+from workbench.analysis import Compared, compare_runs, list_differences
 
 SIGN = {"worse": "▲ worse", "better": "▼ better", "alike": "= alike", "unknown": "? unknown"}
 MORE = 1.1  # a live run is compared again once its rows have grown by this factor
@@ -36,14 +36,14 @@ class Verdicts(View):
         if self._told > 0 and (not run.live or rows < MORE * self._told):
             return Patch()
         self._told = max(rows, 1)
-        return Patch(html=text(run, run.beside, compare(run, run.beside)))
+        return Patch(html=comparison_html(run, run.beside, compare_runs(run, run.beside)))
 
 
-def text(a: Any, b: Any, rows: list[Compared]) -> str:
+def comparison_html(a: Any, b: Any, rows: list[Compared]) -> str:
     """Returns the comparison as HTML."""
     head = "".join(f"<th>{escape(h)}</th>" for h in ("", a.name, b.name, "difference", "99 % interval", f"{b.name} is"))
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(row))}</tr>" for row in rows)
-    other = "; ".join(differing(a, b)) or "no setting that they began with"
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _make_cells(row))}</tr>" for row in rows)
+    other = "; ".join(list_differences(a, b)) or "no setting that they began with"
     unknown = "".join(f"<p>Not known: {escape(row.metric)}, for {escape(row.why)}.</p>" for row in rows if row.why)
     return (
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -51,7 +51,7 @@ def text(a: Any, b: Any, rows: list[Compared]) -> str:
     )
 
 
-def _cells(row: Compared) -> tuple[str, ...]:
+def _make_cells(row: Compared) -> tuple[str, ...]:
     scale, unit, form = {"s": (1e3, " ms", ".5g"), "bytes": (1.0, " bytes", ",.0f")}.get(row.unit, (1.0, "", ".5g"))
     known = row.verdict != "unknown"
     interval = f"[{scale * row.low:+.4g}, {scale * row.high:+.4g}]" if known else ""

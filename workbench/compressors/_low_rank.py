@@ -152,8 +152,15 @@ class Contribution:
     sums: the contributions of all ranks, as factors and elements
     """
 
-    def __init__(self, stacks: list[Stack], bases: list[Tensor], found: list[Tensor], rest: Tensor, whole: list[Part],
-                 wire: torch.dtype) -> None:
+    def __init__(
+        self,
+        stacks: list[Stack],
+        bases: list[Tensor],
+        found: list[Tensor],
+        rest: Tensor,
+        whole: list[Part],
+        wire: torch.dtype,
+    ) -> None:
         self.stacks, self.bases, self.found = stacks, bases, found
         self.whole, self.rest, self.wire = whole, rest, wire
         self.sums: list[Tensor] = []

@@ -28,8 +28,11 @@ class Mixture(NamedTuple):
 
     def mirrored(self) -> Mixture:
         """Returns the mixture with both signs equally likely."""
-        return Mixture(torch.cat([self.weight, self.weight]) / 2, torch.cat([self.mean, -self.mean]),
-                       torch.cat([self.sigma, self.sigma]))
+        return Mixture(
+            torch.cat([self.weight, self.weight]) / 2,
+            torch.cat([self.mean, -self.mean]),
+            torch.cat([self.sigma, self.sigma]),
+        )
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(...) -> integrals from -1 to x of 1, r and r^2 over the distribution of r: (...) each."""

@@ -77,9 +77,7 @@ class Accordion(Compressor):
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         known = memory.parts.setdefault(self.buffer, {})
         before = [known.get(part.name, _Level(lr=rank.lr)) for part in bucket.parts]
-        now = [
-            one._replace(gentle=one.gentle or rank.lr < one.lr, steps=one.steps + 1, lr=rank.lr) for one in before
-        ]
+        now = [one._replace(gentle=one.gentle or rank.lr < one.lr, steps=one.steps + 1, lr=rank.lr) for one in before]
         own = await by_part([self.gentle if one.gentle else self.harsh for one in now], rank, bucket, memory)
         now = self._checked(now, bucket, memory)
         for part, was, one in zip(bucket.parts, before, now, strict=True):

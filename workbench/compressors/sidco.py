@@ -147,5 +147,7 @@ def _gamma_quantile(shape: float, ratio: float) -> float:
 
 
 _FITS: dict[str, Callable[[Tensor, float], float]] = {
-    "exponential": _exponential, "pareto": _pareto, "gamma": _gamma,
+    "exponential": _exponential,
+    "pareto": _pareto,
+    "gamma": _gamma,
 }

@@ -23,9 +23,9 @@ def side_by_side(a: Run, b: Run, metric: str | None, tolerance: float, out: Path
 
     Raises RunError if no metric has a verdict.
     """
-    rows = chosen(analysis.compare(a, b, tolerance), metric)
+    rows = chosen(analysis.compare_runs(a, b, tolerance), metric)
     print(f"a  {a!r}\nb  {b!r}")
-    for text in analysis.differing(a, b):
+    for text in analysis.list_differences(a, b):
         print(f"   {text}")
     print(table(rows))
     if out:

@@ -128,7 +128,7 @@ def rows(run: Run, begins: list[int]) -> list[Row]:
 
 def row(run: Run, title: str, first: int, end: int) -> Row:
     """Returns the figures of steps [first, end), from the record."""
-    b = analysis.breakdown(run.timeline, first, end)
+    b = analysis.break_down(run.timeline, first, end)
     sent = analysis.bytes_per_step(run.timeline, first, end)
     mean = float(np.mean(b.seconds)) if b.steps else float("nan")
     loss = [held_out(run, step) for step in (first, end)]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from workbench.analysis.steps.settings import worded
+from workbench.analysis.steps.settings import settings_words
 from workbench.analysis.steps.window import Window, last_steps
 from workbench.record.run import Run, RunError
 
@@ -81,7 +81,7 @@ def metrics(run: Run, first: int, stop: int) -> list[tuple[int, float, dict[str,
     w, samples = Window(run.timeline, first, stop), run.timeline.samples.rows()
     ended = w.lane("step")
     rows = w.lane("comm")
-    sent = w.total(rows, np.where(w.outside(rows), 0, rows.nbytes))
+    sent = w.sum_rows(rows, np.where(w.is_outside(rows), 0, rows.nbytes))
     by = {"step_seconds": w.step_seconds, "exposed_seconds": w.seconds("wait"), "bytes": sent}
     samples = samples[(samples.step >= first) & (samples.step < stop)] if len(samples) else samples
     out = []
@@ -121,7 +121,7 @@ class MLflow:
         known = self._client.get_experiment_by_name(project)
         home = known.experiment_id if known else self._client.create_experiment(project)
         self._id = self._client.create_run(home, run_name=run.name).info.run_id
-        self._client.log_batch(self._id, params=[Param(k, v) for k, v in worded(run.settings).items()])
+        self._client.log_batch(self._id, params=[Param(k, v) for k, v in settings_words(run.settings).items()])
 
     def log(self, rows: list[tuple[int, float, dict[str, float]]]) -> None:
         said = [(name, value, int(t * 1e3), step) for step, t, found in rows for name, value in found.items()]
@@ -139,7 +139,7 @@ class Trackio:
     def __init__(self, run: Run, project: str) -> None:
         import trackio
 
-        self._run = trackio.init(project=project, name=run.name, config=worded(run.settings), embed=False)
+        self._run = trackio.init(project=project, name=run.name, config=settings_words(run.settings), embed=False)
 
     def log(self, rows: list[tuple[int, float, dict[str, float]]]) -> None:
         for step, _, found in rows:
@@ -155,7 +155,7 @@ class WandB:
     def __init__(self, run: Run, project: str) -> None:
         import wandb
 
-        settings = worded(run.settings)
+        settings = settings_words(run.settings)
         self._run = wandb.init(project=project, name=run.name, config=settings, reinit="create_new")
 
     def log(self, rows: list[tuple[int, float, dict[str, float]]]) -> None:

@@ -11,7 +11,7 @@ from workbench.record.run import Run
 def lines(run: Run) -> list[str]:
     """Returns each rank's step time, and how much of its communication compute hides."""
     first, stop = analysis.last_steps(run.timeline)
-    found, times = analysis.overlap(run.timeline, first, stop), analysis.step_times(run.timeline)
+    found, times = analysis.measure_overlap(run.timeline, first, stop), analysis.step_times(run.timeline)
     steps = max(stop - first, 1)
     out = []
     for rank, share, exposed, mine in zip(found.ranks, found.share, found.exposed, times.seconds.T, strict=True):

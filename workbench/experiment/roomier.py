@@ -25,9 +25,7 @@ def roomier(e: Experiment, standing: bool = False, now: Experiment | None = None
     return list(_ways(e, standing, now or e, fits))
 
 
-def _ways(
-    e: Experiment, standing: bool, now: Experiment, fits: Callable[[str, object], bool] | None
-) -> Iterator[str]:
+def _ways(e: Experiment, standing: bool, now: Experiment, fits: Callable[[str, object], bool] | None) -> Iterator[str]:
     would = fits or partial(_can, e)
     mine = [type(one.strategy).__name__ for one in (e, now)]
     others = SHARING[max((SHARING.index(name) + 1 for name in mine if name in SHARING), default=0) :]

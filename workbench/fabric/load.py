@@ -67,9 +67,7 @@ def begun(old: Iterable[Fault], new: Iterable[Fault]) -> list[Fault]:
     return found
 
 
-def message_seconds(
-    fabric: Fabric, nbytes: int, size: int, seed: int, source: int, to: int, number: int
-) -> float:
+def message_seconds(fabric: Fabric, nbytes: int, size: int, seed: int, source: int, to: int, number: int) -> float:
     """Returns how long message `number` of `source` occupies its healthy, or the shared, port."""
     link = fabric.path(sorted((source, to)))
     return link.seconds(nbytes * (size if fabric.shared else 1), 1) * link.noise(seed + source, number)

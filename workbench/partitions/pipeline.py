@@ -146,7 +146,6 @@ class Pipeline(Partition):
             )
         return None
 
-
     def _refuses_cuts(self) -> str | None:
         said, pieces = f"cuts={list(self.cuts)}", self.stages * self.pieces
         if self.cuts and len(self.cuts) != pieces - 1:

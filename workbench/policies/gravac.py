@@ -100,5 +100,6 @@ class GraVAC(Policy):
             state.before = gain
         else:
             return
-        yield Decision(f"what was sent holds {gain:.3f} of the gradient's squares, {said} {self.threshold:g}",
-                       {path: wanted})
+        yield Decision(
+            f"what was sent holds {gain:.3f} of the gradient's squares, {said} {self.threshold:g}", {path: wanted}
+        )

@@ -60,9 +60,9 @@ class Control(Protocol):
 
     def stop(self) -> Any: ...
 
-    def keep(self) -> Any: ...
+    def request_checkpoint(self) -> Any: ...
 
-    def saved(self, path: Path, rows: int) -> Any: ...
+    def note_saved(self, path: Path, rows: int) -> Any: ...
 
 
 class Run:
@@ -143,7 +143,7 @@ class Run:
         if not (self.live and self.path):
             self.path, self.unwritten = where, 0
         if self._control:
-            self._control.saved(where, rows)
+            self._control.note_saved(where, rows)
         return where
 
     # -- append rows
@@ -275,7 +275,7 @@ class Run:
 
     def keep(self) -> Any:
         """Asks a live run for a checkpoint at the next step boundary."""
-        return self._control.keep() if self._control else None
+        return self._control.request_checkpoint() if self._control else None
 
     @property
     def made(self) -> int:

@@ -40,8 +40,11 @@ def drawn(text: str, size: int) -> Drawn:
     if loops := [a for a, b in sorted(found.arrows) if a == b]:
         raise _wrong(text, f"{loops[0]}-{loops[0]} joins a rank to itself; an edge joins two ranks, such as 0-1")
     if (far := _unreached(found.arrows, size)) is not None:
-        raise _wrong(text, f"not connected: nothing that rank {far[0]} says reaches rank {far[1]}; "
-                           f"add an edge such as {far[0]}-{far[1]}")
+        raise _wrong(
+            text,
+            f"not connected: nothing that rank {far[0]} says reaches rank {far[1]}; "
+            f"add an edge such as {far[0]}-{far[1]}",
+        )
     return found
 
 
@@ -60,8 +63,11 @@ def both_ways(text: str, size: int) -> tuple[tuple[float, ...], ...]:
     sums += [("column", j, sum(column)) for j, column in enumerate(zip(*graph.rows, strict=True))]
     _add_up(text, sums, "every row and every column of a mixing matrix must add up to 1")
     if size > 1 and _second(graph.rows) > 1 - 1e-9:
-        raise _wrong(text, "ranks would swap their values for ever and never agree; leave each a share of its own, "
-                           "a weight above 0 on the diagonal")
+        raise _wrong(
+            text,
+            "ranks would swap their values for ever and never agree; leave each a share of its own, "
+            "a weight above 0 on the diagonal",
+        )
     return graph.rows
 
 
@@ -86,8 +92,11 @@ def _rows(text: str, size: int) -> tuple[tuple[float, ...], ...]:
     except (ValueError, ZeroDivisionError):
         raise _wrong(text, f"must be edges such as {LIKE}") from None
     if [len(row) for row in rows] != [size] * size:
-        raise _wrong(text, f"{len(rows)} rows of {'/'.join(map(str, sorted({len(r) for r in rows})))} weights; "
-                           f"{size} ranks need {size} rows of {size} weights, or edges such as '0-1 1-2 2-0'")
+        raise _wrong(
+            text,
+            f"{len(rows)} rows of {'/'.join(map(str, sorted({len(r) for r in rows})))} weights; "
+            f"{size} ranks need {size} rows of {size} weights, or edges such as '0-1 1-2 2-0'",
+        )
     for i, row in enumerate(rows):
         if min(row) < 0:
             raise _wrong(text, f"row {i} has the weight {min(row):g}; weights must be 0 or more")

@@ -86,8 +86,9 @@ async def outer_step(rank: Rank, state: OuterState, outer: Outer | None) -> None
     state.since, state.rates = 0, 0.0
 
 
-def _step_of(rank: Rank, bucket: Bucket, start: Tensor, momentum: Tensor,
-             outer: Outer | None) -> Coroutine[Op, Any, None]:
+def _step_of(
+    rank: Rank, bucket: Bucket, start: Tensor, momentum: Tensor, outer: Outer | None
+) -> Coroutine[Op, Any, None]:
     async def child() -> None:
         moved = bucket.like(bucket.data.sub_(start).div_(rank.size))
         await rank.compressor.reduce(rank, moved, rank.memory)

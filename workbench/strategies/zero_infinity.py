@@ -157,4 +157,3 @@ class ZeROInfinity(ZeRO3):
             if state.slots:
                 await rank.fetch(shard, "optimizer state")
         state.away, state.slots = {}, False
-

@@ -24,7 +24,7 @@ class Block:
 
     def __init__(self, model: nn.Module, led: Led | None) -> None:
         self._model, self._led, self._over = model, led, False
-        self.rank, self.ranks = led.place if led is not None else (0, 1)
+        self.rank, self.ranks = led.rank_and_size if led is not None else (0, 1)
 
     def steps(self, loader: Iterable[B], accumulate: int = 1) -> Iterator[B]:
         """Returns one pass over `loader`: `workbench.steps(loader, model, accumulate)`."""
@@ -81,16 +81,16 @@ def training(model: nn.Module, *optimizers: Optimizer) -> Iterator[Block]:
     led = leads()
     _check(model, optimizers)
     if led is not None:
-        led.enter()
+        led.enter_block()
     block = Block(model, led)
     try:
         yield block
     except BaseException as error:
-        if led is None or not led.leave(error):
+        if led is None or not led.leave_block(error):
             raise
     else:
         if led is not None:
-            led.leave(None)
+            led.leave_block(None)
     block._over = True
 
 

@@ -14,24 +14,24 @@ B = TypeVar("B")
 class Led(Protocol):
     """The rank to which a loop belongs, as the loop sees it.
 
-    place:   its rank and the number of ranks
-    changes: the changes made so far
-    settled: whether its steps are over and its model is the common result of all ranks
+    rank_and_size: its rank and the number of ranks
+    changes:       the changes made so far
+    settled:       whether its steps are over and its model is the common result of all ranks
     """
 
     changes: list[Any]
     settled: bool
 
     @property
-    def place(self) -> tuple[int, int]: ...
+    def rank_and_size(self) -> tuple[int, int]: ...
 
-    def dealt(self, loader: Iterable[Any], model: Any, accumulate: int) -> Iterator[Any]:
+    def deal_batches(self, loader: Iterable[Any], model: Any, accumulate: int) -> Iterator[Any]:
         """Returns this rank's share of one pass; `model` is the model that it trains."""
 
-    def enter(self) -> None:
+    def enter_block(self) -> None:
         """Begins a block. At the block's end `model` becomes the common result of all ranks."""
 
-    def leave(self, error: BaseException | None) -> bool:
+    def leave_block(self, error: BaseException | None) -> bool:
         """Ends the block, by this `error` if any, and waits for the end. Returns whether `error` only stops
         the loop.
         """
@@ -60,4 +60,4 @@ def steps(loader: Iterable[B], model: Any, accumulate: int = 1) -> Iterator[B]:
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or not 1 <= accumulate <= 10**6:
         raise KnobError(f"accumulate={short(accumulate)}: must be an integer in [1, 1000000] batches")
     rank = leads()
-    return iter(loader) if rank is None else cast(Iterator[B], rank.dealt(loader, model, accumulate))
+    return iter(loader) if rank is None else cast(Iterator[B], rank.deal_batches(loader, model, accumulate))

@@ -62,9 +62,7 @@ class Digits(TaskBase):
             pure=True,
         )
 
-    def _batches(
-        self, rank: int, ranks: int, batch: int, seed: int, used: int = 0
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(self, rank: int, ranks: int, batch: int, seed: int, used: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         images, shown = _images(held_out=False)
         if self.shards == "iid":
             order = shuffled(len(shown), rank, ranks, batch, seed, used)

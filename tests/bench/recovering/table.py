@@ -83,7 +83,8 @@ def section(found: list[dict[str, Any]]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in found[0]["versions"].items())
     lines = ["| " + " | ".join(cells) + " |" for cells in (HEAD, ["---"] * len(HEAD), *rows(found))]
     seeds = ", ".join(str(seed) for seed in dict.fromkeys(one["seed"] for one in found))
-    notes = "".join(f"\n\n{one['who']}{', beside two that spin' * one['busy']}: {one['note']}"
-                    for one in found if "note" in one)
+    notes = "".join(
+        f"\n\n{one['who']}{', beside two that spin' * one['busy']}: {one['note']}" for one in found if "note" in one
+    )
     return ABOUT.format(notes=notes, versions=versions, cores=found[0]["cores"], seeds=seeds, table="\n".join(lines),
                         load=BOTH if any(not one["busy"] for one in found) else LOADED)  # fmt: skip

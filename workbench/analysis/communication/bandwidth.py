@@ -65,24 +65,38 @@ def by_collective(tl: Timeline, first: int, stop: int) -> list[ByCollective]:
     for i in sorted(range(len(names)), key=lambda i: came[str(names[i])]):
         at = np.flatnonzero(inverse == i)
         n = int(here[at].sum(axis=1).max())
-        operation, bucket, group = parted(str(names[i]))
+        operation, bucket, group = split_name(str(names[i]))
         sent = (c.nbytes[at] * here[at]).sum(axis=1) / here[at].sum(axis=1)
         seconds = end[at] - last[at]
-        whole = sent / max(_sent(operation, n), 1e-12)
-        algbw, waits = _rate(whole, seconds), c.waiting[at][here[at]]
-        busbw = algbw * factor(operation, n)
-        found.append(ByCollective(
-            operation, bucket, group, n, len(at), float(whole.mean()), float(sent.mean()), float(np.median(seconds)),
-            float(seconds.max()), _middle(algbw), _least(algbw), _middle(busbw), _least(busbw), float(waits.mean()),
-            float(waits.max()),
-        ))  # fmt: skip
+        whole = sent / max(_bytes_sent(operation, n), 1e-12)
+        algbw, waits = _compute_rate(whole, seconds), c.waiting[at][here[at]]
+        busbw = algbw * bus_factor(operation, n)
+        found.append(
+            ByCollective(
+                operation,
+                bucket,
+                group,
+                n,
+                len(at),
+                float(whole.mean()),
+                float(sent.mean()),
+                float(np.median(seconds)),
+                float(seconds.max()),
+                _median_known(algbw),
+                _least_known(algbw),
+                _median_known(busbw),
+                _least_known(busbw),
+                float(waits.mean()),
+                float(waits.max()),
+            )
+        )
     return found
 
 
-def factor(operation: str, ranks: int) -> float:
+def bus_factor(operation: str, ranks: int) -> float:
     """Bus bandwidth over algorithm bandwidth, as in nccl-tests.
 
-    >>> factor("all_reduce", 4), factor("all_gather", 4), factor("broadcast", 4)
+    >>> bus_factor("all_reduce", 4), bus_factor("all_gather", 4), bus_factor("broadcast", 4)
     (1.5, 0.75, 1.0)
     """
     if operation == "broadcast":
@@ -90,10 +104,10 @@ def factor(operation: str, ranks: int) -> float:
     return (2.0 if operation == "all_reduce" else 1.0) * (ranks - 1) / ranks
 
 
-def parted(name: str) -> tuple[str, str, str]:
+def split_name(name: str) -> tuple[str, str, str]:
     """Splits a collective's recorded name into operation, bucket and group.
 
-    >>> parted("all_reduce bucket 3 in within 0"), parted("all_gather top-k bucket 0")
+    >>> split_name("all_reduce bucket 3 in within 0"), split_name("all_gather top-k bucket 0")
     (('all_reduce', 'bucket 3', 'within 0'), ('all_gather', 'top-k bucket 0', ''))
     """
     operation, _, rest = name.partition(" ")
@@ -101,24 +115,24 @@ def parted(name: str) -> tuple[str, str, str]:
     return operation, bucket, group
 
 
-def _sent(operation: str, ranks: int) -> float:
+def _bytes_sent(operation: str, ranks: int) -> float:
     """Bytes that a rank sends, over S.
 
     A broadcast counts as a scatter, averaged over ranks, as hosts record it.
     """
-    return factor("all_to_all" if operation == "broadcast" else operation, ranks)
+    return bus_factor("all_to_all" if operation == "broadcast" else operation, ranks)
 
 
-def _rate(nbytes: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+def _compute_rate(nbytes: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     moved = (nbytes > 0) & (seconds > 0)
     return np.divide(nbytes * 8e-6, seconds, out=np.full(len(nbytes), np.nan), where=moved)
 
 
-def _middle(values: np.ndarray) -> float:
+def _median_known(values: np.ndarray) -> float:
     values = values[~np.isnan(values)]
     return float(np.median(values)) if len(values) else float("nan")
 
 
-def _least(values: np.ndarray) -> float:
+def _least_known(values: np.ndarray) -> float:
     values = values[~np.isnan(values)]
     return float(values.min()) if len(values) else float("nan")

@@ -9,14 +9,14 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from workbench.analysis.communication.bandwidth import parted
+from workbench.analysis.communication.bandwidth import split_name
 from workbench.record.run import Standing
 
 _SOURCE = re.compile(r"^recv .* from (\d+)$")
 _RANKS = re.compile(r"\[([\d, ]+)\]$")
 
 
-class Entered(NamedTuple):
+class OpenCollective(NamedTuple):
     """A collective that some ranks wait in. missing: other ranks, each with its operation"""
 
     step: int
@@ -26,11 +26,11 @@ class Entered(NamedTuple):
     missing: tuple[tuple[int, str], ...]
 
 
-def entered(standing: Iterable[Standing]) -> list[Entered]:
+def list_open(standing: Iterable[Standing]) -> list[OpenCollective]:
     """Returns the collectives that ranks wait in, ordered by number of ranks.
 
     >>> here = [Standing(0, 7, "all_reduce bucket 1", True, 3.0), Standing(1, 7, "backward", False, 4.0)]
-    >>> entered(here)[0].missing
+    >>> list_open(here)[0].missing
     ((1, 'backward of step 7, for 4 s'),)
     """
     ranks = list(standing)
@@ -40,15 +40,15 @@ def entered(standing: Iterable[Standing]) -> list[Entered]:
             waiting.setdefault((one.step, one.op), []).append(one)
     found = []
     for (step, name), inside in waiting.items():
-        group = _SOURCE.match(name) or _RANKS.search(parted(name)[2])
+        group = _SOURCE.match(name) or _RANKS.search(split_name(name)[2])
         among = {int(r) for r in group[1].split(",")} if group else {one.rank for one in ranks}
         here = {one.rank for one in inside}
-        missing = tuple((one.rank, where(one)) for one in ranks if one.rank in among - here)
-        found.append(Entered(step, name, tuple(sorted(here)), min(one.seconds for one in inside), missing))
+        missing = tuple((one.rank, describe_standing(one)) for one in ranks if one.rank in among - here)
+        found.append(OpenCollective(step, name, tuple(sorted(here)), min(one.seconds for one in inside), missing))
     return sorted(found, key=lambda e: -len(e.entered))
 
 
-def where(one: Standing) -> str:
+def describe_standing(one: Standing) -> str:
     """Describes a rank's present operation and its duration."""
     what = one.op or "nothing that it told"
     return f"{what} of step {one.step}, for {one.seconds:.0f} s"

@@ -38,24 +38,24 @@ class Lateness(NamedTuple):
         return out
 
 
-def lateness(tl: Timeline, first: int = 0, stop: int | None = None) -> Lateness:
+def measure_lateness(tl: Timeline, first: int = 0, stop: int | None = None) -> Lateness:
     """Measures the steps of [first, stop) that ended on every rank. stop: None for all"""
     begun, ended = last_steps(tl)
     first = max(first, begun)
     stop = max(first, ended if stop is None else min(stop, ended))
     for reach in REACH:
         w = Window(tl, max(begun, first - reach), stop)
-        met, own = _own(w, begun)
+        met, own = _own_clocks(w, begun)
         if w.first == begun or (len(met) and met[0] < first):
             break
     seconds = np.full((stop - first, len(w.ranks)), np.nan)
     if len(met) > 1:
-        late = _against(np.diff(own, axis=0))
+        late = _compare_known(np.diff(own, axis=0))
         seconds[met[1:][met[1:] >= first] - first] = late[met[1:] >= first]
     return Lateness(w.ranks, np.arange(first, stop), seconds)
 
 
-def _own(w: Window, begun: int) -> tuple[np.ndarray, np.ndarray]:
+def _own_clocks(w: Window, begun: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the steps with meetings, and (m, p) ranks' own clocks at the last meeting of each.
 
     If the run began in this window, the first row is its start, as step `begun` - 1.
@@ -65,13 +65,13 @@ def _own(w: Window, begun: int) -> tuple[np.ndarray, np.ndarray]:
         steps = w.lane("step")
         start = np.full(len(w.ranks), np.nan)
         first = steps[steps.step == begun]
-        start[w.column(first.rank)] = first.t0
+        start[w.column_of(first.rank)] = first.t0
         met, came = np.concatenate([[begun - 1], met]), np.concatenate([start[None], came])
     own = came.copy()
     for i, rank in enumerate(w.ranks):
         here = ~np.isnan(came[:, i])
         packed, either = w.cover(rank, "codec"), w.cover(rank, "codec", "wait", *OUTSIDE)
-        own[here, i] += packed.until(came[here, i]) - either.until(came[here, i])
+        own[here, i] += packed.length_until(came[here, i]) - either.length_until(came[here, i])
     return met, own
 
 
@@ -84,7 +84,7 @@ def _last_meetings(w: Window, c: Arrivals) -> tuple[np.ndarray, np.ndarray]:
     return steps.astype(np.int64), c.t0[whole[::-1][back]]
 
 
-def _against(values: np.ndarray) -> np.ndarray:
+def _compare_known(values: np.ndarray) -> np.ndarray:
     """Like `against_others`, but ignores NaN."""
     if not np.isnan(values).any():
         return against_others(values)
@@ -94,7 +94,7 @@ def _against(values: np.ndarray) -> np.ndarray:
     return values - np.stack(others, axis=1)
 
 
-class Strips:
+class LatenessStrips:
     """Lateness of a growing record as at most `MOST` strips of equally many steps.
 
     Reads each step once.
@@ -133,12 +133,12 @@ class Strips:
         out: np.ndarray = self.first + self.size * np.arange(len(self._sum)) + (self.size - 1) / 2
         return out
 
-    def add(self, tl: Timeline, held_back: int = 0) -> bool:
+    def add_steps(self, tl: Timeline, held_back: int = 0) -> bool:
         """Reads new steps, except the newest `held_back`. Returns whether ranks met in them."""
         begun, ended = last_steps(tl)
         if ended - held_back <= max(self.next, begun):
             return False
-        found = lateness(tl, self.next, ended - held_back)
+        found = measure_lateness(tl, self.next, ended - held_back)
         if self.first < 0:
             self.first = self._drawn = int(found.steps[0])
         self.next = int(found.steps[-1]) + 1
@@ -147,10 +147,10 @@ class Strips:
             here = found.ranks < self._sum.shape[1]
             seconds = np.full((len(met), self._sum.shape[1]), np.nan)
             seconds[:, found.ranks[here]] = found.seconds[met][:, here]
-            self._meetings(found.steps[met].astype(np.int64), seconds, since_change(tl, 0, self.next))
+            self._add_meetings(found.steps[met].astype(np.int64), seconds, since_change(tl, 0, self.next))
         return bool(len(met))
 
-    def _meetings(self, steps: np.ndarray, seconds: np.ndarray, changed: int) -> None:
+    def _add_meetings(self, steps: np.ndarray, seconds: np.ndarray, changed: int) -> None:
         """Adds meetings. steps: (n,); seconds: (n, p) lateness; changed: step of the last change"""
         recent = seconds
         if self.last < changed <= steps[-1]:
@@ -164,21 +164,21 @@ class Strips:
         self.most[more], self.most_at[more] = most[more], steps[at[more]]
         begins = np.maximum(np.concatenate([[self._drawn], steps[:-1] + 1]), steps + 1 - REACH[-1])
         while (steps[-1] - self.first) // self.size >= self.MOST:
-            self._halve()
+            self._halve_strips()
         many = steps + 1 - begins  # steps that each meeting stands for
         own = np.repeat(np.arange(len(steps)), many)
         drawn = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many) + begins[own]
         strips = (drawn - self.first) // self.size
-        self._grow(int(strips.max()) + 1)
+        self._grow_strips(int(strips.max()) + 1)
         np.add.at(self._sum, strips, np.where(there, seconds, 0.0)[own])
         np.add.at(self._count, strips, there[own])
         self.last, self._drawn = int(steps[-1]), int(steps[-1]) + 1
 
-    def _grow(self, strips: int) -> None:
+    def _grow_strips(self, strips: int) -> None:
         more = np.zeros((max(0, strips - len(self._sum)), self._sum.shape[1]))
         self._sum, self._count = np.concatenate([self._sum, more]), np.concatenate([self._count, more])
 
-    def _halve(self) -> None:
-        self._grow(len(self._sum) + len(self._sum) % 2)
+    def _halve_strips(self) -> None:
+        self._grow_strips(len(self._sum) + len(self._sum) % 2)
         self._sum, self._count = (v.reshape(-1, 2, v.shape[1]).sum(axis=1) for v in (self._sum, self._count))
         self.size *= 2

@@ -20,30 +20,30 @@ from workbench.record.timeline import Rows
 _ENDS = re.compile(r"^(?P<verb>send|recv) .*?\b(?:to|from) (?P<rank>\d+)$")
 
 
-def waited(w: Window) -> tuple[np.ndarray, np.ndarray]:
+def measure_waits(w: Window) -> tuple[np.ndarray, np.ndarray]:
     """Returns (steps, seconds[step, victim, culprit]). Empty if ranks send different kinds.
 
     Servers and trainers do: all trainers wait for a server by design, so it is no culprit.
     """
     p = len(w.ranks)
-    if not _alike(w):
+    if not _send_alike(w):
         return np.empty(0, np.int64), np.zeros((0, p, p))
-    rows, other = _ended(w, w.lane("wait"), "recv")
+    rows, other = _list_messages(w, w.lane("wait"), "recv")
     steps = w.steps[w.complete]
     direct = np.zeros((w.shape[0], p, p))
-    np.add.at(direct, (rows.step - w.first, w.column(rows.rank), w.column(other)), rows.t1 - rows.t0)
-    return steps, _traced(_spread(direct[w.complete] * ~np.eye(p, dtype=bool)))
+    np.add.at(direct, (rows.step - w.first, w.column_of(rows.rank), w.column_of(other)), rows.t1 - rows.t0)
+    return steps, _trace_waits(_average_around(direct[w.complete] * ~np.eye(p, dtype=bool)))
 
 
-def carried(w: Window) -> np.ndarray:
+def measure_ports(w: Window) -> np.ndarray:
     """(steps, p) seconds for which each rank's port was busy with its messages."""
-    rows, _ = _ended(w, w.lane("comm"), "send")
-    return w.total(rows, rows.t1 - rows.t0)
+    rows, _ = _list_messages(w, w.lane("comm"), "send")
+    return w.sum_rows(rows, rows.t1 - rows.t0)
 
 
-def _alike(w: Window) -> bool:
+def _send_alike(w: Window) -> bool:
     """Whether all ranks send messages of the same kinds."""
-    rows, _ = _ended(w, w.lane("comm"), "send")
+    rows, _ = _list_messages(w, w.lane("comm"), "send")
     kinds: dict[int, set[str]] = {int(r): set() for r in w.ranks}
     for rank, name in {(int(r), str(n)) for r, n in zip(rows.rank, rows.name, strict=True)}:
         kinds[rank].add(name.rpartition(" to ")[0])
@@ -51,19 +51,19 @@ def _alike(w: Window) -> bool:
     return bool(first) and all(k == first for k in kinds.values())
 
 
-def _traced(direct: np.ndarray) -> np.ndarray:
+def _trace_waits(direct: np.ndarray) -> np.ndarray:
     """Passes waits on to the ranks that were late first. direct: (steps, p, p)"""
     own, longest = direct.sum(axis=2), direct.max(axis=1)
-    passed = np.minimum(1.0, _ratio(own, longest))  # (steps, p) share of the waits for each rank that passes on
+    passed = np.minimum(1.0, _divide_known(own, longest))  # (steps, p) share of the waits for each rank that passes on
     kept = direct * (1 - passed)[:, None, :]
     cost = direct
     for _ in range(direct.shape[1]):
-        shares = _ratio(cost, cost.sum(axis=2, keepdims=True))
+        shares = _divide_known(cost, cost.sum(axis=2, keepdims=True))
         cost = kept + np.einsum("svn,snc->svc", direct * passed[:, None, :], shares)
     return cost * ~np.eye(direct.shape[1], dtype=bool)
 
 
-def _spread(cost: np.ndarray) -> np.ndarray:
+def _average_around(cost: np.ndarray) -> np.ndarray:
     """Averages each step over the steps around it that a message needs to reach all ranks.
 
     With one neighbour at a time, the waits of a single step fall on few ranks.
@@ -76,15 +76,15 @@ def _spread(cost: np.ndarray) -> np.ndarray:
     return (added[first + reach] - added[first]) / reach
 
 
-def _ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
+def _divide_known(above: np.ndarray, below: np.ndarray) -> np.ndarray:
     """`above` / `below`; 0 if `below` is 0."""
     below = np.broadcast_to(below, above.shape)
     return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
 
 
-def _ended(w: Window, rows: Rows, verb: str) -> tuple[Rows, np.ndarray]:
+def _list_messages(w: Window, rows: Rows, verb: str) -> tuple[Rows, np.ndarray]:
     """Returns the messages of kind `verb` in `rows` and the rank at the other end of each."""
-    rows = rows[~w.outside(rows)]
+    rows = rows[~w.is_outside(rows)]
     names = rows.coded("name")
     found = [_ENDS.match(str(text)) for text in names.words.texts]
     ends = np.array([int(m["rank"]) if m and m["verb"] == verb else -1 for m in found], np.int64)

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from workbench.analysis.compare.clear import compared, estimated
-from workbench.analysis.compare.compression import buckets
+from workbench.analysis.compare.clear import compare_values, estimate_median
+from workbench.analysis.compare.compression import list_buckets
 from workbench.analysis.compare.sides import SETTLE, WINDOW, Side
-from workbench.analysis.compare.sides import before as steps_before
+from workbench.analysis.compare.sides import side_before as steps_before
 from workbench.analysis.steps.collectives import lined_up
-from workbench.analysis.steps.settings import Stretch, stretches
-from workbench.analysis.steps.steps import packing
+from workbench.analysis.steps.settings import Stretch, list_stretches
+from workbench.analysis.steps.steps import packing_seconds
 from workbench.analysis.steps.window import MEASURING, Window, last_steps
-from workbench.analysis.steps.words import duration
+from workbench.analysis.steps.words import format_seconds
 from workbench.record.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class BreakEven(NamedTuple):
     text: str
 
 
-class _Dense(NamedTuple):
+class _DenseCost(NamedTuple):
     """The cost of Dense per step: the stall, and whole steps if they were measured."""
 
     exposed: np.ndarray
@@ -67,7 +67,7 @@ class _Dense(NamedTuple):
 
 def break_even(run: Run, last: int = WINDOW) -> BreakEven | None:
     """Judges the present compression by the last steps. None without compression or steps."""
-    every = stretches(run)
+    every = list_stretches(run)
     now, tl = every[-1], run.timeline
     first, stop = last_steps(tl)
     begin = max(now.first, first)
@@ -77,23 +77,23 @@ def break_even(run: Run, last: int = WINDOW) -> BreakEven | None:
     if not len(side.seconds) or len(side.window.ranks) < 2:
         return None
     w = side.window
-    codec, shown = w.seconds("codec"), packing(w)
+    codec, shown = w.seconds("codec"), packing_seconds(w)
     wait = w.seconds("wait")
     here = {"codec": codec, "beside": codec - shown, "low": wait, "high": wait + codec - shown}
-    found = {name: side.each(values) for name, values in here.items()}
-    middle = {name: estimated(values).value for name, values in found.items()}
-    dense = _measured(tl, every, last) or _predicted(tl, side, now)
-    verdict = _verdict(found, side, dense)
+    found = {name: side.average_each(values) for name, values in here.items()}
+    middle = {name: estimate_median(values).value for name, values in found.items()}
+    dense = _measure_dense(tl, every, last) or _predict_dense(tl, side, now)
+    verdict = _judge_codec(found, side, dense)
     exposed = max(0.0, middle["high"] - middle["codec"])
-    facts = middle["codec"], middle["beside"], exposed, estimated(dense.exposed).value if dense else float("nan")
-    text = _text(now.compressor, *facts, verdict, side, dense)
-    return BreakEven(now.compressor, _looked(side, begin), *facts, verdict, dense.known if dense else "", text)
+    facts = middle["codec"], middle["beside"], exposed, estimate_median(dense.exposed).value if dense else float("nan")
+    text = _describe_verdict(now.compressor, *facts, verdict, side, dense)
+    return BreakEven(now.compressor, _used_steps(side, begin), *facts, verdict, dense.known if dense else "", text)
 
 
 # -- what Dense takes
 
 
-def _measured(tl: Timeline, every: list[Stretch], last: int) -> _Dense | None:
+def _measure_dense(tl: Timeline, every: list[Stretch], last: int) -> _DenseCost | None:
     """From the newest steps without compression and with the same `SAME` settings."""
     now = every[-1]
     for s in reversed(every[:-1]):
@@ -101,30 +101,30 @@ def _measured(tl: Timeline, every: list[Stretch], last: int) -> _Dense | None:
             continue
         side = steps_before(tl, s.stop, s.first, last)
         if not side.lacks:
-            first, stop = _looked(side, s.first)
-            return _Dense(side.exposed, side.seconds, "measured", f"steps {first} to {stop - 1}")
+            first, stop = _used_steps(side, s.first)
+            return _DenseCost(side.exposed, side.seconds, "measured", f"steps {first} to {stop - 1}")
     return None
 
 
-def _looked(side: Side, begin: int) -> tuple[int, int]:
+def _used_steps(side: Side, begin: int) -> tuple[int, int]:
     """[first, stop) of the steps in use, without the first steps after a change at `begin`."""
     return max(side.steps[0], begin + SETTLE), side.steps[1]
 
 
-def _predicted(tl: Timeline, side: Side, now: Stretch) -> _Dense | None:
+def _predict_dense(tl: Timeline, side: Side, now: Stretch) -> _DenseCost | None:
     """From the dense all-reduces of measurements under the present settings."""
     stop = side.steps[1]
-    took, n = _took(Window(tl, max(now.first, stop - MEASURED), stop))
+    took, n = _bucket_seconds(Window(tl, max(now.first, stop - MEASURED), stop))
     if not took:
         return None
-    return _Dense(side.each(_played(side.window, took)), None, "predicted", f"{n} dense all-reduces")
+    return _DenseCost(side.average_each(_play_dense(side.window, took)), None, "predicted", f"{n} dense all-reduces")
 
 
-def _took(w: Window) -> tuple[dict[int, float], int]:
+def _bucket_seconds(w: Window) -> tuple[dict[int, float], int]:
     """Returns each bucket's median seconds of dense all-reduces, and the number of these."""
     c = lined_up(w, MEASURING)
     lasted = np.max(c.t1, axis=1) - c.last if len(c.t1) else np.empty(0)
-    rows, number = buckets(w.lane(MEASURING))
+    rows, number = list_buckets(w.lane(MEASURING))
     names = {str(name): int(k) for name, k in zip(rows.name, number, strict=True)}
     found: dict[int, list[float]] = {}
     sent = c.full & (c.nbytes > 0).all(axis=1)  # without the local arithmetic that follows
@@ -134,24 +134,26 @@ def _took(w: Window) -> tuple[dict[int, float], int]:
     return {k: float(np.median(v)) for k, v in found.items()}, sum(map(len, found.values()))
 
 
-def _played(w: Window, took: dict[int, float]) -> np.ndarray:
+def _play_dense(w: Window, took: dict[int, float]) -> np.ndarray:
     """(steps, ranks) seconds that each step would be stalled if its buckets were dense."""
     out = np.zeros(w.shape)
-    rows, number = buckets(w.lane("comm"))
+    rows, number = list_buckets(w.lane("comm"))
     waits = w.lane("wait")
     for step in np.unique(rows.step):
         mine = rows.step == step
         end = -np.inf
-        ready = {int(k): _ready(rows.rank[mine], rows.asked[mine], number[mine] == k) for k in np.unique(number[mine])}
+        ready = {
+            int(k): _find_ready(rows.rank[mine], rows.asked[mine], number[mine] == k) for k in np.unique(number[mine])
+        }
         for k, t in sorted(ready.items(), key=lambda item: item[1]):
             end = max(end, t) + took.get(k, 0.0)
         begun, here = np.full(len(w.ranks), end), waits[waits.step == step]
-        np.minimum.at(begun, w.column(here.rank), here.t0)
+        np.minimum.at(begun, w.column_of(here.rank), here.t0)
         out[step - w.first] = (end - begun).clip(min=0)
     return out
 
 
-def _ready(ranks: np.ndarray, asked: np.ndarray, mine: np.ndarray) -> float:
+def _find_ready(ranks: np.ndarray, asked: np.ndarray, mine: np.ndarray) -> float:
     """When the last rank had the bucket."""
     first: dict[int, float] = {}
     for rank, t in zip(ranks[mine].tolist(), asked[mine].tolist(), strict=True):
@@ -162,40 +164,52 @@ def _ready(ranks: np.ndarray, asked: np.ndarray, mine: np.ndarray) -> float:
 # -- what follows
 
 
-def _verdict(found: dict[str, np.ndarray], side: Side, dense: _Dense | None) -> str:
+def _judge_codec(found: dict[str, np.ndarray], side: Side, dense: _DenseCost | None) -> str:
     if side.lacks:
         return "short"
     if dense is None:
         return "unknown"
     if dense.step is not None:
-        return _between(side.seconds, side.seconds, dense.step)
-    return _between(found["low"], found["high"], dense.exposed)
+        return _compare_range(side.seconds, side.seconds, dense.step)
+    return _compare_range(found["low"], found["high"], dense.exposed)
 
 
-def _between(low: np.ndarray, high: np.ndarray, dense: np.ndarray) -> str:
+def _compare_range(low: np.ndarray, high: np.ndarray, dense: np.ndarray) -> str:
     """Compares `dense` with the range from `low` to `high`."""
-    if compared(high, dense, least=SHORT).more:
+    if compare_values(high, dense, least=SHORT).more:
         return "pays"
-    if compared(dense, low, least=SHORT).more:
+    if compare_values(dense, low, least=SHORT).more:
         return "costs"
-    unsure = compared(low, dense, least=SHORT).more and compared(dense, high, least=SHORT).more
+    unsure = compare_values(low, dense, least=SHORT).more and compare_values(dense, high, least=SHORT).more
     return "depends" if unsure else "even"
 
 
-def _text(name: str, codec: float, beside: float, exposed: float, standing: float, verdict: str, side: Side,
-          dense: _Dense | None) -> str:
-    aside = f", {duration(beside)} of it beside computing" if beside > max(0.2 * codec, SHORT) else ""
-    takes = f"takes {duration(codec)} per step to encode and decode{aside}{',' if aside else ''}"
+def _describe_verdict(
+    name: str,
+    codec: float,
+    beside: float,
+    exposed: float,
+    standing: float,
+    verdict: str,
+    side: Side,
+    dense: _DenseCost | None,
+) -> str:
+    aside = f", {format_seconds(beside)} of it beside computing" if beside > max(0.2 * codec, SHORT) else ""
+    takes = f"takes {format_seconds(codec)} per step to encode and decode{aside}{',' if aside else ''}"
     if verdict == "short":
-        so_far = f"{name} {takes} and is stalled for {duration(exposed)} more"
+        so_far = f"{name} {takes} and is stalled for {format_seconds(exposed)} more"
         return f"{so_far}. Whether it pays is not said yet: {side.lacks}."
     if dense is None:
         return (
-            f"{name} {takes} and is stalled for {duration(exposed)} more. What Dense would take is not known here: "
-            f"set measure_every to 20, or make some steps with the compressor Dense."
+            f"{name} {takes} and is stalled for {format_seconds(exposed)} more. What Dense would take is not known "
+            f"here: set measure_every to 20, or make some steps with the compressor Dense."
         )
     saved = standing - exposed
-    saves = f"saves {duration(saved)} of waiting" if saved >= 0 else f"waits {duration(-saved)} longer than Dense"
+    saves = (
+        f"saves {format_seconds(saved)} of waiting"
+        if saved >= 0
+        else f"waits {format_seconds(-saved)} longer than Dense"
+    )
     match verdict:
         case "costs" if saved > codec:
             end = f"{name} {takes} and {saves}, and yet Dense was faster on this link."
@@ -204,7 +218,7 @@ def _text(name: str, codec: float, beside: float, exposed: float, standing: floa
         case "pays" if saved < codec:
             end = f"{name} {takes} and {saves}: it pays, for most of that is hidden."
         case "pays":
-            least = f"takes {duration(codec)} to encode and decode{aside}"
+            least = f"takes {format_seconds(codec)} to encode and decode{aside}"
             end = f"{name} {saves} per step and {least}: it pays on this link."
         case "depends":
             end = f"{name} {takes} and {saves}: it costs more than it saves, unless cores are idle meanwhile."
@@ -212,6 +226,6 @@ def _text(name: str, codec: float, beside: float, exposed: float, standing: floa
             end = f"{name} {takes} and {saves}: no clear difference from Dense on this link."
     if dense.step is not None:
         now, then = (float(np.median(seconds)) for seconds in (side.seconds, dense.step))
-        took = f"a step takes {duration(now)} and took {duration(then)} with Dense"
+        took = f"a step takes {format_seconds(now)} and took {format_seconds(then)} with Dense"
         return f"{end} Measured: {took}, in {dense.basis}."
     return f"{end} With Dense: predicted from {dense.basis} made while measuring."

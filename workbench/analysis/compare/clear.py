@@ -63,7 +63,7 @@ class Ratio(NamedTuple):
         return self.clear and self.value < 1
 
 
-def compared(before: np.ndarray, after: np.ndarray, lacks: str = "", least: float = 0.0) -> Ratio:
+def compare_values(before: np.ndarray, after: np.ndarray, lacks: str = "", least: float = 0.0) -> Ratio:
     """Compares (n,) values of steps or rounds before with (m,) after.
 
     lacks: why no verdict is possible, or ""
@@ -73,34 +73,36 @@ def compared(before: np.ndarray, after: np.ndarray, lacks: str = "", least: floa
     if not len(before) or not len(after):
         return Ratio(float("nan"), float("nan"), float("nan"), False, lacks or "nothing is known of one side")
     was, now = float(np.median(before)), float(np.median(after))
-    value = float(_over(now, was))
+    value = float(_divide_values(now, was))
     if lacks:
         return Ratio(value, float("nan"), float("nan"), False, lacks)
-    low, high = np.quantile(_over(drawn(after, 1), drawn(before, 0)), [0.005, 0.995], method="nearest")
+    low, high = np.quantile(
+        _divide_values(draw_medians(after, 1), draw_medians(before, 0)), [0.005, 0.995], method="nearest"
+    )
     clear = (low > 1 or high < 1) and not 1 - WORTH < value < 1 + WORTH and abs(now - was) > least
     return Ratio(value, float(low), float(high), bool(clear))
 
 
-def estimated(values: np.ndarray) -> Estimate:
+def estimate_median(values: np.ndarray) -> Estimate:
     """The median of (n,) values, bootstrapped over steps. The draws are reproducible."""
     values = values[np.isfinite(values)]
     n = len(values)
     if n < 2:
         return Estimate(float(values[0]) if n else float("nan"), float("nan"), float("nan"), n)
-    low, high = np.quantile(drawn(values), [0.025, 0.975])
+    low, high = np.quantile(draw_medians(values), [0.025, 0.975])
     return Estimate(float(np.median(values)), float(low), float(high), n)
 
 
-def drawn(values: np.ndarray, seed: int = 0) -> np.ndarray:
+def draw_medians(values: np.ndarray, seed: int = 0) -> np.ndarray:
     """(DRAWS,) medians of resampled values, spread as for (n,) consecutive steps."""
     n, middle = len(values), np.median(values)
     every = np.median(values[np.random.default_rng(seed).integers(0, n, (DRAWS, n))], axis=1)
-    r = likeness(values)
+    r = rank_correlation(values)
     alone = max(3.0, n * (1 - r) / (1 + r))
     return np.asarray(middle + (every - middle) * np.sqrt(max(1.0, n / alone)) * (1 + 1.5 / alone))
 
 
-def likeness(values: np.ndarray) -> float:
+def rank_correlation(values: np.ndarray) -> float:
     """The correlation r of neighbouring values' ranks, 0 to `MOST`. Robust to outliers."""
     n = len(values)
     rank = np.unique(values, return_inverse=True)[1].astype(float)
@@ -112,15 +114,15 @@ def likeness(values: np.ndarray) -> float:
     return float(np.clip(r + (1 + 3 * r) / n, 0.0, MOST)) if r > 0.1 else 0.0
 
 
-def lacking(n: int, steps: int, *, rounds: bool, seen: int | None = None) -> str:
+def why_few(n: int, steps: int, *, rounds: bool, seen: int | None = None) -> str:
     """Returns why `n` values of `steps` steps are too few for a verdict, or "".
 
     rounds: whether the values are of rounds, not of steps
     seen:   the number of values with the excluded ones
 
-    >>> lacking(2, 2, rounds=False), lacking(3, 24, rounds=True)
+    >>> why_few(2, 2, rounds=False), why_few(3, 24, rounds=True)
     ('too short: 2 steps; needs 20', 'too short: 3 rounds; needs 5')
-    >>> lacking(0, 0, rounds=False, seen=2)
+    >>> why_few(0, 0, rounds=False, seen=2)
     'too short: 2 steps, 0 of them undisturbed; needs 20'
     """
     needed = LEAST_STEPS
@@ -131,14 +133,14 @@ def lacking(n: int, steps: int, *, rounds: bool, seen: int | None = None) -> str
     if seen == 0:
         return "no steps"
     some = f", {n} of them undisturbed" if seen is not None and seen != n else ""
-    return f"too short: {_many(n if seen is None else seen, 'round' if rounds else 'step')}{some}; needs {needed}"
+    return f"too short: {_count_noun(n if seen is None else seen, 'round' if rounds else 'step')}{some}; needs {needed}"
 
 
-def _many(n: int, noun: str) -> str:
+def _count_noun(n: int, noun: str) -> str:
     return f"{n} {noun}{'s' * (n != 1)}"
 
 
-def _over(after: np.ndarray | float, before: np.ndarray | float) -> np.ndarray:
+def _divide_values(after: np.ndarray | float, before: np.ndarray | float) -> np.ndarray:
     """after / before; infinite if only `before` is 0, and 1 if both are 0."""
     after, before = np.asarray(after, float), np.asarray(before, float)
     endless = np.full(np.broadcast_shapes(after.shape, before.shape), np.inf)

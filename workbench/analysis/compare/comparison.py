@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from workbench.analysis.compare.clear import LEAST_STEPS, WORTH, drawn, lacking
+from workbench.analysis.compare.clear import LEAST_STEPS, WORTH, draw_medians, why_few
 from workbench.analysis.compare.sides import Side
 from workbench.analysis.steps.examples import examples_made
 from workbench.analysis.steps.window import Window, last_steps
@@ -52,7 +52,7 @@ class Compared(NamedTuple):
     why: str = ""
 
 
-class Curve(NamedTuple):
+class LossCurve(NamedTuple):
     """The training loss of a run per step, mean over ranks."""
 
     loss: np.ndarray  # (n,)
@@ -60,36 +60,36 @@ class Curve(NamedTuple):
     seconds: np.ndarray  # (n,) since the first step began
     examples: np.ndarray  # (n,) examples of all ranks together; empty if the record lacks them
 
-    def along(self, aligned: str) -> np.ndarray:
+    def progress_along(self, aligned: str) -> np.ndarray:
         """(n,) the progress on the axis `aligned`. Empty if unknown."""
         return np.asarray(getattr(self, aligned))
 
 
-def compare(a: Run, b: Run, tolerance: float = 0.0) -> list[Compared]:
+def compare_runs(a: Run, b: Run, tolerance: float = 0.0) -> list[Compared]:
     """Compares `b` with `a`, quantity by quantity. Raises RunError for a bad `tolerance`.
 
     tolerance: share of a's value by which b may be worse, 0 to 10; "worse" needs the whole interval beyond it
     """
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance <= 10:
         raise RunError(f"tolerance={short(tolerance)}: must be a share from 0 to 10, such as 0.05")
-    was, now = (side(run.timeline) for run in (a, b))
-    lacks = _both(was.lacks, now.lacks)
+    was, now = (make_side(run.timeline) for run in (a, b))
+    lacks = _join_reasons(was.lacks, now.lacks)
     rows = [
-        judged("step time", "s", was.seconds, now.seconds, lacks, tolerance, SHORT),
-        judged("exposed communication", "s", was.exposed, now.exposed, lacks, tolerance, SHORT),
-        judged("bytes per step and rank", "bytes", was.nbytes, now.nbytes, lacks, tolerance),
+        judge_metric("step time", "s", was.seconds, now.seconds, lacks, tolerance, SHORT),
+        judge_metric("exposed communication", "s", was.exposed, now.exposed, lacks, tolerance, SHORT),
+        judge_metric("bytes per step and rank", "bytes", was.nbytes, now.nbytes, lacks, tolerance),
     ]
-    before, after = curve(a.timeline), curve(b.timeline)
-    return rows + [_losses(before, after, aligned, tolerance) for aligned in ALIGNED]
+    before, after = loss_curve(a.timeline), loss_curve(b.timeline)
+    return rows + [_compare_losses(before, after, aligned, tolerance) for aligned in ALIGNED]
 
 
-def side(tl: Timeline) -> Side:
+def make_side(tl: Timeline) -> Side:
     """The comparable steps of a run."""
     first, stop = last_steps(tl)
     return Side(tl, first, stop, begins=first)
 
 
-def judged(
+def judge_metric(
     metric: str, unit: str, before: np.ndarray, after: np.ndarray, lacks: str, tolerance: float, least: float = 0.0
 ) -> Compared:
     """Compares (n,) values of one run with (m,) of the other.
@@ -101,7 +101,7 @@ def judged(
     lacks = lacks or ("" if len(before) and len(after) else "nothing is known of one side")
     if lacks:
         return Compared(metric, unit, a, b, b - a, float("nan"), float("nan"), UNKNOWN, lacks)
-    draws = drawn(_few(after), 1) - drawn(_few(before), 0)
+    draws = draw_medians(_thin_values(after), 1) - draw_medians(_thin_values(before), 0)
     low, high = (float(q) for q in np.quantile(draws, [0.005, 0.995], method="nearest"))
     allowed, worth = tolerance * abs(a), max(WORTH * abs(a), least)
     verdict = ALIKE
@@ -110,48 +110,48 @@ def judged(
     return Compared(metric, unit, a, b, b - a, low, high, verdict)
 
 
-def curve(tl: Timeline) -> Curve:
+def loss_curve(tl: Timeline) -> LossCurve:
     """Returns the training loss per step. Leaves out steps in which no rank's loss was finite."""
     rows = tl.samples.rows()
     rows = rows[rows.equal("name", "loss") & np.isfinite(rows.value)] if len(rows) else rows
     if not len(rows):
-        return Curve(*(np.empty(0),) * 4)
+        return LossCurve(*(np.empty(0),) * 4)
     steps, at, many = np.unique(rows.step, return_inverse=True, return_counts=True)
     ended = np.full(len(steps), -np.inf)
     np.maximum.at(ended, at, rows.t)
     first = Window(tl, int(steps[0]), int(steps[0]) + 1).lane("step")
     begun = float(first.t0.min()) if len(first) else float(ended[0])
     loss = np.bincount(at, rows.value) / many
-    return Curve(loss, steps - steps[0] + 1.0, ended - begun, examples_made(tl, steps))
+    return LossCurve(loss, steps - steps[0] + 1.0, ended - begun, examples_made(tl, steps))
 
 
-def differing(a: Run, b: Run) -> list[str]:
+def list_differences(a: Run, b: Run) -> list[str]:
     """Returns the initial settings that differ, in words: "strategy: DDP(), LocalSGD(every=8)"."""
     was, now = a.settings_today, b.settings_today
     names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     return [f"{name}: {in_words(was.get(name))}, {in_words(now.get(name))}" for name in names]
 
 
-def _losses(before: Curve, after: Curve, aligned: str, tolerance: float) -> Compared:
+def _compare_losses(before: LossCurve, after: LossCurve, aligned: str, tolerance: float) -> Compared:
     """Compares losses in the last 10 % of the common range, or its last `LEAST_STEPS` steps."""
-    metric, along = f"loss at equal {aligned}", (before.along(aligned), after.along(aligned))
+    metric, along = f"loss at equal {aligned}", (before.progress_along(aligned), after.progress_along(aligned))
     if not all(map(len, along)):
         nothing = "no loss on the record"
         if aligned == "examples":
             nothing = "how many examples a step has is not on the record"
-        return judged(metric, "", np.empty(0), np.empty(0), nothing, tolerance)
+        return judge_metric(metric, "", np.empty(0), np.empty(0), nothing, tolerance)
     common = min(float(x[-1]) for x in along)
     values: list[np.ndarray] = []
     lacks: list[str] = []
     for found, x in zip((before, after), along, strict=True):
         stop = int(np.searchsorted(x, common, side="right"))
         first = min(int(np.searchsorted(x, (1 - LAST) * common, side="right")), max(0, stop - LEAST_STEPS))
-        values.append(_level(x[first:stop], found.loss[first:stop], (1 - LAST / 2) * common))
-        lacks.append(lacking(stop - first, stop - first, rounds=False))
-    return judged(metric, "", values[0], values[1], _both(*lacks), tolerance)
+        values.append(_remove_trend(x[first:stop], found.loss[first:stop], (1 - LAST / 2) * common))
+        lacks.append(why_few(stop - first, stop - first, rounds=False))
+    return judge_metric(metric, "", values[0], values[1], _join_reasons(*lacks), tolerance)
 
 
-def _level(x: np.ndarray, losses: np.ndarray, at: float) -> np.ndarray:
+def _remove_trend(x: np.ndarray, losses: np.ndarray, at: float) -> np.ndarray:
     """Removes the trend from (n,) losses, as if all were measured at `at`."""
     if len(x) < LEAST_STEPS:
         return losses
@@ -159,11 +159,11 @@ def _level(x: np.ndarray, losses: np.ndarray, at: float) -> np.ndarray:
     return np.asarray(losses - slope * (x - at))
 
 
-def _both(a: str, b: str) -> str:
+def _join_reasons(a: str, b: str) -> str:
     return ". ".join(f"{name}: {lacks}" for name, lacks in (("a", a), ("b", b)) if lacks)
 
 
-def _few(values: np.ndarray) -> np.ndarray:
+def _thin_values(values: np.ndarray) -> np.ndarray:
     """Returns at most `MOST` of the values, evenly spread, to bound the memory of the draws."""
     if len(values) <= MOST:
         return values

@@ -39,43 +39,43 @@ class Compression(NamedTuple):
         return self.dense / self.sent if self.sent else float("nan")
 
 
-def compression(tl: Timeline, first: int, stop: int) -> Compression:
+def measure_compression(tl: Timeline, first: int, stop: int) -> Compression:
     """Returns the effect of compression in steps [first, stop)."""
-    dense, sent = exchanged(tl, first, stop)
+    dense, sent = exchanged_bytes(tl, first, stop)
     met = dense > 0
     whole, took = (float(values[met].mean()) if met.any() else float("nan") for values in (dense, sent))
-    rows = _samples(tl, first, stop)
+    rows = _list_samples(tl, first, stop)
     found = [rows.value[rows.equal("name", name)] for name in SAMPLES]
     error, cosine, residual = (float(np.median(values)) if len(values) else float("nan") for values in found)
     return Compression((first, stop), whole, took, error, cosine, residual, len(found[0]))
 
 
-def ratios(tl: Timeline, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+def compression_ratios(tl: Timeline, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the steps with an exchange and their dense fp32 bytes over bytes sent."""
-    dense, sent = (values.sum(axis=1) for values in exchanged(tl, first, stop))
+    dense, sent = (values.sum(axis=1) for values in exchanged_bytes(tl, first, stop))
     met = (dense > 0) & (sent > 0)
     return np.arange(first, first + len(met))[met], dense[met] / sent[met]
 
 
-def exchanged(tl: Timeline, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+def exchanged_bytes(tl: Timeline, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
     """(steps, ranks): returns the buckets' bytes in dense fp32, and the bytes that they took."""
     w = Window(tl, first, stop)
-    rows, number = buckets(w.lane("comm"))
-    inside = ~w.outside(rows)
+    rows, number = list_buckets(w.lane("comm"))
+    inside = ~w.is_outside(rows)
     rows, number = rows[inside], number[inside]
-    p, scale = len(w.ranks), _scale(tl)
-    sizes = _sizes(tl, w) if len(rows) else np.zeros((0, 0))
+    p, scale = len(w.ranks), _dtype_scale(tl)
+    sizes = _bucket_sizes(tl, w) if len(rows) else np.zeros((0, 0))
     if not sizes.size or not scale or p < 2:
         return np.zeros(w.shape), np.zeros(w.shape)
     key = (rows.step.astype(np.int64) << 40) | (rows.rank.astype(np.int64) << 24) | number
     _, once = np.unique(key, return_index=True)  # once per bucket, which may take several collectives
     known = np.where(number < sizes.shape[1], number, -1)
     nbytes = np.where(known >= 0, sizes[rows.step - w.first, known], 0)
-    whole = w.total(rows[once], nbytes[once]) * scale * 2 * (p - 1) / p
-    return whole, w.total(rows, rows.nbytes)
+    whole = w.sum_rows(rows[once], nbytes[once]) * scale * 2 * (p - 1) / p
+    return whole, w.sum_rows(rows, rows.nbytes)
 
 
-def buckets(rows: Rows) -> tuple[Rows, np.ndarray]:
+def list_buckets(rows: Rows) -> tuple[Rows, np.ndarray]:
     """Returns the rows of buckets and the bucket number of each."""
     names = rows.coded("name")
     found = [_BUCKET.search(str(text)) for text in names.words.texts]
@@ -84,7 +84,7 @@ def buckets(rows: Rows) -> tuple[Rows, np.ndarray]:
     return rows[number >= 0], number[number >= 0]
 
 
-def _sizes(tl: Timeline, w: Window) -> np.ndarray:
+def _bucket_sizes(tl: Timeline, w: Window) -> np.ndarray:
     """(steps, buckets) bytes in each bucket's own dtype. New buckets hold from the next step."""
     marks = tl.marks.rows()
     marks = marks[marks.equal("name", "buckets")]
@@ -99,13 +99,13 @@ def _sizes(tl: Timeline, w: Window) -> np.ndarray:
     return table[np.clip(np.searchsorted(marks.t, begun, side="right") - 1, 0, None)]
 
 
-def _scale(tl: Timeline) -> float:
+def _dtype_scale(tl: Timeline) -> float:
     """fp32 bytes of the model over its bytes in its own dtypes; 0 if the record lacks them."""
     marks = tl.marks.rows()
     said = [json.loads(d) for d in marks.detail[marks.equal("name", "start")][:1]]
     return 4.0 * said[0].get("parameters", 0) / said[0]["nbytes"] if said and said[0].get("nbytes") else 0.0
 
 
-def _samples(tl: Timeline, first: int, stop: int) -> Rows:
+def _list_samples(tl: Timeline, first: int, stop: int) -> Rows:
     rows = tl.samples.rows()
     return rows[(rows.step >= first) & (rows.step < stop)]

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from workbench.analysis.compare import sides
-from workbench.analysis.compare.clear import Estimate, Ratio, compared, estimated
+from workbench.analysis.compare.clear import Estimate, Ratio, compare_values, estimate_median
 from workbench.analysis.compare.sides import WINDOW, Side
-from workbench.analysis.compare.trend import Trend, trend
+from workbench.analysis.compare.trend import Trend, find_trend
 from workbench.analysis.steps.window import change_steps, last_steps
 from workbench.record.marks import once
 from workbench.record.timeline import Timeline
@@ -42,7 +42,7 @@ class Effect(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """"more", "less", "same" (no clear change), or "" if unknown (see `change.lacks`)."""
+        """Whether it is "more", "less" or the "same" (no clear change); "" if unknown (see `change.lacks`)."""
         if self.change.lacks:
             return ""
         if not self.change.clear:
@@ -71,42 +71,42 @@ def before_after(tl: Timeline, change_step: int, window: int = WINDOW) -> Card:
     floor = int(max([s for s in every if s < change_step], default=0))
     ceiling = int(min([s for s in every if s > change_step], default=last_steps(tl)[1]))
     ceiling = max(min(ceiling, last_steps(tl)[1]), change_step)
-    was, now = sides.before(tl, change_step, floor, window), sides.after(tl, change_step, ceiling, window)
+    was, now = sides.side_before(tl, change_step, floor, window), sides.side_after(tl, change_step, ceiling, window)
     rows = (
-        _effect("step", "ms", was, now, was.seconds * 1e3, now.seconds * 1e3),
-        _effect("exposed communication", "ms", was, now, was.exposed * 1e3, now.exposed * 1e3),
-        _effect("sent per step and rank", "bytes", was, now, was.nbytes, now.nbytes),
-        _slopes(trend(tl, was), trend(tl, now)),
+        _make_effect("step", "ms", was, now, was.seconds * 1e3, now.seconds * 1e3),
+        _make_effect("exposed communication", "ms", was, now, was.exposed * 1e3, now.exposed * 1e3),
+        _make_effect("sent per step and rank", "bytes", was, now, was.nbytes, now.nbytes),
+        _compare_slopes(find_trend(tl, was), find_trend(tl, now)),
     )
-    made = _made(tl, change_step)
+    made = _list_changes(tl, change_step)
     nbytes, seconds = (sum(d.get(name, 0) for d in made) for name in ("nbytes", "seconds"))
-    return Card(change_step, _said(made), was.steps, now.steps, rows, nbytes, seconds)
+    return Card(change_step, _describe_changes(made), was.steps, now.steps, rows, nbytes, seconds)
 
 
-def lacking(was: Side, now: Side) -> str:
+def why_lacking(was: Side, now: Side) -> str:
     """Returns why no verdict is possible on the 2 sides of a change, or ""."""
-    return _both(was.lacks, now.lacks)
+    return _join_reasons(was.lacks, now.lacks)
 
 
-def _both(before: str, after: str) -> str:
+def _join_reasons(before: str, after: str) -> str:
     return ". ".join(f"{name}: {lacks}" for name, lacks in (("Before", before), ("After", after)) if lacks)
 
 
-def _effect(name: str, unit: str, was: Side, now: Side, before: np.ndarray, after: np.ndarray) -> Effect:
+def _make_effect(name: str, unit: str, was: Side, now: Side, before: np.ndarray, after: np.ndarray) -> Effect:
     least = SHORT if unit == "ms" else 0.0
-    change = compared(before, after, lacking(was, now), least)
-    return Effect(name, unit, estimated(before), estimated(after), change)
+    change = compare_values(before, after, why_lacking(was, now), least)
+    return Effect(name, unit, estimate_median(before), estimate_median(after), change)
 
 
-def _slopes(was: Trend, now: Trend) -> Effect:
+def _compare_slopes(was: Trend, now: Trend) -> Effect:
     """Two slopes differ if their 99 % intervals do not overlap."""
     a, b = was.slope, now.slope
     differ = a.high < b.low or b.high < a.low
-    change = Ratio(float("nan"), float("nan"), float("nan"), differ, _both(was.lacks, now.lacks))
+    change = Ratio(float("nan"), float("nan"), float("nan"), differ, _join_reasons(was.lacks, now.lacks))
     return Effect("loss slope", "per 100 steps", a, b, change, "99 % interval of the Theil-Sen slope", (was, now))
 
 
-def _made(tl: Timeline, step: int) -> list[dict[str, Any]]:
+def _list_changes(tl: Timeline, step: int) -> list[dict[str, Any]]:
     """Returns the recorded details of the changes made before step `step`."""
     rows = tl.marks.rows()
     rows = rows[rows.equal("name", "change") & (rows.step == step)] if len(rows) else rows
@@ -114,6 +114,6 @@ def _made(tl: Timeline, step: int) -> list[dict[str, Any]]:
     return [d for d, counts in zip(said, once(said), strict=True) if counts]
 
 
-def _said(details: list[dict[str, Any]]) -> str:
+def _describe_changes(details: list[dict[str, Any]]) -> str:
     texts = [(d.get("text") or f"{d['path']} = {d['value']}", d.get("by"), d.get("reason")) for d in details]
     return ", ".join(f"{text} (by {by}: {why})" if by else text for text, by, why in texts)

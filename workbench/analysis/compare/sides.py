@@ -11,7 +11,7 @@ import json
 
 import numpy as np
 
-from workbench.analysis.compare.clear import lacking
+from workbench.analysis.compare.clear import why_few
 from workbench.analysis.steps.collectives import lined_up
 from workbench.analysis.steps.window import Window, change_steps, last_steps
 from workbench.record.timeline import Timeline
@@ -35,21 +35,21 @@ class Side:
         c = lined_up(w)
         meetings = np.unique(c.step[c.full])
         self.periodic = 0 < len(meetings) < w.complete.sum() - 1
-        self._rounds = _rounds(w, meetings, begins) if self.periodic else np.where(w.complete, w.steps, -1)
-        self.settled = ~unsettled(tl, w)
-        self._kept = self._fit()
+        self._rounds = _number_rounds(w, meetings, begins) if self.periodic else np.where(w.complete, w.steps, -1)
+        self.settled = ~unsettled_steps(tl, w)
+        self._kept = self._list_comparable()
         self.n = int(np.isin(self._rounds, self._kept).sum())
         seen = len(np.unique(self._rounds[self._rounds >= 0]))
-        self.lacks = lacking(len(self._kept), self.n, rounds=self.periodic, seen=seen)
+        self.lacks = why_few(len(self._kept), self.n, rounds=self.periodic, seen=seen)
         rows = w.lane("comm")
-        self.nbytes = self.each(w.total(rows, np.where(w.outside(rows), 0, rows.nbytes)))
-        self.seconds, self.exposed = self.each(w.step_seconds), self.each(w.seconds("wait"))
+        self.nbytes = self.average_each(w.sum_rows(rows, np.where(w.is_outside(rows), 0, rows.nbytes)))
+        self.seconds, self.exposed = self.average_each(w.step_seconds), self.average_each(w.seconds("wait"))
 
-    def each(self, values: np.ndarray) -> np.ndarray:
+    def average_each(self, values: np.ndarray) -> np.ndarray:
         """(n,) means of a (steps, ranks) matrix, one for each step or round in use."""
         return np.array([values[self._rounds == k].mean() for k in self._kept])
 
-    def _fit(self) -> np.ndarray:
+    def _list_comparable(self) -> np.ndarray:
         """The numbers of the comparable steps or rounds."""
         every = np.unique(self._rounds[self._rounds >= 0])
         settled = np.setdiff1d(every, self._rounds[~self.settled])
@@ -59,7 +59,7 @@ class Side:
         return clean if RARE * len(clean) >= len(settled) else settled
 
 
-def before(tl: Timeline, stop: int, floor: int, window: int = WINDOW) -> Side:
+def side_before(tl: Timeline, stop: int, floor: int, window: int = WINDOW) -> Side:
     """Returns the last steps before `stop`, from `floor` on; more of them if rounds are long."""
     for wide in WIDER:
         first = max(stop - wide * window, floor)
@@ -69,7 +69,7 @@ def before(tl: Timeline, stop: int, floor: int, window: int = WINDOW) -> Side:
     return side
 
 
-def after(tl: Timeline, first: int, ceiling: int, window: int = WINDOW) -> Side:
+def side_after(tl: Timeline, first: int, ceiling: int, window: int = WINDOW) -> Side:
     """Returns the first steps from `first` to `ceiling`; more of them if rounds are long."""
     for wide in WIDER:
         stop = min(first + 1 + wide * window, ceiling)
@@ -79,15 +79,15 @@ def after(tl: Timeline, first: int, ceiling: int, window: int = WINDOW) -> Side:
     return side
 
 
-def unsettled(tl: Timeline, w: Window) -> np.ndarray:
+def unsettled_steps(tl: Timeline, w: Window) -> np.ndarray:
     """A mask over steps at the beginning, or just after a change, new buckets or a pause."""
     marks, begun = tl.marks.rows(), last_steps(tl)[0]
     new = marks.step[marks.equal("name", "buckets")] if len(marks) else np.empty(0, np.int64)
     fresh = np.concatenate([[begun], change_steps(tl), new])[:, None] + np.arange(SETTLE)
-    return np.isin(w.steps, np.concatenate([fresh.ravel(), _still(tl)]))
+    return np.isin(w.steps, np.concatenate([fresh.ravel(), _stalled_steps(tl)]))
 
 
-def _still(tl: Timeline) -> np.ndarray:
+def _stalled_steps(tl: Timeline) -> np.ndarray:
     """The steps before which the run was paused, or a fault stalled a rank."""
     rows = tl.marks.rows()
     if not len(rows):
@@ -97,7 +97,7 @@ def _still(tl: Timeline) -> np.ndarray:
     return np.concatenate([np.array(paused, np.int64), rows.step[rows.equal("name", "fault")]])
 
 
-def _rounds(w: Window, meetings: np.ndarray, begins: int) -> np.ndarray:
+def _number_rounds(w: Window, meetings: np.ndarray, begins: int) -> np.ndarray:
     """(steps,) the round of each step; -1 if it is unfinished or began before the window."""
     at = np.searchsorted(meetings, w.steps)
     whole = (at < len(meetings)) & ((at > 0) | (begins == w.first))

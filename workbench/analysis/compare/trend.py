@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workbench.analysis.compare.clear import Estimate, lacking, likeness
+from workbench.analysis.compare.clear import Estimate, rank_correlation, why_few
 from workbench.analysis.compare.sides import Side
 from workbench.record.timeline import Timeline
 
@@ -40,10 +40,10 @@ class Trend(NamedTuple):
 
     def __str__(self) -> str:
         odd = f"not finite in {self.odd} step{'s' * (self.odd != 1)}" if self.odd and self.lacks != NEVER else ""
-        return "; ".join(part for part in (odd, self.lacks or _said(self.slope, self.sign)) if part)
+        return "; ".join(part for part in (odd, self.lacks or _describe_slope(self.slope, self.sign)) if part)
 
 
-def trend(tl: Timeline, side: Side) -> Trend:
+def find_trend(tl: Timeline, side: Side) -> Trend:
     """The trend of the training loss, mean over ranks, in the settled steps of a side."""
     w = side.window
     rows = tl.samples.rows()
@@ -63,22 +63,22 @@ def trend(tl: Timeline, side: Side) -> Trend:
     if not finite.any():
         return Trend(NOTHING, NEVER, odd)
     n = int(fit.sum())
-    lacks = lacking(n, n, rounds=False, seen=len(np.unique(rows.step)))
-    return Trend(NOTHING if lacks else sloped(steps[fit].astype(float), losses[fit]), lacks, odd)
+    lacks = why_few(n, n, rounds=False, seen=len(np.unique(rows.step)))
+    return Trend(NOTHING if lacks else estimate_slope(steps[fit].astype(float), losses[fit]), lacks, odd)
 
 
-def sloped(steps: np.ndarray, losses: np.ndarray) -> Estimate:
+def estimate_slope(steps: np.ndarray, losses: np.ndarray) -> Estimate:
     """The Theil-Sen slope of (n,) losses per `PER` steps, with 99 % interval; NaN if n < 5."""
     n = len(steps)
     if n < 5:
         return NOTHING._replace(n=n)
     if n > MOST:
         even = np.linspace(0, n - 1, MOST).astype(int)
-        return sloped(steps[even], losses[even])._replace(n=n)
+        return estimate_slope(steps[even], losses[even])._replace(n=n)
     i, j = np.triu_indices(n, 1)
     slopes = np.sort(PER * (losses[j] - losses[i]) / (steps[j] - steps[i]))
     middle = float(np.median(slopes))
-    r = likeness(losses - middle / PER * steps)
+    r = rank_correlation(losses - middle / PER * steps)
     alone = max(3.0, n * (1 - r) / (1 + r))  # corrects for the uncertain r of few values
     reach = 2.576 * (1 + 1.5 / alone) * np.sqrt(n * (n - 1) * (2 * n + 5) / 18 * (1 + r) / (1 - r))
     low, high = (len(slopes) - reach) / 2, (len(slopes) + reach) / 2
@@ -86,12 +86,12 @@ def sloped(steps: np.ndarray, losses: np.ndarray) -> Estimate:
     return Estimate(middle, float(slopes[at[0]]), float(slopes[at[1]]), n)
 
 
-def _said(e: Estimate, sign: int) -> str:
+def _describe_slope(e: Estimate, sign: int) -> str:
     """The slope in words.
 
-    >>> _said(Estimate(-0.264, -0.439, -0.069, 50), -1)
+    >>> _describe_slope(Estimate(-0.264, -0.439, -0.069, 50), -1)
     'falls by 0.264 per 100 steps [0.069, 0.439]'
-    >>> _said(Estimate(0.01, -0.02, 0.04, 50), 0)
+    >>> _describe_slope(Estimate(0.01, -0.02, 0.04, 50), 0)
     'no clear trend: +0.01 per 100 steps [-0.02, +0.04]'
     """
     if not sign:

@@ -38,8 +38,8 @@ def to_chrome(run: Run, folder: Path | str) -> Path:
             path = folder / f"rank-{rank}.json.gz"
             draft = path.with_name(f".{path.name}.{os.getpid()}")
             with gzip.open(draft, "wt", compresslevel=5) as out:
-                out.write(json.dumps(_head(run, rank, len(w.ranks)))[:-1] + ', "traceEvents": [\n')
-                for i, event in enumerate(_events(w, rank)):
+                out.write(json.dumps(_make_header(run, rank, len(w.ranks)))[:-1] + ', "traceEvents": [\n')
+                for i, event in enumerate(_list_events(w, rank)):
                     out.write((",\n" if i else "") + json.dumps(event, separators=(",", ":")))
                 out.write("\n]}\n")
             os.replace(draft, path)
@@ -48,7 +48,7 @@ def to_chrome(run: Run, folder: Path | str) -> Path:
     return folder
 
 
-def _head(run: Run, rank: int, ranks: int) -> dict[str, Any]:
+def _make_header(run: Run, rank: int, ranks: int) -> dict[str, Any]:
     """The fields that HTA reads before the events."""
     return {
         "schemaVersion": 1, "deviceProperties": [{"id": rank, "name": "a rank of training-workbench"}],
@@ -57,23 +57,23 @@ def _head(run: Run, rank: int, ranks: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _events(w: Window, rank: int) -> Iterator[dict[str, Any]]:
+def _list_events(w: Window, rank: int) -> Iterator[dict[str, Any]]:
     rows = w.rows[w.rows.rank == rank]
-    outside = w.outside(rows)
+    outside = w.is_outside(rows)
     begun = float(rows.asked.min()) if len(rows) else 0.0
     yield {"ph": "M", "name": "process_name", "pid": HOST + rank, "tid": 0, "ts": 0, "args": {"name": f"rank {rank}"}}
     yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "ts": 0, "args": {"name": f"rank {rank}, device"}}
     columns = (rows.step, rows.lane, rows.name, rows.asked, rows.t0, rows.t1, rows.nbytes, outside)
     plain = zip(*(c.tolist() for c in columns), strict=True)
     for number, (step, lane, name, asked, t0, t1, nbytes, out) in enumerate(plain, start=1):
-        ts, dur = _us(t0), _us(t1 - t0)
+        ts, dur = _to_microseconds(t0), _to_microseconds(t1 - t0)
         if lane == "step":
             yield {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", "pid": HOST + rank, "tid": 1,
                    "ts": ts, "dur": dur, "args": {"strategy": name}}  # fmt: skip
         elif lane in STREAMS and not (out and lane == "comm"):
             call = {"External id": number, "correlation": number}
             yield {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": HOST + rank, "tid": 2,
-                   "ts": _us(max(begun, min(asked, t0))), "dur": 1, "args": call}  # fmt: skip
+                   "ts": _to_microseconds(max(begun, min(asked, t0))), "dur": 1, "args": call}  # fmt: skip
             said = {**call, "device": rank, "stream": STREAMS[lane], "step": step}
             if lane == "comm":
                 kind = next((v for k, v in _COLLECTIVES.items() if name.startswith(k)), "SendRecv")
@@ -86,5 +86,5 @@ def _events(w: Window, rank: int) -> Iterator[dict[str, Any]]:
                    "ts": ts, "dur": dur, "args": {"step": step, "nbytes": nbytes}}  # fmt: skip
 
 
-def _us(seconds: float) -> float:
+def _to_microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)

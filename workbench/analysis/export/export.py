@@ -44,48 +44,70 @@ def to_perfetto(run: Run, path: Path | str) -> Path:
     }
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with gzip.open(draft, "wt") if path.suffix == ".gz" else draft.open("w") as out:
-        out.write('{"displayTimeUnit":"ms","metadata":' + _json(about) + ',"traceEvents":[\n')
-        for i, event in enumerate(_events(run)):
-            out.write((",\n" if i else "") + _json(event))
+        out.write('{"displayTimeUnit":"ms","metadata":' + _to_json(about) + ',"traceEvents":[\n')
+        for i, event in enumerate(_list_events(run)):
+            out.write((",\n" if i else "") + _to_json(event))
         out.write("\n]}\n")
     os.replace(draft, path)
     return path
 
 
-def _json(value: Any) -> str:
+def _to_json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), default=str)
 
 
-def _events(run: Run) -> Iterator[dict[str, Any]]:
+def _list_events(run: Run) -> Iterator[dict[str, Any]]:
     tl = run.timeline
     spans, samples, marks = tl.spans.rows(), tl.samples.rows(), tl.marks.rows()
     lanes = list(dict.fromkeys([*LANES, *spans.coded("lane").words.texts])) if len(spans) else list(LANES)
     thread = {lane: i + 1 for i, lane in enumerate(lanes)}
     for rank in sorted({*spans.rank.tolist(), *samples.rank.tolist(), *marks.rank.tolist()}):
-        yield _meta("process_name", rank, 0, {"name": f"rank {rank}"})
-        yield _meta("process_sort_index", rank, 0, {"sort_index": rank})
+        yield _make_meta("process_name", rank, 0, {"name": f"rank {rank}"})
+        yield _make_meta("process_sort_index", rank, 0, {"sort_index": rank})
         for lane in sorted(set(spans.lane[spans.rank == rank]), key=thread.__getitem__):
-            yield _meta("thread_name", rank, thread[lane], {"name": lane})
-            yield _meta("thread_sort_index", rank, thread[lane], {"sort_index": thread[lane]})
+            yield _make_meta("thread_name", rank, thread[lane], {"name": lane})
+            yield _make_meta("thread_sort_index", rank, thread[lane], {"sort_index": thread[lane]})
     columns = (spans.rank, spans.step, spans.lane, spans.name, spans.asked, spans.t0, spans.t1, spans.nbytes)
     for rank, step, lane, name, asked, t0, t1, nbytes in zip(*(c.tolist() for c in columns), strict=True):
-        args = {"step": step, "queued_us": _us(t0 - asked)} | ({"nbytes": nbytes} if nbytes else {})
-        yield {"ph": "X", "pid": rank, "tid": thread[lane], "name": name, "cat": lane, "ts": _us(t0),
-               "dur": _us(t1 - t0), "args": args}
+        args = {"step": step, "queued_us": _to_microseconds(t0 - asked)} | ({"nbytes": nbytes} if nbytes else {})
+        yield {
+            "ph": "X",
+            "pid": rank,
+            "tid": thread[lane],
+            "name": name,
+            "cat": lane,
+            "ts": _to_microseconds(t0),
+            "dur": _to_microseconds(t1 - t0),
+            "args": args,
+        }
     for rank, step, name, t, value in zip(*(c.tolist() for c in samples.columns.values()), strict=True):
         if value == value and abs(value) != float("inf"):
-            yield {"ph": "C", "pid": rank, "tid": 0, "name": name, "ts": _us(t), "args": {"value": value, "step": step}}
+            yield {
+                "ph": "C",
+                "pid": rank,
+                "tid": 0,
+                "name": name,
+                "ts": _to_microseconds(t),
+                "args": {"value": value, "step": step},
+            }
     for rank, step, name, t, detail in zip(*(c.tolist() for c in marks.columns.values()), strict=True):
         scope = "g" if name in ("change", "state") else "p"
-        yield {"ph": "i", "pid": rank, "tid": 0, "name": name, "ts": _us(t), "s": scope,
-               "args": {"step": step, "detail": json.loads(detail)}}
+        yield {
+            "ph": "i",
+            "pid": rank,
+            "tid": 0,
+            "name": name,
+            "ts": _to_microseconds(t),
+            "s": scope,
+            "args": {"step": step, "detail": json.loads(detail)},
+        }
 
 
-def _meta(name: str, rank: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:
+def _make_meta(name: str, rank: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "pid": rank, "tid": thread, "name": name, "args": args}
 
 
-def _us(seconds: float) -> float:
+def _to_microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
@@ -101,7 +123,7 @@ def as_python(run: Run) -> str:
 
     if reason := wrong({"experiment": run.settings, "epoch": 0}):
         raise RunError(f"run {short(run.name)} cannot be written as Python: {reason}")
-    ships = {name: _package(at) for name, at in public_names().items() if at.split(".")[1] in _FIELDS.values()}
+    ships = {name: _find_package(at) for name, at in public_names().items() if at.split(".")[1] in _FIELDS.values()}
     names: dict[str, set[str]] = {}
     settings = run.settings_today
     comment = {}
@@ -112,7 +134,7 @@ def as_python(run: Run) -> str:
     theirs = False  # whether some classes do not ship
     for field, value in settings.items():
         home, used, own = field in _FIELDS, set[str](), set[str]()
-        texts[field] = _call(value, ships, used, own) if home else _literal(value)
+        texts[field] = _format_call(value, ships, used, own) if home else _format_literal(value)
         if field == "task" and "'<" in texts[field]:
             texts[field], comment[field] = "...", "  # your own Task(...): its functions are not in the record"
             continue
@@ -123,7 +145,7 @@ def as_python(run: Run) -> str:
     opens, closes = ("experiment = Experiment.read({", "})") if theirs else ("experiment = Experiment(", ")")
     said = [(f'"{k}": {text}' if theirs else f"{k}={text}", comment.get(k, "")) for k, text in texts.items()]
     lines = [f"    {text},{about}" for text, about in said]
-    changes = [f"    Change({c.at_step}, {_set(c)}{_decided(c)})," for c in run.changes]
+    changes = [f"    Change({c.at_step}, {_format_change(c)}{_format_decider(c)})," for c in run.changes]
     imports = [f"from workbench.{home} import {', '.join(sorted(used))}" for home, used in names.items() if used]
     head = ["from workbench import Change, Experiment, Lab", *sorted(imports)]
     body = [opens, *lines, closes, "changes = [", *changes, "]"]
@@ -134,49 +156,49 @@ def as_python(run: Run) -> str:
     return "\n".join([*head, "", *body, *tail, ""])
 
 
-def _set(change: Change) -> str:
+def _format_change(change: Change) -> str:
     """The settings of a change, as arguments of `Change`."""
     settings = change.settings
-    return _literal(settings) if len(settings) > 1 else f"{change.path!r}, {_literal(change.value)}"
+    return _format_literal(settings) if len(settings) > 1 else f"{change.path!r}, {_format_literal(change.value)}"
 
 
-def _decided(change: Change) -> str:
+def _format_decider(change: Change) -> str:
     """The argument `by`, if a policy decided. Then the policy makes no decisions of its own."""
     return f", by={change.by!r}" if change.by else ""
 
 
-def _package(module: str) -> str:
+def _find_package(module: str) -> str:
     """Returns the package to import a member from: `strategies` for "workbench.strategies.ddp"."""
     _, first, *rest = module.split(".")
     return ".".join([first, *rest[:-1]])
 
 
-def _call(value: Any, ships: Collection[str], used: set[str], own: set[str]) -> str:
+def _format_call(value: Any, ships: Collection[str], used: set[str], own: set[str]) -> str:
     """Returns the Python for a settings value: a call if all its classes ship (added to `used`).
 
     A value with other classes (added to `own`) stays plain data, so that no unknown class is called.
     """
     if isinstance(value, list):
-        inner = [_call(v, ships, used, own) for v in value]
+        inner = [_format_call(v, ships, used, own) for v in value]
         return f"({', '.join(inner)}{',' * (len(inner) == 1)})"
     if isinstance(value, dict) and len(value) == 1:
         ((name, rest),) = value.items()
         if isinstance(rest, dict) and name_of_class(name) and name[0].isupper() and all(map(name_of_code, rest)):
             used_here, own_here = set[str](), set[str]() if name in ships else {name}
-            inner = [f"{k}={_call(v, ships, used_here, own_here)}" for k, v in rest.items()]
+            inner = [f"{k}={_format_call(v, ships, used_here, own_here)}" for k, v in rest.items()]
             own |= own_here
             if not own_here:
                 used |= {name, *used_here}
                 return f"{name}({', '.join(inner)})"
-    return _literal(value)
+    return _format_literal(value)
 
 
-def _literal(value: Any) -> str:
+def _format_literal(value: Any) -> str:
     """Returns Python that evaluates to plain JSON; any other value as its quoted text."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_literal(k)}: {_literal(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{_format_literal(k)}: {_format_literal(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_literal, value)) + "]"
+        return "[" + ", ".join(map(_format_literal, value)) + "]"
     if isinstance(value, float) and not math.isfinite(value):
         return f"float({str(value)!r})"
     return repr(value if value is None or type(value) in (bool, int, float, str) else str(value))

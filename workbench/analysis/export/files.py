@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SUFFIX = {"perfetto": ".json.gz"}  # of single files; other formats are folders
 
 
-def export(run: Run, to: str, out: Path | str | None = None) -> Path:
+def export_run(run: Run, to: str, out: Path | str | None = None) -> Path:
     """Writes `run` in format `to`, by default to `NAME-FORM`. Raises RunError on failure."""
     if to not in FORMS:
         raise RunError(f"to={short(to)}: must be one of {', '.join(FORMS)}")
@@ -42,15 +42,15 @@ def export(run: Run, to: str, out: Path | str | None = None) -> Path:
 
 def to_parquet(run: Run, folder: Path) -> Path:
     """Writes the 3 tables of the record as Parquet."""
-    return _tables(run, folder, "parquet", lambda table, path: parquet.write_table(table, path))
+    return _write_tables(run, folder, "parquet", lambda table, path: parquet.write_table(table, path))
 
 
 def to_csv(run: Run, folder: Path) -> Path:
     """Writes the 3 tables of the record as CSV."""
-    return _tables(run, folder, "csv", lambda table, path: csv.write_csv(table, path))
+    return _write_tables(run, folder, "csv", lambda table, path: csv.write_csv(table, path))
 
 
-def _tables(run: Run, folder: Path, suffix: str, write: Callable[[pa.Table, Path], None]) -> Path:
+def _write_tables(run: Run, folder: Path, suffix: str, write: Callable[[pa.Table, Path], None]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for kind in KINDS:
         rows = run.timeline.table(kind).rows()

@@ -37,7 +37,7 @@ _OPS = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "
         "reduce": "reduce", "barrier": "barrier"}  # fmt: skip
 
 
-class Piece(NamedTuple):
+class TracePiece(NamedTuple):
     """Work of a rank: its lane, name and step."""
 
     step: int
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
     nbytes: int = 0
 
 
-def taken(traces: dict[int, Trace]) -> tuple[Timeline, list[str]]:
+def convert_traces(traces: dict[int, Trace]) -> tuple[Timeline, list[str]]:
     """Merges all ranks' traces into one timeline that begins at 0. Also returns notes."""
     timeline, notes = Timeline(), []
     begins = {rank: trace.events[0].t0 for rank, trace in traces.items()}
@@ -61,7 +61,7 @@ def taken(traces: dict[int, Trace]) -> tuple[Timeline, list[str]]:
         notes.append(f"{odd} events had no finite time or no name and were left out")
     rows: list[Span] = []
     for rank, trace in traces.items():
-        for p in pieces(trace.events):
+        for p in convert_events(trace.events):
             asked, t0, t1 = (t - zero[rank] for t in (min(p.asked, p.t0), p.t0, p.t1))
             rows.append(Span(rank, p.step, p.lane, p.name, asked, t0, t1, p.nbytes))
     rows.sort(key=lambda span: span.t1)
@@ -70,41 +70,44 @@ def taken(traces: dict[int, Trace]) -> tuple[Timeline, list[str]]:
     return timeline, notes
 
 
-def pieces(events: Sequence[Event]) -> list[Piece]:
+def convert_events(events: Sequence[Event]) -> list[TracePiece]:
     """Converts one rank's events, ordered by begin."""
     host = [e for e in events if e.cat not in (KERNELS, *COPIES)]
     kernels = [e for e in events if e.cat == KERNELS]
     copies = [e for e in events if e.cat in COPIES]
-    steps = _steps(host, events)
+    steps = _find_steps(host, events)
     launched = {e.args["correlation"]: e.t0 for e in host
                 if e.cat in ("cuda_runtime", "cuda_driver") and isinstance(e.args.get("correlation"), int)}  # fmt: skip
-    device, mine = bool(kernels), [*(kernels or (e for e in host if _computes(e) or _CPU_COMM.match(e.name))), *copies]
+    device, mine = (
+        bool(kernels),
+        [*(kernels or (e for e in host if _is_compute(e) or _CPU_COMM.match(e.name))), *copies],
+    )
     calls = [e.args.get("correlation") for e in mine]
     asked = np.array([launched.get(c, e.t0) if isinstance(c, int) else e.t0 for c, e in zip(calls, mine, strict=True)])
     at = np.searchsorted(steps[:, 0], asked, side="right") - 1
     fit = (at >= 0) & (device | (asked < steps[at.clip(0), 1]))
-    found: list[list[Piece]] = [[] for _ in steps]
-    for e, by, step, phase, good in zip(mine, asked.tolist(), at.tolist(), _phases(host, asked), fit, strict=True):
+    found: list[list[TracePiece]] = [[] for _ in steps]
+    for e, by, step, phase, good in zip(mine, asked.tolist(), at.tolist(), _find_phases(host, asked), fit, strict=True):
         if not good:
             continue
         if e.cat in COPIES:
-            found[step].append(Piece(step, "offload", e.name, e.t0, e.t0, e.t1, _nbytes(e)))
-        elif op := _collective(e, device):
-            found[step].append(Piece(step, "comm", op, by, e.t0, e.t1, _nbytes(e)))
+            found[step].append(TracePiece(step, "offload", e.name, e.t0, e.t0, e.t1, _read_nbytes(e)))
+        elif op := _name_collective(e, device):
+            found[step].append(TracePiece(step, "comm", op, by, e.t0, e.t1, _read_nbytes(e)))
         else:
-            found[step].append(Piece(step, "compute", phase, e.t0, e.t0, e.t1))
-    ends = _ends(steps, found) if device else steps.tolist()
+            found[step].append(TracePiece(step, "compute", phase, e.t0, e.t0, e.t1))
+    ends = _find_ends(steps, found) if device else steps.tolist()
     return [piece for step, (t0, t1) in enumerate(ends) for piece in _of_step(step, t0, t1, found[step], GAP[device])]
 
 
-def _steps(host: Sequence[Event], events: Sequence[Event]) -> np.ndarray:
+def _find_steps(host: Sequence[Event], events: Sequence[Event]) -> np.ndarray:
     """(n, 2) begin and end of each profiler step on the host; without any, the whole trace."""
     said = {e.name: (e.t0, e.t1) for e in host if _STEP.fullmatch(e.name) and e.cat == "user_annotation"}
     whole = [(events[0].t0, max([e.t1 for e in events]))]
     return np.array(sorted(said.values()) or whole)
 
 
-def _ends(steps: np.ndarray, found: list[list[Piece]]) -> list[tuple[float, float]]:
+def _find_ends(steps: np.ndarray, found: list[list[TracePiece]]) -> list[tuple[float, float]]:
     """Begin and end of steps on a device: from one step's last kernel to the next step's."""
     out: list[tuple[float, float]] = []
     for (begun, ended), mine in zip(steps.tolist(), found, strict=True):
@@ -113,69 +116,69 @@ def _ends(steps: np.ndarray, found: list[list[Piece]]) -> list[tuple[float, floa
     return out
 
 
-def _of_step(step: int, t0: float, t1: float, mine: list[Piece], gap: float) -> list[Piece]:
+def _of_step(step: int, t0: float, t1: float, mine: list[TracePiece], gap: float) -> list[TracePiece]:
     """The pieces of a step: neighbours merged, exposed communication and the step itself."""
-    out: list[Piece] = []
-    computed = _cover((p for p in mine if p.lane == "compute"), gap)
+    out: list[TracePiece] = []
+    computed = _cover_pieces((p for p in mine if p.lane == "compute"), gap)
     free = computed
     for name in ("update", "backward", "forward"):  # overlapping operators count once, in this order
-        cover = _cover((p for p in mine if p.lane == "compute" and p.name == name), gap)
-        out += [Piece(step, "compute", name, a, a, b) for a, b in _within(cover, free)]
-        free = Cover(*_array(_without(free, cover)))
+        cover = _cover_pieces((p for p in mine if p.lane == "compute" and p.name == name), gap)
+        out += [TracePiece(step, "compute", name, a, a, b) for a, b in _intersect_covers(cover, free)]
+        free = Cover(*_to_arrays(_subtract_cover(free, cover)))
     comm = sorted((p for p in mine if p.lane == "comm"), key=lambda p: p.t0)
     out += [p._replace(name=f"{p.name} {number}") for number, p in enumerate(comm)]
-    talked = _cover(comm, 0.0)
-    out += [Piece(step, "wait", "communication", max(a, t0), max(a, t0), min(b, t1))
-            for a, b in _without(talked, computed) if min(b, t1) > max(a, t0)]  # fmt: skip
+    talked = _cover_pieces(comm, 0.0)
+    out += [TracePiece(step, "wait", "communication", max(a, t0), max(a, t0), min(b, t1))
+            for a, b in _subtract_cover(talked, computed) if min(b, t1) > max(a, t0)]  # fmt: skip
     out += [p for p in mine if p.lane == "offload"]
-    return [*out, Piece(step, "step", "step", t0, t0, t1)]
+    return [*out, TracePiece(step, "step", "step", t0, t0, t1)]
 
 
-def _cover(found: Iterable[Piece], gap: float) -> Cover:
+def _cover_pieces(found: Iterable[TracePiece], gap: float) -> Cover:
     """The union of some pieces, with gaps up to `gap` closed."""
     every = list(found)
     wide = Cover(np.array([p.t0 for p in every]), np.array([p.t1 for p in every]) + gap)
     return Cover(wide.begin, wide.end - gap)
 
 
-def _without(cover: Cover, other: Cover) -> list[tuple[float, float]]:
+def _subtract_cover(cover: Cover, other: Cover) -> list[tuple[float, float]]:
     """The parts of `cover` outside `other`."""
     cuts = np.unique(np.concatenate([cover.begin, cover.end, other.begin, other.end]))
     middle = (cuts[1:] + cuts[:-1]) / 2
-    keep = _inside(cover, middle) & ~_inside(other, middle)
+    keep = _is_inside(cover, middle) & ~_is_inside(other, middle)
     parts = Cover(cuts[:-1][keep], cuts[1:][keep])
     return list(zip(parts.begin.tolist(), parts.end.tolist(), strict=True))
 
 
-def _within(cover: Cover, other: Cover) -> list[tuple[float, float]]:
+def _intersect_covers(cover: Cover, other: Cover) -> list[tuple[float, float]]:
     """The parts of `cover` inside `other`."""
-    return _without(cover, Cover(*_array(_without(cover, other))))
+    return _subtract_cover(cover, Cover(*_to_arrays(_subtract_cover(cover, other))))
 
 
-def _inside(cover: Cover, t: np.ndarray) -> np.ndarray:
+def _is_inside(cover: Cover, t: np.ndarray) -> np.ndarray:
     at = np.searchsorted(cover.begin, t, side="right") - 1
     return (at >= 0) & (t < cover.end[at.clip(0)]) if len(cover.begin) else np.zeros(len(t), bool)
 
 
-def _array(parts: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
+def _to_arrays(parts: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
     return np.array([a for a, _ in parts], float), np.array([b for _, b in parts], float)
 
 
-def _phases(host: Sequence[Event], t: np.ndarray) -> list[str]:
+def _find_phases(host: Sequence[Event], t: np.ndarray) -> list[str]:
     """The host's phase at these times: backward in autograd, update in an optimizer, or forward."""
     out = np.full(len(t), "forward", "O")
     for name, begins in (("backward", _BACKWARD), ("update", _UPDATE)):
         some = [e for e in host if e.name.startswith(begins)]
-        out[_inside(Cover(np.array([e.t0 for e in some]), np.array([e.t1 for e in some])), t)] = name
+        out[_is_inside(Cover(np.array([e.t0 for e in some]), np.array([e.t1 for e in some])), t)] = name
     return list(out)
 
 
-def _computes(e: Event) -> bool:
+def _is_compute(e: Event) -> bool:
     """On a CPU, whether the event is an operator or an optimizer's step."""
     return (e.cat == "cpu_op" and not e.name.startswith("c10d::")) or e.name.startswith(_UPDATE)
 
 
-def _collective(e: Event, gpu: bool) -> str:
+def _name_collective(e: Event, gpu: bool) -> str:
     """The name of a collective, such as "all_reduce". "" for other events."""
     if gpu:
         if not _GPU_COMM.match(e.name):
@@ -188,7 +191,7 @@ def _collective(e: Event, gpu: bool) -> str:
     return found[2] if found else ""
 
 
-def _nbytes(e: Event) -> int:
+def _read_nbytes(e: Event) -> int:
     """The bytes of the input tensor or the copy; 0 if the trace lacks them."""
     count, item = e.args.get("In msg nelems"), _ITEM.get(str(e.args.get("dtype")).lower(), 0)
     said = e.args.get("bytes") if count is None else count

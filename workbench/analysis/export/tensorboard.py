@@ -40,10 +40,10 @@ def to_tensorboard(run: Run, folder: Path | str) -> Path:
         try:
             mine = samples[samples.rank == rank]
             for name, step, t, value in zip(mine.name, mine.step, mine.t, mine.value, strict=True):
-                put(_tag(name), int(step), float(t), float(value))
+                put(_make_tag(name), int(step), float(t), float(value))
             own = ended[ended.rank == rank]
             at = dict(zip(own.step.tolist(), own.t1.tolist(), strict=True))
-            for step, seconds in zip(times.steps, _column(times.seconds, times.ranks, rank), strict=True):
+            for step, seconds in zip(times.steps, _rank_column(times.seconds, times.ranks, rank), strict=True):
                 if seconds == seconds:
                     put("step_seconds", int(step), at.get(int(step), 0.0), float(seconds))
         finally:
@@ -51,11 +51,11 @@ def to_tensorboard(run: Run, folder: Path | str) -> Path:
     return folder
 
 
-def _column(seconds: np.ndarray, ranks: np.ndarray, rank: int) -> np.ndarray:
+def _rank_column(seconds: np.ndarray, ranks: np.ndarray, rank: int) -> np.ndarray:
     return np.asarray(seconds[:, ranks == rank].ravel()) if (ranks == rank).any() else np.full(len(seconds), np.nan)
 
 
-def _tag(name: str) -> str:
+def _make_tag(name: str) -> str:
     """Converts a sample's name to a TensorBoard tag that groups names like `memory peak`."""
     first, _, rest = name.partition(" ")
     return f"{first}/{rest.replace(' ', '_')}" if rest else name

@@ -21,7 +21,7 @@ class RankGpu(NamedTuple):
     received: float
 
 
-def gpus(tl: Timeline, seconds: float = 10.0) -> list[RankGpu]:
+def measure_gpus(tl: Timeline, seconds: float = 10.0) -> list[RankGpu]:
     """Returns the means over the last `seconds` of the record."""
     rows = tl.samples.rows()
     if not len(rows):
@@ -29,8 +29,10 @@ def gpus(tl: Timeline, seconds: float = 10.0) -> list[RankGpu]:
     rows = rows[rows.t >= float(rows.t.max()) - seconds]
     known = {name: rows.equal("name", name) for name in SAMPLES}
     ranks = np.unique(rows.rank[np.logical_or.reduce(list(known.values()))])
-    return [RankGpu(int(r), *(_mean(rows.value[mask & (rows.rank == r)]) for mask in known.values())) for r in ranks]
+    return [
+        RankGpu(int(r), *(_mean_or_nan(rows.value[mask & (rows.rank == r)]) for mask in known.values())) for r in ranks
+    ]
 
 
-def _mean(values: np.ndarray) -> float:
+def _mean_or_nan(values: np.ndarray) -> float:
     return float(values.mean()) if len(values) else float("nan")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workbench.analysis.steps.window import generations, there
+from workbench.analysis.steps.window import list_generations, ranks_during
 from workbench.record.timeline import Timeline
 
 PREFIX = "memory "  # of the Samples' names; then a category, or one of the names below
@@ -32,40 +32,40 @@ class RankMemory(NamedTuple):
     allocated_peak: int | None = None
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {readable(nbytes)}" for name, nbytes in self.most.items() if nbytes)
-        beside = f"; allocator {readable(self.allocated_peak)}" if self.allocated_peak else ""
-        return f"rank {self.rank}: peak {readable(self.peak)} ({parts}){beside}"
+        parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self.most.items() if nbytes)
+        beside = f"; allocator {format_bytes(self.allocated_peak)}" if self.allocated_peak else ""
+        return f"rank {self.rank}: peak {format_bytes(self.peak)} ({parts}){beside}"
 
 
-def memory(tl: Timeline, first: int = 0, stop: int | None = None) -> list[RankMemory]:
+def measure_memory(tl: Timeline, first: int = 0, stop: int | None = None) -> list[RankMemory]:
     """Returns each rank's memory in steps [first, stop). Empty if the record lacks it.
 
     A Sample holds from its step until the next Sample of its name. Ranks that were lost earlier hold nothing.
     """
-    found = _most(tl, first, stop)
+    found = _find_maxima(tl, first, stop)
     categories = [name for name in found if name not in (PEAK, ALLOCATED, ALLOCATED_PEAK)]
     ranks = sorted({rank for by_rank in found.values() for rank in by_rank})
-    here = there(generations(tl), first, stop if stop is not None else np.iinfo(np.int64).max)
+    here = ranks_during(list_generations(tl), first, stop if stop is not None else np.iinfo(np.int64).max)
     ranks = ranks if here is None else [rank for rank in ranks if rank in here]
     beside = (found.get(ALLOCATED, {}), found.get(ALLOCATED_PEAK, {}))
     made = []
     for rank in ranks:
         most = {name: found[name][rank] for name in categories if rank in found[name]}
         peak = found.get(PEAK, {}).get(rank, 0)
-        if beyond := _beyond(most, peak):
+        if beyond := _beyond_categories(most, peak):
             most[PASSING] = beyond
         made.append(RankMemory(rank, most, peak, *(by_rank.get(rank) for by_rank in beside)))
     return made
 
 
-def _beyond(most: dict[str, int], peak: int) -> int:
+def _beyond_categories(most: dict[str, int], peak: int) -> int:
     """Bytes of the peak beyond all categories; 0 if an evaluation may have caused the peak."""
     every = sum(nbytes for name, nbytes in most.items() if name not in AWAY)
     step = every - most.get("evaluation", 0)
     return peak - step if peak > max(step, every - most.get("activations", 0)) else 0
 
 
-def _most(tl: Timeline, first: int, stop: int | None) -> dict[str, dict[int, int]]:
+def _find_maxima(tl: Timeline, first: int, stop: int | None) -> dict[str, dict[int, int]]:
     """The maximum by name (without the prefix, in the order of the record) and by rank."""
     rows = tl.samples.rows()
     found: dict[str, dict[int, int]] = {}
@@ -83,10 +83,10 @@ def _most(tl: Timeline, first: int, stop: int | None) -> dict[str, dict[int, int
     return found
 
 
-def readable(nbytes: float) -> str:
+def format_bytes(nbytes: float) -> str:
     """Formats bytes in the best unit, a power of 1000.
 
-    >>> readable(512), readable(23_087_224), readable(1.5e9)
+    >>> format_bytes(512), format_bytes(23_087_224), format_bytes(1.5e9)
     ('512 B', '23.1 MB', '1.5 GB')
     """
     if nbytes < 1000:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from workbench.record.timeline import Timeline
 
 
-class Saving(NamedTuple):
+class CheckpointProgress(NamedTuple):
     """A checkpoint under way.
 
     step:  the step that it is of
@@ -20,7 +20,7 @@ class Saving(NamedTuple):
     usual: float | None
 
 
-def saving(tl: Timeline) -> Saving | None:
+def checkpoint_progress(tl: Timeline) -> CheckpointProgress | None:
     """Returns the checkpoint under way, from the ranks' copies to the Mark of its result."""
     samples, marks = tl.samples.rows(), tl.marks.rows()
     began = samples[samples.equal("name", "checkpoint_copied")]
@@ -33,4 +33,4 @@ def saving(tl: Timeline) -> Saving | None:
     usual = None
     if len(ended) and (before := began.t[began.t <= ended.t.max()]).size:
         usual = float(ended.t.max() - before.max())
-    return Saving(step, since, usual)
+    return CheckpointProgress(step, since, usual)

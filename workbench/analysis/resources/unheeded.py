@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-from workbench.analysis.steps.words import duration
+from workbench.analysis.steps.words import format_seconds
 from workbench.record.timeline import Timeline
 
 
-def unheeded(timeline: Timeline) -> list[str]:
+def list_unheeded(timeline: Timeline) -> list[str]:
     """Returns a sentence for each present request without effect. Hosts mark its begin and end."""
     rows = timeline.marks.rows()
     rows = rows[rows.equal("name", "pace") | rows.equal("name", "no effect")]
@@ -22,16 +22,17 @@ def unheeded(timeline: Timeline) -> list[str]:
             late.pop(rank, None)
         else:
             late[rank] = said["takes_ms"] * 1e-3, said["asked_ms"] * 1e-3
-    return ([_unmet(late)] if late else []) + idle
+    return ([_describe_pace(late)] if late else []) + idle
 
 
-def _unmet(late: dict[int, tuple[float, float]]) -> str:
+def _describe_pace(late: dict[int, tuple[float, float]]) -> str:
     worst = max(late, key=lambda rank: late[rank][0])
     takes, asked = late[worst]
     more = len(late) - 1
     others = "" if not more else ", and 1 more rank misses it" if more == 1 else f", and {more} more ranks miss it"
     return (
-        f"Pace not met: compute takes {duration(takes)} on rank {worst}, the pace asks for {duration(asked)}{others}. "
+        f"Pace not met: compute takes {format_seconds(takes)} on rank {worst}, the pace asks for "
+        f"{format_seconds(asked)}{others}. "
         "A longer pace or fewer ranks would do. Until then a slow rank is slow by what is really computed, not by the "
         "pace."
     )

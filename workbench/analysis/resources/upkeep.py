@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from workbench.analysis.steps.window import ranks_of
-from workbench.analysis.steps.words import duration
+from workbench.analysis.steps.words import format_seconds
 
 if TYPE_CHECKING:
     from workbench.record.run import Run
@@ -35,14 +35,16 @@ class RankCost(NamedTuple):
     recording: float
 
 
-def clocks(run: Run) -> list[RankClock]:
+def list_clocks(run: Run) -> list[RankClock]:
     """Returns the clock of every rank that has begun."""
     ranks = run.environment.get("ranks", {})
-    apart = {r: (_number(said.get("clock_offset")), _number(said.get("clock_error"))) for r, said in ranks.items()}
+    apart = {
+        r: (_to_number(said.get("clock_offset")), _to_number(said.get("clock_error"))) for r, said in ranks.items()
+    }
     return [RankClock(r, str(said.get("host", "")), *apart[r]) for r, said in ranks.items()]
 
 
-def recording(tl: Timeline) -> list[RankCost]:
+def recording_costs(tl: Timeline) -> list[RankCost]:
     """Returns the costs by rank. Ranks record them every few seconds and at the end."""
     rows = tl.samples.rows()
     found = []
@@ -54,18 +56,22 @@ def recording(tl: Timeline) -> list[RankCost]:
     return found
 
 
-def said(found: list[RankClock], costs: list[RankCost]) -> str:
+def describe_upkeep(found: list[RankClock], costs: list[RankCost]) -> str:
     """Describes clocks and costs in words. "" if nothing is known yet.
 
-    >>> said([RankClock(0, "a", 0.0, 0.0), RankClock(1, "b", 0.0031, 4e-5)], [])
+    >>> describe_upkeep([RankClock(0, "a", 0.0, 0.0), RankClock(1, "b", 0.0031, 4e-5)], [])
     "Clocks are known to 0.04 ms or better; rank 1's was 3.1 ms ahead of rank 0's."
     """
     texts = []
     apart = [c for c in found if c.error > 0]
     if apart:
-        error = duration(max(c.error for c in apart))
+        error = format_seconds(max(c.error for c in apart))
         far = max((c for c in apart if not np.isnan(c.offset)), key=lambda c: abs(c.offset), default=None)
-        way = f"; rank {far.rank}'s was {duration(abs(far.offset))} {_way(far.offset)} rank 0's" if far else ""
+        way = (
+            f"; rank {far.rank}'s was {format_seconds(abs(far.offset))} {_name_direction(far.offset)} rank 0's"
+            if far
+            else ""
+        )
         texts.append(f"Clocks are known to {error} or better{way}.")
     elif len(found) > 1:
         texts.append("Clocks: all ranks read that of one host, so their times agree exactly.")
@@ -75,9 +81,9 @@ def said(found: list[RankClock], costs: list[RankCost]) -> str:
     return " ".join(texts)
 
 
-def _way(offset: float) -> str:
+def _name_direction(offset: float) -> str:
     return "ahead of" if offset >= 0 else "behind"
 
 
-def _number(value: object) -> float:
+def _to_number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else float("nan")

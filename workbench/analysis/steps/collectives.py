@@ -56,37 +56,37 @@ class Arrivals(NamedTuple):
         return against_others(self.t0)
 
 
-def arrivals(tl: Timeline, first: int, stop: int) -> Arrivals:
+def line_up(tl: Timeline, first: int, stop: int) -> Arrivals:
     """Returns all collectives of steps [first, stop), lined up, in order of last arrival."""
     return lined_up(Window(tl, first, stop))
 
 
 def lined_up(w: Window, lane: str = "comm", *, outside: bool = False) -> Arrivals:
-    """Like `arrivals`, for an existing window. Leaves messages out.
+    """Like `line_up`, for an existing window. Leaves messages out.
 
     outside: includes the collectives of evaluations and hand-overs
     """
     rows, ports = w.lane(lane), w.lane("port")
     if not outside:
-        rows, ports = rows[~w.outside(rows)], ports[~w.outside(ports)]
-    rows = rows[~messages(rows)]
-    key, first, inverse = np.unique(_key(rows), return_index=True, return_inverse=True)
+        rows, ports = rows[~w.is_outside(rows)], ports[~w.is_outside(ports)]
+    rows = rows[~is_message(rows)]
+    key, first, inverse = np.unique(_make_keys(rows), return_index=True, return_inverse=True)
     c, p = len(key), len(w.ranks)
-    where = inverse, w.column(rows.rank)
+    where = inverse, w.column_of(rows.rank)
     asked, t0, t1, port = (np.full((c, p), np.nan) for _ in range(4))
     nbytes = np.zeros((c, p), np.int64)
     asked[where], t0[where], t1[where], nbytes[where] = rows.asked, rows.t0, rows.t1, rows.nbytes
     if len(ports):
-        portkey = _key(ports)
+        portkey = _make_keys(ports)
         at = np.minimum(np.searchsorted(key, portkey), max(c - 1, 0))
         known = (key[at] == portkey) if c else np.zeros(len(ports), bool)
-        port[at[known], w.column(ports.rank)[known]] = (ports.t1 - ports.t0)[known]
+        port[at[known], w.column_of(ports.rank)[known]] = (ports.t1 - ports.t0)[known]
     found = Arrivals(w.ranks, rows.step[first], rows.name[first], asked, t0, t1, nbytes, port)
     order = np.argsort(found.last, kind="stable")
     return Arrivals(w.ranks, *(column[order] for column in found[1:]))
 
 
-def messages(rows: Rows) -> np.ndarray:
+def is_message(rows: Rows) -> np.ndarray:
     """Returns a mask over `rows`: messages from one rank to another."""
     names = rows.coded("name")
     kinds = np.array([str(text).startswith("send") for text in names.words.texts], bool)
@@ -115,18 +115,18 @@ def last_arrival(rows: Rows, c: Arrivals) -> np.ndarray:
     return out
 
 
-def moving(rows: Rows, last: np.ndarray) -> np.ndarray:
+def moving_since(rows: Rows, last: np.ndarray) -> np.ndarray:
     """(n,) when data began to move in each row; in a collective, at the last arrival."""
     out: np.ndarray = np.fmax(rows.t0, np.fmin(last, rows.t1))
     return out
 
 
-def rates(rows: Rows, last: np.ndarray) -> np.ndarray:
+def send_rates(rows: Rows, last: np.ndarray) -> np.ndarray:
     """(n,) Mbit/s at which each row sent, without waits. NaN if it sent nothing.
 
     last: as from `last_arrival`. Counts the bytes that the rank sent.
     """
-    seconds = rows.t1 - moving(rows, last)
+    seconds = rows.t1 - moving_since(rows, last)
     sent = (rows.nbytes > 0) & (seconds > 0)
     return np.divide(rows.nbytes * 8e-6, seconds, out=np.full(len(rows), np.nan), where=sent)
 
@@ -157,7 +157,7 @@ def of_others(values: np.ndarray) -> np.ndarray:
     return np.where(others > 0, np.nan, middle[0] if low == high else (middle[0] + middle[1]) / 2)
 
 
-def _key(rows: Rows) -> np.ndarray:
+def _make_keys(rows: Rows) -> np.ndarray:
     """One number per span (step, name, occurrence), equal for a collective on all ranks."""
     name = rows.coded("name").codes.astype(np.int64)
     step, n = rows.step.astype(np.int64), len(rows)

@@ -11,7 +11,7 @@ class Cover:
     """A union of intervals that measures how much of it is between 2 times.
 
     >>> cover = Cover(np.array([0.0, 1.0, 5.0]), np.array([2.0, 3.0, 6.0]))
-    >>> cover.length, float(cover.between(2.0, 5.5))
+    >>> cover.total_length, float(cover.length_between(2.0, 5.5))
     (4.0, 1.5)
     """
 
@@ -29,16 +29,16 @@ class Cover:
         self._sum = np.cumsum(steps)
 
     @property
-    def length(self) -> float:
+    def total_length(self) -> float:
         return float(self._sum[-1]) if len(self._sum) else 0.0
 
-    def until(self, t: np.ndarray) -> np.ndarray:
+    def length_until(self, t: np.ndarray) -> np.ndarray:
         """How much of the union is before `t`."""
         out: np.ndarray = np.interp(t, self._at, self._sum) if len(self._at) else np.zeros(np.shape(t))
         return out
 
-    def between(self, t0: np.ndarray, t1: np.ndarray) -> np.ndarray:
-        out: np.ndarray = self.until(t1) - self.until(t0)
+    def length_between(self, t0: np.ndarray, t1: np.ndarray) -> np.ndarray:
+        out: np.ndarray = self.length_until(t1) - self.length_until(t0)
         return out
 
 

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from workbench.analysis.steps.window import Window, newest, ranks_of
+from workbench.analysis.steps.window import Window, newest_generation, ranks_of
 from workbench.record.timeline import Timeline
 
 
@@ -49,26 +49,26 @@ def examples_made(tl: Timeline, steps: np.ndarray) -> np.ndarray:
     return np.cumsum(each)
 
 
-def recent(tl: Timeline, last: int) -> tuple[int, int]:
+def recent_steps(tl: Timeline, last: int) -> tuple[int, int]:
     """Returns [first, stop) of all training ranks' last `last` steps, which may differ."""
     rows = tl.spans.rows()
     ended = rows[rows.equal("lane", "step")] if len(rows) else rows
-    if (since := newest(tl)) is not None:
+    if (since := newest_generation(tl)) is not None:
         ended = ended[np.isin(ended.rank, since.members) & (ended.t0 >= since.t)]
     furthest = {int(rank): int(ended.step[ended.rank == rank].max()) for rank in ranks_of(ended)}
-    for rank in serving(tl):
+    for rank in serving_ranks(tl):
         furthest.pop(rank, None)
     if not furthest:
         return 0, 0
     return max(0, min(furthest.values()) + 1 - last), max(furthest.values()) + 1
 
 
-def serving(tl: Timeline) -> list[int]:
+def serving_ranks(tl: Timeline) -> list[int]:
     """Returns the ranks that serve at the end of the record, without a step since they began."""
     rows, marks = tl.spans.rows(), tl.marks.rows()
     for at in np.flatnonzero(marks.equal("name", "roles"))[-1:] if len(marks) else ():
         ended = rows[rows.equal("lane", "step") & (rows.step >= marks.step[at])] if len(rows) else rows
-        since = newest(tl)
+        since = newest_generation(tl)
         serve = json.loads(marks.detail[at])["serve"]
         if since is not None and marks.t[at] >= since.t:  # then `serve` holds places, not ids
             serve = [since.members[place] for place in serve if place < len(since.members)]

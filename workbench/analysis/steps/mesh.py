@@ -29,7 +29,7 @@ class Arrangement(NamedTuple):
         return " × ".join(f"{name} {size}" for name, size in self.dims) + serving
 
 
-def _last(tl: Timeline, name: str, since: float) -> tuple[dict[str, Any], float]:
+def _last_mark(tl: Timeline, name: str, since: float) -> tuple[dict[str, Any], float]:
     """Returns the detail and the time of the last Mark `name` since `since`."""
     rows = tl.marks.rows()
     mine = rows[rows.equal("name", name) & (rows.t >= since)] if len(rows) else rows
@@ -38,14 +38,14 @@ def _last(tl: Timeline, name: str, since: float) -> tuple[dict[str, Any], float]
     return (max(told, key=lambda one: one[0])[1], max(t for t, _ in told)) if told else ({}, since)
 
 
-def arrangement(tl: Timeline, ranks: int) -> Arrangement:
+def find_arrangement(tl: Timeline, ranks: int) -> Arrangement:
     """Returns the arrangement at the record's end, by default one line of `ranks` replicas."""
-    members, since = _last(tl, "members", float("-inf"))
+    members, since = _last_mark(tl, "members", float("-inf"))
     there = tuple(members.get("members", range(ranks)))  # the rank at each place, also after a loss of ranks
     found = Arrangement((("data", len(there)),), there)
-    said, _ = _last(tl, "mesh", since)
+    said, _ = _last_mark(tl, "mesh", since)
     if said:
         at = tuple(there[place] for place in said["ranks"])
         found = Arrangement(tuple(said["dims"].items()), at, tuple(said.get("inside", ())))
-    serve = tuple(there[place] for place in _last(tl, "roles", since)[0].get("serve", ()))
+    serve = tuple(there[place] for place in _last_mark(tl, "roles", since)[0].get("serve", ()))
     return found._replace(serve=serve) if not set(serve) & set(found.ranks) else found

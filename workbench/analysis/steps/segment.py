@@ -9,7 +9,7 @@ from workbench.record.timeline import Rows, Table, Timeline
 STANDING = ("examples", "lr", "memory ")  # beginnings of samples that ranks record only when the value changes
 
 
-def segment(tl: Timeline, first: int, stop: int) -> Timeline:
+def cut_segment(tl: Timeline, first: int, stop: int) -> Timeline:
     """Returns steps [first, stop), all earlier marks, and earlier samples that still hold."""
     cut = Timeline()
     for kind in ("spans", "samples", "marks"):
@@ -18,10 +18,10 @@ def segment(tl: Timeline, first: int, stop: int) -> Timeline:
         if kind == "samples" and len(rows):
             coded = rows.coded("name")
             within |= np.array([word.startswith(STANDING) for word in coded.words.texts], bool)[coded.codes]
-        _put(cut.table(kind), rows[(rows.step < stop) & (within | (kind == "marks"))])
+        _extend_table(cut.table(kind), rows[(rows.step < stop) & (within | (kind == "marks"))])
     return cut
 
 
-def _put(table: Table, rows: Rows) -> None:
+def _extend_table(table: Table, rows: Rows) -> None:
     if len(rows):
         table.extend({k: rows.coded(k) if k in table.words else getattr(rows, k) for k in table.types})

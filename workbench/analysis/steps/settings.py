@@ -29,10 +29,10 @@ class Stretch(NamedTuple):
     def compressor(self) -> str:
         """The lossy compressor in words: `TopK(density=0.01)`. "" without one."""
         plain = self.settings.get("compressor")
-        return _called(plain) if set(_members(plain)) - set(EXACT) else ""
+        return _name_member(plain) if set(_list_members(plain)) - set(EXACT) else ""
 
 
-def stretches(run: Run) -> list[Stretch]:
+def list_stretches(run: Run) -> list[Stretch]:
     """Returns the stretches between a run's changes, in order. The last one has no end yet."""
     found: list[Stretch] = []
     for step, settings in fold(run.settings, run.changes, with_value):
@@ -44,10 +44,10 @@ def stretches(run: Run) -> list[Stretch]:
     return found
 
 
-def worded(settings: Plain, longest: int = 500) -> dict[str, str]:
+def settings_words(settings: Plain, longest: int = 500) -> dict[str, str]:
     """Returns settings as texts of at most `longest` characters each.
 
-    >>> worded({"ranks": 2, "strategy": {"LocalSGD": {"every": 8}}})
+    >>> settings_words({"ranks": 2, "strategy": {"LocalSGD": {"every": 8}}})
     {'ranks': '2', 'strategy': 'LocalSGD(every=8)'}
     """
     return {name: in_words(value)[:longest] for name, value in settings.items()}
@@ -65,30 +65,30 @@ def with_value(settings: Plain, path: str, value: Any) -> Plain:
         for one in sorted(several, key=lambda one: one.count(".")):
             settings = with_value(settings, one, several[one])
         return settings
-    every = list(_paths(settings))
+    every = list(_list_paths(settings))
     short = path.split(".")
-    hits = [p for p in every if p == short] or [p for p in every if _within(short, p)]
-    return _put(settings, hits[0], value) if len(hits) == 1 else settings
+    hits = [p for p in every if p == short] or [p for p in every if _is_within(short, p)]
+    return _put_value(settings, hits[0], value) if len(hits) == 1 else settings
 
 
-def _paths(settings: Plain, before: tuple[str, ...] = ()) -> Iterator[list[str]]:
+def _list_paths(settings: Plain, before: tuple[str, ...] = ()) -> Iterator[list[str]]:
     for name, value in settings.items():
         yield [*before, name]
         if _is_member(value):
-            yield from _paths(next(iter(value.values())), (*before, name))
+            yield from _list_paths(next(iter(value.values())), (*before, name))
 
 
-def _within(short: list[str], path: list[str]) -> bool:
+def _is_within(short: list[str], path: list[str]) -> bool:
     rest = iter(path)
     return short[-1] == path[-1] and all(part in rest for part in short)
 
 
-def _put(settings: Plain, path: list[str], value: Any) -> Plain:
+def _put_value(settings: Plain, path: list[str], value: Any) -> Plain:
     head, *rest = path
     present = settings[head]
     if rest:
         ((name, knobs),) = present.items()
-        return {**settings, head: {name: _put(knobs, rest, value)}}
+        return {**settings, head: {name: _put_value(knobs, rest, value)}}
     named = isinstance(value, str) and _is_member(present)  # `value` is the name of a member without knobs
     return {**settings, head: {value: {}} if named else value}
 
@@ -98,7 +98,7 @@ def _is_member(value: Any) -> bool:
     return isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value.values())), dict)
 
 
-def _members(value: Any) -> Iterator[str]:
+def _list_members(value: Any) -> Iterator[str]:
     """Yields the names of a member and of the members in its knobs; accepts a bare name."""
     if isinstance(value, str):
         yield value
@@ -107,14 +107,14 @@ def _members(value: Any) -> Iterator[str]:
         yield name
         for inner in knobs.values():
             if _is_member(inner):
-                yield from _members(inner)
+                yield from _list_members(inner)
 
 
-def _called(plain: Any) -> str:
+def _name_member(plain: Any) -> str:
     """A member in words. A lossless wrapper is skipped."""
     if _is_member(plain):
         ((name, knobs),) = plain.items()
         if name in EXACT and set(knobs) == {"of"}:
-            return _called(knobs["of"])
+            return _name_member(knobs["of"])
         return in_words(plain) if knobs else name
     return str(plain)

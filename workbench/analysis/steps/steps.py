@@ -26,8 +26,8 @@ class Breakdown(NamedTuple):
     """Mean seconds per step on each rank, over steps that ended on all ranks; no measurements.
 
     A step is compute + exposed + other. Exposed communication is the time for which the step was stalled. `held` is its
-    part before the last rank arrived, and `packing` its part in which the rank itself encoded or decoded. `waiting`,
-    `transferring` and `codec` count all communication, including the part hidden behind compute.
+    part before the last rank arrived, and `packing_seconds` its part in which the rank itself encoded or decoded.
+    `waiting`, `transferring` and `codec` count all communication, including the part hidden behind compute.
     """
 
     ranks: np.ndarray
@@ -60,7 +60,7 @@ class Overlap(NamedTuple):
         return out
 
 
-class Row(NamedTuple):
+class RankRow(NamedTuple):
     """One rank in the data table next to the charts. Milliseconds and bytes are means per step."""
 
     rank: int
@@ -80,13 +80,13 @@ def step_times(tl: Timeline, last: int | None = None, before: int | None = None)
     return StepTimes(w.ranks, w.steps, w.step_seconds)
 
 
-def breakdown(tl: Timeline, first: int, stop: int) -> Breakdown:
+def break_down(tl: Timeline, first: int, stop: int) -> Breakdown:
     """Splits the time of steps [first, stop) on each rank."""
     return broken_down(Window(tl, first, stop))
 
 
 def broken_down(w: Window, only: np.ndarray | None = None) -> Breakdown:
-    """Like `breakdown`, but takes a window. only: a mask over its steps"""
+    """Like `break_down`, but takes a window. only: a mask over its steps"""
     over = w.usual if only is None else w.usual & only
     c = lined_up(w)
 
@@ -96,47 +96,56 @@ def broken_down(w: Window, only: np.ndarray | None = None) -> Breakdown:
     seconds, compute, exposed = mean(w.step_seconds), mean(w.seconds("compute")), mean(w.seconds("wait"))
     other = np.clip(seconds - compute - exposed, 0, None)
     return Breakdown(
-        w.ranks, int(over.sum()), seconds, compute, exposed, mean(_by_step(w, c, held(w, c))), mean(packing(w)),
-        mean(_by_step(w, c, c.waiting)), mean(_by_step(w, c, c.transferring)), mean(w.seconds("codec")), other,
+        w.ranks,
+        int(over.sum()),
+        seconds,
+        compute,
+        exposed,
+        mean(_by_step(w, c, held_seconds(w, c))),
+        mean(packing_seconds(w)),
+        mean(_by_step(w, c, c.waiting)),
+        mean(_by_step(w, c, c.transferring)),
+        mean(w.seconds("codec")),
+        other,
     )
 
 
-def held(w: Window, c: Arrivals) -> np.ndarray:
+def held_seconds(w: Window, c: Arrivals) -> np.ndarray:
     """(c, p) seconds of each rank's stall in each collective before the last rank arrived."""
     out = np.zeros(c.t0.shape)
     for i, rank in enumerate(w.ranks):
         still, begin = w.cover(rank, "wait"), np.nan_to_num(c.t0[:, i])
         end = np.fmin(c.last, c.t1[:, i])
-        out[:, i] = np.where(end > begin, still.between(begin, np.nan_to_num(end)), 0.0)
+        out[:, i] = np.where(end > begin, still.length_between(begin, np.nan_to_num(end)), 0.0)
     return out
 
 
-def packing(w: Window) -> np.ndarray:
+def packing_seconds(w: Window) -> np.ndarray:
     """(steps, ranks) seconds of encoding and decoding while the rank's own step was stalled."""
     rows = w.lane("codec")
-    rows = rows[~w.outside(rows)]
+    rows = rows[~w.is_outside(rows)]
     shown = np.zeros(len(rows))
     for rank, mine in by_rank(rows.rank):
-        shown[mine] = w.cover(rank, "wait").between(rows.t0[mine], rows.t1[mine])
-    return w.total(rows, shown)
+        shown[mine] = w.cover(rank, "wait").length_between(rows.t0[mine], rows.t1[mine])
+    return w.sum_rows(rows, shown)
 
 
-def overlap(tl: Timeline, first: int, stop: int) -> Overlap:
+def measure_overlap(tl: Timeline, first: int, stop: int) -> Overlap:
     """Measures how much communication is hidden behind compute. Overlapping spans count once."""
     w = Window(tl, first, stop)
     comm, hidden = np.zeros(len(w.ranks)), np.zeros(len(w.ranks))
     behind = {phase: np.zeros(len(w.ranks)) for phase in PHASES}
     rows = w.lane("comm")
-    rows = rows[~w.outside(rows)]
+    rows = rows[~w.is_outside(rows)]
     phases = {phase: w.lane("compute", name=phase) for phase in PHASES}
     for i, rank in enumerate(w.ranks):
         mine = rows.rank == rank
         cover = Cover(rows.t0[mine], rows.t1[mine])
-        comm[i] = cover.length
-        hidden[i] = w.cover(rank, "compute").between(cover.begin, cover.end).sum()
+        comm[i] = cover.total_length
+        hidden[i] = w.cover(rank, "compute").length_between(cover.begin, cover.end).sum()
         for phase, spans in phases.items():
             own = spans.rank == rank
-            behind[phase][i] = Cover(spans.t0[own], spans.t1[own]).between(cover.begin, cover.end).sum()
+            behind[phase][i] = Cover(spans.t0[own], spans.t1[own]).length_between(cover.begin, cover.end).sum()
     return Overlap(w.ranks, comm, hidden, comm - hidden, behind)
 
 
@@ -144,11 +153,11 @@ def bytes_per_step(tl: Timeline, first: int, stop: int) -> np.ndarray:
     """(steps, ranks) bytes sent per step, without hand-overs, evaluations and measurements."""
     w = Window(tl, first, stop)
     rows = w.lane("comm")
-    rows = rows[~w.outside(rows)]
-    return w.total(rows, rows.nbytes)
+    rows = rows[~w.is_outside(rows)]
+    return w.sum_rows(rows, rows.nbytes)
 
 
-def sendings(sent: np.ndarray, first: int, before: int) -> tuple[np.ndarray, np.ndarray]:
+def sent_bytes(sent: np.ndarray, first: int, before: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the steps in which a rank sent, and bytes per step since it last sent.
 
     sent:   (n,) bytes in each step from `first` on
@@ -158,19 +167,19 @@ def sendings(sent: np.ndarray, first: int, before: int) -> tuple[np.ndarray, np.
     return steps, sent[steps - first] / np.diff(steps, prepend=before)
 
 
-def per_rank(tl: Timeline, first: int, stop: int) -> list[Row]:
+def per_rank(tl: Timeline, first: int, stop: int) -> list[RankRow]:
     """Returns the data table next to the charts: one row per rank."""
     w = Window(tl, first, stop)
     b, n = broken_down(w), int(w.usual.sum())
     rows = w.lane("comm")
-    nbytes = w.total(rows, np.where(w.outside(rows), 0, rows.nbytes))[w.usual]
+    nbytes = w.sum_rows(rows, np.where(w.is_outside(rows), 0, rows.nbytes))[w.usual]
     sent = nbytes.mean(axis=0).tolist() if n else [0.0] * len(w.ranks)
     times = (b.seconds, b.compute, b.exposed, b.waiting, b.transferring)
-    columns = *(np.round(seconds * 1e3, 3).tolist() for seconds in times), sent, _losses(tl, w)
-    return [Row(int(r), n, *values) for r, *values in zip(w.ranks, *columns, strict=True)]
+    columns = *(np.round(seconds * 1e3, 3).tolist() for seconds in times), sent, _last_losses(tl, w)
+    return [RankRow(int(r), n, *values) for r, *values in zip(w.ranks, *columns, strict=True)]
 
 
-def _losses(tl: Timeline, w: Window) -> list[float]:
+def _last_losses(tl: Timeline, w: Window) -> list[float]:
     """The last training loss of each rank in the window."""
     rows = tl.samples.rows()
     rows = rows[rows.equal("name", "loss") & (rows.step >= w.first) & (rows.step < w.stop)] if len(rows) else rows

@@ -33,11 +33,11 @@ class Window:
     def __init__(self, tl: Timeline, first: int, stop: int) -> None:
         self.first, self.stop = first, max(stop, first)
         rows = tl.spans.rows()
-        self.rows = _cut(rows, self.first, self.stop)
+        self.rows = _cut_rows(rows, self.first, self.stop)
         self.ranks = np.union1d(ranks_of(rows), self.rows.rank).astype(np.int64)
         self._lanes: dict[tuple[str | None, ...], Rows] = {}  # a cache
         self._covers: dict[tuple[str, ...], dict[int, Cover]] = {}
-        if since := generations(tl):
+        if since := list_generations(tl):
             self._of_those_there(since)
 
     def _of_those_there(self, since: list[Generation]) -> None:
@@ -47,7 +47,7 @@ class Window:
         for generation in since:
             counts &= (rows.step < generation.step) | (rows.t0 >= generation.t)
         self.rows = rows[counts]
-        if (here := there(since, self.first, self.stop)) is not None:
+        if (here := ranks_during(since, self.first, self.stop)) is not None:
             self.ranks = np.intersect1d(self.ranks, np.array(here, np.int64))
             self.rows = self.rows[np.isin(self.rows.rank, self.ranks)]
 
@@ -62,10 +62,10 @@ class Window:
     def lane(self, *lanes: str, name: str | None = None) -> Rows:
         """Returns the spans of some lanes."""
         if (name, *lanes) not in self._lanes:
-            self._lanes[name, *lanes] = self._lane(lanes, name)
+            self._lanes[name, *lanes] = self._read_lane(lanes, name)
         return self._lanes[name, *lanes]
 
-    def _lane(self, lanes: tuple[str, ...], name: str | None) -> Rows:
+    def _read_lane(self, lanes: tuple[str, ...], name: str | None) -> Rows:
         mask = np.zeros(len(self.rows), bool)
         for lane in lanes:
             mask |= self.rows.equal("lane", lane)
@@ -73,13 +73,13 @@ class Window:
             mask &= self.rows.phase(name) if lanes == ("compute",) else self.rows.equal("name", name)
         return self.rows[mask]
 
-    def column(self, ranks: np.ndarray) -> np.ndarray:
+    def column_of(self, ranks: np.ndarray) -> np.ndarray:
         """Returns each rank's column in a matrix."""
         return np.searchsorted(self.ranks, ranks)
 
-    def total(self, rows: Rows, values: np.ndarray) -> np.ndarray:
+    def sum_rows(self, rows: Rows, values: np.ndarray) -> np.ndarray:
         """Adds `values` of `rows` up per step and rank."""
-        where = (rows.step.astype(np.int64) - self.first) * len(self.ranks) + self.column(rows.rank)
+        where = (rows.step.astype(np.int64) - self.first) * len(self.ranks) + self.column_of(rows.rank)
         n, p = self.shape
         return np.bincount(where, values, minlength=n * p)[: n * p].reshape(n, p)
 
@@ -89,8 +89,8 @@ class Window:
         A stall during a measurement does not count as waiting.
         """
         rows = self.lane(*lanes, name=name)
-        rows = rows[~self.outside(rows)] if not set(lanes) & set(OUTSIDE) else rows
-        out = self.total(rows, rows.t1 - rows.t0)
+        rows = rows[~self.is_outside(rows)] if not set(lanes) & set(OUTSIDE) else rows
+        out = self.sum_rows(rows, rows.t1 - rows.t0)
         return (out - self.stood).clip(min=0) if "wait" in lanes else out
 
     @cached_property
@@ -100,8 +100,8 @@ class Window:
         Excludes stalls during a measurement.
         """
         rows = self.lane("step")
-        out = self.total(rows, rows.t1 - rows.t0) - self.stood
-        return np.where(self.total(rows, np.ones(len(rows))) > 0, out, np.nan)
+        out = self.sum_rows(rows, rows.t1 - rows.t0) - self.stood
+        return np.where(self.sum_rows(rows, np.ones(len(rows))) > 0, out, np.nan)
 
     @cached_property
     def complete(self) -> np.ndarray:
@@ -111,12 +111,12 @@ class Window:
     @cached_property
     def disturbed(self) -> np.ndarray:
         """A mask over steps in which any rank evaluated, handed over or measured."""
-        return self._at(*OUTSIDE, MEASURING)
+        return self._has_lane(*OUTSIDE, MEASURING)
 
     @cached_property
     def measured(self) -> np.ndarray:
         """A mask over steps in which any rank measured."""
-        return self._at(MEASURING)
+        return self._has_lane(MEASURING)
 
     @cached_property
     def usual(self) -> np.ndarray:
@@ -125,7 +125,7 @@ class Window:
         Includes steps with measurements if no other step is left, or with a periodic strategy, because a meeting
         belongs to its whole round.
         """
-        met = self._at("comm") & self.complete
+        met = self._has_lane("comm") & self.complete
         left = self.complete & ~self.measured
         return left if left.any() and met.sum() >= self.complete.sum() - 1 else self.complete
 
@@ -133,35 +133,35 @@ class Window:
     def stood(self) -> np.ndarray:
         """(steps, ranks) seconds of a step's stalls during measurements."""
         out, waits = np.zeros(self.shape), self.lane("wait")
-        waits = waits[~self.outside(waits)]  # the evaluation of a sharded model gathers it, which belongs to no step
+        waits = waits[~self.is_outside(waits)]  # the evaluation of a sharded model gathers it, which belongs to no step
         for rank in np.unique(self.lane(MEASURING).rank):
             mine = waits[waits.rank == rank]
-            measuring = self.cover(rank, MEASURING).between(mine.t0, mine.t1)
-            np.add.at(out, (mine.step - self.first, self.column(rank)), measuring)
+            measuring = self.cover(rank, MEASURING).length_between(mine.t0, mine.t1)
+            np.add.at(out, (mine.step - self.first, self.column_of(rank)), measuring)
         return out
 
-    def _at(self, *lanes: str) -> np.ndarray:
+    def _has_lane(self, *lanes: str) -> np.ndarray:
         """A mask over steps with a span in some lanes on any rank."""
         out = np.zeros(self.shape[0], bool)
         out[self.lane(*lanes).step - self.first] = True
         return out
 
-    def outside(self, rows: Rows) -> np.ndarray:
+    def is_outside(self, rows: Rows) -> np.ndarray:
         """A mask over `rows` within an evaluation or a hand-over of their rank."""
         breaks, out = self.lane(*OUTSIDE), np.zeros(len(rows), bool)
         if not len(breaks) or not len(rows):
             return out
         for rank, mine in by_rank(rows.rank):
-            if within := self._covered(*OUTSIDE).get(rank):
+            if within := self._cover_ranks(*OUTSIDE).get(rank):
                 length = rows.t1[mine] - rows.t0[mine]
-                out[mine] = within.between(rows.t0[mine], rows.t1[mine]) > 0.5 * length
+                out[mine] = within.length_between(rows.t0[mine], rows.t1[mine]) > 0.5 * length
         return out
 
     def cover(self, rank: int, *lanes: str) -> Cover:
         """Returns the union of one rank's spans in some lanes."""
-        return self._covered(*lanes).get(int(rank), NOTHING)
+        return self._cover_ranks(*lanes).get(int(rank), NOTHING)
 
-    def _covered(self, *lanes: str) -> dict[int, Cover]:
+    def _cover_ranks(self, *lanes: str) -> dict[int, Cover]:
         """Returns the unions of all ranks that have spans in these lanes."""
         if lanes not in self._covers:
             rows = self.lane(*lanes)
@@ -189,16 +189,16 @@ def last_steps(tl: Timeline, last: int | None = None, before: int | None = None)
     before: only steps before this one
     """
     rows = tl.spans.rows()
-    ranks, since = ranks_of(rows), newest(tl)
+    ranks, since = ranks_of(rows), newest_generation(tl)
     if not len(ranks):
         return 0, 0
     first, begun = int(rows.step[:MANY].min()), -1
     if since is not None:
         ranks, rows, begun = np.array(since.members, np.int64), rows[rows.t0 >= since.t], since.step
         rows = rows[np.isin(rows.rank, ranks)]
-    furthest = _furthest(rows[-MANY:], ranks)
+    furthest = _last_ended(rows[-MANY:], ranks)
     if (furthest < 0).any():
-        furthest = _furthest(rows, ranks)
+        furthest = _last_ended(rows, ranks)
     stop = max(int(furthest.min()) + 1, begun)
     stop = stop if before is None else min(stop, before)
     if last is not None:
@@ -206,7 +206,7 @@ def last_steps(tl: Timeline, last: int | None = None, before: int | None = None)
     return first, max(stop, first)
 
 
-def generations(tl: Timeline) -> list[Generation]:
+def list_generations(tl: Timeline) -> list[Generation]:
     """Returns the generations since ranks were first lost, joined or left; none if unchanged."""
     rows = tl.marks.rows()
     rows = rows[rows.equal("name", "members")] if len(rows) else rows
@@ -218,7 +218,7 @@ def generations(tl: Timeline) -> list[Generation]:
     return sorted(found, key=lambda one: one.t)
 
 
-def there(since: list[Generation], first: int, stop: int) -> list[int] | None:
+def ranks_during(since: list[Generation], first: int, stop: int) -> list[int] | None:
     """Returns the ranks in steps [first, stop); None if `first` precedes all generations."""
     if not since or first < since[0].step:
         return None
@@ -227,12 +227,12 @@ def there(since: list[Generation], first: int, stop: int) -> list[int] | None:
     return sorted({rank for members in during for rank in members})
 
 
-def newest(tl: Timeline) -> Generation | None:
+def newest_generation(tl: Timeline) -> Generation | None:
     """Returns the last generation, or None."""
-    return found[-1] if (found := generations(tl)) else None
+    return found[-1] if (found := list_generations(tl)) else None
 
 
-def _furthest(rows: Rows, ranks: np.ndarray) -> np.ndarray:
+def _last_ended(rows: Rows, ranks: np.ndarray) -> np.ndarray:
     """The last step that ended on each rank; -1 for none."""
     ended = np.flatnonzero(rows.equal("lane", "step"))
     out = np.full(len(ranks), -1)
@@ -248,11 +248,11 @@ def change_steps(tl: Timeline) -> np.ndarray:
 
 def since_change(tl: Timeline, first: int, stop: int) -> int:
     """Returns `first`, or the last change of settings or ranks before `stop`, if later."""
-    earlier = [*(int(s) for s in change_steps(tl)), *(generation.step for generation in generations(tl))]
+    earlier = [*(int(s) for s in change_steps(tl)), *(generation.step for generation in list_generations(tl))]
     return max([first, *(step for step in earlier if step < stop)])
 
 
-def _cut(rows: Rows, first: int, stop: int) -> Rows:
+def _cut_rows(rows: Rows, first: int, stop: int) -> Rows:
     hit = np.flatnonzero((rows.step >= first) & (rows.step < stop))
     if not len(hit):
         return rows[:0]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from workbench.analysis.compare.compression import buckets
-from workbench.analysis.steps.collectives import messages
+from workbench.analysis.compare.compression import list_buckets
+from workbench.analysis.steps.collectives import is_message
 from workbench.analysis.steps.window import Window
 from workbench.record.timeline import Timeline
 
@@ -24,8 +24,8 @@ def since_met(tl: Timeline, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if not len(steps):
         return np.empty(0, np.int64), np.empty(0, np.int64)
     w = Window(tl, max(0, int(steps.min()) - REACH), int(steps.max()) + 1)
-    rows, _ = buckets(w.lane("comm"))
-    met = np.unique(rows.step[~w.outside(rows) & ~messages(rows)]).astype(np.int64)
+    rows, _ = list_buckets(w.lane("comm"))
+    met = np.unique(rows.step[~w.is_outside(rows) & ~is_message(rows)]).astype(np.int64)
     agreed = np.union1d(met, w.lane("switch").step.astype(np.int64) - 1)
     at = np.searchsorted(agreed, steps) - 1  # the last meeting before each step
     since = np.where(at >= 0, steps - 1 - agreed[at], -1) if len(agreed) else np.full(len(steps), -1)

@@ -11,22 +11,22 @@ import numpy as np
 
 from workbench.analysis.steps.collectives import Arrivals, against_others
 from workbench.analysis.steps.window import Window
-from workbench.analysis.stragglers.replay import replay
+from workbench.analysis.stragglers.replay import make_replay
 
 
-def blame(w: Window, c: Arrivals) -> tuple[np.ndarray, np.ndarray]:
+def blame_ranks(w: Window, c: Arrivals) -> tuple[np.ndarray, np.ndarray]:
     """Returns the steps at which all ranks met, and seconds[meeting, victim, culprit]."""
     p = len(w.ranks)
-    meetings, played = replay(w, c, np.clip(np.nan_to_num(against_others(c.port)), 0, None))
+    meetings, played = make_replay(w, c, np.clip(np.nan_to_num(against_others(c.port)), 0, None))
     if played is None:
         return meetings, np.zeros((0, p, p))
-    real, usual = played.end(), played.usual()
-    harm = np.stack([np.clip(real - played.without([r], usual).end(), 0, None) for r in range(p)], axis=1)
+    real, usual = played.find_ends(), played.as_usual()
+    harm = np.stack([np.clip(real - played.without_ranks([r], usual).find_ends(), 0, None) for r in range(p)], axis=1)
     stood = w.seconds("wait")[meetings - w.first]  # (meetings, p)
     return meetings, np.minimum(harm[:, None, :], stood[:, :, None]) * ~np.eye(p, dtype=bool)
 
 
-def relief(w: Window, c: Arrivals, ranks: list[int]) -> np.ndarray:
+def measure_relief(w: Window, c: Arrivals, ranks: list[int]) -> np.ndarray:
     """Returns (meetings,) seconds that the last collective would gain if `ranks` were on time.
 
     ranks: columns, replayed with the median of the other ranks
@@ -38,10 +38,10 @@ def relief(w: Window, c: Arrivals, ranks: list[int]) -> np.ndarray:
         return np.zeros(len(np.unique(c.step[c.full])))
     slower = np.zeros_like(c.port)
     slower[:, ranks] = (c.port - np.median(c.port[:, rest], axis=1, keepdims=True))[:, ranks]
-    meetings, played = replay(w, c, np.clip(np.nan_to_num(slower), 0, None))
+    meetings, played = make_replay(w, c, np.clip(np.nan_to_num(slower), 0, None))
     if played is None:
         return np.zeros(0)
-    gained = played.end() - played.without(ranks, played.usual(rest)).end()
+    gained = played.find_ends() - played.without_ranks(ranks, played.as_usual(rest)).find_ends()
     stood = np.median(w.seconds("wait")[meetings - w.first][:, rest], axis=1)
     out: np.ndarray = np.clip(np.minimum(gained, stood), 0, None)
     return out

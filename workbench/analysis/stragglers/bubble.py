@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from workbench.analysis.steps.window import Window, last_steps, since_change
-from workbench.analysis.steps.words import duration
+from workbench.analysis.steps.words import format_seconds
 from workbench.record.timeline import Rows, Timeline
 
 UNLIKE = 1.15  # times the mean: reports a stage that takes longer
@@ -50,7 +50,7 @@ class Bubble(NamedTuple):
         by_stage = self.busy.reshape(-1, p, self.slices).swapaxes(1, 2).reshape(-1, p)
         mean, longest = by_stage.mean(axis=0), int(np.argmax(by_stage.mean(axis=0)))
         if mean[longest] > UNLIKE * mean.mean():
-            takes = f"{mean[longest] / mean.mean():.1f} times the mean: {duration(mean[longest])} per step"
+            takes = f"{mean[longest] / mean.mean():.1f} times the mean: {format_seconds(mean[longest])} per step"
             said.append(f"Stage {longest} takes longest, {takes}.")
         usual = np.median(by_stage, axis=0)
         stage = np.arange(len(self.busy)) // self.slices % p
@@ -76,7 +76,7 @@ def spread_at(tl: Timeline, step: int) -> tuple[int, int]:
     return int(said.get("stages", 1)), int(said.get("slices", 1))
 
 
-def bubble(tl: Timeline, last: int = 20, before: int | None = None) -> Bubble | None:
+def measure_bubble(tl: Timeline, last: int = 20, before: int | None = None) -> Bubble | None:
     """Measures the last `last` steps since the last change, up to step `before`.
 
     None if replicas are whole, or if no step has ended since the change.
@@ -90,9 +90,9 @@ def bubble(tl: Timeline, last: int = 20, before: int | None = None) -> Bubble | 
     rows = rows[np.isin(rows.step, w.steps[w.complete])]
     if not len(rows):
         return None
-    rows = rows if t == 1 else _passes(rows)
+    rows = rows if t == 1 else _merge_passes(rows)
     seconds = rows.t1 - rows.t0
-    place = (rows.step - w.first) * len(w.ranks) + w.column(rows.rank)
+    place = (rows.step - w.first) * len(w.ranks) + w.column_of(rows.rank)
     size = len(w.steps) * len(w.ranks)
     busy = np.bincount(place, seconds, size).reshape(-1, len(w.ranks))[w.complete]
     began, ended = np.full(size, np.inf), np.full(size, -np.inf)
@@ -102,7 +102,7 @@ def bubble(tl: Timeline, last: int = 20, before: int | None = None) -> Bubble | 
     flushes = not any(ahead for _, ahead in flights)
     if not flushes:  # then stages make a step at different times, each from its own beginning
         steps = w.lane("step")
-        began[(steps.step - w.first) * len(w.ranks) + w.column(steps.rank)] = steps.t0
+        began[(steps.step - w.first) * len(w.ranks) + w.column_of(steps.rank)] = steps.t0
     spread = [each.reshape(-1, len(w.ranks) // (p * t), p * t)[w.complete] for each in (began, ended)]
     lasts = spread[1].max(axis=2) - spread[0].min(axis=2)  # (steps, replicas)
     if not flushes:
@@ -120,7 +120,7 @@ def bubble(tl: Timeline, last: int = 20, before: int | None = None) -> Bubble | 
     return Bubble(p, micros, v, float(np.median(share)), least, np.median(busy, axis=0), flying, t, flushes, ranks)
 
 
-def _passes(rows: Rows) -> Rows:
+def _merge_passes(rows: Rows) -> Rows:
     """Merges the rows of each pass into one, because ranks of a stage meet inside a pass."""
     keys = [rows.rank, rows.step, np.unique(rows.name, return_inverse=True)[1]]
     order = np.lexsort([rows.t0, *keys])

@@ -1,9 +1,9 @@
 """Causes of a step's time beyond the compute that all ranks share, most expensive first.
 
 A rank is a culprit if it exceeds the median of the other ranks beyond its noise, in most steps, and it stalls other
-ranks. The cost is how much earlier the last collective would end if all culprits were on time (`blame.relief`). If all
-ranks stall alike (for the network, packing, or before a forward), the cause has no rank. A cause needs `SHARE` of a
-step. For a rank that is behind by `SHARE`, a cost of `FELT` is enough. If all ranks' steps vary, some rank is late
+ranks. The cost is how much earlier the last collective would end if all culprits were on time (`blame.measure_relief`).
+If all ranks stall alike (for the network, packing, or before a forward), the cause has no rank. A cause needs `SHARE`
+of a step. For a rank that is behind by `SHARE`, a cost of `FELT` is enough. If all ranks' steps vary, some rank is late
 anyway: with 8 ranks that vary by 5 %, the other ranks feel half of a delay of 10 %.
 """
 
@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workbench.analysis.communication.messages import carried
-from workbench.analysis.compare.clear import likeness
+from workbench.analysis.communication.messages import measure_ports
+from workbench.analysis.compare.clear import rank_correlation
 from workbench.analysis.steps.collectives import Arrivals, against_others, lined_up
-from workbench.analysis.steps.steps import held, packing
+from workbench.analysis.steps.steps import held_seconds, packing_seconds
 from workbench.analysis.steps.window import OUTSIDE, Window, last_steps, since_change
-from workbench.analysis.steps.words import duration
-from workbench.analysis.stragglers.blame import relief
+from workbench.analysis.steps.words import format_seconds
+from workbench.analysis.stragglers.blame import measure_relief
 from workbench.analysis.stragglers.bubble import spread_at
-from workbench.analysis.stragglers.naming import listed
-from workbench.analysis.stragglers.path import critical_path, shares
+from workbench.analysis.stragglers.naming import join_names
+from workbench.analysis.stragglers.path import critical_path, path_shares
 from workbench.analysis.stragglers.straggler import FEWEST, PERSISTENT, SHARE
 from workbench.record.timeline import Timeline
 
@@ -58,16 +58,16 @@ class Cause(NamedTuple):
     text: str
 
 
-class _Looked(NamedTuple):
+class _AnalysedSteps(NamedTuple):
     """The analysed steps and their collectives, a mask over the steps, each rank's own time."""
 
     w: Window
     c: Arrivals
     over: np.ndarray
-    own: _Own
+    own: _OwnTimes
 
 
-class _Own(NamedTuple):
+class _OwnTimes(NamedTuple):
     """How each rank spent its own time: seconds per step, (n, p)."""
 
     phases: dict[str, np.ndarray]
@@ -76,7 +76,7 @@ class _Own(NamedTuple):
     everyday: bool  # whether ranks meet in every step
 
 
-def causes(tl: Timeline, last: int = LAST) -> list[Cause]:
+def find_causes(tl: Timeline, last: int = LAST) -> list[Cause]:
     """Returns the causes in the last `last` steps since the last change, most expensive first.
 
     Empty if no cause reaches its limit, or if fewer than `FEWEST` steps have ended.
@@ -85,16 +85,16 @@ def causes(tl: Timeline, last: int = LAST) -> list[Cause]:
     if over.sum() < FEWEST:
         return []
     c = lined_up(w)
-    looked = _Looked(w, c, over, _own(w, over))
+    looked = _AnalysedSteps(w, c, over, _own_times(w, over))
     stages, slices = spread_at(tl, w.stop - 1)
     if stages > 1:  # of replicas that lack a rank nobody can tell who stands where
-        return [] if len(w.ranks) % (stages * slices) else _ranked([*_of_stages(tl, looked, stages, slices)])
+        return [] if len(w.ranks) % (stages * slices) else _rank_causes([*_of_stages(tl, looked, stages, slices)])
     ours = [*_to_blame(looked)] if len(w.ranks) > 1 and c.full.any() else []
-    return _ranked([*ours, *_of_all(looked, ours)])
+    return _rank_causes([*ours, *_of_all(looked, ours)])
 
 
 def why_unjudged(tl: Timeline, last: int = LAST) -> str:
-    """Why `causes` can say nothing of these steps; "" if it can."""
+    """Why `find_causes` can say nothing of these steps; "" if it can."""
     w, over = _steps_of(tl, last)
     if (known := int(over.sum())) < FEWEST:
         return (f"Too few steps to say what costs a step most: {known} of the last {last} ended on every rank since "
@@ -106,52 +106,52 @@ def why_unjudged(tl: Timeline, last: int = LAST) -> str:
 
 
 def _steps_of(tl: Timeline, last: int) -> tuple[Window, np.ndarray]:
-    """The steps that `causes` looks at, and a mask of those that count."""
+    """The steps that `find_causes` looks at, and a mask of those that count."""
     first, stop = last_steps(tl, last)
     w = Window(tl, max(first, since_change(tl, 0, stop)) - 1, stop)  # with the one before, which says when it ended
-    return w, w.complete & (w.steps > max(w.first, _begins(tl)))
+    return w, w.complete & (w.steps > max(w.first, _first_step(tl)))
 
 
-def _begins(tl: Timeline) -> int:
+def _first_step(tl: Timeline) -> int:
     """The first step of the run, which is slow because it allocates what later steps reuse."""
     steps = tl.spans.rows().step
     return int(steps.min()) if len(steps) else -1
 
 
-def _ranked(found: list[Cause]) -> list[Cause]:
+def _rank_causes(found: list[Cause]) -> list[Cause]:
     worth = {f: FELT if f.ranks and f.cause != "frozen" else SHARE for f in found}
     return sorted((f for f in found if f.share >= worth[f]), key=lambda f: -f.seconds)
 
 
-def _own(w: Window, over: np.ndarray) -> _Own:
+def _own_times(w: Window, over: np.ndarray) -> _OwnTimes:
     """Measures each rank's own time. A step counts from the end of the step before."""
     n, p = w.shape
     begin, end, forward = (np.full((n, p), np.nan) for _ in range(3))
     steps, passes = w.lane("step"), w.lane("compute", name="forward")
-    begin[steps.step - w.first, w.column(steps.rank)] = steps.t0
-    end[steps.step - w.first, w.column(steps.rank)] = steps.t1
+    begin[steps.step - w.first, w.column_of(steps.rank)] = steps.t0
+    end[steps.step - w.first, w.column_of(steps.rank)] = steps.t1
     passes = passes[np.argsort(-passes.t0, kind="stable")]  # so that the first pass of a step is assigned last
-    forward[passes.step - w.first, w.column(passes.rank)] = passes.t0
+    forward[passes.step - w.first, w.column_of(passes.rank)] = passes.t0
     since = np.fmin(np.vstack([begin[:1], end[:-1]]), begin)
     total, lead = end - since, forward - begin
     for i, rank in enumerate(w.ranks):
         still = w.cover(rank, "wait", *OUTSIDE)
-        total[:, i] -= still.between(since[:, i], end[:, i])
-        lead[:, i] -= still.between(begin[:, i], forward[:, i])
+        total[:, i] -= still.length_between(since[:, i], end[:, i])
+        lead[:, i] -= still.length_between(begin[:, i], forward[:, i])
     named = {"forward": "forward", "backward": "backward", "optimizer": "update"}
     phases = {cause: w.seconds("compute", name=name) for cause, name in named.items()}
     rest = total - w.seconds("compute")
     phases["input"] = np.clip(np.minimum(np.nan_to_num(lead), rest), 0, None)
     phases["outside"] = np.clip(rest - phases["input"], 0, None)
-    phases["codec"], phases["network"] = packing(w), w.seconds("port") + carried(w)
+    phases["codec"], phases["network"] = packing_seconds(w), w.seconds("port") + measure_ports(w)
     met = np.zeros(n, bool)
     met[w.lane("wait").step - w.first] = True
     everyday = bool(met[over].mean() >= PERSISTENT) or not met.any()
     step = float((np.median if everyday else np.mean)(w.step_seconds[over]))
-    return _Own({k: v[over] for k, v in phases.items()}, w.seconds("codec")[over], step, everyday)
+    return _OwnTimes({k: v[over] for k, v in phases.items()}, w.seconds("codec")[over], step, everyday)
 
 
-def _to_blame(looked: _Looked) -> Iterator[Cause]:
+def _to_blame(looked: _AnalysedSteps) -> Iterator[Cause]:
     """Yields what single ranks do longer than the other ranks, if other ranks wait for it."""
     w, c, over, own = looked
     late: dict[str, dict[int, float]] = {}
@@ -159,8 +159,8 @@ def _to_blame(looked: _Looked) -> Iterator[Cause]:
     steps = w.steps[over]
     for cause, values in {**own.phases, "codec": own.packed}.items():
         busy = values.max(axis=1) > 0 if cause in ("codec", "network") else np.ones(len(values), bool)
-        found = behind(values[busy], own.step)
-        new = behind(values[-NEAR:][busy[-NEAR:]], own.step) if len(values) > NEAR else found
+        found = excess_seconds(values[busy], own.step)
+        new = excess_seconds(values[-NEAR:][busy[-NEAR:]], own.step) if len(values) > NEAR else found
         mine = np.where(found > 0, found, new) * float(busy.mean())
         if (mine > SHARE * own.step).any():
             late[cause] = {int(r): float(mine[r]) for r in np.flatnonzero(mine > SHARE * own.step)}
@@ -172,17 +172,17 @@ def _to_blame(looked: _Looked) -> Iterator[Cause]:
             at = int(np.argmax(excess[:, r]))
             seldom[r] = int(long.sum()), float(excess[at, r]), int(steps[at]), float(excess[long, r].sum()) / len(long)
     everyone = sorted({r for found in late.values() for r in found})
-    gained = relief(w, c, everyone)
+    gained = measure_relief(w, c, everyone)
     every = max(1.0, len(steps) / max(len(gained), 1))  # steps between meetings
     most = max(float(np.median(gained)), float(np.median(gained[-NEAR:]))) / every if len(gained) else 0.0
     if most >= FELT * own.step:
         for cause, those in late.items():
-            yield _blamed(w, own, cause, those, most)
+            yield _blame_ranks(w, own, cause, those, most)
     if seldom:
-        yield _frozen(looked, seldom)
+        yield _blame_frozen(looked, seldom)
 
 
-def behind(values: np.ndarray, step: float) -> np.ndarray:
+def excess_seconds(values: np.ndarray, step: float) -> np.ndarray:
     """Returns (p,) seconds by which each rank exceeds the other ranks in (n, p) `values`.
 
     0 if the excess is below `SHARE` of a `step`, absent in many of the n steps, or within its noise. The noise is that
@@ -196,41 +196,43 @@ def behind(values: np.ndarray, step: float) -> np.ndarray:
     doubt = 1.25 * 1.4826 * np.median(np.abs(more - typical), axis=0) / np.sqrt(n)
     sure = (typical > np.maximum(SHARE * step, SURE * doubt)) & ((more > 0).mean(axis=0) >= PERSISTENT)
     for r in np.flatnonzero(sure):
-        alike = likeness(more[:, r])
+        alike = rank_correlation(more[:, r])
         alone = max(3.0, n * (1 - alike) / (1 + alike))
         sure[r] = typical[r] > SURE * doubt[r] * np.sqrt(n / alone) * (1 + 1.5 / alone)
     return np.where(sure, typical, 0.0)
 
 
-def _blamed(w: Window, own: _Own, cause: str, found: dict[int, float], most: float) -> Cause:
+def _blame_ranks(w: Window, own: _OwnTimes, cause: str, found: dict[int, float], most: float) -> Cause:
     ranks, worst = tuple(int(w.ranks[r]) for r in found), max(found.values())
     cost = min(worst, most)
-    each = " and ".join(duration(s) for s in found.values())
-    who = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {listed(tuple(map(str, ranks)))}"
+    each = " and ".join(format_seconds(s) for s in found.values())
+    who = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {join_names(tuple(map(str, ranks)))}"
     what = OWN[cause] if len(ranks) == 1 else OWN[cause].replace("its ", "their ").replace("it takes", "they take")
     return Cause(cause, ranks, cost, cost / own.step, f"{who}: {what} {each} longer than the others.")
 
 
-def _frozen(looked: _Looked, seldom: dict[int, tuple[int, float, int, float]]) -> Cause:
+def _blame_frozen(looked: _AnalysedSteps, seldom: dict[int, tuple[int, float, int, float]]) -> Cause:
     w, own = looked.w, looked.own
     ranks = tuple(int(w.ranks[r]) for r in seldom)
     cost = sum(mean for *_, mean in seldom.values())
     r, (times, longest, at, _) = max(seldom.items(), key=lambda item: item[1][1])
     often = "once" if times == 1 else f"{times} times"
-    others = f"; so did {listed(tuple(str(k) for k in ranks if k != w.ranks[r]))}" if len(ranks) > 1 else ""
-    text = (f"Rank {w.ranks[r]} stood still {often} in {looked.over.sum()} steps, for {duration(longest)} at step {at}"
-            f"{others}.")  # fmt: skip
+    others = f"; so did {join_names(tuple(str(k) for k in ranks if k != w.ranks[r]))}" if len(ranks) > 1 else ""
+    text = (
+        f"Rank {w.ranks[r]} stood still {often} in {looked.over.sum()} steps, for "
+        f"{format_seconds(longest)} at step {at}{others}."
+    )
     return Cause("frozen", ranks, cost, cost / own.step, text)
 
 
-def _of_stages(tl: Timeline, looked: _Looked, stages: int, slices: int) -> Iterator[Cause]:
+def _of_stages(tl: Timeline, looked: _AnalysedSteps, stages: int, slices: int) -> Iterator[Cause]:
     """Yields a pipeline's causes: compares ranks with their stage, stages with their mean.
 
     The cost is the excess, as far as the critical path leads through it.
     """
     w, _, over, own = looked
     path = [p for p in critical_path(tl, w.first, w.stop) if over[p.step - w.first]]
-    on, place = shares(path), np.arange(len(w.ranks)) % (stages * slices)
+    on, place = path_shares(path), np.arange(len(w.ranks)) % (stages * slices)
 
     def felt(cause: str, r: int, more: float) -> float:
         takes = float(own.phases[cause][:, r].mean())
@@ -239,10 +241,10 @@ def _of_stages(tl: Timeline, looked: _Looked, stages: int, slices: int) -> Itera
     for cause in OF_STAGES:
         values, found = own.phases[cause], dict[int, float]()
         for columns in (np.flatnonzero(place // slices == k) for k in range(stages)):
-            late = behind(values[:, columns], own.step)
+            late = excess_seconds(values[:, columns], own.step)
             found |= {int(r): float(s) for r, s in zip(columns, late, strict=True) if s > 0}
         if found:
-            blamed = _blamed(w, own, cause, found, max(felt(cause, r, s) for r, s in found.items()))
+            blamed = _blame_ranks(w, own, cause, found, max(felt(cause, r, s) for r, s in found.items()))
             yield blamed._replace(text=blamed.text.replace("than the others", "than others of the same stage"))
     passes = np.median(own.phases["forward"] + own.phases["backward"], axis=0)
     each = np.array([passes[place // slices == k].min() for k in range(stages)])
@@ -251,33 +253,33 @@ def _of_stages(tl: Timeline, looked: _Looked, stages: int, slices: int) -> Itera
         ranks = np.flatnonzero(place // slices == k)
         worst = max(("forward", "backward"), key=lambda cause: float(own.phases[cause][:, ranks].mean()))
         cost = max(felt("forward", int(r), more / 2) + felt("backward", int(r), more / 2) for r in ranks)
-        who = f"Stage {k} (rank{'s' * (len(ranks) > 1)} {listed(tuple(str(w.ranks[r]) for r in ranks))})"
-        text = f"{who}: its passes take {duration(more)} longer than the mean stage's."
+        who = f"Stage {k} (rank{'s' * (len(ranks) > 1)} {join_names(tuple(str(w.ranks[r]) for r in ranks))})"
+        text = f"{who}: its passes take {format_seconds(more)} longer than the mean stage's."
         yield Cause(worst, tuple(int(w.ranks[r]) for r in ranks), cost, cost / own.step, text)
     rows = w.lane("wait")
-    rows = rows[~w.outside(rows) & np.array([STAGE in str(name) for name in rows.name], bool)]
-    idle = float(w.total(rows, rows.t1 - rows.t0)[over].mean())
-    yield Cause("bubble", (), idle, idle / own.step, f"All ranks: {duration(idle)} waiting for another stage.")
+    rows = rows[~w.is_outside(rows) & np.array([STAGE in str(name) for name in rows.name], bool)]
+    idle = float(w.sum_rows(rows, rows.t1 - rows.t0)[over].mean())
+    yield Cause("bubble", (), idle, idle / own.step, f"All ranks: {format_seconds(idle)} waiting for another stage.")
     for cause in ("network", "codec", "input", "outside"):
         seconds = sum(s for (_, what), s in on.items() if what == cause)
-        yield Cause(cause, (), seconds, seconds / own.step, f"All ranks: {duration(seconds)} {ALL[cause]}.")
+        yield Cause(cause, (), seconds, seconds / own.step, f"All ranks: {format_seconds(seconds)} {ALL[cause]}.")
 
 
-def _of_all(looked: _Looked, ours: list[Cause]) -> Iterator[Cause]:
+def _of_all(looked: _AnalysedSteps, ours: list[Cause]) -> Iterator[Cause]:
     """Yields what all ranks have in common: the median rank's time, less what culprits cause."""
     w, c, over, own = looked
     still = np.zeros(w.shape)
-    np.add.at(still, c.step - w.first, np.nan_to_num(held(w, c)))
-    wire = np.clip(w.seconds("wait") - still - packing(w), 0, None)[over]
+    np.add.at(still, c.step - w.first, np.nan_to_num(held_seconds(w, c)))
+    wire = np.clip(w.seconds("wait") - still - packing_seconds(w), 0, None)[over]
     blamed = sum(f.seconds for f in ours if f.cause == "network")
-    costs = {"network": max(0.0, _usual(wire, own) - blamed)} if len(w.ranks) > 1 else {}
-    columns = {k: {int(c) for f in ours if f.cause == k for c in w.column(np.array(f.ranks))} for k in own.phases}
-    costs |= {k: _usual(own.phases[k], own, columns[k]) for k in ("codec", "input", "outside")}
+    costs = {"network": max(0.0, _usual_mean(wire, own) - blamed)} if len(w.ranks) > 1 else {}
+    columns = {k: {int(c) for f in ours if f.cause == k for c in w.column_of(np.array(f.ranks))} for k in own.phases}
+    costs |= {k: _usual_mean(own.phases[k], own, columns[k]) for k in ("codec", "input", "outside")}
     for cause, seconds in costs.items():
-        yield Cause(cause, (), seconds, seconds / own.step, f"All ranks: {duration(seconds)} {ALL[cause]}.")
+        yield Cause(cause, (), seconds, seconds / own.step, f"All ranks: {format_seconds(seconds)} {ALL[cause]}.")
 
 
-def _usual(values: np.ndarray, own: _Own, blamed: Collection[int] = ()) -> float:
+def _usual_mean(values: np.ndarray, own: _OwnTimes, blamed: Collection[int] = ()) -> float:
     """Returns the median rank's mean; if ranks meet in every step, trimmed by 10 % at each end.
 
     blamed: columns of ranks to leave out, unless no other rank remains

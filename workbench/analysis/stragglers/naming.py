@@ -27,7 +27,7 @@ class Slowness(NamedTuple):
     seconds: float  # per step
 
 
-def slowness(excess: np.ndarray, usual: np.ndarray) -> Slowness:
+def find_slowness(excess: np.ndarray, usual: np.ndarray) -> Slowness:
     """Finds the phases in which a rank is slow.
 
     excess: (6,) seconds per step by which each of STEADY and MEETING exceeds the other ranks'
@@ -49,13 +49,13 @@ def slowness(excess: np.ndarray, usual: np.ndarray) -> Slowness:
     return Slowness(names[k], phases, float(compute[with_it].sum()))
 
 
-def sentence(rank: int, s: Slowness, share: float, harm: float, victims: tuple[int, ...]) -> str:
+def describe_straggler(rank: int, s: Slowness, share: float, harm: float, victims: tuple[int, ...]) -> str:
     """Describes the slow rank: in which phase, by how much and which ranks wait.
 
-    >>> sentence(2, Slowness("forward", ("forward",), 0.04), 0.29, 0.04, (0,))[:79]
+    >>> describe_straggler(2, Slowness("forward", ("forward",), 0.04), 0.29, 0.04, (0,))[:79]
     "Rank 2 is the cause: its forward takes 40 ms longer than the others', 29 % of i"
     """
-    cause = f"Rank {rank} is the cause: {_longer(s)}, {share * 100:.0f} % of its step's time."
+    cause = f"Rank {rank} is the cause: {_describe_phase(s)}, {share * 100:.0f} % of its step's time."
     match len(victims):
         case 0:
             return f"{cause} No rank has waited for it so far; the others will if they meet."
@@ -64,7 +64,7 @@ def sentence(rank: int, s: Slowness, share: float, harm: float, victims: tuple[i
     return f"{cause} Ranks {', '.join(map(str, victims))} are victims: each waits {harm * 1e3:.3g} ms per step for it."
 
 
-def _longer(s: Slowness) -> str:
+def _describe_phase(s: Slowness) -> str:
     ms = f"{s.seconds * 1e3:.3g} ms longer than the others"
     match s.phase:
         case "link":
@@ -74,14 +74,14 @@ def _longer(s: Slowness) -> str:
         case "outside its phases":
             return f"outside forward, backward and update it takes {ms}"
         case "compute":
-            return f"its compute as a whole ({listed(s.phases)}) takes {ms}'"
-    return f"its {listed(s.phases)} take{'s' * (len(s.phases) == 1)} {ms}'"
+            return f"its compute as a whole ({join_names(s.phases)}) takes {ms}'"
+    return f"its {join_names(s.phases)} take{'s' * (len(s.phases) == 1)} {ms}'"
 
 
-def listed(names: tuple[str, ...]) -> str:
+def join_names(names: tuple[str, ...]) -> str:
     """Joins names with commas and "and".
 
-    >>> listed(("a", "b", "c")), listed(("a",))
+    >>> join_names(("a", "b", "c")), join_names(("a",))
     ('a, b and c', 'a')
     """
     return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)

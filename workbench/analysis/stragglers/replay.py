@@ -40,15 +40,16 @@ class Replay(NamedTuple):
     slower: Stack  # seconds by which each rank's own port was busier than the other ranks'
     chained: np.ndarray  # (meetings, collectives) int: the collective of the same bucket before it, or -1
 
-    def usual(self, rest: np.ndarray | None = None) -> Replay:
+    def as_usual(self, rest: np.ndarray | None = None) -> Replay:
         """As if no rank came or encoded later than the other ranks' median, or that of `rest`."""
+
         def of(values: Stack) -> Stack:
             others = of_others(values) if rest is None else np.median(values[:, :, rest], axis=2, keepdims=True)
             return np.fmin(values, others)
 
         return self._replace(own=of(self.own), woke=of(self.woke), encode=of(self.encode))
 
-    def without(self, ranks: list[int], usual: Replay) -> Replay:
+    def without_ranks(self, ranks: list[int], usual: Replay) -> Replay:
         """As if `ranks` (columns) came and encoded as in `usual`, and their ports were no slower."""
         own, woke, encode = self.own.copy(), self.woke.copy(), self.encode.copy()
         for quick, mine in ((usual.own, own), (usual.woke, woke), (usual.encode, encode)):
@@ -56,7 +57,7 @@ class Replay(NamedTuple):
         spared = np.max(self.slower[:, :, ranks], axis=2)
         return self._replace(own=own, woke=woke, encode=encode, service=np.clip(self.service - spared, 0, None))
 
-    def end(self) -> np.ndarray:
+    def find_ends(self) -> np.ndarray:
         """Returns (meetings,) when the last collective of each ends."""
         end, shift = np.full(len(self.own), -np.inf), np.zeros((len(self.own), self.own.shape[2]))
         ends = np.full(self.own.shape[:2], -np.inf)
@@ -71,7 +72,7 @@ class Replay(NamedTuple):
         return end
 
 
-def replay(w: Window, c: Arrivals, slower: np.ndarray) -> tuple[np.ndarray, Replay | None]:
+def make_replay(w: Window, c: Arrivals, slower: np.ndarray) -> tuple[np.ndarray, Replay | None]:
     """Returns the steps at which all ranks met, and their replay (None without any).
 
     slower: (collectives, ranks) seconds
@@ -80,25 +81,25 @@ def replay(w: Window, c: Arrivals, slower: np.ndarray) -> tuple[np.ndarray, Repl
     meetings, at = np.unique(c.step[full], return_inverse=True)
     if not len(meetings):
         return meetings, None
-    place = _place(at)
-    asked, t0, t1, slow = (_stacked(v[full], at, place) for v in (c.asked, c.t0, c.t1, np.nan_to_num(slower)))
+    place = _number_places(at)
+    asked, t0, t1, slow = (_stack_values(v[full], at, place) for v in (c.asked, c.t0, c.t1, np.nan_to_num(slower)))
     end = np.max(t1, axis=2)
     before = np.concatenate([np.full((len(end), 1), -np.inf), np.fmax.accumulate(end, axis=1)[:, :-1]], axis=1)
     encode = np.clip(t0 - np.fmax(asked, before[:, :, None]), 0, None)
-    chained = _chained(c, full, at, place)
-    waited, fixed, after, woke = _waits(w, meetings, asked, t1)
+    chained = _chain_buckets(c, full, at, place)
+    waited, fixed, after, woke = _read_waits(w, meetings, asked, t1)
     ended = np.take_along_axis(t1, np.maximum(chained, 0)[:, :, None], axis=1)
     own = np.where((chained >= 0)[:, :, None], np.clip(asked - ended, 0, None), asked - waited)
     service = np.clip(end - np.max(t0, axis=2), 0, None)
     return meetings, Replay(own, waited, fixed, after, woke, encode, service, np.nan_to_num(slow), chained)
 
 
-def _waits(w: Window, meetings: np.ndarray, asked: Stack, t1: Stack) -> tuple[Stack, Stack, Stack, Stack]:
+def _read_waits(w: Window, meetings: np.ndarray, asked: Stack, t1: Stack) -> tuple[Stack, Stack, Stack, Stack]:
     """Returns the fields waited, fixed, after and woke of a `Replay`."""
     _, k, p = asked.shape
     rows = w.lane("wait")
-    rows = rows[~w.outside(rows) & np.isin(rows.step, meetings)]
-    mine = np.searchsorted(meetings, rows.step) * p + w.column(rows.rank)
+    rows = rows[~w.is_outside(rows) & np.isin(rows.step, meetings)]
+    mine = np.searchsorted(meetings, rows.step) * p + w.column_of(rows.rank)
     order = np.lexsort((rows.t1, mine))
     mine, begins, stops = mine[order], rows.t0[order], rows.t1[order]
     # of each wait: its rank's earlier stalls in this step, and the collective that ended it, if any
@@ -141,7 +142,7 @@ def _last_before(group: np.ndarray, time: np.ndarray, whose: np.ndarray, until: 
     return out
 
 
-def _chained(c: Arrivals, full: np.ndarray, at: np.ndarray, place: np.ndarray) -> np.ndarray:
+def _chain_buckets(c: Arrivals, full: np.ndarray, at: np.ndarray, place: np.ndarray) -> np.ndarray:
     """(meetings, most collectives): returns the previous one in its bucket's chain, or -1."""
     out = np.full((int(at.max()) + 1, int(place.max()) + 1), -1)
     texts, code = np.unique(c.name[full].astype(str), return_inverse=True)
@@ -154,7 +155,7 @@ def _chained(c: Arrivals, full: np.ndarray, at: np.ndarray, place: np.ndarray) -
     return out
 
 
-def _place(at: np.ndarray) -> np.ndarray:
+def _number_places(at: np.ndarray) -> np.ndarray:
     """Numbers the collectives within each step. `at` is the meeting of each."""
     order = np.argsort(at, kind="stable")
     counts = np.bincount(at)
@@ -163,7 +164,7 @@ def _place(at: np.ndarray) -> np.ndarray:
     return place
 
 
-def _stacked(values: np.ndarray, at: np.ndarray, place: np.ndarray) -> Stack:
+def _stack_values(values: np.ndarray, at: np.ndarray, place: np.ndarray) -> Stack:
     """Arranges (collectives, p) as (meetings, most collectives, p), padded with NaN."""
     out = np.full((int(at.max()) + 1, int(place.max()) + 1, values.shape[1]), np.nan)
     out[at, place] = values

@@ -1,8 +1,8 @@
 """Finds the slow rank and separates cause from victim by arrival at the collectives.
 
 An all-reduce makes all ranks' steps equally long, so step times do not show the cause. The cause arrives last and waits
-least. `blame` measures its cost to other ranks. Its phases and port, compared with the median of the other ranks, show
-why it is late. Medians and a noise threshold keep single outliers from being reported.
+least. `blame_ranks` measures its cost to other ranks. Its phases and port show why it is late, compared with the
+median of the other ranks. Medians and a noise threshold keep single outliers from being reported.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workbench.analysis.communication.messages import carried, waited
+from workbench.analysis.communication.messages import measure_ports, measure_waits
 from workbench.analysis.steps.collectives import against_others, lined_up, of_others
 from workbench.analysis.steps.window import Window, last_steps, since_change, stands_for
-from workbench.analysis.stragglers.blame import blame
+from workbench.analysis.stragglers.blame import blame_ranks
 from workbench.analysis.stragglers.bubble import spread_at
-from workbench.analysis.stragglers.naming import COMPUTE, STEADY, Slowness, sentence, slowness
+from workbench.analysis.stragglers.naming import COMPUTE, STEADY, Slowness, describe_straggler, find_slowness
 from workbench.record.timeline import Timeline
 
 SHARE = 0.05  # share of a step: less harm is not reported
@@ -45,7 +45,7 @@ class Verdict(NamedTuple):
     cause: bool = True
 
 
-class _Facts(NamedTuple):
+class _StragglerFacts(NamedTuple):
     """The inputs of a verdict, in seconds per step."""
 
     step: float  # the median step, or the mean of the median round
@@ -67,10 +67,10 @@ class _Facts(NamedTuple):
 
     @property
     def doubt(self) -> float:
-        return 1.25 * _sigma(self.net) / float(np.sqrt(max(len(self.net), 1)))
+        return 1.25 * _robust_sigma(self.net) / float(np.sqrt(max(len(self.net), 1)))
 
 
-def straggler(tl: Timeline, last: int = 20) -> Verdict | None:
+def find_straggler(tl: Timeline, last: int = 20) -> Verdict | None:
     """Returns the rank that other ranks wait for in the last steps since a change, or None.
 
     With a periodic strategy, judges by how far each rank has fallen behind since the last meeting.
@@ -80,19 +80,19 @@ def straggler(tl: Timeline, last: int = 20) -> Verdict | None:
     w = Window(tl, max(first, floor), stop)
     if len(w.ranks) < 2 or w.complete.sum() < FEWEST or spread_at(tl, stop - 1)[0] > 1:
         return None
-    met, cost = blame(w, lined_up(w))
+    met, cost = blame_ranks(w, lined_up(w))
     if not len(met):
-        met, cost = waited(w)
+        met, cost = measure_waits(w)
     if 0 < len(met) >= w.complete.sum() - 1:
-        f = _facts(w, w.complete, met, cost, np.ones(len(met)))
+        f = _gather_facts(w, w.complete, met, cost, np.ones(len(met)))
     else:
-        f = _periodic(Window(tl, max(stop - REACH * last, floor), stop), last)
-    rank = _guilty(f)
-    return None if rank is None else _verdict(tl, w, f, rank, last)
+        f = _periodic_facts(Window(tl, max(stop - REACH * last, floor), stop), last)
+    rank = _find_guilty(f)
+    return None if rank is None else _make_verdict(tl, w, f, rank, last)
 
 
 def why_silent(tl: Timeline) -> str:
-    """Returns why `straggler` found no rank.
+    """Returns why `find_straggler` found no rank.
 
     "alone":  one rank
     "alike":  one rank stands for all
@@ -110,44 +110,50 @@ def why_silent(tl: Timeline) -> str:
     return "early" if early else "nobody"
 
 
-def _periodic(w: Window, last: int) -> _Facts:
+def _periodic_facts(w: Window, last: int) -> _StragglerFacts:
     """The facts for a periodic strategy, from the newest rounds, at least one."""
-    met, cost = blame(w, lined_up(w))
+    met, cost = blame_ranks(w, lined_up(w))
     size = np.diff(np.concatenate([[w.first - 1], met]))
     recent = met >= w.stop - last
     recent[-1:] = True
-    return _facts(w, w.complete & (w.steps >= w.stop - last), met[recent], cost[recent], size[recent])
+    return _gather_facts(w, w.complete & (w.steps >= w.stop - last), met[recent], cost[recent], size[recent])
 
 
-def _facts(w: Window, over: np.ndarray, met: np.ndarray, cost: np.ndarray, size: np.ndarray) -> _Facts:
+def _gather_facts(w: Window, over: np.ndarray, met: np.ndarray, cost: np.ndarray, size: np.ndarray) -> _StragglerFacts:
     named = [w.seconds("compute", name=name) for name in COMPUTE]
     rest = w.step_seconds - w.seconds("compute") - w.seconds("wait")
     steady = np.stack([against_others(phase[over]) for phase in (*named, rest)])  # (phases, steps, p)
     total = steady.sum(axis=0)
     at = met - w.first
-    ports = w.seconds("port") + carried(w)
+    ports = w.seconds("port") + measure_ports(w)
     meeting = [against_others(busy[at]) / size[:, None] for busy in (w.seconds("codec"), ports)]
-    excess = np.stack([*np.median(steady, axis=1), *map(_median, meeting)])
+    excess = np.stack([*np.median(steady, axis=1), *map(_median_or_zero, meeting)])
     cost = cost / size[:, None, None]
     everyday = bool(len(size)) and float(size.max()) == 1.0
     whole = w.step_seconds[over]
     typical = np.median if everyday else np.mean
     usual = np.stack([np.median(phase[over] - against_others(phase[over]), axis=0) for phase in named])
-    return _Facts(
-        step=float(typical(whole.mean(axis=1))), own=typical(whole, axis=0), usual=usual, excess=excess,
-        noise=1.25 * _sigma(total) / float(np.sqrt(len(total))), ahead=(total > 0).mean(axis=0), met=everyday,
-        cost=cost, net=_of_others(cost) - cost.max(axis=2, initial=0),
+    return _StragglerFacts(
+        step=float(typical(whole.mean(axis=1))),
+        own=typical(whole, axis=0),
+        usual=usual,
+        excess=excess,
+        noise=1.25 * _robust_sigma(total) / float(np.sqrt(len(total))),
+        ahead=(total > 0).mean(axis=0),
+        met=everyday,
+        cost=cost,
+        net=_of_others(cost) - cost.max(axis=2, initial=0),
     )
 
 
-def _guilty(f: _Facts) -> int | None:
+def _find_guilty(f: _StragglerFacts) -> int | None:
     """Returns the rank that does harm beyond doubt, or None."""
     worth = SHARE * f.step
     behind, choked = f.excess[:4].sum(axis=0), f.excess[4:].sum(axis=0)
     slow = (behind > max(worth, SIGMAS * f.noise)) & (f.ahead >= PERSISTENT)
     if f.met:
         late = (f.net > 0).mean(axis=0) >= PERSISTENT
-        found = late & (_median(f.net) > max(worth, SIGMAS * f.doubt))
+        found = late & (_median_or_zero(f.net) > max(worth, SIGMAS * f.doubt))
         found |= (slow | (choked > worth)) & (f.harm > FELT * f.step)
         score = f.harm
     else:
@@ -156,8 +162,8 @@ def _guilty(f: _Facts) -> int | None:
     return int(np.argmax(np.where(found, score, -1.0))) if found.any() else None
 
 
-def _verdict(tl: Timeline, w: Window, f: _Facts, rank: int, last: int) -> Verdict:
-    found = slowness(f.excess[:, rank], f.usual[:, rank])
+def _make_verdict(tl: Timeline, w: Window, f: _StragglerFacts, rank: int, last: int) -> Verdict:
+    found = find_slowness(f.excess[:, rank], f.usual[:, rank])
     others = [v for v in range(len(w.ranks)) if v != rank]
     harm = float(f.harm[rank]) if len(f.cost) else 0.0
     if f.met and found.seconds < EXPLAINED * harm:
@@ -165,15 +171,15 @@ def _verdict(tl: Timeline, w: Window, f: _Facts, rank: int, last: int) -> Verdic
     if not f.met:
         harm = min(harm, found.seconds)  # one round contains other delays too
     share = min(found.seconds / max(float(f.own[rank]), 1e-9), 1.0)
-    suffers = _median(f.cost)[:, rank]
+    suffers = _median_or_zero(f.cost)[:, rank]
     victims = tuple(int(w.ranks[v]) for v in others if suffers[v] > 0.25 * harm > 0)
-    scores = _scores(tl, w, rank, last)
-    text = sentence(int(w.ranks[rank]), found, share, harm, victims)
+    scores = _compare_scores(tl, w, rank, last)
+    text = describe_straggler(int(w.ranks[rank]), found, share, harm, victims)
     side = "link" if found.phase == "link" else "compute"
     return Verdict(int(w.ranks[rank]), side, *found[:2], found.seconds, share, harm, victims, *scores, text)
 
 
-def _scores(tl: Timeline, w: Window, rank: int, last: int) -> tuple[float, float]:
+def _compare_scores(tl: Timeline, w: Window, rank: int, last: int) -> tuple[float, float]:
     """Returns the other ranks' compute, and its own earlier compute, over its compute now."""
     now = np.median(w.seconds("compute")[w.complete], axis=0)
     if not now[rank]:
@@ -190,11 +196,11 @@ def _of_others(cost: np.ndarray) -> np.ndarray:
     return np.diagonal(of_others(cost.swapaxes(1, 2)), axis1=1, axis2=2)
 
 
-def _median(values: np.ndarray) -> np.ndarray:
+def _median_or_zero(values: np.ndarray) -> np.ndarray:
     """The median over the first axis; zeros if it is empty."""
     return np.median(values, axis=0) if len(values) else np.zeros(values.shape[1:])
 
 
-def _sigma(values: np.ndarray) -> float:
+def _robust_sigma(values: np.ndarray) -> float:
     """Robust noise of single values: 1.4826 times the median distance from the median."""
     return 1.4826 * float(np.median(np.abs(values - np.median(values, axis=0)))) if len(values) else 0.0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from workbench import analysis
-from workbench.analysis.summary.reasons import Silence, explained, why_no_meeting, why_no_step
+from workbench.analysis.summary.reasons import EmptyAnswer, explain_empty, why_no_meeting, why_no_step
 from workbench.record.run import Run
 
 if TYPE_CHECKING:
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from workbench.analysis import RankMemory
 
 
-class Frames(Run):
+class RunFrames(Run):
     """A run that returns its analyses as frames."""
 
     def memory(self, last: int | None = None) -> list[RankMemory]:
         """Returns each rank's peak memory in the last `last` steps (None: all), also by category.
 
-        >>> Frames({"ranks": 2}).memory()
+        >>> RunFrames({"ranks": 2}).memory()
         []  # No step ended on every rank.
         """
         stop = analysis.last_steps(self.timeline)[1]
-        found = analysis.memory(self.timeline, 0 if last is None else max(0, stop - last))
-        return found or Silence(why_no_step(self, last) or "The record says nothing of memory.")
+        found = analysis.measure_memory(self.timeline, 0 if last is None else max(0, stop - last))
+        return found or EmptyAnswer(why_no_step(self, last) or "The record says nothing of memory.")
 
     def lateness(self, last: int | None = None) -> pd.DataFrame:
         """Returns each rank's arrival after the other ranks' median, in seconds (negative: before).
@@ -37,16 +37,16 @@ class Frames(Run):
         A row per rank, a column per step, of the last so many or of all; NaN where ranks did not meet. If they met in
         none of these steps, the frame shows why. See `workbench.analysis.communication.lateness`.
 
-        >>> Frames({"ranks": 2}).lateness().shape
+        >>> RunFrames({"ranks": 2}).lateness().shape
         (0, 0)
         """
         import pandas as pd
 
         stop = analysis.last_steps(self.timeline)[1]
-        found = analysis.lateness(self.timeline, 0 if last is None else max(0, stop - last))
+        found = analysis.measure_lateness(self.timeline, 0 if last is None else max(0, stop - last))
         rows, columns = pd.Index(found.ranks, name="rank"), pd.Index(found.steps, name="step")
         frame = pd.DataFrame(found.seconds.T, index=rows, columns=columns)
-        return explained(frame, "" if found.met.any() else why_no_meeting(self, last))
+        return explain_empty(frame, "" if found.met.any() else why_no_meeting(self, last))
 
     def collectives(self, last: int | None = None) -> pd.DataFrame:
         """Returns collectives by operation, group and bucket: count, bytes, bandwidths.
@@ -55,10 +55,10 @@ class Frames(Run):
         as in nccl-tests, median and worst. The wait for the last rank is separate.
         `workbench.analysis.communication.bandwidth` explains each column.
 
-        >>> Frames({"ranks": 2}).collectives().empty
+        >>> RunFrames({"ranks": 2}).collectives().empty
         True
         """
-        rows = analysis.by_collective(self.timeline, *self._last(last))
+        rows = analysis.by_collective(self.timeline, *self._last_steps(last))
         return self._frame_of(rows, analysis.ByCollective, "" if rows else why_no_meeting(self, last))
 
     def critical_path(self, last: int | None = None) -> pd.DataFrame:
@@ -67,11 +67,11 @@ class Frames(Run):
         Covers the last `last` steps (None: all). Columns are step, rank (-1: all ranks took part), cause, begin and end
         (in seconds since the run began). See `workbench.analysis.stragglers.path`.
 
-        >>> Frames({"ranks": 2}).critical_path().columns.tolist()
+        >>> RunFrames({"ranks": 2}).critical_path().columns.tolist()
         ['step', 'rank', 'cause', 'begin', 'end']
         """
-        rows = analysis.critical_path(self.timeline, *self._last(last))
-        return self._frame_of(rows, analysis.Piece, "" if rows else why_no_step(self, last))
+        rows = analysis.critical_path(self.timeline, *self._last_steps(last))
+        return self._frame_of(rows, analysis.PathPiece, "" if rows else why_no_step(self, last))
 
     def overlap(self, last: int | None = None) -> pd.DataFrame:
         """Returns each rank's communication, hidden behind compute or exposed, in seconds per step.
@@ -79,17 +79,17 @@ class Frames(Run):
         A row per rank: communication, its hidden part, this part by phase, and the exposed part. Covers the last `last`
         steps (None: all). Overlapping spans count once.
 
-        >>> Frames({"ranks": 2}).overlap().columns.tolist()
+        >>> RunFrames({"ranks": 2}).overlap().columns.tolist()
         ['communication', 'hidden', 'forward', 'backward', 'update', 'exposed']
         """
         import pandas as pd
 
-        first, stop = self._last(last)
-        found = analysis.overlap(self.timeline, first, stop)
+        first, stop = self._last_steps(last)
+        found = analysis.measure_overlap(self.timeline, first, stop)
         columns = {"communication": found.communication, "hidden": found.hidden, **found.behind}
         table = {name: v / max(stop - first, 1) for name, v in {**columns, "exposed": found.exposed}.items()}
         frame = pd.DataFrame(table, index=pd.Index(found.ranks, name="rank"))
-        return explained(frame, "" if found.communication.any() else why_no_meeting(self, last))
+        return explain_empty(frame, "" if found.communication.any() else why_no_meeting(self, last))
 
     def entered(self) -> pd.DataFrame:
         """Returns the collectives that a live run's ranks wait in, and the missing ranks.
@@ -97,41 +97,41 @@ class Frames(Run):
         Based on the ranks' last reports, at most a second old. Empty if no rank waits. See
         `workbench.analysis.communication.entered`.
 
-        >>> Frames({"ranks": 2}).entered().columns.tolist()
+        >>> RunFrames({"ranks": 2}).entered().columns.tolist()
         ['step', 'collective', 'entered', 'seconds', 'missing']
         """
         why = "No rank waits in a collective." if self.live else "The run is not live, so no rank waits."
-        return self._frame_of(analysis.entered(self.standing), analysis.Entered, why)
+        return self._frame_of(analysis.list_open(self.standing), analysis.OpenCollective, why)
 
     def clocks(self) -> pd.DataFrame:
         """Returns each rank's host, its clock minus rank 0's, and the error of that, in seconds.
 
-        >>> Frames({"ranks": 2}).clocks().columns.tolist()
+        >>> RunFrames({"ranks": 2}).clocks().columns.tolist()
         ['rank', 'host', 'offset', 'error']
         """
-        return self._frame_of(analysis.clocks(self), analysis.RankClock, "No rank has said which host it is on.")
+        return self._frame_of(analysis.list_clocks(self), analysis.RankClock, "No rank has said which host it is on.")
 
     def recording(self) -> pd.DataFrame:
         """Returns each rank's CPU seconds while it trained, and the part that recording took.
 
-        >>> Frames({"ranks": 2}).recording().columns.tolist()
+        >>> RunFrames({"ranks": 2}).recording().columns.tolist()
         ['rank', 'process', 'recording']
         """
         why = "No rank has said what recording took. Real ranks say it every few seconds and at the end."
-        return self._frame_of(analysis.recording(self.timeline), analysis.RankCost, why)
+        return self._frame_of(analysis.recording_costs(self.timeline), analysis.RankCost, why)
 
     def gpus(self, seconds: float = 10.0) -> pd.DataFrame:
         """Returns each rank's GPU use (a share), power (W), and bytes/s sent and received.
 
         Means over the record's last `seconds`. Empty if no GPU was read, which needs nvidia-ml-py. Not tested on a GPU.
 
-        >>> Frames({"ranks": 2}).gpus().empty
+        >>> RunFrames({"ranks": 2}).gpus().empty
         True
         """
         why = f"The last {seconds:g} s of the record have no reading of a GPU; engines need nvidia-ml-py and a GPU."
-        return self._frame_of(analysis.gpus(self.timeline, seconds), analysis.RankGpu, why)
+        return self._frame_of(analysis.measure_gpus(self.timeline, seconds), analysis.RankGpu, why)
 
-    def _last(self, last: int | None) -> tuple[int, int]:
+    def _last_steps(self, last: int | None) -> tuple[int, int]:
         first, stop = analysis.last_steps(self.timeline, last)
         return first, stop
 
@@ -141,4 +141,4 @@ class Frames(Run):
         import pandas as pd
 
         frame = pd.DataFrame(rows, columns=pd.Index(kind._fields))
-        return explained(frame, "" if rows else why)
+        return explain_empty(frame, "" if rows else why)

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.analysis.resources.memory import memory
-from workbench.analysis.steps.examples import examples_per_second, recent, serving
-from workbench.analysis.steps.settings import stretches
+from workbench.analysis.resources.memory import measure_memory
+from workbench.analysis.steps.examples import examples_per_second, recent_steps, serving_ranks
+from workbench.analysis.steps.settings import list_stretches
 from workbench.analysis.steps.steps import bytes_per_step
-from workbench.analysis.steps.window import Window, last_steps, newest, ranks_of, stands_for
+from workbench.analysis.steps.window import Window, last_steps, newest_generation, ranks_of, stands_for
 
 if TYPE_CHECKING:
     from workbench.record.run import Run
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 RECENT = 50  # steps
 
 
-def summary(run: Run) -> dict[str, Any]:
+def summarise_run(run: Run) -> dict[str, Any]:
     """Returns progress, speed (over the last 50 steps) and quality. Times are in seconds.
 
     strategy, compressor: in force after the last change
@@ -30,18 +30,18 @@ def summary(run: Run) -> dict[str, Any]:
     missing, unwritten: lost rows and rows in memory that the run directory lacks
     memory_peak: bytes of the rank with the highest peak; None if the record lacks it
     """
-    tl, now = run.timeline, stretches(run)[-1].settings
-    first, stop = _trained(tl)
+    tl, now = run.timeline, list_stretches(run)[-1].settings
+    first, stop = _trained_steps(tl)
     w = Window(tl, first, stop)
     seconds = w.step_seconds[w.usual | ~w.complete]  # if a rank skipped a step, the ranks that made it count
     times = np.fmax.reduce(seconds, axis=1) if seconds.size else np.empty(0)
     times = times[~np.isnan(times)]  # the median needs steps that some rank made
-    sent, eps = bytes_per_step(tl, first, stop), examples_per_second(tl, *recent(tl, RECENT))
+    sent, eps = bytes_per_step(tl, first, stop), examples_per_second(tl, *recent_steps(tl, RECENT))
     return {
         "name": run.name,
         "state": run.state,
-        "strategy": _name(now.get("strategy")),
-        "compressor": _name(now.get("compressor")),
+        "strategy": _name_member(now.get("strategy")),
+        "compressor": _name_member(now.get("compressor")),
         "ranks": int(run.settings.get("ranks") or len(ranks_of(tl.spans.rows()))),
         "stands_for": stands_for(tl),
         "steps": stop,
@@ -49,33 +49,33 @@ def summary(run: Run) -> dict[str, Any]:
         "step_s": round(float(np.median(times)), 6) if len(times) else None,
         "examples_per_second": None if eps is None else round(float(eps) * stands_for(tl), 3),
         "bytes_per_step": float(sent.mean()) if sent.size else None,
-        "memory_peak": max((m.peak for m in memory(tl)), default=None),
+        "memory_peak": max((m.peak for m in measure_memory(tl)), default=None),
         "loss": _mean_of_last(run, "loss", stop),
-        "held_out": _newest(run, "held_out"),
+        "held_out": _newest_sample(run, "held_out"),
         "changes": len(run.changes),
-        "missing": run.missing + int(_newest(run, "dropped") or 0),
+        "missing": run.missing + int(_newest_sample(run, "dropped") or 0),
         "unwritten": run.unwritten,
         "warnings": [*run.warnings, *(str(detail.get("text", "")) for _, _, detail in run.details("warning"))],
     }
 
 
-def _trained(tl: Timeline) -> tuple[int, int]:
+def _trained_steps(tl: Timeline) -> tuple[int, int]:
     """[first, stop) of the last steps that ended on every rank, except servers."""
     first, stop = last_steps(tl, RECENT)
-    if not (servers := serving(tl)):
+    if not (servers := serving_ranks(tl)):
         return first, stop
     rows = tl.spans.rows()
     ended = rows[rows.equal("lane", "step") & ~np.isin(rows.rank, servers)]
-    if (since := newest(tl)) is not None:
+    if (since := newest_generation(tl)) is not None:
         ended = ended[np.isin(ended.rank, since.members) & (ended.t0 >= since.t)]
     furthest = [int(ended.step[ended.rank == rank].max()) for rank in ranks_of(ended)]
     stop = max(stop, min(furthest, default=-1) + 1)
     return max(0, stop - RECENT), stop
 
 
-def line(run: Run) -> str:
+def summary_line(run: Run) -> str:
     """Returns the run in one line."""
-    s = summary(run)
+    s = summarise_run(run)
     there = s["ranks"] // s["stands_for"]
     few = f" (of which {there} stand{'s' * (there == 1)} for all)" if s["stands_for"] > 1 else ""
     parts = [f"{s['strategy']}, {s['ranks']} ranks{few}, {s['steps']} steps in {s['seconds']:.1f} s ({s['state']})"]
@@ -87,16 +87,16 @@ def line(run: Run) -> str:
     return f"Run {run.name}: {', '.join(parts)}" + (f"; {run.holdup}" if run.holdup else "")
 
 
-def _name(plain: Any) -> str:
+def _name_member(plain: Any) -> str:
     """The name of a family member in plain JSON, with the member that it wraps."""
     if not isinstance(plain, dict) or len(plain) != 1:
         return str(plain or "?")
     ((name, rest),) = plain.items()
     inner = rest.get("of") if isinstance(rest, dict) else None
-    return f"{name}({_name(inner)})" if inner else str(name)
+    return f"{name}({_name_member(inner)})" if inner else str(name)
 
 
-def _newest(run: Run, name: str) -> float | None:
+def _newest_sample(run: Run, name: str) -> float | None:
     rows = run.timeline.samples.rows()
     hit = np.flatnonzero(rows.equal("name", name)) if len(rows) else np.empty(0, np.int64)
     return float(rows.value[hit[-1]]) if len(hit) else None

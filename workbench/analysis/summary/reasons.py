@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.analysis.steps.collectives import lined_up
-from workbench.analysis.steps.settings import stretches
+from workbench.analysis.steps.settings import list_stretches
 from workbench.analysis.steps.window import Window, last_steps, ranks_of
 
 if TYPE_CHECKING:
@@ -47,11 +47,13 @@ def why_no_meeting(run: Run, last: int | None = None) -> str:
 
 def strategy_at(run: Run, step: int) -> str:
     """The name of the strategy in force at a step."""
-    now: Any = next((s.settings for s in reversed(stretches(run)) if s.first <= step), run.settings).get("strategy")
+    now: Any = next((s.settings for s in reversed(list_stretches(run)) if s.first <= step), run.settings).get(
+        "strategy"
+    )
     return next(iter(now), "?") if isinstance(now, dict) else str(now)
 
 
-def explained(frame: Any, why: str) -> Any:
+def explain_empty(frame: Any, why: str) -> Any:
     """The frame, which shows below itself why it says nothing. `attrs["why"]` has the sentence, too."""
     if not why:
         return frame
@@ -71,7 +73,7 @@ def explained(frame: Any, why: str) -> Any:
     return found
 
 
-class Silence(list[Any]):
+class EmptyAnswer(list[Any]):
     """An empty list that says why it is empty."""
 
     def __init__(self, why: str) -> None:

@@ -13,17 +13,17 @@ from workbench.cluster.engines.cluster import Cluster
 from workbench.cluster.processes import stacks
 from workbench.cluster.processes.place import ClusterError
 from workbench.cluster.run.changes import PendingChange
-from workbench.cluster.run.live import Live
-from workbench.cluster.run.resizing import resize
+from workbench.cluster.run.live import RunController
+from workbench.cluster.run.resizing import resize_run
 from workbench.record.kept import PendingCheckpoint
 from workbench.settings import KnobError
 
 
-class Handles:
+class RunControls:
     """The part of a Lab that acts on its run."""
 
     cluster: Cluster
-    _live: Live | None
+    _live: RunController | None
 
     @property
     def live(self) -> bool:
@@ -37,23 +37,23 @@ class Handles:
 
     def pause(self) -> None:
         """Pauses all ranks at the next step boundary."""
-        self._request("pause")
+        self._send_request("pause")
 
     def resume(self) -> None:
-        self._request("resume")
+        self._send_request("resume")
 
     def step(self, n: int = 1) -> None:
         """Trains `n` steps, then pauses."""
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 10**6:
             raise KnobError(f"n={n!r}: must be an integer in [1, 1000000] steps")
-        self._request("step", n=n)
+        self._send_request("step", n=n)
 
     def checkpoint(self) -> PendingCheckpoint:
         """Makes a checkpoint at one of the next step boundaries, in the run's directory. Returns at once.
 
         `lab.checkpoint().wait()` returns its path once it is complete. It stays until you remove it.
         """
-        return PendingCheckpoint(self._going("checkpoint").run)
+        return PendingCheckpoint(self._require_run("checkpoint").run)
 
     def stop(self) -> None:
         """Stops the run at the next step boundary, and returns at once. A second call aborts the run.
@@ -67,7 +67,7 @@ class Handles:
     def abort(self) -> None:
         """Ends the run at once, in the middle of a step."""
         if self.live:
-            self._going("abort").abort()
+            self._require_run("abort").abort()
 
     def resize(self, ranks: int) -> PendingChange:
         """Makes `ranks` ranks train together from one of the next steps on: takes some out, or adds idle engines.
@@ -77,7 +77,7 @@ class Handles:
         imports; `Lab(spare=1)` keeps some warm. Raises KnobError if so many ranks are impossible, and ClusterError if
         engines do not come up. Then the run goes on as it was.
         """
-        return resize(self._going("resize"), ranks)
+        return resize_run(self._require_run("resize"), ranks)
 
     def evict(self, *ranks: int, replace: bool = False) -> None:
         """Evicts ranks that hang: ends their engines, and the remaining ranks go on from the last boundary.
@@ -86,7 +86,7 @@ class Handles:
 
         Raises KnobError or ClusterError, and changes nothing, if the remaining ranks could not go on.
         """
-        self._going("evict").evicting.evict(ranks, "as asked", replace)
+        self._require_run("evict").evicting.evict_ranks(ranks, "as asked", replace)
 
     def stacks(self) -> stacks.Stacks:
         """Returns, by rank, the Python stacks of all its threads, also of a rank that hangs.
@@ -98,7 +98,7 @@ class Handles:
         live = self._live if self.live else None
         found = stacks.gathered(cluster, [e.rank for e in cluster.engines if live is None or e.rank in live.members])
         for rank in found if live else ():
-            step, op = live.attention.place(rank) if live else (0, "")
+            step, op = live.attention.find_place(rank) if live else (0, "")
             found[rank] = f"in {op or 'nothing that it told'} of step {step}\n{found[rank]}"
         return found
 
@@ -106,15 +106,15 @@ class Handles:
 
     def kill(self, rank: int) -> None:
         """Kills the engine of a rank, as a crash would. The other ranks act by `on_death`."""
-        self._fault(rank, "kill", "was killed", signal.SIGKILL)
+        self._inject_fault(rank, "kill", "was killed", signal.SIGKILL)
 
     def freeze(self, rank: int) -> None:
         """Stops the process of a rank, as a machine that hangs would. `thaw` lets it go on."""
-        self._fault(rank, "freeze", "was frozen", signal.SIGSTOP)
+        self._inject_fault(rank, "freeze", "was frozen", signal.SIGSTOP)
 
     def thaw(self, rank: int) -> None:
         """Lets a frozen rank go on."""
-        self._fault(rank, "thaw", "goes on", signal.SIGCONT)
+        self._inject_fault(rank, "thaw", "goes on", signal.SIGCONT)
 
     def preempt(self, rank: int, grace: float = 30.0) -> None:
         """Sends SIGTERM to the engine of a rank, as Slurm or a spot instance does, and kills it `grace` seconds later.
@@ -124,23 +124,25 @@ class Handles:
         """
         if isinstance(grace, bool) or not isinstance(grace, (int, float)) or not 0 <= grace <= 3600:
             raise KnobError(f"grace={grace!r}: must be a number in [0, 3600] seconds")
-        self._fault(rank, "preempt", f"was sent SIGTERM, {grace:g} s before it is killed", signal.SIGTERM)
+        self._inject_fault(rank, "preempt", f"was sent SIGTERM, {grace:g} s before it is killed", signal.SIGTERM)
         self.cluster.health.send_later(rank, signal.SIGKILL, grace)
 
-    def _fault(self, rank: int, what: str, said: str, by: int) -> None:
-        live = self._going(what)
+    def _inject_fault(self, rank: int, what: str, said: str, by: int) -> None:
+        live = self._require_run(what)
         if isinstance(rank, bool) or not isinstance(rank, int) or rank not in live.members:
             raise KnobError(f"rank={rank!r}: must be one of those that train now: {', '.join(map(str, live.members))}")
-        if not live.cluster.health.mine(live.cluster.engines[rank]):
+        if not live.cluster.health.is_own(live.cluster.engines[rank]):
             raise ClusterError(f"rank={rank}: its engine is gone, or was not started by this lab, which signals only "
                                f"its own")  # fmt: skip
-        live.evicting.note("asked", {"ranks": [rank], "text": f"rank {rank} {said}, as asked"}, besides=[rank])
-        live.cluster.health.send(rank, by)
+        live.evicting.record_mark("asked", {"ranks": [rank], "text": f"rank {rank} {said}, as asked"}, besides=[rank])
+        live.cluster.health.send_signal(rank, by)
 
-    def _going(self, what: str) -> Live:
+    def _require_run(self, what: str) -> RunController:
         if not self.live or not self._live:
             raise ClusterError(f"{self!r}: there is no run to {what}; start one with lab.run()")
         return self._live
 
-    def _request(self, kind: str, **rest: Any) -> None:
-        self._going(kind).order("request", request={"id": f"{kind} {time.time_ns():x}", "kind": kind, **rest})
+    def _send_request(self, kind: str, **rest: Any) -> None:
+        self._require_run(kind).queue_order(
+            "request", request={"id": f"{kind} {time.time_ns():x}", "kind": kind, **rest}
+        )

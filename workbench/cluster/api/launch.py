@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 import cloudpickle
 
 from workbench.cluster.engines.cluster import Cluster
-from workbench.cluster.engines.engines import here
-from workbench.cluster.processes.place import ClusterError, Place, alive, host, places, runs_dir
+from workbench.cluster.engines.engines import list_versions
+from workbench.cluster.processes.place import ClusterError, LabPlace, alive, host_name, list_places, runs_dir
 from workbench.cluster.run.beginning import begin
 from workbench.cluster.run.changes import Changes, PendingChange, classes
 from workbench.cluster.run.errors import RankError
-from workbench.cluster.run.live import Live
-from workbench.cluster.run.resizing import resize as resize
+from workbench.cluster.run.live import RunController
+from workbench.cluster.run.resizing import resize_run as resize_run
 from workbench.experiment import Experiment, given
 from workbench.record.folders import make_private_folder
 from workbench.record.run import Run, RunError
@@ -39,15 +39,15 @@ ATTACH = 20.0  # seconds for an engine to answer a kernel that attaches: it may 
 SESSION = "workbench.engine.rank.session:Session"  # tests use a lighter one
 
 
-def fitted(experiment: Experiment, ranks: int) -> Experiment:
+def fit_experiment(experiment: Experiment, ranks: int) -> Experiment:
     """Returns the checked `experiment` for a lab of `ranks` engines. Without a number of ranks it takes all engines."""
     default = next(f.default for f in fields(Experiment) if f.name == "ranks")
     if experiment.ranks == default:
         experiment = replace(experiment, ranks=ranks)
-    return within(experiment, ranks).checked()
+    return check_ranks(experiment, ranks).checked()
 
 
-def within(experiment: Experiment, ranks: int) -> Experiment:
+def check_ranks(experiment: Experiment, ranks: int) -> Experiment:
     """Returns `experiment` if a lab of `ranks` engines can run it. Raises KnobError."""
     if experiment.ranks > ranks:
         raise KnobError(f"ranks={experiment.ranks}: must be an integer in [1, {ranks}], the engines of this lab")
@@ -62,17 +62,21 @@ def open_run(experiment: Experiment, out: Path | str | None, kind: type[R], pare
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{type(experiment.strategy).__name__}"
     path = given.path(out, "out", "runs/first") if out is not None else runs_dir() / name
     try:
-        path = path if out is not None else _claimed(path)
+        path = path if out is not None else _claim_folder(path)
         run = kind(
-            experiment, name=path.name, environment=environment(experiment), path=path.resolve(), epoch=time.time(),
+            experiment,
+            name=path.name,
+            environment=describe_environment(experiment),
+            path=path.resolve(),
+            epoch=time.time(),
             parent=parent,
-        )  # fmt: skip
+        )
         run.save()
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise _name_write_error(path, error) from None
     except RunError as error:
         if isinstance(error.__cause__, OSError):
-            raise _unwritable(path, error.__cause__) from None
+            raise _name_write_error(path, error.__cause__) from None
         raise
     return run
 
@@ -86,28 +90,28 @@ def refuse_closed(cluster: Cluster, knob: str = "") -> None:
         raise ClusterError(f"{knob}: lab {name!r} has no engines, lab.run() starts them again; {cluster.error}")
 
 
-def seen(watchers: Sequence[Callable[[], bool]]) -> bool:
+def is_watched(watchers: Sequence[Callable[[], bool]]) -> bool:
     """Whether a person sees a lab: a dashboard of it is on show, or was in the last ten minutes."""
     return any(sees() for sees in watchers)
 
 
-def renewed(cluster: Cluster) -> Cluster:
+def renew_cluster(cluster: Cluster) -> Cluster:
     """Returns `cluster`, or a new one if it lost an engine or its controller, has a stuck rank, or did not come up."""
     refuse_closed(cluster)
-    if not cluster.error and (not cluster.ready or cluster.healthy):
+    if not cluster.error and (not cluster.is_ready or cluster.is_healthy):
         return cluster
     cluster.close()
     made = Cluster(cluster.name, cluster.ranks, cluster.device, cluster.connection, cluster.spares.count)
     made.spares.used, made.renewal.ahead = cluster.spares.used, cluster.renewal.ahead
-    return made.start()
+    return made.start_engines()
 
 
-def _unwritable(path: Path, error: OSError) -> ClusterError:
+def _name_write_error(path: Path, error: OSError) -> ClusterError:
     why = error.strerror or str(error)
     return ClusterError(f"nothing can be recorded in {path}: {why}; make room, or name another place with run(out=...)")
 
 
-def _claimed(path: Path) -> Path:
+def _claim_folder(path: Path) -> Path:
     """Makes and returns `path`, or the first free one of `path`-2, `path`-3, …, so that no other kernel takes it."""
     for number in itertools.count(1):
         tried = path if number == 1 else path.with_name(f"{path.name}-{number}")
@@ -120,56 +124,58 @@ def _claimed(path: Path) -> Path:
     raise AssertionError("count has no end")
 
 
-def environment(experiment: Experiment) -> dict[str, Any]:
+def describe_environment(experiment: Experiment) -> dict[str, Any]:
     """Returns the versions and the machine of this kernel."""
-    machine = {"host": host(), "platform": platform.platform(), "cpus": os.cpu_count(), "ranks": experiment.ranks}
-    return {**{k.lower(): v for k, v in here().items()}, **{k: v for k, v in machine.items() if k != "ranks"}}
+    machine = {"host": host_name(), "platform": platform.platform(), "cpus": os.cpu_count(), "ranks": experiment.ranks}
+    return {**{k.lower(): v for k, v in list_versions().items()}, **{k: v for k, v in machine.items() if k != "ranks"}}
 
 
-def launch(live: Live, changes: Sequence[Change], resume: Callable[[Path], Path] | None = None) -> None:
+def start_sessions(
+    live: RunController, changes: Sequence[Change], resume: Callable[[Path], Path] | None = None
+) -> None:
     """Waits for the engines and starts every rank's session. An error ends the run.
 
     resume: returns the checkpoint to go on from; it may put one into the folder that it gets
     """
     cluster, run, experiment = live.cluster, live.run, live.changes.experiment
     try:
-        while not live.ending.asked and not cluster.settled(LOOK):
+        while not live.ending.asked and not cluster.wait_settled(LOOK):
             continue
         if live.ending.asked:  # before anything began
-            return live.end("stopped")
+            return live.end_run("stopped")
         cluster.wait()
         cluster.renewal.replace_used(live.ranks, experiment.task.leads)
         if live.ending.asked:
-            return live.end("stopped")
-        cluster.take = live.take
+            return live.end_run("stopped")
+        cluster.take = live.take_batch
         begun = resume(Path(run.path or ".") / "begun") if resume else ""
         new = [*classes(experiment), *(c for change in changes for c in classes(change.value))]
-        blob = _pickled((experiment, tuple(changes), new))
-        _stamp(run)
+        blob = _pickle_experiment((experiment, tuple(changes), new))
+        _stamp_epoch(run)
         job = {"session": SESSION, "generation": live.generation, "run_dir": str(run.path), "epoch": run.epoch,
                "resume": str(begun) if begun else "", "leads": experiment.task.leads}  # fmt: skip
         told = {"path": str(run.path), "generation": live.generation, "ranks": experiment.ranks, "epoch": run.epoch}
-        cluster.place.write(run=told)
-        cluster.health.begin()
+        cluster.place.write_state(run=told)
+        cluster.health.begin_run()
         live.job, live.blob, live.secret = {**job, "size": experiment.ranks}, blob, secrets.token_hex(32)
-        live.spools = begin(cluster, job, blob, live.ranks, lambda: live.ending.unwanted, secret=live.secret)
-        live.begun()
+        live.spools = begin(cluster, job, blob, live.ranks, lambda: live.ending.is_unwanted, secret=live.secret)
+        live.start_watch()
     except BaseException as error:
         stopped = live.ending.asked and isinstance(error, RankError)
-        live.end("stopped") if stopped else live.end("failed", error)
+        live.end_run("stopped") if stopped else live.end_run("failed", error)
 
 
-def _stamp(run: Run) -> None:
+def _stamp_epoch(run: Run) -> None:
     """Counts the run's times from now on, because its engines are up."""
     run.epoch = time.time()
     file = Path(run.path or ".") / "run.json"
     try:
         write_atomically(file, json.dumps({**json.loads(file.read_text()), "epoch": run.epoch}, indent=1))
     except OSError as error:
-        raise _unwritable(file.parent, error) from None
+        raise _name_write_error(file.parent, error) from None
 
 
-def _pickled(what: Any) -> bytes:
+def _pickle_experiment(what: Any) -> bytes:
     try:
         return cloudpickle.dumps(what)
     except (Exception, SystemExit) as error:
@@ -182,22 +188,22 @@ def new_generation() -> str:
     return uuid.uuid4().hex
 
 
-def find(name: str | None) -> Place:
+def find_place(name: str | None) -> LabPlace:
     """Returns the place of a live lab: the newest detached one, or else the newest that another kernel owns.
 
     Raises ClusterError if none lives.
     """
-    found = [(p, p.read()) for p in places()]  # empty if its kernel has removed it
+    found = [(p, p.read_state()) for p in list_places()]  # empty if its kernel has removed it
     mine = [(p, s) for p, s in found if s.get("engines") and (name is None or s["name"] == name)]
-    living = [(p, s) for p, s in mine if any(alive(e) for e in _local(s))]  # a run may go on without some engines
+    living = [(p, s) for p, s in mine if any(alive(e) for e in _list_local(s))]  # a run may go on without some engines
     if not living:
         called = f" called {name!r}" if name else ""
-        raise ClusterError(f"there is no live lab{called} of yours on {host()}; start one with Lab(ranks=4)")
+        raise ClusterError(f"there is no live lab{called} of yours on {host_name()}; start one with Lab(ranks=4)")
     return min(living, key=lambda pair: pair[1]["owner"] is not None)[0]
 
 
-def _local(state: dict[str, Any]) -> list[list[float]]:
-    return [[e["pid"], e["created"]] for e in state["engines"] if e["host"] == host()]
+def _list_local(state: dict[str, Any]) -> list[list[float]]:
+    return [[e["pid"], e["created"]] for e in state["engines"] if e["host"] == host_name()]
 
 
 def _asked_of_any(cluster: Cluster, generation: str) -> tuple[dict[str, Any], bytes]:
@@ -206,10 +212,10 @@ def _asked_of_any(cluster: Cluster, generation: str) -> tuple[dict[str, Any], by
     ({}, b"") if no engine that answers has one. Raises ClusterError if no engine answers.
     """
     error, answered = ClusterError("all engines of the run have ended"), False
-    for rank in [engine.rank for engine in cluster.engines if not cluster.death(engine.rank)]:
+    for rank in [engine.rank for engine in cluster.engines if not cluster.describe_death(engine.rank)]:
         try:
-            if blob := cluster.line.ask(rank, "experiment", timeout=ATTACH)[1]:
-                job = cluster.line.ask(rank, "job", timeout=ATTACH)[0]
+            if blob := cluster.rpc.ask_rank(rank, "experiment", timeout=ATTACH)[1]:
+                job = cluster.rpc.ask_rank(rank, "job", timeout=ATTACH)[0]
                 if job.get("generation") == generation:  # else the engine did not begin this run
                     return job, blob
             answered = True
@@ -220,20 +226,22 @@ def _asked_of_any(cluster: Cluster, generation: str) -> tuple[dict[str, Any], by
     raise error
 
 
-def _opened(about: dict[str, Any], experiment: Experiment, kind: type[R]) -> R:
+def _open_run(about: dict[str, Any], experiment: Experiment, kind: type[R]) -> R:
     """Opens the live run from its directory. If that is gone or damaged, begins with the rows from now on."""
     path = Path(about["path"])
     try:
         return kind.open(path)
     except RunError as error:
-        run = kind(experiment, name=path.name, environment=environment(experiment), path=path, epoch=about["epoch"])
+        run = kind(
+            experiment, name=path.name, environment=describe_environment(experiment), path=path, epoch=about["epoch"]
+        )
         run.warnings = (f"it could not be read from disk ({error}); it begins where this kernel attached",)
         return run
 
 
-def rejoin(cluster: Cluster, listed: list[PendingChange], kind: type[R]) -> Live | None:
+def rejoin_run(cluster: Cluster, listed: list[PendingChange], kind: type[R]) -> RunController | None:
     """Follows the run that a cluster's engines are in, from its first row on; None if there is no run."""
-    about = cluster.place.read().get("run")
+    about = cluster.place.read_state().get("run")
     if not about:
         return None
     job, blob = _asked_of_any(cluster, about["generation"])
@@ -242,16 +250,16 @@ def rejoin(cluster: Cluster, listed: list[PendingChange], kind: type[R]) -> Live
     experiment, _, _ = cloudpickle.loads(blob)
     waiting: list[Any] = []
     cluster.take = waiting.append  # new rows; earlier rows are on disk, or will be soon
-    cluster.health.begin()
-    living = [engine.rank for engine in cluster.engines if not cluster.death(engine.rank)]
-    cluster.line.ask_all("settle", timeout=SETTLED, ranks=living)
-    run = _opened(about, experiment, kind)
-    live = Live(run, cluster, Changes(experiment, listed), about["generation"])
+    cluster.health.begin_run()
+    living = [engine.rank for engine in cluster.engines if not cluster.describe_death(engine.rank)]
+    cluster.rpc.ask_all("settle", timeout=SETTLED, ranks=living)
+    run = _open_run(about, experiment, kind)
+    live = RunController(run, cluster, Changes(experiment, listed), about["generation"])
     live.secret, live.blob, live.job = job.pop("secret"), blob, job
-    live.replay()
-    cluster.take = live.take
+    live.replay_record()
+    cluster.take = live.take_batch
     for batch in waiting:
-        live.take(batch)
-    live.begun()
-    live.evicting.attached()
+        live.take_batch(batch)
+    live.start_watch()
+    live.evicting.replace_lost()
     return live

@@ -33,7 +33,7 @@ def note_run(leads: bool) -> None:
     _runs.add("loop" if leads else "task")
 
 
-def runs() -> list[str]:
+def list_runs() -> list[str]:
     """Returns the kinds of run that this process has had: "task", "loop", both or none."""
     return sorted(_runs)
 
@@ -49,17 +49,17 @@ def restart_soon() -> None:
 
     So Slurm or SSH, if it started the engine, does not see it end.
     """
-    threading.Timer(SOON, _execute).start()
+    threading.Timer(SOON, _execute_again).start()
 
 
-def _execute() -> None:
+def _execute_again() -> None:
     children = psutil.Process().children(recursive=True)
     for child in children:
         with contextlib.suppress(psutil.Error):  # it may have ended by itself
             child.kill()
     psutil.wait_procs(children, timeout=ENDING)
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
-        _restore(number, stream)
+        _restore_stream(number, stream)
     for name in os.listdir("/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"):
         if (number := int(name)) > 2:
             try:
@@ -70,7 +70,7 @@ def _execute() -> None:
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], _environment)  # noqa: S606 (its own command line)
 
 
-def _restore(number: int, stream: Any) -> None:
+def _restore_stream(number: int, stream: Any) -> None:
     """Undoes ipykernel's redirection of a standard stream, because its reader is about to be gone."""
     copy = getattr(stream, "_original_stdstream_copy", None)
     if copy is not None:

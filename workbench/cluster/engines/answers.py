@@ -19,8 +19,8 @@ from workbench.cluster.transport import spool
 OWN = ("rank", "device", "joins", "ours", "store", "kind", "loopback")  # fields of a job that only one rank gets
 
 
-class Answers:
-    """The part of `worker.Bench` that answers: one method for each question."""
+class RpcHandlers:
+    """The part of `worker.EngineServer` that answers: one method for each question."""
 
     session: Any
     job: dict[str, Any]
@@ -36,15 +36,15 @@ class Answers:
 
     @property
     @abstractmethod
-    def busy(self) -> bool: ...
+    def is_busy(self) -> bool: ...
 
     def on_status(self, blob: bytes) -> dict[str, Any]:
         """Returns the session's status, its run and rank, whether it is over, and how many rows it has sent.
 
         runs: the kinds of run that this process has had, see `anew`
         """
-        runs = anew.runs()  # first, so that a loop that begins now does not look like one that is over
-        over = self.told_over = not self.busy  # before the status, which then is the last one
+        runs = anew.list_runs()  # first, so that a loop that begins now does not look like one that is over
+        over = self.told_over = not self.is_busy  # before the status, which then is the last one
         status = self.session.status() if self.session else {"state": "idle", "step": 0, "busy": "", "error": None}
         who = {"generation": self.job.get("generation", ""), "as": self.job.get("rank")}
         return {**status, **who, "over": over, "sent": self.sent, "trouble": self.trouble,
@@ -55,11 +55,11 @@ class Answers:
             self.session.request(request)
 
     def on_hurry(self, blob: bytes) -> None:
-        if self.busy:
+        if self.is_busy:
             self.session.hurry()
 
     def on_abort(self, blob: bytes, asked: bool = False) -> None:
-        if self.busy:
+        if self.is_busy:
             self.session.abort(asked)
 
     def on_outlive(self, blob: bytes, so: bool = True) -> str:
@@ -69,17 +69,17 @@ class Answers:
         """
         if self.session is None:
             return "its engine has no run"
-        said: str = self.session.outlive(so)
+        said: str = self.session.set_outliving(so)
         return said
 
     def on_without(self, blob: bytes, members: list[int]) -> None:
         """Makes this rank go on without `members`, which are out of reach and cannot be ended."""
-        if self.busy:
+        if self.is_busy:
             self.session.leave_behind(members)
 
     def on_note(self, blob: bytes, name: str, detail: dict[str, Any]) -> None:
         """Records a mark that the lab asks for."""
-        if self.busy:
+        if self.is_busy:
             self.session.mark(name, detail)
 
     def on_stacks(self, blob: bytes) -> str:
@@ -88,11 +88,11 @@ class Answers:
 
     def on_profile(self, blob: bytes, steps: int) -> str | None:
         """Profiles the next steps. Returns the path of the trace, or None if no run is under way."""
-        return str(self.session.profiler.ask(steps)) if self.busy else None
+        return str(self.session.profiler.request_profile(steps)) if self.is_busy else None
 
     def on_wires(self, blob: bytes) -> list[list[Any]]:
         """Returns the system's data on this process's connections. See links.py."""
-        return links.wires()
+        return links.list_connections()
 
     def on_trust(self, blob: bytes, secret: str) -> None:
         """Takes the secret of the next run, as hexadecimal digits."""
@@ -116,17 +116,17 @@ class Answers:
 
     def on_settle(self, blob: bytes) -> bool:
         """Returns once the rows sent so far are on disk, so that a kernel that attaches can read them."""
-        return bool(self.session is None or self.session.record.settle())
+        return bool(self.session is None or self.session.record.settle_rows())
 
     def on_rows(self, blob: bytes, kind: str, start: int) -> bytes:
         """Returns the rank's rows of `kind` from row `start` on, from its own disk."""
         rank = self.job["rank"]
-        return spool.pack(spool.pieces(self.where, kind, rank, start), kind, rank)
+        return spool.pack_pieces(spool.read_pieces(self.where, kind, rank, start), kind, rank)
 
     def on_files(self, blob: bytes) -> list[list[Any]]:
         """Returns [name, bytes] of each file that this rank spooled."""
-        return spool.files(self.where, self.job["rank"])
+        return spool.list_files(self.where, self.job["rank"])
 
     def on_file(self, blob: bytes, name: str, start: int) -> bytes:
         """Returns a part of one such file."""
-        return spool.chunk(self.where, name, start)
+        return spool.read_chunk(self.where, name, start)

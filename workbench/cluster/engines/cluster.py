@@ -19,18 +19,18 @@ import zmq
 
 from workbench.cluster.engines import worker
 from workbench.cluster.engines.engines import Engine
-from workbench.cluster.engines.health import Health
-from workbench.cluster.engines.meeting import meet
-from workbench.cluster.engines.renewing import Renewal
-from workbench.cluster.engines.spares import Spares
+from workbench.cluster.engines.health import ProcessHealth
+from workbench.cluster.engines.meeting import admit_engines
+from workbench.cluster.engines.renewing import EngineRenewal
+from workbench.cluster.engines.spares import SpareEngines
 from workbench.cluster.processes.logs import log_tail
-from workbench.cluster.processes.place import ClusterError, Place, alive, check_connection, host, this_process
-from workbench.cluster.processes.processes import Processes, end, let_go, start_guard, wait_for
+from workbench.cluster.processes.place import ClusterError, LabPlace, alive, check_connection, host_name, this_process
+from workbench.cluster.processes.processes import LabProcesses, end_processes, let_go, start_guard, wait_for
 from workbench.cluster.processes.usual import awaited, engines, timed
-from workbench.cluster.transport.keys import Keys
-from workbench.cluster.transport.line import Line
-from workbench.cluster.transport.relay import Relay
-from workbench.cluster.transport.wire import Batch
+from workbench.cluster.transport.keys import CurveKeys
+from workbench.cluster.transport.line import RpcClient
+from workbench.cluster.transport.relay import RowSubscriber
+from workbench.cluster.transport.wire import RowBatch
 from workbench.settings.said import text_of
 
 START_TIMEOUT = 120.0  # seconds for all engines to come up
@@ -50,26 +50,26 @@ class Cluster:
         self.devices, self.kind = ["cpu"] * ranks, "gloo"
         self.client: Any = None
         self.error: BaseException | None = None
-        self.take: Callable[[Batch], None] = lambda batch: None
+        self.take: Callable[[RowBatch], None] = lambda batch: None
         self.guest = False  # whether another kernel owns the lab
         self.owner: list[float] | None = None  # of a guest's engines
         self.stuck = False  # whether a rank did not leave its last run
-        self.owned: Processes | None = None
-        self.health = Health(self)
-        self.spares, self.starting = Spares(self, spare), threading.RLock()
-        self.renewal = Renewal(self)
+        self.owned: LabProcesses | None = None
+        self.health = ProcessHealth(self)
+        self.spares, self.starting = SpareEngines(self, spare), threading.RLock()
+        self.renewal = EngineRenewal(self)
         self.guard: subprocess.Popen[bytes] | None = None
-        self._line: Line | None = None
+        self._line: RpcClient | None = None
         self._context: zmq.Context[Any] | None = None  # of the client's sockets
-        self.relay: Relay | None = None
+        self.relay: RowSubscriber | None = None
         self._ready = threading.Event()
         self.closed = self._ended = False  # whether the end has begun, and whether it is complete
 
-    def start(self) -> Cluster:
+    def start_engines(self) -> Cluster:
         """Begins to start the engines and returns at once. `wait` waits for them."""
-        self.place, self.keys = Place.new(self.name), Keys.new()
+        self.place, self.keys = LabPlace.make_place(self.name), CurveKeys.make_pair()
         self.guard = start_guard(self.place)
-        self.owned = Processes(self.place) if self.connection is None else None
+        self.owned = LabProcesses(self.place) if self.connection is None else None
         threading.Thread(target=self._come_up, name="cluster start", daemon=True).start()
         return self
 
@@ -79,19 +79,19 @@ class Cluster:
                 if self.connection is None:
                     self._start_here()
                 else:
-                    self._find(self.connection)
-                self._meet()
+                    self._find_engines(self.connection)
+                self._admit_engines()
             self.progress = "ready"
-            self.spares.start()
+            self.spares.start_watch()
         except BaseException as error:
             if not self.closed:
                 self.error, self.progress = error, f"failed: {text_of(error)}"
-            self._drop()
+            self._end_processes()
         finally:
             self._ready.set()
 
     @contextlib.contextmanager
-    def restarting(self) -> Iterator[None]:
+    def hold_waits(self) -> Iterator[None]:
         """Makes callers of `wait` wait while engines restart inside."""
         self._ready.clear()
         self.progress = "restarting engines"
@@ -102,16 +102,16 @@ class Cluster:
             self._ready.set()
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         return self._ready.is_set() and self.error is None
 
     @property
-    def line(self) -> Line:
+    def rpc(self) -> RpcClient:
         if self._line is None:
             raise ClusterError("the engines are not up")
         return self._line
 
-    def settled(self, timeout: float) -> bool:
+    def wait_settled(self, timeout: float) -> bool:
         """Waits at most `timeout` seconds. Returns whether the engines are up or have failed."""
         return self._ready.wait(timeout)
 
@@ -129,37 +129,37 @@ class Cluster:
 
     def _start_here(self) -> None:
         assert self.owned
-        self.owned.start(self.ranks)
+        self.owned.start_lab(self.ranks)
         file = self.place.path / "security" / "ipcontroller-client.json"
-        self._until(self.owned.introduce)
+        self._wait_until(self.owned.introduce_controller)
         self.progress = "loading torch"
-        self.client = self._connect(file)
-        self._until(self._counted)
+        self.client = self._connect_client(file)
+        self._wait_until(self._count_engines)
         self.owned.note_children()
 
-    def _counted(self) -> bool:
+    def _count_engines(self) -> bool:
         if up := len(self.client.ids):
             self.progress = f"{up} of {self.ranks} engines up"
         return up >= self.ranks
 
-    def _until(self, condition: Callable[[], bool]) -> None:
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
         assert self.owned
         deadline = time.monotonic() + START_TIMEOUT
         while not condition():
-            self.owned.check()
+            self.owned.check_children()
             if self.closed:
                 raise ClusterError("the lab was closed while it came up")
             if time.monotonic() > deadline:
-                raise ClusterError(self._late())
+                raise ClusterError(self._name_late())
             time.sleep(0.05)
 
-    def _late(self) -> str:
+    def _name_late(self) -> str:
         late = ["controller"]
         if self.client is not None:
             late = [f"engine {r}" for r in range(self.ranks) if r not in self.client.ids]
         return f"not up within {START_TIMEOUT:g} s: {', '.join(late)}.{log_tail(self.place, late[0])}"
 
-    def _connect(self, connection: Path | str) -> Any:
+    def _connect_client(self, connection: Path | str) -> Any:
         import ipyparallel
 
         by_file = {"connection_info": str(connection)}
@@ -169,13 +169,13 @@ class Cluster:
         self._context.linger = 0
         return ipyparallel.Client(**how, timeout=FIND_TIMEOUT, context=self._context)
 
-    def _find(self, connection: Path | str) -> None:
+    def _find_engines(self, connection: Path | str) -> None:
         self.progress = "looking for the engines"
         by_profile = str(connection).startswith("profile:")
         if not by_profile:
             check_connection(Path(connection))
         try:
-            self.client = self._connect(connection)
+            self.client = self._connect_client(connection)
         except (TimeoutError, OSError) as error:
             raise ClusterError(f"{connection}: no controller answers there ({error})") from None
         if not wait_for(lambda: len(self.client.ids) >= self.ranks, FIND_TIMEOUT):
@@ -185,40 +185,40 @@ class Cluster:
                 f"start {self.ranks - there} more (ipengine), or ask for ranks={there or 1}"
             )
 
-    def _meet(self) -> None:
+    def _admit_engines(self) -> None:
         """Gives each rank its engine, checks versions and devices, opens the sockets."""
-        self.engines = meet(self, list(self.client.ids)[: self.ranks])
+        self.engines = admit_engines(self, list(self.client.ids)[: self.ranks])
         self._open_sockets()
         self.note_engines()
-        self._activate()
+        self._activate_magic()
 
     def note_engines(self) -> None:
         """Writes the engines down, for kernels that attach."""
         file = self.connection or self.place.path / "security" / "ipcontroller-client.json"
-        self.place.write(
-            engines=[e.plain() for e in self.engines], keys=list(self.keys), connection=str(file), device=self.device,
+        self.place.write_state(
+            engines=[e.as_dict() for e in self.engines], keys=list(self.keys), connection=str(file), device=self.device,
             ranks=self.ranks, devices=self.devices, kind=self.kind, here=self.connection is None,
         )  # fmt: skip
 
-    def controller(self) -> str:
+    def find_controller(self) -> str:
         """An address of the controller. An engine's own address on the route there is the one to reach it."""
         return str(self.client._config["registration"]).split("//")[-1].rsplit(":", 1)[0]
 
     def _open_sockets(self) -> None:
-        self._line = Line({e.rank: e.line for e in self.engines}, self.keys)
-        self.relay = Relay([e.rows for e in self.engines], self.keys, lambda batch: self.take(batch))
-        self.health.start()
+        self._line = RpcClient({e.rank: e.line for e in self.engines}, self.keys)
+        self.relay = RowSubscriber([e.rows for e in self.engines], self.keys, lambda batch: self.take(batch))
+        self.health.start_watch()
 
-    def _activate(self) -> None:
+    def _activate_magic(self) -> None:
         """Makes `%%px` use this lab's ranks, if IPython runs."""
         shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
         if shell is not None:
             self.view.activate()
 
-    def table(self, said: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    def list_ranks(self, said: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns a row for each rank: its process and its last status."""
         keys = ("state", "step", "busy")
-        last = {e.process: e for e in self.engines}.values()  # the newest rank of each process
+        last = {e.process_key: e for e in self.engines}.values()  # the newest rank of each process
         return [{"rank": e.rank, "engine": e.id, "host": e.host, "pid": e.pid, "device": self.devices[e.rank],
                  **{k: said.get(e.rank, {}).get(k) for k in keys}} for e in last]  # fmt: skip
 
@@ -233,19 +233,19 @@ class Cluster:
         """Calls a function of `worker` on one engine (by ipyparallel's id) and waits for its answer."""
         return self.client[engine].apply_async(function, *rest).get(timeout)
 
-    def death(self, rank: int) -> str | None:
+    def describe_death(self, rank: int) -> str | None:
         """Says how the engine of `rank` ended; None while it lives."""
-        return self.health.death(rank)
+        return self.health.describe_death(rank)
 
     @property
-    def usable(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether the engines are up or coming up."""
         return not self.closed and self.error is None
 
     @property
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         """Whether another run can begin on it."""
-        return self.ready and self.usable and not self.stuck and self.health.whole
+        return self.is_ready and self.is_usable and not self.stuck and self.health.is_whole
 
     # -- the end
 
@@ -253,13 +253,13 @@ class Cluster:
         """Leaves engines and controller alone from now on, also when this kernel ends."""
         if self.relay:
             self.relay.close()  # first, to free a descriptor for the file
-        self.place.write(owner=None)
+        self.place.write_state(owner=None)
         self._tell_owner(None)
         let_go(self.owned)
-        self._disconnect()
+        self._disconnect_client()
 
     def _tell_owner(self, owner: list[float] | None) -> None:
-        self.line.ask_all("own", owner=owner, home=host())
+        self.rpc.ask_all("own", owner=owner, home=host_name())
 
     def close(self) -> None:
         """Ends what this lab started; in an existing cluster, only what the lab did there.
@@ -270,23 +270,23 @@ class Cluster:
             return
         self.closed = True
         if self.guest or self.place.state.get("owner") is None:  # another kernel owns it, or may attach to it
-            return self._disconnect()
-        if self.ready and not self.place.state.get("here"):
+            return self._disconnect_client()
+        if self.is_ready and not self.place.state.get("here"):
             for engine in self.engines:
                 with contextlib.suppress(Exception):  # an engine that does not answer must not block the end
-                    if not self.health.controller() and not self.death(engine.rank):
+                    if not self.health.describe_controller() and not self.describe_death(engine.rank):
                         self.call(engine.id, worker.close_bench, timeout=10)
-        self._drop()
+        self._end_processes()
 
-    def _drop(self) -> None:
+    def _end_processes(self) -> None:
         self._hang_up()
         if self.owned:
             self.owned.close()
-        end(self.place)
+        end_processes(self.place)
         if self.owned:
-            self.owned.reap()
-        self.place.remove()
-        self._disconnect()
+            self.owned.reap_children()
+        self.place.remove_folder()
+        self._disconnect_client()
 
     def _hang_up(self) -> None:
         """Closes all sockets. This comes before what needs descriptors, because the process may have none left."""
@@ -301,7 +301,7 @@ class Cluster:
         if self._context is not None:
             self._context.destroy(0)
 
-    def _disconnect(self) -> None:
+    def _disconnect_client(self) -> None:
         self._hang_up()
         if self.guard and self.guard.stdin:
             self.guard.stdin.close()
@@ -309,22 +309,22 @@ class Cluster:
         self._ended = True
 
     @classmethod
-    def again(cls, place: Place) -> Cluster:
+    def attach_to(cls, place: LabPlace) -> Cluster:
         """Returns the cluster of a detached lab or, as a guest, of a lab that another kernel owns."""
-        state = place.read()
+        state = place.read_state()
         self = cls(state["name"], state["ranks"], state["device"], None if state["here"] else state["connection"])
-        self.place, self.keys = place, Keys(*state["keys"])
+        self.place, self.keys = place, CurveKeys(*state["keys"])
         self.guest, self.owner = alive(state["owner"]), state["owner"]
         self.engines = [Engine(**e) for e in state["engines"]]
         self.devices, self.kind = state["devices"], state["kind"]
-        self.client = self._connect(state["connection"])
+        self.client = self._connect_client(state["connection"])
         self._open_sockets()
         if not self.guest:
-            place.write(owner=this_process())
+            place.write_state(owner=this_process())
             self.guard = start_guard(place)
-            self.owned = Processes(place) if state["here"] else None  # for engines that it starts from now on
+            self.owned = LabProcesses(place) if state["here"] else None  # for engines that it starts from now on
             self._tell_owner(this_process())
-        self._activate()
+        self._activate_magic()
         self.progress = "ready"
         self._ready.set()
         return self

@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from workbench.cluster.processes.place import ClusterError, host
+from workbench.cluster.processes.place import ClusterError, host_name
 from workbench.settings import KnobError
 
 MARK = "workbench-probe "
@@ -37,15 +37,15 @@ class Engine:
         return f"engine {self.id} on {self.host} (pid {self.pid})"
 
     @property
-    def process(self) -> tuple[str, int, float]:
+    def process_key(self) -> tuple[str, int, float]:
         """Identifies the process: host, pid, create time."""
         return self.host, self.pid, self.created
 
-    def plain(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def _question() -> str:
+def _make_probe() -> str:
     """Returns source text that prints one line about the engine and leaves nothing in its namespace."""
     return f"""
 def _workbench_probe(controller):
@@ -73,9 +73,9 @@ del _workbench_probe
 """
 
 
-def probe(client: Any, ids: list[int], controller: str, timeout: float = 60.0) -> list[Engine]:
+def probe_engines(client: Any, ids: list[int], controller: str, timeout: float = 60.0) -> list[Engine]:
     """Asks each engine what it is; rank r is on the r-th of `ids`. Raises ClusterError if one does not answer."""
-    question, until = _question().replace("{controller!r}", repr(controller)), time.monotonic() + timeout
+    question, until = _make_probe().replace("{controller!r}", repr(controller)), time.monotonic() + timeout
     said = dict.fromkeys(ids, "")
     while missing := [i for i, s in said.items() if not s]:
         asked = client.direct_view(missing).execute(question, silent=False, block=False)
@@ -91,7 +91,7 @@ def probe(client: Any, ids: list[int], controller: str, timeout: float = 60.0) -
     return [Engine(rank=r, id=i, **json.loads(s[len(MARK) :])) for r, (i, s) in enumerate(said.items())]
 
 
-def here() -> dict[str, str]:
+def list_versions() -> dict[str, str]:
     """Returns the versions of this kernel (torch without importing it)."""
 
     def version(name: str) -> str:
@@ -106,20 +106,20 @@ def here() -> dict[str, str]:
 
 def check_versions(engines: list[Engine]) -> None:
     """Raises ClusterError with every engine that has another Python (up to the minor version), torch or workbench."""
-    own, wrong = here(), []
+    own, wrong = list_versions(), []
     for engine in engines:
         for what, version in engine.versions.items():
-            if _comparable(what, version) != _comparable(what, own[what]):
+            if _shorten_version(what, version) != _shorten_version(what, own[what]):
                 wrong.append(f"{engine} has {what} {version}, this kernel has {own[what]}")
     if wrong:
         raise ClusterError(f"versions differ, so nothing was started: {'; '.join(wrong)}. Install the same on both")
 
 
-def _comparable(what: str, version: str) -> str:
+def _shorten_version(what: str, version: str) -> str:
     return version.rsplit(".", 1)[0] if what == "Python" else version.split("+")[0]
 
 
-def devices(engines: list[Engine], asked: str | int) -> tuple[list[str], str]:
+def choose_devices(engines: list[Engine], asked: str | int) -> tuple[list[str], str]:
     """Returns (the device of each rank, "nccl" or "gloo"). NCCL needs one GPU per rank.
 
     Each host uses its own GPUs. "auto" chooses CPUs if a host has no GPU.
@@ -143,11 +143,11 @@ def devices(engines: list[Engine], asked: str | int) -> tuple[list[str], str]:
     chosen = []
     for engine in engines:
         there = places.setdefault(engine.host, {})
-        chosen.append(f"cuda:{there.setdefault(engine.process, len(there)) % use[engine.host]}")
+        chosen.append(f"cuda:{there.setdefault(engine.process_key, len(there)) % use[engine.host]}")
     alone = all(len(there) <= use[name] for name, there in places.items())
     return chosen, "nccl" if alone else "gloo"
 
 
 def spans_hosts(engines: list[Engine]) -> bool:
     """Whether an engine runs on another machine."""
-    return any(e.host != host() for e in engines)
+    return any(e.host != host_name() for e in engines)

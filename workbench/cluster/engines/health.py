@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import psutil
 
 from workbench.cluster.engines.engines import Engine
-from workbench.cluster.processes.fork_server import Forked
+from workbench.cluster.processes.fork_server import ForkedEngine
 from workbench.cluster.processes.logs import code_in_words
-from workbench.cluster.processes.place import alive, host
+from workbench.cluster.processes.place import alive, host_name
 from workbench.cluster.processes.scarcity import Scarcity
 from workbench.cluster.processes.steady import Steady
 
@@ -33,7 +33,7 @@ ASKED = 1.0  # seconds for an engine to end in order, before it is killed
 SHORTLY = 0.02  # seconds between two looks at engines that end
 
 
-class Health:
+class ProcessHealth:
     """The state of one cluster's processes."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -42,10 +42,10 @@ class Health:
         self._knocked = -KNOCK
         self._answers = True
         self._over = threading.Event()
-        self._watch = Steady("engine watch", self._look, self._over)
+        self._watch = Steady("engine watch", self._report_dead, self._over)
         self._telling, self._told = threading.Lock(), set[int]()  # dead engines that the controller knows of
 
-    def start(self) -> None:
+    def start_watch(self) -> None:
         """Starts to report dead engines to the controller, also between runs."""
         self._watch.start()
 
@@ -55,33 +55,37 @@ class Health:
         if self._watch.alive:  # it uses sockets that are closed next
             self._watch.join(LOOK)
 
-    def _look(self) -> None:
+    def _report_dead(self) -> None:
         for engine in list(self.cluster.engines):
-            if self.death(engine.rank) and engine.host == host():  # another machine may only be out of reach
-                self.cluster.line.leave(engine.rank, engine.line)
+            if (
+                self.describe_death(engine.rank) and engine.host == host_name()
+            ):  # another machine may only be out of reach
+                self.cluster.rpc.disconnect_rank(engine.rank, engine.line)
         self._over.wait(LOOK)
 
     @property
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether the controller and all engines live."""
-        return not self.controller() and not any(self.death(e.rank) or self._ends(e) for e in self.cluster.engines)
+        return not self.describe_controller() and not any(
+            self.describe_death(e.rank) or self._has_ended(e) for e in self.cluster.engines
+        )
 
     @staticmethod
-    def _ends(engine: Engine) -> bool:
+    def _has_ended(engine: Engine) -> bool:
         """Whether the engine's process is over, even if the system still removes its threads and has no exit code."""
-        return engine.host == host() and not alive([engine.pid, engine.created])
+        return engine.host == host_name() and not alive([engine.pid, engine.created])
 
     @property
-    def trouble(self) -> str:
+    def controller_trouble(self) -> str:
         """Says that the controller is gone although the engines live; "" otherwise."""
-        if not self.cluster.ready or self.cluster.closed or not (how := self.controller()):
+        if not self.cluster.is_ready or self.cluster.closed or not (how := self.describe_controller()):
             return ""
         return f"the controller {how}: a run goes on, %%px cells do not; the next lab.run() starts new engines"
 
-    def death(self, rank: int) -> str | None:
+    def describe_death(self, rank: int) -> str | None:
         """Says how the engine of `rank` ended; None while it lives."""
         engine = self.cluster.engines[rank]
-        how = self._death(engine)
+        how = self._describe_death(engine)
         if how and engine.id in self.cluster.client.ids:  # no nanny does, and calls would wait for the dead engine
             self.tell_controller(engine)
         return how
@@ -94,40 +98,40 @@ class Health:
                 client._send(client._query_socket, "unregistration_request", content={"id": engine.id})
                 self._told.add(engine.id)
 
-    def _death(self, engine: Engine) -> str | None:
-        if child := self._child(f"engine {engine.id}"):
+    def _describe_death(self, engine: Engine) -> str | None:
+        if child := self._find_child(f"engine {engine.id}"):
             if (code := child.poll()) is None:
                 return None
-            return f"(pid {engine.pid}) ended with {code_in_words(code)}{self._why(engine.pid, code)}"
-        if engine.host == host():
+            return f"(pid {engine.pid}) ended with {code_in_words(code)}{self._explain_death(engine.pid, code)}"
+        if engine.host == host_name():
             if alive([engine.pid, engine.created]):
                 return None
-            return f"(pid {engine.pid}) is gone{self._why(engine.pid)}"
+            return f"(pid {engine.pid}) is gone{self._explain_death(engine.pid)}"
         return None if engine.id in self.cluster.client.ids else f"(pid {engine.pid} on {engine.host}) is gone"
 
-    def _why(self, pid: int, code: int | None = None) -> str:
+    def _explain_death(self, pid: int, code: int | None = None) -> str:
         words = self.scarcity.words(pid, code)
         return f": {words}" if words else ""
 
-    def begin(self) -> None:
+    def begin_run(self) -> None:
         """Reads the system's counts of shortages when a run begins. Later counts explain why an engine ended."""
-        self.scarcity.look(engine.pid for engine in self.cluster.engines if engine.host == host())
+        self.scarcity.read_counts(engine.pid for engine in self.cluster.engines if engine.host == host_name())
 
-    def controller(self) -> str | None:
+    def describe_controller(self) -> str | None:
         """Says how the controller ended; None while it lives."""
-        if child := self._child("controller"):
+        if child := self._find_child("controller"):
             return None if (code := child.poll()) is None else f"(pid {child.pid}) ended with {code_in_words(code)}"
         known = next((p for p in self.cluster.place.state.get("processes", []) if p[2] == "controller"), None)
         if known is None:
-            return None if self._knock() else "does not answer any more"
+            return None if self._probe_controller() else "does not answer any more"
         return None if alive(known[:2]) else f"(pid {int(known[0])}) is gone"
 
-    def _child(self, what: str) -> subprocess.Popen[bytes] | Forked | None:
+    def _find_child(self, what: str) -> subprocess.Popen[bytes] | ForkedEngine | None:
         """Returns a process that this kernel started or had forked. Only these tell it how they ended."""
         child = self.cluster.owned.started.get(what) if self.cluster.owned else None
-        return None if isinstance(child, Forked) and child.unheard else child
+        return None if isinstance(child, ForkedEngine) and child.is_unreported else child
 
-    def _knock(self) -> bool:
+    def _probe_controller(self) -> bool:
         """Whether the controller of another kernel accepts connections. Only a refusal counts as no."""
         if time.monotonic() - self._knocked > KNOCK:
             self._knocked = time.monotonic()
@@ -148,18 +152,18 @@ class Health:
         """
         late = list(ranks)
         self.cluster.stuck |= bool(late)
-        return [rank for rank in late if self._end(self.cluster.engines[rank])]
+        return [rank for rank in late if self._end_engine(self.cluster.engines[rank])]
 
-    def mine(self, engine: Engine) -> bool:
+    def is_own(self, engine: Engine) -> bool:
         """Whether the engine lives and this lab started it here, so that the lab may signal it."""
         noted = self.cluster.place.state.get("processes", [])
-        own = engine.host == host() and any(int(p[0]) == engine.pid for p in noted) and not self.cluster.guest
+        own = engine.host == host_name() and any(int(p[0]) == engine.pid for p in noted) and not self.cluster.guest
         return own and alive([engine.pid, engine.created])
 
-    def send(self, rank: int, what: int) -> bool:
+    def send_signal(self, rank: int, what: int) -> bool:
         """Sends a signal to the engine of `rank`, if it is this lab's. Returns whether it did."""
         engine = self.cluster.engines[rank]
-        if not self.mine(engine):
+        if not self.is_own(engine):
             return False
         with contextlib.suppress(psutil.Error):
             psutil.Process(engine.pid).send_signal(what)
@@ -171,45 +175,45 @@ class Health:
 
         def wait() -> None:
             if not self._over.wait(seconds):
-                self.send(rank, what)
+                self.send_signal(rank, what)
 
         threading.Thread(target=wait, name=f"grace of rank {rank}", daemon=True).start()
 
-    def stopped(self, rank: int) -> str:
+    def describe_stop(self, rank: int) -> str:
         """Says that the system has stopped the process of `rank`; "" if it has not, or on another machine."""
         engine = self.cluster.engines[rank]
-        if engine.host == host():
+        if engine.host == host_name():
             with contextlib.suppress(psutil.Error):
                 if psutil.Process(engine.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
                     return f"its process (pid {engine.pid}) is stopped, as SIGSTOP stops one"
         return ""
 
-    def end(self, rank: int) -> bool:
+    def end_rank(self, rank: int) -> bool:
         """Ends the engine of `rank` and its children, if it is this lab's. Returns whether the engine is gone."""
-        return self._end(self.cluster.engines[rank])
+        return self._end_engine(self.cluster.engines[rank])
 
-    def retire(self, engines: Collection[Engine]) -> None:
+    def retire_engines(self, engines: Collection[Engine]) -> None:
         """Ends engines without a rank, and their children. Kills them if they do not end in order within `ASKED` s."""
         children = []
         for engine in engines:
             with contextlib.suppress(psutil.Error):
-                if self.mine(engine):
+                if self.is_own(engine):
                     process = psutil.Process(engine.pid)
                     children += process.children(recursive=True)
                     process.send_signal(signal.SIGTERM)
         until = time.monotonic() + ASKED
-        while time.monotonic() < until and not all(self._death(engine) for engine in engines):
+        while time.monotonic() < until and not all(self._describe_death(engine) for engine in engines):
             time.sleep(SHORTLY)
         for child in children:
             with contextlib.suppress(psutil.Error):
                 child.kill()
         for engine in engines:
-            self._end(engine)
+            self._end_engine(engine)
             self.tell_controller(engine)
             self.cluster.place.drop_process(engine.pid)
 
-    def _end(self, engine: Engine) -> bool:
-        if not self.mine(engine):
+    def _end_engine(self, engine: Engine) -> bool:
+        if not self.is_own(engine):
             return False
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(engine.pid)
@@ -217,9 +221,9 @@ class Health:
             for one in every:
                 with contextlib.suppress(psutil.Error):
                     one.kill()
-            if child := self._child(f"engine {engine.id}"):
+            if child := self._find_child(f"engine {engine.id}"):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(ENDING)  # another waiter would take its exit code
             else:
                 process.wait(ENDING)
-        return self._death(engine) is not None
+        return self._describe_death(engine) is not None

@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from workbench.cluster.engines import worker
-from workbench.cluster.engines.engines import Engine, check_versions, devices, probe, spans_hosts
-from workbench.cluster.processes.fork_server import Forked
+from workbench.cluster.engines.engines import Engine, check_versions, choose_devices, probe_engines, spans_hosts
+from workbench.cluster.processes.fork_server import ForkedEngine
 from workbench.cluster.processes.logs import code_in_words, log_tail
-from workbench.cluster.processes.place import ClusterError, host, this_process
+from workbench.cluster.processes.place import ClusterError, host_name, this_process
 from workbench.cluster.processes.usual import engines, timed
 from workbench.cluster.processes.whole import whole
 from workbench.experiment.given import MAX_RANKS
@@ -28,24 +28,24 @@ COME_UP = 60.0  # seconds for an engine to come up
 LOOK = 0.05  # seconds between two looks
 
 
-def meet(cluster: Cluster, ids: Sequence[int], ranks: Sequence[int] = ()) -> list[Engine]:
+def admit_engines(cluster: Cluster, ids: Sequence[int], ranks: Sequence[int] = ()) -> list[Engine]:
     """Returns the engines with these ipyparallel ids, as `ranks`, or as the next ranks.
 
     Raises ClusterError or KnobError if they cannot train together with this kernel and with each other.
     """
     first = len(cluster.engines)
     ranks = ranks or range(first, first + len(ids))
-    probed = probe(cluster.client, list(ids), cluster.controller())
+    probed = probe_engines(cluster.client, list(ids), cluster.find_controller())
     found = [replace(e, rank=rank) for e, rank in zip(probed, ranks, strict=True)]
     check_versions(found)
     kept = [e for e in cluster.engines if e.rank not in ranks]
-    places, kind = devices(sorted([*kept, *found], key=lambda e: e.rank), cluster.device)
+    places, kind = choose_devices(sorted([*kept, *found], key=lambda e: e.rank), cluster.device)
     if kept and kind != cluster.kind:
         raise ClusterError(f"{found[0]} would have to share a GPU, and ranks of one run talk over {cluster.kind}")
     spans = spans_hosts([*kept, *found])
     setup = {
         "lab": cluster.place.path.name, "place": str(cluster.place.path), "client": cluster.keys.public,
-        "owner": this_process(), "host": host(),
+        "owner": this_process(), "host": host_name(),
         "paths": [os.path.abspath(p) for p in sys.path], "spans_hosts": spans,
     }  # fmt: skip
     open_: list[Engine] = []
@@ -57,10 +57,10 @@ def meet(cluster: Cluster, ids: Sequence[int], ranks: Sequence[int] = ()) -> lis
     return open_
 
 
-def join(cluster: Cluster, engine: Engine) -> int:
+def reuse_engine(cluster: Cluster, engine: Engine) -> int:
     """Returns a new rank for an engine that a run left behind and that is free again."""
     again = replace(engine, rank=len(cluster.engines))
-    cluster.line.reach(again.rank, again.line)
+    cluster.rpc.connect_rank(again.rank, again.line)
     cluster.devices = [*cluster.devices, cluster.devices[engine.rank]]
     cluster.engines.append(again)
     cluster.note_engines()
@@ -71,7 +71,7 @@ def cannot_start(cluster: Cluster, count: int) -> str:
     """Says why `count` more engines cannot be started; "" if they can."""
     if cluster.owned is None or cluster.guest:
         return "another has started its engines"
-    if how := cluster.health.controller():
+    if how := cluster.health.describe_controller():
         return f"the controller {how}"
     room = MAX_RANKS - len(cluster.engines)
     return f"a lab has at most {MAX_RANKS} engines, the lost ones among them" if count > room else ""
@@ -83,10 +83,10 @@ def start_more(cluster: Cluster, count: int) -> list[int]:
     Raises ClusterError if they do not come up; then none of them stays.
     """
     with cluster.starting:
-        return _started(cluster, count)
+        return _start_engines(cluster, count)
 
 
-def _started(cluster: Cluster, count: int) -> list[int]:
+def _start_engines(cluster: Cluster, count: int) -> list[int]:
     assert cluster.owned is not None
     first = cluster.owned.next_engine
     numbers, joined = list(range(first, first + count)), list[int]()
@@ -95,36 +95,36 @@ def _started(cluster: Cluster, count: int) -> list[int]:
             for number in numbers:
                 cluster.owned.start_engine(number)
             wait_for_engines(cluster, numbers, work.tell)
-            found = meet(cluster, numbers)
+            found = admit_engines(cluster, numbers)
         with whole():
-            joined += [_joined(cluster, engine) for engine in found]
+            joined += [_join_engine(cluster, engine) for engine in found]
             cluster.note_engines()
     except BaseException:  # also for an interrupt: no other code knows them
         for number in numbers if not joined else ():
-            cluster.owned.dismiss(number)
+            cluster.owned.dismiss_engine(number)
         raise
     return joined
 
 
-def _joined(cluster: Cluster, engine: Engine) -> int:
-    cluster.line.reach(engine.rank, engine.line)
+def _join_engine(cluster: Cluster, engine: Engine) -> int:
+    cluster.rpc.connect_rank(engine.rank, engine.line)
     assert cluster.relay is not None
-    cluster.relay.reach(engine.rows)
+    cluster.relay.connect_engine(engine.rows)
     cluster.engines.append(engine)
     return engine.rank
 
 
 def replace_engines(cluster: Cluster, numbers: Mapping[int, int]) -> list[Engine]:
     """Gives ranks other engines. Returns the old ones. numbers: by rank, the ipyparallel id of its new engine"""
-    found = meet(cluster, list(numbers.values()), list(numbers))
+    found = admit_engines(cluster, list(numbers.values()), list(numbers))
     before = [cluster.engines[rank] for rank in numbers]
     assert cluster.relay is not None
     with whole():
         for old, engine in zip(before, found, strict=True):
-            cluster.relay.leave(old.rows)
-            cluster.relay.reach(engine.rows)
-            for same in [e.rank for e in cluster.engines if e.process == old.process]:
-                cluster.line.reach(same, engine.line)
+            cluster.relay.disconnect_engine(old.rows)
+            cluster.relay.connect_engine(engine.rows)
+            for same in [e.rank for e in cluster.engines if e.process_key == old.process_key]:
+                cluster.rpc.connect_rank(same, engine.line)
                 cluster.engines[same] = replace(engine, rank=same)
         cluster.note_engines()
     return before
@@ -137,7 +137,7 @@ def wait_for_engines(cluster: Cluster, numbers: Sequence[int], tell: Callable[[]
     while not set(numbers) <= set(cluster.client.ids):
         for number in numbers:
             engine = cluster.owned.started[f"engine {number}"]
-            if (code := engine.poll()) is not None or (isinstance(engine, Forked) and engine.lost):
+            if (code := engine.poll()) is not None or (isinstance(engine, ForkedEngine) and engine.is_lost):
                 tail = log_tail(cluster.place, f"engine {number}")
                 raise ClusterError(f"engine {number} ended with {code_in_words(code)} before it was up.{tail}")
         if cluster.closed:

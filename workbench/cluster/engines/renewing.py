@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from workbench.cluster.engines import worker
-from workbench.cluster.engines.engines import Engine, probe
+from workbench.cluster.engines.engines import Engine, probe_engines
 from workbench.cluster.engines.meeting import COME_UP, cannot_start, replace_engines, wait_for_engines
 from workbench.cluster.processes.place import ClusterError
 from workbench.cluster.processes.usual import engines, timed
@@ -21,14 +21,14 @@ from workbench.settings.said import text_of
 
 if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
-    from workbench.cluster.run.live import Live
+    from workbench.cluster.run.live import RunController
 
 REST = 0.3  # seconds after a run before its engines are replaced: the lab may close first
 LOOK = 0.05  # seconds between two looks
 SILENT = 10.0  # seconds for engines to report their earlier runs
 
 
-class Renewal:
+class EngineRenewal:
     """Replaces engines of a cluster.
 
     ahead:   whether to start new engines while a loop of its own still trains; False if no run follows
@@ -41,18 +41,18 @@ class Renewal:
         self._ready: list[int] = []  # ipyparallel ids of engines that are up without a rank
         self._lock = threading.Lock()
 
-    def follow(self, live: Live) -> None:
+    def follow_run(self, live: RunController) -> None:
         """Starts a thread that replaces the engines of a loop of its own when the loop ends."""
         if not self.cluster.guest:
-            threading.Thread(target=self._follow, args=(live,), name="engine renewal", daemon=True).start()
+            threading.Thread(target=self._follow_run, args=(live,), name="engine renewal", daemon=True).start()
 
-    def _follow(self, live: Live) -> None:
+    def _follow_run(self, live: RunController) -> None:
         try:
             while not (live.step or live.over.wait(LOOK)):  # by its first step the run has loaded what it needs
                 continue
             if self.ahead and self.cluster.owned is not None and not live.over.is_set():
                 with self._lock:
-                    self._start(len(live.ranks))
+                    self._start_engines(len(live.ranks))
             live.over.wait()
             if not self.over.wait(REST):
                 self.replace_used(live.ranks, leads=False)
@@ -68,21 +68,21 @@ class Renewal:
         Raises ClusterError if no other engines are possible.
         """
         with self._lock:
-            if used := self._used(ranks, leads):
-                self._replace(used)
+            if used := self._list_used(ranks, leads):
+                self._replace_engines(used)
             self.trouble = ""
 
-    def _used(self, ranks: Sequence[int], leads: bool) -> list[int]:
+    def _list_used(self, ranks: Sequence[int], leads: bool) -> list[int]:
         """Returns the free ranks with engines that have run what the next run must not meet."""
         said, silent, until = dict[int, dict[str, Any]](), set(ranks), time.monotonic() + SILENT
         while silent and time.monotonic() < until:
-            answers = self.cluster.line.ask_all("status", timeout=1.0, ranks=silent)
+            answers = self.cluster.rpc.ask_all("status", timeout=1.0, ranks=silent)
             said |= {rank: answer for rank, answer in answers.items() if isinstance(answer, dict)}
-            silent = {rank for rank in ranks if rank not in said and not self.cluster.death(rank)}
+            silent = {rank for rank in ranks if rank not in said and not self.cluster.describe_death(rank)}
         free = {rank: answer["runs"] for rank, answer in sorted(said.items()) if answer["over"]}
         return [rank for rank, runs in free.items() if "loop" in runs or (leads and runs)]
 
-    def _replace(self, ranks: list[int]) -> None:
+    def _replace_engines(self, ranks: list[int]) -> None:
         cluster = self.cluster
         if cluster.guest:
             raise ClusterError(
@@ -91,15 +91,15 @@ class Renewal:
             )
         with cluster.starting:
             if cluster.owned is None:
-                with cluster.restarting():
-                    replace_engines(cluster, dict(zip(ranks, self._restarted(ranks), strict=True)))
+                with cluster.hold_waits():
+                    replace_engines(cluster, dict(zip(ranks, self._restart_engines(ranks), strict=True)))
                 return
-            self._start(len(ranks))
+            self._start_engines(len(ranks))
             old = replace_engines(cluster, dict(zip(ranks, self._ready[: len(ranks)], strict=True)))
             del self._ready[: len(ranks)]
-        threading.Thread(target=cluster.health.retire, args=(old,), name="engine end", daemon=True).start()
+        threading.Thread(target=cluster.health.retire_engines, args=(old,), name="engine end", daemon=True).start()
 
-    def _start(self, count: int) -> None:
+    def _start_engines(self, count: int) -> None:
         """Starts engines on this machine until `count` are up that hold no rank."""
         cluster, owned = self.cluster, self.cluster.owned
         assert owned is not None
@@ -117,31 +117,31 @@ class Renewal:
                 wait_for_engines(cluster, numbers, work.tell)
         except BaseException:
             for number in numbers:
-                owned.dismiss(number)
+                owned.dismiss_engine(number)
             raise
         self._ready += numbers
 
-    def _restarted(self, ranks: Collection[int]) -> list[int]:
+    def _restart_engines(self, ranks: Collection[int]) -> list[int]:
         """Restarts engines that this lab did not start. Returns their new ipyparallel ids, in the order of `ranks`."""
         cluster = self.cluster
         old, known = [cluster.engines[rank] for rank in ranks], set(cluster.client.ids)
         with timed(engines(len(old), " more")) as work:
             for engine in old:
-                cluster.call(engine.id, worker.restart, cluster.place.path.name, timeout=10)
+                cluster.call(engine.id, worker.restart_engine, cluster.place.path.name, timeout=10)
                 cluster.health.tell_controller(engine)
             found, until = dict[tuple[str, int], int](), time.monotonic() + COME_UP
             while not all((engine.host, engine.pid) in found for engine in old):
                 if self.over.wait(LOOK) or time.monotonic() > until:
-                    raise ClusterError(_missing([e for e in old if (e.host, e.pid) not in found]))
+                    raise ClusterError(_describe_late([e for e in old if (e.host, e.pid) not in found]))
                 for number in set(cluster.client.ids) - known:
                     known.add(number)
-                    (came,) = probe(cluster.client, [number], cluster.controller(), timeout=COME_UP)
+                    (came,) = probe_engines(cluster.client, [number], cluster.find_controller(), timeout=COME_UP)
                     found[came.host, came.pid] = number
                 work.tell()
         return [found[engine.host, engine.pid] for engine in old]
 
 
-def _missing(late: Sequence[Engine]) -> str:
+def _describe_late(late: Sequence[Engine]) -> str:
     named = ", ".join(map(str, late))
     return (f"{named} had to start anew after a loop of its own and did not come up within {COME_UP:g} s; see its log, "
             f"or start engines again and make the lab anew")  # fmt: skip

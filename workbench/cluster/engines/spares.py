@@ -24,7 +24,7 @@ TRIES = 3  # spares that may fail or end unused, before no more are started
 WARM = 120.0  # seconds for an engine to load what a rank needs
 
 
-class Spares:
+class SpareEngines:
     """Keeps `count` engines of a cluster warm, in addition to those in use.
 
     used:    ranks of engines that a run has or had
@@ -40,45 +40,45 @@ class Spares:
         self._lacking: float | None = None  # since when spares are missing
         self._failed = 0
 
-    def start(self) -> None:
+    def start_watch(self) -> None:
         """Starts the watch, once the cluster is up."""
         if self.count:
-            Steady("spare engines", self._look, self.over).start()
+            Steady("spare engines", self._check_spares, self.over).start()
 
-    def there(self) -> list[int]:
+    def list_idle(self) -> list[int]:
         """Returns the ranks of idle engines."""
         used, cluster = self.used(), self.cluster
-        busy = {e.process for e in cluster.engines if e.rank in used}
-        return [e.rank for e in cluster.engines if e.process not in busy and not cluster.death(e.rank)]
+        busy = {e.process_key for e in cluster.engines if e.rank in used}
+        return [e.rank for e in cluster.engines if e.process_key not in busy and not cluster.describe_death(e.rank)]
 
-    def _look(self) -> None:
-        lost = {rank for rank in self.warm if rank not in self.used() and self.cluster.death(rank)}
+    def _check_spares(self) -> None:
+        lost = {rank for rank in self.warm if rank not in self.used() and self.cluster.describe_death(rank)}
         self._failed, self.warm = self._failed + len(lost), self.warm - lost
-        missing = self.count - len(self.there())
+        missing = self.count - len(self.list_idle())
         if missing <= 0:
             self._lacking = None
         elif self._failed >= TRIES:
-            self._say(f"{self._failed} of them ended before they were needed, or did not come up")
+            self._note_trouble(f"{self._failed} of them ended before they were needed, or did not come up")
         elif self._lacking is None:
             self._lacking = time.monotonic()
         elif not self.warm or time.monotonic() - self._lacking > QUIET:
-            self._add(missing)
+            self._add_spares(missing)
         self.over.wait(LOOK)
 
-    def _add(self, missing: int) -> None:
+    def _add_spares(self, missing: int) -> None:
         if why := cannot_start(self.cluster, missing):
-            return self._say(why)
+            return self._note_trouble(why)
         try:
             for rank in start_more(self.cluster, missing):
-                self.cluster.call(self.cluster.engines[rank].id, worker.warm, timeout=WARM)
+                self.cluster.call(self.cluster.engines[rank].id, worker.load_modules, timeout=WARM)
                 self.warm.add(rank)
         except Exception as error:
             self._failed += 1
             if not self.cluster.closed:
-                self._say(text_of(error))
+                self._note_trouble(text_of(error))
             return
         self.trouble = ""
 
-    def _say(self, why: str) -> None:
-        there = len(self.there())
+    def _note_trouble(self, why: str) -> None:
+        there = len(self.list_idle())
         self.trouble = f"spare={self.count}: {there} spare engines are there, and no more are started: {why}"

@@ -20,18 +20,18 @@ import cloudpickle
 import zmq
 
 from workbench.cluster.engines import anew
-from workbench.cluster.engines.answers import Answers
-from workbench.cluster.engines.preempting import Notice
-from workbench.cluster.processes.place import alive, host
+from workbench.cluster.engines.answers import RpcHandlers
+from workbench.cluster.engines.preempting import PreemptionSignal
+from workbench.cluster.processes.place import alive, host_name
 from workbench.cluster.processes.steady import Steady
-from workbench.cluster.transport.capture import Capture
-from workbench.cluster.transport.keys import Keys, admit
-from workbench.cluster.transport.wire import Batch, encode
+from workbench.cluster.transport.capture import OutputCapture
+from workbench.cluster.transport.keys import CurveKeys, admit_client
+from workbench.cluster.transport.wire import RowBatch, encode_batch
 from workbench.settings.said import said, speaks, traceback_of
 
 SILENCE = 60.0  # seconds without a message from a kernel on another host, until a run is abandoned
 
-_bench: Bench | None = None
+_bench: EngineServer | None = None
 
 
 def open_bench(setup: dict[str, Any]) -> dict[str, Any]:
@@ -40,45 +40,45 @@ def open_bench(setup: dict[str, Any]) -> dict[str, Any]:
     Raises RuntimeError while it trains for another lab.
     """
     global _bench
-    if _bench and _bench.busy and _bench.lab != setup["lab"]:
+    if _bench and _bench.is_busy and _bench.lab != setup["lab"]:
         raise RuntimeError("this engine is training for another lab; stop that run or use other engines")
     if _bench:
         _bench.close()
     sys.path += [p for p in setup["paths"] if p not in sys.path and os.path.isdir(p)]
-    _bench = Bench(setup)
+    _bench = EngineServer(setup)
     return {"rows": _bench.rows_at, "line": _bench.line_at}
 
 
 def host_store(session: str, where: str) -> tuple[str, int]:
     """Keeps the meeting point of the lab's ranks on this engine. Returns its address."""
-    return _opened().host_store(session, where)
+    return _require_server().host_store(session, where)
 
 
-def begin(job: dict[str, Any], blob: bytes) -> str:
+def begin_session(job: dict[str, Any], blob: bytes) -> str:
     """Builds this rank's session from the pickled `blob` and starts it. Returns where it spools."""
     try:
-        return _opened().begin(job, blob)
+        return _require_server().begin_session(job, blob)
     except BaseException as error:
         if speaks(error):
             raise
         raise RuntimeError(said(error)) from None  # ipyparallel takes the error's text as it is
 
 
-def warm() -> None:
+def load_modules() -> None:
     """Loads what a rank needs, before a rank is wanted here."""
     importlib.import_module("workbench.engine.rank.session")
 
 
-def restart(lab: str) -> None:
+def restart_engine(lab: str) -> None:
     """Restarts this engine, see `anew`. Raises RuntimeError if it cannot, trains, or serves another lab."""
-    if _bench is None or _bench.lab != lab or _bench.busy:
+    if _bench is None or _bench.lab != lab or _bench.is_busy:
         raise RuntimeError("this engine serves another lab, or trains")
     anew.refuse_restart()
     close_bench()
     anew.restart_soon()
 
 
-def _opened() -> Bench:
+def _require_server() -> EngineServer:
     if _bench is None:
         raise RuntimeError("this engine was not opened for a lab")
     return _bench
@@ -92,12 +92,12 @@ def close_bench() -> None:
     _bench = None
 
 
-def _load(path: str) -> Any:
+def _load_object(path: str) -> Any:
     module, name = path.split(":")
     return getattr(importlib.import_module(module), name)
 
 
-class Bench(Answers):
+class EngineServer(RpcHandlers):
     """One engine's place in a lab: its two sockets, and the session of its rank during a run."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -117,38 +117,40 @@ class Bench(Answers):
         self._dismissed: set[tuple[str, int]] = set()  # (generation, rank): sent away before it began
         self._life = threading.Lock()  # held while a session begins or an order is carried out
         self._context = zmq.Context()
-        keys = Keys.new()
-        self._doorkeeper = admit(setup["client"], self._context)
-        self._rows, self.rows_at = self._bind(zmq.PUB, keys, setup)
-        self._line, self.line_at = self._bind(zmq.ROUTER, keys, setup)
+        keys = CurveKeys.make_pair()
+        self._doorkeeper = admit_client(setup["client"], self._context)
+        self._rows, self.rows_at = self._bind_socket(zmq.PUB, keys, setup)
+        self._line, self.line_at = self._bind_socket(zmq.ROUTER, keys, setup)
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._notice = Notice(self, Path(setup["place"]))
-        self._notice.listen()
-        self._capture = Capture("rank ", self._log).__enter__()
-        self._thread = Steady("line", self._look, self._closing, self.stumbled, lambda: self._line.close(0)).start()
+        self._notice = PreemptionSignal(self, Path(setup["place"]))
+        self._notice.install_handler()
+        self._capture = OutputCapture("rank ", self._record_output).__enter__()
+        self._thread = Steady(
+            "line", self._serve_once, self._closing, self.report_error, lambda: self._line.close(0)
+        ).start()
 
-    def _bind(self, kind: int, keys: Keys, setup: dict[str, Any]) -> tuple[Any, str]:
+    def _bind_socket(self, kind: int, keys: CurveKeys, setup: dict[str, Any]) -> tuple[Any, str]:
         socket = self._context.socket(kind)
         socket.linger = 0
         socket.sndhwm = 5_000
-        keys.lock(socket)
+        keys.lock_socket(socket)
         port = socket.bind_to_random_port(f"tcp://{'*' if setup['spans_hosts'] else '127.0.0.1'}")
         return socket, f"tcp://{setup['reach']}:{port} {keys.public}"
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         return self.session is not None and not self.session.join(0)
 
     # -- a run
 
     def host_store(self, session: str, where: str) -> tuple[str, int]:
         if self.store is None:
-            self.store = _load(session).host_store(where)
+            self.store = _load_object(session).host_store(where)
         return str(self.store[1]), int(self.store[2])
 
-    def begin(self, job: dict[str, Any], blob: bytes) -> str:
-        if self.busy:
+    def begin_session(self, job: dict[str, Any], blob: bytes) -> str:
+        if self.is_busy:
             self.session.abort()
             if not self.session.join(5.0):
                 raise RuntimeError(f"this rank has not left its last run: {self.session.status()['busy'] or 'busy'}")
@@ -157,9 +159,9 @@ class Bench(Answers):
         if not (where / "run.json").exists():  # on another host: the kernel fetches the rows from here
             where = Path(tempfile.mkdtemp(prefix="training-workbench-run-"))
         experiment, changes, learned = cloudpickle.loads(blob)
-        session = _load(job["session"])(
+        session = _load_object(job["session"])(
             experiment, rank=job["rank"], size=job["size"], store=tuple(job["store"]), generation=job["generation"],
-            run_dir=where, push=self.push, epoch=job["epoch"], changes=changes, device=job["device"],
+            run_dir=where, push=self.publish_rows, epoch=job["epoch"], changes=changes, device=job["device"],
             kind=job["kind"], loopback=job["loopback"], secret=bytes.fromhex(self.secret),
             **{name: job[name] for name in ("joins", "resume", "ours") if job.get(name)},
         )  # fmt: skip
@@ -183,43 +185,43 @@ class Bench(Answers):
             raise
         return str(where)
 
-    def push(self, new: list[tuple[str, int, dict[str, Any]]]) -> None:
+    def publish_rows(self, new: list[tuple[str, int, dict[str, Any]]]) -> None:
         """Publishes rows in one message. Without a listener they are dropped here and stay on disk."""
         frames = []
         for kind, seq, columns in new:
-            batch = Batch(self.job["generation"], kind, self.job["rank"], seq, columns)
+            batch = RowBatch(self.job["generation"], kind, self.job["rank"], seq, columns)
             self.sent[kind] = seq + len(batch)
-            frames += encode(batch)
+            frames += encode_batch(batch)
         with self._lock:
             if not self._rows.closed:
                 self._rows.send_multipart(frames)
 
-    def _log(self, stream: str, text: str) -> None:
+    def _record_output(self, stream: str, text: str) -> None:
         if self.session is not None:
             self.session.mark("log", {"stream": stream, "text": text})
 
     # -- the line
 
-    def _look(self) -> None:
+    def _serve_once(self) -> None:
         if self._line.poll(200):
             who, head, blob = self._line.recv_multipart()
             self.heard = time.monotonic()
-            self._line.send_multipart([who, *self._reply(json.loads(head), blob)])
-        elif self.busy and self.abandoned():
+            self._line.send_multipart([who, *self._make_reply(json.loads(head), blob)])
+        elif self.is_busy and self.is_abandoned():
             self.session.abort()
 
-    def stumbled(self, error: BaseException) -> None:
+    def report_error(self, error: BaseException) -> None:
         """Reports an error of the line in the engine's log file, the next status and the record."""
         text = traceback_of(error)
         print(text, file=sys.__stderr__, flush=True)
         self.trouble = said(error)
-        self._log("stderr", f"the engine's line: {text}")
+        self._record_output("stderr", f"the engine's line: {text}")
 
-    def _reply(self, ask: dict[str, Any], blob: bytes) -> list[bytes]:
+    def _make_reply(self, ask: dict[str, Any], blob: bytes) -> list[bytes]:
         answer: dict[str, Any] = {"number": ask.pop("number")}
         out, of, what = b"", ask.pop("of", None), ask.pop("what")
         try:
-            value = self._heeded(what, of, blob, ask) if of else getattr(self, f"on_{what}")(blob=blob, **ask)
+            value = self._obey_order(what, of, blob, ask) if of else getattr(self, f"on_{what}")(blob=blob, **ask)
             if isinstance(value, bytes):
                 out = value
             else:
@@ -228,7 +230,7 @@ class Bench(Answers):
             answer["error"] = said(error)
         return [json.dumps(answer, default=str).encode(), out]
 
-    def _heeded(self, what: str, of: tuple[str, list[int]], blob: bytes, ask: dict[str, Any]) -> Any:
+    def _obey_order(self, what: str, of: tuple[str, list[int]], blob: bytes, ask: dict[str, Any]) -> Any:
         """Carries out an order if it is meant for this session's run and rank, and ignores it otherwise.
 
         A session comes through the controller, so an order to leave may overtake it. Then the session leaves as it
@@ -241,19 +243,19 @@ class Bench(Answers):
             if what == "abort":
                 self._dismissed |= {(generation, rank) for rank in ranks}
 
-    def abandoned(self) -> bool:
+    def is_abandoned(self) -> bool:
         """Whether the lab's kernel is gone without having detached."""
         if self.owner is None:
             return False
-        if self.home == host():
+        if self.home == host_name():
             return not alive(self.owner)
         return time.monotonic() - self.heard > SILENCE
 
     def close(self) -> None:
-        if self.busy:
+        if self.is_busy:
             self.session.abort()
             self.session.join(5.0)
-        self._notice.forget()
+        self._notice.restore_handler()
         self._closing.set()
         self._thread.join(2.0)
         self._capture.__exit__()

@@ -20,7 +20,7 @@ PATIENCE = 2.0  # seconds for a disk to answer
 GLANCE = 0.05  # seconds for the answer whether a directory exists
 
 
-def within(seconds: float, do: Callable[[], T]) -> T:
+def run_within(seconds: float, do: Callable[[], T]) -> T:
     """Returns or raises what `do()` does.
 
     Raises TimeoutError, an OSError, if it takes longer; `do` then goes on, unheeded.
@@ -44,38 +44,38 @@ def within(seconds: float, do: Callable[[], T]) -> T:
     return value
 
 
-class Folder:
+class RunFolder:
     """Knows whether a run is still at `path`. Asks the disk on a thread of its own, one question at a time."""
 
     def __init__(self, path: Path | str | None) -> None:
         self.path = Path(path) if path is not None else None
         self.there = False
         self._asking: threading.Thread | None = None
-        self.look()
+        self.was_there()
 
-    def look(self) -> bool:
+    def was_there(self) -> bool:
         """Returns whether the run was there when the disk last answered."""
         if self.path is None:
             return False
         if self._asking is None or not self._asking.is_alive():
-            self._asking = threading.Thread(target=self._ask, name="run directory", daemon=True)
+            self._asking = threading.Thread(target=self._ask_disk, name="run directory", daemon=True)
             self._asking.start()
         self._asking.join(GLANCE)
         return self.there
 
-    def _ask(self) -> None:
+    def _ask_disk(self) -> None:
         assert self.path
-        self.there = _there(self.path)
+        self.there = _has_run(self.path)
 
 
-def _there(path: Path) -> bool:
+def _has_run(path: Path) -> bool:
     try:
         return (path / "run.json").exists()
     except OSError:
         return False
 
 
-def lacking(path: Path, timeline: Timeline) -> int:
+def count_lacking(path: Path, timeline: Timeline) -> int:
     """Returns how many rows of `timeline` the run directory at `path` lacks; all, if it is gone."""
     try:
         held = store.counts(path)

@@ -22,7 +22,7 @@ INFO = struct.Struct("=5B3x13I")
 AGAIN = 3  # retransmissions before it counts: 1.4 s or more after the first sending
 
 
-def wires() -> list[list[Any]]:
+def list_connections() -> list[list[Any]]:
     """Returns this process's TCP connections: [own end, other end, seconds without an acknowledgement].
 
     The seconds are 0.0 if nothing waits for one, or if the system does not tell (Linux does).
@@ -34,13 +34,13 @@ def wires() -> list[list[Any]]:
                 continue
             with borrow_socket(fd) as s:
                 if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
-                    found.append([list(s.getsockname()[:2]), list(s.getpeername()[:2]), unheard(s)])
+                    found.append([list(s.getsockname()[:2]), list(s.getpeername()[:2]), read_silence(s)])
         except OSError:  # closed by now, or only listening
             continue
     return found
 
 
-def unheard(s: socket.socket) -> float:
+def read_silence(s: socket.socket) -> float:
     """Returns for how many seconds the peer has acknowledged nothing of repeated sends; else 0.0."""
     if not hasattr(socket, "TCP_INFO"):
         return 0.0
@@ -52,10 +52,10 @@ def unheard(s: socket.socket) -> float:
     return since * 1e-3 if (unacknowledged and again >= AGAIN) or probes >= AGAIN else 0.0
 
 
-def dead(told: Mapping[int, Any]) -> dict[tuple[int, int], float]:
+def find_dead_links(told: Mapping[int, Any]) -> dict[tuple[int, int], float]:
     """Returns pairs of ranks, the smaller first, with a dead link, and for how many seconds it is dead.
 
-    told: by rank, the result of `wires` there
+    told: by rank, the result of `list_connections` there
     """
     said = {rank: ends for rank, ends in told.items() if isinstance(ends, list)}
     whose = {tuple(mine): rank for rank, ends in said.items() for mine, _, _ in ends}
@@ -69,9 +69,9 @@ def dead(told: Mapping[int, Any]) -> dict[tuple[int, int], float]:
     return found
 
 
-def named(found: Verdict, told: Mapping[int, Any]) -> Verdict:
+def name_dead_link(found: Verdict, told: Mapping[int, Any]) -> Verdict:
     """Adds the dead link, if any, to `found`, in which all ranks wait. The ranks at its ends become the odd ones."""
-    pairs = dead(told)
+    pairs = find_dead_links(told)
     if not pairs:
         return found
     texts = [f"rank {a} waits for rank {b}, and rank {b} for rank {a}: nothing has got over the link between them for "

@@ -10,20 +10,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from workbench.cluster.observe.disk import PATIENCE, Folder, lacking, within
-from workbench.cluster.observe.silence import named
+from workbench.cluster.observe.disk import PATIENCE, RunFolder, count_lacking, run_within
+from workbench.cluster.observe.silence import name_ranks
 from workbench.record.run import Run
 from workbench.record.timeline import KINDS
 
 RESCUE = "run.save('elsewhere') writes all rows that are shown here"
 
 
-class Recording:
+class RecordMonitor:
     """The record of one run. say: replaces the note on the same topic; see Attention"""
 
     def __init__(self, run: Run, say: Callable[..., None]) -> None:
         self.run, self.say = run, say
-        self._folder = Folder(run.path)
+        self._folder = RunFolder(run.path)
         self._expected = self._folder.there
         self._gone = False
         self._lost: dict[int, int] = {}  # rows of each rank that the disk lacks
@@ -33,14 +33,14 @@ class Recording:
         self._was = False  # whether there was a fault
         self.said = ""  # the last note of the record
 
-    def heard(self, rank: int, lost: int) -> None:
+    def take_status(self, rank: int, lost: int) -> None:
         """Takes in how many of a rank's rows are not on disk."""
         if self._before is not None:
             lost -= self._before.setdefault(rank, lost)
         self._lost[rank] = max(lost, 0)
-        self._count()
+        self._count_unwritten()
 
-    def mark(self, rank: int, detail: dict[str, Any]) -> None:
+    def take_mark(self, rank: int, detail: dict[str, Any]) -> None:
         """Takes in a rank's mark that its record stands still, or goes on."""
         fresh = not self._failing
         if what := str(detail.get("error") or ""):
@@ -52,77 +52,77 @@ class Recording:
         self._was = True
         if self._before is None and isinstance(lost := detail.get("lost"), int):
             self._lost[rank] = lost
-        self._count()
-        self._tell(fresh or not self._failing)
+        self._count_unwritten()
+        self._update_note(fresh or not self._failing)
 
-    def look(self) -> None:
+    def check_folder(self) -> None:
         """Checks whether the run directory exists. Call it about once a second."""
-        there = self._folder.look()
+        there = self._folder.was_there()
         self._expected |= there  # a slow disk may give its first answer only now
         gone = self._expected and not there
         if gone != self._gone:
             self._gone, self._was = gone, True
-            self._tell(fresh=True)
+            self._update_note(fresh=True)
         elif self._was:
-            self._tell(fresh=False)
+            self._update_note(fresh=False)
 
-    def saved(self, path: Path, rows: int, step: int | None) -> None:
+    def note_saved(self, path: Path, rows: int, step: int | None) -> None:
         """Notes that the rows held here were saved elsewhere, up to a `step` (None: up to the end)."""
         if step is None:
-            return self.say("record", f"the whole record, {_rows(rows)}, was saved in {path}")
-        so_far = f"the record up to step {step}, {_rows(rows)}, was saved in {path}"
+            return self.say("record", f"the whole record, {_count_rows(rows)}, was saved in {path}")
+        so_far = f"the record up to step {step}, {_count_rows(rows)}, was saved in {path}"
         self.say("saved", f"{so_far}; what comes later is not in it")
 
-    def disturbed(self) -> None:
+    def note_failure(self) -> None:
         """Notes that this kernel could not write for a rank. `ended` counts what is lacking."""
         self._was = True
 
-    def ended(self) -> None:
+    def count_lacking(self) -> None:
         """At the end of the run, counts the rows that its directory lacks, if anything was wrong with it."""
         if not self._was or self.run.path is None:
             return
         path = self.run.path
         try:
-            self.run.unwritten = within(PATIENCE, lambda: lacking(path, self.run.timeline))
+            self.run.unwritten = run_within(PATIENCE, lambda: count_lacking(path, self.run.timeline))
         except OSError:
-            self._count()  # then the ranks' reports must do
-        lacks = f"{_rows(self.run.unwritten)} of this run; {RESCUE}"
+            self._count_unwritten()  # then the ranks' reports must do
+        lacks = f"{_count_rows(self.run.unwritten)} of this run; {RESCUE}"
         if self._gone:
-            self._put(f"the run directory {path} is gone, and lacks {lacks}")
+            self._put_note(f"the run directory {path} is gone, and lacks {lacks}")
         elif self.run.unwritten:
-            self._put(f"the record in {path} ends without {lacks}")
+            self._put_note(f"the record in {path} ends without {lacks}")
         else:
-            self._put(f"the record in {path} is whole, though it was not written for a while")
+            self._put_note(f"the record in {path} is whole, though it was not written for a while")
 
-    def _count(self) -> None:
+    def _count_unwritten(self) -> None:
         """Counts unwritten rows, without rows from before this kernel attached, which are not here."""
         here = sum(len(self.run.timeline.table(kind)) for kind in KINDS)
         self.run.unwritten = min(sum(self._lost.values()), here)
 
-    def _tell(self, fresh: bool) -> None:
-        lacks = f"{_rows(self.run.unwritten)} {'is' if self.run.unwritten == 1 else 'are'} not on disk so far"
+    def _update_note(self, fresh: bool) -> None:
+        lacks = f"{_count_rows(self.run.unwritten)} {'is' if self.run.unwritten == 1 else 'are'} not on disk so far"
         if self._gone:
             text = f"the run directory {self.run.path} is gone; {lacks}, {RESCUE}"
         elif self._failing:
-            text = f"{self._who()}; {lacks}, {RESCUE}"
+            text = f"{self._list_failing()}; {lacks}, {RESCUE}"
         elif self.run.unwritten:
             text = f"the record is being written again; {lacks}, {RESCUE}"
         else:
             text = "the record is being written again, and lacks no row"
-        self._put(text, fresh)
+        self._put_note(text, fresh)
 
-    def _put(self, text: str, fresh: bool = True) -> None:
+    def _put_note(self, text: str, fresh: bool = True) -> None:
         if text != self.said:
             self.said = text
             self.say("record", text, fresh)
 
-    def _who(self) -> str:
+    def _list_failing(self) -> str:
         """Says which ranks cannot write, by the reason."""
         why: dict[str, list[int]] = {}
         for rank, what in sorted(self._failing.items()):
             why.setdefault(what, []).append(rank)
-        return "; ".join(f"{named(ranks)}: the record is not being written: {what}" for what, ranks in why.items())
+        return "; ".join(f"{name_ranks(ranks)}: the record is not being written: {what}" for what, ranks in why.items())
 
 
-def _rows(n: int) -> str:
+def _count_rows(n: int) -> str:
     return f"{n} row{'s' * (n != 1)}"

@@ -16,7 +16,7 @@ BRIEF = 0.1  # share of that patience: shorter waits are normal
 GLANCE = 0.3  # share of that patience, after which the status line names a wait
 
 
-class Seen(NamedTuple):
+class RankPlace(NamedTuple):
     """One rank as the kernel knows it: its last place, and for how many seconds.
 
     waits:   whether only other ranks can end its operation
@@ -49,72 +49,77 @@ class Verdict(NamedTuple):
     sure: bool = False
 
 
-def patience(usual: float | None) -> float:
+def find_patience(usual: float | None) -> float:
     """Returns the seconds that are no stall yet, if a step usually takes `usual` seconds (None: none has ended)."""
     return FIRST if usual is None else max(LEAST, TIMES * usual)
 
 
-def verdict(table: Mapping[int, Seen], limit: float) -> Verdict | None:
+def find_stall(table: Mapping[int, RankPlace], limit: float) -> Verdict | None:
     """Returns which ranks hold the run up for more than `limit` seconds; None if none does."""
     mute = {r for r, seen in table.items() if seen.mute >= limit * seen.times}
     stuck = {r for r, seen in table.items() if not seen.waits and seen.still >= limit * seen.times} - mute
     if mute or stuck:
-        return _odd(table, mute, stuck, limit)
+        return _describe_odd(table, mute, stuck, limit)
     if len(table) > 1 and all(seen.waits and seen.still >= limit for seen in table.values()):
         return _all_wait(table)
     return None
 
 
-def _odd(table: Mapping[int, Seen], mute: set[int], stuck: set[int], limit: float) -> Verdict:
+def _describe_odd(table: Mapping[int, RankPlace], mute: set[int], stuck: set[int], limit: float) -> Verdict:
     parts = []
-    for ranks in _alike(table, mute):
+    for ranks in _group_alike(table, mute):
         seen, seconds = table[ranks[0]], max(table[r].mute for r in ranks)
-        said = [seen.process, f"last seen in {_place(seen)}" if seen.op else ""]
+        said = [seen.process, f"last seen in {_describe_place(seen)}" if seen.op else ""]
         last = f" ({'; '.join(filter(None, said))})" if any(said) else ""
-        parts.append(f"{named(ranks)} {_has(ranks)} said nothing for {seconds:.0f} s{last}")
-    for ranks in _alike(table, stuck):
+        parts.append(f"{name_ranks(ranks)} {_choose_have(ranks)} said nothing for {seconds:.0f} s{last}")
+    for ranks in _group_alike(table, stuck):
         seconds = max(table[r].still for r in ranks)
-        parts.append(f"{named(ranks)} {_has(ranks)} been in {_place(table[ranks[0]])} for {seconds:.0f} s")
+        parts.append(
+            f"{name_ranks(ranks)} {_choose_have(ranks)} been in {_describe_place(table[ranks[0]])} for {seconds:.0f} s"
+        )
     odd = mute | stuck
     others = set(table) - odd
-    if rest := _rest(table, others, BRIEF * limit):
+    if rest := _describe_rest(table, others, BRIEF * limit):
         parts.append(rest)
     seconds = max(max(table[r].mute, table[r].still) if r in mute else table[r].still for r in odd)
     clear = all(table[r].waits or table[r].still <= BRIEF * limit for r in others)
     return Verdict("; ".join(parts), tuple(sorted(odd)), seconds, clear and len(odd) <= len(others))
 
 
-def _rest(table: Mapping[int, Seen], others: set[int], brief: float) -> str:
+def _describe_rest(table: Mapping[int, RankPlace], others: set[int], brief: float) -> str:
     """Says what the other ranks do. One that has waited for at most `brief` seconds counts as going on."""
     waiting: dict[str, list[int]] = {}
     for rank in sorted(others):
         if table[rank].waits and table[rank].still > brief:
             waiting.setdefault(table[rank].op, []).append(rank)
-    texts = [f"{_listed(ranks)} {_wait(ranks)} in {op}" for op, ranks in waiting.items()]
+    texts = [f"{_list_ranks(ranks)} {_choose_wait(ranks)} in {op}" for op, ranks in waiting.items()]
     if going := sorted(others.difference(*waiting.values())):
-        texts.append(f"{_listed(going)} {'go' if len(going) > 1 else 'goes'} on")
+        texts.append(f"{_list_ranks(going)} {'go' if len(going) > 1 else 'goes'} on")
     return ", ".join(texts)
 
 
-def _all_wait(table: Mapping[int, Seen]) -> Verdict:
+def _all_wait(table: Mapping[int, RankPlace]) -> Verdict:
     """Judges a table in which all ranks wait. Ranks that wait in something else than most are the odd ones."""
-    groups = sorted(_alike(table, table), key=lambda ranks: (len(ranks), table[ranks[0]].step))
+    groups = sorted(_group_alike(table, table), key=lambda ranks: (len(ranks), table[ranks[0]].step))
     seconds = min(seen.still for seen in table.values())
     if len(groups) == 1:
-        text = f"all ranks have waited in {_place(table[groups[0][0]])} for {seconds:.0f} s"
+        text = f"all ranks have waited in {_describe_place(table[groups[0][0]])} for {seconds:.0f} s"
         return Verdict(text, tuple(sorted(table)), seconds)
     if (past := _went_past(table)) is not None:
         inside = sorted(set(table) - set(past))
-        text = (f"{named(past)} went past {_place(table[inside[0]])}, in which {named(inside)} {_wait(inside)}, and "
-                f"{_wait(past)} in {_place(table[past[0]])}; no rank has moved for {seconds:.0f} s")  # fmt: skip
+        text = (
+            f"{name_ranks(past)} went past {_describe_place(table[inside[0]])}, in which "
+            f"{name_ranks(inside)} {_choose_wait(inside)}, and {_choose_wait(past)} in "
+            f"{_describe_place(table[past[0]])}; no rank has moved for {seconds:.0f} s"
+        )
         return Verdict(text, tuple(past), seconds)
     odd = groups[:1] if len(groups[0]) < len(groups[-1]) else groups
-    parts = [f"{named(ranks)} {_wait(ranks)} in {_place(table[ranks[0]])}" for ranks in groups]
+    parts = [f"{name_ranks(ranks)} {_choose_wait(ranks)} in {_describe_place(table[ranks[0]])}" for ranks in groups]
     text = f"no rank has moved for {seconds:.0f} s: {', '.join(parts)}"
     return Verdict(text, tuple(sorted(r for ranks in odd for r in ranks)), seconds)
 
 
-def _went_past(table: Mapping[int, Seen]) -> list[int] | None:
+def _went_past(table: Mapping[int, RankPlace]) -> list[int] | None:
     """Returns the ranks that skipped a collective of their script in which at least as many other ranks wait; or None.
 
     Such a rank waits in the strategy's operation of the same step, or of a later one.
@@ -127,7 +132,7 @@ def _went_past(table: Mapping[int, Seen]) -> list[int] | None:
     return past if all(table[rank].step >= reached for rank in past) else None
 
 
-def _alike(table: Mapping[int, Seen], ranks: Iterable[int]) -> list[list[int]]:
+def _group_alike(table: Mapping[int, RankPlace], ranks: Iterable[int]) -> list[list[int]]:
     """Groups the ranks that are at the same place."""
     found: dict[tuple[int, str, str], list[int]] = {}
     for rank in sorted(ranks):
@@ -135,23 +140,23 @@ def _alike(table: Mapping[int, Seen], ranks: Iterable[int]) -> list[list[int]]:
     return list(found.values())
 
 
-def _place(seen: Seen) -> str:
+def _describe_place(seen: RankPlace) -> str:
     own = {"data iterator": "its data iterator", "step": "its strategy's own code", "": "nothing that it told"}
     return f"{own.get(seen.op, seen.op)} of step {seen.step}"
 
 
-def named(ranks: Collection[int]) -> str:
+def name_ranks(ranks: Collection[int]) -> str:
     """Names ranks: `rank 2`, `ranks 0, 1, 3`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {_list_ranks(ranks)}"
 
 
-def _listed(ranks: Iterable[int]) -> str:
+def _list_ranks(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _has(ranks: Collection[int]) -> str:
+def _choose_have(ranks: Collection[int]) -> str:
     return "have" if len(ranks) > 1 else "has"
 
 
-def _wait(ranks: Collection[int]) -> str:
+def _choose_wait(ranks: Collection[int]) -> str:
     return "wait" if len(ranks) > 1 else "waits"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from workbench.cluster.processes.place import Place
+    from workbench.cluster.processes.place import LabPlace
 
 PATIENCE = 6.0  # seconds for the guard, before a process ends itself
 DESCRIPTORS = 65_536  # wanted per engine: soft limits of 1,024 were made for select()
@@ -34,17 +34,19 @@ def main(kind: str, file: str) -> None:
     import psutil  # noqa: F401 (here and not in the thread: two threads must not import at the same time)
 
     if kind == "engines":
-        from workbench.cluster.processes.fork_server import serve
-        return serve(partial(live, Path(file).parent))
+        from workbench.cluster.processes.fork_server import serve_forks
+
+        return serve_forks(partial(run_engine, Path(file).parent))
     if kind == "engine":
-        live(Path(file).parent)
+        run_engine(Path(file).parent)
     keep_watch(Path(file).parent)
-    os.register_at_fork(after_in_child=follow)
+    os.register_at_fork(after_in_child=follow_parent)
     from ipyparallel.controller.app import main as become
+
     become()
 
 
-def live(place: Path) -> NoReturn:
+def run_engine(place: Path) -> NoReturn:
     """Runs as an engine of the lab with the directory `place`."""
     from workbench.cluster.processes.stacks import answering
 
@@ -55,17 +57,17 @@ def live(place: Path) -> NoReturn:
 
     os.nice(COURTESY)
     more_descriptors()
-    ends(become)
+    run_and_exit(become)
 
 
 def keep_watch(place: Path) -> None:
     """Starts a thread that watches the lab's owner."""
-    from workbench.cluster.processes.place import Place
+    from workbench.cluster.processes.place import LabPlace
 
-    threading.Thread(target=watch, args=(Place(place),), name="owner watch", daemon=True).start()
+    threading.Thread(target=watch_owner, args=(LabPlace(place),), name="owner watch", daemon=True).start()
 
 
-def follow() -> None:
+def follow_parent() -> None:
     """Starts a thread that ends this fork once its parent is gone. The parent's threads do not exist here."""
     parent = os.getppid()
 
@@ -77,7 +79,7 @@ def follow() -> None:
     threading.Thread(target=look, name="parent watch", daemon=True).start()
 
 
-def ends(become: Callable[[], None]) -> NoReturn:
+def run_and_exit(become: Callable[[], None]) -> NoReturn:
     """Runs as an engine, then ends the process at once, whatever its threads do.
 
     A normal exit ends a rank's threads when they next ask for the interpreter. Inside torch no C++ frame lets that
@@ -127,7 +129,7 @@ def find_workbench() -> None:
         sys.path.insert(0, here)
 
 
-def watch(place: Place) -> None:
+def watch_owner(place: LabPlace) -> None:
     """Ends this process and its children once the lab's owner is gone. A detached lab has no owner, and goes on."""
     import psutil
 
@@ -136,7 +138,7 @@ def watch(place: Place) -> None:
     alone = 0.0
     while alone < PATIENCE:
         time.sleep(1.0)
-        state = place.read()
+        state = place.read_state()
         orphan = not state or (state["owner"] is not None and not alive(state["owner"]))
         alone = alone + 1.0 if orphan else 0.0
     for child in psutil.Process().children(recursive=True):

@@ -42,7 +42,7 @@ UNTOLD = 1  # the exit code of an engine that was never forked
 _log = logging.getLogger(__name__)
 
 
-def usable() -> bool:
+def can_fork() -> bool:
     """Whether engines can be forked here: not on macOS, where libraries break in a fork, nor with GPUs."""
     return sys.platform == "linux" and not any(map(os.path.exists, CHIPS))
 
@@ -50,7 +50,7 @@ def usable() -> bool:
 # -- in the kernel --
 
 
-class Forked:
+class ForkedEngine:
     """An engine that a server forks, with the methods of a Popen. `pid` is 0 until the fork."""
 
     def __init__(self, what: str) -> None:
@@ -61,18 +61,18 @@ class Forked:
         self._missed: float | None = None  # since when it is gone without a report
 
     @property
-    def unheard(self) -> bool:
+    def is_unreported(self) -> bool:
         """Whether no report of this engine's end can come."""
         return self.over.is_set() and self.returncode is None
 
     @property
-    def lost(self) -> bool:
+    def is_lost(self) -> bool:
         """Whether it has ended without a report."""
-        return self.unheard and not self._lives()
+        return self.is_unreported and not self._is_alive()
 
     def poll(self) -> int | None:
         """Returns its exit code, or None. If it is gone, expects the server's report for `TELLS` s at most."""
-        if self.returncode is None and self.pid and not self.over.is_set() and not self._lives():
+        if self.returncode is None and self.pid and not self.over.is_set() and not self._is_alive():
             self._missed = self._missed or time.monotonic()
             if time.monotonic() - self._missed > TELLS:
                 self.over.set()
@@ -81,7 +81,7 @@ class Forked:
     def wait(self, timeout: float | None = None) -> int | None:
         """Returns its exit code; None if no report comes. Raises TimeoutExpired."""
         until = None if timeout is None else time.monotonic() + timeout
-        while self.poll() is None and not self.lost:
+        while self.poll() is None and not self.is_lost:
             if until is not None and time.monotonic() >= until:
                 raise subprocess.TimeoutExpired(self.what, timeout or 0.0)
             time.sleep(LOOK) if self.over.is_set() else self.over.wait(LOOK)
@@ -91,17 +91,17 @@ class Forked:
         """Sends a signal. An engine that is not forked yet gets SIGKILL once it is."""
         if not self.pid:
             self._unwanted = True  # before the next look: the engine may appear right now
-        if self._lives():
+        if self._is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, what)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def _lives(self) -> bool:
+    def _is_alive(self) -> bool:
         return bool(self.pid) and self.returncode is None and alive([self.pid, self.created])
 
-    def come(self, pid: int) -> bool:
+    def take_pid(self, pid: int) -> bool:
         """Takes in its pid. Returns whether the process exists."""
         with contextlib.suppress(psutil.Error):
             self.created = psutil.Process(pid).create_time()
@@ -110,7 +110,7 @@ class Forked:
             self.kill()
         return bool(self.created)
 
-    def ended(self, code: int | None) -> None:
+    def take_code(self, code: int | None) -> None:
         self.returncode = code
         self.over.set()
 
@@ -125,32 +125,32 @@ class ForkServer:
         self.process, self._noted = process, noted
         self.env = dict(os.environ)  # the server's, without what only the server got
         self.over = False  # whether it forks no more
-        self._asked: dict[str, Forked] = {}
-        self._by_pid: dict[int, Forked] = {}
+        self._asked: dict[str, ForkedEngine] = {}
+        self._by_pid: dict[int, ForkedEngine] = {}
         self._lock = threading.Lock()
-        threading.Thread(target=self._hear, name="fork server", daemon=True).start()
+        threading.Thread(target=self._read_reports, name="fork server", daemon=True).start()
 
-    def fork(self, engine: Forked, arguments: list[str], log: Path, env: Mapping[str, str]) -> None:
+    def fork_engine(self, engine: ForkedEngine, arguments: list[str], log: Path, env: Mapping[str, str]) -> None:
         """Orders an engine with ipyparallel's arguments. log: the file for its output; env: its further variables"""
-        order = {"what": engine.what, "arguments": arguments, "log": str(log), "cwd": _here(),
-                 "env": {**self._changed(), **env}}  # fmt: skip
+        order = {"what": engine.what, "arguments": arguments, "log": str(log), "cwd": _find_folder(),
+                 "env": {**self._changed_environment(), **env}}  # fmt: skip
         with self._lock:
             self._asked[engine.what] = engine
             if self.over or self.process.stdin is None:
-                return engine.ended(UNTOLD)
+                return engine.take_code(UNTOLD)
             with contextlib.suppress(BrokenPipeError):  # it has ended, which the other pipe shows
                 self.process.stdin.write(json.dumps(order).encode() + b"\n")
                 self.process.stdin.flush()
 
-    def _changed(self) -> dict[str, str | None]:
+    def _changed_environment(self) -> dict[str, str | None]:
         """Returns what has changed in the environment since the server started; None for a removed variable."""
         gone = dict.fromkeys(self.env.keys() - os.environ.keys())
         return {**gone, **{name: x for name, x in os.environ.items() if self.env.get(name) != x}}
 
-    def _hear(self) -> None:
+    def _read_reports(self) -> None:
         for line in self.process.stdout or ():
             try:
-                self._heard(**json.loads(line))
+                self._take_report(**json.loads(line))
             except ValueError:  # a site's own modules may print before the server redirects its output
                 _log.info("a fork server printed %r", line)
             except Exception:
@@ -159,16 +159,16 @@ class ForkServer:
         self._no_more(code)
         for engine in self._asked.values():
             if not engine.over.is_set():
-                engine.ended(None)
+                engine.take_code(None)
 
-    def _heard(self, what: str = "", pid: int = 0, code: int | None = None, closing: bool = False) -> None:
+    def _take_report(self, what: str = "", pid: int = 0, code: int | None = None, closing: bool = False) -> None:
         if closing:
             self._no_more(UNTOLD)
         elif code is not None:
-            (self._by_pid.pop(pid) if pid else self._asked[what]).ended(code)
+            (self._by_pid.pop(pid) if pid else self._asked[what]).take_code(code)
         else:
             engine = self._by_pid[pid] = self._asked[what]
-            if engine.come(pid):
+            if engine.take_pid(pid):
                 self._noted(what, [pid, engine.created])
 
     def _no_more(self, code: int) -> None:
@@ -181,10 +181,10 @@ class ForkServer:
                 self.process.stdout.close()  # type: ignore[union-attr]
             for engine in self._asked.values():
                 if not engine.pid and not engine.over.is_set():
-                    engine.ended(code or UNTOLD)
+                    engine.take_code(code or UNTOLD)
 
 
-def _here() -> str:
+def _find_folder() -> str:
     try:
         return os.getcwd()
     except OSError:  # the directory was removed
@@ -194,7 +194,7 @@ def _here() -> str:
 # -- in the server --
 
 
-def serve(live: Callable[[], NoReturn]) -> None:
+def serve_forks(live: Callable[[], NoReturn]) -> None:
     """Forks engines on order; each calls `live`.
 
     Returns at SIGTERM or the end of input, once all engines have ended.
@@ -221,10 +221,10 @@ def serve(live: Callable[[], NoReturn]) -> None:
         for pid in sorted(living):
             if (done := os.waitpid(pid, os.WNOHANG))[0]:
                 living.discard(pid)
-                _say(out, pid=pid, code=os.waitstatus_to_exitcode(done[1]))
+                _send_report(out, pid=pid, code=os.waitstatus_to_exitcode(done[1]))
         if told and orders:
             orders = []
-            _say(out, closing=True)
+            _send_report(out, closing=True)
         if not set(orders) & set(ready):
             continue
         new = os.read(orders[0], 1 << 16)
@@ -238,20 +238,20 @@ def serve(live: Callable[[], NoReturn]) -> None:
                 pid = os.fork()
             except OSError:  # too many processes, or too little memory
                 traceback.print_exc()
-                _say(out, what=order["what"], code=1)
+                _send_report(out, what=order["what"], code=1)
                 continue
             if not pid:
-                _become(order, live, (reading, writing, out))
+                _become_engine(order, live, (reading, writing, out))
             living.add(pid)
-            _say(out, what=order["what"], pid=pid)
+            _send_report(out, what=order["what"], pid=pid)
 
 
-def _say(out: int, **what: Any) -> None:
+def _send_report(out: int, **what: Any) -> None:
     with contextlib.suppress(OSError):  # the kernel is gone; its engines may go on
         os.write(out, json.dumps(what).encode() + b"\n")
 
 
-def _become(order: dict[str, Any], live: Callable[[], NoReturn], pipes: tuple[int, ...]) -> NoReturn:
+def _become_engine(order: dict[str, Any], live: Callable[[], NoReturn], pipes: tuple[int, ...]) -> NoReturn:
     """Makes the fork an engine, and removes what belongs to the server."""
     try:
         signal.set_wakeup_fd(-1)

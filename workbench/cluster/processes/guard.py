@@ -29,18 +29,18 @@ def main(file: str, packages: str, kernel: int) -> None:
         readable, _, _ = select.select([sys.stdin], [], [], 1.0)
         if readable and not os.read(0, 4096):
             break
-    if owned(file, kernel):
+    if is_owned(file, kernel):
         sys.path.append(packages)
-        end(file)
+        end_lab(file)
 
 
-def owned(file: str, kernel: int) -> bool:
+def is_owned(file: str, kernel: int) -> bool:
     """Whether the dead kernel still owns the lab, which was not detached, taken over or closed."""
-    state = read(file)
+    state = read_state(file)
     return bool(state.get("owner")) and state["owner"][0] == kernel
 
 
-def read(file: str) -> dict[str, typing.Any]:
+def read_state(file: str) -> dict[str, typing.Any]:
     """Returns the lab's state; empty if the lab is gone."""
     try:
         with open(file) as f:
@@ -49,15 +49,15 @@ def read(file: str) -> dict[str, typing.Any]:
         return {}
 
 
-def end(file: str) -> None:
+def end_lab(file: str) -> None:
     """Ends every process in the state file with its children, then removes the lab's directory."""
     import psutil
 
     known: dict[tuple[int, float], psutil.Process] = {}
     deadline = time.monotonic() + GRACE
     while True:
-        gather(read(file).get("processes", []), known)
-        living = [p for p in known.values() if running(p)]
+        gather_processes(read_state(file).get("processes", []), known)
+        living = [p for p in known.values() if is_running(p)]
         if not living:
             break
         for process in living:
@@ -71,7 +71,7 @@ def end(file: str) -> None:
     shutil.rmtree(os.path.dirname(file), ignore_errors=True)
 
 
-def gather(processes: list[list[typing.Any]], known: dict[tuple[int, float], typing.Any]) -> None:
+def gather_processes(processes: list[list[typing.Any]], known: dict[tuple[int, float], typing.Any]) -> None:
     """Adds the noted processes that still live, and all their children, to `known`."""
     import psutil
 
@@ -85,7 +85,7 @@ def gather(processes: list[list[typing.Any]], known: dict[tuple[int, float], typ
             pass
 
 
-def running(process: typing.Any) -> bool:
+def is_running(process: typing.Any) -> bool:
     """Whether a process runs and is no zombie."""
     import psutil
 

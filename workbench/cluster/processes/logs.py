@@ -5,15 +5,15 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from workbench.cluster.processes.place import Place
+from workbench.cluster.processes.place import LabPlace
 
 
-def log_file(place: Place, what: str) -> Path:
+def log_file(place: LabPlace, what: str) -> Path:
     """Returns the file that a process of the lab logs into."""
     return place.path / "log" / f"{what.replace(' ', '-')}.log"
 
 
-def log_tail(place: Place, what: str, lines: int = 12) -> str:
+def log_tail(place: LabPlace, what: str, lines: int = 12) -> str:
     """Returns the last lines of a process's log as the end of an error message; "" if there is no log."""
     of = log_file(place, what)
     if what.startswith("engine ") and not of.exists():  # not forked yet

@@ -31,14 +31,14 @@ class ClusterError(RuntimeError):
     """A request that the engines cannot fulfil. The text says which engine, why, and what would help."""
 
 
-def root() -> Path:
+def runtime_root() -> Path:
     """Returns the user's runtime directory, 0700. Raises ClusterError if another user could change or replace it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # platformdirs warns if XDG_RUNTIME_DIR is unset
         path = Path(os.environ.get("WORKBENCH_RUNTIME_DIR") or platformdirs.user_runtime_dir("training-workbench"))
-    if not _made(path):
+    if not _make_private(path):
         path = Path(platformdirs.user_data_dir("training-workbench")) / "runtime"
-        if not _made(path):
+        if not _make_private(path):
             raise ClusterError(
                 f"{path}: is not this user's own, or other users can write to the folder around it, so nothing private "
                 f"can be kept there; name another folder with WORKBENCH_RUNTIME_DIR, or set {ALLOW}=1 if you trust them"
@@ -46,7 +46,7 @@ def root() -> Path:
     return path
 
 
-def _made(path: Path) -> bool:
+def _make_private(path: Path) -> bool:
     """Makes `path` if it is not there. Returns whether only this user can change it.
 
     `path` must be this user's own. The folder around it must be this user's or root's, and other users must not be able
@@ -73,7 +73,7 @@ def runs_dir() -> Path:
     return Path(platformdirs.user_data_dir("training-workbench")) / "runs"
 
 
-class Place:
+class LabPlace:
     """One lab's private directory and the state in it."""
 
     def __init__(self, path: Path) -> None:
@@ -83,25 +83,25 @@ class Place:
         self._writing = threading.Lock()  # spare engines start on another thread
 
     @classmethod
-    def new(cls, name: str) -> Place:
+    def make_place(cls, name: str) -> LabPlace:
         """Makes a new directory that no other lab, kernel or user shares."""
-        sweep()
+        remove_old()
         safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:24]
-        path = root() / f"{safe}-{secrets.token_hex(4)}"
+        path = runtime_root() / f"{safe}-{secrets.token_hex(4)}"
         for part in (path, path / "log", path / "security", path / "pid"):
             part.mkdir(mode=0o700)
         place = cls(path)
-        place.write(schema=1, name=name, owner=this_process(), processes=[], since=time.time())
+        place.write_state(schema=1, name=name, owner=this_process(), processes=[], since=time.time())
         return place
 
-    def read(self) -> dict[str, Any]:
+    def read_state(self) -> dict[str, Any]:
         """Returns the state on disk; empty if there is none."""
         try:
             return json.loads(self.file.read_text())
         except (OSError, ValueError):
             return {}
 
-    def write(self, **fields: Any) -> None:
+    def write_state(self, **fields: Any) -> None:
         """Changes some fields of the state: one atomic replace, readable by this user only."""
         self._change(lambda state: fields)
 
@@ -140,10 +140,10 @@ class Place:
     @property
     def state(self) -> dict[str, Any]:
         """The newest state that any kernel wrote; the last one that was read if the file is gone."""
-        self._state = self.read() or self._state
+        self._state = self.read_state() or self._state
         return self._state
 
-    def remove(self) -> None:
+    def remove_folder(self) -> None:
         """Deletes the directory with its keys and logs."""
         shutil.rmtree(self.path, ignore_errors=True)
 
@@ -163,28 +163,28 @@ def check_connection(path: Path) -> None:
         )
 
 
-def places() -> list[Place]:
+def list_places() -> list[LabPlace]:
     """Returns the places of all labs of this user on this machine, the newest first."""
-    found = [Place(p.parent) for p in root().glob("*/lab.json")]
-    with_state = [p for p in found if p.read()]
-    return sorted(with_state, key=lambda p: -p.read().get("since", 0.0))
+    found = [LabPlace(p.parent) for p in runtime_root().glob("*/lab.json")]
+    with_state = [p for p in found if p.read_state()]
+    return sorted(with_state, key=lambda p: -p.read_state().get("since", 0.0))
 
 
-def sweep() -> None:
+def remove_old() -> None:
     """Removes the places of labs that are over."""
-    for place in places():
-        if (state := place.read()) and over(state):  # another kernel may have removed it
-            place.remove()
+    for place in list_places():
+        if (state := place.read_state()) and is_over(state):  # another kernel may have removed it
+            place.remove_folder()
 
 
-def over(state: dict[str, Any]) -> bool:
+def is_over(state: dict[str, Any]) -> bool:
     """Whether a lab's owner and all its processes are gone. A lab on other hosts is over with its owner."""
     engines = state.get("engines", [])
-    here = [p[:2] for p in state["processes"]] + [[e["pid"], e["created"]] for e in engines if e["host"] == host()]
-    elsewhere = any(e["host"] != host() for e in engines) and state["owner"] is None
+    here = [p[:2] for p in state["processes"]] + [[e["pid"], e["created"]] for e in engines if e["host"] == host_name()]
+    elsewhere = any(e["host"] != host_name() for e in engines) and state["owner"] is None
     return not elsewhere and not alive(state["owner"]) and not any(alive(p) for p in here)
 
 
-def host() -> str:
+def host_name() -> str:
     """Returns the name of this machine."""
     return socket.gethostname()

@@ -13,13 +13,13 @@ import psutil
 ALL = frozenset(range(1 << 16))
 
 
-def ports(about: dict[str, Any]) -> set[int]:
+def list_ports(about: dict[str, Any]) -> set[int]:
     """Returns the ports in one of the controller's connection files: every number in it, also in lists."""
     found = (value if isinstance(value, list) else [value] for value in about.values())
     return {port for some in found for port in some if type(port) is int}
 
 
-def listened(pid: int) -> frozenset[int]:
+def list_listened(pid: int) -> frozenset[int]:
     """Returns the TCP ports of a process and its children: none if it is gone, all if the system does not tell."""
     try:
         process = psutil.Process(pid)
@@ -31,7 +31,7 @@ def listened(pid: int) -> frozenset[int]:
     return frozenset(c.laddr.port for c in found if c.status == psutil.CONN_LISTEN)
 
 
-def taken(port: int) -> bool:
+def is_taken(port: int) -> bool:
     """Whether another process has this port of the loopback."""
     with socket.socket() as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

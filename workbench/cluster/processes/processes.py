@@ -20,17 +20,17 @@ from typing import Any
 
 import psutil
 
-from workbench.cluster.processes.fork_server import QUIET, Forked, ForkServer, usable
+from workbench.cluster.processes.fork_server import QUIET, ForkedEngine, ForkServer, can_fork
 from workbench.cluster.processes.logs import code_in_words, log_file, log_tail
-from workbench.cluster.processes.place import ClusterError, Place, alive
-from workbench.cluster.processes.ports import listened, ports, taken
+from workbench.cluster.processes.place import ClusterError, LabPlace, alive
+from workbench.cluster.processes.ports import is_taken, list_listened, list_ports
 
 _HERE = Path(__file__).parent
 FEW = {"MALLOC_ARENA_MAX": "2"}  # otherwise a thread keeps what other threads freed: 40 MB after 500 live changes
 CONTROLLERS = 4  # tries, if other processes take the ports
 
 
-def loopback() -> str:
+def loopback_name() -> str:
     """Returns the name of this machine's loopback interface (lo, lo0)."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.address == "127.0.0.1" for a in addresses):
@@ -38,22 +38,22 @@ def loopback() -> str:
     return "lo"
 
 
-def start_guard(place: Place) -> subprocess.Popen[bytes]:
+def start_guard(place: LabPlace) -> subprocess.Popen[bytes]:
     """Starts a tiny process that ends the lab's processes once this one is gone. Keep its stdin open."""
     command = [sys.executable, "-S", "-E", "-s", str(_HERE / "guard.py"), str(place.file)]
     command += [str(Path(psutil.__file__).parents[1]), str(os.getpid())]
-    return _popen(place, "guard", command, subprocess.PIPE, {})
+    return _open_process(place, "guard", command, subprocess.PIPE, {})
 
 
-_let_go: list[subprocess.Popen[bytes] | Forked] = []  # processes of detached labs
+_let_go: list[subprocess.Popen[bytes] | ForkedEngine] = []  # processes of detached labs
 
 
-class Processes:
+class LabProcesses:
     """Controller and engines on this machine, as children of this process."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: LabPlace) -> None:
         self.place = place
-        self.started: dict[str, subprocess.Popen[bytes] | Forked] = {}
+        self.started: dict[str, subprocess.Popen[bytes] | ForkedEngine] = {}
         self._server: ForkServer | None = None
         self._closed = False
         self._controllers = 0  # started so far
@@ -64,14 +64,14 @@ class Processes:
         with self._lock:
             self._closed = True
 
-    def reap(self) -> None:
+    def reap_children(self) -> None:
         """Waits for processes that were ended, so that none stays a zombie."""
         until = time.monotonic() + 5.0
         for child in self.started.values():
             with contextlib.suppress(subprocess.TimeoutExpired):  # the lab must still release the rest
                 child.wait(max(until - time.monotonic(), 0.0))
 
-    def start(self, ranks: int) -> None:
+    def start_lab(self, ranks: int) -> None:
         """Starts everything at once: engines load torch while the controller comes up."""
         self._lock_up()
         self._start_controller()
@@ -79,28 +79,41 @@ class Processes:
             self.start_engine(number)
 
     def _start_controller(self) -> None:
-        """Starts a controller that keeps a silent engine for an hour. `Health` reports dead engines to it."""
-        self._spawn("controller", [
-            *self._common, "--IPController.use_threads=True", "--IPController.broadcast_scheduler_depth=0", "--nodb",
-            "--HeartMonitor.period=200", "--HeartMonitor.max_heartmonitor_misses=18000",
-        ], {})  # fmt: skip
+        """Starts a controller that keeps a silent engine for an hour. `ProcessHealth` reports dead engines to it."""
+        self._spawn_process(
+            "controller",
+            [
+                *self._common_arguments,
+                "--IPController.use_threads=True",
+                "--IPController.broadcast_scheduler_depth=0",
+                "--nodb",
+                "--HeartMonitor.period=200",
+                "--HeartMonitor.max_heartmonitor_misses=18000",
+            ],
+            {},
+        )
         self._controllers += 1
 
     @property
-    def _common(self) -> list[str]:
+    def _common_arguments(self) -> list[str]:
         return [f"--profile-dir={self.place.path}", "--log-level=30"]
 
     def start_engine(self, number: int) -> None:
         """Starts the engine with the ipyparallel id `number`, as a fork if possible."""
-        env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback(), **FEW}
+        env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_name(), **FEW}
         arguments = [
-            *self._common, f"--file={self.introduction}", f"--IPEngine.id={number}", "--IPEngine.enable_nanny=False",
-            "--IPEngine.wait_for_url_file=60", "--IPEngine.timeout=60", "--IPEngine.max_heartbeat_misses=1000",
-        ]  # fmt: skip
-        if usable():
-            self._fork(f"engine {number}", arguments, env)
+            *self._common_arguments,
+            f"--file={self.introduction_file}",
+            f"--IPEngine.id={number}",
+            "--IPEngine.enable_nanny=False",
+            "--IPEngine.wait_for_url_file=60",
+            "--IPEngine.timeout=60",
+            "--IPEngine.max_heartbeat_misses=1000",
+        ]
+        if can_fork():
+            self._fork_engine(f"engine {number}", arguments, env)
         else:
-            self._spawn(f"engine {number}", arguments, env)
+            self._spawn_process(f"engine {number}", arguments, env)
 
     @property
     def next_engine(self) -> int:
@@ -108,7 +121,7 @@ class Processes:
         noted = [what.split() for what in [*self.started, *(p[2] for p in self.place.state.get("processes", []))]]
         return 1 + max((int(words[1]) for words in noted if words[0] == "engine"), default=-1)
 
-    def dismiss(self, number: int) -> None:
+    def dismiss_engine(self, number: int) -> None:
         """Ends an engine that cannot come up."""
         if child := self.started.get(f"engine {number}"):
             child.kill()
@@ -122,76 +135,80 @@ class Processes:
             key = secrets.token_hex(32).encode()
             file.write(f"c = get_config()\nc.IPController.enable_curve = True\nc.Session.key = {key!r}\n")
 
-    def _spawn(self, what: str, arguments: list[str], env: dict[str, str], pipes: bool = False) -> Any:
+    def _spawn_process(self, what: str, arguments: list[str], env: dict[str, str], pipes: bool = False) -> Any:
         """Starts a process. pipes: whether this process writes its input and reads its output"""
         command = [sys.executable, str(_HERE / "boot.py"), what.split()[0], str(self.place.file), *arguments]
         with self._lock:
             self._refuse_closed()
-            child = _popen(self.place, what, command, subprocess.PIPE if pipes else subprocess.DEVNULL, env, pipes)
+            child = _open_process(
+                self.place, what, command, subprocess.PIPE if pipes else subprocess.DEVNULL, env, pipes
+            )
             self.started[what] = child
             self.place.add_process([child.pid, psutil.Process(child.pid).create_time()], what)
         return child
 
-    def _fork(self, what: str, arguments: list[str], env: dict[str, str]) -> None:
+    def _fork_engine(self, what: str, arguments: list[str], env: dict[str, str]) -> None:
         """Forks an engine by the server, which it starts if necessary."""
         if self._server is None or self._server.over:
-            self._server = ForkServer(self._spawn("engines", [], {**env, **QUIET}, pipes=True), self._note)
+            self._server = ForkServer(
+                self._spawn_process("engines", [], {**env, **QUIET}, pipes=True), self._note_process
+            )
         with self._lock:
             self._refuse_closed()
-            engine = self.started[what] = Forked(what)
-        self._server.fork(engine, arguments, log_file(self.place, what), env)
+            engine = self.started[what] = ForkedEngine(what)
+        self._server.fork_engine(engine, arguments, log_file(self.place, what), env)
 
     def _refuse_closed(self) -> None:
         if self._closed:
             raise ClusterError("the lab was closed while it came up")
 
-    def _note(self, what: str, process: list[float]) -> None:
+    def _note_process(self, what: str, process: list[float]) -> None:
         with self._lock, contextlib.suppress(OSError):  # the directory may be gone
             if not self._closed:  # otherwise `end` finds it as the server's child
                 self.place.add_process(process, what)
 
     @property
-    def introduction(self) -> Path:
+    def introduction_file(self) -> Path:
         """The file that engines wait for, with the controller's address."""
         return self.place.path / "engine.json"
 
-    def introduce(self) -> bool:
+    def introduce_controller(self) -> bool:
         """Shows the engines where the controller is, once its files are complete (an engine would read half a file).
 
         If another process has taken one of its ports, the controller ends or lacks a scheduler, and no engine comes up.
-        Then this starts another controller. See `ports`.
+        Then this starts another controller. See `list_ports`.
         """
         written = [self.place.path / "security" / f"ipcontroller-{whose}.json" for whose in ("client", "engine")]
         try:
             texts = [file.read_text() for file in written]
-            asked = set[int]().union(*(ports(json.loads(text)) for text in texts))
+            asked = set[int]().union(*(list_ports(json.loads(text)) for text in texts))
         except (OSError, ValueError):
             asked = set()
-        if self._robbed(asked):
+        if self._lost_port(asked):
             self._another_controller(written)
             return False
-        if not asked or asked - listened(self.started["controller"].pid):
+        if not asked or asked - list_listened(self.started["controller"].pid):
             return False
-        draft = self.introduction.with_suffix(".draft")
+        draft = self.introduction_file.with_suffix(".draft")
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(texts[1])
-        draft.replace(self.introduction)
+        draft.replace(self.introduction_file)
         return True
 
-    def _robbed(self, asked: set[int]) -> bool:
+    def _lost_port(self, asked: set[int]) -> bool:
         """Whether another process has one of the controller's ports, or the controller ended because of that."""
         controller = self.started["controller"]
         if controller.poll() is not None:
             return "Address already in use" in log_tail(self.place, "controller")
-        others = [port for port in asked - listened(controller.pid) if taken(port)]
-        return bool(set(others) - listened(controller.pid))  # the controller may have bound some by now
+        others = [port for port in asked - list_listened(controller.pid) if is_taken(port)]
+        return bool(set(others) - list_listened(controller.pid))  # the controller may have bound some by now
 
     def _another_controller(self, written: list[Path]) -> None:
         if self._controllers == CONTROLLERS:
             raise ClusterError(f"{CONTROLLERS} controllers in a row lost ports that they had chosen to other processes")
         controller = self.started["controller"]
         if controller.poll() is None:
-            for child in _children(controller.pid):
+            for child in _list_children(controller.pid):
                 with contextlib.suppress(psutil.Error):  # it may have ended by itself
                     child.kill()
             controller.kill()
@@ -203,46 +220,46 @@ class Processes:
     def note_children(self) -> None:
         """Notes the controller's own children, so that they are found even if the controller is gone."""
         noted = {p[0] for p in self.place.state["processes"]}
-        for child in _children(self.started["controller"].pid):
+        for child in _list_children(self.started["controller"].pid):
             if child.pid not in noted:
                 with contextlib.suppress(psutil.Error):
                     self.place.add_process([child.pid, child.create_time()], "controller's child")
 
-    def check(self) -> None:
+    def check_children(self) -> None:
         """Raises ClusterError with the tail of its log if a process has ended.
 
         Passes over a controller that lost a port: `introduce` starts another.
         """
         for what, child in self.started.items():
-            if (code := child.poll()) is not None or (isinstance(child, Forked) and child.lost):
-                if what == "controller" and not self.introduction.exists() and self._robbed(set()):
+            if (code := child.poll()) is not None or (isinstance(child, ForkedEngine) and child.is_lost):
+                if what == "controller" and not self.introduction_file.exists() and self._lost_port(set()):
                     continue
                 how = code_in_words(code)
                 until = "they were" if what == "engines" else "it was"
                 raise ClusterError(f"{what} ended with {how} before {until} up.{log_tail(self.place, what)}")
 
 
-def let_go(owned: Processes | None) -> None:
+def let_go(owned: LabProcesses | None) -> None:
     """Lets the processes go on without their lab. They remain children of this process."""
     if owned:
         owned.close()  # so that it notes nothing any more
         _let_go.extend(owned.started.values())
 
 
-def end(place: Place, patience: float = 1.0) -> None:
+def end_processes(place: LabPlace, patience: float = 1.0) -> None:
     """Ends every process of the lab, with its children: first by SIGTERM, after `patience` s by SIGKILL."""
     with contextlib.suppress(OSError):  # the directory may be gone
-        place.write(ends=True)  # otherwise an engine that trains takes the signal for a preemption
-    found = _living(place)
-    _signal(found, signal.SIGTERM)
+        place.write_state(ends=True)  # otherwise an engine that trains takes the signal for a preemption
+    found = _list_living(place)
+    _send_signal(found, signal.SIGTERM)
     _, left = psutil.wait_procs(list(found.values()), timeout=patience)
-    late = {p.pid: p for p in left} | _living(place)  # with processes that were forked since
-    _signal(late, signal.SIGKILL)
+    late = {p.pid: p for p in left} | _list_living(place)  # with processes that were forked since
+    _send_signal(late, signal.SIGKILL)
     psutil.wait_procs(list(late.values()), timeout=5.0)
     _let_go[:] = [child for child in _let_go if child.poll() is None]
 
 
-def _living(place: Place) -> dict[int, psutil.Process]:
+def _list_living(place: LabPlace) -> dict[int, psutil.Process]:
     """Returns the living processes of the lab, with their children, by pid."""
     found: dict[int, psutil.Process] = {}
     for pid, created, _ in place.state.get("processes", []):
@@ -254,14 +271,14 @@ def _living(place: Place) -> dict[int, psutil.Process]:
     return found
 
 
-def _children(pid: int) -> list[psutil.Process]:
+def _list_children(pid: int) -> list[psutil.Process]:
     """A process's children and theirs; none if it has ended."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).children(recursive=True)
     return []
 
 
-def _signal(processes: dict[int, psutil.Process], what: int) -> None:
+def _send_signal(processes: dict[int, psutil.Process], what: int) -> None:
     for process in processes.values():
         try:
             process.send_signal(what)
@@ -269,8 +286,8 @@ def _signal(processes: dict[int, psutil.Process], what: int) -> None:
             pass
 
 
-def _popen(
-    place: Place, what: str, command: list[str], stdin: int, env: dict[str, str], says: bool = False
+def _open_process(
+    place: LabPlace, what: str, command: list[str], stdin: int, env: dict[str, str], says: bool = False
 ) -> subprocess.Popen[bytes]:
     """Starts a child with its own log file and session, which an interrupt at the prompt does not reach.
 
@@ -283,7 +300,7 @@ def _popen(
         )  # fmt: skip
 
 
-def memory(place: Place) -> dict[str, float]:
+def measure_memory(place: LabPlace) -> dict[str, float]:
     """Returns MB of each process of the lab: its proportional share, or resident if the system knows no other."""
     out = {}
     for pid, created, what in place.state.get("processes", []):

@@ -32,7 +32,7 @@ class Scarcity:
         self._room = room or getattr(os, "statvfs", None)
         self._before: dict[int, dict[str, int]] = {}  # by process and file
 
-    def look(self, pids: Iterable[int]) -> None:
+    def read_counts(self, pids: Iterable[int]) -> None:
         """Reads the counts for these processes, which live."""
         self._before = {pid: self._counts(pid) for pid in pids}
 

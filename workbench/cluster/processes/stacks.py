@@ -64,12 +64,12 @@ def _file(folder: Path, pid: int) -> Path:
 
 def gathered(cluster: Cluster, ranks: Collection[int]) -> Stacks:
     """Returns the stacks of these ranks, within a few seconds."""
-    ended = {rank: how for rank in ranks if (how := cluster.death(rank))}
+    ended = {rank: how for rank in ranks if (how := cluster.describe_death(rank))}
     found = Stacks({rank: f"its engine {how}" for rank, how in ended.items()})
-    stopped = {rank: how for rank in ranks if rank not in ended and (how := cluster.health.stopped(rank))}
+    stopped = {rank: how for rank in ranks if rank not in ended and (how := cluster.health.describe_stop(rank))}
     found |= {rank: f"{how}; no thread of it runs" for rank, how in stopped.items()}
     asked = [rank for rank in ranks if rank not in found]
-    answers = cluster.line.ask_all("stacks", timeout=ANSWER, ranks=asked) if asked else {}
+    answers = cluster.rpc.ask_all("stacks", timeout=ANSWER, ranks=asked) if asked else {}
     for rank, said in answers.items():
         found[rank] = said if isinstance(said, str) else _by_signal(cluster, rank)
     return found
@@ -78,10 +78,10 @@ def gathered(cluster: Cluster, ranks: Collection[int]) -> Stacks:
 def _by_signal(cluster: Cluster, rank: int) -> str:
     """Returns the stacks of an engine that does not answer; the newest call first, as faulthandler writes them."""
     engine, file = cluster.engines[rank], _file(cluster.place.path / "log", cluster.engines[rank].pid)
-    if ASK is None or not cluster.health.mine(engine) or not file.exists():  # otherwise the signal would end it
+    if ASK is None or not cluster.health.is_own(engine) or not file.exists():  # otherwise the signal would end it
         return "it does not answer, and this lab cannot ask its process on another way"
     before = seen = file.stat().st_size
-    cluster.health.send(rank, ASK)
+    cluster.health.send_signal(rank, ASK)
     until = time.monotonic() + DUMP
     while time.monotonic() < until:
         time.sleep(LOOK)

@@ -12,7 +12,7 @@ from workbench.experiment.finite import NO_ROWS
 from workbench.record.alarms import met, place
 
 if TYPE_CHECKING:
-    from workbench.cluster.run.live import Live
+    from workbench.cluster.run.live import RunController
 
 UNWATCHED = "{what}, and the run was ended, {why}; {mend}, {else_}, or let it pause: on_nan='pause'"
 ELSE = {"nan": "let it skip such steps: on_nan='skip'", "diverged": "let it go on: diverged=0"}
@@ -43,7 +43,7 @@ class Alarmed(NamedTuple):
 class Alarm:
     """The alarms of one run. A newer note replaces the older one on the same topic."""
 
-    def __init__(self, live: Live) -> None:
+    def __init__(self, live: RunController) -> None:
         self.live = live
         self._first: Alarmed | None = None  # the earliest since the run began or resumed
         self._went_on = float("-inf")  # when the run last resumed
@@ -88,10 +88,10 @@ class Alarm:
 
     def _act(self, first: Alarmed) -> None:
         if self._policy == "roll back":
-            return self.live.order("request", request={"id": "nan", "kind": "roll back", "step": first.step})
+            return self.live.queue_order("request", request={"id": "nan", "kind": "roll back", "step": first.step})
         self._pauses = self._policy == "pause" or (self._policy == "auto" and self.live.watched())
         if self._pauses:
-            self.live.order("request", request={"id": "nan", "kind": "pause"})
+            self.live.queue_order("request", request={"id": "nan", "kind": "pause"})
         else:
             self.live.come_to_end()
 

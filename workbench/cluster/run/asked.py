@@ -11,13 +11,13 @@ from workbench.settings import KnobError
 
 if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
-    from workbench.cluster.observe.attention import Attention
+    from workbench.cluster.observe.attention import HangMonitor
 
 
 class Asked:
     """The part of a Live that answers questions."""
 
-    attention: Attention
+    attention: HangMonitor
     cluster: Cluster
     members: tuple[int, ...]
 
@@ -38,7 +38,7 @@ class Asked:
             raise KnobError(f"rank={rank!r}: must be one of those that train now: {', '.join(map(str, self.members))}")
         if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= 1000:
             raise KnobError(f"steps={steps!r}: must be an integer in [1, 1000] steps")
-        said = self.cluster.line.ask(rank, "profile", steps=steps)[0]
+        said = self.cluster.rpc.ask_rank(rank, "profile", steps=steps)[0]
         if not isinstance(said, str):
             raise ClusterError(f"rank={rank}: it is not training; start a run with lab.run()")
         return Path(said)

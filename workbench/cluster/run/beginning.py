@@ -44,8 +44,8 @@ def begin(
     _entrust(cluster, ranks, secret, unwanted)
     shared = {"size": len(ranks), **job, "store": store, "kind": cluster.kind, "loopback": loop}
     for engine in (cluster.engines[rank] for rank in ranks):
-        own = {"rank": engine.rank, "device": cluster.devices[engine.rank], "ours": cluster.health.mine(engine)}
-        asked[engine.rank] = cluster.client[engine.id].apply_async(worker.begin, {**shared, **own}, blob)
+        own = {"rank": engine.rank, "device": cluster.devices[engine.rank], "ours": cluster.health.is_own(engine)}
+        asked[engine.rank] = cluster.client[engine.id].apply_async(worker.begin_session, {**shared, **own}, blob)
     spools, errors, until = {}, {}, time.monotonic() + BEGIN
     for rank, answer in asked.items():
         try:
@@ -64,10 +64,10 @@ def _entrust(cluster: Cluster, ranks: Sequence[int], secret: str, unwanted: Call
     """Sends the ranks the run's secret, only over the encrypted line. Raises RankError if a rank does not take it."""
     until, waiting = time.monotonic() + TRUST_TIMEOUT, set(ranks)
     while waiting:
-        said = cluster.line.ask_all("trust", timeout=1.0, ranks=waiting, secret=secret)
+        said = cluster.rpc.ask_all("trust", timeout=1.0, ranks=waiting, secret=secret)
         silent = {rank: error for rank, error in said.items() if isinstance(error, Exception)}
         late = silent and time.monotonic() > until
-        if late or (silent and unwanted()) or any(cluster.death(rank) for rank in silent):
+        if late or (silent and unwanted()) or any(cluster.describe_death(rank) for rank in silent):
             why = [_why(cluster, rank, error) for rank, error in silent.items()]
             cluster.health.give_up(silent if late else ())
             raise RankError(why)
@@ -78,7 +78,7 @@ def _patiently(cluster: Cluster, rank: int, answer: Any, until: float, unwanted:
     """Waits for an engine's answer. Stops if the engine or the controller is gone, because then no answer can come."""
     while not answer.ready():
         answer.wait(LOOK)
-        if cluster.death(rank) or cluster.health.controller():
+        if cluster.describe_death(rank) or cluster.health.describe_controller():
             break
         if time.monotonic() > until or unwanted():
             raise Late(f"its engine did not begin within {BEGIN:g} s (is a cell running there?)")
@@ -87,10 +87,10 @@ def _patiently(cluster: Cluster, rank: int, answer: Any, until: float, unwanted:
 
 def _take_back(cluster: Cluster, generation: str, begun: Collection[int], late: set[int]) -> None:
     """Tells ranks that have begun to leave; otherwise they would wait for the rank that could not begin."""
-    cluster.line.ask_all("abort", timeout=1.0, ranks=begun, of=(generation, list(begun)))
+    cluster.rpc.ask_all("abort", timeout=1.0, ranks=begun, of=(generation, list(begun)))
     until, inside = time.monotonic() + LEAVE, set(begun)
     while inside and time.monotonic() < until:
-        said = cluster.line.ask_all("status", timeout=1.0, ranks=inside)
+        said = cluster.rpc.ask_all("status", timeout=1.0, ranks=inside)
         inside -= {rank for rank, answer in said.items() if isinstance(answer, dict) and answer["over"]}
         time.sleep(LOOK)
     if inside | late:
@@ -100,9 +100,9 @@ def _take_back(cluster: Cluster, generation: str, begun: Collection[int], late: 
 def _why(cluster: Cluster, rank: int, error: Exception) -> dict[str, Any]:
     """Returns the error of a rank that could not begin."""
     about = {"rank": rank, "step": 0, "op": "set-up"}
-    if how := cluster.death(rank):
+    if how := cluster.describe_death(rank):
         return {**about, "type": "EngineDied", "text": f"its engine {how}"}
-    if how := cluster.health.controller():
+    if how := cluster.health.describe_controller():
         return {**about, "type": "ControllerDied", "text": f"the controller {how}, so that no run can begin"}
     name = getattr(error, "ename", class_of(error))
     return {**about, "type": name, "text": getattr(error, "evalue", text_of(error))}

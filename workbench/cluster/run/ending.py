@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from workbench.cluster.run.errors import consequence
+from workbench.cluster.run.errors import is_consequence
 from workbench.record.run import FINAL
 
 LEAST = 1.0  # seconds
@@ -99,13 +99,13 @@ class Ending:
             wait = REUNION if self.outlives() else 0.0 if error["type"] == "EngineDied" else REPORT
             self._release = min(self._release, now + wait)
 
-    def admit(self, new: Iterable[int]) -> None:
+    def admit_ranks(self, new: Iterable[int]) -> None:
         """These ranks are to join the run."""
         with self._lock:
             self.ranks |= set(new)
             self.coming |= set(new)
 
-    def joined(self, members: Iterable[int]) -> None:
+    def note_joined(self, members: Iterable[int]) -> None:
         """These ranks train now. One of them may have died before the kernel heard that it had joined."""
         with self._lock:
             new = self.coming & set(members)
@@ -115,7 +115,7 @@ class Ending:
         for rank, error in died.items():
             self.failed(rank, error)
 
-    def outlived(self, gone: Iterable[int], step: int) -> None:
+    def note_outlived(self, gone: Iterable[int], step: int) -> None:
         """Records that the run goes on from `step` without these ranks. `step` may be earlier than before."""
         with self._lock:
             self._steps = {rank: min(at, step) for rank, at in self._steps.items()}
@@ -125,63 +125,63 @@ class Ending:
             if not self.errors:
                 self._release = float("inf")
 
-    def forget(self, ranks: Iterable[int]) -> None:
+    def forget_ranks(self, ranks: Iterable[int]) -> None:
         """Makes the end of these ranks irrelevant to the outcome."""
         with self._lock:
             self.lost |= {rank: self.errors.pop(rank) for rank in ranks}
 
     # -- orders
 
-    def stop(self) -> None:
+    def note_stop(self) -> None:
         """Records that a stop was requested."""
         self.asked = True
         self._since = self.clock()
 
-    def abort(self) -> None:
+    def note_abort(self) -> None:
         """Records that the ranks must leave at once."""
         self._told = True
-        self._until = min(self._until, self.clock() + self._patience(LEAVE))
+        self._until = min(self._until, self.clock() + self._find_patience(LEAVE))
 
-    def begun(self) -> None:
+    def restart_waits(self) -> None:
         """Restarts the waits, because the ranks receive earlier orders only now."""
         if self.asked:
             self._since = self.clock()
         if self._told:
-            self._until = self.clock() + self._patience(LEAVE)
+            self._until = self.clock() + self._find_patience(LEAVE)
 
     # -- what is due
 
     @property
-    def unwanted(self) -> bool:
+    def is_unwanted(self) -> bool:
         """Whether the stop is too long ago to wait for ranks that have not begun."""
         return self.asked and self.clock() - self._since > FIRST
 
     @property
-    def dead(self) -> set[int]:
+    def dead_ranks(self) -> set[int]:
         return {r for r, e in {**self.lost, **self.errors}.items() if e and e["type"] == "EngineDied"}
 
     @property
-    def living(self) -> set[int]:
-        return self.ranks - self.dead
+    def living_ranks(self) -> set[int]:
+        return self.ranks - self.dead_ranks
 
     @property
-    def inside(self) -> set[int]:
+    def awaited_ranks(self) -> set[int]:
         """The ranks that the kernel still waits for."""
-        return self.living - set(self.left)
+        return self.living_ranks - set(self.left)
 
     @property
-    def near(self) -> bool:
+    def is_near(self) -> bool:
         """Whether the end is near enough to look often."""
         return bool(self.asked or self._told or self.errors or self.left)
 
-    def due(self) -> str:
+    def next_action(self) -> str:
         """Returns what to do now: "over", "give up", "abort", or "" for nothing."""
         now = self.clock()
-        if not self.inside:
+        if not self.awaited_ranks:
             return "over"
         if now > self._until:
             return "give up"
-        if not self._told and (now > min(self._release, self._boundary()) or self._only_coming(now)):
+        if not self._told and (now > min(self._release, self._boundary_limit()) or self._only_coming(now)):
             return "abort"
         return ""
 
@@ -190,33 +190,33 @@ class Ending:
 
         Either the run has come to its last step without them, or every rank that trained has died and they still wait.
         """
-        uninvited = {self._phases.get(rank) for rank in self.inside} == {"waiting"}
-        if not (self.inside <= self.coming and (uninvited or "done" in self.left.values())):
+        uninvited = {self._phases.get(rank) for rank in self.awaited_ranks} == {"waiting"}
+        if not (self.awaited_ranks <= self.coming and (uninvited or "done" in self.left.values())):
             self._waiting = None
             return False
         self._waiting = self._waiting if self._waiting is not None else now
         return now - self._waiting > LEAVE  # the word that they were invited may still be on its way
 
-    def _boundary(self) -> float:
+    def _boundary_limit(self) -> float:
         """Returns until when a stop waits for a step boundary. See [Note: How long a stop takes]."""
         if not self.asked:
             return float("inf")
         begun = any(step > 0 for step in self._steps.values())
-        patience = self._patience(LEAST if begun else FIRST)
+        patience = self._find_patience(LEAST if begun else FIRST)
         return min(max(self._since, self._moved) + patience, self._since + max(MOST, patience))
 
-    def _patience(self, least: float) -> float:
+    def _find_patience(self, least: float) -> float:
         return max(least, STEPS * max(self._lengths.values(), default=0.0))
 
-    def outcome(self) -> tuple[str, list[Error]]:
+    def find_outcome(self) -> tuple[str, list[Error]]:
         """Returns (done, stopped, preempted or failed; the errors).
 
         After a stop, a peer's closed connection is no failure. A rank's death is none, either, if the ranks that
         remain were to go on without it: the stop came before they had agreed.
         """
-        errors = [e for e in self.errors.values() if not (self.asked and (consequence(e) or self._was_outlived(e)))]
+        errors = [e for e in self.errors.values() if not (self.asked and (is_consequence(e) or self._was_outlived(e)))]
         if errors and not self.asked:
-            errors += [_released(rank, step) for rank, step in self._released()]
+            errors += [_make_released(rank, step) for rank, step in self._list_released()]
         if self.unwatched is not None:
             errors.insert(0, self.unwatched)
         if errors:
@@ -232,11 +232,11 @@ class Ending:
         stopped = {rank for rank in self.ranks - self.coming if self.left.get(rank) == "stopped"}
         return error["type"] == "EngineDied" and self.outlives() and bool(stopped)
 
-    def _released(self) -> list[tuple[int, int]]:
+    def _list_released(self) -> list[tuple[int, int]]:
         """Returns (rank, step) of ranks that left on request before they noticed the failed rank."""
         left = sorted(r for r, state in self.left.items() if state == "stopped" and r not in self.errors)
         return [(rank, self._steps.get(rank, 0)) for rank in left]
 
 
-def _released(rank: int, step: int) -> Error:
+def _make_released(rank: int, step: int) -> Error:
     return {"rank": rank, "step": step, "op": "", "type": "Left", "text": "was told to leave", "consequence": True}

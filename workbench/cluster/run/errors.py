@@ -22,22 +22,22 @@ class RankError(RuntimeError):
 
     def __new__(cls, errors: Sequence[dict[str, Any]]) -> RankError:
         """A RankRefusal if the cause is a setting that a rank refused."""
-        made = RankRefusal if cls is RankError and fold(errors)[0]["type"] == _REFUSED else cls
+        made = RankRefusal if cls is RankError and fold_errors(errors)[0]["type"] == _REFUSED else cls
         return super().__new__(made)
 
     def __init__(self, errors: Sequence[dict[str, Any]]) -> None:
         self.all = list(errors)
-        first, same, freed = fold(errors)
+        first, same, freed = fold_errors(errors)
         self.rank, self.step, self.op = int(first["rank"]), int(first["step"]), str(first["op"])
         self.type, self.text, self.traceback = first["type"], first["text"], first.get("traceback", "")
         self.ranks, self.freed = same, freed
-        super().__init__(self._sentence())
+        super().__init__(self._make_sentence())
 
-    def _sentence(self) -> str:
-        where = f"{_named(self.ranks)}, step {self.step}" + (f", {self.op}" if self.op else "")
+    def _make_sentence(self) -> str:
+        where = f"{_name_ranks(self.ranks)}, step {self.step}" + (f", {self.op}" if self.op else "")
         text = f"{where}: {self.type}: {self.text}"
         if self.freed:
-            text += f" ({_named(self.freed)} {'was' if len(self.freed) == 1 else 'were'} freed because of it)"
+            text += f" ({_name_ranks(self.freed)} {'was' if len(self.freed) == 1 else 'were'} freed because of it)"
         if line := _where_it_was_raised(self.traceback):
             text += f"\n    {line}"
         return text
@@ -50,12 +50,12 @@ class RankRefusal(RankError, KnobError):
     """A rank refused a setting that only it could check, such as one that does not fit its model."""
 
 
-def fold(errors: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[int], list[int]]:
+def fold_errors(errors: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[int], list[int]]:
     """(the cause, the ranks that failed in the same way, the ranks that failed because of it)."""
-    causes = [e for e in errors if not consequence(e)] or list(errors)
+    causes = [e for e in errors if not is_consequence(e)] or list(errors)
     first = min(causes, key=lambda e: (e["type"] != "EngineDied", e.get("t", 0.0), e["rank"]))
     same = sorted({int(e["rank"]) for e in causes if (e["type"], e["text"]) == (first["type"], first["text"])})
-    freed = sorted({int(e["rank"]) for e in errors if consequence(e)} - set(same))
+    freed = sorted({int(e["rank"]) for e in errors if is_consequence(e)} - set(same))
     return first, same, freed
 
 
@@ -66,7 +66,7 @@ def brought_up(errors: dict[int, dict[str, Any]], experiment: Any) -> None:
     """
     rule = experiment.strategy
     together = rule.lockstep and not rule.periodic and not rule.propagation(experiment.ranks)
-    missed = max((e["step"] for e in errors.values() if consequence(e)), default=0)
+    missed = max((e["step"] for e in errors.values() if is_consequence(e)), default=0)
     for error in errors.values():
         if together and error["type"] == "EngineDied" and error["step"] < missed:
             error.update(step=missed, op="")
@@ -83,7 +83,7 @@ def none_holds(errors: dict[int, dict[str, Any]], members: Collection[int], join
         return
     text = "no rank that is left holds the trained state"
     if joining:
-        text += f" ({_named(joining)} {'was' if len(joining) == 1 else 'were'} still joining)"
+        text += f" ({_name_ranks(joining)} {'was' if len(joining) == 1 else 'were'} still joining)"
     text += f"; go on from the newest checkpoint with lab.run(resume={checkpoint!r})" if checkpoint else (
         "; there is no checkpoint to go on from, take save_every=100")  # fmt: skip
     for rank in dead.intersection(members):
@@ -91,14 +91,14 @@ def none_holds(errors: dict[int, dict[str, Any]], members: Collection[int], join
             errors[rank]["text"] += f"; {text}"
 
 
-def consequence(error: dict[str, Any]) -> bool:
+def is_consequence(error: dict[str, Any]) -> bool:
     """Whether an error only says that a peer is gone."""
     if error.get("own"):  # the user's code raised it
         return False
     return bool(error.get("consequence")) or any(w in str(error["text"]) for w in _CONSEQUENCES)
 
 
-def _named(ranks: Iterable[int]) -> str:
+def _name_ranks(ranks: Iterable[int]) -> str:
     """Ranks in words: `rank 2`, `ranks 0-3`, `ranks 0, 2`."""
     every = sorted(ranks)
     if len(every) == 1:

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 from workbench.cluster.engines.engines import spans_hosts
 from workbench.cluster.engines.meeting import cannot_start
 from workbench.cluster.observe import links
-from workbench.cluster.observe.silence import Verdict, named
+from workbench.cluster.observe.silence import Verdict, name_ranks
 from workbench.cluster.processes.place import ClusterError
 from workbench.cluster.run.errors import RankError
-from workbench.cluster.run.resizing import LOOK, NotBegun, idle, resize, returned
+from workbench.cluster.run.resizing import LOOK, RankNotBegun, list_idle, list_returned, resize_run
 from workbench.record.run import FINAL
 from workbench.settings import KnobError
 
 if TYPE_CHECKING:
     from workbench.cluster.run.changes import PendingChange
-    from workbench.cluster.run.live import Live
+    from workbench.cluster.run.live import RunController
 
 TELL = 2.0  # seconds for the remaining ranks to report whether they can go on
 AGAIN = "ask again"  # the end of a temporary refusal
@@ -31,7 +31,7 @@ TRIES = 3  # requests for new ranks after such refusals
 WORD = 2.0  # seconds from an engine's end to the report that the run went on
 
 
-class Evicting:
+class Evictions:
     """The evictions and replacements of one run.
 
     reasons:   why ranks were evicted, by rank
@@ -41,7 +41,7 @@ class Evicting:
     preempted: ranks that reported a preemption, and when their engines were first seen to be gone
     """
 
-    def __init__(self, live: Live) -> None:
+    def __init__(self, live: RunController) -> None:
         self.live = live
         self.reasons: dict[int, str] = {}
         self.leaving: set[int] = set()
@@ -56,36 +56,40 @@ class Evicting:
 
     # -- events
 
-    def hangs(self, found: Verdict, fresh: bool) -> None:
+    def take_stall(self, found: Verdict, fresh: bool) -> None:
         """Takes in that ranks hold the run up. fresh: whether this is a new stall"""
         live = self.live
         if fresh:
-            self.note("hang", {"ranks": found.odd, "seconds": found.seconds, "text": found.text}, besides=found.odd)
+            self.record_mark(
+                "hang", {"ranks": found.odd, "seconds": found.seconds, "text": found.text}, besides=found.odd
+            )
         does = live.changes.experiment.on_hang
         odd = [rank for rank in found.odd if rank not in self.leaving]
         if does == "wait" or not found.sure or live.ending.asked or not odd:
             return
         try:
-            self.evict(odd, found.text, replace=does == "replace", whatever=True)
+            self.evict_ranks(odd, found.text, replace=does == "replace", whatever=True)
         except (ClusterError, KnobError) as failure:
             if str(failure) != self._refused:
                 self._refused = str(failure)
-                live.note(failure)
+                live.note_error(failure)
 
-    def between(self, found: Verdict) -> Verdict:
+    def name_dead_link(self, found: Verdict) -> Verdict:
         """Names the dead link, if there is one, when all ranks wait."""
-        return links.named(found, self.live.cluster.line.ask_all("wires", timeout=TELL, ranks=self.live.members))
+        return links.name_dead_link(
+            found, self.live.cluster.rpc.ask_all("wires", timeout=TELL, ranks=self.live.members)
+        )
 
-    def note(self, name: str, detail: dict[str, Any], besides: Collection[int] = ()) -> None:
+    def record_mark(self, name: str, detail: dict[str, Any], besides: Collection[int] = ()) -> None:
         """Records a mark through the first rank that can write it, except the ranks `besides`."""
-        for rank in (m for m in self.live.members if m not in besides and m not in self.live.ending.dead):
+        for rank in (m for m in self.live.members if m not in besides and m not in self.live.ending.dead_ranks):
             try:
-                self.live.cluster.line.ask(rank, "note", timeout=1.0, name=name, detail=detail)
+                self.live.cluster.rpc.ask_rank(rank, "note", timeout=1.0, name=name, detail=detail)
             except ClusterError:
                 continue
             return
 
-    def left(self, rank: int) -> bool:
+    def has_left(self, rank: int) -> bool:
         """Whether a preempted rank left before its engine ended.
 
         The ranks' report may come a moment after the engine's end.
@@ -105,7 +109,7 @@ class Evicting:
         spare:     ranks that left because the remaining number did not fit; they are replaced, too
         """
         self.leaving -= set(gone)
-        lost = {rank for rank in gone if rank in preempted or self.live.cluster.death(rank)}
+        lost = {rank for rank in gone if rank in preempted or self.live.cluster.describe_death(rank)}
         if not self.acts:
             if new is None or preempted:
                 self.lacking += len(lost | set(spare)) if lost else 0
@@ -118,7 +122,7 @@ class Evicting:
             self._replaced -= mine
             self._begin_replacing(len(mine | lost | set(spare)))
 
-    def attached(self) -> None:
+    def replace_lost(self) -> None:
         """Replaces the ranks that were lost while no kernel was attached."""
         count, self.lacking = self.lacking, 0
         if count and self.live.changes.experiment.on_death == "replace" and not self.live.ending.asked:
@@ -132,7 +136,7 @@ class Evicting:
 
     # -- orders
 
-    def evict(self, ranks: Sequence[int], why: str, replace: bool = False, whatever: bool = False) -> None:
+    def evict_ranks(self, ranks: Sequence[int], why: str, replace: bool = False, whatever: bool = False) -> None:
         """Ends the engines of these ranks; the remaining ranks go on.
 
         An engine that this lab did not start, or on another machine, is not ended. Once it moves, it finds that the run
@@ -144,21 +148,21 @@ class Evicting:
         Raises KnobError or ClusterError, and ends nothing, if the eviction is impossible.
         """
         with self._lock:
-            able = self._able(ranks)
-            outlived = self._told(able, whatever)
+            able = self._check_ranks(ranks)
+            outlived = self._warn_remaining(able, whatever)
             self.reasons |= dict.fromkeys(able, why)
             self.leaving |= set(able) if outlived else set()
             self._replaced |= set(able) if replace and outlived else set()
-            self.note("evicted", {"ranks": able, "text": f"{named(able)} put out: {why}"}, besides=able)
-            ours = [rank for rank in able if self.live.cluster.health.mine(self.live.cluster.engines[rank])]
+            self.record_mark("evicted", {"ranks": able, "text": f"{name_ranks(able)} put out: {why}"}, besides=able)
+            ours = [rank for rank in able if self.live.cluster.health.is_own(self.live.cluster.engines[rank])]
             if behind := [rank for rank in able if rank not in ours]:
                 self.leave_behind(behind, able)
-            if left := [rank for rank in ours if not self.live.cluster.health.end(rank)]:
-                raise ClusterError(f"{named(left)} could not be ended: the system keeps the process")
+            if left := [rank for rank in ours if not self.live.cluster.health.end_rank(rank)]:
+                raise ClusterError(f"{name_ranks(left)} could not be ended: the system keeps the process")
 
-    def _able(self, ranks: Sequence[int]) -> list[int]:
+    def _check_ranks(self, ranks: Sequence[int]) -> list[int]:
         live = self.live
-        here = [rank for rank in live.members if rank not in live.ending.dead]
+        here = [rank for rank in live.members if rank not in live.ending.dead_ranks]
         for rank in ranks:
             if isinstance(rank, bool) or not isinstance(rank, int) or rank not in here:
                 raise KnobError(f"rank={rank!r}: must be one of those that train now: {', '.join(map(str, here))}")
@@ -176,21 +180,23 @@ class Evicting:
     def leave_behind(self, ranks: Sequence[int], besides: Collection[int] = ()) -> None:
         """Tells the remaining ranks to go on without these, because the lab cannot end their engines."""
         live = self.live
-        others = [m for m in live.members if m not in (*ranks, *besides) and m not in live.ending.dead]
-        live.cluster.line.ask_all("without", timeout=TELL, ranks=others, members=list(ranks))
+        others = [m for m in live.members if m not in (*ranks, *besides) and m not in live.ending.dead_ranks]
+        live.cluster.rpc.ask_all("without", timeout=TELL, ranks=others, members=list(ranks))
 
-    def _told(self, ranks: list[int], whatever: bool) -> bool:
+    def _warn_remaining(self, ranks: list[int], whatever: bool) -> bool:
         """Tells the remaining ranks. Returns whether they can go on; raises ClusterError if they cannot."""
         live, these = self.live, ", ".join(map(str, ranks))
-        others = [rank for rank in live.members if rank not in ranks and rank not in live.ending.dead]
-        said = live.cluster.line.ask_all("outlive", timeout=TELL, ranks=others)
+        others = [rank for rank in live.members if rank not in ranks and rank not in live.ending.dead_ranks]
+        said = live.cluster.rpc.ask_all("outlive", timeout=TELL, ranks=others)
         silent = [rank for rank, one in said.items() if isinstance(one, Exception)]
         reason = next((one for one in said.values() if isinstance(one, str) and one), "")
         if silent or reason:
-            live.cluster.line.ask_all("outlive", timeout=TELL, ranks=set(others) - set(silent), so=False)
+            live.cluster.rpc.ask_all("outlive", timeout=TELL, ranks=set(others) - set(silent), so=False)
         if silent:
-            raise ClusterError(f"rank={these}: {named(silent)} would have to go on, and does not answer either; put "
-                               f"out all that hang, or lab.stop()")  # fmt: skip
+            raise ClusterError(
+                f"rank={these}: {name_ranks(silent)} would have to go on, and does not answer either; put "
+                f"out all that hang, or lab.stop()"
+            )
         if reason and not whatever:
             raise ClusterError(f"rank={these}: the others cannot go on alone: {reason}")
         return not reason
@@ -216,14 +222,14 @@ class Evicting:
             return
         try:
             if cannot_start(live.cluster, 1):
-                count = min(count, len(idle(live)) + len(returned(live)))
+                count = min(count, len(list_idle(live)) + len(list_returned(live)))
             if not count:
                 raise ClusterError("nobody can come in for a rank that is gone: no engine of this lab is idle, and "
                                    "none can be started")  # fmt: skip
-            asked = resize(live, len(live.members) + count)
+            asked = resize_run(live, len(live.members) + count)
         except Exception as failure:  # the run goes on without
-            live.note(failure)
-            if isinstance(failure, RankError | NotBegun) and not isinstance(failure, KnobError):
+            live.note_error(failure)
+            if isinstance(failure, RankError | RankNotBegun) and not isinstance(failure, KnobError):
                 self._try_again(count)
             return
         self._ask_again(asked)
@@ -246,7 +252,7 @@ class Evicting:
             except TimeoutError:
                 continue
             except KnobError as refusal:
-                alive = [rank for rank in asked.coming if not live.cluster.death(rank)]
+                alive = [rank for rank in asked.coming if not live.cluster.describe_death(rank)]
                 self._try_again(len(alive) if str(refusal).endswith(AGAIN) else 0)
                 return
             self._refusals = 0

@@ -9,29 +9,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from workbench.cluster.run.live import Live
+    from workbench.cluster.run.live import RunController
 
 
-def went_on(live: Live, step: int, detail: dict[str, Any]) -> None:
+def went_on(live: RunController, step: int, detail: dict[str, Any]) -> None:
     """Takes in a new generation, or the reason why the ranks cannot go on."""
     live.notes.append(detail["text"])
     if "members" not in detail:
         return
-    live.admit([m for m in detail["members"] if m not in live.been])  # ranks that another kernel added
+    live.admit_ranks([m for m in detail["members"] if m not in live.been])  # ranks that another kernel added
     if detail.get("turn", live.turn + 1) <= live.turn:  # a lost rank recorded this, and a later generation trains
         return was_resized(live, step, detail)
     live.turn = detail.get("turn", live.turn)
     unheard = [m for m in live.members if m not in (*detail["members"], *detail["gone"])]  # no rank reported their end
     live.members, gone = tuple(detail["members"]), [*detail["gone"], *unheard]
-    live.ending.joined(live.members)
-    live.ending.outlived(gone, step)
+    live.ending.note_joined(live.members)
+    live.ending.note_outlived(gone, step)
     live.step = min(live.step, step)
     live.changes.resized(step, detail)
-    live.orders.hears(live.members[0], gone if live.evicting.acts else ())
+    live.orders.follow_leader(live.members[0], gone if live.evicting.acts else ())
     said = detail.get("preempted", ()), detail.get("new"), detail.get("spare", ())
     live.evicting.went_on(gone, *said)
 
 
-def was_resized(live: Live, step: int, detail: dict[str, Any]) -> None:
+def was_resized(live: RunController, step: int, detail: dict[str, Any]) -> None:
     """Answers a resize. Sends away its new ranks if they are not in the current generation."""
-    live.orders.dismiss([m for m in live.changes.made(step, detail) if m not in live.members])
+    live.orders.dismiss_ranks([m for m in live.changes.made(step, detail) if m not in live.members])

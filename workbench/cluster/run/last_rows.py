@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.cluster.observe.disk import PATIENCE, within
+from workbench.cluster.observe.disk import PATIENCE, run_within
 from workbench.cluster.processes.processes import wait_for
 from workbench.cluster.transport import spool
 from workbench.record.timeline import KINDS
 from workbench.settings.said import text_of
 
 if TYPE_CHECKING:
-    from workbench.cluster.run.live import Live
+    from workbench.cluster.run.live import RunController
 
 ON_THE_WAY = 1.0  # seconds that a message may take to arrive
 ALL = 1 << 62  # rows: more than a rank can have
@@ -22,88 +22,90 @@ ALL = 1 << 62  # rows: more than a rank can have
 Marks = list[tuple[int, str, float, dict[str, Any]]]
 
 
-def gather(live: Live, silent: set[int]) -> None:
+def gather_rows(live: RunController, silent: set[int]) -> None:
     """Fetches the missing rows. For `silent` ranks it reads only disks that this kernel sees."""
     _ask_what_was_sent(live, silent)
     time.sleep(0.1)  # for the messages that are on their way
-    wait_for(lambda: _come(live, silent), ON_THE_WAY)  # these need not be on a disk
+    wait_for(lambda: _have_come(live, silent), ON_THE_WAY)  # these need not be on a disk
     for rank in live.ranks:
         sent = live.status.get(rank, {}).get("sent", {})
         for kind in KINDS:
             if rank in silent:
                 of_silent(live, kind, rank)
             else:
-                live.gaps.mend(kind, rank, sent.get(kind, ALL))
-        if rank not in silent and live.elsewhere(rank):
-            _fetch(live, rank)
+                live.gaps.fetch_missing(kind, rank, sent.get(kind, ALL))
+        if rank not in silent and live.is_elsewhere(rank):
+            _fetch_rows(live, rank)
 
 
-def _ask_what_was_sent(live: Live, silent: set[int]) -> None:
+def _ask_what_was_sent(live: RunController, silent: set[int]) -> None:
     """Asks the ranks how many rows they have sent: their last status may be older than their last rows."""
     asked = [rank for rank in live.ranks if rank not in silent and not live.status.get(rank, {}).get("over")]
-    for rank, answer in live.cluster.line.ask_all("status", timeout=ON_THE_WAY, ranks=asked).items():
+    for rank, answer in live.cluster.rpc.ask_all("status", timeout=ON_THE_WAY, ranks=asked).items():
         if isinstance(answer, dict) and (answer["generation"], answer["as"]) == (live.generation, rank):
             live.status[rank] = answer
 
 
-def _come(live: Live, silent: set[int]) -> bool:
+def _have_come(live: RunController, silent: set[int]) -> bool:
     """Whether all rows have come that ranks reported as sent."""
     told = {rank: live.status.get(rank, {}).get("sent", {}) for rank in live.ranks if rank not in silent}
     return all(live.gaps.next[kind, rank] >= n for rank, sent in told.items() for kind, n in sent.items())
 
 
-def of_silent(live: Live, kind: str, rank: int) -> None:
+def of_silent(live: RunController, kind: str, rank: int) -> None:
     """Reads the rows of a rank that does not answer, if its disk is visible. Rows that waited pass in any case.
 
     It does not ask the rank, because each missing answer delays the rows of all ranks for seconds.
     """
-    if live.elsewhere(rank):
-        live.gaps.release(kind, rank)
+    if live.is_elsewhere(rank):
+        live.gaps.release_rows(kind, rank)
     else:
-        live.gaps.mend(kind, rank, ALL)
+        live.gaps.fetch_missing(kind, rank, ALL)
 
 
-def of_left(live: Live, rank: int, sent: dict[str, int]) -> None:
+def of_left(live: RunController, rank: int, sent: dict[str, int]) -> None:
     """Fetches the last rows of a rank that the run left behind, while its engine still has them."""
     for kind in KINDS:
-        live.gaps.mend(kind, rank, sent.get(kind, ALL))
-    if live.elsewhere(rank):
-        _fetch(live, rank)
+        live.gaps.fetch_missing(kind, rank, sent.get(kind, ALL))
+    if live.is_elsewhere(rank):
+        _fetch_rows(live, rank)
 
 
-def _fetch(live: Live, rank: int) -> None:
+def _fetch_rows(live: RunController, rank: int) -> None:
     def read(name: str, start: int) -> bytes:
-        return live.cluster.line.ask(rank, "file", name=name, start=start)[1]
+        return live.cluster.rpc.ask_rank(rank, "file", name=name, start=start)[1]
 
     try:
-        spool.fetch(live.cluster.line.ask(rank, "files")[0], read, Path(live.run.path or "."))
+        spool.fetch_files(live.cluster.rpc.ask_rank(rank, "files")[0], read, Path(live.run.path or "."))
     except OSError:
-        live.attention.recording.disturbed()
+        live.attention.recording.note_failure()
 
 
-def obituary(live: Live, dead: set[int]) -> None:
+def record_deaths(live: RunController, dead: set[int]) -> None:
     """Records the errors of ranks that died."""
     for rank in sorted(dead):
         about = {k: v for k, v in (live.ending.errors.get(rank) or live.ending.lost[rank] or {}).items() if k != "t"}
-        _add(live, rank, [(about["step"], "error", time.time() - live.run.epoch, about)])
+        _add_marks(live, rank, [(about["step"], "error", time.time() - live.run.epoch, about)])
 
 
-def final(live: Live, state: str, error: BaseException | None) -> None:
+def record_state(live: RunController, state: str, error: BaseException | None) -> None:
     """Records how the run ended, unless rank 0 has recorded the same."""
     said = live.run.details("state")
     if live.run.path is None or (said and said[-1][2].get("state") == state):
         return
     now = max(time.time() - live.run.epoch, said[-1][1] if said else 0.0)
-    _add(live, 0, [(live.step, "state", now, {"state": state, "detail": "" if error is None else text_of(error)})])
+    _add_marks(
+        live, 0, [(live.step, "state", now, {"state": state, "detail": "" if error is None else text_of(error)})]
+    )
 
 
-def _add(live: Live, rank: int, marks: Marks) -> None:
+def _add_marks(live: RunController, rank: int, marks: Marks) -> None:
     steps, names, times, details = zip(*marks, strict=True)
     columns = {"rank": [rank] * len(marks), "step": steps, "name": names, "t": times}
     columns["detail"] = [json.dumps(d) for d in details]
     live.run.append("marks", rank, live.gaps.next["marks", rank], columns)
     live.gaps.next["marks", rank] += len(marks)
     try:
-        within(PATIENCE, lambda: spool.note(Path(live.run.path or "."), rank, marks))
+        run_within(PATIENCE, lambda: spool.add_marks(Path(live.run.path or "."), rank, marks))
     except OSError:
-        live.attention.recording.disturbed()
+        live.attention.recording.note_failure()

@@ -15,22 +15,22 @@ from typing import Any
 import cloudpickle
 
 from workbench.cluster.engines.cluster import Cluster
-from workbench.cluster.observe.attention import Attention, texts
-from workbench.cluster.observe.disk import PATIENCE, within
-from workbench.cluster.processes.place import ClusterError, host
+from workbench.cluster.observe.attention import HangMonitor, decode_texts
+from workbench.cluster.observe.disk import PATIENCE, run_within
+from workbench.cluster.processes.place import ClusterError, host_name
 from workbench.cluster.processes.steady import Steady
 from workbench.cluster.run import generations, last_rows
 from workbench.cluster.run.alarm import Alarm
 from workbench.cluster.run.asked import Asked
 from workbench.cluster.run.changes import Changes, PendingChange
 from workbench.cluster.run.ending import Ending
-from workbench.cluster.run.evicting import Evicting
-from workbench.cluster.run.orders import Orders
+from workbench.cluster.run.evicting import Evictions
+from workbench.cluster.run.orders import CommandQueue
 from workbench.cluster.run.waiting import wait_for_run
-from workbench.cluster.run.watch import Watch
+from workbench.cluster.run.watch import RunWatch
 from workbench.cluster.transport import spool
-from workbench.cluster.transport.gaps import Gaps
-from workbench.cluster.transport.wire import Batch
+from workbench.cluster.transport.gaps import ReorderBuffer
+from workbench.cluster.transport.wire import RowBatch
 from workbench.record import alarms
 from workbench.record.run import FINAL, Run
 from workbench.settings.said import said, text_of
@@ -39,7 +39,7 @@ ACTED_ON = ("change", "refused", "resized", "policy", "not saved", "data", "stat
             "members", "memory grows", "end")  # fmt: skip
 
 
-class Live(Asked):
+class RunController(Asked):
     """Drives and follows one run. `state` is "starting", "running", "paused", "stopping", or one of `FINAL`.
 
     watched: whether a person sees the run; an unwatched run ends, rather than pauses, at a non-finite loss
@@ -67,74 +67,74 @@ class Live(Asked):
         self.status: dict[int, dict[str, Any]] = {}
         self.spools: dict[int, str] = {}
         self.ending = Ending(self.ranks)
-        self.evicting = Evicting(self)
+        self.evicting = Evictions(self)
         self.ending.outlives = lambda: self.changes.experiment.on_death != "end" or bool(self.evicting.leaving)
-        self.orders = Orders(self)
+        self.orders = CommandQueue(self)
         self.alarm = Alarm(self)
-        self.gaps = Gaps(dict(run._following), self._missed, self._append)
+        self.gaps = ReorderBuffer(dict(run._following), self._read_missed, self._append_rows)
         self._lock = threading.RLock()
         self.over = threading.Event()
-        self.attention = Attention(run, self.ranks, self.notes)
+        self.attention = HangMonitor(run, self.ranks, self.notes)
         self.attention.hang_after = lambda: self.changes.experiment.hang_after
-        self.attention.process = lambda rank: cluster.health.stopped(rank)
-        self.attention.hangs, self.attention.between = self.evicting.hangs, self.evicting.between
+        self.attention.process = lambda rank: cluster.health.describe_stop(rank)
+        self.attention.hangs, self.attention.between = self.evicting.take_stall, self.evicting.name_dead_link
         run.live, run._control = True, self
 
     # -- rows come in (on the relay's thread)
 
-    def take(self, batch: Batch) -> None:
+    def take_batch(self, batch: RowBatch) -> None:
         """Adds a batch to the run, in order and without gaps."""
         if batch.generation == self.generation:
-            self.gaps.put(batch)
+            self.gaps.put_batch(batch)
 
-    def _append(self, kind: str, rank: int, seq: int, columns: dict[str, Any]) -> None:
+    def _append_rows(self, kind: str, rank: int, seq: int, columns: dict[str, Any]) -> None:
         if not (new := self.run.append(kind, rank, seq, columns)):
             return
-        self.attention.row(kind, rank, columns)
+        self.attention.take_rows(kind, rank, columns)
         if kind == "marks":
             skip = len(columns["rank"]) - new
-            named = zip(columns["step"], columns["t"], texts(columns["name"]), columns["detail"], strict=True)
+            named = zip(columns["step"], columns["t"], decode_texts(columns["name"]), columns["detail"], strict=True)
             for step, t, name, detail in named:
                 if skip <= 0:
-                    self._mark(rank, int(step), float(t), name, json.loads(detail))
+                    self._take_mark(rank, int(step), float(t), name, json.loads(detail))
                 skip -= 1
         elif kind == "spans":
             self.ending.at(rank, int(columns["step"][-1]))
             self.step = max(self.step, int(columns["step"][-1])) if rank == self.orders.first else self.step
         elif kind == "samples" and rank == self.orders.first:
-            valued = zip(texts(columns["name"]), columns["value"], strict=True)
+            valued = zip(decode_texts(columns["name"]), columns["value"], strict=True)
             self.loss = next((v for n, v in valued if n == "loss"), self.loss)
 
-    def replay(self) -> None:
+    def replay_record(self) -> None:
         """Takes in the existing record without acting on it, when a kernel attaches."""
         self.evicting.acts = False
         for rank, step, t, name, detail in self.run.said(*ACTED_ON, *alarms.NAMES):
-            self._mark(rank, step, t, name, detail)
+            self._take_mark(rank, step, t, name, detail)
         self.evicting.acts = True
         spans = self.run.timeline.spans.rows()
-        self.attention.known(spans)
+        self.attention.restore_places(spans)
         self.step = int(spans.step.max()) if len(spans) else 0
 
     @property
     def steps_done(self) -> int:
         return self.step + 1 if self.step else 0
 
-    def _missed(self, kind: str, rank: int, start: int) -> spool.Pieces:
+    def _read_missed(self, kind: str, rank: int, start: int) -> spool.Pieces:
         """Reads lost rows from the rank's disk."""
-        if not self.elsewhere(rank):
+        if not self.is_elsewhere(rank):
             path = Path(self.run.path or ".")
-            return within(PATIENCE, lambda: spool.pieces(path, kind, rank, start))
-        return spool.unpack(self.cluster.line.ask(rank, "rows", kind=kind, start=start)[1])
+            return run_within(PATIENCE, lambda: spool.read_pieces(path, kind, rank, start))
+        return spool.unpack_pieces(self.cluster.rpc.ask_rank(rank, "rows", kind=kind, start=start)[1])
 
-    def elsewhere(self, rank: int) -> bool:
+    def is_elsewhere(self, rank: int) -> bool:
         """Whether the rank spools to a disk that this kernel does not see."""
         return self.spools.get(rank, str(self.run.path)) != str(self.run.path)
 
-    def _mark(self, rank: int, step: int, t: float, name: str, detail: dict[str, Any]) -> None:
+    def _take_mark(self, rank: int, step: int, t: float, name: str, detail: dict[str, Any]) -> None:
         if name == "change":
             self.changes.applied(step, detail, rank not in self.members or "again" in detail)
         elif name == "refused":
-            self.orders.dismiss(self.changes.refused(detail))
+            self.orders.dismiss_ranks(self.changes.refused(detail))
         elif name == "resized":
             generations.was_resized(self, step, detail)
         elif name == "state" and detail["state"] not in FINAL and rank in self.members:
@@ -145,7 +145,7 @@ class Live(Asked):
         elif name == "error":
             self.ending.failed(rank, detail)
         elif name in ("stood still", "spool"):
-            self.attention.mark(rank, step, name, detail)
+            self.attention.take_mark(rank, step, name, detail)
         elif name == "end":
             self.ending.gone(rank, detail["state"])
         elif name in ("policy", "not saved", "data") and detail.get("text") not in (None, *self.notes):
@@ -163,13 +163,13 @@ class Live(Asked):
         elif name in alarms.NAMES:
             self.alarm.heard(name, rank, step, t, detail)
 
-    def admit(self, new: list[int]) -> None:
+    def admit_ranks(self, new: list[int]) -> None:
         """Listens to ranks that are about to join."""
         self.been |= set(new)
         self.ranks = self.attention.ranks = range(max(self.been) + 1)
-        self.ending.admit(new)
+        self.ending.admit_ranks(new)
 
-    def died(self, rank: int, error: dict[str, Any]) -> None:
+    def note_death(self, rank: int, error: dict[str, Any]) -> None:
         """Records that a rank's engine is gone."""
         if why := self.evicting.reasons.get(rank):
             error["text"] = f"was put out: {why}; {error['text']}"
@@ -179,44 +179,44 @@ class Live(Asked):
             where = f" at step {error['step']}" if error["step"] or error["op"] else ""  # if the rank reported it
             where += f", {error['op']}" if error["op"] else ""
             self.notes.append(f"rank {rank} is lost{where}: {error['text']}")
-            if self.cluster.engines[rank].host != host():  # a machine that is gone closes no connection
+            if self.cluster.engines[rank].host != host_name():  # a machine that is gone closes no connection
                 self.evicting.leave_behind([rank])
 
     # -- orders
 
-    def order(self, what: str, everyone: bool = False, **rest: Any) -> None:
+    def queue_order(self, what: str, everyone: bool = False, **rest: Any) -> None:
         """Queues an order for the first rank, or for every rank if `everyone`."""
-        self.orders.put(what, everyone, **rest)
+        self.orders.put_order(what, everyone, **rest)
 
-    def note(self, failure: BaseException) -> None:
+    def note_error(self, failure: BaseException) -> None:
         """Adds an error of the kernel to the notes, unless it is among the last 5."""
         text = text_of(failure) if isinstance(failure, ClusterError) else said(failure)
         if text not in self.notes[-5:]:
             self.notes.append(text)
 
-    def begun(self) -> None:
+    def start_watch(self) -> None:
         """Sends the orders that waited for the sessions, and starts the watch."""
-        self.ending.begun()
-        self.attention.begun()
+        self.ending.restart_waits()
+        self.attention.start_watch()
         if self.began_with.task.leads:
-            self.cluster.renewal.follow(self)
-        Steady("run orders", self.orders.carry, self.over, self.note).start()
-        Watch(self).start()
+            self.cluster.renewal.follow_run(self)
+        Steady("run orders", self.orders.send_next, self.over, self.note_error).start()
+        RunWatch(self).start_watch()
 
-    def set(self, path: str | Mapping[str, Any], value: Any = None) -> PendingChange:
+    def request_change(self, path: str | Mapping[str, Any], value: Any = None) -> PendingChange:
         """Requests a change of one or several knobs. Engines first receive classes that they lack."""
         return self.changes.ask(path, value, self._send_change)
 
-    def whereabouts(self) -> str:
+    def describe_places(self) -> str:
         """Says where each rank was by its last report."""
         ranks = [f"rank {r} at step {s['step']} in {s['busy'] or 'nothing'}" for r, s in sorted(self.status.items())]
         return ", ".join([f"the run is {self.state}", *ranks, *self.notes[-3:]])
 
     def _send_change(self, asked: PendingChange, new: list[type]) -> None:
-        asked.whereabouts = self.whereabouts
+        asked.whereabouts = self.describe_places
         if new:
-            self.order("learn", everyone=True, blob=cloudpickle.dumps(new))
-        self.orders.ask(asked)
+            self.queue_order("learn", everyone=True, blob=cloudpickle.dumps(new))
+        self.orders.put_change(asked)
 
     def stop(self) -> None:
         """Stops at the next step boundary. A second call aborts. A stop is never a failure of the run.
@@ -229,22 +229,22 @@ class Live(Asked):
             return self.abort()
         self.come_to_end()
 
-    def keep(self) -> None:
+    def request_checkpoint(self) -> None:
         """Requests a checkpoint at the next step boundary."""
-        self.order("request", request={"id": f"checkpoint {time.time_ns():x}", "kind": "checkpoint"})
+        self.queue_order("request", request={"id": f"checkpoint {time.time_ns():x}", "kind": "checkpoint"})
 
     def come_to_end(self) -> None:
         """Stops at the next step boundary."""
         self.state = "stopping"
-        self.ending.stop()
-        self.order("request", request={"id": "stop", "kind": "stop"})
-        self.order("hurry", everyone=True)
+        self.ending.note_stop()
+        self.queue_order("request", request={"id": "stop", "kind": "stop"})
+        self.queue_order("hurry", everyone=True)
 
     def abort(self) -> None:
         """Ends the run at once, in the middle of a step."""
         self.state = "stopping"
-        self.ending.stop()
-        self.free()
+        self.ending.note_stop()
+        self.free_ranks()
 
     def close(self) -> None:
         """Stops the run, and aborts it if it is not over after 3 s."""
@@ -254,14 +254,14 @@ class Live(Asked):
                 self.abort()
                 self.over.wait(2.0)
 
-    def free(self) -> None:
+    def free_ranks(self) -> None:
         """Tells all ranks to leave in the middle of a step."""
-        self.ending.abort()
-        self.order("abort", everyone=True, asked=self.ending.asked)
+        self.ending.note_abort()
+        self.queue_order("abort", everyone=True, asked=self.ending.asked)
 
-    def saved(self, path: Path, rows: int) -> None:
+    def note_saved(self, path: Path, rows: int) -> None:
         """Notes that the run was saved in `path` while this kernel follows it."""
-        self.attention.recording.saved(path, rows, None if self.over.is_set() else self.step)
+        self.attention.recording.note_saved(path, rows, None if self.over.is_set() else self.step)
 
     def wait(self, timeout: float | None = None) -> Run:
         """Waits for the end with a progress line. Raises RankError if ranks failed. See `waiting`."""
@@ -269,7 +269,7 @@ class Live(Asked):
 
     # -- the end
 
-    def leave(self, why: str) -> None:
+    def leave_run(self, why: str) -> None:
         """Stops following the run, which may go on."""
         if not self.over.is_set():
             self.changes.end(why)
@@ -277,7 +277,7 @@ class Live(Asked):
             self.notes.append(why)
             self.over.set()
 
-    def end(self, state: str, error: BaseException | None = None) -> None:
+    def end_run(self, state: str, error: BaseException | None = None) -> None:
         """Marks the run as over, in `state`, here and in its record."""
         with self._lock:
             if self.over.is_set():
@@ -286,10 +286,10 @@ class Live(Asked):
             if error:
                 self.notes.append(said(error))
             try:
-                last_rows.final(self, state, error)
-                self.attention.recording.ended()
+                last_rows.record_state(self, state, error)
+                self.attention.recording.count_lacking()
             except Exception as failure:  # a disk error must not keep the run from being over
-                self.note(failure)
+                self.note_error(failure)
             self.changes.end("the run ended before it could be applied")
             self.run.live = False
             self.over.set()

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from workbench.cluster.engines.meeting import cannot_start, join, start_more
-from workbench.cluster.observe.silence import named
+from workbench.cluster.engines.meeting import cannot_start, reuse_engine, start_more
+from workbench.cluster.observe.silence import name_ranks
 from workbench.cluster.processes.place import ClusterError
 from workbench.cluster.processes.whole import whole
 from workbench.cluster.run import last_rows
@@ -21,18 +21,18 @@ from workbench.settings import KnobError
 from workbench.settings.doing import doing
 
 if TYPE_CHECKING:
-    from workbench.cluster.run.live import Live
+    from workbench.cluster.run.live import RunController
 
 WAIT = 60.0  # seconds for a new rank to report that it waits
 LOOK = 0.05  # seconds between two looks
 ASK = 1.0  # seconds for an engine to report that it is free again
 
 
-class NotBegun(ClusterError):
+class RankNotBegun(ClusterError):
     """A rank that was to come has not begun to wait for its invitation."""
 
 
-def resize(live: Live, ranks: int) -> PendingChange:
+def resize_run(live: RunController, ranks: int) -> PendingChange:
     """`ranks` of the run go on together before one of its next steps. Raises KnobError where so many cannot be had."""
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise KnobError(f"ranks={ranks!r}: must be an integer of at least 1")
@@ -41,25 +41,25 @@ def resize(live: Live, ranks: int) -> PendingChange:
         here = len(live.members)
         raise KnobError(f"ranks={ranks}: the loop of a {name} goes on with the {here} ranks that it began with")
     with doing(f"bringing the run to {ranks} rank{'s' * (ranks != 1)}"), live.inviting:
-        return _made(live, ranks, list(live.members))  # no other request takes the same engines in between
+        return _make_resize(live, ranks, list(live.members))  # no other request takes the same engines in between
 
 
-def _made(live: Live, ranks: int, here: list[int]) -> PendingChange:
-    spare = idle(live)
+def _make_resize(live: RunController, ranks: int, here: list[int]) -> PendingChange:
+    spare = list_idle(live)
     if ranks > len(here) + len(spare):
         with live.cluster.starting:  # waits for starting engines, and reserves returned ones
-            spare = idle(live) + returned(live)
-            return _resized(live, ranks, here, spare, max(0, ranks - len(here) - len(spare)))
-    return _resized(live, ranks, here, spare, 0)
+            spare = list_idle(live) + list_returned(live)
+            return _request_resize(live, ranks, here, spare, max(0, ranks - len(here) - len(spare)))
+    return _request_resize(live, ranks, here, spare, 0)
 
 
-def _resized(live: Live, ranks: int, here: list[int], spare: list[int], wanting: int) -> PendingChange:
+def _request_resize(live: RunController, ranks: int, here: list[int], spare: list[int], wanting: int) -> PendingChange:
     if wanting and (why := cannot_start(live.cluster, wanting)):
         raise KnobError(
             f"ranks={ranks}: {len(here)} ranks train, {len(spare)} engines of this lab are idle, and more cannot be "
             f"started: {why}; take at most {len(here) + len(spare)}"
         )
-    if ranks > len(here) and (how := live.cluster.health.controller()):
+    if ranks > len(here) and (how := live.cluster.health.describe_controller()):
         raise KnobError(f"ranks={ranks}: no rank can come in, since the controller {how}; take at most {len(here)}")
     if live.state not in ("running", "paused"):
         raise ClusterError(f"ranks={ranks}: the run is {live.state}; ranks come and go while it trains")
@@ -68,26 +68,26 @@ def _resized(live: Live, ranks: int, here: list[int], spare: list[int], wanting:
     new, asked = spare[: max(0, ranks - len(here))], None
     try:
         if new:
-            _invite(live, new)
+            _invite_ranks(live, new)
         with whole():
             asked = live.changes.resizing([*here[:ranks], *new], new)
-            live.orders.ask(asked)
+            live.orders.put_change(asked)
     except BaseException:  # also for an interrupt
         if asked is None:  # no rank would ever invite the new ranks
-            live.orders.dismiss(new)
+            live.orders.dismiss_ranks(new)
         raise
     return asked
 
 
-def idle(live: Live) -> list[int]:
+def list_idle(live: RunController) -> list[int]:
     """Returns ranks with living engines that were never in this run, under any number."""
     engines, been = live.cluster.engines, live.been
-    used = {engines[rank].process for rank in been if rank < len(engines)}
-    fresh = {e.process: e.rank for e in engines if e.process not in used}
-    return [rank for rank in fresh.values() if not live.cluster.death(rank)]
+    used = {engines[rank].process_key for rank in been if rank < len(engines)}
+    fresh = {e.process_key: e.rank for e in engines if e.process_key not in used}
+    return [rank for rank in fresh.values() if not live.cluster.describe_death(rank)]
 
 
-def returned(live: Live) -> list[int]:
+def list_returned(live: RunController) -> list[int]:
     """Returns new ranks for engines that the run went on without and that are free again.
 
     Such a rank was taken out, was sent away before it joined, or was out of reach: on a machine that was cut off, or
@@ -95,16 +95,18 @@ def returned(live: Live) -> list[int]:
     its last rows.
     """
     with live.cluster.starting:
-        return _returned(live)
+        return _list_returned(live)
 
 
-def _returned(live: Live) -> list[int]:
+def _list_returned(live: RunController) -> list[int]:
     cluster, engines = live.cluster, live.cluster.engines
-    here = {engines[rank].process for rank in live.members}
-    last = {engines[rank].process: rank for rank in sorted(live.been) if rank < len(engines)}
+    here = {engines[rank].process_key for rank in live.members}
+    last = {engines[rank].process_key: rank for rank in sorted(live.been) if rank < len(engines)}
     ends = live.evicting.preempted  # their engines end soon
-    gone = [rank for process, rank in last.items() if not (process in here or rank in ends or cluster.death(rank))]
-    said = cluster.line.ask_all("status", timeout=ASK, ranks=gone) if gone else {}
+    gone = [
+        rank for process, rank in last.items() if not (process in here or rank in ends or cluster.describe_death(rank))
+    ]
+    said = cluster.rpc.ask_all("status", timeout=ASK, ranks=gone) if gone else {}
     over = {rank: (one["generation"], one["as"]) == (live.generation, rank) for rank, one in said.items()
             if isinstance(one, dict) and one["over"]}  # fmt: skip
     found = []
@@ -115,26 +117,26 @@ def _returned(live: Live) -> list[int]:
             if begun:
                 last_rows.of_left(live, rank, said[rank]["sent"])
             with whole():
-                live.returned[rank] = join(cluster, engines[rank])
+                live.returned[rank] = reuse_engine(cluster, engines[rank])
         if rank in live.returned:
             found.append(live.returned[rank])
     return found
 
 
-def _invite(live: Live, new: list[int]) -> None:
+def _invite_ranks(live: RunController, new: list[int]) -> None:
     """Begins the sessions of these ranks; they wait. Raises RankError or NotBegun if one does not."""
-    live.admit(new)
+    live.admit_ranks(new)
     live.spools |= begin(live.cluster, {**live.job, "joins": True}, live.blob, new, secret=live.secret)
     until = time.monotonic() + WAIT
     while True:
-        said = live.cluster.line.ask_all("status", timeout=1.0, ranks=new)
+        said = live.cluster.rpc.ask_all("status", timeout=1.0, ranks=new)
         states = {rank: answer["state"] for rank, answer in said.items() if isinstance(answer, dict)}
         if set(states.values()) == {"waiting"} and len(states) == len(new):
             return
-        died = {rank: how for rank in new if (how := live.cluster.death(rank))}
+        died = {rank: how for rank in new if (how := live.cluster.describe_death(rank))}
         if died or time.monotonic() > until or live.over.is_set():
-            live.cluster.line.ask_all("abort", timeout=1.0, ranks=new, of=(live.generation, new))
+            live.cluster.rpc.ask_all("abort", timeout=1.0, ranks=new, of=(live.generation, new))
             why = "; ".join(f"the engine of rank {rank} {how}" for rank, how in died.items())
             why = why or f"they did not begin within {WAIT:.0f} s"
-            raise NotBegun(f"{named(new)} did not join: {why}; the run goes on without, ask again")
+            raise RankNotBegun(f"{name_ranks(new)} did not join: {why}; the run goes on without, ask again")
         time.sleep(LOOK)

@@ -13,33 +13,33 @@ from workbench.cluster.processes.place import ClusterError
 from workbench.settings.doing import doing, seen
 
 if TYPE_CHECKING:
-    from workbench.cluster.run.live import Live
+    from workbench.cluster.run.live import RunController
     from workbench.record.run import Run
 
 STOP = 60.0  # seconds that a new run waits for the previous one
 
 
-def wait_for_stop(live: Live, patience: float = STOP) -> None:
+def wait_for_stop(live: RunController, patience: float = STOP) -> None:
     """Waits until a stopped run is over. Raises ClusterError if that takes longer than `patience` s."""
     with doing(f"waiting for {live.run.name} to stop"):
         if not live.over.wait(patience):
             raise ClusterError(
                 f"the run {live.run.name} was asked to stop and is not over after {patience:g} s: "
-                f"{live.whereabouts()}; wait longer with lab.run_now.wait(), or end it at once with lab.abort()"
+                f"{live.describe_places()}; wait longer with lab.run_now.wait(), or end it at once with lab.abort()"
             )
 
 
-def wait_for_run(live: Live, timeout: float | None = None) -> Run:
+def wait_for_run(live: RunController, timeout: float | None = None) -> Run:
     """Waits until the run is over. Returns it, or raises its error.
 
     The first interrupt stops the run at the next step boundary, the second aborts it. Raises TimeoutError if the run is
     not over in time; it then goes on.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
-    with _line(live) as line:
+    with _make_progress(live) as line:
         while not live.over.is_set():
             try:
-                _show(live, line)
+                _show_progress(live, line)
                 live.over.wait(0.2)
                 if deadline is not None and time.monotonic() > deadline and not live.over.is_set():
                     raise TimeoutError(f"the run is not over after {timeout:g} s; it goes on (step {live.step})")
@@ -50,7 +50,7 @@ def wait_for_run(live: Live, timeout: float | None = None) -> Run:
                     raise
                 live.stop()
                 line.set_postfix_str("stopping at the next step; interrupt again to abort")
-        _show(live, line)
+        _show_progress(live, line)
     if live.run.unwritten and threading.current_thread() is threading.main_thread():
         print(f"workbench: {live.attention.recording.said}", file=sys.stderr)
     if live.error:
@@ -58,7 +58,7 @@ def wait_for_run(live: Live, timeout: float | None = None) -> Run:
     return live.run
 
 
-def _line(live: Live) -> Any:
+def _make_progress(live: RunController) -> Any:
     """Returns the progress line of the whole run, with earlier steps and time."""
     total, first = live.changes.experiment.steps or None, int(live.run.parent.get("step", 0))
     line = tqdm(total=total, initial=first, unit="step", desc=live.run.name, leave=True, disable=not seen())
@@ -67,7 +67,7 @@ def _line(live: Live) -> Any:
     return line
 
 
-def _show(live: Live, line: Any) -> None:
+def _show_progress(live: RunController, line: Any) -> None:
     line.update(max(live.steps_done - line.n, 0))
     if live.state != "stopping":
         text = live.cluster.progress if live.state == "starting" else live.state

@@ -18,71 +18,73 @@ from workbench.record.tidy import OFTEN, Tidy
 
 if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
-    from workbench.cluster.run.live import Live
+    from workbench.cluster.run.live import RunController
 
 LOOK = 0.2  # seconds between two looks at the engines
 ASK = 1.0  # seconds between two status requests
 SILENT = 2.0  # seconds without an answer until a rank's marks are read from its disk
 
 
-class Watch:
+class RunWatch:
     """Watches `live` until it is over."""
 
-    def __init__(self, live: Live) -> None:
+    def __init__(self, live: RunController) -> None:
         self.live, self.ending = live, live.ending
         self._asked, self._tidy = 0.0, Tidy(OFTEN)
         self._answered = dict.fromkeys(live.ranks, time.monotonic())  # when a rank last answered
         self.silent: set[int] = set()  # ranks that have not answered for a while
 
-    def start(self) -> None:
-        Steady("run watch", self._turn, self.live.over, self.live.note).start()
+    def start_watch(self) -> None:
+        Steady("run watch", self._watch_once, self.live.over, self.live.note_error).start()
 
-    def _turn(self) -> None:
+    def _watch_once(self) -> None:
         try:
-            self._look()
-            if time.monotonic() - self._asked > (LOOK if self.ending.near else ASK):
+            self._check_engines()
+            if time.monotonic() - self._asked > (LOOK if self.ending.is_near else ASK):
                 self._asked = time.monotonic()
-                self.ask()
+                self.ask_ranks()
             self._tidy.due()
         finally:  # a failed look must not keep the run from ending
-            self._do(self.ending.due())
+            self._do_action(self.ending.next_action())
             self.live.over.wait(LOOK)
 
-    def _do(self, due: str) -> None:
+    def _do_action(self, due: str) -> None:
         match due:
             case "abort":
-                self.live.free()
+                self.live.free_ranks()
             case "give up":
-                self._give_up(sorted(self.ending.inside))
+                self._give_up(sorted(self.ending.awaited_ranks))
             case "over":
-                self._finish(self.silent)
+                self._finish_run(self.silent)
 
-    def _look(self) -> None:
+    def _check_engines(self) -> None:
         for rank in self.live.ranks:
-            known = rank in self.ending.errors or rank in self.ending.dead
-            if not known and (how := self.live.cluster.death(rank)) and not self.live.evicting.left(rank):
-                self.live.died(rank, self.live.attention.death(rank, how))
+            known = rank in self.ending.errors or rank in self.ending.dead_ranks
+            if not known and (how := self.live.cluster.describe_death(rank)) and not self.live.evicting.has_left(rank):
+                self.live.note_death(rank, self.live.attention.describe_death(rank, how))
 
-    def ask(self) -> None:
+    def ask_ranks(self) -> None:
         """Asks every rank for its status. Reads the marks of a silent rank from its disk, if visible."""
         live, now = self.live, time.monotonic()
-        for rank, answer in live.cluster.line.ask_all("status", timeout=0.8, ranks=self.ending.living).items():
+        for rank, answer in live.cluster.rpc.ask_all("status", timeout=0.8, ranks=self.ending.living_ranks).items():
             if isinstance(answer, dict) and (answer["generation"], answer["as"]) == (live.generation, rank):
                 live.status[rank], self._answered[rank] = answer, now
                 self.silent.discard(rank)
-                live.gaps.remind("marks", rank, answer["sent"].get("marks", 0))  # no later message may reveal a gap
+                live.gaps.take_count("marks", rank, answer["sent"].get("marks", 0))  # no later message may reveal a gap
                 if answer["error"]:
                     self.ending.failed(rank, answer["error"])
                 self.ending.heard(rank, answer)
-                live.attention.heard(rank, answer)
-                self._stumble(rank, answer.get("trouble", ""))
+                live.attention.take_status(rank, answer)
+                self._note_error(rank, answer.get("trouble", ""))
             elif now - self._answered.setdefault(rank, now) > SILENT:
                 self.silent.add(rank)
                 last_rows.of_silent(live, "marks", rank)
 
-        live.attention.look("failing" if self.ending.errors else live.state, {*self.ending.left, *self.ending.lost})
+        live.attention.find_stalls(
+            "failing" if self.ending.errors else live.state, {*self.ending.left, *self.ending.lost}
+        )
 
-    def _stumble(self, rank: int, what: str) -> None:
+    def _note_error(self, rank: int, what: str) -> None:
         """Notes an error of an engine's line, which goes on."""
         if what and (text := f"rank {rank}'s line met {what}; the traceback is in its log") not in self.live.notes:
             self.live.notes.append(text)
@@ -97,39 +99,38 @@ class Watch:
             where += f", in {last['busy']}" if last.get("busy") else ""
             then = "its engine was ended" if rank in ended else "its engine is not used again"
             live.notes.append(f"rank {rank} {said}: {where}; {then}, and the next run gets new ones")
-        self._finish(self.silent | set(late))
+        self._finish_run(self.silent | set(late))
 
-    def _finish(self, silent: set[int]) -> None:
+    def _finish_run(self, silent: set[int]) -> None:
         """Takes in the last rows and decides the outcome."""
-        live, dead = self.live, self.ending.dead
+        live, dead = self.live, self.ending.dead_ranks
         try:
-            left = {r for r in live.evicting.preempted if live.cluster.death(r)} | set(live.returned)
-            last_rows.gather(live, dead | silent | left)
+            left = {r for r in live.evicting.preempted if live.cluster.describe_death(r)} | set(live.returned)
+            last_rows.gather_rows(live, dead | silent | left)
             brought_up(self.ending.errors, live.changes.experiment)
             self._tell_none_holds()
-            last_rows.obituary(live, dead)
+            last_rows.record_deaths(live, dead)
         except Exception as failure:  # a full disk or a silent rank must not keep the run from being over
-            live.note(failure)
+            live.note_error(failure)
         if self.ending.asked:
-            self.ending.forget(set(self.ending.errors) - set(live.members))  # these ranks had not joined yet
-        state, errors = self.ending.outcome()
-        if state != "done" and (why := _orphaned(live.cluster)):
-            return live.end("failed", ClusterError(why))
-        live.end(state, RankError(errors) if errors else None)
-
+            self.ending.forget_ranks(set(self.ending.errors) - set(live.members))  # these ranks had not joined yet
+        state, errors = self.ending.find_outcome()
+        if state != "done" and (why := _describe_orphan(live.cluster)):
+            return live.end_run("failed", ClusterError(why))
+        live.end_run(state, RankError(errors) if errors else None)
 
     def _tell_none_holds(self) -> None:
         """If all ranks that held the trained state died, adds that to their errors."""
         live, ending = self.live, self.ending
-        joining = sorted(live.been - set(live.members) - ending.dead - set(ending.lost))
+        joining = sorted(live.been - set(live.members) - ending.dead_ranks - set(ending.lost))
         kept = checkpoints.found(Path(live.run.path) / checkpoints.FOLDER) if live.run.path is not None else []
         none_holds(ending.errors, live.members, joining, str(kept[-1]) if kept else "")
 
 
-def _orphaned(cluster: Cluster) -> str:
+def _describe_orphan(cluster: Cluster) -> str:
     """Says how a guest's owner ended or closed the lab; "" if it did not."""
     if cluster.guest and not alive(cluster.owner):
         return f"the kernel that owned lab {cluster.name!r} ended, and its ranks with it"
-    if cluster.guest and not cluster.place.read():
+    if cluster.guest and not cluster.place.read_state():
         return f"lab {cluster.name!r} was closed by the kernel that owns it"
     return ""

@@ -20,7 +20,7 @@ LONGEST = 4000  # characters of a line that are kept
 Sink = Callable[[str, str], None]
 
 
-class Capture:
+class OutputCapture:
     """Diverts the output of threads called `prefix...` to `sink(stream, text)`, a line at a time."""
 
     def __init__(self, prefix: str, sink: Sink) -> None:
@@ -29,12 +29,12 @@ class Capture:
         self._second, self._taken, self._left = 0, 0, 0
         self._lock = threading.Lock()
 
-    def mine(self) -> bool:
+    def is_captured(self) -> bool:
         """Whether the calling thread's output is captured."""
         name = threading.current_thread().name
         return name.startswith(self.prefix) and not name.endswith("recorder")
 
-    def say(self, stream: str, text: str) -> None:
+    def hand_on(self, stream: str, text: str) -> None:
         """Hands one line on, unless there were too many in this second."""
         with self._lock:
             if (now := int(time.monotonic())) != self._second:
@@ -58,11 +58,11 @@ class Capture:
         for split in self._splits:
             split.end_lines()
 
-    def __enter__(self) -> Capture:
-        self._splits = [_Split(self, "stdout", sys.stdout), _Split(self, "stderr", sys.stderr)]
+    def __enter__(self) -> OutputCapture:
+        self._splits = [_SplitStream(self, "stdout", sys.stdout), _SplitStream(self, "stderr", sys.stderr)]
         sys.stdout, sys.stderr = self._splits
-        self._show, warnings.showwarning = warnings.showwarning, self._warn  # type: ignore[assignment]
-        self._handler = _Log(self)
+        self._show, warnings.showwarning = warnings.showwarning, self._capture_warning  # type: ignore[assignment]
+        self._handler = _LogHandler(self)
         logging.getLogger().addHandler(self._handler)
         return self
 
@@ -71,25 +71,25 @@ class Capture:
         logging.getLogger().removeHandler(self._handler)
         warnings.showwarning = self._show
         for name in ("stdout", "stderr"):
-            if isinstance(ours := getattr(sys, name), _Split):
+            if isinstance(ours := getattr(sys, name), _SplitStream):
                 setattr(sys, name, ours.usual)
 
-    def _warn(self, message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
-        if self.mine():
-            self.say("warning", f"{category.__name__}: {message} ({filename}:{lineno})")
+    def _capture_warning(self, message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
+        if self.is_captured():
+            self.hand_on("warning", f"{category.__name__}: {message} ({filename}:{lineno})")
         else:
             self._show(message, category, filename, lineno, *rest)
 
 
-class _Split:
+class _SplitStream:
     """A text stream that gives the training's lines to the capture and other text to the usual stream."""
 
-    def __init__(self, capture: Capture, name: str, usual: Any) -> None:
+    def __init__(self, capture: OutputCapture, name: str, usual: Any) -> None:
         self.capture, self.name, self.usual = capture, name, usual
         self._begun: dict[threading.Thread, str] = {}  # text without a newline yet, at most LONGEST characters
 
     def write(self, text: str) -> int:
-        if not self.capture.mine():
+        if not self.capture.is_captured():
             return self.usual.write(text)
         self.end_lines(only_ended=True)
         me = threading.current_thread()
@@ -97,41 +97,41 @@ class _Split:
         if rest:
             self._begun[me] = rest[:LONGEST]
         for line in lines:
-            self.capture.say(self.name, line)
+            self.capture.hand_on(self.name, line)
         return len(text)
 
     def end_lines(self, only_ended: bool = False) -> None:
         """Hands on the begun lines of all threads, or only of threads that have ended."""
         for thread in list(self._begun):
             if not (only_ended and thread.is_alive()) and (text := self._begun.pop(thread, "")):
-                self.capture.say(self.name, text)
+                self.capture.hand_on(self.name, text)
 
     def writelines(self, lines: Any) -> None:
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        if not self.capture.mine():
+        if not self.capture.is_captured():
             self.usual.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.usual, name)
 
 
-class _Log(logging.Handler):
+class _LogHandler(logging.Handler):
     """Captures the training's log records. For other threads it does what logging does without it."""
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: OutputCapture) -> None:
         super().__init__()
         self.capture = capture
         self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.capture.mine():
+        if self.capture.is_captured():
             try:
                 text = self.format(record)
             except Exception:  # as in any logging handler: a record that cannot be formatted ends nothing
                 return self.handleError(record)
-            self.capture.say("log", text)
+            self.capture.hand_on("log", text)
         elif (last := logging.lastResort) and logging.getLogger().handlers == [self] and record.levelno >= last.level:
             last.handle(record)

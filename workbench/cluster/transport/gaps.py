@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from workbench.cluster.transport.wire import Batch
+from workbench.cluster.transport.wire import RowBatch
 
 Piece = tuple[int, dict[str, Any]]
 Append = Callable[[str, int, int, dict[str, Any]], None]
@@ -17,7 +17,7 @@ UNHEARD = 30.0  # and if the rank's engine, on a busy machine, does not answer
 TRIES = 3  # reads at the end of a run
 
 
-class Gaps:
+class ReorderBuffer:
     """`next` is the number of the next row per (kind, rank); `missed(kind, rank, start)` reads from disk.
 
     Rows pass, in order, to `append(kind, rank, seq, columns)`, from one thread at a time.
@@ -33,29 +33,29 @@ class Gaps:
         self._held: dict[tuple[str, int], list[Piece]] = {}
         self._since: dict[tuple[str, int], float] = {}
 
-    def put(self, batch: Batch) -> None:
+    def put_batch(self, batch: RowBatch) -> None:
         """Takes in `batch`. Rows pass up to the first gap; those after a gap wait until the disk fills it."""
         key = batch.kind, batch.rank
         with self._lock:
             self._hold(key, [(batch.seq, batch.columns)])
-            if self._pass(key):
+            if self._pass_rows(key):
                 return
             began = self._since.setdefault(key, time.monotonic())
             found = self._from_disk(key)
             self._hold(key, found or [])
-            if not self._pass(key) and time.monotonic() - began > (UNHEARD if found is None else HOLD):
-                self._pass(key, lossy=True)
+            if not self._pass_rows(key) and time.monotonic() - began > (UNHEARD if found is None else HOLD):
+                self._pass_rows(key, lossy=True)
 
-    def remind(self, kind: str, rank: int, sent: int) -> None:
+    def take_count(self, kind: str, rank: int, sent: int) -> None:
         """Takes in that a rank has sent `sent` rows. Fetches those of the last reminder that have not come."""
         key = kind, rank
         due, self._due[key] = self._due.get(key, 0), sent
         with self._lock:
             if self.next[key] < due and (found := self._from_disk(key)) is not None:
                 self._hold(key, found)
-                self._pass(key)
+                self._pass_rows(key)
 
-    def mend(self, kind: str, rank: int, sent: int) -> None:
+    def fetch_missing(self, kind: str, rank: int, sent: int) -> None:
         """At the end, fetches what is missing of the first `sent` rows. Rows that waited pass even if it fails."""
         key = kind, rank
         with self._lock:
@@ -63,12 +63,12 @@ class Gaps:
                 if (found := self._from_disk(key)) is not None:
                     self._hold(key, found)
                     break
-            self._pass(key, lossy=True)
+            self._pass_rows(key, lossy=True)
 
-    def release(self, kind: str, rank: int) -> None:
+    def release_rows(self, kind: str, rank: int) -> None:
         """Passes the rows that wait, because the missing ones cannot be read."""
         with self._lock:
-            self._pass((kind, rank), lossy=True)
+            self._pass_rows((kind, rank), lossy=True)
 
     def _from_disk(self, key: tuple[str, int]) -> list[Piece] | None:
         """Reads the rows from the next one on; None if the disk or the rank does not answer."""
@@ -80,7 +80,7 @@ class Gaps:
     def _hold(self, key: tuple[str, int], new: list[Piece]) -> None:
         self._held[key] = sorted((*self._held.get(key, ()), *new), key=lambda piece: piece[0])
 
-    def _pass(self, key: tuple[str, int], lossy: bool = False) -> bool:
+    def _pass_rows(self, key: tuple[str, int], lossy: bool = False) -> bool:
         """Passes the rows that wait up to the first gap, or all of them if `lossy`. Returns whether none is left."""
         held = self._held.pop(key, [])
         while held and (lossy or held[0][0] <= self.next[key]):

@@ -12,22 +12,22 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 
-class Keys(NamedTuple):
+class CurveKeys(NamedTuple):
     """One pair: an engine's, which is a server, or the lab's. Each kernel of the lab is a client with it."""
 
     public: str
     secret: str
 
     @classmethod
-    def new(cls) -> Keys:
+    def make_pair(cls) -> CurveKeys:
         return cls(*(k.decode() for k in zmq.curve_keypair()))
 
-    def lock(self, socket: zmq.Socket[bytes]) -> None:
+    def lock_socket(self, socket: zmq.Socket[bytes]) -> None:
         """Makes `socket` a server with these keys. `admit` sets its clients."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self.public.encode(), self.secret.encode()
 
-    def reach(self, socket: zmq.Socket[bytes], where: str) -> None:
+    def connect_socket(self, socket: zmq.Socket[bytes], where: str) -> None:
         """Connects `socket` to the engine at `where`, "address public-key", and only if that has the secret key."""
         address, server = where.split()
         socket.curve_serverkey = server.encode()
@@ -35,15 +35,15 @@ class Keys(NamedTuple):
         socket.connect(address)
 
 
-def admit(client: str, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
+def admit_client(client: str, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
     """Refuses every client on the sockets of `context` except `client`, a public key. Stop the result to end it."""
     doorkeeper = ThreadAuthenticator(context)
     doorkeeper.start()
-    doorkeeper.configure_curve_callback(credentials_provider=_Only(client))
+    doorkeeper.configure_curve_callback(credentials_provider=_OneClient(client))
     return doorkeeper
 
 
-class _Only:
+class _OneClient:
     def __init__(self, client: str) -> None:
         self.client = client.encode()
 

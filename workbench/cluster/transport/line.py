@@ -17,10 +17,10 @@ import zmq
 
 from workbench.cluster.processes.place import ClusterError
 from workbench.cluster.processes.whole import whole
-from workbench.cluster.transport.keys import Keys
+from workbench.cluster.transport.keys import CurveKeys
 
 
-class Silence(ClusterError):
+class NoAnswer(ClusterError):
     """An engine did not answer in time."""
 
 
@@ -34,27 +34,27 @@ class _Channel:
         self.expects = -1
 
 
-class Line:
+class RpcClient:
     """Talks to the engine of each rank. Any thread may ask."""
 
-    def __init__(self, addresses: Mapping[int, str], keys: Keys) -> None:
+    def __init__(self, addresses: Mapping[int, str], keys: CurveKeys) -> None:
         self._context, self._keys = zmq.Context(), keys
         self._wires: dict[int, _Channel] = {}
         for rank, address in addresses.items():
-            self.reach(rank, address)
+            self.connect_rank(rank, address)
 
-    def reach(self, rank: int, address: str) -> None:
+    def connect_rank(self, rank: int, address: str) -> None:
         """Connects `rank` to the engine at `address`."""
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
-        self._keys.reach(socket, address)
+        self._keys.connect_socket(socket, address)
         before = self._wires.get(rank)
         self._wires = {**self._wires, rank: _Channel(socket, address)}
         if before is not None:
             with before.lock:
                 before.socket.close(0)
 
-    def leave(self, rank: int, address: str) -> None:
+    def disconnect_rank(self, rank: int, address: str) -> None:
         """Makes questions to `rank` fail at once: its engine at `address` is gone. Does nothing during a question."""
         wire = self._wires[rank]
         if wire.address == address and wire.lock.acquire(blocking=False):
@@ -63,12 +63,12 @@ class Line:
             finally:
                 wire.lock.release()
 
-    def ask(self, rank: int, what: str, blob: bytes = b"", timeout: float = 3.0, **rest: Any) -> tuple[Any, bytes]:
+    def ask_rank(self, rank: int, what: str, blob: bytes = b"", timeout: float = 3.0, **rest: Any) -> tuple[Any, bytes]:
         """Returns the answer of a rank's engine to `what`: (plain value, blob). Raises Silence or ClusterError."""
         wire = self._wires[rank]
         with wire.lock:
-            self._send(wire, what, blob, rest)
-            return self._receive(rank, wire, what, timeout)
+            self._send_question(wire, what, blob, rest)
+            return self._receive_answer(rank, wire, what, timeout)
 
     def ask_all(
         self, what: str, blob: bytes = b"", timeout: float = 3.0, ranks: Collection[int] | None = None, **rest: Any
@@ -79,17 +79,17 @@ class Line:
             for _, wire in wires:
                 locks.enter_context(wire.lock)
             for _, wire in wires:
-                self._send(wire, what, blob, rest)
+                self._send_question(wire, what, blob, rest)
             until = time.monotonic() + timeout
             return {rank: self._answer_or_error(rank, wire, what, until) for rank, wire in wires}
 
     def _answer_or_error(self, rank: int, wire: _Channel, what: str, until: float) -> Any:
         try:
-            return self._receive(rank, wire, what, max(until - time.monotonic(), 0.01))[0]
+            return self._receive_answer(rank, wire, what, max(until - time.monotonic(), 0.01))[0]
         except ClusterError as error:
             return error
 
-    def _send(self, wire: _Channel, what: str, blob: bytes, rest: dict[str, Any]) -> None:
+    def _send_question(self, wire: _Channel, what: str, blob: bytes, rest: dict[str, Any]) -> None:
         if wire.socket.closed:
             return
         wire.expects = next(wire.numbers)
@@ -97,9 +97,9 @@ class Line:
         with contextlib.suppress(zmq.Again):  # an engine that receives nothing will not answer either
             wire.socket.send_multipart(message, zmq.NOBLOCK)
 
-    def _receive(self, rank: int, wire: _Channel, what: str, timeout: float) -> tuple[Any, bytes]:
+    def _receive_answer(self, rank: int, wire: _Channel, what: str, timeout: float) -> tuple[Any, bytes]:
         if wire.socket.closed:
-            raise Silence(f"rank {rank} is gone: nobody is there to answer '{what}'")
+            raise NoAnswer(f"rank {rank} is gone: nobody is there to answer '{what}'")
         while wire.socket.poll(int(timeout * 1000)):
             head, blob = wire.socket.recv_multipart()
             answer = json.loads(head)
@@ -108,7 +108,7 @@ class Line:
             if "error" in answer:
                 raise ClusterError(f"rank {rank}: {answer['error']}")
             return answer.get("value"), blob
-        raise Silence(f"rank {rank} did not answer '{what}' within {timeout:g} s")
+        raise NoAnswer(f"rank {rank} did not answer '{what}' within {timeout:g} s")
 
     def close(self) -> None:
         for wire in self._wires.values():

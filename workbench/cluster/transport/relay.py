@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable
 import zmq
 
 from workbench.cluster.processes.steady import Steady
-from workbench.cluster.transport.keys import Keys
-from workbench.cluster.transport.wire import Batch, batches
+from workbench.cluster.transport.keys import CurveKeys
+from workbench.cluster.transport.wire import RowBatch, decode_batches
 from workbench.settings.said import said
 
 PAUSE = 0.2  # seconds between two looks at a busy socket: five a second are enough for the eye
 
 
-class Relay:
+class RowSubscriber:
     """Subscribes to every engine of a lab; calls `take(batch)` on its own thread for each batch."""
 
-    def __init__(self, addresses: Iterable[str], keys: Keys, take: Callable[[Batch], None]) -> None:
+    def __init__(self, addresses: Iterable[str], keys: CurveKeys, take: Callable[[RowBatch], None]) -> None:
         self.take = take
         self.seconds = 0.0  # CPU time spent so far
         self.errors: list[str] = []
@@ -33,52 +33,52 @@ class Relay:
         self._socket.rcvhwm = 20_000
         self._socket.subscribe(b"")
         for address in addresses:
-            self.reach(address)
-        self._meet()
+            self.connect_engine(address)
+        self._update_connections()
         self._closing = threading.Event()
-        self._thread = Steady("relay", self._look, self._closing, self._wrong, self._end).start()
+        self._thread = Steady("relay", self._receive_once, self._closing, self._note_error, self._close_socket).start()
 
-    def reach(self, address: str) -> None:
+    def connect_engine(self, address: str) -> None:
         """Subscribes to another engine."""
         self._coming.put((True, address))
 
-    def leave(self, address: str) -> None:
+    def disconnect_engine(self, address: str) -> None:
         """Leaves an engine that has ended, because another process may get its port."""
         self._coming.put((False, address))
 
-    def _meet(self) -> None:
+    def _update_connections(self) -> None:
         """Connects and disconnects the socket, on the thread that owns it."""
         while not self._coming.empty():
             connect, address = self._coming.get()
             if connect:
-                self._keys.reach(self._socket, address)
+                self._keys.connect_socket(self._socket, address)
             else:
                 self._socket.disconnect(address.split()[0])
 
-    def _look(self) -> None:
-        self._meet()
+    def _receive_once(self) -> None:
+        self._update_connections()
         if self._socket.poll(250):
-            self._drain()
+            self._drain_socket()
             self.seconds = time.thread_time()
             self._closing.wait(PAUSE)
 
-    def _wrong(self, error: BaseException) -> None:
+    def _note_error(self, error: BaseException) -> None:
         self.errors.append(said(error))
         del self.errors[:-20]
 
-    def _drain(self) -> None:
+    def _drain_socket(self) -> None:
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
-                for batch in batches(frames):
+                for batch in decode_batches(frames):
                     self.take(batch)
             except Exception as error:
-                self._wrong(error)
+                self._note_error(error)
 
-    def _end(self) -> None:
+    def _close_socket(self) -> None:
         """Closes socket and context on the thread that reads from them: no other thread may."""
         self._context.destroy(0)
 

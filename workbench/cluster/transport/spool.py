@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from workbench.cluster.transport.wire import Batch, batches, cut, encode
+from workbench.cluster.transport.wire import RowBatch, cut_columns, decode_batches, encode_batch
 from workbench.record import store
 
 CHUNK = 1 << 20  # bytes of a file in one message
@@ -18,7 +18,7 @@ CHUNK = 1 << 20  # bytes of a file in one message
 Pieces = list[tuple[int, dict[str, Any]]]
 
 
-def pieces(path: Path, kind: str, rank: int, start: int = 0) -> Pieces:
+def read_pieces(path: Path, kind: str, rank: int, start: int = 0) -> Pieces:
     """Returns (number of the first row, columns) of each stretch of rows on disk, from row `start` on."""
     found = []
     for part in store.parts(path):
@@ -28,43 +28,43 @@ def pieces(path: Path, kind: str, rank: int, start: int = 0) -> Pieces:
         if columns is None or first + len(columns["rank"]) <= start:
             continue
         skip = max(start - first, 0)
-        found.append((first + skip, cut(columns, skip)))
+        found.append((first + skip, cut_columns(columns, skip)))
     store.give_back()
     return found
 
 
-def pack(found: Pieces, kind: str, rank: int) -> bytes:
+def pack_pieces(found: Pieces, kind: str, rank: int) -> bytes:
     """Packs pieces into one blob for the line."""
     out = []
     for first, columns in found:
-        frames = encode(Batch("", kind, rank, first, columns))
+        frames = encode_batch(RowBatch("", kind, rank, first, columns))
         out += [len(f).to_bytes(8, "little") + f for f in frames]
     return b"".join(out)
 
 
-def unpack(blob: bytes) -> Pieces:
-    """Unpacks what `pack` packed."""
+def unpack_pieces(blob: bytes) -> Pieces:
+    """Unpacks what `pack_pieces` packed."""
     frames, at = [], 0
     while at < len(blob):
         n = int.from_bytes(blob[at : at + 8], "little")
         frames.append(blob[at + 8 : at + 8 + n])
         at += 8 + n
-    return [(b.seq, b.columns) for b in batches(frames)]
+    return [(b.seq, b.columns) for b in decode_batches(frames)]
 
 
-def files(path: Path, rank: int) -> list[list[Any]]:
+def list_files(path: Path, rank: int) -> list[list[Any]]:
     """Returns [name, bytes] of each stream file of one rank."""
     return [[p.path.name, p.path.stat().st_size] for p in store.parts(path) if p.rank == rank]
 
 
-def chunk(path: Path, name: str, start: int) -> bytes:
+def read_chunk(path: Path, name: str, start: int) -> bytes:
     """Returns part of a stream file."""
     with open(path / Path(name).name, "rb") as f:
         f.seek(start)
         return f.read(CHUNK)
 
 
-def fetch(listing: list[list[Any]], read: Callable[[str, int], bytes], into: Path) -> None:
+def fetch_files(listing: list[list[Any]], read: Callable[[str, int], bytes], into: Path) -> None:
     """Copies the files of a rank on another host into the run directory here."""
     for name, size in listing:
         with open(into / Path(name).name, "wb", opener=store.private) as f:
@@ -72,9 +72,9 @@ def fetch(listing: list[list[Any]], read: Callable[[str, int], bytes], into: Pat
                 f.write(data)
 
 
-def note(path: Path, rank: int, marks: list[tuple[int, str, float, dict[str, Any]]]) -> None:
+def add_marks(path: Path, rank: int, marks: list[tuple[int, str, float, dict[str, Any]]]) -> None:
     """Adds marks (step, name, t, detail) to the record of a rank that cannot write them itself."""
-    found = pieces(path, "marks", rank)
+    found = read_pieces(path, "marks", rank)
     first = max((seq + len(columns["rank"]) for seq, columns in found), default=0)
     steps, names, times, details = zip(*marks, strict=True)
     columns = {"rank": [rank] * len(marks), "step": steps, "name": names, "t": times}

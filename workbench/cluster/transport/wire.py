@@ -16,7 +16,7 @@ from workbench.record.timeline import KINDS, Coded, Table, Words
 WORDS = np.dtype("u2")  # the number of a word within its message
 
 
-def _row(table: Table) -> np.dtype[Any]:
+def _row_type(table: Table) -> np.dtype[Any]:
     """Returns the type of one row in a message: numbers as in the table, words as numbers, no rank and no free text."""
     few = [(name, WORDS) for name in table.words]
     numbers = [(name, kind) for name, kind in table.types.items() if kind.kind != "O" and name != "rank"]
@@ -24,10 +24,10 @@ def _row(table: Table) -> np.dtype[Any]:
 
 
 _TABLES = {kind: Table(kind) for kind in KINDS}
-_ROWS = {kind: _row(table) for kind, table in _TABLES.items()}
+_ROWS = {kind: _row_type(table) for kind, table in _TABLES.items()}
 
 
-class Batch(NamedTuple):
+class RowBatch(NamedTuple):
     """Some rows of one rank's table: `seq` is the number of the first row in that table."""
 
     generation: str
@@ -40,14 +40,14 @@ class Batch(NamedTuple):
         return len(self.columns["rank"])
 
 
-def encode(batch: Batch) -> list[bytes]:
+def encode_batch(batch: RowBatch) -> list[bytes]:
     """Returns the two frames of a batch: header, then rows."""
     few = _TABLES[batch.kind].words
     rows = np.empty(len(batch), _ROWS[batch.kind])
     words: dict[str, list[str]] = {}
     for name in rows.dtype.names or ():
         if name in few:
-            rows[name], words[name] = _numbered(batch.columns[name])
+            rows[name], words[name] = _number_values(batch.columns[name])
         else:
             rows[name] = batch.columns[name]
     if "detail" in batch.columns:
@@ -56,7 +56,7 @@ def encode(batch: Batch) -> list[bytes]:
     return [json.dumps(head).encode(), rows.tobytes()]
 
 
-def _numbered(values: Sequence[str] | Coded) -> tuple[np.ndarray, list[str]]:
+def _number_values(values: Sequence[str] | Coded) -> tuple[np.ndarray, list[str]]:
     """Returns (the number of each value's word, the used words in that order)."""
     if isinstance(values, Coded):
         used, numbers = np.unique(values.codes, return_inverse=True)
@@ -65,13 +65,13 @@ def _numbered(values: Sequence[str] | Coded) -> tuple[np.ndarray, list[str]]:
     return words.encode(values), [str(t) for t in words.texts]
 
 
-def batches(frames: Sequence[bytes]) -> list[Batch]:
+def decode_batches(frames: Sequence[bytes]) -> list[RowBatch]:
     """Decodes a message of several batches."""
-    return [decode(frames[i : i + 2]) for i in range(0, len(frames), 2)]
+    return [decode_batch(frames[i : i + 2]) for i in range(0, len(frames), 2)]
 
 
-def decode(frames: Sequence[bytes]) -> Batch:
-    """Decodes a batch from `encode`. Its arrays view the message."""
+def decode_batch(frames: Sequence[bytes]) -> RowBatch:
+    """Decodes a batch from `encode_batch`. Its arrays view the message."""
     head = json.loads(bytes(frames[0]))
     few, words, n = _TABLES[head["k"]].words, head["w"], head["n"]
     rows = np.frombuffer(frames[1], _ROWS[head["k"]], n)
@@ -80,7 +80,7 @@ def decode(frames: Sequence[bytes]) -> Batch:
         columns[name] = Coded(rows[name], _word_list(words[name])) if name in few else rows[name]
     if "detail" in words:
         columns["detail"] = words["detail"]
-    return Batch(head["g"], head["k"], head["r"], head["s"], columns)
+    return RowBatch(head["g"], head["k"], head["r"], head["s"], columns)
 
 
 def _word_list(texts: list[str]) -> Words:
@@ -89,6 +89,6 @@ def _word_list(texts: list[str]) -> Words:
     return words
 
 
-def cut(columns: Mapping[str, Any], start: int) -> dict[str, Any]:
+def cut_columns(columns: Mapping[str, Any], start: int) -> dict[str, Any]:
     """Returns the rows from `start` on."""
     return {k: v[start:] for k, v in columns.items()}

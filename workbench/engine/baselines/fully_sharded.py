@@ -32,17 +32,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import pad
 
-from workbench.engine.baselines.listening import Listening, copy_attributes, give_gradient
-from workbench.engine.baselines.units import Rounds, cannot_shard, packed, units
+from workbench.engine.baselines.listening import GradientListener, copy_attributes, give_gradient
+from workbench.engine.baselines.units import UnitRounds, find_units, find_unshardable, list_packed
 from workbench.engine.wire.collectives import Wire
 from workbench.engine.wire.lane import Lane
 from workbench.host.placement import absent
-from workbench.host.placement.layout import Place
+from workbench.host.placement.layout import ParameterPlace
 from workbench.rank import Op, StrategyError, as_real
 from workbench.tasks import at_rate, rate, same_groups
 
 if TYPE_CHECKING:
-    from workbench.engine.rank.changes import Turnable
+    from workbench.engine.rank.changes import Reconfigurable
 
 
 class FullySharded:
@@ -53,7 +53,7 @@ class FullySharded:
     alive:     returns the bytes of live activations, if the ledger measures this backward
     """
 
-    def __init__(self, run: Turnable, wire: Wire, lane: Lane | None) -> None:
+    def __init__(self, run: Reconfigurable, wire: Wire, lane: Lane | None) -> None:
         self._run, self._wire, self._lane, self._own = run, wire, lane, run.optimizer
         model: nn.Module = run.model
         layout = run.layout
@@ -62,15 +62,15 @@ class FullySharded:
         others = {id(x): x for x in (*model.buffers(), *model.parameters()) if id(x) not in trained}
         self.module = copy.deepcopy(model, {**trained, **others})
         self._name: Any = f"fully_shard {id(self)}"
-        self._mesh = _mesh(wire, self._name)
-        self._heard = Listening(dict(model.named_parameters()))
+        self._mesh = _make_mesh(wire, self._name)
+        self._listener = GradientListener(dict(model.named_parameters()))
         self._units: list[list[str]] = []  # by unit, the names of its parameters in torch's order
-        self._whole: list[str] = []  # names; see [Note: Parameters that stay whole]
-        found = [*units(self.module, run.experiment.bucket_mb), self.module]
+        self._whole_names: list[str] = []  # names; see [Note: Parameters that stay whole]
+        found = [*find_units(self.module, run.experiment.bucket_mb), self.module]
         labels = {id(module): name or "the rest of the model" for name, module in self.module.named_modules()}
-        self._rounds = Rounds(run, [labels[id(unit)] for unit in found], self._serve,
+        self._rounds = UnitRounds(run, [labels[id(unit)] for unit in found], self._serve_unit,
                               lambda unit: run.rank.size * sum(self._pad(unit)))  # fmt: skip
-        self._shard(found, names)
+        self._shard_units(found, names)
         copied = dict(same_groups(self.module, model).named_parameters())
         self._shards = {n: p for n, p in copied.items() if n in names}
         self._frozen = {p for n, p in copied.items() if n not in names}  # the run's own
@@ -80,93 +80,93 @@ class FullySharded:
         if rate(self.optimizer) != run.rank.lr:
             at_rate(self.optimizer, run.rank.lr)
         for place in layout.order:
-            self._hand_in(place)
+            self._move_state(place)
         self.alive: Callable[[], int] = int
         self.most = 0  # bytes: the peak of gradients plus activations in a measured backward
-        self._peak = self._kept = sum(_local(p).nbytes for p in self._shards.values())
+        self._peak = self._kept = sum(_read_local(p).nbytes for p in self._shards.values())
         run.use_optimizer(self.optimizer)
-        self.let_go()
+        self.free_values()
 
-    def _shard(self, found: list[nn.Module], trained: set[str]) -> None:
+    def _shard_units(self, found: list[nn.Module], trained: set[str]) -> None:
         """Calls `fully_shard` for each unit, the inner ones first."""
         names = {p: n for n, p in self.module.named_parameters()}
         ignored = {p for p, n in names.items() if n not in trained}
         for number, unit in enumerate(found):
-            own = [p for p in packed(unit) if p not in ignored]
-            whole = cannot_shard(own)
+            own = [p for p in list_packed(unit) if p not in ignored]
+            whole = find_unshardable(own)
             ignored |= whole
             for p in whole:
                 with torch.no_grad():
                     p.set_(p.clone())  # type: ignore[call-overload]  # the run's own buckets let go of theirs
-                self._whole.append(names[p])
-                self._heard.made[names[p]] = p
+                self._whole_names.append(names[p])
+                self._listener.made[names[p]] = p
             self._units.append([names[p] for p in own if p not in whole])
             sharded: Any = fully_shard(unit, mesh=self._mesh, ignored_params=ignored)
-            sharded.set_custom_all_gather(_Gather(self, number))
-            sharded.set_custom_reduce_scatter(_Reduce(self, number))
+            sharded.set_custom_all_gather(_UnitGather(self, number))
+            sharded.set_custom_reduce_scatter(_UnitReduce(self, number))
             if self._rounds.needed:  # a rank that only takes part cannot know by what torch divides
                 sharded.set_force_sum_reduction_for_comms(True)
                 sharded.set_gradient_divide_factor(1.0)
             unit.register_forward_pre_hook(partial(self._before_forward, number))  # after torch gathered it
         if said := getattr(self.module, "set_reduce_scatter_unused_params", None):  # not in every torch
             said(True)  # a parameter that this rank's examples do not use has a gradient on other ranks
-        self._whole.sort()
+        self._whole_names.sort()
 
     # -- between the run's own and the copy --
 
-    def _hand_in(self, place: Place) -> None:
+    def _move_state(self, place: ParameterPlace) -> None:
         """Moves this rank's rows of a parameter's optimizer state to the copy's optimizer."""
         here, shard = self._own.state.pop(place.param, {}), self._shards[place.name]
         sharded = isinstance(shard, DTensor)
-        given = {slot: self._cut(x) if sharded and _whole(x, place) else x for slot, x in here.items()}
+        given = {slot: self._cut_rows(x) if sharded and _is_whole(x, place) else x for slot, x in here.items()}
         if given:
             self.optimizer.state[shard] = given
 
-    def _cut(self, x: Tensor) -> DTensor:
+    def _cut_rows(self, x: Tensor) -> DTensor:
         rows = -(-len(x) // self._run.rank.size)
         mine = x[rows * self._run.rank.id :][:rows].clone()
         made: DTensor = DTensor.from_local(mine, self._mesh, [Shard(0)], run_check=False, shape=x.shape,
                                            stride=x.stride())  # fmt: skip
         return made
 
-    def let_go(self) -> None:
+    def free_values(self) -> None:
         """Frees the values of the trained parameters in the run's own model.
 
         Plain attributes that an evaluation has changed go to the copy.
         """
         layout = self._run.layout
         copy_attributes(self._run.model, self.module)
-        for bucket in layout.params():
-            layout.hold(type(bucket)(bucket.index, bucket.data[:0], (), bucket.offset))
+        for bucket in layout.list_params():
+            layout.hold_bucket(type(bucket)(bucket.index, bucket.data[:0], (), bucket.offset))
             for place in layout.groups[bucket.index]:
-                absent.leave(place.param, _refuse)
-        self._run.ledger.hold(self._kept)
+                absent.make_absent(place.param, _refuse_read)
+        self._run.ledger.note_held(self._kept)
 
-    async def fetch(self) -> None:
+    async def fetch_values(self) -> None:
         """Copies trained values and plain attributes into the run's own model. All ranks call it together."""
         layout, ledger = self._run.layout, self._run.ledger
-        for bucket in layout.params():
+        for bucket in layout.list_params():
             places = layout.groups[bucket.index]
-            own = [_local(self._shards[place.name]) for place in places]
-            values = await self._gathered(places, own, f"params {bucket.index}")
-            layout.hold(bucket.like(torch.cat([x.reshape(-1) for x in values])))
+            own = [_read_local(self._shards[place.name]) for place in places]
+            values = await self._gather_whole(places, own, f"params {bucket.index}")
+            layout.hold_bucket(bucket.like(torch.cat([x.reshape(-1) for x in values])))
             for place in places:
-                absent.come(place.param)
+                absent.make_present(place.param)
         copy_attributes(self.module, self._run.model)
-        ledger.hold(self._kept + layout.held)
+        ledger.note_held(self._kept + layout.held)
 
-    async def give_back(self) -> None:
+    async def return_state(self) -> None:
         """Copies trained values, optimizer state and hooks back to the run. All ranks call it together."""
         run = self._run
-        await self.fetch()
-        self._heard.give_back()
+        await self.fetch_values()
+        self._listener.return_hooks()
         self._own.state.update({p: self.optimizer.state[p] for p in self._frozen if p in self.optimizer.state})
         for index, places in enumerate(run.layout.groups):
             states = [self.optimizer.state.get(self._shards[place.name], {}) for place in places]
             for slot in sorted({name for state in states for name in state}):
                 cut = [(p, s[slot]) for p, s in zip(places, states, strict=True) if isinstance(s.get(slot), DTensor)]
                 own = [x.to_local() for _, x in cut]
-                whole = await self._gathered([p for p, _ in cut], own, f"{slot} {index}")
+                whole = await self._gather_whole([p for p, _ in cut], own, f"{slot} {index}")
                 for (place, _), x in zip(cut, whole, strict=True):
                     self._own.state[place.param][slot] = x
             for place, state in zip(places, states, strict=True):
@@ -176,22 +176,22 @@ class FullySharded:
         for mine, its in zip(self._own.param_groups, self.optimizer.param_groups, strict=True):
             mine.update({name: x for name, x in its.items() if name != "params"})
         run.use_optimizer(self._own)
-        run.ledger.hold(run.layout.held)
+        run.ledger.note_held(run.layout.held)
 
     def end(self) -> None:
         """Removes the group from torch's table, after the last step of the copy."""
         _unregister_process_group(self._name)
 
-    async def _gathered(self, places: list[Place], own: list[Tensor], name: str) -> list[Tensor]:
+    async def _gather_whole(self, places: list[ParameterPlace], own: list[Tensor], name: str) -> list[Tensor]:
         """Gathers whole tensors from each rank's rows, or clones those that are whole on each rank.
 
         With p ranks, it sends (p-1)/p of their bytes.
         """
         whole = [x.detach().clone() for x in own]
-        cut = [i for i, place in enumerate(places) if place.name not in self._whole]
+        cut = [i for i, place in enumerate(places) if place.name not in self._whole_names]
         if not cut:
             return whole
-        n = [padded(places[i].param.shape, self._run.rank.size) for i in cut]
+        n = [count_padded(places[i].param.shape, self._run.rank.size) for i in cut]
         row = torch.cat([pad(whole[i].view(-1), (0, most - own[i].numel())) for i, most in zip(cut, n, strict=True)])
         rows = await self._run.rank.all_gather(row, name)
         for i, part in zip(cut, rows.split(n, dim=1), strict=True):
@@ -207,23 +207,23 @@ class FullySharded:
         A step's first forward also forgets which parameters the rank had used for the last update.
         """
         if unit is self.module:  # before this rank takes part in sums of the step
-            self._heard.used.intersection_update([n for n, p in self._shards.items() if p.grad is not None])
+            self._listener.used.intersection_update([n for n, p in self._shards.items() if p.grad is not None])
         for name in self._units[number]:
-            if name not in self._heard.made:
-                self._heard.made[name] = self.module.get_parameter(name)
+            if name not in self._listener.made:
+                self._listener.made[name] = self.module.get_parameter(name)
 
-    def begin(self) -> None:
+    def begin_backward(self) -> None:
         """Before a backward."""
-        self._heard.begin()
+        self._listener.attach_hooks()
 
-    def passed(self) -> None:
+    def end_backward(self) -> None:
         """Ends a backward: all ranks have summed all gradients, and nothing is whole any more."""
         self._rounds.end()
-        self._run.layout.unused = self._shards.keys() - self._heard.used
+        self._run.layout.unused = self._shards.keys() - self._listener.used
         self._average_whole()
-        self._heard.follow()
-        self._run.ledger.hold(self._peak)
-        self._run.ledger.hold(self._kept)
+        self._listener.copy_frozen()
+        self._run.ledger.note_held(self._peak)
+        self._run.ledger.note_held(self._kept)
 
     def drop_unused(self) -> None:
         """Before an update: a parameter that no rank used has no gradient, so the optimizer leaves it alone."""
@@ -232,24 +232,24 @@ class FullySharded:
 
     def _average_whole(self) -> None:
         """Replaces the gradients of parameters that stay whole with their mean over ranks."""
-        if not self._whole:
+        if not self._whole_names:
             return
-        if not self._heard.used.issuperset(self._whole):
+        if not self._listener.used.issuperset(self._whole_names):
             self._run.host.usage.raise_hand(self._run.rank.step)
-        for name in self._whole:
+        for name in self._whole_names:
             p = self._shards[name]
             grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
-            self._run.host.drive(_asked(self._run.rank.all_reduce(grad.view(-1), "mean", f"whole {name}")))
+            self._run.host.drive_coroutine(_await_op(self._run.rank.all_reduce(grad.view(-1), "mean", f"whole {name}")))
             give_gradient(p, grad)
 
-    def shorten(self, longest: float) -> float:
+    def clip_gradients(self, longest: float) -> float:
         """Returns the norm of the summed gradients, and scales them to `longest` if the norm is above it."""
-        grads = [_local(p.grad) for p in self._shards.values() if p.grad is not None]
+        grads = [_read_local(p.grad) for p in self._shards.values() if p.grad is not None]
         once = self._run.rank.id == 0  # counts what all ranks keep whole
-        mine = [as_real(_local(p.grad)) for p in self._shards.values()
+        mine = [as_real(_read_local(p.grad)) for p in self._shards.values()
                 if p.grad is not None and (once or isinstance(p, DTensor))]  # fmt: skip
         squares = sum((g.double().square().sum() for g in mine), torch.zeros(1, dtype=torch.float64))
-        self._run.host.drive(_asked(self._run.rank.all_reduce(squares, "sum", "norm")))
+        self._run.host.drive_coroutine(_await_op(self._run.rank.all_reduce(squares, "sum", "norm")))
         norm = float(squares.sqrt())
         if (factor := longest / (norm + 1e-6)) < 1.0:
             torch._foreach_mul_(grads, factor)
@@ -259,17 +259,17 @@ class FullySharded:
 
     def gradients(self) -> int:
         """Returns the bytes of the sharded gradients that exist now."""
-        return sum(_local(p.grad).nbytes for p in self._shards.values() if p.grad is not None)
+        return sum(_read_local(p.grad).nbytes for p in self._shards.values() if p.grad is not None)
 
     @contextmanager
-    def looked(self, alive: Callable[[], int]) -> Iterator[Callable[[], int]]:
+    def measure_backward(self, alive: Callable[[], int]) -> Iterator[Callable[[], int]]:
         """A context for a measured backward. Yields a function that returns `most`."""
         self.most, self.alive = 0, alive
         yield lambda: self.most
 
-    def whole(self) -> list[Tensor]:
+    def list_whole(self) -> list[Tensor]:
         """Returns the copy's trained parameters that are whole now."""
-        beside = self._frozen.union(self._shards[name] for name in self._whole)
+        beside = self._frozen.union(self._shards[name] for name in self._whole_names)
         return [p for p in self.module.parameters() if not isinstance(p, DTensor) and p not in beside]
 
     # -- what crosses --
@@ -277,19 +277,19 @@ class FullySharded:
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         """Gathers the parameters of one unit. x: (n,), this rank's shard. out: (p n,), for p ranks."""
         if self._run.ledger.due:
-            beside = sum(p.untyped_storage().nbytes() for p in self.whole())
+            beside = sum(p.untyped_storage().nbytes() for p in self.list_whole())
             self._peak = max(self._peak, self._kept + beside + out.nbytes)
         out, x = as_real(out).view(-1), as_real(x).view(-1)
         if self._lane is None:
             return self._wire.wait(self._wire.all_gather(out, x))
-        out.copy_(self._over_the_link(Op("all_gather", x, "params"), "params").view(-1))
+        out.copy_(self._send_on_lane(Op("all_gather", x, "params"), "params").view(-1))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Any, unit: int) -> None:
         """Gradients of one unit become this rank's shard of their sum, or mean; `x` is (p n,).
 
         A rank that did not use one of the unit's parameters says so before it sends.
         """
-        if not self._heard.used.issuperset(self._units[unit]):
+        if not self._listener.used.issuperset(self._units[unit]):
             self._run.host.usage.raise_hand(self._run.rank.step)
         if self._run.ledger.due:
             self.most = max(self.most, self.gradients() + x.nbytes + out.nbytes + self.alive())
@@ -299,47 +299,47 @@ class FullySharded:
         if self._lane is None:
             options = dist.ReduceScatterOptions()
             options.reduceOp = op
-            return self._wire.wait(self._wire.lend()._reduce_scatter_base(out, x, options))
-        out.copy_(self._over_the_link(Op("reduce_scatter", x, "gradients"), "gradients"))
+            return self._wire.wait(self._wire.lend_group()._reduce_scatter_base(out, x, options))
+        out.copy_(self._send_on_lane(Op("reduce_scatter", x, "gradients"), "gradients"))
         if op == dist.ReduceOp.AVG:
             out.div_(self._run.rank.size)
 
-    def take(self, unit: int, is_sum: bool, numel: int, perform: Callable[[], None]) -> None:
+    def run_round(self, unit: int, is_sum: bool, numel: int, perform: Callable[[], None]) -> None:
         """Performs a gather or sum that torch asks for, and takes part in those of ranks that are at another unit."""
-        self._rounds.take(unit, is_sum, numel, perform)
+        self._rounds.run_round(unit, is_sum, numel, perform)
 
     def _pad(self, unit: int) -> list[int]:
         """Returns the elements of each shard of a unit, with torch's padding."""
-        return [padded(self._shards[name].shape, self._run.rank.size) for name in self._units[unit]]
+        return [count_padded(self._shards[name].shape, self._run.rank.size) for name in self._units[unit]]
 
-    def _serve(self, unit: int, is_sum: bool, numel: int) -> None:
+    def _serve_unit(self, unit: int, is_sum: bool, numel: int) -> None:
         """Takes part in a gather or sum of a unit that other ranks compute now. numel: elements of this rank's input"""
         size, names, n = self._run.rank.size, self._units[unit], self._pad(unit)
-        shards = [_local(self._shards[name]) for name in names]
+        shards = [_read_local(self._shards[name]) for name in names]
         if not is_sum:
             x = torch.cat([pad(x.reshape(-1), (0, most - x.numel())) for x, most in zip(shards, n, strict=True)])
             return self.all_gather(x.new_empty(size * x.numel()), x)
         out = shards[0].new_empty(sum(n))
         self.reduce_scatter(out, out.new_zeros(size * sum(n)), dist.ReduceOp.SUM, unit)
         for name, part in zip(names, out.split(n), strict=True):
-            self._accumulate(self._shards[name], part)
+            self._add_gradient(self._shards[name], part)
 
-    def _accumulate(self, shard: Any, part: Tensor) -> None:
+    def _add_gradient(self, shard: Any, part: Tensor) -> None:
         """Adds this rank's part of a sum to a shard's gradient. part: flat, with torch's padding"""
-        mine = part[: _local(shard).numel()].view(_local(shard).shape)
+        mine = part[: _read_local(shard).numel()].view(_read_local(shard).shape)
         if shard.grad is None:
             give_gradient(shard, DTensor.from_local(mine.clone(), self._mesh, [Shard(0)], run_check=False,
                                                     shape=shard.shape, stride=shard.stride()))  # fmt: skip
         else:
-            _local(shard.grad).add_(mine)
+            _read_local(shard.grad).add_(mine)
 
-    def _over_the_link(self, op: Op, name: str) -> Tensor:
+    def _send_on_lane(self, op: Op, name: str) -> Tensor:
         assert self._lane is not None
-        value: Tensor = self._lane.wait(self._lane.start(_asked(op), name))
+        value: Tensor = self._lane.wait(self._lane.start(_await_op(op), name))
         return value
 
 
-class _Room:
+class _UnitBuffers:
     """Allocates torch's buffers for the communication of one unit."""
 
     def __init__(self, of: FullySharded, unit: int) -> None:
@@ -349,52 +349,52 @@ class _Room:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _Gather(_Room):
+class _UnitGather(_UnitBuffers):
     """The all-gather of one unit, for `set_custom_all_gather`."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         gather = partial(self._of.all_gather, output_tensor, input_tensor)
-        self._of.take(self._unit, False, input_tensor.numel(), gather)
+        self._of.run_round(self._unit, False, input_tensor.numel(), gather)
 
 
-class _Reduce(_Room):
+class _UnitReduce(_UnitBuffers):
     """What `set_custom_reduce_scatter` takes."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any,
                  async_op: bool = False) -> None:  # fmt: skip
         add = partial(self._of.reduce_scatter, output_tensor, input_tensor, op, self._unit)
-        self._of.take(self._unit, True, input_tensor.numel(), add)
+        self._of.run_round(self._unit, True, input_tensor.numel(), add)
 
 
-def _mesh(wire: Wire, name: Any) -> DeviceMesh:
+def _make_mesh(wire: Wire, name: Any) -> DeviceMesh:
     """Returns a mesh of all ranks in one dimension. See [Note: A mesh without a name service]."""
     mesh = DeviceMesh("cpu", list(range(wire.size)), _init_backend=False, _rank=wire.rank)
     mesh._dim_group_names, mesh._thread_id = [name], wire.rank
-    _register_process_group(name, wire.lend())
+    _register_process_group(name, wire.lend_group())
     return mesh
 
 
-def padded(shape: Sequence[int], size: int) -> int:
+def count_padded(shape: Sequence[int], size: int) -> int:
     """Returns the elements of one rank's rows of a parameter, with the padding of the last rank."""
     return -(-shape[0] // size) * prod(shape[1:])
 
 
-def _refuse(params: list[Any], others: list[Any]) -> None:
+def _refuse_read(params: list[Any], others: list[Any]) -> None:
     raise StrategyError(
         f"a parameter of shape {tuple(params[0].shape)} is read while torch's fully_shard holds all of them in shards "
         f"of its own: read it through the model that the loss is given, or take ZeRO3"
     )
 
 
-def _whole(x: Any, place: Place) -> bool:
+def _is_whole(x: Any, place: ParameterPlace) -> bool:
     return isinstance(x, Tensor) and x.dim() > 0 and x.shape == place.param.shape
 
 
-def _local(x: Any) -> Tensor:
+def _read_local(x: Any) -> Tensor:
     with torch.no_grad():
         mine: Tensor = x.to_local() if isinstance(x, DTensor) else x.detach()
     return mine
 
 
-async def _asked(op: Op) -> Any:
+async def _await_op(op: Op) -> Any:
     return await op

@@ -21,7 +21,7 @@ from workbench.host.core.gradient_hooks import require_gradient
 from workbench.host.placement import absent
 
 
-class Listening:
+class GradientListener:
     """Hooks on the whole parameters of a copy, which are the ones that it computes with.
 
     own:  the run's own parameters, by name
@@ -35,30 +35,30 @@ class Listening:
         self.used: set[str] = set()
         self._handles: dict[str, list[Any]] = {}  # of this rank's hooks, by parameter
 
-    def begin(self) -> None:
+    def attach_hooks(self) -> None:
         """Before a backward: puts hooks on the parameters that are trained now.
 
         A parameter that this rank has frozen gets a gradient of zeros, because other ranks may train it.
         """
         for name, p in self.made.items():
             if p.requires_grad and name not in self._handles:
-                self._handles[name] = _listen(name, p, self.own[name], self.used.add)
+                self._handles[name] = _attach_listener(name, p, self.own[name], self.used.add)
             elif not p.requires_grad and p.grad is None:
                 give_gradient(p, torch.zeros_like(p))
 
-    def follow(self) -> None:
+    def copy_frozen(self) -> None:
         """After a backward: the run's own parameters are trained or frozen as the model has left the copy's."""
         for name, p in self.made.items():
             if self.own[name].requires_grad != p.requires_grad:
                 self.own[name].requires_grad_(p.requires_grad)
 
-    def give_back(self) -> None:
+    def return_hooks(self) -> None:
         """Moves hooks that the copy's forward has registered to the run's own parameters."""
         for name, handles in self._handles.items():
             for handle in handles:
                 handle.remove()
             p, own = self.made[name], self.own[name]
-            before, after = _hooks(p)
+            before, after = _find_hooks(p)
             for hook in before.values() if own.requires_grad else ():
                 own.register_hook(hook)
             for hook in after.values() if own.requires_grad else ():
@@ -70,15 +70,15 @@ def give_gradient(p: Tensor, grad: Tensor | None) -> None:
     p.grad = grad
 
 
-def _hooks(p: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+def _find_hooks(p: Any) -> tuple[dict[int, Any], dict[int, Any]]:
     """Returns the hooks on a gradient, and those that run after it has been added."""
-    with absent.unasked():
+    with absent.prevent_fetches():
         return p._backward_hooks or {}, p._post_accumulate_grad_hooks or {}
 
 
-def _listen(name: str, p: nn.Parameter, own: nn.Parameter, note: Callable[[str], None]) -> list[Any]:
+def _attach_listener(name: str, p: nn.Parameter, own: nn.Parameter, note: Callable[[str], None]) -> list[Any]:
     """Puts hooks on `p` that call the hooks of `own`, and then `note`. Returns their handles."""
-    before, after = _hooks(own)
+    before, after = _find_hooks(own)
 
     def change(grad: Tensor) -> Tensor:
         for hook in (*before.values(),):

@@ -13,49 +13,58 @@ from torch.nn.parallel import DistributedDataParallel
 
 from workbench.engine.wire.collectives import Wire
 from workbench.engine.wire.lane import Lane
-from workbench.host.placement.layout import Layout
+from workbench.host.placement.layout import ParameterLayout
 from workbench.rank import Op, StrategyError
 
 IN_SHARDS = "got mixed torch.Tensor and DTensor"  # in torch's own error
 CHANGED = ("training graph has changed", "Expected to have finished reduction")  # in torch's own errors
 
-Seen = Callable[[str, float, int], None]  # gets (name, when it began, bytes) of an exchanged bucket
-Hook = tuple[Any, Callable[[Any, Any], Any]]  # (state, the function that exchanges a bucket)
+ExchangeCallback = Callable[[str, float, int], None]  # gets (name, when it began, bytes) of an exchanged bucket
+CommHook = tuple[Any, Callable[[Any, Any], Any]]  # (state, the function that exchanges a bucket)
 
 
-def bucket_cap(bucket_mb: float) -> float:
+def convert_to_mib(bucket_mb: float) -> float:
     """Converts a bucket size from MB to MiB, the unit of torch's DDP."""
     return bucket_mb * 1e6 / 2**20
 
 
-def wrap(model: torch.nn.Module, wire: Wire, options: dict[str, Any], lane: Lane | None, seen: Seen | None = None,
-         now: Callable[[], float] = float, hook: Hook | None = None) -> DistributedDataParallel:  # fmt: skip
+def wrap_model(
+    model: torch.nn.Module,
+    wire: Wire,
+    options: dict[str, Any],
+    lane: Lane | None,
+    seen: ExchangeCallback | None = None,
+    now: Callable[[], float] = float,
+    hook: CommHook | None = None,
+) -> DistributedDataParallel:
     """Returns torch's DDP with these options. With `lane`, a comm hook sends its buckets over the Link.
 
     seen: called after each bucket's exchange, if there is no `lane`
     now:  returns the time
     hook: the script's own comm hook, which exchanges the buckets; only without `lane`
     """
-    ddp = DistributedDataParallel(model, process_group=wire.lend(), init_sync=False, **options)
+    ddp = DistributedDataParallel(model, process_group=wire.lend_group(), init_sync=False, **options)
     if hook is not None:
         state, exchange = hook
-        ddp.register_comm_hook(state, lambda state, bucket: _timed(exchange(state, bucket), bucket, seen, now()))
+        ddp.register_comm_hook(
+            state, lambda state, bucket: _time_exchange(exchange(state, bucket), bucket, seen, now())
+        )
     elif lane is not None:
         # torch checks the hook's annotations and refuses postponed ones, so this hook has none
-        ddp.register_comm_hook(lane, lambda lane, bucket: _over_the_link(lane, bucket))
+        ddp.register_comm_hook(lane, lambda lane, bucket: _send_on_lane(lane, bucket))
     elif seen is not None:
-        ddp.register_comm_hook(wire, lambda wire, bucket: _as_torch_does(wire, bucket, seen, now()))
+        ddp.register_comm_hook(wire, lambda wire, bucket: _reduce_as_torch(wire, bucket, seen, now()))
     return ddp
 
 
-def best(find_unused_parameters: bool = False) -> dict[str, Any]:
+def choose_options(find_unused_parameters: bool = False) -> dict[str, Any]:
     """Returns torch's fastest options: with a static graph, or for steps that use different parameters."""
     graph = {"find_unused_parameters": True} if find_unused_parameters else {"static_graph": True}
     return {"gradient_as_bucket_view": True, **graph}
 
 
 @contextmanager
-def trainable(layout: Layout) -> Iterator[None]:
+def require_all_grads(layout: ParameterLayout) -> Iterator[None]:
     """Inside, all parameters of the layout want gradients: torch's DDP must register the same ones on every rank."""
     frozen = [place.param for place in layout.order if not place.param.requires_grad]
     for param in frozen:
@@ -66,7 +75,7 @@ def trainable(layout: Layout) -> Iterator[None]:
 
 
 @contextmanager
-def explaining() -> Iterator[None]:
+def explain_errors() -> Iterator[None]:
     """A context for torch's own strategies: raises StrategyError for what their models must not do.
 
     Under DDP a step must not use other parameters than the first one. Under fully_shard a unit's parameter must not be
@@ -89,7 +98,7 @@ def explaining() -> Iterator[None]:
         ) from error
 
 
-def unwrap(module: Callable[..., Any]) -> None:
+def remove_hooks(module: Callable[..., Any]) -> None:
     """Removes torch's hooks from a wrapped model, because their references would keep the group's sockets open."""
     if not isinstance(module, DistributedDataParallel):
         return
@@ -99,9 +108,11 @@ def unwrap(module: Callable[..., Any]) -> None:
         param.grad = None
 
 
-def _as_torch_does(wire: Wire, bucket: Any, seen: Seen, began: float) -> torch.futures.Future[torch.Tensor]:
+def _reduce_as_torch(
+    wire: Wire, bucket: Any, seen: ExchangeCallback, began: float
+) -> torch.futures.Future[torch.Tensor]:
     """The all-reduce that torch makes without a hook, and when it was over; nobody waits for it here."""
-    buffer = _scaled(bucket.buffer(), wire.size)
+    buffer = _scale_buffer(bucket.buffer(), wire.size)
     sent = buffer._values() if buffer.is_sparse else buffer
 
     def over(made: Any) -> torch.Tensor:
@@ -112,12 +123,12 @@ def _as_torch_does(wire: Wire, bucket: Any, seen: Seen, began: float) -> torch.f
     return wire.group.allreduce([buffer]).get_future().then(over)
 
 
-def _scaled(buffer: torch.Tensor, size: int) -> torch.Tensor:
+def _scale_buffer(buffer: torch.Tensor, size: int) -> torch.Tensor:
     """Divides by the number of ranks in place. torch multiplies dense gradients, so 3 ranks round as without a hook."""
     return buffer.div_(size) if buffer.is_sparse else buffer.mul_(1.0 / size)
 
 
-def _timed(future: Any, bucket: Any, seen: Seen | None, began: float) -> Any:
+def _time_exchange(future: Any, bucket: Any, seen: ExchangeCallback | None, began: float) -> Any:
     """Returns the future of the script's hook for a bucket, and calls `seen` when it has a value."""
     if seen is None:
         return future
@@ -131,21 +142,21 @@ def _timed(future: Any, bucket: Any, seen: Seen | None, began: float) -> Any:
     return future.then(over)
 
 
-def _over_the_link(lane: Lane, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _send_on_lane(lane: Lane, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Sends torch's bucket on the lane, where the Link shapes it. Does not wait, so that backward can overlap."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     buffer = bucket.buffer()
 
     async def child() -> None:
-        _scaled(buffer, lane.size)
+        _scale_buffer(buffer, lane.size)
         await Op("all_reduce", buffer, "sum", f"bucket {bucket.index()}")
 
     handle = lane.start(child(), f"bucket {bucket.index()}")
-    threading.Thread(target=_settle, args=(lane, handle, future, buffer), daemon=True).start()
+    threading.Thread(target=_settle_future, args=(lane, handle, future, buffer), daemon=True).start()
     return future
 
 
-def _settle(lane: Lane, handle: Any, future: Any, buffer: torch.Tensor) -> None:
+def _settle_future(lane: Lane, handle: Any, future: Any, buffer: torch.Tensor) -> None:
     try:
         lane.wait(handle)
         future.set_result(buffer)

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from workbench.engine.control.canonical import all_equal, gathered
+from workbench.engine.control.canonical import gather_lists, gather_numbers
 from workbench.rank import StrategyError
 
 if TYPE_CHECKING:
-    from workbench.engine.rank.changes import Turnable
+    from workbench.engine.rank.changes import Reconfigurable
 
 HALF = 0.5  # of a bucket's size: a module at least as large is gathered and freed by itself
 OVER = -1  # announced by a rank whose backward is over
 
 
-def units(model: nn.Module, bucket_mb: float) -> list[nn.Module]:
+def find_units(model: nn.Module, bucket_mb: float) -> list[nn.Module]:
     """Returns the modules that are sharded as units.
 
     These are the blocks, and each module of half a bucket or more that has no child as large. Our strategies give the
@@ -30,24 +30,24 @@ def units(model: nn.Module, bucket_mb: float) -> list[nn.Module]:
     found: list[nn.Module] = list(getattr(model, "blocks", []))
     inside = {id(m) for unit in found for m in unit.modules()}
     for module in model.modules():
-        if module is not model and id(module) not in inside and _mb(module.parameters()) >= HALF * bucket_mb:
-            if not any(_mb(child.parameters()) >= HALF * bucket_mb for child in module.children()):
+        if module is not model and id(module) not in inside and _count_mb(module.parameters()) >= HALF * bucket_mb:
+            if not any(_count_mb(child.parameters()) >= HALF * bucket_mb for child in module.children()):
                 found.append(module)
-    return [unit for unit in found if type(unit).forward is not nn.Module.forward and _alone(unit, model)]
+    return [unit for unit in found if type(unit).forward is not nn.Module.forward and _owns_parameters(unit, model)]
 
 
-def _alone(unit: nn.Module, model: nn.Module) -> bool:
+def _owns_parameters(unit: nn.Module, model: nn.Module) -> bool:
     """Whether no module outside of `unit` uses one of its parameters."""
     own, inside = {id(p) for p in unit.parameters()}, {id(m) for m in unit.modules()}
     others = [m for m in model.modules() if id(m) not in inside]
     return not any(id(p) in own for m in others for p in m._parameters.values())
 
 
-def _mb(params: Iterable[nn.Parameter]) -> float:
+def _count_mb(params: Iterable[nn.Parameter]) -> float:
     return sum(p.numel() * p.element_size() for p in params) / 1e6
 
 
-def packed(unit: nn.Module) -> Iterator[nn.Parameter]:
+def list_packed(unit: nn.Module) -> Iterator[nn.Parameter]:
     """Yields the parameters of a unit in the order in which torch packs them: those of children first.
 
     Call it before `fully_shard` of the unit, and after `fully_shard` of the units inside.
@@ -67,7 +67,7 @@ def packed(unit: nn.Module) -> Iterator[nn.Parameter]:
     return walk(unit)
 
 
-def cannot_shard(params: Iterable[nn.Parameter]) -> set[nn.Parameter]:
+def find_unshardable(params: Iterable[nn.Parameter]) -> set[nn.Parameter]:
     """Returns the parameters of one unit that `fully_shard` cannot take.
 
     These have no dimension, no elements, or another element type than most of the unit's bytes.
@@ -80,7 +80,7 @@ def cannot_shard(params: Iterable[nn.Parameter]) -> set[nn.Parameter]:
     return {p for p in own if not p.dim() or not p.numel() or p.dtype != most}
 
 
-class Rounds:
+class UnitRounds:
     """Lets all ranks take part in each gather and sum of a unit, if ranks may use different units.
 
     If a model's control flow depends on its examples, a rank may skip a unit that another rank computes. torch's
@@ -94,29 +94,29 @@ class Rounds:
     count: returns the elements of a rank's input to the sum of a whole unit
     """
 
-    def __init__(self, run: Turnable, names: list[str], serve: Callable[[int, bool, int], None],
+    def __init__(self, run: Reconfigurable, names: list[str], serve: Callable[[int, bool, int], None],
                  count: Callable[[int], int]) -> None:  # fmt: skip
         self._control, self._names, self._serve, self._count = run.control, names, serve, count
-        self.needed = any(all_equal(run.control, int(run.foreseen(cheaply=True) is None)))
+        self.needed = any(gather_numbers(run.control, int(run.foresee_reads(cheaply=True) is None)))
 
-    def take(self, unit: int, is_sum: bool, numel: int, perform: Callable[[], None]) -> None:
+    def run_round(self, unit: int, is_sum: bool, numel: int, perform: Callable[[], None]) -> None:
         """Performs this rank's gather or sum by calling `perform`, and takes part in those of other ranks."""
         if not self.needed:
             return perform()
         mine = 2 * unit + is_sum
-        for code, n in self._announced(mine, numel).items():
+        for code, n in self._announce_unit(mine, numel).items():
             perform() if code == mine else self._serve(code // 2, code % 2 == 1, n)
 
     def end(self) -> None:
         """After this rank's backward: takes part in gathers and sums until the backward of every rank is over."""
-        while self.needed and (asked := self._announced(OVER, 0)):
+        while self.needed and (asked := self._announce_unit(OVER, 0)):
             for code, n in asked.items():
                 self._serve(code // 2, code % 2 == 1, n)
 
-    def _announced(self, code: int, numel: int) -> dict[int, int]:
+    def _announce_unit(self, code: int, numel: int) -> dict[int, int]:
         """Returns what ranks ask for in this round, in one order: the input's elements, by unit and kind."""
         asked: dict[int, int] = {}
-        every = gathered(self._control, [code, numel])
+        every = gather_lists(self._control, [code, numel])
         for other, n in sorted(every):
             # a rank that only takes part sends the whole unit
             is_served = other != OVER and other % 2 == 1 and any(one != other for one, _ in every)

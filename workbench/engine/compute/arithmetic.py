@@ -9,53 +9,55 @@ from torch import Tensor
 
 from workbench.engine.compute.parts import ComputeParts
 from workbench.engine.compute.pipeline import PipelinePerformer
-from workbench.engine.compute.timing import Timing
-from workbench.host.observe.curvature import Curvature
+from workbench.engine.compute.timing import PassTiming
+from workbench.host.observe.curvature import CurvatureEstimator
 from workbench.rank import Factors
 
 
 class ArithmeticPerformer:
     """Computes estimates of curvature, and runs a strategy's own arithmetic. Each becomes a span."""
 
-    def __init__(self, parts: ComputeParts, timing: Timing, pipeline: PipelinePerformer, curvature: Curvature) -> None:
+    def __init__(
+        self, parts: ComputeParts, timing: PassTiming, pipeline: PipelinePerformer, curvature: CurvatureEstimator
+    ) -> None:
         self._rank, self._at, self._pace, self._watch = parts.rank, parts.at, parts.pace, parts.watch
         self._timing, self._pipeline, self._curvature = timing, pipeline, curvature
 
-    def factors(self) -> list[Factors]:
+    def compute_factors(self) -> list[Factors]:
         """Returns second moments of the layers' inputs and gradients."""
         self._at("factors")
         began = self._watch.now()
-        found = self._curvature.factors()
-        self._watch.span(self._rank.step, "factors", began)
+        found = self._curvature.take_factors()
+        self._watch.end_span(self._rank.step, "factors", began)
         return found
 
-    def curve(self, vector: list[Tensor]) -> list[Tensor]:
+    def compute_curvature(self, vector: list[Tensor]) -> list[Tensor]:
         """Returns a curvature product. With a pace, it lasts as long as a forward and a backward."""
         self._at("curve")
         began = self._watch.now()
-        self._pace.begin("forward", self._rank.step, self._pipeline.share)
-        self._timing.reach(1.0)
-        self._pace.begin("backward", self._rank.step, self._pipeline.share)
-        product = self._curvature.product(vector, self._rank.step)
-        self._timing.reach(1.0)
-        self._watch.span(self._rank.step, "curve", began)
+        self._pace.begin_phase("forward", self._rank.step, self._pipeline.share)
+        self._timing.reach_fraction(1.0)
+        self._pace.begin_phase("backward", self._rank.step, self._pipeline.share)
+        product = self._curvature.compute_product(vector, self._rank.step)
+        self._timing.reach_fraction(1.0)
+        self._watch.end_span(self._rank.step, "curve", began)
         return product
 
-    def value(self) -> Tensor:
+    def compute_value(self) -> Tensor:
         """Returns the batch's loss, computed again. With a pace, it lasts as long as a forward."""
         self._at("value")
         began = self._watch.now()
-        self._pace.begin("forward", self._rank.step, self._pipeline.share)
-        value = self._curvature.value(self._rank.step)
-        self._timing.reach(1.0)
-        self._watch.span(self._rank.step, "value", began)
+        self._pace.begin_phase("forward", self._rank.step, self._pipeline.share)
+        value = self._curvature.compute_value(self._rank.step)
+        self._timing.reach_fraction(1.0)
+        self._watch.end_span(self._rank.step, "value", began)
         return value
 
-    def work(self, of: Callable[[], Any], flops: float, name: str) -> Any:
+    def run_work(self, of: Callable[[], Any], flops: float, name: str) -> Any:
         """Runs a strategy's own arithmetic, in its step."""
         self._at(name)
         began = self._watch.now()
         value = of()
-        self._watch.span(self._rank.step, name, began)
+        self._watch.end_span(self._rank.step, name, began)
         self._watch.record.sample(self._rank.step, f"flops {name}", self._watch.clock.now(), float(flops))
         return value

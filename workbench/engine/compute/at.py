@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from workbench.engine.rank.session import Session
 
 
-LONG = 1.0  # seconds in one operation after which the script's stack is read
+STACK_AFTER = 1.0  # seconds in one operation after which the script's stack is read
 
 
-class At:
+class Activity:
     """One training thread's position, in one tuple so that a reader never sees half of a change.
 
     op: the operation; waits: whether only peers can end it; moved: when it began, on the monotonic clock
@@ -29,14 +29,14 @@ class At:
         return self.now[0]
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         return self.now[1]
 
     def __call__(self, op: str, waits: bool = False) -> None:
         self.now = (op, waits, time.monotonic())
 
 
-def status(run: Session) -> dict[str, Any]:
+def describe_rank(run: Session) -> dict[str, Any]:
     """Returns where a rank is.
 
     busy: its operation; waits: whether only peers can end it; still: seconds in it; asleep: by its settings
@@ -44,31 +44,33 @@ def status(run: Session) -> dict[str, Any]:
     lost: rows that it could not write to disk
     step_s: the longest of its last steps and of its evaluations, in seconds; 0 before the first
     """
-    waits, still = standing(run)
-    place = run.training.locate_script() if run.training is not None and still > LONG else None
+    waits, still = measure_wait(run)
+    place = run.training.locate_script() if run.training is not None and still > STACK_AFTER else None
     own = place is not None and bool(place.collective)
-    busy = op_of(run) if place is None else str(place)
+    busy = current_op(run) if place is None else str(place)
     where = {"state": run.phase, "step": run.rank.step, "busy": busy, "error": run.error}
-    step_s = max(run.training.evaluated, *run.training.lengths.copy()) if run.training is not None else 0.0
-    more = {"asleep": run.naps.asleep, "lost": run.record.lost, "step_s": step_s}
+    step_s = (
+        max(run.training.longest_evaluation, *run.training.step_seconds.copy()) if run.training is not None else 0.0
+    )
+    more = {"asleep": run.naps.is_asleep, "lost": run.record.lost_rows, "step_s": step_s}
     return {**where, "waits": waits or own, "own": own, "still": round(still, 3), **more}
 
 
-def op_of(run: Session) -> str:
+def current_op(run: Session) -> str:
     """Returns a rank's own operation, or the operation of the lane for which it waits."""
     if run.training is None:
         return "set-up"
     host = run.training.host
-    return (host.lanes.busy if host.at.waits else "") or host.op
+    return (host.lanes.current_collective if host.at.is_waiting else "") or host.op
 
 
-def standing(run: Session) -> tuple[bool, float]:
+def measure_wait(run: Session) -> tuple[bool, float]:
     """Returns whether a rank's training thread waits for peers, and the seconds since it or its wire moved."""
     op, waits, moved = run.training.host.at.now if run.training is not None else ("set-up", False, run.born)
     for wire in run.wires:
         if wire.tag in ("control", "data"):
-            moved = max(moved, wire.moved)
-            waits = waits or (wire.tag == "control" and wire.waits)
+            moved = max(moved, wire.moved_at)
+            waits = waits or (wire.tag == "control" and wire.is_waiting)
     strategy = run.experiment.strategy
     waits = waits or (strategy.opaque and (op == "backward" or (op == "forward" and bool(strategy.shards))))  # in torch
     return waits, time.monotonic() - moved

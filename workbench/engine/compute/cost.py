@@ -10,23 +10,23 @@ from workbench.engine.wire.shaping import Clock
 EVERY = 5.0  # seconds between two Samples
 
 
-class Cost:
+class CpuUsage:
     """One rank's Samples "cpu_process" and "cpu_recording": the CPU seconds since the previous Sample."""
 
     def __init__(self, record: Recorder, clock: Clock) -> None:
         self.record, self.clock = record, clock
         self._process, self._recorder, self._told = time.process_time(), record.cpu_seconds, clock.now()
 
-    def begin(self) -> None:
+    def restart_count(self) -> None:
         """Counts from now on, without the set-up."""
         self._process = time.process_time()
 
-    def due(self, step: int) -> None:
+    def write_if_due(self, step: int) -> None:
         """Writes the Samples if EVERY seconds have passed."""
         if self.clock.now() - self._told > EVERY:
-            self.tell(step)
+            self.write_samples(step)
 
-    def tell(self, step: int) -> None:
+    def write_samples(self, step: int) -> None:
         now, process, recorder = self.clock.now(), time.process_time(), self.record.cpu_seconds
         self.record.sample(step, "cpu_process", now, process - self._process)
         self.record.sample(step, "cpu_recording", now, recorder - self._recorder)

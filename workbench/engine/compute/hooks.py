@@ -11,9 +11,9 @@ from torch import nn
 
 from workbench.engine.compute.parts import ComputeParts
 from workbench.engine.compute.tensor import TensorPerformer
-from workbench.engine.compute.timing import Timing
+from workbench.engine.compute.timing import PassTiming
 from workbench.host.core.gradient_hooks import require_gradient
-from workbench.host.passes.checkpointing import received_twice
+from workbench.host.passes.checkpointing import explain_second_gradient
 from workbench.rank import Bucket
 
 _ROUNDS = itertools.count(1)  # numbers every exchanged backward of this process
@@ -28,7 +28,7 @@ class GradientHooks:
     hand_out: gives a full bucket to the strategy
     """
 
-    def __init__(self, parts: ComputeParts, timing: Timing, tensor: TensorPerformer,
+    def __init__(self, parts: ComputeParts, timing: PassTiming, tensor: TensorPerformer,
                  hand_out: Callable[[Bucket], None]) -> None:  # fmt: skip
         self._rank, self._layout, self._pace, self._usage = parts.rank, parts.layout, parts.pace, parts.usage
         self._timing, self._tensor, self._hand_out = timing, tensor, hand_out
@@ -42,16 +42,16 @@ class GradientHooks:
         self._removers: list[Any] = []
         self._frozen: list[Any] = []  # places whose parameters are frozen and have no hook
 
-    def open(self, there: Iterable[nn.Parameter] = ()) -> None:
+    def begin_exchange(self, there: Iterable[nn.Parameter] = ()) -> None:
         """Begins a backward with exchange. there: parameters with gradients that exist already"""
         learn = self._order is not None
         if learn != self._learn:
-            self.detach()
+            self.detach_hooks()
             self._learn = learn
-        self.attach()
+        self.attach_hooks()
         if self._frozen:
             self._attach_trained()
-        self._layout.make_room()
+        self._layout.allocate_gradients()
         self._arrived, self._next, self._had = [], 0, 0
         self._left = [len(b.parts) for b in self._layout.buckets]
         self._round = next(_ROUNDS)
@@ -59,11 +59,11 @@ class GradientHooks:
             self._count_present({id(param) for param in there})
 
     @property
-    def listening(self) -> bool:
+    def is_exchanging(self) -> bool:
         """Whether a backward with exchange is under way."""
         return self._round > 0
 
-    def shut(self) -> None:
+    def end_exchange(self) -> None:
         """Ends the exchange: gradients stay where autograd puts them."""
         self._round = 0
 
@@ -88,7 +88,7 @@ class GradientHooks:
         known = set(names)
         return names + [place.name for place in self._layout.order if place.name not in known]
 
-    def attach(self) -> None:
+    def attach_hooks(self) -> None:
         """Puts hooks on the gradients, if there are none; they note which parameters a backward uses."""
         if not self._removers:
             self._frozen = list(self._layout.order)
@@ -98,17 +98,17 @@ class GradientHooks:
         """Puts hooks on parameters that have none; torch refuses one on a frozen parameter."""
         for place in self._frozen:
             if place.param.requires_grad:
-                self._removers.append(place.param.register_post_accumulate_grad_hook(self._taker(place)))
+                self._removers.append(place.param.register_post_accumulate_grad_hook(self._make_hook(place)))
         self._frozen = [place for place in self._frozen if not place.param.requires_grad]
 
-    def detach(self) -> None:
+    def detach_hooks(self) -> None:
         """Takes the hooks off, until a backward is exchanged again."""
         for remover in self._removers:
             remover.remove()
         self._removers, self._frozen = [], []
 
-    def _taker(self, place: Any) -> Callable[[nn.Parameter], None]:
-        keep: Callable[..., None] = self._layout.keep
+    def _make_hook(self, place: Any) -> Callable[[nn.Parameter], None]:
+        keep: Callable[..., None] = self._layout.store_gradient
         learn = self._learn
 
         def take(param: nn.Parameter) -> None:
@@ -116,7 +116,7 @@ class GradientHooks:
             if not now:
                 return
             if place.round == now:
-                raise received_twice(place.name)
+                raise explain_second_gradient(place.name)
             require_gradient(place.name, param)
             place.round = now
             if learn:
@@ -126,18 +126,18 @@ class GradientHooks:
             left, bucket = self._left, place.bucket
             left[bucket] -= 1
             if not left[bucket] and bucket == self._next:
-                self._emit()
+                self._hand_out_full()
 
         return take
 
-    def _emit(self, computing: bool = True) -> None:
+    def _hand_out_full(self, computing: bool = True) -> None:
         layout = self._layout
-        if self._pace.active and computing and self._tensor.group is None:  # a joint pass is paced at its meetings
+        if self._pace.is_active and computing and self._tensor.group is None:  # a joint pass is paced at its meetings
             came = sum(p.numel for p in layout.order if p.round == self._round) - self._had
-            self._timing.reach(came / max(1, layout.numel - self._had))
+            self._timing.reach_fraction(came / max(1, layout.element_count - self._had))
         while self._next < len(self._left) and not self._left[self._next]:
             self._next += 1
-            self._hand_out(layout.full(self._next - 1))
+            self._hand_out(layout.fill_bucket(self._next - 1))
 
     def _count_present(self, params: set[int]) -> None:
         """Counts gradients that exist already, by the parameters' ids, and hands out buckets that are full."""
@@ -148,11 +148,11 @@ class GradientHooks:
                 if self._learn:
                     self._arrived.append(place.name)
                 if not place.small:
-                    self._layout.keep(place, place.param.grad)
+                    self._layout.store_gradient(place, place.param.grad)
                 self._left[place.bucket] -= 1
-        self._emit(computing=False)
+        self._hand_out_full(computing=False)
 
-    def flush(self) -> None:
+    def hand_out_rest(self) -> None:
         """After backward: hands out gradients that it did not compute, as earlier backwards added them up.
 
         A parameter that no backward used counts as zero. Its rank raises a hand before a bucket of it goes out.
@@ -168,6 +168,6 @@ class GradientHooks:
             if place.small:
                 place.param.grad = grad
             else:
-                layout.keep(place, grad)
+                layout.store_gradient(place, grad)
             self._left[place.bucket] -= 1
-        self._emit()
+        self._hand_out_full()

@@ -1,11 +1,11 @@
 """The engine's host: drives a strategy's coroutine on the wall clock, and records what happens.
 
-[Note: The trampoline] A strategy is a coroutine that yields Ops. `drive` sends each answer back in until the step ends.
-One thing is unusual: while torch runs backward, autograd resumes the coroutine each time a bucket has filled. The
-coroutine runs until it asks for the next bucket; then autograd goes on. So `async for bucket in rank.backward()`
-overlaps with backward without a thread, and reads top to bottom. Some Ops must not run inside autograd, such as an
-update or another forward. The host performs them when backward has ended. A forward that is iterated resumes the
-coroutine in the same way, from inside the model.
+[Note: The trampoline] A strategy is a coroutine that yields Ops. `drive_coroutine` sends each answer back in until the
+step ends. One thing is unusual: while torch runs backward, autograd resumes the coroutine each time a bucket has
+filled. The coroutine runs until it asks for the next bucket; then autograd goes on. So `async for bucket in
+rank.backward()` overlaps with backward without a thread, and reads top to bottom. Some Ops must not run inside
+autograd, such as an update or another forward. The host performs them when backward has ended. A forward that is
+iterated resumes the coroutine in the same way, from inside the model.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from workbench.engine.compute.model import ModelPerformer
 from workbench.engine.compute.parts import ComputeParts
 from workbench.engine.compute.piecewise import PiecewisePerformer
 from workbench.engine.compute.pipeline import PipelinePerformer
-from workbench.engine.compute.stops import INSIDE, Stops
+from workbench.engine.compute.stops import VERBS_INSIDE, ForwardStops
 from workbench.engine.compute.tensor import TensorPerformer
-from workbench.engine.compute.timing import Timing
+from workbench.engine.compute.timing import PassTiming
 from workbench.engine.wire.lane import Lane
 from workbench.engine.wire.lanes import Lanes
-from workbench.host.core.drive import Ended, Later, drive
-from workbench.host.memory.offload import LANES
-from workbench.host.placement.spread import Spread
+from workbench.host.core.drive import CoroutineEnded, LeaveLoop, drive_coroutine
+from workbench.host.memory.offload import OFFLOAD_LANES
+from workbench.host.placement.spread import ReplicaSpread
 from workbench.rank import Bucket, Forward, Group, Handle, Op, StrategyError, message_name
 
 _NOT_YET = {
@@ -62,41 +62,64 @@ class Host:
         self.mailbox, self.pace, self.watch, self.usage = parts.mailbox, parts.pace, parts.watch, parts.usage
         self.check_background, self._check_peers = check_background, check_peers
         self._clock, self._record, self._reading = parts.watch.clock, parts.watch.record, parts.reading
-        self.timing = Timing(parts.rank, parts.lane, parts.pace, parts.watch, parts.at)
-        self.tensor = TensorPerformer(parts, self.timing, self.perform, self._perform_in_pass)
-        self.hooks = GradientHooks(parts, self.timing, self.tensor, self.hand_out)
-        self.pipeline = PipelinePerformer(parts, self.timing, self.tensor, self.hooks, self.perform)
-        self.whole = ModelPerformer(parts, self.timing, self.tensor, self.pipeline, self.hooks, self._agree,
+        self.timing = PassTiming(parts.rank, parts.lane, parts.pace, parts.watch, parts.at)
+        self.tensor = TensorPerformer(parts, self.timing, self.perform_op, self._perform_in_pass)
+        self.hooks = GradientHooks(parts, self.timing, self.tensor, self.resume_strategy)
+        self.pipeline = PipelinePerformer(parts, self.timing, self.tensor, self.hooks, self.perform_op)
+        self.whole = ModelPerformer(parts, self.timing, self.tensor, self.pipeline, self.hooks, self._agree_on_usage,
                                     self._perform_in_pass, before_update)  # fmt: skip
         self.piecewise = PiecewisePerformer(parts, self.timing, self.tensor, self.pipeline, self.whole)
         self.arithmetic = ArithmeticPerformer(parts, self.timing, self.pipeline, self.whole.curvature)
         self.lanes = Lanes(parts.lane, open_lane)
         self.met = False
-        self._stops = Stops(parts, self.timing, self.perform)
+        self._stops = ForwardStops(parts, self.timing, self.perform_op)
         self._coro: Coroutine[Op, Any, Any] | None = None  # the step that a backward hands buckets to
         self._stash: Op | None = None  # its op that has to wait for the end of backward
-        self._ended: Ended | None = None
-        self._did = self._list_verbs()
+        self._ended: CoroutineEnded | None = None
+        self._verbs = self._list_verbs()
 
     def _list_verbs(self) -> dict[str, Callable[..., Any]]:
         whole, pipeline, piecewise, arithmetic = self.whole, self.pipeline, self.piecewise, self.arithmetic
         narrowing, batches = self.parts.narrowing, self.parts.batches
         return {
-            "forward": whole.forward, "backward": whole.backward, "update": whole.update, "params": whole.params,
-            "grads": whole.grads, "slots": whole.slots, "hold": whole.hold, "batch": whole.batch,
-            "look_up": whole.look_up, "row_grads": whole.row_grads, "update_rows": whole.update_rows,
-            "sample": whole.sample, "client": lambda index, count: batches.client(index, count),
-            "start": self._start, "wait": self._wait, "send": self._send, "recv": self._recv, "again": self._again,
-            "stage_forward": pipeline.stage_forward, "stage_backward": pipeline.stage_backward,
-            "stage_inputs": pipeline.stage_inputs, "stage_weights": pipeline.stage_weights,
+            "forward": whole.run_forward,
+            "backward": whole.run_backward,
+            "update": whole.update_model,
+            "params": whole.list_params,
+            "grads": whole.list_grads,
+            "slots": whole.list_slots,
+            "hold": whole.hold_bucket,
+            "batch": whole.next_batch,
+            "look_up": whole.look_up,
+            "row_grads": whole.row_grads,
+            "update_rows": whole.update_rows,
+            "sample": whole.sample,
+            "client": lambda index, count: batches.select_client(index, count),
+            "start": self._start_child,
+            "wait": self._await_child,
+            "send": self._send_message,
+            "recv": self._receive_message,
+            "again": self._refuse_again,
+            "stage_forward": pipeline.stage_forward,
+            "stage_backward": pipeline.stage_backward,
+            "stage_inputs": pipeline.stage_inputs,
+            "stage_weights": pipeline.stage_weights,
             "coded": self.timing.run_codec,
-            "pieces": piecewise.pieces, "rise": piecewise.rise, "fall": piecewise.fall, "narrow": piecewise.narrow,
-            "units": lambda: narrowing.units,
-            "collect": whole.curvature.collect, "factors": arithmetic.factors, "curve": arithmetic.curve,
-            "value": arithmetic.value, "work": arithmetic.work,
-            "drive": self.drive, "stand": self._stand, "clock": self._clock.now,
+            "pieces": piecewise.count_pieces,
+            "rise": piecewise.piece_forward,
+            "fall": piecewise.piece_backward,
+            "narrow": piecewise.narrow_model,
+            "units": lambda: narrowing.hidden_units,
+            "collect": whole.curvature.collect_factors,
+            "factors": arithmetic.compute_factors,
+            "curve": arithmetic.compute_curvature,
+            "value": arithmetic.compute_value,
+            "work": arithmetic.run_work,
+            "drive": self.drive_coroutine,
+            "stand": self._stand_still,
+            "clock": self._clock.now,
             "do": lambda asked: asked(),  # may wait for peers: this rank holds no lock
-        }  # fmt: skip
+        }
 
     def begin_step(self, met: bool) -> None:
         """Begins a step. met: whether all ranks meet in it in any case"""
@@ -108,80 +131,80 @@ class Host:
         """Notes that the step is over, so that an update before the next one asks for no ticket."""
         self.met = False
 
-    def _agree(self) -> None:
+    def _agree_on_usage(self) -> None:
         """Makes the ranks agree on the parameters that the last backward used."""
-        drive(self.usage.agree(self.parts), self.perform)
+        drive_coroutine(self.usage.agree_on_unused(self.parts), self.perform_op)
 
-    def opened(self) -> list[Tensor]:
+    def list_open(self) -> list[Tensor]:
         """Returns the losses and activations whose backward is still to come."""
-        return [*self.whole.open.values(), *self.piecewise.opened(), *self.pipeline.opened()]
+        return [*self.whole.open_losses.values(), *self.piecewise.list_open(), *self.pipeline.list_open()]
 
-    def drive(self, coro: Coroutine[Op, Any, Any]) -> Any:
+    def drive_coroutine(self, coro: Coroutine[Op, Any, Any]) -> Any:
         """Runs a step to its end, and returns its result. See [Note: The trampoline]."""
 
         def perform(op: Op) -> Any:
             match op.verb:
                 case "backward_buckets":
-                    return self._backward_out(coro, op)
+                    return self._backward_by_buckets(coro, op)
                 case "forward_buckets":
-                    return self._forward_out(coro, *op.args)
+                    return self._forward_by_buckets(coro, *op.args)
                 case "next_params":
                     raise StopAsyncIteration
-            return self.perform(op)
+            return self.perform_op(op)
 
-        return drive(coro, perform, self.alone)
+        return drive_coroutine(coro, perform, self.alone)
 
     @property
     def op(self) -> str:
         """The present operation; after a failure, the operation that failed."""
         return self.at.op
 
-    def perform(self, op: Op) -> Any:
+    def perform_op(self, op: Op) -> Any:
         """Performs an op."""
         around = self.at.now
-        value = self._do(op)
+        value = self._dispatch_op(op)
         self.at(*around[:2])
         return value
 
-    def _do(self, op: Op) -> Any:
+    def _dispatch_op(self, op: Op) -> Any:
         if op.verb in ("offload", "fetch"):
-            return self.whole.move(op)
-        do = self._did.get(op.verb)
+            return self.whole.move_values(op)
+        do = self._verbs.get(op.verb)
         if do is not None:
             return do(*op.args) if op.group is None else do(*op.args, group=op.group)
         if op.verb in _NOT_YET:
             raise StrategyError(f"the engine {_NOT_YET[op.verb]}")
-        return self._collective(op)
+        return self._run_collective(op)
 
-    def _backward_out(self, coro: Coroutine[Op, Any, Any], op: Op) -> Any:
+    def _backward_by_buckets(self, coro: Coroutine[Op, Any, Any], op: Op) -> Any:
         """Runs a backward that hands out buckets; then answers the op that waits for its end."""
         self._coro, self._stash, self._ended = coro, None, None
         grad, micro = op.args
         try:
-            self.whole.backward(grad, micro, exchanged=True)
-            self.hooks.flush()
+            self.whole.run_backward(grad, micro, exchanged=True)
+            self.hooks.hand_out_rest()
             self.usage.step = self.rank.step
             self.at("step")
         finally:
-            self.hooks.shut()
+            self.hooks.end_exchange()
         self.hooks.learn_order()
         if self._ended is not None:
             raise self._ended
         stash, self._stash = self._stash, None
         if stash is None:
             raise StopAsyncIteration
-        return self._backward_out(coro, stash) if stash.verb == "backward_buckets" else self.perform(stash)
+        return self._backward_by_buckets(coro, stash) if stash.verb == "backward_buckets" else self.perform_op(stash)
 
-    def _forward_out(self, coro: Coroutine[Op, Any, Any], forward: Forward) -> Any:
+    def _forward_by_buckets(self, coro: Coroutine[Op, Any, Any], forward: Forward) -> Any:
         """Runs a forward that stops before each bucket. The strategy goes on once all are handed out."""
         if self.pipeline.piece is not None or self.tensor.group is not None or self._reading.sharded:
             raise StrategyError("a forward stops before each bucket of a whole model: await `rank.forward()` here")
-        with self._stops.watching(coro):
-            forward.loss = self.whole.forward(forward.x, forward.micro)
-        self._stops.rest()
+        with self._stops.stop_at_reads(coro):
+            forward.loss = self.whole.run_forward(forward.x, forward.micro)
+        self._stops.hand_out_rest()
         raise self._stops.ended or StopAsyncIteration
 
-    def hand_out(self, bucket: Bucket) -> None:
+    def resume_strategy(self, bucket: Bucket) -> None:
         """Resumes the strategy with a full bucket, until it asks for the next one.
 
         Runs inside autograd, which has a thread of its own for a GPU. Chip and grad mode are set as on this rank's
@@ -189,74 +212,83 @@ class Host:
         """
         if self._stash is not None or self._ended is not None:
             return
-        with self.lane.chip.inside():
+        with self.lane.chip.use_stream():
             if self._reading.sharded:
-                drive(self._reading.filled(bucket.index), self._perform_in_pass, self.alone)
-            self._hand_out(bucket)
+                drive_coroutine(self._reading.note_filled(bucket.index), self._perform_in_pass, self.alone)
+            self._resume_strategy(bucket)
 
-    def _hand_out(self, bucket: Bucket) -> None:
+    def _resume_strategy(self, bucket: Bucket) -> None:
         assert self._coro is not None
         try:
-            self._ended = Ended(drive(self._coro, self._inside, self.alone, bucket))
-        except Later:
+            self._ended = CoroutineEnded(drive_coroutine(self._coro, self._perform_inside, self.alone, bucket))
+        except LeaveLoop:
             return
 
-    def _inside(self, op: Op) -> Any:
+    def _perform_inside(self, op: Op) -> Any:
         """Performs an op that is possible inside autograd, and postpones any other."""
         if op.verb == "next_bucket":
-            raise Later
-        if op.verb not in INSIDE:
+            raise LeaveLoop
+        if op.verb not in VERBS_INSIDE:
             self._stash = op
-            raise Later
-        return self.perform(op)
+            raise LeaveLoop
+        return self.perform_op(op)
 
     def _perform_in_pass(self, op: Op) -> Any:
         """Performs an op in the middle of a pass, such as those of `unshard` and `reshard`."""
-        if op.verb not in INSIDE:
+        if op.verb not in VERBS_INSIDE:
             raise StrategyError(f"{op.verb} cannot be asked for while a model is computed: ask it in `step`")
-        return self.perform(op)
+        return self.perform_op(op)
 
-    def lie(self, spread: Spread | None, seed: int) -> None:
+    def take_part(self, spread: ReplicaSpread | None, seed: int) -> None:
         """Takes over this rank's part of the model; the order of its gradients must be learned again."""
-        self.pipeline.lie(spread, seed)
-        self.usage.lie(self.parts.model, self.parts.layout, whole=spread is None)
+        self.pipeline.take_part(spread, seed)
+        self.usage.take_layout(self.parts.model, self.parts.layout, whole=spread is None)
         self.hooks.relearn_order()
 
-    def _start(self, child: Coroutine[Op, Any, Any], lane: str, name: str, priority: int = 0, share: float = 1.0,
-               group: Group | None = None) -> Handle:
+    def _start_child(
+        self,
+        child: Coroutine[Op, Any, Any],
+        lane: str,
+        name: str,
+        priority: int = 0,
+        share: float = 1.0,
+        group: Group | None = None,
+    ) -> Handle:
         everybody = group is None and not self.rank.mesh.inside and len(self.rank.mesh.ranks) == self.rank.size
-        if priority and (lane in LANES or not everybody):
+        if priority and (lane in OFFLOAD_LANES or not everybody):
             raise StrategyError("priority: all ranks, each with a whole replica, start the same children; take 0 here")
         everyone = group is None or group == self.rank.replicas.within or len(group) == self.rank.size
-        self.met = self.met or (everyone and lane not in LANES)
+        self.met = self.met or (everyone and lane not in OFFLOAD_LANES)
         handle = self.lanes.start(child, name, lane, priority, share)
-        if self.hooks.listening and lane not in LANES:
+        if self.hooks.is_exchanging and lane not in OFFLOAD_LANES:
             self.usage.last = handle
         return handle
 
-    def _wait(self, handle: Handle) -> Any:
+    def _await_child(self, handle: Handle) -> Any:
         self.at(f"wait for {handle.name}", waits=True)
         began, asked = self._clock.now(), self.watch.now()
         value = self.lanes.wait(handle)
         waited, ended = self._clock.now() - began, self.watch.now()
-        self.pace.put_off(waited)
-        self.watch.write(self.rank.step, "wait", handle.name, asked, asked, ended, 0)
+        self.pace.exclude_wait(waited)
+        self.watch.write_span(self.rank.step, "wait", handle.name, asked, asked, ended, 0)
         self.timing.note_wait(asked, ended, waited)
         if handle is self.usage.last and self.usage.step is not None:
-            self._agree()
+            self._agree_on_usage()
         return value
 
-    def _collective(self, op: Op) -> Any:
+    def _run_collective(self, op: Op) -> Any:
         async def child() -> Any:
             return await op
 
-        return self._wait(self._start(child(), self.lane.name, str(op.args[-1] or op.verb), group=op.group))
+        return self._await_child(
+            self._start_child(child(), self.lane.name, str(op.args[-1] or op.verb), group=op.group)
+        )
 
-    def _send(self, tensor: Tensor, to: int, kind: str = "") -> None:
-        self.parts.ledger.buffers.post(tensor)
+    def _send_message(self, tensor: Tensor, to: int, kind: str = "") -> None:
+        self.parts.ledger.buffers.note_message(tensor)
         self.mailbox.send(tensor, to, kind, lane="measuring" if self._reading.phase == "evaluation" else "comm")
 
-    def _recv(self, into: Tensor | None, source: int | None, kind: str) -> Any:
+    def _receive_message(self, into: Tensor | None, source: int | None, kind: str) -> Any:
         name = message_name("recv", kind, **{"from": source})
         self.at(name, waits=True)
         began = self._clock.now()
@@ -277,11 +309,11 @@ class Host:
             self._record.sample(self.rank.step, message_name("recv", kind), now, got[1])
         return got
 
-    def _stand(self, seconds: float) -> float:
+    def _stand_still(self, seconds: float) -> float:
         """Stands still for `seconds`, or less if the run is hurried. Returns the seconds that it did."""
         began = self._clock.now()
-        self.pace.naps.until(began + seconds)
+        self.pace.naps.sleep_until(began + seconds)
         return self._clock.now() - began
 
-    def _again(self, *_: Any, group: Group | None = None) -> int:
+    def _refuse_again(self, *_: Any, group: Group | None = None) -> int:
         raise StrategyError("`again` belongs in a background coroutine, not in `step`")

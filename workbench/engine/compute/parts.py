@@ -10,21 +10,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from workbench.engine.compute.at import At
-from workbench.engine.compute.away import Away
+from workbench.engine.compute.at import Activity
+from workbench.engine.compute.away import OffloadPerformer
 from workbench.engine.p2p.mailbox import Mailbox
 from workbench.engine.wire.lane import Lane
-from workbench.engine.wire.shaping import Pace
-from workbench.engine.wire.watch import Watch
+from workbench.engine.wire.shaping import ComputePace
+from workbench.engine.wire.watch import Stopwatch
 from workbench.experiment import Experiment
 from workbench.host.elastic.rollback import Rollback
-from workbench.host.memory.batches import Batches
-from workbench.host.memory.ledger import Ledger
-from workbench.host.observe.finite import Finite
-from workbench.host.passes.narrowing import Narrowing
-from workbench.host.placement.layout import Layout
-from workbench.host.sharding.reading import Reading
-from workbench.host.sharding.usage import Usage
+from workbench.host.memory.batches import BatchReader
+from workbench.host.memory.ledger import MemoryAccount
+from workbench.host.observe.finite import NonFiniteGuard
+from workbench.host.passes.narrowing import SubModelTraining
+from workbench.host.placement.layout import ParameterLayout
+from workbench.host.sharding.reading import Unsharder
+from workbench.host.sharding.usage import ParameterUsage
 from workbench.rank import Rank
 
 
@@ -32,55 +32,55 @@ from workbench.rank import Rank
 class ComputeParts:
     """The parts of one rank that more than one performer uses.
 
-    experiment: returns the settings in force
-    learner:    the task's functions
-    optimizer:  the present one; a change may replace it
-    usage:      which parameters steps use
-    go_back:    runs the backward of a loss, scaled by a number
-    show_loss:  returns a loss as it is recorded
-    alone:      held while a coroutine of this rank or the optimizer runs
-    module:     the model, or torch's own wrapper around it; forwards call it
-    fully:      torch's fully_shard, while it trains the model
+    experiment:        returns the settings in force
+    learner:           the task's functions
+    optimizer:         the present one; a change may replace it
+    usage:             which parameters steps use
+    run_loss_backward: runs the backward of a loss, scaled by a number
+    show_loss:         returns a loss as it is recorded
+    alone:             held while a coroutine of this rank or the optimizer runs
+    module:            the model, or torch's own wrapper around it; forwards call it
+    fully:             torch's fully_shard, while it trains the model
     """
 
     rank: Rank
     experiment: Callable[[], Experiment]
     learner: Any
     model: nn.Module
-    layout: Layout
+    layout: ParameterLayout
     optimizer: Any
-    batches: Batches
+    batches: BatchReader
     lane: Lane
     mailbox: Mailbox
-    pace: Pace
-    watch: Watch
-    ledger: Ledger
-    reading: Reading
-    narrowing: Narrowing
-    finite: Finite
+    pace: ComputePace
+    watch: Stopwatch
+    ledger: MemoryAccount
+    reading: Unsharder
+    narrowing: SubModelTraining
+    finite: NonFiniteGuard
     rollback: Rollback
-    away: Away
-    usage: Usage
-    go_back: Callable[[Tensor, Any], None]
+    away: OffloadPerformer
+    usage: ParameterUsage
+    run_loss_backward: Callable[[Tensor, Any], None]
     show_loss: Callable[[Tensor], Tensor]
-    at: At = field(default_factory=At)
+    at: Activity = field(default_factory=Activity)
     alone: AbstractContextManager[Any] = field(default_factory=threading.Lock)
     module: Any = None
     fully: Any = None
 
     def __post_init__(self) -> None:
         self.module = self.model
-        self.usage.lie(self.model, self.layout)
+        self.usage.take_layout(self.model, self.layout)
 
     def strategy(self) -> Any:
         """Returns the strategy in force."""
         return self.experiment().strategy
 
-    def wrap(self, module: Any, fully: Any = None) -> None:
+    def wrap_model(self, module: Any, fully: Any = None) -> None:
         """Makes forwards call `module`, which exchanges gradients itself."""
         self.module, self.fully = module, fully
 
-    def unwrap(self) -> Any:
+    def unwrap_model(self) -> Any:
         """Makes forwards call the model itself. Returns torch's fully_shard, if it trained the model."""
         fully, self.module, self.fully = self.fully, self.model, None
         return fully

@@ -8,63 +8,63 @@ from workbench.engine.compute.model import ModelPerformer
 from workbench.engine.compute.parts import ComputeParts
 from workbench.engine.compute.pipeline import PipelinePerformer
 from workbench.engine.compute.tensor import TensorPerformer
-from workbench.engine.compute.timing import Timing
-from workbench.host.passes.pipelining import pass_name
-from workbench.host.passes.waves import Waves
+from workbench.engine.compute.timing import PassTiming
+from workbench.host.passes.pipelining import name_pass
+from workbench.host.passes.waves import PiecewisePass
 from workbench.rank import StrategyError
 
 
 class PiecewisePerformer:
     """Computes parts of a model: batches that rise and fall piece by piece, and sub-models."""
 
-    def __init__(self, parts: ComputeParts, timing: Timing, tensor: TensorPerformer, pipeline: PipelinePerformer,
+    def __init__(self, parts: ComputeParts, timing: PassTiming, tensor: TensorPerformer, pipeline: PipelinePerformer,
                  whole: ModelPerformer) -> None:  # fmt: skip
         self._parts, self._timing, self._tensor, self._pipeline, self._whole = parts, timing, tensor, pipeline, whole
-        self._waves = Waves(parts.model, parts.learner)
+        self._waves = PiecewisePass(parts.model, parts.learner)
 
-    def opened(self) -> list[torch.Tensor]:
+    def list_open(self) -> list[torch.Tensor]:
         """Returns what the pieces have computed and whose backward is still to come."""
-        return list(self._waves.opened())
+        return list(self._waves.list_open())
 
-    def pieces(self, most: int) -> int:
+    def count_pieces(self, most: int) -> int:
         """Returns into how many pieces the model can be cut, at most `most`."""
-        return self._waves.count(most)
+        return self._waves.count_pieces(most)
 
-    def rise(self, micro: int, piece: int, of: int, falls: bool) -> torch.Tensor | None:
+    def piece_forward(self, micro: int, piece: int, of: int, falls: bool) -> torch.Tensor | None:
         """Computes a piece of a forward. Returns the loss after the last piece."""
-        self._begin("forward", micro, piece, of)
+        self._begin_pass("forward", micro, piece, of)
         with torch.enable_grad():
-            drawn, loss = self._waves.rise(self._parts.batches.next, micro, piece, of, falls)
+            drawn, loss = self._waves.piece_forward(self._parts.batches.next_batch, micro, piece, of, falls)
         shown = None
         if loss is not None:
             shown = loss.detach()
             self._timing.losses.append(shown)
             if not falls:
-                self._whole.open[micro] = loss
+                self._whole.open_losses[micro] = loss
             self._whole.check_loss(shown, drawn)
-        self._parts.ledger.forward(drawn)
+        self._parts.ledger.note_forward(drawn)
         self._timing.end_pass()
         return shown
 
-    def fall(self, micro: int, piece: int, of: int, grad: float) -> None:
+    def piece_backward(self, micro: int, piece: int, of: int, grad: float) -> None:
         """Computes a piece of a backward."""
-        self._begin("backward", micro, piece, of)
-        with self._parts.ledger.backward(False):
-            self._waves.fall(micro, piece, of, grad)
+        self._begin_pass("backward", micro, piece, of)
+        with self._parts.ledger.measure_backward(False):
+            self._waves.piece_backward(micro, piece, of, grad)
         self._timing.end_pass()
 
-    def _begin(self, phase: str, micro: int, piece: int, of: int) -> None:
+    def _begin_pass(self, phase: str, micro: int, piece: int, of: int) -> None:
         self._parts.at(f"{phase} of wave {micro}")
         self._tensor.begin_pass(phase)
-        again = self._tensor.again(phase) if phase == "backward" else 0.0
-        share = self._pipeline.share * self._waves.share(piece, of)
-        self._timing.begin_pass(pass_name(phase, micro, piece, of), phase, share, again)
+        again = self._tensor.recomputed_share(phase) if phase == "backward" else 0.0
+        share = self._pipeline.share * self._waves.estimate_share(piece, of)
+        self._timing.begin_pass(name_pass(phase, micro, piece, of), phase, share, again)
 
-    def narrow(self, kept: list[torch.Tensor] | None, scaled: bool) -> float:
+    def narrow_model(self, kept: list[torch.Tensor] | None, scaled: bool) -> float:
         """Switches to a sub-model, or back to the model if `kept` is None. Returns its share of the compute."""
-        if self._whole.open:
+        if self._whole.open_losses:
             raise StrategyError("narrow: a forward is open; ask for its backward first")
         self._parts.at("narrow")
-        share: float = self._parts.narrowing.to(kept, scaled)
-        self._parts.ledger.part(self._parts.narrowing.trained)
+        share: float = self._parts.narrowing.switch_to(kept, scaled)
+        self._parts.ledger.note_submodel(self._parts.narrowing.own_params)
         return share

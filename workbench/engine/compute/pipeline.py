@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from workbench.engine.compute.hooks import GradientHooks
 from workbench.engine.compute.parts import ComputeParts
 from workbench.engine.compute.tensor import TensorPerformer
-from workbench.engine.compute.timing import Timing
-from workbench.host.core.drive import drive
-from workbench.host.passes.flow import Flow
-from workbench.host.passes.meetings import Plans
-from workbench.host.passes.piece import Piece
-from workbench.host.passes.pipelining import WEIGHTS, one_batch, pass_name
-from workbench.host.placement.spread import Spread
+from workbench.engine.compute.timing import PassTiming
+from workbench.host.core.drive import drive_coroutine
+from workbench.host.passes.flow import InFlight
+from workbench.host.passes.meetings import PassPlan
+from workbench.host.passes.piece import StageModule
+from workbench.host.passes.pipelining import WEIGHT_HALF, name_pass, run_batch
+from workbench.host.placement.spread import ReplicaSpread
 from workbench.rank import Op, StrategyError
 
 
@@ -31,28 +31,33 @@ class PipelinePerformer:
     flow:     the micro-batches in flight
     """
 
-    def __init__(self, parts: ComputeParts, timing: Timing, tensor: TensorPerformer, hooks: GradientHooks,
+    def __init__(self, parts: ComputeParts, timing: PassTiming, tensor: TensorPerformer, hooks: GradientHooks,
                  perform: Callable[[Op], Any]) -> None:  # fmt: skip
         self._parts, self._timing, self._tensor, self._hooks = parts, timing, tensor, hooks
         self._rank, self._perform = parts.rank, perform
-        self.piece: Piece | None = None
+        self.piece: StageModule | None = None
         self.share = 1.0
-        self.flow = Flow(lambda: parts.layout, lambda after: parts.batches.coming(after), self._buffers, self._forget,
-                         lambda: parts.experiment().steps)  # fmt: skip
+        self.flow = InFlight(
+            lambda: parts.layout,
+            lambda after: parts.batches.peek_batch(after),
+            self._list_buffers,
+            self._forget_micros,
+            lambda: parts.experiment().steps,
+        )
         self._shares: tuple[float, ...] = ()  # the share of each of its pieces
         self._batches: dict[int, Any] = {}  # batches without a backward so far
         self._count = 1  # micro-batches of a batch
         self._left: list[int] = []  # by piece: the backwards left of this batch
         self._exchanged = False
 
-    def _buffers(self) -> list[Tensor]:
-        return self.piece.buffers() if self.piece is not None else []
+    def _list_buffers(self) -> list[Tensor]:
+        return self.piece.list_buffers() if self.piece is not None else []
 
-    def _forget(self, micros: list[int]) -> None:
+    def _forget_micros(self, micros: list[int]) -> None:
         if self.piece is not None:
-            self.piece.forget(micros)
+            self.piece.drop_micros(micros)
 
-    def opened(self) -> list[Tensor]:
+    def list_open(self) -> list[Tensor]:
         """Returns the activations whose backward is still to come."""
         return list(self.piece.opened.values()) if self.piece is not None else []
 
@@ -60,24 +65,27 @@ class PipelinePerformer:
         """Keeps a batch until its backward, which takes it through the stages, both ways."""
         self._batches[micro] = batch
 
-    def lie(self, spread: Spread | None, seed: int) -> None:
+    def take_part(self, spread: ReplicaSpread | None, seed: int) -> None:
         """Takes over this rank's part of the model: the whole model if `spread` is None.
 
         seed: of random numbers that ranks with slices draw alike
         """
         self.piece, self.share = None, 1.0
-        here, index = spread.place(self._rank.id) if spread else (0, 0)
+        here, index = spread.locate_rank(self._rank.id) if spread else (0, 0)
         dealt = spread.split.share if spread and spread.split else 1.0
         if spread and (stages := spread.stages):
-            self.piece = Piece(self._parts.model, stages.of(here), here, len(stages))
-            self.share, self._shares = stages.share(here), tuple(s * dealt for s in stages.shares[here :: len(stages)])
+            self.piece = StageModule(self._parts.model, stages.pieces_of_stage(here), here, len(stages))
+            self.share, self._shares = (
+                stages.compute_share(here),
+                tuple(s * dealt for s in stages.shares[here :: len(stages)]),
+            )
         self.share *= dealt
-        self._tensor.deal(spread.split if spread else None, index, seed)
+        self._tensor.take_slices(spread.split if spread else None, index, seed)
 
-    def tune(self, plans: tuple[Plans, ...], units: list[nn.Module], again: tuple[float, ...]) -> None:
+    def tune_partition(self, plans: tuple[PassPlan, ...], units: list[nn.Module], again: tuple[float, ...]) -> None:
         """Applies the partition's present knobs. plans, units, again: of all stages, as TensorPerformer takes them"""
         here = slice(self.piece.stage, None, self.piece.stages) if self.piece else slice(None)
-        self._tensor.tune(plans[here], units, again[here])
+        self._tensor.tune_partition(plans[here], units, again[here])
 
     def run_batch(self, grad: float | None, micro: int, exchanged: bool) -> Tensor:
         """Takes a batch through the stages, forward and backward. Returns its loss."""
@@ -88,72 +96,76 @@ class PipelinePerformer:
         self._count = count = partition.micro_batches
         self._left = [count] * partition.pieces
         batch, self._exchanged = self._batches.pop(micro), exchanged
-        self.flow.open(batch, partition)
+        self.flow.cut_batch(batch, partition)
         self._tensor.meet_before(batch)
         share = (1.0 if grad is None else grad) / count
-        passes = one_batch(self._rank.group("stage"), partition, share, self.flow, self._rank.step)
-        loss: Tensor = drive(passes, self._perform, self._parts.alone)
+        passes = run_batch(self._rank.group("stage"), partition, share, self.flow, self._rank.step)
+        loss: Tensor = drive_coroutine(passes, self._perform, self._parts.alone)
         return loss
 
     def stage_forward(self, x: Tensor | None, micro: int, chunk: int) -> Tensor:
         """Runs a piece's forward, together with the ranks that hold the other slices of its matrices."""
         assert self.piece is not None
-        self._begin("forward", micro, chunk)
-        part, number = self.flow.part(micro), self.flow.number(micro)
+        self._begin_pass("forward", micro, chunk)
+        part, number = self.flow.take_micro(micro), self.flow.number_micro(micro)
         group = self._tensor.group
-        with torch.enable_grad(), group.passing(x, self.piece.params(chunk)) if group else nullcontext():
-            with self.flow.forward(micro):
-                made = self.piece.forward(self._parts.learner.loss, part, x, number, chunk)
-        self._parts.ledger.forward(list(self.flow.inputs.values()))
+        with torch.enable_grad(), group.run_pass(x, self.piece.list_params(chunk)) if group else nullcontext():
+            with self.flow.read_in_forward(micro):
+                made = self.piece.run_forward(self._parts.learner.loss, part, x, number, chunk)
+        self._parts.ledger.note_forward(list(self.flow.inputs.values()))
         self._timing.end_pass()
         return made
 
     def stage_backward(self, grad: Tensor | float, micro: int, chunk: int) -> Tensor | None:
         """Runs a piece's backward. Returns the gradient of its input."""
         assert self.piece is not None
-        return self._backward_of("backward", partial(self.piece.backward, grad), micro, chunk)
+        return self._run_stage_backward("backward", partial(self.piece.run_backward, grad), micro, chunk)
 
     def stage_inputs(self, grad: Tensor | float, micro: int, chunk: int) -> Tensor | None:
         """Runs the half of a backward that gives the input its gradient, and returns that."""
         assert self.piece is not None
-        self._begin("backward", micro, chunk, 0.5)
-        came = self.piece.inputs(grad, self.flow.number(micro), chunk)
+        self._begin_pass("backward", micro, chunk, 0.5)
+        came = self.piece.backward_inputs(grad, self.flow.number_micro(micro), chunk)
         self._timing.end_pass()
         return came
 
     def stage_weights(self, micro: int, chunk: int) -> None:
         """Runs the half of a backward that gives parameters their gradients."""
         assert self.piece is not None
-        self._backward_of(WEIGHTS, self.piece.weights, micro, chunk, 0.5)
+        self._run_stage_backward(WEIGHT_HALF, self.piece.backward_weights, micro, chunk, 0.5)
 
-    def _backward_of(self, name: str, run: Callable[[int, int], Any], micro: int, chunk: int, part: float = 1.0) -> Any:
+    def _run_stage_backward(
+        self, name: str, run: Callable[[int, int], Any], micro: int, chunk: int, part: float = 1.0
+    ) -> Any:
         """Runs a backward, or its second half, that gives parameters their gradients."""
         assert self.piece is not None
         begun = sum(self._left) < len(self._left) * self._count
         self._left[chunk] -= 1
         if self._exchanged and not any(self._left):  # with this one, gradients are those of the whole batch
-            mine = {id(p) for p in self.piece.params(chunk)}  # a parameter may be tied to another piece's
-            self._hooks.open([place.param for place in self._parts.layout.order if id(place.param) not in mine])
-        self._begin(name, micro, chunk, part)
-        with self._parts.ledger.backward(self._hooks.listening), self.flow.backward(micro):
-            came = run(self.flow.number(micro), chunk)
+            mine = {id(p) for p in self.piece.list_params(chunk)}  # a parameter may be tied to another piece's
+            self._hooks.begin_exchange(
+                [place.param for place in self._parts.layout.order if id(place.param) not in mine]
+            )
+        self._begin_pass(name, micro, chunk, part)
+        with self._parts.ledger.measure_backward(self._hooks.is_exchanging), self.flow.read_in_backward(micro):
+            came = run(self.flow.number_micro(micro), chunk)
             if self._exchanged and not begun and any(self._left):
-                self._hooks.attach()
-                self._parts.layout.take_in()
+                self._hooks.attach_hooks()
+                self._parts.layout.move_gradients()
         self._timing.end_pass()
         return came
 
-    def _begin(self, name: str, micro: int, chunk: int, part: float = 1.0) -> None:
+    def _begin_pass(self, name: str, micro: int, chunk: int, part: float = 1.0) -> None:
         """Begins a pass, or `part` of one."""
         assert self.piece is not None
         phase = name.partition(" ")[0]
         self._parts.at(f"{name} of micro-batch {micro}")
         self._tensor.begin_pass(phase, chunk)
-        called = pass_name(name, self.flow.number(micro), chunk, len(self.piece.pieces))
-        again = self._tensor.again(phase, chunk)
+        called = name_pass(name, self.flow.number_micro(micro), chunk, len(self.piece.pieces))
+        again = self._tensor.recomputed_share(phase, chunk)
         self._timing.begin_pass(called, phase, self._shares[chunk] * part / self._count, again)
 
-    def sum_of_replica(self, squares: float) -> float:
+    def sum_over_stages(self, squares: float) -> float:
         """Returns the sum over all stages of a replica."""
         place = self._parts.layout.order[0].param.device
         x = torch.tensor([squares], dtype=torch.float64, device=place)

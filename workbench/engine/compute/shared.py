@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.engine.control.canonical import all_equal, check_equal
+from workbench.engine.control.canonical import check_equal, gather_numbers
 from workbench.engine.wire.collectives import Wire
-from workbench.host.placement.canonical import state_hash
-from workbench.host.placement.layout import Layout
+from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.layout import ParameterLayout
 
 ALIGNED = 64  # bytes; a vector begins at a multiple
 
@@ -25,54 +25,54 @@ ALIGNED = 64  # bytes; a vector begins at a multiple
 class SharedParameters:
     """One rank's access to the shared memory. All ranks call each method at once, while their steps stand still.
 
-    held: whether the parameters are in shared memory
+    is_shared: whether the parameters are in shared memory
     file: returns the path of a file by its name; all ranks see it
     """
 
-    def __init__(self, layout: Layout, control: Wire | None, file: Callable[[str], Path]) -> None:
-        self.layout, self.control, self.file = layout, control, file
-        self.held = False
+    def __init__(self, layout: ParameterLayout, control: Wire | None, file: Callable[[str], Path]) -> None:
+        self.layout, self.control, self.make_path = layout, control, file
+        self.is_shared = False
         self._number = 0  # blocks so far, so that each has a name of its own
 
-    def enter(self) -> None:
+    def share_parameters(self) -> None:
         """Moves the parameters into one block. They must be equal on all ranks."""
         layout, control = self.layout, self.control
         if control is None:
             return
         self._number += 1
-        path = self.file(f"-{self._number}.shared")
+        path = self.make_path(f"-{self._number}.shared")
         try:
             if control.rank == 0:
-                _write(path, layout.weights)
-            check_equal(control, state_hash(layout), "before they are shared the parameters")
+                _write_block(path, layout.weights)
+            check_equal(control, hash_model_state(layout), "before they are shared the parameters")
             if not path.exists():
-                all_equal(control, 0)  # raises here if a peer has failed and removed the file
+                gather_numbers(control, 0)  # raises here if a peer has failed and removed the file
                 raise RuntimeError(f"{path}: this rank does not see what rank 0 made; a host's ranks need one disk")
-            layout.lie_in(_mapped(path, layout.weights))
-            all_equal(control, 0)  # the name goes once all ranks have mapped the file
+            layout.adopt_vectors(_map_block(path, layout.weights))
+            gather_numbers(control, 0)  # the name goes once all ranks have mapped the file
         finally:
             path.unlink(missing_ok=True)
-        self.held = True
+        self.is_shared = True
 
-    def leave(self) -> None:
+    def unshare_parameters(self) -> None:
         """Gives each rank parameters of its own again."""
-        if not self.held:
+        if not self.is_shared:
             return
         layout = self.layout
-        layout.lie_in([w.clone() for w in layout.weights])
-        self.held = False
-        check_equal(self.control, state_hash(layout), "no longer shared, the parameters")
+        layout.adopt_vectors([w.clone() for w in layout.weights])
+        self.is_shared = False
+        check_equal(self.control, hash_model_state(layout), "no longer shared, the parameters")
 
-    def relay(self, lay: Callable[[], None]) -> None:
+    def share_again(self, lay: Callable[[], None]) -> None:
         """Lays the parameters out by `lay`, in the rank's own memory; then shares them again."""
-        if not self.held:
+        if not self.is_shared:
             return lay()
-        all_equal(self.control, 0)  # from here on no rank changes a value
+        gather_numbers(self.control, 0)  # from here on no rank changes a value
         lay()
-        self.enter()
+        self.share_parameters()
 
 
-def refused(strategy: Any, size: int, device: str, local: bool) -> str | None:
+def explain_refusal(strategy: Any, size: int, device: str, local: bool) -> str | None:
     """Returns why `strategy` cannot share its memory here, with an alternative; None if it can."""
     name = type(strategy).__name__
     if not strategy.shared or size == 1:
@@ -90,7 +90,7 @@ def refused(strategy: Any, size: int, device: str, local: bool) -> str | None:
     return None
 
 
-def _places(weights: list[Tensor]) -> tuple[list[int], int]:
+def _find_offsets(weights: list[Tensor]) -> tuple[list[int], int]:
     """Returns where in the block each vector begins and how long the block is, in bytes."""
     at, places = 0, []
     for w in weights:
@@ -99,9 +99,9 @@ def _places(weights: list[Tensor]) -> tuple[list[int], int]:
     return places, max(at, ALIGNED)
 
 
-def _write(path: Path, weights: list[Tensor]) -> None:
+def _write_block(path: Path, weights: list[Tensor]) -> None:
     """Writes a block with the values of `weights`, readable by this user only. A full disk raises an error here."""
-    places, nbytes = _places(weights)
+    places, nbytes = _find_offsets(weights)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(bytes(nbytes))
         for at, w in zip(places, weights, strict=True):
@@ -109,9 +109,9 @@ def _write(path: Path, weights: list[Tensor]) -> None:
             file.write(w.detach().view(torch.uint8).numpy().data)
 
 
-def _mapped(path: Path, weights: list[Tensor]) -> list[Tensor]:
+def _map_block(path: Path, weights: list[Tensor]) -> list[Tensor]:
     """Returns vectors like `weights` in the block at `path`."""
-    places, nbytes = _places(weights)
+    places, nbytes = _find_offsets(weights)
     block = torch.UntypedStorage.from_file(str(path), True, nbytes)
     assert isinstance(block, torch.UntypedStorage)  # torch's annotation is wider
     return [torch.empty(0, dtype=w.dtype).set_(block, at // w.element_size(), w.shape, (1,))

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from workbench.engine.compute.parts import ComputeParts
-from workbench.engine.compute.timing import Timing
-from workbench.host.core.drive import drive
-from workbench.host.passes.across import met
-from workbench.host.passes.checkpointing import Checkpointed
-from workbench.host.passes.coded import Combining
-from workbench.host.passes.meetings import Planned, Plans
-from workbench.host.passes.pipelining import same_batch
-from workbench.host.passes.together import Together, refreshed
-from workbench.host.placement.splitting import Split
+from workbench.engine.compute.timing import PassTiming
+from workbench.host.core.drive import drive_coroutine
+from workbench.host.passes.across import perform_meeting
+from workbench.host.passes.checkpointing import CheckpointedUnits
+from workbench.host.passes.coded import MeetingKind
+from workbench.host.passes.meetings import PassPlan, PlannedMeeting
+from workbench.host.passes.pipelining import require_same_batch
+from workbench.host.passes.together import TensorParallelGroup, refresh_common
+from workbench.host.placement.splitting import TensorSplit
 from workbench.rank import Op
 
 
@@ -29,33 +29,33 @@ class TensorPerformer:
     group:             what this rank's slices do in a pass; None while it holds whole matrices
     """
 
-    def __init__(self, parts: ComputeParts, timing: Timing, perform: Callable[[Op], Any],
+    def __init__(self, parts: ComputeParts, timing: PassTiming, perform: Callable[[Op], Any],
                  perform_in_pass: Callable[[Op], Any]) -> None:  # fmt: skip
         self._parts, self._timing = parts, timing
         self._perform, self._perform_in_pass = perform, perform_in_pass
         self._rank, self._at, self._chip = parts.rank, parts.at, parts.lane.chip
-        self.group: Together | None = None
-        self._plans: tuple[Plans, ...] = ()  # by piece of the model on this rank: when ranks meet
+        self.group: TensorParallelGroup | None = None
+        self._plans: tuple[PassPlan, ...] = ()  # by piece of the model on this rank: when ranks meet
         self._recomputed: tuple[float, ...] = ()  # by piece: the share of its forward that backward computes again
-        self._checkpointed: Checkpointed | None = None
-        self._plan: list[Planned] = []  # of the present pass
+        self._checkpointed: CheckpointedUnits | None = None
+        self._plan: list[PlannedMeeting] = []  # of the present pass
         self._met = 0  # meetings so far in the present pass
         self._stale = True  # whether common parameters may have changed since the last refresh
-        self._told = -1  # the step of the last refresh
+        self._refreshed_at = -1  # the step of the last refresh
         self._fresh = False  # whether the next batch is the first, which ranks must compare
 
-    def deal(self, split: Split | None, index: int, seed: int) -> None:
+    def take_slices(self, split: TensorSplit | None, index: int, seed: int) -> None:
         """Gives this rank slices of each matrix, or whole matrices if `split` is None."""
-        self._keep_all()
+        self._stop_recomputing()
         if self.group is not None:
-            self.group.undo()
+            self.group.restore_modules()
         self.group = None
         if split is not None:
             coded = self._timing.run_codec
-            self.group = Together(self._parts.model, split, index, self._ask, seed=seed, coded=coded)
+            self.group = TensorParallelGroup(self._parts.model, split, index, self._meet_group, seed=seed, coded=coded)
         self._plan, self._fresh, self._stale = [], True, True
 
-    def tune(self, plans: tuple[Plans, ...], units: list[nn.Module], again: tuple[float, ...]) -> None:
+    def tune_partition(self, plans: tuple[PassPlan, ...], units: list[nn.Module], again: tuple[float, ...]) -> None:
         """Applies the partition's present knobs.
 
         plans: by piece of the model, as far as they are known
@@ -63,19 +63,19 @@ class TensorPerformer:
         """
         partition = self._parts.experiment().partition
         self._plans, self._recomputed = plans, again
-        self._keep_all()
+        self._stop_recomputing()
         if units:
-            self._checkpointed = Checkpointed(units, partition.recompute[0])
+            self._checkpointed = CheckpointedUnits(units, partition.recompute[0])
         if self.group is not None:
             self.group.coding = partition.inside(self._rank.memory)
 
-    def _keep_all(self) -> None:
+    def _stop_recomputing(self) -> None:
         """Stops recomputing units."""
         if self._checkpointed is not None:
-            self._checkpointed.undo()
+            self._checkpointed.restore_forwards()
         self._checkpointed = None
 
-    def again(self, phase: str, chunk: int = 0) -> float:
+    def recomputed_share(self, phase: str, chunk: int = 0) -> float:
         """Returns the share of a piece's forward that a pass through it computes again."""
         return self._recomputed[chunk] if phase == "backward" and chunk < len(self._recomputed) else 0.0
 
@@ -86,32 +86,32 @@ class TensorPerformer:
     def meet_before(self, batch: Any) -> None:
         """Makes common parameters equal on a replica's ranks, and checks that they read the same batch."""
         if self._fresh and self._rank.mesh.inside:
-            like = same_batch(self._rank.inside, batch, next(self._parts.model.parameters()).device)
-            drive(like, self._perform, self._parts.alone)
+            like = require_same_batch(self._rank.inside, batch, next(self._parts.model.parameters()).device)
+            drive_coroutine(like, self._perform, self._parts.alone)
         self._fresh = False
-        if self.group is not None and (self._stale or self._told != self._rank.step):
-            self.refresh()
-            self._stale, self._told = False, self._rank.step
+        if self.group is not None and (self._stale or self._refreshed_at != self._rank.step):
+            self.refresh_common()
+            self._stale, self._refreshed_at = False, self._rank.step
 
-    def refresh(self) -> None:
+    def refresh_common(self) -> None:
         """Copies the present values of parameters that another rank of the group updates."""
         assert self.group is not None
         self._stale = True
-        drive(refreshed(self._rank.group("tensor"), self.group.common), self._perform, self._parts.alone)
+        drive_coroutine(refresh_common(self._rank.group("tensor"), self.group.common), self._perform, self._parts.alone)
 
     def begin_pass(self, phase: str, chunk: int = 0) -> None:
         """Begins a pass through one of this rank's pieces of the model."""
         self._met = 0
-        self._plan = self._plans[chunk].of(phase) if chunk < len(self._plans) else []
+        self._plan = self._plans[chunk].meetings_of_phase(phase) if chunk < len(self._plans) else []
 
-    def _ask(self, meeting: Combining, x: Tensor) -> Tensor:
+    def _meet_group(self, meeting: MeetingKind, x: Tensor) -> Tensor:
         """Meets the other ranks of the group. Runs inside torch; for a GPU's backward, on autograd's thread."""
         number, self._met = self._met, self._met + 1
-        with self._chip.inside(), torch.inference_mode(False), torch.no_grad():
+        with self._chip.use_stream(), torch.inference_mode(False), torch.no_grad():
             around = self._at.now
             if number < len(self._plan) and self._parts.reading.phase != "evaluation":
-                self._timing.reach(self._plan[number].share)
-            meet = met(self._rank.group("tensor"), meeting, x)
-            made: Tensor = drive(meet, self._perform_in_pass, self._parts.alone)
+                self._timing.reach_fraction(self._plan[number].share)
+            meet = perform_meeting(self._rank.group("tensor"), meeting, x)
+            made: Tensor = drive_coroutine(meet, self._perform_in_pass, self._parts.alone)
             self._at(*around[:2])
         return made

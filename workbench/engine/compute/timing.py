@@ -9,62 +9,62 @@ from typing import Any
 
 from torch import Tensor
 
-from workbench.engine.compute.at import At
+from workbench.engine.compute.at import Activity
 from workbench.engine.wire.lane import Lane
-from workbench.engine.wire.shaping import Pace
-from workbench.engine.wire.watch import CODEC_FLOOR, Watch
+from workbench.engine.wire.shaping import ComputePace
+from workbench.engine.wire.watch import CODEC_FLOOR, Stopwatch
 from workbench.rank import Rank
 
 
-class Timing:
+class PassTiming:
     """One rank's clockwork of passes and steps. A pass is a forward or a backward, of the model or of a part of it.
 
     losses: of the present step
     """
 
-    def __init__(self, rank: Rank, lane: Lane, pace: Pace, watch: Watch, at: At) -> None:
+    def __init__(self, rank: Rank, lane: Lane, pace: ComputePace, watch: Stopwatch, at: Activity) -> None:
         self._rank, self._chip, self._pace, self._watch, self._at = rank, lane.chip, pace, watch, at
         self._pass: tuple[str, Any] | None = None  # the present pass, and since when it computes without a wait
         self.losses: list[Tensor] = []
 
     def begin_pass(self, name: str, phase: str, share: float, again: float = 0.0) -> None:
-        """Begins a pass. share, again: of the phase and of the forward that it computes again, as `Pace` has them"""
+        """Begins a pass. share, again: of the phase, and of the forward that it computes again. See `ComputePace`."""
         self._pass = name, self._watch.now()
-        self._pace.begin(phase, self._rank.step, share, again)
+        self._pace.begin_phase(phase, self._rank.step, share, again)
 
     def end_pass(self) -> None:
         """Ends the present pass: waits for its pace, and writes its span."""
-        self.reach(1.0)
+        self.reach_fraction(1.0)
         self._write_pass()
 
-    def reach(self, fraction: float) -> None:
+    def reach_fraction(self, fraction: float) -> None:
         """Notes that `fraction` of a phase is computed. With a pace or a fault, waits for a chip that runs ahead."""
-        if not self._pace.active:
+        if not self._pace.is_active:
             return
         if self._chip.runs_ahead:
-            self._chip.await_host(self._chip.mark(), self._watch.look)
-        self._pace.reach(fraction)
+            self._chip.block_until(self._chip.record_event(), self._watch.check_peers)
+        self._pace.reach_fraction(fraction)
 
     def _write_pass(self) -> None:
         assert self._pass is not None
         name, since = self._pass
-        self._watch.span(self._rank.step, name, since)
+        self._watch.end_span(self._rank.step, name, since)
         self._pass = None
 
     @property
-    def computing(self) -> bool:
+    def is_computing(self) -> bool:
         """Whether a pass of the model is under way."""
         return self._pass is not None
 
     @contextmanager
-    def within(self, name: str) -> Iterator[None]:
+    def interrupt_pass(self, name: str) -> Iterator[None]:
         """Runs a pass of that name in the middle of the present pass, as a span of its own."""
         around = self._pass
         if around is not None:
             self._write_pass()
         since = self._watch.now()
         yield
-        self._watch.span(self._rank.step, name, since)
+        self._watch.end_span(self._rank.step, name, since)
         if around is not None:
             self._pass = around[0], self._watch.now()
 
@@ -72,34 +72,34 @@ class Timing:
         """Notes that a pass has waited: its compute before the wait becomes a span, as on a virtual clock."""
         if self._pass is not None and (self._chip.runs_ahead or seconds > CODEC_FLOOR):
             name, since = self._pass
-            self._watch.write(self._rank.step, "compute", name, since, since, asked, 0)
+            self._watch.write_span(self._rank.step, "compute", name, since, since, asked, 0)
             self._pass = name, ended
 
     def run_codec(self, name: str, work: Callable[[], Any], nbytes: int) -> Any:
         """Runs a codec's own work on `nbytes` that cross between stages, or inside of one."""
         began = self._watch.now()
         value = work()
-        self._watch.write(self._rank.step, "codec", name, began, began, self._watch.now(), nbytes)
+        self._watch.write_span(self._rank.step, "codec", name, began, began, self._watch.now(), nbytes)
         return value
 
     def close_step(self, told: Callable[[int, float], None]) -> None:
         """Ends the step on this thread: records its loss and its pace, as far as they are known."""
         if self.losses:  # a step without a forward has none
-            self._watch.loss(self._rank.step, self.losses)
+            self._watch.queue_loss(self._rank.step, self.losses)
             self.losses.clear()
         if self._chip.runs_ahead:
             self._at("its chip", waits=True)
-        self._watch.settle()
-        if missed := self._pace.over():
+        self._watch.end_step()
+        if missed := self._pace.end_step():
             self._watch.record.mark(self._rank.step, "pace", self._watch.clock.now(), json.dumps(missed))
-        self._tell(told)
+        self._record_losses(told)
 
     def catch_up(self, told: Callable[[int, float], None]) -> None:
         """Waits for this rank's chip to finish, and records the losses."""
-        self._watch.flush()
-        self._tell(told)
+        self._watch.await_events()
+        self._record_losses(told)
 
-    def _tell(self, told: Callable[[int, float], None]) -> None:
+    def _record_losses(self, told: Callable[[int, float], None]) -> None:
         """Records the losses known by now, and passes them to `told`. Each is the mean of a step's."""
         while self._watch.losses:
             step, loss = self._watch.losses.popleft()

@@ -16,75 +16,83 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from workbench.engine.wire.shaping import Pace
-from workbench.host.core.drive import drive
-from workbench.host.transfer.tables import taken_of
+from workbench.engine.wire.shaping import ComputePace
+from workbench.host.core.drive import drive_coroutine
+from workbench.host.transfer.tables import take_named_gradients
 from workbench.rank import Op, Rank, StrategyError, message_name
 
 if TYPE_CHECKING:
-    from workbench.engine.rank.setup import Parts
+    from workbench.engine.rank.setup import RankComponents
 
 
-class Twin:
+class WorkerModel:
     """One of a rank's workers. number: from 0; batches: draws the rank's next batch, for one worker at a time"""
 
-    def __init__(self, run: Parts, number: int, batches: Callable[[], Any]) -> None:
+    def __init__(self, run: RankComponents, number: int, batches: Callable[[], Any]) -> None:
         self.run, self.number, self._batches = run, number, batches
         self.model = copy.deepcopy(run.model)
         self.params = dict(self.model.named_parameters())
-        self.pace = Pace(run.rank.id, run.naps)
+        self.pace = ComputePace(run.rank.id, run.naps)
         self.error: BaseException | None = None
-        self._looked: Any = None  # the batch of the next forward, if its rows were looked up
+        self._drawn_batch: Any = None  # the batch of the next forward, if its rows were looked up
         self._loss: Tensor | None = None
-        self._did: dict[str, Callable[..., Any]] = {
-            "batch": batches, "look_up": self._look_up, "forward": self._forward, "backward": self._backward,
-            "row_grads": partial(taken_of, self.params), "update": self._update, "params": run.layout.params,
-            "send": run.host.mailbox.send, "recv": self._recv, "clock": run.clock.now, "sample": self._sample,
-        }  # fmt: skip
+        self._verbs: dict[str, Callable[..., Any]] = {
+            "batch": batches,
+            "look_up": self._look_up,
+            "forward": self._run_forward,
+            "backward": self._run_backward,
+            "row_grads": partial(take_named_gradients, self.params),
+            "update": self._update_model,
+            "params": run.layout.list_params,
+            "send": run.host.mailbox.send,
+            "recv": self._receive_message,
+            "clock": run.clock.now,
+            "sample": self._record_sample,
+        }
 
-    def step(self, coro: Coroutine[Op, Any, Any]) -> None:
-        """Runs a step to its end. Keeps its error for `Workers.step`."""
+    def run_step(self, coro: Coroutine[Op, Any, Any]) -> None:
+        """Runs a step to its end. Keeps its error for `Workers.run_steps`."""
         try:
-            self.run.chip.bind()
-            self._tie()
-            drive(coro, self._perform, self.run.host.alone)
+            self.run.chip.bind_thread()
+            self._tie_parameters()
+            drive_coroutine(coro, self._perform_op, self.run.host.alone)
         except BaseException as error:
             self.error = error
 
-    def _tie(self) -> None:
+    def _tie_parameters(self) -> None:
         """Makes the copy use the rank's parameters and buffers, wherever they are now."""
         own, host = self.run.model, self.run.host
         for name, param in own.named_parameters():
             self.params[name].data = param.data
         for twin, buffer in zip(self.model.buffers(), own.buffers(), strict=True):
             twin.data = buffer.data
-        self.pace.ask(host.pace.seconds, host.pace.faults)
+        self.pace.set_pace(host.pace.seconds, host.pace.faults)
 
-    def _perform(self, op: Op) -> Any:
-        if op.verb not in self._did or op.group is not None:
+    def _perform_op(self, op: Op) -> Any:
+        if op.verb not in self._verbs or op.group is not None:
             raise StrategyError(f"`{op.verb}`: one of several workers cannot ask for it; take workers=1")
-        return self._did[op.verb](*op.args)
+        return self._verbs[op.verb](*op.args)
 
     def _look_up(self) -> dict[str, Tensor]:
-        self._looked = self._batches()
-        return self.run.host.whole.rows_of(self._looked)
+        self._drawn_batch = self._batches()
+        return self.run.host.whole.find_rows(self._drawn_batch)
 
-    def _forward(self, x: Any, micro: int) -> Tensor:
-        looked, self._looked = self._looked, None
+    def _run_forward(self, x: Any, micro: int) -> Tensor:
+        looked, self._drawn_batch = self._drawn_batch, None
         batch = x if x is not None else self._batches() if looked is None else looked
         with _Phase(self, "forward"):
             loss = self._loss = self.run.learner.loss(self.model, batch)
         self.run.host.timing.losses.append(loss.detach())
         return loss.detach()
 
-    def _backward(self, grad: float | None, micro: int) -> None:
+    def _run_backward(self, grad: float | None, micro: int) -> None:
         loss, self._loss = self._loss, None
         if loss is None:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         with _Phase(self, "backward"):
             loss.backward(None if grad is None else torch.full_like(loss, grad))
 
-    def _update(self, bucket: Any, by: Callable[[], None] | None, on: str) -> None:
+    def _update_model(self, bucket: Any, by: Callable[[], None] | None, on: str) -> None:
         if bucket is not None or by is not None:
             raise StrategyError("one of several workers updates as the task's optimizer does: `rank.update()` whole")
         with _Phase(self, "update"), self.run.host.alone:
@@ -94,7 +102,7 @@ class Twin:
             self.run.optimizer.step()
             self.run.optimizer.zero_grad(set_to_none=True)
 
-    def _recv(self, into: Tensor | None, source: int | None, kind: str) -> Any:
+    def _receive_message(self, into: Tensor | None, source: int | None, kind: str) -> Any:
         run, began = self.run, self.run.clock.now()
 
         def over() -> bool:
@@ -106,49 +114,49 @@ class Twin:
                         run.clock.now(), 0)  # fmt: skip
         return got
 
-    def _sample(self, name: str, value: float) -> None:
+    def _record_sample(self, name: str, value: float) -> None:
         self.run.record.sample(self.run.rank.step, name, self.run.clock.now(), float(value))
 
 
 class _Phase:
     """A phase of compute, recorded as a span and as long as the pace says."""
 
-    def __init__(self, worker: Twin, name: str) -> None:
+    def __init__(self, worker: WorkerModel, name: str) -> None:
         self.worker, self.name = worker, name
 
     def __enter__(self) -> None:
         run = self.worker.run
         self.began = run.host.watch.now()
-        self.worker.pace.begin(self.name, run.rank.step)
+        self.worker.pace.begin_phase(self.name, run.rank.step)
 
     def __exit__(self, *error: object) -> None:
         run = self.worker.run
-        self.worker.pace.reach(1.0)
-        run.host.watch.span(run.rank.step, self.name, self.began)
+        self.worker.pace.reach_fraction(1.0)
+        run.host.watch.end_span(run.rank.step, self.name, self.began)
 
 
-class Workers:
+class WorkerPool:
     """All workers of one rank."""
 
-    def __init__(self, run: Parts) -> None:
+    def __init__(self, run: RankComponents) -> None:
         self.run = run
         self._lock = threading.Lock()
-        self._all: list[Twin] = []
+        self._all: list[WorkerModel] = []
 
-    def _draw(self) -> Any:
+    def _draw_batch(self) -> Any:
         with self._lock:
-            return self.run.batches.next()
+            return self.run.batches.next_batch()
 
-    def step(self) -> None:
+    def run_steps(self) -> None:
         """Makes one step of the strategy on every worker, and waits for all of them. Raises a worker's error."""
         run, strategy = self.run, self.run.experiment.strategy
         while len(self._all) < strategy.workers:
-            self._all.append(Twin(run, len(self._all), self._draw))
+            self._all.append(WorkerModel(run, len(self._all), self._draw_batch))
         threads = []
         for worker in self._all[: strategy.workers]:
             name = f"rank {run.rank.id} worker {worker.number}"
-            coro = strategy.step(_as(run.rank, worker.number), run.state)
-            threads.append(threading.Thread(target=worker.step, args=(coro,), name=name, daemon=True))
+            coro = strategy.step(_view_as_worker(run.rank, worker.number), run.state)
+            threads.append(threading.Thread(target=worker.run_step, args=(coro,), name=name, daemon=True))
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -159,7 +167,7 @@ class Workers:
                 raise error
 
 
-def _as(rank: Rank, worker: int) -> Rank:
+def _view_as_worker(rank: Rank, worker: int) -> Rank:
     """Returns the rank as one of its workers sees it."""
     mine = type(rank)(rank.id, rank.size)
     mine.__dict__.update(rank.__dict__, worker=worker, _groups={})

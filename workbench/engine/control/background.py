@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workbench.engine.control.canonical import gathered
+from workbench.engine.control.canonical import gather_lists
 from workbench.engine.p2p.mailbox import BACKGROUND, SLICE
 from workbench.engine.wire.collectives import Aborted, Wire
 from workbench.engine.wire.lane import Lane
-from workbench.engine.wire.shaping import Shaper
-from workbench.engine.wire.wires import Line, opener
-from workbench.host.core.drive import drive
+from workbench.engine.wire.shaping import LinkShaper
+from workbench.engine.wire.wires import GroupWires, make_opener
+from workbench.host.core.drive import drive_coroutine
 from workbench.rank import Group, Op, StrategyError, message_name
 
 if TYPE_CHECKING:
-    from workbench.engine.rank.setup import Parts
+    from workbench.engine.rank.setup import RankComponents
 
 
 STEPS = ("forward", "backward", "backward_buckets", "update", "grads", "slots", "batch", "client", "narrow")
@@ -33,13 +33,13 @@ STEPS = ("forward", "backward", "backward_buckets", "update", "grads", "slots", 
 class Background:
     """One rank's background, for one strategy's stay. All ranks make theirs at once; `name` prefixes its wires."""
 
-    def __init__(self, run: Parts, name: str, wire: Wire | None, shaper: Shaper) -> None:
+    def __init__(self, run: RankComponents, name: str, wire: Wire | None, shaper: LinkShaper) -> None:
         self.run, self.wire, self._name = run, wire, name
-        open = opener(run.peers, run.port, name, "gloo")
-        self.lane = Lane("background", run.port, run.watch, run.chip, open, Line(wire, shaper, wire))
+        open = make_opener(run.peers, run.port, name, "gloo")
+        self.lane = Lane("background", run.port, run.watch, run.chip, open, GroupWires(wire, shaper, wire))
         self.lane.eager = True  # its children run on this thread
-        self.lane.hop = run.hop
-        self.lane.take, self.lane.give = run.ledger.buffers.take, run.ledger.buffers.give
+        self.lane.perform_hop = run.perform_hop
+        self.lane.on_collective, self.lane.on_child_end = run.ledger.buffers.note_request, run.ledger.buffers.note_end
         self.error: BaseException | None = None
         self._idle = threading.Event()  # the step has come to its end
         self._moved = threading.Event()
@@ -48,46 +48,52 @@ class Background:
         self._over = False  # no more messages come, so a receiver stops waiting
         self._looked = -1  # how many messages had come when this background last found none for it
         self._coros: queue.SimpleQueue[Coroutine[Op, Any, Any] | None] = queue.SimpleQueue()
-        self._did: dict[str, Callable[..., Any]] = {
-            "again": self._again, "params": run.layout.params, "clock": run.clock.now, "sample": self._sample,
-            "units": lambda: run.host.parts.narrowing.units, "work": lambda of, flops, name: of(),
+        self._verbs: dict[str, Callable[..., Any]] = {
+            "again": self._next_step,
+            "params": run.layout.list_params,
+            "clock": run.clock.now,
+            "sample": self._record_sample,
+            "units": lambda: run.host.parts.narrowing.hidden_units,
+            "work": lambda of, flops, name: of(),
             "update_rows": run.host.whole.update_rows,
-            "send": self._send, "recv": self._recv, "wait": self.lane.wait,
+            "send": self._send_message,
+            "recv": self._receive_message,
+            "wait": self.lane.wait,
             "start": lambda child, lane, name, *_, group=None: self.lane.start(child, name),
-        }  # fmt: skip
-        self._thread = threading.Thread(target=self._serve, name=f"rank {run.rank.id} background", daemon=True)
+        }
+        self._thread = threading.Thread(target=self._run_coroutines, name=f"rank {run.rank.id} background", daemon=True)
         self._thread.start()
 
     # -- called by the training thread --
 
-    def go(self, coro: Coroutine[Op, Any, Any]) -> None:
+    def start_coroutine(self, coro: Coroutine[Op, Any, Any]) -> None:
         """Begins, or begins again after a meeting."""
         self._over, self._looked = False, -1
         self._idle.clear()
         self._done.clear()
         self._coros.put(coro)
 
-    def moved(self) -> None:
+    def note_step(self) -> None:
         """Notes that the step has moved on, so that there is something new to exchange."""
         self._moved.set()
 
-    def idle(self) -> None:
+    def note_idle(self) -> None:
         """Notes that the step does not move on before a meeting. This rank no longer asks its peers to go on."""
         self._idle.set()
         self._moved.set()
 
-    def drain(self, control: Wire | None) -> None:
+    def end_exchanges(self, control: Wire | None) -> None:
         """Lets the backgrounds finish their common exchanges and end, while every rank's step stands still."""
-        self.idle()
-        self._until_quiet(control)
+        self.note_idle()
+        self._await_quiet(control)
         self._over = True
         while not self._done.wait(SLICE):
-            self.run.mailbox.nudge()
+            self.run.mailbox.wake_waiters()
             if self.run.leaving.is_set():
                 raise Aborted("left while the background was ending")
-        self.check()
+        self.raise_error()
 
-    def _until_quiet(self, control: Wire | None) -> None:
+    def _await_quiet(self, control: Wire | None) -> None:
         """Returns on all ranks at once, when no message is under way and each background has ended or waits for one.
 
         Two looks in a row must find this and equal numbers of messages, because a rank's count may lag behind
@@ -95,23 +101,23 @@ class Background:
         """
         before, rest = [-1, -1], 1e-3
         while True:
-            self.check()
-            quiet, posted, came = self._state()
-            table = gathered(control, [quiet, posted, came])
+            self.raise_error()
+            quiet, posted, came = self._read_state()
+            table = gather_lists(control, [quiet, posted, came])
             now = [sum(row[1] for row in table), sum(row[2] for row in table)]
             if all(row[0] for row in table) and now[0] == now[1] and now == before:
                 return
             before = now
-            self.run.mailbox.pause(rest)
+            self.run.mailbox.await_news(rest)
             rest = min(2 * rest, SLICE)
 
-    def _state(self) -> tuple[int, int, int]:
+    def _read_state(self) -> tuple[int, int, int]:
         """Whether the background has ended or waits for a message; how many messages were posted and have come."""
         done, looked = self._done.is_set(), self._looked  # read before `came`: if equal, it still waits
-        posted, came = self.run.mailbox.posted, self.run.mailbox.came
+        posted, came = self.run.mailbox.posted_count, self.run.mailbox.received_count
         return done or looked == came, posted, came
 
-    def retire(self, patience: float = 3.0) -> None:
+    def end_round(self, patience: float = 3.0) -> None:
         """Lets the present round end on all ranks, because a rank may not notice that a group is cut in a round.
 
         [Note: What gloo misses] in engine/device/gloo.py explains why. A round that failed by itself cannot be ended.
@@ -119,12 +125,12 @@ class Background:
         patience: seconds; on a busy machine the other ranks may need 1 or 2 to reach the end of the round
         """
         end, self._over = time.monotonic() + patience, True  # a server stops waiting for messages, too
-        self.idle()
-        self.run.mailbox.nudge()
+        self.note_idle()
+        self.run.mailbox.wake_waiters()
         if self._done.wait(patience):
-            self.run.peers.come(f"the end of {self._name}", end if self.error is None else 0.0)
+            self.run.peers.await_point(f"the end of {self._name}", end if self.error is None else 0.0)
 
-    def check(self) -> None:
+    def raise_error(self) -> None:
         """Raises the error of the background, if any."""
         if self.error is not None:
             raise self.error
@@ -132,30 +138,30 @@ class Background:
     def close(self) -> None:
         """Joins the thread and gives the wire back. To close before the end, the caller sets `leaving`."""
         self._coros.put(None)
-        self.idle()
+        self.note_idle()
         self._thread.join(5.0)
         self.lane.close()
         if self.error is not None:
             self.error.__traceback__ = None  # a kept traceback keeps the group's sockets open
-        self.run.peers.drop([*self.lane.wires.given_up(), *([self.wire] if self.wire is not None else [])])
+        self.run.peers.close_wires([*self.lane.wires.forget_groups(), *([self.wire] if self.wire is not None else [])])
 
     # -- on the background's own thread --
 
-    def _serve(self) -> None:
+    def _run_coroutines(self) -> None:
         torch.set_grad_enabled(False)
-        self.run.chip.bind()
+        self.run.chip.bind_thread()
         while (coro := self._coros.get()) is not None:
             try:
-                drive(coro, self._perform, self.run.host.alone)
+                drive_coroutine(coro, self._perform_op, self.run.host.alone)
             except BaseException as error:
                 self.error = error
-                self.run.mailbox.nudge()
+                self.run.mailbox.wake_waiters()
             self._done.set()
-            self.run.mailbox.nudge()
+            self.run.mailbox.wake_waiters()
 
-    def _perform(self, op: Op) -> Any:
+    def _perform_op(self, op: Op) -> Any:
         self.lane.step = self.run.lane.step  # between two steps, rows belong to the former
-        do = self._did.get(op.verb)
+        do = self._verbs.get(op.verb)
         if do is not None:
             return do(*op.args) if op.group is None else do(*op.args, group=op.group)
         if op.verb in STEPS:
@@ -166,7 +172,7 @@ class Background:
 
         return self.lane.wait(self.lane.start(child(), str(op.args[-1] or op.verb)))
 
-    def _again(self, rest: float, alone: bool, group: Group | None = None) -> int:
+    def _next_step(self, rest: float, alone: bool, group: Group | None = None) -> int:
         """Returns the number of the present step (from 1) while any rank of the group trains; 0 after that.
 
         Rests for `rest` seconds, then waits for a new step. alone: only this rank's step counts.
@@ -184,26 +190,26 @@ class Background:
             self._idle.set()
         self._moved.clear()
         flag = torch.tensor([not self._idle.is_set()], dtype=torch.int32)
-        if not alone and (wire := self.lane.wires.of(group).aside) is not None:
+        if not alone and (wire := self.lane.wires.for_group(group).aside) is not None:
             wire.wait(wire.all_reduce(flag, "max"))
         step = self.run.lane.step
         self.run.record.sample(step, "again", self.run.clock.now(), float(flag))
         return step + 1 if flag else 0
 
-    def _sample(self, name: str, value: float) -> None:
+    def _record_sample(self, name: str, value: float) -> None:
         self.run.record.sample(self.run.lane.step, name, self.run.clock.now(), float(value))
 
-    def _send(self, tensor: torch.Tensor, to: int, kind: str) -> None:
-        self.run.ledger.buffers.post(tensor)
+    def _send_message(self, tensor: torch.Tensor, to: int, kind: str) -> None:
+        self.run.ledger.buffers.note_message(tensor)
         self.run.mailbox.send(tensor, to, kind, BACKGROUND)
 
-    def _recv(self, into: torch.Tensor | None, source: int | None, kind: str) -> Any:
-        got = self.run.mailbox.recv(into, source, kind, self._nothing)
+    def _receive_message(self, into: torch.Tensor | None, source: int | None, kind: str) -> Any:
+        got = self.run.mailbox.recv(into, source, kind, self._expects_nothing)
         if source is None and got is not None:
-            self._sample(message_name("recv", kind), got[1])
+            self._record_sample(message_name("recv", kind), got[1])
         return got
 
-    def _nothing(self) -> bool:
+    def _expects_nothing(self) -> bool:
         """Whether no such message will come; called by the mailbox while it has none."""
-        self._looked = self.run.mailbox.came
+        self._looked = self.run.mailbox.received_count
         return self._over

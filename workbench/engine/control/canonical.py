@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from workbench.engine.wire.collectives import Wire
-from workbench.host.observe.evaluating import rms, squares
-from workbench.host.placement.canonical import Disagreement, buffers, check_same
-from workbench.host.placement.layout import Layout
-from workbench.host.placement.signature import description, difference, signature
+from workbench.host.observe.evaluating import compute_rms, sum_squares
+from workbench.host.placement.canonical import RankDisagreement, check_same, list_buffers
+from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.signature import describe_difference, describe_parameters, hash_signature
 
 
-def all_equal(wire: Wire | None, number: int) -> list[int]:
+def gather_numbers(wire: Wire | None, number: int) -> list[int]:
     """Returns every rank's `number`, by rank."""
     if wire is None:
         return [number]
@@ -26,7 +26,7 @@ def all_equal(wire: Wire | None, number: int) -> list[int]:
     return out.tolist()
 
 
-def gathered(wire: Wire | None, numbers: list[int]) -> list[list[int]]:
+def gather_lists(wire: Wire | None, numbers: list[int]) -> list[list[int]]:
     """Returns every rank's `numbers`, by rank; all lists have the same length."""
     if wire is None:
         return [numbers]
@@ -39,21 +39,21 @@ def gathered(wire: Wire | None, numbers: list[int]) -> list[list[int]]:
 
 def check_equal(wire: Wire | None, number: int, what: str) -> None:
     """Raises Disagreement with the ranks whose `number` differs from rank 0's."""
-    check_same(all_equal(wire, number), what)
+    check_same(gather_numbers(wire, number), what)
 
 
 def check_model(wire: Wire | None, model: nn.Module) -> None:
     """Raises Disagreement with the first parameter in which a rank's model differs from rank 0's."""
-    numbers = all_equal(wire, signature(model))
+    numbers = gather_numbers(wire, hash_signature(model))
     if wire is None or len(set(numbers)) == 1:
         return
-    first = json.loads(told(wire, json.dumps(description(model)).encode(), 0))
+    first = json.loads(broadcast_text(wire, json.dumps(describe_parameters(model)).encode(), 0))
     odd = next(r for r, n in enumerate(numbers) if n != numbers[0])
-    mine = difference(first, description(model), wire.rank) if wire.rank == odd else ""
-    raise Disagreement(told(wire, mine.encode(), odd).decode())
+    mine = describe_difference(first, describe_parameters(model), wire.rank) if wire.rank == odd else ""
+    raise RankDisagreement(broadcast_text(wire, mine.encode(), odd).decode())
 
 
-def told(wire: Wire, text: bytes, source: int) -> bytes:
+def broadcast_text(wire: Wire, text: bytes, source: int) -> bytes:
     """Returns rank `source`'s text on every rank."""
     length = torch.tensor([len(text)])
     wire.wait(wire.broadcast(length, source))
@@ -65,7 +65,7 @@ def told(wire: Wire, text: bytes, source: int) -> bytes:
     return bytes(body.numpy())
 
 
-def broadcast_model(wire: Wire | None, layout: Layout, model: nn.Module) -> None:
+def broadcast_model(wire: Wire | None, layout: ParameterLayout, model: nn.Module) -> None:
     """Copies rank 0's parameters and buffers to all ranks."""
     if wire is None:
         return
@@ -78,7 +78,9 @@ def broadcast_model(wire: Wire | None, layout: Layout, model: nn.Module) -> None
 
 
 @contextmanager
-def mean_model(wire: Wire | None, layout: Layout, weights: list[Tensor], model: nn.Module) -> Iterator[float]:
+def use_mean_model(
+    wire: Wire | None, layout: ParameterLayout, weights: list[Tensor], model: nn.Module
+) -> Iterator[float]:
     """Makes the model the mean of all ranks' models inside the block; yields this rank's RMS distance from it.
 
     weights: the parameters that may differ from rank to rank
@@ -86,21 +88,21 @@ def mean_model(wire: Wire | None, layout: Layout, weights: list[Tensor], model: 
     if wire is None:
         yield 0.0
         return
-    live = [x for x in [*weights, *buffers(model)] if x.numel()]
+    live = [x for x in [*weights, *list_buffers(model)] if x.numel()]
     count, away = sum(w.numel() > 0 for w in weights), 0.0
     kept: list[tuple[Tensor, Tensor]] = []
     try:
         for number, x in enumerate(live):
-            if (own := _own_beside_mean(wire, x)) is not None:
+            if (own := _replace_by_mean(wire, x)) is not None:
                 kept.append((x, own))
-                away += squares(own, x) if number < count else 0.0
-        yield rms(away, layout.numel)
+                away += sum_squares(own, x) if number < count else 0.0
+        yield compute_rms(away, layout.element_count)
     finally:
         for x, own in kept:
             x.data.copy_(own)
 
 
-def _own_beside_mean(wire: Wire, x: Tensor) -> Tensor | None:
+def _replace_by_mean(wire: Wire, x: Tensor) -> Tensor | None:
     """Replaces `x` by the mean of all ranks' `x`. Returns the old value, or None if it equals the mean.
 
     None saves memory: a model that is equal on all ranks needs no second copy.

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from workbench.engine.wire.mapped import mapped
+from workbench.engine.wire.mapped import map_file
 
 
-class Hands:
+class UnusedFlags:
     """The last step in which each rank raised a hand: one int64 per rank, in a file that a host's ranks share."""
 
     def __init__(self, path: Path, place: int, size: int) -> None:
-        self._map = mapped(path, 8 * size)
+        self._map = map_file(path, 8 * size)
         self._steps = np.frombuffer(self._map, dtype=np.int64)
         self._place = place
 

@@ -13,7 +13,7 @@ LIBRARY = sysconfig.get_paths()["stdlib"]  # site-packages are inside it, or hav
 COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
 
 
-class Place(NamedTuple):
+class ScriptLine(NamedTuple):
     """A line of a script. collective: the collective in which the script waits there, or ""."""
 
     file: str
@@ -24,7 +24,7 @@ class Place(NamedTuple):
         return f"{self.collective or 'the script'} at {Path(self.file).name}:{self.line}"
 
 
-def locate_script(thread: int | None) -> Place | None:
+def locate_script(thread: int | None) -> ScriptLine | None:
     """Returns the script's line on this thread; None if the thread runs other code, such as a wait of ours."""
     frame: FrameType | None = sys._current_frames().get(thread or 0)
     collective = ""
@@ -35,6 +35,6 @@ def locate_script(thread: int | None) -> Place | None:
         if file.endswith(COLLECTIVES):
             collective = frame.f_code.co_name
         elif not file.startswith(LIBRARY) and "site-packages" not in file and not file.startswith("<frozen"):
-            return Place(file, frame.f_lineno, collective)
+            return ScriptLine(file, frame.f_lineno, collective)
         frame = frame.f_back
     return None

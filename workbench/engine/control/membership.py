@@ -16,32 +16,32 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from workbench.host.elastic.voting import Heard, Said
+from workbench.host.elastic.voting import Quorum, RankReport
 from workbench.record.process import alive, this_process
 
-LOOK = 0.01  # seconds between two looks into the store
+POLL_SECONDS = 0.01  # seconds between two looks into the store
 PATIENCE = 10.0  # seconds in which a living rank must report, unless 5 of its steps last longer
 
 
-class Late(RuntimeError):
+class LeftBehind(RuntimeError):
     """The other ranks went on without this one."""
 
 
-class Spare(RuntimeError):
+class NotNeeded(RuntimeError):
     """There are fewer ranks than before, and this one is not needed."""
 
 
-def here() -> list[Any]:
+def describe_process() -> list[Any]:
     """Returns this process as other ranks can check it: its host, its pid and when it began."""
     return [platform.node(), *this_process()]
 
 
-def come(store: Any, place: int, process: list[Any] | None = None) -> None:
+def store_process(store: Any, place: int, process: list[Any] | None = None) -> None:
     """Stores a rank's process (default: this one), so that other ranks can check whether it runs."""
-    store.set(f"process {place}", json.dumps(process or here()))
+    store.set(f"process {place}", json.dumps(process or describe_process()))
 
 
-def gather(store: Any, what: str, place: int | None, processes: list[list[Any]], look: Callable[[], None],
+def await_reports(store: Any, what: str, place: int | None, processes: list[list[Any]], look: Callable[[], None],
            members: Sequence[int] = ()) -> None:  # fmt: skip
     """Waits until all ranks have reported `what` in the store, for example before they open wires.
 
@@ -50,40 +50,40 @@ def gather(store: Any, what: str, place: int | None, processes: list[list[Any]],
     Raises ConnectionError if a rank is gone before it has reported, and what `look` raises.
     """
     for other, process in enumerate(processes):
-        come(store, other, process)
+        store_process(store, other, process)
     if place is not None:
         store.set(f"{what} {place}", "1")
     while missing := [other for other in range(len(processes)) if not store.check([f"{what} {other}"])]:
         look()
-        lost = [other for other in missing if not lives(store, other)]
+        lost = [other for other in missing if not is_rank_alive(store, other)]
         late = [other for other in lost if not store.check([f"{what} {other}"])]  # a rank may have reported, then died
-        require(store, late, members)
-        time.sleep(LOOK)
+        require_alive(store, late, members)
+        time.sleep(POLL_SECONDS)
 
 
-def require(store: Any, places: Iterable[int], members: Sequence[int] = ()) -> None:
+def require_alive(store: Any, places: Iterable[int], members: Sequence[int] = ()) -> None:
     """Raises ConnectionError with the number in `members` of a rank at `places` that is gone."""
-    if lost := [other for other in places if not lives(store, other)]:
+    if lost := [other for other in places if not is_rank_alive(store, other)]:
         rank = members[lost[0]] if members else lost[0]
         raise ConnectionError(f"Connection closed by peer: rank {rank} is gone before it had opened its end")
 
 
-def gone(store: Any, place: int) -> None:
+def report_gone(store: Any, place: int) -> None:
     """Stores that this rank has left, for ranks that wait for its report."""
     store.set(f"gone {place}", "1")
 
 
-def hand_down(store: Any, before: Any, size: int) -> None:
+def prepare_vote(store: Any, before: Any, size: int) -> None:
     """Prepares another vote of the same places in `store`, without ranks that the vote `before` did not count."""
     counted = json.loads(before.get("verdict")) if before.check(["verdict"]) else range(size)
     for place in range(size):
         if place not in counted or before.check([f"gone {place}"]):
-            gone(store, place)
+            report_gone(store, place)
         elif before.check([f"process {place}"]):
             store.set(f"process {place}", before.get(f"process {place}"))
 
 
-def vote(store: Any, place: int, size: int, mine: Said, patience: float, look: Callable[[], None]) -> Heard:
+def hold_vote(store: Any, place: int, size: int, mine: RankReport, patience: float, look: Callable[[], None]) -> Quorum:
     """Returns the reports of the ranks that are left. Raises Late if the other ranks went on without this one.
 
     look: raises if this rank must leave; patience: seconds. See [Note: A vote].
@@ -93,37 +93,37 @@ def vote(store: Any, place: int, size: int, mine: Said, patience: float, look: C
     while not store.check(["verdict"]):
         look()
         silent = [other for other in range(size) if not store.check([f"said {other}"])]
-        if time.monotonic() > until or not any(lives(store, other) for other in silent):
+        if time.monotonic() > until or not any(is_rank_alive(store, other) for other in silent):
             present = [other for other in range(size) if store.check([f"said {other}"])]
             store.compare_set("verdict", "", json.dumps(present))
         else:
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
     counted = json.loads(store.get("verdict"))
     if place not in counted:
-        raise Late(f"the others went on without rank {mine.member}, which had said nothing for {patience:.0f} s")
-    return Heard({other: Said(**json.loads(store.get(f"said {other}"))) for other in counted})
+        raise LeftBehind(f"the others went on without rank {mine.member}, which had said nothing for {patience:.0f} s")
+    return Quorum({other: RankReport(**json.loads(store.get(f"said {other}"))) for other in counted})
 
 
-def counted(store: Any, place: int) -> bool:
+def is_counted(store: Any, place: int) -> bool:
     """Whether a vote would count this place: none has been held, or it was counted."""
     return not store.check(["verdict"]) or place in json.loads(store.get("verdict"))
 
 
-def voting(store: Any, size: int) -> bool:
+def has_vote_begun(store: Any, size: int) -> bool:
     """Whether one of `size` places has begun to vote."""
     return any(store.check([f"said {place}"]) for place in range(size))
 
 
-def lives(store: Any, place: int) -> bool:
+def is_rank_alive(store: Any, place: int) -> bool:
     """Whether a report of this rank may still come. A process on another host counts as alive."""
     if store.check([f"gone {place}"]):
         return False
     if not store.check([f"process {place}"]):
         return True
-    return runs(store.get(f"process {place}"))
+    return is_process_alive(store.get(f"process {place}"))
 
 
-def runs(process: str | bytes) -> bool:
+def is_process_alive(process: str | bytes) -> bool:
     """Whether this process may still run. process: JSON of `here`"""
     host, *known = json.loads(process)
     return host != platform.node() or alive(known)

@@ -27,30 +27,30 @@ import torch
 
 from workbench.engine.wire.collectives import Wire
 from workbench.engine.wire.lane import Lane
-from workbench.engine.wire.mapped import mapped
+from workbench.engine.wire.mapped import map_file
 
-Ticket = dict[str, Any]  # one request
+ControlMessage = dict[str, Any]  # one request
 LAST = 8  # numbers that stay visible
 
 
-class Flag:
+class RequestFlag:
     """The last numbers, in a small file that a host's ranks share. Rank 0 writes them and all ranks read them."""
 
     def __init__(self, path: Path) -> None:
-        self._map = mapped(path, 8 * LAST)
+        self._map = map_file(path, 8 * LAST)
         self._numbers = np.frombuffer(self._map, dtype=np.int64)
         self._raised = 0  # how often it was raised
 
-    def down(self) -> None:
+    def clear_numbers(self) -> None:
         """Clears all numbers, because children are counted from 1 again."""
         self._numbers[:] = 0
 
-    def up(self, number: int) -> None:
+    def write_number(self, number: int) -> None:
         """Writes a number in place of the oldest."""
         self._numbers[self._raised % LAST] = number
         self._raised += 1
 
-    def after(self, number: int) -> int:
+    def next_number(self, number: int) -> int:
         """Returns the smallest number above `number`; 0 if there is none."""
         return min((n for n in self._numbers.tolist() if n > number), default=0)
 
@@ -60,40 +60,42 @@ class Flag:
         self._map.close()
 
 
-class Tickets:
+class ControlChannel:
     """The control wire of one rank; only its training thread uses it. See [Note: The flag]."""
 
-    def __init__(self, wire: Wire | None, rank: int, inbox: queue.SimpleQueue[Ticket], flag: Flag | None) -> None:
+    def __init__(
+        self, wire: Wire | None, rank: int, inbox: queue.SimpleQueue[ControlMessage], flag: RequestFlag | None
+    ) -> None:
         self.wire, self.rank, self.inbox, self.flag = wire, rank, inbox, flag
         self._by_flag = False
-        self._heard = 0  # the last number that ranks met for
+        self._last_number = 0  # the last number that ranks met for
         self._raised = False
         self._under_way: deque[tuple[Any, torch.Tensor, bytes]] = deque()  # a Work, the header, rank 0's text
-        self.asked = False  # whether the present step has a pending ticket
+        self.has_pending = False  # whether the present step has a pending ticket
 
     @property
-    def waiting(self) -> int:
+    def pending_count(self) -> int:
         """The number of pending tickets: published or expected, and not taken."""
         return len(self._under_way)
 
-    def ring(self, number: int) -> None:
+    def notify_ranks(self, number: int) -> None:
         """On rank 0, before it begins child `number`: raises the flag if the inbox is not empty."""
         if self._by_flag and self.flag is not None and not self._raised and not self.inbox.empty():
-            self.flag.up(number)
+            self.flag.write_number(number)
             self._raised = True
 
-    def raised(self, done: int) -> bool:
+    def is_due(self, done: int) -> bool:
         """Whether ranks that have completed child `done` take a ticket."""
         if not self._by_flag:
             return True
         assert self.flag is not None
-        number = self.flag.after(self._heard)
+        number = self.flag.next_number(self._last_number)
         if not 0 < number <= done:
             return False
-        self._heard, self._raised = number, False
+        self._last_number, self._raised = number, False
         return True
 
-    def enter(self, strategy: Any, lane: Lane, flat: bool) -> None:
+    def enter_strategy(self, strategy: Any, lane: Lane, flat: bool) -> None:
         """Begins a strategy: children are counted from 1 again. torch's own strategies have none on our lane.
 
         flat: whether every group contains rank 0. Another group could complete a child that rank 0 has not begun.
@@ -101,38 +103,38 @@ class Tickets:
         size = self.wire.size if self.wire else 1
         alike = flat and strategy.lockstep and not strategy.opaque and not strategy.propagation(size)
         self._by_flag = self.flag is not None and alike
-        self._heard, self._raised = 0, False
+        self._last_number, self._raised = 0, False
         lane.started = lane.completed = 0
         if self.flag is not None and self.rank == 0:
-            self.flag.down()
+            self.flag.clear_numbers()
 
     def close(self) -> None:
         if self.flag is not None:
             self.flag.close()
 
-    def ask(self, wait: float = 0.0) -> None:
+    def publish_requests(self, wait: float = 0.0) -> None:
         """Publishes on rank 0 what its inbox holds, after up to `wait` seconds for something; other ranks listen."""
         header, said = torch.zeros(4, dtype=torch.int64), b""
         if self.rank == 0:
-            requests = self._drain(wait)
+            requests = self._drain_inbox(wait)
             said = json.dumps(requests).encode() if requests else b""
             header[0] = len(said)
         self._under_way.append((self.wire.broadcast(header, 0) if self.wire else None, header, said))
-        self.asked = True
+        self.has_pending = True
 
-    def take(self) -> list[Ticket]:
+    def take_requests(self) -> list[ControlMessage]:
         """Returns the requests of the oldest pending ticket, the same list on every rank."""
-        found = self._hear(*self._under_way[0])
-        self._under_way.popleft()  # not before: a connection that is lost in `_hear` would lose them
+        found = self._receive_requests(*self._under_way[0])
+        self._under_way.popleft()  # not before: a connection that is lost in `_receive_requests` would lose them
         return found
 
     @property
-    def unheard(self) -> list[Ticket]:
+    def unheard_requests(self) -> list[ControlMessage]:
         """Requests that rank 0 has begun to publish; other ranks may not have received them."""
         return [what for _, _, said in self._under_way if said for what in json.loads(said)]
 
-    def _hear(self, work: Any, header: torch.Tensor, said: bytes) -> list[Ticket]:
-        self.asked = False
+    def _receive_requests(self, work: Any, header: torch.Tensor, said: bytes) -> list[ControlMessage]:
+        self.has_pending = False
         if self.wire is None:
             return json.loads(said) if said else []
         self.wire.wait(work)
@@ -145,7 +147,7 @@ class Tickets:
         self.wire.wait(self.wire.broadcast(body, 0))
         return json.loads(bytes(body.numpy()))
 
-    def _drain(self, wait: float) -> list[Ticket]:
+    def _drain_inbox(self, wait: float) -> list[ControlMessage]:
         found = []
         try:
             if wait:

@@ -1,7 +1,7 @@
 """The parts that differ between machines: streams, events, pinned copies, process groups.
 
-Only this package names torch.cuda and NCCL. A rank computes on `chip(name)`, and its collectives use a process group
-from KINDS. Tests put stand-ins into CHIPS and KINDS, so that GPU code runs on CPUs.
+Only this package names torch.cuda and NCCL. A rank computes on `make_chip(name)`. Its collectives use a process
+group from KINDS. Tests put stand-ins into CHIPS and KINDS, so that GPU code runs on CPUs.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from workbench.engine.device.chip import Chip as Chip
-from workbench.engine.device.cuda import Cuda
-from workbench.engine.device.gloo import Gloo
-from workbench.engine.device.nccl import Nccl
+from workbench.engine.device.cuda import CudaChip
+from workbench.engine.device.gloo import GlooGroup
+from workbench.engine.device.nccl import NcclGroup
 
-CHIPS: dict[str, Callable[[str], Chip]] = {"cpu": Chip, "cuda": Cuda}
-KINDS: dict[str, Callable[..., Any]] = {"gloo": Gloo, "nccl": Nccl}
+CHIPS: dict[str, Callable[[str], Chip]] = {"cpu": Chip, "cuda": CudaChip}
+KINDS: dict[str, Callable[..., Any]] = {"gloo": GlooGroup, "nccl": NcclGroup}
 
 
-def chip(name: str) -> Chip:
+def make_chip(name: str) -> Chip:
     """Returns the chip with torch's name "cpu" or "cuda:0"."""
     return CHIPS[name.partition(":")[0]](name)

@@ -23,65 +23,65 @@ class Chip:
     def __init__(self, name: str = "cpu") -> None:
         self.name = name
 
-    def bind(self) -> None:
+    def bind_thread(self) -> None:
         """Makes this chip the calling thread's current one. Each thread calls it once."""
 
-    def stream(self) -> Any:
+    def make_stream(self) -> Any:
         """Returns a new stream: a queue of work that runs in parallel to other streams."""
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         """Returns an event after all work that the calling thread's stream has so far."""
 
-    def moment(self) -> Any:
+    def record_timed_event(self) -> Any:
         """Returns an event as `mark` does, which also knows its time once the chip has reached it."""
 
-    def inside(self, stream: Any = None, after: Any = None) -> AbstractContextManager[None]:
+    def use_stream(self, stream: Any = None, after: Any = None) -> AbstractContextManager[None]:
         """A context in which the calling thread uses `stream` of this chip, after the event `after`."""
         return _NOTHING
 
-    def follow(self, event: Any, value: Any = None) -> None:
+    def wait_in_stream(self, event: Any, value: Any = None) -> None:
         """Makes the calling thread's stream, not the host, wait for `event` before it uses `value`."""
 
-    def reached(self, event: Any) -> bool:
+    def has_reached(self, event: Any) -> bool:
         """Whether all work before `event` is done. Never blocks."""
         return True
 
-    def await_host(self, event: Any, look: Callable[[], None]) -> None:
+    def block_until(self, event: Any, look: Callable[[], None]) -> None:
         """Blocks the host until `event`, and calls `look` again and again, which raises if the rank must leave."""
 
-    def held(self, child: Any) -> list[Any]:
+    def list_arguments(self, child: Any) -> list[Any]:
         """Returns the tensors that a child may free before the chip has read them. The caller keeps them until then."""
         return []
 
-    def room(self, like: Tensor, numel: int) -> Tensor:
+    def make_empty(self, like: Tensor, numel: int) -> Tensor:
         """Returns uninitialised memory: (numel,), of `like`'s dtype and device."""
         return like.new_empty(numel)
 
-    def out(self, x: Tensor) -> tuple[Tensor, Any]:
+    def copy_out(self, x: Tensor) -> tuple[Tensor, Any]:
         """Returns a copy of `x` in the host's memory, and the event after which the host may read it."""
         return x.detach(), None
 
-    def to_host(self, x: Tensor) -> Tensor:
+    def copy_to_host(self, x: Tensor) -> Tensor:
         """Returns `x` in the host's memory, ready to read."""
         return x.detach()
 
-    def fill(self, into: Tensor, sent: Tensor) -> None:
+    def copy_from_host(self, into: Tensor, sent: Tensor) -> None:
         """Copies `sent` from the host's memory into `into` of the same shape. The caller may free `sent` at once."""
         into.copy_(sent)
 
-    def seconds(self, first: Any, last: Any) -> float:
+    def seconds_between(self, first: Any, last: Any) -> float:
         """Returns the seconds between two moments that the chip has reached."""
         return 0.0
 
-    def allocated(self) -> int:
+    def allocated_bytes(self) -> int:
         """Returns the bytes that this chip's allocator has given out now; 0 on a CPU."""
         return 0
 
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """Returns the peak of `allocated`."""
         return 0
 
     @staticmethod
-    def carries_gloo() -> list[str]:
+    def list_gloo_devices() -> list[str]:
         """Returns the device types for which gloo is registered."""
         return ["cpu"] + ["cuda"] * torch.cuda.is_available()

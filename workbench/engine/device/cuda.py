@@ -27,7 +27,7 @@ from workbench.rank import Bucket
 FIRST_NAP, LONGEST_NAP = 50e-6, 2e-3  # seconds between 2 looks at an event, growing
 
 
-class Cuda(Chip):
+class CudaChip(Chip):
     """One GPU. api: torch.cuda, or a stand-in for tests."""
 
     runs_ahead = True
@@ -35,98 +35,98 @@ class Cuda(Chip):
     def __init__(self, name: str, api: Any = torch.cuda) -> None:
         super().__init__(name)
         self.api = api
-        self.pinned = _pinned if api is torch.cuda else api.pinned
+        self.pinned = _allocate_pinned if api is torch.cuda else api.pinned
 
-    def bind(self) -> None:
+    def bind_thread(self) -> None:
         self.api.set_device(self.name)
 
-    def stream(self) -> Any:
+    def make_stream(self) -> Any:
         return self.api.Stream(device=self.name)
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         event = self.api.Event()
         event.record()
         return event
 
-    def moment(self) -> Any:
+    def record_timed_event(self) -> Any:
         event = self.api.Event(enable_timing=True)
         event.record()
         return event
 
-    def inside(self, stream: Any = None, after: Any = None) -> AbstractContextManager[None]:
-        return self._inside(stream, after)
+    def use_stream(self, stream: Any = None, after: Any = None) -> AbstractContextManager[None]:
+        return self._use_stream(stream, after)
 
     @contextmanager
-    def _inside(self, stream: Any, after: Any) -> Iterator[None]:
-        self.bind()
+    def _use_stream(self, stream: Any, after: Any) -> Iterator[None]:
+        self.bind_thread()
         with torch.no_grad(), self.api.stream(stream):  # None keeps this thread's stream
             if after is not None:
                 self.api.current_stream().wait_event(after)
             yield
 
-    def follow(self, event: Any, value: Any = None) -> None:
+    def wait_in_stream(self, event: Any, value: Any = None) -> None:
         stream = self.api.current_stream()
         stream.wait_event(event)
-        for x in _tensors(value):
+        for x in _find_tensors(value):
             if x.is_cuda:
                 x.record_stream(stream)
 
-    def reached(self, event: Any) -> bool:
+    def has_reached(self, event: Any) -> bool:
         return bool(event.query())
 
-    def await_host(self, event: Any, look: Callable[[], None]) -> None:
+    def block_until(self, event: Any, look: Callable[[], None]) -> None:
         nap = FIRST_NAP
         while not event.query():
             look()
             time.sleep(nap)
             nap = min(2 * nap, LONGEST_NAP)
 
-    def held(self, child: Any) -> list[Any]:
+    def list_arguments(self, child: Any) -> list[Any]:
         given = list(inspect.getcoroutinelocals(child).values())
         return [*given, *(b.data for b in given if isinstance(b, Bucket))]
 
-    def room(self, like: Tensor, numel: int) -> Tensor:
+    def make_empty(self, like: Tensor, numel: int) -> Tensor:
         """As in Chip, but rounds the size up by 1/8 at most, so that sizes that vary by step can reuse freed memory."""
         grain = 1 << max(0, numel.bit_length() - 4)
         return like.new_empty(-(-numel // grain) * grain)[:numel]
 
-    def out(self, x: Tensor) -> tuple[Tensor, Any]:
+    def copy_out(self, x: Tensor) -> tuple[Tensor, Any]:
         there = self.pinned(x.shape, x.dtype)
         there.copy_(x.detach(), non_blocking=True)
-        return there, self.mark()
+        return there, self.record_event()
 
-    def to_host(self, x: Tensor) -> Tensor:
+    def copy_to_host(self, x: Tensor) -> Tensor:
         if x.device.type != torch.device(self.name).type:
             return x.detach()
-        there, event = self.out(x)
+        there, event = self.copy_out(x)
         event.synchronize()  # waits for this copy, not for the whole GPU
         return there
 
-    def fill(self, into: Tensor, sent: Tensor) -> None:
+    def copy_from_host(self, into: Tensor, sent: Tensor) -> None:
         """As in Chip. torch keeps the pinned copy until the GPU has read it, so the caller may free `sent`."""
         if into.device.type != torch.device(self.name).type:
-            return super().fill(into, sent)
+            return super().copy_from_host(into, sent)
         into.copy_(self.pinned(sent.shape, sent.dtype).copy_(sent), non_blocking=True)
 
-    def seconds(self, first: Any, last: Any) -> float:
+    def seconds_between(self, first: Any, last: Any) -> float:
         return float(first.elapsed_time(last)) * 1e-3
 
-    def allocated(self) -> int:
+    def allocated_bytes(self) -> int:
         return int(self.api.memory_stats(self.name).get("allocated_bytes.all.current", 0))
 
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         return int(self.api.memory_stats(self.name).get("allocated_bytes.all.peak", 0))
 
 
-def _pinned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def _allocate_pinned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Returns pinned memory, with which a GPU copies asynchronously. torch caches it for reuse."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _find_tensors(value: Any) -> Iterator[Tensor]:
     """Yields the tensors in a child's result: a tensor, or nested tuples and lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for x in value:
-            yield from _tensors(x)
+            yield from _find_tensors(x)

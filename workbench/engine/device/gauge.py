@@ -15,7 +15,7 @@ EVERY = 1.0  # seconds between two readings
 SAMPLES = ("gpu use", "gpu power", "gpu link sent", "gpu link received")  # 0 to 1, W, bytes/s, bytes/s
 
 
-class Gauge:
+class GpuMonitor:
     """Reads one GPU on a thread until `close`. Link traffic is NVLink's, or PCIe's if the GPU has no NVLink."""
 
     def __init__(self, uuid: str, sample: Callable[[str, float], None]) -> None:
@@ -25,17 +25,17 @@ class Gauge:
         self._sample = sample
         self._counted: tuple[float, float, float] | None = None
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._read_on, name="gpu gauge", daemon=True)
+        self._thread = threading.Thread(target=self._run_readings, name="gpu gauge", daemon=True)
         self._thread.start()
 
-    def read(self, now: float) -> dict[str, float]:
+    def read_values(self, now: float) -> dict[str, float]:
         """Returns the values of `SAMPLES` by name, without the values that this GPU does not report."""
         nvml, gpu, found = self._nvml, self._gpu, dict[str, float]()
         for name, ask in (("gpu use", lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100),
                           ("gpu power", lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000)):  # fmt: skip
-            if (value := self._asked(ask)) is not None:
+            if (value := self._try_reading(ask)) is not None:
                 found[name] = float(value)
-        links = self._asked(self._links)
+        links = self._try_reading(self._read_links)
         if links is not None:
             if self._counted is not None and now > self._counted[0]:
                 was, (sent, received) = self._counted, links
@@ -45,7 +45,7 @@ class Gauge:
             return found
         for name, way in (("gpu link sent", nvml.NVML_PCIE_UTIL_TX_BYTES), ("gpu link received",
                                                                            nvml.NVML_PCIE_UTIL_RX_BYTES)):  # fmt: skip
-            if (value := self._asked(nvml.nvmlDeviceGetPcieThroughput, gpu, way)) is not None:
+            if (value := self._try_reading(nvml.nvmlDeviceGetPcieThroughput, gpu, way)) is not None:
                 found[name] = 1024.0 * value
         return found
 
@@ -53,7 +53,7 @@ class Gauge:
         self._closing.set()
         self._thread.join(1.0)
 
-    def _links(self) -> tuple[float, float]:
+    def _read_links(self) -> tuple[float, float]:
         """Returns the KiB that have crossed all NVLinks: (out, in). Raises LookupError without NVLink."""
         nvml = self._nvml
         ways = (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
@@ -62,19 +62,19 @@ class Gauge:
             raise LookupError("this GPU has no NVLink")
         return float(said[0].value.ullVal), float(said[1].value.ullVal)
 
-    def _asked(self, what: Callable[..., Any], *given: Any) -> Any:
+    def _try_reading(self, what: Callable[..., Any], *given: Any) -> Any:
         try:
             return what(*given)
         except (self._nvml.NVMLError, LookupError, AttributeError):
             return None
 
-    def _read_on(self) -> None:
+    def _run_readings(self) -> None:
         while not self._closing.wait(EVERY):
-            for name, value in self.read(time.monotonic()).items():
+            for name, value in self.read_values(time.monotonic()).items():
                 self._sample(name, value)
 
 
-def gauge(device: str, sample: Callable[[str, float], None]) -> Gauge | None:
+def start_gpu_monitor(device: str, sample: Callable[[str, float], None]) -> GpuMonitor | None:
     """Returns the gauge of torch's `device`; None for a CPU, without nvidia-ml-py, or if the library fails."""
     if not device.startswith("cuda"):
         return None
@@ -82,6 +82,6 @@ def gauge(device: str, sample: Callable[[str, float], None]) -> Gauge | None:
         import torch
 
         uuid = str(torch.cuda.get_device_properties(device).uuid)
-        return Gauge(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}", sample)
+        return GpuMonitor(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}", sample)
     except Exception:  # any failure of a driver's library: a run does not need it
         return None

@@ -35,7 +35,7 @@ LISTENS = "listens"
 _opening = threading.Lock()  # held while a device opens its listener
 
 
-class Gloo:
+class GlooGroup:
     """One process group over gloo.
 
     precise: makes mismatched collectives raise a clean error, at several times the cost
@@ -44,16 +44,17 @@ class Gloo:
     carried: frozenset[torch.dtype] | None = None  # dtypes that it adds; None: gloo raises the error itself
     lent = False  # whether other code issues on this group, too
 
-    def __init__(self, store: Any, rank: int, size: int, *, timeout: float, here: str = LOOPBACK,
-                 precise: bool = False, **_: Any) -> None:
-        before = set(_sockets())
-        self.group = self._made(store, rank, size, here, timedelta(seconds=timeout), precise)
-        self._fds = _between(store, rank, size, before) if size > 1 else set()
+    def __init__(
+        self, store: Any, rank: int, size: int, *, timeout: float, here: str = LOOPBACK, precise: bool = False, **_: Any
+    ) -> None:
+        before = set(_list_sockets())
+        self.group = self._make_group(store, rank, size, here, timedelta(seconds=timeout), precise)
+        self._fds = _find_group_sockets(store, rank, size, before) if size > 1 else set()
 
-    def issued(self, work: Any) -> Any:
+    def note_issued(self, work: Any) -> Any:
         return work
 
-    def look(self) -> None:
+    def check_peers(self) -> None:
         """Does nothing: `wait` raises gloo's errors."""
 
     def wait(self, work: Any, check: Callable[[], None]) -> None:
@@ -70,15 +71,15 @@ class Gloo:
                 if "imed out" not in str(error):
                     raise
             check()
-            if not self.parted():
+            if not self.has_lost_peer():
                 continue
             gone = gone or time.monotonic()
             if time.monotonic() - gone > MISSED:
                 raise ConnectionError("Connection closed by peer, as its sockets show; the collective did not end")
 
-    finish = wait
+    wait_on_host = wait
 
-    def cut(self) -> None:
+    def cut_connections(self) -> None:
         """Shuts the group's sockets, which ends every collective here and at the peers.
 
         gloo's own abort frees no rank. The listener stays open, because shutting it would end the process.
@@ -93,7 +94,7 @@ class Gloo:
             except OSError:
                 continue
 
-    def parted(self) -> bool:
+    def has_lost_peer(self) -> bool:
         """Whether a peer has closed its end or died. gloo then closes the socket here, too."""
         for fd, inode in self._fds:
             try:
@@ -108,10 +109,10 @@ class Gloo:
         self._fds = set()
 
     @staticmethod
-    def _made(store: Any, rank: int, size: int, here: str, limit: timedelta, precise: bool) -> Any:
+    def _make_group(store: Any, rank: int, size: int, here: str, limit: timedelta, precise: bool) -> Any:
         group = dist.ProcessGroup(store, rank, size)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub knows another name
-        device, listener = _device(here)
+        device, listener = _open_device(here)
         store.set(f"listener {rank}", listener)
         options._devices, options._timeout = [device], limit
         backend: Any = dist.ProcessGroupGloo(store, rank, size, options)
@@ -121,12 +122,12 @@ class Gloo:
             backend = dist.distributed_c10d._ProcessGroupWrapper(backend, checking)
         name = dist.ProcessGroup.BackendType.GLOO
         group._set_default_backend(name)
-        for device_type in Chip.carries_gloo():
+        for device_type in Chip.list_gloo_devices():
             group._register_backend(torch.device(device_type), name, backend)
         return group
 
 
-def _device(here: str) -> tuple[Any, str]:
+def _open_device(here: str) -> tuple[Any, str]:
     """Returns the device on which gloo listens, and the address of its listener.
 
     It listens at `here`, or on several hosts at the address of interface GLOO_SOCKET_IFNAME. By default gloo would use
@@ -134,26 +135,26 @@ def _device(here: str) -> tuple[Any, str]:
     the same moment, the addresses of both are returned, one a line.
     """
     with _opening:
-        before = set(_sockets())
+        before = set(_list_sockets())
         if here != LOOPBACK and (interface := os.environ.get("GLOO_SOCKET_IFNAME")):
             device = dist.ProcessGroupGloo.create_device(interface=interface)
         else:
             device = dist.ProcessGroupGloo.create_device(hostname=here)
-        made = [s for s in _sockets().items() if s[0] not in before]
+        made = [s for s in _list_sockets().items() if s[0] not in before]
     return device, "\n".join(own for _, (own, peer) in made if peer == LISTENS)
 
 
-def _between(store: Any, rank: int, size: int, before: set[tuple[int, int]]) -> set[tuple[int, int]]:
+def _find_group_sockets(store: Any, rank: int, size: int, before: set[tuple[int, int]]) -> set[tuple[int, int]]:
     """Returns this rank's sockets to the other ranks, among the sockets opened since `before`.
 
     See [Note: Which sockets are gloo's].
     """
     listeners = {each for other in range(size) for each in store.get(f"listener {other}").decode().split("\n")}
-    return {key for key, (own, peer) in _sockets().items()
+    return {key for key, (own, peer) in _list_sockets().items()
             if key not in before and peer != LISTENS and (own in listeners or peer in listeners)}  # fmt: skip
 
 
-def _sockets() -> dict[tuple[int, int], tuple[str, str]]:
+def _list_sockets() -> dict[tuple[int, int], tuple[str, str]]:
     """Returns the own and the peer's address of this process's TCP sockets.
 
     The keys are (descriptor, inode), because the system soon reuses descriptors. The peer is LISTENS for a listener and
@@ -168,20 +169,20 @@ def _sockets() -> dict[tuple[int, int], tuple[str, str]]:
                 continue
             with borrow_socket(fd) as s:  # no copy of the descriptor, which another thread would find here
                 if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
-                    found[fd, about.st_ino] = _text(s.getsockname()), _peer(s)
+                    found[fd, about.st_ino] = _format_address(s.getsockname()), _find_peer(s)
         except OSError:  # closed by another thread
             continue
     return found
 
 
-def _peer(s: socket.socket) -> str:
+def _find_peer(s: socket.socket) -> str:
     if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         return LISTENS
     try:
-        return _text(s.getpeername())
+        return _format_address(s.getpeername())
     except OSError:  # not connected yet, or no longer
         return ""
 
 
-def _text(address: tuple[Any, ...]) -> str:
+def _format_address(address: tuple[Any, ...]) -> str:
     return f"{address[0]} {address[1]}"

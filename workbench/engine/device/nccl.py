@@ -39,7 +39,7 @@ _WHOLE = (torch.int8, torch.uint8, torch.int32, torch.int64)
 _CARRIED = (*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class Nccl:
+class NcclGroup:
     """One communicator over NCCL. All ranks make it together.
 
     beside: whether a peer is gone, which NCCL does not notice
@@ -48,24 +48,33 @@ class Nccl:
 
     carried: frozenset[torch.dtype] | None = frozenset(_CARRIED)
 
-    def __init__(self, store: Any, rank: int, size: int, *, device: str, beside: Callable[[], bool],
-                 made: Callable[..., tuple[Any, Any]] | None = None, **_: Any) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        *,
+        device: str,
+        beside: Callable[[], bool],
+        made: Callable[..., tuple[Any, Any]] | None = None,
+        **_: Any,
+    ) -> None:
         self._beside = beside
         self.torn = self.lost = self.lent = False
         self._open: deque[Any] = deque()  # issued, and not known to be done
         self._closing = threading.Event()
-        self.group, self._backend = (made or _made)(store, rank, size, device)
-        self._guard = threading.Thread(target=self._watch, name=f"rank {rank} guard", daemon=True)
+        self.group, self._backend = (made or _make_group)(store, rank, size, device)
+        self._guard = threading.Thread(target=self._watch_peers, name=f"rank {rank} guard", daemon=True)
         self._guard.start()
 
-    def issued(self, work: Any) -> Any:
+    def note_issued(self, work: Any) -> Any:
         """Adds a collective to the list of open ones, and removes completed ones. Raises the error of one of those."""
         self._open.append(work)  # first: the guard must know of it, whatever an older one raises
         while self._open and self._open[0].is_completed():
-            self._forget(self._open.popleft())
+            self._raise_error(self._open.popleft())
         return work
 
-    def look(self) -> None:
+    def check_peers(self) -> None:
         """Raises ConnectionError if a peer is gone or this rank was cut."""
         if self.lost:
             raise ConnectionError("Connection closed by peer: it is gone from the control wire")
@@ -77,7 +86,7 @@ class Nccl:
         check()
         work.wait()
 
-    def finish(self, work: Any, check: Callable[[], None]) -> None:
+    def wait_on_host(self, work: Any, check: Callable[[], None]) -> None:
         """As `wait`, but the host waits, too."""
         nap = FIRST_NAP
         while not work.is_completed():
@@ -87,39 +96,39 @@ class Nccl:
         check()
         work.wait()
 
-    def cut(self) -> None:
+    def cut_connections(self) -> None:
         """Aborts the communicator, which frees the kernels here. The peers notice it on the control wire."""
         self.torn = True
-        self._aside(self._backend.abort, 2.0)
+        self._run_aside(self._backend.abort, 2.0)
 
-    def parted(self) -> bool:
+    def has_lost_peer(self) -> bool:
         return self.lost
 
     def close(self) -> None:
         """Shuts down together with the peers, or aborts after PATIENCE seconds."""
         self._closing.set()
-        if not self.torn and not self._aside(self._backend.shutdown, PATIENCE):
-            self.cut()
+        if not self.torn and not self._run_aside(self._backend.shutdown, PATIENCE):
+            self.cut_connections()
         self._guard.join(2 * LOOK)
         self._open.clear()
         self.group = self._backend = None
 
-    def _forget(self, work: Any) -> None:
+    def _raise_error(self, work: Any) -> None:
         if not self.torn:
             work.wait()  # raises the error of the collective
 
-    def _watch(self) -> None:
+    def _watch_peers(self) -> None:
         """Watches for a lost peer on the guard thread, because the host may be blocked in a copy from the GPU."""
         while not self._closing.wait(LOOK):
-            if self._beside() and not self._closing.wait(GRACE) and (self.lent or self._under_way()):
+            if self._beside() and not self._closing.wait(GRACE) and (self.lent or self._has_open_work()):
                 self.lost = True
-                return self.cut()
+                return self.cut_connections()
 
-    def _under_way(self) -> bool:
+    def _has_open_work(self) -> bool:
         return not all(work.is_completed() for work in list(self._open))
 
     @staticmethod
-    def _aside(what: Callable[[], None], patience: float) -> bool:
+    def _run_aside(what: Callable[[], None], patience: float) -> bool:
         """Calls `what` on a thread, and waits `patience` seconds at most. Returns whether it has ended."""
         thread = threading.Thread(target=what, daemon=True)
         thread.start()
@@ -127,7 +136,7 @@ class Nccl:
         return not thread.is_alive()
 
 
-def _made(store: Any, rank: int, size: int, device: str) -> tuple[Any, Any]:
+def _make_group(store: Any, rank: int, size: int, device: str) -> tuple[Any, Any]:
     """Returns a group over NCCL. It connects eagerly, because an unfinished communicator cannot be aborted."""
     os.environ.update(SETTINGS)
     options = dist.ProcessGroupNCCL.Options()

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from workbench.engine.p2p.sockets import Incoming
+from workbench.engine.p2p.sockets import ReceiverEnd
 
 PENDING = 32  # callers without a proof that may wait at a time, in addition to one per rank
 
 
-class Door:
+class RankListener:
     """The door of one rank's Mailbox. It runs on the mailbox's thread.
 
     where:      its address, as "host port"
@@ -28,52 +28,52 @@ class Door:
         self.mailbox, self.most = mailbox, mailbox.size + PENDING
         self.socket = socket.create_server(("127.0.0.1" if mailbox.local else "", 0), backlog=self.most)
         self.socket.setblocking(False)
-        here = "127.0.0.1" if mailbox.local else address(mailbox.where)
+        here = "127.0.0.1" if mailbox.local else find_own_address(mailbox.where)
         self.where = f"{here} {self.socket.getsockname()[1]}"
         self.strangers = 0
-        self._unknown: dict[Incoming, None] = {}  # oldest first
-        mailbox.selector.register(self.socket, selectors.EVENT_READ, self.admit)
+        self._unknown: dict[ReceiverEnd, None] = {}  # oldest first
+        mailbox.selector.register(self.socket, selectors.EVENT_READ, self.accept_caller)
 
-    def admit(self) -> None:
+    def accept_caller(self) -> None:
         """Accepts a caller. If too many have no proof yet, it drops the oldest: a real rank calls again."""
         try:
             s, _ = self.socket.accept()
         except BlockingIOError:
             return
         except OSError:  # no file descriptor is left
-            return self._turn_away()
+            return self._drop_oldest()
         if len(self._unknown) >= self.most:
-            self._turn_away()
+            self._drop_oldest()
         s.setblocking(False)
         try:
-            caller = Incoming(self.mailbox, s)
+            caller = ReceiverEnd(self.mailbox, s)
         except OSError:  # gone already
             return s.close()
         self._unknown[caller] = None
-        self.mailbox.selector.register(s, selectors.EVENT_READ, caller.move)
+        self.mailbox.selector.register(s, selectors.EVENT_READ, caller.read_frames)
 
-    def _turn_away(self) -> None:
+    def _drop_oldest(self) -> None:
         if self._unknown:
             next(iter(self._unknown)).end()
         else:
             time.sleep(0.01)  # other code took the descriptors: do not accept again at once
 
-    def known(self, caller: Incoming) -> None:
+    def register_caller(self, caller: ReceiverEnd) -> None:
         """Registers a caller that has proved to be a rank of this run."""
         self._unknown.pop(caller, None)
         self.mailbox.heard_from.add(caller.source)
 
-    def left(self, caller: Incoming, why: str) -> None:
+    def remove_caller(self, caller: ReceiverEnd, why: str) -> None:
         """Removes a caller whose line is closed."""
         self._unknown.pop(caller, None)
         if caller.source < 0:
             self.strangers += 1
         else:
             self.mailbox.heard_from.discard(caller.source)
-            self.mailbox.lose(caller.source, why)
+            self.mailbox.mark_gone(caller.source, why)
 
 
-def found(store: Any, key: str, look: Callable[[], object], patience: float = 60.0) -> str:
+def await_address(store: Any, key: str, look: Callable[[], object], patience: float = 60.0) -> str:
     """Waits for the address of a door under `key`. Raises ConnectionError after `patience` seconds."""
     until = time.monotonic() + patience
     while not store.check([key]):
@@ -84,7 +84,7 @@ def found(store: Any, key: str, look: Callable[[], object], patience: float = 60
     return str(store.get(key).decode())
 
 
-def address(store: tuple[str, int]) -> str:
+def find_own_address(store: tuple[str, int]) -> str:
     """Returns this machine's address as the store's host sees it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         s.connect(store)

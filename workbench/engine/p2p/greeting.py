@@ -26,35 +26,35 @@ Fill = Generator[memoryview, None, None]
 Say = Callable[[bytes], object]
 
 
-class Stranger(ConnectionError):
+class AuthenticationError(ConnectionError):
     """The other end does not know the run's secret."""
 
 
-def call(secret: bytes, who: int, whom: int, door: str, say: Say) -> Fill:
+def greet_as_caller(secret: bytes, who: int, whom: int, door: str, say: Say) -> Fill:
     """Greets as the caller `who`. Raises Stranger if the other end is not rank `whom` of this run."""
     theirs, mine = bytearray(RANDOM), secrets.token_bytes(RANDOM)
     yield memoryview(theirs)
-    say(HELLO.pack(who, mine, proof_of(secret, b"caller", who, whom, door, bytes(theirs), mine)))
+    say(HELLO.pack(who, mine, make_proof(secret, b"caller", who, whom, door, bytes(theirs), mine)))
     proof = bytearray(PROOF)
     yield memoryview(proof)
-    if not hmac.compare_digest(proof, proof_of(secret, b"called", who, whom, door, bytes(theirs), mine)):
-        raise Stranger(f"whoever answered at {door} is not rank {whom} of this run")
+    if not hmac.compare_digest(proof, make_proof(secret, b"called", who, whom, door, bytes(theirs), mine)):
+        raise AuthenticationError(f"whoever answered at {door} is not rank {whom} of this run")
 
 
-def answer(secret: bytes, whom: int, size: int, door: str, say: Say) -> Generator[memoryview, None, int]:
+def greet_as_called(secret: bytes, whom: int, size: int, door: str, say: Say) -> Generator[memoryview, None, int]:
     """Greets as the called rank `whom` of `size`. Returns the caller's rank. Raises Stranger if it is none."""
     mine, hello = secrets.token_bytes(RANDOM), bytearray(HELLO.size)
     say(mine)
     yield memoryview(hello)
     who, theirs, proof = HELLO.unpack(hello)
-    good = hmac.compare_digest(proof, proof_of(secret, b"caller", who, whom, door, mine, theirs))
+    good = hmac.compare_digest(proof, make_proof(secret, b"caller", who, whom, door, mine, theirs))
     if not good or who >= size or who == whom:
-        raise Stranger("a caller is no rank of this run")
-    say(proof_of(secret, b"called", who, whom, door, mine, theirs))
+        raise AuthenticationError("a caller is no rank of this run")
+    say(make_proof(secret, b"called", who, whom, door, mine, theirs))
     return int(who)
 
 
-def proof_of(secret: bytes, end: bytes, who: int, whom: int, door: str, called: bytes, caller: bytes) -> bytes:
+def make_proof(secret: bytes, end: bytes, who: int, whom: int, door: str, called: bytes, caller: bytes) -> bytes:
     """Returns the proof of one end ("caller" or "called") that it has the secret.
 
     It covers both ranks, the door, and the random bytes of the `called` rank and of the `caller`.

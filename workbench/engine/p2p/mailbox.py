@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from workbench.engine.device import Chip
-from workbench.engine.p2p.door import Door, found
-from workbench.engine.p2p.sockets import HEAD, Outgoing
-from workbench.engine.wire.collectives import Aborted, Leaving
+from workbench.engine.p2p.door import RankListener, await_address
+from workbench.engine.p2p.sockets import HEAD, SenderEnd
+from workbench.engine.wire.collectives import Aborted, LeaveEvent
 from workbench.engine.wire.shaping import Port
 from workbench.rank import Rank, StrategyError, message_name
 
@@ -43,32 +43,43 @@ class Message(NamedTuple):
 class Mailbox:
     """One rank's messages. Any thread may call `send` and `recv`.
 
-    page:   grows when a strategy takes over. The mailbox drops messages of earlier pages.
-    meet:   the latest planned meeting of all ranks that this rank knows, as a step. Every message carries it.
-    came, posted: the number of a strategy's messages that this rank has received and sent
-    secret: known to the ranks of this run only
-    limit:  the most bytes of one message
+    page:                   grows when a strategy takes over. The mailbox drops messages of earlier pages.
+    meet:                   the latest planned meeting of all ranks that this rank knows, as a step. Every message
+                            carries it.
+    received_count, posted: the number of a strategy's messages that this rank has received and sent
+    secret:                 known to the ranks of this run only
+    limit:                  the most bytes of one message
     """
 
-    def __init__(self, rank: Rank, store: Any, where: tuple[str, int], secret: bytes, port: Port, leaving: Leaving,
-                 span: Callable[..., None], local: bool, limit: int = 2**30) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        store: Any,
+        where: tuple[str, int],
+        secret: bytes,
+        port: Port,
+        leaving: LeaveEvent,
+        span: Callable[..., None],
+        local: bool,
+        limit: int = 2**30,
+    ) -> None:
         self.number = rank.number
         self.rank, self.size, self.store, self.where, self.secret = rank.id, rank.size, store, where, secret
         self.limit = limit
-        self.door: Door | None = None
+        self.door: RankListener | None = None
         self.step = lambda: rank.step
         self.chip = Chip()
         self.port, self.leaving, self.span, self.local = port, leaving, span, local
-        self.tell_strangers: Callable[[int], None] = lambda count: None
-        self.look: Callable[[], object] = lambda: None  # raises if this rank must leave or a peer is gone
-        self.page, self.meet, self.came, self.posted = 0, -1, 0, 0
+        self.report_strangers: Callable[[int], None] = lambda count: None
+        self.check_peers: Callable[[], object] = lambda: None  # raises if this rank must leave or a peer is gone
+        self.page, self.meet, self.received_count, self.posted_count = 0, -1, 0, 0
         self.gone: set[int] = set()  # ranks that have closed their end
         self.heard_from: set[int] = set()  # ranks with an open line to this one
         self._why: dict[int, str] = {}  # why this rank dropped a rank that is gone, if it did
         self._trouble: Exception | None = None  # an error of the mailbox's own thread
         self._boxes: dict[tuple[int, str], deque[Message]] = {}  # (page, kind) -> messages in order of arrival
         self._news = threading.Condition()
-        self._out: dict[int, Outgoing] = {}
+        self._out: dict[int, SenderEnd] = {}
         self._dialling = threading.Lock()
         self._todo: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
@@ -76,7 +87,7 @@ class Mailbox:
 
     # -- any thread --
 
-    def open(self) -> None:
+    def open_door(self) -> None:
         """Opens this rank's door and publishes its address. Opening again does nothing."""
         with self._dialling:
             if self._thread is not None or self.size == 1:
@@ -84,58 +95,60 @@ class Mailbox:
             self.selector = selectors.DefaultSelector()
             self._bell, self._wake = socket.socketpair()
             self._bell.setblocking(False)
-            self.selector.register(self._bell, selectors.EVENT_READ, self._hush)
-            self.door = Door(self)
+            self.selector.register(self._bell, selectors.EVENT_READ, self._clear_wake)
+            self.door = RankListener(self)
             self.store.set(f"mailbox/{self.rank}", self.door.where)
-            self._thread = threading.Thread(target=self._serve, name=f"rank {self.rank} mailbox", daemon=True)
+            self._thread = threading.Thread(target=self._run_thread, name=f"rank {self.rank} mailbox", daemon=True)
             self._thread.start()
 
     @property
-    def strangers(self) -> int:
+    def stranger_count(self) -> int:
         """The number of callers so far that were not ranks of this run."""
         return self.door.strangers if self.door else 0
 
     @property
-    def partners(self) -> set[int]:
+    def connected_ranks(self) -> set[int]:
         """The ranks to which this one has connected."""
         return set(self._out)
 
-    def send(self, tensor: Tensor, to: int, kind: str = "", origin: int = STEP, lane: str = "comm",
-             step: int | None = None) -> None:
+    def send(
+        self, tensor: Tensor, to: int, kind: str = "", origin: int = STEP, lane: str = "comm", step: int | None = None
+    ) -> None:
         """Posts a copy of `tensor` (any shape) to rank `to`. Raises StrategyError if the rank does not exist."""
         if not 0 <= to < self.size:
             raise StrategyError(f"a message to rank {to}: there are ranks 0 to {self.size - 1}")
-        data = bytearray(_bytes(self.chip.to_host(tensor)).numpy().tobytes())
+        data = bytearray(_view_bytes(self.chip.copy_to_host(tensor)).numpy().tobytes())
         if len(data) > self.limit:
             raise StrategyError(f"a message of {len(data)} bytes: must be at most {self.limit} here; send it in parts")
         what, page = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}", ALWAYS if origin == HOST else self.page
         with self._news:  # a step's thread and the background's count
-            self.posted += origin != HOST
+            self.posted_count += origin != HOST
         if to == self.rank:
-            return self.arrived(to, f"{kind}\n{what}", data, origin, page, self.meet, 0.0, 0.0)
+            return self.file_message(to, f"{kind}\n{what}", data, origin, page, self.meet, 0.0, 0.0)
         asked = self.port.now()
-        begun, plain, end = self.port.post(len(data), to) if origin != HOST else (asked, 0.0, asked)
+        begun, plain, end = self.port.send_message(len(data), to) if origin != HOST else (asked, 0.0, asked)
         text = f"{kind}\n{what}".encode()
         head = HEAD.pack(len(text), origin, page, self.meet, begun, plain, len(data))
         step, name = self.step() if step is None else step, message_name("send", kind, to=to)
 
         def posted() -> None:
             if origin != HOST:
-                over = self.port.over(end) if plain else self.port.now()
+                over = self.port.find_end(end) if plain else self.port.now()
                 self.span(step, lane, name, asked, min(begun, over), over, len(data))
 
-        self._line(to).put(head + text, data, posted)
+        self._connect_rank(to).queue_frame(head + text, data, posted)
 
-    def recv(self, into: Tensor | None, source: int | None, kind: str,
-             over: Callable[[], bool] = lambda: False) -> tuple[Tensor, int] | None:
+    def recv(
+        self, into: Tensor | None, source: int | None, kind: str, over: Callable[[], bool] = lambda: False
+    ) -> tuple[Tensor, int] | None:
         """Waits for a message of `kind` and copies it into `into` (None: a new tensor). Returns None once `over`.
 
         Returns (tensor, source). Raises StrategyError if the message does not fit into `into`.
         """
-        message = self.take(source, kind, over)
+        message = self.take_message(source, kind, over)
         if message is None:
             return None
-        self.port.naps.until(message.ready)
+        self.port.naps.sleep_until(message.ready)
         dtype, shape = message.what[:-1].split("[")
         sizes = [int(n) for n in shape.split(",") if n]
         sent = torch.empty(sizes, dtype=getattr(torch, dtype))
@@ -149,19 +162,19 @@ class Mailbox:
                 f"which has room for "
                 f"{str(into.dtype)[6:]}{list(into.shape)}: both ends must agree"
             )
-        self.chip.fill(into, sent.view(into.shape))
+        self.chip.copy_from_host(into, sent.view(into.shape))
         return into, message.source
 
-    def take(self, source: int | None, kind: str, over: Callable[[], bool] = lambda: False) -> Message | None:
+    def take_message(self, source: int | None, kind: str, over: Callable[[], bool] = lambda: False) -> Message | None:
         """Waits for the next message of `kind`, until `over`.
 
         Raises Aborted if this rank must leave, ConnectionError if the sender is gone, and StrategyError if this rank
         closed the sender's line for a reason.
         """
-        self.open()
+        self.open_door()
         with self._news:
             while True:
-                message = self._pick(self.page, source, kind)
+                message = self._pick_message(self.page, source, kind)
                 if message is not None or over():
                     return message
                 if self.leaving.is_set():
@@ -178,53 +191,53 @@ class Mailbox:
                     raise ConnectionError(f"Connection closed by peer: {who}")
                 self._news.wait(SLICE)
 
-    def said(self, kind: str) -> list[tuple[int, int]]:
+    def take_numbers(self, kind: str) -> list[tuple[int, int]]:
         """Returns and removes the numbers that other ranks' engines have sent under `kind`: (rank, number) each."""
         with self._news:
             said = self._boxes.pop((ALWAYS, kind), ())
         return [(message.source, int.from_bytes(message.data, "little")) for message in said]
 
-    def say(self, number: int, to: int, kind: str) -> None:
+    def send_number(self, number: int, to: int, kind: str) -> None:
         """Sends a number to another rank's engine, outside the Link and without a span."""
         self.send(torch.tensor([number]), to, kind, HOST)
 
-    def pause(self, seconds: float) -> None:
+    def await_news(self, seconds: float) -> None:
         """Waits until a message comes, `seconds` at most."""
         with self._news:
             self._news.wait(seconds)
 
-    def turn_page(self) -> None:
+    def drop_old_messages(self) -> None:
         """Drops messages of the last strategy, so that the new one does not receive them."""
         with self._news:
             self.page += 1
             self._boxes = {key: box for key, box in self._boxes.items() if key[0] >= self.page}
 
-    def nudge(self) -> None:
+    def wake_waiters(self) -> None:
         """Makes waiting threads check their `over` again."""
         with self._news:
             self._news.notify_all()
 
-    def reach(self, ranks: Iterable[int]) -> None:
+    def connect_ranks(self, ranks: Iterable[int]) -> None:
         """Connects to `ranks` before the first message, so that each end notices when the other is gone."""
         for other in ranks:
-            self._line(other)
+            self._connect_rank(other)
 
-    def cut(self) -> None:
+    def cut_connections(self) -> None:
         """Closes all lines at once. The peers notice it."""
-        self._end(hurry=True)
+        self._begin_close(hurry=True)
 
     def close(self) -> None:
         """Sends all posted messages, then closes all lines and joins the thread."""
-        self._end(hurry=False)
+        self._begin_close(hurry=False)
         if self._thread is not None:
             self._thread.join(5.0)
-        if self.strangers:
-            self.tell_strangers(self.strangers)
+        if self.stranger_count:
+            self.report_strangers(self.stranger_count)
         self.store = None
 
     # -- inside --
 
-    def _pick(self, page: int, source: int | None, kind: str) -> Message | None:
+    def _pick_message(self, page: int, source: int | None, kind: str) -> Message | None:
         box = self._boxes.get((page, kind), deque())
         for at, message in enumerate(box):
             if source is None or message.source == source:
@@ -232,32 +245,33 @@ class Mailbox:
                 return message
         return None
 
-    def arrived(self, source: int, text: str, data: bytearray, origin: int, page: int, meet: int, begun: float,
-                plain: float) -> None:
+    def file_message(
+        self, source: int, text: str, data: bytearray, origin: int, page: int, meet: int, begun: float, plain: float
+    ) -> None:
         """Files a complete message. The mailbox's thread calls it, or the sender if it sends to itself."""
         kind, what = text.rsplit("\n", 1)
-        ready = self.port.take(source, begun, plain)
+        ready = self.port.receive_message(source, begun, plain)
         with self._news:
-            self.came += origin != HOST
+            self.received_count += origin != HOST
             self.meet = max(self.meet, meet)
             if page >= self.page:
                 self._boxes.setdefault((page, kind), deque()).append(Message(source, what, data, ready))
             self._news.notify_all()
 
-    def _line(self, to: int) -> Outgoing:
-        self.open()
+    def _connect_rank(self, to: int) -> SenderEnd:
+        self.open_door()
         with self._dialling:
             if to not in self._out:
-                self._out[to] = Outgoing(self, to, found(self.store, f"mailbox/{to}", self.look))
+                self._out[to] = SenderEnd(self, to, await_address(self.store, f"mailbox/{to}", self.check_peers))
             return self._out[to]
 
-    def do(self, what: Callable[[], None]) -> None:
+    def run_on_thread(self, what: Callable[[], None]) -> None:
         """Makes the mailbox's thread call `what`."""
         self._todo.append(what)
         with contextlib.suppress(OSError):
             self._wake.send(b"!")
 
-    def lose(self, rank: int, why: str = "") -> None:
+    def mark_gone(self, rank: int, why: str = "") -> None:
         """Marks a rank as gone. why: the reason, if this rank closed the line."""
         with self._news:
             self.gone.add(rank)
@@ -265,29 +279,29 @@ class Mailbox:
                 self._why[rank] = why
             self._news.notify_all()
 
-    def _end(self, hurry: bool) -> None:
+    def _begin_close(self, hurry: bool) -> None:
         with self._dialling:
             if self._thread is None or self._closing:
                 return
             self._closing = True
         self._hurry = hurry
-        self.do(lambda: None)
+        self.run_on_thread(lambda: None)
 
     # -- the mailbox's own thread --
 
-    def _serve(self) -> None:
+    def _run_thread(self) -> None:
         until = float("inf")
         while True:
             lines = list(self._out.values())
-            for key, _ in self.selector.select(min([SLICE, *(line.rest for line in lines)])):
-                self._do(key.data)
+            for key, _ in self.selector.select(min([SLICE, *(line.retry_delay for line in lines)])):
+                self._run_guarded(key.data)
             for line in lines:
-                self._do(line.look)
+                self._run_guarded(line.retry_if_due)
             while self._todo:
-                self._do(self._todo.popleft())
+                self._run_guarded(self._todo.popleft())
             if self._closing:
                 until = min(until, time.monotonic() + (0.0 if self._hurry else 2.0))
-                if time.monotonic() >= until or not any(line.waiting for line in self._out.values()):
+                if time.monotonic() >= until or not any(line.has_frames for line in self._out.values()):
                     break
         for key in list(self.selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
@@ -296,18 +310,18 @@ class Mailbox:
         self._wake.close()
         self.selector.close()
 
-    def _hush(self) -> None:
+    def _clear_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._bell.recv(4096)
 
-    def _do(self, what: Callable[[], None]) -> None:
+    def _run_guarded(self, what: Callable[[], None]) -> None:
         try:
             what()
         except Exception as error:  # `take` raises it; if this thread died, receivers would wait for ever
             self._trouble = error
-            self.nudge()
+            self.wake_waiters()
 
 
-def _bytes(x: Tensor) -> Tensor:
+def _view_bytes(x: Tensor) -> Tensor:
     """Returns the bytes of `x`: (n,) uint8, a view if possible."""
     return x.contiguous().reshape(-1).view(torch.uint8)

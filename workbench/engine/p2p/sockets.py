@@ -26,7 +26,7 @@ LONGER = 0.05
 NEVER = float("inf")
 
 
-class Outgoing:
+class SenderEnd:
     """The sender's end. After the greeting it writes frames in order, as fast as the socket takes them."""
 
     def __init__(self, mailbox: Any, to: int, door: str) -> None:
@@ -36,57 +36,57 @@ class Outgoing:
         self._known = self._over = False
         self._tries = 0
         self._due = NEVER
-        mailbox.do(self._dial)
+        mailbox.run_on_thread(self._dial_rank)
 
     @property
-    def waiting(self) -> bool:
+    def has_frames(self) -> bool:
         return bool(self._queue)
 
     @property
-    def rest(self) -> float:
+    def retry_delay(self) -> float:
         """Seconds until the next call."""
         return max(self._due - time.monotonic(), 0.0)
 
-    def look(self) -> None:
+    def retry_if_due(self) -> None:
         """Calls again when it is time. The mailbox's thread calls it."""
         if time.monotonic() >= self._due:
             self._due = NEVER
-            self._dial()
+            self._dial_rank()
 
-    def put(self, head: bytes, data: bytes | bytearray, written: Callable[[], None]) -> None:
+    def queue_frame(self, head: bytes, data: bytes | bytearray, written: Callable[[], None]) -> None:
         """Queues a frame, from any thread. The mailbox's thread calls `written` after the last byte."""
-        self.mailbox.do(lambda: self._queue_up(head, data, written))
+        self.mailbox.run_on_thread(lambda: self._append_frame(head, data, written))
 
-    def _dial(self) -> None:
+    def _dial_rank(self) -> None:
         self._tries += 1
         self.socket.close()
         self.socket = s = socket.socket()
         s.setblocking(False)
         s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._greeting = greeting.call(self.mailbox.secret, self.mailbox.rank, self.to, self.door, s.sendall)
+        self._greeting = greeting.greet_as_caller(self.mailbox.secret, self.mailbox.rank, self.to, self.door, s.sendall)
         self._left = next(self._greeting)
         host, port = self.door.rsplit(" ", 1)
         failed = s.connect_ex((host, int(port)))
-        self.mailbox.selector.register(s, READ, self._move)
+        self.mailbox.selector.register(s, READ, self._write_frames)
         if failed not in (0, errno.EINPROGRESS):
-            self._lost(OSError(failed, "no connection"))
+            self._handle_loss(OSError(failed, "no connection"))
 
-    def _queue_up(self, head: bytes, data: bytes | bytearray, written: Callable[[], None]) -> None:
+    def _append_frame(self, head: bytes, data: bytes | bytearray, written: Callable[[], None]) -> None:
         if self.to in self.mailbox.gone or self._over:
             return
-        self._queue.append((memoryview(head), _nothing))
+        self._queue.append((memoryview(head), _do_nothing))
         self._queue.append((memoryview(data), written))
         if self._known:
-            self._move()
+            self._write_frames()
 
-    def _move(self) -> None:
+    def _write_frames(self) -> None:
         try:
             if not self._known:
-                self._greet()
+                self._greet_rank()
             while self._known and self._queue:
                 left, written = self._queue[0]
                 if len(left):
-                    left = left[self.socket.send(left):]
+                    left = left[self.socket.send(left) :]
                 if len(left):
                     self._queue[0] = (left, written)
                 else:
@@ -95,17 +95,17 @@ class Outgoing:
         except BlockingIOError:
             pass
         except Exception as error:
-            return self._lost(error)
-        self.mailbox.selector.modify(self.socket, BOTH if self._known and self._queue else READ, self._move)
+            return self._handle_loss(error)
+        self.mailbox.selector.modify(self.socket, BOTH if self._known and self._queue else READ, self._write_frames)
         try:
             if self._known and not self.socket.recv(1):  # the peer sends nothing here any more: readable means closed
-                self._lost(ConnectionResetError())
+                self._handle_loss(ConnectionResetError())
         except BlockingIOError:
             pass
         except OSError as error:
-            self._lost(error)
+            self._handle_loss(error)
 
-    def _greet(self) -> None:
+    def _greet_rank(self) -> None:
         while not self._known:
             n = self.socket.recv_into(self._left)
             if not n:
@@ -117,7 +117,7 @@ class Outgoing:
                 except StopIteration:
                     self._known = True
 
-    def _lost(self, error: Exception) -> None:
+    def _handle_loss(self, error: Exception) -> None:
         """Closes this end and calls again, or gives up.
 
         The peer counts as gone when its own line to this rank has ended, too, because that may still hold messages.
@@ -126,25 +126,25 @@ class Outgoing:
         self.socket.close()
         closed = isinstance(error, ConnectionResetError | BrokenPipeError)
         if closed and not self._known and self._tries < TRIES:
-            self._due = time.monotonic() + pause(self._tries)
+            self._due = time.monotonic() + find_retry_delay(self._tries)
             return
         self._over = True
         self._queue.clear()
         if not closed or self.to not in self.mailbox.heard_from:
-            self.mailbox.lose(self.to, str(error) if isinstance(error, greeting.Stranger) else "")
+            self.mailbox.mark_gone(self.to, str(error) if isinstance(error, greeting.AuthenticationError) else "")
 
 
-class Incoming:
+class ReceiverEnd:
     """The receiver's end: assembles frames and passes each complete message to the mailbox."""
 
     def __init__(self, mailbox: Any, s: socket.socket) -> None:
         self.mailbox, self.socket = mailbox, s
         self.source = -1  # unknown before the proof
         self._over = False
-        self._frames = self._read()
+        self._frames = self._parse_frames()
         self._left = next(self._frames)
 
-    def move(self) -> None:
+    def read_frames(self) -> None:
         try:
             for _ in range(64):  # then it is the turn of other lines
                 n = self.socket.recv_into(self._left)
@@ -160,13 +160,15 @@ class Incoming:
         except Exception as error:  # a failed line must not end the thread of all lines
             self.end(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
-    def _read(self) -> Generator[memoryview, None, None]:
+    def _parse_frames(self) -> Generator[memoryview, None, None]:
         mailbox, tell = self.mailbox, self.socket.sendall
-        source = yield from greeting.answer(mailbox.secret, mailbox.rank, mailbox.size, mailbox.door.where, tell)
+        source = yield from greeting.greet_as_called(
+            mailbox.secret, mailbox.rank, mailbox.size, mailbox.door.where, tell
+        )
         if source in mailbox.heard_from:
-            raise greeting.Stranger(f"rank {mailbox.number(source)} has a line to this rank already")
+            raise greeting.AuthenticationError(f"rank {mailbox.number(source)} has a line to this rank already")
         self.source = source
-        mailbox.door.known(self)
+        mailbox.door.register_caller(self)
         head = bytearray(HEAD.size)
         while True:
             yield memoryview(head)
@@ -178,7 +180,7 @@ class Incoming:
                 yield memoryview(kind)
             if nbytes:
                 yield memoryview(data)
-            mailbox.arrived(source, kind.decode(), data, origin, page, meet, begun, seconds)
+            mailbox.file_message(source, kind.decode(), data, origin, page, meet, begun, seconds)
 
     def end(self, why: str = "") -> None:
         """Closes this end, and removes its rank or stranger from the door."""
@@ -187,13 +189,13 @@ class Incoming:
         self._over = True
         self.mailbox.selector.unregister(self.socket)
         self.socket.close()
-        self.mailbox.door.left(self, why)
+        self.mailbox.door.remove_caller(self, why)
 
 
-def pause(tries: int) -> float:
+def find_retry_delay(tries: int) -> float:
     """Returns the seconds between call number `tries` and the next."""
     return min(PAUSE + tries * 1e-3, LONGER)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Does nothing after a head is written."""

@@ -12,26 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.engine.baselines.opaque import best, bucket_cap, trainable, unwrap, wrap
-from workbench.engine.control.canonical import all_equal, told
-from workbench.engine.rank.setup import Parts
+from workbench.engine.baselines.opaque import (
+    choose_options,
+    convert_to_mib,
+    remove_hooks,
+    require_all_grads,
+    wrap_model,
+)
+from workbench.engine.control.canonical import broadcast_text, gather_numbers
+from workbench.engine.rank.setup import RankComponents
 from workbench.experiment import Experiment
 from workbench.experiment.partitioned import drawn
 from workbench.fabric.load import crashed, pauses
-from workbench.host.memory.offload import Offloaded
-from workbench.host.passes.checkpointing import units_of
-from workbench.host.passes.meetings import Plans, plans_of
-from workbench.host.passes.recomputing import recomputed
-from workbench.host.placement.layout import Layout
-from workbench.host.placement.spread import Spread
-from workbench.host.reconfigure.changes import in_step, take_role
-from workbench.host.sharding.foreseen import foreseen
+from workbench.host.memory.offload import OffloadStore
+from workbench.host.passes.checkpointing import list_units
+from workbench.host.passes.meetings import PassPlan, find_plans
+from workbench.host.passes.recomputing import find_recomputed
+from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.spread import ReplicaSpread
+from workbench.host.reconfigure.changes import has_common_step, take_role
+from workbench.host.sharding.foreseen import foresee_trace
 from workbench.rank import Op
 from workbench.settings import KnobError
 from workbench.tasks import at_rate
 
 
-class Turnable(Parts):
+class Reconfigurable(RankComponents):
     """One rank of a run as a change sees it; see workbench.host.transfer.views."""
 
     workers: Any
@@ -39,7 +45,7 @@ class Turnable(Parts):
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
         """Sets the Link, the pace and the faults. A new fault may halt its rank for a while, or end it."""
         self.port.fabric = wanted.fabric
-        self.host.pace.ask(wanted.pace * 1e-3, wanted.fabric.faults)
+        self.host.pace.set_pace(wanted.pace * 1e-3, wanted.fabric.faults)
         old, new = was.fabric.faults if was else (), wanted.fabric.faults
         self.pending_pause += pauses(old, new, self.rank.id)
         self.crashing = {*self.crashing, *crashed(old, new, self.rank.size)}
@@ -47,22 +53,22 @@ class Turnable(Parts):
     def choose_lane(self) -> None:
         """Runs children on the caller's thread if a thread would have nothing to compute or to wait for."""
         alone = self.session.kind == "gloo" or self.rank.mesh.flat  # else two communicators would be under way at once
-        quick = self.rank.compressor.immediate and not self.port.active and not self.experiment.strategy.offloads
+        quick = self.rank.compressor.immediate and not self.port.is_active and not self.experiment.strategy.offloads
         quick = quick and self.port.fabric.algorithm.native
         self.lane.eager = quick and alone
 
     @property
-    def kept_away(self) -> Offloaded:
+    def offloaded_state(self) -> OffloadStore:
         return self.away.kept
 
-    def cut_anew(self, bucket_mb: float) -> None:
-        self.layout.rebucket(bucket_mb)
+    def resize_own_buckets(self, bucket_mb: float) -> None:
+        self.layout.resize_buckets(bucket_mb)
 
-    def lie_bare(self, seed: int) -> None:
-        self.host.lie(None, seed)
+    def release_state(self, seed: int) -> None:
+        self.host.take_part(None, seed)
 
-    def lie_anew(self) -> None:
-        self.layout = Layout(self.model, self.experiment.bucket_mb)
+    def reallocate_state(self) -> None:
+        self.layout = ParameterLayout(self.model, self.experiment.bucket_mb)
         self.optimizer = self.make_optimizer(self.experiment)
         at_rate(self.optimizer, self.rank.lr)
 
@@ -77,126 +83,128 @@ class Turnable(Parts):
         """Makes one step. Returns how many steps it counts for; 0 if none was made."""
         if strategy.workers > 1:
             self.host.at("workers")
-            return await Op("do", self.workers.step) or 1
-        return await Op("drive", self.finite.step(self.measuring.step(self))) or 1
+            return await Op("do", self.workers.run_steps) or 1
+        return await Op("drive", self.finite.guard_step(self.measuring.measure_step(self))) or 1
 
-    async def rebucket(self, bucket_mb: float) -> None:
-        self.shared.relay(lambda: self.layout.rebucket(bucket_mb))
+    async def resize_buckets(self, bucket_mb: float) -> None:
+        self.shared.share_again(lambda: self.layout.resize_buckets(bucket_mb))
         self.mark_buckets()
 
     async def leave(self, strategy: Any) -> None:
         await strategy.leave(self.rank.replicas, self.state)
-        self.shared.leave()
-        self.layout.clear()
+        self.shared.unshare_parameters()
+        self.layout.drop_gradients()
 
-    def enter(self, was: Experiment | None, wanted: Experiment) -> None:
+    def enter_strategy(self, was: Experiment | None, wanted: Experiment) -> None:
         """Enters another strategy."""
         if wanted.strategy.shared:
-            self.shared.enter()
+            self.shared.share_parameters()
         take_role(self, wanted)
-        self.state = wanted.strategy.init(self.rank.replicas, self.layout.params())
-        self.regrouped()
-        self.meeting.enter()
+        self.state = wanted.strategy.init(self.rank.replicas, self.layout.list_params())
+        self.reset_groups()
+        self.meeting.enter_strategy()
 
-    def relaid(self, names: set[str], spread: Spread | None, held: bool = True) -> None:
+    def lay_out_parameters(self, names: set[str], spread: ReplicaSpread | None, held: bool = True) -> None:
         """Lays out the parameters `names` here. held=False: they are to be sharded, and have no values yet."""
-        self.host.hooks.detach()
-        self.layout.take(self.model, names, held)
+        self.host.hooks.detach_hooks()
+        self.layout.take_parameters(self.model, names, held)
         seed = drawn(self.experiment, self.rank.id, self.rank.step)
-        self.host.lie(spread, seed)
+        self.host.take_part(spread, seed)
         if (spread and spread.split) or (self.spread and self.spread.split):
             torch.manual_seed(seed)
-        self.spread, self.twin = spread, None
-        self.tuned()
+        self.spread, self.evaluation_copy = spread, None
+        self.tune_partition()
         self.mark_buckets()
 
-    def tuned(self) -> None:
+    def tune_partition(self) -> None:
         """Applies new knobs of the partition; the model's layout stays."""
         e, split = self.experiment, self.spread.split if self.spread else None
-        units = units_of(self.model, self.learner, e.partition)
-        self.host.pipeline.tune(self._planned(self.spread), units, recomputed(e, self.learner, split))
+        units = list_units(self.model, self.learner, e.partition)
+        self.host.pipeline.tune_partition(
+            self._plan_passes(self.spread), units, find_recomputed(e, self.learner, split)
+        )
 
-    def _planned(self, spread: Spread | None) -> tuple[Plans, ...]:
+    def _plan_passes(self, spread: ReplicaSpread | None) -> tuple[PassPlan, ...]:
         """Returns the plans by piece of the model for ranks that hold slices; () if they are unknown."""
         if spread is None or spread.split is None:
             return ()
         try:
-            return plans_of(self.experiment, self.learner, spread.split)
+            return find_plans(self.experiment, self.learner, spread.split)
         except KnobError:  # the pace is then kept less finely
             return ()
 
     def sharded(self, buckets: Any) -> None:
         """Does nothing: the optimizer's state is already in place."""
 
-    def regrouped(self) -> None:
+    def reset_groups(self) -> None:
         """Closes wires of groups that ended, and counts children from 0 again."""
         for lane in self.host.lanes:
-            self.peers.drop(lane.wires.given_up(self.rank.mesh.generation))
+            self.peers.close_wires(lane.wires.forget_groups(self.rank.mesh.generation))
             lane.started = lane.completed = 0
         flat = self.rank.mesh.flat and not self.rank.mesh.inside
-        self.tickets.enter(self.experiment.strategy, self.lane, flat)
+        self.tickets.enter_strategy(self.experiment.strategy, self.lane, flat)
 
     @property
-    def sent(self) -> int:
-        return self.host.lanes.sent
+    def sent_bytes(self) -> int:
+        return self.host.lanes.sent_bytes
 
     async def gather(self, number: int) -> list[int]:
         """Returns every rank's number, by rank."""
-        return all_equal(self.control, number)
+        return gather_numbers(self.control, number)
 
-    async def told(self, text: str, by: int = 0) -> str:
+    async def broadcast_text(self, text: str, by: int = 0) -> str:
         """Returns the text of rank `by`, on every rank."""
-        return self.told_at_once(text, by)
+        return self.broadcast_text_now(text, by)
 
-    def told_at_once(self, text: str, by: int = 0) -> str:
+    def broadcast_text_now(self, text: str, by: int = 0) -> str:
         """The same as `told`, as a plain function."""
-        return told(self.control, text.encode(), by).decode() if self.control is not None else text
+        return broadcast_text(self.control, text.encode(), by).decode() if self.control is not None else text
 
     @contextmanager
-    def switching(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
+    def record_switch(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
         """Records a switch of strategy, made in the block, as one span. Ranks that fell behind take the latest step."""
-        if in_step(was):
-            self.meeting.latest = self.rank.step
-        self.rank.step = self.meeting.latest
-        began, sent = self.now, self.sent
+        if has_common_step(was):
+            self.meeting.latest_step = self.rank.step
+        self.rank.step = self.meeting.latest_step
+        began, sent = self.now, self.sent_bytes
         self.lane.step = self.rank.step
         self.host.at(f"switch from {was.strategy} to {wanted.strategy}")
         yield
-        self.host.hooks.detach()
-        self.span("switch", type(wanted.strategy).__name__, began, self.sent - sent)
+        self.host.hooks.detach_hooks()
+        self.span("switch", type(wanted.strategy).__name__, began, self.sent_bytes - sent)
 
     def enter_opaque(self) -> None:
         """Wraps the model in torch's own DDP, or a copy in fully_shard. On an emulated Link both use our lane."""
         if self.peers.data is None:
             return
-        self.host.hooks.detach()
-        lane = self.lane if self.port.active else None
+        self.host.hooks.detach_hooks()
+        lane = self.lane if self.port.is_active else None
         if self.experiment.strategy.shards:
             from workbench.engine.baselines.fully_sharded import FullySharded  # takes a second to import
 
             fully = FullySharded(self, self.peers.data, lane)
-            self.host.parts.wrap(fully.module, fully)
+            self.host.parts.wrap_model(fully.module, fully)
         else:
-            options = best(getattr(self.experiment.strategy, "find_unused_parameters", False))
-            options["bucket_cap_mb"] = bucket_cap(self.experiment.bucket_mb)
-            with trainable(self.layout):
-                self.host.parts.wrap(wrap(self.model, self.peers.data, options, lane))
+            options = choose_options(getattr(self.experiment.strategy, "find_unused_parameters", False))
+            options["bucket_cap_mb"] = convert_to_mib(self.experiment.bucket_mb)
+            with require_all_grads(self.layout):
+                self.host.parts.wrap_model(wrap_model(self.model, self.peers.data, options, lane))
 
     async def leave_opaque(self) -> None:
         if self.host.parts.fully is not None:
-            await self.host.parts.fully.give_back()
-        self.unwrap()
+            await self.host.parts.fully.return_state()
+        self.unwrap_model()
 
-    def unwrap(self) -> None:
+    def unwrap_model(self) -> None:
         """Makes forward call the model itself again."""
-        unwrap(self.host.parts.module)
-        fully = self.host.parts.unwrap()
+        remove_hooks(self.host.parts.module)
+        fully = self.host.parts.unwrap_model()
         if fully is not None:
             fully.end()
             del fully
             gc.collect()  # torch's hooks and the copy reference each other, and keep shards and sockets
 
-    def _first_of_replicas(self, order: Tensor) -> Tensor:
+    def _take_first_order(self, order: Tensor) -> Tensor:
         """Returns the order of the first rank that holds the same part of the model as this rank."""
         assert self.control is not None
         if self.spread is None:
@@ -204,30 +212,30 @@ class Turnable(Parts):
             return order
         trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
         for place in range(len(self.spread)):
-            count = len(self.spread.trained(place, trained))
+            count = len(self.spread.select_trained(place, trained))
             said = order if place == self.rank.id % len(self.spread) else torch.empty(count, dtype=torch.int64)
             self.control.wait(self.control.broadcast(said, place))
         return order
 
-    def said_by_first(self, names: list[str]) -> list[str]:
+    def take_first_names(self, names: list[str]) -> list[str]:
         """Returns one order of gradients: rank 0's, or that of the first rank that holds the same parts."""
         index = {p.name: i for i, p in enumerate(self.layout.order)}
         order = torch.tensor([index[n] for n in names], dtype=torch.int64)
         if self.control is not None:
-            if self.tickets.asked:
-                self.pocket = self.tickets.take()
-            order = self._first_of_replicas(order)
+            if self.tickets.has_pending:
+                self.early_requests = self.tickets.take_requests()
+            order = self._take_first_order(order)
         return [self.layout.order[i].name for i in order.tolist()]
 
-    def adopt(self, names: list[str]) -> None:
+    def adopt_order(self, names: list[str]) -> None:
         """Lays parameters out in this order once, as torch's DDP does."""
-        self.host.hooks.detach()
-        self.shared.relay(lambda: self.layout.reorder(names))
+        self.host.hooks.detach_hooks()
+        self.shared.share_again(lambda: self.layout.reorder_buckets(names))
         self.mark_buckets()
 
-    def foreseen(self, cheaply: bool) -> Any:
+    def foresee_reads(self, cheaply: bool) -> Any:
         """Predicts what a step reads; None if that is unknown."""
-        return foreseen(self.learner, self.experiment, cheaply)
+        return foresee_trace(self.learner, self.experiment, cheaply)
 
     def mark_start(self) -> None:
         """Records where this rank trains, and what."""
@@ -235,5 +243,5 @@ class Turnable(Parts):
             "host": platform.node(), "pid": os.getpid(), "device": self.session.device, "backend": self.session.kind,
             "torch": torch.__version__, "python": platform.python_version(), "clock_error": self.peers.doubt,
             "clock_offset": self.peers.offset,
-            "parameters": self.layout.numel, "nbytes": self.layout.nbytes,
+            "parameters": self.layout.element_count, "nbytes": self.layout.byte_count,
         })  # fmt: skip

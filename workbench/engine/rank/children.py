@@ -15,10 +15,10 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 PATIENCE = 2.0  # seconds from SIGTERM to SIGKILL
 
-_runs: dict[int, Children] = {}  # the children of a run, by thread id
+_runs: dict[int, ChildProcesses] = {}  # the children of a run, by thread id
 
 
-class Children:
+class ChildProcesses:
     """The processes that one rank's threads have started.
 
     A process that a `%%px` cell starts while the rank trains is not included, and goes on.
@@ -28,9 +28,9 @@ class Children:
         self._started: list[BaseProcess] = []
 
     @contextmanager
-    def of_this_thread(self) -> Iterator[None]:
+    def collect_started(self) -> Iterator[None]:
         """Collects every process that this thread starts inside the block."""
-        note_processes()
+        patch_process_start()
         _runs[threading.get_ident()] = self
         try:
             yield
@@ -39,20 +39,20 @@ class Children:
 
     def end(self) -> None:
         """Ends the daemonic processes. Other processes outlive the run, as their starter chose."""
-        left = _living(self._started)
+        left = _list_living(self._started)
         if left:
             _shut_down_loaders({process.pid for process in left})
-        for process in (left := _living(left)):
+        for process in (left := _list_living(left)):
             process.terminate()
         for process in left:
             process.join(PATIENCE)
-        for process in _living(left):
+        for process in _list_living(left):
             process.kill()
             process.join(PATIENCE)
         self._started.clear()
 
 
-def _living(processes: list[BaseProcess]) -> list[BaseProcess]:
+def _list_living(processes: list[BaseProcess]) -> list[BaseProcess]:
     return [process for process in processes if process.daemon and process.is_alive()]
 
 
@@ -75,12 +75,12 @@ def _shut_down_loaders(pids: set[int | None]) -> None:
 
 
 @cache
-def note_processes() -> None:
+def patch_process_start() -> None:
     """Starts to collect the processes that a run's threads start. Other threads are not affected."""
-    BaseProcess.start = _noted(BaseProcess.start)  # type: ignore[method-assign, assignment]
+    BaseProcess.start = _wrap_start(BaseProcess.start)  # type: ignore[method-assign, assignment]
 
 
-def _noted(start: Callable[[Any], None]) -> Callable[[Any], None]:
+def _wrap_start(start: Callable[[Any], None]) -> Callable[[Any], None]:
     @wraps(start)
     def noted(self: Any) -> None:
         start(self)

@@ -7,21 +7,21 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from workbench.engine.control.membership import LOOK, lives
+from workbench.engine.control.membership import POLL_SECONDS, is_rank_alive
 from workbench.engine.wire.collectives import Aborted, connect_store
 
 if TYPE_CHECKING:
     from workbench.engine.rank.session import Session
 
 
-def crash(session: Session, mine: bool) -> None:
+def crash_rank(session: Session, mine: bool) -> None:
     """Ends this rank if it is `mine`, once all ranks have made the change that brought the fault.
 
     If it ended earlier, the remaining ranks might repeat the change and lose the rank that then has its number. A
     process that this lab started is killed, with its record on disk. In any other process the rank only leaves.
     """
     if session.rank.size > 1:
-        _come_past(session, mine)
+        _pass_change(session, mine)
     if not mine:
         return
     if session.ours:
@@ -31,12 +31,12 @@ def crash(session: Session, mine: bool) -> None:
     raise Aborted("a fault has ended this rank")
 
 
-def _come_past(session: Session, waits: bool) -> None:
+def _pass_change(session: Session, waits: bool) -> None:
     """Reports that this rank is past the change. If it `waits`, waits until all living ranks are."""
     store = connect_store(*session.where, session.generation)
     what, ranks = f"past {session.set_up_already.obeyed}", range(session.rank.size)
     store.set(f"{what} {session.rank.id}", "1")
-    while waits and any(lives(store, other) and not store.check([f"{what} {other}"]) for other in ranks):
+    while waits and any(is_rank_alive(store, other) and not store.check([f"{what} {other}"]) for other in ranks):
         if session.leaving.is_set():
             raise Aborted("told to leave")
-        time.sleep(LOOK)
+        time.sleep(POLL_SECONDS)

@@ -17,23 +17,33 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from workbench.engine.control import membership
-from workbench.engine.control.membership import Spare
-from workbench.engine.wire.collectives import Aborted, Wire, connect_store, of_own, peer_left
-from workbench.host.core.answers import KNOWN, Answer
-from workbench.host.core.dealing import NO_INDEX, may_come_again
+from workbench.engine.control.membership import NotNeeded
+from workbench.engine.wire.collectives import Aborted, Wire, connect_store, is_own_error, is_peer_loss
+from workbench.host.core.answers import KNOWN_KIND, RequestAnswer
+from workbench.host.core.dealing import NO_INDEX, describe_repeats
 from workbench.host.elastic.leaving import StateBefore
-from workbench.host.elastic.voting import Next, named
-from workbench.host.placement.canonical import Disagreement
+from workbench.host.elastic.voting import NextGeneration, name_ranks
+from workbench.host.placement.canonical import RankDisagreement
 from workbench.settings.said import text_of
 
 if TYPE_CHECKING:
     from workbench.engine.rank.session import Session
-    from workbench.engine.rank.training import Training
+    from workbench.engine.rank.training import RankTraining
 
-OF_GENERATION = ("rank", "members", "generation", "voting", "began_with", "used", "training", "words", "outlives_next")
+GENERATION_FIELDS = (
+    "rank",
+    "members",
+    "generation",
+    "voting",
+    "began_with",
+    "used",
+    "training",
+    "words",
+    "outlives_next",
+)
 
 
-class Forming:
+class FormingGeneration:
     """The next generation of one rank, until it has formed.
 
     to:    how it begins
@@ -43,43 +53,43 @@ class Forming:
     marks: rows of the record that count only if the generation forms
     """
 
-    def __init__(self, session: Session, to: Next) -> None:
+    def __init__(self, session: Session, to: NextGeneration) -> None:
         members = to.came.members
         self.to, self.began = to, session.clock.now()
         self.place = members.index(session.member) if session.member in members else None
-        self.was = {name: getattr(session, name) for name in OF_GENERATION}
+        self.was = {name: getattr(session, name) for name in GENERATION_FIELDS}
         self.state: StateBefore | None = None
         self.marks: list[tuple[int, str, float, str]] = []
         self.name = f"{session.base}+{session.turn}"
 
-    def store(self, session: Session, timeout: float = 60.0) -> Any:
+    def open_store(self, session: Session, timeout: float = 60.0) -> Any:
         """Connects to the store in which the ranks of the next generation meet."""
         return connect_store(*session.where, self.name, timeout)
 
-    def gather(self, session: Session, what: str) -> None:
+    def await_ranks(self, session: Session, what: str) -> None:
         """Waits until all ranks of the next generation have reported `what`. Raises ConnectionError if one is lost."""
-        members, see = self.to.came.members, partial(look, session)
-        membership.gather(self.store(session), what, self.place, self.to.processes, see, members)
+        members, see = self.to.came.members, partial(check_leaving, session)
+        membership.await_reports(self.open_store(session), what, self.place, self.to.processes, see, members)
 
 
-def look(session: Session) -> None:
+def check_leaving(session: Session) -> None:
     """Raises Aborted if this rank must leave."""
-    if session.ends:
+    if session.is_ending:
         raise Aborted("told to leave while the ranks that are left were looking for each other")
 
 
-def confirm(session: Session) -> None:
-    """Reports that this rank holds the full state, and waits until all ranks do. Raises as `Forming.gather` does."""
+def confirm_formed(session: Session) -> None:
+    """Reports that this rank holds the full state, and waits until all ranks do. Raises what `await_ranks` raises."""
     forming = session.forming
     assert forming is not None
-    forming.gather(session, "formed")
+    forming.await_ranks(session, "formed")
     session.forming, session.words, session.outlives_next = None, None, False
     if forming.place == 0:
         about = {**forming.to.mark, "turn": session.turn}
         session.mark("members", about, forming.began)
-        _answer(session)
+        _answer_undone(session)
         if not session.set_up_already.learner.indexed:
-            session.mark("data", may_come_again(NO_INDEX))
+            session.mark("data", describe_repeats(NO_INDEX))
         for what in forming.to.asked:
             session.inbox.put(what)
     for row in forming.marks:
@@ -87,7 +97,7 @@ def confirm(session: Session) -> None:
     session.undone = None
 
 
-def undo(session: Session, error: BaseException) -> bool:
+def undo_forming(session: Session, error: BaseException) -> bool:
     """Puts this rank back into the previous generation with its former state: the next did not form.
 
     Returns whether a rank or a connection was lost, so that the old ranks can vote again. If so, a new rank raises
@@ -95,83 +105,87 @@ def undo(session: Session, error: BaseException) -> bool:
     """
     forming, session.forming = session.forming, None
     assert forming is not None
-    broke = _broke(session, forming, error)
+    broke = _has_broken(session, forming, error)
     with contextlib.suppress(RuntimeError):  # the store's host may be gone
         if forming.place is not None:
-            membership.gone(forming.store(session, 1.0), forming.place)
+            membership.report_gone(forming.open_store(session, 1.0), forming.place)
     session.leaving.set()
-    session.cut()
+    session.cut_connections()
     before, after = forming.was["training"], session.training
     if before is None:
         if broke:
-            raise Spare(_left_out(forming)) from None
+            raise NotNeeded(_explain_leaving(forming)) from None
         return False
     if after is not before and after is not None:
-        _take_apart(after)
-    give_back(session)
+        _close_failed(after)
+    release_wires(session)
     for name, value in forming.was.items():
         setattr(session, name, value)
     if forming.state is not None:
-        forming.state.restore()
+        forming.state.restore_state()
     _vote_again(session, forming)
     return broke
 
 
-def _broke(session: Session, forming: Forming, error: BaseException) -> bool:
+def _has_broken(session: Session, forming: FormingGeneration, error: BaseException) -> bool:
     """Whether a rank or a connection was lost, or a new rank received another state."""
-    if not isinstance(error, Exception) or isinstance(error, Aborted | Spare) or of_own(error):
+    if not isinstance(error, Exception) or isinstance(error, Aborted | NotNeeded) or is_own_error(error):
         return False
-    if peer_left(error, text_of(error)):
+    if is_peer_loss(error, text_of(error)):
         return True
-    if isinstance(error, Disagreement) and len(forming.to.came.members) > len(forming.to.came.places):
+    if isinstance(error, RankDisagreement) and len(forming.to.came.members) > len(forming.to.came.places):
         return True
     try:  # while wires open, and after a peer has left, the error can have any text
-        membership.require(forming.store(session, 1.0), range(len(forming.to.processes)))
+        membership.require_alive(forming.open_store(session, 1.0), range(len(forming.to.processes)))
     except (ConnectionError, RuntimeError):
         return True
     return False
 
 
-def _take_apart(training: Training) -> None:
+def _close_failed(training: RankTraining) -> None:
     """Gives back the failed generation's parts; the model computes as it did before."""
     training.close()
-    if training.shared.held:
-        training.layout.lie_in([w.clone() for w in training.layout.weights])
-        training.shared.held = False
-    training.lie_bare(training.experiment.seed)
+    if training.shared.is_shared:
+        training.layout.adopt_vectors([w.clone() for w in training.layout.weights])
+        training.shared.is_shared = False
+    training.release_state(training.experiment.seed)
 
 
-def give_back(session: Session) -> None:
+def release_wires(session: Session) -> None:
     """Closes the wires of a generation on a thread of its own, because a wire that was cut may take seconds."""
     wires, session.wires = session.wires, []
-    threading.Thread(target=_close, args=(wires,), name=f"rank {session.member} giving wires back", daemon=True).start()
+    threading.Thread(
+        target=_close_wires, args=(wires,), name=f"rank {session.member} giving wires back", daemon=True
+    ).start()
 
 
-def _close(wires: list[Wire]) -> None:
+def _close_wires(wires: list[Wire]) -> None:
     for wire in wires:
         wire.close()
 
 
-def _vote_again(session: Session, forming: Forming) -> None:
+def _vote_again(session: Session, forming: FormingGeneration) -> None:
     """Prepares another vote, of the ranks that voted before."""
     before, session.voting = session.voting, f"{session.generation} after {session.turn}"
     with contextlib.suppress(RuntimeError):
         again = connect_store(*session.where, session.voting)
-        membership.hand_down(again, connect_store(*session.where, before), session.rank.size)
+        membership.prepare_vote(again, connect_store(*session.where, before), session.rank.size)
     session.undone = session.undone if session.undone and "id" in session.undone.mark else forming.to
 
 
-def _left_out(forming: Forming) -> str:
+def _explain_leaving(forming: FormingGeneration) -> str:
     """Returns why a new rank leaves."""
     came = forming.to.came
     old = range(len(came.places))
-    if not any(membership.runs(json.dumps(forming.to.processes[place])) for place in old):
-        return (f"{named([came.members[place] for place in old])} died while this rank joined, and no other rank held "
-                f"the trained state")  # fmt: skip
+    if not any(membership.is_process_alive(json.dumps(forming.to.processes[place])) for place in old):
+        return (
+            f"{name_ranks([came.members[place] for place in old])} died while this rank joined, and no other rank held "
+            f"the trained state"
+        )
     return "a rank or a connection was lost while this rank joined; the others go on without it"
 
 
-def _answer(session: Session) -> None:
+def _answer_undone(session: Session) -> None:
     """Answers a request for ranks that did not come because a rank was lost in the join."""
     undone = session.undone
     if undone is None or "id" not in undone.mark or undone.mark["preempted"]:
@@ -180,5 +194,5 @@ def _answer(session: Session) -> None:
     reason = f"ranks={ranks}: a rank or a connection was lost in the join; ask again"
     refusal = {"path": "ranks", "value": ranks, "id": undone.mark["id"], "reason": reason}
     session.mark("refused", refusal)
-    answer = Answer("refused", session.rank.step, session.set_up_already.now, refusal)
-    session.inbox.put({"kind": KNOWN, "id": refusal["id"], "answer": answer})
+    answer = RequestAnswer("refused", session.rank.step, session.set_up_already.now, refusal)
+    session.inbox.put({"kind": KNOWN_KIND, "id": refusal["id"], "answer": answer})

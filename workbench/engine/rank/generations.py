@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workbench.engine.rank.forming import undo
-from workbench.engine.rank.outliving import begin_generation, leave_generation, outlives, settled
-from workbench.engine.rank.resizing import arranged, invited
-from workbench.host.elastic.voting import Next, Resized
+from workbench.engine.rank.forming import undo_forming
+from workbench.engine.rank.outliving import begin_generation, can_outlive, leave_generation, plan_generation
+from workbench.engine.rank.resizing import arrange_generation, await_invitation
+from workbench.host.elastic.voting import NextGeneration, ResizeSignal
 
 if TYPE_CHECKING:
     from workbench.engine.rank.session import Session
 
 
-def live_through(session: Session) -> None:
+def run_generations(session: Session) -> None:
     """Runs from the first step to the last. Raises the error that ends this rank's part before that."""
-    to = invited(session) if session.joins else None
+    to = await_invitation(session) if session.joins else None
     while True:
         try:
-            if (to := _one(session, to)) is None:
+            if (to := _run_generation(session, to)) is None:
                 return
         except Exception as error:
-            broke = undo(session, error) if session.forming is not None else False
-            if not outlives(session, error, broke):
+            broke = undo_forming(session, error) if session.forming is not None else False
+            if not can_outlive(session, error, broke):
                 raise
             error.__traceback__ = None  # a kept traceback keeps the dead group's sockets open
             session.words = session.words or leave_generation(session, session.set_up_already)
-            to = settled(session)
+            to = plan_generation(session)
 
 
-def _one(session: Session, to: Next | None) -> Next | None:
+def _run_generation(session: Session, to: NextGeneration | None) -> NextGeneration | None:
     """Runs one generation to its end; `to` is None for the first.
 
     Returns the next generation if ranks leave or join; None at the end of the run.
@@ -37,13 +37,13 @@ def _one(session: Session, to: Next | None) -> Next | None:
     try:
         if to is None:
             training = session.set_up()
-            training.host.drive(training.live())
+            training.host.drive_coroutine(training.train_from_start())
         else:
             came = begin_generation(session, to)
-            session.set_up_already.host.drive(session.set_up_already.live_on(came))
-    except Resized as asked:
-        made = arranged(session, asked)
-        del session.set_up_already.asked[0]  # done, or answered if the next generation does not form
+            session.set_up_already.host.drive_coroutine(session.set_up_already.train_in_generation(came))
+    except ResizeSignal as asked:
+        made = arrange_generation(session, asked)
+        del session.set_up_already.pending_requests[0]  # done, or answered if the next generation does not form
         session.words = leave_generation(session, session.set_up_already)
         return made
     return None

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workbench.engine.control.canonical import gathered
+from workbench.engine.control.canonical import gather_lists
 from workbench.engine.wire.collectives import Aborted, Wire
 from workbench.host.checkpoint import filing
-from workbench.host.checkpoint.image import Image
-from workbench.host.checkpoint.regain import Regained, regained
+from workbench.host.checkpoint.image import RankImage
+from workbench.host.checkpoint.regain import RestoredState, open_image
 from workbench.record import checkpoints
 from workbench.record.checkpoints import Bytes, Checkpoint
 from workbench.record.drafts import Draft
@@ -27,45 +27,45 @@ from workbench.settings import KnobError
 from workbench.settings.said import text_of
 
 if TYPE_CHECKING:
-    from workbench.engine.rank.setup import Parts
+    from workbench.engine.rank.setup import RankComponents
 
 
-class Kept:
+class CheckpointStore:
     """The checkpoints of the run in `run_dir`; None if there can be none."""
 
     def __init__(self, run_dir: Path | None) -> None:
         self.folder = Path(run_dir) / checkpoints.FOLDER if run_dir is not None else None
 
-    def there(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         found = checkpoints.found(self.folder) if self.folder is not None else []
         return [checkpoints.step_of(path) for path in reversed(found)]
 
-    def open(self, step: int, rank: int) -> tuple[dict[str, Any], Regained]:
+    def open_checkpoint(self, step: int, rank: int) -> tuple[dict[str, Any], RestoredState]:
         try:
             checkpoint = Checkpoint.open((self.folder or Path()) / checkpoints.name(step))
-            return checkpoint.settings, regained(checkpoint, Bytes(checkpoint), rank, alone=True)
+            return checkpoint.settings, open_image(checkpoint, Bytes(checkpoint), rank, alone=True)
         except RunError as error:
             raise KnobError(str(error)) from None
 
 
-class Keeper:
+class CheckpointWriter:
     """One rank's part in writing checkpoints into `folder`."""
 
-    def __init__(self, run: Parts, folder: Path) -> None:
+    def __init__(self, run: RankComponents, folder: Path) -> None:
         self.run, self.folder = run, folder
         self._wire: Wire | None = None
         self._thread: threading.Thread | None = None
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def keep(self, image: Image, about: dict[str, Any]) -> None:
+    def write_image(self, image: RankImage, about: dict[str, Any]) -> None:
         """Begins to write. All ranks call this at the same boundary, when none is busy."""
         if self._wire is None and self.run.rank.size > 1:
-            self._wire = self.run.peers.open("checkpoints")
+            self._wire = self.run.peers.open_wire("checkpoints")
         name = f"rank {self.run.rank.id} checkpoint"
-        self._thread = threading.Thread(target=self._serve, args=(image, about), name=name, daemon=True)
+        self._thread = threading.Thread(target=self._write_checkpoint, args=(image, about), name=name, daemon=True)
         self._thread.start()
 
     def close(self, patience: float | None = None) -> None:
@@ -75,20 +75,20 @@ class Keeper:
 
     # -- on its own thread --
 
-    def _serve(self, image: Image, about: dict[str, Any]) -> None:
+    def _write_checkpoint(self, image: RankImage, about: dict[str, Any]) -> None:
         run, began, draft = self.run, self.run.clock.now(), Draft(self.folder, about["step"])
         try:
-            said, manifest = self._written(image, about, draft)
+            said, manifest = self._write_pieces(image, about, draft)
             if run.rank.id == 0 and said:
                 draft.give_up()
                 run.mark("not saved", {"text": f"no checkpoint was made before step {about['step']}: {said}"})
             elif run.rank.id == 0:
-                self._tell(about, manifest, run.clock.now() - began)
+                self._mark_saved(about, manifest, run.clock.now() - began)
         except (Aborted, RuntimeError, ConnectionError):  # the step reports this
             if run.rank.id == 0:
                 draft.give_up()
 
-    def _tell(self, about: dict[str, Any], manifest: dict[str, Any], seconds: float) -> None:
+    def _mark_saved(self, about: dict[str, Any], manifest: dict[str, Any], seconds: float) -> None:
         """On rank 0: records a Mark of the new checkpoint, and of the older ones that were removed."""
         path, keep = self.folder / checkpoints.name(about["step"]), self.run.experiment.saves
         nbytes = sum(file["nbytes"] for file in manifest["files"].values())
@@ -101,57 +101,57 @@ class Keeper:
             gone, text = [], f"{text}; older ones could not be removed ({error.strerror})"
         self.run.mark("saved", said | {"removed": gone, "text": text})
 
-    def _written(self, image: Image, about: dict[str, Any], draft: Draft) -> tuple[str, dict[str, Any]]:
+    def _write_pieces(self, image: RankImage, about: dict[str, Any], draft: Draft) -> tuple[str, dict[str, Any]]:
         """Returns why the checkpoint could not be written, or ""; on rank 0 also its manifest."""
         me, found, files = self.run.rank.id, list[Any](), list[Any]()
 
-        def look() -> filing.Table:
+        def look() -> filing.PieceSizes:
             if me == 0:
                 draft.begin()
-            found.extend(filing.pieces(image))
-            return filing.table(found)
+            found.extend(filing.hash_pieces(image))
+            return filing.measure_pieces(found)
 
-        tables = self._exchanged(look)
+        tables = self._exchange_reports(look)
         if isinstance(tables, str):
             return tables, {}
 
         def file() -> Any:
-            files.append(draft.file(filing.file_of(me)))
+            files.append(draft.file(filing.name_file(me)))
             return files[0]
 
         def write() -> dict[str, Any]:
-            places = filing.filed(found, filing.dealt(tables)[me], file)
-            return filing.report(image, found, places, files[0].close() if files else None)
+            places = filing.write_pieces(found, filing.assign_writers(tables)[me], file)
+            return filing.make_report(image, found, places, files[0].close() if files else None)
 
-        reports = self._exchanged(write)
+        reports = self._exchange_reports(write)
         if isinstance(reports, str) or me:
             return (reports, {}) if isinstance(reports, str) else ("", {})
         try:
-            manifest = filing.manifest(about, reports)
-            manifest["files"][checkpoints.METADATA] = _metadata(draft, reports)
+            manifest = filing.make_manifest(about, reports)
+            manifest["files"][checkpoints.METADATA] = _write_metadata(draft, reports)
             draft.commit(manifest)
         except Exception as error:
-            return _why(error), {}
+            return _describe_error(error), {}
         return "", manifest
 
-    def _exchanged(self, make: Callable[[], Any]) -> Any:
+    def _exchange_reports(self, make: Callable[[], Any]) -> Any:
         """Returns what `make` returned on every rank, by rank; or, as text, why it failed on one."""
         try:
             said = {"made": make()}
         except Exception as error:  # the other ranks wait for this report
-            said = {"failed": _why(error)}
-        every = [json.loads(text) for text in self._all(json.dumps(said))]
+            said = {"failed": _describe_error(error)}
+        every = [json.loads(text) for text in self._gather_texts(json.dumps(said))]
         number = self.run.rank.number
         failed = [f"rank {number(place)}: {one['failed']}" for place, one in enumerate(every) if "failed" in one]
         return failed[0] if failed else [one["made"] for one in every]
 
-    def _all(self, text: str) -> list[str]:
+    def _gather_texts(self, text: str) -> list[str]:
         """Returns every rank's text, by rank."""
         wire = self._wire
         if wire is None:
             return [text]
         raw = text.encode()
-        lengths = [row[0] for row in gathered(wire, [len(raw)])]
+        lengths = [row[0] for row in gather_lists(wire, [len(raw)])]
         mine = torch.zeros(max(lengths), dtype=torch.uint8)
         mine[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         out = torch.empty(wire.size, max(lengths), dtype=torch.uint8)
@@ -159,13 +159,13 @@ class Keeper:
         return [bytes(row[:n].numpy()).decode() for row, n in zip(out, lengths, strict=True)]
 
 
-def _why(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return f"{type(error).__name__}: {text_of(error)}"
 
 
-def _metadata(draft: Draft, reports: list[dict[str, Any]]) -> dict[str, Any]:
+def _write_metadata(draft: Draft, reports: list[dict[str, Any]]) -> dict[str, Any]:
     """Writes the metadata that torch.distributed.checkpoint needs: `dcp.load({"model": ...})` finds a model here.
 
     It is a pickle, which only other programs read.
@@ -177,12 +177,12 @@ def _metadata(draft: Draft, reports: list[dict[str, Any]]) -> dict[str, Any]:
 
     tensors: dict[str, Any] = {}
     lies: dict[Any, Any] = {}
-    for name, shape, (offsets, sizes), (rank, at, length, _, _, dtype, _) in filing.catalogue(reports):
+    for name, shape, (offsets, sizes), (rank, at, length, _, _, dtype, _) in filing.list_boxes(reports):
         kind = dcp.TensorProperties(dtype=getattr(torch, dtype))
         known = tensors.setdefault(name, dcp.TensorStorageMetadata(kind, torch.Size(shape), []))
         index = dcp.MetadataIndex(name, torch.Size(offsets), len(known.chunks))
         known.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-        lies[index] = _StorageInfo(filing.file_of(rank), at, length)
+        lies[index] = _StorageInfo(filing.name_file(rank), at, length)
     paths = {name: tuple(name.split(".", 1)) for name in tensors}
     with draft.file(checkpoints.METADATA) as file:
         file.write(pickle.dumps(dcp.Metadata(tensors, planner_data=paths, storage_data=lies, storage_meta=None)))

@@ -12,35 +12,35 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from workbench.engine.rank.resizing import part
-from workbench.engine.rank.salvaging import saved
+from workbench.engine.rank.resizing import end_generation
+from workbench.engine.rank.salvaging import list_saved
 from workbench.engine.wire.collectives import connect_store
-from workbench.host.elastic.reentry import fitting
-from workbench.host.elastic.voting import are, named
+from workbench.host.elastic.reentry import fit_survivors
+from workbench.host.elastic.voting import choose_are, name_ranks
 from workbench.rank import Op
 from workbench.settings import KnobError
 
 if TYPE_CHECKING:
     from workbench.engine.rank.session import Session
-    from workbench.engine.rank.training import Training
+    from workbench.engine.rank.training import RankTraining
 
-SOME = "preempted"  # the store's key once any rank is preempted
+PREEMPTED_KEY = "preempted"  # the store's key once any rank is preempted
 
 
 class Preempted(RuntimeError):
     """Ranks must leave, and the other ranks cannot go on without them."""
 
 
-def announce(session: Session) -> None:
+def announce_preemption(session: Session) -> None:
     """Tells all other ranks that this rank leaves before one of their next steps. May run on any thread."""
-    text = f"{named([session.member])} is preempted: it leaves after the step in hand"
-    session.mark(SOME, {"ranks": [session.member], "step": session.rank.step, "text": text})
+    text = f"{name_ranks([session.member])} is preempted: it leaves after the step in hand"
+    session.mark(PREEMPTED_KEY, {"ranks": [session.member], "step": session.rank.step, "text": text})
     store = connect_store(*session.where, session.base)
-    store.set(f"{SOME} {session.member}", "1")
-    store.set(SOME, "1")
+    store.set(f"{PREEMPTED_KEY} {session.member}", "1")
+    store.set(PREEMPTED_KEY, "1")
 
 
-class Lookout:
+class PreemptionWatch:
     """On the first rank: looks for preempted ranks, and requests once per generation that they leave."""
 
     def __init__(self, session: Session) -> None:
@@ -51,20 +51,22 @@ class Lookout:
     def __call__(self) -> None:
         """Looks once; called with every beat of the pulse."""
         session, members, generation = self.session, self.session.members, self.session.generation
-        if session.rank.id or session.training is None or not session.training.begun or session.ends:
+        if session.rank.id or session.training is None or not session.training.has_begun or session.is_ending:
             return
         with contextlib.suppress(RuntimeError, OSError):  # the store's host may be gone
             self._store = self._store or connect_store(*session.where, session.base)
-            if not self._store.check([SOME]):
+            if not self._store.check([PREEMPTED_KEY]):
                 return
-            found = [m for m in members if (generation, m) not in self._asked and self._store.check([f"{SOME} {m}"])]
+            found = [
+                m for m in members if (generation, m) not in self._asked and self._store.check([f"{PREEMPTED_KEY} {m}"])
+            ]
             if found:
                 self._asked |= {(generation, m) for m in found}
                 name = f"preempt {', '.join(map(str, found))} of {generation}"
                 session.request({"kind": "preempt", "members": found, "id": name})
 
 
-async def leave(training: Training, members: Sequence[int], number: str) -> None:
+async def remove_preempted(training: RankTraining, members: Sequence[int], number: str) -> None:
     """Removes `members`, and the other ranks go on. Raises Resized; raises Preempted if they cannot go on."""
     session = training.session
     gone = [m for m in members if m in session.members]
@@ -74,20 +76,22 @@ async def leave(training: Training, members: Sequence[int], number: str) -> None
     try:
         if not left:
             raise KnobError("nobody is left to go on")
-        wanted, places = fitting(training.experiment, left, training.able)
+        wanted, places = fit_survivors(training.experiment, left, training.require_trainable)
     except KnobError as error:
-        raise Preempted(await _ended(training, gone, str(error))) from None
-    await part(training, places, tuple(session.members[place] for place in places), wanted, number, tuple(gone))
+        raise Preempted(await _save_and_explain(training, gone, str(error))) from None
+    await end_generation(
+        training, places, tuple(session.members[place] for place in places), wanted, number, tuple(gone)
+    )
 
 
-async def _ended(training: Training, gone: list[int], reason: str) -> str:
+async def _save_and_explain(training: RankTraining, gone: list[int], reason: str) -> str:
     """Keeps a checkpoint if there is a run directory. Returns why the run ends, in the same words on all ranks."""
     session, step = training.session, training.rank.step
-    text = f"{named(gone)} {are(gone)} preempted, and the run cannot go on: {reason}"
+    text = f"{name_ranks(gone)} {choose_are(gone)} preempted, and the run cannot go on: {reason}"
     if session.run_dir is None:
         return f"{text}; there is no run directory to keep a checkpoint in"
-    await training.saving.make(asked=True)
+    await training.saving.make_checkpoint(asked=True)
     await Op("do", training.saving.end)
-    kept = await training.gather(int(training.rank.id == 0 and step in saved(session)))
+    kept = await training.gather(int(training.rank.id == 0 and step in list_saved(session)))
     then = f"a checkpoint before step {step} is kept; go on from it with lab.run(resume=...)"
     return f"{text}; {then if any(kept) else f'no checkpoint could be made before step {step}'}"

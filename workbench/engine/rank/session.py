@@ -19,29 +19,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.engine.compute.at import op_of, status
-from workbench.engine.control.membership import Spare, gone
-from workbench.engine.control.peers import removed
-from workbench.engine.device.gauge import gauge
-from workbench.engine.rank.children import Children
-from workbench.engine.rank.following import Following
-from workbench.engine.rank.forming import Forming
-from workbench.engine.rank.generations import live_through
-from workbench.engine.rank.keeping import Keeper
-from workbench.engine.rank.outliving import refused
-from workbench.engine.rank.preempting import Lookout, Preempted, announce
-from workbench.engine.rank.training import Training
-from workbench.engine.record.profile import Profiler
-from workbench.engine.record.pulse import Pulse
+from workbench.engine.compute.at import current_op, describe_rank
+from workbench.engine.control.membership import NotNeeded, report_gone
+from workbench.engine.control.peers import remove_files
+from workbench.engine.device.gauge import start_gpu_monitor
+from workbench.engine.rank.children import ChildProcesses
+from workbench.engine.rank.following import ScriptTraining
+from workbench.engine.rank.forming import FormingGeneration
+from workbench.engine.rank.generations import run_generations
+from workbench.engine.rank.keeping import CheckpointWriter
+from workbench.engine.rank.outliving import explain_refusal
+from workbench.engine.rank.preempting import Preempted, PreemptionWatch, announce_preemption
+from workbench.engine.rank.training import RankTraining
+from workbench.engine.record.profile import StepProfiler
+from workbench.engine.record.pulse import StallDetector
 from workbench.engine.record.recorder import Recorder
 from workbench.engine.script.led import NoSteps
-from workbench.engine.wire.collectives import Aborted, Leaving, Wire, connect_store, host_store, of_own, peer_left
-from workbench.engine.wire.shaping import Clock, Naps
+from workbench.engine.wire.collectives import (
+    Aborted,
+    LeaveEvent,
+    Wire,
+    connect_store,
+    host_store,
+    is_own_error,
+    is_peer_loss,
+)
+from workbench.engine.wire.shaping import Clock, PacedSleep
 from workbench.experiment import Experiment
 from workbench.experiment.light import lighten
-from workbench.host.checkpoint.regain import Regained, regained
-from workbench.host.elastic.voting import Next, Said
-from workbench.host.placement.layout import Layout
+from workbench.host.checkpoint.regain import RestoredState, open_image
+from workbench.host.elastic.voting import NextGeneration, RankReport
+from workbench.host.placement.layout import ParameterLayout
 from workbench.rank import Rank
 from workbench.record.checkpoints import FOLDER, Bytes, Checkpoint
 from workbench.record.run import FINAL
@@ -63,45 +71,59 @@ class Session:
     """
 
     def __init__(
-        self, experiment: Experiment, *, rank: int, size: int, store: tuple[str, int], generation: str,
-        secret: bytes, epoch: float, run_dir: Path | None = None, push: Callable[..., None] | None = None,
-        changes: tuple[Change, ...] = (), device: str = "cpu", kind: str = "gloo", loopback: bool = True,
-        joins: bool = False, resume: str = "", ours: bool = False,
+        self,
+        experiment: Experiment,
+        *,
+        rank: int,
+        size: int,
+        store: tuple[str, int],
+        generation: str,
+        secret: bytes,
+        epoch: float,
+        run_dir: Path | None = None,
+        push: Callable[..., None] | None = None,
+        changes: tuple[Change, ...] = (),
+        device: str = "cpu",
+        kind: str = "gloo",
+        loopback: bool = True,
+        joins: bool = False,
+        resume: str = "",
+        ours: bool = False,
     ) -> None:
         self.began_with = experiment.checked()
         self.member, self.members = rank, tuple(range(size))
         self.rank = Rank(rank, size, experiment.seed)
         self.where, self.base, self.generation, self.secret = store, generation, generation, secret
         self.voting = generation
-        self.undone: Next | None = None
-        self.words: Said | None = None
+        self.undone: NextGeneration | None = None
+        self.words: RankReport | None = None
         self.used = 0
         self.turn = 0  # how many generations there were before this one
         self.joins, self.ours = joins, ours
         self.device, self.kind, self.loopback = device, kind, loopback
         self.clock = Clock(epoch)
-        self.naps = Naps(self.clock)
+        self.naps = PacedSleep(self.clock)
         self.record = Recorder(rank, run_dir, push)
         self.before_end: Callable[[], None] = lambda: None  # tear_down calls it while the record is still open
         self.run_dir, self.resume = run_dir, resume
-        self.profiler = Profiler(rank, run_dir, device, self.mark)
+        self.profiler = StepProfiler(rank, run_dir, device, self.mark)
         self.planned = sorted(changes, key=lambda c: c.at_step)
         self.inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self.leaving = Leaving()
+        self.leaving = LeaveEvent()
         self.stopping = False
         self.phase = "starting"
         self.error: dict[str, Any] | None = None
         self.born = time.monotonic()  # when set-up began
         self.wires: list[Wire] = []
         self.files: list[Path] = []
-        self.children = Children()
-        self.training: Training | None = None
-        self._asked = threading.Event()  # set once a person wants the end: a lost peer is then no failure
-        self._told = False  # whether this rank must leave
+        self.children = ChildProcesses()
+        self.training: RankTraining | None = None
+        self._end_asked = threading.Event()  # set once a person wants the end: a lost peer is then no failure
+        self._must_leave = False  # whether this rank must leave
         self.outlives_next = False  # whether a rank is about to be removed
-        self.forming: Forming | None = None  # the next generation, until it has formed
+        self.forming: FormingGeneration | None = None  # the next generation, until it has formed
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._live, name=f"rank {rank} training", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name=f"rank {rank} training", daemon=True)
 
     host_store = staticmethod(host_store)
 
@@ -116,21 +138,21 @@ class Session:
     def hurry(self) -> None:
         """Prepares for a stop: ends emulated delays, and from now on a lost peer is no failure."""
         self.naps.hurried = True
-        self._asked.set()
+        self._end_asked.set()
 
     def abort(self, asked: bool = False) -> None:
         """Leaves at once, and frees the peers. asked: a person wants this, so it is no failure."""
         self.naps.hurried = True
         if asked:
             self.stopping = True
-            self._asked.set()
-        self._told = True
+            self._end_asked.set()
+        self._must_leave = True
         self.leaving.set()
-        self.cut()
+        self.cut_connections()
 
-    def outlive(self, so: bool) -> str:
+    def set_outliving(self, so: bool) -> str:
         """Sets whether the other ranks go on after one rank is removed. Returns why they cannot, or ""."""
-        reason = refused(self)
+        reason = explain_refusal(self)
         self.outlives_next = so and not reason
         return reason
 
@@ -142,33 +164,33 @@ class Session:
         here = [self.members.index(m) for m in members if m in self.members and m != self.member]
         store = connect_store(*self.where, self.voting)
         for place in here:
-            gone(store, place)
+            report_gone(store, place)
         if here:
-            self.cut()
+            self.cut_connections()
 
     def preempt(self) -> None:
         """Leaves after the current step, because this rank's machine is about to end."""
         if self.phase == "waiting":  # no rank counts on this one yet
             return self.abort(asked=True)
-        announce(self)
+        announce_preemption(self)
 
     @property
-    def counted(self) -> tuple[int, ...]:
+    def counted_members(self) -> tuple[int, ...]:
         """The ranks to report if they are lost: the members, and ranks whose join was undone."""
         undone = self.undone.came.members if self.undone is not None else ()
         return (*self.members, *(m for m in undone if m not in self.members))
 
     @property
-    def ends(self) -> bool:
+    def is_ending(self) -> bool:
         """Whether this rank ends in any case, even if the other ranks go on."""
-        return self.stopping or self._told or self._asked.is_set()
+        return self.stopping or self._must_leave or self._end_asked.is_set()
 
-    def cut(self) -> None:
+    def cut_connections(self) -> None:
         """Ends all communication that is under way; the peers notice."""
         for wire in self.wires:
-            wire.cut()
+            wire.cut_connections()
         if self.training is not None:
-            self.training.mailbox.cut()
+            self.training.mailbox.cut_connections()
 
     def join(self, timeout: float | None = None) -> bool:
         """Waits for the end. Returns whether it came; a session that has not started has not ended."""
@@ -177,8 +199,8 @@ class Session:
         return self._over.wait(timeout)
 
     def status(self) -> dict[str, Any]:
-        """Returns where this rank is. See `at.status`."""
-        return status(self)
+        """Returns where this rank is. See `at.describe_rank`."""
+        return describe_rank(self)
 
     # -- read from outside: by a cell, or a test --
 
@@ -196,7 +218,7 @@ class Session:
         return self.set_up_already.optimizer
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ParameterLayout:
         return self.set_up_already.layout
 
     @property
@@ -205,30 +227,34 @@ class Session:
         return self.set_up_already.state
 
     @property
-    def set_up_already(self) -> Training:
+    def set_up_already(self) -> RankTraining:
         if self.training is None:
             raise RuntimeError(f"rank {self.member} is not set up: it has no model yet")
         return self.training
 
-    def _live(self) -> None:
-        pulse = Pulse(lambda found: self.mark("stood still", found), f"rank {self.rank.id} pulse", Lookout(self))
-        read = gauge(self.device, lambda name, v: self.record.sample(self.rank.step, name, self.clock.now(), v))
+    def _run_thread(self) -> None:
+        pulse = StallDetector(
+            lambda found: self.mark("stood still", found), f"rank {self.rank.id} pulse", PreemptionWatch(self)
+        )
+        read = start_gpu_monitor(
+            self.device, lambda name, v: self.record.sample(self.rank.step, name, self.clock.now(), v)
+        )
         self.born = time.monotonic()
         default = torch.get_default_dtype()
         try:
-            with self.children.of_this_thread():
-                live_through(self)
-        except Spare as spare:
-            self.say("stopped", str(spare))
+            with self.children.collect_started():
+                run_generations(self)
+        except NotNeeded as spare:
+            self.set_phase("stopped", str(spare))
         except NoSteps as end:
             if self.rank.id == 0:
                 self.mark("warning", {"text": str(end)})
-            self.say("done", str(end))
+            self.set_phase("done", str(end))
         except Aborted:
-            asked = self.stopping or self._asked.is_set()
-            self.say("stopped" if asked else "failed", f"left in the middle of step {self.rank.step}")
+            asked = self.stopping or self._end_asked.is_set()
+            self.set_phase("stopped" if asked else "failed", f"left in the middle of step {self.rank.step}")
         except BaseException as error:
-            self._fail(error)
+            self._report_failure(error)
         finally:
             torch.set_default_dtype(default)  # a task may have set another default, which the next run would inherit
             pulse.close()
@@ -239,34 +265,42 @@ class Session:
             finally:
                 self._over.set()
 
-    def set_up(self) -> Training:
+    def set_up(self) -> RankTraining:
         """Waits for the other ranks, and prepares the first step. Raises an error if this cannot be trained."""
-        self.training = (Following if self.began_with.task.leads else Training)(self)
-        self.training.begin()
+        self.training = (ScriptTraining if self.began_with.task.leads else RankTraining)(self)
+        self.training.begin_training()
         return self.training
 
-    def keeper(self, training: Any) -> Keeper | None:
+    def make_writer(self, training: Any) -> CheckpointWriter | None:
         """Returns the writer of this run's checkpoints; None without a run directory."""
-        return Keeper(training, Path(self.run_dir) / FOLDER) if self.run_dir is not None else None
+        return CheckpointWriter(training, Path(self.run_dir) / FOLDER) if self.run_dir is not None else None
 
-    def saved(self) -> Regained | None:
+    def open_resumed(self) -> RestoredState | None:
         """Returns the state from which this rank resumes. Raises RunError if it cannot be read."""
         if not self.resume:
             return None
         checkpoint = Checkpoint.open(self.resume)
-        return regained(checkpoint, Bytes(checkpoint), self.rank.id, alone=True)
+        return open_image(checkpoint, Bytes(checkpoint), self.rank.id, alone=True)
 
     def tear_down(self) -> None:
         """Gives everything back, each part even if another fails. The record's last row states that this rank left."""
-        parts = (self.profiler.stop, self._close_training, self._report_gone, *(wire.close for wire in self.wires),
-                 self._remove_files, self.children.end, self.profiler.close, self.before_end)  # fmt: skip
+        parts = (
+            self.profiler.stop_profile,
+            self._close_training,
+            self._report_gone,
+            *(wire.close for wire in self.wires),
+            self._remove_files,
+            self.children.end,
+            self.profiler.close,
+            self.before_end,
+        )
         for give_back in parts:
             try:
                 give_back()
             except Exception:
                 self.mark("log", {"stream": "stderr", "text": traceback.format_exc()})
         if self.phase not in FINAL:
-            self.say("failed", "its training thread ended without a word")
+            self.set_phase("failed", "its training thread ended without a word")
         self.mark("end", {"rank": self.member, "state": self.phase})
         self.record.close()
 
@@ -277,29 +311,35 @@ class Session:
     def _report_gone(self) -> None:
         if self.rank.size > 1:
             with contextlib.suppress(RuntimeError):  # rank 0's host holds the store and may be gone
-                gone(connect_store(*self.where, self.voting, timeout=1.0), self.rank.id)
+                report_gone(connect_store(*self.where, self.voting, timeout=1.0), self.rank.id)
 
     def _remove_files(self) -> None:
         if self.rank.id == 0:
-            removed(self.files)
+            remove_files(self.files)
 
-    def _fail(self, error: BaseException) -> None:
-        text, own = text_of(error), of_own(error)
-        consequence = not own and peer_left(error, text)
+    def _report_failure(self, error: BaseException) -> None:
+        text, own = text_of(error), is_own_error(error)
+        consequence = not own and is_peer_loss(error, text)
         if consequence and not self.stopping:  # the request to leave may follow
-            self._asked.wait(0.4)
-        if (self.stopping and self.naps.hurried) or (consequence and self._asked.is_set()):
-            return self.say("stopped", f"left in the middle of step {self.rank.step}")
+            self._end_asked.wait(0.4)
+        if (self.stopping and self.naps.hurried) or (consequence and self._end_asked.is_set()):
+            return self.set_phase("stopped", f"left in the middle of step {self.rank.step}")
         self.error = {
-            "rank": self.member, "step": self.rank.step, "op": op_of(self), "type": class_of(error),
-            "text": text, "traceback": traceback_of(error), "consequence": consequence, "own": own,
+            "rank": self.member,
+            "step": self.rank.step,
+            "op": current_op(self),
+            "type": class_of(error),
+            "text": text,
+            "traceback": traceback_of(error),
+            "consequence": consequence,
+            "own": own,
         }
         BaseException.with_traceback(error, None)  # a kept traceback keeps the dead group's sockets open
         self.mark("error", self.error)
-        self.say("preempted" if isinstance(error, Preempted) else "failed", text)
+        self.set_phase("preempted" if isinstance(error, Preempted) else "failed", text)
         if self.training is not None:
-            self.training.meeting.retire()
-        self.cut()
+            self.training.meeting.retire_rank()
+        self.cut_connections()
 
     def mark(self, name: str, detail: Mapping[str, Json], t: float | None = None) -> None:
         """Writes a Mark. While a generation forms, the training thread's Marks wait until it has formed."""
@@ -310,7 +350,7 @@ class Session:
         else:
             self.record.mark(*row)
 
-    def say(self, phase: str, detail: str = "") -> None:
+    def set_phase(self, phase: str, detail: str = "") -> None:
         """Sets this rank's phase; rank 0 records it as the run's state."""
         self.phase = phase
         if self.rank.id == 0:

@@ -50,7 +50,7 @@ def find_growth(steps: np.ndarray, mb: np.ndarray) -> tuple[float, float] | None
     return grown / passed, float(mb[-1] - mb[0])
 
 
-class Growth:
+class LeakDetector:
     """The readings of one rank.
 
     tell: called once, with the detail of a Mark
@@ -59,12 +59,12 @@ class Growth:
 
     def __init__(self, rank: int, tell: Callable[[dict[str, Any]], None], read: Callable[[], float] = read_host_mb,
                  clock: Callable[[], float] = time.monotonic) -> None:  # fmt: skip
-        self.rank, self.tell, self.read, self.clock = rank, tell, read, clock
+        self.rank, self.report_leak, self.read, self.clock = rank, tell, read, clock
         self._steps: list[int] = []
         self._mb: list[float] = []
         self._made, self._every, self._told, self._last = 0, 1, False, float("-inf")
 
-    def look(self, step: int) -> None:
+    def take_reading(self, step: int) -> None:
         """Takes a reading if one is due. The rank calls it after each step."""
         self._made += 1
         if self._told or self._made <= FIRST or self._made % self._every or self.clock() - self._last < OFTEN:
@@ -76,9 +76,9 @@ class Growth:
             del self._steps[::2], self._mb[::2]
             self._every *= 2
         if len(self._steps) % BLOCKS == 0:
-            self._judge()
+            self._judge_growth()
 
-    def _judge(self) -> None:
+    def _judge_growth(self) -> None:
         steps, mb = np.array(self._steps), np.array(self._mb)
         half = len(steps) // 2
         if found := find_growth(steps, mb) or find_growth(steps[half:], mb[half:]):
@@ -86,4 +86,4 @@ class Growth:
             text = (f"rank {self.rank}'s memory grows by {each:.3g} MB a step on its host, {grown:.0f} MB so far; look "
                     f"for what the code keeps from step to step")  # fmt: skip
             self._told = True
-            self.tell({"rank": self.rank, "mb_per_step": round(each, 4), "mb": round(grown, 1), "text": text})
+            self.report_leak({"rank": self.rank, "mb_per_step": round(each, 4), "mb": round(grown, 1), "text": text})

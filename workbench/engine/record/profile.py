@@ -18,7 +18,7 @@ FOLDER = "profiles"  # in the run directory
 PATIENCE = 2.0  # seconds that the end of a run waits for a trace; after 3 s the lab would end the engine
 
 
-class Profiler:
+class StepProfiler:
     """One rank's profiler. Any thread may call `ask`, only the training thread the other methods.
 
     folder: the folder for traces, or None
@@ -38,7 +38,7 @@ class Profiler:
         self._path = Path()
         self._thread = threading.Thread()  # the last thread that loaded libraries or wrote a trace
 
-    def ask(self, steps: int) -> str:
+    def request_profile(self, steps: int) -> str:
         """Profiles the next `steps` steps. Returns the path of the future trace.
 
         Raises RuntimeError if the run has no directory, or if a profile is under way.
@@ -49,14 +49,14 @@ class Profiler:
             raise RuntimeError(f"rank {self.rank} is being profiled already; its trace comes as {self._path.name}")
         self._traces += 1
         self._path = self.folder / f"rank-{self.rank}-{self._traces}.json"
-        self._begin_thread(self._load, steps, daemon=True)
+        self._begin_thread(self._load_libraries, steps, daemon=True)
         return str(self._path)
 
-    def begin(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Begins a step, and the profile if one is due."""
         if self._due:
             self._left, self._first, self._due = self._due, step, 0
-            self._try(self._start)
+            self._run_guarded(self._start_profile)
 
     def end(self, made: int = 1) -> None:
         """Ends `made` steps, and the profile after its last one."""
@@ -64,12 +64,12 @@ class Profiler:
             return
         self._left -= made
         if self._left <= 0:
-            self._try(self._stop)
+            self._run_guarded(self._stop_profile)
 
-    def stop(self) -> None:
+    def stop_profile(self) -> None:
         """Ends the profile so far, at the end of the run."""
         if self._profile is not None:
-            self._try(self._stop)
+            self._run_guarded(self._stop_profile)
 
     def close(self) -> None:
         """Waits PATIENCE seconds at most for the trace, and reports a profile that no step has begun."""
@@ -77,33 +77,33 @@ class Profiler:
             self._thread.join(PATIENCE)
         if self._due:
             self._due = 0
-            self._failed("the run ended before the next step")
+            self._report_failure("the run ended before the next step")
 
     def _begin_thread(self, what: Callable[..., None], *given: Any, daemon: bool) -> None:
         self._thread = threading.Thread(target=what, args=given, name=f"rank {self.rank} profiler", daemon=daemon)
         self._thread.start()
 
-    def _load(self, steps: int) -> None:
+    def _load_libraries(self, steps: int) -> None:
         """Loads the profiler's libraries, by an empty profile."""
         try:
-            made = _made(self.device)
+            made = _make_profiler(self.device)
             made.start()
             made.stop()
             self._due = steps
         except Exception as error:
-            self._failed(said(error))
+            self._report_failure(said(error))
 
-    def _start(self) -> None:
-        self._profile, self._asked = _made(self.device), self._left
+    def _start_profile(self) -> None:
+        self._profile, self._asked = _make_profiler(self.device), self._left
         self._profile.start()
 
-    def _stop(self) -> None:
+    def _stop_profile(self) -> None:
         done, self._profile = self._profile, None
         done.stop()
         steps = self._asked - max(self._left, 0)
-        self._begin_thread(self._write, done, steps, daemon=False)
+        self._begin_thread(self._write_trace, done, steps, daemon=False)
 
-    def _write(self, done: Any, steps: int) -> None:
+    def _write_trace(self, done: Any, steps: int) -> None:
         try:
             make_private_folder(self._path.parent)
             part = self._path.with_suffix(".part")
@@ -115,23 +115,23 @@ class Profiler:
             self.mark("profile", {"path": str(self._path), "steps": steps, "first": self._first, "text": text})
             self._busy.release()
         except Exception as error:
-            self._failed(said(error))
+            self._report_failure(said(error))
 
-    def _try(self, what: Callable[[], None]) -> None:
+    def _run_guarded(self, what: Callable[[], None]) -> None:
         """Reports an error of the profiler, so that training goes on."""
         try:
             what()
         except Exception as error:
             self._profile = None
-            self._failed(said(error))
+            self._report_failure(said(error))
 
-    def _failed(self, why: str) -> None:
+    def _report_failure(self, why: str) -> None:
         text = f"rank {self.rank} could not be profiled: {why}"
         self.mark("profile", {"path": "", "steps": 0, "first": self._first, "text": text})
         self._busy.release()
 
 
-def _made(device: str) -> Any:
+def _make_profiler(device: str) -> Any:
     """Returns a profiler of all threads of this process, because lanes have threads of their own."""
     from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile

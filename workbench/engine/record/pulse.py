@@ -15,7 +15,7 @@ BEAT = 0.5  # seconds between 2 readings
 LEAST = 3.0  # seconds without a reading that make a Mark: a busy machine may hold a thread up for 1 s
 
 
-class Clocks(NamedTuple):
+class ClockReading(NamedTuple):
     """Three clocks read at one moment, in seconds."""
 
     running: float  # monotonic, without the machine's sleep
@@ -23,13 +23,13 @@ class Clocks(NamedTuple):
     cpu: float  # used by this process
 
     @classmethod
-    def read(cls) -> Clocks:
+    def read_clocks(cls) -> ClockReading:
         running, boot = time.monotonic(), getattr(time, "CLOCK_BOOTTIME", None)
         slept = time.clock_gettime(boot) - running if boot is not None else 0.0
         return cls(running, slept, time.process_time())
 
 
-def stood_still(before: Clocks, now: Clocks, beat: float = BEAT) -> dict[str, Any] | None:
+def find_stall(before: ClockReading, now: ClockReading, beat: float = BEAT) -> dict[str, Any] | None:
     """Returns the detail of a Mark if the time between 2 readings is much longer than `beat` seconds, else None.
 
     seconds: the length of the pause. machine: whether the whole machine slept.
@@ -45,7 +45,7 @@ def stood_still(before: Clocks, now: Clocks, beat: float = BEAT) -> dict[str, An
     return {"seconds": round(gap, 1), "machine": False, "text": text}
 
 
-class Pulse:
+class StallDetector:
     """Reads the clocks on a thread of its own until `close`.
 
     say:  called with the detail of each Mark
@@ -55,18 +55,18 @@ class Pulse:
     def __init__(
         self, say: Callable[[dict[str, Any]], None], name: str, beat: Callable[[], None] = lambda: None
     ) -> None:
-        self._say, self.beat = say, beat
+        self._report_stall, self.beat = say, beat
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_beats, name=name, daemon=True)
         self._thread.start()
 
-    def _beat(self) -> None:
-        before = Clocks.read()
+    def _run_beats(self) -> None:
+        before = ClockReading.read_clocks()
         while not self._closing.wait(BEAT):
-            if found := stood_still(before, Clocks.read()):
-                self._say(found)
+            if found := find_stall(before, ClockReading.read_clocks()):
+                self._report_stall(found)
             self.beat()
-            before = Clocks.read()  # because `beat` may take long
+            before = ClockReading.read_clocks()  # because `beat` may take long
 
     def close(self) -> None:
         self._closing.set()

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from workbench.engine.record.spool import PATIENCE, Spool
+from workbench.engine.record.spool import PATIENCE, RowSpool
 from workbench.record.timeline import KINDS, Table
 
-Stretch = tuple[str, int, dict[str, Any]]  # (kind, number of the first row, columns)
-Push = Callable[[list[Stretch]], None]
+KindRows = tuple[str, int, dict[str, Any]]  # (kind, number of the first row, columns)
+Push = Callable[[list[KindRows]], None]
 PUSH_EVERY = 0.33  # seconds: a wake-up costs more than the rows that it handles
 SETTLED = 1.0  # seconds that `settle` waits for the disk at most
 
@@ -43,22 +43,22 @@ class Recorder:
         self._pending: dict[str, list[tuple[Any, ...]]] = {kind: [] for kind in KINDS}
         self._spans, self._samples, self._marks = self._pending.values()
         self._push = push
-        self._new: list[Stretch] = []
-        self._spool = Spool(Path(run_dir), rank, limit) if run_dir is not None else None
+        self._new: list[KindRows] = []
+        self._spool = RowSpool(Path(run_dir), rank, limit) if run_dir is not None else None
         self._types = {kind: Table(kind).types for kind in KINDS}
         self._sent = dict.fromkeys(KINDS, 0)
-        self._told = 0
+        self._reported_dropped = 0
         self._complained = False
         self._now = (0, 0.0)  # step and time of the newest row seen
         self._closing = threading.Event()
         self._closed = False
-        self._thread = threading.Thread(target=self._serve, name=f"rank {rank} recorder", daemon=True)
+        self._thread = threading.Thread(target=self._run_pushes, name=f"rank {rank} recorder", daemon=True)
         self._thread.start()
 
     @property
-    def lost(self) -> int:
+    def lost_rows(self) -> int:
         """The number of rows that are missing in the run directory."""
-        return self._spool.lost if self._spool else 0
+        return self._spool.lost_rows if self._spool else 0
 
     @property
     def cpu_seconds(self) -> float:
@@ -85,9 +85,9 @@ class Recorder:
         else:
             self.dropped += 1
 
-    def settle(self) -> bool:
+    def settle_rows(self) -> bool:
         """Writes all pushed rows. Waits `SETTLED` seconds at most, and returns whether the rows are on disk."""
-        return self._spool is None or self._spool.settle(SETTLED)
+        return self._spool is None or self._spool.settle_rows(SETTLED)
 
     def close(self) -> None:
         """Flushes all rows and ends the thread. Waits `PATIENCE` seconds for a disk that does not answer."""
@@ -97,51 +97,51 @@ class Recorder:
 
     # -- the recorder's own thread
 
-    def _serve(self) -> None:
+    def _run_pushes(self) -> None:
         while not self._closing.wait(PUSH_EVERY):
-            self._flush()
-        self._take()
+            self._flush_rows()
+        self._take_rows()
         if self._spool:
-            self._try(self._settle, self._spool)
-        self._send()
+            self._run_guarded(self._settle_spool, self._spool)
+        self._push_rows()
         self._cpu_seconds = time.thread_time()
 
-    def _flush(self) -> None:
-        self._take()
-        self._send()
+    def _flush_rows(self) -> None:
+        self._take_rows()
+        self._push_rows()
         self._cpu_seconds = time.thread_time()
 
-    def _take(self) -> None:
+    def _take_rows(self) -> None:
         for kind in KINDS:
-            self._try(self._carry, kind)
-        self._try(self._tell)
+            self._run_guarded(self._carry_rows, kind)
+        self._run_guarded(self._record_dropped)
         if self._spool:
-            self._try(self._hear, self._spool)
+            self._run_guarded(self._record_reports, self._spool)
 
-    def _settle(self, spool: Spool) -> None:
+    def _settle_spool(self, spool: RowSpool) -> None:
         """Waits until the last rows are on disk, and carries the spool's last marks."""
         until = time.monotonic() + PATIENCE
-        spool.settle(PATIENCE)
-        self._try(self._hear, spool)
+        spool.settle_rows(PATIENCE)
+        self._run_guarded(self._record_reports, spool)
         spool.close(max(until - time.monotonic(), 0.0))
-        self._hear(spool)
+        self._record_reports(spool)
 
-    def _try(self, part: Callable[..., None], *rest: Any) -> None:
+    def _run_guarded(self, part: Callable[..., None], *rest: Any) -> None:
         """Does one part of a flush, and logs its error, so that the other parts still run."""
         try:
             part(*rest)
         except Exception:
             _log.exception("rank %d: a flush of the record failed in part; the rest is done all the same", self.rank)
 
-    def _hear(self, spool: Spool) -> None:
-        for detail in spool.said():
-            self.mark(*self._now_as(), detail)
-            self._carry("marks")
+    def _record_reports(self, spool: RowSpool) -> None:
+        for detail in spool.take_reports():
+            self.mark(*self._mark_fields(), detail)
+            self._carry_rows("marks")
 
-    def _now_as(self) -> tuple[int, str, float]:
+    def _mark_fields(self) -> tuple[int, str, float]:
         return self._now[0], "spool", self._now[1]
 
-    def _carry(self, kind: str) -> None:
+    def _carry_rows(self, kind: str) -> None:
         """Turns the pending rows of a kind into columns. Passes them to the spool and to the next push."""
         pending = self._pending[kind]
         n = len(pending)
@@ -150,17 +150,17 @@ class Recorder:
         rows = pending[:n]
         del pending[:n]
         try:
-            columns = self._columns(kind, rows)
+            columns = self._make_columns(kind, rows)
         except Exception:
             self.dropped += n
             raise
         seq, self._sent[kind] = self._sent[kind], self._sent[kind] + n
         self._now = int(columns["step"][-1]), float(columns["t1" if kind == "spans" else "t"][-1])
         if self._spool:
-            self._spool.take(kind, seq, columns)
+            self._spool.queue_rows(kind, seq, columns)
         self._new.append((kind, seq, columns))
 
-    def _send(self) -> None:
+    def _push_rows(self) -> None:
         new, self._new = self._new, []
         if not new or not self._push:
             return
@@ -172,17 +172,17 @@ class Recorder:
                 _log.exception("rank %d: rows were not taken (%s); said once", self.rank, rows)
             self._complained = True
 
-    def _columns(self, kind: str, rows: list[tuple[Any, ...]]) -> dict[str, Any]:
+    def _make_columns(self, kind: str, rows: list[tuple[Any, ...]]) -> dict[str, Any]:
         types = self._types[kind]
         columns: dict[str, Any] = {"rank": np.full(len(rows), self.rank, types["rank"])}
         for name, values in zip(list(types)[1:], zip(*rows, strict=True), strict=True):
             columns[name] = np.array(values, types[name])
         return columns
 
-    def _tell(self) -> None:
+    def _record_dropped(self) -> None:
         """Records the number of dropped rows if it has changed."""
-        if self.dropped != self._told:
-            self._told = self.dropped
+        if self.dropped != self._reported_dropped:
+            self._reported_dropped = self.dropped
             step, t = self._now
             self._samples.append((step, "dropped", t, float(self.dropped)))
-            self._carry("samples")
+            self._carry_rows("samples")

@@ -26,14 +26,14 @@ EVERY = 0.66  # seconds between 2 writes
 RETRY_EVERY = 5.0  # seconds until the next try after a failure
 HUNG = 1.4  # seconds after which the spool reports that the disk does not answer
 PATIENCE = 2.5  # seconds that the end of a run waits for the disk; the engine may still write the rest later
-AGAIN = "the record is being written again"
+RECOVERED = "the record is being written again"
 
 Rows = tuple[int, dict[str, Any]]  # (number of the first row, columns)
 
 _log = logging.getLogger(__name__)
 
 
-class _Part(NamedTuple):
+class _SpoolFile(NamedTuple):
     """A file that this rank has begun: path, (device, inode), writer, and [number of rows written]."""
 
     path: Path
@@ -42,7 +42,7 @@ class _Part(NamedTuple):
     rows: list[int]
 
 
-class Spool:
+class RowSpool:
     """Appends one rank's rows to the run directory. `take` and `said` never wait for the disk.
 
     Rows that no file can hold are lost, together with all waiting rows of their kind. This is no failure of the disk.
@@ -56,48 +56,48 @@ class Spool:
         self._flying = 0  # rows in the write under way
         self._unwritten = 0  # rows that no file ever got
         self._gone = 0  # rows in files that are no longer in the run directory
-        self._parts: dict[str, _Part] = {}  # the open file of each kind
-        self._ended: list[_Part] = []
+        self._parts: dict[str, _SpoolFile] = {}  # the open file of each kind
+        self._ended: list[_SpoolFile] = []
         self._next: dict[str, int] = {}  # number of a part's next row
         self._home: tuple[int, int] | None = None  # (device, inode) of the run directory, after the first file
         self._failed_at: float | None = None
         self._since: float | None = None  # when the write under way began
         self._hung = False
-        self._untold: list[dict[str, Any]] = []
+        self._reports: list[dict[str, Any]] = []
         self._refused: set[str] = set()  # kinds with a reported row that no file can hold
         self._lock = threading.RLock()
         self._wake, self._idle = threading.Event(), threading.Event()
         self._closing = False
-        self._thread = threading.Thread(target=self._serve, name=f"rank {rank} spool", daemon=True)
+        self._thread = threading.Thread(target=self._run_writes, name=f"rank {rank} spool", daemon=True)
         self._thread.start()
 
     # -- the recorder's thread
 
     @property
-    def lost(self) -> int:
+    def lost_rows(self) -> int:
         """The number of rows that the run directory lacks, with waiting rows while the disk does not answer."""
         with self._lock:
-            return self._unwritten + self._gone + (self._behind() if self._hung else 0)
+            return self._unwritten + self._gone + (self._count_waiting() if self._hung else 0)
 
-    def take(self, kind: str, seq: int, columns: dict[str, Any]) -> None:
+    def queue_rows(self, kind: str, seq: int, columns: dict[str, Any]) -> None:
         """Queues rows for the disk; seq: the number of the first one."""
         with self._lock:
-            if _count(self._waiting[kind]) >= self.limit:
+            if _count_rows(self._waiting[kind]) >= self.limit:
                 self._unwritten += len(columns["rank"])
             else:
                 self._waiting[kind].append((seq, columns))
 
-    def said(self) -> list[str]:
+    def take_reports(self) -> list[str]:
         """Returns and removes the reports for Marks, as JSON."""
         since = self._since
         with self._lock:
             if since is not None and not self._hung and time.monotonic() - since > HUNG:
                 self._hung = True
-                self._tell(self._failure("the disk does not answer", self._behind()))
-            said, self._untold = [json.dumps(d) for d in self._untold], []
+                self._add_report(self._make_failure("the disk does not answer", self._count_waiting()))
+            said, self._reports = [json.dumps(d) for d in self._reports], []
         return said
 
-    def settle(self, timeout: float) -> bool:
+    def settle_rows(self, timeout: float) -> bool:
         """Writes waiting rows. Returns whether this was done within `timeout` seconds."""
         self._idle.clear()
         self._wake.set()
@@ -113,30 +113,30 @@ class Spool:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _behind(self) -> int:
-        return self._flying + sum(_count(waiting) for waiting in self._waiting.values())
+    def _count_waiting(self) -> int:
+        return self._flying + sum(_count_rows(waiting) for waiting in self._waiting.values())
 
     # -- the spool's own thread
 
-    def _serve(self) -> None:
+    def _run_writes(self) -> None:
         while not self._closing:
             if self._wake.wait(EVERY):
                 self._wake.clear()
-                self._turn()
+                self._write_once()
                 self._idle.set()
             else:
-                self._turn()
-        self._turn()
+                self._write_once()
+        self._write_once()
         try:
-            self._give_up()
+            self._close_parts()
         except Exception:
             _log.exception("rank %d: the record was not closed", self.rank)
         self.cpu_seconds = time.thread_time()
 
-    def _turn(self) -> None:
+    def _write_once(self) -> None:
         self._since = time.monotonic()
         try:
-            self.write()
+            self.write_rows()
         except Exception:
             _log.exception("rank %d: the record was not written; it is tried again", self.rank)
         finally:
@@ -144,124 +144,124 @@ class Spool:
         with self._lock:
             answers, self._hung = self._hung, False
             if answers and self._failed_at is None:
-                self._tell(self._again())
+                self._add_report(self._make_recovery())
         self.cpu_seconds = time.thread_time()
 
-    def write(self) -> None:
+    def write_rows(self) -> None:
         """Writes waiting rows. After a failure, rows are lost until a write succeeds."""
-        gone = self._missing()
+        gone = self._find_missing()
         if self._failed_at is not None and time.monotonic() - self._failed_at < RETRY_EVERY:
-            return self._lose()
+            return self._lose_waiting()
         try:
             if gone:
-                raise OSError(errno.ENOENT, self._what(gone))
+                raise OSError(errno.ENOENT, self._describe_missing(gone))
             for kind in KINDS:
-                self._put(kind)
+                self._write_kind(kind)
         except OSError as error:
-            return self._fail(error)
+            return self._handle_failure(error)
         if self._failed_at is not None and self._parts:
             self._failed_at = None
-            self._tell(self._again())
+            self._add_report(self._make_recovery())
 
-    def _missing(self) -> list[Path]:
+    def _find_missing(self) -> list[Path]:
         """Returns the open files that are gone. Counts the rows of all files that are gone."""
-        gone = [part for part in (*self._ended, *self._parts.values()) if not _is(part.path, part.file)]
+        gone = [part for part in (*self._ended, *self._parts.values()) if not _is_same_file(part.path, part.file)]
         with self._lock:
             self._gone = sum(part.rows[0] for part in gone)
         return [part.path for part in gone if part in self._parts.values()]
 
-    def _what(self, gone: list[Path]) -> str:
-        return f"{gone[0].name} is gone" if _is(self.path, self._home) else "the run directory is gone"
+    def _describe_missing(self, gone: list[Path]) -> str:
+        return f"{gone[0].name} is gone" if _is_same_file(self.path, self._home) else "the run directory is gone"
 
-    def _put(self, kind: str) -> None:
+    def _write_kind(self, kind: str) -> None:
         """Writes the waiting rows of one kind. Raises OSError."""
         with self._lock:
             waiting, self._waiting[kind] = self._waiting[kind], []
-            self._flying = left = _count(waiting)
+            self._flying = left = _count_rows(waiting)
         try:
-            for first, columns in _stretches(waiting):
-                self._append(kind, first, columns)
+            for first, columns in _join_batches(waiting):
+                self._append_rows(kind, first, columns)
                 left -= len(columns["rank"])
         except OSError:
             raise
         except Exception as error:
-            self._refuse(kind, error, left)
+            self._refuse_rows(kind, error, left)
             left = 0
         finally:
             with self._lock:
                 self._flying = 0
                 self._unwritten += left
 
-    def _append(self, kind: str, first: int, columns: dict[str, Any]) -> None:
+    def _append_rows(self, kind: str, first: int, columns: dict[str, Any]) -> None:
         self._since = time.monotonic()  # several slow writes do not count as hanging
         if kind in self._parts and self._next[kind] != first:  # rows were lost before these; a part has no gaps
-            self._end(kind)
+            self._end_part(kind)
         if kind not in self._parts:
-            self._open(kind, first)
+            self._open_part(kind, first)
         part = self._parts[kind]
         part.writer.append(columns)
         part.rows[0] += len(columns["rank"])
         self._next[kind] = first + len(columns["rank"])
 
-    def _open(self, kind: str, first: int) -> None:
+    def _open_part(self, kind: str, first: int) -> None:
         if self._home is None:
             make_private_folder(self.path)
-        elif not _is(self.path, self._home):  # another process may have made a new one
+        elif not _is_same_file(self.path, self._home):  # another process may have made a new one
             raise OSError(errno.ENOENT, "the run directory is gone")
         writer = Writer(self.path, kind, self.rank, first)
-        self._parts[kind] = _Part(writer.path, writer.identity, writer, [0])
-        self._home = self._home or _file(self.path)
+        self._parts[kind] = _SpoolFile(writer.path, writer.identity, writer, [0])
+        self._home = self._home or _identify_file(self.path)
 
-    def _end(self, kind: str) -> None:
+    def _end_part(self, kind: str) -> None:
         """Closes a part. Deletes an empty one, because each try on a full disk would leave one."""
         part = self._parts.pop(kind)
         part.writer.abandon()
         if part.writer.nbytes:
             self._ended.append(part)
-        elif _is(part.path, part.file):
+        elif _is_same_file(part.path, part.file):
             part.path.unlink(missing_ok=True)
 
-    def _refuse(self, kind: str, error: Exception, rows: int) -> None:
+    def _refuse_rows(self, kind: str, error: Exception, rows: int) -> None:
         """Loses `rows` of a kind that no file can hold. Ends the part, because its writer may have kept some rows."""
         with self._lock:
             self._unwritten += rows
         if kind in self._parts:
-            self._end(kind)
+            self._end_part(kind)
         if kind not in self._refused:
             self._refused.add(kind)
             text = f"rank {self.rank}: there are {kind} that no file can hold ({error})"
-            self._tell({"error": "", "lost": self.lost, "text": text})
+            self._add_report({"error": "", "lost": self.lost_rows, "text": text})
 
-    def _fail(self, error: OSError) -> None:
+    def _handle_failure(self, error: OSError) -> None:
         """Ends all files, which stay readable. The next try begins new parts."""
         fresh = self._failed_at is None
         self._failed_at = time.monotonic()
         for kind in list(self._parts):
-            self._end(kind)
-        self._missing()
-        self._lose()
+            self._end_part(kind)
+        self._find_missing()
+        self._lose_waiting()
         if fresh:
-            self._tell(self._failure(error.strerror or str(error), 0))
+            self._add_report(self._make_failure(error.strerror or str(error), 0))
 
-    def _tell(self, what: dict[str, Any]) -> None:
+    def _add_report(self, what: dict[str, Any]) -> None:
         with self._lock:
-            self._untold.append(what)
+            self._reports.append(what)
 
-    def _lose(self) -> None:
+    def _lose_waiting(self) -> None:
         with self._lock:
             for waiting in self._waiting.values():
-                self._unwritten += _count(waiting)
+                self._unwritten += _count_rows(waiting)
                 waiting.clear()
 
-    def _failure(self, what: str, behind: int) -> dict[str, Any]:
+    def _make_failure(self, what: str, behind: int) -> dict[str, Any]:
         lost = self._unwritten + self._gone + behind
         return {"error": what, "lost": lost, "text": f"the record is not being written: {what}"}
 
-    def _again(self) -> dict[str, Any]:
+    def _make_recovery(self) -> dict[str, Any]:
         lost = self._unwritten + self._gone
-        return {"error": "", "lost": lost, "text": f"{AGAIN}; {lost} rows are not on disk"}
+        return {"error": "", "lost": lost, "text": f"{RECOVERED}; {lost} rows are not on disk"}
 
-    def _give_up(self) -> None:
+    def _close_parts(self) -> None:
         for part in self._parts.values():
             try:
                 part.writer.close()
@@ -269,20 +269,20 @@ class Spool:
                 part.writer.abandon()
 
 
-def _file(path: Path) -> tuple[int, int]:
+def _identify_file(path: Path) -> tuple[int, int]:
     found = os.stat(path)
     return found.st_dev, found.st_ino
 
 
-def _is(path: Path, file: tuple[int, int] | None) -> bool:
+def _is_same_file(path: Path, file: tuple[int, int] | None) -> bool:
     """Whether `path` still is the same file or directory."""
     try:
-        return _file(path) == file
+        return _identify_file(path) == file
     except OSError:
         return False
 
 
-def _stretches(batches: list[Rows]) -> Iterator[Rows]:
+def _join_batches(batches: list[Rows]) -> Iterator[Rows]:
     """Joins consecutive batches. A new one begins after lost rows."""
     while batches:
         first, n = batches[0][0], 1
@@ -290,15 +290,15 @@ def _stretches(batches: list[Rows]) -> Iterator[Rows]:
         while n < len(batches) and batches[n][0] == end:
             end += len(batches[n][1]["rank"])
             n += 1
-        yield first, _joined([columns for _, columns in batches[:n]])
+        yield first, _join_columns([columns for _, columns in batches[:n]])
         batches = batches[n:]
 
 
-def _count(waiting: list[Rows]) -> int:
+def _count_rows(waiting: list[Rows]) -> int:
     return sum(len(columns["rank"]) for _, columns in waiting)
 
 
-def _joined(batches: list[dict[str, Any]]) -> dict[str, Any]:
+def _join_columns(batches: list[dict[str, Any]]) -> dict[str, Any]:
     if len(batches) == 1:
         return batches[0]
     return {k: np.concatenate([b[k] for b in batches]) for k in batches[0]}

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workbench.engine.script.dealing import Dealing
-from workbench.engine.script.theirs import Theirs, held
-from workbench.engine.script.torchrun import as_main
-from workbench.engine.script.wrapped import Over, Wrapped, heard, one_loss
+from workbench.engine.script.dealing import ScriptBatches
+from workbench.engine.script.theirs import ScriptOptimizer, list_params
+from workbench.engine.script.torchrun import prepare_main
+from workbench.engine.script.wrapped import DDPShim, LoopEnded, install_hooks, join_losses
 from workbench.engine.wire.collectives import Aborted
 from workbench.host.memory.batches import numbers
 from workbench.settings import KnobError
@@ -34,9 +34,9 @@ from workbench.tasks._chance import Chance, Numbers
 from workbench.tasks._loops import LEADS
 
 if TYPE_CHECKING:
-    from workbench.engine.rank.following import Following
+    from workbench.engine.rank.following import ScriptTraining
 
-LOOK = 0.2  # seconds between 2 checks whether this rank must leave
+POLL_SECONDS = 0.2  # seconds between 2 checks whether this rank must leave
 PATIENCE = 5.0  # seconds that the rank waits for the loop's thread at the end
 SHARDED = {"DTensor", "FlatParameter"}  # the parameter types of FSDP2 and FSDP
 
@@ -45,7 +45,7 @@ class NoSteps(RuntimeError):
     """A script has wrapped a model and ended without an error, but has trained no step."""
 
 
-class Led(Dealing):
+class ScriptLoop(ScriptBatches):
     """One rank's loop, used by both threads. See [Note: Hand in hand].
 
     at:         where the loop waits: "forward", "backward" or "updated"; "end" if it is over
@@ -55,15 +55,15 @@ class Led(Dealing):
     began:      when the loop began to prepare the coming step
     """
 
-    def __init__(self, run: Following) -> None:
+    def __init__(self, run: ScriptTraining) -> None:
         super().__init__()
-        heard()
+        install_hooks()
         self.run, self.task = run, run.experiment.task
-        self.at, self.began = "", None
+        self.waits_at, self.began = "", None
         self.model: nn.Module | None = None
-        self.wrappers: list[ref[Wrapped]] = []
+        self.wrappers: list[ref[DDPShim]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.gone = False  # whether the rank has left
+        self.has_left = False  # whether the rank has left
         self._go: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._loss: tuple[Tensor, Tensor, dict[str, Any]]  # (loss to differentiate, loss to record, backward's options)
         self._open = self._updating = self._exchanges = False  # _exchanges: whether the last forward's backward does
@@ -73,39 +73,43 @@ class Led(Dealing):
         self._stepped: set[int] = set()  # parameters that optimizers have stepped in this update
         self._updated = False  # whether an optimizer of the loop has begun an update
         self._chance: Numbers | None = None
-        self._thread = threading.Thread(target=self._live, name=f"rank {run.rank.id} loop", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name=f"rank {run.rank.id} loop", daemon=True)
 
     # -- on the rank's thread --
 
-    def learner(self) -> Learner:
+    def make_learner(self) -> Learner:
         """Returns the loop as a task. Each function lets the loop run until it has made the value."""
-        return Learner(model=self._begin, data=lambda *_: itertools.repeat(None), loss=self._forward,
-                       optimizer=self._theirs)  # fmt: skip
+        return Learner(model=self._run_to_forward, data=lambda *_: itertools.repeat(None), loss=self._run_forward,
+                       optimizer=self._make_optimizer)  # fmt: skip
 
-    def _theirs(self, params: Iterable[Any], lr: float) -> Any:
-        return Theirs(self)
+    def _make_optimizer(self, params: Iterable[Any], lr: float) -> Any:
+        return ScriptOptimizer(self)
 
-    def _begin(self) -> nn.Module:
+    def _run_to_forward(self) -> nn.Module:
         """Runs the loop to its first forward, when its model and optimizers exist.
 
         Raises NoSteps or TaskError if the loop ends before, TaskError without an optimizer, KnobError for 2 models.
         """
         self._thread.start()
-        self._hear()
-        if self.at == "end" and self.wrappers and not self._updated:
-            raise NoSteps(f"{self.name}: ended without a step, as a script does that resumes what was finished")
-        if self.model is None or self.at != "forward":
+        self._await_loop()
+        if self.waits_at == "end" and self.wrappers and not self._updated:
+            raise NoSteps(f"{self.loop_name}: ended without a step, as a script does that resumes what was finished")
+        if self.model is None or self.waits_at != "forward":
             raise TaskError(
-                f"{self.name}: ended without a step; it must call a DistributedDataParallel with gradients, or loop "
-                f"over workbench.steps(loader, model)"
+                f"{self.loop_name}: ended without a step; it must call a DistributedDataParallel with gradients, or "
+                f"loop over workbench.steps(loader, model)"
             )
         self._chance = numbers()
         mine = {id(p) for p in self.model.parameters()}
         for one in gc.get_objects():
-            if issubclass(type(one), torch.optim.Optimizer) and mine & held(one):  # not isinstance: it asks the object
+            if issubclass(type(one), torch.optim.Optimizer) and mine & list_params(
+                one
+            ):  # not isinstance: it asks the object
                 self.optimizers.append(one)
         if not self.optimizers:
-            raise TaskError(f"{self.name}: no optimizer has a parameter of its model; make it before the first forward")
+            raise TaskError(
+                f"{self.loop_name}: no optimizer has a parameter of its model; make it before the first forward"
+            )
         self._require_one_model()
         return self.model
 
@@ -115,75 +119,75 @@ class Led(Dealing):
         found = [one for made in self.wrappers if (one := made()) is not None and one.module is not self.model]
         theirs = [{id(p) for p in one.module.parameters() if p.requires_grad} - mine for one in found]
         for one in gc.get_objects():
-            if issubclass(type(one), torch.optim.Optimizer) and any(other & held(one) for other in theirs):
+            if issubclass(type(one), torch.optim.Optimizer) and any(other & list_params(one) for other in theirs):
                 raise KnobError(self._two_models)
 
     @property
     def _two_models(self) -> str:
-        return f"{self.name}: trains two models, and one can be exchanged; wrap one, or put both into one"
+        return f"{self.loop_name}: trains two models, and one can be exchanged; wrap one, or put both into one"
 
     @property
-    def wrapper(self) -> Wrapped | None:
+    def ddp_shim(self) -> DDPShim | None:
         """The DistributedDataParallel around the trained model, or None."""
         every = [one for made in self.wrappers if (one := made()) is not None and one.module is self.model]
         return every[-1] if every else None
 
-    def another(self) -> bool:
+    def run_to_next(self) -> bool:
         """Runs the loop to its next forward. Returns False if the loop is over."""
         self.began = self.run.host.watch.now()
-        if self.at == "updated":
-            self._on()
-        return self.at != "end"
+        if self.waits_at == "updated":
+            self._let_run()
+        return self.waits_at != "end"
 
-    def _forward(self, module: Any, batch: Any) -> Tensor:
+    def _run_forward(self, module: Any, batch: Any) -> Tensor:
         """Runs a forward until the loop calls backward. Returns the loss. Raises Over if the loop goes elsewhere."""
-        if self.at == "forward":
-            self._on()
-        if self.at != "backward":
-            raise Over
+        if self.waits_at == "forward":
+            self._let_run()
+        if self.waits_at != "backward":
+            raise LoopEnded
         return self._loss[0]
 
-    def shown(self, loss: Tensor) -> Tensor:
+    def recorded_loss(self, loss: Tensor) -> Tensor:
         """Returns a step's loss for the record: the unscaled sum over its backwards."""
         every = [*self._local, self._loss[1]]
         return every[0] if len(every) == 1 else torch.stack([x.double() for x in every]).sum()
 
-    def go_back(self, loss: Tensor, share: float | None) -> None:
+    def run_backward(self, loss: Tensor, share: float | None) -> None:
         """Runs the loop's backward on `share` of its loss, and scales its earlier local gradients by `share`, too."""
         share = 1.0 if share is None else float(share)
         for p in self.run.model.parameters() if self._local and share != 1.0 else ():
             if p.grad is not None:
                 p.grad.mul_(share)
-        self._summed = self.run.host.hooks.listening or self.run.experiment.strategy.opaque
+        self._summed = self.run.host.hooks.is_exchanging or self.run.experiment.strategy.opaque
         loss.backward(None if share == 1.0 else torch.full_like(loss, share), **self._loss[2])
 
-    def sums(self) -> list[tuple[nn.Parameter, Tensor]]:
+    def copy_sums(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Returns copies of the summed gradients to which the loop goes on adding before its next update."""
         params = self.model.parameters() if self._summed and self.model is not None else ()
         return [(p, p.grad.clone()) for p in params if p.grad is not None]
 
-    def update(self) -> None:
+    def run_update(self) -> None:
         """Runs the loop until it has stepped every parameter with a gradient, or goes on without an update."""
         for p, before in self._kept:
             p.grad = before if p.grad is None else p.grad.add_(before)
         self._kept, self._local = [], []
         self._stepped.clear()
         self._updating, self._open = True, False
-        self._on()
+        self._let_run()
         self._updating = False
 
-    def _on(self) -> None:
+    def _let_run(self) -> None:
         """Lets the loop run until it waits again or ends."""
         if self._chance is not None:
             Chance(self._chance).begin()
             self._chance = None
         self._go.put(True)
-        self._hear()
+        self._await_loop()
 
-    def _hear(self) -> None:
+    def _await_loop(self) -> None:
         while True:
             try:
-                self.at, error = self._came.get(timeout=LOOK)
+                self.waits_at, error = self._arrivals.get(timeout=POLL_SECONDS)
             except queue.Empty:
                 if self.run.leaving.is_set():
                     raise Aborted("told to leave") from None
@@ -192,34 +196,34 @@ class Led(Dealing):
                 raise error
             return
 
-    def settle(self) -> None:
+    def run_to_end(self) -> None:
         """Lets the loop run on after its block, to its own end. All ranks now have the same model."""
-        self.settled = self.gone = True
+        self.settled = self.has_left = True
         self._go.put(False)
-        self.at = ""
-        while self.at != "end" and not self.exits:
-            self._hear()
+        self.waits_at = ""
+        while self.waits_at != "end" and not self.exits:
+            self._await_loop()
 
     def close(self) -> None:
         """Ends the loop where it waits, and gives it PATIENCE seconds to restore the process's state."""
-        self.gone = True
+        self.has_left = True
         self._go.put(False)
         if self._thread.is_alive():
             self._thread.join(PATIENCE)
 
     @property
-    def thread(self) -> int | None:
+    def thread_id(self) -> int | None:
         """The identifier of the loop's thread."""
         return self._thread.ident
 
     @property
-    def name(self) -> str:
+    def loop_name(self) -> str:
         """The file's or the function's name, for messages."""
         return str(getattr(self.task, "file", "") or getattr(getattr(self.task, "run", None), "__name__", "loop"))
 
     # -- on the loop's thread --
 
-    def _live(self) -> None:
+    def _run_loop(self) -> None:
         LEADS[threading.get_ident()] = self
         error: BaseException | None = None
         task: Any = self.task
@@ -227,29 +231,29 @@ class Led(Dealing):
             torch.set_num_threads(1)
             script = hasattr(task, "file")
             with (
-                self.run.session.children.of_this_thread(),
-                as_main(self.run, task) if script else nullcontext(task.run) as train,
+                self.run.session.children.collect_started(),
+                prepare_main(self.run, task) if script else nullcontext(task.run) as train,
             ):
                 train()
-        except Over:
+        except LoopEnded:
             pass
         except SystemExit as left:
             if left.code not in (None, 0):
-                error = TaskError(f"{self.name}: ended with exit code {left.code}")
+                error = TaskError(f"{self.loop_name}: ended with exit code {left.code}")
         except BaseException as failed:
             error = failed
         finally:
             del LEADS[threading.get_ident()]
-            self.give_back()
-            self._came.put(("end", error))
+            self.restore_forwards()
+            self._arrivals.put(("end", error))
 
-    def _meet(self, where: str) -> None:
+    def _wait_at(self, where: str) -> None:
         """Waits at the point `where` until the rank lets the loop go on. Raises Over if the rank has left."""
-        if self.gone:
-            raise Over
-        self._came.put((where, None))
+        if self.has_left:
+            raise LoopEnded
+        self._arrivals.put((where, None))
         if not self._go.get():
-            raise Over
+            raise LoopEnded
 
     def enter_forward(self, model: nn.Module, exchanges: bool) -> Callable[..., Any]:
         """Waits until the rank may compute a forward with gradients. Returns the module that replaces `model` in it.
@@ -263,54 +267,58 @@ class Led(Dealing):
         self.model, self._exchanges = model, exchanges
         if not self._open:
             self._open = True
-            self._meet("forward")
+            self._wait_at("forward")
         around: Any = self.run.host.parts.module
         if around is not model:
             around.require_backward_grad_sync = exchanges
         return around
 
-    def backward(self, really: Callable[..., None], loss: Any, given: Any, **how: Any) -> None:
+    def intercept_backward(self, really: Callable[..., None], loss: Any, given: Any, **how: Any) -> None:
         """Runs the loop's backward: on the rank's thread if it exchanges gradients, else on this one."""
-        if not self._open or self.gone or self._inside or how["inputs"] is not None:
+        if not self._open or self.has_left or self._inside or how["inputs"] is not None:
             return really(loss, given, **how)
-        self._set_aside()
-        one = one_loss(loss, given)
+        self._set_sums_aside()
+        one = join_losses(loss, given)
         told = getattr(one, "unscaled", one.detach())
         if self._exchanges:
             self._loss = one, told, how
-            return self._meet("backward")
+            return self._wait_at("backward")
         self._local.append(told)
         self._inside = True
         try:
-            with self.run.host.timing.within("backward"):
+            with self.run.host.timing.interrupt_pass("backward"):
                 really(one, None, **how)
         finally:
             self._inside = False
 
-    def _set_aside(self) -> None:
+    def _set_sums_aside(self) -> None:
         """Sets aside gradients that are summed over ranks already. `update` adds them after the next exchange."""
         if self._summed and not self.run.experiment.strategy.opaque:
-            self._kept += self.sums()
+            self._kept += self.copy_sums()
             for p, _ in self._kept:
                 p.grad = None
         self._summed = False
 
-    def will_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises KnobError at the first update of a script that no strategy can follow."""
         self._updated = True
         if self.model is not None or self.wrappers or self.in_block:
             return
         kinds = {type(p).__name__ for group in optimizer.param_groups for p in group["params"]}
         if kinds & SHARDED:
-            raise KnobError(f"{self.name}: shards its model itself (fully_shard, FullyShardedDataParallel), and no "
-                            f"strategy can follow that; wrap it in DistributedDataParallel instead")  # fmt: skip
+            raise KnobError(
+                f"{self.loop_name}: shards its model itself (fully_shard, FullyShardedDataParallel), and no "
+                f"strategy can follow that; wrap it in DistributedDataParallel instead"
+            )
         if dist.is_initialized():
-            raise KnobError(f"{self.name}: updates a model without a DistributedDataParallel around it, so no strategy "
-                            f"can exchange its gradients; wrap it before the first update")  # fmt: skip
+            raise KnobError(
+                f"{self.loop_name}: updates a model without a DistributedDataParallel around it, so no strategy "
+                f"can exchange its gradients; wrap it before the first update"
+            )
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes a step of an optimizer. The update is over when every parameter with a gradient is stepped."""
-        mine = held(optimizer)
+        mine = list_params(optimizer)
         params = [p for p in self.model.parameters() if p.requires_grad] if self.model is not None else []
         if not mine.intersection(map(id, params)):
             return
@@ -318,4 +326,4 @@ class Led(Dealing):
             self.optimizers.append(optimizer)
         self._stepped |= mine
         if self._updating and all(p.grad is None or id(p) in self._stepped for p in params):
-            self._meet("updated")
+            self._wait_at("updated")

@@ -10,13 +10,13 @@ from workbench.host.core.rate import Rate
 from workbench.tasks import rate
 
 if TYPE_CHECKING:
-    from workbench.engine.script.led import Led
+    from workbench.engine.script.led import ScriptLoop
 
 
-class Theirs:
+class ScriptOptimizer:
     """The optimizers of a loop as one optimizer. Its step lets the loop step them."""
 
-    def __init__(self, led: Led) -> None:
+    def __init__(self, led: ScriptLoop) -> None:
         self._led = led
         self.defaults: dict[str, Any] = {}
 
@@ -37,19 +37,19 @@ class Theirs:
         return found[0] if len(found) == 1 else {p: slots for state in found for p, slots in state.items()}
 
     def step(self) -> None:
-        self._led.update()
+        self._led.run_update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: the loop clears its gradients."""
 
 
-class TheirRate(Rate):
+class ScriptRate(Rate):
     """The learning rate that a loop sets. The rank only reads it."""
 
     def due(self, run: Any, step: int | None = None) -> float:
         return rate(run.optimizer)
 
 
-def held(optimizer: torch.optim.Optimizer) -> set[int]:
+def list_params(optimizer: torch.optim.Optimizer) -> set[int]:
     """Returns the ids of the parameters that it steps."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from workbench.engine.p2p.door import address
+from workbench.engine.p2p.door import find_own_address
 from workbench.engine.wire.collectives import LOOPBACK
 from workbench.tasks import TaskError
 
 if TYPE_CHECKING:
-    from workbench.engine.rank.following import Following
+    from workbench.engine.rank.following import ScriptTraining
 
 
-def environment(run: Following) -> dict[str, str]:
+def make_environment(run: ScriptTraining) -> dict[str, str]:
     """Returns torchrun's environment variables for this rank. All ranks call it together."""
     rank, size, session = run.rank.id, run.rank.size, run.session
-    here = LOOPBACK if run.peers.local else address(session.where)
+    here = LOOPBACK if run.peers.local else find_own_address(session.where)
     if rank == 0:  # opens the store as torchrun's agent does: otherwise another process might take the port
         run.script_store = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False)
-    where, port = run.told_at_once(f"{here} {run.script_store.port if rank == 0 else 0}").split()
-    hosts = [run.told_at_once(here, r) for r in range(size)]
+    where, port = run.broadcast_text_now(f"{here} {run.script_store.port if rank == 0 else 0}").split()
+    hosts = [run.broadcast_text_now(here, r) for r in range(size)]
     names = list(dict.fromkeys(hosts))
     local, on, number = hosts[:rank].count(here), hosts.count(here), names.index(here)
     return {
@@ -41,7 +41,7 @@ def environment(run: Following) -> dict[str, str]:
 
 
 @contextmanager
-def as_main(run: Following, script: Any) -> Iterator[Callable[[], Any]]:
+def prepare_main(run: ScriptTraining, script: Any) -> Iterator[Callable[[], Any]]:
     """A context with the process as torchrun prepares it. Yields a function that runs the script.
 
     Raises TaskError if there is no such script, or if a process group is open already.
@@ -53,7 +53,7 @@ def as_main(run: Following, script: Any) -> Iterator[Callable[[], Any]]:
         raise TaskError(f"file={script.file!r}: a process group is open in this engine already, as from a %%px cell; "
                         f"close it with torch.distributed.destroy_process_group()")  # fmt: skip
     where, words, paths, known = Path.cwd(), sys.argv, list(sys.path), set(sys.modules)
-    told = environment(run)
+    told = make_environment(run)
     before = {name: os.environ.get(name) for name in told}
     prompt = sys.__dict__.pop("ps1", None)  # an engine has it, and libraries would assume a notebook
     try:
@@ -74,10 +74,10 @@ def as_main(run: Following, script: Any) -> Iterator[Callable[[], Any]]:
             sys.ps1 = prompt
         with suppress(OSError):
             os.chdir(where)
-        _forget(file.parent, known)
+        _unload_modules(file.parent, known)
 
 
-def _forget(folder: Path, known: set[str]) -> None:
+def _unload_modules(folder: Path, known: set[str]) -> None:
     """Unloads modules of the script's folder, so that the next run imports edited versions."""
     for name in set(sys.modules) - known:
         found = getattr(sys.modules[name], "__file__", None)

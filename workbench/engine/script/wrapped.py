@@ -17,21 +17,28 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from workbench.host.memory.batches import to_device
+from workbench.host.memory.batches import move_to_device
 from workbench.settings import KnobError
 from workbench.tasks._loops import leads
 
-INNER = ("bucket_cap_mb", "bucket_cap_mb_list", "find_unused_parameters", "gradient_as_bucket_view", "static_graph",
-         "skip_all_reduce_unused_params", "batched_grad_copy")  # fmt: skip
-REFUSED = ("mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce")
-ASKED = inspect.signature(DistributedDataParallel.__init__)
+REDUCER_OPTIONS = (
+    "bucket_cap_mb",
+    "bucket_cap_mb_list",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "skip_all_reduce_unused_params",
+    "batched_grad_copy",
+)
+REFUSED_OPTIONS = ("mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce")
+DDP_SIGNATURE = inspect.signature(DistributedDataParallel.__init__)
 
 
-class Over(BaseException):
+class LoopEnded(BaseException):
     """Ends a loop because its rank has ended, or the rank's step because the loop is over."""
 
 
-class Wrapped(DistributedDataParallel):
+class DDPShim(DistributedDataParallel):
     """A script's DistributedDataParallel. Its forward calls the strategy's wrapper of the model, if there is one.
 
     torch's own constructor checks the arguments and synchronises parameters and buffers. Then its reducer is removed,
@@ -42,9 +49,9 @@ class Wrapped(DistributedDataParallel):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = ASKED.bind(self, *args, **kwargs).arguments
+        given = DDP_SIGNATURE.bind(self, *args, **kwargs).arguments
         given = {name: value for name, value in given.items() if value is not None}
-        if name := next((name for name in REFUSED if name in given), None):
+        if name := next((name for name in REFUSED_OPTIONS if name in given), None):
             raise KnobError(f"DistributedDataParallel({name}=...): no strategy here exchanges gradients so; leave it "
                             f"out, or run the script with torchrun")  # fmt: skip
         super().__init__(*args, **kwargs)
@@ -52,7 +59,7 @@ class Wrapped(DistributedDataParallel):
         del self.reducer, self.logger
         self.led = leads()
         self._require_all()
-        self.options = {name: given[name] for name in INNER if name in given}
+        self.options = {name: given[name] for name in REDUCER_OPTIONS if name in given}
         self.comm_hook: tuple[object, Callable[..., Any]] | None = None
         self.led.wrappers.append(weakref.ref(self))
 
@@ -69,10 +76,10 @@ class Wrapped(DistributedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.device_ids:
-            args, kwargs = to_device((args, kwargs), str(self.device))
+            args, kwargs = move_to_device((args, kwargs), str(self.device))
         learns = torch.is_grad_enabled()
         run = self.led.enter_forward(self.module, self.require_backward_grad_sync) if learns else self.module
-        if self.will_sync_module_buffers() and (self.led.settled or not self.led.gone):
+        if self.will_sync_module_buffers() and (self.led.settled or not self.led.has_left):
             self._sync_buffers()
         self.require_forward_param_sync = learns and self.require_backward_grad_sync  # torch's rule
         return run(*args, **kwargs)
@@ -130,39 +137,41 @@ def hook_name(hook: tuple[object, Callable[..., Any]]) -> str:
 
 
 @cache
-def heard() -> None:
+def install_hooks() -> None:
     """Replaces torch's functions in this process, for good. Threads without a loop notice no difference."""
-    DistributedDataParallel.__new__ = staticmethod(_new)  # type: ignore[method-assign]
-    torch.autograd.backward = _backward(torch.autograd.backward)
-    torch.amp.grad_scaler.GradScaler.scale = _scale(torch.amp.grad_scaler.GradScaler.scale)  # type: ignore[method-assign]
-    torch.multiprocessing.spawn = _spawn(torch.multiprocessing.spawn)
-    register_optimizer_step_pre_hook(_will_step)
-    register_optimizer_step_post_hook(_stepped)
+    DistributedDataParallel.__new__ = staticmethod(_new_ddp)  # type: ignore[method-assign]
+    torch.autograd.backward = _wrap_backward(torch.autograd.backward)
+    torch.amp.grad_scaler.GradScaler.scale = _wrap_scale(torch.amp.grad_scaler.GradScaler.scale)  # type: ignore[method-assign]
+    torch.multiprocessing.spawn = _wrap_spawn(torch.multiprocessing.spawn)
+    register_optimizer_step_pre_hook(_on_step_begin)
+    register_optimizer_step_post_hook(_on_step_end)
 
 
-def _new(cls: Any, *_: Any, **__: Any) -> Any:
-    return object.__new__(cls if leads() is None or issubclass(cls, Wrapped) else _wrapping(cls))
+def _new_ddp(cls: Any, *_: Any, **__: Any) -> Any:
+    return object.__new__(cls if leads() is None or issubclass(cls, DDPShim) else _make_shim_class(cls))
 
 
 @cache
-def _wrapping(cls: type[Any]) -> type:
+def _make_shim_class(cls: type[Any]) -> type:
     """Returns Wrapped, or a script's own subclass of DistributedDataParallel combined with it."""
-    return Wrapped if cls is DistributedDataParallel else type(cls.__name__, (cls, Wrapped), {})
+    return DDPShim if cls is DistributedDataParallel else type(cls.__name__, (cls, DDPShim), {})
 
 
-def _backward(really: Callable[..., None]) -> Callable[..., None]:
+def _wrap_backward(really: Callable[..., None]) -> Callable[..., None]:
     @wraps(really)
     def backward(tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
                  grad_variables: Any = None, inputs: Any = None) -> None:  # fmt: skip
         if (led := leads()) is None:
             return really(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
         given = grad_variables if grad_tensors is None else grad_tensors
-        led.backward(really, tensors, given, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+        led.intercept_backward(
+            really, tensors, given, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
+        )
 
     return backward
 
 
-def one_loss(losses: Any, given: Any) -> Tensor:
+def join_losses(losses: Any, given: Any) -> Tensor:
     """Returns one scalar with the gradients of `losses` (a tensor or several), weighted by `given`."""
     of = [losses] if isinstance(losses, Tensor) else list(losses)
     if len(of) == 1 and given is None and of[0].numel() == 1:
@@ -172,7 +181,7 @@ def one_loss(losses: Any, given: Any) -> Tensor:
     return torch.stack(parts).sum()
 
 
-def _scale(really: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_scale(really: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(really)
     def scale(self: Any, outputs: Any) -> Any:
         made = really(self, outputs)
@@ -183,7 +192,7 @@ def _scale(really: Callable[..., Any]) -> Callable[..., Any]:
     return scale
 
 
-def _spawn(really: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_spawn(really: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(really)
     def spawn(*args: Any, **kwargs: Any) -> Any:
         if leads() is None:
@@ -193,11 +202,11 @@ def _spawn(really: Callable[..., Any]) -> Callable[..., Any]:
     return spawn
 
 
-def _will_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _on_step_begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if (led := leads()) is not None:
-        led.will_step(optimizer)
+        led.check_step(optimizer)
 
 
-def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _on_step_end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if (led := leads()) is not None:
-        led.stepped(optimizer)
+        led.note_step(optimizer)

@@ -30,13 +30,13 @@ def agree_on_time(wire: Wire, clock: Clock) -> tuple[bool, float]:
         return True, 0.0
     doubt = 0.0
     for other in range(1, wire.size):
-        offset, error = _ping(wire, other)
+        offset, error = _measure_offset(wire, other)
         if wire.rank == other:
             clock.base, doubt = float(table[0, 1]) + offset, error
     return False, doubt
 
 
-def _ping(wire: Wire, other: int) -> tuple[float, float]:
+def _measure_offset(wire: Wire, other: int) -> tuple[float, float]:
     """Returns (perf_counter of `other` minus rank 0's, half the quickest round trip). All ranks must call it.
 
     It uses broadcasts, because a rank must not wait for gloo's send and recv in slices. Each slice that times out

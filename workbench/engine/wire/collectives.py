@@ -41,14 +41,22 @@ class Aborted(RuntimeError):
     """This rank had to leave a collective before its peers finished it."""
 
 
-def peer_left(error: BaseException, text: str) -> bool:
+def is_peer_loss(error: BaseException, text: str) -> bool:
     """Whether `error`, with the message `text`, means that a peer has failed or left."""
-    signs = ("onnection closed by peer", "onnection reset", "ead error", "rite error", "roken pipe", "pair closure",
-             "emote process exiting", "ommunicator was aborted")
+    signs = (
+        "onnection closed by peer",
+        "onnection reset",
+        "ead error",
+        "rite error",
+        "roken pipe",
+        "pair closure",
+        "emote process exiting",
+        "ommunicator was aborted",
+    )
     return isinstance(error, (RuntimeError, ConnectionError)) and any(sign in text for sign in signs)
 
 
-def of_own(error: BaseException) -> bool:
+def is_own_error(error: BaseException) -> bool:
     """Whether code outside this package and torch raised `error`. Then no lost peer is its cause."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
@@ -59,7 +67,7 @@ def of_own(error: BaseException) -> bool:
     return not (file.is_relative_to(_TORCH) or file.is_relative_to(_HERE))
 
 
-class Leaving(threading.Event):
+class LeaveEvent(threading.Event):
     """An event that makes a rank leave at once. Every wait checks it once per slice."""
 
 
@@ -71,7 +79,7 @@ def host_store(host: str = LOOPBACK) -> tuple[Any, str, int]:
     """
     if host == LOOPBACK:
         folder = tempfile.mkdtemp(prefix="workbench-")
-        kept = Leaving()  # any object with a finalizer will do
+        kept = LeaveEvent()  # any object with a finalizer will do
         weakref.finalize(kept, shutil.rmtree, folder, ignore_errors=True)
         return kept, str(Path(folder) / "ranks"), 0
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -84,12 +92,12 @@ def connect_store(host: str, port: int, generation: str, timeout: float = 60.0) 
     if port:
         store: Any = dist.TCPStore(host, port, is_master=False, timeout=limit)
     else:
-        store = dist.FileStore(meeting(host, generation), -1)
+        store = dist.FileStore(make_meeting_path(host, generation), -1)
         store.set_timeout(limit)
     return dist.PrefixStore(generation, store)
 
 
-def meeting(host: str, generation: str) -> str:
+def make_meeting_path(host: str, generation: str) -> str:
     """Returns the file in which ranks of one host meet. Its name has a digest: `generation` may not fit a file name."""
     return f"{host}-{hashlib.blake2b(generation.encode(), digest_size=8).hexdigest()}"
 
@@ -105,16 +113,35 @@ class Wire:
     beside: whether a peer is gone, which NCCL does not notice
     """
 
-    def __init__(self, store: Any, rank: int, size: int, tag: str, leaving: Leaving, kind: str = "gloo",
-                 here: str = LOOPBACK, timeout: float = 600.0, precise: bool = False, on: str = "cpu",
-                 beside: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        tag: str,
+        leaving: LeaveEvent,
+        kind: str = "gloo",
+        here: str = LOOPBACK,
+        timeout: float = 600.0,
+        precise: bool = False,
+        on: str = "cpu",
+        beside: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.rank, self.size, self.leaving, self.tag, self.kind = rank, size, leaving, tag, kind
-        self._torn = False
-        self.waits, self.moved = False, time.monotonic()  # is a thread in `wait`, and since when
-        self.line = device.KINDS[kind](dist.PrefixStore(tag, store), rank, size, timeout=timeout, here=here,
-                                       precise=precise, device=on, beside=beside)
+        self._is_cut = False
+        self.is_waiting, self.moved_at = False, time.monotonic()  # is a thread in `wait`, and since when
+        self.line = device.KINDS[kind](
+            dist.PrefixStore(tag, store),
+            rank,
+            size,
+            timeout=timeout,
+            here=here,
+            precise=precise,
+            device=on,
+            beside=beside,
+        )
         self.group = self.line.group
-        self._issued = self.line.issued
+        self._issued = self.line.note_issued
 
     # -- asynchronous: each returns a Work for `wait` --
 
@@ -130,7 +157,7 @@ class Wire:
     def broadcast(self, x: Tensor, source: int) -> Any:
         options = dist.BroadcastOptions()
         options.rootRank = source
-        return self._issued(self.group.broadcast([self.carriable(x)], options))
+        return self._issued(self.group.broadcast([self.to_carriable(x)], options))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Any:
         return self._issued(self.group._allgather_base(out, x))
@@ -139,45 +166,45 @@ class Wire:
         """Exchanges equal rows, or `takes[r]` elements from each rank r and `gives[r]` to it."""
         return self._issued(self.group.alltoall_base(out, x, list(takes), list(gives)))
 
-    def lend(self) -> Any:
+    def lend_group(self) -> Any:
         """Returns the group for torch's own DDP, which issues collectives on it without calling this wire."""
         self.line.lent = True
         return self.group
 
-    def carriable(self, x: Tensor) -> Tensor:
+    def to_carriable(self, x: Tensor) -> Tensor:
         """Returns `x`, or its bytes if the group cannot carry its dtype. Only for collectives that do not add."""
         carried = self.line.carried
         return x if carried is None or x.dtype in carried else x.view(torch.uint8)
 
-    def check(self) -> None:
+    def check_peers(self) -> None:
         """Raises Aborted if this rank must leave, and ConnectionError if a peer is gone."""
         if self.leaving.is_set():
             raise Aborted(f"left a collective on the {self.tag} wire before its peers finished it")
-        self.line.look()
+        self.line.check_peers()
 
     def wait(self, work: Any) -> None:
         """Makes the host (gloo) or its stream (NCCL) wait for `work`. Raises as `check` does."""
-        self._until(self.line.wait, work)
+        self._wait_with(self.line.wait, work)
 
-    def finish(self, work: Any) -> None:
+    def wait_on_host(self, work: Any) -> None:
         """Blocks the host until `work` is done. Raises as `check` does."""
-        self._until(self.line.finish, work)
+        self._wait_with(self.line.wait_on_host, work)
 
-    def _until(self, wait: Callable[..., None], work: Any) -> None:
-        self.waits, self.moved = True, time.monotonic()
+    def _wait_with(self, wait: Callable[..., None], work: Any) -> None:
+        self.is_waiting, self.moved_at = True, time.monotonic()
         try:
-            wait(work, self.check)
+            wait(work, self.check_peers)
         finally:
-            self.waits, self.moved = False, time.monotonic()
+            self.is_waiting, self.moved_at = False, time.monotonic()
 
-    def cut(self) -> None:
+    def cut_connections(self) -> None:
         """Ends every collective under way here. The peers notice it."""
-        self._torn = True
-        self.line.cut()
+        self._is_cut = True
+        self.line.cut_connections()
 
-    def parted(self) -> bool:
+    def has_lost_peer(self) -> bool:
         """Whether a peer has closed its end."""
-        return bool(self.line.parted())
+        return bool(self.line.has_lost_peer())
 
     def close(self) -> None:
         """Releases the group. After `cut` this happens on a thread, for which the caller waits 2 seconds at most.
@@ -186,7 +213,7 @@ class Wire:
         """
         last, self.group = [self.group], None
         self.line.close()
-        if not self._torn:
+        if not self._is_cut:
             return last.clear()
         thread = threading.Thread(target=last.clear, name=f"rank {self.rank} giving back {self.tag}", daemon=True)
         thread.start()

@@ -21,56 +21,65 @@ import torch
 
 from workbench.engine.device import Chip
 from workbench.engine.wire.collectives import Wire
-from workbench.engine.wire.job import Flight, Job
+from workbench.engine.wire.job import ChildJob, PendingCollective
 from workbench.engine.wire.shaping import Port
-from workbench.engine.wire.turns import ROOM, Turns
-from workbench.engine.wire.verbs import Verbs, alone
-from workbench.engine.wire.watch import CODEC_FLOOR, Watch
-from workbench.engine.wire.wires import Line, Wires
+from workbench.engine.wire.turns import ROOM, ChildQueue
+from workbench.engine.wire.verbs import CollectiveIssuer, make_lone_result
+from workbench.engine.wire.watch import CODEC_FLOOR, Stopwatch
+from workbench.engine.wire.wires import GroupWires, LaneWires
 from workbench.host.core import summing
-from workbench.host.core.drive import Later, drive
+from workbench.host.core.drive import LeaveLoop, drive_coroutine
 from workbench.rank import Group, Handle, Op, StrategyError, collective
 
 
-class Lane(Verbs):
+class Lane(CollectiveIssuer):
     """One lane of one rank: performs the collectives of its children and records them.
 
     eager: runs a child on the caller's thread up to its first collective, and the rest in `wait`. This saves a thread
         if the child has nothing to compute and no Link to sleep for.
     """
 
-    def __init__(self, name: str, port: Port, watch: Watch, chip: Chip, open: Callable[[Group | None], Line],
-                 whole: Line | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        port: Port,
+        watch: Stopwatch,
+        chip: Chip,
+        open: Callable[[Group | None], GroupWires],
+        whole: GroupWires | None = None,
+    ) -> None:
         self.name, self.port, self.watch, self.chip = name, port, watch, chip
-        self.clock, self.record, self.span = watch.clock, watch.record, watch.write
-        self.wires = Wires(whole, open)
+        self.clock, self.record, self.span = watch.clock, watch.record, watch.write_span
+        self.wires = LaneWires(whole, open)
         self.size, self.rank = port.size, port.rank
         self.eager = False
-        self.now = self._moment if chip.runs_ahead else self.clock.now
+        self.now = self._read_now if chip.runs_ahead else self.clock.now
         self.sent = 0  # bytes
         self.step = 0
         self.started = self.completed = 0  # numbers of the last child that was started, and of the last waited for
-        self.before: Callable[[int], None] = lambda number: None  # called before a child begins
+        self.on_child_start: Callable[[int], None] = lambda number: None  # called before a child begins
         # `take` is called when a child starts a collective, and `give` when the child is over and when the caller has
         # waited for its value: they count the memory that is held in between.
-        self.take: Callable[[Job, Op], None] = lambda job, op: None
-        self.give: Callable[[Job, Any], None] = lambda job, value: None
-        self.beside: dict[str, Callable[[Op, Job], Any]] = {}  # performs the ops that no wire carries, by verb
-        self.settings: Callable[[], Any] = lambda: None
-        self.hop: Callable[[Op, int], Any] = lambda op, step: None  # performs one message of an all-reduce
+        self.on_collective: Callable[[ChildJob, Op], None] = lambda job, op: None
+        self.on_child_end: Callable[[ChildJob, Any], None] = lambda job, value: None
+        self.wireless_verbs: dict[
+            str, Callable[[Op, ChildJob], Any]
+        ] = {}  # performs the ops that no wire carries, by verb
+        self.read_settings: Callable[[], Any] = lambda: None
+        self.perform_hop: Callable[[Op, int], Any] = lambda op, step: None  # performs one message of an all-reduce
         self.wireless = False  # whether no child of this lane starts a collective
-        self._turns = Turns(self._agreed, self.rank == 0)
+        self._turns = ChildQueue(self._broadcast_choice, self.rank == 0)
         self._thread: threading.Thread | None = None
         self._busy = ""
         self._broken: BaseException | None = None  # the error of a child, or of the thread
-        self._stream = chip.stream()
+        self._stream = chip.make_stream()
         self._aloft: deque[tuple[str, Any]] = deque()  # on a GPU: collectives and the events of their ends
-        self._kept: deque[Job] = deque()
+        self._kept: deque[ChildJob] = deque()
 
     @property
-    def busy(self) -> str:
+    def current_collective(self) -> str:
         """The collective that is under way now, or ""."""
-        return next((what for what, end in list(self._aloft) if not self.chip.reached(end)), self._busy)
+        return next((what for what, end in list(self._aloft) if not self.chip.has_reached(end)), self._busy)
 
     # -- called by the host's thread --
 
@@ -79,107 +88,107 @@ class Lane(Verbs):
         self.eager = self.eager and not priority  # a child with a priority must not begin before its turn
         here = (self.eager or self.size == 1) and not self.wireless
         self.started += 1
-        self.before(self.started)
+        self.on_child_start(self.started)
         done = None if here else threading.Event()
-        job = handle._state = Job(child, name, self.now(), done, self.step, self.started)
-        job.by, job.priority, job.share = self.settings(), priority, share
+        job = handle._state = ChildJob(child, name, self.now(), done, self.step, self.started)
+        job.by, job.priority, job.share = self.read_settings(), priority, share
         if self.chip.runs_ahead:
-            self._keep(job)
+            self._keep_tensors(job)
         if here:
-            self._advance(job, finish=False)
+            self._advance_job(job, finish=False)
         else:
             if self._thread is None:
-                self._open()
-            self._turns.put(job)
+                self._start_thread()
+            self._turns.add_job(job)
         return handle
 
     def wait(self, handle: Handle) -> Any:
-        job: Job = handle._state
+        job: ChildJob = handle._state
         if job.flight is not None:
-            self._advance(job, finish=True)
+            self._advance_job(job, finish=True)
         if job.done is not None:
             job.done.wait()
         if job.error is not None:
             raise job.error
         if job.event is not None:
-            self.chip.follow(job.event, job.value)
+            self.chip.wait_in_stream(job.event, job.value)
         self.completed = max(self.completed, job.number)
-        self.give(job, None)
+        self.on_child_end(job, None)
         return job.value
 
     def close(self) -> None:
         if self._thread is not None:
-            self._turns.put(None)
+            self._turns.add_job(None)
             self._thread.join(5)
             self._thread = None
         self.wires.close()
 
-    def _open(self) -> None:
-        self._thread = threading.Thread(target=self._serve, name=f"rank {self.rank} {self.name}", daemon=True)
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._run_children, name=f"rank {self.rank} {self.name}", daemon=True)
         self._thread.start()
 
-    def _keep(self, job: Job) -> None:
+    def _keep_tensors(self, job: ChildJob) -> None:
         """Keeps the tensors of `job` until it is over. See [Note: Memory that crosses] in engine/device/cuda.py."""
-        job.after, job.held = self.chip.mark(), self.chip.held(job.child)
-        while self._kept and self._kept[0].event is not None and self.chip.reached(self._kept[0].event):
+        job.after, job.held = self.chip.record_event(), self.chip.list_arguments(job.child)
+        while self._kept and self._kept[0].event is not None and self.chip.has_reached(self._kept[0].event):
             self._kept.popleft()
         self._kept.append(job)
 
     # -- on the lane's own thread --
 
-    def _moment(self) -> Any:
+    def _read_now(self) -> Any:
         """Returns an event on the stream as "now", or the host's time on an emulated Link."""
-        return self.clock.now() if self.port.active else self.watch.now()
+        return self.clock.now() if self.port.is_active else self.watch.now()
 
-    def _serve(self) -> None:
+    def _run_children(self) -> None:
         torch.set_grad_enabled(False)
         try:
-            self.chip.bind()
+            self.chip.bind_thread()
         except BaseException as error:
             self._broken = error
-        while (job := self._next()) is not None:
-            self._advance(job, finish=True)
+        while (job := self._next_job()) is not None:
+            self._advance_job(job, finish=True)
 
-    def _next(self) -> Job | None:
+    def _next_job(self) -> ChildJob | None:
         try:
-            return self._turns.get(agreeing=self._broken is None)
+            return self._turns.next_job(agreeing=self._broken is None)
         except BaseException as error:  # a wire is cut: `wait` must raise this error
             self._broken = error
-            return self._turns.get(agreeing=False)
+            return self._turns.next_job(agreeing=False)
 
-    def _agreed(self, chosen: list[int] | None) -> list[int]:
+    def _broadcast_choice(self, chosen: list[int] | None) -> list[int]:
         """Broadcasts rank 0's choice to every rank, outside the Link, as tickets are."""
-        wire = self.wires.of(None).aside
+        wire = self.wires.for_group(None).aside
         assert wire is not None
         numbers = torch.tensor(chosen or [0] * ROOM, dtype=torch.int64)
         wire.wait(wire.broadcast(numbers, 0))
         return numbers.tolist()
 
-    def _advance(self, job: Job, finish: bool) -> None:
+    def _advance_job(self, job: ChildJob, finish: bool) -> None:
         """Runs the child to its end if `finish`, else until its first collective is under way."""
         failed = self._broken  # ranks may no longer start the same collectives: `wait` must raise this error
         if failed is not None:
-            return self._over(job, failed)
+            return self._end_job(job, failed)
         try:
-            with torch.no_grad(), self.chip.inside(self._stream, job.after):
+            with torch.no_grad(), self.chip.use_stream(self._stream, job.after):
                 try:
-                    self._drive(job, finish)
+                    self._drive_child(job, finish)
                 except BaseException as error:
                     job.error = error
                     self._broken = None if isinstance(error, StrategyError) else error  # all ranks raise this one
                 if self.chip.runs_ahead and job.flight is None:
-                    job.event = self.chip.mark()
+                    job.event = self.chip.record_event()
         except BaseException as error:  # the chip's own error: it must not end the thread of all children
             failed = error
-        self._over(job, failed)
+        self._end_job(job, failed)
 
-    def _over(self, job: Job, failed: BaseException | None) -> None:
+    def _end_job(self, job: ChildJob, failed: BaseException | None) -> None:
         """Frees the caller that waits for `job`.
 
         failed: an error from outside the child; the caller gets it if the child has no error of its own
         """
         if job.flight is None or failed is not None:
-            self.give(job, job.value)
+            self.on_child_end(job, job.value)
         if failed is not None:
             job.error, job.flight = job.error or failed, None
             with contextlib.suppress(Exception):  # the child may not have begun
@@ -187,43 +196,43 @@ class Lane(Verbs):
         if job.done is not None:
             job.done.set()
 
-    def _drive(self, job: Job, finish: bool) -> None:
+    def _drive_child(self, job: ChildJob, finish: bool) -> None:
         flight, job.flight = job.flight, None
-        value = self._complete(flight) if flight is not None else None  # of an eager child
+        value = self._complete_collective(flight) if flight is not None else None  # of an eager child
         job.began = self.now()
 
         def perform(op: Op) -> Any:
-            self._codec(job)
-            if (by := summing.algorithm(self.port.fabric, self.size, op)) is not None:
-                value = self._summed(by, op, job)
+            self._write_codec_span(job)
+            if (by := summing.choose_algorithm(self.port.fabric, self.size, op)) is not None:
+                value = self._sum_in_messages(by, op, job)
                 job.resumed = job.began = self.now()
                 return value
-            if op.verb in self.beside:
+            if op.verb in self.wireless_verbs:
                 job.measures = op.measures
-                value = self.beside[op.verb](op, job)
+                value = self.wireless_verbs[op.verb](op, job)
                 job.resumed = job.began = self.now()
                 return value
-            flight = self._issue(op, job)
+            flight = self._issue_collective(op, job)
             if not finish and flight is not None:
                 job.flight = flight
-                raise Later
-            value = self._complete(flight) if flight else alone(op)
+                raise LeaveLoop
+            value = self._complete_collective(flight) if flight else make_lone_result(op)
             job.resumed = job.began = self.now()
             return value
 
         try:
-            job.value = drive(job.child, perform, value=value)
-        except Later:
+            job.value = drive_coroutine(job.child, perform, value=value)
+        except LeaveLoop:
             return
-        self._codec(job)
+        self._write_codec_span(job)
 
-    def _codec(self, job: Job) -> None:
+    def _write_codec_span(self, job: ChildJob) -> None:
         now, began = self.now(), job.began
         if isinstance(now, float) and now - began <= CODEC_FLOOR:
             return
         self.span(job.step, "measuring" if job.measures else "codec", job.name, began, began, now, 0)
 
-    def work(self, op: Op, job: Job) -> Any:
+    def run_work(self, op: Op, job: ChildJob) -> Any:
         """Does a strategy's own arithmetic in a child, and records its time and its flops."""
         of, flops, name = op.args
         began = self.now()
@@ -234,7 +243,7 @@ class Lane(Verbs):
 
     # -- one collective --
 
-    def _issue(self, op: Op, job: Job) -> Flight | None:
+    def _issue_collective(self, op: Op, job: ChildJob) -> PendingCollective | None:
         """Issues a collective. Returns None for a Sample, or if the group has only one rank."""
         if op.verb == "sample":
             name, value = op.args
@@ -244,33 +253,33 @@ class Lane(Verbs):
             raise StrategyError(f"a child asked for {op.verb}, which is not one of the collectives: ask it in `step`")
         job.measures = op.measures
         self._busy = what = collective(op, job.name)
-        wire, shaper, *_ = line = self.wires.of(op.group)
+        wire, shaper, *_ = line = self.wires.for_group(op.group)
         if wire is None:
             self._busy = ""
             return None
-        self.take(job, op)
-        if shaper.active and self.chip.runs_ahead:  # the Link's time starts when the GPU has computed the data
-            self.chip.await_host(self.chip.mark(), wire.check)
+        self.on_collective(job, op)
+        if shaper.is_active and self.chip.runs_ahead:  # the Link's time starts when the GPU has computed the data
+            self.chip.block_until(self.chip.record_event(), wire.check_peers)
         now = self.now()
-        if shaper.active:
-            shaper.ready(now, job.asked)
+        if shaper.is_active:
+            shaper.post_ready(now, job.asked)
         work, hold = issue(wire, op)
-        flight = Flight(op, what, line, work, job.resumed, now, self._load(wire, op), hold, job.step)
+        flight = PendingCollective(op, what, line, work, job.resumed, now, self._measure_load(wire, op), hold, job.step)
         if self.eager and not self.chip.runs_ahead:
             work.get_future().add_done_callback(lambda _: setattr(flight, "finished", self.clock.now()))
         return flight
 
-    def _complete(self, flight: Flight) -> Any:
+    def _complete_collective(self, flight: PendingCollective) -> Any:
         wire, shaper, aside, _ = flight.line
         assert wire is not None
-        if self.chip.runs_ahead and shaper.active:
-            wire.finish(flight.work)
+        if self.chip.runs_ahead and shaper.is_active:
+            wire.wait_on_host(flight.work)
         else:
             wire.wait(flight.work)
         end = flight.finished or self.now()
         lane = "measuring" if flight.op.measures else "comm"
-        if shaper.active:
-            began, own, end = shaper.finish(flight.load, lambda: _last_arrival(aside, self.clock.now()))
+        if shaper.is_active:
+            began, own, end = shaper.await_end(flight.load, lambda: _find_last_arrival(aside, self.clock.now()))
             if lane == "comm":
                 self.record.span(flight.step, "port", flight.what, began, began, own, 0)
             end = max(end, self.clock.now())
@@ -278,13 +287,13 @@ class Lane(Verbs):
         self.span(flight.step, lane, flight.what, flight.asked, flight.arrived, end, flight.load.sent)
         self._busy = ""
         if self.chip.runs_ahead:
-            while self._aloft and self.chip.reached(self._aloft[0][1]):
+            while self._aloft and self.chip.has_reached(self._aloft[0][1]):
                 self._aloft.popleft()
-            self._aloft.append((flight.what, self.chip.mark()))
-        return self._finish(wire, flight.op, flight.hold)
+            self._aloft.append((flight.what, self.chip.record_event()))
+        return self._read_result(wire, flight.op, flight.hold)
 
 
-def _last_arrival(aside: Wire | None, now: float) -> float:
+def _find_last_arrival(aside: Wire | None, now: float) -> float:
     """Returns the last arrival by an all-reduce, for ranks that share no file.
 
     aside: a gloo wire, because NCCL takes no CPU tensor
@@ -293,4 +302,3 @@ def _last_arrival(aside: Wire | None, now: float) -> float:
     mine = torch.tensor([now], dtype=torch.float64)
     aside.wait(aside.all_reduce(mine, "max"))
     return float(mine[0])
-

@@ -12,29 +12,29 @@ from workbench.rank import Handle, Op
 class Lanes:
     """Lanes by name. A child runs on the lane that `start` names.
 
-    open:  makes a lane
-    aside: whether a child of this step used another lane than the first
+    open:            makes a lane
+    used_other_lane: whether a child of this step used another lane than the first
     """
 
     def __init__(self, first: Lane, open: Callable[[str], Lane]) -> None:
         self.first, self.open = first, open
         self._lanes = {first.name: first}
-        self.aside = False
+        self.used_other_lane = False
 
     def __iter__(self) -> Iterator[Lane]:
         return iter(list(self._lanes.values()))
 
     def begin_step(self) -> None:
         """Notes that no child of this step has used another lane yet."""
-        self.aside = False
+        self.used_other_lane = False
 
     @property
-    def busy(self) -> str:
+    def current_collective(self) -> str:
         """A collective that is under way now, or ""."""
-        return next((lane.busy for lane in self if lane.busy), "")
+        return next((lane.current_collective for lane in self if lane.current_collective), "")
 
     @property
-    def sent(self) -> int:
+    def sent_bytes(self) -> int:
         """Bytes sent so far."""
         return sum(lane.sent for lane in self)
 
@@ -44,7 +44,7 @@ class Lanes:
             return self.first.start(child, name, priority, share)
         if lane not in self._lanes:
             self._lanes[lane] = self.open(lane)
-        self.aside = self.aside or not self._lanes[lane].wireless
+        self.used_other_lane = self.used_other_lane or not self._lanes[lane].wireless
         self._lanes[lane].step = self.first.step
         return self._lanes[lane].start(child, name, priority, share)
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 
-def mapped(path: Path, nbytes: int) -> mmap.mmap:
+def map_file(path: Path, nbytes: int) -> mmap.mmap:
     """Maps the file at `path` into memory, and creates it if it is missing. No descriptor stays open.
 
     It allocates the disk space now, and raises OSError if there is none. A sparse file would allocate it at the first
@@ -16,7 +16,7 @@ def mapped(path: Path, nbytes: int) -> mmap.mmap:
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        _take(fd, nbytes)
+        _allocate_space(fd, nbytes)
         return mmap.mmap(fd, nbytes)
     except OSError as error:
         why = f"{error.strerror}: {nbytes} bytes that ranks share; make room there, or set TMPDIR to another place"
@@ -25,7 +25,7 @@ def mapped(path: Path, nbytes: int) -> mmap.mmap:
         os.close(fd)
 
 
-def _take(fd: int, nbytes: int) -> None:
+def _allocate_space(fd: int, nbytes: int) -> None:
     try:
         return os.posix_fallocate(fd, 0, nbytes)
     except AttributeError:  # not on a Mac

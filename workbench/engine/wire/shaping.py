@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from workbench.engine.wire.mapped import mapped
+from workbench.engine.wire.mapped import map_file
 from workbench.fabric import Fabric, Fault, Load
 from workbench.fabric.load import choke, comes, leaves, message_seconds, port_seconds, stretch
 from workbench.fabric.pace import SHARES, Kept, lasts
@@ -35,7 +35,7 @@ class Clock:
         return time.perf_counter() - self.base
 
 
-class Naps:
+class PacedSleep:
     """Sleeps that end early after a stop (`hurried`)."""
 
     def __init__(self, clock: Clock) -> None:
@@ -44,11 +44,11 @@ class Naps:
         self._end = 0.0  # of the longest sleep so far
 
     @property
-    def asleep(self) -> bool:
+    def is_asleep(self) -> bool:
         """Whether this rank sleeps because of its settings."""
         return not self.hurried and self.clock.now() < self._end
 
-    def until(self, t: float) -> None:
+    def sleep_until(self, t: float) -> None:
         self._end = max(self._end, t)
         while not self.hurried:
             left = t - self.clock.now()
@@ -62,14 +62,14 @@ class ArrivalTable:
 
     def __init__(self, path: Path, rank: int, size: int) -> None:
         nbytes = RING * size * 8
-        self._map = mapped(path, nbytes)
+        self._map = map_file(path, nbytes)
         self._cells = np.frombuffer(self._map, dtype=np.float64).reshape(RING, size)
         self.rank = rank
 
-    def post(self, number: int, ready: float) -> None:
+    def post_arrival(self, number: int, ready: float) -> None:
         self._cells[number % RING, self.rank] = ready
 
-    def last(self, number: int) -> float:
+    def last_arrival(self, number: int) -> float:
         """Returns the last arrival. Call it after the operation, when all ranks have posted."""
         return float(self._cells[number % RING].max())
 
@@ -86,20 +86,20 @@ class Port:
     taken it in. Both ends take as long as the slower of the two ports needs.
     """
 
-    def __init__(self, rank: int, size: int, naps: Naps, seed: int) -> None:
+    def __init__(self, rank: int, size: int, naps: PacedSleep, seed: int) -> None:
         self.rank, self.size, self.naps, self.seed = rank, size, naps, seed
         self.fabric = Fabric()
         self.free = 0.0  # when the port can send again
         self._taken = 0.0  # when it can receive again
         self._messages = 0
-        self._last: Shaper | None = None  # the wire of the last collective
+        self._last: LinkShaper | None = None  # the wire of the last collective
         self._lock = threading.Lock()
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         return self.size > 1 and self.fabric.shaped
 
-    def occupy(self, wire: Shaper, ready: float, seconds: float) -> tuple[float, float]:
+    def reserve_time(self, wire: LinkShaper, ready: float, seconds: float) -> tuple[float, float]:
         """Takes the port for a collective of `wire`. Returns (when it begins, when it ends).
 
         ready: when the last rank was ready. Another wire may have taken the port since.
@@ -109,22 +109,22 @@ class Port:
             self._last, self.free = wire, max(self.free, began + seconds)
         return began, began + seconds
 
-    def let_go(self, now: float) -> None:
+    def free_now(self, now: float) -> None:
         """Frees the port at once, after a stop."""
         with self._lock:
             self.free = min(self.free, now)
 
-    def over(self, end: float) -> float:
+    def find_end(self, end: float) -> float:
         """Returns when an operation is over that the Link would end at `end`: at once after a stop."""
         return min(end, self.now()) if self.naps.hurried else end
 
     def now(self) -> float:
         return self.naps.clock.now()
 
-    def post(self, nbytes: int, to: int) -> tuple[float, float, float]:
+    def send_message(self, nbytes: int, to: int) -> tuple[float, float, float]:
         """Sends a message to rank `to`: (when it begins, seconds on a healthy port, when the port is free again)."""
         now = self.now()
-        if not self.active:
+        if not self.is_active:
             return now, 0.0, now
         with self._lock:
             self._messages += 1
@@ -132,7 +132,7 @@ class Port:
             begun, self.free = leaves(now, self.free, seconds * choke(self.fabric.faults, self.rank))
             return begun, seconds, self.free
 
-    def take(self, source: int, begun: float, seconds: float) -> float:
+    def receive_message(self, source: int, begun: float, seconds: float) -> float:
         """Receives a message that rank `source` began to send at `begun`. Returns when the Link has delivered it."""
         if not seconds:
             return 0.0
@@ -142,7 +142,7 @@ class Port:
             return self._taken
 
 
-class Shaper:
+class LinkShaper:
     """One wire's use of this rank's port, one collective at a time.
 
     group: the group of the wire; None: all ranks
@@ -155,10 +155,10 @@ class Shaper:
         self._ended = self._woke = 0.0  # until when the last operation slept, and when it really awoke
 
     @property
-    def active(self) -> bool:
-        return self.port.active and self.port.fabric.path(self.ranks).shaped
+    def is_active(self) -> bool:
+        return self.port.is_active and self.port.fabric.path(self.ranks).shaped
 
-    def ready(self, arrived: float, asked: float) -> float:
+    def post_ready(self, arrived: float, asked: float) -> float:
         """Returns and posts when this rank and its port are ready for the next operation.
 
         A sleep ends a little late. A child that had `asked` by then counts as if the sleep had ended on time, because a
@@ -168,30 +168,32 @@ class Shaper:
         arrived -= max(self._woke - max(asked, self._ended), 0.0)
         ready = max(arrived, self.port.free)
         if self.table:
-            self.table.post(self.number, ready)
+            self.table.post_arrival(self.number, ready)
         return ready
 
-    def finish(self, load: Load, last: Callable[[], float]) -> tuple[float, float, float]:
+    def await_end(self, load: Load, last: Callable[[], float]) -> tuple[float, float, float]:
         """Sleeps until the operation would have ended, or until a stop. Returns (began, own port's end, common end)."""
-        mine, slowest = self.cost(load)
+        mine, slowest = self.measure_load(load)
         noise = self.port.fabric.path(self.ranks).noise(self.port.seed, self.number)
-        began, end = self.port.occupy(self, self.table.last(self.number) if self.table else last(), slowest * noise)
+        began, end = self.port.reserve_time(
+            self, self.table.last_arrival(self.number) if self.table else last(), slowest * noise
+        )
         own, self._ended = began + mine * noise, max(end, self.naps.clock.now())
-        self.naps.until(end)
+        self.naps.sleep_until(end)
         self._woke = self.naps.clock.now()
         if self.naps.hurried:  # after a stop the operation ended when the rank went on
-            self.port.let_go(self._woke)
+            self.port.free_now(self._woke)
             began, own, end, self._ended = (min(t, self._woke) for t in (began, own, end, self._ended))
         return began, own, end
 
-    def cost(self, load: Load) -> tuple[float, float]:
+    def measure_load(self, load: Load) -> tuple[float, float]:
         """Returns the seconds that this rank's port and the slowest port would be busy."""
         fabric = self.port.fabric
         plain = port_seconds(fabric.path(self.ranks), fabric.shared, load, self.group.parallel if self.group else 1)
         return plain * choke(fabric.faults, self.port.rank), plain * max(choke(fabric.faults, r) for r in self.ranks)
 
 
-class Pace:
+class ComputePace:
     """Stretches this rank's compute to its pace, and by its faults. See `workbench.fabric.pace`.
 
     A step's compute of `pace` milliseconds is divided 3 : 6 : 1 between forward, backward and update. Within backward
@@ -200,7 +202,7 @@ class Pace:
 
     shares: ClassVar[dict[str, float]] = SHARES
 
-    def __init__(self, rank: int, naps: Naps) -> None:
+    def __init__(self, rank: int, naps: PacedSleep) -> None:
         self.rank, self.naps = rank, naps
         self.seconds = 0.0
         self.faults: tuple[Fault, ...] = ()
@@ -211,58 +213,58 @@ class Pace:
         self._step = [0.0, 0.0]  # the same 2 sums for the earlier phases of this step
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         return bool(self.seconds or self.faults)
 
-    def ask(self, seconds: float, faults: tuple[Fault, ...]) -> None:
+    def set_pace(self, seconds: float, faults: tuple[Fault, ...]) -> None:
         """Sets the seconds of a step's compute (0: as fast as it goes) and the faults."""
         self.seconds, self.faults = seconds, faults
 
-    def begin(self, phase: str, step: int, share: float = 1.0, again: float = 0.0) -> None:
+    def begin_phase(self, phase: str, step: int, share: float = 1.0, again: float = 0.0) -> None:
         """Begins a phase.
 
         share: the part of a whole phase. again: the part of the forward that is computed again in it.
         """
-        if not self.active:
+        if not self.is_active:
             return
-        self._count()
+        self._add_phase()
         self._began, self._slept = self.naps.clock.now(), 0.0
         self._stretch = stretch(self.faults, self.rank, step, phase)
         self._asked = self.seconds * (self.shares[phase] + again * self.shares["forward"]) * share
 
-    def put_off(self, seconds: float) -> None:
+    def exclude_wait(self, seconds: float) -> None:
         """Excludes `seconds` in which the strategy ran and this rank computed nothing."""
         self._began += seconds
 
     @contextmanager
-    def within(self) -> Iterator[None]:
+    def pause_phase(self) -> Iterator[None]:
         """Pauses this phase for another one inside it, such as an update in a forward."""
         kept, since = (self._slept, self._stretch, self._asked, self._took), self.naps.clock.now()
         began, self._asked, self._took = self._began, 0.0, 0.0
         yield
-        self._count()
+        self._add_phase()
         self._slept, self._stretch, self._asked, self._took = kept
         self._began = began + self.naps.clock.now() - since
 
-    def reach(self, fraction: float) -> None:
+    def reach_fraction(self, fraction: float) -> None:
         """Sleeps until `fraction` of the phase's time is over, because that part of it is computed."""
-        if not self.active:
+        if not self.is_active:
             return
         now = self.naps.clock.now()
         computed = now - self._began - self._slept
         until = self._began + lasts(self._asked * fraction, computed, self._stretch)
         if until > now:
-            self.naps.until(until)
+            self.naps.sleep_until(until)
             self._slept += self.naps.clock.now() - now
         self._took = (self.naps.clock.now() - self._began) / self._stretch
 
-    def over(self) -> dict[str, Any] | None:
+    def end_step(self) -> dict[str, Any] | None:
         """Ends a step. Returns a report if the rank begins or ceases to miss its pace, else None."""
-        self._count()
+        self._add_phase()
         (asked, took), self._step = self._step, [0.0, 0.0]
         return self._kept.step(self.seconds, asked, took)
 
-    def _count(self) -> None:
+    def _add_phase(self) -> None:
         self._step[0] += self._asked
         self._step[1] += self._took
         self._asked = self._took = 0.0

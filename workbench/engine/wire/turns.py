@@ -15,29 +15,29 @@ import queue
 from collections import deque
 from collections.abc import Callable
 
-from workbench.engine.wire.job import Job
+from workbench.engine.wire.job import ChildJob
 
 ROOM = 32  # children that rank 0 chooses at a time, at most
 
 
-class Turns:
+class ChildQueue:
     """The children of one lane that have not begun. Only the lane's thread calls `get`. See [Note: Rank 0's order].
 
     agreed: broadcasts rank 0's choice (None on other ranks): ROOM numbers of children, padded with zeros
     """
 
     def __init__(self, agreed: Callable[[list[int] | None], list[int]], first: bool) -> None:
-        self._agreed, self._first = agreed, first
-        self._new: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._waiting: dict[int, Job] = {}  # by number, in the order of their start
+        self._broadcast_choice, self._first = agreed, first
+        self._new: queue.SimpleQueue[ChildJob | None] = queue.SimpleQueue()
+        self._waiting: dict[int, ChildJob] = {}  # by number, in the order of their start
         self._chosen: deque[int] = deque()
         self._closing = False
 
-    def put(self, job: Job | None) -> None:
+    def add_job(self, job: ChildJob | None) -> None:
         """Adds a started child; None: there will be no more."""
         self._new.put(job)
 
-    def get(self, agreeing: bool = True) -> Job | None:
+    def next_job(self, agreeing: bool = True) -> ChildJob | None:
         """Waits for the next child and returns it, or None after the last.
 
         agreeing: whether ranks can still exchange their choice; if not, any order will do
@@ -45,7 +45,7 @@ class Turns:
         if not agreeing:
             self._chosen.clear()
         while True:
-            self._take_in(wait=False)
+            self._receive_jobs(wait=False)
             if self._chosen:
                 if self._chosen[0] in self._waiting:
                     return self._waiting.pop(self._chosen.popleft())
@@ -53,14 +53,14 @@ class Turns:
                 number, job = next(iter(self._waiting.items()))
                 if not (job.priority and agreeing):
                     return self._waiting.pop(number)
-                said = self._agreed(self._choice() if self._first else None)
+                said = self._broadcast_choice(self._choose_children() if self._first else None)
                 self._chosen.extend(n for n in said if n)
                 continue
             if self._closing:
                 return None
-            self._take_in(wait=True)
+            self._receive_jobs(wait=True)
 
-    def _take_in(self, wait: bool) -> None:
+    def _receive_jobs(self, wait: bool) -> None:
         try:
             while True:
                 job = self._new.get(wait)
@@ -72,8 +72,8 @@ class Turns:
         except queue.Empty:
             return
 
-    def _choice(self) -> list[int]:
-        free: list[Job] = []
+    def _choose_children(self) -> list[int]:
+        free: list[ChildJob] = []
         for job in self._waiting.values():
             if not job.priority:
                 break

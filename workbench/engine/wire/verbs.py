@@ -12,12 +12,12 @@ from workbench.engine.device import Chip
 from workbench.engine.wire.collectives import Wire
 from workbench.fabric import Algorithm, Load, even, uneven
 from workbench.host.core import summing
-from workbench.host.core.drive import drive
-from workbench.host.placement.canonical import added_up
+from workbench.host.core.drive import drive_coroutine
+from workbench.host.placement.canonical import sum_rows
 from workbench.rank import Op, Rank, collective
 
 
-class Verbs:
+class CollectiveIssuer:
     """The part of a lane that issues collectives. A method per verb returns (work, the tensor for its result)."""
 
     chip: Chip
@@ -25,25 +25,25 @@ class Verbs:
     rank: int
     size: int
     sent: int
-    hop: Callable[[Op, int], Any]
-    take: Callable[[Any, Op], None]
+    perform_hop: Callable[[Op, int], Any]
+    on_collective: Callable[[Any, Op], None]
 
-    def _summed(self, by: Algorithm, op: Op, job: Any) -> Any:
+    def _sum_in_messages(self, by: Algorithm, op: Op, job: Any) -> Any:
         """Does an all-reduce in messages. Each message has a span of its own."""
         aside = "" if self.name == "comm" else f" on {self.name}"
         self._busy = name = f"{collective(op, job.name)}{aside}"
-        self.take(job, op)
+        self.on_collective(job, op)
 
         def perform(message: Op) -> Any:
             if message.verb == "send":
                 self.sent += message.args[0].numel() * message.args[0].element_size()
-            return self.hop(message, job.step)
+            return self.perform_hop(message, job.step)
 
-        value = drive(summing.summed(by, Rank(self.rank, self.size), op, name), perform)
+        value = drive_coroutine(summing.run_all_reduce(by, Rank(self.rank, self.size), op, name), perform)
         self._busy = ""
         return value
 
-    def _load(self, wire: Wire, op: Op) -> Load:
+    def _measure_load(self, wire: Wire, op: Op) -> Load:
         """Returns the load of a collective on the ports."""
         x = op.args[0]
         if op.verb == "all_to_allv":
@@ -59,12 +59,12 @@ class Verbs:
         return wire.broadcast(x, source), x
 
     def _all_gather(self, wire: Wire, op: Op) -> tuple[Any, Any]:
-        x = wire.carriable(_wire_view(op.args[0]))
-        out = self.chip.room(x, wire.size * x.numel())
+        x = wire.to_carriable(_wire_view(op.args[0]))
+        out = self.chip.make_empty(x, wire.size * x.numel())
         return wire.all_gather(out, x), out
 
     def _all_to_all(self, wire: Wire, op: Op) -> tuple[Any, Any]:
-        x = wire.carriable(_wire_view(op.args[0]))
+        x = wire.to_carriable(_wire_view(op.args[0]))
         out = torch.empty_like(x)
         return wire.all_to_all(out, x), out
 
@@ -74,16 +74,16 @@ class Verbs:
         gives = [width * n for n in lengths[wire.rank]]
         takes = [width * row[wire.rank] for row in lengths]
         x = torch.cat([row.reshape(-1) for row in rows]).view(torch.uint8)
-        out = self.chip.room(x, sum(takes))
+        out = self.chip.make_empty(x, sum(takes))
         return wire.all_to_all(out, x, takes, gives), out.split(takes)
 
     def _reduce_scatter(self, wire: Wire, op: Op) -> tuple[Any, Any]:
         """Uses an all-to-all and a local sum, because gloo's own moves the bytes of a whole all-reduce."""
-        x = wire.carriable(_wire_view(op.args[0]))
+        x = wire.to_carriable(_wire_view(op.args[0]))
         out = torch.empty_like(x)
         return wire.all_to_all(out, x), out
 
-    def _finish(self, wire: Wire, op: Op, hold: Any) -> Any:
+    def _read_result(self, wire: Wire, op: Op, hold: Any) -> Any:
         like: Any = op.args[0]
         match op.verb:
             case "all_to_allv":
@@ -93,7 +93,7 @@ class Verbs:
             case "all_to_all":
                 return hold.view(like.dtype).view(like.shape)
             case "reduce_scatter":
-                return added_up(hold.view(like.dtype).view(wire.size, -1))
+                return sum_rows(hold.view(like.dtype).view(wire.size, -1))
             case "all_reduce" if op.args[1] == "mean":
                 return hold.div_(wire.size)
         return hold
@@ -106,7 +106,7 @@ def _wire_view(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if odd else x
 
 
-def alone(op: Op) -> Any:
+def make_lone_result(op: Op) -> Any:
     """Returns the result of a collective on one rank: its input. A Sample has no result."""
     if op.verb == "sample":
         return None

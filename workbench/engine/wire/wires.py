@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from workbench.engine.wire.collectives import Wire, connect_store, meeting
-from workbench.engine.wire.shaping import Shaper
+from workbench.engine.wire.collectives import Wire, connect_store, make_meeting_path
+from workbench.engine.wire.shaping import LinkShaper
 from workbench.rank import Group
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from workbench.engine.wire.shaping import Port
 
 
-class Line(NamedTuple):
+class GroupWires(NamedTuple):
     """The wires and the shaper of one group on one lane. In a group of one rank, `wire` and `aside` are None.
 
     aside: the wire for tensors in the host's memory
@@ -32,31 +32,31 @@ class Line(NamedTuple):
     """
 
     wire: Wire | None
-    shaper: Shaper
+    shaper: LinkShaper
     aside: Wire | None
     met: Path | None = None
 
 
-class Wires:
+class LaneWires:
     """One lane's lines by group. Only the lane's thread uses them, or another thread while the lane is idle."""
 
-    def __init__(self, whole: Line | None, open: Callable[[Group | None], Line]) -> None:
-        self._lines: dict[Group | None, Line] = {} if whole is None else {None: whole}
+    def __init__(self, whole: GroupWires | None, open: Callable[[Group | None], GroupWires]) -> None:
+        self._lines: dict[Group | None, GroupWires] = {} if whole is None else {None: whole}
         self._open = open
         self._past: list[Path] = []  # meeting files of the groups before the last change
 
-    def of(self, group: Group | None) -> Line:
+    def for_group(self, group: Group | None) -> GroupWires:
         """Returns the line of `group` (None: all ranks), and opens it at the first use."""
         line = self._lines.get(group)
         if line is None:
             line = self._lines[group] = self._open(group)
         return line
 
-    def given_up(self, generation: int | None = None) -> list[Wire]:
+    def forget_groups(self, generation: int | None = None) -> list[Wire]:
         """Forgets the groups of other generations. Returns their wires, which the caller closes."""
         old = [group for group in self._lines if group is not None and group.generation != generation]
         lines = [self._lines.pop(group) for group in old]
-        _put_away(lines)
+        _close_tables(lines)
         for file in self._past:  # not sooner: another rank may just have opened its end
             file.unlink(missing_ok=True)
         self._past = [line.met for line in lines if line.met is not None]
@@ -64,40 +64,47 @@ class Wires:
 
     def close(self) -> None:
         """Closes the files. The session closes the wires."""
-        _put_away(self._lines.values())
+        _close_tables(self._lines.values())
 
 
-def _put_away(lines: Iterable[Line]) -> None:
+def _close_tables(lines: Iterable[GroupWires]) -> None:
     for line in lines:
         if line.shaper.table is not None:
             line.shaper.table.close()
 
 
-def opener(peers: Peers, port: Port, lane: str, kind: str) -> Callable[[Group | None], Line]:
+def make_opener(peers: Peers, port: Port, lane: str, kind: str) -> Callable[[Group | None], GroupWires]:
     """Returns a function that opens a group's line of `lane`, over gloo or NCCL. All ranks of the group call it."""
 
-    def opened(group: Group | None) -> Line:
+    def opened(group: Group | None) -> GroupWires:
         if len(group or range(port.size)) == 1:
-            return Line(None, Shaper(port, None, group), None)
+            return GroupWires(None, LinkShaper(port, None, group), None)
         session = peers.session
         tag = f"{lane} {group or 'all'} {group.generation if group else ''}".rstrip()
         ranks = group.ranks if group else tuple(range(port.size))
         (host, at), name = session.where, f"{session.generation} {tag}"
         store = connect_store(host, at, name)
-        _gather(store, tag, session.rank.id, ranks, peers.look)
-        wire = peers.open(tag, ranks=ranks, store=store, precise=session.experiment.precise, kind=kind,
-                          on=session.device, beside=peers.parted)
+        _await_group(store, tag, session.rank.id, ranks, peers.check_peers)
+        wire = peers.open_wire(
+            tag,
+            ranks=ranks,
+            store=store,
+            precise=session.experiment.precise,
+            kind=kind,
+            on=session.device,
+            beside=peers.has_lost_peer,
+        )
         aside = wire
         if kind != "gloo" and not peers.local:
-            aside = peers.open(f"{tag} arrivals", ranks=ranks, store=store)
+            aside = peers.open_wire(f"{tag} arrivals", ranks=ranks, store=store)
         file = f"-{lane}" if group is None else f"-{lane}-{'+'.join(group.dims)}-{group.generation}-{ranks[0]}"
-        met = None if group is None or at else Path(meeting(host, name))
-        return Line(wire, Shaper(port, peers.arrival_table(file, ranks), group), aside, met)
+        met = None if group is None or at else Path(make_meeting_path(host, name))
+        return GroupWires(wire, LinkShaper(port, peers.make_arrival_table(file, ranks), group), aside, met)
 
     return opened
 
 
-def _gather(store: Any, tag: str, rank: int, ranks: tuple[int, ...], look: Callable[[], None]) -> None:
+def _await_group(store: Any, tag: str, rank: int, ranks: tuple[int, ...], look: Callable[[], None]) -> None:
     """Waits until all `ranks` have registered. `look` raises if this rank must leave.
 
     Raises ConnectionError if another rank left first. See [Note: Opening beside training].

@@ -80,4 +80,3 @@ def rounds(size: int, pieces: int) -> tuple[tuple[Hop, ...], ...]:
 def _depth(tree: Tree, i: int) -> int:
     above = tree[i]
     return 0 if above is None else 1 + _depth(tree, above)
-

@@ -17,35 +17,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.host.checkpoint.image import Image
+from workbench.host.checkpoint.image import RankImage
 
-Table = dict[str, int]  # bytes of each piece by hash
+PieceSizes = dict[str, int]  # bytes of each piece by hash
 VALUES = "/data/0"  # torch.save's zip entry with a tensor's values
 LOCAL = 30  # bytes of a zip's header before the name
 
 
-def pieces(image: Image) -> list[list[tuple[str, Tensor]]]:
+def hash_pieces(image: RankImage) -> list[list[tuple[str, Tensor]]]:
     """Returns the hash and values of each item's boxes."""
-    return [[(_hash(x), x) for x in _cut(item.values, [box.sizes for box in item.boxes])] for item in image.items]
+    return [
+        [(_hash_tensor(x), x) for x in _cut_boxes(item.values, [box.sizes for box in item.boxes])]
+        for item in image.items
+    ]
 
 
-def _cut(values: Tensor, sizes: list[tuple[int, ...]]) -> Iterator[Tensor]:
+def _cut_boxes(values: Tensor, sizes: list[tuple[int, ...]]) -> Iterator[Tensor]:
     for part, shape in zip(values.split([torch.Size(s).numel() for s in sizes]), sizes, strict=True):
         yield part.view(shape)
 
 
-def _hash(x: Tensor) -> str:
+def _hash_tensor(x: Tensor) -> str:
     digest = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)} ".encode(), digest_size=16)
     digest.update(x.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-def table(found: list[list[tuple[str, Tensor]]]) -> Table:
+def measure_pieces(found: list[list[tuple[str, Tensor]]]) -> PieceSizes:
     """Returns the bytes of each of a rank's pieces."""
     return {name: x.numel() * x.element_size() for item in found for name, x in item}
 
 
-def dealt(tables: Sequence[Table]) -> list[set[str]]:
+def assign_writers(tables: Sequence[PieceSizes]) -> list[set[str]]:
     """Returns the pieces that each rank writes: of a piece's owners, the one with the fewest bytes so far."""
     mine: list[set[str]] = [set() for _ in tables]
     load = Counter[int]()
@@ -60,7 +63,7 @@ def dealt(tables: Sequence[Table]) -> list[set[str]]:
     return mine
 
 
-def filed(found: list[list[tuple[str, Tensor]]], mine: set[str], file: Any) -> dict[str, list[Any]]:
+def write_pieces(found: list[list[tuple[str, Tensor]]], mine: set[str], file: Any) -> dict[str, list[Any]]:
     """Writes the pieces in `mine`. Returns by hash [start, bytes, start of the values, their bytes, dtype, sizes].
 
     file: opens a file with `write` and with `nbytes`, the bytes written; called for the first piece
@@ -75,12 +78,12 @@ def filed(found: list[list[tuple[str, Tensor]]], mine: set[str], file: Any) -> d
         torch.save(x.clone(), buffer)  # a clone, so that torch does not save the storage behind the view
         begins, raw = opened.nbytes, buffer.getbuffer()
         nbytes = x.numel() * x.element_size()
-        places[piece] = [begins, len(raw), begins + _values(buffer), nbytes, str(x.dtype)[6:], list(x.shape)]
+        places[piece] = [begins, len(raw), begins + _find_values(buffer), nbytes, str(x.dtype)[6:], list(x.shape)]
         opened.write(raw)
     return places
 
 
-def _values(buffer: io.BytesIO) -> int:
+def _find_values(buffer: io.BytesIO) -> int:
     """Returns the offset of a tensor's values in it."""
     with zipfile.ZipFile(buffer) as archive:
         at = next(info.header_offset for info in archive.infolist() if info.filename.endswith(VALUES))
@@ -88,23 +91,23 @@ def _values(buffer: io.BytesIO) -> int:
     return at + LOCAL + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
 
 
-def report(image: Image, found: list[list[tuple[str, Tensor]]], places: dict[str, list[Any]],
+def make_report(image: RankImage, found: list[list[tuple[str, Tensor]]], places: dict[str, list[Any]],
            file: dict[str, Any] | None) -> dict[str, Any]:  # fmt: skip
     """Returns a rank's report to rank 0."""
     items = [[item.name, list(item.shape), [[*map(list, box)] for box in item.boxes], [piece for piece, _ in each]]
              for item, each in zip(image.items, found, strict=True)]  # fmt: skip
-    return {"items": items, "said": image.said, "places": places, "file": file}
+    return {"items": items, "said": image.entries, "places": places, "file": file}
 
 
-def manifest(about: dict[str, Any], reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def make_manifest(about: dict[str, Any], reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns the manifest: `about`, and the reports of all ranks."""
     files, blobs, number = {}, list[list[Any]](), dict[str, int]()
     for rank, told in enumerate(reports):
         if told["file"] is not None:
-            files[file_of(rank)] = told["file"]
+            files[name_file(rank)] = told["file"]
         for piece, (_, _, at, nbytes, dtype, sizes) in told["places"].items():
             number[piece] = len(blobs)
-            blobs.append([file_of(rank), at, nbytes, dtype, sizes])
+            blobs.append([name_file(rank), at, nbytes, dtype, sizes])
     each = [
         {
             "items": [[name, [number[p] for p in hashes], shape, lies] for name, shape, lies, hashes in told["items"]],
@@ -115,12 +118,12 @@ def manifest(about: dict[str, Any], reports: Sequence[dict[str, Any]]) -> dict[s
     return {**about, "files": files, "blobs": blobs, "each": each}
 
 
-def file_of(rank: int) -> str:
+def name_file(rank: int) -> str:
     """Returns the name of rank `rank`'s file."""
     return f"__{rank}_0.distcp"
 
 
-def catalogue(reports: Sequence[dict[str, Any]]) -> list[tuple[str, tuple[int, ...], list[list[int]], list[Any]]]:
+def list_boxes(reports: Sequence[dict[str, Any]]) -> list[tuple[str, tuple[int, ...], list[list[int]], list[Any]]]:
     """Returns (name, whole shape, offsets, [rank, start, bytes, ..., dtype, sizes]) of every box.
 
     It serves to assemble a model. The name includes the rank if ranks have different values, or if it is a rank's own.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.host.checkpoint.regain import blob_tensor
+from workbench.host.checkpoint.regain import read_blob
 
 Places = dict[tuple[tuple[int, ...], tuple[int, ...]], int]  # by (offsets, sizes) of a box, the number of its blob
 
@@ -25,18 +25,18 @@ def read_whole_model(checkpoint: Any, files: Any) -> dict[str, Tensor] | None:
     checkpoint, files: a Checkpoint of workbench.record.checkpoints and its Bytes
     """
     shapes, places = dict[str, tuple[int, ...]](), dict[str, Places]()
-    for name, item in _model_items(checkpoint):
+    for name, item in _list_model_items(checkpoint):
         if item is None or shapes.setdefault(name, tuple(item[2])) != tuple(item[2]):
             return None
         known = places.setdefault(name, {})
         for blob, (offsets, sizes) in zip(item[1], item[3], strict=True):
             if known.setdefault((tuple(offsets), tuple(sizes)), blob) != blob:
                 return None
-    found = {name: _joined(checkpoint, files, shapes[name], each) for name, each in places.items()}
+    found = {name: _join_boxes(checkpoint, files, shapes[name], each) for name, each in places.items()}
     return None if any(x is None for x in found.values()) else {name: x for name, x in found.items() if x is not None}
 
 
-def _model_items(checkpoint: Any) -> Iterator[tuple[str, Any]]:
+def _list_model_items(checkpoint: Any) -> Iterator[tuple[str, Any]]:
     """Yields each rank's (name, item) of the model's tensors; the item is None if it has no place."""
     for each in checkpoint.each:
         numbers = {**dict(each["said"]["parameters"]), **dict(each["said"]["beside"])}
@@ -45,7 +45,7 @@ def _model_items(checkpoint: Any) -> Iterator[tuple[str, Any]]:
             yield name, item if len(item) == 4 and item[0] == f"model.{name}" else None
 
 
-def _joined(checkpoint: Any, files: Any, shape: tuple[int, ...], places: Places) -> Tensor | None:
+def _join_boxes(checkpoint: Any, files: Any, shape: tuple[int, ...], places: Places) -> Tensor | None:
     """Returns the tensor of these boxes; None if they overlap or leave a gap."""
     blobs = [checkpoint.blobs[number] for number in places.values()]
     whole = torch.zeros(shape, dtype=getattr(torch, blobs[0].dtype))
@@ -55,6 +55,6 @@ def _joined(checkpoint: Any, files: Any, shape: tuple[int, ...], places: Places)
         if not inside or blob.sizes != sizes or blob.dtype != blobs[0].dtype:
             return None
         where = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-        whole[where] = blob_tensor(blob, files)
+        whole[where] = read_blob(blob, files)
         times[where] += 1
     return whole if bool((times == 1).all()) else None

@@ -15,35 +15,35 @@ from torch import Tensor
 from workbench.compressors import inside
 from workbench.experiment import Experiment
 from workbench.experiment.arranged import mesh, sharers
-from workbench.host.checkpoint.regain import Regained, regained
-from workbench.host.checkpoint.whole import Shares, heir, heirs
-from workbench.host.core.remembered import rule
+from workbench.host.checkpoint.regain import RestoredState, open_image
+from workbench.host.checkpoint.whole import Shares, find_heir, inherit_shares
+from workbench.host.core.remembered import find_rule
 from workbench.host.core.views import RankView
-from workbench.host.placement.layout import Place, grouped, in_a_row
-from workbench.host.placement.move import seen
-from workbench.host.placement.slices import Slice
-from workbench.host.placement.slots import likes, put
-from workbench.host.placement.spread import spread_of
-from workbench.host.reconfigure.changes import foreign
-from workbench.host.transfer.boundary import pieces_at, widened
+from workbench.host.placement.layout import ParameterPlace, group_parameters, place_in_order
+from workbench.host.placement.move import view_slice
+from workbench.host.placement.slices import StridedSlice
+from workbench.host.placement.slots import make_slot_likes, put_slots
+from workbench.host.placement.spread import find_spread
+from workbench.host.reconfigure.changes import has_foreign_residuals
+from workbench.host.transfer.boundary import list_held_slices, widen_slices
 from workbench.host.transfer.own import MOVED
-from workbench.host.transfer.shards import Cut
+from workbench.host.transfer.shards import ShardLayout
 from workbench.rank import Memory, can_average
 
 
-class _Source(NamedTuple):
+class _SourceRank(NamedTuple):
     """One rank of the checkpoint: its image, and by name the numbers of its tensors and their slices."""
 
-    image: Regained
+    image: RestoredState
     numbers: dict[str, int]
-    held: Mapping[str, tuple[Slice, ...]]
+    held: Mapping[str, tuple[StridedSlice, ...]]
 
 
-class Former(NamedTuple):
+class RecoveryCheckpoint(NamedTuple):
     """A checkpoint that all ranks go back to: its settings, and each rank's image."""
 
     settings: Mapping[str, Any]
-    images: Sequence[Regained]
+    images: Sequence[RestoredState]
 
     @property
     def used(self) -> int:
@@ -51,111 +51,118 @@ class Former(NamedTuple):
         return max(image.used for image in self.images)
 
 
-def formerly(checkpoint: Any, files: Any) -> Former:
+def open_images(checkpoint: Any, files: Any) -> RecoveryCheckpoint:
     """Returns all ranks' images in `files`, the checkpoint's bytes. Raises RunError if it cannot read them."""
-    images = [regained(checkpoint, files, place, alone=True) for place in range(checkpoint.ranks)]
-    return Former(checkpoint.settings, images)
+    images = [open_image(checkpoint, files, place, alone=True) for place in range(checkpoint.ranks)]
+    return RecoveryCheckpoint(checkpoint.settings, images)
 
 
-def reread(run: RankView, former: Former) -> None:
+def load_whole_state(run: RankView, former: RecoveryCheckpoint) -> None:
     """Fills `run`'s rank, which has memory for the whole model, with the checkpoint's state.
 
     Raises RunError if the checkpoint cannot be read, and KnobError if it is of another model.
     """
     try:
-        with former.images[0].refusing():
+        with former.images[0].refuse_misfits():
             was = Experiment.read(dict(former.settings), run.experiment.task).checked()
-            _reread(run, was, former.images)
+            _load_whole_state(run, was, former.images)
     finally:
         former.images[0].close()
 
 
-def _reread(run: RankView, was: Experiment, images: Sequence[Regained]) -> None:
+def _load_whole_state(run: RankView, was: Experiment, images: Sequence[RestoredState]) -> None:
     params = {place.name: place.param for place in run.layout.order}
-    like = likes(run.layout.order, run.optimizer) if type(was.optimizer) is type(run.experiment.optimizer) else {}
-    sources = list(_sources(run, was, images, like))
+    like = (
+        make_slot_likes(run.layout.order, run.optimizer)
+        if type(was.optimizer) is type(run.experiment.optimizer)
+        else {}
+    )
+    sources = list(_list_sources(run, was, images, like))
     given = {}
     with torch.no_grad():
         for name, p in params.items():
-            p.data.copy_(_whole(sources, name, p.data.numel(), p.data.dtype, was).view(p.shape))
-        for name, x in _beside(run):
-            x.copy_(_whole(sources, name, x.numel(), x.dtype, was).view(x.shape))
+            p.data.copy_(_assemble_tensor(sources, name, p.data.numel(), p.data.dtype, was).view(p.shape))
+        for name, x in _list_untrained(run):
+            x.copy_(_assemble_tensor(sources, name, x.numel(), x.dtype, was).view(x.shape))
         for name, x in like.items():
             if any(name in source.numbers for source in sources):
                 n = x.numel() or params[name.partition("/")[2]].numel()
-                found = _whole(sources, name, n, x.dtype, was)
-                dropped = was.strategy.periodic and rule(run.experiment.optimizer.own, name.partition("/")[0]) == "drop"
+                found = _assemble_tensor(sources, name, n, x.dtype, was)
+                dropped = (
+                    was.strategy.periodic and find_rule(run.experiment.optimizer.own, name.partition("/")[0]) == "drop"
+                )
                 given[name] = (found.zero_() if dropped else found).to(x.device)
-        put(run.layout, run.optimizer, given, like)
-        _owe(run, was, images)
+        put_slots(run.layout, run.optimizer, given, like)
+        _inherit_residuals(run, was, images)
 
 
-def _owe(run: RankView, was: Experiment, images: Sequence[Regained]) -> None:
+def _inherit_residuals(run: RankView, was: Experiment, images: Sequence[RestoredState]) -> None:
     """Gives this rank its part of the former residuals, if they still mean the same."""
     e, kept = run.experiment, {c.residual for c in inside(run.experiment.compressor) if c.residual}
     rules = {name: rule for one in inside(was.compressor) for name, rule in one.own.items()
              if rule in MOVED and name in kept}  # fmt: skip
-    if not rules or foreign(was, e):
+    if not rules or has_foreign_residuals(was, e):
         return
-    spread, params = spread_of(was, run.model, run.learner), {place.name: place.param for place in run.layout.order}
+    spread, params = find_spread(was, run.model, run.learner), {place.name: place.param for place in run.layout.order}
     replicas = mesh(was.strategy, was.ranks, 0, was.partition).ranks
     ways, me, size = was.partition.size, run.rank.id, run.rank.size
     shares: list[Shares] = []
     for number in range(count := len(replicas) // ways):
-        if "mean" not in rules.values() and heir(number, count, size) != me:
+        if "mean" not in rules.values() and find_heir(number, count, size) != me:
             shares.append({})  # inherited by another rank: no need to read it
             continue
         share: Shares = {}
         for place in replicas[number * ways : (number + 1) * ways]:
-            for name, pieces in _pieces(run, images[place]).items():
+            for name, pieces in _decode_residuals(run, images[place]).items():
                 if name in rules:
                     known = share.setdefault(name, {})
                     for of, x in pieces.items():
-                        whole = widened(of, x, params[of].numel(), spread, place, was.ranks)
+                        whole = widen_slices(of, x, params[of].numel(), spread, place, was.ranks)
                         known[of] = known[of] + whole if of in known else whole
         shares.append(share)
-    for name, found in heirs(me, size, rules, shares).items():
+    for name, found in inherit_shares(me, size, rules, shares).items():
         run.rank.memory.buffers[name] = {of: x.to(params[of].device) for of, x in found.items()}
 
 
-def _pieces(run: RankView, image: Regained) -> Shares:
+def _decode_residuals(run: RankView, image: RestoredState) -> Shares:
     """Returns the state of one rank's compressor, by buffer and parameter."""
-    return image.reader(run).into(Memory(), image.said["memory"]).buffers
+    return image.make_decoder(run).load_memory(Memory(), image.entries["memory"]).buffers
 
 
-def _beside(run: RankView) -> Iterator[tuple[str, Tensor]]:
+def _list_untrained(run: RankView) -> Iterator[tuple[str, Tensor]]:
     """Yields buffers and frozen parameters."""
     yield from run.model.named_buffers()
     yield from ((name, p.data) for name, p in run.model.named_parameters() if not p.requires_grad)
 
 
-def _sources(run: RankView, was: Experiment, images: Sequence[Regained],
-             like: Mapping[str, Tensor]) -> Iterator[_Source]:  # fmt: skip
+def _list_sources(run: RankView, was: Experiment, images: Sequence[RestoredState],
+             like: Mapping[str, Tensor]) -> Iterator[_SourceRank]:  # fmt: skip
     """Yields the checkpoint's ranks that trained or owned a table."""
     numel = {place.name: place.numel for place in run.layout.order}
-    sizes = numel | {name: x.numel() for name, x in _beside(run)}
+    sizes = numel | {name: x.numel() for name, x in _list_untrained(run)}
     for name, x in like.items():
         sizes[name] = x.numel() or numel[name.partition("/")[2]]
     kept = {name: bool(x.numel()) for name, x in like.items()}
-    spread, lies = spread_of(was, run.model, run.learner), _cut(run, was, images[0])
+    spread, lies = find_spread(was, run.model, run.learner), _find_former_shards(run, was, images[0])
     who = mesh(was.strategy, was.ranks).ranks if was.partition.size == 1 else range(was.ranks)
     tables = {name: was.strategy.owner(k, was.ranks) for k, name in enumerate(run.rank.tables)}
     for place in range(was.ranks):
         if place not in who and place not in tables.values():
             continue
         image = images[place]
-        numbers = dict(image.said["parameters"]) | dict(image.said["beside"])
-        numbers |= {name: said[0] for name, said in image.said["slots"].items()}
-        sharded = bool(lies) and sum(image.tensor(n).numel() for n in dict(image.said["parameters"]).values()) < sum(
-            numel.values())  # fmt: skip
-        held = pieces_at(place, was.ranks, sizes, kept, spread, lies, sharded)
+        numbers = dict(image.entries["parameters"]) | dict(image.entries["beside"])
+        numbers |= {name: said[0] for name, said in image.entries["slots"].items()}
+        sharded = bool(lies) and sum(
+            image.read_tensor(n).numel() for n in dict(image.entries["parameters"]).values()
+        ) < sum(numel.values())
+        held = list_held_slices(place, was.ranks, sizes, kept, spread, lies, sharded)
         here = {name: number for name, number in numbers.items()
                 if tables.get(name.partition("/")[2] or name, place) == place
                 and (place in who or (name.partition("/")[2] or name) in tables)}  # fmt: skip
-        yield _Source(image, here, held)
+        yield _SourceRank(image, here, held)
 
 
-def _cut(run: RankView, was: Experiment, first: Regained) -> Cut | None:
+def _find_former_shards(run: RankView, was: Experiment, first: RestoredState) -> ShardLayout | None:
     """Returns how shards were cut: buckets in their former order."""
     strategy = was.strategy
     if strategy.opaque or "optimizer state" not in strategy.shards:
@@ -163,28 +170,29 @@ def _cut(run: RankView, was: Experiment, first: Regained) -> Cut | None:
     if len((groups := sharers(strategy, was.ranks))[0]) == 1:
         return None
     places = {place.name: place for place in run.layout.order}
-    order = [Place(name, places[name].param) for name in map(str, first.said["order"])]
-    return Cut(tuple(tuple(in_a_row(group)) for group in grouped(order, was.bucket_mb * 1e6)), groups)
+    order = [ParameterPlace(name, places[name].param) for name in map(str, first.entries["order"])]
+    return ShardLayout(
+        tuple(tuple(place_in_order(group)) for group in group_parameters(order, was.bucket_mb * 1e6)), groups
+    )
 
 
-def _whole(sources: Sequence[_Source], name: str, n: int, dtype: torch.dtype, was: Experiment) -> Tensor:
+def _assemble_tensor(sources: Sequence[_SourceRank], name: str, n: int, dtype: torch.dtype, was: Experiment) -> Tensor:
     """Returns (n,): the tensor of this name. Drifted replicas become their mean if `dtype` has one."""
     mean = was.strategy.periodic and can_average(dtype)
     total, times = torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=torch.int32)
     for source in sources:
         if name not in source.numbers or name not in source.held:
             continue
-        values, slices = source.image.tensor(source.numbers[name]).reshape(-1), source.held[name]
-        if values.numel() != sum(s.numel for s in slices) or values.dtype != dtype:
+        values, slices = source.image.read_tensor(source.numbers[name]).reshape(-1), source.held[name]
+        if values.numel() != sum(s.element_count for s in slices) or values.dtype != dtype:
             raise ValueError(f"{name} has {values.numel()} elements of {values.dtype} on a rank there")
         at = 0
         for s in slices:
-            here, seen_so = (seen(x, (Slice(0, n),), s) for x in (total, times))
-            came = values[at : at + s.numel].view(s.times, s.length)
+            here, seen_so = (view_slice(x, (StridedSlice(0, n),), s) for x in (total, times))
+            came = values[at : at + s.element_count].view(s.times, s.length)
             here.copy_(here + came if mean else torch.where(seen_so > 0, here, came))
             seen_so.add_(1)
-            at += s.numel
+            at += s.element_count
     if n and not bool(times.all()):
         raise KeyError(f"all of {name}")
     return total.div_(times) if mean else total
-

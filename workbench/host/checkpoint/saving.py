@@ -11,20 +11,20 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from workbench.host.checkpoint.alone import KIND, alone
-from workbench.host.checkpoint.image import Image, taken
-from workbench.host.checkpoint.regain import Regained
-from workbench.host.checkpoint.tree import Unkept
+from workbench.host.checkpoint.alone import KIND, make_model_image
+from workbench.host.checkpoint.image import RankImage, make_rank_image
+from workbench.host.checkpoint.regain import RestoredState
+from workbench.host.checkpoint.tree import UnsavableValue
 from workbench.host.checkpoint.views import CheckpointView
-from workbench.host.memory.batches import Batches, Numbers
-from workbench.host.observe.finite import finite
-from workbench.host.passes.pipelining import drained
+from workbench.host.memory.batches import BatchReader, Numbers
+from workbench.host.observe.finite import is_finite
+from workbench.host.passes.pipelining import drain_pipeline
 from workbench.rank import Op
 from workbench.settings import Change
 
 
 @dataclass(frozen=True)
-class Save(Change):
+class CheckpointChange(Change):
     """The planned change that makes a checkpoint."""
 
     path: str = field(default="")
@@ -32,88 +32,90 @@ class Save(Change):
 
 
 @dataclass(frozen=True)
-class Together(Save):
+class GatherChange(CheckpointChange):
     """The planned change that gathers the state, to resume on another number of ranks."""
 
 
-class Holding(ABC):
+class CheckpointableRank(ABC):
     """The part of a Life that checkpoints read and restore.
 
     held_out: the last held-out loss that this rank knows
     """
 
-    saving: Saving
+    saving: Checkpointer
     held_out: float | None = None
 
     @property
     @abstractmethod
-    def reads(self) -> Batches | None:
+    def reads(self) -> BatchReader | None:
         """The Batches that this rank learns from; None without values."""
 
     @property
     @abstractmethod
-    def draws(self) -> Numbers | None:
+    def rng_states(self) -> Numbers | None:
         """The states of the random numbers of this rank's forwards."""
 
     @abstractmethod
-    def draw_on(self, states: Numbers | None) -> None:
+    def restore_rng(self, states: Numbers | None) -> None:
         """Restores those states."""
 
     @property
     @abstractmethod
-    def crowd(self) -> tuple[int, int] | None:
+    def slice_rng(self) -> tuple[int, int] | None:
         """`at` of its passes' Together, if it has slices of the model."""
 
     @abstractmethod
-    def join_crowd(self, at: tuple[int, int] | None) -> None:
+    def restore_slice_rng(self, at: tuple[int, int] | None) -> None:
         """Restores that."""
 
 
-class Keeper(Protocol):
-    """Writes images. busy: whether it is writing one"""
+class WriterView(Protocol):
+    """Writes images. is_busy: whether it is writing one"""
 
     @property
-    def busy(self) -> bool: ...
-    def keep(self, image: Image, about: dict[str, Any]) -> None: ...
+    def is_busy(self) -> bool: ...
+    def write_image(self, image: RankImage, about: dict[str, Any]) -> None: ...
     def close(self, patience: float | None = None) -> None: ...
 
 
-class Saving:
+class Checkpointer:
     """One rank's part in making checkpoints and in resuming from one.
 
     keeper: None if there is no directory for checkpoints
     saved:  the image that the rank resumes from, until it has
     """
 
-    def __init__(self, run: CheckpointView, keeper: Keeper | None = None, saved: Regained | None = None) -> None:
+    def __init__(
+        self, run: CheckpointView, keeper: WriterView | None = None, saved: RestoredState | None = None
+    ) -> None:
         self.run, self.keeper, self.saved = run, keeper, saved
         self._every = 0  # the last `save_every`
-        self._next: Save | None = None
+        self._next: CheckpointChange | None = None
         self._last, self._stays = -1, False  # the last one's step; whether it was requested
 
     # -- resuming --
 
-    async def order(self) -> None:
+    async def restore_order(self) -> None:
         """Before shards are cut: restores the order of buckets."""
         if self.saved is not None:
-            await self.saved.order(self.run)
+            await self.saved.restore_order(self.run)
 
-    async def regain(self) -> None:
+    async def restore_state(self) -> None:
         """Once all state is placed: restores its values."""
         if self.saved is not None:
-            await self.saved.take(self.run)
+            await self.saved.restore_state(self.run)
 
-    def begin(self) -> None:
+    def finish_restore(self) -> None:
         """Last before the first step: restores the policy and random numbers, and plans a checkpoint."""
         if self.saved is not None:
-            self.saved.settle(self.run)
+            self.saved.finish_restore(self.run)
             self.saved.close()
         self.saved = None
-        self.plan()
+        self.plan_next()
 
     # -- saving --
 
-    def plan(self, step: int | None = None) -> None:
+    def plan_next(self, step: int | None = None) -> None:
         """Plans the next checkpoint, behind the changes that are due by then. Called after every change.
 
         step: rank 0's, if ranks keep no common step, so that all ranks plan the same; None: this rank's
@@ -121,14 +123,14 @@ class Saving:
         run, every = self.run, self.run.experiment.save_every
         if every == self._every and (self._next is not None or not every):
             return
-        run.planned = [change for change in run.planned if not isinstance(change, Save)]
+        run.planned = [change for change in run.planned if not isinstance(change, CheckpointChange)]
         self._every, self._next = every, None
         if not every:
             return
         step, steps = run.rank.step if step is None else step, run.experiment.steps
         at = (step // every + 1) * every
         if not steps or at <= steps:
-            self._next = Save(at)
+            self._next = CheckpointChange(at)
             run.planned.insert(bisect_right([change.at_step for change in run.planned], at), self._next)
 
     def end(self, patience: float | None = None) -> None:
@@ -136,16 +138,16 @@ class Saving:
         if self.keeper is not None:
             self.keeper.close(patience)
 
-    async def due(self, save: Save) -> None:
+    async def make_planned(self, save: CheckpointChange) -> None:
         """Makes the planned checkpoint, once all ranks have reached it."""
-        if isinstance(save, Together):
+        if isinstance(save, GatherChange):
             await save.value(self.run)
         elif save is self._next:
             self._next = None
-            await self.make(asked=False)
-            self.plan((await self.run.gather(self.run.rank.step))[0] if self.run.apart else None)
+            await self.make_checkpoint(asked=False)
+            self.plan_next((await self.run.gather(self.run.rank.step))[0] if self.run.is_asynchronous else None)
 
-    async def make(self, asked: bool, last: bool = False) -> None:
+    async def make_checkpoint(self, asked: bool, last: bool = False) -> None:
         """Makes a checkpoint now, or records why not.
 
         asked: a person requested it, so it is never pruned
@@ -157,51 +159,51 @@ class Saving:
         step = (await run.gather(run.rank.step))[0]
         if step == self._last and (self._stays or not asked):  # a request makes it again, so that it is not pruned
             return
-        able = await run.gather(0 if self.keeper is None else 1 + self.keeper.busy)
+        able = await run.gather(0 if self.keeper is None else 1 + self.keeper.is_busy)
         if 2 in able and 0 not in able and (asked or last or step == run.experiment.steps):  # wait for the earlier one
             await Op("do", self.end)
             able = [1]
         if self.keeper is None or set(able) != {1}:
             missing = "there is no run directory to keep it in"
             busy = "the one before it is still being written; raise save_every"
-            return self._refuse(missing if 0 in able else busy) if run.rank.id == 0 else None
+            return self._mark_unsaved(missing if 0 in able else busy) if run.rank.id == 0 else None
         began = run.now
-        image, reason = await self._image()
+        image, reason = await self._make_image()
         refusing = await run.gather(int(image is None))
         if image is None or any(refusing):
-            return self._refuse(reason or "another rank cannot") if run.rank.id == refusing.index(1) else None
+            return self._mark_unsaved(reason or "another rank cannot") if run.rank.id == refusing.index(1) else None
         self._last, self._stays = step, asked
         run.sample("checkpoint_copied", run.now - began)
         run.sample("checkpoint_bytes", image.nbytes)
-        self.keeper.keep(image, self._about(asked, step))
+        self.keeper.write_image(image, self._describe_run(asked, step))
 
-    async def _image(self) -> tuple[Image | None, str]:
+    async def _make_image(self) -> tuple[RankImage | None, str]:
         """Copies this rank's state once nothing is in flight. Returns (None, reason) if it cannot be written."""
         run = self.run
         strategy, replicas = run.experiment.strategy, run.rank.replicas
         if run.experiment.task.leads:
             try:
-                return await alone(run), ""
-            except Unkept as error:
+                return await make_model_image(run), ""
+            except UnsavableValue as error:
                 return None, str(error)
-        await drained(run.flow)
+        await drain_pipeline(run.flow)
         if strategy.in_flight:
             await strategy.drain(replicas, run.state)
         await strategy.recall(replicas, run.state)
         if strategy.opaque:
             await run.leave_opaque()
         try:
-            image = taken(run)
-            spoiled = next((name for name, n in image.said["parameters"].items()
-                            if not finite([image.items[n].values])), None)  # fmt: skip
+            image = make_rank_image(run)
+            spoiled = next((name for name, n in image.entries["parameters"].items()
+                            if not is_finite([image.items[n].values])), None)  # fmt: skip
             return (image, "") if spoiled is None else (None, f"{spoiled} is not finite")
-        except Unkept as error:
+        except UnsavableValue as error:
             return None, str(error)
         finally:
             if strategy.opaque:
                 run.enter_opaque()
 
-    def _about(self, asked: bool, step: int) -> dict[str, Any]:
+    def _describe_run(self, asked: bool, step: int) -> dict[str, Any]:
         """Returns the manifest's description of the run."""
         run = self.run
         planned, made = ([change.plain() | {"at_step": change.at_step} for change in changes if type(change) is Change]
@@ -210,8 +212,8 @@ class Saving:
         trial = run.reading.trial if run.reading.sharded else None
         return {"kind": kind, "step": step, "ranks": run.rank.size, "experiment": run.experiment.plain(),
                 "held_out": run.held_out, "asked": asked, "planned": planned, "made": made,
-                "reads": None if trial is None else trial.plain()}  # fmt: skip
+                "reads": None if trial is None else trial.to_json()}  # fmt: skip
 
-    def _refuse(self, reason: str) -> None:
+    def _mark_unsaved(self, reason: str) -> None:
         text = f"no checkpoint was made before step {self.run.rank.step}: {reason}"
         self.run.mark("not saved", {"text": text})

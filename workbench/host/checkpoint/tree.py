@@ -27,11 +27,11 @@ ROOMS = ("strategies", "compressors", "optimizers", "policies", "partitions", "r
 Keep = Callable[[Tensor], int]
 
 
-class Unkept(TypeError):
+class UnsavableValue(TypeError):
     """Raised for a value that cannot be written; names the value and its place."""
 
 
-def written(x: Any, keep: Keep, where: str) -> Any:
+def encode_value(x: Any, keep: Keep, where: str) -> Any:
     """Returns `x` as JSON. Raises Unkept.
 
     keep:  stores a tensor and returns its number
@@ -46,14 +46,14 @@ def written(x: Any, keep: Keep, where: str) -> Any:
     for kind, of in LISTS.items():
         if type(x) is of:
             every = sorted(x, key=repr) if kind.endswith("set") else x
-            return {kind: [written(one, keep, f"{where}[]") for one in every]}
+            return {kind: [encode_value(one, keep, f"{where}[]") for one in every]}
     if type(x) in (dict, Counter):
-        pairs = [[written(k, keep, where), written(v, keep, f"{where}[{k!r}]")] for k, v in x.items()]
+        pairs = [[encode_value(k, keep, where), encode_value(v, keep, f"{where}[{k!r}]")] for k, v in x.items()]
         return {"counter" if type(x) is Counter else "dict": pairs}
     if isinstance(x, deque):
-        return {"deque": [written(one, keep, f"{where}[]") for one in x], "most": x.maxlen}
+        return {"deque": [encode_value(one, keep, f"{where}[]") for one in x], "most": x.maxlen}
     if isinstance(x, Memory):
-        return _memory(x, keep, where)
+        return _encode_memory(x, keep, where)
     if isinstance(x, Generator):
         return {"generator": keep(x.get_state()), "on": str(x.device)}
     if isinstance(x, random.Random):
@@ -61,40 +61,43 @@ def written(x: Any, keep: Keep, where: str) -> Any:
         return {"random": [version, list(numbers), gauss]}
     if isinstance(x, torch.dtype):
         return {"dtype": str(x)[6:]}
-    return _object(x, keep, where)
+    return _encode_object(x, keep, where)
 
 
-def _memory(x: Memory, keep: Keep, where: str) -> Any:
+def _encode_memory(x: Memory, keep: Keep, where: str) -> Any:
     """Writes a Memory without the joined buffers, which it rebuilds."""
     said = {"buffers": x.buffers, "parts": x.parts, "seed": x.seed, "_generator": x._generator}
-    return {"memory": {name: written(value, keep, f"{where}.{name}") for name, value in said.items()}}
+    return {"memory": {name: encode_value(value, keep, f"{where}.{name}") for name, value in said.items()}}
 
 
-def _object(x: Any, keep: Keep, where: str) -> Any:
+def _encode_object(x: Any, keep: Keep, where: str) -> Any:
     kind = type(x)
     name = f"{kind.__module__}:{kind.__qualname__}"
-    if not _plain_class(kind) or "<locals>" in name or callable(x):
-        raise Unkept(f"{where} is a {kind.__qualname__}, which no checkpoint can hold")
+    if not _is_plain_class(kind) or "<locals>" in name or callable(x):
+        raise UnsavableValue(f"{where} is a {kind.__qualname__}, which no checkpoint can hold")
     if isinstance(x, tuple):  # a named tuple
         fields: tuple[str, ...] = x._fields  # type: ignore[attr-defined]
-        return {"named": name, "values": [written(one, keep, f"{where}.{n}") for n, one in zip(fields, x, strict=True)]}
-    values = {n: written(value, keep, f"{where}.{n}") for n, value in attributes(x).items()}
-    items = {"items": written(dict(x), keep, where)} if isinstance(x, dict) else {}
+        return {
+            "named": name,
+            "values": [encode_value(one, keep, f"{where}.{n}") for n, one in zip(fields, x, strict=True)],
+        }
+    values = {n: encode_value(value, keep, f"{where}.{n}") for n, value in list_attributes(x).items()}
+    items = {"items": encode_value(dict(x), keep, where)} if isinstance(x, dict) else {}
     return {"object": name, "values": values} | items
 
 
-def attributes(x: Any) -> dict[str, Any]:
+def list_attributes(x: Any) -> dict[str, Any]:
     """Returns all attributes of an object by name, also those in slots."""
-    slots = [n for kind in type(x).__mro__ for n in _slots(kind) if n not in ("__dict__", "__weakref__")]
+    slots = [n for kind in type(x).__mro__ for n in _list_slots(kind) if n not in ("__dict__", "__weakref__")]
     return {**getattr(x, "__dict__", {}), **{n: getattr(x, n) for n in slots if hasattr(x, n)}}
 
 
-def _slots(kind: type) -> tuple[str, ...]:
+def _list_slots(kind: type) -> tuple[str, ...]:
     slots = kind.__dict__.get("__slots__", ())
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _plain_class(kind: type) -> bool:
+def _is_plain_class(kind: type) -> bool:
     """Whether values of this class hide no state, and none of its code runs on creation or deletion."""
     named = issubclass(kind, tuple) and hasattr(kind, "_fields")
     bases = [base for base in kind.__mro__ if base.__module__ == "builtins"]
@@ -105,7 +108,7 @@ def _plain_class(kind: type) -> bool:
     return not odd and all(base in (object, tuple, dict) for base in bases)
 
 
-class Reader:
+class ValueDecoder:
     """Reads what `written` wrote.
 
     tensor:  returns the tensor of a number
@@ -115,7 +118,7 @@ class Reader:
     def __init__(self, tensor: Callable[[int], Tensor], modules: set[str]) -> None:
         self._tensor, self._modules = tensor, modules
 
-    def read(self, said: Any) -> Any:
+    def decode_value(self, said: Any) -> Any:
         """Returns the value written as `said`. Raises ValueError if `written` cannot have written that."""
         if type(said) in PLAIN:
             return said
@@ -123,99 +126,108 @@ class Reader:
             raise ValueError("it holds a list where a kind of value must be named")
         kind = next(iter(said))
         if kind in LISTS:
-            return LISTS[kind](map(self.read, self._list(said, kind)))
+            return LISTS[kind](map(self.decode_value, self._require_list(said, kind)))
         if kind not in READ:
             raise ValueError(f"it holds a {kind!r}, which is no kind of value")
         return getattr(self, READ[kind])(said)
 
-    def _list(self, said: dict[str, Any], kind: str) -> list[Any]:
+    def _require_list(self, said: dict[str, Any], kind: str) -> list[Any]:
         if not isinstance(said[kind], list):
             raise ValueError(f"its {kind} is none")
         return list(said[kind])
 
-    def _tensor_at(self, number: Any) -> Tensor:
+    def _read_tensor(self, number: Any) -> Tensor:
         if type(number) is not int or number < 0:
             raise ValueError("it names no tensor")
         return self._tensor(number)
 
-    def _one(self, said: dict[str, Any]) -> Tensor:
-        return self._tensor_at(said["tensor"])
+    def _decode_tensor(self, said: dict[str, Any]) -> Tensor:
+        return self._read_tensor(said["tensor"])
 
-    def _dict(self, said: dict[str, Any]) -> dict[Any, Any]:
-        return {self.read(k): self.read(v) for k, v in self._list(said, next(iter(said)))}
+    def _decode_dict(self, said: dict[str, Any]) -> dict[Any, Any]:
+        return {self.decode_value(k): self.decode_value(v) for k, v in self._require_list(said, next(iter(said)))}
 
-    def _counter(self, said: dict[str, Any]) -> Counter[Any]:
-        return Counter(self._dict(said))
+    def _decode_counter(self, said: dict[str, Any]) -> Counter[Any]:
+        return Counter(self._decode_dict(said))
 
-    def _deque(self, said: dict[str, Any]) -> deque[Any]:
-        return deque(map(self.read, self._list(said, "deque")), said.get("most"))
+    def _decode_deque(self, said: dict[str, Any]) -> deque[Any]:
+        return deque(map(self.decode_value, self._require_list(said, "deque")), said.get("most"))
 
-    def _dtype(self, said: dict[str, Any]) -> torch.dtype:
+    def _decode_dtype(self, said: dict[str, Any]) -> torch.dtype:
         found = getattr(torch, str(said["dtype"]), None)
         if not isinstance(found, torch.dtype):
             raise ValueError("it names no dtype")
         return found
 
-    def _random(self, said: dict[str, Any]) -> random.Random:
-        version, numbers, gauss = self._list(said, "random")
+    def _decode_random(self, said: dict[str, Any]) -> random.Random:
+        version, numbers, gauss = self._require_list(said, "random")
         made = random.Random()
         made.setstate((version, tuple(numbers), gauss))
         return made
 
-    def _generator(self, said: dict[str, Any]) -> Generator:
+    def _decode_generator(self, said: dict[str, Any]) -> Generator:
         made = Generator(str(said["on"]))
-        made.set_state(self._tensor_at(said["generator"]))
+        made.set_state(self._read_tensor(said["generator"]))
         return made
 
-    def _memory(self, said: dict[str, Any]) -> Memory:
-        return self.into(Memory(), said)
+    def _decode_memory(self, said: dict[str, Any]) -> Memory:
+        return self.load_memory(Memory(), said)
 
-    def into(self, memory: Memory, said: dict[str, Any]) -> Memory:
+    def load_memory(self, memory: Memory, said: dict[str, Any]) -> Memory:
         """Replaces the content of `memory` by the written one."""
-        values = {name: self.read(value) for name, value in said["memory"].items()}
+        values = {name: self.decode_value(value) for name, value in said["memory"].items()}
         memory.buffers, memory.parts = values["buffers"], values["parts"]
         memory.seed, memory._generator, memory._joined = values["seed"], values["_generator"], {}
         return memory
 
-    def _named(self, said: dict[str, Any]) -> Any:
-        kind, values = self._class(said["named"]), list(map(self.read, self._list(said, "values")))
+    def _decode_named_tuple(self, said: dict[str, Any]) -> Any:
+        kind, values = self._find_class(said["named"]), list(map(self.decode_value, self._require_list(said, "values")))
         if not issubclass(kind, tuple) or len(values) != len(kind._fields):  # type: ignore[attr-defined]
             raise ValueError(f"{said['named']!r} has other fields")
         return tuple.__new__(kind, values)
 
-    def _object(self, said: dict[str, Any]) -> Any:
-        kind = self._class(said["object"])
+    def _decode_object(self, said: dict[str, Any]) -> Any:
+        kind = self._find_class(said["object"])
         if issubclass(kind, tuple):
             raise ValueError(f"{said['object']!r} has other fields")
         made = dict.__new__(kind) if issubclass(kind, dict) else object.__new__(kind)
         if isinstance(made, dict):
-            dict.update(made, self._dict(said["items"]))
-        slots = [name for base in kind.__mro__ for name in _slots(base)]
+            dict.update(made, self._decode_dict(said["items"]))
+        slots = [name for base in kind.__mro__ for name in _list_slots(base)]
         for name, value in said["values"].items():
             if name in slots:
-                object.__setattr__(made, name, self.read(value))
+                object.__setattr__(made, name, self.decode_value(value))
             else:
-                made.__dict__[name] = self.read(value)
+                made.__dict__[name] = self.decode_value(value)
         return made
 
-    def _class(self, name: Any) -> type:
+    def _find_class(self, name: Any) -> type:
         module, _, path = str(name).partition(":")
         package, _, room = module.partition(".")
         known = module in self._modules or (package == "workbench" and room.split(".")[0] in ROOMS)
         if known and module in sys.modules and all(part.isidentifier() for part in path.split(".")):
             try:
-                found = reduce(_inside, path.split("."), sys.modules[module])
+                found = reduce(_get_member, path.split("."), sys.modules[module])
             except KeyError:
                 found = None
-            if isinstance(found, type) and found.__module__ == module and _plain_class(found):
+            if isinstance(found, type) and found.__module__ == module and _is_plain_class(found):
                 return found
         raise ValueError(f"it names {str(name)[:100]!r}, which is no class that a run remembers things by")
 
 
-def _inside(of: Any, name: str) -> Any:
+def _get_member(of: Any, name: str) -> Any:
     return vars(of)[name]
 
 
-READ = {"tensor": "_one", "dict": "_dict", "counter": "_counter", "deque": "_deque", "dtype": "_dtype",
-        "random": "_random", "generator": "_generator", "memory": "_memory", "named": "_named",
-        "object": "_object"}  # fmt: skip
+READ = {
+    "tensor": "_decode_tensor",
+    "dict": "_decode_dict",
+    "counter": "_decode_counter",
+    "deque": "_decode_deque",
+    "dtype": "_decode_dtype",
+    "random": "_decode_random",
+    "generator": "_decode_generator",
+    "memory": "_decode_memory",
+    "named": "_decode_named_tuple",
+    "object": "_decode_object",
+}

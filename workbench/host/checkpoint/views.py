@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from workbench.host.memory.batches import Batches, Numbers
-from workbench.host.observe.finite import Finite
-from workbench.host.observe.measuring import Measuring
-from workbench.host.reconfigure.steering import Steering
-from workbench.host.transfer.views import Changing
+from workbench.host.memory.batches import BatchReader, Numbers
+from workbench.host.observe.finite import NonFiniteGuard
+from workbench.host.observe.measuring import CompressionErrorProbe
+from workbench.host.reconfigure.steering import PolicyRunner
+from workbench.host.transfer.views import ChangeView
 from workbench.settings import Change
 
 
-class Writing(Protocol):
+class CheckpointerView(Protocol):
     """What writes a rank's checkpoints."""
 
     def end(self, patience: float | None = None) -> None:
         """Waits until the present checkpoint is written, at most `patience` seconds."""
 
 
-class CheckpointView(Changing, Protocol):
+class CheckpointView(ChangeView, Protocol):
     """A rank whose state is saved and restored.
 
-    planned:  future changes, in the order of their steps
-    held_out: the last held-out loss that this rank knows
-    draws:    the states of the random numbers of this rank's forwards
-    crowd:    `at` of its passes' Together, if it has slices of the model
-    apart:    whether ranks make steps without a meeting in every round
+    planned:         future changes, in the order of their steps
+    held_out:        the last held-out loss that this rank knows
+    rng_states:      the states of the random numbers of this rank's forwards
+    crowd:           `at` of its passes' Together, if it has slices of the model
+    is_asynchronous: whether ranks make steps without a meeting in every round
     """
 
     state: Any
@@ -35,24 +35,24 @@ class CheckpointView(Changing, Protocol):
     @property
     def held_out(self) -> float | None: ...
     @property
-    def reads(self) -> Batches | None: ...
+    def reads(self) -> BatchReader | None: ...
     @property
-    def draws(self) -> Numbers | None: ...
+    def rng_states(self) -> Numbers | None: ...
     @property
-    def crowd(self) -> tuple[int, int] | None: ...
+    def slice_rng(self) -> tuple[int, int] | None: ...
     @property
-    def apart(self) -> bool: ...
+    def is_asynchronous(self) -> bool: ...
     @property
-    def saving(self) -> Writing: ...
+    def saving(self) -> CheckpointerView: ...
     @property
-    def measuring(self) -> Measuring: ...
+    def measuring(self) -> CompressionErrorProbe: ...
     @property
-    def finite(self) -> Finite: ...
+    def finite(self) -> NonFiniteGuard: ...
     @property
-    def steering(self) -> Steering: ...
+    def steering(self) -> PolicyRunner: ...
 
-    def draw_on(self, states: Numbers | None) -> None:
+    def restore_rng(self, states: Numbers | None) -> None:
         """Restores the states of random numbers."""
 
-    def join_crowd(self, at: tuple[int, int] | None) -> None:
+    def restore_slice_rng(self, at: tuple[int, int] | None) -> None:
         """Restores `crowd`."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from workbench.settings import Json
 
 
-class Answer(NamedTuple):
+class RequestAnswer(NamedTuple):
     """The result of a request: the Mark's name, step, time and detail."""
 
     name: str
@@ -18,11 +18,11 @@ class Answer(NamedTuple):
 
 
 Done = dict[str, Sequence[Any] | None]  # the last completed requests by name, some with their Answers
-KNOWN = "known"  # the kind of a request that carries another request's Answer
+KNOWN_KIND = "known"  # the kind of a request that carries another request's Answer
 NAMES, ANSWERS = 256, 16  # how many names are kept, and how many of the newest have Answers
 
 
-def remember(done: Done, name: str, answer: Answer | None) -> None:
+def remember_answer(done: Done, name: str, answer: RequestAnswer | None) -> None:
     """Notes a completed request, and forgets old ones."""
     done.pop(name, None)
     done[name] = answer

@@ -11,24 +11,24 @@ from typing import Protocol
 from workbench.tasks import Learner
 
 
-class Reader(Protocol):
+class ReaderView(Protocol):
     """Draws a rank's batches. used: how many examples all ranks have used up"""
 
     @property
     def used(self) -> int: ...
 
 
-class Learning(Protocol):
+class LearningView(Protocol):
     """A rank that learns from a task's data. reads: None if it draws no examples"""
 
     @property
     def learner(self) -> Learner: ...
     @property
-    def reads(self) -> Reader | None: ...
+    def reads(self) -> ReaderView | None: ...
     async def gather(self, number: int) -> list[int]: ...
 
 
-async def used_up(run: Learning) -> int:
+async def count_used_up(run: LearningView) -> int:
     """Returns how many examples are used up at a common boundary; 0 if data have no index.
 
     Also 0 if no rank draws. If some ranks are behind, the run leaves out the examples that they have not drawn.
@@ -38,7 +38,7 @@ async def used_up(run: Learning) -> int:
     return max(await run.gather(run.reads.used if run.reads is not None else 0))
 
 
-def may_come_again(why: str) -> dict[str, str]:
+def describe_repeats(why: str) -> dict[str, str]:
     """Returns the detail of a Mark "data" if an example may come twice in an epoch."""
     return {"text": f"{why}, so examples may come again or be left out"}
 

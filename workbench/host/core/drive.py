@@ -12,23 +12,27 @@ from typing import Any, TypeVar
 
 from workbench.rank import Op, StrategyError
 
-FREE = nullcontext()
+NO_GUARD = nullcontext()
 T = TypeVar("T")
 
 
-class Later(BaseException):
+class LeaveLoop(BaseException):
     """Raised by an Op's performer to leave the loop. Another caller resumes the coroutine."""
 
 
-class Ended(BaseException):
+class CoroutineEnded(BaseException):
     """Raised by an Op's performer if another caller has resumed the coroutine to its end."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
-def drive(coro: Coroutine[Op, Any, T], perform: Callable[[Op], Any], alone: AbstractContextManager[None] = FREE,
-          value: Any = None) -> T:  # fmt: skip
+def drive_coroutine(
+    coro: Coroutine[Op, Any, T],
+    perform: Callable[[Op], Any],
+    alone: AbstractContextManager[None] = NO_GUARD,
+    value: Any = None,
+) -> T:
     """Runs `coro`, which awaits `value`, to its end, and returns its result.
 
     Throws StrategyError, and StopAsyncIteration at the end of a loop over buckets, into the coroutine. Holds `alone`
@@ -45,7 +49,7 @@ def drive(coro: Coroutine[Op, Any, T], perform: Callable[[Op], Any], alone: Abst
         value, error = None, None
         try:
             value = perform(op)
-        except Ended as end:
+        except CoroutineEnded as end:
             ended: T = end.value
             return ended
         except (StrategyError, StopAsyncIteration) as answer:

@@ -26,10 +26,10 @@ def own_loss(params: Iterable[nn.Parameter], share: float | None) -> Iterator[No
     """
     changed: list[tuple[dict[int, Hook], int, Hook]] = []
     scale = 1.0 if share is None else float(share)
-    with absent.unasked():
+    with absent.prevent_fetches():
         for p in params:
             held_by: list[tuple[dict[int, Hook] | None, Callable[..., Tensor | None]]] = [
-                (p._backward_hooks, _change), (p._post_accumulate_grad_hooks, _receive),
+                (p._backward_hooks, _run_hook), (p._post_accumulate_grad_hooks, _run_final_hook),
             ]  # fmt: skip
             for held, wrapped in held_by:
                 if not held:
@@ -70,12 +70,12 @@ def _is_hosts(hook: object) -> bool:
     return module.startswith("workbench.")
 
 
-def _change(grad: Tensor, hook: Hook, scale: float) -> Tensor | None:
+def _run_hook(grad: Tensor, hook: Hook, scale: float) -> Tensor | None:
     made = hook(grad / scale)
     return None if made is None else made * scale
 
 
-def _receive(p: Tensor, hook: Hook, scale: float) -> None:
+def _run_final_hook(p: Tensor, hook: Hook, scale: float) -> None:
     if p.grad is not None:
         p.grad.div_(scale)
     hook(p)

@@ -12,24 +12,24 @@ from torch.overrides import TorchFunctionMode
 
 from workbench.tasks import Learner, stands_for
 
-FILLS = frozenset(
+FILL_FUNCTIONS = frozenset(
     "normal_ uniform_ trunc_normal_ kaiming_normal_ kaiming_uniform_ xavier_normal_ xavier_uniform_".split()
 )
 
 
-class _Unfilled(TorchFunctionMode):
+class _NoFills(TorchFunctionMode):
     """Skips random fills of meta tensors, because torch would import 300 modules for them."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:  # fmt: skip
         named = kwargs or {}
         into = args[0] if args else named.get("tensor")
-        if getattr(func, "__name__", "") in FILLS and isinstance(into, Tensor) and into.is_meta:
+        if getattr(func, "__name__", "") in FILL_FUNCTIONS and isinstance(into, Tensor) and into.is_meta:
             return into
         return func(*args, **named)
 
 
-def outline(learner: Learner, built: bool = True) -> nn.Module:
+def make_outline(learner: Learner, built: bool = True) -> nn.Module:
     """Returns the task's model on the meta device: built there, or a copy without values.
 
     built: whether it may be built with values; if not, raises the model's error on the meta device
@@ -37,7 +37,7 @@ def outline(learner: Learner, built: bool = True) -> nn.Module:
     Raises `copy.deepcopy`'s error if it cannot copy. The model may be the one that is training, so a copy is necessary.
     """
     try:
-        with torch.device("meta"), _Unfilled():
+        with torch.device("meta"), _NoFills():
             model = learner.model()
     except Exception:
         if not built:
@@ -47,7 +47,7 @@ def outline(learner: Learner, built: bool = True) -> nn.Module:
         raise TypeError(f"task.model() must return a torch Module, not a {type(model).__name__}")
     tensors = [*model.parameters(), *model.buffers()]
     if not all(x.is_meta for x in tensors):
-        model = copy.deepcopy(model, {id(x): _empty(x) for x in tensors})
+        model = copy.deepcopy(model, {id(x): _make_empty(x) for x in tensors})
     known: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -60,7 +60,7 @@ def outline(learner: Learner, built: bool = True) -> nn.Module:
     return model.train()
 
 
-def _empty(x: Tensor) -> Tensor:
+def _make_empty(x: Tensor) -> Tensor:
     """Returns a tensor or parameter like `x` on the meta device."""
     return _empty_parameter(x) if isinstance(x, nn.Parameter) else torch.empty_like(x, device="meta")
 
@@ -76,19 +76,19 @@ def put_on_cpu(model: nn.Module) -> None:
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None and id(p) not in made:
-                made[id(p)] = stands_for(nn.Parameter(like(p), p.requires_grad), p)
+                made[id(p)] = stands_for(nn.Parameter(make_like(p), p.requires_grad), p)
             module._parameters[name] = made.get(id(p))
         for name, b in module._buffers.items():
-            module._buffers[name] = None if b is None else like(b)
+            module._buffers[name] = None if b is None else make_like(b)
 
 
-def like(x: Any) -> Any:
+def make_like(x: Any) -> Any:
     """Replaces the tensors in `x` by CPU tensors of the same sizes without values."""
     if isinstance(x, Tensor):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
     if isinstance(x, dict):
-        filled = {k: like(v) for k, v in x.items()}
+        filled = {k: make_like(v) for k, v in x.items()}
         return filled if type(x) is dict else type(x)(filled)
     if isinstance(x, list | tuple) and not hasattr(x, "_fields"):
-        return type(x)(like(v) for v in x)
+        return type(x)(make_like(v) for v in x)
     return x

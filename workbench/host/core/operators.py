@@ -22,10 +22,10 @@ def make_operators_once() -> None:
     """Puts a lock around both of torch's places that make such an object. A second call does nothing."""
     for kind in (_OpNamespace, OpOverloadPacket):
         if not hasattr(kind.__getattr__, "__wrapped__"):
-            kind.__getattr__ = _guard(kind.__getattr__)  # type: ignore[method-assign]
+            kind.__getattr__ = _guard_maker(kind.__getattr__)  # type: ignore[method-assign]
 
 
-def _guard(make: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+def _guard_maker(make: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     @wraps(make)
     def find_or_make(space: Any, name: str) -> Any:
         with _LOCK:

@@ -9,7 +9,7 @@ from workbench.experiment.rates import factor
 from workbench.host.core.views import RankView
 from workbench.tasks import at_rate, rate
 
-ONE = 2**40  # a factor of 1 as a whole number, for ranks to agree on
+FIXED_POINT = 2**40  # a factor of 1 as a whole number, for ranks to agree on
 
 
 class Rate:
@@ -26,23 +26,23 @@ class Rate:
         self.first = 1.0 if e.lr_scaled else 1.0 / max(1, e.lr_warmup)
         self._said: float | None = None
 
-    def factor(self, e: Experiment, step: int) -> float:
+    def compute_factor(self, e: Experiment, step: int) -> float:
         """Returns the factor of `step`, which rises from `first` over `lr_warmup` steps."""
         if not e.lr_warmup:
             return factor(e)
         risen = min(1.0, (step - self.begun) / e.lr_warmup)
         return self.first + (factor(e) - self.first) * risen
 
-    def change(self, was: Experiment, wanted: Experiment, step: int) -> None:
+    def change_factor(self, was: Experiment, wanted: Experiment, step: int) -> None:
         """Lets a different factor or warmup begin at the current factor, before `step`."""
         if (factor(was), was.lr_warmup) != (factor(wanted), wanted.lr_warmup):
-            self.first, self.begun = self.factor(was, step), step
+            self.first, self.begun = self.compute_factor(was, step), step
 
     def due(self, run: RankView, step: int | None = None) -> float:
         """Returns the learning rate of `step`, or of the current step."""
         e, step = run.experiment, run.rank.step if step is None else step
         scheduled = run.learner.schedule(step) if run.learner.schedule else 1.0
-        return (e.lr or self.own) * self.factor(e, step) * scheduled
+        return (e.lr or self.own) * self.compute_factor(e, step) * scheduled
 
     def follow(self, run: RankView, due: float | None = None) -> None:
         """Sets the due rate before a step or after a change, and records a new rate."""
@@ -55,8 +55,8 @@ class Rate:
             self._said = due
             run.sample("lr", due)
 
-    async def agree(self, run: RankView) -> None:
+    async def agree_on_factor(self, run: RankView) -> None:
         """Makes ranks that counted their own steps rise together like rank 0."""
         step, e = run.rank.step, run.experiment
-        present = round(self.factor(e, step) * ONE)
-        self.first, self.begun = (await run.gather(present))[0] / ONE, step
+        present = round(self.compute_factor(e, step) * FIXED_POINT)
+        self.first, self.begun = (await run.gather(present))[0] / FIXED_POINT, step

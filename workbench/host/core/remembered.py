@@ -13,7 +13,7 @@ from typing import Any
 
 from workbench.experiment import Experiment
 from workbench.host.core.views import RankView
-from workbench.host.placement.slots import slots
+from workbench.host.placement.slots import read_slots
 from workbench.rank import Memory
 
 BY_BUCKET = "by bucket"  # names the state that a dict holds by bucket number
@@ -26,7 +26,7 @@ SAID = {
 }
 
 
-def names(state: Any) -> set[str]:
+def list_state_names(state: Any) -> set[str]:
     """Returns the names of a strategy's state: attributes, and buffers and parts of Memories."""
     if state is None:
         return set()
@@ -36,16 +36,18 @@ def names(state: Any) -> set[str]:
     slotted = [name for kind in type(state).__mro__ for name in getattr(kind, "__slots__", ())]
     for name in {*getattr(state, "__dict__", ()), *slotted}:
         value = getattr(state, name, None)
-        found |= names(value) if isinstance(value, Memory) else {name.lstrip("_")}
+        found |= list_state_names(value) if isinstance(value, Memory) else {name.lstrip("_")}
     return found
 
 
-def rule(own: Mapping[str, str], name: str) -> str:
+def find_rule(own: Mapping[str, str], name: str) -> str:
     """Returns the rule for `name`, by exact name or the first pattern that fits; else ""."""
     return own.get(name) or next((said for pattern, said in own.items() if fnmatchcase(name, pattern)), "")
 
 
-def tell(run: RankView, was: Experiment, to: Experiment, remembered: Iterable[str], handed: bool) -> None:
+def report_dropped_state(
+    run: RankView, was: Experiment, to: Experiment, remembered: Iterable[str], handed: bool
+) -> None:
     """Records in a Mark "own" what becomes of the state of `was.strategy` after a switch.
 
     Rank 0 records it, and servers, which have other state.
@@ -56,21 +58,21 @@ def tell(run: RankView, was: Experiment, to: Experiment, remembered: Iterable[st
     left, made, rank = was.strategy, run.experiment.optimizer, run.rank
     if rank.id and left.trains(rank.id, rank.size):
         return
-    rules = {name: rule(left.own, name) or UNDECLARED for name in sorted(remembered)}
+    rules = {name: find_rule(left.own, name) or UNDECLARED for name in sorted(remembered)}
     for name, said in rules.items():
         if said == "keep" and not (handed and to.strategy.has_outer):
             rules[name] = "drop"
-    text = _told(type(left).__name__, rules, type(to.strategy).__name__)
+    text = _describe_rules(type(left).__name__, rules, type(to.strategy).__name__)
     if left.periodic and not rank.id:
-        of = {name.partition("/")[0] for name in slots(run.layout, run.optimizer)}
-        moments = {name: rule(made.own, name) for name in sorted(of)}
-        text += _told(type(made).__name__, moments)
+        of = {name.partition("/")[0] for name in read_slots(run.layout, run.optimizer)}
+        moments = {name: find_rule(made.own, name) for name in sorted(of)}
+        text += _describe_rules(type(made).__name__, moments)
         rules |= moments
     if text:
         run.mark("own", {"rules": rules, "text": "; ".join(text)})
 
 
-def _told(owner: str, rules: dict[str, str], to: str = "") -> list[str]:
+def _describe_rules(owner: str, rules: dict[str, str], to: str = "") -> list[str]:
     by = defaultdict(list)
     for name, said in rules.items():
         by[said].append(name)

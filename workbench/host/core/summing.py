@@ -10,27 +10,27 @@ from workbench.fabric import Algorithm, Among, Fabric
 from workbench.rank import Op, Rank
 
 
-def algorithm(fabric: Fabric, size: int, op: Op) -> Algorithm | None:
+def choose_algorithm(fabric: Fabric, size: int, op: Op) -> Algorithm | None:
     """Returns the Fabric's algorithm for the all-reduce `op` in a run of `size` ranks.
 
     None if the backend performs it. The backend also performs measurements, so that they show on no timeline.
     """
     if fabric.algorithm.native or op.verb != "all_reduce" or op.measures or not op.args[0].numel():
         return None
-    ranks, x = _ranks(op, size), op.args[0]
+    ranks, x = _list_ranks(op, size), op.args[0]
     if len(ranks) == 1:
         return None
     chosen = fabric.algorithm.chosen(fabric, op.group, ranks, x.numel() * x.element_size())
     return None if chosen.native else chosen
 
 
-async def summed(by: Algorithm, rank: Rank, op: Op, name: str) -> Tensor:
+async def run_all_reduce(by: Algorithm, rank: Rank, op: Op, name: str) -> Tensor:
     """Performs one rank's part. The sum, or the mean, replaces `op`'s tensor and is returned.
 
     name: the kind of the messages; no other group or lane uses it at the time
     """
     x: Tensor = op.args[0]
-    how, ranks = op.args[1], _ranks(op, rank.size)
+    how, ranks = op.args[1], _list_ranks(op, rank.size)
     flat = x.contiguous().view(-1)
     await by.all_reduce(Among(rank, ranks, "sum" if how == "mean" else how, name), flat)
     if how == "mean":
@@ -38,5 +38,5 @@ async def summed(by: Algorithm, rank: Rank, op: Op, name: str) -> Tensor:
     return x if x.is_contiguous() else x.copy_(flat.view(x.shape))
 
 
-def _ranks(op: Op, size: int) -> Sequence[int]:
+def _list_ranks(op: Op, size: int) -> Sequence[int]:
     return range(size) if op.group is None else op.group.ranks

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.experiment import Experiment
-from workbench.host.placement.layout import Layout
-from workbench.host.placement.spread import Spread
+from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.spread import ReplicaSpread
 from workbench.rank import Rank
 from workbench.tasks import Learner
 
@@ -40,13 +40,13 @@ class RankView(Protocol):
     @property
     def model(self) -> nn.Module: ...
     @property
-    def layout(self) -> Layout: ...
+    def layout(self) -> ParameterLayout: ...
     @property
     def optimizer(self) -> Optimizer: ...
     @property
     def state(self) -> Any: ...
     @property
-    def spread(self) -> Spread | None: ...
+    def spread(self) -> ReplicaSpread | None: ...
     @property
     def now(self) -> float: ...
 

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from workbench.experiment import Experiment
 from workbench.fabric import Fault
-from workbench.host.placement.canonical import prime
-from workbench.host.placement.spread import spread_of
+from workbench.host.placement.canonical import create_optimizer_state
+from workbench.host.placement.spread import find_spread
 from workbench.host.transfer import handover, own, residual
-from workbench.host.transfer.views import Changing
+from workbench.host.transfer.views import ChangeView
 from workbench.partitions import Partition, Whole
 from workbench.settings import KnobError
 
 
-class Salvaged(NamedTuple):
+class RecoverySource(NamedTuple):
     """Where the ranks of a new generation find a state that was in parts, if some parts are lost.
 
     was:     the experiment under which the state was laid out, on `size` ranks
@@ -42,7 +42,7 @@ class Salvaged(NamedTuple):
     saved: str = ""
 
 
-class Came(NamedTuple):
+class Membership(NamedTuple):
     """How ranks came to a new generation, the same on all of them.
 
     members:  the ranks' numbers in the run, by place from now on
@@ -59,16 +59,17 @@ class Came(NamedTuple):
     furthest: tuple[int, ...]
     trained: tuple[int, ...]
     step: int
-    salvaged: Salvaged | None = None
+    salvaged: RecoverySource | None = None
     behind: int = 0
 
 
-def _as_it_is(e: Experiment) -> Experiment:
+def _keep_experiment(e: Experiment) -> Experiment:
     return e
 
 
-def fitting(e: Experiment, left: Sequence[int],
-            able: Callable[[Experiment], Experiment] = _as_it_is) -> tuple[Experiment, tuple[int, ...]]:  # fmt: skip
+def fit_survivors(
+    e: Experiment, left: Sequence[int], able: Callable[[Experiment], Experiment] = _keep_experiment
+) -> tuple[Experiment, tuple[int, ...]]:
     """Returns (`e` for the ranks that go on, their places): the first of `left`, as many as can train.
 
     left: places in the previous generation, preferred ones first; able: raises KnobError if the model cannot be trained
@@ -77,17 +78,17 @@ def fitting(e: Experiment, left: Sequence[int],
     of ranks can train.
     """
     reason: KnobError | None = None
-    for way in _ways(e.partition):
+    for way in _list_partitions(e.partition):
         for count in range(len(left), way.size - 1, -1):
             places = tuple(sorted(left[:count]))
             try:
-                return able(fewer(replace(e, partition=way), places)), places
+                return able(resize_experiment(replace(e, partition=way), places)), places
             except KnobError as error:
                 reason = reason or error
     raise KnobError(f"{len(left)} of {e.ranks} ranks are left, and cannot go on so: {reason}")
 
 
-def _ways(way: Partition) -> Iterator[Partition]:
+def _list_partitions(way: Partition) -> Iterator[Partition]:
     """Yields the partition, and then smaller ones in its place."""
     yield way
     yield from way.fewer()
@@ -96,37 +97,37 @@ def _ways(way: Partition) -> Iterator[Partition]:
         yield Whole(checkpoint=what, checkpoint_every=every)
 
 
-def fewer(e: Experiment, places: tuple[int, ...], ranks: int = 0) -> Experiment:
+def resize_experiment(e: Experiment, places: tuple[int, ...], ranks: int = 0) -> Experiment:
     """Returns `e` for the ranks at the previous `places`, and for new ones: `ranks` in all (0: no new ones).
 
     Raises KnobError if so many cannot train under `e`.
     """
     faults = [f for f in e.fabric.faults if getattr(f, "rank", places[0]) in places]
-    moved = tuple(_at(f, places) for f in faults)
+    moved = tuple(_move_fault(f, places) for f in faults)
     return replace(e, ranks=ranks or len(places), fabric=replace(e.fabric, faults=moved)).checked()
 
 
-def _at(fault: Any, places: tuple[int, ...]) -> Fault:
+def _move_fault(fault: Any, places: tuple[int, ...]) -> Fault:
     moved: Fault = replace(fault, rank=places.index(fault.rank)) if hasattr(fault, "rank") else fault
     return moved
 
 
-async def reenter(run: Changing, came: Came) -> None:
+async def agree_on_state(run: ChangeView, came: Membership) -> None:
     """Gives all ranks of the new generation one state. All ranks call it before their next step."""
     strategy = run.experiment.strategy
-    residual.begin(run)
-    await own.carry(run, None, spread_of(run.experiment, run.model, run.learner))
+    residual.start_compressor(run)
+    await own.migrate_rank_state(run, None, find_spread(run.experiment, run.model, run.learner))
     if any(await run.gather(int(bool(run.optimizer.state)))):  # some ranks may have made no step
-        prime(run.layout, run.optimizer)
+        create_optimizer_state(run.layout, run.optimizer)
     if strategy.periodic:
-        state = [*handover.parameters(run.layout).values(), *handover.drifting(run, run.experiment.optimizer)]
-        await handover.averaged(run.rank, [x for x in state if x.numel()], "those who are left", came.trained)
+        state = [*handover.list_parameters(run.layout).values(), *handover.list_drifting(run, run.experiment.optimizer)]
+        await handover.average_tensors(run.rank, [x for x in state if x.numel()], "those who are left", came.trained)
     elif len(came.furthest) < run.rank.size:
-        await handover.bring(run, came.furthest)
-    await handover.check(run)
+        await handover.send_missing(run, came.furthest)
+    await handover.require_agreement(run)
 
 
-async def hand_on(run: Changing, momentum: dict[str, Tensor] | None, first: int) -> None:
+async def broadcast_momentum(run: ChangeView, momentum: dict[str, Tensor] | None, first: int) -> None:
     """Gives all ranks the outer momentum of the rank `first`, if any. The strategy has entered by then."""
     if not (await run.gather(int(bool(momentum))))[first]:
         return

@@ -11,38 +11,38 @@ from torch import Tensor
 
 from workbench.compressors import inside
 from workbench.compressors._range import wide
-from workbench.host.passes.pipelining import drained
+from workbench.host.passes.pipelining import drain_pipeline
 from workbench.host.transfer import handover, own
-from workbench.host.transfer.lying import WHOLE, Lying
-from workbench.host.transfer.repartition import repartition
-from workbench.host.transfer.views import Changing
+from workbench.host.transfer.lying import WHOLE, StateLayout
+from workbench.host.transfer.repartition import repartition_state
+from workbench.host.transfer.views import ChangeView
 from workbench.rank import Bucket
 
 
-async def come_together(run: Changing, stay: tuple[int, ...]) -> None:
+async def gather_state(run: ChangeView, stay: tuple[int, ...]) -> None:
     """Gives every rank the whole model and completes what its strategy has in flight. stay: places that go on"""
     was = run.experiment
-    await drained(run.flow)
+    await drain_pipeline(run.flow)
     if was.strategy.in_flight:
         await was.strategy.drain(run.rank.replicas, run.state)
-    with run.switching(was, was):
+    with run.record_switch(was, was):
         if was.strategy.opaque:
             await run.leave_opaque()
         else:
-            lies = handover.cut(run, was.strategy)
+            lies = handover.find_shards(run, was.strategy)
             await was.strategy.recall(run.rank.replicas, run.state)
-            await run.reading.unshard()
+            await run.reading.unshard_all()
             await run.leave(was.strategy)
-            await handover.reshard(run, lies, None)
-            await handover.consolidate(run, was.strategy)
-            await handover.spread(run, was.strategy)
+            await handover.reshard_slots(run, lies, None)
+            await handover.consolidate_state(run, was.strategy)
+            await handover.spread_state(run, was.strategy)
         if run.spread is not None:
-            await own.carry(run, run.spread, None)
-            await repartition(run, Lying(run.spread), WHOLE)
-        await bequeath(run, stay)
+            await own.migrate_rank_state(run, run.spread, None)
+            await repartition_state(run, StateLayout(run.spread), WHOLE)
+        await bequeath_residuals(run, stay)
 
 
-async def bequeath(run: Changing, stay: tuple[int, ...]) -> None:
+async def bequeath_residuals(run: ChangeView, stay: tuple[int, ...]) -> None:
     """Moves the residuals of leaving ranks, which are parts of a sum, to the ranks that `stay` in turn."""
     rank, memory = run.rank, run.rank.memory
     rules = {buffer: rule for one in inside(run.experiment.compressor) for buffer, rule in one.own.items()}
@@ -50,14 +50,14 @@ async def bequeath(run: Changing, stay: tuple[int, ...]) -> None:
         if not any(await run.gather(int(buffer in memory.buffers))):
             continue
         for number, source in enumerate(place for place in range(rank.size) if place not in stay):
-            for bucket in run.layout.params():
-                owed = _owed(memory.buffers.get(buffer, {}), bucket)
+            for bucket in run.layout.list_params():
+                owed = _copy_residual(memory.buffers.get(buffer, {}), bucket)
                 await rank.broadcast(owed, source, buffer)
                 if rank.id == stay[number % len(stay)]:
                     memory.flat(buffer, bucket, owed.dtype).add_(owed)
 
 
-def _owed(pieces: dict[str, Tensor], bucket: Bucket) -> Tensor:
+def _copy_residual(pieces: dict[str, Tensor], bucket: Bucket) -> Tensor:
     """Returns a copy of this rank's part of a buffer for a bucket: (n,) in fp32 at least; 0 if it has none."""
     whole = torch.zeros_like(bucket.data, dtype=wide(bucket.data.dtype))
     for part in bucket.parts:

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from workbench.experiment import Experiment
-from workbench.host.elastic.salvage import copies, in_parts
-from workbench.host.memory.offload import Offloaded
-from workbench.host.placement.slots import slots
-from workbench.host.transfer.boundary import Bound, Boundary, steps_apart, stood
-from workbench.host.transfer.views import Changing
+from workbench.host.elastic.salvage import count_copies, has_parts
+from workbench.host.memory.offload import OffloadStore
+from workbench.host.placement.slots import read_slots
+from workbench.host.transfer.boundary import Bound, Boundary, count_steps_apart, make_boundary
+from workbench.host.transfer.views import ChangeView
 
 if TYPE_CHECKING:
     from workbench.strategies import Strategy
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 Key = tuple[str, str]  # kind and name
 
 
-def updates_last(strategy: Strategy) -> bool:
+def has_final_update(strategy: Strategy) -> bool:
     """Whether a step of `strategy` ends in one update of everything, without an exchange after or a write before it."""
     apart = strategy.periodic or strategy.late_update or strategy.has_background or strategy.shared
     return bool(strategy.clips and not apart and not strategy.shards)
 
 
-class RollbackView(Changing, Protocol):
+class RollbackView(ChangeView, Protocol):
     """A rank that can go back to a boundary. obeyed: the number of changes made or refused so far"""
 
     experiment: Experiment
@@ -48,22 +48,22 @@ class RollbackView(Changing, Protocol):
     @property
     def obeyed(self) -> int: ...
     @property
-    def kept_away(self) -> Offloaded:
+    def offloaded_state(self) -> OffloadStore:
         """The state that this rank has offloaded from its device."""
 
 
 class Rollback:
     """One rank's way back.
 
-    wanted: whether the run goes on without a lost or hanging rank
-    free:   whether going back needs no copies
-    open:   whether the rank is in something that cannot be undone
-    kept:   boundaries at which this rank stood if ranks hold parts, the newest last
-    void:   after this rank went back: whether the state that it holds is invalid
-    outer:  after it went back: its whole outer momentum at that time, as `Strategy.hands_on` gives it
-    coming: whether ranks are assembling the whole state for a resize
-    together: this rank's whole state in a resize if ranks held parts before; other ranks may lack theirs
-    copies: how many ranks had each piece at the last boundary if they hold parts; 0: not known yet
+    is_wanted:    whether the run goes on without a lost or hanging rank
+    is_free:      whether going back needs no copies
+    open:         whether the rank is in something that cannot be undone
+    kept:         boundaries at which this rank stood if ranks hold parts, the newest last
+    is_void:      after this rank went back: whether the state that it holds is invalid
+    outer:        after it went back: its whole outer momentum at that time, as `Strategy.hands_on` gives it
+    is_gathering: whether ranks are assembling the whole state for a resize
+    whole_state:  this rank's whole state in a resize if ranks held parts before; other ranks may lack theirs
+    copies:       how many ranks had each piece at the last boundary if they hold parts; 0: not known yet
     """
 
     def __init__(self, run: RollbackView) -> None:
@@ -74,21 +74,21 @@ class Rollback:
         self._was: tuple[Experiment, Optimizer] | None = None  # experiment and optimizer, while a step goes on
         self._updated = False
         self._apart = 0  # as in Boundary, at the last boundary
-        self.void = False
+        self.is_void = False
         self.outer: dict[str, Tensor] | None = None
-        self.open = self.coming = False
-        self.together: Boundary | None = None
+        self.open = self.is_gathering = False
+        self.whole_state: Boundary | None = None
         self.copies = 0
 
     @property
-    def wanted(self) -> bool:
+    def is_wanted(self) -> bool:
         e = self.run.experiment
         return (e.on_death != "end" or e.on_hang != "wait") and self.run.rank.size > 1
 
     @property
-    def free(self) -> bool:
+    def is_free(self) -> bool:
         e, rank = self.run.experiment, self.run.rank
-        return rank.size > 1 and not in_parts(e) and updates_last(e.strategy) and not rank.memory.buffers
+        return rank.size > 1 and not has_parts(e) and has_final_update(e.strategy) and not rank.memory.buffers
 
     @property
     def nbytes(self) -> int:
@@ -97,20 +97,20 @@ class Rollback:
         return sum(x.nbytes for x in (*self._kept.values(), *kept))
 
     @property
-    def remembers(self) -> bool:
+    def has_slots(self) -> bool:
         """Whether this rank's optimizer has any state, here or off its device."""
         run = self.run
-        return bool(slots(run.layout, run.optimizer)) or bool(run.kept_away.count)
+        return bool(read_slots(run.layout, run.optimizer)) or bool(run.offloaded_state.item_count)
 
     @contextmanager
-    def within(self, changes: bool = False) -> Iterator[None]:
+    def guard_step(self, changes: bool = False) -> Iterator[None]:
         """Encloses a step or something that `changes` the whole rank. After an error inside, `back` can undo it."""
         if self._was is not None:  # nested in a step or change
             yield
             return
-        self._parts, self.coming, self.together = in_parts(self.run.experiment), False, None
-        self._apart = steps_apart(self.run)
-        if not self.wanted and (changes or not self.free):
+        self._parts, self.is_gathering, self.whole_state = has_parts(self.run.experiment), False, None
+        self._apart = count_steps_apart(self.run)
+        if not self.is_wanted and (changes or not self.is_free):
             self.open = True
             self.kept.clear()
             yield
@@ -119,11 +119,11 @@ class Rollback:
         run = self.run
         self._updated = False
         if self._parts:
-            self._keep({})
+            self._copy_state({})
             self._keep_boundary()
         else:
             self.kept.clear()
-            self._keep(self._all(changes or not updates_last(run.experiment.strategy)))
+            self._copy_state(self._list_state(changes or not has_final_update(run.experiment.strategy)))
         self._was = run.experiment, run.optimizer
         yield
         self._was = None
@@ -134,81 +134,83 @@ class Rollback:
         Tables are too large to be copied in each step because of a wire alone.
         """
         run = self.run
-        self.copies = copies(run.experiment, run.rank.size, self.remembers)
-        if self._elsewhere or (self.copies < 2 and run.experiment.strategy.tables):
+        self.copies = count_copies(run.experiment, run.rank.size, self.has_slots)
+        if self._is_elsewhere or (self.copies < 2 and run.experiment.strategy.tables):
             return self.kept.clear()
-        spare = self.kept.pop() if self.kept and self.kept[-1].bound == self._here else None
+        spare = self.kept.pop() if self.kept and self.kept[-1].bound == self._current_bound else None
         while len(self.kept) > run.experiment.partition.ahead(0) + 1:
             spare = self.kept.popleft()
-        self.kept.append(stood(run, self._here, spare))
+        self.kept.append(make_boundary(run, self._current_bound, spare))
 
     @property
-    def _elsewhere(self) -> bool:
+    def _is_elsewhere(self) -> bool:
         """Whether a part of this rank's state is neither in its model nor in its optimizer, where it can be copied."""
-        return self.run.experiment.strategy.opaque or bool(self.run.kept_away.count)
+        return self.run.experiment.strategy.opaque or bool(self.run.offloaded_state.item_count)
 
     @property
-    def _here(self) -> Bound:
+    def _current_bound(self) -> Bound:
         return self.run.rank.step, self.run.obeyed
 
-    def updates(self) -> None:
+    def note_update(self) -> None:
         """Notes that the optimizer is about to update everything."""
         self._updated = True
 
-    def has_all(self, stays: bool) -> None:
+    def note_whole_state(self, stays: bool) -> None:
         """Notes that this rank has the whole model. stays: False if an heir already has its compressor's residual"""
         if self._parts and not self.run.experiment.strategy.tables:
-            here = stood(self.run, self._here, copied=False)._replace(spread=None, cut=None, sharded=False)
-            self.together = here if stays else here._replace(memory={})
+            here = make_boundary(self.run, self._current_bound, copied=False)._replace(
+                spread=None, cut=None, sharded=False
+            )
+            self.whole_state = here if stays else here._replace(memory={})
 
-    def past(self) -> None:
+    def end_guard(self) -> None:
         """Ends what was going on. It succeeded, although by an exception, so no rank goes back from it."""
         self._was, self.open = None, False
-        if self.together is not None:
-            self.void, self.kept = True, deque([self.together])
+        if self.whole_state is not None:
+            self.is_void, self.kept = True, deque([self.whole_state])
 
-    def back(self) -> int:
+    def go_back(self) -> int:
         """Puts this rank at a boundary if it is not at one. Returns 1 if the step that it was in counts, else 0.
 
         While `open`, a rank cannot go back.
         """
         if self._was is None:
-            self._apart = steps_apart(self.run)
-            self.outer = None if in_parts(self.run.experiment) else self._handed()
+            self._apart = count_steps_apart(self.run)
+            self.outer = None if has_parts(self.run.experiment) else self._find_momentum()
             return 0
         run = self.run
         (e, optimizer), self._was = self._was, None
-        if self._parts or in_parts(run.experiment):  # the state here is invalid, in any layout
+        if self._parts or has_parts(run.experiment):  # the state here is invalid, in any layout
             if not self._parts:
-                self.kept = deque([self._of_copies()])
-            elif self.together is not None:
-                self.kept = deque([self.together])
+                self.kept = deque([self._make_boundary()])
+            elif self.whole_state is not None:
+                self.kept = deque([self.whole_state])
             run.experiment = e
-            self.void = True
+            self.is_void = True
             return 0
-        if self._updated and updates_last(e.strategy) and e is run.experiment:
+        if self._updated and has_final_update(e.strategy) and e is run.experiment:
             return 1
         if e.bucket_mb != run.experiment.bucket_mb:
-            run.layout.rebucket(e.bucket_mb)
+            run.layout.resize_buckets(e.bucket_mb)
         run.experiment = e
         run.use_optimizer(optimizer)
-        self._restore()
+        self._restore_copies()
         self.outer = {name: x for (kind, name), x in self._kept.items() if kind == "outer"} or None
         return 0
 
-    def _handed(self) -> dict[str, Tensor] | None:
+    def _find_momentum(self) -> dict[str, Tensor] | None:
         """Returns the present outer momentum."""
         run, strategy = self.run, self.run.experiment.strategy
         return dict(strategy.hands_on(run.rank.replicas, run.state) or {}) if strategy.has_outer else None
 
-    def bounds(self) -> list[Boundary]:
+    def list_bounds(self) -> list[Boundary]:
         """Returns the boundaries from which this rank can go on after it went `back`, the newest last."""
-        if self.void or (in_parts(self.run.experiment) and self._elsewhere):
+        if self.is_void or (has_parts(self.run.experiment) and self._is_elsewhere):
             return list(self.kept)
-        kept = [b for b in self.kept if b.bound != self._here]
-        return [*kept, stood(self.run, self._here, copied=False)._replace(apart=self._apart)]
+        kept = [b for b in self.kept if b.bound != self._current_bound]
+        return [*kept, make_boundary(self.run, self._current_bound, copied=False)._replace(apart=self._apart)]
 
-    def _of_copies(self) -> Boundary:
+    def _make_boundary(self) -> Boundary:
         """Returns the boundary of the copies, if the model was whole."""
         state, memory = dict[str, Tensor](), dict[str, dict[str, Tensor]]()
         for (kind, name), x in self._kept.items():
@@ -217,20 +219,20 @@ class Rollback:
             elif x.numel():
                 state[name] = x.reshape(-1)
         run = self.run
-        return Boundary(self._here, run.rank.id, run.rank.size, None, None, False, state, memory, self._apart)
+        return Boundary(self._current_bound, run.rank.id, run.rank.size, None, None, False, state, memory, self._apart)
 
-    def _all(self, everything: bool) -> dict[Key, Tensor]:
+    def _list_state(self, everything: bool) -> dict[Key, Tensor]:
         memory = self.run.rank.memory.buffers
         found = {(f"residual {kind}", name): x for kind, of in memory.items() for name, x in of.items()}
         if everything:
             layout, optimizer = self.run.layout, self.run.optimizer
             found |= {("parameter", place.name): place.param.data for place in layout.order}
             found |= {("buffer", name): x for name, x in self.run.model.named_buffers()}
-            found |= {("slot", name): x for name, x in slots(layout, optimizer).items()}
-            found |= {("outer", name): x for name, x in (self._handed() or {}).items()}
+            found |= {("slot", name): x for name, x in read_slots(layout, optimizer).items()}
+            found |= {("outer", name): x for name, x in (self._find_momentum() or {}).items()}
         return found
 
-    def _keep(self, state: dict[Key, Tensor]) -> None:
+    def _copy_state(self, state: dict[Key, Tensor]) -> None:
         """Copies `state`, if possible into earlier copies of the same shape."""
         for key in self._kept.keys() - state.keys():
             del self._kept[key]
@@ -242,12 +244,12 @@ class Rollback:
                 else:
                     self._kept[key] = x.detach().clone()
 
-    def _restore(self) -> None:
+    def _restore_copies(self) -> None:
         run, memory = self.run, self.run.rank.memory
         for kind in [k for k in memory.buffers if not any(key[0] == f"residual {k}" for key in self._kept)]:
             memory.drop(kind)
         kinds = {key[0] for key in self._kept}
-        now = self._all("parameter" in kinds)
+        now = self._list_state("parameter" in kinds)
         with torch.no_grad():
             for key, x in now.items():
                 if key in self._kept:

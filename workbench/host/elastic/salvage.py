@@ -18,14 +18,14 @@ from workbench.experiment.arranged import sharers
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Pieces(NamedTuple):
+class PieceMap(NamedTuple):
     """The number of pieces that the state is cut into, and the piece of each place."""
 
     ways: int
     at: tuple[int, ...]
 
 
-class Found(NamedTuple):
+class PieceSources(NamedTuple):
     """Where all pieces are. sources: groups of places, each with all pieces; steps: each place's boundary
 
     step: the step with which training goes on
@@ -36,37 +36,37 @@ class Found(NamedTuple):
     steps: Mapping[int, int]
 
 
-def in_parts(e: Experiment) -> bool:
+def has_parts(e: Experiment) -> bool:
     """Whether a rank holds only a part of the model or of its state."""
     return e.partition.size > 1 or bool(e.strategy.shards) or e.strategy.tables
 
 
-def pieces(e: Experiment, size: int, remembers: bool) -> Pieces:
+def map_pieces(e: Experiment, size: int, remembers: bool) -> PieceMap:
     """Returns how the state of `size` ranks is cut under `e`. remembers: whether the optimizer has any state"""
     if (ways := e.partition.size) > 1:
-        return Pieces(ways, tuple(place % ways for place in range(size)))
+        return PieceMap(ways, tuple(place % ways for place in range(size)))
     if e.strategy.tables:  # each server has rows of its own, and each rank that trains reads all tables
-        return Pieces(size, tuple(range(size)))
+        return PieceMap(size, tuple(range(size)))
     if "parameters" in e.strategy.shards or (remembers and e.strategy.shards):
         groups = sharers(e.strategy, size)
         where = {place: index for group in groups for index, place in enumerate(group)}
-        return Pieces(len(groups[0]), tuple(where[place] for place in range(size)))
-    return Pieces(1, (0,) * size)
+        return PieceMap(len(groups[0]), tuple(where[place] for place in range(size)))
+    return PieceMap(1, (0,) * size)
 
 
-def copies(e: Experiment, size: int, remembers: bool) -> int:
+def count_copies(e: Experiment, size: int, remembers: bool) -> int:
     """Returns how many ranks have the rarest piece."""
-    count, at = pieces(e, size, remembers)
+    count, at = map_pieces(e, size, remembers)
     return min(at.count(piece) for piece in range(count))
 
 
-def alike(bound: Sequence[int]) -> int | None:
+def find_agreed_step(bound: Sequence[int]) -> int | None:
     """Returns the step before which all ranks last had the same parameters; None if unknown. bound: as in Said"""
     step, _, apart = bound
     return step - apart if apart >= 0 else None
 
 
-def newest(at: Mapping[Key, int | None]) -> set[Key]:
+def find_newest(at: Mapping[Key, int | None]) -> set[Key]:
     """Returns the ranks or replicas that have the newest mean of all ranks; all of them if one is unknown.
 
     at: by rank or replica, the step before which all ranks last had the same parameters
@@ -77,23 +77,27 @@ def newest(at: Mapping[Key, int | None]) -> set[Key]:
     return {one for one, step in at.items() if step == max(known)}
 
 
-def found(e: Experiment, size: int, remembers: bool, there: Mapping[int, Mapping[int, int | None]]) -> Found | None:
+def find_sources(
+    e: Experiment, size: int, remembers: bool, there: Mapping[int, Mapping[int, int | None]]
+) -> PieceSources | None:
     """Returns where the whole state is at the newest step with all pieces; None if it is nowhere.
 
     there: for each remaining place, the steps of its boundaries after the same changes; for each step, the step before
     which all ranks last had the same parameters (None: unknown)
     """
-    count, at = pieces(e, size, remembers)
+    count, at = map_pieces(e, size, remembers)
     if e.strategy.periodic:
-        return _apart(count, at, there)
+        return _find_replica_sources(count, at, there)
     for step in sorted({step for steps in there.values() for step in steps}, reverse=True):
         holders = tuple(sorted(place for place, steps in there.items() if step in steps))
         if {at[place] for place in holders} == set(range(count)):
-            return Found(step, (holders,), dict.fromkeys(holders, step))
+            return PieceSources(step, (holders,), dict.fromkeys(holders, step))
     return None
 
 
-def _apart(count: int, at: tuple[int, ...], there: Mapping[int, Mapping[int, int | None]]) -> Found | None:
+def _find_replica_sources(
+    count: int, at: tuple[int, ...], there: Mapping[int, Mapping[int, int | None]]
+) -> PieceSources | None:
     """For replicas that differ: returns the complete ones with the newest mean, or one made of incomplete ones."""
     sources, steps = [], dict[int, int]()
     for first in range(0, len(at), count):
@@ -103,7 +107,7 @@ def _apart(count: int, at: tuple[int, ...], there: Mapping[int, Mapping[int, int
             sources.append(ranks)
             steps |= dict.fromkeys(ranks, max(common))
     if sources:
-        counting = newest({ranks: there[ranks[0]][steps[ranks[0]]] for ranks in sources})
+        counting = find_newest({ranks: there[ranks[0]][steps[ranks[0]]] for ranks in sources})
         sources = [ranks for ranks in sources if ranks in counting]
         steps = {place: steps[place] for ranks in sources for place in ranks}
     else:
@@ -114,22 +118,22 @@ def _apart(count: int, at: tuple[int, ...], there: Mapping[int, Mapping[int, int
         if len(ranks) < count:
             return None
         sources, steps = [tuple(sorted(ranks))], {place: last[place] for place in ranks}
-    return Found(max(steps.values()), tuple(sources), steps)
+    return PieceSources(max(steps.values()), tuple(sources), steps)
 
 
-def first_to_stay(found: Found, at: tuple[int, ...], left: Collection[int]) -> list[int]:
+def sort_by_need(found: PieceSources, at: tuple[int, ...], left: Collection[int]) -> list[int]:
     """Returns the remaining places; first come places without which a piece would be missing."""
     needed: list[int] = []
     if len(found.sources) > 1:
         needed = [place for group in found.sources for place in group]
     else:
-        for place in _in_order(found.sources[0], at):
+        for place in _put_complete_first(found.sources[0], at):
             if at[place] not in {at[other] for other in needed}:
                 needed.append(place)
     return [*needed, *(place for place in left if place not in needed)]
 
 
-def _in_order(places: tuple[int, ...], at: tuple[int, ...]) -> list[int]:
+def _put_complete_first(places: tuple[int, ...], at: tuple[int, ...]) -> list[int]:
     """Returns the places of complete replicas first."""
     ways = len(set(at))
     whole = [p for p in places if all(p - p % ways + k in places for k in range(ways))]

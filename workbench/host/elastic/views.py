@@ -8,12 +8,12 @@ from torch import Tensor
 
 from workbench.experiment import Experiment
 from workbench.host.elastic.rollback import Rollback
-from workbench.host.memory.batches import Batches
-from workbench.host.placement.spread import Spread
-from workbench.host.reconfigure.steering import Steering
+from workbench.host.memory.batches import BatchReader
+from workbench.host.placement.spread import ReplicaSpread
+from workbench.host.reconfigure.steering import PolicyRunner
 from workbench.host.reconfigure.views import PolicyView
 from workbench.host.transfer.boundary import Boundary
-from workbench.host.transfer.views import Changing
+from workbench.host.transfer.views import ChangeView
 from workbench.tasks import Learner
 
 
@@ -25,35 +25,35 @@ class SurvivorView(Protocol):
     @property
     def learner(self) -> Learner: ...
 
-    def able(self, wanted: Experiment) -> Experiment:
+    def require_trainable(self, wanted: Experiment) -> Experiment:
         """Returns `wanted`. Raises KnobError if this host cannot train it."""
 
 
-class GenerationView(Changing, PolicyView, Protocol):
+class GenerationView(ChangeView, PolicyView, Protocol):
     """A rank that leaves a generation, and takes its state into the next.
 
-    bounds, outer: as in `Outliving` (`host/loop/outliving.py`)
+    bounds, outer: as in `ElasticMember` (`host/loop/outliving.py`)
     """
 
-    spread: Spread | None
+    spread: ReplicaSpread | None
     bounds: list[Boundary]
     outer: dict[str, Tensor] | None
 
     @property
     def rollback(self) -> Rollback | None: ...
     @property
-    def reads(self) -> Batches | None: ...
+    def reads(self) -> BatchReader | None: ...
     @property
-    def steering(self) -> Steering: ...
+    def steering(self) -> PolicyRunner: ...
 
-    def plan_again(self, changes: int) -> None:
+    def replan_changes(self, changes: int) -> None:
         """Makes `changes` the number of made changes."""
 
-    def cut_anew(self, bucket_mb: float) -> None:
+    def resize_own_buckets(self, bucket_mb: float) -> None:
         """Cuts buckets of another size, between 2 generations."""
 
-    def lie_bare(self, seed: int) -> None:
+    def release_state(self, seed: int) -> None:
         """Drops this rank's part of the model and its placement. Seeds the random numbers with `seed`."""
 
-    def lie_anew(self) -> None:
+    def reallocate_state(self) -> None:
         """Puts the whole model, which has memory again, into buckets, and makes its optimizer."""

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from workbench.experiment import Experiment
 from workbench.host.core.answers import Done
-from workbench.host.elastic.reentry import Came
-from workbench.host.elastic.salvage import alike, newest
+from workbench.host.elastic.reentry import Membership
+from workbench.host.elastic.salvage import find_agreed_step, find_newest
 
 
-class Resized(Exception):
+class ResizeSignal(Exception):
     """Raised once the ranks have come together, before a generation of other ranks begins.
 
     members: of that generation by place; experiment: for them; number: the request's
@@ -28,7 +28,7 @@ class Resized(Exception):
         self.used, self.preempted = used, preempted
 
 
-class Said(NamedTuple):
+class RankReport(NamedTuple):
     """One rank's report when its generation ends.
 
     step:     the step that it makes next
@@ -64,65 +64,74 @@ class Said(NamedTuple):
     used: Sequence[Sequence[int]] = ()
 
     @property
-    def alike(self) -> int | None:
+    def agreed_step(self) -> int | None:
         """The step before which all ranks last had the same parameters, by its newest boundary."""
-        return alike(self.bounds[-1]) if self.bounds else None
+        return find_agreed_step(self.bounds[-1]) if self.bounds else None
 
     @property
-    def far(self) -> tuple[int, int]:
+    def progress_key(self) -> tuple[int, int]:
         return self.step, self.changes
 
 
-class Heard(NamedTuple):
+class Quorum(NamedTuple):
     """The reports of all remaining ranks, by place in the ended generation."""
 
-    by_place: dict[int, Said]
+    by_place: dict[int, RankReport]
 
     @property
-    def first(self) -> Said:
+    def furthest_report(self) -> RankReport:
         """The report of the furthest rank, which counts."""
-        return max(self.by_place.values(), key=lambda said: (*said.far, -said.member))
+        return max(self.by_place.values(), key=lambda said: (*said.progress_key, -said.member))
 
     @property
-    def left(self) -> list[int]:
+    def remaining_places(self) -> list[int]:
         """The places of the remaining ranks, the furthest first."""
-        return sorted(self.by_place, key=lambda place: (self.by_place[place].far != self.first.far, place))
+        return sorted(
+            self.by_place,
+            key=lambda place: (self.by_place[place].progress_key != self.furthest_report.progress_key, place),
+        )
 
     @property
-    def voted(self) -> list[list[int]]:
+    def vote_rows(self) -> list[list[int]]:
         """The vote as recorded: each remaining member, and the step that it makes next."""
         return sorted([said.member, said.step] for said in self.by_place.values())
 
     @property
-    def text(self) -> str:
+    def vote_text(self) -> str:
         """The vote as a sentence, the furthest ranks first."""
-        steps = sorted({step for _, step in self.voted}, reverse=True)
-        who = [named([member for member, at in self.voted if at == step]) for step in steps]
+        steps = sorted({step for _, step in self.vote_rows}, reverse=True)
+        who = [name_ranks([member for member, at in self.vote_rows if at == step]) for step in steps]
         return ", ".join(f"{one} {'' if n else 'stood '}before step {step}"
                          for n, (one, step) in enumerate(zip(who, steps, strict=True)))  # fmt: skip
 
-    def came(self, places: tuple[int, ...]) -> Came:
+    def make_membership(self, places: tuple[int, ...]) -> Membership:
         """Returns how the ranks at these `places` come to the next generation in this order."""
         said = [self.by_place[place] for place in places]
-        furthest = tuple(i for i, one in enumerate(said) if one.far == self.first.far)
-        trained = newest({i: one.alike for i, one in enumerate(said) if one.trained})
+        furthest = tuple(i for i, one in enumerate(said) if one.progress_key == self.furthest_report.progress_key)
+        trained = find_newest({i: one.agreed_step for i, one in enumerate(said) if one.trained})
         behind = sum(one.trained for one in said) - len(trained)
-        return Came(tuple(one.member for one in said), places, furthest, tuple(sorted(trained)), self.first.step,
-                    behind=behind)  # fmt: skip
+        return Membership(
+            tuple(one.member for one in said),
+            places,
+            furthest,
+            tuple(sorted(trained)),
+            self.furthest_report.step,
+            behind=behind,
+        )
 
     def used(self, step: int) -> int:
         """Returns how many examples of the data's order all steps before `step` have used up."""
         return max((n for said in self.by_place.values() for at, n in said.used if at <= step), default=0)
 
-    def asked(self, first: Said | None = None) -> list[dict[str, Any]]:
+    def list_requests(self, first: RankReport | None = None) -> list[dict[str, Any]]:
         """Returns each request that any rank has received and the deciding rank has not obeyed."""
         found: dict[str, dict[str, Any]] = {}
         for said in self.by_place.values():
             found |= {what.get("id", ""): what for what in said.asked}
-        return [what for name, what in found.items() if name not in (first or self.first).done]
+        return [what for name, what in found.items() if name not in (first or self.furthest_report).done]
 
 
-class Next(NamedTuple):
+class NextGeneration(NamedTuple):
     """How the next generation begins, the same on all its ranks.
 
     experiment: for these ranks; changes, done, paused, credit: as in Said, of the furthest rank
@@ -131,7 +140,7 @@ class Next(NamedTuple):
     used:       how many examples of the data's order are used up
     """
 
-    came: Came
+    came: Membership
     experiment: Experiment
     changes: int
     done: Done
@@ -143,16 +152,16 @@ class Next(NamedTuple):
     used: int
 
 
-def named(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """Returns `rank 2` or `ranks 0, 1, 3`."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def are(ranks: Sequence[int]) -> str:
+def choose_are(ranks: Sequence[int]) -> str:
     """Returns `is` or `are`."""
     return "are" if len(ranks) > 1 else "is"
 
 
-def lost(gone: Sequence[int]) -> str:
+def describe_loss(gone: Sequence[int]) -> str:
     """Returns what has ended a generation: the ranks that are `gone`, or a connection if all are alive."""
-    return f"{named(gone)} {are(gone)} lost" if gone else "a connection between ranks was lost"
+    return f"{name_ranks(gone)} {choose_are(gone)} lost" if gone else "a connection between ranks was lost"

@@ -12,12 +12,12 @@ from workbench.experiment import Experiment
 from workbench.rank import Rank
 
 
-def idle(e: Experiment, rank: Rank) -> bool:
+def is_idle(e: Experiment, rank: Rank) -> bool:
     """Whether this rank only waits for a meeting, as a server or after its last step."""
     return rank.role == "server" or (not e.strategy.lockstep and 0 < e.steps <= rank.step)
 
 
-def named(e: Experiment, rank: Rank, state: Any) -> int:
+def choose_meeting_step(e: Experiment, rank: Rank, state: Any) -> int:
     """Returns the step of the next meeting, late enough for every rank to know it by then. Only for rank 0."""
     strategy = e.strategy
     return max(rank.step, strategy.newest(rank, state)) + strategy.propagation_in(rank.size, rank.step)

@@ -7,34 +7,34 @@ from functools import partial
 
 from workbench.host.core.views import RankView
 from workbench.host.loop.views import LoopView
-from workbench.host.passes.meetings import arrival_of, plans_of
+from workbench.host.passes.meetings import find_arrival_order, find_plans
 from workbench.host.reconfigure import changes
 from workbench.host.transfer import handover
-from workbench.host.transfer.recut import recut
+from workbench.host.transfer.recut import recut_buckets
 from workbench.settings import KnobError
 
 
-class Ordering(ABC):
+class BucketOrdering(ABC):
     """The part of a Life that cuts its buckets."""
 
-    async def share_out(self: LoopView, ahead: bool = False) -> None:
+    async def split_state(self: LoopView, ahead: bool = False) -> None:
         """Splits state that is whole on every rank as the partition and the strategy need it.
 
         ahead: orders the buckets first
         """
         if self.experiment.partition.size > 1:
-            await changes.spread_out(self)
+            await changes.spread_model(self)
         else:
-            self.tuned()
+            self.tune_partition()
         if self.experiment.partition.recompute[0] != "none":
-            changes.note_again(self)
+            changes.mark_recomputed(self)
         if ahead:
-            await self.order_ahead()
-            await self.saving.order()
-        await handover.reshard(self, None, handover.cut(self, self.experiment.strategy))
-        await self.reading.shard()
+            await self.foresee_order()
+            await self.saving.restore_order()
+        await handover.reshard_slots(self, None, handover.find_shards(self, self.experiment.strategy))
+        await self.reading.shard_parameters()
 
-    async def order_ahead(self: LoopView) -> None:
+    async def foresee_order(self: LoopView) -> None:
         """Cuts buckets in the order of gradients, if a trial can foresee it.
 
         A trial that serves only this order must be cheap: the task is pure, and the model is not built again.
@@ -43,40 +43,40 @@ class Ordering(ABC):
         shards = "parameters" in strategy.shards
         if strategy.opaque or not (shards or strategy.exchanges == "gradients"):
             return
-        if (trial := await self.reading.foresee(cheaply=not shards)) is None:
+        if (trial := await self.reading.foresee_trace(cheaply=not shards)) is None:
             return
-        arrival = _order_in_slices(self) or trial.arrival
+        arrival = _find_sliced_order(self) or trial.gradient_order
         present = _list_names(self)
         came, here = set(arrival), set(present)
-        names = await self.agreed([n for n in arrival if n in here] + [n for n in present if n not in came])
+        names = await self.agree_on_order([n for n in arrival if n in here] + [n for n in present if n not in came])
         if names != present:
-            await self.relay_in(names)
+            await self.reorder_parameters(names)
 
-    async def reorder(self: LoopView, names: list[str]) -> None:
+    async def reorder_buckets(self: LoopView, names: list[str]) -> None:
         """Cuts buckets in the order `names`, unless they have it already."""
         strategy = self.experiment.strategy
         if names == _list_names(self):
             return
         if strategy.in_flight:
             await strategy.drain(self.rank.replicas, self.state)
-        await recut(self, strategy, partial(self.relay_in, names))
+        await recut_buckets(self, strategy, partial(self.reorder_parameters, names))
 
     @abstractmethod
-    async def agreed(self, names: list[str]) -> list[str]:
+    async def agree_on_order(self, names: list[str]) -> list[str]:
         """Returns `names` of the first of the ranks that hold the same part of the model."""
 
     @abstractmethod
-    async def relay_in(self, names: list[str]) -> None:
+    async def reorder_parameters(self, names: list[str]) -> None:
         """Puts the parameters into this order, and cuts new buckets."""
 
 
-def _order_in_slices(run: RankView) -> list[str]:
+def _find_sliced_order(run: RankView) -> list[str]:
     """Returns the order of gradients with sliced matrices, because backward adds some of them up at its end."""
     split = run.spread.split if run.spread else None
     if split is None:
         return []
     try:
-        return arrival_of(plans_of(run.experiment, run.learner, split))
+        return find_arrival_order(find_plans(run.experiment, run.learner, split))
     except KnobError:
         return []
 

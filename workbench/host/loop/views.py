@@ -6,52 +6,52 @@ from typing import Protocol
 
 from torch import Tensor
 
-from workbench.host.checkpoint.reread import Former
-from workbench.host.checkpoint.saving import Saving
-from workbench.host.memory.batches import Batches
-from workbench.host.observe.finite import Finite
-from workbench.host.reconfigure.steering import Steering
+from workbench.host.checkpoint.reread import RecoveryCheckpoint
+from workbench.host.checkpoint.saving import Checkpointer
+from workbench.host.memory.batches import BatchReader
+from workbench.host.observe.finite import NonFiniteGuard
+from workbench.host.reconfigure.steering import PolicyRunner
 from workbench.host.transfer.boundary import Boundary
-from workbench.host.transfer.views import Changing
+from workbench.host.transfer.views import ChangeView
 from workbench.settings import Change
 
 
-class LoopView(Changing, Protocol):
-    """A rank that makes steps, and goes on in a new generation. For the attributes see `Outliving`."""
+class LoopView(ChangeView, Protocol):
+    """A rank that makes steps, and goes on in a new generation. For the attributes see `ElasticMember`."""
 
     planned: list[Change]
     taken: list[Change]
     bounds: list[Boundary]
     outer: dict[str, Tensor] | None
-    former: Former | None
+    former: RecoveryCheckpoint | None
     obeyed: int
 
     @property
-    def saving(self) -> Saving: ...
+    def saving(self) -> Checkpointer: ...
     @property
-    def finite(self) -> Finite: ...
+    def finite(self) -> NonFiniteGuard: ...
     @property
-    def reads(self) -> Batches | None: ...
+    def reads(self) -> BatchReader | None: ...
     @property
-    def steering(self) -> Steering: ...
+    def steering(self) -> PolicyRunner: ...
 
-    async def order_ahead(self) -> None:
+    async def foresee_order(self) -> None:
         """Cuts buckets in the order of gradients, if a trial can foresee it."""
 
-    async def agreed(self, names: list[str]) -> list[str]:
+    async def agree_on_order(self, names: list[str]) -> list[str]:
         """Returns `names` of the first of the ranks that hold the same part of the model."""
 
-    async def lie_alike(self) -> None:
+    async def align_order(self) -> None:
         """Gives all ranks rank 0's order of parameters."""
 
-    async def share_out(self, ahead: bool = False) -> None:
+    async def split_state(self, ahead: bool = False) -> None:
         """Splits state that is whole on every rank as the partition and the strategy need it."""
 
-    async def formed(self) -> None:
+    async def confirm_formed(self) -> None:
         """Waits until every rank of the generation holds the full state."""
 
-    async def on(self) -> None:
+    async def run_steps(self) -> None:
         """Makes steps and evaluations until the run is over."""
 
-    def say(self, phase: str) -> None:
+    def set_phase(self, phase: str) -> None:
         """Records what the run does now, such as "running"."""

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from workbench.experiment import Experiment
-from workbench.host.memory.memory import tensors
+from workbench.host.memory.memory import find_tensors
 from workbench.rank import StrategyError
 from workbench.tasks import Learner, TaskError
 from workbench.tasks._chance import Chance as Chance
 from workbench.tasks._chance import Numbers as Numbers
 from workbench.tasks._chance import numbers as numbers
 
-BOUNDARIES = 64  # boundaries to remember
+MAX_BOUNDARIES = 64  # boundaries to remember
 
 
-class Stand(NamedTuple):
+class ReaderPosition(NamedTuple):
     """A reader's position in the data.
 
     total:         batches drawn since it began
@@ -41,12 +41,12 @@ class Stand(NamedTuple):
     last: int
 
 
-def nbytes_of(batch: Any) -> int:
+def count_batch_bytes(batch: Any) -> int:
     """Returns the bytes of a batch's tensors, not of the storages behind them."""
-    return sum(x.numel() * x.element_size() for x in tensors(batch))
+    return sum(x.numel() * x.element_size() for x in find_tensors(batch))
 
 
-class Batches:
+class BatchReader:
     """The data of one rank, read again after the end. Raises TaskError if they cannot be."""
 
     def __init__(self, data: Callable[..., Iterable[Any]], rank: int, size: int, device: str,
@@ -69,7 +69,7 @@ class Batches:
         self._client = 0, 1
         self._clients: dict[tuple[int, int], tuple[Any, ...]] = {}  # positions of clients that do not read now
 
-    def share(self, rank: int, size: int, seed: int | None = None) -> None:
+    def set_share(self, rank: int, size: int, seed: int | None = None) -> None:
         """From the next restart on, draws the data of `rank` of `size`.
 
         seed: of separate random numbers, so that all readers of the same data draw alike; None: use the process's
@@ -77,7 +77,7 @@ class Batches:
         self._rank, self._size = rank, size
         self._chance = None if seed is None else Chance(seed)
 
-    def restart(self, batch: int, seed: int, step: int, used: int = 0) -> None:
+    def restart_reading(self, batch: int, seed: int, step: int, used: int = 0) -> None:
         """Draws batches of `batch` examples from now on. With an index, it skips the first `used` examples.
 
         Without an index, a later restart draws other examples than the first.
@@ -85,28 +85,28 @@ class Batches:
         self._began = batch, seed, step, used
         self._used = {at: n for at, n in self._used.items() if at < step}
         self._clients.clear()
-        self._open()
+        self._open_reader()
 
-    def client(self, index: int, count: int) -> None:
+    def select_client(self, index: int, count: int) -> None:
         """Draws for client `index` of `count` on this rank, from its last position; (0, 1) is the rank."""
         if not 0 <= index < count:
             raise StrategyError(f"client {index} of {count}: there are 0 to {count - 1}")
         if (index, count) == self._client:
             return
-        self._set_aside()
+        self._save_position()
         self._client = index, count
         if self._client in self._clients:
             (self._source, self._iterator, self._drawn, self._early, self._total, self._last,
              self._opened, self._pass_began) = self._clients.pop(self._client)  # fmt: skip
         else:
-            self._open()
+            self._open_reader()
 
-    def _set_aside(self) -> None:
+    def _save_position(self) -> None:
         """Saves the present reader's position."""
         self._clients[self._client] = (self._source, self._iterator, self._drawn, self._early, self._total, self._last,
                                        self._opened, self._pass_began)  # fmt: skip
 
-    def _open(self) -> None:
+    def _open_reader(self) -> None:
         batch, seed, step, used = self._began
         index, count = self._client
         order = (seed, used) if self._indexed else (seed + 7919 * step,)
@@ -116,25 +116,25 @@ class Batches:
             self._iterator, self._drawn, self._total = iter(self._source), 0, 0
             self._early = deque()
 
-    def next(self) -> Any:
+    def next_batch(self) -> Any:
         self.taken += 1
-        batch = self._early.popleft() if self._early else self._draw()
-        self.nbytes = nbytes_of(batch)
+        batch = self._early.popleft() if self._early else self._draw_batch()
+        self.nbytes = count_batch_bytes(batch)
         return batch
 
-    def coming(self, after: int) -> Any:
+    def peek_batch(self, after: int) -> Any:
         """Returns the batch that `next` returns after `after` more batches."""
         while len(self._early) <= after:
-            self._early.append(self._draw())
+            self._early.append(self._draw_batch())
         return self._early[after]
 
-    def _draw(self) -> Any:
+    def _draw_batch(self) -> Any:
         with self._chance or nullcontext():
-            batch = self._next()
-        self._last = marked(batch)
-        return to_device(batch, self._device)
+            batch = self._read_batch()
+        self._last = hash_batch(batch)
+        return move_to_device(batch, self._device)
 
-    def _next(self) -> Any:
+    def _read_batch(self) -> Any:
         for batch in self._iterator:
             self._drawn, self._total = self._drawn + 1, self._total + 1
             return batch
@@ -161,41 +161,41 @@ class Batches:
         here += [(client, kept[4], kept[3]) for client, kept in self._clients.items()]
         return used + batch * self._size * max((total - len(early)) * count for (_, count), total, early in here)
 
-    def at_boundary(self, step: int) -> None:
+    def note_boundary(self, step: int) -> None:
         """Notes the examples used up before this step."""
         self._used[step] = self.used
-        if len(self._used) > BOUNDARIES:
+        if len(self._used) > MAX_BOUNDARIES:
             del self._used[min(self._used)]
 
-    def used_before(self, step: int) -> list[tuple[int, int]]:
+    def list_boundaries(self, step: int) -> list[tuple[int, int]]:
         """Returns (step, examples used up before it) of the last boundaries, up to `step`."""
         self._used.setdefault(step, self.used)
         return [(at, n) for at, n in self._used.items() if at <= step]
 
     # -- positions --
 
-    def stands(self) -> dict[tuple[int, int], Stand]:
+    def list_positions(self) -> dict[tuple[int, int], ReaderPosition]:
         """Returns the position of each client. The present reader is the last one."""
-        mine, found = self._client, dict[tuple[int, int], Stand]()
+        mine, found = self._client, dict[tuple[int, int], ReaderPosition]()
         for client in (*self._clients, mine):
-            self.client(*client)
+            self.select_client(*client)
             stand = self._total, self._drawn, len(self._early), self._opened, self._pass_began, self._last
-            found[client] = Stand(*stand)
-        self.client(*mine)
+            found[client] = ReaderPosition(*stand)
+        self.select_client(*mine)
         return found
 
     @property
-    def began(self) -> tuple[int, int, int, int]:
+    def restart_arguments(self) -> tuple[int, int, int, int]:
         """The last restart's batch, seed and step, and the examples used up by then."""
         return self._began
 
     @property
-    def chance(self) -> Chance | None:
+    def own_randomness(self) -> Chance | None:
         """Its separate random numbers, if it has any."""
         return self._chance
 
-    def stand(self, began: tuple[int, int, int, int], chance: Numbers | None,
-              stands: dict[tuple[int, int], Stand]) -> bool:  # fmt: skip
+    def restore_positions(self, began: tuple[int, int, int, int], chance: Numbers | None,
+              stands: dict[tuple[int, int], ReaderPosition]) -> bool:  # fmt: skip
         """Takes all clients to these positions by reading again, without the process's random numbers.
 
         Returns False if a last batch differs: the data then yield other batches when read again.
@@ -204,7 +204,7 @@ class Batches:
         self._clients.clear()
         for self._client, at in stands.items():
             with Chance(at.opened or numbers()):
-                self._open()
+                self._open_reader()
                 for n in range(at.total - at.drawn):
                     self._read_again(n, at)
             with Chance(at.began or numbers()):
@@ -213,46 +213,46 @@ class Batches:
             same &= self._last == at.last
             self._opened, self._pass_began = at.opened, at.began
             if self._client != last:
-                self._set_aside()
+                self._save_position()
         self._chance = None if chance is None else Chance(chance)
         return same
 
-    def _read_again(self, number: int, at: Stand) -> None:
-        batch = self._next()
+    def _read_again(self, number: int, at: ReaderPosition) -> None:
+        batch = self._read_batch()
         if number == at.total - 1:
-            self._last = marked(batch)
+            self._last = hash_batch(batch)
         if number >= at.total - at.early:
-            self._early.append(to_device(batch, self._device))
+            self._early.append(move_to_device(batch, self._device))
 
 
-def marked(batch: Any) -> int:
+def hash_batch(batch: Any) -> int:
     """Returns a hash of a few bytes of a batch's first tensors; 0 without tensors on a CPU."""
     found = 0
-    for x in islice(tensors(batch), 2):
+    for x in islice(find_tensors(batch), 2):
         if x.device.type == "cpu" and x.layout == torch.strided and x.numel():
             few = x.detach().reshape(-1)[:16].contiguous().view(torch.uint8)
             found = zlib.crc32(few.numpy().tobytes(), found)
     return found
 
 
-def example(learner: Learner, e: Experiment, device: str) -> Any:
+def make_example(learner: Learner, e: Experiment, device: str) -> Any:
     """Returns a batch, the same on all ranks, without using random numbers of training.
 
     Training still gets this batch, unless `data` gives each batch only once to all callers.
     """
     with Chance(e.seed):
-        batches = Batches(learner.data, 0, e.ranks, device)
-        batches.restart(e.batch, e.seed, 0)
-        return batches.next()
+        batches = BatchReader(learner.data, 0, e.ranks, device)
+        batches.restart_reading(e.batch, e.seed, 0)
+        return batches.next_batch()
 
 
-def to_device(batch: Any, device: str) -> Any:
+def move_to_device(batch: Any, device: str) -> Any:
     """Moves tensors to `device`, also inside tuples, lists and dicts. Other values stay as they are."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
-        moved = {k: to_device(v, device) for k, v in batch.items()}
+        moved = {k: move_to_device(v, device) for k, v in batch.items()}
         return moved if type(batch) is dict else type(batch)(moved)
     if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
-        return type(batch)(to_device(v, device) for v in batch)
+        return type(batch)(move_to_device(v, device) for v in batch)
     return batch

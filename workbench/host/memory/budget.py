@@ -16,11 +16,11 @@ STEP, BETWEEN, EVALUATED = "in a step", "between two steps", "while the model is
 class OutOfMemory(RuntimeError):
     """Raised if a rank needs more memory on its device than `memory_mb`."""
 
-    lack: Lack | None = None
+    lack: MemoryShortage | None = None
 
 
 @dataclass(frozen=True)
-class Lack:
+class MemoryShortage:
     """Missing memory.
 
     wanted: the experiment that needs it
@@ -36,7 +36,7 @@ class Lack:
     enough: str
     when: str
 
-    def text(self, now: Experiment | None = None, fits: Callable[[str, object], bool] | None = None) -> str:
+    def make_message(self, now: Experiment | None = None, fits: Callable[[str, object], bool] | None = None) -> str:
         """Returns the message, with settings that need less.
 
         now:  the experiment in force
@@ -55,21 +55,21 @@ def require_fits(run: RankView, needed: int, of: Mapping[str, int], when: str) -
     limit_mb = e.memory_mb
     if not limit_mb or needed <= limit_mb * MB:
         return
-    parts = ", ".join(f"{name} {in_mb(nbytes)}" for name, nbytes in of.items() if nbytes >= 0.005 * needed)
-    more = f"memory_mb={in_mb(1.05 * needed)}"
+    parts = ", ".join(f"{name} {format_mb(nbytes)}" for name, nbytes in of.items() if nbytes >= 0.005 * needed)
+    more = f"memory_mb={format_mb(1.05 * needed)}"
     if when != STEP and (run.rank.step == 0 or not when.endswith(EVALUATED)):
-        more = f"a memory_mb above {in_mb(needed)}, and a step may take more"
-    said = f"memory_mb={limit_mb:g}: rank {rank} needs {in_mb(needed)} MB {when} ({parts})"
-    lack = Lack(e, needed, said, more, when)
-    error = OutOfMemory(lack.text())
+        more = f"a memory_mb above {format_mb(needed)}, and a step may take more"
+    said = f"memory_mb={limit_mb:g}: rank {rank} needs {format_mb(needed)} MB {when} ({parts})"
+    lack = MemoryShortage(e, needed, said, more, when)
+    error = OutOfMemory(lack.make_message())
     error.lack = lack
     raise error
 
 
-def in_mb(nbytes: float) -> str:
+def format_mb(nbytes: float) -> str:
     """Returns bytes as MB with 3 significant digits or more, and no exponent.
 
-    >>> in_mb(44_710_000), in_mb(1_234_900_000)
+    >>> format_mb(44_710_000), format_mb(1_234_900_000)
     ('44.7', '1235')
     """
     mb = nbytes / MB

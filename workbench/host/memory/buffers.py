@@ -19,7 +19,7 @@ _MADE: dict[str, Callable[[int, int], int]] = {  # bytes that a collective makes
 }
 
 
-class Buffers:
+class BufferCounter:
     """Bytes that a rank's children hold only in flight: tensors made to send, and received ones.
 
     A collective counts from the request to the end of the child, a message from sending to the end of the step. Lanes
@@ -37,24 +37,24 @@ class Buffers:
         self.stepping = False
         self.measured = False  # also count measuring ops, such as an evaluation's gathered shards
 
-    def take(self, who: Hashable, op: Op) -> None:
+    def note_request(self, who: Hashable, op: Op) -> None:
         """Notes that the child `who` requests a collective."""
         if op.measures and not self.measured:
             return
         room = self.rooms.get(id(op.args[0]))  # ids are reused after a vector is released
         if room is not None and room() is op.args[0] and op.verb == "all_reduce":  # nearly always
             return
-        if nbytes := self._needs(op):
-            self._hold(who, nbytes)
+        if nbytes := self._count_needed(op):
+            self._add_bytes(who, nbytes)
 
-    def _hold(self, who: Hashable, nbytes: int) -> None:
+    def _add_bytes(self, who: Hashable, nbytes: int) -> None:
         with self._lock:
             self._held[who] = self._held.get(who, 0) + nbytes
             self.now += nbytes
             self.most = max(self.most, self.now)
 
-    def give(self, who: Hashable, value: Any = None) -> None:
-        """Notes the end of `who`. Its result counts until a second `give` takes it."""
+    def note_end(self, who: Hashable, value: Any = None) -> None:
+        """Notes the end of `who`. Its result counts until a second call takes it."""
         if self._held and who in self._held:
             kept = value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
             with self._lock:
@@ -62,20 +62,20 @@ class Buffers:
                 if kept:
                     self._held[who] = kept
 
-    def post(self, x: Tensor) -> None:
+    def note_message(self, x: Tensor) -> None:
         """Counts a message's copy, unless a server sends it, outside its steps."""
         if self.stepping:
-            self._hold("messages", x.numel() * x.element_size())
+            self._add_bytes("messages", x.numel() * x.element_size())
 
-    def turn(self, stepping: bool) -> int:
+    def take_peak(self, stepping: bool) -> int:
         """Returns the peak since the last call. stepping: whether a step begins here, or has ended"""
-        self.give("messages")
+        self.note_end("messages")
         self.stepping = stepping
         with self._lock:
             most, self.most = self.most, self.now
         return most
 
-    def _needs(self, op: Op) -> int:
+    def _count_needed(self, op: Op) -> int:
         """Returns the bytes of an op's inputs, unless counted elsewhere, and of its results."""
         x, rank, group = op.args[0], self._run.rank, op.group
         me, size = (rank.id, rank.size) if group is None else (group.index(rank.id), len(group))
@@ -85,9 +85,9 @@ class Buffers:
             return int(width * (rows + rows + sum(row[me] for row in op.args[1])))
         nbytes = x.numel() * x.element_size()
         made = _MADE[op.verb](nbytes, size) if op.verb in _MADE else 0
-        return made + (0 if self._owned(x) else nbytes)
+        return made + (0 if self._is_owned(x) else nbytes)
 
-    def _owned(self, x: Tensor) -> bool:
+    def _is_owned(self, x: Tensor) -> bool:
         where = x.untyped_storage()._cdata
         if where in self.known and self.known[where]() is not None:  # still the same storage
             return True

@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_iter
 
 from workbench.host.core.operators import make_operators_once
-from workbench.host.memory.memory import storage_of
+from workbench.host.memory.memory import get_storage
 
 make_operators_once()
 _READ = torch.ops.aten._local_scalar_dense.default  # reads a number out of a tensor
 
 
-class Following(TorchDispatchMode):
+class StorageTracker(TorchDispatchMode):
     """Inside, each storage that a torch call on this thread makes counts until it is freed.
 
     ranks: how many ranks share one model, if one process computes all stages of a pipeline
@@ -54,19 +54,19 @@ class Following(TorchDispatchMode):
     def __torch_dispatch__(self, func: OpOverload, types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:  # fmt: skip
         kwargs = kwargs or {}
-        self.read = self.read or (self._sizes and _reads(func))
-        if func is _READ and self._sizes and isinstance(args[0], _fake()):
+        self.read = self.read or (self._sizes and _reads_values(func))
+        if func is _READ and self._sizes and isinstance(args[0], _import_fake_class()):
             return 0.0 if args[0].is_floating_point() else 0
         made = func(*args, **kwargs)
-        if not self.aside and _makes(func):
-            given = {where for x in _tensors((args, kwargs)) if (where := _where(x))}
-            for x in _tensors(made):
-                if _where(x) not in given:
-                    self.take(x)
+        if not self.aside and _makes_storage(func):
+            given = {where for x in _find_tensors((args, kwargs)) if (where := _identify_storage(x))}
+            for x in _find_tensors(made):
+                if _identify_storage(x) not in given:
+                    self.count_tensor(x)
         return made
 
     @contextmanager
-    def standing_aside(self) -> Iterator[None]:
+    def pause_counting(self) -> Iterator[None]:
         """Inside, new storages do not count."""
         was, self.aside = self.aside, True
         try:
@@ -74,82 +74,82 @@ class Following(TorchDispatchMode):
         finally:
             self.aside = was
 
-    def take(self, x: Tensor, rank: int | None = None) -> None:
+    def count_tensor(self, x: Tensor, rank: int | None = None) -> None:
         """Counts a tensor until it is freed, for `rank` or for the ranks that compute now."""
-        storage, rank = storage_of(x), self.at if rank is None else rank
+        storage, rank = get_storage(x), self.at if rank is None else rank
         if storage is None:
             return
-        self._settle()
+        self._subtract_freed()
         for who in range(len(self._now)) if rank is None else (rank,):
             key, nbytes = (who, storage._cdata), storage.nbytes()
             if key not in self._there:
-                self._there[key] = weakref.ref(storage, partial(self._let_go, key, nbytes))
+                self._there[key] = weakref.ref(storage, partial(self._note_freed, key, nbytes))
                 self._now[who] += nbytes
                 if self._now[who] > self.most[who]:
                     self.most[who] = self._now[who]
                     if self._rises is not None:
                         self._rises()
 
-    def _settle(self) -> None:
+    def _subtract_freed(self) -> None:
         while self._gone:
             who, nbytes = self._gone.pop()
             self._now[who] -= nbytes
 
     @contextmanager
-    def apart(self) -> Iterator[list[int]]:
+    def measure_apart(self) -> Iterator[list[int]]:
         """Yields a list; on exit it receives, by rank, the peak bytes inside beyond those before."""
-        self._settle()
+        self._subtract_freed()
         before, most, beyond = list(self._now), self.most, list[int]()
         self.most = list(before)
         yield beyond
         beyond += [now - then for now, then in zip(self.most, before, strict=True)]
         self.most = [max(both) for both in zip(most, self.most, strict=True)]
 
-    def again(self, beyond: list[int]) -> None:
+    def count_repetition(self, beyond: list[int]) -> None:
         """Counts a repetition of a computation with these peaks that leaves nothing behind."""
-        self._settle()
+        self._subtract_freed()
         self.most = [max(n, now + more) for n, now, more in zip(self.most, self._now, beyond, strict=True)]
 
-    def counts(self, x: Tensor) -> bool:
+    def has_counted(self, x: Tensor) -> bool:
         """Whether a call has made this tensor."""
-        where = _where(x)
+        where = _identify_storage(x)
         return any(key[1] == where for key in self._there)
 
-    def _let_go(self, key: tuple[int, int], nbytes: int, _: object = None) -> None:
+    def _note_freed(self, key: tuple[int, int], nbytes: int, _: object = None) -> None:
         if self._there.pop(key, None) is not None:
             self._gone.append((key[0], nbytes))
 
 
-def arrived(x: Any) -> None:
+def count_arrived(x: Any) -> None:
     """Counts tensors from another rank in `x`, for the ranks that compute now."""
     for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, Following):
-            for one in _tensors(x):
-                mode.take(one)
+        if isinstance(mode, StorageTracker):
+            for one in _find_tensors(x):
+                mode.count_tensor(one)
 
 
-def _makes(func: OpOverload) -> bool:
+def _makes_storage(func: OpOverload) -> bool:
     """Whether a call makes a tensor that is not a view of another."""
     return any(made.alias_info is None for made in func._schema.returns)
 
 
-def _reads(func: OpOverload) -> bool:
+def _reads_values(func: OpOverload) -> bool:
     """Whether values decide a call's result or its size."""
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
-def _tensors(thing: Any) -> Iterator[Tensor]:
+def _find_tensors(thing: Any) -> Iterator[Tensor]:
     return (x for x in tree_iter(thing) if isinstance(x, Tensor))
 
 
-def _where(x: Tensor) -> int:
+def _identify_storage(x: Tensor) -> int:
     """Returns an identifier of a tensor's storage; 0 if it has none."""
-    storage = storage_of(x)
+    storage = get_storage(x)
     return 0 if storage is None else int(storage._cdata)
 
 
 @cache
-def _fake() -> type[Tensor]:
+def _import_fake_class() -> type[Tensor]:
     """Returns the class of tensors with a device but no values; its import is slow."""
     from torch._subclasses.fake_tensor import FakeTensor
 

@@ -18,19 +18,19 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from workbench.host.placement import absent
-from workbench.host.placement.layout import Layout, Place
+from workbench.host.placement.layout import ParameterLayout, ParameterPlace
 from workbench.rank import Handle, Memory
 
 Storages = dict[int, UntypedStorage]  # storages by address
 Alive = list[tuple[weakref.ref[UntypedStorage], int]]  # weak references to storages, and their bytes
-LOOKS = 8  # most recounts of gradients in a backward, if buckets release them
+MAX_LOOKS = 8  # most recounts of gradients in a backward, if buckets release them
 _BARE = str | bytes | int | float | type | FunctionType | ModuleType | None  # without content
 _NUMBERS = {int, float, bool, str, type(None)}  # the most frequent of these
 _SAVED = "_raw_saved_"
 _slots: dict[type, list[str]] = {}  # by type of node, its attributes for saved tensors
 
 
-def packed(x: Tensor) -> Tensor:
+def pack_tensor(x: Tensor) -> Tensor:
     """Returns what a saved-tensor hook gives autograd to keep `x` unchanged.
 
     An operation that saves its own result would keep itself alive until the backward. Only without hooks does torch
@@ -39,17 +39,17 @@ def packed(x: Tensor) -> Tensor:
     return x if x.grad_fn is None else x.detach()
 
 
-def tensors(thing: Any) -> Iterator[Tensor]:
+def find_tensors(thing: Any) -> Iterator[Tensor]:
     """Yields the tensors in `thing`, in lists, tuples, sets, dicts and plain objects at any depth."""
-    return (x for x in _within(thing) if isinstance(x, Tensor))
+    return (x for x in _walk_objects(thing) if isinstance(x, Tensor))
 
 
-def memories(thing: Any) -> list[Memory]:
+def find_memories(thing: Any) -> list[Memory]:
     """Returns the Memory objects in `thing`, which may still be empty."""
-    return [x for x in _within(thing) if isinstance(x, Memory)]
+    return [x for x in _walk_objects(thing) if isinstance(x, Memory)]
 
 
-def _within(thing: Any) -> Iterator[Any]:
+def _walk_objects(thing: Any) -> Iterator[Any]:
     """Yields every object reachable from `thing`, once."""
     todo, seen = deque([thing]), set()
     while todo:
@@ -60,10 +60,10 @@ def _within(thing: Any) -> Iterator[Any]:
         seen.add(id(x))
         yield x
         if not is_tensor:
-            todo += [y for y in _inside(x) if type(y) not in _NUMBERS]  # a rank may have thousands, one per rank
+            todo += [y for y in _list_members(x) if type(y) not in _NUMBERS]  # a rank may have thousands, one per rank
 
 
-def _inside(x: Any) -> Iterable[Any]:
+def _list_members(x: Any) -> Iterable[Any]:
     if isinstance(x, dict):
         return x.values()
     if isinstance(x, list | tuple | set | frozenset | deque):
@@ -76,57 +76,59 @@ def _inside(x: Any) -> Iterable[Any]:
     return [*slots, *getattr(x, "__dict__", {}).values()]
 
 
-def storages(thing: Any) -> Storages:
+def find_storages(thing: Any) -> Storages:
     """Returns every storage of the tensors in `thing`."""
-    every = map(storage_of, tensors(thing))
+    every = map(get_storage, find_tensors(thing))
     return {storage._cdata: storage for storage in every if storage is not None}
 
 
-def storage_of(x: Tensor) -> UntypedStorage | None:
+def get_storage(x: Tensor) -> UntypedStorage | None:
     """Returns a tensor's storage; None if it has none, as a sparse tensor."""
     x = getattr(x, "_local_tensor", x)  # the local part of torch's DTensor
     return x.untyped_storage() if x.layout == torch.strided else None
 
 
-def nbytes(found: Storages) -> int:
+def count_bytes(found: Storages) -> int:
     """Returns the bytes of these storages."""
     return sum(storage.nbytes() for storage in found.values())
 
 
-def watched(found: Storages) -> Alive:
+def watch_storages(found: Storages) -> Alive:
     """Returns weak references to these storages, with their bytes."""
     return [(weakref.ref(storage), storage.nbytes()) for storage in found.values()]
 
 
-def parameters(model: nn.Module, layout: Layout, followed: Iterable[Tensor] | None = None) -> Storages:
+def find_parameters(model: nn.Module, layout: ParameterLayout, followed: Iterable[Tensor] | None = None) -> Storages:
     """Returns a model's parameters, frozen ones too, and its running statistics.
 
     followed: parameters that are here and another rank trains; None: every parameter that is not absent
     """
     mine = {id(place.param) for place in layout.order}
-    others: list[Tensor] = [p for p in model.parameters() if id(p) not in mine and not isinstance(p, absent.Absent)]
+    others: list[Tensor] = [
+        p for p in model.parameters() if id(p) not in mine and not isinstance(p, absent.UnmaterializedParameter)
+    ]
     if followed is not None:
         others = [*followed, *(p for p in others if not p.requires_grad)]
-    return storages([layout.weights, others, list(model.buffers())])
+    return find_storages([layout.weights, others, list(model.buffers())])
 
 
-def gradients(layout: Layout) -> Storages:
+def find_gradients(layout: ParameterLayout) -> Storages:
     """Returns the gradients, and the memory that buckets keep for them."""
     kept = [bucket.kept for bucket in layout.buckets]
-    return storages([[place.param.grad for place in layout.order], rooms(layout), kept])
+    return find_storages([[place.param.grad for place in layout.order], list_bucket_vectors(layout), kept])
 
 
-def rooms(layout: Layout) -> list[Tensor]:
+def list_bucket_vectors(layout: ParameterLayout) -> list[Tensor]:
     """Returns the vectors of buckets with several parameters; a lone parameter's gradient needs none."""
     return [bucket.data for bucket in layout.buckets if len(bucket.parts) > 1] if layout.roomy else []
 
 
-def optimizer_state(optimizer: Optimizer) -> Storages:
+def find_optimizer_state(optimizer: Optimizer) -> Storages:
     """Returns an optimizer's state, step counters included."""
-    return storages(dict(optimizer.state))
+    return find_storages(dict(optimizer.state))
 
 
-def nodes(losses: Iterable[Tensor]) -> Iterator[Node]:
+def walk_nodes(losses: Iterable[Tensor]) -> Iterator[Node]:
     """Yields each node of the losses' graph once."""
     todo, seen = [loss.grad_fn for loss in losses], set()
     while todo:
@@ -138,17 +140,17 @@ def nodes(losses: Iterable[Tensor]) -> Iterator[Node]:
         yield node
 
 
-def saved(losses: Iterable[Tensor]) -> Storages:
+def find_saved(losses: Iterable[Tensor]) -> Storages:
     """Returns the storages that autograd keeps for the backward of `losses`."""
     found: Storages = {}
-    for node in nodes(losses):
-        for kept in _kept(node):
+    for node in walk_nodes(losses):
+        for kept in _list_kept(node):
             if isinstance(kept, Tensor | list | tuple | dict):
-                found |= storages(kept)
+                found |= find_storages(kept)
     return found
 
 
-def _kept(node: Node) -> Iterator[Any]:
+def _list_kept(node: Node) -> Iterator[Any]:
     """Yields the tensors that a node saves, or what a hook packed instead; it unpacks nothing."""
     kind = type(node)
     if kind not in _slots:
@@ -162,22 +164,22 @@ def _kept(node: Node) -> Iterator[Any]:
             continue
 
 
-def every(layout: Layout) -> int:
+def count_look_interval(layout: ParameterLayout) -> int:
     """Returns the number of gradients between two looks in a backward."""
-    return -(-len(layout.order) // LOOKS)
+    return -(-len(layout.order) // MAX_LOOKS)
 
 
-def alive(kept: Alive) -> int:
+def count_alive_bytes(kept: Alive) -> int:
     """Returns the bytes of the storages that still exist."""
     return sum(nbytes for storage, nbytes in kept if storage() is not None)
 
 
-def coming(layout: Layout, exchanged: bool) -> Callable[[Place], int]:
+def make_gradient_counter(layout: ParameterLayout, exchanged: bool) -> Callable[[ParameterPlace], int]:
     """Returns a function of a Place: the bytes that its gradient adds, 0 if it has one."""
     there = {place.name for place in layout.order if place.param.grad is not None}
-    return lambda place: 0 if place.name in there else came(place, exchanged)
+    return lambda place: 0 if place.name in there else count_gradient_bytes(place, exchanged)
 
 
-def came(place: Place, exchanged: bool) -> int:
+def count_gradient_bytes(place: ParameterPlace, exchanged: bool) -> int:
     """Returns a gradient's bytes beyond its bucket's memory. Autograd frees its own copy."""
     return 0 if exchanged and not place.alone else place.numel * place.param.element_size()

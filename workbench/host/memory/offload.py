@@ -16,26 +16,26 @@ import torch
 from torch import Tensor, clone
 from torch.optim import Optimizer
 
-from workbench.host.memory.scratch import Extent, Scratch
-from workbench.host.placement.layout import Layout
-from workbench.host.placement.slots import Settings, remembered, step_apart
+from workbench.host.memory.scratch import FileExtent, ScratchFile
+from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.slots import Settings, step_apart, swap_bucket_slots
 from workbench.rank import Bucket, Op, StrategyError
 
-LANES = ("offload", "fetch")  # lanes that do not use the network
+OFFLOAD_LANES = ("offload", "fetch")  # lanes that do not use the network
 Key = tuple[str, str]  # a parameter's name and a slot
-VALUES = "", "values"  # the key of parameters or of gradients
+VALUES_KEY = "", "values"  # the key of parameters or of gradients
 Held = dict[Key, Any]  # tensors, and whatever else an optimizer keeps
 Devices = dict[Key, torch.device]
 Hops = list[tuple[str, int]]  # ("host" or "disk", bytes) of each hop, to or from there
 
 
-def named(op: Op) -> str:
+def name_span(op: Op) -> str:
     """Returns the name of an `offload`'s or a `fetch`'s Span, on both hosts."""
     shard, what, to = op.args[:3]
     return f"{op.verb} {what} {shard.index if shard.index >= 0 else ~shard.index} to {to}"
 
 
-class Item(NamedTuple):
+class OffloadedItem(NamedTuple):
     """State kept away: tensors and other values by name.
 
     devices: the original devices of its tensors
@@ -47,10 +47,10 @@ class Item(NamedTuple):
     values: Held
     devices: Devices
     nbytes: int
-    extent: Extent | None = None
+    extent: FileExtent | None = None
 
 
-class Offloaded:
+class OffloadStore:
     """The state that one rank keeps away from its device.
 
     out:  copies a tensor of the device into the host's memory
@@ -60,15 +60,15 @@ class Offloaded:
     def __init__(self, out: Callable[[Tensor], Tensor] = clone,
                  into: Callable[[Tensor, torch.device], Tensor] = lambda x, device: x.clone()) -> None:  # fmt: skip
         self._out, self._into = out, into
-        self._items: dict[tuple[str, int], Item] = {}
-        self._scratch = Scratch()
+        self._items: dict[tuple[str, int], OffloadedItem] = {}
+        self._scratch = ScratchFile()
         self._lock = threading.Lock()
         self._now: Counter[str] = Counter()  # bytes by place
         self._most: Counter[str] = Counter()
 
     # -- amounts --
 
-    def turn(self) -> dict[str, int]:
+    def take_peaks(self) -> dict[str, int]:
         """Returns the peak bytes since the last call, by place."""
         with self._lock:
             if not self._most and not self._now:  # nearly always; a Counter is slow to make
@@ -77,153 +77,164 @@ class Offloaded:
         return dict(most)
 
     @property
-    def count(self) -> int:
+    def item_count(self) -> int:
         """How many items are kept away."""
         return len(self._items)
 
-    def has(self, what: str) -> bool:
+    def has_kind(self, what: str) -> bool:
         """Whether state of this kind is kept away."""
         return any(kind == what for kind, _ in self._items)
 
-    def remembers(self) -> set[str]:
+    def list_slots(self) -> set[str]:
         """Returns the slots that are kept away: "exp_avg/NAME"."""
         found = [{*item.values, *item.devices} for (what, _), item in self._items.items() if what == "optimizer state"]
         return {f"{slot}/{name}" for keys in found for name, slot in keys}
 
-    def aside(self) -> None:
+    def renumber_items(self) -> None:
         """Before buckets are cut again: renumbers the items of the old buckets as ~index."""
         self._items = {(what, ~index): item for (what, index), item in self._items.items()}
 
-    def forget(self) -> None:
+    def drop_old_items(self) -> None:
         """Drops the remaining items of old buckets: shards of no elements."""
         for what, index in [key for key in self._items if key[1] < 0]:
-            self._drop(what, index)
+            self._drop_item(what, index)
 
-    def values(self, index: int) -> Tensor | None:
+    def read_parameters(self, index: int) -> Tensor | None:
         """Returns this rank's shard of a bucket's parameters, if it is kept away."""
         item = self._items.get(("parameters", index))
         if item is None:
             return None
-        found: Tensor = self._read(item)[VALUES]
+        found: Tensor = self._read_item(item)[VALUES_KEY]
         return found
 
     # -- away and back --
 
-    def send(self, layout: Layout, optimizer: Optimizer, shard: Bucket, what: str, where: str) -> Hops:
+    def offload_state(
+        self, layout: ParameterLayout, optimizer: Optimizer, shard: Bucket, what: str, where: str
+    ) -> Hops:
         """Stores `what` of this shard on "host" or "disk". Returns the hops of its bytes."""
         item = self._items.get((what, shard.index))
         if item is not None:
-            return self._moved(shard.index, what, item, where)
-        found = self._taken(layout, optimizer, shard, what)
+            return self._move_item(shard.index, what, item, where)
+        found = self._take_state(layout, optimizer, shard, what)
         devices = {key: x.device for key, x in found.items() if isinstance(x, Tensor)}
         held = {key: self._out(x) if isinstance(x, Tensor) else x for key, x in found.items()}
-        nbytes = _nbytes(held)
-        self._keep(what, shard.index, held, devices, where)
+        nbytes = _count_bytes(held)
+        self._store_item(what, shard.index, held, devices, where)
         return [("host", nbytes), *([("disk", nbytes)] if where == "disk" else [])]
 
-    def bring(self, layout: Layout, optimizer: Optimizer, shard: Bucket, what: str, where: str,
+    def fetch_state(self, layout: ParameterLayout, optimizer: Optimizer, shard: Bucket, what: str, where: str,
               keep: bool) -> tuple[Tensor | None, Hops]:  # fmt: skip
         """Brings `what` of this shard to "host" or "device". Returns (n,) values for the device, and the hops.
 
         keep: leave a copy in the old place
         """
-        item = self._item(what, shard)
+        item = self._find_item(what, shard)
         hops: Hops = [("disk", item.nbytes)] if item.where == "disk" else []
         if where == "host":
-            return None, self._moved(shard.index, what, item, "host")
-        values = self._read(item)
+            return None, self._move_item(shard.index, what, item, "host")
+        values = self._read_item(item)
         values = {key: self._into(x, item.devices[key]) if isinstance(x, Tensor) else x for key, x in values.items()}
         if not keep:
-            self._drop(what, shard.index)
+            self._drop_item(what, shard.index)
         if what == "optimizer state":
-            self._give(layout, optimizer, shard, values)
-        return values.get(VALUES), [*hops, ("host", item.nbytes)]
+            self._return_slots(layout, optimizer, shard, values)
+        return values.get(VALUES_KEY), [*hops, ("host", item.nbytes)]
 
-    def step(self, layout: Layout, optimizer: Optimizer, shard: Bucket, settings: Settings,
+    def step_shard(self, layout: ParameterLayout, optimizer: Optimizer, shard: Bucket, settings: Settings,
              unused: Collection[str] = ()) -> None:  # fmt: skip
         """Makes one optimizer step of this shard in the host's memory, and uses up its gradients.
 
         unused: names of parameters that no rank used: they are not stepped
         """
-        values, grads = (self._in_memory(what, shard)[VALUES] for what in ("parameters", "gradients"))
-        state = self._in_memory("optimizer state", shard)
-        stepped = self._stepped(layout, optimizer, shard, values, grads, state, settings, unused)
-        home = self._items["parameters", shard.index].devices[VALUES]
+        values, grads = (self._require_in_memory(what, shard)[VALUES_KEY] for what in ("parameters", "gradients"))
+        state = self._require_in_memory("optimizer state", shard)
+        stepped = self._step_values(layout, optimizer, shard, values, grads, state, settings, unused)
+        home = self._items["parameters", shard.index].devices[VALUES_KEY]
         devices = {key: home if x.numel() > 1 or values.numel() == 1 else x.device  # counters stay on the host
                    for key, x in stepped.items() if isinstance(x, Tensor)}  # fmt: skip
-        self._drop("gradients", shard.index)
-        self._drop("optimizer state", shard.index)
-        self._keep("optimizer state", shard.index, stepped, devices, "host")
+        self._drop_item("gradients", shard.index)
+        self._drop_item("optimizer state", shard.index)
+        self._store_item("optimizer state", shard.index, stepped, devices, "host")
 
     # -- internals --
 
-    def _item(self, what: str, shard: Bucket) -> Item:
+    def _find_item(self, what: str, shard: Bucket) -> OffloadedItem:
         item = self._items.get((what, shard.index))
         if item is None:
             raise StrategyError(f"{what} of {shard.name} are not kept away from the device: `rank.offload` them first")
         return item
 
-    def _in_memory(self, what: str, shard: Bucket) -> Held:
-        item = self._item(what, shard)
+    def _require_in_memory(self, what: str, shard: Bucket) -> Held:
+        item = self._find_item(what, shard)
         if item.where != "host":
             raise StrategyError(f"{what} of {shard.name} lie on the {item.where}: `rank.fetch` them to the host first")
         return item.values
 
-    def _taken(self, layout: Layout, optimizer: Optimizer, shard: Bucket, what: str) -> Held:
+    def _take_state(self, layout: ParameterLayout, optimizer: Optimizer, shard: Bucket, what: str) -> Held:
         """Takes state from the device, which loses it, except for parameters."""
         if what == "parameters":
-            start = shard.offset - layout.lies(shard.index).offset - layout.begins[shard.index]
-            return {VALUES: layout.weights[shard.index][start : start + shard.data.numel()]}
+            start = shard.offset - layout.weight_bucket(shard.index).offset - layout.begins[shard.index]
+            return {VALUES_KEY: layout.weights[shard.index][start : start + shard.data.numel()]}
         if what == "gradients":
             grads, bucket = shard.data, layout.buckets[shard.index]
             shard.data, bucket.kept = grads.new_zeros(1).expand(grads.numel()), None
-            layout.let_go(shard.index)
-            return {VALUES: grads}
-        return self._remembered(layout, optimizer, shard)
+            layout.release_gradients(shard.index)
+            return {VALUES_KEY: grads}
+        return self._take_slots(layout, optimizer, shard)
 
-    def _remembered(self, layout: Layout, optimizer: Optimizer, shard: Bucket) -> Held:
-        return remembered(layout, optimizer, shard.index)
+    def _take_slots(self, layout: ParameterLayout, optimizer: Optimizer, shard: Bucket) -> Held:
+        return swap_bucket_slots(layout, optimizer, shard.index)
 
-    def _give(self, layout: Layout, optimizer: Optimizer, shard: Bucket, values: Held) -> None:
-        remembered(layout, optimizer, shard.index, values)
+    def _return_slots(self, layout: ParameterLayout, optimizer: Optimizer, shard: Bucket, values: Held) -> None:
+        swap_bucket_slots(layout, optimizer, shard.index, values)
 
-    def _stepped(self, layout: Layout, optimizer: Optimizer, shard: Bucket, values: Tensor, grads: Tensor, state: Held,
-                 by: Settings, unused: Collection[str]) -> Held:  # fmt: skip
+    def _step_values(
+        self,
+        layout: ParameterLayout,
+        optimizer: Optimizer,
+        shard: Bucket,
+        values: Tensor,
+        grads: Tensor,
+        state: Held,
+        by: Settings,
+        unused: Collection[str],
+    ) -> Held:
         return step_apart(layout, optimizer, shard, values, grads, state, by, unused)
 
-    def _moved(self, index: int, what: str, item: Item, where: str) -> Hops:
+    def _move_item(self, index: int, what: str, item: OffloadedItem, where: str) -> Hops:
         """Moves an item between the host's memory and the disk."""
         if item.where == where:
             return []
-        values = self._read(item)
-        self._drop(what, index)
-        self._keep(what, index, values, item.devices, where)
+        values = self._read_item(item)
+        self._drop_item(what, index)
+        self._store_item(what, index, values, item.devices, where)
         return [("disk", item.nbytes)]
 
-    def _keep(self, what: str, index: int, held: Held, devices: Devices, where: str) -> None:
-        nbytes, extent = _nbytes(held), None
+    def _store_item(self, what: str, index: int, held: Held, devices: Devices, where: str) -> None:
+        nbytes, extent = _count_bytes(held), None
         if where == "disk" and devices and not next(held[key] for key in devices).is_meta:
-            extent = self._scratch.write([held[key] for key in devices])
+            extent = self._scratch.write_tensors([held[key] for key in devices])
             held = {key: x for key, x in held.items() if key not in devices}
-        self._items[what, index] = Item(where, held, devices, nbytes, extent)
-        self._count(where, nbytes)
+        self._items[what, index] = OffloadedItem(where, held, devices, nbytes, extent)
+        self._add_bytes(where, nbytes)
 
-    def _read(self, item: Item) -> Held:
+    def _read_item(self, item: OffloadedItem) -> Held:
         if item.extent is None:
             return item.values
-        return item.values | dict(zip(item.devices, self._scratch.read(item.extent), strict=True))
+        return item.values | dict(zip(item.devices, self._scratch.read_tensors(item.extent), strict=True))
 
-    def _drop(self, what: str, index: int) -> None:
+    def _drop_item(self, what: str, index: int) -> None:
         item = self._items.pop((what, index))
         if item.extent is not None:
-            self._scratch.free(item.extent)
-        self._count(item.where, -item.nbytes)
+            self._scratch.free_extent(item.extent)
+        self._add_bytes(item.where, -item.nbytes)
 
-    def _count(self, where: str, nbytes: int) -> None:
+    def _add_bytes(self, where: str, nbytes: int) -> None:
         with self._lock:
             self._now[where] += nbytes
             self._most[where] = max(self._most[where], self._now[where])
 
 
-def _nbytes(held: Held) -> int:
+def _count_bytes(held: Held) -> int:
     return sum(x.numel() * x.element_size() for x in held.values() if isinstance(x, Tensor))

@@ -10,13 +10,20 @@ from functools import partial
 from torch import Tensor, UntypedStorage
 from torch.utils.hooks import RemovableHandle
 
-from workbench.host.memory.memory import Alive, every, gradients, nbytes, nodes, storage_of
-from workbench.host.placement.layout import Layout, Place
+from workbench.host.memory.memory import (
+    Alive,
+    count_bytes,
+    count_look_interval,
+    find_gradients,
+    get_storage,
+    walk_nodes,
+)
+from workbench.host.placement.layout import ParameterLayout, ParameterPlace
 
 Ends = tuple[Tensor | None, ...]
 
 
-class Hooks:
+class GraphHooks:
     """Hooks at the end of each node of a loss's graph, which call the listener of a backward.
 
     Nodes that accumulate a parameter's gradient get no hook, because autograd would then copy the gradient.
@@ -26,14 +33,16 @@ class Hooks:
         self._removers: list[RemovableHandle] = []
         self._heard: Callable[[Ends, Ends], None] | None = None
 
-    def follow(self, losses: Iterable[Tensor]) -> None:
+    def hook_graphs(self, losses: Iterable[Tensor]) -> None:
         """Replaces the hooks by new ones on the graphs of these losses."""
         while self._removers:
             self._removers.pop().remove()
-        self._removers = [node.register_hook(self._end) for node in nodes(losses) if not hasattr(node, "variable")]
+        self._removers = [
+            node.register_hook(self._on_node_end) for node in walk_nodes(losses) if not hasattr(node, "variable")
+        ]
 
     @contextmanager
-    def heard(self, passing: Passing) -> Iterator[Passing]:
+    def listen_to_backward(self, passing: BackwardMeter) -> Iterator[BackwardMeter]:
         """Inside, a backward runs, and `passing` listens to it."""
         try:
             with passing:
@@ -42,12 +51,12 @@ class Hooks:
         finally:
             self._heard = None
 
-    def _end(self, handed: Ends, given: Ends) -> None:
+    def _on_node_end(self, handed: Ends, given: Ends) -> None:
         if self._heard is not None:
             self._heard(handed, given)
 
 
-class Passing:
+class BackwardMeter:
     """Looks at every node of the graph as it ends, when the gradients on both sides exist.
 
     activations: (weak reference, bytes) of the tensors that the backward will free
@@ -59,7 +68,7 @@ class Passing:
     `comes` says. If buckets release gradients during the backward, gradients are recounted up to LOOKS times.
     """
 
-    def __init__(self, layout: Layout, activations: Alive, comes: Callable[[Place], int]) -> None:
+    def __init__(self, layout: ParameterLayout, activations: Alive, comes: Callable[[ParameterPlace], int]) -> None:
         self._layout, self._comes = layout, comes
         self._activations = activations
         self._lies: dict[int, weakref.ref[UntypedStorage]] = {}  # storages from before the backward
@@ -71,16 +80,16 @@ class Passing:
         self.looks: list[tuple[int, int]] = []
         self.most = 0
 
-    def __enter__(self) -> Passing:
-        there = gradients(self._layout)
-        self._lies, self._before = {where: weakref.ref(s) for where, s in there.items()}, nbytes(there)
+    def __enter__(self) -> BackwardMeter:
+        there = find_gradients(self._layout)
+        self._lies, self._before = {where: weakref.ref(s) for where, s in there.items()}, count_bytes(there)
         del there
         for storage, _ in self._activations:
-            self._watch(storage())
+            self._watch_storage(storage())
         for place in self._layout.order:
             if not place.param.requires_grad:  # frozen since then; torch refuses a hook on it
                 continue
-            hook = place.param.register_post_accumulate_grad_hook(lambda _, place=place: self._take(place))
+            hook = place.param.register_post_accumulate_grad_hook(lambda _, place=place: self._count_gradient(place))
             self._removers.append(hook)
         return self
 
@@ -89,17 +98,17 @@ class Passing:
             remover.remove()
         self._there.clear()
 
-    def _watch(self, storage: UntypedStorage | None) -> None:
+    def _watch_storage(self, storage: UntypedStorage | None) -> None:
         """Counts a storage until it is freed."""
         if storage is None or storage._cdata in self._there:
             return
         where, size = storage._cdata, storage.nbytes()
         if where in self._lies and self._lies[where]() is not None:
             return
-        self._there[where] = weakref.ref(storage, partial(self._let_go, where, size))
+        self._there[where] = weakref.ref(storage, partial(self._forget_storage, where, size))
         self._now += size
 
-    def _let_go(self, where: int, size: int, _: object = None) -> None:
+    def _forget_storage(self, where: int, size: int, _: object = None) -> None:
         if self._there.pop(where, None) is not None:
             self._gone.append(size)
 
@@ -107,10 +116,10 @@ class Passing:
         """Counts the gradients that an ended node received (`given`) and passes on (`handed`)."""
         for x in (*handed, *given):
             if x is not None:
-                self._watch(storage_of(x))
-        self._look()
+                self._watch_storage(get_storage(x))
+        self._note_peak()
 
-    def _look(self) -> None:
+    def _note_peak(self) -> None:
         while self._gone:
             self._now -= self._gone.pop()
         count = len(self.names)
@@ -120,13 +129,13 @@ class Passing:
             self.looks.append((count, self._now))
         self.most = max(self.most, self._came + self._now)
 
-    def _take(self, place: Place) -> None:
+    def _count_gradient(self, place: ParameterPlace) -> None:
         """Counts a new gradient of a parameter. It may be the tensor that a node returned."""
-        if place.param.grad is not None and (storage := storage_of(place.param.grad)) is not None:
-            self._let_go(storage._cdata, storage.nbytes())
+        if place.param.grad is not None and (storage := get_storage(place.param.grad)) is not None:
+            self._forget_storage(storage._cdata, storage.nbytes())
         self.names.append(place.name)
         if not self._layout.gives_back:
             self._came += self._comes(place)
-        elif len(self.names) % every(self._layout) == 0:
-            self._came = nbytes(gradients(self._layout)) - self._before
-        self._look()
+        elif len(self.names) % count_look_interval(self._layout) == 0:
+            self._came = count_bytes(find_gradients(self._layout)) - self._before
+        self._note_peak()

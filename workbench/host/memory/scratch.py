@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ALIGN = 16  # bytes: alignment of tensors, for views of the buffer
+ALIGN_BYTES = 16  # bytes: alignment of tensors, for views of the buffer
 
 
-class Extent(NamedTuple):
+class FileExtent(NamedTuple):
     """Tensors in the file, one after the other.
 
     pieces: each tensor's shape, dtype, and first byte in the extent
@@ -30,7 +30,7 @@ class Extent(NamedTuple):
     pieces: tuple[tuple[torch.Size, torch.dtype, int], ...]
 
 
-class Scratch:
+class ScratchFile:
     """One rank's file, created at the first write in the directory for temporary files (TMPDIR).
 
     It has no name, so it disappears with this object or its process. Threads may access different extents at once.
@@ -43,12 +43,12 @@ class Scratch:
         self._end = self._used = 0  # bytes of the file; extents in use
         self._free: dict[int, list[int]] = defaultdict(list)  # free extents by length
 
-    def write(self, tensors: list[Tensor]) -> Extent:
+    def write_tensors(self, tensors: list[Tensor]) -> FileExtent:
         """Writes tensors from the host's memory into a free extent, and syncs them."""
         pieces, nbytes = list[tuple[torch.Size, torch.dtype, int]](), 0
         for x in tensors:
             pieces.append((x.shape, x.dtype, nbytes))
-            nbytes += -(-x.numel() * x.element_size() // ALIGN) * ALIGN
+            nbytes += -(-x.numel() * x.element_size() // ALIGN_BYTES) * ALIGN_BYTES
         joined = torch.zeros(nbytes, dtype=torch.uint8)
         for x, (_, _, begin) in zip(tensors, pieces, strict=True):
             own = x.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -62,28 +62,28 @@ class Scratch:
             at = holes.pop() if holes else self._end
             self._used += 1
             self._end = max(self._end, at + nbytes)
-        left, to = _bytes(joined), at
+        left, to = _view_bytes(joined), at
         while left:
             done = os.pwrite(self._fd, left, to)
             left, to = left[done:], to + done
         os.fdatasync(self._fd)
-        self._forget(at, nbytes)
-        return Extent(at, nbytes, tuple(pieces))
+        self._drop_pages(at, nbytes)
+        return FileExtent(at, nbytes, tuple(pieces))
 
-    def read(self, place: Extent) -> list[Tensor]:
+    def read_tensors(self, place: FileExtent) -> list[Tensor]:
         """Returns the tensors of an extent, in new memory of the host."""
         joined = torch.empty(place.nbytes, dtype=torch.uint8)
-        left, at = _bytes(joined), place.at
+        left, at = _view_bytes(joined), place.at
         while left:
             done = os.preadv(self._fd, [left], at)
             if not done:
                 raise OSError(f"the file of what is kept on disk ends before byte {at}")
             left, at = left[done:], at + done
-        self._forget(place.at, place.nbytes)
+        self._drop_pages(place.at, place.nbytes)
         return [joined[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
                 for shape, dtype, begin in place.pieces]  # fmt: skip
 
-    def free(self, place: Extent) -> None:
+    def free_extent(self, place: FileExtent) -> None:
         """Releases an extent, for other tensors."""
         with self._lock:
             self._free[place.nbytes].append(place.at)
@@ -93,11 +93,11 @@ class Scratch:
                 self._end = 0
                 os.ftruncate(self._fd, 0)
 
-    def _forget(self, at: int, nbytes: int) -> None:
+    def _drop_pages(self, at: int, nbytes: int) -> None:
         if hasattr(os, "posix_fadvise"):  # not on every system
             os.posix_fadvise(self._fd, at, nbytes, os.POSIX_FADV_DONTNEED)
 
 
-def _bytes(x: Tensor) -> memoryview:
+def _view_bytes(x: Tensor) -> memoryview:
     """Returns a tensor's memory as bytes. Writing into them changes the tensor."""
     return memoryview(x.numpy())  # type: ignore[arg-type]

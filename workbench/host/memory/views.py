@@ -17,7 +17,7 @@ class KeptWeights(Protocol):
     def kept(self) -> list[Tensor]: ...
 
 
-class InFlight(Protocol):
+class InFlightView(Protocol):
     """Micro-batches in flight. stashed: what they keep besides their activations"""
 
     @property
@@ -26,7 +26,7 @@ class InFlight(Protocol):
     def versions(self) -> KeptWeights: ...
 
 
-class Sharded(Protocol):
+class ShardedView(Protocol):
     """Whether parameters are in shards now."""
 
     @property
@@ -37,6 +37,6 @@ class AccountView(RankView, Protocol):
     """A rank whose bytes are counted."""
 
     @property
-    def flow(self) -> InFlight: ...
+    def flow(self) -> InFlightView: ...
     @property
-    def reading(self) -> Sharded: ...
+    def reading(self) -> ShardedView: ...

@@ -16,8 +16,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from workbench.host.observe.factored import Layer, fed, layers, named, sizes, slopes
-from workbench.host.placement.layout import Layout
+from workbench.host.observe.factored import (
+    Layer,
+    factor_sizes,
+    find_layers,
+    make_input_rows,
+    make_slope_rows,
+    name_parameters,
+)
+from workbench.host.placement.layout import ParameterLayout
 from workbench.rank import Factors, StrategyError
 
 _LOCK, _OPEN = threading.Lock(), list[ExitStack]()  # one stack per open block
@@ -44,26 +51,26 @@ def _twice_differentiable() -> Iterator[None]:
                 _OPEN.pop()  # the first stack holds the setting and stays
 
 
-def outlined_factors(model: nn.Module, layout: Layout) -> list[Factors]:
-    """Returns the Factors of `Collecting.factors`, with sizes only."""
+def outline_factors(model: nn.Module, layout: ParameterLayout) -> list[Factors]:
+    """Returns the Factors of `Collecting.take_factors`, with sizes only."""
     found = []
-    for name, layer in layers(model, {place.name for place in layout.order}).items():
+    for name, layer in find_layers(model, {place.name for place in layout.order}).items():
         kind = torch.promote_types(layer.weight.dtype, torch.float32)
-        pair = (torch.empty(n, n, dtype=kind, device="meta") for n in sizes(layer))
-        found.append(Factors(*named(name, layer), *pair))
+        pair = (torch.empty(n, n, dtype=kind, device="meta") for n in factor_sizes(layer))
+        found.append(Factors(*name_parameters(name, layer), *pair))
     return found
 
 
-class _Sums:
+class _LayerSums:
     """One layer's sums of a a^T (inputs) and g g^T (slopes), and of how many terms and slopes."""
 
     def __init__(self, layer: Layer) -> None:
         kind, like = torch.promote_types(layer.weight.dtype, torch.float32), layer.weight
-        self.inputs, self.outputs = (torch.zeros(n, n, dtype=kind, device=like.device) for n in sizes(layer))
+        self.inputs, self.outputs = (torch.zeros(n, n, dtype=kind, device=like.device) for n in factor_sizes(layer))
         self.terms = self.slopes = 0
 
 
-class Collecting:
+class FactorCollector:
     """Collects inputs and slopes of Linear layers and convolutions, from now until `factors`.
 
     It assumes that the loss is the mean over the N rows of a Linear layer, or the N images of a convolution. So the
@@ -74,16 +81,16 @@ class Collecting:
     scale: the factor of the loss in the current backward
     """
 
-    def __init__(self, model: nn.Module, layout: Layout) -> None:
-        self._layers = layers(model, {place.name for place in layout.order})
-        self._sums = {name: _Sums(layer) for name, layer in self._layers.items()}
+    def __init__(self, model: nn.Module, layout: ParameterLayout) -> None:
+        self._layers = find_layers(model, {place.name for place in layout.order})
+        self._sums = {name: _LayerSums(layer) for name, layer in self._layers.items()}
         self._called: set[str] = set()  # layers called in this pass
         self.scale = 1.0
         self._removers: list[Any] = [model.register_forward_pre_hook(lambda *_: self._called.clear())]
         for name, layer in self._layers.items():
-            self._removers.append(layer.register_forward_hook(partial(self._fed, name)))
+            self._removers.append(layer.register_forward_hook(partial(self._add_inputs, name)))
 
-    def factors(self) -> list[Factors]:
+    def take_factors(self) -> list[Factors]:
         """Returns the layers' factors in the model's order, zeros without a call. Removes the hooks."""
         for remover in self._removers:
             remover.remove()
@@ -91,27 +98,27 @@ class Collecting:
         for name, layer in self._layers.items():
             sums = self._sums[name]
             inputs, outputs = sums.inputs / max(1, sums.terms), sums.outputs / max(1, sums.slopes)
-            found.append(Factors(*named(name, layer), inputs, outputs))
+            found.append(Factors(*name_parameters(name, layer), inputs, outputs))
         return found
 
-    def _fed(self, name: str, layer: Layer, given: tuple[Tensor, ...], made: Tensor) -> None:
+    def _add_inputs(self, name: str, layer: Layer, given: tuple[Tensor, ...], made: Tensor) -> None:
         if not made.requires_grad:  # an evaluation, or a pass that backward computes again
             return
         sums = self._sums[name]
         with torch.no_grad():
-            rows, terms = fed(layer, given[0], sums.inputs.dtype)
+            rows, terms = make_input_rows(layer, given[0], sums.inputs.dtype)
             sums.inputs.addmm_(rows.T, rows)
         sums.terms += terms
         sums.slopes += 0 if name in self._called else len(rows)
         self._called.add(name)
-        made.register_hook(partial(self._came, sums, layer, terms))
+        made.register_hook(partial(self._add_slopes, sums, layer, terms))
 
-    def _came(self, sums: _Sums, layer: Layer, terms: int, grad: Tensor) -> None:
-        g = slopes(layer, grad, sums.outputs.dtype)
+    def _add_slopes(self, sums: _LayerSums, layer: Layer, terms: int, grad: Tensor) -> None:
+        g = make_slope_rows(layer, grad, sums.outputs.dtype)
         sums.outputs.addmm_(g.T, g, alpha=(terms / self.scale) ** 2)
 
 
-class Products:
+class GaussNewtonProducts:
     """Products with the Gauss-Newton matrix J^T H J of one batch, at the initial parameters.
 
     J is the Jacobian of the model's output, H the Hessian of the loss with respect to that output. J v is the
@@ -121,7 +128,7 @@ class Products:
     Raises StrategyError if the loss does not call the model exactly once, or is linear in its output.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], batch: Any, layout: Layout) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], batch: Any, layout: ParameterLayout) -> None:
         self._buckets, by_name = layout.buckets, {place.name: place.param for place in layout.order}
         params = [by_name[part.name] for bucket in self._buckets for part in bucket.parts]
         self._trains = [p.requires_grad for p in params]  # torch differentiates by no frozen one
@@ -168,10 +175,10 @@ class Products:
         found = iter(torch.autograd.grad(self._made, self._trained, given, allow_unused=True, **how))
         return [next(found) if trains else None for trains in self._trains]
 
-    def of(self, vector: list[Tensor]) -> list[Tensor]:
+    def multiply_vector(self, vector: list[Tensor]) -> list[Tensor]:
         """Returns the product with `vector`. Both are lists of (n,), by bucket."""
         v = [x.view(shape) for flat, bucket in zip(vector, self._buckets, strict=True)
-             for x, shape in _cut(flat, bucket.parts)]  # fmt: skip
+             for x, shape in _cut_parts(flat, bucket.parts)]  # fmt: skip
         with _twice_differentiable():
             out = torch.autograd.grad([b for _, b in self._back], self._along, [v[i] for i, _ in self._back],
                                       retain_graph=True, materialize_grads=True)  # fmt: skip
@@ -180,63 +187,63 @@ class Products:
         found, flat = iter(grads), []
         for x, bucket in zip(vector, self._buckets, strict=True):
             product = torch.zeros_like(x)
-            for (into, _), grad in zip(_cut(product, bucket.parts), found, strict=False):
+            for (into, _), grad in zip(_cut_parts(product, bucket.parts), found, strict=False):
                 if grad is not None:
                     into.copy_(grad.reshape(-1))
             flat.append(product)
         return flat
 
 
-def _cut(flat: Tensor, parts: Any) -> list[tuple[Tensor, tuple[int, ...]]]:
+def _cut_parts(flat: Tensor, parts: Any) -> list[tuple[Tensor, tuple[int, ...]]]:
     return [(flat[part.start : part.stop], part.shape) for part in parts]
 
 
-class Curvature:
+class CurvatureEstimator:
     """One rank's curvature estimates. Hosts report passes and updates; a strategy asks."""
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], layout: Layout) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], layout: ParameterLayout) -> None:
         self._model, self._loss, self._layout = model, loss, layout
         self._batch: Any = None  # the last forward's batch, until the next update
-        self._collecting: Collecting | None = None
-        self._products: Products | None = None
+        self._collecting: FactorCollector | None = None
+        self._products: GaussNewtonProducts | None = None
 
-    def forward(self, batch: Any) -> None:
+    def note_forward(self, batch: Any) -> None:
         """Notes the batch of a forward that begins or ends."""
         self._batch, self._products = batch, None
 
-    def backward(self, grad: float | None) -> None:
+    def note_backward(self, grad: float | None) -> None:
         """Notes that a backward of the loss times `grad` begins."""
         if self._collecting is not None:
             self._collecting.scale = 1.0 if grad is None else grad
 
-    def stepped(self) -> None:
+    def note_update(self) -> None:
         """Forgets the batch and its products after an update."""
         self._batch = self._products = None
 
-    def collect(self) -> None:
+    def collect_factors(self) -> None:
         if self._collecting is not None:
-            self._collecting.factors()
-        self._collecting = Collecting(self._model, self._layout)
+            self._collecting.take_factors()
+        self._collecting = FactorCollector(self._model, self._layout)
 
-    def factors(self) -> list[Factors]:
+    def take_factors(self) -> list[Factors]:
         if self._collecting is None:
             raise StrategyError("factors were asked for before `collect`")
         collecting, self._collecting = self._collecting, None
-        return collecting.factors()
+        return collecting.take_factors()
 
-    def product(self, vector: list[Tensor], step: int) -> list[Tensor]:
+    def compute_product(self, vector: list[Tensor], step: int) -> list[Tensor]:
         if self._products is None:
-            with self._again(step):
-                self._products = Products(self._model, self._loss, self._batch, self._layout)
-        return self._products.of(vector)
+            with self._repeat_batch(step):
+                self._products = GaussNewtonProducts(self._model, self._loss, self._batch, self._layout)
+        return self._products.multiply_vector(vector)
 
-    def value(self, step: int) -> Tensor:
+    def compute_value(self, step: int) -> Tensor:
         self._products = None
-        with self._again(step), torch.no_grad():
+        with self._repeat_batch(step), torch.no_grad():
             return self._loss(self._model, self._batch).detach()
 
     @contextmanager
-    def _again(self, step: int) -> Iterator[None]:
+    def _repeat_batch(self, step: int) -> Iterator[None]:
         """Encloses another computation of the batch, with the step's random numbers.
 
         It discards buffer writes. Raises StrategyError before a forward and after the update.

@@ -14,11 +14,13 @@ from workbench.rank import as_real
 if TYPE_CHECKING:
     from workbench.strategies import Strategy
 
-AT_ONCE = 65_536  # elements compared at a time
+CHUNK_ELEMENTS = 65_536  # elements compared at a time
 Evaluated = tuple[dict[str, float], float | None]  # numbers by name; this rank's RMS distance, None for sizes only
 
 
-def numbers(evaluate: Callable[[nn.Module], float | dict[str, float]] | None, model: nn.Module) -> dict[str, float]:
+def compute_numbers(
+    evaluate: Callable[[nn.Module], float | dict[str, float]] | None, model: nn.Module
+) -> dict[str, float]:
     """Runs a task's `evaluate` without gradients. Returns its numbers by name, or {}."""
     if evaluate is None:
         return {}
@@ -32,24 +34,24 @@ def numbers(evaluate: Callable[[nn.Module], float | dict[str, float]] | None, mo
     return {k: float(v) for k, v in (answer if isinstance(answer, dict) else {"loss": answer}).items()}
 
 
-def distance(own: Iterable[Tensor], others: Iterable[Tensor], numel: int) -> float:
+def compute_distance(own: Iterable[Tensor], others: Iterable[Tensor], numel: int) -> float:
     """Returns the root mean square difference over `numel` elements."""
-    return rms(sum(squares(x, y) for x, y in zip(own, others, strict=True)), numel)
+    return compute_rms(sum(sum_squares(x, y) for x, y in zip(own, others, strict=True)), numel)
 
 
-def squares(own: Tensor, other: Tensor) -> float:
+def sum_squares(own: Tensor, other: Tensor) -> float:
     """Returns the sum of squared differences, computed in pieces to save memory."""
     own, other = as_real(own), as_real(other)
-    pairs = zip(own.reshape(-1).split(AT_ONCE), other.reshape(-1).split(AT_ONCE), strict=True)
+    pairs = zip(own.reshape(-1).split(CHUNK_ELEMENTS), other.reshape(-1).split(CHUNK_ELEMENTS), strict=True)
     return sum(float((x - y).float().square().sum()) for x, y in pairs)
 
 
-def rms(squares: float, numel: int) -> float:
+def compute_rms(squares: float, numel: int) -> float:
     """Returns the root mean square from the sum of squares of `numel` elements."""
     return float((squares / max(1, numel)) ** 0.5)
 
 
-def kept_beside(strategy: Strategy, ranks: int, held: int, others: int) -> int:
+def count_kept_bytes(strategy: Strategy, ranks: int, held: int, others: int) -> int:
     """Returns the bytes that a rank keeps aside while it evaluates the mean of `ranks` models.
 
     held:   bytes of its parameters
@@ -64,7 +66,7 @@ def kept_beside(strategy: Strategy, ranks: int, held: int, others: int) -> int:
 
 
 @contextmanager
-def holding(tensors: list[Tensor], values: list[Tensor], kept: list[Tensor] | None = None) -> Iterator[None]:
+def hold_values(tensors: list[Tensor], values: list[Tensor], kept: list[Tensor] | None = None) -> Iterator[None]:
     """Gives the tensors these values within the block, and then their own, from `kept` if given."""
     kept = [x.detach().clone() for x in tensors] if kept is None else kept
     for x, value in zip(tensors, values, strict=True):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d
 
 
-class Rows(NamedTuple):
+class InputRows(NamedTuple):
     """A layer's inputs.
 
     rows:  (n, i), with a 1 at the end of each row if the layer has a bias
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     terms: int
 
 
-def layers(model: nn.Module, trained: set[str]) -> dict[str, Layer]:
+def find_layers(model: nn.Module, trained: set[str]) -> dict[str, Layer]:
     """Returns the layers that have factors, by name: their parameters are trained and unshared.
 
     Derived classes have none, because they may compute something else. Grouped convolutions have none, because their
@@ -38,56 +38,56 @@ def layers(model: nn.Module, trained: set[str]) -> dict[str, Layer]:
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     found: dict[str, Layer] = {}
     for name, module in model.named_modules():
-        if type(module) is nn.Linear or (type(module) in (nn.Conv1d, nn.Conv2d) and _plain(module)):
+        if type(module) is nn.Linear or (type(module) in (nn.Conv1d, nn.Conv2d) and _is_plain_convolution(module)):
             own = [f"{name}.{key}".lstrip(".") for key, _ in module.named_parameters()]
             if trained.issuperset(own) and all(owners[id(p)] == 1 for p in module.parameters()):
                 found[name] = module
     return found
 
 
-def _plain(layer: nn.Module) -> bool:
+def _is_plain_convolution(layer: nn.Module) -> bool:
     plain = layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     return bool(plain)
 
 
-def named(name: str, layer: Layer) -> tuple[str, str]:
+def name_parameters(name: str, layer: Layer) -> tuple[str, str]:
     """Returns the names of a layer's weight and bias in the model."""
     return f"{name}.weight".lstrip("."), f"{name}.bias".lstrip(".") if layer.bias is not None else ""
 
 
-def sizes(layer: Layer) -> tuple[int, int]:
+def factor_sizes(layer: Layer) -> tuple[int, int]:
     """Returns the sizes of a layer's two factors: of inputs, with the bias's 1, and of outputs."""
     return layer.weight[0].numel() + (layer.bias is not None), len(layer.weight)
 
 
-def fed(layer: Layer, x: Tensor, kind: torch.dtype) -> Rows:
+def make_input_rows(layer: Layer, x: Tensor, kind: torch.dtype) -> InputRows:
     """Returns the input `x` as rows of dtype `kind`."""
     x = x.detach().to(kind)
     if isinstance(layer, nn.Linear):
         rows = x.reshape(-1, layer.in_features)
         terms = len(rows)
     else:
-        x = _batched(layer, x)
-        rows, terms = _patches(layer, x), len(x)
+        x = _add_batch_dim(layer, x)
+        rows, terms = _cut_patches(layer, x), len(x)
     if layer.bias is not None:
         rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
-    return Rows(rows, terms)
+    return InputRows(rows, terms)
 
 
-def slopes(layer: Layer, grad: Tensor, kind: torch.dtype) -> Tensor:
+def make_slope_rows(layer: Layer, grad: Tensor, kind: torch.dtype) -> Tensor:
     """Returns the gradient of the output as (n, o), one row for each input row."""
     grad = grad.detach().to(kind)
     if not isinstance(layer, nn.Linear):
-        grad = _batched(layer, grad).movedim(1, -1)
+        grad = _add_batch_dim(layer, grad).movedim(1, -1)
     return grad.reshape(-1, len(layer.weight))
 
 
-def _batched(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
+def _add_batch_dim(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
     """Adds the batch dimension, because a convolution accepts one example without it."""
     return x if x.dim() == layer.weight.dim() else x[None]
 
 
-def _patches(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
+def _cut_patches(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
     """Returns the patches (B T, i) under the window at each of T places."""
     window, dilation, padding, stride = (tuple(each) for each in (
         layer.kernel_size, layer.dilation, layer.padding, layer.stride))  # fmt: skip

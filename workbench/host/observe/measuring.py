@@ -17,24 +17,24 @@ from workbench.host.observe.views import MeasuringView
 from workbench.rank import Op
 
 
-class Measuring:
+class CompressionErrorProbe:
     """Decides when one rank measures, by steps and exchanges only: the same on ranks in step."""
 
     def __init__(self) -> None:
         self.last = 0  # the last measured step
         self.rests = False  # whether the last exchange was measured
 
-    def step(self, run: MeasuringView) -> Coroutine[Op, Any, int | None]:
+    def measure_step(self, run: MeasuringView) -> Coroutine[Op, Any, int | None]:
         """Returns a step of the run's strategy, measured if it is due."""
         e = run.experiment
         step = e.strategy.step(run.rank.replicas, run.state)
         if run.flushing:
             return step
-        if "gradient_sent" in run.steering.names and _alike(e) and gains(e.compressor):
-            step = _weighed(run, step)
-        return self._watched(run, step) if measurable(e) else step
+        if "gradient_sent" in run.steering.names and _exchanges_in_step(e) and gains(e.compressor):
+            step = _run_weighed(run, step)
+        return self._run_measured(run, step) if is_measurable(e) else step
 
-    async def _watched(self, run: MeasuringView, step: Coroutine[Op, Any, int | None]) -> int | None:
+    async def _run_measured(self, run: MeasuringView, step: Coroutine[Op, Any, int | None]) -> int | None:
         rank = run.rank
         due = rank.step - self.last >= run.experiment.measure_every and not self.rests
         stand_in = rank.compressor = Measured(rank.compressor, due)
@@ -52,7 +52,7 @@ class Measuring:
         return made
 
 
-async def _weighed(run: MeasuringView, step: Coroutine[Op, Any, int | None]) -> int | None:
+async def _run_weighed(run: MeasuringView, step: Coroutine[Op, Any, int | None]) -> int | None:
     """Runs a step, and records for a policy how much of its gradient this rank sends."""
     rank = run.rank
     stand_in = rank.compressor = Gain(rank.compressor, feeds(run.experiment.compressor))
@@ -65,12 +65,12 @@ async def _weighed(run: MeasuringView, step: Coroutine[Op, Any, int | None]) -> 
     return made
 
 
-def _alike(e: Experiment) -> bool:
+def _exchanges_in_step(e: Experiment) -> bool:
     """Whether all ranks exchange in the same steps."""
     s = e.strategy
     return s.lockstep and not (s.in_flight or s.opaque) and s.workers == 1
 
 
-def measurable(e: Experiment) -> bool:
+def is_measurable(e: Experiment) -> bool:
     """Whether `e` asks for measurements, and all ranks use a lossy compressor in the same steps."""
-    return bool(e.measure_every) and _alike(e) and lossy(e.compressor)
+    return bool(e.measure_every) and _exchanges_in_step(e) and lossy(e.compressor)

@@ -12,20 +12,20 @@ from torch import Tensor, nn
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
-class Found(NamedTuple):
+class NonFiniteOrigin(NamedTuple):
     """A layer's name ("" if it is no layer, or unknown), and why it is that one."""
 
     layer: str
     why: str
 
-    def plain(self) -> dict[str, str]:
+    def to_json(self) -> dict[str, str]:
         return {"layer": self.layer, "why": self.why}
 
 
-UNKNOWN = Found("", "")
+UNKNOWN = NonFiniteOrigin("", "")
 
 
-def in_forward(model: nn.Module, loss: Loss, batch: Any) -> Found:
+def find_in_forward(model: nn.Module, loss: Loss, batch: Any) -> NonFiniteOrigin:
     """Returns the layer that makes the loss of `batch` non-finite.
 
     If parameters are not finite, it is the layer that an earlier backward spoiled first. Gradients go from there to the
@@ -37,32 +37,32 @@ def in_forward(model: nn.Module, loss: Loss, batch: Any) -> Found:
     sound: dict[str, list[bool]] = {}
 
     def enter(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        sound.setdefault(name, []).append(_finite((args, kwargs)))
+        sound.setdefault(name, []).append(_is_finite((args, kwargs)))
         fed.extend([name] * (not sound[name][-1]))
 
     def leave(name: str, module: nn.Module, _: Any, out: Any) -> None:
         called.append(name)
-        if sound[name].pop() and not bad and not _finite(out):
+        if sound[name].pop() and not bad and not _is_finite(out):
             bad.append(name)
 
-    with _hooked(model, enter, leave), _unchanged(model), torch.no_grad():
-        again = _computed(lambda: loss(model, batch))
-    if (spoiled := in_parameters(model, called)).layer:
+    with _hook_modules(model, enter, leave), _preserve_state(model), torch.no_grad():
+        again = _try_computing(lambda: loss(model, batch))
+    if (spoiled := find_in_parameters(model, called)).layer:
         return spoiled
-    if not _finite(batch):
-        return Found("", "the batch holds numbers that are not finite")
+    if not _is_finite(batch):
+        return NonFiniteOrigin("", "the batch holds numbers that are not finite")
     if bad:
-        return Found(bad[0], "the first in forward order whose output is not finite")
+        return NonFiniteOrigin(bad[0], "the first in forward order whose output is not finite")
     if fed:
-        return Found("", "what the model is given is not finite")
+        return NonFiniteOrigin("", "what the model is given is not finite")
     if again is None:
-        return Found("", "that batch cannot be computed once more")
-    if _finite(again):
-        return Found("", "the same batch computed once more gives a number")
-    return Found("", "every layer's output is finite, and the loss that is made of them is not")
+        return NonFiniteOrigin("", "that batch cannot be computed once more")
+    if _is_finite(again):
+        return NonFiniteOrigin("", "the same batch computed once more gives a number")
+    return NonFiniteOrigin("", "every layer's output is finite, and the loss that is made of them is not")
 
 
-def in_backward(model: nn.Module, loss: Loss, batch: Any) -> Found | None:
+def find_in_backward(model: nn.Module, loss: Loss, batch: Any) -> NonFiniteOrigin | None:
     """Returns the first layer in backward order with a non-finite gradient of `batch`, or None."""
     called: list[str] = []
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -73,53 +73,57 @@ def in_backward(model: nn.Module, loss: Loss, batch: Any) -> Found | None:
     def grads() -> Any:
         return torch.autograd.grad(loss(model, batch), list(named.values()), allow_unused=True)
 
-    with _hooked(model, lambda *_: None, leave), _unchanged(model), torch.enable_grad():
-        found = _computed(grads)
-    wrong = {name for name, g in zip(named, found or (), strict=False) if g is not None and not _finite(g)}
-    return _last(called, wrong, "the first in backward order whose gradient is not finite") if wrong else None
+    with _hook_modules(model, lambda *_: None, leave), _preserve_state(model), torch.enable_grad():
+        found = _try_computing(grads)
+    wrong = {name for name, g in zip(named, found or (), strict=False) if g is not None and not _is_finite(g)}
+    return (
+        _find_last_layer(called, wrong, "the first in backward order whose gradient is not finite") if wrong else None
+    )
 
 
-def in_gradients(model: nn.Module) -> Found:
+def find_in_gradients(model: nn.Module) -> NonFiniteOrigin:
     """Returns the first layer in backward order with a non-finite gradient now.
 
     The gradient may be the sum over ranks.
     """
-    wrong = {name for name, p in model.named_parameters() if p.grad is not None and not _finite(p.grad)}
-    return _last(list(_layers(model)), wrong, "the first in backward order whose gradient, of all ranks, is not finite")
+    wrong = {name for name, p in model.named_parameters() if p.grad is not None and not _is_finite(p.grad)}
+    return _find_last_layer(
+        list(_list_layers(model)), wrong, "the first in backward order whose gradient, of all ranks, is not finite"
+    )
 
 
-def in_parameters(model: nn.Module, called: Iterable[str] = ()) -> Found:
+def find_in_parameters(model: nn.Module, called: Iterable[str] = ()) -> NonFiniteOrigin:
     """Returns the layer whose parameters an update has spoiled first.
 
     called: names of modules in forward order, if known
     """
-    wrong = {name for name, p in model.named_parameters() if not _finite(p.detach())}
+    wrong = {name for name, p in model.named_parameters() if not _is_finite(p.detach())}
     why = "its parameters are not finite, as the first in backward order: a gradient of a step before was not"
-    return _last(list(called) or list(_layers(model)), wrong, why)
+    return _find_last_layer(list(called) or list(_list_layers(model)), wrong, why)
 
 
-def _last(called: list[str], wrong: set[str], why: str) -> Found:
+def _find_last_layer(called: list[str], wrong: set[str], why: str) -> NonFiniteOrigin:
     """Returns the last called layer that holds one of the parameters `wrong`."""
     holders = {name.rpartition(".")[0] for name in wrong}
     if not wrong:
         return UNKNOWN
-    return Found(next((name for name in reversed(called) if name in holders), sorted(holders)[-1]), why)
+    return NonFiniteOrigin(next((name for name in reversed(called) if name in holders), sorted(holders)[-1]), why)
 
 
-def _layers(model: nn.Module) -> Iterator[str]:
+def _list_layers(model: nn.Module) -> Iterator[str]:
     return (name for name, _ in model.named_modules())
 
 
-def _finite(x: Any) -> bool:
+def _is_finite(x: Any) -> bool:
     """Whether all floating-point tensors in `x`, at any depth, are finite."""
     if isinstance(x, Tensor):
         return x.is_meta or not (x.is_floating_point() or x.is_complex()) or bool(x.isfinite().all())
     if isinstance(x, Mapping):
-        return all(map(_finite, x.values()))
-    return all(map(_finite, x)) if isinstance(x, (list, tuple)) else True
+        return all(map(_is_finite, x.values()))
+    return all(map(_is_finite, x)) if isinstance(x, (list, tuple)) else True
 
 
-def _computed(what: Callable[[], Any]) -> Any:
+def _try_computing(what: Callable[[], Any]) -> Any:
     """Returns the result; None if the model fails, because hooks have noted enough by then."""
     try:
         return what()
@@ -128,7 +132,7 @@ def _computed(what: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def _hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+def _hook_modules(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
     """Calls `enter` before and `leave` after each module's forward, with its name."""
     handles: list[Any] = []
     try:
@@ -144,7 +148,7 @@ def _hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., N
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
+def _preserve_state(model: nn.Module) -> Iterator[None]:
     """Restores buffers and torch's random state after the block.
 
     It keeps the buffers' version counters, because autograd may still need the original forward.

@@ -10,19 +10,19 @@ from typing import NamedTuple
 import torch
 
 from workbench.experiment import Experiment
-from workbench.host.core.meta import outline
-from workbench.host.memory.batches import example, to_device
-from workbench.host.passes.meetings import Passes
-from workbench.host.passes.piece import micro_batches
-from workbench.host.placement.cutting import Stages, parts_of
+from workbench.host.core.meta import make_outline
+from workbench.host.memory.batches import make_example, move_to_device
+from workbench.host.passes.meetings import PiecePasses
+from workbench.host.passes.piece import cut_batch
+from workbench.host.placement.cutting import StageCuts, list_parts
 from workbench.settings import KnobError
 from workbench.settings.said import text_of
 from workbench.tasks import Learner
 
-WARM = 3  # passes before the timed ones
+WARMUP_PASSES = 3  # passes before the timed ones
 
 
-class Unit(NamedTuple):
+class TimedUnit(NamedTuple):
     """A part between two possible cuts, and its seconds per micro-batch forward and backward.
 
     The first part includes the work before the model's call, and the last part the loss.
@@ -33,8 +33,8 @@ class Unit(NamedTuple):
     backward: float
 
 
-def unit_times(e: Experiment, learner: Learner, rounds: int) -> tuple[Unit, ...]:
-    """Returns median times over `rounds` passes of one micro-batch, after WARM untimed passes.
+def measure_unit_times(e: Experiment, learner: Learner, rounds: int) -> tuple[TimedUnit, ...]:
+    """Returns median times over `rounds` passes of one micro-batch, after WARMUP_PASSES untimed passes.
 
     It uses one thread, like a rank, and computes the parts in sequence, like stages of one part each. Raises KnobError
     if the task defines no parts, or if an output cannot cross between ranks.
@@ -44,15 +44,15 @@ def unit_times(e: Experiment, learner: Learner, rounds: int) -> tuple[Unit, ...]
         torch.set_num_threads(1)
         torch.manual_seed(e.seed)
         model = copy.deepcopy(learner.model()).train()  # the task may have only one model
-        parts = parts_of(model, learner)
-        batch = micro_batches(example(learner, e, "cpu"), e.partition.micro_batches)[0]
-        each = Stages(1, tuple((part,) for part in parts), (), ())
+        parts = list_parts(model, learner)
+        batch = cut_batch(make_example(learner, e, "cpu"), e.partition.micro_batches)[0]
+        each = StageCuts(1, tuple((part,) for part in parts), (), ())
         took: list[tuple[list[float], list[float]]] = [([], []) for _ in parts]
-        for number in range(WARM + rounds):
+        for number in range(WARMUP_PASSES + rounds):
             model.zero_grad(set_to_none=number == 0)
             with torch.enable_grad():
-                passed = _passed(Passes(model, learner, each, batch))
-            for kept, pair in zip(took, passed if number >= WARM else (), strict=number >= WARM):
+                passed = _time_passes(PiecePasses(model, learner, each, batch))
+            for kept, pair in zip(took, passed if number >= WARMUP_PASSES else (), strict=number >= WARMUP_PASSES):
                 for one, seconds in zip(kept, pair, strict=True):
                     one.append(seconds)
     except KnobError:
@@ -66,22 +66,22 @@ def unit_times(e: Experiment, learner: Learner, rounds: int) -> tuple[Unit, ...]
         torch.set_num_threads(threads)
         torch.set_rng_state(state)
     names = {id(module): name for name, module in reversed(list(model.named_modules()))}
-    return tuple(Unit(names.get(id(part)) or type(part).__name__, median(there), median(back))
+    return tuple(TimedUnit(names.get(id(part)) or type(part).__name__, median(there), median(back))
                  for part, (there, back) in zip(parts, took, strict=True))  # fmt: skip
 
 
-def handed_on(e: Experiment, learner: Learner) -> tuple[int, ...]:
+def measure_outputs(e: Experiment, learner: Learner) -> tuple[int, ...]:
     """Returns the bytes of each part's output for one micro-batch, without the last part's.
 
     Computes no values. Raises KnobError if the parts do not run on the meta device.
     """
     try:
         with torch.random.fork_rng(), torch.enable_grad():
-            model = outline(learner)
-            parts = parts_of(model, learner)
-            batch = micro_batches(to_device(example(learner, e, "cpu"), "meta"), e.partition.micro_batches)[0]
-            passes = Passes(model, learner, Stages(len(parts), tuple((part,) for part in parts), (), ()), batch)
-            return tuple(passes.forward(number) for number in range(len(parts) - 1))
+            model = make_outline(learner)
+            parts = list_parts(model, learner)
+            batch = cut_batch(move_to_device(make_example(learner, e, "cpu"), "meta"), e.partition.micro_batches)[0]
+            passes = PiecePasses(model, learner, StageCuts(len(parts), tuple((part,) for part in parts), (), ()), batch)
+            return tuple(passes.run_forward(number) for number in range(len(parts) - 1))
     except Exception as error:
         raise KnobError(
             f"partition={type(e.partition).__name__}: what the model's parts hand on cannot be told, for they do not "
@@ -89,15 +89,15 @@ def handed_on(e: Experiment, learner: Learner) -> tuple[int, ...]:
         ) from error
 
 
-def _passed(passes: Passes) -> list[tuple[float, float]]:
+def _time_passes(passes: PiecePasses) -> list[tuple[float, float]]:
     """Returns, by part, the seconds of one forward and of its backward."""
     there, back = [0.0] * passes.count, [0.0] * passes.count
     for number in range(passes.count):
         began = time.perf_counter()
-        passes.forward(number)
+        passes.run_forward(number)
         there[number] = time.perf_counter() - began
     for number in reversed(range(passes.count)):
         began = time.perf_counter()
-        passes.backward(number)
+        passes.run_backward(number)
         back[number] = time.perf_counter() - began
     return list(zip(there, back, strict=True))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from workbench.host.core.views import RankView
-from workbench.host.memory.views import Sharded
+from workbench.host.memory.views import ShardedView
 
 
-class Wanted(Protocol):
+class WantedNames(Protocol):
     """What a policy asks for. names: the Samples that it reads"""
 
     @property
@@ -21,11 +21,11 @@ class MeasuringView(RankView, Protocol):
     @property
     def flushing(self) -> int: ...
     @property
-    def steering(self) -> Wanted: ...
+    def steering(self) -> WantedNames: ...
 
 
 class WatchedView(RankView, Protocol):
     """A rank whose losses and gradients are watched."""
 
     @property
-    def reading(self) -> Sharded: ...
+    def reading(self) -> ShardedView: ...

@@ -19,26 +19,26 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from workbench.host.placement.cutting import parts_of
+from workbench.host.placement.cutting import list_parts
 from workbench.partitions import Partition
 from workbench.rank import StrategyError
 from workbench.settings import KnobError
 from workbench.tasks import Learner
 
-OFF = "none"
+NO_RECOMPUTE = "none"
 
 
-def units_of(model: nn.Module, learner: Learner, layers: Partition) -> list[nn.Module]:
+def list_units(model: nn.Module, learner: Learner, layers: Partition) -> list[nn.Module]:
     """Returns the units that backward computes again. Raises KnobError if the task defines none."""
     what, every = layers.recompute
-    if what == OFF:
+    if what == NO_RECOMPUTE:
         return []
     try:
-        parts = parts_of(model, learner)
+        parts = list_parts(model, learner)
     except KnobError as error:
         raise KnobError(f"checkpoint={what}: nothing says what the model's units are ({error})") from error
     own = {id(module) for module in model.modules()} - {id(model)}
-    units = [unit for part in parts for unit in (_own(part, own),) if unit is not None]
+    units = [unit for part in parts for unit in (_find_own_module(part, own),) if unit is not None]
     if not units:
         raise KnobError(
             f"checkpoint={what}: none of the model's parts is a Module of the model itself; let `parts` return such, "
@@ -47,7 +47,7 @@ def units_of(model: nn.Module, learner: Learner, layers: Partition) -> list[nn.M
     return units[::every]
 
 
-def _own(part: nn.Module, own: set[int]) -> nn.Module | None:
+def _find_own_module(part: nn.Module, own: set[int]) -> nn.Module | None:
     """Returns the part, or its only child if that has children, if a Module of the model."""
     if id(part) in own:
         return part
@@ -55,15 +55,15 @@ def _own(part: nn.Module, own: set[int]) -> nn.Module | None:
     return inner[0] if len(inner) == 1 and id(inner[0]) in own and list(inner[0].children()) else None
 
 
-class Checkpointed:
+class CheckpointedUnits:
     """Makes backward compute units again, or only their attention core, until `undo`."""
 
     def __init__(self, units: list[nn.Module], what: str, draws: bool = True) -> None:
         self._units = [(unit, unit.__dict__.get("forward")) for unit in units]
         for unit, own in self._units:
-            unit.__dict__["forward"] = _Unit(unit, own, what, draws)  # shadows the class's forward
+            unit.__dict__["forward"] = _UnitForward(unit, own, what, draws)  # shadows the class's forward
 
-    def undo(self) -> None:
+    def restore_forwards(self) -> None:
         """Restores the units' own forwards."""
         for unit, own in reversed(self._units):
             if own is None:
@@ -73,43 +73,43 @@ class Checkpointed:
 
 
 @contextmanager
-def checkpointing(model: nn.Module, learner: Learner, layers: Partition) -> Iterator[None]:
+def checkpoint_units(model: nn.Module, learner: Learner, layers: Partition) -> Iterator[None]:
     """Checkpoints the units of `model`, which has no values, within the block."""
-    made = Checkpointed(units_of(model, learner, layers), layers.recompute[0], draws=False)
+    made = CheckpointedUnits(list_units(model, learner, layers), layers.recompute[0], draws=False)
     try:
         yield
     finally:
-        made.undo()
+        made.restore_forwards()
 
 
-class _Unit:
+class _UnitForward:
     """Replaces a unit's forward. In a deep copy it computes with the copy's weights."""
 
     def __init__(self, unit: nn.Module, own: Any, what: str, draws: bool) -> None:
         self._unit, self._own, self._what, self._draws = unit, own, what, draws
-        run = self._core if what == "attention" else self._whole
+        run = self._recompute_attention if what == "attention" else self._recompute_unit
         self._run = run if "torch._dynamo" not in sys.modules else torch.compiler.disable(run)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         call = self._own or partial(type(self._unit).forward, self._unit)
         return self._run(call, *inputs, **named) if torch.is_grad_enabled() else call(*inputs, **named)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Unit:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _UnitForward:
         own = self._own.__deepcopy__(memo) if hasattr(self._own, "__deepcopy__") else self._own
-        return _Unit(memo.get(id(self._unit), self._unit), own, self._what, self._draws)
+        return _UnitForward(memo.get(id(self._unit), self._unit), own, self._what, self._draws)
 
-    def _whole(self, call: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    def _recompute_unit(self, call: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
         def context() -> tuple[Any, Any]:
-            return nullcontext(), _BuffersAside(self._unit)
+            return nullcontext(), _DiscardedBuffers(self._unit)
 
-        return _again(call, self._draws, inputs, named, context_fn=context)
+        return _run_checkpoint(call, self._draws, inputs, named, context_fn=context)
 
-    def _core(self, call: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
-        with _Attention(self._draws):
+    def _recompute_attention(self, call: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+        with _AttentionRecompute(self._draws):
             return call(*inputs, **named)
 
 
-class _Attention(TorchFunctionMode):
+class _AttentionRecompute(TorchFunctionMode):
     """Makes backward compute scaled_dot_product_attention again, and nothing else."""
 
     def __init__(self, draws: bool) -> None:
@@ -118,11 +118,11 @@ class _Attention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            return _again(func, self._draws, args, kwargs or {})
+            return _run_checkpoint(func, self._draws, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
-class _Kept(torch.autograd.Function):
+class _SavedInput(torch.autograd.Function):
     """Saves a checkpoint's input in the graph, where the memory ledger looks for saved tensors."""
 
     @staticmethod
@@ -135,17 +135,17 @@ class _Kept(torch.autograd.Function):
         return grad
 
 
-def _again(call: Callable[..., Any], draws: bool, inputs: Any, named: Any, **more: Any) -> Any:
-    inputs = [_noted(x) for x in inputs]
-    named = {name: _noted(x) for name, x in named.items()}
+def _run_checkpoint(call: Callable[..., Any], draws: bool, inputs: Any, named: Any, **more: Any) -> Any:
+    inputs = [_save_input(x) for x in inputs]
+    named = {name: _save_input(x) for name, x in named.items()}
     return checkpoint(partial(call, **named), *inputs, use_reentrant=False, preserve_rng_state=draws, **more)
 
 
-def _noted(x: Any) -> Any:
-    return _Kept.apply(x) if isinstance(x, Tensor) and x.requires_grad else x  # type: ignore[no-untyped-call]
+def _save_input(x: Any) -> Any:
+    return _SavedInput.apply(x) if isinstance(x, Tensor) and x.requires_grad else x  # type: ignore[no-untyped-call]
 
 
-class _BuffersAside:
+class _DiscardedBuffers:
     """Discards a unit's buffer writes, so that running statistics count each batch once.
 
     Each recomputation enters it. A retained graph has several.
@@ -166,7 +166,7 @@ class _BuffersAside:
             module._buffers[name] = b
 
 
-def received_twice(name: str) -> StrategyError:
+def explain_second_gradient(name: str) -> StrategyError:
     """Returns the error for a parameter's second gradient in one exchanged backward.
 
     torch's DDP refuses it, too.

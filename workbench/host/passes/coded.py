@@ -20,7 +20,7 @@ Payload = tuple[Tensor, ...]
 
 
 @runtime_checkable
-class Chooses(Coder, Protocol):
+class ChoosingCoder(Coder, Protocol):
     """A Coder with the further methods of a Codec."""
 
     @property
@@ -29,7 +29,7 @@ class Chooses(Coder, Protocol):
     def through(self, chosen: Tensor) -> Coder: ...
 
 
-class Combining(NamedTuple):
+class MeetingKind(NamedTuple):
     """A meeting: how each rank's answer follows from the ranks' tensors.
 
     what: "sum" over ranks; "gather", concatenated along `dim`; "own", this rank's part of a tensor that all ranks have;
@@ -42,16 +42,16 @@ class Combining(NamedTuple):
     dim: int = -1
 
 
-Ask = Callable[[Combining, Tensor], Tensor]
+Ask = Callable[[MeetingKind, Tensor], Tensor]
 Coded = Callable[[str, Callable[[], Any], int], Any]  # runs a codec's work: its name, the work, its bytes
 
 
-def plainly(name: str, work: Callable[[], Any], nbytes: int) -> Any:
+def run_unrecorded(name: str, work: Callable[[], Any], nbytes: int) -> Any:
     """Runs a codec's work without recording it."""
     return work()
 
 
-class Others(NamedTuple):
+class GroupPeers(NamedTuple):
     """The tensor-parallel group, as one rank sees it.
 
     ask:    performs a meeting and returns its answer
@@ -63,15 +63,15 @@ class Others(NamedTuple):
     ask: Ask
     ways: int
     coding: Coding = PLAIN
-    coded: Coded = plainly
+    coded: Coded = run_unrecorded
 
-    def encode(self, x: Tensor, meeting: Combining, coder: Coder) -> Payload:
+    def encode(self, x: Tensor, meeting: MeetingKind, coder: Coder) -> Payload:
         """Returns the payload of `x`. Raises StrategyError if `x` is complex."""
         require_floats(x, meeting.name)
         made: Payload = self.coded(f"encode {meeting.name}", lambda: coder.encode(x), x.nbytes)
         return made
 
-    def decode(self, payload: Payload, like: Tensor, meeting: Combining, coder: Coder) -> Tensor:
+    def decode(self, payload: Payload, like: Tensor, meeting: MeetingKind, coder: Coder) -> Tensor:
         """Returns a payload's tensor in the shape and dtype of `like`."""
         made: Tensor = self.coded(f"decode {meeting.name}", lambda: coder.decode(payload, like), like.nbytes)
         return made
@@ -85,86 +85,88 @@ def require_floats(x: Tensor, name: str) -> None:
                             f"gradients=Dense()")  # fmt: skip
 
 
-def crossed(x: Tensor, others: Others, meeting: Combining, coder: Coder | None) -> tuple[Tensor, Payload]:
+def exchange_tensor(x: Tensor, others: GroupPeers, meeting: MeetingKind, coder: Coder | None) -> tuple[Tensor, Payload]:
     """Performs a meeting with payloads of `x`. Returns the answer and the payloads, if any."""
     if not meeting.what:
         return x.view_as(x), ()
     if coder is None or meeting.what == "own":
         return others.ask(meeting, x), ()
     if meeting.what == "scatter":
-        return _scattered(x, others, meeting, coder)
+        return _scatter_sum(x, others, meeting, coder)
     payload = others.encode(x, meeting, coder)
-    if meeting.what == "sum" and _linear(coder):
-        summed = tuple(others.ask(Combining("sum", name), part) for name, part in _named(meeting, payload))
+    if meeting.what == "sum" and _is_linear(coder):
+        summed = tuple(others.ask(MeetingKind("sum", name), part) for name, part in _name_parts(meeting, payload))
         return others.decode(summed, x, meeting, coder), payload
-    return _opened(gathered_payload(payload, others, meeting), x, others, meeting, coder), payload
+    return _decode_all(gather_payloads(payload, others, meeting), x, others, meeting, coder), payload
 
 
-def gathered_payload(payload: Payload, others: Others, meeting: Combining) -> list[Payload]:
+def gather_payloads(payload: Payload, others: GroupPeers, meeting: MeetingKind) -> list[Payload]:
     """Returns every rank's payload, by rank."""
-    parts = [others.ask(Combining("gather", name, 0), part[None]) for name, part in _named(meeting, payload)]
+    parts = [others.ask(MeetingKind("gather", name, 0), part[None]) for name, part in _name_parts(meeting, payload)]
     return list(zip(*parts, strict=True))
 
 
-def joined(every: list[Payload], like: Tensor, others: Others, meeting: Combining, coder: Coder) -> Tensor:
+def join_payloads(every: list[Payload], like: Tensor, others: GroupPeers, meeting: MeetingKind, coder: Coder) -> Tensor:
     """Decodes every rank's payload, and concatenates the tensors."""
     return torch.cat([others.decode(one, like, meeting, coder) for one in every], meeting.dim)
 
 
-def _opened(every: list[Payload], like: Tensor, others: Others, meeting: Combining, coder: Coder) -> Tensor:
-    how = joined if meeting.what == "gather" else _added
+def _decode_all(every: list[Payload], like: Tensor, others: GroupPeers, meeting: MeetingKind, coder: Coder) -> Tensor:
+    how = join_payloads if meeting.what == "gather" else _add_payloads
     return how(every, like, others, meeting, coder)
 
 
-def _added(every: list[Payload], like: Tensor, others: Others, meeting: Combining, coder: Coder) -> Tensor:
+def _add_payloads(every: list[Payload], like: Tensor, others: GroupPeers, meeting: MeetingKind, coder: Coder) -> Tensor:
     total = others.decode(every[0], like, meeting, coder).clone()
     for one in every[1:]:
         total += others.decode(one, like, meeting, coder)
     return total
 
 
-def _scattered(x: Tensor, others: Others, meeting: Combining, coder: Coder) -> tuple[Tensor, Payload]:
+def _scatter_sum(x: Tensor, others: GroupPeers, meeting: MeetingKind, coder: Coder) -> tuple[Tensor, Payload]:
     """Returns this rank's part of the sum, and the payloads of all parts."""
-    parts = parts_of(x, others.ways, meeting)
+    parts = cut_parts(x, others.ways, meeting)
     payloads = [others.encode(part, meeting, coder) for part in parts]
     rows = [torch.stack(same) for same in zip(*payloads, strict=True)]
     sent = tuple(part for payload in payloads for part in payload)
-    if _linear(coder):
-        summed = tuple(others.ask(Combining("scatter", name, 0), row)[0] for name, row in _named(meeting, tuple(rows)))
+    if _is_linear(coder):
+        summed = tuple(
+            others.ask(MeetingKind("scatter", name, 0), row)[0] for name, row in _name_parts(meeting, tuple(rows))
+        )
         return others.decode(summed, parts[0], meeting, coder), sent
-    came = [others.ask(Combining("swap", name, 0), row) for name, row in _named(meeting, tuple(rows))]
-    return _added(list(zip(*came, strict=True)), parts[0], others, meeting, coder), sent
+    came = [others.ask(MeetingKind("swap", name, 0), row) for name, row in _name_parts(meeting, tuple(rows))]
+    return _add_payloads(list(zip(*came, strict=True)), parts[0], others, meeting, coder), sent
 
 
-def chosen_of(payload: Payload, coding: Coding, count: int) -> Payload:
+def list_choices(payload: Payload, coding: Coding, count: int) -> Payload:
     """Returns the choices in `count` parts' payloads that mask the gradient; () if none does."""
-    if not (payload and coding.masks and isinstance(coding.there, Chooses)):
+    if not (payload and coding.masks and isinstance(coding.there, ChoosingCoder)):
         return ()
     each = len(payload) // count
     found = [coding.there.chosen(payload[k * each : (k + 1) * each]) for k in range(count)]
     return tuple(one for one in found if one is not None)
 
 
-def back_through(grad: Tensor, chosen: Payload, coding: Coding, dim: int) -> Tensor:
+def mask_gradient(grad: Tensor, chosen: Payload, coding: Coding, dim: int) -> Tensor:
     """Masks the gradient of a tensor that crossed in parts along `dim`."""
     if not chosen:
         return grad
-    assert isinstance(coding.there, Chooses)
+    assert isinstance(coding.there, ChoosingCoder)
     ways = [coding.there.through(one) for one in chosen]
     parts = grad.chunk(len(ways), dim)
     return torch.cat([way.decode(way.encode(part), part) for way, part in zip(ways, parts, strict=True)], dim)
 
 
-def _linear(coder: Coder) -> bool:
-    return isinstance(coder, Chooses) and coder.linear
+def _is_linear(coder: Coder) -> bool:
+    return isinstance(coder, ChoosingCoder) and coder.linear
 
 
-def _named(meeting: Combining, payload: Payload) -> list[tuple[str, Tensor]]:
+def _name_parts(meeting: MeetingKind, payload: Payload) -> list[tuple[str, Tensor]]:
     names = [meeting.name, *(f"{meeting.name} part {number}" for number in range(1, len(payload)))]
     return list(zip(names, payload, strict=True))
 
 
-def parts_of(x: Tensor, count: int, meeting: Combining) -> list[Tensor]:
+def cut_parts(x: Tensor, count: int, meeting: MeetingKind) -> list[Tensor]:
     """Cuts `x` into `count` equal parts for a meeting. Raises StrategyError if it cannot."""
     if x.shape[meeting.dim] % count:
         raise StrategyError(

@@ -12,16 +12,16 @@ from typing import Any
 
 from torch import Tensor
 
-from workbench.host.passes.crossing import Crossing
-from workbench.host.passes.piece import micro_batches
-from workbench.host.passes.versions import Versions
-from workbench.host.placement.layout import Layout
+from workbench.host.passes.crossing import StageMessages
+from workbench.host.passes.piece import cut_batch
+from workbench.host.passes.versions import WeightVersions
+from workbench.host.placement.layout import ParameterLayout
 from workbench.partitions import Partition, Whole
 from workbench.partitions.schedules import Action
 from workbench.rank import Rank, StrategyError
 
 
-class Flow:
+class InFlight:
     """Micro-batches of the current and later batches between forward and backward.
 
     `micro` counts from the current batch's first micro-batch. Messages and spans use `number` instead. It is the same
@@ -35,14 +35,14 @@ class Flow:
     forget:   drops the state of these forwards, by number
     """
 
-    crossing: Crossing
+    crossing: StageMessages
 
-    def __init__(self, layout: Callable[[], Layout], coming: Callable[[int], Any],
+    def __init__(self, layout: Callable[[], ParameterLayout], coming: Callable[[int], Any],
                  buffers: Callable[[], Iterable[Tensor]], forget: Callable[[list[int]], None],
                  steps: Callable[[], int]) -> None:  # fmt: skip
         self.steps = steps
         self.coming, self.buffers, self._forget = coming, buffers, forget
-        self.versions = Versions(layout)
+        self.versions = WeightVersions(layout)
         self.partition: Partition = Whole()
         self.batches = self.left = 0  # left: batches that the run still makes
         self.inputs: dict[int, Any] = {}
@@ -51,67 +51,67 @@ class Flow:
 
     # -- a batch, on both hosts --
 
-    def begin(self, rank: Rank, partition: Partition, step: int) -> list[Action]:
+    def begin_batch(self, rank: Rank, partition: Partition, step: int) -> list[Action]:
         """Begins the batch of a step, and returns this rank's actions in order."""
         self.partition, actions = partition, partition.actions(rank.index)
         if not self.batches:
-            self.crossing = Crossing(rank, partition)
-        if not self.goes_on:
+            self.crossing = StageMessages(rank, partition)
+        if not self.never_flushes:
             return actions
         if partition.delayed:
-            self.versions.begin()
+            self.versions.begin_batch()
         fill = range(0 if self.batches else partition.ahead(rank.index))
         self.left = self.steps() - step if self.steps() else partition.depth
         every = [*(Action("F", micro) for micro in fill), *actions]
-        return [action for action in every if action.what != "F" or self.comes(action.micro)]
+        return [action for action in every if action.what != "F" or self.has_step(action.micro)]
 
-    def comes(self, micro: int) -> bool:
+    def has_step(self, micro: int) -> bool:
         """Whether the run makes the step of this micro-batch."""
         return micro < self.left * self.partition.micro_batches
 
     @property
-    def goes_on(self) -> bool:
+    def never_flushes(self) -> bool:
         """Whether the pipeline never flushes."""
         return self.partition.ahead(0) > 0
 
-    def number(self, micro: int) -> int:
+    def number_micro(self, micro: int) -> int:
         """Returns the number of a micro-batch in messages and spans."""
-        if not self.goes_on:
+        if not self.never_flushes:
             return micro
         each = self.partition.micro_batches
         return (self.batches * each + micro) % max(each, self.partition.depth)
 
-    def goes(self, micro: int) -> None:
+    def note_forward(self, micro: int) -> None:
         """Notes which version of the weights a micro-batch's forward reads."""
-        if self.goes_on:
+        if self.never_flushes:
             later = micro >= self.partition.micro_batches
             versions = self.versions
-            version = versions.of_batch(later) if self.partition.delayed else versions.newest
-            versions.reads[self.number(micro)] = version
+            version = versions.version_of_batch(later) if self.partition.delayed else versions.newest_version
+            versions.reads[self.number_micro(micro)] = version
 
-    def back(self, micro: int) -> None:
+    def free_micro(self, micro: int) -> None:
         """Frees a micro-batch after its backward."""
-        number = self.number(micro)
+        number = self.number_micro(micro)
         self.versions.reads.pop(number, None)
         self.inputs.pop(number, None)
         self._before.pop(number, None)
 
-    def over(self) -> None:
+    def end_batch(self) -> None:
         """Ends the current batch."""
         if self._open:
             self._open.popleft()
-        if self.goes_on:
+        if self.never_flushes:
             self.batches, self.left = self.batches + 1, self.left - 1
-            self.versions.over()
+            self.versions.end_batch()
 
-    def clear(self) -> None:
+    def drop_micros(self) -> None:
         """Drops all micro-batches in flight, and undoes their buffer writes."""
         flying = list(self.versions.reads)
         if flying and self._before:
-            for now, before in zip(self.buffers(), self._before[self.number(0)], strict=True):
+            for now, before in zip(self.buffers(), self._before[self.number_micro(0)], strict=True):
                 now.copy_(before)
         self._forget(flying)
-        self.versions.forget()
+        self.versions.drop_versions()
         self.batches = 0
         for held in (self.inputs, self._open, self._before):
             held.clear()
@@ -125,7 +125,7 @@ class Flow:
 
     # -- with values, not only sizes --
 
-    def open(self, batch: Any, partition: Partition) -> None:
+    def cut_batch(self, batch: Any, partition: Partition) -> None:
         """Cuts the batch that the strategy takes through the stages now.
 
         Raises StrategyError if another batch went forward ahead of its step.
@@ -137,26 +137,26 @@ class Flow:
                 f"await rank.forward() without examples, and backward before the next one"
             )
         if not self._open:
-            self._open.append((batch, micro_batches(batch, partition.micro_batches)))
+            self._open.append((batch, cut_batch(batch, partition.micro_batches)))
 
-    def part(self, micro: int) -> Any:
+    def take_micro(self, micro: int) -> Any:
         """Returns a micro-batch's examples, and draws later batches as needed."""
         each = self.partition.micro_batches
         while len(self._open) <= micro // each:
             batch = self.coming(len(self._open) - 1)
-            self._open.append((batch, micro_batches(batch, each)))
-        part = self.inputs[self.number(micro)] = self._open[micro // each][1][micro % each]
-        if self.goes_on and micro >= each:
-            self._before[self.number(micro)] = [x.clone() for x in self.buffers()]
+            self._open.append((batch, cut_batch(batch, each)))
+        part = self.inputs[self.number_micro(micro)] = self._open[micro // each][1][micro % each]
+        if self.never_flushes and micro >= each:
+            self._before[self.number_micro(micro)] = [x.clone() for x in self.buffers()]
         return part
 
-    def forward(self, micro: int) -> AbstractContextManager[None]:
+    def read_in_forward(self, micro: int) -> AbstractContextManager[None]:
         """Lets a micro-batch's forward read its version of the weights."""
-        return self._version(micro).forward() if self.goes_on else nullcontext()
+        return self._find_version(micro).read_in_forward() if self.never_flushes else nullcontext()
 
-    def backward(self, micro: int) -> AbstractContextManager[None]:
+    def read_in_backward(self, micro: int) -> AbstractContextManager[None]:
         """Lets a micro-batch's backward read its version of the weights."""
-        return self._version(micro).backward() if self.goes_on else nullcontext()
+        return self._find_version(micro).read_in_backward() if self.never_flushes else nullcontext()
 
-    def _version(self, micro: int) -> Any:
-        return self.versions.reads[self.number(micro)]
+    def _find_version(self, micro: int) -> Any:
+        return self.versions.reads[self.number_micro(micro)]

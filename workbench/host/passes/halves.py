@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
-class Halves:
+class SplitBackward:
     """The backward of `made`: first to `x`, later to `params`."""
 
     def __init__(self, made: Tensor, x: Tensor, params: Iterable[nn.Parameter]) -> None:
@@ -24,12 +24,12 @@ class Halves:
         self._params = [p for p in params if p.requires_grad]
         self._came: dict[Node, tuple[Tensor | None, ...]] = {}
         self._grad: Tensor | None = None
-        self._hanging = _hanging(made, x, self._params)
+        self._hanging = _find_branches(made, x, self._params)
 
     def of_input(self, grad: Tensor) -> Tensor | None:
         """Returns the gradient of `x`, given that of `made`; None if `made` does not depend on `x`."""
         self._grad = grad
-        hooks = [node.register_prehook(partial(self._note, node)) for node in self._hanging or ()]
+        hooks = [node.register_prehook(partial(self._note_gradients, node)) for node in self._hanging or ()]
         try:
             (found,) = torch.autograd.grad(self._made, self._x, grad, retain_graph=True, allow_unused=True)
         finally:
@@ -52,18 +52,18 @@ class Halves:
         if beside:  # parameters that branch off from no node on the way to `x`
             self._made.backward(self._grad, inputs=beside)
 
-    def _note(self, node: Node, grads: Sequence[Tensor | None]) -> None:
+    def _note_gradients(self, node: Node, grads: Sequence[Tensor | None]) -> None:
         self._came[node] = tuple(grads)
 
 
-def _hanging(made: Tensor, x: Tensor, params: list[nn.Parameter]) -> dict[Node, list[nn.Parameter]] | None:
+def _find_branches(made: Tensor, x: Tensor, params: list[nn.Parameter]) -> dict[Node, list[nn.Parameter]] | None:
     """Returns, by node from `made` to `x`, parameters that branch off there, last node first.
 
     None if a parameter branches off from several nodes, because it might count twice.
     """
     root, end = made.grad_fn, get_gradient_edge(x).node
     leaf = {get_gradient_edge(p).node: p for p in params}
-    order = _sorted(root)
+    order = _sort_nodes(root)
     on_way = {end}
     for node in reversed(order):
         if any(after in on_way for after, _ in node.next_functions):
@@ -89,7 +89,7 @@ def _hanging(made: Tensor, x: Tensor, params: list[nn.Parameter]) -> dict[Node, 
     return None if any(count > 1 for count in seen.values()) else found
 
 
-def _sorted(root: Node | None) -> list[Node]:
+def _sort_nodes(root: Node | None) -> list[Node]:
     """Returns all nodes reachable from `root`, each before its successors."""
     order: list[Node] = []
     seen: set[Node] = set()

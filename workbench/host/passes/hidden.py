@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from workbench.host.placement.sliced import shape_of
-from workbench.host.placement.splitting import ELEMENTWISE, leaves, planned
+from workbench.host.placement.sliced import whole_shape
+from workbench.host.placement.splitting import ELEMENTWISE, list_leaves, match_plan
 from workbench.rank import Cut, Units
 from workbench.settings import KnobError
 from workbench.tasks import Colwise, Learner, Rowwise, TaskError, Way
@@ -24,17 +24,17 @@ _BY_CHANNEL = (  # they work on each channel by itself, for any number of channe
 )  # fmt: skip
 
 
-def units_of(model: nn.Module, learner: Learner) -> list[Units]:
+def find_units(model: nn.Module, learner: Learner) -> list[Units]:
     """Returns the hidden units between layers. Raises KnobError if there are none."""
     if learner.split is not None:
         try:
-            plan = dict(planned(model, learner.split(model), "the task's split"))
+            plan = dict(match_plan(model, learner.split(model), "the task's split"))
         except TaskError as error:
             raise KnobError(str(error)) from error
-        found = list(_planned(model, plan))
+        found = list(_find_planned(model, plan))
         lacks = "the task's `split` names no Colwise() Linears with a Rowwise() one that has an input for each output"
     elif isinstance(model, nn.Sequential):
-        found = list(_in_a_row(model))
+        found = list(_find_sequential(model))
         lacks = "the Sequential has no two Linears or convolutions with nothing but activations and pooling between"
     else:
         found, lacks = [], f"nothing says which of a {type(model).__name__}'s features a sub-model can be without"
@@ -46,29 +46,29 @@ def units_of(model: nn.Module, learner: Learner) -> list[Units]:
     return found
 
 
-def _planned(model: nn.Module, plan: Mapping[str, Way]) -> Iterator[Units]:
+def _find_planned(model: nn.Module, plan: Mapping[str, Way]) -> Iterator[Units]:
     """Yields the units between each Rowwise Linear and the Colwise Linears before it."""
-    own, names = _sole(model), {id(p): name for name, p in model.named_parameters()}
+    own, names = _list_unshared(model), {id(p): name for name, p in model.named_parameters()}
     firsts: list[tuple[str, nn.Linear, Colwise]] = []
     for name, module in model.named_modules():
         way = plan.get(name)
         if isinstance(way, Colwise) and not way.gather and type(module) is nn.Linear:
             firsts.append((name, module, way))
         elif isinstance(way, Rowwise) and type(module) is nn.Linear:
-            if firsts and (found := _between(firsts, module, own, names)) is not None:
+            if firsts and (found := _make_units(firsts, module, own, names)) is not None:
                 yield found
             firsts = []
 
 
-def _between(firsts: list[tuple[str, nn.Linear, Colwise]], last: nn.Linear, own: set[int],
+def _make_units(firsts: list[tuple[str, nn.Linear, Colwise]], last: nn.Linear, own: set[int],
              names: dict[int, str]) -> Units | None:  # fmt: skip
     """Returns the units between `firsts` and `last`; None if their shapes or plans do not match."""
-    out, into = shape_of(last.weight)
+    out, into = whole_shape(last.weight)
     together = firsts[0][2].together
     count = into // together
     cuts: list[tuple[Tensor, tuple[int, ...], int]] = [(last.weight, (out, count, together), 1)]
     for _, module, way in firsts:
-        rows, width = shape_of(module.weight)
+        rows, width = whole_shape(module.weight)
         if way.together != together or rows != way.packed * into or into % together:
             return None
         cuts.append((module.weight, (way.packed, count, together, width), 1))
@@ -80,14 +80,14 @@ def _between(firsts: list[tuple[str, nn.Linear, Colwise]], last: nn.Linear, own:
     return Units(firsts[0][0], count, found, names[id(last.weight)])
 
 
-def _in_a_row(model: nn.Sequential) -> Iterator[Units]:
+def _find_sequential(model: nn.Sequential) -> Iterator[Units]:
     """Yields the units between two layers with only unit-by-unit modules between them."""
-    own, names = _sole(model), {id(p): name for name, p in model.named_parameters()}
+    own, names = _list_unshared(model), {id(p): name for name, p in model.named_parameters()}
     made: tuple[str, Any, int] | None = None  # the layer before, and how many units it has
     flat = False  # whether a Flatten follows it
     views: dict[str, tuple[int, ...]] = {}
     found: list[tuple[str, int, list[tuple[str, int]]]] = []
-    layers: Iterator[tuple[str, Any]] = leaves(model)
+    layers: Iterator[tuple[str, Any]] = list_leaves(model)
     for name, module in layers:
         if isinstance(module, ELEMENTWISE) or (isinstance(module, _BY_CHANNEL) and made and isinstance(made[1], _CONV)):
             continue
@@ -95,11 +95,11 @@ def _in_a_row(model: nn.Sequential) -> Iterator[Units]:
             if (module.start_dim, module.end_dim) == (1, -1):
                 flat = True
                 continue
-        if not _alone(module, own):
+        if not _is_plain_layer(module, own):
             made = None
             continue
         weight = names[id(module.weight)]
-        out, into, *kernel = shape_of(module.weight)
+        out, into, *kernel = whole_shape(module.weight)
         views[weight] = (out, into, *kernel)
         if made is not None and type(made[1]) is not type(module) and flat and not kernel and into % made[2] == 0:
             views[weight] = (out, made[2], into // made[2])  # the last dimension: the places of one channel
@@ -114,14 +114,14 @@ def _in_a_row(model: nn.Sequential) -> Iterator[Units]:
             yield Units(name, count, tuple(Cut(param, views[param], dim) for param, dim in cuts), cuts[-1][0])
 
 
-def _alone(module: Any, own: set[int]) -> bool:
+def _is_plain_layer(module: Any, own: set[int]) -> bool:
     """Whether it is a Linear or ungrouped convolution with unshared parameters that learn."""
     if type(module) is nn.Linear or (type(module) in _CONV and module.groups == 1):
         return all(id(p) in own for p in (module.weight, module.bias) if p is not None)
     return False
 
 
-def _sole(model: nn.Module) -> set[int]:
+def _list_unshared(model: nn.Module) -> set[int]:
     """Returns the ids of parameters that learn and belong to one module only."""
     has = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     return {id(p) for p in model.parameters() if p.requires_grad and has[id(p)] == 1}

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from workbench.experiment import Experiment
-from workbench.host.core.meta import outline
-from workbench.host.memory.batches import example, to_device
-from workbench.host.passes.checkpointing import checkpointing
-from workbench.host.passes.coded import Combining, parts_of
-from workbench.host.passes.piece import Piece, micro_batches
-from workbench.host.passes.together import computing, slice_of
-from workbench.host.placement.cutting import Stages, cut
-from workbench.host.placement.layout import Layout
-from workbench.host.placement.splitting import Split
+from workbench.host.core.meta import make_outline
+from workbench.host.memory.batches import make_example, move_to_device
+from workbench.host.passes.checkpointing import checkpoint_units
+from workbench.host.passes.coded import MeetingKind, cut_parts
+from workbench.host.passes.piece import StageModule, cut_batch
+from workbench.host.passes.together import compute_together, copy_slice
+from workbench.host.placement.cutting import StageCuts, cut_model
+from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.splitting import TensorSplit
 from workbench.partitions import Partition, Whole
 from workbench.rank import Memory, StrategyError
 from workbench.settings import KnobError
@@ -33,7 +33,7 @@ from workbench.settings.said import text_of
 from workbench.tasks import Learner
 
 
-class Planned(NamedTuple):
+class PlannedMeeting(NamedTuple):
     """A meeting of a pass.
 
     share:  the part of the pass before it, 0 to 1
@@ -41,11 +41,11 @@ class Planned(NamedTuple):
     """
 
     share: float
-    meeting: Combining
+    meeting: MeetingKind
     brings: Tensor
 
 
-class Coded(NamedTuple):
+class CodecWork(NamedTuple):
     """A codec's work in a pass.
 
     how:    "encode" or "decode"
@@ -59,7 +59,7 @@ class Coded(NamedTuple):
     nbytes: int
 
 
-class Plans(NamedTuple):
+class PassPlan(NamedTuple):
     """The meetings of a pass through a model or one piece of it.
 
     forward:  in order, with shares of floating-point operations
@@ -70,24 +70,24 @@ class Plans(NamedTuple):
     All ranks compute equally much between meetings, no matter which common parameters they own.
     """
 
-    forward: tuple[Planned, ...] = ()
-    backward: tuple[Planned, ...] = ()
+    forward: tuple[PlannedMeeting, ...] = ()
+    backward: tuple[PlannedMeeting, ...] = ()
     come: Mapping[str, float] = MappingProxyType({})
-    coded: tuple[Coded, ...] = ()
+    coded: tuple[CodecWork, ...] = ()
 
-    def of(self, phase: str) -> list[Planned]:
+    def meetings_of_phase(self, phase: str) -> list[PlannedMeeting]:
         """Returns the meetings of a phase."""
         return list(self.backward if phase == "backward" else self.forward)
 
-    def ready(self, layout: Layout) -> list[float]:
+    def list_ready_shares(self, layout: ParameterLayout) -> list[float]:
         """Returns, by bucket, the share of a backward that fills it and all earlier buckets."""
         return list(accumulate((max(self.come.get(p.name, 0.0) for p in b.parts) for b in layout.buckets), max))
 
 
-_PLANNED: WeakKeyDictionary[Learner, dict[Any, tuple[Plans, ...]]] = WeakKeyDictionary()
+_PLANNED: WeakKeyDictionary[Learner, dict[Any, tuple[PassPlan, ...]]] = WeakKeyDictionary()
 
 
-def plans_of(e: Experiment, learner: Learner, split: Split) -> tuple[Plans, ...]:
+def find_plans(e: Experiment, learner: Learner, split: TensorSplit) -> tuple[PassPlan, ...]:
     """Returns the meetings by piece of the model, found once for all ranks of a process.
 
     Raises KnobError if the model does not run on the meta device.
@@ -97,10 +97,10 @@ def plans_of(e: Experiment, learner: Learner, split: Split) -> tuple[Plans, ...]
     if key not in made:
         with torch.random.fork_rng():
             try:
-                part = slice_of(outline(learner), split, 0)
-                stages = cut(e, part, learner) if way.depth > 1 else None
-                batch = to_device(example(learner, e, "cpu"), "meta")
-                made[key] = planned(part, learner, split, batch, stages, way.micro_batches, way.layers)
+                part = copy_slice(make_outline(learner), split, 0)
+                stages = cut_model(e, part, learner) if way.depth > 1 else None
+                batch = move_to_device(make_example(learner, e, "cpu"), "meta")
+                made[key] = plan_meetings(part, learner, split, batch, stages, way.micro_batches, way.layers)
             except (KnobError, StrategyError) as error:  # it already says what to do
                 raise KnobError(f"partition={type(way).__name__}: {error}") from error
             except Exception as error:
@@ -112,13 +112,13 @@ def plans_of(e: Experiment, learner: Learner, split: Split) -> tuple[Plans, ...]
     return made[key]
 
 
-def arrival_of(plans: tuple[Plans, ...]) -> list[str]:
+def find_arrival_order(plans: tuple[PassPlan, ...]) -> list[str]:
     """Returns the parameters in the order of their gradients, given the plans of all pieces."""
     return list(dict.fromkeys(name for plan in reversed(plans) for name in plan.come))
 
 
-def planned(part: nn.Module, learner: Learner, split: Split, batch: Any, stages: Stages | None = None,
-            count: int = 1, layers: Partition = Whole()) -> tuple[Plans, ...]:  # noqa: B008  # fmt: skip
+def plan_meetings(part: nn.Module, learner: Learner, split: TensorSplit, batch: Any, stages: StageCuts | None = None,
+            count: int = 1, layers: Partition = Whole()) -> tuple[PassPlan, ...]:  # noqa: B008  # fmt: skip
     """Returns the meetings by piece of the model, from the first of `count` micro-batches.
 
     part:   the model on the meta device, with one rank's slices
@@ -127,18 +127,18 @@ def planned(part: nn.Module, learner: Learner, split: Split, batch: Any, stages:
 
     Raises the model's own error if it does not run on the meta device.
     """
-    seen: list[Planned] = []
-    coded: list[Coded] = []
+    seen: list[PlannedMeeting] = []
+    coded: list[CodecWork] = []
     came: dict[str, float] = {}
     done = 0.0
 
-    def ask(meeting: Combining, x: Tensor) -> Tensor:
-        seen.append(Planned(done if turned else counter.get_total_flops(), meeting, x.detach()))
-        return answer_like(meeting, x, split.ways)
+    def ask(meeting: MeetingKind, x: Tensor) -> Tensor:
+        seen.append(PlannedMeeting(done if turned else counter.get_total_flops(), meeting, x.detach()))
+        return make_answer_like(meeting, x, split.ways)
 
     def does(name: str, work: Callable[[], Any], nbytes: int) -> Any:
         how, what, *_ = name.split(" ")
-        coded.append(Coded("backward" if turned else "forward", how, what, nbytes))
+        coded.append(CodecWork("backward" if turned else "forward", how, what, nbytes))
         return work()
 
     def has_come(name: str, p: nn.Parameter) -> None:
@@ -148,24 +148,27 @@ def planned(part: nn.Module, learner: Learner, split: Split, batch: Any, stages:
 
     trained = [(name, p) for name, p in part.named_parameters() if p.requires_grad]
     hooks = [p.register_post_accumulate_grad_hook(partial(has_come, name)) for name, p in trained]
-    found: list[Plans] = []
+    found: list[PassPlan] = []
     try:
-        with computing(part, split, 0, ask, draws=False, coding=layers.inside(Memory()), coded=does) as together, \
-             torch.enable_grad(), checkpointing(part, learner, layers):  # fmt: skip
-            ways = Passes(part, learner, stages, micro_batches(batch, count)[0])
+        with (
+            compute_together(part, split, 0, ask, draws=False, coding=layers.inside(Memory()), coded=does) as together,
+            torch.enable_grad(),
+            checkpoint_units(part, learner, layers),
+        ):
+            ways = PiecePasses(part, learner, stages, cut_batch(batch, count)[0])
             for number in range(ways.count):
                 turned = False
-                with FlopCounterMode(display=False) as counter, together.summing(ways.params(number)):
-                    ways.forward(number)
-                found.append(Plans(_shared(seen, counter.get_total_flops()), coded=tuple(coded)))
+                with FlopCounterMode(display=False) as counter, together.sum_partials(ways.list_params(number)):
+                    ways.run_forward(number)
+                found.append(PassPlan(_normalize_shares(seen, counter.get_total_flops()), coded=tuple(coded)))
                 seen.clear()
                 coded.clear()
             for number in reversed(range(ways.count)):
                 turned, done = True, 0.0
-                ways.backward(number)
+                ways.run_backward(number)
                 shares = {name: at / done for name, at in came.items()}
                 also = found[number].coded + tuple(coded)
-                found[number] = found[number]._replace(backward=_shared(seen, done), come=shares, coded=also)
+                found[number] = found[number]._replace(backward=_normalize_shares(seen, done), come=shares, coded=also)
                 seen.clear()
                 coded.clear()
                 came.clear()
@@ -176,44 +179,48 @@ def planned(part: nn.Module, learner: Learner, split: Split, batch: Any, stages:
     return tuple(found)
 
 
-def _shared(seen: list[Planned], whole: float) -> tuple[Planned, ...]:
+def _normalize_shares(seen: list[PlannedMeeting], whole: float) -> tuple[PlannedMeeting, ...]:
     return tuple(planned._replace(share=planned.share / (whole or 1.0)) for planned in seen)
 
 
-class Passes:
+class PiecePasses:
     """Runs a model, or its pieces in order, forward and backward in one process."""
 
-    def __init__(self, model: nn.Module, learner: Learner, stages: Stages | None, batch: Any) -> None:
+    def __init__(self, model: nn.Module, learner: Learner, stages: StageCuts | None, batch: Any) -> None:
         self._model, self._learner, self._batch = model, learner, batch
-        self._ways = [Piece(model, stages.of(k), k, len(stages)) for k in range(len(stages))] if stages else []
+        self._ways = (
+            [StageModule(model, stages.pieces_of_stage(k), k, len(stages)) for k in range(len(stages))]
+            if stages
+            else []
+        )
         self.count = len(stages.pieces) if stages else 1
         self._x: Any = None
         self._grad: Any = 1.0
 
-    def params(self, number: int) -> list[nn.Parameter] | None:
+    def list_params(self, number: int) -> list[nn.Parameter] | None:
         """Returns a piece's parameters; None: the whole model's."""
         chunk, stage = divmod(number, len(self._ways) or 1)
-        return self._ways[stage].params(chunk) if self._ways else None
+        return self._ways[stage].list_params(chunk) if self._ways else None
 
-    def forward(self, number: int) -> int:
+    def run_forward(self, number: int) -> int:
         """Runs a piece forward, and returns its output's bytes."""
         if not self._ways:
             self._x = self._learner.loss(self._model, self._batch)
         else:
             chunk, stage = divmod(number, len(self._ways))
-            self._x = self._ways[stage].forward(self._learner.loss, self._batch, self._x, 0, chunk)
+            self._x = self._ways[stage].run_forward(self._learner.loss, self._batch, self._x, 0, chunk)
         return int(self._x.nbytes)
 
-    def backward(self, number: int) -> None:
+    def run_backward(self, number: int) -> None:
         if not self._ways:
             self._x.backward()
         else:
             chunk, stage = divmod(number, len(self._ways))
-            self._grad = self._ways[stage].backward(self._grad, 0, chunk)
+            self._grad = self._ways[stage].run_backward(self._grad, 0, chunk)
 
 
-def answer_like(meeting: Combining, x: Tensor, ways: int) -> Tensor:
+def make_answer_like(meeting: MeetingKind, x: Tensor, ways: int) -> Tensor:
     """Returns a tensor of the answer's shape."""
     if meeting.what == "gather":
         return torch.cat([x] * ways, meeting.dim)
-    return torch.empty_like(x) if meeting.what in ("sum", "swap") else torch.empty_like(parts_of(x, ways, meeting)[0])
+    return torch.empty_like(x) if meeting.what in ("sum", "swap") else torch.empty_like(cut_parts(x, ways, meeting)[0])

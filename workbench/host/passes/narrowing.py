@@ -14,14 +14,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from workbench.experiment import Experiment
-from workbench.host.passes.hidden import units_of
-from workbench.host.passes.part import Smaller, computes, place, restore, sized, smaller
+from workbench.host.passes.hidden import find_units
+from workbench.host.passes.part import (
+    SmallerParameter,
+    compute_share,
+    make_sizes_only,
+    make_smaller,
+    place_smaller,
+    restore_whole,
+)
 from workbench.rank import Entries, StrategyError, Units
 from workbench.settings import KnobError
 from workbench.tasks import Learner
 
 
-class Narrowing:
+class SubModelTraining:
     """Switches one rank's model to a sub-model and back.
 
     made:   returns the run's optimizer for these parameters, at its current rate
@@ -33,63 +40,68 @@ class Narrowing:
     def __init__(self, model: nn.Module, learner: Learner, made: Callable[[list[nn.Parameter]], Any],
                  now: Callable[[], Experiment], lies: bool = True) -> None:  # fmt: skip
         self._model, self._learner, self._made, self._now, self._lies = model, learner, made, now, lies
-        self._cuts: list[Smaller] = []
+        self._cuts: list[SmallerParameter] = []
         self._entries: Entries | None = None
         self._optimizer: Any = None
         self._shares = {"forward": 1.0, "backward": 1.0, "update": 1.0}
         self.counts: tuple[int, ...] = ()
 
     @cached_property
-    def units(self) -> list[Units]:
+    def hidden_units(self) -> list[Units]:
         """The hidden units that can be left out. Raises StrategyError if there are none."""
         try:
-            return units_of(self._model, self._learner)
+            return find_units(self._model, self._learner)
         except KnobError as error:
             raise StrategyError(str(error)) from error
 
     @property
-    def narrow(self) -> bool:
+    def is_narrow(self) -> bool:
         return self._entries is not None
 
-    def share(self, phase: str) -> float:
+    def compute_share(self, phase: str) -> float:
         """Returns a phase's compute relative to the whole model's."""
         return 1.0 if self._entries is None else self._shares[phase]
 
     def require_awaited(self, exchanged: bool) -> None:
         """Raises StrategyError if gradients of a sub-model are to be exchanged."""
-        if exchanged and self.narrow:
+        if exchanged and self.is_narrow:
             raise StrategyError(
                 "a sub-model's gradients stay with it: await rank.backward() whole and rank.update(), or ask for "
                 "narrow(None) first"
             )
 
     @property
-    def trained(self) -> list[nn.Parameter]:
+    def own_params(self) -> list[nn.Parameter]:
         """The parameters that only the sub-model has."""
         return [cut.small for cut in self._cuts]
 
     @property
-    def state(self) -> dict[Any, Any]:
+    def optimizer_state(self) -> dict[Any, Any]:
         """The state of the sub-model's optimizer."""
         return self._optimizer.state if self._optimizer is not None else {}
 
-    def to(self, kept: list[Tensor] | None, scaled: bool = False) -> float:
+    def switch_to(self, kept: list[Tensor] | None, scaled: bool = False) -> float:
         """Switches to the sub-model that keeps these units, or to the whole model (None).
 
         scaled: multiply the weights that read k of F units by F / k
 
         Returns a forward's share of the whole model's operations. Raises StrategyError if `kept` leaves out a kind.
         """
-        if self.narrow:
-            self._back()
+        if self.is_narrow:
+            self._restore_model()
         if kept is None:
             return 1.0
-        if [len(kept), *(each.numel() > 0 for each in kept)] != [len(self.units), *[True] * len(self.units)]:
-            raise StrategyError(f"narrow: a sub-model keeps some of each of the {len(self.units)} kinds of units")
-        self._entries, self.counts = Entries(self.units, kept), tuple(index.numel() for index in kept)
-        model, units = self._model, self.units
-        cuts = smaller(model, units, kept) if self._lies else sized(model, units, self.counts)
-        forward = computes(self._now(), self._learner, self.units, self.counts)
+        if [len(kept), *(each.numel() > 0 for each in kept)] != [
+            len(self.hidden_units),
+            *[True] * len(self.hidden_units),
+        ]:
+            raise StrategyError(
+                f"narrow: a sub-model keeps some of each of the {len(self.hidden_units)} kinds of units"
+            )
+        self._entries, self.counts = Entries(self.hidden_units, kept), tuple(index.numel() for index in kept)
+        model, units = self._model, self.hidden_units
+        cuts = make_smaller(model, units, kept) if self._lies else make_sizes_only(model, units, self.counts)
+        forward = compute_share(self._now(), self._learner, self.hidden_units, self.counts)
         params = [p for p in self._model.parameters() if p.requires_grad]
         numel = sum(p.numel() for p in params)
         small = numel - sum(cut.whole.numel() - cut.small.numel() for cut in cuts)
@@ -97,23 +109,23 @@ class Narrowing:
         self._shares = {"forward": forward, "backward": forward, "update": small / numel}
         self._cuts = cuts
         if self._lies:
-            for each, n in zip(self.units if scaled else (), self.counts, strict=False):
-                next(cut for cut in cuts if cut.name == each.reader).grow(each.size / n)
-            place(cuts)
+            for each, n in zip(self.hidden_units if scaled else (), self.counts, strict=False):
+                next(cut for cut in cuts if cut.name == each.reader).scale_values(each.size / n)
+            place_smaller(cuts)
             self._optimizer = self._made([p for p in self._model.parameters() if p.requires_grad])
         return forward
 
-    def _back(self) -> None:
+    def _restore_model(self) -> None:
         """Writes the sub-model's values into the whole model, and returns to it."""
         entries, self._entries, self.counts = self._entries, None, ()
         assert entries is not None
         if self._lies:
-            restore(self._cuts)
+            restore_whole(self._cuts)
             for cut in self._cuts:
                 entries.put(cut.name, cut.whole.data, cut.small.data.div(cut.scale))
         self._cuts, self._optimizer = [], None
 
-    def step(self, longest: float, by: Callable[[], None] | None) -> float | None:
+    def step_optimizer(self, longest: float, by: Callable[[], None] | None) -> float | None:
         """Steps the sub-model's optimizer. If `longest` > 0, clips gradients and returns their norm."""
         norm = None
         params = [p for p in self._model.parameters() if p.requires_grad]
@@ -124,10 +136,10 @@ class Narrowing:
         return norm
 
     @contextmanager
-    def within(self) -> Iterator[nn.Module]:
+    def use_submodel(self) -> Iterator[nn.Module]:
         """With sizes only: gives the model the sub-model's parameters within the block."""
-        place(self._cuts)
+        place_smaller(self._cuts)
         try:
             yield self._model
         finally:
-            restore(self._cuts)
+            restore_whole(self._cuts)

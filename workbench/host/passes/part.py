@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from workbench.experiment import Experiment
-from workbench.host.core.meta import outline
-from workbench.host.memory.batches import example, to_device
+from workbench.host.core.meta import make_outline
+from workbench.host.memory.batches import make_example, move_to_device
 from workbench.rank import Entries, Units
 from workbench.tasks import Learner, stands_for
 
-_SIZED: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], list[Smaller]]] = WeakKeyDictionary()
+_SIZED: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], list[SmallerParameter]]] = WeakKeyDictionary()
 _COUNTED: WeakKeyDictionary[Learner, dict[Any, int | None]] = WeakKeyDictionary()
 
 
-class Smaller:
+class SmallerParameter:
     """A parameter of a Module, and its smaller replacement.
 
     scale: the factor by which `small` exceeds its entries of `whole`
@@ -36,46 +36,46 @@ class Smaller:
         self.small = stands_for(nn.Parameter(entries.of(name, self.whole.data).reshape(shape)), self.whole)
         self.scale = 1.0
 
-    def grow(self, scale: float) -> None:
+    def scale_values(self, scale: float) -> None:
         """Multiplies the replacement by `scale`."""
         self.small.data.mul_(scale)
         self.scale *= scale
 
 
-def smaller(model: nn.Module, units: list[Units], kept: list[Tensor]) -> list[Smaller]:
+def make_smaller(model: nn.Module, units: list[Units], kept: list[Tensor]) -> list[SmallerParameter]:
     """Returns the replacements for the sub-model that keeps these units."""
     entries, found = Entries(units, kept), []
     for name, _ in list(model.named_parameters()):
         if entries.cuts(name):
             path, _, short = name.rpartition(".")
-            found.append(Smaller(model.get_submodule(path), short, name, entries))
+            found.append(SmallerParameter(model.get_submodule(path), short, name, entries))
     return found
 
 
-def sized(model: nn.Module, units: list[Units], counts: tuple[int, ...]) -> list[Smaller]:
+def make_sizes_only(model: nn.Module, units: list[Units], counts: tuple[int, ...]) -> list[SmallerParameter]:
     """Returns the replacements without values, given the numbers of kept units.
 
     Ranks that share a model share the replacements.
     """
     made = _SIZED.setdefault(model, {})
     if counts not in made:
-        made[counts] = smaller(model, units, [torch.empty(k, dtype=torch.int64, device="meta") for k in counts])
+        made[counts] = make_smaller(model, units, [torch.empty(k, dtype=torch.int64, device="meta") for k in counts])
     return made[counts]
 
 
-def place(parameters: Iterable[Smaller]) -> None:
+def place_smaller(parameters: Iterable[SmallerParameter]) -> None:
     """Puts the replacements into the model."""
     for p in parameters:
         p.module._parameters[p.short] = p.small
 
 
-def restore(parameters: Iterable[Smaller]) -> None:
+def restore_whole(parameters: Iterable[SmallerParameter]) -> None:
     """Puts the whole parameters back into the model."""
     for p in parameters:
         p.module._parameters[p.short] = p.whole
 
 
-def computes(e: Experiment, learner: Learner, units: list[Units], counts: tuple[int, ...]) -> float | None:
+def compute_share(e: Experiment, learner: Learner, units: list[Units], counts: tuple[int, ...]) -> float | None:
     """Returns a sub-model's share of the whole forward's floating-point operations.
 
     Counts them on the meta device. None if the model does not run there.
@@ -83,21 +83,21 @@ def computes(e: Experiment, learner: Learner, units: list[Units], counts: tuple[
     made = _COUNTED.setdefault(learner, {})
     key = e.batch, counts
     if key not in made:
-        made[key] = _operations(e, learner, units, counts)
+        made[key] = _count_operations(e, learner, units, counts)
     whole = e.batch, tuple(each.size for each in units)
     if made[key] is not None and whole not in made:
-        made[whole] = _operations(e, learner, units, whole[1])
+        made[whole] = _count_operations(e, learner, units, whole[1])
     part, all_of_it = made[key], made.get(whole)
     return part / all_of_it if part and all_of_it else None
 
 
-def _operations(e: Experiment, learner: Learner, units: list[Units], counts: tuple[int, ...]) -> int | None:
+def _count_operations(e: Experiment, learner: Learner, units: list[Units], counts: tuple[int, ...]) -> int | None:
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            model = outline(learner)
-            place(sized(model, units, counts))
+            model = make_outline(learner)
+            place_smaller(make_sizes_only(model, units, counts))
             with FlopCounterMode(display=False) as counter:
-                learner.loss(model, to_device(example(learner, e, "cpu"), "meta"))
+                learner.loss(model, move_to_device(make_example(learner, e, "cpu"), "meta"))
             return int(counter.get_total_flops())
     except Exception:
         return None

@@ -19,26 +19,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.host.memory.following import arrived
-from workbench.host.passes.crossing import received
-from workbench.host.passes.flow import Flow
-from workbench.host.passes.piece import tensors_of
-from workbench.host.placement.checksum import checksum
-from workbench.host.placement.cutting import through
+from workbench.host.memory.following import count_arrived
+from workbench.host.passes.crossing import receive_tensor
+from workbench.host.passes.flow import InFlight
+from workbench.host.passes.piece import list_tensors
+from workbench.host.placement.checksum import compute_checksum
+from workbench.host.placement.cutting import run_parts
 from workbench.partitions import Partition
 from workbench.rank import Op, Rank, StrategyError
 from workbench.tasks import TaskError
 
-WEIGHTS = "backward weights"  # names the second half of a backward
-LOSS = "loss"  # names the last stage's message with the loss
+WEIGHT_HALF = "backward weights"  # names the second half of a backward
+LOSS_MESSAGE = "loss"  # names the last stage's message with the loss
 
 
-async def same_batch(rank: Rank, batch: Any, device: torch.device) -> None:
+async def require_same_batch(rank: Rank, batch: Any, device: torch.device) -> None:
     """Raises StrategyError if a replica's stages drew different batches.
 
     The caller checks only the first batch after a cut.
     """
-    told = checksum({str(number): x for number, x in enumerate(tensors_of(batch))})
+    told = compute_checksum({str(number): x for number, x in enumerate(list_tensors(batch))})
     mine = torch.tensor([told], device=device)
     rows = await rank.all_gather(mine, "batch")
     if not rows.is_meta and len(set(rows.reshape(-1).tolist())) > 1:
@@ -48,7 +48,7 @@ async def same_batch(rank: Rank, batch: Any, device: torch.device) -> None:
         )
 
 
-async def one_batch(rank: Rank, partition: Partition, share: float, flow: Flow, step: int) -> Tensor:
+async def run_batch(rank: Rank, partition: Partition, share: float, flow: InFlight, step: int) -> Tensor:
     """Runs one batch in the schedule's order. Returns its loss, the mean over micro-batches.
 
     rank:   this rank among the stages of its replica
@@ -57,13 +57,13 @@ async def one_batch(rank: Rank, partition: Partition, share: float, flow: Flow, 
     """
     losses: list[Tensor] = []
     before, after = (rank.index - 1) % rank.size, (rank.index + 1) % rank.size
-    actions, end = flow.begin(rank, partition, step), partition.pieces * rank.size - 1
+    actions, end = flow.begin_batch(rank, partition, step), partition.pieces * rank.size - 1
     crossing = flow.crossing
     for what, micro, chunk in actions:
-        piece, number = chunk * rank.size + rank.index, flow.number(micro)
+        piece, number = chunk * rank.size + rank.index, flow.number_micro(micro)
         if what == "F":
             x = await crossing.receive_activation(before, (number, piece)) if piece else None
-            flow.goes(micro)
+            flow.note_forward(micro)
             made = await Op("stage_forward", x, micro, chunk)
             if piece == end:
                 losses.append(made)
@@ -71,23 +71,23 @@ async def one_batch(rank: Rank, partition: Partition, share: float, flow: Flow, 
                 await crossing.send_activation(made, after, (number, piece + 1))
         elif what == "W":
             await Op("stage_weights", micro, chunk)
-            flow.back(micro)
+            flow.free_micro(micro)
         else:
             grad: Any = share if piece == end else await crossing.receive_gradient(after, (number, piece + 1))
             came = await Op("stage_backward" if what == "B" else "stage_inputs", grad, micro, chunk)
             if piece:
                 await crossing.send_gradient(came, before, (number, piece))
-            flow.back(micro)
-    flow.over()
+            flow.free_micro(micro)
+    flow.end_batch()
     if rank.index < rank.size - 1:
-        return await received(rank, rank.size - 1, LOSS)
+        return await receive_tensor(rank, rank.size - 1, LOSS_MESSAGE)
     mean = sum(losses[1:], losses[0]) / len(losses)
     for other in range(rank.size - 1):
-        await rank.send(mean, other, LOSS)
+        await rank.send(mean, other, LOSS_MESSAGE)
     return mean
 
 
-async def drained(flow: Flow) -> None:
+async def drain_pipeline(flow: InFlight) -> None:
     """Drops all forwards of later batches, and receives their activations in flight.
 
     All stages have completed the same number of batches. The previous stage is further ahead, so it has sent more
@@ -97,32 +97,32 @@ async def drained(flow: Flow) -> None:
         return
     stage, ahead = flow.crossing.rank.index, flow.partition.ahead
     for micro in range(ahead(stage), ahead(stage - 1)) if stage else ():
-        if flow.comes(micro):
-            await flow.crossing.receive_activation(stage - 1, (flow.number(micro), stage))
-    flow.clear()
+        if flow.has_step(micro):
+            await flow.crossing.receive_activation(stage - 1, (flow.number_micro(micro), stage))
+    flow.drop_micros()
 
 
-async def evaluated(rank: Rank, pieces: Sequence[Sequence[nn.Module]], *inputs: Any, **named: Any) -> Any:
+async def evaluate_pipeline(rank: Rank, pieces: Sequence[Sequence[nn.Module]], *inputs: Any, **named: Any) -> Any:
     """Returns the whole model's output on all stages, for inputs that all stages have."""
     last = rank.size - 1
     x: Any = None
     for number, parts in enumerate(pieces):
         if number or rank.index:
-            inputs, named = (await received(rank, (rank.index - 1) % rank.size, "activation"),), {}
-            arrived(inputs)
-        x = await Op("do", partial(through, parts, *inputs, **named))  # tensor-parallel ranks meet in this Op, too
+            inputs, named = (await receive_tensor(rank, (rank.index - 1) % rank.size, "activation"),), {}
+            count_arrived(inputs)
+        x = await Op("do", partial(run_parts, parts, *inputs, **named))  # tensor-parallel ranks meet in this Op, too
         if rank.index < last or number < len(pieces) - 1:
             await rank.send(x, (rank.index + 1) % rank.size, "activation")
     if rank.index < last:
-        x = await _answered(rank, last)
-        arrived(x)
+        x = await _receive_output(rank, last)
+        count_arrived(x)
         return x
     for other in range(last):
-        await _answer(rank, x, other)
+        await _send_output(rank, x, other)
     return x
 
 
-class Answer(dict[str, Any]):
+class NamedOutput(dict[str, Any]):
     """The output of a model that returns several tensors by name, as transformers' models do."""
 
     def __getattr__(self, name: str) -> Any:
@@ -131,7 +131,7 @@ class Answer(dict[str, Any]):
         return self[name]
 
 
-async def _answer(rank: Rank, x: Any, to: int) -> None:
+async def _send_output(rank: Rank, x: Any, to: int) -> None:
     """Sends the model's output: one tensor, or several by name. Raises TaskError if it is neither."""
     several = dict(x) if isinstance(x, Mapping) else {}
     named = {"": x} if isinstance(x, Tensor) else {k: v for k, v in several.items() if isinstance(v, Tensor)}
@@ -148,14 +148,14 @@ async def _answer(rank: Rank, x: Any, to: int) -> None:
         await rank.send(tensor, to, f"answer {name}".rstrip())
 
 
-async def _answered(rank: Rank, source: int) -> Any:
-    said = await received(rank, source, "names of the answer")
+async def _receive_output(rank: Rank, source: int) -> Any:
+    said = await receive_tensor(rank, source, "names of the answer")
     if not said.numel():
-        return await received(rank, source, "answer")
+        return await receive_tensor(rank, source, "answer")
     names = bytes(said.tolist()).decode().split("\n")
-    return Answer({name: await received(rank, source, f"answer {name}") for name in names})
+    return NamedOutput({name: await receive_tensor(rank, source, f"answer {name}") for name in names})
 
 
-def pass_name(phase: str, micro: int, chunk: int, pieces: int) -> str:
+def name_pass(phase: str, micro: int, chunk: int, pieces: int) -> str:
     """Returns a pass's Span name: "forward 3", or "forward 3.1" if there are several pieces."""
     return f"{phase} {micro}" if pieces == 1 else f"{phase} {micro}.{chunk}"

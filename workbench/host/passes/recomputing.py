@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from workbench.experiment import Experiment
-from workbench.host.core.meta import outline
-from workbench.host.memory.batches import example, to_device
-from workbench.host.passes.checkpointing import OFF, checkpointing, units_of
-from workbench.host.passes.meetings import Passes, answer_like
-from workbench.host.passes.piece import micro_batches
-from workbench.host.passes.together import computing, slice_of
-from workbench.host.placement.cutting import Stages, cut
-from workbench.host.placement.splitting import Split
+from workbench.host.core.meta import make_outline
+from workbench.host.memory.batches import make_example, move_to_device
+from workbench.host.passes.checkpointing import NO_RECOMPUTE, checkpoint_units, list_units
+from workbench.host.passes.meetings import PiecePasses, make_answer_like
+from workbench.host.passes.piece import cut_batch
+from workbench.host.passes.together import compute_together, copy_slice
+from workbench.host.placement.cutting import StageCuts, cut_model
+from workbench.host.placement.splitting import TensorSplit
 from workbench.settings import KnobError
 from workbench.settings.said import text_of
 from workbench.tasks import Learner
@@ -28,14 +28,14 @@ Shares = tuple[float, ...]
 _FOUND: WeakKeyDictionary[Learner, dict[Any, Shares | str]] = WeakKeyDictionary()
 
 
-def recomputed(e: Experiment, learner: Learner, split: Split | None) -> Shares:
+def find_recomputed(e: Experiment, learner: Learner, split: TensorSplit | None) -> Shares:
     """Returns, by piece, which share of its forward's floating-point operations backward repeats.
 
     0 if the model does not run on the meta device. Raises KnobError if only the checkpointed model fails there.
     """
     way = e.partition
     count = way.depth * way.pieces
-    if way.layers.recompute[0] == OFF:
+    if way.layers.recompute[0] == NO_RECOMPUTE:
         return (0.0,) * count
     cut_so = way.depth, way.pieces, way.cuts
     key = way.layers.recompute, way.slices, way.sequences, cut_so, way.micro_batches, e.batch
@@ -43,7 +43,7 @@ def recomputed(e: Experiment, learner: Learner, split: Split | None) -> Shares:
     if key not in made:
         with torch.random.fork_rng():
             try:
-                made[key] = _tried(e, learner, split)
+                made[key] = _try_passes(e, learner, split)
             except KnobError as error:
                 made[key] = str(error)
     if isinstance(found := made[key], str):
@@ -51,20 +51,20 @@ def recomputed(e: Experiment, learner: Learner, split: Split | None) -> Shares:
     return found or (0.0,) * count
 
 
-def _tried(e: Experiment, learner: Learner, split: Split | None) -> Shares:
+def _try_passes(e: Experiment, learner: Learner, split: TensorSplit | None) -> Shares:
     way, what = e.partition, e.partition.layers.recompute[0]
     try:
-        whole = outline(learner)
-        part = slice_of(whole, split, 0) if split else whole
-        stages = cut(e, part, learner) if way.depth > 1 else None
-        batch = micro_batches(to_device(example(learner, e, "cpu"), "meta"), way.micro_batches)[0]
-        plain = _passed(part, learner, batch, stages, split)
+        whole = make_outline(learner)
+        part = copy_slice(whole, split, 0) if split else whole
+        stages = cut_model(e, part, learner) if way.depth > 1 else None
+        batch = cut_batch(move_to_device(make_example(learner, e, "cpu"), "meta"), way.micro_batches)[0]
+        plain = _count_operations(part, learner, batch, stages, split)
     except Exception:
-        units_of(whole, learner, way.layers)
+        list_units(whole, learner, way.layers)
         return ()
     try:
-        with checkpointing(part, learner, way.layers):
-            again = _passed(part, learner, batch, stages, split)
+        with checkpoint_units(part, learner, way.layers):
+            again = _count_operations(part, learner, batch, stages, split)
     except KnobError:
         raise
     except Exception as error:
@@ -81,21 +81,23 @@ def _tried(e: Experiment, learner: Learner, split: Split | None) -> Shares:
     return shares
 
 
-def _passed(model: nn.Module, learner: Learner, batch: Any, stages: Stages | None, split: Split | None) -> list[Any]:
+def _count_operations(
+    model: nn.Module, learner: Learner, batch: Any, stages: StageCuts | None, split: TensorSplit | None
+) -> list[Any]:
     """Returns, by piece, the floating-point operations of its forward and its backward."""
     counted: list[Any] = []
     with ExitStack() as also, torch.enable_grad():
         if split:
-            answer = partial(answer_like, ways=split.ways)
-            also.enter_context(computing(model, split, 0, answer, draws=False))
-        ways = Passes(model, learner, stages, batch)
+            answer = partial(make_answer_like, ways=split.ways)
+            also.enter_context(compute_together(model, split, 0, answer, draws=False))
+        ways = PiecePasses(model, learner, stages, batch)
         for number in range(ways.count):
             with FlopCounterMode(display=False) as counter:
-                ways.forward(number)
+                ways.run_forward(number)
             counted.append([counter.get_total_flops()])
         for number in reversed(range(ways.count)):
             with FlopCounterMode(display=False) as counter:
-                ways.backward(number)
+                ways.run_backward(number)
             counted[number].append(counter.get_total_flops())
     model.zero_grad(set_to_none=True)
     return counted

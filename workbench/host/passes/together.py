@@ -24,27 +24,27 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workbench.host.passes.across import (
-    gathered,
-    linear_of_all,
-    scattered_ahead,
-    summed_ahead,
-    summed_at_the_end,
-    summed_back,
-    taken,
+    apply_gathered_linear,
+    gather_features,
+    scatter_sum,
+    sum_backward,
+    sum_forward,
+    sum_gradients_at_end,
+    take_positions,
 )
-from workbench.host.passes.coded import Ask, Coded, Others, plainly
-from workbench.host.placement.absent import Absent
-from workbench.host.placement.sliced import lay
-from workbench.host.placement.splitting import Split
+from workbench.host.passes.coded import Ask, Coded, GroupPeers, run_unrecorded
+from workbench.host.placement.absent import UnmaterializedParameter
+from workbench.host.placement.sliced import set_slice
+from workbench.host.placement.splitting import TensorSplit
 from workbench.partitions import PLAIN, Coding
 from workbench.rank import Rank
 from workbench.tasks import Colwise, Rowwise, Scatter, same_groups
 
-ODD = 0x9E3779B97F4A7C15  # spreads ranks' seeds
-SEEDS = 10_000  # how many are kept: more than passes can be open
+SEED_FACTOR = 0x9E3779B97F4A7C15  # spreads ranks' seeds
+MAX_SEEDS = 10_000  # how many are kept: more than passes can be open
 
 
-class Together:
+class TensorParallelGroup:
     """A model whose matrices are sliced over the ranks of a group, as one rank computes it.
 
     split:  how parameters are sliced
@@ -55,8 +55,8 @@ class Together:
     coded:  runs a codec's work
     """
 
-    def __init__(self, model: nn.Module, split: Split, index: int, ask: Ask, draws: bool = True, seed: int = 0,
-                 coding: Coding = PLAIN, coded: Coded = plainly) -> None:  # fmt: skip
+    def __init__(self, model: nn.Module, split: TensorSplit, index: int, ask: Ask, draws: bool = True, seed: int = 0,
+                 coding: Coding = PLAIN, coded: Coded = run_unrecorded) -> None:  # fmt: skip
         self.split, self.index, self.coding, self._coded = split, index, coding, coded
         self._model = model
         self._ask, self._draws = ask, draws
@@ -66,33 +66,33 @@ class Together:
         self._own: dict[int, None] = {}  # the latest seeds of this rank's own numbers
         for name, module, way in self._modules:
             if isinstance(way, Colwise):
-                run: Callable[..., Any] = partial(self._colwise, name, way.gather)
+                run: Callable[..., Any] = partial(self._run_colwise, name, way.gather)
             elif isinstance(way, Scatter):
-                run = partial(self._scatter, name)
+                run = partial(self._run_scatter, name)
             elif isinstance(way, Rowwise):
-                run = partial(self._looked_up if isinstance(module, nn.Embedding) else self._rowwise, name)
+                run = partial(self._look_up_rows if isinstance(module, nn.Embedding) else self._run_rowwise, name)
             else:
                 continue
-            module.__dict__["forward"] = _Forward(module, run)  # shadows the class's forward
-        self.common = common(model, split)
+            module.__dict__["forward"] = _ReplacedForward(module, run)  # shadows the class's forward
+        self.common = list_common(model, split)
         others = [p for owner, each in enumerate(self.common) for p in each if owner != index]
-        self._hooks = [p.register_post_accumulate_grad_hook(_dropped) for p in others if p.requires_grad]
+        self._hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in others if p.requires_grad]
         self._partial = [p for name, p in model.named_parameters()
-                         if name in split.partial and not isinstance(p, Absent)]  # fmt: skip
+                         if name in split.partial and not isinstance(p, UnmaterializedParameter)]  # fmt: skip
         which = {id(p) for p in self._partial}
         self._read = [(module, kind, id(p)) for module in model.modules()
                       for kind, p in module._parameters.items() if id(p) in which]  # fmt: skip
 
     @property
-    def at(self) -> tuple[int, int]:
+    def random_position(self) -> tuple[int, int]:
         """The seed and the number of forwards, which determine the next forward's random numbers."""
         return self._seed, self._passes
 
-    @at.setter
-    def at(self, stands: tuple[int, int]) -> None:
+    @random_position.setter
+    def random_position(self, stands: tuple[int, int]) -> None:
         self._seed, self._passes = stands
 
-    def undo(self) -> None:
+    def restore_modules(self) -> None:
         """Restores the modules' own forwards, and removes the hooks."""
         for _, module, _ in self._modules:
             module.__dict__.pop("forward", None)
@@ -100,24 +100,24 @@ class Together:
             hook.remove()
 
     @contextmanager
-    def passing(self, x: Tensor | None, params: Collection[nn.Parameter] | None = None) -> Iterator[None]:
+    def run_pass(self, x: Tensor | None, params: Collection[nn.Parameter] | None = None) -> Iterator[None]:
         """Encloses one forward.
 
         x:      the previous stage's output; with sequence parallelism only this rank's positions
         params: the parameters of the piece that runs; None: all
         """
         self._passes += 1
-        torch.manual_seed((self._seed * ODD + self._passes) % 2**63)
-        if x is not None and self.split.sequences:
-            self.enter(x)
+        torch.manual_seed((self._seed * SEED_FACTOR + self._passes) % 2**63)
+        if x is not None and self.split.splits_sequences:
+            self.use_own_randomness(x)
         try:
-            with self.summing(params):
+            with self.sum_partials(params):
                 yield
         finally:
-            self.leave()
+            self.use_common_randomness()
 
     @contextmanager
-    def summing(self, params: Collection[nn.Parameter] | None = None) -> Iterator[None]:
+    def sum_partials(self, params: Collection[nn.Parameter] | None = None) -> Iterator[None]:
         """Encloses a forward, whose backward sums partial gradients over ranks.
 
         It leaves out parameters of other pieces: their gradients would seem to arrive with this piece's.
@@ -127,7 +127,7 @@ class Together:
         if not (some and torch.is_grad_enabled()):
             yield
             return
-        views = dict(zip(map(id, some), summed_at_the_end(some, self._whole), strict=True))
+        views = dict(zip(map(id, some), sum_gradients_at_end(some, self._plain_peers), strict=True))
         read = [(module, kind, views[which]) for module, kind, which in self._read if which in views]
         for module, kind, view in read:
             module.__dict__[kind] = view  # nn.Module finds it before the parameter
@@ -138,47 +138,47 @@ class Together:
                 module.__dict__.pop(kind, None)
 
     @property
-    def _others(self) -> Others:
-        return Others(self._ask, self.split.ways, self.coding if self._model.training else PLAIN, self._coded)
+    def _coded_peers(self) -> GroupPeers:
+        return GroupPeers(self._ask, self.split.ways, self.coding if self._model.training else PLAIN, self._coded)
 
     @property
-    def _whole(self) -> Others:
+    def _plain_peers(self) -> GroupPeers:
         """The group without codecs, for an embedding's rows and the last layer's output."""
-        return Others(self._ask, self.split.ways)
+        return GroupPeers(self._ask, self.split.ways)
 
-    def _scatter(self, name: str, module: Any, x: Tensor, *more: Any, **named: Any) -> Any:
-        own = taken(x, self._others, name)
-        self.enter(own)
+    def _run_scatter(self, name: str, module: Any, x: Tensor, *more: Any, **named: Any) -> Any:
+        own = take_positions(x, self._coded_peers, name)
+        self.use_own_randomness(own)
         return type(module).forward(module, own, *more, **named)
 
-    def _colwise(self, name: str, gathers: bool, module: Any, x: Tensor) -> Tensor:
-        if self.split.sequences:
-            y = linear_of_all(x, module, self._others, name)
+    def _run_colwise(self, name: str, gathers: bool, module: Any, x: Tensor) -> Tensor:
+        if self.split.splits_sequences:
+            y = apply_gathered_linear(x, module, self._coded_peers, name)
         else:
-            y = F.linear(summed_back(x, self._others, name), module.weight, module.bias)
-            self.enter(x)
+            y = F.linear(sum_backward(x, self._coded_peers, name), module.weight, module.bias)
+            self.use_own_randomness(x)
         if not gathers:
             return y
-        self.leave()
-        return gathered(y, self._whole, name)
+        self.use_common_randomness()
+        return gather_features(y, self._plain_peers, name)
 
-    def _rowwise(self, name: str, module: Any, x: Tensor) -> Tensor:
-        if not self.split.sequences:
-            self.leave()
-        added = scattered_ahead if self.split.sequences else summed_ahead
-        y = added(F.linear(x, module.weight), self._others, name)
+    def _run_rowwise(self, name: str, module: Any, x: Tensor) -> Tensor:
+        if not self.split.splits_sequences:
+            self.use_common_randomness()
+        added = scatter_sum if self.split.splits_sequences else sum_forward
+        y = added(F.linear(x, module.weight), self._coded_peers, name)
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
-    def _looked_up(self, name: str, module: Any, x: Tensor) -> Tensor:
+    def _look_up_rows(self, name: str, module: Any, x: Tensor) -> Tensor:
         """Looks up this rank's rows, with zeros for other ranks' rows, and sums over ranks."""
         rows = module.weight.shape[0]
         own = x - self.index * rows
         elsewhere = ((own < 0) | (own >= rows)) & (x >= 0) & (x < rows * self.split.ways)  # torch refuses other indices
         pad = module.padding_idx - self.index * rows if module.padding_idx is not None else -1
         found = F.embedding(own.masked_fill(elsewhere, 0), module.weight, pad if 0 <= pad < rows else None)
-        return summed_ahead(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._whole, name)
+        return sum_forward(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._plain_peers, name)
 
-    def enter(self, x: Tensor) -> None:
+    def use_own_randomness(self, x: Tensor) -> None:
         """Lets each rank draw its own numbers, after a Colwise layer and for its own positions.
 
         See [Note: Random numbers].
@@ -186,14 +186,14 @@ class Together:
         generator = torch.cuda.default_generators[x.device.index] if x.is_cuda else torch.default_generator
         if not self._draws or generator.initial_seed() in self._own:
             return
-        seed = (int(torch.randint(2**62, ())) + self.index * ODD) % 2**63
+        seed = (int(torch.randint(2**62, ())) + self.index * SEED_FACTOR) % 2**63
         self._outside = generator, generator.get_state()
         self._own[seed] = None
-        if len(self._own) > SEEDS:
+        if len(self._own) > MAX_SEEDS:
             del self._own[next(iter(self._own))]
         generator.manual_seed(seed)
 
-    def leave(self) -> None:
+    def use_common_randomness(self) -> None:
         """Lets all ranks draw the same numbers again."""
         if self._outside is not None:
             generator, state = self._outside
@@ -202,7 +202,7 @@ class Together:
             self._outside = None
 
 
-class _Forward:
+class _ReplacedForward:
     """Replaces a module's forward. In a deep copy it computes with the copy's weights."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
@@ -212,31 +212,33 @@ class _Forward:
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         return self._run(self._module, *inputs, **named)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
-        return _Forward(memo.get(id(self._module), self._module), self._run)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ReplacedForward:
+        return _ReplacedForward(memo.get(id(self._module), self._module), self._run)
 
 
-def _dropped(param: nn.Parameter) -> None:
+def _drop_gradient(param: nn.Parameter) -> None:
     """Drops a common parameter's gradient, because its owner, another rank, has the same one."""
     param.grad = None
 
 
-def common(model: nn.Module, split: Split, names: Collection[str] | None = None) -> list[list[nn.Parameter]]:
+def list_common(model: nn.Module, split: TensorSplit, names: Collection[str] | None = None) -> list[list[nn.Parameter]]:
     """Returns, by owner, the parameters that every rank has whole.
 
     names: look only at these parameters
     """
     some = [(model.get_parameter(name), k) for name, k in split.owners.items() if names is None or name in names]
-    return [[p for p, owner in some if owner == k and not isinstance(p, Absent)] for k in range(split.ways)]
+    return [
+        [p for p, owner in some if owner == k and not isinstance(p, UnmaterializedParameter)] for k in range(split.ways)
+    ]
 
 
-async def refreshed(rank: Rank, by_owner: list[list[nn.Parameter]]) -> None:
+async def refresh_common(rank: Rank, by_owner: list[list[nn.Parameter]]) -> None:
     """Gives all ranks of the group the owners' values of the parameters that all have."""
     for dtype in dict.fromkeys(p.dtype for each in by_owner for p in each):
-        await _told(rank, [[p for p in each if p.dtype == dtype] for each in by_owner])
+        await _copy_owner_values(rank, [[p for p in each if p.dtype == dtype] for each in by_owner])
 
 
-async def _told(rank: Rank, by_owner: list[list[nn.Parameter]]) -> None:
+async def _copy_owner_values(rank: Rank, by_owner: list[list[nn.Parameter]]) -> None:
     """Copies the owners' values into parameters of one dtype that all ranks have."""
     counts = [sum(p.numel() for p in each) for each in by_owner]
     like = next(p for each in by_owner for p in each)
@@ -255,24 +257,24 @@ async def _told(rank: Rank, by_owner: list[list[nn.Parameter]]) -> None:
                 at += p.numel()
 
 
-def slice_of(model: nn.Module, split: Split, index: int) -> nn.Module:
+def copy_slice(model: nn.Module, split: TensorSplit, index: int) -> nn.Module:
     """Copies a whole model with rank `index`'s slices, without copying sliced parameters whole."""
     known: dict[int, nn.Parameter] = {}
     for name, made in split.sliced.items():
         p = model.get_parameter(name)
         own = p.data.view(made.view).chunk(split.ways, made.dim)[index]
-        known[id(p)] = mine = nn.Parameter(own.reshape(made.local(split.ways)).clone(), p.requires_grad)
-        lay(mine, mine.data, made.shape)
+        known[id(p)] = mine = nn.Parameter(own.reshape(made.shape_of_slice(split.ways)).clone(), p.requires_grad)
+        set_slice(mine, mine.data, made.shape)
     sliced: nn.Module = same_groups(copy.deepcopy(model, known), model)
     return sliced
 
 
 @contextmanager
-def computing(model: nn.Module, split: Split, index: int, ask: Ask, draws: bool = True,
-              coding: Coding = PLAIN, coded: Coded = plainly) -> Iterator[Together]:  # fmt: skip
+def compute_together(model: nn.Module, split: TensorSplit, index: int, ask: Ask, draws: bool = True,
+              coding: Coding = PLAIN, coded: Coded = run_unrecorded) -> Iterator[TensorParallelGroup]:  # fmt: skip
     """Lets `model`, which has rank `index`'s slices, compute as Together within the block."""
-    together = Together(model, split, index, ask, draws, coding=coding, coded=coded)
+    together = TensorParallelGroup(model, split, index, ask, draws, coding=coding, coded=coded)
     try:
         yield together
     finally:
-        together.undo()
+        together.restore_modules()

@@ -14,37 +14,37 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from workbench.host.memory.memory import packed
-from workbench.host.placement.layout import Layout, Place
+from workbench.host.memory.memory import pack_tensor
+from workbench.host.placement.layout import ParameterLayout, ParameterPlace
 from workbench.rank import Part, StrategyError
 
 
-class Version:
+class WeightVersion:
     """The weights between two updates.
 
     kept: a copy by bucket, once the weights may have changed; None: the current weights are this version
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: ParameterLayout) -> None:
         self.layout = layout
         self.kept: list[Tensor] | None = None
-        self._cut: list[tuple[list[Place], tuple[Part, ...]]] = []  # by bucket, parameters' places in the copy
+        self._cut: list[tuple[list[ParameterPlace], tuple[Part, ...]]] = []  # by bucket, parameters' places in the copy
 
-    def keep(self) -> None:
+    def copy_weights(self) -> None:
         """Copies the weights, because they or the buckets may change now."""
         if self.kept is not None:
             return
         self.kept = [weights.clone() for weights in self.layout.weights]
-        self._cut = [(group, self.layout.lies(index).parts) for index, group in enumerate(self.layout.groups)]
+        self._cut = [(group, self.layout.weight_bucket(index).parts) for index, group in enumerate(self.layout.groups)]
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def read_in_forward(self) -> Iterator[None]:
         """Lets a forward and its backward read this version."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), self.backward():
+        with torch.autograd.graph.saved_tensors_hooks(self._pack_tensor, _unpack_tensor), self.read_in_backward():
             yield
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
+    def read_in_backward(self) -> Iterator[None]:
         """Encloses such a backward: points the parameters' data into the copy, if there is one."""
         there = [(place.param, place.param.data) for group, _ in self._cut for place in group]
         for (group, parts), copy in zip(self._cut, self.kept or (), strict=True):
@@ -56,26 +56,26 @@ class Version:
             for param, data in there:
                 param.data = data
 
-    def _pack(self, x: Tensor) -> Any:
+    def _pack_tensor(self, x: Tensor) -> Any:
         """Returns the object that autograd keeps in place of `x`."""
         if x.layout != torch.strided or x.is_inference():
             return x
         place = x.untyped_storage()._cdata
         if self.kept is not None:  # no code writes into a copy, though version counters of its views suggest it
-            return x if any(place == copy.untyped_storage()._cdata for copy in self.kept) else _other(x)
+            return x if any(place == copy.untyped_storage()._cdata for copy in self.kept) else _save_tensor(x)
         index = self.layout.lying.get(place)
         if index is None:
-            return _other(x)
-        return _Weights(self, index, x) if x.dtype == self.layout.weights[index].dtype else x.clone()
+            return _save_tensor(x)
+        return _WeightView(self, index, x) if x.dtype == self.layout.weights[index].dtype else x.clone()
 
 
-class _Other(NamedTuple):
+class _SavedTensor(NamedTuple):
     """A saved tensor that is no weight, with its version counter."""
 
     x: Tensor
     version: int
 
-    def read(self) -> Tensor:
+    def read_tensor(self) -> Tensor:
         """Returns the tensor. Raises StrategyError if it was changed in place after its forward.
 
         torch checks only tensors that it saves without hooks.
@@ -88,70 +88,70 @@ class _Other(NamedTuple):
         return self.x
 
 
-def _other(x: Tensor) -> _Other:
-    return _Other(packed(x), x._version)
+def _save_tensor(x: Tensor) -> _SavedTensor:
+    return _SavedTensor(pack_tensor(x), x._version)
 
 
-class _Weights:
+class _WeightView:
     """A view into the weights of a version."""
 
-    def __init__(self, version: Version, index: int, x: Tensor) -> None:
+    def __init__(self, version: WeightVersion, index: int, x: Tensor) -> None:
         self.version, self.index = version, index
         begin = version.layout.weights[index].storage_offset()
         self.at = x.size(), x.stride(), x.storage_offset() - begin
 
-    def read(self) -> Tensor:
+    def read_tensor(self) -> Tensor:
         version = self.version
         own = version.layout.weights if version.kept is None else version.kept
         size, stride, begin = self.at
         return own[self.index].as_strided(size, stride, own[self.index].storage_offset() + begin)
 
 
-def _unpack(kept: Any) -> Tensor:
-    return kept.read() if isinstance(kept, (_Weights, _Other)) else kept
+def _unpack_tensor(kept: Any) -> Tensor:
+    return kept.read_tensor() if isinstance(kept, (_WeightView, _SavedTensor)) else kept
 
 
-class Versions:
+class WeightVersions:
     """The versions of one stage's weights that passes will still read.
 
     reads: by number of a micro-batch in flight, the version that its forward reads
     """
 
-    def __init__(self, layout: Callable[[], Layout]) -> None:
+    def __init__(self, layout: Callable[[], ParameterLayout]) -> None:
         self._layout = layout
-        self._now: Version | None = None
-        self._own: Version | None = None  # of the current batch, if a whole batch reads one version
-        self._next: Version | None = None  # of the next batch
-        self.reads: dict[int, Version] = {}
+        self._now: WeightVersion | None = None
+        self._own: WeightVersion | None = None  # of the current batch, if a whole batch reads one version
+        self._next: WeightVersion | None = None  # of the next batch
+        self.reads: dict[int, WeightVersion] = {}
 
     @property
-    def newest(self) -> Version:
+    def newest_version(self) -> WeightVersion:
         """The version of the current weights."""
-        self._now = self._now or Version(self._layout())
+        self._now = self._now or WeightVersion(self._layout())
         return self._now
 
-    def begin(self) -> None:
+    def begin_batch(self) -> None:
         """Begins a batch. It reads the version that was the newest when the batch before began."""
-        self._own, self._next = self._next or self.newest, self.newest
+        self._own, self._next = self._next or self.newest_version, self.newest_version
 
-    def of_batch(self, later: bool) -> Version:
+    def version_of_batch(self, later: bool) -> WeightVersion:
         """Returns the version of the current batch, or of a `later` one."""
         version = self._next if later else self._own
         assert version is not None
         return version
 
-    def over(self) -> None:
+    def end_batch(self) -> None:
         """Ends a batch, and keeps a copy of the weights if another batch will read them."""
         self._own = None
-        self.keep()
+        self.keep_weights()
 
-    def keep(self) -> None:
+    def keep_weights(self) -> None:
         """Copies the weights if a pass will still read them, because they may change now."""
-        if self._now is not None and any(self._now is version for version in self._alive()):
-            self._now.keep()
+        if self._now is not None and any(self._now is version for version in self._list_alive()):
+            self._now.copy_weights()
         self._now = None
 
-    def forget(self) -> None:
+    def drop_versions(self) -> None:
         """Drops all versions."""
         self._now = self._own = self._next = None
         self.reads.clear()
@@ -161,8 +161,8 @@ class Versions:
         """The tensors of all copies."""
         if not self.reads and self._own is self._next is None:
             return []
-        versions = {id(version): version for version in self._alive()}
+        versions = {id(version): version for version in self._list_alive()}
         return [x for version in versions.values() for x in version.kept or ()]
 
-    def _alive(self) -> list[Version]:
+    def _list_alive(self) -> list[WeightVersion]:
         return [*self.reads.values(), *(version for version in (self._own, self._next) if version is not None)]

@@ -25,7 +25,7 @@ _SHOWS = [getattr(Tensor, name) for name in ("data", "T", "mT", "H", "mH", "real
 _kinds: dict[type, type] = {}  # by the class of a parameter, the class of an absent one
 
 
-class Absent:
+class UnmaterializedParameter:
     """The mixin of an absent parameter's class that fetches it."""
 
     was: type
@@ -35,57 +35,60 @@ class Absent:
     def __torch_function__(cls, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:  # fmt: skip
         kwargs = kwargs or {}
-        if _says(func):
-            with unasked():
+        if _reads_no_values(func):
+            with prevent_fetches():
                 return func(*args, **kwargs)
-        read = list(_within([args, kwargs]))
-        away, here = [p for p in read if isinstance(p, Absent)], [p for p in read if not isinstance(p, Absent)]
+        read = list(_find_parameters([args, kwargs]))
+        away, here = (
+            [p for p in read if isinstance(p, UnmaterializedParameter)],
+            [p for p in read if not isinstance(p, UnmaterializedParameter)],
+        )
         for ask in dict.fromkeys(p.ask for p in away):
             ask([p for p in away if p.ask == ask], here)
-        if not any(isinstance(p, Absent) for p in read):
+        if not any(isinstance(p, UnmaterializedParameter) for p in read):
             return func(*args, **kwargs)
-        with unasked():  # `ask` only listens
+        with prevent_fetches():  # `ask` only listens
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         kind = self.was
         self.ask([self], [])  # type: ignore[list-item]
-        copied = kind(data_of(self).clone(), self.requires_grad)  # type: ignore
+        copied = kind(read_data(self).clone(), self.requires_grad)  # type: ignore
         return memo.setdefault(id(self), copied)
 
     def __repr__(self) -> str:
         return f"Parameter of shape {tuple(self.shape)}, not on this rank"  # type: ignore[attr-defined]
 
 
-def leave(param: nn.Parameter, ask: Ask) -> None:
+def make_absent(param: nn.Parameter, ask: Ask) -> None:
     """Makes `param` absent: `ask` is called before it is read."""
     kind = type(param)
-    if not isinstance(param, Absent):
+    if not isinstance(param, UnmaterializedParameter):
         if kind not in _kinds:
-            _kinds[kind] = type(f"Absent{kind.__name__}", (Absent, kind), {"was": kind})
+            _kinds[kind] = type(f"Absent{kind.__name__}", (UnmaterializedParameter, kind), {"was": kind})
         param.__class__ = _kinds[kind]
     param.ask = ask  # type: ignore[attr-defined]
 
 
-def come(param: nn.Parameter) -> None:
+def make_present(param: nn.Parameter) -> None:
     """Makes `param` present again."""
-    if isinstance(param, Absent):
+    if isinstance(param, UnmaterializedParameter):
         param.__class__ = param.was
         del param.ask
 
 
-def unasked() -> AbstractContextManager[None]:
+def prevent_fetches() -> AbstractContextManager[None]:
     """Inside, absent parameters are used as they are, without a fetch."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
-def data_of(param: nn.Parameter) -> Tensor:
+def read_data(param: nn.Parameter) -> Tensor:
     """Returns its `data` without a fetch."""
-    with unasked():
+    with prevent_fetches():
         return param.data
 
 
-def _says(func: Callable[..., Any]) -> bool:
+def _reads_no_values(func: Callable[..., Any]) -> bool:
     """Whether `func` looks at no value."""
     name = func.__name__
     if name == "__get__":
@@ -93,7 +96,7 @@ def _says(func: Callable[..., Any]) -> bool:
     return name in ("__set__", "__delete__") or name in _SAYS
 
 
-def _within(x: Any) -> Iterator[nn.Parameter]:
+def _find_parameters(x: Any) -> Iterator[nn.Parameter]:
     """Yields the parameters in the arguments of a call, each once, in their order."""
     seen: set[int] = set()
     todo = [x]

@@ -7,12 +7,12 @@ from itertools import accumulate
 from typing import NamedTuple
 
 NEVER = float("inf")
-KEPT = 50  # most cuts to keep per number of parts
+MAX_KEPT = 50  # most cuts to keep per number of parts
 
 Numbers = tuple[float, ...]
 
 
-class Way(NamedTuple):
+class StageCut(NamedTuple):
     """A way to cut: the slowest stage's time, the cost of crossings, and the first parts of pieces."""
 
     slowest: float
@@ -20,7 +20,7 @@ class Way(NamedTuple):
     cuts: tuple[int, ...]
 
 
-class _Begun(NamedTuple):
+class _PartialCut(NamedTuple):
     """A way to cut the first parts.
 
     costs: the slowest complete stage, the cost of crossings, and the time so far of each incomplete stage
@@ -30,18 +30,24 @@ class _Begun(NamedTuple):
     cuts: tuple[int, ...]
 
 
-def balanced(times: Sequence[Sequence[float]], count: int, together: Collection[int] = (),
+def find_balanced_cut(times: Sequence[Sequence[float]], count: int, together: Collection[int] = (),
              barren: Collection[int] = ()) -> tuple[int, ...]:  # fmt: skip
-    """Returns the parts at which pieces 1 to `count` - 1 begin in the fastest cut; see `front`.
+    """Returns the parts at which pieces 1 to `count` - 1 begin in the fastest cut; see `find_pareto_cuts`.
 
-    >>> balanced([[1, 1, 1, 1, 4]], 2), balanced([[3, 3, 3, 3], [1, 1, 1, 1]], 2)
+    >>> find_balanced_cut([[1, 1, 1, 1, 4]], 2), find_balanced_cut([[3, 3, 3, 3], [1, 1, 1, 1]], 2)
     ((4,), (1,))
     """
-    return front(times, count, together, barren)[0][0].cuts
+    return find_pareto_cuts(times, count, together, barren)[0][0].cuts
 
 
-def front(times: Sequence[Sequence[float]], count: int, together: Collection[int] = (), barren: Collection[int] = (),
-          stages: int = 0, crossing: Sequence[Sequence[float]] = ((),)) -> tuple[list[Way], bool]:  # fmt: skip
+def find_pareto_cuts(
+    times: Sequence[Sequence[float]],
+    count: int,
+    together: Collection[int] = (),
+    barren: Collection[int] = (),
+    stages: int = 0,
+    crossing: Sequence[Sequence[float]] = ((),),
+) -> tuple[list[StageCut], bool]:
     """Returns the Pareto-optimal cuts by slowest stage and crossing cost, the fastest first; and if they are exact.
 
     times:    the time of each part, in any unit; one row per piece if it depends on the rank; rows repeat
@@ -52,16 +58,16 @@ def front(times: Sequence[Sequence[float]], count: int, together: Collection[int
 
     Dynamic programming: the best cuts of the first n parts into k pieces follow from those into k - 1. A cut is dropped
     if another is as good in every cost that still counts: the slowest complete stage, crossings, and each incomplete
-    stage. So the search is exhaustive. Only with several pieces per stage can more than KEPT cuts remain. Then the
-    fastest KEPT go on, and the second result is False. Among equal cuts, the one with the earliest last piece wins.
+    stage. So the search is exhaustive. Only with several pieces per stage can more than MAX_KEPT cuts remain. Then the
+    fastest MAX_KEPT go on, and the second result is False. Among equal cuts, the one with the earliest last piece wins.
     Raises ValueError if no cut is allowed.
 
     Reference: with one piece per stage, one rank per stage and no crossing cost, it is the optimizer of Narayanan et
     al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019,
     https://doi.org/10.1145/3341301.3359646
 
-    >>> front([[1, 1, 1, 1]], 2, crossing=[[0, 1, 9, 8]])[0]
-    [Way(slowest=2.0, crosses=9, cuts=(2,)), Way(slowest=3, crosses=1, cuts=(1,))]
+    >>> find_pareto_cuts([[1, 1, 1, 1]], 2, crossing=[[0, 1, 9, 8]])[0]
+    [StageCut(slowest=2.0, crosses=9, cuts=(2,)), StageCut(slowest=3, crosses=1, cuts=(1,))]
     """
     n, stages = len(times[0]), stages or count
     sums = [[0.0, *accumulate(row)] for row in times]
@@ -69,7 +75,7 @@ def front(times: Sequence[Sequence[float]], count: int, together: Collection[int
     begins = [at for at in range(1, n) if at not in together]
     exact = True
 
-    def further(begun: Iterable[_Begun], piece: int, begin: int, end: int) -> Iterator[_Begun]:
+    def further(begun: Iterable[_PartialCut], piece: int, begin: int, end: int) -> Iterator[_PartialCut]:
         """Yields the same cuts with one more piece, from part `begin` to `end`."""
         if bears[end] == bears[begin]:
             return
@@ -80,27 +86,27 @@ def front(times: Sequence[Sequence[float]], count: int, together: Collection[int
             mine = ahead.pop(0 if piece >= stages else -1) + took
             more = [mine] if piece + stages < count else []
             costs = (slowest if more else max(slowest, mine), crossed + crosses, *ahead, *more)
-            yield _Begun(costs, (*cuts, begin) if piece else ())
+            yield _PartialCut(costs, (*cuts, begin) if piece else ())
 
-    best = {end: list(further([_Begun((0, 0), ())], 0, 0, end)) for end in range(1, n + 1)}
+    best = {end: list(further([_PartialCut((0, 0), ())], 0, 0, end)) for end in range(1, n + 1)}
     for piece in range(1, count):
         found = {}
         for end in range(piece + 1, n + 1):
             ways = (way for at in begins if at < end and at in best for way in further(best[at], piece, at, end))
-            found[end], whole = _undominated(ways)
+            found[end], whole = _drop_dominated(ways)
             exact = exact and whole
         best = found
     if not best.get(n):
         raise ValueError(f"{n} parts cannot be cut into {count} pieces")
-    return [Way(*way.costs, way.cuts) for way in best[n]], exact  # type: ignore[call-arg, arg-type]
+    return [StageCut(*way.costs, way.cuts) for way in best[n]], exact  # type: ignore[call-arg, arg-type]
 
 
-def _undominated(ways: Iterable[_Begun]) -> tuple[list[_Begun], bool]:
-    """Returns at most KEPT cuts that no other equals or beats in every cost, and whether none was lost."""
-    kept: list[_Begun] = []
+def _drop_dominated(ways: Iterable[_PartialCut]) -> tuple[list[_PartialCut], bool]:
+    """Returns at most MAX_KEPT cuts that no other equals or beats in every cost, and whether none was lost."""
+    kept: list[_PartialCut] = []
     for way in sorted(ways, key=lambda w: (max(w.costs[0], *w.costs[2:], 0), w.costs, w.cuts[-1])):
         if not any(all(a <= b for a, b in zip(other.costs, way.costs, strict=True)) for other in kept):
-            if len(kept) == KEPT:
+            if len(kept) == MAX_KEPT:
                 return kept, False
             kept.append(way)
     return kept, True

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from workbench.host.placement.checksum import checksum
-from workbench.host.placement.layout import Layout
+from workbench.host.placement.checksum import compute_checksum
+from workbench.host.placement.layout import ParameterLayout
 from workbench.rank import as_real, can_average
 
 
-class Disagreement(RuntimeError):
+class RankDisagreement(RuntimeError):
     """Raised if ranks that should hold the same state do not."""
 
 
@@ -29,10 +29,10 @@ def check_same(numbers: Sequence[int], what: str, names: Sequence[int] = ()) -> 
     names = names or range(len(numbers))
     odd = [r for r, n in zip(names, numbers, strict=True) if n != numbers[0]]
     if odd:
-        raise Disagreement(f"{what} of rank {', '.join(map(str, odd))} differ from rank {names[0]}'s")
+        raise RankDisagreement(f"{what} of rank {', '.join(map(str, odd))} differ from rank {names[0]}'s")
 
 
-def optimizer_tensors(layout: Layout, optimizer: Optimizer) -> list[Tensor]:
+def list_optimizer_tensors(layout: ParameterLayout, optimizer: Optimizer) -> list[Tensor]:
     """Returns the optimizer state that can be averaged, in the same order on all ranks."""
     found = []
     for place in layout.order:
@@ -41,7 +41,7 @@ def optimizer_tensors(layout: Layout, optimizer: Optimizer) -> list[Tensor]:
     return found
 
 
-def prime(layout: Layout, optimizer: Optimizer) -> None:
+def create_optimizer_state(layout: ParameterLayout, optimizer: Optimizer) -> None:
     """Creates missing optimizer state by a step with zero gradients and a zero rate."""
     new = [place.param for place in layout.order if not optimizer.state.get(place.param)]
     if not new:
@@ -57,7 +57,7 @@ def prime(layout: Layout, optimizer: Optimizer) -> None:
         group["lr"] = rate
 
 
-def added_up(rows: Tensor) -> Tensor:
+def sum_rows(rows: Tensor) -> Tensor:
     """Sums the ranks' rows (p, n) to (n,) in rank order, so that all ranks get the same bits.
 
     `rows.sum(0)` adds in another order from 8 rows on.
@@ -68,7 +68,7 @@ def added_up(rows: Tensor) -> Tensor:
     return total
 
 
-def clipped(layout: Layout, longest: float, of_replica: Callable[[float], float] = float) -> float:
+def clip_gradients(layout: ParameterLayout, longest: float, of_replica: Callable[[float], float] = float) -> float:
     """Returns the norm of all gradients, and scales them down to `longest` if it is larger.
 
     of_replica: turns this rank's sum of squares into that of its replica
@@ -80,12 +80,12 @@ def clipped(layout: Layout, longest: float, of_replica: Callable[[float], float]
     return float(norm)
 
 
-def buffers(model: nn.Module) -> list[Tensor]:
+def list_buffers(model: nn.Module) -> list[Tensor]:
     """Returns the buffers that can be averaged, such as running statistics."""
     return [b for b in model.buffers() if can_average(b.dtype)]
 
 
-def flattened(tensors: list[Tensor]) -> Tensor:
+def flatten_tensors(tensors: list[Tensor]) -> Tensor:
     """Returns one real vector of all tensors, in fp32 or their widest dtype.
 
     A hand-over tensor by tensor takes 10 times as long.
@@ -101,7 +101,7 @@ def flattened(tensors: list[Tensor]) -> Tensor:
 
 
 def scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
-    """Writes a vector of `flattened` back into the tensors."""
+    """Writes a vector of `flatten_tensors` back into the tensors."""
     if flat.is_meta:
         return
     at = 0
@@ -111,6 +111,6 @@ def scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
             at += t.numel()
 
 
-def state_hash(layout: Layout) -> int:
+def hash_model_state(layout: ParameterLayout) -> int:
     """Returns a hash of all trainable parameters; 0 if they have no values."""
-    return checksum({place.name: place.param for place in layout.order})
+    return compute_checksum({place.name: place.param for place in layout.order})

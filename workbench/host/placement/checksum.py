@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workbench.host.placement.placement import Held
-from workbench.host.placement.slices import Slice
+from workbench.host.placement.slices import StridedSlice
 
-WORD = 4  # bytes of a factor: with 8, changes of two elements' highest bits could cancel out
+WORD_BYTES = 4  # bytes of a factor: with 8, changes of two elements' highest bits could cancel out
 CHUNK = 1 << 16
-Words = NDArray[np.uint8 | np.uint16 | np.uint32]  # of at most WORD bytes
+Words = NDArray[np.uint8 | np.uint16 | np.uint32]  # of at most WORD_BYTES bytes
 MASK = 2**63 - 1  # sums are modulo 2 ** 63, to fit an int64
 _WEIGHTS = np.random.Generator(np.random.PCG64(63)).integers(0, 2**64, CHUNK, dtype=np.uint64)
 
 
-def checksum(state: Mapping[str, Tensor], held: Held | None = None) -> int:
+def compute_checksum(state: Mapping[str, Tensor], held: Held | None = None) -> int:
     """Returns the sum over all elements, from 0 to 2 ** 63 - 1; 0 without values.
 
     held: by name, the slices of a tensor, in order; None: each tensor is whole
@@ -34,41 +34,41 @@ def checksum(state: Mapping[str, Tensor], held: Held | None = None) -> int:
         return 0
     total = 0
     for name, x in state.items():
-        words, at, seed = _words(x), 0, _seed(name)
+        words, at, seed = _view_words(x), 0, _hash_name(name)
         each = words.size // max(1, x.numel())  # words per element
-        for s in held[name] if held is not None else (Slice(0, x.numel()),):
+        for s in held[name] if held is not None else (StridedSlice(0, x.numel()),):
             for k in range(s.times):
                 length = s.length * each
-                total += _stretch(words[at : at + length], (s.start + k * s.stride) * each, seed)
+                total += _sum_words(words[at : at + length], (s.start + k * s.stride) * each, seed)
                 at += length
     return total & MASK
 
 
-def _words(x: Tensor) -> Words:
-    """Returns the bits of a tensor as unsigned numbers of at most WORD bytes."""
+def _view_words(x: Tensor) -> Words:
+    """Returns the bits of a tensor as unsigned numbers of at most WORD_BYTES bytes."""
     raw = x.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-    return raw.view(f"u{min(WORD, x.element_size())}")
+    return raw.view(f"u{min(WORD_BYTES, x.element_size())}")
 
 
-def _stretch(words: Words, start: int, seed: int) -> int:
+def _sum_words(words: Words, start: int, seed: int) -> int:
     """Returns the sum of contiguous words, the first being word `start` of its tensor."""
     total = at = 0
     while at < words.size:
         chunk, low = divmod(start + at, CHUNK)
         part = words[at : at + CHUNK - low]
         weights = _WEIGHTS[low : low + part.size]
-        total += int((part * weights).sum(dtype=np.uint64)) * _mixed(seed + chunk)
+        total += int((part * weights).sum(dtype=np.uint64)) * _mix_bits(seed + chunk)
         at += part.size
     return total
 
 
 @lru_cache(maxsize=4096)
-def _seed(name: str) -> int:
+def _hash_name(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
 
 
 @lru_cache(maxsize=65536)
-def _mixed(n: int) -> int:
+def _mix_bits(n: int) -> int:
     """Returns an odd 64-bit number that looks random.
 
     This is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, https://doi.org/10.1145/2660193.2660195).

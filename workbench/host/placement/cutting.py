@@ -11,14 +11,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from workbench.experiment import Experiment
-from workbench.host.placement.balancing import balanced
-from workbench.host.placement.sliced import numel_of
+from workbench.host.placement.balancing import find_balanced_cut
+from workbench.host.placement.sliced import whole_numel
 from workbench.settings import KnobError
 from workbench.tasks import Learner, TaskError, decoder_parts
 
 
 @dataclass(frozen=True)
-class Stages:
+class StageCuts:
     """A model in consecutive pieces. Piece k is on stage k modulo the number of stages.
 
     count:  number of stages
@@ -38,25 +38,25 @@ class Stages:
     def __str__(self) -> str:
         """Returns the numbers of the parts on each stage, as "0–2 | 3–6"."""
         ends = [0, *accumulate(len(parts) for parts in self.pieces)]
-        spans = [_span(a, b - 1) for a, b in pairwise(ends)]
+        spans = [_format_range(a, b - 1) for a, b in pairwise(ends)]
         return "parts " + " | ".join(", ".join(spans[stage :: self.count]) for stage in range(self.count))
 
-    def of(self, stage: int) -> list[tuple[nn.Module, ...]]:
+    def pieces_of_stage(self, stage: int) -> list[tuple[nn.Module, ...]]:
         """Returns the pieces of a stage."""
         return list(self.pieces[stage :: self.count])
 
-    def share(self, stage: int) -> float:
+    def compute_share(self, stage: int) -> float:
         """Returns a stage's share of the model's compute."""
         return sum(self.shares[stage :: self.count])
 
     @property
-    def cuts(self) -> tuple[int, ...]:
+    def piece_starts(self) -> tuple[int, ...]:
         """The numbers of the parts at which pieces 1, 2, ... begin."""
         return tuple(accumulate(len(parts) for parts in self.pieces[:-1]))
 
-    def dear(self, times: Sequence[float], piece: int) -> float:
+    def compute_cost(self, times: Sequence[float], piece: int) -> float:
         """Returns a piece's share of the `times`, divided by its share of the compute."""
-        every = [0, *self.cuts, len(times)]
+        every = [0, *self.piece_starts, len(times)]
         took = sum(times[every[piece] : every[piece + 1]])
         return took / sum(times) / self.shares[piece]
 
@@ -64,18 +64,18 @@ class Stages:
 _CUTS = "workbench cuts"  # the model's attribute that caches its cuts
 
 
-def cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
+def cut_model(e: Experiment, model: nn.Module, learner: Learner) -> StageCuts:
     """Cuts `model` into the stages of `e`'s partition. Raises KnobError if that is impossible."""
-    made: dict[tuple[int, int, tuple[int, ...]], Stages]
+    made: dict[tuple[int, int, tuple[int, ...]], StageCuts]
     made = model.__dict__.setdefault(_CUTS, {})  # without values, all simulated ranks share the model
     key = e.partition.depth, e.partition.pieces, e.partition.cuts
     if key not in made:
-        made[key] = _cut(e, model, learner)
+        made[key] = _make_stages(e, model, learner)
     return made[key]
 
 
-def _cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
-    count, each, parts = e.partition.depth, e.partition.pieces, parts_of(model, learner)
+def _make_stages(e: Experiment, model: nn.Module, learner: Learner) -> StageCuts:
+    count, each, parts = e.partition.depth, e.partition.pieces, list_parts(model, learner)
     said = f"partition={type(e.partition).__name__}"
     if len(parts) < count * each:
         what = f"{count} stages of {each} pieces" if each > 1 else f"{count} stages"
@@ -87,13 +87,13 @@ def _cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
             f"cuts={list(begins)}: the model has {len(parts)} parts, the last of which is number {len(parts) - 1}, and "
             f"no piece can begin after it; take smaller numbers, or cuts=[]"
         )
-    weights = [weight(part) for part in parts]
-    ends = [0, *(begins or balanced([weights], count * each)), len(parts)]
+    weights = [estimate_compute(part) for part in parts]
+    ends = [0, *(begins or find_balanced_cut([weights], count * each)), len(parts)]
     pieces = tuple(tuple(parts[a:b]) for a, b in pairwise(ends))
     dealt = [[part for piece in pieces[stage::count] for part in piece] for stage in range(count)]
     own = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers())}
     trained = {id(p) for p in model.parameters() if p.requires_grad}
-    names = tuple(frozenset(own[id(x)] for x in _held(some) if id(x) in own) for some in dealt)
+    names = tuple(frozenset(own[id(x)] for x in _list_tensors(some) if id(x) in own) for some in dealt)
     for name in (name for where, name in own.items() if where in trained):
         stages = [stage for stage, has in enumerate(names) if name in has]
         if len(stages) > 1:
@@ -103,14 +103,14 @@ def _cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
             )
         if not stages:
             raise KnobError(f"{said}: parameter {name} is in no part of the model; let `parts` return one that has it")
-    if empty := [stage for stage, some in enumerate(dealt) if not trained & {id(x) for x in _held(some)}]:
+    if empty := [stage for stage, some in enumerate(dealt) if not trained & {id(x) for x in _list_tensors(some)}]:
         would = "other cuts, or cuts=[]" if begins else "fewer stages, or a model whose parts are more alike"
         raise KnobError(f"stages={count}: stage {empty[0]} would have no parameters to train; take {would}")
     total = sum(weights)
-    return Stages(count, pieces, tuple(sum(weights[a:b]) / total for a, b in pairwise(ends)), names)
+    return StageCuts(count, pieces, tuple(sum(weights[a:b]) / total for a, b in pairwise(ends)), names)
 
 
-def parts_of(model: nn.Module, learner: Learner) -> list[nn.Module]:
+def list_parts(model: nn.Module, learner: Learner) -> list[nn.Module]:
     """Returns the parts between which `model` may be cut. Raises KnobError if nothing names them."""
     if learner.parts is not None:
         try:
@@ -127,7 +127,7 @@ def parts_of(model: nn.Module, learner: Learner) -> list[nn.Module]:
     )
 
 
-def bound(parts: Sequence[nn.Module]) -> tuple[set[int], set[int]]:
+def find_bound_parts(parts: Sequence[nn.Module]) -> tuple[set[int], set[int]]:
     """Returns the parts that tied parameters keep with the part before, and the untrained parts."""
     last = {id(p): number for number, part in enumerate(parts) for p in part.parameters()}
     first: dict[int, int] = {}
@@ -139,7 +139,7 @@ def bound(parts: Sequence[nn.Module]) -> tuple[set[int], set[int]]:
     return together, barren
 
 
-def through(parts: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
+def run_parts(parts: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
     """Calls the parts one after the other, and returns the last output."""
     x = parts[0](*inputs, **named)
     for part in parts[1:]:
@@ -148,7 +148,7 @@ def through(parts: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
 
 
 @contextmanager
-def instead(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def replace_forward(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Inside, a call of `model` runs `forward`."""
     own = model.__dict__.get("forward")
     model.__dict__["forward"] = forward  # found before the class's own forward
@@ -160,18 +160,18 @@ def instead(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
             model.__dict__["forward"] = own
 
 
-def _held(parts: Iterable[nn.Module]) -> Iterator[Tensor]:
+def _list_tensors(parts: Iterable[nn.Module]) -> Iterator[Tensor]:
     """Yields the parameters and buffers of some parts."""
     for part in parts:
         yield from part.parameters()
         yield from part.buffers()
 
 
-def weight(part: nn.Module) -> int:
+def estimate_compute(part: nn.Module) -> int:
     """Estimates a part's compute per example: its parameters without embedding tables, plus 1."""
     looked_up = {id(m.weight) for m in part.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-    return 1 + sum(numel_of(p) for p in part.parameters() if id(p) not in looked_up)
+    return 1 + sum(whole_numel(p) for p in part.parameters() if id(p) not in looked_up)
 
 
-def _span(first: int, last: int) -> str:
+def _format_range(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}–{last}"

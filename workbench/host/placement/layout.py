@@ -14,14 +14,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from workbench.host.placement.absent import Absent, unasked
+from workbench.host.placement.absent import UnmaterializedParameter, prevent_fetches
 from workbench.rank import Bucket, Part
 
-SMALL = 32_768  # bytes: smaller gradients wait, and are copied in one call
-ALONE = 0.5  # share of a bucket's size that makes a parameter a bucket of its own
+SMALL_BYTES = 32_768  # bytes: smaller gradients wait, and are copied in one call
+ALONE_SHARE = 0.5  # share of a bucket's size that makes a parameter a bucket of its own
 
 
-class Place:
+class ParameterPlace:
     """One parameter and its place in the buckets."""
 
     __slots__ = ("alone", "bucket", "filled", "grad", "name", "numel", "param", "round", "small")
@@ -36,7 +36,7 @@ class Place:
         self.filled = False  # its gradient is zeros so far
 
 
-class Layout:
+class ParameterLayout:
     """The trainable parameters of a model in one order, and the buckets over them.
 
     The order is that of `names`, or the reverse of registration. `reorder` sets the order in which gradients arrive.
@@ -47,7 +47,7 @@ class Layout:
         if not named:
             raise ValueError("the model has no trainable parameters")
         self.bucket_mb = bucket_mb
-        self.order = [Place(n, named[n]) for n in (reversed(named) if names is None else names)]
+        self.order = [ParameterPlace(n, named[n]) for n in (reversed(named) if names is None else names)]
         self._slices: list[Bucket] = []
         self.weights: list[Tensor] = []
         self.begins: list[int] = []  # by bucket, the first element in `weights`
@@ -57,47 +57,49 @@ class Layout:
         self.roomy = False  # buckets have memory for gradients
         self.gives_back = False  # buckets release it once they are summed
         self.unused: set[str] = set()  # parameters that no rank used in this step
-        self._place()
+        self._place_parameters()
 
     @property
-    def sizes_only(self) -> bool:
+    def has_sizes_only(self) -> bool:
         """Whether parameters have shapes but no values. Then all ranks share one model."""
         return self.order[0].param.is_meta
 
-    def reorder(self, names: Iterable[str]) -> None:
+    def reorder_buckets(self, names: Iterable[str]) -> None:
         """Rebuilds the buckets in this order of parameter names."""
         by_name = {p.name: p for p in self.order}
         self.order = [by_name[n] for n in names]
-        self._place()
+        self._place_parameters()
 
-    def take(self, model: nn.Module, names: Collection[str], held: bool = True) -> None:
+    def take_parameters(self, model: nn.Module, names: Collection[str], held: bool = True) -> None:
         """Builds buckets of these parameters only, in reverse order of registration.
 
         held: False if this rank has no values of them
         """
-        self.order = [Place(n, p) for n, p in reversed(list(model.named_parameters())) if n in names]
+        self.order = [ParameterPlace(n, p) for n, p in reversed(list(model.named_parameters())) if n in names]
         self._slices, self.weights = [], []  # the old storage belongs to other parameters
-        self._place(held)
+        self._place_parameters(held)
 
-    def rebucket(self, bucket_mb: float) -> None:
+    def resize_buckets(self, bucket_mb: float) -> None:
         """Rebuilds the buckets with another size."""
         self.bucket_mb = bucket_mb
-        self._place()
+        self._place_parameters()
 
-    def _place(self, held: bool = True) -> None:
+    def _place_parameters(self, held: bool = True) -> None:
         """Moves the parameters into one vector per bucket. If they are in shards, this rank then holds none."""
         pairs = zip(self.weights, self._slices, strict=True)
         shards = not held or any(own.numel() < bucket.data.numel() for own, bucket in pairs)
-        shards = shards or any(isinstance(place.param, Absent) for place in self.order)  # one rank's shard is the whole
+        shards = shards or any(
+            isinstance(place.param, UnmaterializedParameter) for place in self.order
+        )  # one rank's shard is the whole
         self._slices, self.buckets, self.roomy = [], [], False
         self._absent: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by bucket: NaN for it and its parameters
         for place in self.order:
             place.grad = None  # frees the old vectors before the new ones are made
-        self.groups = grouped(self.order, self.bucket_mb * 1e6)
+        self.groups = group_parameters(self.order, self.bucket_mb * 1e6)
         at: dict[torch.dtype, int] = {}
         for index, group in enumerate(self.groups):
-            dtype, parts = group[0].param.dtype, tuple(in_a_row(group))
-            n, gone = _numel(group), shards and not self.keeps_values
+            dtype, parts = group[0].param.dtype, tuple(place_in_order(group))
+            n, gone = _count_elements(group), shards and not self.keeps_values
             whole = torch.full((1 if gone else n,), torch.nan, dtype=dtype, device=group[0].param.device).expand(n)
             for place, part in zip(group, parts, strict=True):
                 view = whole[part.start : part.stop].view(place.param.shape)
@@ -107,14 +109,14 @@ class Layout:
             offset = at.get(dtype, 0)
             at[dtype] = offset + whole.numel()
             self._slices.append(Bucket(index, whole, parts, offset))
-            self.buckets.append(Bucket(index, self._stand_in(group), parts, offset))
-            self.buckets[-1].forget = partial(self._give_back, index)
+            self.buckets.append(Bucket(index, self._make_stand_in(group), parts, offset))
+            self.buckets[-1].forget = partial(self._release_gradients, index)
         self.weights = [b.data.new_empty(0) if shards else b.data for b in self._slices]
         self.begins = [0] * len(self.weights)
         self.held = sum(own.numel() * own.element_size() for own in self.weights)
         self.lying = {w.untyped_storage()._cdata: index for index, w in enumerate(self.weights)}
 
-    def hold(self, wanted: Bucket) -> Bucket:
+    def hold_bucket(self, wanted: Bucket) -> Bucket:
         """Keeps memory for only these elements of a parameter bucket: a shard, nothing, or the whole.
 
         To hold more than before, pass the values in `data`, which becomes the storage. Parameters that are not whole
@@ -123,30 +125,30 @@ class Layout:
         bucket, own = self._slices[wanted.index], self.weights[wanted.index]
         start, n, whole = wanted.offset - bucket.offset, wanted.data.numel(), bucket.data.numel()
         if n == whole:
-            self._lie(wanted.index, wanted.data)
+            self._point_parameters(wanted.index, wanted.data)
         elif n > own.numel():
-            self._put(wanted.index, wanted.data, start)
+            self._record_weights(wanted.index, wanted.data, start)
         elif n < own.numel():
             begin = start - self.begins[wanted.index]
             if own.numel() == whole and not self.keeps_values:
-                self._lie(wanted.index, self._nothing(wanted.index))
-            self._put(wanted.index, own[begin : begin + n].clone(), start)
+                self._point_parameters(wanted.index, self._make_absent_data(wanted.index))
+            self._record_weights(wanted.index, own[begin : begin + n].clone(), start)
         return wanted.like(self.weights[wanted.index])
 
-    def _lie(self, index: int, data: Tensor) -> None:
+    def _point_parameters(self, index: int, data: Tensor) -> None:
         """Makes the parameters of this bucket views of `data`, without values if that is `_nothing`."""
         bucket, nothing = self._slices[index], self._absent.get(index)
         bucket.data = data
-        self._put(index, data, 0)
+        self._record_weights(index, data, 0)
         if nothing is not None and data is nothing[0]:
             views = nothing[1]
         else:
             views = [data[start:stop].view(shape) for _, shape, start, stop in bucket.parts]
-        with unasked():
+        with prevent_fetches():
             for place, view in zip(self.groups[index], views, strict=True):
                 place.param.data = view
 
-    def _nothing(self, index: int) -> Tensor:
+    def _make_absent_data(self, index: int) -> Tensor:
         """Returns NaN expanded from one element, as a bucket of absent parameters."""
         if index not in self._absent:
             bucket = self._slices[index]
@@ -154,7 +156,7 @@ class Layout:
             self._absent[index] = one.expand(bucket.data.numel()), [one.expand(p.shape) for p in bucket.parts]
         return self._absent[index][0]
 
-    def _put(self, index: int, data: Tensor, begin: int) -> None:
+    def _record_weights(self, index: int, data: Tensor, begin: int) -> None:
         """Records `data` as this rank's part of a parameter bucket, from element `begin` on."""
         was = self.weights[index]
         self.held += data.numel() * data.element_size() - was.numel() * was.element_size()
@@ -163,23 +165,23 @@ class Layout:
         self.lying[data.untyped_storage()._cdata] = index
         self.weights[index], self.begins[index] = data, begin
 
-    def lies(self, index: int) -> Bucket:
+    def weight_bucket(self, index: int) -> Bucket:
         """Returns the parameter bucket itself, which follows every move. `params` returns new Buckets."""
         return self._slices[index]
 
-    def lie_in(self, weights: list[Tensor]) -> None:
+    def adopt_vectors(self, weights: list[Tensor]) -> None:
         """Makes the parameters views of these vectors, one per bucket, with their values."""
         for index, whole in enumerate(weights):
-            self._lie(index, whole)
+            self._point_parameters(index, whole)
 
-    def _stand_in(self, group: list[Place]) -> Tensor:
+    def _make_stand_in(self, group: list[ParameterPlace]) -> Tensor:
         """Returns a vector without memory, for gradients that do not exist or are elsewhere."""
         for place in group:
             nbytes = place.param.element_size() * place.numel
-            place.grad, place.alone, place.small = None, len(group) == 1, len(group) > 1 and nbytes <= SMALL
-        return torch.zeros(1, dtype=group[0].param.dtype, device=group[0].param.device).expand(_numel(group))
+            place.grad, place.alone, place.small = None, len(group) == 1, len(group) > 1 and nbytes <= SMALL_BYTES
+        return torch.zeros(1, dtype=group[0].param.dtype, device=group[0].param.device).expand(_count_elements(group))
 
-    def make_room(self) -> None:
+    def allocate_gradients(self) -> None:
         """Gives buckets of several parameters memory for gradients until `clear`.
 
         If buckets give it back, each gets it when its first gradient arrives.
@@ -189,16 +191,16 @@ class Layout:
         self.roomy = True
         for bucket in self.buckets if not self.gives_back else ():
             if len(bucket.parts) > 1:
-                self._room(bucket.index)
+                self._allocate_gradients(bucket.index)
 
-    def _room(self, index: int) -> None:
+    def _allocate_gradients(self, index: int) -> None:
         """Allocates the gradient vector of this bucket."""
         group, bucket = self.groups[index], self.buckets[index]
-        bucket.data = torch.zeros(_numel(group), dtype=group[0].param.dtype, device=group[0].param.device)
+        bucket.data = torch.zeros(_count_elements(group), dtype=group[0].param.dtype, device=group[0].param.device)
         for place, part in zip(group, bucket.parts, strict=True):
             place.grad = bucket.data[part.start : part.stop].view(place.param.shape)
 
-    def _give_back(self, index: int) -> None:
+    def _release_gradients(self, index: int) -> None:
         """Releases the gradients of this bucket. A stream that still reads them has its own reference.
 
         The storage is not freed by force: autograd may share it with another gradient.
@@ -207,15 +209,15 @@ class Layout:
         group = self.groups[index]
         for place in group:
             place.param.grad = None
-        self.buckets[index].data = self._stand_in(group)
+        self.buckets[index].data = self._make_stand_in(group)
 
-    def clear(self) -> None:
+    def drop_gradients(self) -> None:
         """Between steps: drops all gradient vectors."""
         self.roomy = self.gives_back = False
         for group, bucket in zip(self.groups, self.buckets, strict=True):
-            bucket.data = self._stand_in(group)
+            bucket.data = self._make_stand_in(group)
 
-    def keep(self, place: Place, grad: Tensor) -> None:
+    def store_gradient(self, place: ParameterPlace, grad: Tensor) -> None:
         """Stores a new gradient in its bucket, and makes `param.grad` the stored tensor."""
         if grad.is_sparse:
             grad = grad.to_dense()
@@ -224,17 +226,17 @@ class Layout:
             self.buckets[place.bucket].data = grad.view(-1)
         else:
             if place.grad is None:
-                self._room(place.bucket)
+                self._allocate_gradients(place.bucket)
             home = cast(Tensor, place.grad)
             home.copy_(grad)
             place.param.grad = home
 
-    def full(self, index: int) -> Bucket:
+    def fill_bucket(self, index: int) -> Bucket:
         """Returns bucket `index` once its gradients have arrived. Copies the small ones in one call."""
         small = [p for p in self.groups[index] if p.small]
         if small:
             if small[0].grad is None:
-                self._room(index)
+                self._allocate_gradients(index)
             homes = cast(list[Tensor], [p.grad for p in small])
             grads = cast(list[Tensor], [p.param.grad for p in small])
             torch._foreach_copy_(homes, [g.to_dense() if g.is_sparse else g for g in grads])
@@ -242,11 +244,11 @@ class Layout:
                 place.param.grad = place.grad
         return self.buckets[index]
 
-    def take_in(self) -> None:
+    def move_gradients(self) -> None:
         """Moves all gradients into the bucket vectors, where autograd adds to them."""
         for place in self.order:
             place.filled = place.param.grad is None
-        self.grads()
+        self.list_grads()
 
     def drop_unused(self) -> None:
         """Before an update: removes gradients of unused parameters, which the optimizer then skips."""
@@ -260,53 +262,53 @@ class Layout:
             if not place.param.requires_grad:
                 place.param.grad = None
 
-    def grads(self) -> list[Bucket]:
+    def list_grads(self) -> list[Bucket]:
         """Returns the gradients, with zeros for missing ones. Writing into them changes the step."""
-        self.make_room()
+        self.allocate_gradients()
         for place in self.order:
             if place.param.grad is None:
                 place.param.grad = torch.zeros_like(place.param)
             if not place.small:
-                self.keep(place, place.param.grad)
-        return [self.full(b.index) for b in self.buckets]
+                self.store_gradient(place, place.param.grad)
+        return [self.fill_bucket(b.index) for b in self.buckets]
 
-    def let_go(self, index: int | None = None) -> None:
+    def release_gradients(self, index: int | None = None) -> None:
         """Releases used gradients of one bucket or of all, unless they were copied."""
         for group, bucket in zip(self.groups, self.buckets, strict=True):
             bucket.kept = None if index in (None, bucket.index) else bucket.kept
             if len(group) == 1 and bucket.data.stride(0) and index in (None, bucket.index):
                 bucket.data = bucket.data.new_zeros(1).expand(bucket.data.numel())
 
-    def params(self) -> list[Bucket]:
+    def list_params(self) -> list[Bucket]:
         """Returns the parameters, cut like the gradients. Writing into whole ones changes the model."""
         return [Bucket(b.index, b.data, b.parts, b.offset) for b in self._slices]
 
     @property
-    def parts(self) -> list[Part]:
+    def bucket_parts(self) -> list[Part]:
         """Every parameter with its place in its bucket."""
         return [part for bucket in self.buckets for part in bucket.parts]
 
     @property
-    def numel(self) -> int:
+    def element_count(self) -> int:
         return sum(p.numel for p in self.order)
 
     @property
-    def nbytes(self) -> int:
+    def byte_count(self) -> int:
         return sum(p.numel * p.param.element_size() for p in self.order)
 
 
-def grouped(order: list[Place], limit: float) -> list[list[Place]]:
+def group_parameters(order: list[ParameterPlace], limit: float) -> list[list[ParameterPlace]]:
     """Groups the parameters in `order` into buckets, in the order in which these fill.
 
     A bucket closes once it holds `limit` bytes, so it may be larger, as in torch's DDP. It has one dtype. A parameter
-    of at least `ALONE * limit` bytes is a bucket of its own, so that its gradient needs no copy.
+    of at least `ALONE_SHARE * limit` bytes is a bucket of its own, so that its gradient needs no copy.
     """
-    closed: list[list[Place]] = []
-    open_: dict[torch.dtype, list[Place]] = {}
+    closed: list[list[ParameterPlace]] = []
+    open_: dict[torch.dtype, list[ParameterPlace]] = {}
     filled: dict[torch.dtype, int] = {}
     for place in order:
         dtype, nbytes = place.param.dtype, place.numel * place.param.element_size()
-        if nbytes >= ALONE * limit:
+        if nbytes >= ALONE_SHARE * limit:
             closed.append([place])
             continue
         open_.setdefault(dtype, []).append(place)
@@ -317,7 +319,7 @@ def grouped(order: list[Place], limit: float) -> list[list[Place]]:
     return closed + list(open_.values())
 
 
-def in_a_row(group: list[Place]) -> Iterator[Part]:
+def place_in_order(group: list[ParameterPlace]) -> Iterator[Part]:
     """Yields each parameter's place in its bucket."""
     at = 0
     for place in group:
@@ -325,5 +327,5 @@ def in_a_row(group: list[Place]) -> Iterator[Part]:
         at += place.numel
 
 
-def _numel(group: list[Place]) -> int:
+def _count_elements(group: list[ParameterPlace]) -> int:
     return sum(p.numel for p in group)

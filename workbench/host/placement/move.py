@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from workbench.host.placement.placement import Held, Placement
-from workbench.host.placement.plan import Transfer, plan
-from workbench.host.placement.slices import Slice, refine
+from workbench.host.placement.plan import Transfer, plan_transfers
+from workbench.host.placement.slices import StridedSlice, refine_slices
 from workbench.rank import Rank
 
 State = dict[str, Tensor]  # a rank's own tensors by name, flat, under its placement
 WIDEST = 16  # bytes of an element of complex128, the widest dtype
 
 
-async def move(rank: Rank, state: Mapping[str, Tensor], was: Placement, to: Placement, alive: Collection[int],
+async def move_state(rank: Rank, state: Mapping[str, Tensor], was: Placement, to: Placement, alive: Collection[int],
                like: Mapping[str, Tensor], members: Sequence[int] = ()) -> State:  # fmt: skip
     """Returns this rank's state under `to`, given its state under `was`. All ranks of the group call it together.
 
@@ -41,75 +41,77 @@ async def move(rank: Rank, state: Mapping[str, Tensor], was: Placement, to: Plac
     """
     group = tuple(members) or tuple(range(rank.size))
     me = group[rank.index]
-    has, wants = (was.at(me) if me in alive else {}), to.at(me)
-    _check(rank.number(me), {name: was.numel(me, name) for name in has}, state, to, like)
-    todo = plan(was, to, alive, {name: like[name].element_size() for name in to.sizes})
+    has, wants = (was.slices_of_rank(me) if me in alive else {}), to.slices_of_rank(me)
+    _require_match(rank.number(me), {name: was.count_elements(me, name) for name in has}, state, to, like)
+    todo = plan_transfers(was, to, alive, {name: like[name].element_size() for name in to.sizes})
     held = {name: state[name].detach().reshape(-1) for name in has}
-    given = {name: state[name] if has.get(name) == slices else _begun(held, has, name, slices, like[name])
+    given = {name: state[name] if has.get(name) == slices else _start_tensor(held, has, name, slices, like[name])
              for name, slices in wants.items()}  # fmt: skip
     if todo.between:
-        lengths = todo.lengths(group)
-        empty = torch.empty(0, dtype=torch.uint8, device=_device(like))
-        rows = [_packed(todo.between.get((me, other), ()), held, has, empty, n)
+        lengths = todo.list_lengths(group)
+        empty = torch.empty(0, dtype=torch.uint8, device=_find_device(like))
+        rows = [_pack_transfers(todo.between.get((me, other), ()), held, has, empty, n)
                 for other, n in zip(group, lengths[rank.index], strict=True)]  # fmt: skip
         for other, row in zip(group, await rank.all_to_allv(rows, lengths, "move"), strict=True):
-            _unpack(row, todo.between.get((other, me), ()), given, wants)
+            _unpack_transfers(row, todo.between.get((other, me), ()), given, wants)
     return given
 
 
-def _begun(held: State, has: Held, name: str, slices: tuple[Slice, ...], like: Tensor) -> Tensor:
+def _start_tensor(held: State, has: Held, name: str, slices: tuple[StridedSlice, ...], like: Tensor) -> Tensor:
     """Returns (n,): new memory for these slices, with the elements that this rank has."""
-    new = like.new_empty(sum(s.numel for s in slices))
+    new = like.new_empty(sum(s.element_count for s in slices))
     if name in held and not new.is_meta:
-        for piece, members in refine([has[name], slices]):
+        for piece, members in refine_slices([has[name], slices]):
             if members == 3:
-                seen(new, slices, piece).copy_(seen(held[name], has[name], piece))
+                view_slice(new, slices, piece).copy_(view_slice(held[name], has[name], piece))
     return new
 
 
-def _packed(transfers: Iterable[Transfer], held: State, has: Held, empty: Tensor, nbytes: int) -> Tensor:
+def _pack_transfers(transfers: Iterable[Transfer], held: State, has: Held, empty: Tensor, nbytes: int) -> Tensor:
     """Returns (nbytes,) uint8: the elements of these transfers. The widest come first, so all are aligned."""
     if not nbytes:
         return empty
     row, at = empty.new_empty(nbytes), 0
     for t in () if row.is_meta else transfers:
         source = held[t.name]
-        end = at + t.slice.numel * source.element_size()
-        row[at:end].view(source.dtype).view(t.slice.times, t.slice.length).copy_(seen(source, has[t.name], t.slice))
+        end = at + t.slice.element_count * source.element_size()
+        row[at:end].view(source.dtype).view(t.slice.times, t.slice.length).copy_(
+            view_slice(source, has[t.name], t.slice)
+        )
         at = end
     return row
 
 
-def _unpack(row: Tensor, transfers: Iterable[Transfer], given: State, wants: Held) -> None:
-    """Writes a row from another rank's `_packed` into the new tensors."""
+def _unpack_transfers(row: Tensor, transfers: Iterable[Transfer], given: State, wants: Held) -> None:
+    """Writes a row from another rank's `_pack_transfers` into the new tensors."""
     if row.is_meta:
         return
     at = 0
     row = row.clone() if row.storage_offset() % WIDEST else row
     for t in transfers:
         new = given[t.name]
-        end = at + t.slice.numel * new.element_size()
-        seen(new, wants[t.name], t.slice).copy_(row[at:end].view(new.dtype).view(t.slice.times, t.slice.length))
+        end = at + t.slice.element_count * new.element_size()
+        view_slice(new, wants[t.name], t.slice).copy_(row[at:end].view(new.dtype).view(t.slice.times, t.slice.length))
         at = end
 
 
-def seen(flat: Tensor, slices: tuple[Slice, ...], piece: Slice) -> Tensor:
+def view_slice(flat: Tensor, slices: tuple[StridedSlice, ...], piece: StridedSlice) -> Tensor:
     """Returns (times, length): a view of `piece` in the flat tensor that holds `slices`."""
     at = flat.storage_offset()
     for whole in slices:
-        if whole.holds(piece.start):
-            own = piece.inside(whole)
+        if whole.has_element(piece.start):
+            own = piece.locate_inside(whole)
             return flat.as_strided((own.times, own.length), (own.stride, 1), at + own.start)
-        at += whole.numel
+        at += whole.element_count
     raise AssertionError(f"{piece} is not in {slices}")
 
 
-def _device(like: Mapping[str, Tensor]) -> torch.device:
+def _find_device(like: Mapping[str, Tensor]) -> torch.device:
     """Returns the device of the exchange: the accelerator or meta, if any tensor is there."""
     return next((t.device for t in like.values() if t.device.type != "cpu"), torch.device("cpu"))
 
 
-def _check(rank: int, has: Mapping[str, int], state: Mapping[str, Tensor], to: Placement,
+def _require_match(rank: int, has: Mapping[str, int], state: Mapping[str, Tensor], to: Placement,
            like: Mapping[str, Tensor]) -> None:  # fmt: skip
     """Raises ValueError if the state does not match its placement.
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
-from workbench.host.placement.slices import Slice, deal, refine
+from workbench.host.placement.slices import StridedSlice, deal_slices, refine_slices
 
-Held = Mapping[str, tuple[Slice, ...]]  # by tensor name
+Held = Mapping[str, tuple[StridedSlice, ...]]  # by tensor name
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Placement:
     A rank's own tensor of a name is flat, (n,), with the elements of its slices in order. Raises ValueError if an
     element is on no rank, if a rank holds it twice, or if a tensor has no such element.
 
-    >>> both = Placement.layers({"a": 6, "b": 4}, [0, 1], [["a"], ["b"]]).copied({0: [0, 2], 1: [1, 3]})
-    >>> [both.numel(rank) for rank in both.ranks]  # a pipeline of two stages in two replicas
+    >>> both = Placement.place_layers({"a": 6, "b": 4}, [0, 1], [["a"], ["b"]]).copy_to_groups({0: [0, 2], 1: [1, 3]})
+    >>> [both.count_elements(rank) for rank in both.holding_ranks]  # a pipeline of two stages in two replicas
     [6, 4, 6, 4]
     """
 
@@ -38,65 +38,69 @@ class Placement:
     held: Mapping[int, Held]
 
     def __post_init__(self) -> None:
-        held = {rank: {name: tuple(s.normal() for s in slices if s.numel) for name, slices in here.items()}
-                for rank, here in sorted(self.held.items())}  # fmt: skip
+        held = {
+            rank: {name: tuple(s.to_normal_form() for s in slices if s.element_count) for name, slices in here.items()}
+            for rank, here in sorted(self.held.items())
+        }
         held = {rank: {name: slices for name, slices in here.items() if slices} for rank, here in held.items()}
         object.__setattr__(self, "sizes", dict(self.sizes))
         object.__setattr__(self, "held", {rank: here for rank, here in held.items() if here})
-        self._check()
+        self._require_valid()
 
     # -- simple placements --
 
     @classmethod
-    def whole(cls, sizes: Mapping[str, int], ranks: Collection[int]) -> Placement:
+    def place_whole(cls, sizes: Mapping[str, int], ranks: Collection[int]) -> Placement:
         """Places every tensor whole on each of these ranks."""
-        return cls(sizes, {rank: {name: (Slice(0, n),) for name, n in sizes.items()} for rank in ranks})
+        return cls(sizes, {rank: {name: (StridedSlice(0, n),) for name, n in sizes.items()} for rank in ranks})
 
     @classmethod
     def sharded(cls, sizes: Mapping[str, int], ranks: Sequence[int], shares: Sequence[int] = ()) -> Placement:
         """Lays all tensors end to end in order of use, and cuts one contiguous piece per rank; see `dealt`."""
-        return cls.whole(sizes, ranks[:1]).dealt(dict.fromkeys(ranks[:1], ranks), shares)
+        return cls.place_whole(sizes, ranks[:1]).shard_to_groups(dict.fromkeys(ranks[:1], ranks), shares)
 
     @classmethod
-    def layers(cls, sizes: Mapping[str, int], ranks: Sequence[int], parts: Sequence[Collection[str]]) -> Placement:
+    def place_layers(
+        cls, sizes: Mapping[str, int], ranks: Sequence[int], parts: Sequence[Collection[str]]
+    ) -> Placement:
         """Places the i-th part, a collection of names, on the i-th rank. Ranks repeat if there are more parts.
 
         A tied tensor may be in several parts.
         """
-        held: dict[int, dict[str, tuple[Slice, ...]]] = {rank: {} for rank in ranks}
+        held: dict[int, dict[str, tuple[StridedSlice, ...]]] = {rank: {} for rank in ranks}
         for number, part in enumerate(parts):
-            held[ranks[number % len(ranks)]].update({name: (Slice(0, sizes[name]),) for name in part})
+            held[ranks[number % len(ranks)]].update({name: (StridedSlice(0, sizes[name]),) for name in part})
         return cls(sizes, held)
 
     @classmethod
-    def split(cls, shapes: Mapping[str, Sequence[int]], ranks: Sequence[int], dim: int) -> Placement:
+    def place_slices(cls, shapes: Mapping[str, Sequence[int]], ranks: Sequence[int], dim: int) -> Placement:
         """Cuts each tensor, viewed in the given shape, along dimension `dim` as evenly as possible.
 
         Of torch's weight (out, in), Megatron's column-parallel layer is dim 0, its row-parallel layer dim 1. A fused
         qkv is dim 1 of (3, heads, d * in). A rank's own tensor is its part of that shape, flat.
         """
-        held: dict[int, dict[str, tuple[Slice, ...]]] = {rank: {} for rank in ranks}
+        held: dict[int, dict[str, tuple[StridedSlice, ...]]] = {rank: {} for rank in ranks}
         for name, shape in shapes.items():
             at = range(len(shape))[dim]
             n, inner, times = shape[at], prod(shape[at + 1 :]), prod(shape[:at])
             for k, rank in enumerate(ranks):
                 low, high = n * k // len(ranks), n * (k + 1) // len(ranks)
-                held[rank][name] = (Slice(low * inner, (high - low) * inner, n * inner, times),)
+                held[rank][name] = (StridedSlice(low * inner, (high - low) * inner, n * inner, times),)
         return cls({name: prod(shape) for name, shape in shapes.items()}, held)
 
     # -- combined placements --
 
-    def copied(self, groups: Mapping[int, Collection[int]]) -> Placement:
+    def copy_to_groups(self, groups: Mapping[int, Collection[int]]) -> Placement:
         """Gives the elements of rank r to each rank of groups[r]. Ranks without a group keep theirs."""
-        return self._spread(groups, lambda here, count: [here] * count)
+        return self._divide_elements(groups, lambda here, count: [here] * count)
 
-    def dealt(self, groups: Mapping[int, Sequence[int]], shares: Sequence[int] = ()) -> Placement:
+    def shard_to_groups(self, groups: Mapping[int, Sequence[int]], shares: Sequence[int] = ()) -> Placement:
         """Cuts the elements of rank r among groups[r], in order of use, one contiguous piece each.
 
         Pieces have ceil(n / ranks) elements, the last ones fewer, as `Bucket.shard` and an all-gather of equal chunks
         need them. With `shares`, one number per rank of a group, pieces are in that proportion, exact to one element.
         """
-        return self._spread(groups, lambda here, count: self._cut(here, count, shares))
+        return self._divide_elements(groups, lambda here, count: self._cut_elements(here, count, shares))
 
     def __or__(self, other: Placement) -> Placement:
         """Joins two placements: of different tensors, or of the same tensors on different ranks."""
@@ -106,10 +110,10 @@ class Placement:
                                  f"the other; a name stands for one tensor")  # fmt: skip
         held = {rank: dict(here) for rank, here in self.held.items()}
         for rank, here in other.held.items():
-            _add(held.setdefault(rank, {}), here)
+            _add_slices(held.setdefault(rank, {}), here)
         return Placement({**self.sizes, **other.sizes}, held)
 
-    def only(self, names: Collection[str]) -> Placement:
+    def select_names(self, names: Collection[str]) -> Placement:
         """Returns the placement of these tensors alone."""
         held = {rank: {name: slices for name, slices in here.items() if name in names}
                 for rank, here in self.held.items()}  # fmt: skip
@@ -118,18 +122,18 @@ class Placement:
     # -- queries --
 
     @property
-    def ranks(self) -> list[int]:
+    def holding_ranks(self) -> list[int]:
         """The ranks that hold any element, in order."""
         return list(self.held)
 
-    def at(self, rank: int) -> Held:
+    def slices_of_rank(self, rank: int) -> Held:
         """Returns a rank's slices by name; empty for an unknown rank."""
         return self.held.get(rank, {})
 
-    def numel(self, rank: int, name: str | None = None) -> int:
+    def count_elements(self, rank: int, name: str | None = None) -> int:
         """Returns how many elements a rank holds, of one tensor or of all."""
-        here = self.at(rank)
-        return sum(s.numel for each in ([name] if name is not None else here) for s in here.get(each, ()))
+        here = self.slices_of_rank(rank)
+        return sum(s.element_count for each in ([name] if name is not None else here) for s in here.get(each, ()))
 
     def __hash__(self) -> int:
         """Hashes numbers only: quick, and the same in every process."""
@@ -137,33 +141,33 @@ class Placement:
 
     # -- internals --
 
-    def _spread(self, groups: Mapping[int, Collection[int]],
+    def _divide_elements(self, groups: Mapping[int, Collection[int]],
                 give: Callable[[Held, int], Sequence[Held]]) -> Placement:  # fmt: skip
         """Gives the elements of each rank r to groups[r], divided by `give`."""
         held = {rank: dict(here) for rank, here in self.held.items() if rank not in groups}
         for rank, ranks in groups.items():
-            for other, here in zip(ranks, give(self.at(rank), len(ranks)), strict=True):
-                _add(held.setdefault(other, {}), here)
+            for other, here in zip(ranks, give(self.slices_of_rank(rank), len(ranks)), strict=True):
+                _add_slices(held.setdefault(other, {}), here)
         return Placement(self.sizes, held)
 
-    def _cut(self, here: Held, count: int, shares: Sequence[int]) -> list[Held]:
+    def _cut_elements(self, here: Held, count: int, shares: Sequence[int]) -> list[Held]:
         """Cuts the elements of one rank into `count` pieces."""
         line = [(s, 1, name) for name in self.sizes for s in here.get(name, ())]
-        total = sum(s.numel for s, _, _ in line)
+        total = sum(s.element_count for s, _, _ in line)
         if shares and len(shares) != count:
             raise ValueError(f"placement: {len(shares)} shares for {count} ranks; give one number for each")
         chunk, every = -(-total // count), sum(shares)
         ends = [total * share // every for share in accumulate(shares)] if shares else [
             min(total, chunk * (k + 1)) for k in range(count)]  # fmt: skip
-        pieces: list[dict[str, tuple[Slice, ...]]] = [{} for _ in range(count)]
-        for piece, hand in zip(pieces, deal(line, ends), strict=True):
+        pieces: list[dict[str, tuple[StridedSlice, ...]]] = [{} for _ in range(count)]
+        for piece, hand in zip(pieces, deal_slices(line, ends), strict=True):
             for s, name in hand:
                 piece[name] = (*piece.get(name, ()), s)
         return list(pieces)
 
-    def _check(self) -> None:
+    def _require_valid(self) -> None:
         """Raises ValueError if the placement is invalid."""
-        sets: dict[str, dict[tuple[Slice, ...], int]] = {name: {} for name in self.sizes}
+        sets: dict[str, dict[tuple[StridedSlice, ...], int]] = {name: {} for name in self.sizes}
         for rank, here in self.held.items():
             for name, slices in here.items():
                 if name not in sets:
@@ -172,30 +176,38 @@ class Placement:
         for name, each in sets.items():
             for slices, rank in each.items():
                 _check_slices(f"placement: rank {rank} holds", name, self.sizes[name], slices)
-            known = self.sizes[name] if (Slice(0, self.sizes[name]),) in each else _numel(refine(list(each)))
+            known = (
+                self.sizes[name]
+                if (StridedSlice(0, self.sizes[name]),) in each
+                else _count_elements(refine_slices(list(each)))
+            )
             if known < self.sizes[name]:
                 raise ValueError(f"placement: {name}: {self.sizes[name] - known} elements lie on no rank; give them to "
                                  f"one, or leave the tensor out of `sizes`")  # fmt: skip
 
 
-def _add(held: dict[str, tuple[Slice, ...]], more: Held) -> None:
+def _add_slices(held: dict[str, tuple[StridedSlice, ...]], more: Held) -> None:
     """Adds slices to those of a rank, without duplicates."""
     for name, slices in more.items():
         mine = held.get(name, ())
         held[name] = mine + tuple(s for s in slices if s not in mine)
 
 
-def _check_slices(who: str, name: str, size: int, slices: tuple[Slice, ...]) -> None:
+def _check_slices(who: str, name: str, size: int, slices: tuple[StridedSlice, ...]) -> None:
     """Raises ValueError unless a tensor's slices on one rank are inside it, fit their stride, and are disjoint."""
     for s in slices:
-        if s.start < 0 or s.stop > size:
-            raise ValueError(f"{who} elements {s.start} to {s.stop} of {name}, which has {size}")
+        if s.start < 0 or s.stop_element > size:
+            raise ValueError(f"{who} elements {s.start} to {s.stop_element} of {name}, which has {size}")
         if s.times > 1 and s.length > s.stride:
             raise ValueError(f"{who} {s} of {name}: a stretch is longer than the stride; take a stride of {s.length}")
-    twice = sum(s.numel for s in slices) - _numel(refine([[s] for s in slices])) if len(slices) > 1 else 0
+    twice = (
+        sum(s.element_count for s in slices) - _count_elements(refine_slices([[s] for s in slices]))
+        if len(slices) > 1
+        else 0
+    )
     if twice:
         raise ValueError(f"{who} {twice} elements of {name} twice; let its slices share none")
 
 
-def _numel(parts: list[tuple[Slice, int]]) -> int:
-    return sum(s.numel for s, _ in parts)
+def _count_elements(parts: list[tuple[StridedSlice, int]]) -> int:
+    return sum(s.element_count for s, _ in parts)

@@ -22,11 +22,11 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from workbench.host.placement.placement import Placement
-from workbench.host.placement.slices import Slice, deal, refine
+from workbench.host.placement.slices import StridedSlice, deal_slices, refine_slices
 
-SHOWN = 3  # tensors that an error names
+MAX_SHOWN = 3  # tensors that an error names
 
-Wanted = tuple[int, str, Slice]  # (rank that needs it, name, elements)
+Wanted = tuple[int, str, StridedSlice]  # (rank that needs it, name, elements)
 
 
 class Transfer(NamedTuple):
@@ -35,40 +35,40 @@ class Transfer(NamedTuple):
     source: int
     to: int
     name: str
-    slice: Slice
+    slice: StridedSlice
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class TransferPlan:
     """All transfers in the order of sending: the widest elements first, then by name and place."""
 
     between: Mapping[tuple[int, int], tuple[Transfer, ...]]  # by (source, receiver), without empty pairs
     nbytes: Mapping[tuple[int, int], int]
 
     @property
-    def transfers(self) -> list[Transfer]:
+    def all_transfers(self) -> list[Transfer]:
         return [t for pair in sorted(self.between) for t in self.between[pair]]
 
-    def sent(self, source: int) -> int:
+    def count_sent_bytes(self, source: int) -> int:
         """Returns the bytes that a rank sends."""
         return sum(n for (who, _), n in self.nbytes.items() if who == source)
 
-    def lengths(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    def list_lengths(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Returns the bytes from each rank of a group to each, as `all_to_allv` needs them.
 
         Raises ValueError if a sender or receiver is not in the group.
         """
-        return _lengths(self, group)
+        return _list_lengths(self, group)
 
 
 @lru_cache(maxsize=8)
-def _lengths(todo: Plan, group: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def _list_lengths(todo: TransferPlan, group: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     if outside := sorted({rank for pair in todo.between for rank in pair} - set(group)):
         raise ValueError(f"move: rank {outside[0]} is to send or receive and is not in the group of {list(group)}")
     return tuple(tuple(todo.nbytes.get((i, j), 0) for j in group) for i in group)
 
 
-def plan(was: Placement, to: Placement, alive: Collection[int], widths: Mapping[str, int]) -> Plan:
+def plan_transfers(was: Placement, to: Placement, alive: Collection[int], widths: Mapping[str, int]) -> TransferPlan:
     """Plans the transfers from `was` to `to`.
 
     alive:  the ranks that still hold their part of `was`; any other rank in `to` needs its whole part
@@ -77,32 +77,36 @@ def plan(was: Placement, to: Placement, alive: Collection[int], widths: Mapping[
     Errors are the same on all ranks. Raises LookupError if no rank alive has an element: "blocks.3.qkv.weight: 4768
     elements have no owner left". Raises ValueError if a name stands for tensors of different sizes.
     """
-    return _plan(was, to, tuple(sorted(alive)), tuple(sorted((name, widths[name]) for name in to.sizes)))
+    return _plan_transfers(was, to, tuple(sorted(alive)), tuple(sorted((name, widths[name]) for name in to.sizes)))
 
 
 @lru_cache(maxsize=8)  # all simulated ranks ask for the same plan
-def _plan(was: Placement, to: Placement, alive: tuple[int, ...], each: tuple[tuple[str, int], ...]) -> Plan:
+def _plan_transfers(
+    was: Placement, to: Placement, alive: tuple[int, ...], each: tuple[tuple[str, int], ...]
+) -> TransferPlan:
     widths = dict(each)
     between: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
     sent = dict.fromkeys(alive, 0)
-    wanted = _wanted(was, to, alive)
+    wanted = _find_wanted(was, to, alive)
     for owners in sorted(wanted, key=lambda group: (len(group), group)):
         line = [(piece, widths[name], (rank, name)) for rank, name, piece in sorted(wanted[owners])]
-        amount = sum(piece.numel * width for piece, width, _ in line)
-        ends = list(accumulate(levelled([sent[owner] for owner in owners], amount)))
-        for owner, hand in zip(owners, deal(line, ends), strict=True):
+        amount = sum(piece.element_count * width for piece, width, _ in line)
+        ends = list(accumulate(level_loads([sent[owner] for owner in owners], amount)))
+        for owner, hand in zip(owners, deal_slices(line, ends), strict=True):
             for piece, (rank, name) in hand:
                 between[owner, rank].append(Transfer(owner, rank, name, piece))
-                sent[owner] += piece.numel * widths[name]
+                sent[owner] += piece.element_count * widths[name]
     ordered = {pair: tuple(sorted(found, key=lambda t: (-widths[t.name], t.name, t.slice)))
                for pair, found in between.items()}  # fmt: skip
-    return Plan(ordered, {pair: sum(t.slice.numel * widths[t.name] for t in found) for pair, found in ordered.items()})
+    return TransferPlan(
+        ordered, {pair: sum(t.slice.element_count * widths[t.name] for t in found) for pair, found in ordered.items()}
+    )
 
 
-def levelled(loads: Sequence[int], amount: int) -> list[int]:
+def level_loads(loads: Sequence[int], amount: int) -> list[int]:
     """Shares out `amount` so that the highest load is lowest and the loads are most even.
 
-    >>> levelled([5, 0, 9], 7)  # to loads of 6, 6 and 9
+    >>> level_loads([5, 0, 9], 7)  # to loads of 6, 6 and 9
     [1, 6, 0]
     """
     order = sorted(range(len(loads)), key=loads.__getitem__)
@@ -116,7 +120,7 @@ def levelled(loads: Sequence[int], amount: int) -> list[int]:
     return shares
 
 
-def _wanted(was: Placement, to: Placement, alive: tuple[int, ...]) -> dict[tuple[int, ...], list[Wanted]]:
+def _find_wanted(was: Placement, to: Placement, alive: tuple[int, ...]) -> dict[tuple[int, ...], list[Wanted]]:
     """Returns the elements that ranks lack, by the ranks that have them."""
     found: dict[tuple[int, ...], list[Wanted]] = defaultdict(list)
     lost: dict[str, int] = {}
@@ -125,45 +129,47 @@ def _wanted(was: Placement, to: Placement, alive: tuple[int, ...]) -> dict[tuple
         if was.sizes.get(name, to.sizes[name]) != to.sizes[name]:
             raise ValueError(f"{name} has {was.sizes[name]} elements where it lies and {to.sizes[name]} where it is to "
                              f"lie; a name stands for one tensor")  # fmt: skip
-        sets = _sets(name, was, to, alive)
+        sets = _find_slice_sets(name, was, to, alive)
         if sets not in known:
-            known[sets] = list(_missing(sets))
+            known[sets] = list(_find_missing(sets))
         for piece, owners, needy in known[sets]:
             if owners:
                 found[owners] += [(rank, name, piece) for rank in needy]
             else:
-                lost[name] = lost.get(name, 0) + piece.numel
+                lost[name] = lost.get(name, 0) + piece.element_count
     if lost:
-        raise LookupError(_lost(lost))
+        raise LookupError(_describe_lost(lost))
     return found
 
 
-_Sets = tuple[tuple[tuple[Slice, ...], tuple[int, ...], tuple[int, ...]], ...]  # (slices, ranks before, ranks after)
-_Missing = tuple[Slice, tuple[int, ...], tuple[int, ...]]  # (elements, owners, ranks that need them)
+_Sets = tuple[
+    tuple[tuple[StridedSlice, ...], tuple[int, ...], tuple[int, ...]], ...
+]  # (slices, ranks before, ranks after)
+_Missing = tuple[StridedSlice, tuple[int, ...], tuple[int, ...]]  # (elements, owners, ranks that need them)
 
 
-def _sets(name: str, was: Placement, to: Placement, alive: tuple[int, ...]) -> _Sets:
+def _find_slice_sets(name: str, was: Placement, to: Placement, alive: tuple[int, ...]) -> _Sets:
     """Returns the different sets of slices of one tensor. Replicas count once."""
-    has: dict[tuple[Slice, ...], tuple[list[int], list[int]]] = {}
+    has: dict[tuple[StridedSlice, ...], tuple[list[int], list[int]]] = {}
     for rank in alive:
-        if slices := was.at(rank).get(name):
+        if slices := was.slices_of_rank(rank).get(name):
             has.setdefault(slices, ([], []))[0].append(rank)
-    for rank in to.ranks:
-        if slices := to.at(rank).get(name):
+    for rank in to.holding_ranks:
+        if slices := to.slices_of_rank(rank).get(name):
             has.setdefault(slices, ([], []))[1].append(rank)
     return tuple((slices, tuple(before), tuple(after)) for slices, (before, after) in sorted(has.items()))
 
 
-def _missing(sets: _Sets) -> Iterator[_Missing]:
+def _find_missing(sets: _Sets) -> Iterator[_Missing]:
     """Yields the parts that a rank lacks, their owners, and the ranks that need them."""
-    for piece, members in refine([slices for slices, _, _ in sets]):
-        here = [sets[i][1:] for i in _ones(members)]
+    for piece, members in refine_slices([slices for slices, _, _ in sets]):
+        here = [sets[i][1:] for i in _list_set_bits(members)]
         owners = {rank for before, _ in here for rank in before}
         if needy := {rank for _, after in here for rank in after} - owners:
             yield piece, tuple(sorted(owners)), tuple(sorted(needy))
 
 
-def _ones(bits: int) -> Iterator[int]:
+def _list_set_bits(bits: int) -> Iterator[int]:
     """Yields the numbers of the set bits, from the lowest: few of thousands."""
     while bits:
         low = bits & -bits
@@ -171,7 +177,7 @@ def _ones(bits: int) -> Iterator[int]:
         bits ^= low
 
 
-def _lost(lost: dict[str, int]) -> str:
-    first = [f"{name}: {n} elements have no owner left" for name, n in list(lost.items())[:SHOWN]]
+def _describe_lost(lost: dict[str, int]) -> str:
+    first = [f"{name}: {n} elements have no owner left" for name, n in list(lost.items())[:MAX_SHOWN]]
     more = len(lost) - len(first)
     return "; ".join(first) + (f"; and so have elements of {more} more tensors" if more else "")

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 _WHOLE = "_workbench_whole"  # a sliced parameter's attribute for its whole shape
 
 
-def shape_of(param: Tensor) -> tuple[int, ...]:
+def whole_shape(param: Tensor) -> tuple[int, ...]:
     """Returns the shape of the whole parameter, even if this rank has a slice."""
     return tuple(getattr(param, _WHOLE, None) or param.shape)
 
 
-def numel_of(param: Tensor) -> int:
+def whole_numel(param: Tensor) -> int:
     """Returns the number of elements of the whole parameter."""
-    return prod(shape_of(param))
+    return prod(whole_shape(param))
 
 
-def lay(param: nn.Parameter, data: Tensor, shape: tuple[int, ...]) -> None:
+def set_slice(param: nn.Parameter, data: Tensor, shape: tuple[int, ...]) -> None:
     """Sets `param` to `data`: the whole tensor, or one slice of a tensor of that shape."""
     param.grad = None
     if param.shape != data.shape:  # another dtype first, so that torch drops an earlier graph's metadata

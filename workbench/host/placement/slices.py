@@ -14,12 +14,12 @@ from typing import NamedTuple, TypeVar
 T = TypeVar("T")
 
 
-class Slice(NamedTuple):
+class StridedSlice(NamedTuple):
     """Elements start + k * stride + j of a flat tensor, for k < times and j < length, in that order; j runs first.
 
     stride: at least `length`; 0 if there is only one stretch
 
-    >>> Slice(2, 2, 6, 3).numel  # columns 2 and 3 of a matrix of 3 rows and 6 columns
+    >>> StridedSlice(2, 2, 6, 3).element_count  # columns 2 and 3 of a matrix of 3 rows and 6 columns
     6
     """
 
@@ -29,57 +29,59 @@ class Slice(NamedTuple):
     times: int = 1
 
     @property
-    def numel(self) -> int:
+    def element_count(self) -> int:
         return self.length * self.times
 
     @property
-    def stop(self) -> int:
+    def stop_element(self) -> int:
         """One past the last element."""
         return self.start + (self.times - 1) * self.stride + self.length
 
-    def normal(self) -> Slice:
+    def to_normal_form(self) -> StridedSlice:
         """Returns the same elements, as one stretch if they are contiguous."""
         if self.times == 1:
-            return Slice(self.start, self.length)
-        return Slice(self.start, self.numel) if self.length == self.stride else self
+            return StridedSlice(self.start, self.length)
+        return StridedSlice(self.start, self.element_count) if self.length == self.stride else self
 
-    def holds(self, element: int) -> bool:
+    def has_element(self, element: int) -> bool:
         """Whether this element of the tensor is among them."""
-        return self.start <= element < self.stop and (
+        return self.start <= element < self.stop_element and (
             self.times == 1 or (element - self.start) % self.stride < self.length
         )
 
-    def cut(self, n: int) -> tuple[list[Slice], list[Slice]]:
+    def cut_at(self, n: int) -> tuple[list[StridedSlice], list[StridedSlice]]:
         """Returns the first n elements and the remaining ones, for 0 < n < numel.
 
-        >>> Slice(2, 2, 6, 3).cut(3)
-        ([Slice(start=2, length=2, stride=0, times=1), Slice(start=8, length=1, stride=0, times=1)],
-         [Slice(start=9, length=1, stride=0, times=1), Slice(start=14, length=2, stride=0, times=1)])
+        >>> StridedSlice(2, 2, 6, 3).cut_at(3)
+        ([StridedSlice(start=2, length=2, stride=0, times=1), StridedSlice(start=8, length=1, stride=0, times=1)],
+         [StridedSlice(start=9, length=1, stride=0, times=1), StridedSlice(start=14, length=2, stride=0, times=1)])
         """
         rows, rest = divmod(n, self.length)
         broken = self.start + rows * self.stride  # start of the stretch with the cut
         after = rows + (rest > 0)
-        head = [self._replace(times=rows), Slice(broken, rest)]
+        head = [self._replace(times=rows), StridedSlice(broken, rest)]
         tail = [
-            Slice(broken + rest, self.length - rest if rest else 0),
+            StridedSlice(broken + rest, self.length - rest if rest else 0),
             self._replace(start=self.start + after * self.stride, times=self.times - after),
         ]
-        return [s.normal() for s in head if s.numel], [s.normal() for s in tail if s.numel]
+        return [s.to_normal_form() for s in head if s.element_count], [
+            s.to_normal_form() for s in tail if s.element_count
+        ]
 
-    def inside(self, whole: Slice) -> Slice:
-        """Returns the place of a part that `refine` made, in the flat tensor of `whole`'s elements.
+    def locate_inside(self, whole: StridedSlice) -> StridedSlice:
+        """Returns the place of a part that `refine_slices` made, in the flat tensor of `whole`'s elements.
 
-        >>> Slice(9, 1, 6, 2).inside(Slice(2, 2, 6, 3))  # column 3 of rows 1 and 2
-        Slice(start=3, length=1, stride=2, times=2)
+        >>> StridedSlice(9, 1, 6, 2).locate_inside(StridedSlice(2, 2, 6, 3))  # column 3 of rows 1 and 2
+        StridedSlice(start=3, length=1, stride=2, times=2)
         """
         row, at = divmod(self.start - whole.start, whole.stride) if whole.times > 1 else (0, self.start - whole.start)
         start = row * whole.length + at
-        if self.times == 1 or at + self.stop - self.start <= whole.length:
+        if self.times == 1 or at + self.stop_element - self.start <= whole.length:
             return self._replace(start=start)
-        return Slice(start, self.length, self.stride // whole.stride * whole.length, self.times)
+        return StridedSlice(start, self.length, self.stride // whole.stride * whole.length, self.times)
 
 
-class _Block(NamedTuple):
+class _PeriodicBlock(NamedTuple):
     """Elements e of one set in [start, stop) with low <= e % period < high: the building block of a Slice."""
 
     start: int
@@ -89,34 +91,34 @@ class _Block(NamedTuple):
     member: int
 
 
-def refine(sets: Sequence[Iterable[Slice]]) -> list[tuple[Slice, int]]:
+def refine_slices(sets: Sequence[Iterable[StridedSlice]]) -> list[tuple[StridedSlice, int]]:
     """Cuts several sets of slices of one tensor by each other, into (part, the sets that hold it).
 
     Bit i of the second number says whether sets[i] holds the part. Parts are disjoint, each inside one slice of every
     set that holds it. Slices of the most frequent stride take one step each, slices of another stride one step per
     stretch.
 
-    >>> refine([[Slice(0, 12)], [Slice(2, 1, 3, 4)]])  # all of a 4 x 3 matrix, and its last column
-    [(Slice(start=0, length=2, stride=3, times=4), 1), (Slice(start=2, length=1, stride=3, times=4), 3)]
+    >>> refine_slices([[StridedSlice(0, 12)], [StridedSlice(2, 1, 3, 4)]])  # all of a 4 x 3 matrix, and its last column
+    [(StridedSlice(start=0, length=2, stride=3, times=4), 1), (StridedSlice(start=2, length=1, stride=3, times=4), 3)]
     """
-    period = _period(s for each in sets for s in each)
-    begin: dict[int, list[_Block]] = defaultdict(list)
-    end: dict[int, list[_Block]] = defaultdict(list)
+    period = _find_period(s for each in sets for s in each)
+    begin: dict[int, list[_PeriodicBlock]] = defaultdict(list)
+    end: dict[int, list[_PeriodicBlock]] = defaultdict(list)
     for number, each in enumerate(sets):
-        for block in (b for s in each for b in _blocks(s, period, 1 << number)):
+        for block in (b for s in each for b in _list_blocks(s, period, 1 << number)):
             begin[block.start].append(block)
             end[block.stop].append(block)
-    found: list[tuple[Slice, int]] = []
-    present: set[_Block] = set()
+    found: list[tuple[StridedSlice, int]] = []
+    present: set[_PeriodicBlock] = set()
     for low, high in pairwise(sorted(begin.keys() | end.keys())):
         present.difference_update(end[low])
         present.update(begin[low])
         if present:
-            found += _parts(low, high, period, present)
+            found += _list_parts(low, high, period, present)
     return found
 
 
-def _period(slices: Iterable[Slice]) -> int:
+def _find_period(slices: Iterable[StridedSlice]) -> int:
     """Returns the stride of the most stretches; 0 if no slice has a stride."""
     counts: Counter[int] = Counter()
     for s in slices:
@@ -125,69 +127,70 @@ def _period(slices: Iterable[Slice]) -> int:
     return max(counts, key=lambda stride: (counts[stride], stride), default=0)
 
 
-def _blocks(s: Slice, period: int, member: int) -> Iterator[_Block]:
+def _list_blocks(s: StridedSlice, period: int, member: int) -> Iterator[_PeriodicBlock]:
     """Yields one or two blocks that begin and end with a period, or one block per stretch."""
     if s.times == 1 or s.stride != period:
         for k in range(s.times):
-            yield _Block(s.start + k * s.stride, s.start + k * s.stride + s.length, 0, period, member)
+            yield _PeriodicBlock(s.start + k * s.stride, s.start + k * s.stride + s.length, 0, period, member)
         return
     row, low = divmod(s.start, period)
     begin, high = row * period, low + s.length
-    yield _Block(begin, begin + s.times * period, low, min(high, period), member)
+    yield _PeriodicBlock(begin, begin + s.times * period, low, min(high, period), member)
     if high > period:
-        yield _Block(begin + period, begin + (s.times + 1) * period, 0, high - period, member)
+        yield _PeriodicBlock(begin + period, begin + (s.times + 1) * period, 0, high - period, member)
 
 
-def _parts(low: int, high: int, period: int, present: set[_Block]) -> Iterator[tuple[Slice, int]]:
+def _list_parts(low: int, high: int, period: int, present: set[_PeriodicBlock]) -> Iterator[tuple[StridedSlice, int]]:
     """Yields the parts between two elements, with the same blocks present in between."""
     if all(b.high - b.low == period for b in present):
-        yield Slice(low, high - low), _members(present)
+        yield StridedSlice(low, high - low), _join_members(present)
         return
     first, last = -(-low // period) * period, high // period * period  # between them are whole periods
     stretches = [(low, first), (first, last), (last, high)] if first <= last else [(low, high)]
     for begin, end in stretches:
         rows = (end - begin) // period or 1
         row = begin // period * period
-        for a, b in pairwise(_borders(begin - row, min(end - row, period), present)):
-            if member := _members(x for x in present if x.low <= a and b <= x.high):
-                yield Slice(row + a, b - a, period, rows).normal(), member
+        for a, b in pairwise(_list_borders(begin - row, min(end - row, period), present)):
+            if member := _join_members(x for x in present if x.low <= a and b <= x.high):
+                yield StridedSlice(row + a, b - a, period, rows).to_normal_form(), member
 
 
-def _borders(low: int, high: int, present: set[_Block]) -> list[int]:
+def _list_borders(low: int, high: int, present: set[_PeriodicBlock]) -> list[int]:
     """Returns the borders of present blocks in a period from `low` to `high`, if that is not empty."""
     inner = {x for b in present for x in (b.low, b.high) if low < x < high}
     return sorted({low, high} | inner) if low < high else []
 
 
-def _members(blocks: Iterable[_Block]) -> int:
+def _join_members(blocks: Iterable[_PeriodicBlock]) -> int:
     found = 0
     for block in blocks:
         found |= block.member
     return found
 
 
-def deal(line: Iterable[tuple[Slice, int, T]], ends: Sequence[int]) -> list[list[tuple[Slice, T]]]:
+def deal_slices(line: Iterable[tuple[StridedSlice, int, T]], ends: Sequence[int]) -> list[list[tuple[StridedSlice, T]]]:
     """Lays slices end to end and cuts the line into pieces. The last piece takes the remainder.
 
     line: (slice, length of one element on the line, any value)
     ends: the end of each piece on the line; the cut is at the nearest border of two elements
 
-    >>> deal([(Slice(0, 4), 1, "a"), (Slice(0, 8), 1, "b")], [6, 12])
-    [[(Slice(start=0, length=4, stride=0, times=1), 'a'), (Slice(start=0, length=2, stride=0, times=1), 'b')],
-     [(Slice(start=2, length=6, stride=0, times=1), 'b')]]
+    >>> deal_slices([(StridedSlice(0, 4), 1, "a"), (StridedSlice(0, 8), 1, "b")], [6, 12])
+    [[(StridedSlice(start=0, length=4, stride=0, times=1), 'a'),
+      (StridedSlice(start=0, length=2, stride=0, times=1), 'b')],
+     [(StridedSlice(start=2, length=6, stride=0, times=1), 'b')]]
     """
-    hands: list[list[tuple[Slice, T]]] = [[] for _ in ends]
+    hands: list[list[tuple[StridedSlice, T]]] = [[] for _ in ends]
     who = at = 0
     for whole, width, what in line:
         left = [whole]
         while left:
             one = left.pop()
-            room = (2 * (ends[who] - at) + width) // (2 * width) if who < len(ends) - 1 else one.numel
-            if room >= one.numel:
+            room = (2 * (ends[who] - at) + width) // (2 * width) if who < len(ends) - 1 else one.element_count
+            if room >= one.element_count:
                 hands[who].append((one, what))
-                at += one.numel * width
+                at += one.element_count * width
                 continue
-            head, tail = one.cut(room) if room > 0 else ([], [one])
+            head, tail = one.cut_at(room) if room > 0 else ([], [one])
             hands[who] += [(s, what) for s in head]
             at += max(room, 0) * width
             left += reversed(tail)

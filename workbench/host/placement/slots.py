@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from workbench.experiment import Experiment
 from workbench.host.placement import absent
-from workbench.host.placement.layout import Layout, Place
+from workbench.host.placement.layout import ParameterLayout, ParameterPlace
 from workbench.optimizers import elementwise
 from workbench.rank import Bucket, StrategyError
 
@@ -25,13 +25,13 @@ Settings = list[dict[str, Any]]  # an optimizer's groups without their parameter
 Remembered = dict[tuple[str, str], Any]  # an optimizer's state by (parameter name, slot)
 
 
-def slots(layout: Layout, optimizer: Optimizer) -> dict[str, Tensor]:
+def read_slots(layout: ParameterLayout, optimizer: Optimizer) -> dict[str, Tensor]:
     """Returns the optimizer state of each parameter. Writing into it changes the optimizer."""
     return {f"{slot}/{place.name}": x for place in layout.order
             for slot, x in sorted(optimizer.state.get(place.param, {}).items()) if isinstance(x, Tensor)}  # fmt: skip
 
 
-def likes(places: Iterable[Place], optimizer: Optimizer) -> dict[str, Tensor]:
+def make_slot_likes(places: Iterable[ParameterPlace], optimizer: Optimizer) -> dict[str, Tensor]:
     """Returns tensors like those of `slots` after a step, empty if they are cut like the parameter.
 
     A rank that receives state needs its dtypes. The optimizer steps a parameter of 2 elements to find them.
@@ -44,23 +44,23 @@ def likes(places: Iterable[Place], optimizer: Optimizer) -> dict[str, Tensor]:
             continue
         key = group_of[id(place.param)], place.param.dtype
         if key not in known:
-            known[key] = _tried(optimizer, key[0], place)
+            known[key] = _try_step(optimizer, key[0], place)
         found |= {f"{slot}/{place.name}": x for slot, x in known[key].items()}
     return found
 
 
-def _tried(optimizer: Optimizer, number: int, place: Place) -> dict[str, Tensor]:
+def _try_step(optimizer: Optimizer, number: int, place: ParameterPlace) -> dict[str, Tensor]:
     small = nn.Parameter(torch.zeros(2, dtype=place.param.dtype, device=place.param.device))
     small.grad = torch.zeros_like(small)
-    other = twin(optimizer)
+    other = copy_optimizer(optimizer)
     other.param_groups = [{**optimizer.param_groups[number], "params": [small]}]
     other.step()
     tensors = {slot: x for slot, x in sorted(other.state[small].items()) if isinstance(x, Tensor)}
     return {slot: x[:0] if x.shape == small.shape else x for slot, x in tensors.items()}
 
 
-def put(layout: Layout, optimizer: Optimizer, given: dict[str, Tensor], like: dict[str, Tensor],
-        places: Iterable[Place] | None = None) -> None:  # fmt: skip
+def put_slots(layout: ParameterLayout, optimizer: Optimizer, given: dict[str, Tensor], like: dict[str, Tensor],
+        places: Iterable[ParameterPlace] | None = None) -> None:  # fmt: skip
     """Replaces the optimizer state of all parameters, or of `places`. A shard's slots are flat."""
     mine: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, x in given.items():
@@ -75,7 +75,7 @@ def put(layout: Layout, optimizer: Optimizer, given: dict[str, Tensor], like: di
             optimizer.state[place.param][slot] = x.view(shape) if x.dim() and x.numel() == place.numel else x
 
 
-def require_steppable(layout: Layout, optimizer: Optimizer, shard: Bucket, e: Experiment) -> None:
+def require_steppable(layout: ParameterLayout, optimizer: Optimizer, shard: Bucket, e: Experiment) -> None:
     """Raises StrategyError if this optimizer or `clip` forbids an update of a single bucket or shard."""
     if e.clip and not e.strategy.shards:  # strategies with shards clip the summed gradients
         raise StrategyError("one bucket's gradients have no global norm: take clip=0, or `rank.update()` whole")
@@ -86,25 +86,25 @@ def require_steppable(layout: Layout, optimizer: Optimizer, shard: Bucket, e: Ex
         )
 
 
-def step_shard(layout: Layout, optimizer: Optimizer, shard: Bucket) -> None:
+def step_shard(layout: ParameterLayout, optimizer: Optimizer, shard: Bucket) -> None:
     """Makes one optimizer step of these elements, and uses up the gradients of their whole bucket."""
-    with _seen(layout, optimizer, shard):
+    with _expose_shard(layout, optimizer, shard):
         optimizer.step()
-    layout.let_go(shard.index)
+    layout.release_gradients(shard.index)
 
 
 @contextmanager
-def _seen(layout: Layout, optimizer: Optimizer, shard: Bucket) -> Iterator[None]:
+def _expose_shard(layout: ParameterLayout, optimizer: Optimizer, shard: Bucket) -> Iterator[None]:
     """Inside, the optimizer has only the parameters of `shard`, cut to its elements.
 
     Their gradients are views of the bucket's vector, or of the part kept when it was released.
     """
-    whole, bucket = layout.lies(shard.index), layout.buckets[shard.index]
+    whole, bucket = layout.weight_bucket(shard.index), layout.buckets[shard.index]
     held, begin = layout.weights[shard.index], layout.begins[shard.index]  # the shard alone, or all of the bucket
     start, stop = shard.offset - whole.offset, shard.offset - whole.offset + shard.data.numel()
     grads = bucket.data[start:stop] if bucket.kept is None else bucket.kept
     cut = []
-    with absent.unasked():
+    with absent.prevent_fetches():
         for place, part in zip(layout.groups[shard.index], whole.parts, strict=True):
             place.param.grad = None
             low, high = max(part.start, start), min(part.stop, stop)
@@ -112,7 +112,7 @@ def _seen(layout: Layout, optimizer: Optimizer, shard: Bucket) -> Iterator[None]
                 own, ask = place.param.data, getattr(place.param, "ask", None)
                 shape = part.shape if high - low == place.numel else (high - low,)
                 cut.append((place.param, own, ask))
-                absent.come(place.param)
+                absent.make_present(place.param)
                 place.param.data = held[low - begin : high - begin].view(shape)
                 place.param.grad = grads[low - start : high - start].view(shape)
     all_of_it, mine = [group["params"] for group in optimizer.param_groups], {id(param) for param, _, _ in cut}
@@ -123,15 +123,17 @@ def _seen(layout: Layout, optimizer: Optimizer, shard: Bucket) -> Iterator[None]
     finally:
         for group, params in zip(optimizer.param_groups, all_of_it, strict=True):
             group["params"] = params
-        with absent.unasked():
+        with absent.prevent_fetches():
             for param, own, ask in cut:
                 param.grad = None
                 param.data = own
                 if ask is not None:
-                    absent.leave(param, ask)
+                    absent.make_absent(param, ask)
 
 
-def remembered(layout: Layout, optimizer: Optimizer, index: int, given: Remembered | None = None) -> Remembered:
+def swap_bucket_slots(
+    layout: ParameterLayout, optimizer: Optimizer, index: int, given: Remembered | None = None
+) -> Remembered:
     """Takes a bucket's state out of the optimizer, or puts `given` back. Returns it by (parameter name, slot)."""
     named = {place.name: place.param for place in (layout.groups[index] if given is None else layout.order)}
     if given is not None:
@@ -142,13 +144,21 @@ def remembered(layout: Layout, optimizer: Optimizer, index: int, given: Remember
     return {(name, slot): x for name, state in found.items() for slot, x in state.items()}
 
 
-def settings(optimizer: Optimizer) -> Settings:
+def read_settings(optimizer: Optimizer) -> Settings:
     """Returns the present settings of the optimizer's groups."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def step_apart(layout: Layout, optimizer: Optimizer, shard: Bucket, values: Tensor, grads: Tensor, state: Remembered,
-               by: Settings, unused: Collection[str] = ()) -> Remembered:  # fmt: skip
+def step_apart(
+    layout: ParameterLayout,
+    optimizer: Optimizer,
+    shard: Bucket,
+    values: Tensor,
+    grads: Tensor,
+    state: Remembered,
+    by: Settings,
+    unused: Collection[str] = (),
+) -> Remembered:
     """Makes one step of `values` (n,), the parameters of `shard` outside the model.
 
     state:  their optimizer state by (parameter name, slot); returned as it is after the step
@@ -169,7 +179,7 @@ def step_apart(layout: Layout, optimizer: Optimizer, shard: Bucket, values: Tens
         made[part.name] = own = nn.Parameter(values[part.start : part.stop].view(shape))
         own.grad = grads[part.start : part.stop].view(shape)
         groups[group_of[id(place.param)]].append(own)
-    other = twin(optimizer)
+    other = copy_optimizer(optimizer)
     other.param_groups = [{**said, "params": params} for said, params in zip(by, groups, strict=True)]
     for (name, slot), x in state.items():
         if name in made:
@@ -179,7 +189,7 @@ def step_apart(layout: Layout, optimizer: Optimizer, shard: Bucket, values: Tens
     return {**state, **stepped}
 
 
-def twin(optimizer: Optimizer) -> Optimizer:
+def copy_optimizer(optimizer: Optimizer) -> Optimizer:
     """Returns an optimizer of the same class without state. A copy by torch loses a user class's attributes."""
     other = object.__new__(type(optimizer))
     other.__dict__.update({name: x for name, x in optimizer.__dict__.items() if name != "step"})  # schedulers patch it

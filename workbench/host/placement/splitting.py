@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from workbench.host.placement.sliced import numel_of, shape_of
+from workbench.host.placement.sliced import whole_numel, whole_shape
 from workbench.settings import KnobError
 from workbench.tasks import Colwise, Learner, Partial, Plan, Rowwise, Scatter, Sequence, TaskError, Way, way_of
 
@@ -34,7 +34,7 @@ ELEMENTWISE = (
 
 
 @dataclass(frozen=True)
-class Sliced:
+class SlicedParameter:
     """A parameter in slices: cut along dimension `dim` of the shape `view`, and along `axis` of its own shape."""
 
     shape: tuple[int, ...]
@@ -42,13 +42,13 @@ class Sliced:
     dim: int
     axis: int
 
-    def local(self, ways: int) -> tuple[int, ...]:
+    def shape_of_slice(self, ways: int) -> tuple[int, ...]:
         """Returns the shape of one of `ways` equal slices."""
         return tuple(n // ways if k == self.axis else n for k, n in enumerate(self.shape))
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class TensorSplit:
     """A model's matrices in `ways` equal slices. A whole parameter is on every rank, and one rank owns it.
 
     modules: by name, how each module is cut
@@ -60,13 +60,13 @@ class Split:
 
     ways: int
     modules: tuple[tuple[str, Way], ...]
-    sliced: Mapping[str, Sliced]
+    sliced: Mapping[str, SlicedParameter]
     owners: Mapping[str, int]
     share: float
     partial: frozenset[str] = frozenset()
 
     @property
-    def sequences(self) -> bool:
+    def splits_sequences(self) -> bool:
         """Whether ranks have their own sequence positions between two layers."""
         return any(isinstance(way, Scatter) for _, way in self.modules)
 
@@ -77,17 +77,17 @@ class Split:
             frozenset(self.sliced) | {name for name, rank in self.owners.items() if rank == k} for k in range(self.ways)
         )
 
-    def local(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def shape_of_part(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of one rank's part of a parameter of this shape."""
-        return self.sliced[name].local(self.ways) if name in self.sliced else shape
+        return self.sliced[name].shape_of_slice(self.ways) if name in self.sliced else shape
 
 
-def split(ways: int, model: nn.Module, learner: Learner, sequence: bool = False) -> Split:
+def split_model(ways: int, model: nn.Module, learner: Learner, sequence: bool = False) -> TensorSplit:
     """Cuts `model`, whole or already in slices, into `ways` slices. Raises KnobError if that is impossible.
 
     sequence: whether ranks have their own sequence positions between two layers
     """
-    every = dict(planned(model, _plan(model, learner)))
+    every = dict(match_plan(model, _find_plan(model, learner)))
     if sequence and not any(isinstance(way, Scatter) for way in every.values()):
         raise KnobError(
             "sequence=true: the plan does not say where positions are dealt out first; let it say Scatter() of the "
@@ -96,53 +96,55 @@ def split(ways: int, model: nn.Module, learner: Learner, sequence: bool = False)
     plan = every if sequence else {n: w for n, w in every.items() if not isinstance(w, Scatter | Sequence)}
     modules, trained = dict(model.named_modules()), {n: p for n, p in model.named_parameters() if p.requires_grad}
     names = {id(p): name for name, p in model.named_parameters()}
-    sliced: dict[str, Sliced] = {}
+    sliced: dict[str, SlicedParameter] = {}
     _require_even(modules, plan, ways)
     for name, way in plan.items():
-        for kind, made in _slices(name, modules[name], way, ways):
+        for kind, made in _list_sliced(name, modules[name], way, ways):
             full = names.get(id(getattr(modules[name], kind)), "")
             if not full:
-                raise _refusal(
+                raise _make_refusal(
                     f"{name} computes its {kind} from others (weight_norm, spectral_norm, pruning); leave it out of "
                     f"the plan, or take that off"
                 )
             if full not in trained:
-                raise _refusal(
+                raise _make_refusal(
                     f"parameter {full} is frozen, and only what learns is dealt out; leave {name} out of the "
                     f"plan, or let it learn"
                 )
             if sliced.setdefault(full, made) != made:
-                raise _refusal(
+                raise _make_refusal(
                     f"parameter {full} is tied, and {name} would be dealt out otherwise than the other module "
                     f"that has it; deal both out along the same dimension"
                 )
     _require_alone(model, plan, sliced)
-    whole = {name: numel_of(p) for name, p in trained.items() if name not in sliced}
-    partial = {names[id(p)] for name, way in plan.items() for p in _partial(modules[name], way, sequence)}
-    share = _share(model, sliced, ways)
-    return Split(ways, tuple(plan.items()), sliced, _owners(whole, ways), share, frozenset(partial & whole.keys()))
+    whole = {name: whole_numel(p) for name, p in trained.items() if name not in sliced}
+    partial = {names[id(p)] for name, way in plan.items() for p in _list_partial(modules[name], way, sequence)}
+    share = _compute_share(model, sliced, ways)
+    return TensorSplit(
+        ways, tuple(plan.items()), sliced, _assign_owners(whole, ways), share, frozenset(partial & whole.keys())
+    )
 
 
-def _plan(model: nn.Module, learner: Learner) -> Plan:
+def _find_plan(model: nn.Module, learner: Learner) -> Plan:
     if learner.split is not None:
         try:
             return learner.split(model)
         except TaskError as error:
-            raise _refusal(str(error)) from error
+            raise _make_refusal(str(error)) from error
     if isinstance(own := getattr(model, "_tp_plan", None), Mapping) and own:
         return own
-    if isinstance(model, nn.Sequential) and (pairs := _pairs(model)):
+    if isinstance(model, nn.Sequential) and (pairs := _pair_linears(model)):
         return pairs
     what = "a Sequential without two Linears in a row" if isinstance(model, nn.Sequential) else type(model).__name__
-    raise _refusal(
+    raise _make_refusal(
         f"nothing says how {what} is dealt out; give the task `split`: model -> "
         f'{{"blocks.*.up": Colwise(), "blocks.*.down": Rowwise()}}, or take another partition'
     )
 
 
-def _pairs(model: nn.Sequential) -> dict[str, Way]:
+def _pair_linears(model: nn.Sequential) -> dict[str, Way]:
     """Pairs Linears of a Sequential (Colwise, then Rowwise) with only elementwise modules between them."""
-    layers = [(name, module) for name, module in leaves(model) if not isinstance(module, ELEMENTWISE)]
+    layers = [(name, module) for name, module in list_leaves(model) if not isinstance(module, ELEMENTWISE)]
     found: dict[str, Way] = {}
     for (one, first), (other, second) in pairwise(layers):
         if one not in found and type(first) is type(second) is nn.Linear and first is not second:
@@ -150,28 +152,28 @@ def _pairs(model: nn.Sequential) -> dict[str, Way]:
     return found
 
 
-def leaves(model: nn.Sequential, before: str = "") -> Iterator[tuple[str, nn.Module]]:
+def list_leaves(model: nn.Sequential, before: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yields the names and layers of a Sequential, and of those nested in it."""
     for name, module in model.named_children():
         if isinstance(module, nn.Sequential):
-            yield from leaves(module, f"{before}{name}.")
+            yield from list_leaves(module, f"{before}{name}.")
         else:
             yield f"{before}{name}", module
 
 
-def planned(model: nn.Module, plan: Plan, whose: str = "partition=Tensor") -> Iterator[tuple[str, Way]]:
+def match_plan(model: nn.Module, plan: Plan, whose: str = "partition=Tensor") -> Iterator[tuple[str, Way]]:
     """Yields the name of each planned module, and how it is cut. Raises KnobError if a pattern matches none."""
     names = [name for name, _ in model.named_modules() if name]
     for pattern, said in plan.items():
         way = way_of(said)
         if way is None:
-            raise _refusal(
+            raise _make_refusal(
                 f"the plan says {said!r} of {pattern}; take Colwise() or Rowwise(), or leave it out: it is whole then",
                 whose,
             )
         like = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         if not (fits := [name for name in names if like.fullmatch(name)]):
-            raise _refusal(
+            raise _make_refusal(
                 f"the plan names {pattern}, and no module of the model is called so; it has "
                 f"{', '.join(names[:6])}{' ...' if len(names) > 6 else ''}",
                 whose,
@@ -180,10 +182,10 @@ def planned(model: nn.Module, plan: Plan, whose: str = "partition=Tensor") -> It
             yield name, way
 
 
-def _slices(name: str, module: nn.Module, way: Way, ways: int) -> Iterator[tuple[str, Sliced]]:
+def _list_sliced(name: str, module: nn.Module, way: Way, ways: int) -> Iterator[tuple[str, SlicedParameter]]:
     """Yields the short names of the module's own parameters that are cut, and how."""
     if isinstance(way, Sequence) and (odd := [m for m in module.modules() if hasattr(m, "running_mean")]):
-        raise _refusal(
+        raise _make_refusal(
             f"{name}: a {type(odd[0]).__name__} takes statistics of a whole batch, of which a rank has some positions; "
             f"take a LayerNorm, or sequence=false"
         )
@@ -191,35 +193,35 @@ def _slices(name: str, module: nn.Module, way: Way, ways: int) -> Iterator[tuple
         return
     if type(module) is nn.Embedding and isinstance(way, Rowwise):
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            raise _refusal(
+            raise _make_refusal(
                 f"{name}: an Embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be dealt out by "
                 f"its rows; leave it out of the plan"
             )
-        rows, width = shape_of(module.weight)
-        _require(name, "rows", rows, 1, ways)
-        yield "weight", Sliced((rows, width), (rows, width), 0, 0)
+        rows, width = whole_shape(module.weight)
+        _require_divisible(name, "rows", rows, 1, ways)
+        yield "weight", SlicedParameter((rows, width), (rows, width), 0, 0)
         return
     if type(module) is not nn.Linear:
         kinds = "Rowwise deals out Linear or Embedding" if isinstance(way, Rowwise) else "Colwise deals out Linear"
-        raise _refusal(f"{name} is of class {type(module).__name__}, and {kinds}; leave it out of the plan")
-    out, into = shape_of(module.weight)
+        raise _make_refusal(f"{name} is of class {type(module).__name__}, and {kinds}; leave it out of the plan")
+    out, into = whole_shape(module.weight)
     if not isinstance(way, Colwise):
-        _require(name, "inputs", into, 1, ways)
-        yield "weight", Sliced((out, into), (out, into), 1, 1)
+        _require_divisible(name, "inputs", into, 1, ways)
+        yield "weight", SlicedParameter((out, into), (out, into), 1, 1)
         return
     if out % way.packed:
-        raise _refusal(
+        raise _make_refusal(
             f"{name} has {out} outputs, which are not {way.packed} matrices of one size; let `packed` be a "
             f"number that divides it"
         )
-    _require(name, "outputs", out // way.packed, way.together, ways)
+    _require_divisible(name, "outputs", out // way.packed, way.together, ways)
     each = (way.packed, out // way.packed) if way.packed > 1 else (out,)
-    yield "weight", Sliced((out, into), (*each, into), len(each) - 1, 0)
+    yield "weight", SlicedParameter((out, into), (*each, into), len(each) - 1, 0)
     if module.bias is not None:
-        yield "bias", Sliced((out,), each, len(each) - 1, 0)
+        yield "bias", SlicedParameter((out,), each, len(each) - 1, 0)
 
 
-def _partial(module: nn.Module, way: Way, sequence: bool) -> Iterator[nn.Parameter]:
+def _list_partial(module: nn.Module, way: Way, sequence: bool) -> Iterator[nn.Parameter]:
     """Yields the module's whole parameters that see only a rank's own heads or positions."""
     if isinstance(way, Sequence | Partial):
         yield from module.parameters()
@@ -227,17 +229,17 @@ def _partial(module: nn.Module, way: Way, sequence: bool) -> Iterator[nn.Paramet
         yield module.bias
 
 
-def _require(name: str, what: str, count: int, together: int, ways: int) -> None:
+def _require_divisible(name: str, what: str, count: int, together: int, ways: int) -> None:
     units = count // together
     if count % together == 0 and units % ways == 0:
         return
     some = f", {together} of which stay together" if together > 1 else ""
-    raise _Uneven(
+    raise UnevenSplitError(
         f"ways={ways}: {name} has {count} {what}{some}, and they cannot be dealt out to so many ranks evenly", units
     )
 
 
-class _Uneven(KnobError):
+class UnevenSplitError(KnobError):
     """Raised if the units (rows, heads) of a module cannot be cut evenly."""
 
     def __init__(self, said: str, units: int) -> None:
@@ -247,12 +249,13 @@ class _Uneven(KnobError):
 
 def _require_even(modules: Mapping[str, nn.Module], plan: Mapping[str, Way], ways: int) -> None:
     """Raises KnobError if `ways` does not fit, and proposes numbers that fit every module."""
-    def uneven(n: int) -> list[_Uneven]:
+
+    def uneven(n: int) -> list[UnevenSplitError]:
         found = []
         for name, way in plan.items():
             try:
-                list(_slices(name, modules[name], way, n))
-            except _Uneven as error:
+                list(_list_sliced(name, modules[name], way, n))
+            except UnevenSplitError as error:
                 found.append(error)
         return found
 
@@ -263,24 +266,24 @@ def _require_even(modules: Mapping[str, nn.Module], plan: Mapping[str, Way], way
         raise KnobError(f"{lines[0]}; {would}")
 
 
-def _require_alone(model: nn.Module, plan: Mapping[str, Way], sliced: Mapping[str, Sliced]) -> None:
+def _require_alone(model: nn.Module, plan: Mapping[str, Way], sliced: Mapping[str, SlicedParameter]) -> None:
     """Raises KnobError if a parameter in slices is tied to a module that needs it whole."""
     named, cut = dict(model.named_parameters()), {id(p) for n, p in model.named_parameters() if n in sliced}
     for name, module in model.named_modules():
         own = [p for p in module._parameters.values() if p is not None and id(p) in cut]
         if own and name not in plan:
             tied = next(n for n, p in named.items() if p is own[0])
-            raise _refusal(
+            raise _make_refusal(
                 f"parameter {tied} is tied, and {name or 'the model'} needs it whole; deal that out along the "
                 f"same dimension, too, or neither"
             )
 
 
-def _refusal(reason: str, whose: str = "partition=Tensor") -> KnobError:
+def _make_refusal(reason: str, whose: str = "partition=Tensor") -> KnobError:
     return KnobError(f"{whose}: {reason}")
 
 
-def _owners(whole: Mapping[str, int], ways: int) -> dict[str, int]:
+def _assign_owners(whole: Mapping[str, int], ways: int) -> dict[str, int]:
     """Returns the owner of each whole parameter: the largest first, to the rank with the least."""
     load = [0] * ways
     found: dict[str, int] = {}
@@ -290,10 +293,10 @@ def _owners(whole: Mapping[str, int], ways: int) -> dict[str, int]:
     return found
 
 
-def _share(model: nn.Module, sliced: Mapping[str, Sliced], ways: int) -> float:
+def _compute_share(model: nn.Module, sliced: Mapping[str, SlicedParameter], ways: int) -> float:
     """Returns one rank's share of the model's compute, without embedding tables."""
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-    counts = {n: numel_of(p) for n, p in model.named_parameters() if id(p) not in looked_up}
+    counts = {n: whole_numel(p) for n, p in model.named_parameters() if id(p) not in looked_up}
     total = sum(counts.values())
     cut = sum(numel for name, numel in counts.items() if name in sliced)
     return (total - cut + cut / ways) / total if total else 1.0

@@ -8,10 +8,10 @@ from functools import lru_cache
 from torch import nn
 
 from workbench.experiment import Experiment
-from workbench.host.placement.cutting import Stages, cut
+from workbench.host.placement.cutting import StageCuts, cut_model
 from workbench.host.placement.placement import Placement
-from workbench.host.placement.slices import Slice
-from workbench.host.placement.splitting import Split, split
+from workbench.host.placement.slices import StridedSlice
+from workbench.host.placement.splitting import TensorSplit, split_model
 from workbench.partitions import Partition
 from workbench.tasks import Learner
 
@@ -19,15 +19,15 @@ _SPLITS = "workbench splits"  # the model's attribute that caches its splits
 
 
 @dataclass(frozen=True)
-class Spread:
+class ReplicaSpread:
     """How a replica is spread over ranks.
 
     stages: its pipeline stages; None: every rank has all layers
     split:  how matrices are cut over a stage's ranks, which are neighbours; None: they are whole
     """
 
-    stages: Stages | None = None
-    split: Split | None = None
+    stages: StageCuts | None = None
+    split: TensorSplit | None = None
 
     def __len__(self) -> int:
         """Returns the number of ranks of a replica."""
@@ -35,49 +35,49 @@ class Spread:
 
     def __str__(self) -> str:
         ways = f"{self.split.ways} slices of each matrix" if self.split else ""
-        ways += " and of each sequence" if self.split and self.split.sequences else ""
+        ways += " and of each sequence" if self.split and self.split.splits_sequences else ""
         return f"{len(self.stages)} stages: {self.stages}{', and ' if ways else ''}{ways}" if self.stages else ways
 
-    def place(self, rank: int) -> tuple[int, int]:
+    def locate_rank(self, rank: int) -> tuple[int, int]:
         """Returns the stage and the slice of rank `rank` of the run."""
         return divmod(rank % len(self), self.split.ways if self.split else 1)
 
-    def trained(self, rank: int, names: set[str]) -> set[str]:
+    def select_trained(self, rank: int, names: set[str]) -> set[str]:
         """Returns those of these parameters that this rank trains."""
-        stage, index = self.place(rank)
+        stage, index = self.locate_rank(rank)
         here = names & self.stages.names[stage] if self.stages else names
         return here & self.split.names[index] if self.split else here
 
-    def followed(self, rank: int, names: set[str]) -> set[str]:
+    def select_followed(self, rank: int, names: set[str]) -> set[str]:
         """Returns those of these parameters that this rank holds and another rank trains."""
-        stage, index = self.place(rank)
+        stage, index = self.locate_rank(rank)
         here = names & self.stages.names[stage] if self.stages else names
         return here - self.split.names[index] if self.split else set()
 
-    def local(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def shape_of_part(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of a rank's part of a parameter of this shape."""
-        return self.split.local(name, shape) if self.split else shape
+        return self.split.shape_of_part(name, shape) if self.split else shape
 
 
-def spread_of(e: Experiment, model: nn.Module, learner: Learner) -> Spread | None:
+def find_spread(e: Experiment, model: nn.Module, learner: Learner) -> ReplicaSpread | None:
     """Returns how `e` spreads `model`; None if a replica is whole. Raises KnobError if it cannot."""
     way = e.partition
     if way.size == 1:
         return None
-    return Spread(cut(e, model, learner) if way.depth > 1 else None,
-                  _split(way, model, learner) if way.slices > 1 else None)  # fmt: skip
+    return ReplicaSpread(cut_model(e, model, learner) if way.depth > 1 else None,
+                  _find_split(way, model, learner) if way.slices > 1 else None)  # fmt: skip
 
 
-def _split(way: Partition, model: nn.Module, learner: Learner) -> Split:
-    made: dict[tuple[int, bool], Split] = model.__dict__.setdefault(_SPLITS, {})  # simulated ranks share it
+def _find_split(way: Partition, model: nn.Module, learner: Learner) -> TensorSplit:
+    made: dict[tuple[int, bool], TensorSplit] = model.__dict__.setdefault(_SPLITS, {})  # simulated ranks share it
     key = way.slices, way.sequences
     if key not in made:
-        made[key] = split(way.slices, model, learner, way.sequences)
+        made[key] = split_model(way.slices, model, learner, way.sequences)
     return made[key]
 
 
 @lru_cache(maxsize=8)  # all simulated ranks ask for the same one
-def placed(named: tuple[tuple[str, int], ...], spread: Spread | None, size: int) -> Placement:
+def place_replica(named: tuple[tuple[str, int], ...], spread: ReplicaSpread | None, size: int) -> Placement:
     """Returns the placement of tensors (name, number of elements) under `spread`.
 
     A parameter that is cut is in slices, and so is its state with as many elements. A step counter is on every rank
@@ -86,29 +86,29 @@ def placed(named: tuple[tuple[str, int], ...], spread: Spread | None, size: int)
     """
     sizes = dict(named)
     if spread is None:
-        return Placement.whole(sizes, range(size))
-    places = [spread.place(rank) for rank in range(size)]
-    cut = _slices(spread.split) if spread.split else {}
-    held: dict[int, dict[str, tuple[Slice, ...]]] = {rank: {} for rank in range(size)}
+        return Placement.place_whole(sizes, range(size))
+    places = [spread.locate_rank(rank) for rank in range(size)]
+    cut = _list_slices(spread.split) if spread.split else {}
+    held: dict[int, dict[str, tuple[StridedSlice, ...]]] = {rank: {} for rank in range(size)}
     for name, n in sizes.items():
         of = name.partition("/")[2] or name
         in_slices = of in cut and n == sizes[of]
-        for rank in _ranks(spread, of, places):
-            held[rank][name] = cut[of][places[rank][1]] if in_slices else (Slice(0, n),)
+        for rank in _list_holders(spread, of, places):
+            held[rank][name] = cut[of][places[rank][1]] if in_slices else (StridedSlice(0, n),)
     return Placement(sizes, held)
 
 
-def _slices(split: Split) -> dict[str, list[tuple[Slice, ...]]]:
+def _list_slices(split: TensorSplit) -> dict[str, list[tuple[StridedSlice, ...]]]:
     """Returns each rank's slices of every parameter that is cut, by name."""
-    found: dict[str, list[tuple[Slice, ...]]] = {}
+    found: dict[str, list[tuple[StridedSlice, ...]]] = {}
     for dim in {made.dim for made in split.sliced.values()}:
         views = {name: made.view for name, made in split.sliced.items() if made.dim == dim}
-        dealt = Placement.split(views, range(split.ways), dim)
-        found |= {name: [dealt.at(index)[name] for index in range(split.ways)] for name in views}
+        dealt = Placement.place_slices(views, range(split.ways), dim)
+        found |= {name: [dealt.slices_of_rank(index)[name] for index in range(split.ways)] for name in views}
     return found
 
 
-def _ranks(spread: Spread, of: str, places: list[tuple[int, int]]) -> list[int]:
+def _list_holders(spread: ReplicaSpread, of: str, places: list[tuple[int, int]]) -> list[int]:
     """Returns the ranks with part of the parameter or buffer `of`, given each rank's (stage, slice)."""
     stages, split = spread.stages, spread.split
     stage = next((k for k, names in enumerate(stages.names) if of in names), None) if stages else None

@@ -12,17 +12,17 @@ from torch import nn
 
 from workbench.compressors import Compressor, inside
 from workbench.experiment import Experiment
-from workbench.host.passes.checkpointing import units_of
-from workbench.host.passes.recomputing import recomputed
+from workbench.host.passes.checkpointing import list_units
+from workbench.host.passes.recomputing import find_recomputed
 from workbench.host.placement import absent
-from workbench.host.placement.sliced import shape_of
-from workbench.host.placement.slots import slots
-from workbench.host.placement.spread import Spread, spread_of
-from workbench.host.reconfigure.trying import check, check_parts
-from workbench.host.reconfigure.trying_units import require_narrow
+from workbench.host.placement.sliced import whole_shape
+from workbench.host.placement.slots import read_slots
+from workbench.host.placement.spread import ReplicaSpread, find_spread
+from workbench.host.reconfigure.trying import check_parts, check_spread
+from workbench.host.reconfigure.trying_units import require_submodels
 from workbench.host.reconfigure.views import TryingView
-from workbench.host.transfer.handover import cut
-from workbench.host.transfer.tables import tables_of
+from workbench.host.transfer.handover import find_shards
+from workbench.host.transfer.tables import list_tables
 from workbench.rank import COMPLEX, FLOATS, Part, StrategyError
 from workbench.settings import KnobError
 from workbench.tasks import Learner
@@ -33,15 +33,19 @@ if TYPE_CHECKING:
 
 def refuses_model(e: Experiment, model: nn.Module, learner: Learner) -> str | None:
     """Returns why `e` cannot train the model or a rank's part of it, and what to do; or None."""
-    shapes = {name: shape_of(p) for name, p in model.named_parameters() if p.requires_grad}
+    shapes = {name: whole_shape(p) for name, p in model.named_parameters() if p.requires_grad}
     if reason := refuses_dtypes(e, {n: str(p.dtype)[6:] for n, p in model.named_parameters() if p.requires_grad}):
         return reason
-    spread = spread_of(e, model, learner)
+    spread = find_spread(e, model, learner)
     for rank in range(len(spread)) if spread else (0,):
-        mine = spread.trained(rank, set(shapes)) if spread else set(shapes)
+        mine = spread.select_trained(rank, set(shapes)) if spread else set(shapes)
         if spread and not mine:
-            return _barren(e, spread, rank)
-        here = {name: spread.local(name, shape) if spread else shape for name, shape in shapes.items() if name in mine}
+            return _explain_barren_slice(e, spread, rank)
+        here = {
+            name: spread.shape_of_part(name, shape) if spread else shape
+            for name, shape in shapes.items()
+            if name in mine
+        }
         parts = [Part(name, shape, 0, prod(shape)) for name, shape in here.items()]
         said = [e.strategy.refuses_model(parts), *(c.refuses_model(parts) for c in inside(e.compressor))]
         if reason := next((reason for reason in said if reason), None):
@@ -63,8 +67,8 @@ def refuses_dtypes(e: Experiment, dtypes: Mapping[str, str]) -> str | None:
     return None
 
 
-def _barren(e: Experiment, spread: Spread, rank: int) -> str:
-    stage, index = spread.place(rank)
+def _explain_barren_slice(e: Experiment, spread: ReplicaSpread, rank: int) -> str:
+    stage, index = spread.locate_rank(rank)
     said = f"partition={type(e.partition).__name__}: slice {index} of {e.partition.slices}"
     said += f" of stage {stage}" if spread.stages else ""
     would = "other cuts, fewer stages, or of=Whole()" if spread.stages else "partition=Whole()"
@@ -74,28 +78,32 @@ def _barren(e: Experiment, spread: Spread, rank: int) -> str:
     )
 
 
-def able(run: TryingView, wanted: Experiment) -> None:
+def require_trainable(run: TryingView, wanted: Experiment) -> None:
     """Raises KnobError if `wanted` cannot lay out or train `run`'s model."""
     if reason := refuses_model(wanted, run.model, run.learner):
         raise KnobError(reason)
-    here = {n: p for n, p in run.model.named_parameters() if p.requires_grad and not isinstance(p, absent.Absent)}
+    here = {
+        n: p
+        for n, p in run.model.named_parameters()
+        if p.requires_grad and not isinstance(p, absent.UnmaterializedParameter)
+    }
     if reason := wanted.strategy.refuses_values({n: p.detach() for n, p in here.items()}):
         raise KnobError(reason)
-    require_narrow(run, wanted)
+    require_submodels(run, wanted)
     try:
-        tables_of(run.learner, wanted, run.layout)
+        list_tables(run.learner, wanted, run.layout)
     except StrategyError as error:
         raise KnobError(f"strategy={type(wanted.strategy).__name__}: {error}") from None
     now, way = run.experiment, wanted.partition
     if way.size > 1 and (not run.spread or (way, wanted.batch) != (now.partition, now.batch)):
         _require_tried(run, wanted)
-    if wanted.strategy.by_pieces and not run.layout.sizes_only:
+    if wanted.strategy.by_pieces and not run.layout.has_sizes_only:
         _require_parts(run, wanted)
-    spread = spread_of(wanted, run.model, run.learner)
-    units_of(run.model, run.learner, way)
-    recomputed(wanted, run.learner, spread.split if spread else None)
-    if moves(now, wanted):
-        _ask_slots(run, wanted)
+    spread = find_spread(wanted, run.model, run.learner)
+    list_units(run.model, run.learner, way)
+    find_recomputed(wanted, run.learner, spread.split if spread else None)
+    if has_other_layout(now, wanted):
+        _require_movable_slots(run, wanted)
 
 
 _TRIED: WeakKeyDictionary[Learner, dict[tuple[Hashable, int], str]] = WeakKeyDictionary()  # reasons, or ""
@@ -106,34 +114,34 @@ def _require_tried(run: TryingView, wanted: Experiment) -> None:
     way = wanted.partition
 
     def tried(model: nn.Module, batch: Any) -> None:
-        spread = spread_of(wanted, model, run.learner)
+        spread = find_spread(wanted, model, run.learner)
         assert spread is not None
-        check(model, run.learner, spread, batch, way.micro_batches)
+        check_spread(model, run.learner, spread, batch, way.micro_batches)
 
-    key = (way.dims(), way.pieces, way.cuts, way.sequences, way.micro_batches, run.layout.sizes_only)
-    _once(run, wanted, key, tried)
+    key = (way.dims(), way.pieces, way.cuts, way.sequences, way.micro_batches, run.layout.has_sizes_only)
+    _try_once(run, wanted, key, tried)
 
 
 def _require_parts(run: TryingView, wanted: Experiment) -> None:
     """Tries one batch, whole and part by part."""
     said = f"strategy={type(wanted.strategy).__name__}"
-    _once(run, wanted, said, lambda model, batch: check_parts(model, run.learner, batch, said))
+    _try_once(run, wanted, said, lambda model, batch: check_parts(model, run.learner, batch, said))
 
 
-def _once(run: TryingView, wanted: Experiment, what: Hashable, tried: Callable[[nn.Module, Any], None]) -> None:
+def _try_once(run: TryingView, wanted: Experiment, what: Hashable, tried: Callable[[nn.Module, Any], None]) -> None:
     """Runs a trial on a separate whole model, or repeats the KnobError of an earlier trial."""
     made = _TRIED.setdefault(run.learner, {})
     if (key := (what, wanted.batch)) not in made:
-        made[key] = _tried(run, wanted, tried)
+        made[key] = _run_trial(run, wanted, tried)
     if made[key]:
         raise KnobError(made[key])
 
 
-def _tried(run: TryingView, wanted: Experiment, tried: Callable[[nn.Module, Any], None]) -> str:
-    batch, learner = run.example(wanted), run.learner
+def _run_trial(run: TryingView, wanted: Experiment, tried: Callable[[nn.Module, Any], None]) -> str:
+    batch, learner = run.make_example(wanted), run.learner
     with torch.random.fork_rng():
         torch.manual_seed(wanted.seed)
-        model = run.model if run.layout.sizes_only else learner.model().to(run.layout.order[0].param.device).train()
+        model = run.model if run.layout.has_sizes_only else learner.model().to(run.layout.order[0].param.device).train()
         try:
             tried(model, batch)
         except KnobError as error:
@@ -141,12 +149,12 @@ def _tried(run: TryingView, wanted: Experiment, tried: Callable[[nn.Module, Any]
     return ""
 
 
-def _ask_slots(run: TryingView, wanted: Experiment) -> None:
+def _require_movable_slots(run: TryingView, wanted: Experiment) -> None:
     """Raises KnobError for optimizer state whose shape does not show how to move it."""
-    if cut(run, run.experiment.strategy) is not None:  # shards exist only for elementwise optimizers
+    if find_shards(run, run.experiment.strategy) is not None:  # shards exist only for elementwise optimizers
         return
     shapes = {place.name: place.param.shape for place in run.layout.order}
-    for name, x in slots(run.layout, run.optimizer).items():
+    for name, x in read_slots(run.layout, run.optimizer).items():
         if x.numel() > 1 and x.shape != shapes[name.partition("/")[2]]:
             raise KnobError(
                 f"partition={type(wanted.partition).__name__}: {type(run.optimizer).__name__} remembers {name} in a "
@@ -154,7 +162,7 @@ def _ask_slots(run: TryingView, wanted: Experiment) -> None:
             )
 
 
-def moves(was: Experiment, wanted: Experiment) -> bool:
+def has_other_layout(was: Experiment, wanted: Experiment) -> bool:
     """Whether the two experiments lay out a replica differently over ranks."""
     one, other = ((way.dims(), way.pieces, way.cuts, way.sequences) for way in (was.partition, wanted.partition))
     return one != other

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from workbench.host.reconfigure.changes import refused
+from workbench.host.reconfigure.changes import find_refused_change
 from workbench.host.reconfigure.views import PolicyView
 from workbench.policies import Policy, Seen
 from workbench.settings import Change, KnobError, resolved, to_plain
@@ -28,14 +28,14 @@ FAILURES = (Exception, SystemExit)  # a policy must not end the process; a perso
 
 
 @dataclass(frozen=True)
-class Look(Change):
+class PolicyTick(Change):
     """A place among the planned changes at which rank 0 asks the policy."""
 
     path: str = field(default="")
     value: Any = field(default=None)
 
 
-class Steering:
+class PolicyRunner:
     """One rank's part in asking the policy.
 
     names: the Samples that the policy reads
@@ -51,7 +51,7 @@ class Steering:
         self._state: Any = None
         self._known = False  # whether the policy has its state
         self._given = False  # whether the plan holds its decisions, as in a replay; then it only looks
-        self._next: Look | None = None  # the next look; every other Look is void
+        self._next: PolicyTick | None = None  # the next look; every other Look is void
         self._held: dict[str, int] = {}  # held paths: set by people, with the step that followed
         self.made: list[Change] = []
         self._after: list[int] = []  # by change in `made`, the number of changes obeyed before it
@@ -64,83 +64,87 @@ class Steering:
         policy = self.run.experiment.policy
         return policy if isinstance(policy, Policy) else None
 
-    def hear(self, name: str, value: float) -> None:
+    def receive_sample(self, name: str, value: float) -> None:
         """Notes a value for the record, if the policy reads it."""
         if name in self.names:
             self._noted.setdefault(name, []).append(float(value))
 
-    def begin(self) -> None:
+    def plan_first(self) -> None:
         """Plans the first look, on all ranks before the first step."""
         self._given = any(change.by for change in self.run.planned)
         if self._given and self.policy:
-            self._say("given", "its decisions are those of another run, given as changes; it makes no others")
-        self._plan(-1)
+            self._mark_once("given", "its decisions are those of another run, given as changes; it makes no others")
+        self._plan_tick(-1)
 
-    def begin_again(self) -> None:
+    def restart_plan(self) -> None:
         """Plans a new look after the run's ranks have changed. All are at the same step."""
-        self._forget()
-        self._plan(self.run.rank.step - 1)
+        self._drop_values()
+        self._plan_tick(self.run.rank.step - 1)
 
-    def _plan(self, after: int, at: int | None = None) -> None:
+    def _plan_tick(self, after: int, at: int | None = None) -> None:
         """Plans the next look, later than `after` or before step `at`, behind changes due by then.
 
         Plans none without an active policy, or after the run's last step.
         """
         run, policy = self.run, self.policy
-        run.planned = [change for change in run.planned if not isinstance(change, Look)]
+        run.planned = [change for change in run.planned if not isinstance(change, PolicyTick)]
         self.names, self._next = (), None
         if policy is None or policy.paused:
             return
         self.names = policy.reads
-        at = self._looks(policy, after) if at is None else at
+        at = self._choose_step(policy, after) if at is None else at
         if at < run.experiment.steps or not run.experiment.steps:
             steps = [change.at_step for change in run.planned]
-            self._next = Look(at)
+            self._next = PolicyTick(at)
             run.planned.insert(bisect_right(steps, at), self._next)
 
     def kept(self) -> dict[str, Any]:
         """Returns the state for a checkpoint, without `made`, which grows and is equal on all ranks."""
         return {name: getattr(self, name) for name in KEPT} | {"next": self._next and self._next.at_step}
 
-    def regain(self, kept: dict[str, Any], made: list[Change]) -> None:
+    def restore_state(self, kept: dict[str, Any], made: list[Change]) -> None:
         """Restores a checkpoint's state and changes, after `begin`."""
         following, self.made, self._after = kept.pop("next"), made, [-1] * len(made)
         vars(self).update({name: kept[name] for name in KEPT})
         if self._next is not None and following is not None:
-            self._plan(following - 1, following)
+            self._plan_tick(following - 1, following)
 
-    def undo(self, changes: int) -> None:
+    def undo_changes(self, changes: int) -> None:
         """Drops the changes made after the run's first `changes` obeyed ones."""
         count = bisect_left(self._after, changes)
         del self.made[count:], self._after[count:]
 
-    async def agree(self) -> None:
+    async def agree_on_changes(self) -> None:
         """Takes `made` and held paths from the rank that knows most. Some ranks are new or behind."""
         by = (counts := await self.run.gather(len(self.made))).index(max(counts))
         mine = [(n, change.at_step, change.plain()) for n, change in zip(self._after, self.made, strict=True)]
-        said = await self.run.told(json.dumps([mine, self._held, self._given]) if self.run.rank.id == by else "", by)
+        said = await self.run.broadcast_text(
+            json.dumps([mine, self._held, self._given]) if self.run.rank.id == by else "", by
+        )
         known, self._held, self._given = json.loads(said)
         self._after, self.made = [n for n, *_ in known], [Change.read(plain, step) for _, step, plain in known]
 
-    def _looks(self, policy: Policy, after: int) -> int:
+    def _choose_step(self, policy: Policy, after: int) -> int:
         """Returns the step of the next look, later than `after`; by `look_every` if the policy fails."""
         try:
             at = int(policy.next_look(self.run.experiment, after))
         except FAILURES as error:
-            self._say("next_look", f"its next_look failed with {said(error)}; it looks every {policy.look_every} steps")
+            self._mark_once(
+                "next_look", f"its next_look failed with {said(error)}; it looks every {policy.look_every} steps"
+            )
             at = max(after, 0) + policy.look_every
         return max(at, after + 1)
 
-    async def heeding(self, change: Change, obeyed: Awaitable[bool]) -> bool:
+    async def follow_change(self, change: Change, obeyed: Awaitable[bool]) -> bool:
         """Awaits whether a change is made, updates the policy's state, and returns the result."""
-        change = self._full(change)
+        change = self._complete_paths(change)
         if made := await obeyed:
-            await self._heed(change)
+            await self._note_change(change)
         elif change.by:
-            self._refused.add(_key(change))
+            self._refused.add(_make_key(change))
         return made
 
-    async def _heed(self, change: Change) -> None:
+    async def _note_change(self, change: Change) -> None:
         """Updates the state after a change with full paths. If it set the policy, plans a new look."""
         self._refused.clear()
         self.made.append(change)
@@ -153,20 +157,20 @@ class Steering:
             others = [path for path in change.settings if path.partition(".")[0] != "policy"]
             self._held |= dict.fromkeys(others, self.run.rank.step)
         if any(path.startswith("policy") for path in change.settings):
-            self._forget()
-            self._plan((await self.run.gather(self.run.rank.step))[0])
+            self._drop_values()
+            self._plan_tick((await self.run.gather(self.run.rank.step))[0])
 
-    def _full(self, change: Change) -> Change:
+    def _complete_paths(self, change: Change) -> Change:
         """Returns `change` with full paths; unchanged if they do not resolve."""
         try:
             return resolved(self.run.experiment, change)[0]
         except KnobError:
             return change
 
-    def _forget(self) -> None:
+    def _drop_values(self) -> None:
         self.steps, self._noted = 0, {}
 
-    async def look(self, look: Look) -> bool:
+    async def run_tick(self, look: PolicyTick) -> bool:
         """Asks the policy and makes its decisions, on all ranks. Returns whether a change was made.
 
         Does nothing if an earlier change at this boundary has paused or replaced the policy.
@@ -175,60 +179,62 @@ class Steering:
         if look is not self._next:
             return False
         self._next = None
-        seen = await self._seen()
-        said = await run.told(self._asked(seen) if run.rank.id == 0 else "")
+        seen = await self._gather_observation()
+        said = await run.broadcast_text(self._ask_policy(seen) if run.rank.id == 0 else "")
         for number, decision in enumerate(json.loads(said)):
             about = [{"id": f"decision {seen.step}.{number} {part['path']}", **part} for part in decision]
-            await self._make([Change.read(part, run.rank.step) for part in about])
+            await self._make_decision([Change.read(part, run.rank.step) for part in about])
         if self._next is None:
-            self._plan(seen.step)
+            self._plan_tick(seen.step)
         return len(self.made) > made
 
-    async def _make(self, decision: list[Change]) -> None:
+    async def _make_decision(self, decision: list[Change]) -> None:
         """Makes all changes of a decision, or none if some rank cannot make one."""
-        if part := await refused(self.run, decision):
-            self._refused.add(_key(part))
+        if part := await find_refused_change(self.run, decision):
+            self._refused.add(_make_key(part))
             return
         for part in decision:
-            if not await self.run.obey(part):
+            if not await self.run.execute_change(part):
                 break  # it must wait until an earlier part has completed
 
-    async def _seen(self) -> Seen:
+    async def _gather_observation(self) -> Seen:
         """Gathers all ranks' numbers since the last look."""
         run, numbers = self.run, {}
         steps = await run.gather(run.rank.step)
         for name in self.names:
             noted = self._noted.get(name, [])
             count = self.steps if name == "compute" else len(noted)
-            numbers[name] = tuple(map(_as_float, await run.gather(_as_int(_mean(noted, count)))))
-        self._forget()
+            numbers[name] = tuple(map(_as_float, await run.gather(_as_int(_mean_or_nan(noted, count)))))
+        self._drop_values()
         made = tuple(self.made)
         return Seen(experiment=run.experiment, step=steps[0], seconds=run.now, numbers=numbers, changes=made)
 
-    def _asked(self, seen: Seen) -> str:
+    def _ask_policy(self, seen: Seen) -> str:
         """On rank 0: returns the policy's decisions as JSON; if it fails, a change that pauses it."""
         policy, name = self.policy, type(self.policy).__name__
         if self._given or policy is None:
             return "[]"
         try:
             if reason := policy.needs(seen.experiment):
-                self._say(f"needs {reason}", reason)
+                self._mark_once(f"needs {reason}", reason)
                 return "[]"
             if not self._known:
                 self._state, self._known = policy.init(), True
-            wanted = list(self._wanted(policy, seen))
+            wanted = list(self._list_decisions(policy, seen))
             if not wanted and seen.numbers and all(math.isnan(x) for each in seen.numbers.values() for x in each):
-                self._say("blind", f"no rank has told of {' or '.join(seen.numbers)} yet; it waits until one does")
+                self._mark_once(
+                    "blind", f"no rank has told of {' or '.join(seen.numbers)} yet; it waits until one does"
+                )
             return json.dumps(wanted)
         except FAILURES as error:
             text = (
                 f"{name} failed at step {seen.step} with {said(error)}; it is put off, and training "
                 f"goes on without it; policy.paused=false lets it try again"
             )
-            self._say(text, text, named=True)
+            self._mark_once(text, text, named=True)
             return json.dumps([[Change(0, "policy.paused", True, by=name, reason=text).plain()]])
 
-    def _wanted(self, policy: Policy, seen: Seen) -> Iterator[list[dict[str, Any]]]:
+    def _list_decisions(self, policy: Policy, seen: Seen) -> Iterator[list[dict[str, Any]]]:
         """Yields decisions that are new, were not refused before, and touch no path set by people."""
         name, now = type(policy).__name__, seen.experiment
         for reason, changes in policy.decide(seen, self._state):
@@ -241,15 +247,18 @@ class Steering:
                     decision.append(change)
                 after = wanted or after
             given = {path for c in decision for path in c.settings}
-            held = sorted(path for path in self._held if any(_overlap(path, one) for one in given))
+            held = sorted(path for path in self._held if any(_has_overlap(path, one) for one in given))
             if held:
-                self._say(f"leaves {held}", f"leaves {' and '.join(held)} alone, which a person set at step "
-                          f"{self._held[held[0]]}; set policy again to put that into its hands")
-            elif decision and not any(_key(c) in self._refused for c in decision):
+                self._mark_once(
+                    f"leaves {held}",
+                    f"leaves {' and '.join(held)} alone, which a person set at step "
+                    f"{self._held[held[0]]}; set policy again to put that into its hands",
+                )
+            elif decision and not any(_make_key(c) in self._refused for c in decision):
                 now = after
                 yield [change.plain() for change in decision]
 
-    def _say(self, what: str, text: str, named: bool = False) -> None:
+    def _mark_once(self, what: str, text: str, named: bool = False) -> None:
         """Records a Mark "policy" on rank 0, once until a change sets the policy."""
         if self.run.rank.id == 0 and what not in self._said:
             self._said.add(what)
@@ -257,26 +266,26 @@ class Steering:
             self.run.mark("policy", {"policy": name, "text": text if named else f"{name}: {text}"})
 
 
-class Overheard:
+class TappedRecorder:
     """A recorder that also passes samples and compute times to Steering."""
 
-    def __init__(self, record: Any, steering: Steering) -> None:
-        self._record, self._hear = record, steering.hear
+    def __init__(self, record: Any, steering: PolicyRunner) -> None:
+        self._record, self._receive = record, steering.receive_sample
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._record, name)
 
     def span(self, step: int, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int) -> None:
         if lane == "compute":
-            self._hear("compute", t1 - t0)
+            self._receive("compute", t1 - t0)
         self._record.span(step, lane, name, asked, t0, t1, nbytes)
 
     def sample(self, step: int, name: str, t: float, value: float) -> None:
-        self._hear(name, value)
+        self._receive(name, value)
         self._record.sample(step, name, t, value)
 
 
-def _mean(noted: list[float], count: int) -> float:
+def _mean_or_nan(noted: list[float], count: int) -> float:
     """Returns the mean; NaN for no numbers, an overflow, or infinities of both signs."""
     try:
         return math.fsum(noted) / count if count and noted else math.nan
@@ -284,12 +293,12 @@ def _mean(noted: list[float], count: int) -> float:
         return math.nan
 
 
-def _overlap(one: str, other: str) -> bool:
+def _has_overlap(one: str, other: str) -> bool:
     """Whether one path equals or contains the other."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
-def _key(change: Change) -> str:
+def _make_key(change: Change) -> str:
     return f"{change.path} = {json.dumps(to_plain(change.value), sort_keys=True)}"
 
 

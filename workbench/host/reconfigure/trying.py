@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.host.passes.piece import Piece, micro_batches
-from workbench.host.placement.cutting import Stages, instead, parts_of, through
-from workbench.host.placement.spread import Spread
+from workbench.host.passes.piece import StageModule, cut_batch
+from workbench.host.placement.cutting import StageCuts, list_parts, replace_forward, run_parts
+from workbench.host.placement.spread import ReplicaSpread
 from workbench.host.reconfigure.trying_slices import check_slices
 from workbench.settings import KnobError
 from workbench.settings.said import text_of
@@ -23,10 +23,10 @@ Again = Callable[[Callable[[], Tensor]], Tensor]
 
 PIPELINE = "partition=Pipeline"
 # The micro-batches' mean loss may differ by this share from the batch's, because their numbers of targets differ.
-FAR = 0.2
+MEAN_TOLERANCE = 0.2
 
 
-def check(model: nn.Module, learner: Learner, spread: Spread, batch: Any, count: int) -> None:
+def check_spread(model: nn.Module, learner: Learner, spread: ReplicaSpread, batch: Any, count: int) -> None:
     """Raises KnobError if `model`, spread this way, would not learn the same.
 
     model: whole; the trial may change it
@@ -44,50 +44,50 @@ def check_parts(model: nn.Module, learner: Learner, batch: Any, said: str) -> No
     A model without declared parts is passed whole. `said` names the setting in the message.
     """
     try:
-        parts = parts_of(model, learner)
+        parts = list_parts(model, learner)
     except KnobError:
         return
     try:
-        with _untouched(model) as again:
-            whole, pieces, calls = _composed(again, model, parts, learner, batch)
+        with _preserve_model(model) as again:
+            whole, pieces, calls = _compute_losses(again, model, parts, learner, batch)
     except Exception as error:
         raise KnobError(f"{said}: tried on one batch, the model part by part fails: {text_of(error)}") from error
     _require_once(calls, said, "it is passed part by part once")
-    _compare(float(whole), float(pieces), said)
+    _compare_losses(float(whole), float(pieces), said)
 
 
-def _check_stages(model: nn.Module, learner: Learner, stages: Stages, batch: Any, count: int) -> None:
+def _check_stages(model: nn.Module, learner: Learner, stages: StageCuts, batch: Any, count: int) -> None:
     try:
-        parts = parts_of(model, learner)
-        with _untouched(model) as again:
-            whole, pieces, calls = _composed(again, model, parts, learner, batch)
-            with instead(model, partial(through, parts)):
-                micros = micro_batches(batch, count)
+        parts = list_parts(model, learner)
+        with _preserve_model(model) as again:
+            whole, pieces, calls = _compute_losses(again, model, parts, learner, batch)
+            with replace_forward(model, partial(run_parts, parts)):
+                micros = cut_batch(batch, count)
                 micros = micros[:1] if whole.is_meta else micros  # without values all are alike
                 means = [again(partial(learner.loss, model, micro)) for micro in micros]
             with torch.enable_grad():
-                _walk(model, learner, stages, micros[0])
+                _run_pieces(model, learner, stages, micros[0])
     except KnobError:
         raise
     except Exception as error:
-        raise KnobError(_failed(model, error)) from error
+        raise KnobError(_explain_failure(model, error)) from error
     _require_once(calls, PIPELINE, "a pipeline passes each micro-batch through once")
     if not whole.is_meta:
-        _compare(float(whole), float(pieces), PIPELINE)
+        _compare_losses(float(whole), float(pieces), PIPELINE)
         _compare_means(float(whole), [float(x) for x in means])
 
 
-def _composed(again: Again, model: nn.Module, parts: list[nn.Module], learner: Learner,
+def _compute_losses(again: Again, model: nn.Module, parts: list[nn.Module], learner: Learner,
               batch: Any) -> tuple[Tensor, Tensor, int]:  # fmt: skip
     """Returns the model's loss, its parts' loss, and how often the loss calls the model."""
     calls: list[int] = []
 
     def composed(*inputs: Any, **named: Any) -> Any:
         calls.append(1)
-        return through(parts, *inputs, **named)
+        return run_parts(parts, *inputs, **named)
 
     whole = again(partial(learner.loss, model, batch))
-    with instead(model, composed):
+    with replace_forward(model, composed):
         return whole, again(partial(learner.loss, model, batch)), len(calls)
 
 
@@ -97,7 +97,7 @@ def _require_once(calls: int, said: str, why: str) -> None:
                         f"model once")  # fmt: skip
 
 
-def _compare(whole: float, pieces: float, said: str) -> None:
+def _compare_losses(whole: float, pieces: float, said: str) -> None:
     if math.isfinite(whole) and whole != pieces:  # else nothing can be compared
         raise KnobError(
             f"{said}: the model's parts one after the other have loss {pieces:.6g} where the model has "
@@ -107,7 +107,7 @@ def _compare(whole: float, pieces: float, said: str) -> None:
 
 def _compare_means(whole: float, means: list[float]) -> None:
     mean = sum(means) / len(means)
-    if math.isfinite(whole) and not abs(mean - whole) <= FAR * abs(whole) + 1e-6:
+    if math.isfinite(whole) and not abs(mean - whole) <= MEAN_TOLERANCE * abs(whole) + 1e-6:
         raise KnobError(
             f"partition=Pipeline: a batch's loss is {whole:.6g} and the mean over its micro-batches {mean:.6g}; a "
             f"pipeline adds up means, so let loss(model, batch) be a mean over examples (reduction='mean'), or take "
@@ -115,20 +115,20 @@ def _compare_means(whole: float, means: list[float]) -> None:
         )
 
 
-def _walk(model: nn.Module, learner: Learner, stages: Stages, micro: Any) -> None:
+def _run_pieces(model: nn.Module, learner: Learner, stages: StageCuts, micro: Any) -> None:
     """Runs one micro-batch forward and backward through all pieces."""
     count = len(stages)
-    ways = [Piece(model, stages.of(stage), stage, count) for stage in range(count)]
+    ways = [StageModule(model, stages.pieces_of_stage(stage), stage, count) for stage in range(count)]
     x: Tensor | None = None
     for number in range(len(stages.pieces)):
-        x = ways[number % count].forward(learner.loss, micro, x, 0, number // count).clone()
+        x = ways[number % count].run_forward(learner.loss, micro, x, 0, number // count).clone()
     grad: Any = 1.0
     for number in reversed(range(len(stages.pieces))):
-        grad = ways[number % count].backward(grad, 0, number // count)
+        grad = ways[number % count].run_backward(grad, 0, number // count)
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[Again]:
+def _preserve_model(model: nn.Module) -> Iterator[Again]:
     """Yields a function that computes with fixed random numbers. Restores the model afterwards."""
     was, grads, state = model.training, [p.grad for p in model.parameters()], torch.get_rng_state()
 
@@ -147,7 +147,7 @@ def _untouched(model: nn.Module) -> Iterator[Again]:
             p.grad = grad
 
 
-def _failed(model: nn.Module, error: Exception) -> str:
+def _explain_failure(model: nn.Module, error: Exception) -> str:
     if next(model.parameters()).is_meta:
         return (
             f"partition=Pipeline: what stages hand on cannot be told, for the model does not run on the meta device "

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from workbench.host.passes.coded import Ask
-from workbench.host.passes.crew import together
-from workbench.host.passes.together import computing, slice_of
-from workbench.host.placement.splitting import Split
+from workbench.host.passes.crew import run_together
+from workbench.host.passes.together import compute_together, copy_slice
+from workbench.host.placement.splitting import TensorSplit
 from workbench.rank import as_real
 from workbench.settings import KnobError
 from workbench.settings.said import text_of
@@ -30,7 +30,7 @@ LEAST = {True: 1e-9, False: 1e-5}
 STIR = 0.02  # scale of noise on parameters: a layer of zeros would hide errors of layers before it
 
 
-class _Still(TorchFunctionMode):
+class _NoRandomness(TorchFunctionMode):
     """Removes randomness, because slices draw other numbers than the whole model."""
 
     NAMES = frozenset("rand randn rand_like randn_like normal bernoulli normal_ uniform_ bernoulli_".split())
@@ -43,71 +43,77 @@ class _Still(TorchFunctionMode):
         return made.fill_(0.5) if name in self.NAMES and isinstance(made, Tensor) else made
 
 
-def check_slices(model: nn.Module, learner: Learner, split: Split, batch: Any) -> None:
+def check_slices(model: nn.Module, learner: Learner, split: TensorSplit, batch: Any) -> None:
     """Raises KnobError if ranks with slices would compute other gradients or another loss.
 
     model: whole; the trial changes it
     """
-    rng, twin, batch = torch.Generator().manual_seed(0), model.cpu().eval(), on_cpu(batch, None)
+    rng, twin, batch = torch.Generator().manual_seed(0), model.cpu().eval(), move_to_cpu(batch, None)
     with torch.no_grad():
         for p in twin.parameters():
             if p.is_floating_point():
                 p.add_(STIR * torch.randn(p.shape, generator=rng).to(p))
-    parts = [slice_of(twin, split, k) for k in range(split.ways)]  # before any pass: a model may keep state of it
+    parts = [copy_slice(twin, split, k) for k in range(split.ways)]  # before any pass: a model may keep state of it
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        double, (loss, whole), batch = _whole(twin, learner, batch)
-        works = [partial(_of_slices, part.double() if double else part, learner, split, k, batch)
+        double, (loss, whole), batch = _compute_whole(twin, learner, batch)
+        works = [partial(_compute_slices, part.double() if double else part, learner, split, k, batch)
                  for k, part in enumerate(parts)]  # fmt: skip
         try:
-            found = together(works)
+            found = run_together(works)
         except Exception as error:
             raise KnobError(f"partition=Tensor: tried on one batch, a rank's slices fail: {text_of(error)}") from error
-    _compare(split, loss, whole, [one[0] for one in found], [one[1] for one in found], double)
+    _compare_gradients(split, loss, whole, [one[0] for one in found], [one[1] for one in found], double)
 
 
-def _whole(twin: nn.Module, learner: Learner, batch: Any) -> tuple[bool, tuple[float, dict[str, Tensor]], Any]:
+def _compute_whole(twin: nn.Module, learner: Learner, batch: Any) -> tuple[bool, tuple[float, dict[str, Tensor]], Any]:
     """Computes the whole model's loss and gradients, in double precision if it can.
 
     Returns whether it can, the results, and the batch used.
     """
     dtypes = [x.dtype for x in (*twin.parameters(), *twin.buffers())]
     try:
-        wide = on_cpu(batch, torch.float64)
-        return True, _learned(twin.double(), learner, wide), wide
+        wide = move_to_cpu(batch, torch.float64)
+        return True, _compute_gradients(twin.double(), learner, wide), wide
     except Exception:
         for x, dtype in zip((*twin.parameters(), *twin.buffers()), dtypes, strict=True):
             x.data = x.data.to(dtype)
     try:
-        return False, _learned(twin, learner, batch), batch
+        return False, _compute_gradients(twin, learner, batch), batch
     except Exception as error:
         said = f"partition=Tensor: tried on one batch on the CPU, the model itself fails: {text_of(error)}"
         raise KnobError(said) from error
 
 
-def _learned(model: nn.Module, learner: Learner, batch: Any) -> tuple[float, dict[str, Tensor]]:
+def _compute_gradients(model: nn.Module, learner: Learner, batch: Any) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad()
-    with _Still():
+    with _NoRandomness():
         loss = learner.loss(model, batch)
         loss.backward()
     return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _of_slices(part: nn.Module, learner: Learner, split: Split, k: int, batch: Any,
+def _compute_slices(part: nn.Module, learner: Learner, split: TensorSplit, k: int, batch: Any,
                ask: Ask) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
     """Returns rank k's loss, and the gradients of its slices and of the parameters that it owns."""
-    with computing(part, split, k, ask, draws=False) as slices, slices.summing():
-        return _learned(part, learner, batch)
+    with compute_together(part, split, k, ask, draws=False) as slices, slices.sum_partials():
+        return _compute_gradients(part, learner, batch)
 
 
-def _compare(split: Split, loss: float, whole: dict[str, Tensor], losses: list[float], found: list[dict[str, Tensor]],
-             double: bool) -> None:  # fmt: skip
+def _compare_gradients(
+    split: TensorSplit,
+    loss: float,
+    whole: dict[str, Tensor],
+    losses: list[float],
+    found: list[dict[str, Tensor]],
+    double: bool,
+) -> None:
     """Raises KnobError if the slices' results differ. Skips results that are not finite in the whole model, either."""
     near, ways = NEAR[double], f"dealt out over {split.ways} ranks"
     norms = {name: float(as_real(grad).float().norm()) for name, grad in whole.items()}
     compared = {name: whole[name] for name, norm in norms.items() if math.isfinite(norm)}
     least = LEAST[double] * math.hypot(*(norms[name] for name in compared))
     for name, grad in compared.items():
-        off = float((_joined(name, split, found, grad) - grad).norm())
+        off = float((_join_gradient(name, split, found, grad) - grad).norm())
         if not off <= near * float(grad.norm()) + least:
             share = f"its gradient is off by {off / (float(grad.norm()) or 1.0):.0%}"
             raise KnobError(
@@ -125,24 +131,24 @@ def _compare(split: Split, loss: float, whole: dict[str, Tensor], losses: list[f
         )
 
 
-def _joined(name: str, split: Split, found: list[dict[str, Tensor]], like: Tensor) -> Tensor:
+def _join_gradient(name: str, split: TensorSplit, found: list[dict[str, Tensor]], like: Tensor) -> Tensor:
     """Returns a parameter's whole gradient from its slices or its owner; zero for a missing one."""
     if name not in split.sliced:
         return found[split.owners[name]].get(name, torch.zeros_like(like))
     made = split.sliced[name]
     view = [n // (split.ways if k == made.dim else 1) for k, n in enumerate(made.view)]
-    zero = like.new_zeros(made.local(split.ways))
+    zero = like.new_zeros(made.shape_of_slice(split.ways))
     return torch.cat([each.get(name, zero).reshape(view) for each in found], made.dim).view(made.shape)
 
 
-def on_cpu(batch: Any, dtype: torch.dtype | None) -> Any:
+def move_to_cpu(batch: Any, dtype: torch.dtype | None) -> Any:
     """Moves a batch's tensors to the CPU, and converts floats to `dtype` if it is not None."""
     if isinstance(batch, Tensor):
         return batch.to("cpu", dtype if dtype and batch.is_floating_point() else batch.dtype)
     if isinstance(batch, dict):
-        moved = {k: on_cpu(v, dtype) for k, v in batch.items()}
+        moved = {k: move_to_cpu(v, dtype) for k, v in batch.items()}
         return moved if type(batch) is dict else type(batch)(moved)
     if isinstance(batch, list | tuple):
-        each = [on_cpu(v, dtype) for v in batch]
+        each = [move_to_cpu(v, dtype) for v in batch]
         return type(batch)(*each) if hasattr(batch, "_fields") else type(batch)(each)
     return copy.copy(batch)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from workbench.experiment import Experiment
-from workbench.host.passes.hidden import units_of
-from workbench.host.passes.part import place, smaller
-from workbench.host.reconfigure.trying_slices import on_cpu
+from workbench.host.passes.hidden import find_units
+from workbench.host.passes.part import make_smaller, place_smaller
+from workbench.host.reconfigure.trying_slices import move_to_cpu
 from workbench.host.reconfigure.views import TryingView
 from workbench.rank import Units
 from workbench.settings import KnobError
@@ -27,7 +27,7 @@ NEAR = {True: 1e-9, False: 2e-2}  # by double precision: relative change of the 
 _TRIED: WeakKeyDictionary[Learner, dict[Any, str]] = WeakKeyDictionary()  # by task: the reason of a refusal, or ""
 
 
-def require_narrow(run: TryingView, wanted: Experiment) -> None:
+def require_submodels(run: TryingView, wanted: Experiment) -> None:
     """Raises KnobError if `wanted`'s strategy trains sub-models and this model has none.
 
     Tries one batch once on a separate model: with the units in another order the loss must be the same.
@@ -38,28 +38,28 @@ def require_narrow(run: TryingView, wanted: Experiment) -> None:
     made, key = _TRIED.setdefault(run.learner, {}), (wanted.batch, sizes)
     if key not in made:
         try:
-            units, made[key] = units_of(run.model, run.learner), ""
+            units, made[key] = find_units(run.model, run.learner), ""
             if not sizes:
-                _try(run.learner, units, run.example(wanted), wanted.seed)
+                _try_units(run.learner, units, run.make_example(wanted), wanted.seed)
         except KnobError as error:
             made[key] = str(error)
     if made[key]:
         raise KnobError(f"strategy={type(wanted.strategy).__name__}: {made[key]}")
 
 
-def _try(learner: Learner, units: list[Units], batch: Any, seed: int) -> None:
+def _try_units(learner: Learner, units: list[Units], batch: Any, seed: int) -> None:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = copy.deepcopy(learner.model()).cpu().eval()  # the task may return the model that is training
         for p in model.parameters():
             if p.is_floating_point():
                 p.add_(STIR * torch.randn_like(p))
-        double, loss = _losses(model, learner, batch)
+        double, loss = _make_loss(model, learner, batch)
         try:
             whole = loss()
-            place(smaller(model, units, [torch.randperm(each.size) for each in units]))
+            place_smaller(make_smaller(model, units, [torch.randperm(each.size) for each in units]))
             other = loss()
-            place(smaller(model, units, [torch.arange(max(1, each.size // 2)) for each in units]))
+            place_smaller(make_smaller(model, units, [torch.arange(max(1, each.size // 2)) for each in units]))
             loss()
         except Exception as error:
             raise KnobError(
@@ -74,7 +74,7 @@ def _try(learner: Learner, units: list[Units], batch: Any, seed: int) -> None:
         )
 
 
-def _losses(model: nn.Module, learner: Learner, batch: Any) -> tuple[bool, Callable[[], float]]:
+def _make_loss(model: nn.Module, learner: Learner, batch: Any) -> tuple[bool, Callable[[], float]]:
     """Converts the model to double precision if it can compute in it.
 
     Returns whether it can, and a function for the loss with fixed random numbers.
@@ -87,11 +87,11 @@ def _losses(model: nn.Module, learner: Learner, batch: Any) -> tuple[bool, Calla
 
     dtypes = [x.dtype for x in (*model.parameters(), *model.buffers())]
     try:
-        wide = partial(loss, on_cpu(batch, torch.float64))
+        wide = partial(loss, move_to_cpu(batch, torch.float64))
         model.double()
         wide()
         return True, wide
     except Exception:
         for x, dtype in zip((*model.parameters(), *model.buffers()), dtypes, strict=True):
             x.data = x.data.to(dtype)
-    return False, partial(loss, on_cpu(batch, None))
+    return False, partial(loss, move_to_cpu(batch, None))

@@ -11,17 +11,17 @@ import json
 from collections.abc import Collection, Sequence
 
 from workbench.experiment.arranged import mesh
-from workbench.host.passes.pipelining import drained
-from workbench.host.placement.canonical import prime
-from workbench.host.placement.slots import slots
-from workbench.host.reconfigure.changes import leave
+from workbench.host.passes.pipelining import drain_pipeline
+from workbench.host.placement.canonical import create_optimizer_state
+from workbench.host.placement.slots import read_slots
+from workbench.host.reconfigure.changes import make_state_canonical
 from workbench.host.transfer import handover
-from workbench.host.transfer.lying import lying
-from workbench.host.transfer.views import Changing
+from workbench.host.transfer.lying import find_layout
+from workbench.host.transfer.views import ChangeView
 from workbench.rank import StrategyError
 
 
-def unfreeze(run: Changing, names: Collection[str]) -> None:
+def unfreeze_parameters(run: ChangeView, names: Collection[str]) -> None:
     """These parameters are trained elsewhere: those of them that are frozen here are trained and laid out from now on.
 
     Of a model that lies on several ranks, or whose parameters are others, it changes nothing.
@@ -33,10 +33,10 @@ def unfreeze(run: Changing, names: Collection[str]) -> None:
         return
     for p in more.values():
         p.requires_grad_(True)
-    run.relaid(here | set(more), None)
+    run.lay_out_parameters(here | set(more), None)
 
 
-async def settle(run: Changing) -> None:
+async def agree_on_unfrozen(run: ChangeView) -> None:
     """Between steps, when all ranks have met: trains on all ranks what some rank has unfrozen by itself.
 
     run: a Life. Nothing is asked of other ranks if no parameter is frozen.
@@ -44,17 +44,17 @@ async def settle(run: Changing) -> None:
     usage = run.usage
     if not usage.frozen:
         return
-    mine = json.dumps(found) if (found := usage.found()) else ""
+    mine = json.dumps(found) if (found := usage.list_unfrozen()) else ""
     lengths = await run.gather(len(mine))
     names: set[str] = set()
     for by, length in enumerate(lengths):
         if length:
-            names.update(json.loads(await run.told(mine, by)))
+            names.update(json.loads(await run.broadcast_text(mine, by)))
     if names:
-        await train_more(run, [name for name in usage.frozen if name in names], apart=True)
+        await train_unfrozen(run, [name for name in usage.frozen if name in names], apart=True)
 
 
-async def train_more(run: Changing, names: Sequence[str], apart: bool = False) -> None:
+async def train_unfrozen(run: ChangeView, names: Sequence[str], apart: bool = False) -> None:
     """The model has unfrozen these parameters: from now on they are exchanged, averaged and saved as others are.
 
     apart: have ranks trained them each by itself? Then their mean is what all go on from. The strategy is left and
@@ -66,37 +66,37 @@ async def train_more(run: Changing, names: Sequence[str], apart: bool = False) -
             f"parameter {names[0]}: was unfrozen while a replica lies on several ranks "
             f"(partition={type(e.partition).__name__}); unfreeze it before the run, or take partition=Whole"
         )
-    await drained(run.flow)
+    await drain_pipeline(run.flow)
     if e.strategy.in_flight:
         await e.strategy.drain(run.rank.replicas, run.state)
-    with run.switching(e, e):
-        await leave(run, e, e, lying(run, e.strategy).shards, ())
+    with run.record_switch(e, e):
+        await make_state_canonical(run, e, e, find_layout(run, e.strategy).shards, ())
         momentum = e.strategy.hands_on(run.rank.replicas, run.state)
-        run.relaid({*(place.name for place in run.layout.order), *names}, None)
+        run.lay_out_parameters({*(place.name for place in run.layout.order), *names}, None)
         if apart:
             await average_new(run, names)
-        await run.reading.forget()
-        await handover.reshard(run, None, handover.cut(run, e.strategy))
-        run.enter(e, e)
+        await run.reading.forget_trace()
+        await handover.reshard_slots(run, None, handover.find_shards(run, e.strategy))
+        run.enter_strategy(e, e)
         e.strategy.takes(run.rank.replicas, run.state, momentum)
-        await handover.check(run)
+        await handover.require_agreement(run)
         if e.strategy.opaque:
             run.enter_opaque()
-        await run.reading.shard()
+        await run.reading.shard_parameters()
     run.choose_lane()
     if run.rank.id == 0:
         run.mark("unfrozen", {"names": [*names], "text": f"{', '.join(names)}: unfrozen, and trained from now on"})
 
 
-async def average_new(run: Changing, names: Collection[str]) -> None:
+async def average_new(run: ChangeView, names: Collection[str]) -> None:
     """Parameters that are new in the layout become the mean of the ranks that train, with their optimizer's state."""
     rank, new = run.rank, [place for place in run.layout.order if place.name in names]
     for place in new:
         place.param.grad = None  # gradients of steps in which nothing was updated
     stepped = await run.gather(sum(bool(run.optimizer.state.get(place.param)) for place in new))
     if any(stepped) and min(stepped) < len(new):
-        prime(run.layout, run.optimizer)
-    state = [x for name, x in slots(run.layout, run.optimizer).items() if name.partition("/")[2] in names]
+        create_optimizer_state(run.layout, run.optimizer)
+    state = [x for name, x in read_slots(run.layout, run.optimizer).items() if name.partition("/")[2] in names]
     trained = mesh(run.experiment.strategy, rank.size).ranks
     among = trained if len(trained) < rank.size else ()
-    await handover.averaged(rank.replicas, [place.param.data for place in new] + state, "unfrozen", among)
+    await handover.average_tensors(rank.replicas, [place.param.data for place in new] + state, "unfrozen", among)

@@ -12,7 +12,7 @@ from workbench.settings import Change
 class TryingView(RankView, Protocol):
     """A rank that tries whether its model can be trained otherwise."""
 
-    def example(self, wanted: Experiment) -> Any:
+    def make_example(self, wanted: Experiment) -> Any:
         """Returns a batch that is equal on all ranks and not taken from the training data's order."""
 
 
@@ -28,11 +28,11 @@ class PolicyView(RankView, Protocol):
     @property
     def obeyed(self) -> int: ...
 
-    def able(self, wanted: Experiment) -> Experiment:
+    def require_trainable(self, wanted: Experiment) -> Experiment:
         """Returns `wanted`. Raises KnobError if this host cannot train it."""
 
-    async def obey(self, change: Change) -> bool:
+    async def execute_change(self, change: Change) -> bool:
         """Makes or refuses one change. Returns whether a change was made."""
 
-    async def told(self, text: str, by: int = 0) -> str:
+    async def broadcast_text(self, text: str, by: int = 0) -> str:
         """Returns the text of rank `by`, on every rank."""

@@ -11,17 +11,17 @@ from weakref import WeakKeyDictionary
 import torch
 
 from workbench.experiment import Experiment
-from workbench.host.core.meta import like, outline, put_on_cpu
-from workbench.host.memory.batches import Chance, example
-from workbench.host.passes.checkpointing import checkpointing
-from workbench.host.sharding.trial import Listening, Trial
+from workbench.host.core.meta import make_like, make_outline, put_on_cpu
+from workbench.host.memory.batches import Chance, make_example
+from workbench.host.passes.checkpointing import checkpoint_units
+from workbench.host.sharding.trial import AccessTrace, TraceListener
 from workbench.tasks import Learner
 
 _Key = tuple[int, tuple[str, int], bool]  # what a trial depends on besides the task's functions
-_SEEN: WeakKeyDictionary[Learner, dict[_Key, Trial | None]] = WeakKeyDictionary()
+_SEEN: WeakKeyDictionary[Learner, dict[_Key, AccessTrace | None]] = WeakKeyDictionary()
 
 
-def foreseen(learner: Learner, e: Experiment, cheaply: bool = False) -> Trial | None:
+def foresee_trace(learner: Learner, e: Experiment, cheaply: bool = False) -> AccessTrace | None:
     """Returns how one step of `learner`'s model uses its parameters; None if that cannot be found.
 
     cheaply: call only `pure` functions, and do not build the model again
@@ -33,23 +33,23 @@ def foreseen(learner: Learner, e: Experiment, cheaply: bool = False) -> Trial | 
     known, key = _SEEN.setdefault(learner, {}), (e.batch, e.partition.layers.recompute, cheaply)
     if key not in known:
         with torch.random.fork_rng(), Chance(e.seed):
-            known[key] = _looked(learner, e, cheaply)
+            known[key] = _trace_step(learner, e, cheaply)
     return known[key]
 
 
-def _looked(learner: Learner, e: Experiment, cheaply: bool) -> Trial | None:
+def _trace_step(learner: Learner, e: Experiment, cheaply: bool) -> AccessTrace | None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
-        model, inputs = outline(learner, built=not cheaply), example(learner, e, "meta")
+        model, inputs = make_outline(learner, built=not cheaply), make_example(learner, e, "meta")
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
             put_on_cpu(model)
-            listening = Listening({n: p for n, p in model.named_parameters() if p.requires_grad})
-            with checkpointing(model, learner, e.partition.layers):
-                with listening.forward():
-                    loss = learner.loss(model, like(inputs))
-                with listening.backward():
+            listening = TraceListener({n: p for n, p in model.named_parameters() if p.requires_grad})
+            with checkpoint_units(model, learner, e.partition.layers):
+                with listening.listen_to_forward():
+                    loss = learner.loss(model, make_like(inputs))
+                with listening.listen_to_backward():
                     loss.backward(torch.ones_like(loss))
     except Exception:
         return None
-    return listening.heard
+    return listening.heard_trace

@@ -6,9 +6,9 @@ calls `reshard`. In a forward that is when the pass first reads another bucket, 
 use to their last. In a backward it is when the bucket's gradients have arrived.
 
 A step that computes nothing shows order and last use before the first step (`foreseen.py`). If a model cannot run so,
-the first step shows them: parameters are whole, and Reading listens (`Trial`). An absent parameter asks for itself when
-it is read. But a gather is a collective, so all ranks must gather in the same order. They compare it in the steps in
-which the ledger looks at memory.
+the first step shows them: parameters are whole, and Unsharder listens (`AccessTrace`). An absent parameter asks for
+itself when it is read. But a gather is a collective, so all ranks must gather in the same order. They compare it in
+the steps in which the ledger looks at memory.
 
 [Note: Straying] A model that branches by rank or by step reads other parameters than foreseen. So in a forward every
 rank gathers all buckets in the foreseen order, even those that it does not read. A rank that needs a bucket early
@@ -29,11 +29,18 @@ from torch import Tensor, nn
 
 from workbench.experiment.arranged import sharers
 from workbench.host.core.views import RankView
-from workbench.host.memory.memory import packed
+from workbench.host.memory.memory import pack_tensor
 from workbench.host.placement import absent
 from workbench.host.placement.canonical import check_same
-from workbench.host.placement.layout import Layout, Place
-from workbench.host.sharding.trial import Event, Listening, Trial, assumed, backward_events, forward_events
+from workbench.host.placement.layout import ParameterLayout, ParameterPlace
+from workbench.host.sharding.trial import (
+    AccessTrace,
+    PassEvent,
+    TraceListener,
+    assume_trace,
+    list_backward_events,
+    list_forward_events,
+)
 from workbench.host.sharding.views import ReadView
 from workbench.rank import Bucket, StrategyError
 
@@ -41,7 +48,7 @@ if TYPE_CHECKING:
     from workbench.strategies import Strategy
 
 
-class Lent(NamedTuple):
+class LentView(NamedTuple):
     """The place of a view in its bucket, which autograd keeps instead of the view."""
 
     bucket: int
@@ -50,18 +57,18 @@ class Lent(NamedTuple):
     offset: int
 
 
-class Plan(NamedTuple):
+class PassEvents(NamedTuple):
     """The events of a pass. By bucket, the events before its first read and after its last."""
 
-    events: list[Event]
+    events: list[PassEvent]
     first: dict[int, int]
     over: dict[int, int]
 
 
-NO_PLAN = Plan([], {}, {})
+NO_PLAN = PassEvents([], {}, {})
 
 
-class Reading:
+class Unsharder:
     """One rank's reads, and the calls of its strategy for them. See [Note: Reading shards].
 
     ask:     makes the host `need` buckets (and those `beside`) from inside torch, after a share of the pass; None: the
@@ -75,21 +82,24 @@ class Reading:
     def __init__(self, run: ReadView, ask: Callable[..., None] | None, listens: bool) -> None:
         self._run, self._ask, self._listens = run, ask, listens
         self.by: Strategy | None = None  # the strategy that shards parameters
-        self.trial: Trial | None = None
+        self.trial: AccessTrace | None = None
         self.learning = False  # everything is whole, to listen to this step
-        self.listening: Listening | None = None
+        self.listening: TraceListener | None = None
         self.phase = ""
         self.sharded = False  # parameters are in shards
         self.whole: set[int] = set()
         self._offered: set[int] = set()  # buckets that may be whole, or on their way
         self._queue: list[int] | None = None  # in a forward, the buckets still to gather
         self._strays = False  # this rank has strayed in this forward
-        self._plans: tuple[list[Bucket] | None, dict[str, Plan]] = None, {}  # a layout's buckets, and its plans
-        self._known: tuple[list[Bucket] | None, dict[int, Place]] = None, {}  # a layout's buckets, places by id
+        self._plans: tuple[list[Bucket] | None, dict[str, PassEvents]] = None, {}  # a layout's buckets, and its plans
+        self._known: tuple[list[Bucket] | None, dict[int, ParameterPlace]] = (
+            None,
+            {},
+        )  # a layout's buckets, places by id
 
     # -- sharding and unsharding --
 
-    async def shard(self, given: Mapping[str, Tensor] | None = None) -> None:
+    async def shard_parameters(self, given: Mapping[str, Tensor] | None = None) -> None:
         """Between steps: keeps this rank's shard of every bucket, if the strategy shards parameters.
 
         If the order of reads is unknown, parameters stay whole for one more step.
@@ -102,118 +112,120 @@ class Reading:
             return
         if len(sharers(strategy, run.rank.size)[0]) == 1 and not strategy.offloads:
             return
-        await self.foresee()
+        await self.foresee_trace()
         self.by, self.learning, self.listening = strategy, self.trial is None, None
         if self.learning:
             return
-        self.sharded, self.whole = True, set(range(len(self._layout.buckets))) if given is None else set()
-        for bucket in self._layout.params() if given is not None else ():
-            await run.rank.hold(shard_of(run, strategy, bucket, given or {}))
-            await self._close(bucket.index)
-        await self.close()
+        self.sharded, self.whole = True, set(range(len(self._parameter_layout.buckets))) if given is None else set()
+        for bucket in self._parameter_layout.list_params() if given is not None else ():
+            await run.rank.hold(build_shard(run, strategy, bucket, given or {}))
+            await self._reshard_bucket(bucket.index)
+        await self.reshard_all()
 
-    async def foresee(self, cheaply: bool = False) -> Trial | None:
+    async def foresee_trace(self, cheaply: bool = False) -> AccessTrace | None:
         """Between steps: finds a step's reads in advance, if all ranks can; `cheaply` as in `foreseen`."""
         if self.trial is None:
-            seen = self._run.foreseen(cheaply)
+            seen = self._run.foresee_reads(cheaply)
             self.trial = seen if all(await self._run.gather(int(seen is not None))) else None
         return self.trial
 
-    async def unshard(self) -> None:
+    async def unshard_all(self) -> None:
         """Between steps: makes every bucket whole on every rank."""
         if self.sharded:
-            await self.need(range(len(self._layout.buckets)))
+            await self.gather_buckets(range(len(self._parameter_layout.buckets)))
             self._offered.clear()  # bucket numbers may change before the next shards
         self.sharded = self.learning = False
 
-    def recut(self) -> None:
+    def note_new_buckets(self) -> None:
         """Between steps: buckets have been cut again, and none is whole here yet."""
         self.whole.clear()
         self._offered.clear()  # bucket numbers have changed
 
-    def let_go(self) -> None:
+    def release_shards(self) -> None:
         """Between steps: the shards get another layout, and their old buckets are not gathered again."""
-        self.recut()
+        self.note_new_buckets()
         self.sharded = self.learning = False
-        self._run.ledger.hold(None)
+        self._run.ledger.note_held(None)
 
-    async def forget(self) -> None:
+    async def forget_trace(self) -> None:
         """Between steps: a step may read other parameters from now on."""
         self.trial, self._plans = None, (None, {})
-        if self.sharded and await self.foresee() is None:
-            await self.unshard()
-            await self.shard()
+        if self.sharded and await self.foresee_trace() is None:
+            await self.unshard_all()
+            await self.shard_parameters()
 
-    async def learn(self, shown: Trial | None) -> None:
+    async def learn_trace(self, shown: AccessTrace | None) -> None:
         """After a step: keeps the trial that it has shown. shown: the host's trial"""
-        if self.learning and (heard := shown or (self.listening and self.listening.heard)):
-            self.trial, self.listening = await self._agreed(heard), None
-            await self.shard()
+        if self.learning and (heard := shown or (self.listening and self.listening.heard_trace)):
+            self.trial, self.listening = await self._agree_on_trace(heard), None
+            await self.shard_parameters()
 
-    async def _agreed(self, heard: Trial) -> Trial:
+    async def _agree_on_trace(self, heard: AccessTrace) -> AccessTrace:
         """Returns the trial if all ranks have the same; else a stack of layers in the order of registration."""
         if self._ask is None:
             return heard
         digest = hashlib.blake2b(repr(heard).encode(), digest_size=7).digest()
         numbers = await self._run.gather(int.from_bytes(digest, "big"))
         alike = len(set(numbers)) == 1
-        return heard if alike else assumed(name for name, p in self._run.model.named_parameters() if p.requires_grad)
+        return (
+            heard if alike else assume_trace(name for name, p in self._run.model.named_parameters() if p.requires_grad)
+        )
 
     # -- in a pass --
 
     @contextmanager
-    def passing(self, phase: str) -> Iterator[None]:
+    def run_pass(self, phase: str) -> Iterator[None]:
         """Inside, torch runs a forward, a backward or an evaluation of the model."""
         self.phase = self._run.rank.phase = phase
         if phase == "forward" and self.sharded and self._ask is not None:
-            self._queue, self._strays = self._in_order(), False
+            self._queue, self._strays = self._list_gather_order(), False
         try:
-            with self._watching(phase):
+            with self._listen_to_pass(phase):
                 yield
         finally:
             self._queue = None
             self.phase = self._run.rank.phase = ""
 
-    def _watching(self, phase: str) -> AbstractContextManager[None]:
+    def _listen_to_pass(self, phase: str) -> AbstractContextManager[None]:
         if self.learning and self._listens and phase != "evaluation":
             if self.listening is None:
-                self.listening = Listening({place.name: place.param for place in self._layout.order})
-            return self.listening.forward() if phase == "forward" else self.listening.backward()
+                self.listening = TraceListener({place.name: place.param for place in self._parameter_layout.order})
+            return self.listening.listen_to_forward() if phase == "forward" else self.listening.listen_to_backward()
         if self.sharded and self._ask is not None and phase != "backward":
-            return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            return torch.autograd.graph.saved_tensors_hooks(self._pack_tensor, self._unpack_tensor)
         return nullcontext()
 
-    async def need(self, buckets: Iterable[int], beside: Iterable[int] = ()) -> None:
+    async def gather_buckets(self, buckets: Iterable[int], beside: Iterable[int] = ()) -> None:
         """Gathers these buckets before a read. It keeps those in `beside`, which the same call reads."""
         asked = set(buckets)
-        plan = self._plan(self.phase) if self.phase else NO_PLAN
+        plan = self._plan_pass(self.phase) if self.phase else NO_PLAN
         first = min((plan.first[i] for i in asked if i in plan.first), default=len(plan.events))
         left = self.whole - asked - set(beside)
         if first or self.phase == "backward":  # else the pass begins, and the one before left these
             left = {i for i in left if plan.over.get(i, first + 1) <= first}
-        wanted = self._with_those_before(sorted(asked - self.whole, key=lambda i: (plan.first.get(i, -1), -i)), plan)
+        wanted = self._add_preceding(sorted(asked - self.whole, key=lambda i: (plan.first.get(i, -1), -i)), plan)
         for index in sorted(left) if not self._strays or self.phase != "forward" else ():
-            await self._close(index)
+            await self._reshard_bucket(index)
         for index in wanted:
-            await self._bring(index, plan)
+            await self._gather_bucket(index, plan)
 
-    async def _bring(self, index: int, plan: Plan) -> None:
+    async def _gather_bucket(self, index: int, plan: PassEvents) -> None:
         if self.phase and self._ask is not None and self._run.ledger.due:  # ranks in another order would mix up buckets
             check_same(await self._run.gather(index), f"the parameters that {self.phase} reads next",
                        [self._run.rank.number(place) for place in range(self._run.rank.size)])  # fmt: skip
         self._offered.add(index)
-        following = self._following(plan, index) if index in plan.first else iter(())
+        following = self._list_next_buckets(plan, index) if index in plan.first else iter(())
         assert self.by is not None
-        await self.by.unshard(self._run.rank, self._run.state, self._layout.lies(index), following)
-        self._open(index)
+        await self.by.unshard(self._run.rank, self._run.state, self._parameter_layout.weight_bucket(index), following)
+        self._mark_whole(index)
 
-    def _in_order(self) -> list[int]:
+    def _list_gather_order(self) -> list[int]:
         """Returns all buckets in a forward's gather order: as foreseen, then the unforeseen ones."""
-        first = self._plan("forward").first
+        first = self._plan_pass("forward").first
         planned = sorted(first, key=lambda i: (first[i], -i))
-        return planned + [i for i in range(len(self._layout.buckets)) if i not in first]
+        return planned + [i for i in range(len(self._parameter_layout.buckets)) if i not in first]
 
-    def _with_those_before(self, wanted: list[int], plan: Plan) -> list[int]:
+    def _add_preceding(self, wanted: list[int], plan: PassEvents) -> list[int]:
         """Returns these buckets, in a forward behind the ones that precede them. See [Note: Straying]."""
         found = []
         for index in wanted:
@@ -231,39 +243,39 @@ class Reading:
         """After a forward: gathers the remaining buckets, and all if a rank has strayed. See [Note: Straying]."""
         if self._queue is None:
             return
-        plan, left, self._queue = self._plan("forward"), self._queue, None
+        plan, left, self._queue = self._plan_pass("forward"), self._queue, None
         for index in left:
-            await self._bring(index, plan)
+            await self._gather_bucket(index, plan)
         kept = {index for index in plan.first if index not in plan.over}
         strayed = any(await self._run.gather(int(self._strays or any(index in plan.first for index in left))))
         for index in sorted(self.whole - kept) if strayed else [i for i in left if i not in plan.first]:
-            await self._close(index)
-        for index in sorted(set(range(len(self._layout.buckets))) - kept) if strayed else ():
-            await self._bring(index, NO_PLAN)
+            await self._reshard_bucket(index)
+        for index in sorted(set(range(len(self._parameter_layout.buckets))) - kept) if strayed else ():
+            await self._gather_bucket(index, NO_PLAN)
 
     async def gather_unforeseen(self, phase: str) -> list[int]:
         """Gathers the buckets that this pass was not foreseen to read, and returns them.
 
         Models may branch. For a host that computes a pass at once, after the foreseen buckets.
         """
-        plan = self._plan(phase)
-        more = [i for i in range(len(self._layout.buckets)) if i not in plan.first and i not in self.whole]
+        plan = self._plan_pass(phase)
+        more = [i for i in range(len(self._parameter_layout.buckets)) if i not in plan.first and i not in self.whole]
         for index in more:
-            await self._bring(index, plan)
+            await self._gather_bucket(index, plan)
         return more
 
-    async def release(self, buckets: Iterable[int]) -> None:
+    async def reshard_buckets(self, buckets: Iterable[int]) -> None:
         """Reshards these buckets."""
         for index in buckets:
-            await self._close(index)
+            await self._reshard_bucket(index)
 
-    def _following(self, plan: Plan, index: int) -> Iterator[Bucket]:
+    def _list_next_buckets(self, plan: PassEvents, index: int) -> Iterator[Bucket]:
         """Yields the buckets to read next that are not whole. `unshard` may begin to gather one."""
         for event in plan.events[plan.first[index] :]:
             for other in event.buckets if event.kind == "read" else ():
                 if other != index and other not in self.whole:
                     self._offered.add(other)
-                    yield self._layout.lies(other)
+                    yield self._parameter_layout.weight_bucket(other)
 
     def require_sharded(self) -> None:
         """Raises StrategyError if a strategy holds a shard that nothing would gather before its next read."""
@@ -273,38 +285,41 @@ class Reading:
                 "and holds them in its `unshard` and `reshard`"
             )
 
-    async def filled(self, index: int) -> None:
+    async def note_filled(self, index: int) -> None:
         """Reshards a bucket whose gradients have arrived: the backward does not read it again."""
         if self.sharded and index in self.whole:
-            await self._close(index)
+            await self._reshard_bucket(index)
 
-    async def close(self) -> None:
+    async def reshard_all(self) -> None:
         """After a backward or an evaluation: reshards every bucket."""
         if not self.sharded:
             return
         for index in sorted(self.whole | self._offered):
-            await self._close(index)
+            await self._reshard_bucket(index)
 
-    async def _close(self, index: int) -> None:
+    async def _reshard_bucket(self, index: int) -> None:
         run = self._run
         if self._ask is not None:
-            for place in self._layout.groups[index]:
-                absent.leave(place.param, self._asked)
+            for place in self._parameter_layout.groups[index]:
+                absent.make_absent(place.param, self._fetch_parameters)
         self.whole.discard(index)
         self._offered.discard(index)
         assert self.by is not None
-        await self.by.reshard(run.rank, run.state, self._layout.lies(index))
+        await self.by.reshard(run.rank, run.state, self._parameter_layout.weight_bucket(index))
 
-    def _open(self, index: int) -> None:
+    def _mark_whole(self, index: int) -> None:
         self.whole.add(index)
         if self._ask is not None:
-            for place in self._layout.groups[index]:
-                absent.come(place.param)
+            for place in self._parameter_layout.groups[index]:
+                absent.make_present(place.param)
 
-    def _asked(self, params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
+    def _fetch_parameters(self, params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
         """Fetches absent parameters that torch is about to read, together with present ones."""
-        if self._known[0] is not self._layout.buckets:
-            self._known = self._layout.buckets, {id(place.param): place for place in self._layout.order}
+        if self._known[0] is not self._parameter_layout.buckets:
+            self._known = (
+                self._parameter_layout.buckets,
+                {id(place.param): place for place in self._parameter_layout.order},
+            )
         buckets = {place.bucket: place.name for place in (self._known[1][id(p)] for p in params)}
         if not self.phase:
             name = next(iter(buckets.values()))
@@ -313,58 +328,58 @@ class Reading:
                 f"backward or an evaluation, or take a strategy that keeps parameters whole (ZeRO2)"
             )
         beside = {self._known[1][id(p)].bucket for p in others if id(p) in self._known[1]}
-        self._asked_for(buckets, beside)
+        self._fetch_buckets(buckets, beside)
 
-    def _asked_for(self, buckets: Iterable[int], beside: Iterable[int] = ()) -> None:
+    def _fetch_buckets(self, buckets: Iterable[int], beside: Iterable[int] = ()) -> None:
         assert self._ask is not None
-        plan, wanted = self._plan(self.phase), set(buckets)
+        plan, wanted = self._plan_pass(self.phase), set(buckets)
         at = min((plan.first[i] for i in wanted if i in plan.first), default=None)
         self._ask(wanted, beside, 0.0 if at is None else plan.events[at].share)
 
-    def _pack(self, x: Tensor) -> Tensor | Lent:
+    def _pack_tensor(self, x: Tensor) -> Tensor | LentView:
         """Returns what autograd keeps in place of `x`: its place, if its bucket will be released."""
         if x.layout != torch.strided or x.is_conj() or x.is_neg():
-            return packed(x)
-        bucket = self._layout.lying.get(x.untyped_storage()._cdata)
-        if bucket is None or bucket not in self.whole or x.dtype != self._layout.weights[bucket].dtype:
-            return packed(x)
-        begins = self._layout.weights[bucket].storage_offset()
-        return Lent(bucket, x.shape, x.stride(), int(x.storage_offset() - begins))
+            return pack_tensor(x)
+        bucket = self._parameter_layout.lying.get(x.untyped_storage()._cdata)
+        if bucket is None or bucket not in self.whole or x.dtype != self._parameter_layout.weights[bucket].dtype:
+            return pack_tensor(x)
+        begins = self._parameter_layout.weights[bucket].storage_offset()
+        return LentView(bucket, x.shape, x.stride(), int(x.storage_offset() - begins))
 
-    def _unpack(self, kept: Tensor | Lent) -> Tensor:
+    def _unpack_tensor(self, kept: Tensor | LentView) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
         if self.sharded and kept.bucket not in self.whole:
-            self._asked_for([kept.bucket])
-        whole: Tensor = self._layout.weights[kept.bucket]
+            self._fetch_buckets([kept.bucket])
+        whole: Tensor = self._parameter_layout.weights[kept.bucket]
         return whole.as_strided(kept.size, kept.stride, int(whole.storage_offset()) + kept.offset)
 
     # -- events --
 
     @property
-    def _layout(self) -> Layout:
-        layout: Layout = self._run.layout
+    def _parameter_layout(self) -> ParameterLayout:
+        layout: ParameterLayout = self._run.layout
         return layout
 
-    def events(self, phase: str) -> list[Event]:
+    def list_events(self, phase: str) -> list[PassEvent]:
         """Returns the events of such a pass, in order."""
-        return self._plan(phase).events
+        return self._plan_pass(phase).events
 
-    def _plan(self, phase: str) -> Plan:
-        layout, trial = self._layout, self.trial
+    def _plan_pass(self, phase: str) -> PassEvents:
+        layout, trial = self._parameter_layout, self.trial
         assert trial is not None
         if self._plans[0] is not layout.buckets:
             self._plans = layout.buckets, {}
         kind, found = "backward" if phase == "backward" else "forward", self._plans[1]
         if kind not in found:
-            events = backward_events(layout, trial) if kind == "backward" else forward_events(layout, trial)
+            events = list_backward_events(layout, trial) if kind == "backward" else list_forward_events(layout, trial)
             reads = [(at, e) for at, e in enumerate(events) if e.kind == "read"]
-            found[kind] = Plan(events, {i: at for at, e in reads for i in e.buckets},
+            found[kind] = PassEvents(events, {i: at for at, e in reads for i in e.buckets},
                                {i: at for at, e in reads for i in e.over})  # fmt: skip
         return found[kind]
 
 
-def shard_of(run: RankView, strategy: Strategy, bucket: Bucket, given: Mapping[str, Tensor]) -> Bucket:
+def build_shard(run: RankView, strategy: Strategy, bucket: Bucket, given: Mapping[str, Tensor]) -> Bucket:
     """Builds this rank's shard of a bucket from its flat pieces of each parameter."""
     group = next(group for group in sharers(strategy, run.rank.size) if run.rank.id in group)
     own = [given[part.name] for part in bucket.parts if part.name in given]

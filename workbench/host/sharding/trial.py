@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from workbench.host.memory.memory import packed
+from workbench.host.memory.memory import pack_tensor
 from workbench.host.placement import absent
-from workbench.host.placement.layout import Layout
+from workbench.host.placement.layout import ParameterLayout
 from workbench.settings import Json
 
 Names = tuple[str, ...]
 Packed = Tensor | tuple[Tensor, str]  # what autograd keeps: a tensor, and the parameter that it is a view of
-READS = {"read", "grad"}  # the kinds of event in a backward
+EVENT_KINDS = {"read", "grad"}  # the kinds of event in a backward
 
 
-class Trial(NamedTuple):
+class AccessTrace(NamedTuple):
     """How a forward and a backward used the parameters, by name.
 
     forward:  the parameters that each call read, in order
@@ -37,23 +37,26 @@ class Trial(NamedTuple):
     backward: tuple[tuple[str, Names], ...]
 
     @property
-    def arrival(self) -> list[str]:
+    def gradient_order(self) -> list[str]:
         """Names in the order of gradients."""
         return [name for kind, names in self.backward for name in names if kind == "grad"]
 
-    def plain(self) -> Json:
+    def to_json(self) -> Json:
         """Returns the trial as JSON, for a checkpoint's manifest."""
         return [[list(names) for names in self.forward], [[kind, list(names)] for kind, names in self.backward]]
 
     @classmethod
-    def read(cls, said: Any) -> Trial:
+    def from_json(cls, said: Any) -> AccessTrace:
         """Returns the trial that `plain` wrote. Raises ValueError for anything else."""
         try:
             forward, backward = said
             found = cls(tuple(map(tuple, forward)), tuple((kind, tuple(names)) for kind, names in backward))
         except TypeError:
             raise ValueError("its order of reading parameters is damaged") from None
-        if not all(isinstance(name, str) for name in found.names()) or {kind for kind, _ in found.backward} - READS:
+        if (
+            not all(isinstance(name, str) for name in found.names())
+            or {kind for kind, _ in found.backward} - EVENT_KINDS
+        ):
             raise ValueError("its order of reading parameters is damaged")
         return found
 
@@ -62,7 +65,7 @@ class Trial(NamedTuple):
         return [name for names in (*self.forward, *(names for _, names in self.backward)) for name in names]
 
 
-class Event(NamedTuple):
+class PassEvent(NamedTuple):
     """An event in a pass.
 
     share: of the pass, the share of compute before the event
@@ -76,13 +79,13 @@ class Event(NamedTuple):
     over: tuple[int, ...] = ()
 
 
-def assumed(names: Iterable[str]) -> Trial:
+def assume_trace(names: Iterable[str]) -> AccessTrace:
     """Returns the trial of a stack of layers that are registered as `names`."""
     forward = tuple((name,) for name in names)
-    return Trial(forward, tuple((kind, one) for one in reversed(forward) for kind in ("read", "grad")))
+    return AccessTrace(forward, tuple((kind, one) for one in reversed(forward) for kind in ("read", "grad")))
 
 
-class Listening:
+class TraceListener:
     """Listens to one forward and one backward of a whole model."""
 
     def __init__(self, named: dict[str, nn.Parameter]) -> None:
@@ -97,76 +100,76 @@ class Listening:
         self._turned = False  # a backward has begun
 
     @property
-    def heard(self) -> Trial | None:
+    def heard_trace(self) -> AccessTrace | None:
         """The trial, once a backward has begun."""
-        return Trial(tuple(self._forward), tuple(self._backward)) if self._turned else None
+        return AccessTrace(tuple(self._forward), tuple(self._backward)) if self._turned else None
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def listen_to_forward(self) -> Iterator[None]:
         """Inside, a forward runs."""
-        with self._asking(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        with self._intercept_reads(), torch.autograd.graph.saved_tensors_hooks(self._pack_tensor, self._unpack_tensor):
             yield
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
+    def listen_to_backward(self) -> Iterator[None]:
         """Inside, its backward runs."""
         self._turned = True
-        hooks = [p.register_post_accumulate_grad_hook(partial(self._came, name))
+        hooks = [p.register_post_accumulate_grad_hook(partial(self._note_gradient, name))
                  for name, p in self._named.items() if p.requires_grad]  # fmt: skip
         try:
-            with self._asking():
+            with self._intercept_reads():
                 yield
         finally:
             for hook in hooks:
                 hook.remove()
 
     @contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _intercept_reads(self) -> Iterator[None]:
         for p in self._named.values():
-            absent.leave(p, self._asked)
+            absent.make_absent(p, self._note_parameters)
         try:
             yield
         finally:
             for p in self._named.values():
-                absent.come(p)
+                absent.make_present(p)
 
-    def _came(self, name: str, _: Tensor) -> None:
+    def _note_gradient(self, name: str, _: Tensor) -> None:
         self._backward.append(("grad", (name,)))
 
-    def _asked(self, params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
-        self._read(tuple(self._names[id(p)] for p in params))
+    def _note_parameters(self, params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
+        self._note_read(tuple(self._names[id(p)] for p in params))
 
-    def _read(self, names: Names) -> None:
+    def _note_read(self, names: Names) -> None:
         if self._turned:
             self._backward.append(("read", names))
         elif not self._forward or self._forward[-1] != names:
             self._forward.append(names)
 
-    def _pack(self, x: Tensor) -> Packed:
+    def _pack_tensor(self, x: Tensor) -> Packed:
         begins = self._lies.get(x.untyped_storage()._cdata) if x.layout == torch.strided else None
         if begins is None:
-            return packed(x)
-        return packed(x), begins[max(0, bisect_right(begins, (x.storage_offset(), "\uffff")) - 1)][1]
+            return pack_tensor(x)
+        return pack_tensor(x), begins[max(0, bisect_right(begins, (x.storage_offset(), "\uffff")) - 1)][1]
 
-    def _unpack(self, packed: Packed) -> Tensor:
+    def _unpack_tensor(self, packed: Packed) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         x, name = packed
-        self._read((name,))
+        self._note_read((name,))
         return x
 
 
-def forward_events(layout: Layout, trial: Trial) -> list[Event]:
+def list_forward_events(layout: ParameterLayout, trial: AccessTrace) -> list[PassEvent]:
     """Returns when buckets are first read in a forward, and which are over by then."""
-    bucket, numel = _places(layout)
+    bucket, numel = _map_places(layout)
     last = {bucket[name]: at for at, names in enumerate(trial.forward) for name in names}
-    found: list[Event] = []
+    found: list[PassEvent] = []
     known, read, done, over = set[str](), set[int](), 0, set[int]()
     for at, names in enumerate(trial.forward):
         first = tuple(dict.fromkeys(bucket[name] for name in names if bucket[name] not in read))
         if first:
             ended = tuple(i for i in sorted(read - over) if last[i] < at)
-            found.append(Event(done / layout.numel, "read", first, ended))
+            found.append(PassEvent(done / layout.element_count, "read", first, ended))
             read |= set(first)
             over |= set(ended)
         done += sum(numel[name] for name in set(names) - known)
@@ -174,35 +177,35 @@ def forward_events(layout: Layout, trial: Trial) -> list[Event]:
     return found
 
 
-def backward_events(layout: Layout, trial: Trial) -> list[Event]:
+def list_backward_events(layout: ParameterLayout, trial: AccessTrace) -> list[PassEvent]:
     """Returns when a backward first reads buckets, and when their gradients arrive, by index."""
-    bucket, numel = _places(layout)
+    bucket, numel = _map_places(layout)
     left = [len(b.parts) for b in layout.buckets]
-    found: list[Event] = []
+    found: list[PassEvent] = []
     read, done, told = set[int](), 0, 0
 
     def tell() -> None:
         nonlocal told
         while told < len(left) and not left[told]:
-            found.append(Event(done / layout.numel, "full", (told,)))
+            found.append(PassEvent(done / layout.element_count, "full", (told,)))
             told += 1
 
     for kind, names in trial.backward:
         if kind == "read":
             first = tuple(dict.fromkeys(bucket[name] for name in names if bucket[name] not in read))
             if first := tuple(i for i in first if i >= told):
-                found.append(Event(done / layout.numel, "read", first))
+                found.append(PassEvent(done / layout.element_count, "read", first))
                 read |= set(first)
         else:
             for name in names:
                 done += numel[name]
                 left[bucket[name]] -= 1
             tell()
-    left, done = [0] * len(left), layout.numel  # parameters without a gradient
+    left, done = [0] * len(left), layout.element_count  # parameters without a gradient
     tell()
     return found
 
 
-def _places(layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
+def _map_places(layout: ParameterLayout) -> tuple[dict[str, int], dict[str, int]]:
     """Returns the bucket and the number of elements of each parameter, by name."""
     return {p.name: p.bucket for p in layout.order}, {p.name: p.numel for p in layout.order}

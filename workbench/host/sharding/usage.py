@@ -18,14 +18,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from workbench.host.placement.layout import Layout, Place
+from workbench.host.placement.layout import ParameterLayout, ParameterPlace
 from workbench.rank import Rank, StrategyError
 
 if TYPE_CHECKING:
     from workbench.strategies import Strategy
 
 
-class Raised(Protocol):
+class RaisedView(Protocol):
     """By rank, the last step in which it raised a hand."""
 
     def raise_in(self, step: int) -> None: ...
@@ -33,7 +33,7 @@ class Raised(Protocol):
     def close(self) -> None: ...
 
 
-class Usage:
+class ParameterUsage:
     """One rank's notes on what its steps use.
 
     hands:    None if ranks share no memory: they compare notes in every step
@@ -44,7 +44,7 @@ class Usage:
     unfrozen: parameters that train on some rank and are not in the layout, by name, agreed among the ranks
     """
 
-    def __init__(self, hands: Raised | None = None) -> None:
+    def __init__(self, hands: RaisedView | None = None) -> None:
         self.hands = hands
         self.step: int | None = None
         self.last: Any = None
@@ -52,9 +52,9 @@ class Usage:
         self.settled = False
         self.unfrozen: dict[str, nn.Parameter] = {}
         self.frozen: dict[str, nn.Parameter] = {}  # outside of the layout when that was made
-        self._trained: list[Place] = []  # of the layout, what was trained then
+        self._trained: list[ParameterPlace] = []  # of the layout, what was trained then
 
-    def lie(self, model: nn.Module, layout: Layout, whole: bool = True) -> None:
+    def take_layout(self, model: nn.Module, layout: ParameterLayout, whole: bool = True) -> None:
         """The layout is a new one. whole: does all that is trained lie here?"""
         here = {id(place.param) for place in layout.order}
         named = model.named_parameters()
@@ -71,14 +71,14 @@ class Usage:
                 f"a momentum of its own or by rounding; freeze it before the run, or take DDP or LocalSGD"
             )
 
-    def found(self) -> list[str]:
+    def list_unfrozen(self) -> list[str]:
         """Parameters that this rank's model has unfrozen and that are not in the layout."""
         return [name for name, p in self.frozen.items() if p.requires_grad]
 
-    def begin(self, step: int) -> None:
+    def begin_backward(self, step: int) -> None:
         """Before a backward: raises a hand if the model has unfrozen a parameter."""
         self.settled = False
-        if self.found():
+        if self.list_unfrozen():
             self.raise_hand(step)
 
     def raise_hand(self, step: int) -> None:
@@ -86,12 +86,12 @@ class Usage:
         if self.hands is not None:
             self.hands.raise_in(step)
 
-    def handed_out(self, step: int) -> None:
+    def note_handed_out(self, step: int) -> None:
         """The strategy has been given all buckets of the backward that this was `listening` to."""
         if self.listening:
             self.listening, self.step = False, step
 
-    async def agree(self, host: Any) -> None:
+    async def agree_on_unused(self, host: Any) -> None:
         """After the last exchange of a backward: `layout.unused` names the parameters that no rank used.
 
         Gradients of unfrozen parameters become the sum over ranks, as if they had been in a bucket.
@@ -102,16 +102,16 @@ class Usage:
         if step is None:
             return
         if rank.size == 1:
-            self.unfrozen = {name: self.frozen[name] for name in self.found()}
+            self.unfrozen = {name: self.frozen[name] for name in self.list_unfrozen()}
         else:
             ranks = rank.within.ranks if rank.within is not None else range(rank.size)
             if self.hands is None or self.hands.raised_in(step, ranks):
-                await self._compare(host, rank, layout)
+                await self._compare_usage(host, rank, layout)
         self.settled = True
         if self.unfrozen and not host.strategy().follows:
             self._update_unfrozen(host)
 
-    async def _compare(self, host: Any, rank: Rank, layout: Layout) -> None:
+    async def _compare_usage(self, host: Any, rank: Rank, layout: ParameterLayout) -> None:
         """0: frozen or without a gradient; 1: unfrozen, and not used in this step; 2: used."""
         mine = [0 if place.name in layout.unused else 2 for place in layout.order]
         mine += [p.requires_grad + (p.requires_grad and p.grad is not None) for p in self.frozen.values()]
@@ -130,19 +130,19 @@ class Usage:
 
     def _update_unfrozen(self, host: Any) -> None:
         """One step of the optimizer on these alone, if the strategy updates bucket by bucket and so misses them."""
-        with host.alone, only(host.optimizer, self.unfrozen.values()):
+        with host.alone, restrict_optimizer(host.optimizer, self.unfrozen.values()):
             host.optimizer.step()
         for p in self.unfrozen.values():
             p.grad = None
 
-    def close(self) -> None:
+    def close_flags(self) -> None:
         """Gives the shared memory back."""
         if self.hands is not None:
             self.hands.close()
 
 
 @contextmanager
-def only(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Iterator[None]:
+def restrict_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, the optimizer has no parameters but these."""
     wanted, before = {id(p) for p in params}, [group["params"] for group in optimizer.param_groups]
     try:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Protocol
 
 from workbench.host.core.views import RankView
-from workbench.host.memory.ledger import Ledger
-from workbench.host.sharding.trial import Trial
+from workbench.host.memory.ledger import MemoryAccount
+from workbench.host.sharding.trial import AccessTrace
 
 
 class ReadView(RankView, Protocol):
     """A rank whose passes read parameters that may be in shards."""
 
     @property
-    def ledger(self) -> Ledger: ...
+    def ledger(self) -> MemoryAccount: ...
 
-    def foreseen(self, cheaply: bool) -> Trial | None:
+    def foresee_reads(self, cheaply: bool) -> AccessTrace | None:
         """Returns what a step will read; None if that is unknown. cheaply: the model is not built for it"""

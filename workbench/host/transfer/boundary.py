@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from workbench.compressors import Compressor, inside
 from workbench.host.placement import sliced
-from workbench.host.placement.layout import Layout
-from workbench.host.placement.move import State, seen
+from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.move import State, view_slice
 from workbench.host.placement.placement import Held
-from workbench.host.placement.slices import Slice
-from workbench.host.placement.slots import slots
-from workbench.host.placement.spread import Spread, placed
-from workbench.host.transfer.handover import cut, in_shards
-from workbench.host.transfer.shards import Cut
-from workbench.host.transfer.views import Changing
+from workbench.host.placement.slices import StridedSlice
+from workbench.host.placement.slots import read_slots
+from workbench.host.placement.spread import ReplicaSpread, place_replica
+from workbench.host.transfer.handover import find_shards, place_slots
+from workbench.host.transfer.shards import ShardLayout
+from workbench.host.transfer.views import ChangeView
 
 Bound = tuple[int, int]  # the next step, and how many changes came before it
 
@@ -39,14 +39,14 @@ class Boundary(NamedTuple):
     bound: Bound
     place: int
     size: int
-    spread: Spread | None
-    cut: Cut | None
+    spread: ReplicaSpread | None
+    cut: ShardLayout | None
     sharded: bool
     state: State
     memory: dict[str, State]
     apart: int = 0
 
-    def whole_memory(self, model: nn.Module, compressor: Compressor) -> dict[str, State]:
+    def widen_memory(self, model: nn.Module, compressor: Compressor) -> dict[str, State]:
         """Returns the compressor's memory for whole parameters: 0 for elements of another rank.
 
         If the model is in stages or slices, only buffers with the rule "sum" are returned.
@@ -54,44 +54,44 @@ class Boundary(NamedTuple):
         if self.spread is None:
             return self.memory
         sums = {name for one in inside(compressor) for name, rule in one.own.items() if rule == "sum"}
-        shapes, found = {name: sliced.shape_of(p) for name, p in model.named_parameters()}, dict[str, State]()
+        shapes, found = {name: sliced.whole_shape(p) for name, p in model.named_parameters()}, dict[str, State]()
         for kind in self.memory.keys() & sums:
-            found[kind] = {name: widened(name, x, prod(shapes[name]), self.spread, self.place, self.size)
+            found[kind] = {name: widen_slices(name, x, prod(shapes[name]), self.spread, self.place, self.size)
                            for name, x in self.memory[kind].items()}  # fmt: skip
         return found
 
 
-def widened(name: str, x: Tensor, n: int, spread: Spread | None, place: int, size: int) -> Tensor:
+def widen_slices(name: str, x: Tensor, n: int, spread: ReplicaSpread | None, place: int, size: int) -> Tensor:
     """Returns (n,): a whole parameter with the elements `x` of the rank at `place`, and 0 for all other elements."""
-    made, slices = x.new_zeros(n), placed(((name, n),), spread, size).at(place)[name]
+    made, slices = x.new_zeros(n), place_replica(((name, n),), spread, size).slices_of_rank(place)[name]
     at = 0
     for s in slices:
-        seen(made, (Slice(0, n),), s).copy_(x[at : at + s.numel].view(s.times, s.length))
-        at += s.numel
+        view_slice(made, (StridedSlice(0, n),), s).copy_(x[at : at + s.element_count].view(s.times, s.length))
+        at += s.element_count
     return made
 
 
-def stood(run: Changing, bound: Bound, spare: Boundary | None = None, copied: bool = True) -> Boundary:
+def make_boundary(run: ChangeView, bound: Bound, spare: Boundary | None = None, copied: bool = True) -> Boundary:
     """Returns the current state of `run`'s rank.
 
     spare:  an old boundary, whose memory may be reused
     copied: if False, only buffers are copied; for a rank that changes nothing any more
     """
     layout, state = run.layout, dict[str, Tensor]()
-    lies = cut(run, run.experiment.strategy)
-    state |= held(layout, lies if run.reading.sharded else None, run.rank.id)
+    lies = find_shards(run, run.experiment.strategy)
+    state |= list_own_elements(layout, lies if run.reading.sharded else None, run.rank.id)
     state |= {name: x.clone().reshape(-1) for name, x in run.model.named_buffers() if x.numel()}
-    state |= {name: x.reshape(-1) for name, x in slots(layout, run.optimizer).items()}
+    state |= {name: x.reshape(-1) for name, x in read_slots(layout, run.optimizer).items()}
     memory: dict[str, State] = run.rank.memory.buffers
     if copied:
-        state = _copied(state, spare.state if spare else {})
+        state = _copy_tensors(state, spare.state if spare else {})
         old = spare.memory if spare else {}
-        memory = {kind: _copied(of, old.get(kind, {})) for kind, of in memory.items()}
+        memory = {kind: _copy_tensors(of, old.get(kind, {})) for kind, of in memory.items()}
     return Boundary(bound, run.rank.id, run.rank.size, run.spread, lies, run.reading.sharded, state, memory,
-                    steps_apart(run))  # fmt: skip
+                    count_steps_apart(run))  # fmt: skip
 
 
-def steps_apart(run: Changing) -> int:
+def count_steps_apart(run: ChangeView) -> int:
     """Steps since all ranks last had the same parameters, as far as the strategy of `run` can tell; -1: it cannot."""
     strategy = run.experiment.strategy
     since = strategy.steps_apart(run.state) if strategy.periodic else 0
@@ -100,16 +100,18 @@ def steps_apart(run: Changing) -> int:
 
 def copy_boundary(b: Boundary) -> Boundary:
     """Returns a copy with memory of its own."""
-    return b._replace(state=_copied(b.state, {}), memory={kind: _copied(of, {}) for kind, of in b.memory.items()})
+    return b._replace(
+        state=_copy_tensors(b.state, {}), memory={kind: _copy_tensors(of, {}) for kind, of in b.memory.items()}
+    )
 
 
-def held(layout: Layout, lies: Cut | None, place: int) -> State:
+def list_own_elements(layout: ParameterLayout, lies: ShardLayout | None, place: int) -> State:
     """Returns this rank's flat elements of each parameter by name. lies: how parameters are sharded, or None."""
     found = dict[str, Tensor]()
-    for bucket, own, begin in zip(layout.params(), layout.weights, layout.begins, strict=True):
+    for bucket, own, begin in zip(layout.list_params(), layout.weights, layout.begins, strict=True):
         first, last = begin, begin + own.numel()
         if lies is not None:  # an interrupted pass may have gathered more, and left some of it invalid
-            first, last = _shard(bucket.data.numel(), lies, place)
+            first, last = _find_range(bucket.data.numel(), lies, place)
         for part in bucket.parts:
             low, high = max(part.start, first), min(part.stop, last)
             if low < high:
@@ -117,7 +119,7 @@ def held(layout: Layout, lies: Cut | None, place: int) -> State:
     return found
 
 
-def _shard(total: int, lies: Cut, place: int) -> tuple[int, int]:
+def _find_range(total: int, lies: ShardLayout, place: int) -> tuple[int, int]:
     """Returns the range of a bucket of `total` elements that the rank at `place` keeps: (start, stop)."""
     group = next(group for group in lies.groups if place in group)
     chunk = -(-total // len(group))
@@ -125,7 +127,7 @@ def _shard(total: int, lies: Cut, place: int) -> tuple[int, int]:
     return min(begin, total), min(begin + chunk, total)
 
 
-def _copied(state: Mapping[str, Tensor], spare: Mapping[str, Tensor]) -> State:
+def _copy_tensors(state: Mapping[str, Tensor], spare: Mapping[str, Tensor]) -> State:
     made = {}
     with torch.no_grad():
         for name, x in state.items():
@@ -137,21 +139,28 @@ def _copied(state: Mapping[str, Tensor], spare: Mapping[str, Tensor]) -> State:
     return made
 
 
-def pieces_at(place: int, size: int, sizes: Mapping[str, int], kept: Mapping[str, bool], spread: Spread | None,
-              cut: Cut | None, sharded: bool) -> Held:  # fmt: skip
+def list_held_slices(
+    place: int,
+    size: int,
+    sizes: Mapping[str, int],
+    kept: Mapping[str, bool],
+    spread: ReplicaSpread | None,
+    cut: ShardLayout | None,
+    sharded: bool,
+) -> Held:
     """Returns by name the slices that the rank at `place` of `size` holds.
 
     sizes: elements of parameters, buffers and optimizer state
     kept:  by name of optimizer state, whether it is one number for any size of its parameter
     """
     if spread is not None:
-        return placed(tuple(sizes.items()), spread, size).at(place)
-    whole = {name: (Slice(0, n),) for name, n in sizes.items()}
+        return place_replica(tuple(sizes.items()), spread, size).slices_of_rank(place)
+    whole = {name: (StridedSlice(0, n),) for name, n in sizes.items()}
     if cut is None:
         return whole
     params = {part.name: sizes[part.name] for parts in cut.buckets for part in parts}
     lying = [*((f"/{name}", False) for name in (params if sharded else ())), *kept.items()]
-    mine = in_shards(tuple(params.items()), tuple(lying), cut, size).at(place)
+    mine = place_slots(tuple(params.items()), tuple(lying), cut, size).slices_of_rank(place)
     apart = {name.removeprefix("/") for name, _ in lying}
     here = {name.removeprefix("/"): slices for name, slices in mine.items()}
     return {name: slices for name, slices in whole.items() if name not in apart} | here

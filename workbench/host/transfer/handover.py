@@ -1,8 +1,8 @@
 """Hands the state of a run over from one strategy to the next.
 
-First, `consolidate` averages buffers and optimizer state over the ranks that trained, if these have drifted apart. Then
-`spread` moves the state from its placement under one strategy to its placement under the next, by one `move`. A rank
-that only served has the parameters, but no buffers and no optimizer state.
+First, `consolidate_state` averages buffers and optimizer state over the ranks that trained, if these have drifted
+apart. Then `spread_state` moves the state from its placement under one strategy to its placement under the next, by one
+`move`. A rank that only served has the parameters, but no buffers and no optimizer state.
 
 The state is a dict by name. Parameters and buffers keep their names. Optimizer state has names such as "exp_avg/NAME"
 and "step/NAME". Frozen parameters are not in it because they are equal on all ranks. Neither is each rank's own memory,
@@ -19,17 +19,23 @@ import torch
 from torch.optim import Optimizer
 
 from workbench.experiment.arranged import mesh, sharers
-from workbench.host.core.remembered import rule
+from workbench.host.core.remembered import find_rule
 from workbench.host.core.views import RankView
-from workbench.host.placement.canonical import Disagreement, check_same, flattened, prime, scatter_back
-from workbench.host.placement.checksum import MASK, checksum
-from workbench.host.placement.layout import Layout
-from workbench.host.placement.move import State, move
+from workbench.host.placement.canonical import (
+    RankDisagreement,
+    check_same,
+    create_optimizer_state,
+    flatten_tensors,
+    scatter_back,
+)
+from workbench.host.placement.checksum import MASK, compute_checksum
+from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.move import State, move_state
 from workbench.host.placement.placement import Held, Placement
-from workbench.host.placement.slices import Slice
-from workbench.host.placement.slots import likes, put, slots
-from workbench.host.transfer.shards import Cut
-from workbench.host.transfer.views import Changing
+from workbench.host.placement.slices import StridedSlice
+from workbench.host.placement.slots import make_slot_likes, put_slots, read_slots
+from workbench.host.transfer.shards import ShardLayout
+from workbench.host.transfer.views import ChangeView
 from workbench.optimizers import Optimizer as OptimizerSetting
 from workbench.rank import Rank, can_average
 
@@ -37,34 +43,34 @@ if TYPE_CHECKING:
     from workbench.strategies import Strategy
 
 
-def parameters(layout: Layout) -> State:
+def list_parameters(layout: ParameterLayout) -> State:
     """Returns the trained parameters by name, as views: writing into them changes the model."""
     return {place.name: place.param.data for place in layout.order}
 
 
-def beside(run: RankView) -> State:
+def list_trainer_state(run: RankView) -> State:
     """Returns the state that only ranks that train have: buffers and optimizer state."""
-    return {**{name: b.data for name, b in run.model.named_buffers()}, **slots(run.layout, run.optimizer)}
+    return {**{name: b.data for name, b in run.model.named_buffers()}, **read_slots(run.layout, run.optimizer)}
 
 
-def alike(run: RankView, numbers: list[int]) -> list[int]:
+def pick_replicas(run: RankView, numbers: list[int]) -> list[int]:
     """Picks from a list by rank the numbers of the ranks that hold the same part of the model as this rank."""
     who = run.rank.replicas.within
     return numbers if who is None else [numbers[rank] for rank in who.ranks]
 
 
-def names(run: RankView) -> list[int]:
+def list_replicas(run: RankView) -> list[int]:
     """The numbers in the run of the ranks that `alike` picks."""
-    return alike(run, [run.rank.number(place) for place in range(run.rank.size)])
+    return pick_replicas(run, [run.rank.number(place) for place in range(run.rank.size)])
 
 
-def owners(run: RankView, strategy: Strategy) -> dict[str, int]:
+def list_owners(run: RankView, strategy: Strategy) -> dict[str, int]:
     """Returns the owner of each embedding table, if `strategy` keeps each table on one rank."""
     names = run.rank.tables if strategy.tables else ()
     return {table: strategy.owner(k, run.rank.size) for k, table in enumerate(names)}
 
 
-async def consolidate(run: RankView, strategy: Strategy) -> None:
+async def consolidate_state(run: RankView, strategy: Strategy) -> None:
     """Averages buffers and optimizer state over the ranks that trained under `strategy`.
 
     Otherwise diverged momenta would pull replicas apart again. Integers (counters, quantised moments) are taken from
@@ -73,29 +79,33 @@ async def consolidate(run: RankView, strategy: Strategy) -> None:
     rank, who = run.rank, mesh(strategy, run.rank.size)
     if rank.size == 1 or not (strategy.periodic or len(who.ranks) < rank.size):
         return
-    own, apart = _numel(beside(run)), owners(run, strategy)
-    most = max(alike(run, await run.gather(own)))
+    own, apart = _count_elements(list_trainer_state(run)), list_owners(run, strategy)
+    most = max(pick_replicas(run, await run.gather(own)))
     if own < most or (apart and most):  # it has no optimizer state yet, or lacks other ranks' tables
-        prime(run.layout, run.optimizer)
-    check_same(alike(run, await run.gather(_numel(beside(run)))), "sizes of the optimizer state", names(run))
+        create_optimizer_state(run.layout, run.optimizer)
+    check_same(
+        pick_replicas(run, await run.gather(_count_elements(list_trainer_state(run)))),
+        "sizes of the optimizer state",
+        list_replicas(run),
+    )
     if not strategy.periodic or rank.id not in who.ranks or len(who.ranks) == 1:
         return
     group = rank.replicas if len(who.ranks) == rank.size else rank.group(*(name for name, _ in who.dims))
-    drifted = drifting(run, run.experiment.optimizer, apart)
-    await averaged(group, drifted, "optimizer state")
+    drifted = list_drifting(run, run.experiment.optimizer, apart)
+    await average_tensors(group, drifted, "optimizer state")
 
 
-def drifting(run: RankView, optimizer: OptimizerSetting, apart: Collection[str] = ()) -> list[torch.Tensor]:
+def list_drifting(run: RankView, optimizer: OptimizerSetting, apart: Collection[str] = ()) -> list[torch.Tensor]:
     """Returns the tensors of `beside` without tables `apart`. Zeroes slots with the rule "drop", which have no mean."""
     found = []
-    for name, x in beside(run).items():
+    for name, x in list_trainer_state(run).items():
         slot, _, of = name.rpartition("/")
         if x.numel() and of not in apart:
-            found.append(x.zero_() if slot and rule(optimizer.own, slot) == "drop" else x)
+            found.append(x.zero_() if slot and find_rule(optimizer.own, slot) == "drop" else x)
     return found
 
 
-async def averaged(group: Rank, drifted: list[torch.Tensor], name: str, among: Collection[int] = ()) -> None:
+async def average_tensors(group: Rank, drifted: list[torch.Tensor], name: str, among: Collection[int] = ()) -> None:
     """Replaces tensors on all ranks of a group by the mean over ranks `among` (none: all). Works in place.
 
     Integers have no mean: every rank takes those of the first rank.
@@ -103,7 +113,7 @@ async def averaged(group: Rank, drifted: list[torch.Tensor], name: str, among: C
     first, count = min(among, default=0), len(among) or group.size
     floats = [x for x in drifted if can_average(x.dtype)]
     if floats:
-        flat = flattened(floats).div_(count)
+        flat = flatten_tensors(floats).div_(count)
         if among and group.index not in among:
             flat.zero_()
         await group.all_reduce(flat, "sum", name)
@@ -115,79 +125,85 @@ async def averaged(group: Rank, drifted: list[torch.Tensor], name: str, among: C
             scatter_back(whole.view(x.dtype), [x])
 
 
-async def spread(run: RankView, strategy: Strategy) -> None:
-    """Gives every rank the state that it lacks. Sends nothing if no rank lacks any. Runs after `consolidate`."""
+async def spread_state(run: RankView, strategy: Strategy) -> None:
+    """Gives every rank the state that it lacks. Sends nothing if no rank lacks any. Runs after `consolidate_state`."""
     trained = mesh(strategy, run.rank.size).ranks
     if len(trained) < run.rank.size:
-        await bring(run, trained, len(_present(parameters(run.layout))), tuple(owners(run, strategy).items()))
+        await send_missing(
+            run, trained, len(_drop_empty(list_parameters(run.layout))), tuple(list_owners(run, strategy).items())
+        )
 
 
-async def bring(run: RankView, holders: tuple[int, ...], everywhere: int = 0,
+async def send_missing(run: RankView, holders: tuple[int, ...], everywhere: int = 0,
                 apart: tuple[tuple[str, int], ...] = ()) -> None:  # fmt: skip
-    """Gives every rank the state of `holders` that it lacks. See `_placed` for the other arguments."""
-    rank, state = run.rank, _present(parameters(run.layout)) | _present(beside(run))
+    """Gives every rank the state of `holders` that it lacks. See `_place_state` for the other arguments."""
+    rank, state = run.rank, _drop_empty(list_parameters(run.layout)) | _drop_empty(list_trainer_state(run))
     sizes, everyone = tuple((name, x.numel()) for name, x in state.items()), tuple(range(rank.size))
-    was = _placed(sizes, everywhere, holders, rank.size, apart)
-    to = _placed(sizes, everywhere, everyone, rank.size)
-    given = await move(rank, {name: state[name] for name in was.at(rank.id)}, was, to, everyone, state)
+    was = _place_state(sizes, everywhere, holders, rank.size, apart)
+    to = _place_state(sizes, everywhere, everyone, rank.size)
+    given = await move_state(
+        rank, {name: state[name] for name in was.slices_of_rank(rank.id)}, was, to, everyone, state
+    )
     with torch.no_grad():
         for name, x in state.items():
             if not x.is_meta and given[name] is not x:
                 x.copy_(given[name].view(x.shape))
 
 
-def _present(state: State) -> State:
+def _drop_empty(state: State) -> State:
     return {name: x for name, x in state.items() if x.numel()}
 
 
-async def check(run: RankView) -> None:
+async def require_agreement(run: RankView) -> None:
     """Raises Disagreement unless all ranks hold the same parameters and the same optimizer state.
 
     It skips optimizer state in shards.
     """
-    own = checksum(parameters(run.layout))
-    check_same(alike(run, await run.gather(own)), "after the switch the parameters", names(run))
-    if cut(run, run.experiment.strategy) is None:
-        own = checksum(slots(run.layout, run.optimizer))
-        check_same(alike(run, await run.gather(own)), "after the switch the optimizer's slots", names(run))
+    own = compute_checksum(list_parameters(run.layout))
+    check_same(pick_replicas(run, await run.gather(own)), "after the switch the parameters", list_replicas(run))
+    if find_shards(run, run.experiment.strategy) is None:
+        own = compute_checksum(read_slots(run.layout, run.optimizer))
+        check_same(
+            pick_replicas(run, await run.gather(own)), "after the switch the optimizer's slots", list_replicas(run)
+        )
 
 
 @lru_cache(maxsize=8)  # all ranks of a simulation need the same one
-def _placed(sizes: tuple[tuple[str, int], ...], everywhere: int, trained: tuple[int, ...], size: int,
+def _place_state(sizes: tuple[tuple[str, int], ...], everywhere: int, trained: tuple[int, ...], size: int,
             apart: tuple[tuple[str, int], ...] = ()) -> Placement:  # fmt: skip
     """Places the first `everywhere` tensors on every rank, and the other tensors on the ranks that `trained`.
 
     apart: the owner of each table. Only the owner holds the table and its optimizer state.
     """
-    owner, held = dict(apart), {rank: dict[str, tuple[Slice, ...]]() for rank in range(size)}
+    owner, held = dict(apart), {rank: dict[str, tuple[StridedSlice, ...]]() for rank in range(size)}
     for number, (name, n) in enumerate(sizes):
         of = name if number < everywhere else name.partition("/")[2]
         for rank in (owner[of],) if of in owner else range(size) if number < everywhere else trained:
-            held[rank][name] = (Slice(0, n),)
+            held[rank][name] = (StridedSlice(0, n),)
     return Placement(dict(sizes), held)
 
 
-def _nbytes(state: State) -> int:
+def _count_bytes(state: State) -> int:
     return sum(x.numel() * x.element_size() for x in state.values())
 
 
-def _numel(state: State) -> int:
+def _count_elements(state: State) -> int:
     return sum(x.numel() for x in state.values())
 
 
 # -- optimizer state in shards --
 
 
-def cut(run: RankView, strategy: Strategy) -> Cut | None:
+def find_shards(run: RankView, strategy: Strategy) -> ShardLayout | None:
     """Returns how `strategy` shards optimizer state. None: it is whole on every rank, or torch keeps it."""
     if strategy.opaque or "optimizer state" not in strategy.shards:
         return None
     if len((groups := sharers(strategy, run.rank.size))[0]) == 1:
         return None
-    return Cut(tuple(bucket.parts for bucket in run.layout.buckets), groups)
+    return ShardLayout(tuple(bucket.parts for bucket in run.layout.buckets), groups)
 
 
-async def reshard(run: Changing, was: Cut | None, to: Cut | None) -> None:
+async def reshard_slots(run: ChangeView, was: ShardLayout | None, to: ShardLayout | None) -> None:
     """Moves optimizer state from the shards `was` to the shards `to` by one `move`. None: whole on every rank.
 
     From whole to shards it sends nothing. Raises Disagreement if the hash of the state has changed.
@@ -196,52 +212,56 @@ async def reshard(run: Changing, was: Cut | None, to: Cut | None) -> None:
         return
     rank, layout = run.rank, run.layout
     some = {place.name for place in layout.order if place.numel}
-    both = likes(layout.order, run.optimizer), slots(layout, run.optimizer)
+    both = make_slot_likes(layout.order, run.optimizer), read_slots(layout, run.optimizer)
     like, here = ({name: x for name, x in each.items() if name.partition("/")[2] in some} for each in both)
-    kept = await kept_slots(run, like, here)
+    kept = await list_slots(run, like, here)
     sizes = tuple((place.name, place.numel) for place in layout.order)
     slots_of = tuple((name, bool(like[name].numel())) for name in kept)
-    if was is None and layout.sizes_only:  # with sizes only there are no values to move or to hash
-        if run.ledger.remembers:
-            run.ledger.surge(sum(n * like[name].element_size() for name, n in _counts(dict(sizes), slots_of).items()))
+    if was is None and layout.has_sizes_only:  # with sizes only there are no values to move or to hash
+        if run.ledger.has_optimizer_state:
+            run.ledger.note_surge(
+                sum(n * like[name].element_size() for name, n in _count_slot_elements(dict(sizes), slots_of).items())
+            )
         return run.sharded(to)
-    lies, comes = (in_shards(sizes, slots_of, one, rank.size) for one in (was, to))
-    if layout.sizes_only:  # one optimizer stands for all ranks, and keeps its state
-        here = {name: like[name].new_empty(lies.numel(rank.id, name)) for name in lies.at(rank.id)}
-    before = await summed(run, here, lies)
-    given = await move(rank, {name: here[name] for name in lies.at(rank.id)}, lies, comes, range(rank.size), like)
-    if run.ledger.remembers:
-        run.ledger.surge(_nbytes(here))  # held in addition to `given`
-    if await summed(run, given, comes) != before:
-        raise Disagreement("the optimizer's state is not what it was before it was shared out anew")
-    if not layout.sizes_only:
-        put(layout, run.optimizer, given, like)
+    lies, comes = (place_slots(sizes, slots_of, one, rank.size) for one in (was, to))
+    if layout.has_sizes_only:  # one optimizer stands for all ranks, and keeps its state
+        here = {name: like[name].new_empty(lies.count_elements(rank.id, name)) for name in lies.slices_of_rank(rank.id)}
+    before = await sum_hashes(run, here, lies)
+    given = await move_state(
+        rank, {name: here[name] for name in lies.slices_of_rank(rank.id)}, lies, comes, range(rank.size), like
+    )
+    if run.ledger.has_optimizer_state:
+        run.ledger.note_surge(_count_bytes(here))  # held in addition to `given`
+    if await sum_hashes(run, given, comes) != before:
+        raise RankDisagreement("the optimizer's state is not what it was before it was shared out anew")
+    if not layout.has_sizes_only:
+        put_slots(layout, run.optimizer, given, like)
     run.sharded(to)
 
 
-async def summed(run: RankView, state: State, lies: Placement) -> int:
+async def sum_hashes(run: RankView, state: State, lies: Placement) -> int:
     """Returns the hash of all ranks' state. Each replica counts once, on the first rank that has it."""
-    return sum(await run.gather(hashed(run, state, lies))) & MASK
+    return sum(await run.gather(hash_state(run, state, lies))) & MASK
 
 
-def hashed(run: RankView, state: State, lies: Placement) -> int:
+def hash_state(run: RankView, state: State, lies: Placement) -> int:
     """Returns this rank's part of the hash. The hash is the sum of all parts."""
     me = run.rank.id
-    if run.layout.sizes_only:
+    if run.layout.has_sizes_only:
         return 0
-    mine = {name: slices for name, slices in lies.at(me).items()
-            if not any(lies.at(r).get(name) == slices for r in range(me))}  # fmt: skip
-    return checksum({name: state[name] for name in mine}, mine)
+    mine = {name: slices for name, slices in lies.slices_of_rank(me).items()
+            if not any(lies.slices_of_rank(r).get(name) == slices for r in range(me))}  # fmt: skip
+    return compute_checksum({name: state[name] for name in mine}, mine)
 
 
-def kept_bytes(layout: Layout, optimizer: Optimizer, cut: Cut, rank: int) -> int:
+def count_slot_bytes(layout: ParameterLayout, optimizer: Optimizer, cut: ShardLayout, rank: int) -> int:
     """Returns the bytes of sharded optimizer state on a rank after the first step."""
-    like, numel = likes(layout.order, optimizer), {place.name: place.numel for place in layout.order}
-    mine = _shard(numel, tuple((name, bool(x.numel())) for name, x in like.items()), cut, rank)
-    return sum(s.numel * like[name].element_size() for name, slices in mine.items() for s in slices)
+    like, numel = make_slot_likes(layout.order, optimizer), {place.name: place.numel for place in layout.order}
+    mine = _find_shard(numel, tuple((name, bool(x.numel())) for name, x in like.items()), cut, rank)
+    return sum(s.element_count * like[name].element_size() for name, slices in mine.items() for s in slices)
 
 
-async def kept_slots(run: RankView, like: State, here: State) -> list[str]:
+async def list_slots(run: RankView, like: State, here: State) -> list[str]:
     """Returns the names of the slots that at least one rank has."""
     if not like:
         return []
@@ -255,25 +275,25 @@ async def kept_slots(run: RankView, like: State, here: State) -> list[str]:
 
 
 @lru_cache(maxsize=8)  # all ranks of a simulation need the same one
-def in_shards(sizes: tuple[tuple[str, int], ...], kept: tuple[tuple[str, bool], ...], cut: Cut | None,
+def place_slots(sizes: tuple[tuple[str, int], ...], kept: tuple[tuple[str, bool], ...], cut: ShardLayout | None,
                size: int) -> Placement:  # fmt: skip
     """Returns the placement of slots: whole on every rank if `cut` is None, else in shards of buckets.
 
     A slot of one element, such as a counter, is on every rank with a piece of its parameter.
     """
     numel = dict(sizes)
-    counts = _counts(numel, kept)
+    counts = _count_slot_elements(numel, kept)
     if cut is None:
-        return Placement.whole(counts, range(size))
-    return Placement(counts, {rank: _shard(numel, kept, cut, rank) for group in cut.groups for rank in group})
+        return Placement.place_whole(counts, range(size))
+    return Placement(counts, {rank: _find_shard(numel, kept, cut, rank) for group in cut.groups for rank in group})
 
 
-def _counts(numel: Mapping[str, int], kept: Iterable[tuple[str, bool]]) -> dict[str, int]:
+def _count_slot_elements(numel: Mapping[str, int], kept: Iterable[tuple[str, bool]]) -> dict[str, int]:
     """Returns the elements of each slot. kept: (slot, True if it has one element, else as many as its parameter)."""
     return {name: 1 if whole else numel[name.partition("/")[2]] for name, whole in kept}
 
 
-def _shard(numel: Mapping[str, int], kept: Iterable[tuple[str, bool]], cut: Cut, rank: int) -> Held:
+def _find_shard(numel: Mapping[str, int], kept: Iterable[tuple[str, bool]], cut: ShardLayout, rank: int) -> Held:
     """Returns the slots that one rank holds: its slice of each bucket, cut as in `Bucket.shard`."""
     group = next(group for group in cut.groups if rank in group)
     place, mine = group.index(rank), {}
@@ -285,7 +305,7 @@ def _shard(numel: Mapping[str, int], kept: Iterable[tuple[str, bool]], cut: Cut,
         for name in names:
             low, high = max(begin - at, 0), min(end - at, numel[name])
             if low < high:
-                mine[name] = (Slice(low, high - low),)
+                mine[name] = (StridedSlice(low, high - low),)
             at += numel[name]
     of = {name: name.partition("/")[2] for name, _ in kept}
-    return {name: (Slice(0, 1),) if whole else mine[of[name]] for name, whole in kept if of[name] in mine}
+    return {name: (StridedSlice(0, 1),) if whole else mine[of[name]] for name, whole in kept if of[name] in mine}

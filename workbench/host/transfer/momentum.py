@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 
 from workbench.compressors import inside
 from workbench.experiment.momentum import plain
-from workbench.host.placement.canonical import flattened
-from workbench.host.transfer.views import Changing
+from workbench.host.placement.canonical import flatten_tensors
+from workbench.host.transfer.views import ChangeView
 from workbench.rank import MOMENTUM, Memory
 
 if TYPE_CHECKING:
-    from workbench.host.placement.layout import Layout, Place
+    from workbench.host.placement.layout import ParameterLayout, ParameterPlace
 
 
-def stilled(layout: Layout, optimizer: Optimizer, memory: Memory) -> None:
+def subtract_gradients(layout: ParameterLayout, optimizer: Optimizer, memory: Memory) -> None:
     """Subtracts a step's gradients from the optimizer's momentum, if a compressor keeps the momentum of gradients."""
     kept = memory.buffers.get(MOMENTUM)
     if not kept or not plain(optimizer):
@@ -33,23 +33,23 @@ def stilled(layout: Layout, optimizer: Optimizer, memory: Memory) -> None:
         torch._foreach_sub_(*map(list, zip(*pairs, strict=True)))
 
 
-async def move_momentum(run: Changing) -> None:
+async def move_momentum(run: ChangeView) -> None:
     """Moves the momentum to the compressor or back, if the new compressor needs it. Rank 0 records a Mark."""
     memory = run.rank.memory
     here = MOMENTUM in memory.buffers
     wanted = any(c.carries for c in inside(run.rank.compressor))
     if wanted and not here:
         memory.buffers[MOMENTUM] = {}
-        _take(run)
+        _take_momentum(run)
     elif here and not wanted:
-        await give_back(run)
+        await return_momentum(run)
     else:
         return
     if run.rank.id == 0:
         run.mark("momentum", {"text": f"the momentum is kept by the {'compressor' if wanted else 'optimizer'}"})
 
 
-def _take(run: Changing) -> None:
+def _take_momentum(run: ChangeView) -> None:
     """Moves this rank's share of the optimizer's momentum into its compressor's memory."""
     for place in run.layout.order:
         buffer = run.optimizer.state.get(place.param, {}).get("momentum_buffer")
@@ -58,11 +58,11 @@ def _take(run: Changing) -> None:
             buffer.zero_()
 
 
-async def give_back(run: Changing) -> None:
+async def return_momentum(run: ChangeView) -> None:
     """Adds the uncompressed sum of all ranks' shares to the optimizer's momentum, if it has one."""
     kept = run.rank.memory.buffers[MOMENTUM]
     places = [place for place in run.layout.order if place.name in kept]
-    flat = flattened([kept[place.name] for place in places])
+    flat = flatten_tensors([kept[place.name] for place in places])
     run.rank.memory.drop(MOMENTUM)
     if not flat.numel():
         return
@@ -72,10 +72,10 @@ async def give_back(run: Changing) -> None:
     has = {p for group in run.optimizer.param_groups for p in group["params"] if group["momentum"]}
     for place, piece in zip(places, flat.split([place.numel for place in places]), strict=True):
         if place.param in has:
-            _add(run.optimizer.state[place.param], place, piece)
+            _add_momentum(run.optimizer.state[place.param], place, piece)
 
 
-def _add(state: dict[str, Any], place: Place, piece: torch.Tensor) -> None:
+def _add_momentum(state: dict[str, Any], place: ParameterPlace, piece: torch.Tensor) -> None:
     """Adds `piece`, (n,), to the momentum of one parameter."""
     piece = piece.view(place.param.shape).to(place.param.dtype)
     buffer = state.get("momentum_buffer")

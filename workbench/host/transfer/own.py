@@ -18,15 +18,15 @@ from torch import Tensor
 from workbench.compressors import inside
 from workbench.fabric import traffic
 from workbench.host.core.remembered import UNDECLARED
-from workbench.host.placement.canonical import Disagreement
-from workbench.host.placement.move import State, move, seen
+from workbench.host.placement.canonical import RankDisagreement
+from workbench.host.placement.move import State, move_state, view_slice
 from workbench.host.placement.placement import Placement
-from workbench.host.placement.plan import plan
-from workbench.host.placement.sliced import numel_of
-from workbench.host.placement.slices import Slice, refine
-from workbench.host.placement.spread import Spread, placed
-from workbench.host.transfer.handover import summed
-from workbench.host.transfer.views import Changing
+from workbench.host.placement.plan import plan_transfers
+from workbench.host.placement.sliced import whole_numel
+from workbench.host.placement.slices import StridedSlice, refine_slices
+from workbench.host.placement.spread import ReplicaSpread, place_replica
+from workbench.host.transfer.handover import sum_hashes
+from workbench.host.transfer.views import ChangeView
 from workbench.rank import Rank
 from workbench.settings import Json
 
@@ -34,7 +34,7 @@ Named = tuple[tuple[str, int], ...]  # (name, elements) of trained parameters of
 MOVED = ("sum", "mean")  # the rules by which memory moves with the parameters
 
 
-async def carry(run: Changing, was: Spread | None, to: Spread | None) -> None:
+async def migrate_rank_state(run: ChangeView, was: ReplicaSpread | None, to: ReplicaSpread | None) -> None:
     """Moves each rank's compression memory from the partition `was` to `to`.
 
     All ranks call it together before the model moves. Raises Disagreement if a sum has changed.
@@ -50,12 +50,12 @@ async def carry(run: Changing, was: Spread | None, to: Spread | None) -> None:
             continue
         pieces = memory.buffers.get(buffer, {})
         kept[buffer] = {}
-        for kind, named in _kinds(run).items():
+        for kind, named in _group_by_dtype(run).items():
             like = run.layout.weights[0].new_empty(0, dtype=kind)
             if rule == "mean":
-                found, sent = await _meant(run, pieces, named, like, (was, to))
+                found, sent = await _move_mean(run, pieces, named, like, (was, to))
             else:
-                found, sent = await _dealt(run, pieces, named, like, (was, to))
+                found, sent = await _move_sum(run, pieces, named, like, (was, to))
             kept[buffer] |= found
             nbytes += sent
     lost = sorted(here - kept.keys() - stays - {"generator"})
@@ -63,10 +63,10 @@ async def carry(run: Changing, was: Spread | None, to: Spread | None) -> None:
         memory.drop(name)
     memory.buffers.update(kept)
     if run.rank.id == 0 and (kept or lost):
-        run.mark("own", _told({name: rules.get(name, UNDECLARED) for name in (*kept, *stays, *lost)}, nbytes))
+        run.mark("own", _describe_move({name: rules.get(name, UNDECLARED) for name in (*kept, *stays, *lost)}, nbytes))
 
 
-def _told(rules: dict[str, str], nbytes: int) -> dict[str, Json]:
+def _describe_move(rules: dict[str, str], nbytes: int) -> dict[str, Json]:
     said = [f"{name} went with the parameters ({rule} over ranks)" for name, rule in rules.items() if rule in MOVED]
     stays = [name for name, rule in rules.items() if rule == "keep"]
     lost = [name for name, rule in rules.items() if rule not in (*MOVED, "keep")]
@@ -75,140 +75,148 @@ def _told(rules: dict[str, str], nbytes: int) -> dict[str, Json]:
     return {"rules": rules, "nbytes": nbytes, "text": f"of what compression remembers, {'; '.join(said)}"}
 
 
-def _kinds(run: Changing) -> dict[torch.dtype, Named]:
+def _group_by_dtype(run: ChangeView) -> dict[torch.dtype, Named]:
     """Returns the trained parameters of the whole model, by the dtype of their compression memory."""
     found: dict[torch.dtype, list[tuple[str, int]]] = defaultdict(list)
     for name, p in run.model.named_parameters():
         if p.requires_grad:
-            found[torch.promote_types(p.dtype, torch.float32)].append((name, numel_of(p)))
+            found[torch.promote_types(p.dtype, torch.float32)].append((name, whole_numel(p)))
     return {kind: tuple(named) for kind, named in found.items()}
 
 
-def _line(pieces: State, lies: Placement, rank: Rank, like: Tensor) -> Tensor:
+def _join_pieces(pieces: State, lies: Placement, rank: Rank, like: Tensor) -> Tensor:
     """(n,): all that this rank has, one parameter after the other; zero where it remembers nothing of one."""
     parts = []
-    for name in lies.at(rank.id):
-        n = lies.numel(rank.id, name)
+    for name in lies.slices_of_rank(rank.id):
+        n = lies.count_elements(rank.id, name)
         parts.append(like.new_zeros(n) if like.is_meta or name not in pieces else pieces[name].to(like))
         if parts[-1].numel() != n:
-            raise Disagreement(f"rank {rank.number()} remembers {parts[-1].numel()} elements of {name} and holds {n}")
+            raise RankDisagreement(
+                f"rank {rank.number()} remembers {parts[-1].numel()} elements of {name} and holds {n}"
+            )
     return torch.cat(parts) if parts else like.new_zeros(0)
 
 
-def _cut(line: Tensor, lies: Placement, me: int) -> State:
-    names = lies.at(me)
-    return dict(zip(names, line.split([lies.numel(me, name) for name in names]), strict=True))
+def _split_pieces(line: Tensor, lies: Placement, me: int) -> State:
+    names = lies.slices_of_rank(me)
+    return dict(zip(names, line.split([lies.count_elements(me, name) for name in names]), strict=True))
 
 
-async def _moved(run: Changing, state: State, was: Placement, to: Placement, like: Tensor) -> tuple[State, int]:
+async def _move_checked(
+    run: ChangeView, state: State, was: Placement, to: Placement, like: Tensor
+) -> tuple[State, int]:
     """Moves `state`. Returns (this rank's new part, the bytes that all ranks have sent).
 
     Raises Disagreement if the hash over all ranks has changed.
     """
     likes = dict.fromkeys(to.sizes, like)
-    before = await summed(run, state, was)
-    given = await move(run.rank, state, was, to, range(run.rank.size), likes)
-    if await summed(run, given, to) != before:
-        raise Disagreement("what ranks remember of their own is not what it was before it was dealt on")
-    run.ledger.surge(sum(x.numel() * x.element_size() for x in (*state.values(), *given.values())))
-    todo = plan(was, to, range(run.rank.size), dict.fromkeys(to.sizes, like.element_size()))
+    before = await sum_hashes(run, state, was)
+    given = await move_state(run.rank, state, was, to, range(run.rank.size), likes)
+    if await sum_hashes(run, given, to) != before:
+        raise RankDisagreement("what ranks remember of their own is not what it was before it was dealt on")
+    run.ledger.note_surge(sum(x.numel() * x.element_size() for x in (*state.values(), *given.values())))
+    todo = plan_transfers(was, to, range(run.rank.size), dict.fromkeys(to.sizes, like.element_size()))
     return given, sum(todo.nbytes.values())
 
 
 # -- mean --
 
 
-async def _meant(run: Changing, pieces: State, named: Named, like: Tensor,
-                 ways: tuple[Spread | None, Spread | None]) -> tuple[State, int]:  # fmt: skip
+async def _move_mean(run: ChangeView, pieces: State, named: Named, like: Tensor,
+                 ways: tuple[ReplicaSpread | None, ReplicaSpread | None]) -> tuple[State, int]:  # fmt: skip
     """Moves the sum over replicas. Each of q new replicas gets 1/q of it."""
     rank = run.rank
-    lies, comes = (placed(named, way, rank.size) for way in ways)
-    line = _line(pieces, lies, rank, like)
+    lies, comes = (place_replica(named, way, rank.size) for way in ways)
+    line = _join_pieces(pieces, lies, rank, like)
     apart = 0
     if (size := rank.replicas.size) > 1:
         await rank.replicas.all_reduce(line, "sum", "own")
-        lines = [lies.numel(r) * like.element_size() for r in range(rank.size)]
+        lines = [lies.count_elements(r) * like.element_size() for r in range(rank.size)]
         apart = sum(traffic("all_reduce", nbytes, size)[0] for nbytes in lines)
-    given, sent = await _moved(run, _cut(line, lies, rank.id), lies, comes, like)
-    return {name: x / (rank.size // _ranks(ways[1])) for name, x in given.items()}, sent + apart
+    given, sent = await _move_checked(run, _split_pieces(line, lies, rank.id), lies, comes, like)
+    return {name: x / (rank.size // _count_ranks(ways[1])) for name, x in given.items()}, sent + apart
 
 
 # -- sum --
 
 
-async def _dealt(run: Changing, pieces: State, named: Named, like: Tensor,
-                 ways: tuple[Spread | None, Spread | None]) -> tuple[State, int]:  # fmt: skip
+async def _move_sum(run: ChangeView, pieces: State, named: Named, like: Tensor,
+                 ways: tuple[ReplicaSpread | None, ReplicaSpread | None]) -> tuple[State, int]:  # fmt: skip
     """Moves shares. A rank keeps its share of elements that it still holds. Heirs add the shares of all other elements.
 
     Elements without a share begin at 0.
     """
     me = run.rank.id
-    lies, comes = (placed(named, way, run.rank.size) for way in ways)
-    was, to = _shares(named, *ways, run.rank.size)
-    mine = {share: _line(pieces, lies, run.rank, like) for share in was.at(me)}
-    given, sent = await _moved(run, mine, was, to, like)
-    total = like.new_zeros(comes.numel(me))
+    lies, comes = (place_replica(named, way, run.rank.size) for way in ways)
+    was, to = _place_shares(named, *ways, run.rank.size)
+    mine = {share: _join_pieces(pieces, lies, run.rank, like) for share in was.slices_of_rank(me)}
+    given, sent = await _move_checked(run, mine, was, to, like)
+    total = like.new_zeros(comes.count_elements(me))
     if not total.is_meta:
-        starts = _starts(named)
-        here = tuple(_from(starts[name], s) for name, slices in comes.at(me).items() for s in slices)
+        starts = _find_starts(named)
+        here = tuple(_shift_slice(starts[name], s) for name, slices in comes.slices_of_rank(me).items() for s in slices)
         for share in sorted(given, key=int):
             at = 0
-            for s in to.at(me)[share]:
-                seen(total, here, s).add_(given[share][at : at + s.numel].view(s.times, s.length))
-                at += s.numel
-    return _cut(total, comes, me), sent
+            for s in to.slices_of_rank(me)[share]:
+                view_slice(total, here, s).add_(given[share][at : at + s.element_count].view(s.times, s.length))
+                at += s.element_count
+    return _split_pieces(total, comes, me), sent
 
 
 @lru_cache(maxsize=8)  # all ranks of a simulation need the same one
-def _shares(named: Named, was: Spread | None, to: Spread | None, size: int) -> tuple[Placement, Placement]:
+def _place_shares(
+    named: Named, was: ReplicaSpread | None, to: ReplicaSpread | None, size: int
+) -> tuple[Placement, Placement]:
     """Returns the old and the new placement of each replica's share, "0", "1", ..., of all parameters end to end.
 
     Of p old and q new replicas, the heirs of old replica j are the ranks of new replica j q // p.
     """
-    before, after = (placed(named, way, size) for way in (was, to))
-    old, new = _ranks(was), _ranks(to)
-    starts, total = _starts(named), sum(n for _, n in named)
-    lies: list[dict[str, list[Slice]]] = [defaultdict(list) for _ in range(size)]
-    comes: list[dict[str, list[Slice]]] = [defaultdict(list) for _ in range(size)]
+    before, after = (place_replica(named, way, size) for way in (was, to))
+    old, new = _count_ranks(was), _count_ranks(to)
+    starts, total = _find_starts(named), sum(n for _, n in named)
+    lies: list[dict[str, list[StridedSlice]]] = [defaultdict(list) for _ in range(size)]
+    comes: list[dict[str, list[StridedSlice]]] = [defaultdict(list) for _ in range(size)]
     for owner in range(size):
         share = owner // old
         first = share * (size // new) // (size // old) * new
-        for name, slices in before.at(owner).items():
-            lies[owner][str(share)] += [_from(starts[name], s) for s in slices]
-            for rank, s in _heirs(slices, after, name, (owner, *range(first, first + new))):
-                comes[rank][str(share)].append(_from(starts[name], s))
+        for name, slices in before.slices_of_rank(owner).items():
+            lies[owner][str(share)] += [_shift_slice(starts[name], s) for s in slices]
+            for rank, s in _find_heirs(slices, after, name, (owner, *range(first, first + new))):
+                comes[rank][str(share)].append(_shift_slice(starts[name], s))
     sizes = {str(share): total for share in range(size // old)}
-    return _placement(sizes, lies), _placement(sizes, comes)
+    return _make_placement(sizes, lies), _make_placement(sizes, comes)
 
 
-def _placement(sizes: dict[str, int], held: list[dict[str, list[Slice]]]) -> Placement:
+def _make_placement(sizes: dict[str, int], held: list[dict[str, list[StridedSlice]]]) -> Placement:
     return Placement(sizes, {rank: {share: tuple(found) for share, found in here.items()}
                              for rank, here in enumerate(held)})  # fmt: skip
 
 
-def _heirs(slices: tuple[Slice, ...], after: Placement, name: str,
-           ranks: tuple[int, ...]) -> Iterator[tuple[int, Slice]]:  # fmt: skip
+def _find_heirs(slices: tuple[StridedSlice, ...], after: Placement, name: str,
+           ranks: tuple[int, ...]) -> Iterator[tuple[int, StridedSlice]]:  # fmt: skip
     """Yields (rank, part of `slices`): the first of `ranks` that will hold this part of the tensor."""
-    holding = [(rank, its) for rank in ranks if (its := after.at(rank).get(name))]
-    for s, who in _refined(slices, tuple(its for _, its in holding)):
+    holding = [(rank, its) for rank in ranks if (its := after.slices_of_rank(rank).get(name))]
+    for s, who in _refine_slices(slices, tuple(its for _, its in holding)):
         yield holding[who][0], s
 
 
 @lru_cache(maxsize=1024)  # most replicas and many parameters have the same slices
-def _refined(slices: tuple[Slice, ...], others: tuple[tuple[Slice, ...], ...]) -> list[tuple[Slice, int]]:
+def _refine_slices(
+    slices: tuple[StridedSlice, ...], others: tuple[tuple[StridedSlice, ...], ...]
+) -> list[tuple[StridedSlice, int]]:
     """Returns the parts of `slices`, each with the index of the first of `others` that holds it."""
-    return [(s, (members >> 1 & -(members >> 1)).bit_length() - 1) for s, members in refine([slices, *others])
+    return [(s, (members >> 1 & -(members >> 1)).bit_length() - 1) for s, members in refine_slices([slices, *others])
             if members & 1]  # fmt: skip
 
 
-def _starts(named: Named) -> dict[str, int]:
+def _find_starts(named: Named) -> dict[str, int]:
     return dict(zip((name for name, _ in named), accumulate((n for _, n in named), initial=0), strict=False))
 
 
-def _from(start: int, s: Slice) -> Slice:
+def _shift_slice(start: int, s: StridedSlice) -> StridedSlice:
     return s._replace(start=start + s.start)
 
 
-def _ranks(way: Spread | None) -> int:
+def _count_ranks(way: ReplicaSpread | None) -> int:
     """Returns the number of ranks of one replica."""
     return len(way) if way else 1

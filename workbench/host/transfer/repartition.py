@@ -14,26 +14,26 @@ import torch
 from torch import nn
 
 from workbench.host.placement import absent, sliced
-from workbench.host.placement.canonical import Disagreement
+from workbench.host.placement.canonical import RankDisagreement
 from workbench.host.placement.checksum import MASK
-from workbench.host.placement.layout import Place
-from workbench.host.placement.move import State, move
-from workbench.host.placement.plan import plan
-from workbench.host.placement.sliced import numel_of, shape_of
-from workbench.host.placement.slices import Slice
-from workbench.host.placement.slots import likes, put, slots
-from workbench.host.placement.spread import Spread, placed
-from workbench.host.transfer.boundary import held
-from workbench.host.transfer.handover import averaged, cut, hashed, kept_slots
-from workbench.host.transfer.lying import WHOLE, Lying, where
-from workbench.host.transfer.views import Changing
+from workbench.host.placement.layout import ParameterPlace
+from workbench.host.placement.move import State, move_state
+from workbench.host.placement.plan import plan_transfers
+from workbench.host.placement.sliced import whole_numel, whole_shape
+from workbench.host.placement.slices import StridedSlice
+from workbench.host.placement.slots import make_slot_likes, put_slots, read_slots
+from workbench.host.placement.spread import ReplicaSpread, place_replica
+from workbench.host.transfer.boundary import list_own_elements
+from workbench.host.transfer.handover import average_tensors, find_shards, hash_state, list_slots
+from workbench.host.transfer.lying import WHOLE, StateLayout, place_tensors
+from workbench.host.transfer.views import ChangeView
 from workbench.rank import StrategyError
 from workbench.tasks import at_rate, rate
 
 OUTER = "outer"  # the prefix of an outer momentum's names
 
 
-class _Moved(NamedTuple):
+class _MovedState(NamedTuple):
     """The state that moves.
 
     sizes: the elements of each tensor, the same on every rank
@@ -48,8 +48,8 @@ class _Moved(NamedTuple):
     slots: dict[str, bool]
 
 
-class Came(NamedTuple):
-    """The state that the caller of `repartition` still has to place.
+class UnplacedState(NamedTuple):
+    """The state that the caller of `repartition_state` still has to place.
 
     outer:  the outer momentum of this rank's parameters, by name
     pieces: this rank's shard of each parameter, flat, if parameters are sharded now
@@ -59,43 +59,55 @@ class Came(NamedTuple):
     pieces: State | None
 
 
-async def repartition(run: Changing, was: Lying, to: Lying, outer: State | None = None) -> Came:
+async def repartition_state(
+    run: ChangeView, was: StateLayout, to: StateLayout, outer: State | None = None
+) -> UnplacedState:
     """Moves the state from `was` to `to`. All ranks call it at the same boundary. Replicas must be equal.
 
     Raises Disagreement if the hash of the state has changed.
     outer: the outer momentum of this rank's parameters, by name
     """
     rank, everyone, began = run.rank, range(run.rank.size), run.now
-    await _agree_on_buffers(run, was.spread)
+    await _average_buffers(run, was.spread)
     trained = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
-    what = await _collected(run, trained, outer, was)
-    if was == WHOLE and to.spread is not None and run.layout.sizes_only:
-        return await _cut_out(run, trained, what, to, began)
-    lies, comes = (where(tuple(what.sizes.items()), tuple(what.slots.items()), each, rank.size) for each in (was, to))
-    if run.layout.sizes_only:
-        here = {name: what.like[name].new_empty(lies.numel(rank.id, name)) for name in lies.at(rank.id)}
+    what = await _collect_state(run, trained, outer, was)
+    if was == WHOLE and to.spread is not None and run.layout.has_sizes_only:
+        return await _cut_sizes(run, trained, what, to, began)
+    lies, comes = (
+        place_tensors(tuple(what.sizes.items()), tuple(what.slots.items()), each, rank.size) for each in (was, to)
+    )
+    if run.layout.has_sizes_only:
+        here = {
+            name: what.like[name].new_empty(lies.count_elements(rank.id, name)) for name in lies.slices_of_rank(rank.id)
+        }
         what = what._replace(here=here)
     given, sums = State(), [0, 0]
-    for names in _turns(run, what) if was.shards or to.shards else [set(what.sizes)]:
-        now, then = (each.only(names) if len(names) < len(what.sizes) else each for each in (lies, comes))
-        own = {name: what.here[name] for name in now.at(rank.id)}
-        new = await move(rank, own, now, then, everyone, {name: what.like[name] for name in names})
-        sums = [sums[0] + hashed(run, own, now), sums[1] + hashed(run, new, then)]
+    for names in _group_names(run, what) if was.shards or to.shards else [set(what.sizes)]:
+        now, then = (each.select_names(names) if len(names) < len(what.sizes) else each for each in (lies, comes))
+        own = {name: what.here[name] for name in now.slices_of_rank(rank.id)}
+        new = await move_state(rank, own, now, then, everyone, {name: what.like[name] for name in names})
+        sums = [sums[0] + hash_state(run, own, now), sums[1] + hash_state(run, new, then)]
         given |= new
-    gone = [what.here[name] for name in lies.at(rank.id) if given.get(name) is not what.here[name]]
-    run.ledger.surge(sum(x.numel() * x.element_size() for x in gone))
+    gone = [what.here[name] for name in lies.slices_of_rank(rank.id) if given.get(name) is not what.here[name]]
+    run.ledger.note_surge(sum(x.numel() * x.element_size() for x in gone))
     before, after = [sum(await run.gather(total & MASK)) for total in sums]
     if (before - after) & MASK:
-        raise Disagreement("the model's state is not what it was before it was spread anew")
-    mine = to.spread.trained(rank.id, set(trained)) if to.spread else set(trained)
-    await _settle(run, trained, given, mine, to, what)
+        raise RankDisagreement("the model's state is not what it was before it was spread anew")
+    mine = to.spread.select_trained(rank.id, set(trained)) if to.spread else set(trained)
+    await _place_state(run, trained, given, mine, to, what)
     widths = {name: what.like[name].element_size() for name in comes.sizes}
-    sent = sum(map(sum, plan(lies, comes, everyone, widths).lengths(tuple(everyone)))) if rank.id == 0 else 0
-    _tell(run, to, sent, began)
-    return Came(_outer(given, mine), {name: given[name] for name in given if name in trained} if to.sharded else None)
+    sent = (
+        sum(map(sum, plan_transfers(lies, comes, everyone, widths).list_lengths(tuple(everyone))))
+        if rank.id == 0
+        else 0
+    )
+    _mark_partition(run, to, sent, began)
+    return UnplacedState(
+        _pick_momentum(given, mine), {name: given[name] for name in given if name in trained} if to.sharded else None
+    )
 
 
-def _turns(run: Changing, what: _Moved) -> Iterator[set[str]]:
+def _group_names(run: ChangeView, what: _MovedState) -> Iterator[set[str]]:
     """Yields the names that move together: about a bucket of whole tensors, to bound the memory of each rank."""
     limit, names, nbytes = run.layout.bucket_mb * 1e6, set[str](), 0
     for name, n in what.sizes.items():
@@ -108,21 +120,25 @@ def _turns(run: Changing, what: _Moved) -> Iterator[set[str]]:
         yield names
 
 
-async def _cut_out(run: Changing, trained: dict[str, nn.Parameter], what: _Moved, to: Lying, began: float) -> Came:
+async def _cut_sizes(
+    run: ChangeView, trained: dict[str, nn.Parameter], what: _MovedState, to: StateLayout, began: float
+) -> UnplacedState:
     """Cuts a whole model into stages or slices, with sizes only. Sends nothing, because each rank has its part."""
     rank, spread = run.rank, to.spread
     assert spread is not None
-    wants = placed(tuple(what.sizes.items()), spread, len(spread)).at(rank.id % len(spread))
-    stays = {name for name, slices in wants.items() if slices == (Slice(0, what.sizes[name]),)}
-    given = {name: what.like[name].new_empty(sum(s.numel for s in slices)) for name, slices in wants.items()}
-    run.ledger.surge(sum(n * what.like[name].element_size() for name, n in what.sizes.items() if name not in stays))
-    mine = spread.trained(rank.id, set(trained))
-    await _settle(run, trained, given, mine, to, what)
-    _tell(run, to, 0, began)
-    return Came(_outer(given, mine), None)
+    wants = place_replica(tuple(what.sizes.items()), spread, len(spread)).slices_of_rank(rank.id % len(spread))
+    stays = {name for name, slices in wants.items() if slices == (StridedSlice(0, what.sizes[name]),)}
+    given = {name: what.like[name].new_empty(sum(s.element_count for s in slices)) for name, slices in wants.items()}
+    run.ledger.note_surge(
+        sum(n * what.like[name].element_size() for name, n in what.sizes.items() if name not in stays)
+    )
+    mine = spread.select_trained(rank.id, set(trained))
+    await _place_state(run, trained, given, mine, to, what)
+    _mark_partition(run, to, 0, began)
+    return UnplacedState(_pick_momentum(given, mine), None)
 
 
-def _tell(run: Changing, lies: Lying, nbytes: int, began: float) -> None:
+def _mark_partition(run: ChangeView, lies: StateLayout, nbytes: int, began: float) -> None:
     """Records the new partition on rank 0: stages, slices, bytes that ranks sent, and seconds that it took rank 0."""
     if run.rank.id == 0:
         to, whole = lies.spread, "all ranks share the model out" if lies.sharded else "every rank holds the whole model"
@@ -132,96 +148,98 @@ def _tell(run: Changing, lies: Lying, nbytes: int, began: float) -> None:
         run.mark("partition", said | {"text": text})
 
 
-def _outer(given: State, mine: set[str]) -> State | None:
+def _pick_momentum(given: State, mine: set[str]) -> State | None:
     return {name: given[f"{OUTER}/{name}"] for name in mine if f"{OUTER}/{name}" in given} or None
 
 
-def _buffers(run: Changing) -> State:
+def _list_buffers(run: ChangeView) -> State:
     return {name: b for name, b in run.model.named_buffers() if b.numel()}
 
 
-async def _agree_on_buffers(run: Changing, was: Spread | None) -> None:
+async def _average_buffers(run: ChangeView, was: ReplicaSpread | None) -> None:
     """Averages buffers, such as running statistics, over replicas."""
-    rank, here = run.rank, _buffers(run)
+    rank, here = run.rank, _list_buffers(run)
     if was and was.stages:
-        stage, _ = was.place(rank.id)
+        stage, _ = was.locate_rank(rank.id)
         here = {name: b for name, b in here.items() if name in was.stages.names[stage]}
     if rank.replicas.size > 1 and here:
-        await averaged(rank.replicas, list(here.values()), "buffers")
+        await average_tensors(rank.replicas, list(here.values()), "buffers")
 
 
-async def _collected(run: Changing, trained: dict[str, nn.Parameter], outer: State | None, was: Lying) -> _Moved:
-    buffers, here = _buffers(run), slots(run.layout, run.optimizer)
-    places = [Place(name, p) for name, p in trained.items()]
-    like = likes(places, run.make_optimizer(run.experiment, list(trained.values())))
-    kept = await kept_slots(run, like, here)
-    if run.layout.sizes_only:  # one optimizer stands for all ranks, even before their first step
-        kept = list(like) if any(await run.gather(int(run.ledger.remembers))) else []
-    sizes = {name: numel_of(p) for name, p in trained.items()} | {name: b.numel() for name, b in buffers.items()}
-    sizes |= {name: like[name].numel() or numel_of(trained[name.partition("/")[2]]) for name in kept}
-    like = {**{name: absent.data_of(p) for name, p in trained.items()}, **buffers, **like}
-    here = held(run.layout, was.shards if was.sharded else None, run.rank.id) | buffers | here
+async def _collect_state(
+    run: ChangeView, trained: dict[str, nn.Parameter], outer: State | None, was: StateLayout
+) -> _MovedState:
+    buffers, here = _list_buffers(run), read_slots(run.layout, run.optimizer)
+    places = [ParameterPlace(name, p) for name, p in trained.items()]
+    like = make_slot_likes(places, run.make_optimizer(run.experiment, list(trained.values())))
+    kept = await list_slots(run, like, here)
+    if run.layout.has_sizes_only:  # one optimizer stands for all ranks, even before their first step
+        kept = list(like) if any(await run.gather(int(run.ledger.has_optimizer_state))) else []
+    sizes = {name: whole_numel(p) for name, p in trained.items()} | {name: b.numel() for name, b in buffers.items()}
+    sizes |= {name: like[name].numel() or whole_numel(trained[name.partition("/")[2]]) for name in kept}
+    like = {**{name: absent.read_data(p) for name, p in trained.items()}, **buffers, **like}
+    here = list_own_elements(run.layout, was.shards if was.sharded else None, run.rank.id) | buffers | here
     if any(await run.gather(int(bool(outer)))):  # a rank may have none yet
         wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in trained.items()}
-        sizes |= {f"{OUTER}/{name}": numel_of(p) for name, p in trained.items()}
+        sizes |= {f"{OUTER}/{name}": whole_numel(p) for name, p in trained.items()}
         like |= {f"{OUTER}/{name}": torch.empty(0, dtype=wide[name], device=p.device) for name, p in trained.items()}
         for place in run.layout.order:
             none = torch.zeros(place.numel, dtype=wide[place.name], device=place.param.device)
             here[f"{OUTER}/{place.name}"] = (outer or {}).get(place.name, none).to(none.dtype)
-    return _Moved(sizes, like, here, {name: bool(like[name].numel()) for name in kept})
+    return _MovedState(sizes, like, here, {name: bool(like[name].numel()) for name in kept})
 
 
-async def _settle(run: Changing, trained: dict[str, nn.Parameter], given: State, mine: set[str], to: Lying,
-                  what: _Moved) -> None:  # fmt: skip
+async def _place_state(run: ChangeView, trained: dict[str, nn.Parameter], given: State, mine: set[str], to: StateLayout,
+                  what: _MovedState) -> None:  # fmt: skip
     """Puts the moved state into the model, the layout and a new optimizer. The caller places sharded parameters."""
     spread = to.spread
-    run.reading.let_go()
-    if not run.layout.sizes_only:
-        buffers = _buffers(run)
+    run.reading.release_shards()
+    if not run.layout.has_sizes_only:
+        buffers = _list_buffers(run)
         with torch.no_grad():
             for name in buffers.keys() & given.keys():
                 buffers[name].copy_(given[name].view(buffers[name].shape))
-            followed = spread.followed(run.rank.id, set(trained)) if spread else set[str]()
-            _lay(trained, given, set() if to.sharded else mine, spread, followed)
+            followed = spread.select_followed(run.rank.id, set(trained)) if spread else set[str]()
+            _place_parameters(trained, given, set() if to.sharded else mine, spread, followed)
         for p in trained.values() if to.sharded else ():
-            absent.come(p)  # for other code they are present
-    run.relaid(mine, spread, not to.sharded)
+            absent.make_present(p)  # for other code they are present
+    run.lay_out_parameters(mine, spread, not to.sharded)
     if to.order:
-        await run.relay_in(list(to.order))
-    if to.shards is not None and cut(run, run.experiment.strategy) != to.shards:
-        raise Disagreement("buckets are cut otherwise than ranks have shared out")
+        await run.reorder_parameters(list(to.order))
+    if to.shards is not None and find_shards(run, run.experiment.strategy) != to.shards:
+        raise RankDisagreement("buckets are cut otherwise than ranks have shared out")
     run.sharded(to.shards)
-    if run.layout.sizes_only:
+    if run.layout.has_sizes_only:
         return
     made = run.make_optimizer(run.experiment)
     if rate(made) != run.rank.lr:
         at_rate(made, run.rank.lr)
     run.use_optimizer(made)
-    put(run.layout, made, {name: given[name] for name in what.slots if name in given}, what.like)
+    put_slots(run.layout, made, {name: given[name] for name in what.slots if name in given}, what.like)
 
 
-def _lay(trained: dict[str, nn.Parameter], given: State, mine: set[str], to: Spread | None,
+def _place_parameters(trained: dict[str, nn.Parameter], given: State, mine: set[str], to: ReplicaSpread | None,
          followed: set[str]) -> None:  # fmt: skip
     """Sets the values of this rank's parameters (`mine`), and makes all other parameters absent.
 
     followed: present, too, but another rank trains them
     """
     for name, p in trained.items():
-        shape = shape_of(p)
+        shape = whole_shape(p)
         if name in mine:
-            absent.come(p)
-            sliced.lay(p, given[name].view(to.local(name, shape) if to else shape), shape)
+            absent.make_present(p)
+            sliced.set_slice(p, given[name].view(to.shape_of_part(name, shape) if to else shape), shape)
         elif name in followed:
-            absent.come(p)
-            sliced.lay(p, given.get(name, torch.empty(shape, dtype=p.dtype, device=p.device)).view(shape), shape)
+            absent.make_present(p)
+            sliced.set_slice(p, given.get(name, torch.empty(shape, dtype=p.dtype, device=p.device)).view(shape), shape)
         else:
-            nothing = absent.data_of(p).new_full((), torch.nan).expand(shape)
-            absent.leave(p, _elsewhere)
-            with absent.unasked():
-                sliced.lay(p, nothing, shape)
+            nothing = absent.read_data(p).new_full((), torch.nan).expand(shape)
+            absent.make_absent(p, _raise_absent)
+            with absent.prevent_fetches():
+                sliced.set_slice(p, nothing, shape)
 
 
-def _elsewhere(params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
+def _raise_absent(params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
     shape = tuple(params[0].shape)
     raise StrategyError(
         f"a parameter of shape {shape} is read that lies on another stage: parts of a pipeline, and `evaluate`, may "

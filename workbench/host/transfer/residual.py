@@ -12,19 +12,19 @@ from workbench.compressors._leaving import _Leaving as Leaving
 from workbench.compressors._sketch import SIGNS, WIDTH, sketch
 from workbench.experiment import Experiment
 from workbench.host.transfer.momentum import move_momentum
-from workbench.host.transfer.views import Changing
+from workbench.host.transfer.views import ChangeView
 from workbench.rank import Rank
 from workbench.settings import Json
 
 LONG = 3.0  # a step that sends a residual more than this many times as long as the gradient gets a warning
 
 
-def begin(run: Changing) -> None:
+def start_compressor(run: ChangeView) -> None:
     """Sets the compressor of the experiment, at the start of a run or of a generation."""
     run.rank.compressor, run.flushing = run.experiment.compressor, 0
 
 
-async def change(run: Changing, was: Experiment, wanted: Experiment, foreign: bool = False) -> None:
+async def change_compressor(run: ChangeView, was: Experiment, wanted: Experiment, foreign: bool = False) -> None:
     """Changes the compressor, at once or after the residual of the old one is sent.
 
     A new compressor that keeps its residual in the same buffer goes on with it. Otherwise the old one decides. Its
@@ -33,14 +33,14 @@ async def change(run: Changing, was: Experiment, wanted: Experiment, foreign: bo
     steps go on.
     foreign: drops the residual, because it does not fit what ranks will exchange from now on
     """
-    left, present = _feeding(was.compressor), run.rank.compressor
+    left, present = _find_feedback(was.compressor), run.rank.compressor
     if was.partition != wanted.partition:  # it was made for the parameters of the old partition
         run.rank.memory.drop(Leaving.asked)
     steps = run.flushing if isinstance(present, Leaving) else 0
-    begin(run)
+    start_compressor(run)
     if foreign:
         for buffer in sorted({c.residual for c in (*inside(was.compressor), *inside(present)) if c.residual}):
-            _dropped(run, was, buffer, await _owed(run, buffer))
+            _drop_residual(run, was, buffer, await _sketch_residual(run, buffer))
         return
     kept = {"", ErrorFeedback.residual, *(c.residual for c in inside(wanted.compressor))}
     others = [c for c in (*inside(present), *inside(was.compressor)) if c.residual not in kept]
@@ -48,38 +48,38 @@ async def change(run: Changing, was: Experiment, wanted: Experiment, foreign: bo
     if others:
         run.rank.compressor = whole = others[0].whole()
         run.flushing = 1
-    if remembers(wanted.compressor):
+    if has_error_feedback(wanted.compressor):
         return None if others else run.rank.memory.drop(Leaving.asked)
     if not steps and left is not None:
-        owed = await _owed(run, ErrorFeedback.residual)
+        owed = await _sketch_residual(run, ErrorFeedback.residual)
         if ErrorFeedback.residual not in run.rank.memory.buffers or (owed is not None and not owed.any()):
             return run.rank.memory.drop(ErrorFeedback.residual)
         off = getattr(left, "off", "flush")
         if off == "drop":
-            return _dropped(run, was, ErrorFeedback.residual, owed)
+            return _drop_residual(run, was, ErrorFeedback.residual, owed)
         steps = left.over if off == "bleed" else 1
         if run.rank.mesh.inside:  # to compare it with the gradient of this rank's part of the model
-            owed = await _owed(run, ErrorFeedback.residual, run.rank.replicas)
+            owed = await _sketch_residual(run, ErrorFeedback.residual, run.rank.replicas)
         if owed is not None:
             run.rank.memory.parts[Leaving.asked] = {"": owed}
     if steps:
-        _send_on(run, steps, whole)
+        _plan_sending(run, steps, whole)
 
 
-def _send_on(run: Changing, steps: int, whole: Compressor) -> None:
+def _plan_sending(run: ChangeView, steps: int, whole: Compressor) -> None:
     """Plans `steps` uncompressed steps by `whole`, before the compressor of the experiment takes over."""
     run.flushing = steps
     run.rank.compressor = Leaving(share=1.0 / steps, of=whole) if steps else run.experiment.compressor
 
 
-async def flushed(run: Changing) -> None:
+async def count_flush_step(run: ChangeView) -> None:
     """Counts a step that has sent its share of the residual. After the last one the new compressor takes over."""
     sent = run.rank.compressor
     if isinstance(sent, Leaving):
-        _tell_sent(run)
-        _send_on(run, run.flushing - 1, sent.of)
+        _mark_sent(run)
+        _plan_sending(run, run.flushing - 1, sent.of)
     else:
-        begin(run)
+        start_compressor(run)
     if not run.flushing:
         for buffer in {c.residual for c in inside(sent)}:
             run.rank.memory.drop(buffer)
@@ -87,7 +87,7 @@ async def flushed(run: Changing) -> None:
         run.choose_lane()
 
 
-def _tell_sent(run: Changing) -> None:
+def _mark_sent(run: ChangeView) -> None:
     """Records after the first of these steps the norms of residual and gradient. Warns if such a step is too long."""
     found = run.rank.memory.parts.pop(Leaving.asked, {})
     owed = found.pop("", None)
@@ -95,8 +95,12 @@ def _tell_sent(run: Changing) -> None:
         return
     share = owed / run.flushing
     residual, gradient = float(owed.norm()), float((torch.stack(list(found.values())).sum(0) - share).norm())
-    detail: dict[str, Json] = {"sent": residual, "gradient": gradient, "steps": run.flushing,
-                              "unit": run.experiment.strategy.exchanges}
+    detail: dict[str, Json] = {
+        "sent": residual,
+        "gradient": gradient,
+        "steps": run.flushing,
+        "unit": run.experiment.strategy.exchanges,
+    }
     if float(share.norm()) > LONG * gradient:
         part = f" (of what rank {run.rank.number()} holds of the model)" if run.rank.mesh.inside else ""
         times = f"{float(share.norm()) / gradient:.1f} times" if gradient else "infinitely many times"
@@ -108,7 +112,7 @@ def _tell_sent(run: Changing) -> None:
     run.mark("residual", detail)
 
 
-async def _owed(run: Changing, buffer: str, among: Rank | None = None) -> Tensor | None:
+async def _sketch_residual(run: ChangeView, buffer: str, among: Rank | None = None) -> Tensor | None:
     """Returns a sketch of the summed residual of all ranks, by one small all-reduce. Returns None with sizes only.
 
     among: the group to sum over, instead of all ranks
@@ -121,7 +125,7 @@ async def _owed(run: Changing, buffer: str, among: Rank | None = None) -> Tensor
     return None if total.is_meta else total
 
 
-def _dropped(run: Changing, was: Experiment, buffer: str, owed: Tensor | None) -> None:
+def _drop_residual(run: ChangeView, was: Experiment, buffer: str, owed: Tensor | None) -> None:
     """Drops the residual, and records its norm on this rank and that of the mean. Rank 0 adds a text."""
     pieces = list(run.rank.memory.buffers.get(buffer, {}).values())
     run.rank.memory.drop(buffer)
@@ -136,11 +140,11 @@ def _dropped(run: Changing, was: Experiment, buffer: str, owed: Tensor | None) -
     run.mark("residual", detail)
 
 
-def remembers(compressor: Compressor) -> bool:
+def has_error_feedback(compressor: Compressor) -> bool:
     """Whether `compressor`, or one that it wraps, has error feedback."""
-    return _feeding(compressor) is not None
+    return _find_feedback(compressor) is not None
 
 
-def _feeding(compressor: Compressor) -> Any:
+def _find_feedback(compressor: Compressor) -> Any:
     """Returns the outermost compressor in `compressor` with error feedback, or None."""
     return next((c for c in inside(compressor) if c.residual == ErrorFeedback.residual), None)

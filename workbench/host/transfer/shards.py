@@ -7,7 +7,7 @@ from typing import NamedTuple
 from workbench.rank import Part
 
 
-class Cut(NamedTuple):
+class ShardLayout(NamedTuple):
     """How optimizer state or parameters are sharded.
 
     buckets: by bucket, the places of its parameters

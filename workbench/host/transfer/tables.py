@@ -13,23 +13,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from workbench.experiment import Experiment
-from workbench.host.memory.batches import example
-from workbench.host.placement.layout import Layout, Place
-from workbench.host.placement.slots import settings, twin
+from workbench.host.memory.batches import make_example
+from workbench.host.placement.layout import ParameterLayout, ParameterPlace
+from workbench.host.placement.slots import copy_optimizer, read_settings
 from workbench.rank import StrategyError
 from workbench.tasks import Learner
 
 Rows = Mapping[str, Tensor]  # by table
 
 
-def tables_of(learner: Learner, e: Experiment, layout: Layout) -> tuple[str, ...]:
+def list_tables(learner: Learner, e: Experiment, layout: ParameterLayout) -> tuple[str, ...]:
     """Returns the names of the tables that the task's batches read, if the strategy keeps tables on servers."""
     if not e.strategy.tables:
         return ()
-    return tuple(read(learner, example(learner, e, "cpu"), layout))
+    return tuple(find_rows(learner, make_example(learner, e, "cpu"), layout))
 
 
-def read(learner: Learner, batch: Any, layout: Layout) -> dict[str, Tensor]:
+def find_rows(learner: Learner, batch: Any, layout: ParameterLayout) -> dict[str, Tensor]:
     """Returns the rows that a batch reads, by table: (n,) int64, distinct and ascending.
 
     Raises StrategyError if a table or a row does not exist.
@@ -37,7 +37,7 @@ def read(learner: Learner, batch: Any, layout: Layout) -> dict[str, Tensor]:
     said = learner.lookups(batch) if learner.lookups is not None else {}
     found = {}
     for name, rows in said.items():
-        height = _place(layout, name).param.shape[0]
+        height = _find_table(layout, name).param.shape[0]
         found[name] = own = rows.detach().reshape(-1).long().unique()
         if own.numel() and not 0 <= int(own[0]) <= int(own[-1]) < height:
             raise StrategyError(
@@ -46,12 +46,12 @@ def read(learner: Learner, batch: Any, layout: Layout) -> dict[str, Tensor]:
     return found
 
 
-def taken(layout: Layout, rows: Rows) -> dict[str, Tensor]:
+def take_gradients(layout: ParameterLayout, rows: Rows) -> dict[str, Tensor]:
     """Returns the gradients of `rows`, by table: (n, width). Clears the gradients of the tables."""
-    return taken_of({name: _place(layout, name).param for name in rows}, rows)
+    return take_named_gradients({name: _find_table(layout, name).param for name in rows}, rows)
 
 
-def taken_of(params: Mapping[str, nn.Parameter], rows: Rows) -> dict[str, Tensor]:
+def take_named_gradients(params: Mapping[str, nn.Parameter], rows: Rows) -> dict[str, Tensor]:
     """Does the same as `taken`, with the tables' parameters by name."""
     found = {}
     for name, mine in rows.items():
@@ -64,16 +64,16 @@ def taken_of(params: Mapping[str, nn.Parameter], rows: Rows) -> dict[str, Tensor
     return found
 
 
-def step_rows(layout: Layout, optimizer: Optimizer, table: str, rows: Tensor, grad: Tensor, lr: float) -> None:
+def step_rows(layout: ParameterLayout, optimizer: Optimizer, table: str, rows: Tensor, grad: Tensor, lr: float) -> None:
     """Steps the optimizer on `rows` of a table only. The optimizer state of other rows stays as it is.
 
     Slots of the table's shape have rows, too. Other slots, such as step counters, belong to the whole table.
     """
-    param = _place(layout, table).param
+    param = _find_table(layout, table).param
     own = nn.Parameter(param.data[rows])
     own.grad = grad.to(own.device, own.dtype).view_as(own)
-    other, state = twin(optimizer), optimizer.state[param]
-    by, groups = settings(optimizer), [group["params"] for group in optimizer.param_groups]
+    other, state = copy_optimizer(optimizer), optimizer.state[param]
+    by, groups = read_settings(optimizer), [group["params"] for group in optimizer.param_groups]
     number = next(n for n, params in enumerate(groups) for p in params if p is param)
     first = by[0]["lr"]
     said = {**by[number], "params": [own], "lr": lr * (by[number]["lr"] / first if first else 1.0)}
@@ -91,7 +91,7 @@ def step_rows(layout: Layout, optimizer: Optimizer, table: str, rows: Tensor, gr
             state[slot] = x
 
 
-def _place(layout: Layout, name: str) -> Place:
+def _find_table(layout: ParameterLayout, name: str) -> ParameterPlace:
     for place in layout.order:
         if place.name == name and place.param.dim() == 2:
             return place

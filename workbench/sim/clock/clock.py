@@ -12,13 +12,13 @@ class Resumable(Protocol):
     def resume(self, value: Any) -> None: ...
 
 
-class Clock:
+class VirtualClock:
     """Seconds since the simulated run began. The clock jumps from one event to the next.
 
-    >>> clock = Clock()
+    >>> clock = VirtualClock()
     >>> class Bell:
     ...     def resume(self, value): print(clock.now, value)
-    >>> clock.at(2.0, Bell(), "two"); clock.at(1.0, Bell(), "one"); clock.run()
+    >>> clock.resume_at(2.0, Bell(), "two"); clock.resume_at(1.0, Bell(), "one"); clock.run_events()
     1.0 one
     2.0 two
     True
@@ -30,7 +30,7 @@ class Clock:
         self._due: dict[float, list[tuple[Resumable, Any]]] = {}  # by time
         self._aside: dict[float, int] = {}  # by time: how many of these events do not keep the clock running
 
-    def at(self, t: float, what: Resumable, value: Any = None) -> None:
+    def resume_at(self, t: float, what: Resumable, value: Any = None) -> None:
         """Resumes `what` with `value` at time `t`, now or later."""
         due = self._due.get(t)
         if due is not None:
@@ -39,21 +39,21 @@ class Clock:
             self._due[t] = [(what, value)]
             heappush(self._times, t)
 
-    def aside(self, t: float, what: Resumable) -> None:
+    def resume_if_reached(self, t: float, what: Resumable) -> None:
         """Resumes `what` at time `t` if the clock gets there. This event alone does not keep the clock running."""
         self._aside[t] = self._aside.get(t, 0) + 1
-        self.at(t, what)
+        self.resume_at(t, what)
 
-    def _runs(self) -> bool:
+    def _has_events(self) -> bool:
         """Returns whether an event is left that keeps the clock running."""
         if len(self._times) > len(self._aside):
             return True
         return any(len(self._due[t]) > self._aside.get(t, 0) for t in self._times)
 
-    def run(self, at_once: int = 1_000_000) -> bool:
+    def run_events(self, at_once: int = 1_000_000) -> bool:
         """Runs until no event is left. Returns False if `at_once` events have happened at one time and more remain."""
         times, every = self._times, self._due
-        while times and (not self._aside or self._runs()):
+        while times and (not self._aside or self._has_events()):
             self.now = now = heappop(times)
             happened = 0
             while due := every[now]:

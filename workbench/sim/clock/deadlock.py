@@ -17,7 +17,7 @@ class Deadlock(RuntimeError):
     """Ranks wait for each other and no pending event can free them, or they loop and no time passes."""
 
 
-def told(world: Any) -> str:
+def explain_deadlock(world: Any) -> str:
     """Returns the explanation of a deadlock."""
     lines = [f"nothing can happen any more at {world.clock.now:.6f} s:"]
     for lane, meetings in world.open.items():
@@ -26,20 +26,24 @@ def told(world: Any) -> str:
             here = [r for r, fiber in zip(ranks, meeting.fibers, strict=True) if fiber is not None]
             gone = [r for r, fiber in zip(ranks, meeting.fibers, strict=True) if fiber is None]
             where = f"(step {next(filter(None, meeting.fibers)).step}, lane {lane.strip()!r})"
-            lines.append(f"  {_ranks(here)} {_wait(here)} in {meeting.name} {where} for {_ranks(gone)}")
+            lines.append(
+                f"  {_name_ranks(here)} {_choose_wait(here)} in {meeting.name} {where} for {_name_ranks(gone)}"
+            )
     for (what, group), come in world._gathered.items():
-        gone = [r for r in world.here(group) if r not in come]
-        lines.append(f"  {_ranks(sorted(come))} {_wait(list(come))} to {what} together with {_ranks(gone)}")
+        gone = [r for r in world.list_simulated_ranks(group) if r not in come]
+        lines.append(
+            f"  {_name_ranks(sorted(come))} {_choose_wait(list(come))} to {what} together with {_name_ranks(gone)}"
+        )
     for (rank, kind), waiting in world.mail.waiting.items():
         for wait in waiting:
             from_ = wait.source if wait.replayed is None else wait.replayed
             whom = "anyone" if from_ is None else f"rank {from_}"
             lines.append(f"  rank {rank} waits in recv {kind!r} (step {wait.fiber.step}) for a message from {whom}")
-    lines += _others(world)
+    lines += _describe_others(world)
     return "\n".join(lines)
 
 
-def _others(world: Any) -> list[str]:
+def _describe_others(world: Any) -> list[str]:
     """Returns lines about the ranks that are in no network operation."""
     found: dict[str, list[int]] = {}
     for session, life in zip(world.sessions, world.lives, strict=True):
@@ -50,50 +54,51 @@ def _others(world: Any) -> list[str]:
             begun = "" if on.lane is None or on.lane.busy is on else ", which has not begun"
             where = f"wait in step {session.rank.step} for their child {on.name!r}{begun}"
             found.setdefault(where, []).append(session.rank.id)
-    return [f"  {_ranks(ranks)}: {what}" for what, ranks in found.items()]
+    return [f"  {_name_ranks(ranks)}: {what}" for what, ranks in found.items()]
 
 
-def standing(world: Any) -> str:
+def explain_standstill(world: Any) -> str:
     """Returns the requests that repeat while the clock stands still. Runs some more events to count them."""
     asked: Counter[str] = Counter()
 
     def noting(verb: str, do: Callable[[Fiber, Op], Any]) -> Callable[[Fiber, Op], Any]:
         def noted(fiber: Fiber, op: Op) -> Any:
-            asked[f"  {_who(fiber)}: {verb} {_kind(op)}".rstrip()] += 1
+            asked[f"  {_name_fiber(fiber)}: {verb} {_name_op(op)}".rstrip()] += 1
             return do(fiber, op)
 
         return noted
 
     for host in world.hosts:
         host.verbs = {verb: noting(verb, do) for verb, do in host.verbs.items()}
-    world.clock.run(NOTED)
-    world.mail.nothing_more()
+    world.clock.run_events(NOTED)
+    world.mail.release_receiver()
     lines = [line for line, _ in asked.most_common(MANY)]
     return "\n".join([f"time stands still at {world.clock.now:.6f} s though these go on:", *sorted(lines)])
 
 
-def spinning(fiber: Fiber, op: Op) -> str:
+def explain_endless_loop(fiber: Fiber, op: Op) -> str:
     """Explains a fiber that makes the same request forever."""
     return (
-        f"time stands still at {fiber.host.clock.now:.6f} s though this goes on:\n  {_who(fiber)}: "
-        f"{op.verb} {_kind(op)}".rstrip() + "\nwhat it asks for in its loop takes no time: let it wait for something"
+        f"time stands still at {fiber.host.clock.now:.6f} s though this goes on:\n  {_name_fiber(fiber)}: "
+        f"{op.verb} {_name_op(op)}".rstrip()
+        + "\nwhat it asks for in its loop takes no time: let it wait for something"
     )
 
 
-def _who(fiber: Fiber) -> str:
+def _name_fiber(fiber: Fiber) -> str:
     return f"rank {fiber.host.index} in step {fiber.host.rank.step} ({fiber.name})"
 
 
-def _kind(op: Op) -> str:
+def _name_op(op: Op) -> str:
     """Returns the operation's name, or "" if it has none."""
     return next((repr(x) for x in reversed(op.args) if isinstance(x, str) and x), "")
 
 
-def _wait(ranks: list[int]) -> str:
+def _choose_wait(ranks: list[int]) -> str:
     return "waits" if len(ranks) == 1 else "wait"
 
 
-def _ranks(ranks: list[int]) -> str:
+def _name_ranks(ranks: list[int]) -> str:
     if not ranks:
         return "nobody"
     some = ", ".join(map(str, ranks[:MANY])) + (f" and {len(ranks) - MANY} more" if len(ranks) > MANY else "")

@@ -8,58 +8,58 @@ from typing import Any
 
 import torch
 
-from workbench.host.placement.layout import Layout
+from workbench.host.placement.layout import ParameterLayout
 from workbench.rank import Op, StrategyError
 from workbench.sim.clock.fiber import Fiber
 
 
-class Drawing:
+class BatchPerformer:
     """The part of a Host that draws batches."""
 
     body: Any
 
-    def _batch(self, fiber: Fiber, op: Op) -> Any:
-        return self.body.batch()
+    def _next_batch(self, fiber: Fiber, op: Op) -> Any:
+        return self.body.next_batch()
 
     def _look_up(self, fiber: Fiber, op: Op) -> Any:
-        self.body.turn(fiber.origin)
+        self.body.activate_worker(fiber.origin)
         return self.body.look_up()
 
     def _row_grads(self, fiber: Fiber, op: Op) -> Any:
-        self.body.turn(fiber.origin)
+        self.body.activate_worker(fiber.origin)
         return self.body.row_grads(*op.args)
 
     def _update_rows(self, fiber: Fiber, op: Op) -> Any:
         return self.body.update_rows(*op.args)
 
 
-class Drawn:
+class BatchOutline:
     """The part of Sizes that stands for batches, which have no contents here."""
 
     examples: Callable[[], int] = int  # of its session: examples per batch
-    taken = 0  # batches so far
+    taken_batches = 0  # batches so far
     whole: Any
 
     @property
     @abstractmethod
-    def layout(self) -> Layout: ...
+    def layout(self) -> ParameterLayout: ...
 
     @abstractmethod
-    def stepped_apart(self) -> None: ...
+    def note_shard_step(self) -> None: ...
 
-    def batch(self) -> Any:
+    def next_batch(self) -> Any:
         raise StrategyError("sizes only: there is no batch to look at; simulate with real=True")
 
     def batch_nbytes(self, batch: int) -> int:
         """Returns the bytes of the tensors in a batch of `batch` examples."""
-        return int(self.whole.passes.nbytes(batch))
+        return int(self.whole.passes.count_batch_bytes(batch))
 
-    def client(self, index: int, count: int) -> None:
+    def use_client(self, index: int, count: int) -> None:
         """Does nothing: no example exists here."""
 
     def look_up(self) -> dict[str, torch.Tensor]:
         """Returns the rows of one batch, which stand for those of every batch."""
-        return dict(self.whole.rows(self.examples(), self.layout))
+        return dict(self.whole.find_rows(self.examples(), self.layout))
 
     def row_grads(self, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         like = {place.name: place.param.data for place in self.layout.order if place.name in rows}
@@ -67,4 +67,4 @@ class Drawn:
 
     def update_rows(self, table: str, rows: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
         """Changes no row. From the first step on, the optimizer holds state."""
-        self.stepped_apart()
+        self.note_shard_step()

@@ -27,8 +27,21 @@ MANY = 1_000_000  # answers in a row without time passing that count as an endle
 class Fiber:
     """A coroutine under way."""
 
-    __slots__ = ("coro", "done", "host", "lane", "name", "on", "origin", "passing", "resumed", "since", "step", "value",
-                 "waiter")
+    __slots__ = (
+        "coro",
+        "done",
+        "host",
+        "lane",
+        "name",
+        "on",
+        "origin",
+        "passing",
+        "resumed",
+        "since",
+        "step",
+        "value",
+        "waiter",
+    )
 
     def __init__(self, host: Host, coro: Coroutine[Op, Any, Any], name: str, origin: str = "") -> None:
         self.host, self.coro, self.name, self.origin = host, coro, name, origin
@@ -57,18 +70,18 @@ class Fiber:
                 if value is PARK:
                     return
             else:
-                self.host.world.spins(self, op)
+                self.host.world.raise_endless_loop(self, op)
         except (Exception, SystemExit) as error:
-            self.name_in(error)
+            self.note_place(error)
             raise
         self.end(value)
 
     def _leave_loop(self) -> Op:
         """The loop over buckets is over; returns what the coroutine asks for then."""
-        self.host.usage.handed_out(self.host.rank.step)
+        self.host.usage.note_handed_out(self.host.rank.step)
         return self.coro.throw(StopAsyncIteration())
 
-    def name_in(self, error: BaseException) -> None:
+    def note_place(self, error: BaseException) -> None:
         """Adds to an error, once, a note on where it happened."""
         if not getattr(error, "__notes__", None):
             rank, now = self.host.rank, self.host.clock.now
@@ -80,13 +93,14 @@ class Fiber:
         self.host.ended(self)
 
 
-class Child(Fiber):
+class ChildFiber(Fiber):
     """A child on its lane."""
 
     __slots__ = ("by", "number", "priority", "share")
 
-    def __init__(self, host: Host, coro: Coroutine[Op, Any, Any], name: str, origin: str, priority: int,
-                 share: float) -> None:
+    def __init__(
+        self, host: Host, coro: Coroutine[Op, Any, Any], name: str, origin: str, priority: int, share: float
+    ) -> None:
         self.host, self.coro, self.name, self.origin, self.priority = host, coro, name, origin, priority
         self.share, self.number = share, 0
         self.resumed = host.clock.now
@@ -98,24 +112,32 @@ class Child(Fiber):
     def end(self, value: Any) -> None:
         self.done, self.value = True, value
         buffers, waiter = self.host.ledger.buffers, self.waiter
-        buffers.give(self, value)
+        buffers.note_end(self, value)
         assert self.lane is not None
-        self.lane.next()  # the next child can use what this child returns
+        self.lane.begin_next()  # the next child can use what this child returns
         if waiter is not None:
-            buffers.give(self)
+            buffers.note_end(self)
             host, since = self.host, self.since
             host.record.span(host.index, host.rank.step, "wait", self.name, since, since, host.clock.now, 0)
             waiter.on = None
             waiter.resume(value)
 
 
-class CodedChild(Child):
+class CodedChildFiber(ChildFiber):
     """A child that spends time on its own work between two operations: the codec's cost for `nbytes` bytes."""
 
     __slots__ = ("measures", "nbytes", "op", "stretch")
 
-    def __init__(self, host: Host, coro: Coroutine[Op, Any, Any], name: str, origin: str, priority: int, share: float,
-                 nbytes: int) -> None:
+    def __init__(
+        self,
+        host: Host,
+        coro: Coroutine[Op, Any, Any],
+        name: str,
+        origin: str,
+        priority: int,
+        share: float,
+        nbytes: int,
+    ) -> None:
         super().__init__(host, coro, name, origin, priority, share)
         self.nbytes, self.stretch = nbytes, 0
         self.measures = False  # whether its last request was part of measuring; if so, what follows is not codec work
@@ -134,24 +156,24 @@ class CodedChild(Child):
             while self.op.verb == "sample":  # takes no time and does not end the stretch of work
                 self.op = self.coro.send(self.host.verbs["sample"](self, self.op))
         except StopIteration as stop:
-            self._work(_Then(self.end, stop.value))
+            self._spend_codec_time(_TimedAnswer(self.end, stop.value))
         except (Exception, SystemExit) as error:
-            self.name_in(error)
+            self.note_place(error)
             raise
         else:
-            self._work(_Then(self.resume, _PERFORM))
+            self._spend_codec_time(_TimedAnswer(self.resume, _PERFORM))
 
-    def _work(self, then: _Then) -> None:
+    def _spend_codec_time(self, then: _TimedAnswer) -> None:
         """Spends the time of one stretch of the child's own work, then calls `then`."""
         seconds = 0.0 if self.measures else self.host.stretch_seconds(self.stretch, self.nbytes)
         self.stretch += 1
         clock = self.host.clock
         if seconds:
             self.host.span("codec", self.name, clock.now, clock.now, clock.now + seconds, 0, self.step)
-        clock.at(clock.now + seconds, then)
+        clock.resume_at(clock.now + seconds, then)
 
 
-class _Then:
+class _TimedAnswer:
     """Calls a function with a value at a set time."""
 
     __slots__ = ("call", "value")
@@ -174,33 +196,33 @@ class Lane:
 
     def __init__(self, host: Host, name: str) -> None:
         self.host, self.name = host, name
-        self.busy: Child | None = None
-        self.queue: deque[Child] = deque()
+        self.busy: ChildFiber | None = None
+        self.queue: deque[ChildFiber] = deque()
         self.met: dict[Group | None, int] = {}  # collectives requested so far, by group
         # collectives under way, by group and number
         self.open: dict[tuple[Group | None, int], Collective] = host.world.open.setdefault(name, {})
-        self.order = host.world.orders.setdefault(name, Order())
+        self.order = host.world.orders.setdefault(name, ChildOrder())
         self.order.lanes.append(self)
         self.started = self.begun = 0
 
-    def add(self, child: Child) -> None:
+    def queue_child(self, child: ChildFiber) -> None:
         """Queues a child behind the ones that were started before it."""
         child.lane, child.number = self, self.started
         self.started += 1
         self.queue.append(child)
-        self.go()
+        self.begin_if_free()
 
-    def next(self) -> None:
+    def begin_next(self) -> None:
         """Frees the lane and begins its next child."""
         self.busy = None
-        self.go()
+        self.begin_if_free()
 
-    def go(self) -> None:
+    def begin_if_free(self) -> None:
         """Begins the next child, if the lane is free and that child's turn has come."""
         if self.busy is not None or not self.queue:
             return
         first = self.queue[0]
-        child = self.order.turn(self) if first.priority else first
+        child = self.order.next_child(self) if first.priority else first
         if child is None:
             return
         if child is first:
@@ -211,23 +233,23 @@ class Lane:
         self.begun += 1
         child.resume(None)
 
-    def count_anew(self) -> None:
+    def reset_counts(self) -> None:
         """Resets this lane's counts of children. All ranks call it together, with no child waiting."""
         self.started = self.begun = 0
         if not self.host.index:
-            self.order.forget()
+            self.order.forget_choices()
 
     @property
-    def aside(self) -> str:
+    def name_suffix(self) -> str:
         """The suffix that distinguishes messages of this lane's all-reduces from those of the first lane."""
         return "" if self.name == "comm" else f" on {self.name}".rstrip()
 
-    def unfinished(self) -> list[Child]:
+    def list_unfinished(self) -> list[ChildFiber]:
         """Returns the running child and the waiting ones."""
         return [*([self.busy] if self.busy else []), *self.queue]
 
 
-class Order:
+class ChildOrder:
     """Rank 0's order of children with priorities on one lane, which every rank follows."""
 
     def __init__(self) -> None:
@@ -235,20 +257,20 @@ class Order:
         self._chosen: dict[int, int] = {}  # a child's number, by how many children have begun before it
         self._asking = False
 
-    def turn(self, lane: Lane) -> Child | None:
+    def next_child(self, lane: Lane) -> ChildFiber | None:
         """Returns the child of a lane that may begin; None if the order is unknown or the child has not started."""
         number = self._chosen.get(lane.begun)
         if number is None:
             if not lane.host.index and not self._asking:
-                self._choose(lane)
+                self._choose_children(lane)
             return None
         return next((child for child in lane.queue if child.number == number), None)
 
-    def forget(self) -> None:
+    def forget_choices(self) -> None:
         """Forgets the choices: every chosen child has begun."""
         self._chosen.clear()
 
-    def _choose(self, lane: Lane) -> None:
+    def _choose_children(self, lane: Lane) -> None:
         """Chooses queued children on rank 0 until their shares add up to 1. Ranks follow after `flag()` seconds."""
         free = list(takewhile(lambda child: child.priority > 0, lane.queue))
         found: list[int] = []
@@ -260,13 +282,15 @@ class Order:
             share += child.share
         self._asking = True
         clock = lane.host.clock
-        clock.at(clock.now + lane.host.world.ports.flag(), _Then(self._told, (lane.begun, found)))
+        clock.resume_at(
+            clock.now + lane.host.world.ports.flag_seconds(), _TimedAnswer(self._apply_choice, (lane.begun, found))
+        )
 
-    def _told(self, said: tuple[int, list[int]]) -> None:
+    def _apply_choice(self, said: tuple[int, list[int]]) -> None:
         begun, found = said
         self._asking = False
         past = min(lane.begun for lane in self.lanes)
         self._chosen = {at: number for at, number in self._chosen.items() if at >= past}
         self._chosen |= {begun + i: number for i, number in enumerate(found)}
         for lane in list(self.lanes):
-            lane.go()
+            lane.begin_if_free()

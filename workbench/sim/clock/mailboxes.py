@@ -12,7 +12,7 @@ from workbench.sim.clock.fiber import PARK, Fiber
 from workbench.sim.costs.alike import EVEN
 
 if TYPE_CHECKING:
-    from workbench.sim.clock.world import World
+    from workbench.sim.clock.world import VirtualWorld
 
 
 class Message(NamedTuple):
@@ -24,7 +24,7 @@ class Message(NamedTuple):
     data: Tensor
 
 
-class _Wait(NamedTuple):
+class _PendingReceive(NamedTuple):
     """A fiber that waits for a message from `source`, from `replayed` (the recorded sender) or from any rank."""
 
     fiber: Fiber
@@ -34,7 +34,7 @@ class _Wait(NamedTuple):
     kind: str
     since: float
 
-    def wants(self, message: Message) -> bool:
+    def accepts_message(self, message: Message) -> bool:
         anyone = self.source is self.replayed is None
         return anyone or message.source in (self.source, self.replayed)
 
@@ -42,10 +42,10 @@ class _Wait(NamedTuple):
 class Mailboxes:
     """All messages of a simulated run."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: VirtualWorld) -> None:
         self.world = world
         self._come: dict[tuple[int, str], deque[Message]] = {}
-        self.waiting: dict[tuple[int, str], list[_Wait]] = {}
+        self.waiting: dict[tuple[int, str], list[_PendingReceive]] = {}
 
     def send(self, fiber: Fiber, tensor: Tensor, to: int, kind: str) -> None:
         """Posts a copy of `tensor`. It arrives when both ports have carried it."""
@@ -56,41 +56,41 @@ class Mailboxes:
             raise StrategyError(f"a message to rank {to}, for which another stands: its ranks are not alike; {EVEN}")
         nbytes = tensor.numel() * tensor.element_size()
         now = world.clock.now
-        begins, left, comes = world.ports.post(now, fiber.host.experiment.fabric, source, to, nbytes)
+        begins, left, comes = world.ports.price_message(now, fiber.host.experiment.fabric, source, to, nbytes)
         if to != source:
             fiber.host.span("comm", message_name("send", kind, to=to), now, begins, left, nbytes)
-            fiber.host.sent += nbytes
-        fiber.host.ledger.buffers.post(tensor)
+            fiber.host.sent_bytes += nbytes
+        fiber.host.ledger.buffers.note_message(tensor)
         data = tensor if tensor.is_meta else tensor.clone()
-        world.clock.at(comes, _Arrival(self, Message(source, to, kind, data)))
+        world.clock.resume_at(comes, _Arrival(self, Message(source, to, kind, data)))
 
     def recv(self, fiber: Fiber, into: Tensor | None, source: int | None, kind: str) -> Any:
         """Returns the next message of `kind`, or parks the fiber until one arrives."""
         world, index = self.world, fiber.host.index
-        replayed = world.replay.sender(index, kind) if world.replay is not None and source is None else None
-        wait = _Wait(fiber, into, source, replayed, kind, world.clock.now)
+        replayed = world.replay.next_sender(index, kind) if world.replay is not None and source is None else None
+        wait = _PendingReceive(fiber, into, source, replayed, kind, world.clock.now)
         come = self._come.setdefault((index, kind), deque())
         for message in come:
-            if wait.wants(message):
+            if wait.accepts_message(message):
                 come.remove(message)
-                return self._taken(wait, message)
+                return self._take_message(wait, message)
         fiber.on = ("recv", kind, source)
         self.waiting.setdefault((index, kind), []).append(wait)
         return PARK
 
-    def come(self, message: Message) -> None:
+    def deliver_message(self, message: Message) -> None:
         """Delivers a message, unless a rank has been missed since it was sent."""
         if self.world.missed:
             return
         waiting = self.waiting.get((message.to, message.kind), [])
         for place, wait in enumerate(waiting):
-            if wait.wants(message):
+            if wait.accepts_message(message):
                 del waiting[place]
                 wait.fiber.on = None
-                return wait.fiber.resume(self._taken(wait, message))
+                return wait.fiber.resume(self._take_message(wait, message))
         self._come.setdefault((message.to, message.kind), deque()).append(message)
 
-    def nothing_more(self) -> bool:
+    def release_receiver(self) -> bool:
         """Answers None to one fiber that waits for a message on a leaving rank. Returns False if no such fiber exists.
 
         Call it when no event is pending.
@@ -100,13 +100,13 @@ class Mailboxes:
                 if wait.fiber.host.leaving:
                     del waiting[place]
                     if wait.replayed is not None and self.world.replay is not None:
-                        self.world.replay.put_back(index, kind, wait.replayed)
+                        self.world.replay.return_sender(index, kind, wait.replayed)
                     wait.fiber.on = None
                     wait.fiber.resume(None)
                     return True
         return False
 
-    def _taken(self, wait: _Wait, message: Message) -> tuple[Tensor, int]:
+    def _take_message(self, wait: _PendingReceive, message: Message) -> tuple[Tensor, int]:
         """Records how long a step has waited and, for a receive from any rank, the sender."""
         host, now = wait.fiber.host, self.world.clock.now
         if now > wait.since and wait.fiber.lane is None:
@@ -114,7 +114,7 @@ class Mailboxes:
             host.span("wait", name, wait.since, wait.since, now, 0)
         if wait.source is None:
             host.note(message_name("recv", wait.kind), message.source)
-        return _put(message, wait.into)
+        return _copy_message(message, wait.into)
 
 
 class _Arrival:
@@ -126,10 +126,10 @@ class _Arrival:
         self.mail, self.message = mail, message
 
     def resume(self, _: Any) -> None:
-        self.mail.come(self.message)
+        self.mail.deliver_message(self.message)
 
 
-def _put(message: Message, into: Tensor | None) -> tuple[Tensor, int]:
+def _copy_message(message: Message, into: Tensor | None) -> tuple[Tensor, int]:
     if into is None:
         return message.data, message.source
     if into.numel() != message.data.numel() or into.dtype != message.data.dtype:

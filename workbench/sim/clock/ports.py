@@ -30,9 +30,9 @@ class Ports:
         self.taken = [0.0] * size  # when each port can receive again
         self._messages = [0] * size
         self._chokes: dict[Fabric, np.ndarray] = {}
-        self._price = lru_cache(maxsize=4096)(self._priced)
+        self._price = lru_cache(maxsize=4096)(self._compute_price)
 
-    def meet(
+    def price_collective(
         self, now: float, fabric: Fabric, load: Load, number: int, group: Group | None, ranks: Sequence[int]
     ) -> tuple[float, np.ndarray | float, float]:
         """Prices the `number`-th collective of a lane at its last arrival: (begin, each port's end, end for all).
@@ -41,7 +41,7 @@ class Ports:
         """
         here = slice(0, len(ranks)) if group is None else list(ranks)
         began = max(now, float(self.free[here].max()))
-        link = self.path(fabric, group)
+        link = self.find_link(fabric, group)
         plain = self._price(link, fabric.shared, load, 1 if group is None else group.parallel)
         if not link.shaped:
             end = began + plain
@@ -52,17 +52,19 @@ class Ports:
             end = began + plain * noise
             own: np.ndarray | float = end
         else:
-            chokes = self.chokes(fabric)[here]
+            chokes = self.port_slowdowns(fabric)[here]
             end = began + plain * float(chokes.max()) * noise
             own = began + plain * chokes * noise
         self.free[here] = end
         if self.costs is None:
             return began, own, end
         wire = self.costs.linked if any(self.costs.linked) else self.costs.wire
-        bare = wire.seconds(load.busiest, load.messages)  # the real transfer runs first, then ranks sleep
-        return began, own, now + later(end + self.costs.late - now, bare)
+        bare = wire.compute_seconds(load.busiest, load.messages)  # the real transfer runs first, then ranks sleep
+        return began, own, now + expect_later_end(end + self.costs.late - now, bare)
 
-    def post(self, now: float, fabric: Fabric, source: int, to: int, nbytes: int) -> tuple[float, float, float]:
+    def price_message(
+        self, now: float, fabric: Fabric, source: int, to: int, nbytes: int
+    ) -> tuple[float, float, float]:
         """Prices a message: (when it begins to leave, when it has left, when it has arrived)."""
         if source == to:
             return now, now, now
@@ -71,44 +73,44 @@ class Ports:
         if link.shaped:
             seconds = message_seconds(fabric, nbytes, self.size, self.seed, source, to, self._messages[source])
         else:
-            seconds = self._posted(link, fabric, nbytes)
+            seconds = self._message_seconds(link, fabric, nbytes)
         out = into = seconds
         if fabric.faults:
-            slow = self.chokes(fabric)
+            slow = self.port_slowdowns(fabric)
             out, into = seconds * float(slow[source]), seconds * float(max(slow[source], slow[to]))
         began, left = leaves(now, float(self.free[source]), out)
         self.free[source] = left
         come = self.taken[to] = comes(began, self.taken[to], into)
         return began, left, come
 
-    def _posted(self, link: Link, fabric: Fabric, nbytes: int) -> float:
+    def _message_seconds(self, link: Link, fabric: Fabric, nbytes: int) -> float:
         """Returns a message's seconds on an unshaped Link: as measured for messages, or a collective's price."""
         if self.costs is not None and any(self.costs.post):
-            return self.costs.post.seconds(nbytes, 1)
+            return self.costs.post.compute_seconds(nbytes, 1)
         return self._price(link, fabric.shared, even("send", nbytes, self.size))
 
-    def path(self, fabric: Fabric, group: Group | None) -> Link:
+    def find_link(self, fabric: Fabric, group: Group | None) -> Link:
         """Returns the Link that a collective of a group, or of all ranks, crosses."""
         return fabric.path(range(self.size) if group is None else group.ranks)
 
-    def flag(self) -> float:
+    def flag_seconds(self) -> float:
         """Returns the seconds to agree on one flag, independent of other traffic."""
-        return max(FLAG, self.costs.wire.seconds(*traffic("all_reduce", 8, self.size)) if self.costs else 0.0)
+        return max(FLAG, self.costs.wire.compute_seconds(*traffic("all_reduce", 8, self.size)) if self.costs else 0.0)
 
-    def chokes(self, fabric: Fabric) -> np.ndarray:
+    def port_slowdowns(self, fabric: Fabric) -> np.ndarray:
         """Returns (size,): the factor by which each port is slower than a healthy one."""
         found = self._chokes.get(fabric)
         if found is None:
             found = self._chokes[fabric] = np.array([choke(fabric.faults, r) for r in range(self.size)])
         return found
 
-    def _priced(self, link: Link, shared: bool, load: Load, parallel: int = 1) -> float:
+    def _compute_price(self, link: Link, shared: bool, load: Load, parallel: int = 1) -> float:
         if link.shaped:
             return port_seconds(link, shared, load, parallel)
-        return self.costs.wire.seconds(load.busiest, load.messages) if self.costs else 0.0
+        return self.costs.wire.compute_seconds(load.busiest, load.messages) if self.costs else 0.0
 
 
-def later(own: float, bare: float) -> float:
+def expect_later_end(own: float, bare: float) -> float:
     """Returns the expected end of a collective: of the Link's shaping or of the real transfer, the later one.
 
     own, bare: seconds of the two; the real one is uniform between 0 and `2 * bare`, because processes take turns

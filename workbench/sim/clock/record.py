@@ -25,7 +25,7 @@ _packed_sample = Struct(f"{len(_OF_SAMPLES)}d").pack
 Numbers = Sequence[float] | np.ndarray
 
 
-def each(numbers: float | np.ndarray) -> Iterable[Any]:
+def iterate_numbers(numbers: float | np.ndarray) -> Iterable[Any]:
     """Yields the entries of an array, or one number forever."""
     return numbers.tolist() if isinstance(numbers, np.ndarray) else repeat(numbers)
 
@@ -43,7 +43,7 @@ class Record:
         self._marks: list[tuple[int, int, str, float, str]] = []
         self._ranks = np.array(members, dtype="i2")
 
-    def code(self, text: str) -> int:
+    def encode_text(self, text: str) -> int:
         """Returns the number that stands for a lane or a name."""
         found = self._code.get(text)
         if found is None:
@@ -51,17 +51,28 @@ class Record:
         return found
 
     def span(self, rank: int, step: int, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int) -> None:
-        known, code = self._code, self.code
+        known, code = self._code, self.encode_text
         which = known[lane] if lane in known else code(lane)
         what = known[name] if name in known else code(name)
         self._single += _packed(rank, step, which, what, asked, t0, t1, nbytes)
 
-    def block(self, lane: str, name: str, steps: Sequence[int], asked: Numbers, t0: Numbers,
-              t1: np.ndarray | float, nbytes: float | np.ndarray, ranks: Sequence[int] | None = None) -> None:
+    def add_block(
+        self,
+        lane: str,
+        name: str,
+        steps: Sequence[int],
+        asked: Numbers,
+        t0: Numbers,
+        t1: np.ndarray | float,
+        nbytes: float | np.ndarray,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         """Records one span on every rank, or on each of `ranks`: steps, asked, t0: (p,); t1: (p,) or one for all."""
         if ranks is None:
-            return self._blocks.append((self.code(lane), self.code(name), steps, asked, t0, t1, nbytes))
-        for rank, step, since, begun, end, n in zip(ranks, steps, asked, t0, each(t1), each(nbytes), strict=False):
+            return self._blocks.append((self.encode_text(lane), self.encode_text(name), steps, asked, t0, t1, nbytes))
+        for rank, step, since, begun, end, n in zip(
+            ranks, steps, asked, t0, iterate_numbers(t1), iterate_numbers(nbytes), strict=False
+        ):
             self.span(rank, step, lane, name, since, begun, end, n)
 
     def sample(self, rank: int, step: int, name: str, t: float, value: float) -> None:
@@ -71,27 +82,27 @@ class Record:
         self._marks.append((rank, step, name, t, detail))
 
     @staticmethod
-    def timeline(records: Sequence[Record]) -> Timeline:
+    def make_timeline(records: Sequence[Record]) -> Timeline:
         """Returns the tables of consecutive generations. Call it once, because it frees the rows."""
         out = Timeline()
         for record in records:
-            record._tell(out)
+            record._write_rows(out)
         return out
 
-    def _tell(self, out: Timeline) -> None:
-        spans, words = _sorted(self._spans(), "t1"), _words(self._code)
+    def _write_rows(self, out: Timeline) -> None:
+        spans, words = _sort_columns(self._collect_spans(), "t1"), _make_words(self._code)
         if len(spans["t1"]):
             out.spans.extend({**spans, **{k: Coded(spans[k], words) for k in ("lane", "name")}})
-        single = _numbers(self._samples, _OF_SAMPLES)
+        single = _unpack_rows(self._samples, _OF_SAMPLES)
         columns = {name: single[:, k].astype(_KINDS.get(name, "f8")) for k, name in enumerate(_OF_SAMPLES)}
-        samples = _sorted(columns | {"rank": self._ranks[columns["rank"]]}, "t")
+        samples = _sort_columns(columns | {"rank": self._ranks[columns["rank"]]}, "t")
         if len(single):
-            out.samples.extend({**samples, "name": Coded(samples["name"], _words(self._named))})
+            out.samples.extend({**samples, "name": Coded(samples["name"], _make_words(self._named))})
         marks = sorted(self._marks, key=lambda row: row[3])
         out.marks.add([(int(self._ranks[row[0]]), *row[1:]) for row in marks])
 
-    def _spans(self) -> dict[str, np.ndarray]:
-        single = _numbers(self._single, _COLUMNS)
+    def _collect_spans(self) -> dict[str, np.ndarray]:
+        single = _unpack_rows(self._single, _COLUMNS)
         blocks, p = self._blocks, len(self._ranks)
         columns = {}
         for k, name in enumerate(_COLUMNS):
@@ -105,17 +116,17 @@ class Record:
         return columns
 
 
-def _numbers(packed: bytearray, columns: Sequence[str]) -> np.ndarray:
+def _unpack_rows(packed: bytearray, columns: Sequence[str]) -> np.ndarray:
     """Unpacks rows that were packed one by one: (rows, columns)."""
     return np.frombuffer(packed, "f8").reshape(-1, len(columns)) if packed else np.empty((0, len(columns)))
 
 
-def _words(codes: dict[str, int]) -> Words:
+def _make_words(codes: dict[str, int]) -> Words:
     words = Words()
     words.encode(list(codes))
     return words
 
 
-def _sorted(columns: dict[str, np.ndarray], by: str) -> dict[str, np.ndarray]:
+def _sort_columns(columns: dict[str, np.ndarray], by: str) -> dict[str, np.ndarray]:
     order = np.argsort(columns[by], kind="stable")
     return {name: column[order] for name, column in columns.items()}

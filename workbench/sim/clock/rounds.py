@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from workbench.sim.compute.host import Host
 
 
-class Rounds:
+class BackgroundRounds:
     """One rank's `again` verb. A replay answers it after the same steps as the engine did."""
 
     def __init__(self, host: Host) -> None:
@@ -24,7 +24,7 @@ class Rounds:
         self._group: Group | None = None  # the group of the round; None: all ranks
         self._resting: Fiber | None = None  # the background, until a step is new
 
-    def again(self, fiber: Fiber, op: Op) -> Any:
+    def next_step(self, fiber: Fiber, op: Op) -> Any:
         """Answers, or parks the background until a step is new and its rest is over."""
         if fiber.origin != "background ":
             raise StrategyError("`again` belongs in a background coroutine, not in `step`")
@@ -34,51 +34,51 @@ class Rounds:
             self._resting = fiber
             fiber.on = "the step to move on"
             if rest:
-                self.host.clock.at(self._until, self)
+                self.host.clock.resume_at(self._until, self)
             return PARK
-        return self._ask(fiber)
+        return self._answer_round(fiber)
 
-    def moved(self) -> None:
+    def note_step(self) -> None:
         """Notes that a step has ended."""
         self._steps += 1
-        self._wake()
+        self._wake_background()
 
     def resume(self, _: Any) -> None:
         """Wakes the background after its rest."""
-        self._wake()
+        self._wake_background()
 
-    def idle(self) -> None:
+    def note_idle(self) -> None:
         """Notes that the step makes no progress before a meeting."""
         self.is_idle = True
-        self._wake()
+        self._wake_background()
 
     @property
-    def newest(self) -> int:
+    def newest_step(self) -> int:
         """The number of the last step, at least 1 even before the first one."""
         return max(self.host.rank.step, 1)
 
     @property
     def _is_new(self) -> bool:
         replay = self.host.world.replay
-        if replay is not None and (recorded := replay.round(self.host.index)) is not None:
+        if replay is not None and (recorded := replay.peek_round(self.host.index)) is not None:
             return self.is_idle or self._steps >= recorded.steps
         return self.is_idle or (self._steps > self._seen and self.host.clock.now >= self._until)
 
-    def _wake(self) -> None:
+    def _wake_background(self) -> None:
         if self._resting is not None and self._is_new:
             resting, self._resting = self._resting, None
             resting.on = None
-            step = self._ask(resting)
+            step = self._answer_round(resting)
             if step is not PARK:
-                self.host.clock.at(self.host.clock.now, resting, step)
+                self.host.clock.resume_at(self.host.clock.now, resting, step)
 
-    def _ask(self, fiber: Fiber) -> Any:
+    def _answer_round(self, fiber: Fiber) -> Any:
         self._seen, fiber.step = self._steps, self.host.rank.step
         if not self._alone:
-            return self.host.world.ask_again(fiber, self._group)
+            return self.host.world.answer_round(fiber, self._group)
         replay = self.host.world.replay
-        step = None if replay is None else replay.answer(self.host.index)
+        step = None if replay is None else replay.next_answer(self.host.index)
         if step is None:
-            step = 0 if self.is_idle else self.newest
+            step = 0 if self.is_idle else self.newest_step
         self.host.note("again", step > 0)
         return step

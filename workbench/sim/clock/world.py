@@ -7,28 +7,28 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from workbench.host.elastic.reentry import Came
+from workbench.host.elastic.reentry import Membership
 from workbench.rank import Group, Op
-from workbench.sim.clock.clock import Clock
+from workbench.sim.clock.clock import VirtualClock
 from workbench.sim.clock.collective import Collective
-from workbench.sim.clock.deadlock import Deadlock, spinning, standing, told
-from workbench.sim.clock.fiber import PARK, Fiber, Order
+from workbench.sim.clock.deadlock import Deadlock, explain_deadlock, explain_endless_loop, explain_standstill
+from workbench.sim.clock.fiber import PARK, ChildOrder, Fiber
 from workbench.sim.clock.mailboxes import Mailboxes
 from workbench.sim.clock.ports import Ports
 from workbench.sim.clock.record import Record
 from workbench.sim.costs.costs import Costs
-from workbench.sim.costs.replay import Replay
+from workbench.sim.costs.replay import ChanceReplay
 
 AT_ONCE = 500_000  # events at one time (and more per rank) before the run counts as standing still
 PER_RANK = 2_000
 NOTICED = 0.23  # seconds until the other ranks notice a crash: the median of 101 kills of real ranks
 
 
-class Stopped(BaseException):
+class SimulationStopped(BaseException):
     """A rank ends the simulation for all ranks before its last step, as `on_nan` demands."""
 
 
-class World:
+class VirtualWorld:
     """State that the ranks of one simulation share.
 
     first:   how many of the `size` ranks are simulated; each stands for the ranks at its position in the other replicas
@@ -36,13 +36,23 @@ class World:
     fallen:  places of crashed ranks; parted: new ranks and settings, if the ranks have met to let more ranks join
     """
 
-    def __init__(self, size: int, costs: Costs | None, seed: int, planned: list[Any], real: bool,
-                 replay: Replay | None = None, first: int = 0, members: Sequence[int] = (), now: float = 0.0) -> None:
+    def __init__(
+        self,
+        size: int,
+        costs: Costs | None,
+        seed: int,
+        planned: list[Any],
+        real: bool,
+        replay: ChanceReplay | None = None,
+        first: int = 0,
+        members: Sequence[int] = (),
+        now: float = 0.0,
+    ) -> None:
         self.size, self.costs, self.seed, self.planned = size, costs, seed, planned
         self.real, self.replay = real, replay
         self.first = first or size
         self.members = members or range(self.first)
-        self.clock = Clock(now)
+        self.clock = VirtualClock(now)
         self.record = Record(self.members)
         self.ports = Ports(size, costs, seed)
         self.mail = Mailboxes(self)
@@ -50,7 +60,7 @@ class World:
         self.lives: list[Fiber] = []
         self._hosts: list[Any] = []
         self.open: dict[str, dict[tuple[Group | None, int], Collective]] = {}  # collectives under way, by lane
-        self.orders: dict[str, Order] = {}
+        self.orders: dict[str, ChildOrder] = {}
         self._here: dict[Group, tuple[int, ...]] = {}
         self._gathered: dict[tuple[str, Group | None], dict[int, tuple[Fiber, Any]]] = {}
         # by what is said and to which group: what the first rank has said, how often each asked, and who waits
@@ -74,75 +84,81 @@ class World:
     def hosts(self) -> list[Any]:
         return self._hosts
 
-    def run(self, sessions: list[Any], came: Came | None = None) -> None:
+    def run_ranks(self, sessions: list[Any], came: Membership | None = None) -> None:
         """Runs all ranks until they end, are lost or others join. came: how these ranks came together.
 
         Raises Deadlock if ranks wait for each other, or loop and no time passes.
         """
         self.sessions = sessions
         self._hosts = [s.host for s in sessions]
-        self.lives += [Fiber(s.host, _counted(self, s.live() if came is None else s.live_on(came)), "step")
-                       for s in sessions]  # fmt: skip
+        self.lives += [
+            Fiber(
+                s.host,
+                _count_ended(self, s.train_from_start() if came is None else s.train_in_generation(came)),
+                "step",
+            )
+            for s in sessions
+        ]
         try:
-            self._live()
-        except Stopped:
+            self._run_to_end()
+        except SimulationStopped:
             self.stopped = True
             for session in sessions:
-                session.stopped()
+                session.mark_stopped()
 
     @property
-    def left(self) -> list[Any]:
+    def living_sessions(self) -> list[Any]:
         """The sessions that have neither crashed nor ended."""
         return [s for s, life in zip(self.sessions, self.lives, strict=True)
                 if not life.done and s.rank.id not in self.fallen]  # fmt: skip
 
-    def crashes(self, fiber: Fiber) -> None:
+    def note_crash(self, fiber: Fiber) -> None:
         """Notes a crash, which the other ranks notice `NOTICED` seconds later."""
         if not self.fallen:
-            self.clock.at(self.clock.now + NOTICED, Bell(self._miss))
+            self.clock.resume_at(self.clock.now + NOTICED, TimedCall(self._cut_off_ranks))
         self.fallen.add(fiber.host.index)
-        fiber.host.fall()
+        fiber.host.end_requests()
 
-    def _miss(self) -> None:
+    def _cut_off_ranks(self) -> None:
         """Stops each rank at its next joint operation."""
         self.missed = True
         for host in self._hosts:
             host.cut_off()
 
-    def _live(self) -> None:
+    def _run_to_end(self) -> None:
         for fiber in self.lives:
             fiber.resume(None)
-        self._happen()
+        self._run_events()
         for _ in range(AT_ONCE):
             if self.ended == self.first or self.fallen or self.parted is not None:
                 return
-            if not self.mail.nothing_more():
-                raise Deadlock(told(self))
-            self._happen()
-        raise Deadlock(standing(self))
+            if not self.mail.release_receiver():
+                raise Deadlock(explain_deadlock(self))
+            self._run_events()
+        raise Deadlock(explain_standstill(self))
 
-    def _happen(self) -> None:
+    def _run_events(self) -> None:
         """Runs all pending events. Raises Deadlock if time stands still."""
-        if not self.clock.run(AT_ONCE + PER_RANK * self.first):
-            raise Deadlock(standing(self))
+        if not self.clock.run_events(AT_ONCE + PER_RANK * self.first):
+            raise Deadlock(explain_standstill(self))
 
-    def spins(self, fiber: Fiber, op: Op) -> None:
+    def raise_endless_loop(self, fiber: Fiber, op: Op) -> None:
         """Raises Deadlock for a fiber whose requests take no time and never end."""
-        raise Deadlock(spinning(fiber, op))
+        raise Deadlock(explain_endless_loop(fiber, op))
 
     def close(self) -> None:
         """Closes unfinished coroutines, so that none is left after a failure."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that never started are not awaited
             for host in self._hosts:
-                for fiber in host.unfinished():
+                for fiber in host.list_unfinished():
                     fiber.coro.close()
             for fiber in self.lives:
                 if isinstance(fiber.on, Fiber):
                     fiber.on.coro.close()
                 fiber.coro.close()
 
-    def here(self, group: Group | None) -> Sequence[int]:
+    def list_simulated_ranks(self, group: Group | None) -> Sequence[int]:
         """Returns the simulated ranks of a group, or of all ranks."""
         if group is None:
             return range(self.first)
@@ -151,14 +167,21 @@ class World:
             found = self._here[group] = tuple(r for r in group.ranks if r < self.first)
         return found
 
-    def place(self, group: Group, rank: int) -> int:
+    def find_position(self, group: Group, rank: int) -> int:
         """Returns the position of `rank` among the simulated ranks of a group."""
-        return group.index(rank) if self.first == self.size else self.here(group).index(rank)
+        return group.index(rank) if self.first == self.size else self.list_simulated_ranks(group).index(rank)
 
     # -- meetings outside the network --
 
-    def together(self, fiber: Fiber, what: str, mine: Any, joint: Callable[[list[Any]], list[Any]],
-                 seconds: float, group: Group | None = None) -> Any:
+    def gather_ranks(
+        self,
+        fiber: Fiber,
+        what: str,
+        mine: Any,
+        joint: Callable[[list[Any]], list[Any]],
+        seconds: float,
+        group: Group | None = None,
+    ) -> Any:
         """Gathers `mine` from every rank of a group (None: all). The last one calls `joint`, which answers every rank.
 
         seconds: delay of the answers after the last arrival
@@ -166,7 +189,7 @@ class World:
         come = self._gathered.setdefault((what, group), {})
         come[fiber.host.index] = fiber, mine
         fiber.on = what
-        here = self.here(group)
+        here = self.list_simulated_ranks(group)
         if len(come) < len(here):
             return PARK
         del self._gathered[what, group]
@@ -176,15 +199,15 @@ class World:
             if r < self.first:
                 one, _ = come[r]
                 one.on, one.resumed = None, self.clock.now + seconds
-                self.clock.at(one.resumed, one, answer)
+                self.clock.resume_at(one.resumed, one, answer)
         return PARK
 
-    def told(self, fiber: Fiber, what: str, mine: Any, group: Group | None = None) -> Any:
+    def broadcast_value(self, fiber: Fiber, what: str, mine: Any, group: Group | None = None) -> Any:
         """The first rank's `mine`, for all ranks or a group's. Others wait until it has come; it waits for nobody."""
         said, heard, waiting = self._said.setdefault((what, group), ([], Counter(), []))
         number, index = heard[fiber.host.index], fiber.host.index
         heard[index] += 1
-        if index != self.here(group)[0]:
+        if index != self.list_simulated_ranks(group)[0]:
             if number < len(said):
                 return said[number]
             fiber.on = what
@@ -193,20 +216,20 @@ class World:
         said.append(mine)
         for one in waiting:
             one.on, one.resumed = None, self.clock.now
-            self.clock.at(self.clock.now, one, mine)
+            self.clock.resume_at(self.clock.now, one, mine)
         waiting.clear()
         return mine
 
-    def ask_again(self, fiber: Fiber, group: Group | None = None) -> Any:
+    def answer_round(self, fiber: Fiber, group: Group | None = None) -> Any:
         """Gathers all ranks, or a group, and answers each with its newest step, or 0 if every rank is idle."""
-        hosts = self.hosts if group is None else [self.hosts[r] for r in self.here(group)]
+        hosts = self.hosts if group is None else [self.hosts[r] for r in self.list_simulated_ranks(group)]
 
         def answer(_: list[Any]) -> list[int]:
             idle = all(host.rounds.is_idle for host in hosts)
-            steps = [0 if idle else host.rounds.newest for host in hosts]
+            steps = [0 if idle else host.rounds.newest_step for host in hosts]
             answers = steps
             if self.replay is not None:
-                recorded = [self.replay.answer(host.index) for host in hosts]
+                recorded = [self.replay.next_answer(host.index) for host in hosts]
                 answers = [step for step in recorded if step is not None]
                 if len(answers) < len(steps):  # beyond the record of a rank, and ranks go on or end together
                     answers = steps
@@ -214,34 +237,34 @@ class World:
                 host.note("again", step > 0)
             return answers
 
-        return self.together(fiber, "again", None, answer, self.ports.flag(), group)
+        return self.gather_ranks(fiber, "again", None, answer, self.ports.flag_seconds(), group)
 
-    def listen(self, fiber: Fiber) -> None:
+    def add_listener(self, fiber: Fiber) -> None:
         """Lets an idle rank wait for the next call."""
         self._listening.append(fiber)
 
-    def hands(self, rank: int) -> Hands:
+    def make_unused_flags(self, rank: int) -> UnusedFlags:
         """What this rank raises its hand with."""
-        return Hands(self._raised, rank)
+        return UnusedFlags(self._raised, rank)
 
-    def want(self) -> None:
+    def request_meeting(self) -> None:
         """A rank asks rank 0 to call a meeting."""
         self.wanted = True
-        self._wake()
+        self._wake_listeners()
 
-    def call(self, step: int) -> None:
+    def call_meeting(self, step: int) -> None:
         """Calls all ranks to a meeting. With `propagation` they meet at `step`, otherwise at their next boundary."""
         self.meets = step
-        self._wake()
+        self._wake_listeners()
 
-    def _wake(self) -> None:
+    def _wake_listeners(self) -> None:
         listening, self._listening = self._listening, []
         for fiber in listening:
             fiber.on = None
-            self.clock.at(self.clock.now, fiber)
+            self.clock.resume_at(self.clock.now, fiber)
 
 
-class Hands:
+class UnusedFlags:
     """The hands that one virtual rank raises, see [Note: The raised hand] in workbench/host/sharding/usage.py.
 
     steps: by rank, the last step in which it raised one; common to all ranks
@@ -260,7 +283,7 @@ class Hands:
         """There is nothing to give back."""
 
 
-class Bell:
+class TimedCall:
     """Calls a function at a set time."""
 
     def __init__(self, call: Callable[[], None]) -> None:
@@ -270,8 +293,6 @@ class Bell:
         self._call()
 
 
-async def _counted(world: World, life: Coroutine[Any, Any, None]) -> None:
+async def _count_ended(world: VirtualWorld, life: Coroutine[Any, Any, None]) -> None:
     await life
     world.ended += 1
-
-

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 
-class Pass:
+class BucketPass:
     """A forward or backward under way. Each piece is computed when the strategy requests it.
 
     began: when it would have begun without interruptions; since: when its present stretch began

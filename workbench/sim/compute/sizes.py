@@ -13,35 +13,35 @@ import torch
 
 from workbench.experiment import Experiment
 from workbench.host.memory import memory
-from workbench.host.observe.curvature import outlined_factors
-from workbench.host.passes.recomputing import recomputed
-from workbench.host.placement.canonical import prime
-from workbench.host.placement.layout import Layout
-from workbench.host.placement.splitting import Split
-from workbench.host.placement.spread import Spread
-from workbench.host.sharding.trial import Trial
-from workbench.host.transfer.shards import Cut as Shards
+from workbench.host.observe.curvature import outline_factors
+from workbench.host.passes.recomputing import find_recomputed
+from workbench.host.placement.canonical import create_optimizer_state
+from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.splitting import TensorSplit
+from workbench.host.placement.spread import ReplicaSpread
+from workbench.host.sharding.trial import AccessTrace
+from workbench.host.transfer.shards import ShardLayout as Shards
 from workbench.rank import Bucket, Factors
-from workbench.sim.clock.drawing import Drawn
-from workbench.sim.compute.away import Outlined
-from workbench.sim.fake.shaped import shaped, stands_in
-from workbench.sim.model.anew import SizesAnew
-from workbench.sim.model.known import Kept
-from workbench.sim.model.outline import Outline, StageOutline, ready
+from workbench.sim.clock.drawing import BatchOutline
+from workbench.sim.compute.away import SizedOffload
+from workbench.sim.fake.shaped import make_shaped, shape_bucket
+from workbench.sim.model.anew import RenewableSizes
+from workbench.sim.model.known import KeptBytes
+from workbench.sim.model.outline import Outline, StageOutline, compute_ready_shares
 from workbench.tasks import Learner
 
 if TYPE_CHECKING:
     from workbench.partitions import Partition
 
 
-class Way(NamedTuple):
+class StagePlace(NamedTuple):
     """The stage of a rank, with sizes only."""
 
     stage: int
     stages: int
 
 
-class Sizes(SizesAnew, Drawn):
+class RankSizes(RenewableSizes, BatchOutline):
     """The state of one rank, as sizes only.
 
     piece: the rank's stage in its replica, if that has stages
@@ -52,22 +52,22 @@ class Sizes(SizesAnew, Drawn):
     share = 1.0  # of the model's compute on this rank
     again: tuple[float, ...] = (0.0,)  # by piece, the share of its forward that its backward recomputes
     fresh = False  # whether the next batch is the first after a change of the layout
-    split: Split | None = None  # how matrices are split
+    split: TensorSplit | None = None  # how matrices are split
     stage = (0, 1)  # (index of this rank's stage, number of stages)
-    common: Any = None  # parameters that all ranks of a group have, by owner
+    common_params: Any = None  # parameters that all ranks of a group have, by owner
     flow: Any = None  # of its host
-    spread: Spread | None = None  # how a replica is spread over ranks
+    spread: ReplicaSpread | None = None  # how a replica is spread over ranks
     layers: Partition  # how the ranks of a stage compute its layers
 
     def __init__(self, whole: Outline, bucket_mb: float) -> None:
         self._outline = self.whole = whole
         self._stage: StageOutline
-        self.piece: Way | None = None
+        self.piece: StagePlace | None = None
         self._count = 1  # micro-batches of a batch
         self.shares: tuple[float, ...] = (1.0,)  # of this rank's compute, by piece
         self._asked: dict[tuple[int, int], torch.Tensor | None] = {}  # received inputs, by open micro-batch and piece
         self._bucket_mb, self.model, self.optimizer = bucket_mb, whole.model, whole.optimizer
-        self.cut = whole.cut(bucket_mb, False)
+        self.cut = whole.cut_buckets(bucket_mb, False)
         self._learned = self._told = self.learning = self.roomy = False
         self.shards: Shards | None = None  # the buckets whose shards hold the optimizer's state
         self.gradient_shards = 1  # shards of the summed gradients
@@ -75,46 +75,46 @@ class Sizes(SizesAnew, Drawn):
         self.stepped = False  # the same, on this rank
         self.opened = [0.0]  # by piece, forwards without a backward yet
         self.going = 0  # the piece whose backward runs
-        self.away = Outlined(lambda: self.stepped)
+        self.away = SizedOffload(lambda: self.stepped)
         self.came: bool | None = None  # whether the present gradients are exchanged; None: there are no gradients
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ParameterLayout:
         return self.cut.layout
 
-    def rebucket(self, bucket_mb: float) -> None:
+    def resize_buckets(self, bucket_mb: float) -> None:
         self._bucket_mb, self.roomy = bucket_mb, False
-        self.cut = self._outline.cut(bucket_mb, self._learned)
+        self.cut = self._outline.cut_buckets(bucket_mb, self._learned)
 
     @property
-    def trial(self) -> Trial:
+    def access_trace(self) -> AccessTrace:
         """The parameters that a step reads, and the order of its gradients."""
-        return self.whole.trial_of(self.layers)
+        return self.whole.trace_reads(self.layers)
 
     @property
-    def cheap(self) -> bool:
+    def is_cheap(self) -> bool:
         """Whether an engine knows the trial before the first step without building the model again."""
         return self.whole.cheap
 
     @property
-    def to_learn(self) -> bool:
+    def has_new_order(self) -> bool:
         """Whether a backward has shown the order of gradients for the first time in this generation."""
         return self.learning and not self._told
 
-    def learned(self) -> list[str]:
+    def learn_order(self) -> list[str]:
         """Returns the order of gradients. Call it once."""
         self._learned = self._told = True
         return self._outline.arrival
 
-    def learn(self, names: list[str]) -> None:
+    def reorder_parameters(self, names: list[str]) -> None:
         """Lays out parameters in the order of gradients, which may change the buckets."""
         self._learned, self.roomy = True, False
-        self.cut = self._outline.cut(self._bucket_mb, True)
+        self.cut = self._outline.cut_buckets(self._bucket_mb, True)
 
     def restart_data(self, batch: int, seed: int, step: int, used: int = 0) -> None:
         pass
 
-    def deal(self, rank: int, size: int, seed: int | None) -> None:
+    def deal_data(self, rank: int, size: int, seed: int | None) -> None:
         pass
 
     @property
@@ -123,86 +123,88 @@ class Sizes(SizesAnew, Drawn):
 
     # -- a rank that is one stage --
 
-    def relaid(self, names: set[str], spread: Spread | None, rank: int, e: Experiment, seed: int,
+    def lay_out_parameters(self, names: set[str], spread: ReplicaSpread | None, rank: int, e: Experiment, seed: int,
                held: bool = True) -> None:  # fmt: skip
         """Makes this rank hold and compute these parameters from now on, or the whole model."""
         self.spread = spread
-        stage, index = spread.place(rank) if spread else (0, 0)
+        stage, index = spread.locate_rank(rank) if spread else (0, 0)
         stages, self.split = (spread.stages, spread.split) if spread else (None, None)
-        self.share, self.piece = (stages.share(stage), Way(stage, len(stages))) if stages else (1.0, None)
+        self.share, self.piece = (
+            (stages.compute_share(stage), StagePlace(stage, len(stages))) if stages else (1.0, None)
+        )
         self.shares = tuple(share / self.share for share in stages.shares[stage :: len(stages)]) if stages else (1.0,)
         self.opened = [0.0] * len(self.shares)
         self._outline = self.whole
         if spread and self.split:
-            self._outline = slices = self.whole.slice(names, spread, (stage, index), e)
-            self.common, stages = slices.common, slices.stages
+            self._outline = slices = self.whole.get_slice(names, spread, (stage, index), e)
+            self.common_params, stages = slices.common, slices.stages
             self.stage, self.share = (stage, len(stages) if stages else 1), self.share * self.split.share
         if stages:
-            self._outline = self._stage = self._outline.stage(names, stages, stage)
+            self._outline = self._stage = self._outline.get_stage(names, stages, stage)
         self._learned = self._told = self.learning = self.roomy = False
         self.fresh = True
-        self.cut = self._outline.cut(self._bucket_mb, False)
-        self.tune(e)
+        self.cut = self._outline.cut_buckets(self._bucket_mb, False)
+        self.tune_partition(e)
 
-    def tune(self, e: Experiment) -> None:
+    def tune_partition(self, e: Experiment) -> None:
         """Applies changed knobs of the partition."""
         (stage, stages), self.layers = self.piece or (0, 1), e.partition.layers
-        self.again = recomputed(e, self.learner, self.split)[stage::stages]
+        self.again = find_recomputed(e, self.learner, self.split)[stage::stages]
 
-    def go_on_with(self, optimizer: Any) -> None:
+    def take_optimizer(self, optimizer: Any) -> None:
         """Takes over an optimizer whose state has been transferred."""
         self.optimizer, self._begun = optimizer, self.stepped
         if self.stepped:
-            prime(self.layout, optimizer)
+            create_optimizer_state(self.layout, optimizer)
 
-    def open(self, x: Any, micro: int) -> None:
+    def store_batch(self, x: Any, micro: int) -> None:
         """Notes a batch, which goes through the stages when its backward is requested."""
-        self.taken += 1
+        self.taken_batches += 1
 
-    def begin(self, micro: int, partition: Partition) -> Any:
+    def begin_batch(self, micro: int, partition: Partition) -> Any:
         """Begins a batch through the stages. It has no contents."""
         self._count = partition.micro_batches
         return ()
 
-    def coming(self, after: int) -> Any:
+    def peek_batch(self, after: int) -> Any:
         """Returns None: a batch has no contents."""
 
-    def buffers(self) -> list[torch.Tensor]:
+    def list_buffers(self) -> list[torch.Tensor]:
         """Returns no tensors: a forward changes nothing."""
         return []
 
-    def forget(self, micros: list[int]) -> None:
+    def forget_micros(self, micros: list[int]) -> None:
         """Discards micro-batches that get no backward."""
         for entry in [entry for entry in self._asked if entry[0] in micros]:
             del self._asked[entry]
             self.opened[entry[1]] -= 1
 
-    def drawn(self, x: Any) -> Any:
+    def draw_batch(self, x: Any) -> Any:
         """Notes a batch. It has no contents."""
-        self.taken += 1
+        self.taken_batches += 1
         return ()
 
-    def reseed(self, number: int) -> None:
+    def reseed_rng(self, number: int) -> None:
         """Does nothing: no random numbers are drawn."""
 
-    def squares(self) -> float:
+    def sum_squares(self) -> float:
         """Returns 0: gradients have no values."""
         return 0.0
 
-    def ready(self, chunk: int) -> list[float]:
+    def list_ready_shares(self, chunk: int) -> list[float]:
         """Returns by bucket the share of this piece's backward, the last of a batch, after which it is full."""
         there = self._stage.there
-        return ready(self.layout, self._stage.arrival, there) if there else self.cut.ready
+        return compute_ready_shares(self.layout, self._stage.arrival, there) if there else self.cut.ready
 
     def stage_forward(self, x: torch.Tensor | None, micro: int, chunk: int) -> torch.Tensor:
-        self._asked[self.flow.number(micro), chunk] = x
+        self._asked[self.flow.number_micro(micro), chunk] = x
         self.opened[chunk] += 1
-        self.ledger.forward()
+        self.ledger.note_forward()
         return self._stage.hands_on(self.examples(), self._count, chunk)
 
     def stage_backward(self, grad: Any, micro: int, chunk: int, exchanged: bool, first: bool) -> torch.Tensor | None:
-        self.backward(grad, micro, exchanged, first or bool(self.came), chunk)
-        x = self._asked.pop((self.flow.number(micro), chunk))
+        self.run_backward(grad, micro, exchanged, first or bool(self.came), chunk)
+        x = self._asked.pop((self.flow.number_micro(micro), chunk))
         return None if x is None else torch.empty_like(x)
 
     def stage_inputs(self, grad: Any, micro: int, chunk: int) -> torch.Tensor | None:
@@ -210,91 +212,91 @@ class Sizes(SizesAnew, Drawn):
         return None if x is None else torch.empty_like(x)
 
     def stage_weights(self, micro: int, chunk: int, exchanged: bool, first: bool) -> None:
-        self.backward(None, micro, exchanged, first or bool(self.came), chunk)
+        self.run_backward(None, micro, exchanged, first or bool(self.came), chunk)
         del self._asked[micro, chunk]
 
-    def told(self, loss: torch.Tensor) -> None:
+    def store_loss(self, loss: torch.Tensor) -> None:
         """Does nothing: a loss has no value."""
 
-    def turn(self, worker: str) -> None:
+    def activate_worker(self, worker: str) -> None:
         pass
 
-    def forward(self, x: Any, micro: int) -> Any:
+    def run_forward(self, x: Any, micro: int) -> Any:
         self.opened[0] += 1
-        self.taken += 0 if self.split else 1  # `drawn` has counted it
-        self.ledger.forward()
+        self.taken_batches += 0 if self.split else 1  # `drawn` has counted it
+        self.ledger.note_forward()
         return x
 
-    def backward(self, grad: Any, micro: int, exchanged: bool, kept: bool = False, chunk: int = 0) -> Any:
+    def run_backward(self, grad: Any, micro: int, exchanged: bool, kept: bool = False, chunk: int = 0) -> Any:
         """kept: gradients stay in the buckets after it, whether or not this backward's are exchanged"""
         self.learning, self.roomy = self.learning or exchanged, self.roomy or exchanged
         self.going = chunk
-        with self.ledger.backward(exchanged):
+        with self.ledger.measure_backward(exchanged):
             self.opened[chunk] -= 1
             self.came, self.roomy = exchanged or kept, self.roomy or kept
 
-    def kept(self, batch: int, counts: tuple[int, ...] = ()) -> list[Kept] | None:
+    def kept(self, batch: int, counts: tuple[int, ...] = ()) -> list[KeptBytes] | None:
         """Returns by piece what one batch, or a micro-batch of it, keeps for its backward."""
         return self._outline.kept(batch, self._count if self.piece else 1, self.layers, counts)
 
-    def evaluated(self) -> int | None:
-        return self._outline.evaluated()
+    def measure_evaluation(self) -> int | None:
+        return self._outline.measure_evaluation()
 
     @property
     def alike(self) -> dict[Any, Any]:
         """A rank's results about its memory, for equal ranks."""
         return self._outline.alike
 
-    def standing(self) -> dict[str, memory.Storages]:
+    def list_standing(self) -> dict[str, memory.Storages]:
         """Returns the memory that stays between steps."""
-        stepped = self.optimizer if self.stepped and not self.away.has("optimizer state") else None
-        return self._outline.standing(self.layout, stepped, self.roomy and self.gradient_shards == 1, self.shards)
+        stepped = self.optimizer if self.stepped and not self.away.has_kind("optimizer state") else None
+        return self._outline.list_standing(self.layout, stepped, self.roomy and self.gradient_shards == 1, self.shards)
 
-    def full(self, index: int) -> Bucket:
-        return stands_in(self.cut.buckets[index])  # another rank may have freed its memory
+    def get_full_bucket(self, index: int) -> Bucket:
+        return shape_bucket(self.cut.buckets[index])  # another rank may have freed its memory
 
-    def made(self, experiment: Experiment, params: list[Any] | None = None) -> Any:
+    def make_optimizer(self, experiment: Experiment, params: list[Any] | None = None) -> Any:
         """Returns the optimizer of `experiment`, for the parameters here or for the whole model."""
-        return (self._outline if params is None else self.whole).made(experiment)
+        return (self._outline if params is None else self.whole).make_optimizer(experiment)
 
-    def use(self, optimizer: Any) -> None:
+    def use_optimizer(self, optimizer: Any) -> None:
         self.optimizer, self._begun, self.stepped = optimizer, False, False
 
-    def update(self, bucket: Bucket | None, longest: float, by: Callable[[], None] | None,
+    def update_model(self, bucket: Bucket | None, longest: float, by: Callable[[], None] | None,
                squares: float | None = None) -> None:  # fmt: skip
         """Steps the optimizer without changing values. A newly set optimizer gets its state at its first step."""
         self.came = None
         self.stepped = self.stepped or by is None
         if by is None and not self._begun:
-            prime(self.layout, self.optimizer)
+            create_optimizer_state(self.layout, self.optimizer)
             self._begun = True
 
-    def stepped_apart(self) -> None:
+    def note_shard_step(self) -> None:
         """Notes that an offloaded shard was updated; all shards follow in the same step."""
         self.came, self.stepped = None, True
         if not self._begun:
-            prime(self.layout, self.optimizer)
+            create_optimizer_state(self.layout, self.optimizer)
             self._begun = True
 
-    def grads(self) -> list[Bucket]:
+    def list_grads(self) -> list[Bucket]:
         self.roomy = True
         return self.cut.buckets
 
-    def collect(self) -> None:
+    def collect_factors(self) -> None:
         """Does nothing: there are no values to collect."""
 
-    def factors(self) -> list[Factors]:
-        return outlined_factors(self.model, self.layout)
+    def compute_factors(self) -> list[Factors]:
+        return outline_factors(self.model, self.layout)
 
-    def curve(self, vector: list[torch.Tensor], step: int) -> list[torch.Tensor]:
+    def compute_curvature(self, vector: list[torch.Tensor], step: int) -> list[torch.Tensor]:
         return [torch.empty_like(x) for x in vector]
 
-    def value(self, step: int) -> torch.Tensor:
-        return shaped(torch.empty((), device="meta"))
+    def compute_value(self, step: int) -> torch.Tensor:
+        return make_shaped(torch.empty((), device="meta"))
 
-    def clear(self) -> None:
+    def free_gradients(self) -> None:
         """Frees the buckets' room for gradients."""
         self.roomy = False
 
-    def params(self) -> list[Bucket]:
+    def list_params(self) -> list[Bucket]:
         return self.cut.params

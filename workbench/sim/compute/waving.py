@@ -12,73 +12,77 @@ from typing import Any
 import torch
 
 from workbench.host.memory import memory
-from workbench.host.passes.narrowing import Narrowing
-from workbench.host.passes.pipelining import pass_name
-from workbench.host.passes.waves import Waves
+from workbench.host.passes.narrowing import SubModelTraining
+from workbench.host.passes.pipelining import name_pass
+from workbench.host.passes.waves import PiecewisePass
 from workbench.rank import Op, StrategyError
 from workbench.sim.clock.fiber import Fiber
-from workbench.sim.compute.compute import Compute
+from workbench.sim.compute.compute import ModelPerformer
 
 
-class Waving(Compute):
+class PiecewisePerformer(ModelPerformer):
     """The part of a Host that computes parts of a model. narrowing: of its session"""
 
-    narrowing: Narrowing
+    narrowing: SubModelTraining
     _counted: tuple[Any, int, int] = None, 0, 0  # a state, its number of entries, and their bytes
 
     @cached_property
-    def waves(self) -> Waves:
-        return Waves(self.body.model, self.body.learner)
+    def piecewise_pass(self) -> PiecewisePass:
+        return PiecewisePass(self.body.model, self.body.learner)
 
-    def _pieces(self, fiber: Fiber, op: Op) -> Any:
-        return self.waves.count(*op.args)
+    def _count_pieces(self, fiber: Fiber, op: Op) -> Any:
+        return self.piecewise_pass.count_pieces(*op.args)
 
-    def _rise(self, fiber: Fiber, op: Op) -> Any:
+    def _piece_forward(self, fiber: Fiber, op: Op) -> Any:
         micro, piece, of, falls = op.args
         loss = None
         if self.world.real:
-            loss = self.body.rise(self.waves, micro, piece, of, falls)
+            loss = self.body.piece_forward(self.piecewise_pass, micro, piece, of, falls)
         else:
-            self.body.taken += piece == 0
+            self.body.taken_batches += piece == 0
             self.body.opened[0] += 1 / of
-            self.ledger.forward()
-        return self._pass(fiber, "forward", loss, micro, piece, of)
+            self.ledger.note_forward()
+        return self._run_piece(fiber, "forward", loss, micro, piece, of)
 
-    def _fall(self, fiber: Fiber, op: Op) -> Any:
+    def _piece_backward(self, fiber: Fiber, op: Op) -> Any:
         micro, piece, of, grad = op.args
         if self.world.real:
-            with self.ledger.backward(False), torch.enable_grad():
-                self.waves.fall(micro, piece, of, grad)
+            with self.ledger.measure_backward(False), torch.enable_grad():
+                self.piecewise_pass.piece_backward(micro, piece, of, grad)
         else:
             self.body.opened[0] -= 1 / of
             self.body.came = False
-        return self._pass(fiber, "backward", None, micro, piece, of)
+        return self._run_piece(fiber, "backward", None, micro, piece, of)
 
-    def _pass(self, fiber: Fiber, phase: str, value: Any, micro: int, piece: int, of: int) -> Any:
-        return self._compute(fiber, phase, value, self.waves.share(piece, of), pass_name(phase, micro, piece, of))
+    def _run_piece(self, fiber: Fiber, phase: str, value: Any, micro: int, piece: int, of: int) -> Any:
+        return self._run_phase(
+            fiber, phase, value, self.piecewise_pass.estimate_share(piece, of), name_pass(phase, micro, piece, of)
+        )
 
-    def _narrow(self, fiber: Fiber, op: Op) -> Any:
-        if self.world.real and self.body.opened():
+    def _narrow_model(self, fiber: Fiber, op: Op) -> Any:
+        if self.world.real and self.body.list_open():
             raise StrategyError("narrow: a forward is open; ask for its backward first")
-        share = self.narrowing.to(*op.args)
-        self.ledger.part(self.narrowing.trained)
+        share = self.narrowing.switch_to(*op.args)
+        self.ledger.note_submodel(self.narrowing.own_params)
         return share
 
     def _step_narrow(self, clip: float, by: Callable[[], None] | None) -> float | None:
         """Steps a sub-model's optimizer. Returns the norm of its gradient if that is clipped."""
         if self.world.real:
             with torch.enable_grad():
-                norm = self.narrowing.step(clip, by)
-            self.ledger.part(self.narrowing.trained, self.narrowing.state)
+                norm = self.narrowing.step_optimizer(clip, by)
+            self.ledger.note_submodel(self.narrowing.own_params, self.narrowing.optimizer_state)
             return norm
         self.body.came = None
-        self.ledger.part(self.narrowing.trained, round(self._remembers() * self.narrowing.share("update")))
+        self.ledger.note_submodel(
+            self.narrowing.own_params, round(self._count_slot_bytes() * self.narrowing.compute_share("update"))
+        )
         return None
 
-    def _remembers(self) -> int:
+    def _count_slot_bytes(self) -> int:
         """Returns the bytes of the whole model's optimizer state. Counts again if the state has changed."""
         state = self.body.optimizer.state
         entries = sum(map(len, state.values()))
         if self._counted[0] is not state or self._counted[1] != entries:
-            self._counted = state, entries, memory.nbytes(memory.optimizer_state(self.body.optimizer))
+            self._counted = state, entries, memory.count_bytes(memory.find_optimizer_state(self.body.optimizer))
         return self._counted[2]

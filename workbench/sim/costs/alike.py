@@ -19,7 +19,7 @@ from workbench.sim.costs.durations import PHASES
 EVEN = "simulate all ranks (alike=False)"
 
 
-def unlike(e: Experiment, costs: Costs | None) -> str | None:
+def explain_unlike(e: Experiment, costs: Costs | None) -> str | None:
     """Returns why the first replica's ranks cannot stand for all, with a remedy; None if they can."""
     if not e.strategy.alike:
         return f"strategy={type(e.strategy).__name__}: its ranks do unlike things, so none stands for others; {EVEN}"

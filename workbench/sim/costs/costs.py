@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from workbench.sim.costs.durations import PHASES, AlphaBeta, Duration, kind
-from workbench.sim.costs.lines import Price, taken
-from workbench.sim.costs.measure import measured
+from workbench.sim.costs.durations import PHASES, AlphaBeta, Duration, name_codec
+from workbench.sim.costs.lines import Price, price_bytes
+from workbench.sim.costs.measure import measure_costs
 
 if TYPE_CHECKING:
     from workbench.record.run import Run
@@ -86,9 +86,9 @@ class Costs:
         end). On a shaped Link, `late` is measured. `linked` is the mean transfer of collectives that take over 3 times
         as long as their Link demands. `between`, `evaluate` and `density` are medians.
         """
-        return cls(**measured(run))
+        return cls(**measure_costs(run))
 
-    def times(self, n: float) -> Costs:
+    def scale_compute(self, n: float) -> Costs:
         """Returns these costs with n times as much compute per step on every rank."""
         found: dict[str, Any] = {p: tuple(d._replace(seconds=n * d.seconds) for d in getattr(self, p)) for p in PHASES}
         return replace(self, **found)
@@ -120,26 +120,26 @@ class Costs:
         found: dict[str, Any] = {p: Duration(factor * d.seconds) for p, d in zip(PHASES, slowest, strict=True)}
         return replace(self, **found)
 
-    def seconds(self, phase: str, rank: int, step: int, seed: int) -> float:
+    def draw_seconds(self, phase: str, rank: int, step: int, seed: int) -> float:
         """Returns the seconds of one pass on a rank in a step."""
         durations: tuple[Duration, ...] = getattr(self, phase)
         duration = durations[rank % len(durations)]
-        return duration.draw(f"{seed}/{rank}/{step}/{phase}") if duration.spread else duration.seconds
+        return duration.draw_seconds(f"{seed}/{rank}/{step}/{phase}") if duration.spread else duration.seconds
 
-    def stretches(self, compressor: Any) -> tuple[Price, ...]:
+    def list_codec_prices(self, compressor: Any) -> tuple[Price, ...]:
         """Returns the prices of each stretch of codec work, or () if it costs nothing."""
         return self.codec.get(self.kind(compressor), ())
 
-    def stretches_beside(self, compressor: Any) -> tuple[Price, ...]:
+    def list_prices_beside(self, compressor: Any) -> tuple[Price, ...]:
         """Returns the same prices while the rank computes."""
-        return self.beside.get(self.kind(compressor)) or self.stretches(compressor)
+        return self.beside.get(self.kind(compressor)) or self.list_codec_prices(compressor)
 
-    def coding(self, compressor: Any, how: str, nbytes: int) -> float:
+    def price_coding(self, compressor: Any, how: str, nbytes: int) -> float:
         """Returns the seconds to "encode" or "decode" an activation of `nbytes` bytes; 0 if unknown."""
         there, back = self.coder.get(self.kind(compressor), (0.0, 0.0))
-        return taken(there if how == "encode" else back, nbytes)
+        return price_bytes(there if how == "encode" else back, nbytes)
 
-    kind = staticmethod(kind)
+    kind = staticmethod(name_codec)
 
     def __or__(self, other: Costs) -> Costs:
         """Adds the codecs and strategy arithmetic of `other`, and its wire prices if these costs have none."""

@@ -14,7 +14,7 @@ class Duration(NamedTuple):
     seconds: float
     spread: float = 0.0
 
-    def draw(self, key: str) -> float:
+    def draw_seconds(self, key: str) -> float:
         """Returns the seconds in one step, normal around `seconds` and at least half of it; a function of `key`."""
         if not self.spread:
             return self.seconds
@@ -27,17 +27,17 @@ class AlphaBeta(NamedTuple):
     message: float = 0.0
     byte: float = 0.0
 
-    def seconds(self, sent: float, messages: int) -> float:
+    def compute_seconds(self, sent: float, messages: int) -> float:
         return messages * self.message + sent * self.byte
 
 
-def kind(compressor: Any) -> str:
+def name_codec(compressor: Any) -> str:
     """Returns the name of a compressor's prices: its type and the type that it wraps, without settings.
 
     >>> from workbench import ErrorFeedback, TopK
-    >>> kind(ErrorFeedback(of=TopK()))
+    >>> name_codec(ErrorFeedback(of=TopK()))
     'ErrorFeedback(TopK)'
     """
     inner = getattr(compressor, "of", None)
     name = type(compressor).__name__
-    return f"{name}({kind(inner)})" if inner is not None else name
+    return f"{name}({name_codec(inner)})" if inner is not None else name

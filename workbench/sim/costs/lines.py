@@ -22,16 +22,16 @@ class Line(NamedTuple):
 Price = float | Line  # a bare number: seconds per byte
 
 
-def taken(price: Price, nbytes: int) -> float:
+def price_bytes(price: Price, nbytes: int) -> float:
     """Returns the seconds for `nbytes` bytes.
 
-    >>> taken(2e-9, 1_000_000), taken(Line(0.001, 2e-9), 1_000_000)
+    >>> price_bytes(2e-9, 1_000_000), price_bytes(Line(0.001, 2e-9), 1_000_000)
     (0.002, 0.003)
     """
     return price.stretch + price.byte * nbytes if isinstance(price, Line) else price * nbytes
 
 
-def priced(found: Iterable[tuple[int, float]], middle: Callable[[list[float]], float]) -> Price:
+def fit_price(found: Iterable[tuple[int, float]], middle: Callable[[list[float]], float]) -> Price:
     """Fits a price to stretches of (bytes, seconds): a Line if the sizes differ enough, else seconds per byte.
 
     middle: reduces several numbers to one. The line fits relative errors of the middle of each size
@@ -45,11 +45,11 @@ def priced(found: Iterable[tuple[int, float]], middle: Callable[[list[float]], f
         return each
     x, y = np.array([(1.0, nbytes) for nbytes in by]), np.array([middle(many) for many in by.values()])
     weight = np.sqrt([len(many) for many in by.values()]) / np.maximum(y, 1e-9)
-    line = Line(*not_negative(x * weight[:, None], y * weight))
+    line = Line(*solve_not_negative(x * weight[:, None], y * weight))
     return line if line.stretch > LITTLE * y.min() else each
 
 
-def not_negative(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+def solve_not_negative(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     """Solves least squares in two non-negative unknowns; x: (rows, 2), y: (rows,)."""
     both, *_ = np.linalg.lstsq(x, y, rcond=None)
     if len(y) > 1 and np.linalg.matrix_rank(x) == 2 and (both >= 0).all():

@@ -19,9 +19,9 @@ from workbench.fabric.load import stretch
 from workbench.record.run import Run
 from workbench.settings import fold
 from workbench.sim.costs.durations import PHASES, AlphaBeta, Duration
-from workbench.sim.costs.lines import not_negative
-from workbench.sim.costs.measure_codecs import By, codecs, slows
-from workbench.sim.costs.measure_own import asked, coders, flops
+from workbench.sim.costs.lines import solve_not_negative
+from workbench.sim.costs.measure_codecs import By, measure_slowdown, price_codecs
+from workbench.sim.costs.measure_own import price_coders, price_flops, price_requests
 
 WARM = 2  # untypical steps at the beginning and after a change
 SHORT = 3.0  # factor over the Link's time from which a transfer counts as longer
@@ -29,18 +29,23 @@ FEW = 20  # the fewest such collectives for an estimate
 ENOUGH = 200  # steps per median; more only cost time
 
 
-def measured(run: Run) -> dict[str, Any]:
+def measure_costs(run: Run) -> dict[str, Any]:
     """Returns the fields of `Costs.measured`. Raises ValueError if the run has too few steps."""
-    about = _Recorded(run)
-    durations = {phase: about.durations(phase) for phase in PHASES}
-    codec, beside = about.codecs()
-    rest = {"wire": about.wire(), "late": about.late(), "between": about.between(), "slows": about.slows}
-    rest |= {"post": posted(about.spans, about.at), "linked": about.linked()}
-    rest |= {"codec": codec, "beside": beside, **about.own()}
-    return {**durations, **rest, "evaluate": about.evaluation(), "density": about.density()}
+    about = _RecordedSteps(run)
+    durations = {phase: about.measure_durations(phase) for phase in PHASES}
+    codec, beside = about.measure_codecs()
+    rest = {
+        "wire": about.fit_wire_price(),
+        "late": about.measure_lateness(),
+        "between": about.measure_other_time(),
+        "slows": about.slows,
+    }
+    rest |= {"post": fit_message_price(about.spans, about.find_experiment), "linked": about.measure_linked_price()}
+    rest |= {"codec": codec, "beside": beside, **about.measure_own_work()}
+    return {**durations, **rest, "evaluate": about.measure_evaluation(), "density": about.measure_density()}
 
 
-class _Recorded:
+class _RecordedSteps:
     """The undisturbed steps of a run, and the experiment of each step."""
 
     def __init__(self, run: Run) -> None:
@@ -50,7 +55,7 @@ class _Recorded:
         fresh = {at + k for at, _ in self.changed for k in range(WARM)}
         rows = run.timeline.spans.rows()
         aside = set(rows.step[rows.equal("lane", MEASURING)].tolist())
-        plain = [s for s in range(stop) if self.at(s).partition.size == 1 and not self._again(s)]
+        plain = [s for s in range(stop) if self.find_experiment(s).partition.size == 1 and not self._is_recomputed(s)]
         settled = [s for s in plain if s not in fresh]
         good = [s for s in settled if s not in aside] or settled or plain
         if not good:
@@ -66,24 +71,24 @@ class _Recorded:
         self.spans = self.spans[np.isin(self.spans.step, self.good)]
         self.listened = np.unique(self.spans.step[self.spans.equal("name", "factors")])
         self.ranks = sorted(int(r) for r in ranks_of(self.spans))
-        self.slows, self.least = slows(self.spans, self.at, self._bucket)
+        self.slows, self.least = measure_slowdown(self.spans, self.find_experiment, self._bucket_bytes)
 
-    def at(self, step: int) -> Experiment:
+    def find_experiment(self, step: int) -> Experiment:
         """Returns the experiment as it was at a step."""
         return next(e for at, e in reversed(self.changed) if at <= step)
 
-    def _again(self, step: int) -> bool:
+    def _is_recomputed(self, step: int) -> bool:
         """Returns whether a backward computes a part of its forward once more."""
-        return self.at(step).partition.recompute[0] != "none"
+        return self.find_experiment(step).partition.recompute[0] != "none"
 
-    def durations(self, phase: str) -> tuple[Duration, ...]:
+    def measure_durations(self, phase: str) -> tuple[Duration, ...]:
         """Returns the median and spread of a phase on each rank, with faults removed."""
         rows = self.spans[self.spans.equal("lane", "compute") & self.spans.phase(phase)]
         rows = rows[~listened] if not (listened := np.isin(rows.step, self.listened)).all() else rows
         rows = rows[np.isin(rows.step, self.least)] if self.slows else rows
         seconds = rows.t1 - rows.t0
         for i, (rank, step) in enumerate(zip(rows.rank.tolist(), rows.step.tolist(), strict=True)):
-            if faults := self.at(step).fabric.faults:
+            if faults := self.find_experiment(step).fabric.faults:
                 seconds[i] /= stretch(faults, rank, step, phase)
         found = []
         for rank in self.ranks:
@@ -94,17 +99,21 @@ class _Recorded:
             found.append(Duration(middle, spread if spread > 1e-9 else 0.0))
         return tuple(found) or (Duration(0.0),)
 
-    def codecs(self) -> tuple[By, By]:
+    def measure_codecs(self) -> tuple[By, By]:
         """Returns the prices of work on buckets, while the rank's step waits and while it computes."""
-        return codecs(self.spans, self.at, self._bucket)
+        return price_codecs(self.spans, self.find_experiment, self._bucket_bytes)
 
-    def own(self) -> dict[str, Any]:
+    def measure_own_work(self) -> dict[str, Any]:
         """Returns the prices of codecs inside a model and of strategies' arithmetic, also from spread replicas."""
         rows, samples = self.run.timeline.spans.rows(), self.run.timeline.samples.rows()
         rows = rows[np.isin(rows.step, self.any)]
-        return {"coder": coders(rows, self.at), "flop": flops(rows, samples), "asked": asked(self.spans)}
+        return {
+            "coder": price_coders(rows, self.find_experiment),
+            "flop": price_flops(rows, samples),
+            "asked": price_requests(self.spans),
+        }
 
-    def _bucket(self, step: int, name: str) -> int:
+    def _bucket_bytes(self, step: int, name: str) -> int:
         """Returns the bytes of a bucket at a step; 0 if the name is no bucket's."""
         sizes: list[int] = []
         for at, _, detail in self.run.details("buckets"):
@@ -113,20 +122,20 @@ class _Recorded:
         number = name.removeprefix("bucket ")
         return int(sizes[int(number)]) if number.isdigit() and int(number) < len(sizes) else 0
 
-    def _collectives(self, shaped: bool) -> tuple[Arrivals, np.ndarray]:
+    def _list_collectives(self, shaped: bool) -> tuple[Arrivals, np.ndarray]:
         """Returns all collectives, and a mask of complete ones in undisturbed steps on a shaped (or unshaped) Link."""
         c = lined_up(self.window)
-        link = np.array([self.at(int(s)).fabric.path(self.ranks).shaped for s in c.step], bool)
+        link = np.array([self.find_experiment(int(s)).fabric.path(self.ranks).shaped for s in c.step], bool)
         sent = np.array([str(n).startswith("send ") or n == "send" for n in c.name], bool)
         return c, c.full & np.isin(c.step, self.good) & (link == shaped) & ~sent
 
-    def wire(self) -> AlphaBeta:
+    def fit_wire_price(self) -> AlphaBeta:
         """Fits the price of a collective on an unshaped Link to the median transfer of each kind and size."""
-        c, which = self._collectives(shaped=False)
+        c, which = self._list_collectives(shaped=False)
         p = len(self.ranks)
         if not which.any() or p < 2:
             return AlphaBeta()
-        took = _alone(c)
+        took = _transfer_seconds(c)
         found: dict[tuple[int, int], list[float]] = defaultdict(list)
         for i in np.flatnonzero(which):
             messages = traffic(str(c.name[i]).split(" ", 1)[0], 0, p)[1]
@@ -134,15 +143,15 @@ class _Recorded:
         x = np.array(list(found), float)
         y = np.array([np.median(v) for v in found.values()])
         weight = 1.0 / np.maximum(y, 1e-9)  # relative errors, so that the largest bucket does not dominate
-        best = not_negative(x * weight[:, None], y * weight)
+        best = solve_not_negative(x * weight[:, None], y * weight)
         return AlphaBeta(*best)
 
-    def _shaped(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    def _group_shaped(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Yields groups of equal collectives on a shaped Link: (consecutive messages of each, measured seconds, seconds
         that the ports need). Measured seconds begin when all ranks have arrived.
         """
-        c, which = self._collectives(shaped=True)
-        took = _alone(c)
+        c, which = self._list_collectives(shaped=True)
+        took = _transfer_seconds(c)
         found: dict[tuple[int, int], list[int]] = defaultdict(list)
         for i in np.flatnonzero(which & ~np.isnan(c.port).all(axis=1)).tolist():
             messages = traffic(str(c.name[i]).split(" ", 1)[0], 0, len(self.ranks))[1]
@@ -150,20 +159,20 @@ class _Recorded:
         for (messages, _), mine in found.items():
             yield messages, took[mine], np.nanmax(c.port[mine], axis=1)
 
-    def late(self) -> float:
+    def measure_lateness(self) -> float:
         """Returns how late a collective ends on a shaped Link, from collectives that the Link dominates."""
-        over = [took - own for _, took, own in self._shaped() if not _short(took, own)]
+        over = [took - own for _, took, own in self._group_shaped() if not _outlasts_link(took, own)]
         late = float(np.median(np.concatenate(over))) if over else 0.0
         return late if late > 1e-9 else 0.0
 
-    def linked(self) -> AlphaBeta:
+    def measure_linked_price(self) -> AlphaBeta:
         """Returns the mean price per message of the transfer itself, from collectives that outlast their Link."""
-        short = [(messages, took) for messages, took, own in self._shaped() if _short(took, own)]
+        short = [(messages, took) for messages, took, own in self._group_shaped() if _outlasts_link(took, own)]
         if sum(len(took) for _, took in short) < FEW:
             return AlphaBeta()
         return AlphaBeta(float(sum(took.sum() for _, took in short) / sum(n * len(took) for n, took in short)))
 
-    def between(self) -> float:
+    def measure_other_time(self) -> float:
         """Returns a step's median seconds without compute and waiting."""
         w = self.window
         rest = w.step_seconds - w.seconds("compute") - w.seconds("wait")
@@ -171,21 +180,21 @@ class _Recorded:
         middle = float(np.median(rest)) if rest.size else 0.0
         return middle if middle > 1e-9 else 0.0
 
-    def evaluation(self) -> float:
+    def measure_evaluation(self) -> float:
         """Returns the seconds of an evaluation on its fastest rank, which waits for no other rank."""
         rows = self.run.timeline.spans.rows()
         rows = rows[rows.equal("lane", "eval")]
         each = [float((rows.t1 - rows.t0)[rows.step == s].min()) for s in np.unique(rows.step)]
         return float(np.median(each)) if each else 0.0
 
-    def density(self) -> float:
+    def measure_density(self) -> float:
         """Returns the share of elements that value-based compressors kept; 0 if the record has none."""
         rows = self.run.timeline.samples.rows()
         kept = rows.value[rows.equal("name", "density") & np.isin(rows.step, self.good)]
         return float(np.median(kept)) if len(kept) else 0.0
 
 
-def _alone(c: Arrivals) -> np.ndarray:
+def _transfer_seconds(c: Arrivals) -> np.ndarray:
     """Returns each collective's seconds since its last arrival or the end of the one before: they cross one by one."""
     end = np.fmax.reduce(c.t1, axis=1)
     before = np.concatenate([[-np.inf], np.fmax.accumulate(end)[:-1]])
@@ -193,12 +202,12 @@ def _alone(c: Arrivals) -> np.ndarray:
     return took
 
 
-def _short(took: np.ndarray, own: np.ndarray) -> bool:
+def _outlasts_link(took: np.ndarray, own: np.ndarray) -> bool:
     """Returns whether these collectives take much longer than their Link."""
     return bool(took.mean() > SHORT * own.mean())
 
 
-def posted(spans: Any, at: Callable[[int], Experiment]) -> AlphaBeta:
+def fit_message_price(spans: Any, at: Callable[[int], Experiment]) -> AlphaBeta:
     """Fits the price of a message on an unshaped Link to the median of each size, from when its rank could send."""
     found: dict[int, list[float]] = defaultdict(list)
     sent = spans[spans.equal("lane", "comm") & np.array([str(n).startswith("send ") for n in spans.name], bool)]
@@ -213,4 +222,4 @@ def posted(spans: Any, at: Callable[[int], Experiment]) -> AlphaBeta:
     if not found or not y.any():
         return AlphaBeta()
     weight = 1.0 / np.maximum(y, 1e-9)
-    return AlphaBeta(*not_negative(x * weight[:, None], y * weight))
+    return AlphaBeta(*solve_not_negative(x * weight[:, None], y * weight))

@@ -17,8 +17,8 @@ import numpy as np
 from workbench.analysis.steps.cover import Cover
 from workbench.compressors import Dense
 from workbench.experiment import Experiment
-from workbench.sim.costs.durations import kind
-from workbench.sim.costs.lines import Price, priced
+from workbench.sim.costs.durations import name_codec
+from workbench.sim.costs.lines import Price, fit_price
 
 DISTURBED = 0.05  # share of the longest stretches, which other load has disturbed
 FEWEST = 5  # steps under a compressor from which its slowdown of compute is known
@@ -29,7 +29,7 @@ Bytes = Callable[[int, str], int]  # of a bucket at a step, by its name; 0 if th
 By = dict[str, tuple[Price, ...]]
 
 
-class _Stretches(NamedTuple):
+class _CodecStretches(NamedTuple):
     """All stretches of work on buckets, by column.
 
     number: how many collectives of its bucket came before a stretch
@@ -45,19 +45,19 @@ class _Stretches(NamedTuple):
     met: dict[tuple[int, str], int]  # by step and bucket: the number of its collectives
 
 
-def codecs(spans: Any, at: At, nbytes: Bytes) -> tuple[By, By]:
+def price_codecs(spans: Any, at: At, nbytes: Bytes) -> tuple[By, By]:
     """Returns by compressor the price of each stretch: while the rank's step waits, and while it computes.
 
     A stretch that is mostly too short to be recorded costs nothing.
     """
     found: dict[tuple[str, int, bool], list[tuple[int, float]]] = defaultdict(list)
     shown: dict[tuple[str, int], int] = defaultdict(int)
-    all_, meetings = _stretches(spans, nbytes), defaultdict[str, list[int]](list)
+    all_, meetings = _list_stretches(spans, nbytes), defaultdict[str, list[int]](list)
     for (step, bucket), count in all_.met.items():
         if nbytes(step, bucket):
-            meetings[kind(at(step).compressor)].append(count)
-    for (step, _, number), rows in _together(all_).items():
-        way = kind(at(step).compressor)
+            meetings[name_codec(at(step).compressor)].append(count)
+    for (step, _, number), rows in _group_rows(all_).items():
+        way = name_codec(at(step).compressor)
         longest = rows[all_.seconds[rows].argmax()]
         beside = 2 * all_.over[rows].sum() > all_.seconds[rows].sum()
         found[way, number, beside].append((int(all_.nbytes[longest]), float(all_.seconds[longest])))
@@ -68,27 +68,27 @@ def codecs(spans: Any, at: At, nbytes: Bytes) -> tuple[By, By]:
         each = [[found.get((way, n, b), []) if 2 * shown[way, n] > len(counts) else []
                  for n in range(max(counts) + 1)] for b in (False, True)]  # fmt: skip
         if any(map(any, each[0] + each[1])):
-            alone[way] = tuple(priced(one or other, _mean) for one, other in zip(*each, strict=True))
-            beside_[way] = tuple(priced(other or one, _mean) for one, other in zip(*each, strict=True))
+            alone[way] = tuple(fit_price(one or other, _trimmed_mean) for one, other in zip(*each, strict=True))
+            beside_[way] = tuple(fit_price(other or one, _trimmed_mean) for one, other in zip(*each, strict=True))
     return alone, beside_
 
 
-def slows(spans: Any, at: At, nbytes: Bytes) -> tuple[float, list[int]]:
+def measure_slowdown(spans: Any, at: At, nbytes: Bytes) -> tuple[float, list[int]]:
     """Returns (extra seconds of compute per second of codec work at the same time, steps with the least such work).
 
     It compares steps whose experiments differ only in the compressor. Returns (0, []) if there are too few.
     """
     groups: dict[Experiment, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for step in np.unique(spans.step).tolist():
-        groups[replace(at(step), compressor=Dense())][kind(at(step).compressor)].append(step)
+        groups[replace(at(step), compressor=Dense())][name_codec(at(step).compressor)].append(step)
     alike = max(groups.values(), key=lambda by: sum(map(len, by.values())), default={})
     by = {name: steps for name, steps in alike.items() if len(steps) >= FEWEST}
     if len(by) < 2:
         return 0.0, []
-    all_, compute = _stretches(spans, nbytes), spans[spans.equal("lane", "compute")]
+    all_, compute = _list_stretches(spans, nbytes), spans[spans.equal("lane", "compute")]
     ranks = len(np.unique(compute.rank))
     work = {name: float(all_.over[np.isin(all_.step, steps)].sum()) / len(steps) / ranks for name, steps in by.items()}
-    takes = {name: _usual(compute[np.isin(compute.step, steps)]) for name, steps in by.items()}
+    takes = {name: _usual_compute(compute[np.isin(compute.step, steps)]) for name, steps in by.items()}
     least = min(work, key=lambda name: work[name])
     x, y = (np.array([found[name] - found[least] for name in by]) for found in (work, takes))
     if x.max() < LITTLE * takes[least]:
@@ -96,7 +96,7 @@ def slows(spans: Any, at: At, nbytes: Bytes) -> tuple[float, list[int]]:
     return float(np.clip(x @ y / (x @ x), 0.0, 1.0)), by[least]
 
 
-def _stretches(spans: Any, nbytes: Bytes) -> _Stretches:
+def _list_stretches(spans: Any, nbytes: Bytes) -> _CodecStretches:
     begun, met = defaultdict[tuple[int, int, str], list[float]](list), dict[tuple[int, str], int]()
     comm, codec = spans[spans.equal("lane", "comm")], spans[spans.equal("lane", "codec")]
     for rank, step, name, t0 in zip(comm.rank, comm.step, comm.name, comm.t0, strict=True):
@@ -111,11 +111,11 @@ def _stretches(spans: Any, nbytes: Bytes) -> _Stretches:
     over, compute = np.zeros(len(codec)), spans[spans.equal("lane", "compute")]
     for rank in np.unique(codec.rank):
         here, mine = codec.rank == rank, compute[compute.rank == rank]
-        over[here] = Cover(mine.t0, mine.t1).between(codec.t0[here], codec.t1[here])
-    return _Stretches(codec.step, names, np.array(number, int), codec.t1 - codec.t0, over, sizes, met)
+        over[here] = Cover(mine.t0, mine.t1).length_between(codec.t0[here], codec.t1[here])
+    return _CodecStretches(codec.step, names, np.array(number, int), codec.t1 - codec.t0, over, sizes, met)
 
 
-def _together(all_: _Stretches) -> dict[tuple[int, str, int], np.ndarray]:
+def _group_rows(all_: _CodecStretches) -> dict[tuple[int, str, int], np.ndarray]:
     """Groups the rows of all ranks by step, bucket and number."""
     rows: dict[tuple[int, str, int], list[int]] = defaultdict(list)
     for i, key in enumerate(zip(all_.step.tolist(), all_.name, all_.number.tolist(), strict=True)):
@@ -123,13 +123,13 @@ def _together(all_: _Stretches) -> dict[tuple[int, str, int], np.ndarray]:
     return {key: np.array(which) for key, which in rows.items()}
 
 
-def _usual(compute: Any) -> float:
+def _usual_compute(compute: Any) -> float:
     """Returns the median seconds that a rank computes in a step."""
     keys, which = np.unique(np.stack([compute.rank, compute.step]), axis=1, return_inverse=True)
     return float(np.median(np.bincount(which.ravel(), compute.t1 - compute.t0, keys.shape[1])))
 
 
-def _mean(values: list[float]) -> float:
+def _trimmed_mean(values: list[float]) -> float:
     """Returns the mean without the most disturbed values."""
     kept = sorted(values)[: max(1, round((1 - DISTURBED) * len(values)))]
     return float(np.mean(kept)) if kept else 0.0

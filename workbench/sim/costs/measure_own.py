@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from workbench.experiment import Experiment
-from workbench.sim.costs.durations import kind
-from workbench.sim.costs.lines import Price, priced
+from workbench.sim.costs.durations import name_codec
+from workbench.sim.costs.lines import Price, fit_price
 
 HOW = ("encode", "decode")
 ASKED = ("curve", "value", "factors")
 
 
-def coders(spans: Any, at: Callable[[int], Experiment]) -> dict[str, tuple[Price, Price]]:
+def price_coders(spans: Any, at: Callable[[int], Experiment]) -> dict[str, tuple[Price, Price]]:
     """Returns by compressor the prices of encoding and decoding inside a replica, from medians.
 
     spans: of undisturbed steps; at: the experiment at a step
@@ -28,17 +28,22 @@ def coders(spans: Any, at: Callable[[int], Experiment]) -> dict[str, tuple[Price
         if how in HOW and what in ("activation", "gradient"):
             way: Any = at(int(step)).partition
             way = way if rest[:1].isdigit() and way.depth > 1 else way.layers  # micro-batches cross between stages
-            found[kind(way.activations if what == "activation" else way.gradients)][how].append((int(nbytes), t1 - t0))
-    return {name: (priced(by[HOW[0]], _middle), priced(by[HOW[1]], _middle)) for name, by in found.items()}
+            found[name_codec(way.activations if what == "activation" else way.gradients)][how].append(
+                (int(nbytes), t1 - t0)
+            )
+    return {
+        name: (fit_price(by[HOW[0]], _median_or_zero), fit_price(by[HOW[1]], _median_or_zero))
+        for name, by in found.items()
+    }
 
 
-def flops(spans: Any, samples: Any) -> dict[str, float]:
+def price_flops(spans: Any, samples: Any) -> dict[str, float]:
     """Returns by name the median seconds per floating-point operation of strategies' own arithmetic."""
     names = sorted({str(name)[6:] for name in samples.name if str(name).startswith("flops ")})
-    return {name: rate for name in names if (rate := _rate(spans, samples, name))}
+    return {name: rate for name in names if (rate := _seconds_per_flop(spans, samples, name))}
 
 
-def _rate(spans: Any, samples: Any, name: str) -> float:
+def _seconds_per_flop(spans: Any, samples: Any, name: str) -> float:
     """Returns the median over ranks and steps of the seconds of these spans per recorded operation."""
     did: dict[tuple[int, int], float] = defaultdict(float)
     took: dict[tuple[int, int], float] = defaultdict(float)
@@ -48,35 +53,35 @@ def _rate(spans: Any, samples: Any, name: str) -> float:
     rows = spans[spans.equal("name", name) & (spans.equal("lane", "codec") | spans.equal("lane", "compute"))]
     for rank, step, seconds in zip(rows.rank.tolist(), rows.step.tolist(), (rows.t1 - rows.t0).tolist(), strict=True):
         took[rank, step] += seconds
-    return _middle([took[key] / n for key, n in did.items() if n and key in took])
+    return _median_or_zero([took[key] / n for key, n in did.items() if n and key in took])
 
 
-def asked(spans: Any) -> dict[str, float]:
+def price_requests(spans: Any) -> dict[str, float]:
     """Returns by name the median seconds of strategies' other requests; "collect" is a backward's extra time."""
     compute = spans[spans.equal("lane", "compute")]
     found = {name: rows for name in ASKED if len(rows := compute[compute.equal("name", name)])}
-    times = {name: _middle((rows.t1 - rows.t0).tolist()) for name, rows in found.items()}
+    times = {name: _median_or_zero((rows.t1 - rows.t0).tolist()) for name, rows in found.items()}
     if "factors" in found:
         rows = compute[compute.phase("forward") | compute.phase("backward")]
         listened = np.isin(rows.step, np.unique(found["factors"].step))
         if listened.any() and not listened.all():
-            more = _each(rows[listened]) - _each(rows[~listened])
-            times["collect"] = max(0.0, more / _backwards(rows[listened]))
+            more = _seconds_per_step(rows[listened]) - _seconds_per_step(rows[~listened])
+            times["collect"] = max(0.0, more / _count_backwards(rows[listened]))
     return times
 
 
-def _each(passes: Any) -> float:
+def _seconds_per_step(passes: Any) -> float:
     """Returns the median seconds of a rank's passes in a step."""
     keys, which = np.unique(np.stack([passes.rank, passes.step]), axis=1, return_inverse=True)
     return float(np.median(np.bincount(which.ravel(), passes.t1 - passes.t0, keys.shape[1])))
 
 
-def _backwards(passes: Any) -> float:
+def _count_backwards(passes: Any) -> float:
     """Returns the number of forwards, or of backwards, per rank and step."""
     rows = passes[passes.equal("name", "forward")]
     return len(rows) / max(1, len(np.unique(np.stack([rows.rank, rows.step]), axis=1).T))
 
 
-def _middle(values: Iterable[float]) -> float:
+def _median_or_zero(values: Iterable[float]) -> float:
     every = list(values)
     return float(np.median(every)) if every else 0.0

@@ -14,14 +14,14 @@ import numpy as np
 from workbench.record.timeline import Timeline
 
 
-class Asked(NamedTuple):
+class RecordedRound(NamedTuple):
     """One request of a background to go on."""
 
     steps: int  # steps that its rank had made by then
     again: bool  # the answer
 
 
-class Replay:
+class ChanceReplay:
     """The recorded order of arrivals and rounds. Beyond the end of the record, the simulator decides."""
 
     def __init__(self, timeline: Timeline, ranks: int, steps: int) -> None:
@@ -29,28 +29,28 @@ class Replay:
         spans, rows = timeline.spans.rows(), timeline.samples.rows()
         self._goes_on = steps > spans.step[spans.lane == "step"].max(initial=-1) + 1
         self._senders: dict[tuple[int, str], deque[int]] = {}
-        self._rounds: list[deque[Asked]] = [deque() for _ in range(ranks)]
+        self._rounds: list[deque[RecordedRound]] = [deque() for _ in range(ranks)]
         for i in np.argsort(rows.t, kind="stable"):
             name, rank = str(rows.name[i]), int(rows.rank[i])
             if name == "again":
-                self._rounds[rank].append(Asked(int(rows.step[i]) + 1, bool(rows.value[i])))
+                self._rounds[rank].append(RecordedRound(int(rows.step[i]) + 1, bool(rows.value[i])))
             elif name.split()[0] == "recv":
                 self._senders.setdefault((rank, name[5:]), deque()).append(int(rows.value[i]))
 
-    def sender(self, rank: int, kind: str) -> int | None:
+    def next_sender(self, rank: int, kind: str) -> int | None:
         """Returns the recorded sender of the next message of `kind` to `rank` from any rank; None after the end."""
         senders = self._senders.get((rank, kind))
         return senders.popleft() if senders else None
 
-    def put_back(self, rank: int, kind: str, sender: int) -> None:
+    def return_sender(self, rank: int, kind: str, sender: int) -> None:
         """Returns an unused sender: `rank` received no message and takes this one at its next request."""
         self._senders[rank, kind].appendleft(sender)
 
-    def round(self, rank: int) -> Asked | None:
+    def peek_round(self, rank: int) -> RecordedRound | None:
         """Returns the next recorded round of a rank's background; None beyond the record."""
         return self._rounds[rank][0] if self._rounds[rank] else None
 
-    def answer(self, rank: int) -> int | None:
+    def next_answer(self, rank: int) -> int | None:
         """Returns the recorded answer to `rank` in its next round (a step, or 0), and advances by one round.
 
         None beyond the record. The last round of a record only says that its run ended, so a longer run ignores it.

@@ -24,23 +24,23 @@ _made: dict[Any, tuple[type | None, list[tuple[Any, ...]]]] = {}  # by operation
 _never: set[Any] = set()  # operations with other results
 
 
-class Faked(TorchDispatchMode):
+class FakeCacheMode(TorchDispatchMode):
     """A mode in which torch computes each result on plain CPU FakeTensors once per combination of sizes."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Returns False for the same reason as `Shapes`."""
+        """Returns False for the same reason as `ShapeCacheMode`."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device
-        key = _key(func, args, kwargs) if types and func not in _never else None
+        key = _make_operation_key(func, args, kwargs) if types and func not in _never else None
         if key is None:
             return func(*args, **(kwargs or {}))
         if (known := _made.get(key)) is None:
             made = func(*args, **(kwargs or {}))
-            if (found := _told(made, args)) is None:
+            if (found := _describe_result(made, args)) is None:
                 _never.add(func)
             else:
                 if len(_made) >= MOST:
@@ -48,13 +48,13 @@ class Faked(TorchDispatchMode):
                 _made[key] = found
             return made
         kind, parts = known
-        every = [_again(part, args[0]) for part in parts]
+        every = [_rebuild_result(part, args[0]) for part in parts]
         return every[0] if kind is None else kind(every)
 
 
-def _key(func: Any, args: Any, kwargs: Any) -> Any:
+def _make_operation_key(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns the key of an operation and its arguments. None: it changes an argument, or one is not plain."""
-    telling = _telling(func)
+    telling = _list_telling_arguments(func)
     if telling is None or not args or type(args[0]) is not FakeTensor:
         return None
     parts: list[Any] = [func, torch.get_default_dtype()]
@@ -80,7 +80,7 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @cache
-def _telling(func: Any) -> tuple[bool, ...] | None:
+def _list_telling_arguments(func: Any) -> tuple[bool, ...] | None:
     """Returns for each argument whether its number can affect a shape; None if the operation does anything else."""
     schema = func._schema
     if schema.is_mutable or not schema.returns or any(str(x.type) not in _TENSORS for x in schema.returns):
@@ -88,9 +88,12 @@ def _telling(func: Any) -> tuple[bool, ...] | None:
     return tuple(str(a.type) not in VALUES for a in schema.arguments)
 
 
-def _told(made: Any, args: Any) -> tuple[type | None, list[tuple[Any, ...]]] | None:
+def _describe_result(made: Any, args: Any) -> tuple[type | None, list[tuple[Any, ...]]] | None:
     """Returns a description of the result; None if the description would be incomplete."""
-    kind, others = type(made) if type(made) in (list, tuple) else None, {_where(x) for x in args[1:] if _is_fake(x)}
+    kind, others = (
+        type(made) if type(made) in (list, tuple) else None,
+        {_storage_id(x) for x in args[1:] if _is_fake(x)},
+    )
     found = list[tuple[Any, ...]]()
     for x in (made,) if kind is None else made:
         if x is args[0]:
@@ -98,16 +101,16 @@ def _told(made: Any, args: Any) -> tuple[type | None, list[tuple[Any, ...]]] | N
             continue
         if not _is_fake(x) or x.constant is not None or x.layout is not torch.strided or x.requires_grad:
             return None
-        how = _VIEW if _where(x) == _where(args[0]) else _NEW
+        how = _VIEW if _storage_id(x) == _storage_id(args[0]) else _NEW
         found.append((how, x.shape, x.stride(), x.storage_offset(), x.dtype))
-        like = _again(found[-1], args[0])
+        like = _rebuild_result(found[-1], args[0])
         same = torch._C._dispatch_key_set(like) == torch._C._dispatch_key_set(x) and x.fake_device == _CPU
         if not same or like.untyped_storage().nbytes() != x.untyped_storage().nbytes():
             return None
-        if how == _NEW and (_where(x) in others or x.storage_offset()):
+        if how == _NEW and (_storage_id(x) in others or x.storage_offset()):
             return None
         if how == _NEW:
-            others.add(_where(x))
+            others.add(_storage_id(x))
     return (kind, found) if found else None
 
 
@@ -115,11 +118,11 @@ def _is_fake(x: Any) -> bool:
     return type(x) is FakeTensor
 
 
-def _where(x: Tensor) -> int:
+def _storage_id(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def _again(found: tuple[Any, ...], first: Any) -> Tensor:
+def _rebuild_result(found: tuple[Any, ...], first: Any) -> Tensor:
     """Returns a new result like the remembered one."""
     if found[0] == _SELF:
         return first

@@ -1,4 +1,4 @@
-"""`Shaped`, a tensor without data, and `Kind`, its shape and dtype."""
+"""`ShapedTensor`, a tensor without data, and `Kind`, its shape and dtype."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 
-class Kind:
-    """All properties of a `Shaped` except its memory. Equal properties share one object while it is remembered."""
+class TensorKind:
+    """All properties of a `ShapedTensor` but its memory. Equal properties share one object while it is remembered."""
 
     __slots__ = ("dtype", "nbytes", "numel", "offset", "shape", "strides", "width")
 
@@ -22,29 +22,29 @@ class Kind:
 
 
 MOST = 50_000  # remembered kinds, and remembered operations on them
-_kinds: dict[Any, Kind] = {}
+_kinds: dict[Any, TensorKind] = {}
 
 
-def kind_of(x: Any) -> Kind | None:
+def find_kind(x: Any) -> TensorKind | None:
     """Returns the Kind of a torch tensor, or None if a Kind cannot describe the tensor."""
     if type(x) is not Tensor or not x.is_meta or x.requires_grad or x.layout is not torch.strided:
         return None
     if x.is_conj() or x.is_neg():
         return None
-    return _kind(x.shape, x.stride(), x.storage_offset(), x.dtype)
+    return _remember_kind(x.shape, x.stride(), x.storage_offset(), x.dtype)
 
 
-def _kind(*told: Any) -> Kind:
+def _remember_kind(*told: Any) -> TensorKind:
     found = _kinds.get(told)
     if found is None:
         if len(_kinds) >= MOST:
             _kinds.clear()  # torch answers once more for each kind that comes again
-        found = _kinds[told] = Kind(*told)
+        found = _kinds[told] = TensorKind(*told)
     return found
 
 
-class Room:
-    """The storage of a `Shaped`, like torch's: an identity while it exists and a size in bytes."""
+class ShapedStorage:
+    """The storage of a `ShapedTensor`, like torch's: an identity while it exists and a size in bytes."""
 
     __slots__ = ("__weakref__", "_cdata", "_nbytes")
 
@@ -58,7 +58,7 @@ class Room:
 _NOTHING = torch.empty(0, device="meta")
 
 
-class Shaped(Tensor):
+class ShapedTensor(Tensor):
     """Stands for a tensor of the meta device.
 
     It is an empty torch tensor, because torch's C code reads the memory of every object that is an instance of Tensor.
@@ -73,23 +73,23 @@ class Shaped(Tensor):
     device = torch.device("meta")
     layout = torch.strided
 
-    def __new__(cls, kind: Kind, base: Shaped | None = None, actual: Tensor | None = None) -> Shaped:
+    def __new__(cls, kind: TensorKind, base: ShapedTensor | None = None, actual: Tensor | None = None) -> ShapedTensor:
         return Tensor._make_subclass(cls, _NOTHING)
 
-    def __init__(self, kind: Kind, base: Shaped | None = None, actual: Tensor | None = None) -> None:
+    def __init__(self, kind: TensorKind, base: ShapedTensor | None = None, actual: Tensor | None = None) -> None:
         """base: the tensor whose memory this one views; actual: the torch tensor for which it stands"""
         self.kind, self.base, self._actual = kind, base, actual
         self._room: Any = None
 
     @property
-    def actual(self) -> Tensor:
+    def actual_tensor(self) -> Tensor:
         """torch's tensor in its place, always the same object."""
         if self._actual is None:
             kind, dtype = self.kind, self.kind.dtype
             if self.base is None:
                 self._actual = torch.empty_strided(kind.shape, kind.strides, dtype=dtype, device="meta")
             else:
-                where = self.base.actual.untyped_storage()
+                where = self.base.actual_tensor.untyped_storage()
                 self._actual = torch.empty(0, dtype=dtype, device="meta")
                 self._actual.set_(where, kind.offset, kind.shape, kind.strides)
         return self._actual
@@ -99,7 +99,7 @@ class Shaped(Tensor):
             return self.base.untyped_storage()
         if self._room is None:
             at = self._actual
-            self._room = Room(-id(self), self.kind.nbytes) if at is None else at.untyped_storage()
+            self._room = ShapedStorage(-id(self), self.kind.nbytes) if at is None else at.untyped_storage()
         return self._room
 
     # -- frequent attributes and methods --
@@ -122,21 +122,21 @@ class Shaped(Tensor):
         return len(self.kind.shape)
 
     def __len__(self) -> int:
-        return self.kind.shape[0] if self.kind.shape else len(self.actual)
+        return self.kind.shape[0] if self.kind.shape else len(self.actual_tensor)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.unbind(0)) if self.kind.shape else iter(self.actual)
+        return iter(self.unbind(0)) if self.kind.shape else iter(self.actual_tensor)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Shaped:
-        memo[id(self)] = made = Shaped(self.kind, None, None if self.base is None else self.actual.clone())
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShapedTensor:
+        memo[id(self)] = made = ShapedTensor(self.kind, None, None if self.base is None else self.actual_tensor.clone())
         return made
 
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return repr(self.actual)
+        return repr(self.actual_tensor)
 
     @property
-    def root(self) -> Shaped:
+    def root_tensor(self) -> ShapedTensor:
         """The tensor that owns the memory."""
         return self if self.base is None else self.base

@@ -1,9 +1,9 @@
 """Tensors without data, for strategies in simulations with sizes only.
 
-torch takes 2 to 200 us for an operation on its meta device, and a thousand ranks need millions. A `Shaped` answers in
-Python. torch runs each operation on given sizes once. The kind of its result is then known: new memory, a view of an
-argument, an argument or a plain value. So no operation needs a rule here, and torch's errors stay. If torch needs its
-own tensor, it gets `actual`.
+torch takes 2 to 200 us for an operation on its meta device, and a thousand ranks need millions. A `ShapedTensor`
+answers in Python. torch runs each operation on given sizes once. The kind of its result is then known: new memory, a
+view of an argument, an argument or a plain value. So no operation needs a rule here, and torch's errors stay. If torch
+needs its own tensor, it gets `actual`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from workbench.rank import Bucket
-from workbench.sim.fake.kinds import MOST, Shaped, kind_of
+from workbench.sim.fake.kinds import MOST, ShapedTensor, find_kind
 
 _CONST, _ARGUMENT, _NEW, _VIEW, _SEVERAL = range(5)  # kinds of results: value, argument, new memory, view, sequence
 
@@ -25,61 +25,65 @@ Known = tuple[Any, ...]
 _known: dict[Any, Known] = {}  # by operation, default dtype and arguments
 
 
-def shaped(x: Any) -> Any:
+def make_shaped(x: Any) -> Any:
     """Returns a stand-in that shares the memory of a plain meta tensor. Returns anything else unchanged."""
-    return x if (kind := kind_of(x)) is None else Shaped(kind, None, x)
+    return x if (kind := find_kind(x)) is None else ShapedTensor(kind, None, x)
 
 
-def stands_in(bucket: Bucket) -> Bucket:
-    """Replaces a bucket's data by `shaped` data, in place."""
-    bucket.data = shaped(bucket.data)
+def shape_bucket(bucket: Bucket) -> Bucket:
+    """Replaces a bucket's data by `make_shaped` data, in place."""
+    bucket.data = make_shaped(bucket.data)
     return bucket
 
 
 # -- results of operations --
 
 
-def _answer(func: Any, plain: bool, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _compute_result(func: Any, plain: bool, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Returns the result of `func`. plain: it is arithmetic, and numbers do not affect its shapes."""
     try:
-        key = (func, torch.get_default_dtype(), *[x.kind if type(x) is Shaped else _told(x, plain) for x in args])
+        key = (
+            func,
+            torch.get_default_dtype(),
+            *[x.kind if type(x) is ShapedTensor else _argument_key(x, plain) for x in args],
+        )
         if kwargs:
-            key += tuple([(name, _told(x, plain)) for name, x in kwargs.items()])
+            key += tuple([(name, _argument_key(x, plain)) for name, x in kwargs.items()])
         known = _known.get(key)
-    except _Unclear:
-        return _asked(func, args, kwargs)[0]
+    except _UnclearArgument:
+        return _run_torch(func, args, kwargs)[0]
     if known is None:
-        made, found = _asked(func, args, kwargs)
+        made, found = _run_torch(func, args, kwargs)
         if found is not None and func not in _NEVER:
             if len(_known) >= MOST:
                 _known.clear()
             _known[key] = found
         return made
-    return _again(known, args)
+    return _rebuild_result(known, args)
 
 
-def _again(known: Known, args: tuple[Any, ...]) -> Any:
+def _rebuild_result(known: Known, args: tuple[Any, ...]) -> Any:
     how, what = known[0], known[1]
     if how == _NEW:
-        return Shaped(what)
+        return ShapedTensor(what)
     if how == _ARGUMENT:
         return args[what]
     if how == _VIEW:
         of = args[known[2]]
-        return Shaped(what, of.root if type(of) is Shaped else shaped(of))
+        return ShapedTensor(what, of.root_tensor if type(of) is ShapedTensor else make_shaped(of))
     if how == _CONST:
         return what
-    return what([_again(each, args) for each in known[2]])
+    return what([_rebuild_result(each, args) for each in known[2]])
 
 
-class _Unclear(Exception):
+class _UnclearArgument(Exception):
     """The arguments cannot be part of a key."""
 
 
-def _told(x: Any, plain: bool) -> Any:
+def _argument_key(x: Any, plain: bool) -> Any:
     """Returns the key of one argument of an operation. Raises _Unclear if it has none."""
     kind = type(x)
-    if kind is Shaped:
+    if kind is ShapedTensor:
         return x.kind
     if kind is float:
         return float
@@ -88,45 +92,45 @@ def _told(x: Any, plain: bool) -> Any:
     if x is None or x is Ellipsis or kind in (str, torch.dtype, torch.device, torch.layout, torch.memory_format):
         return x
     if kind is slice:
-        return slice, _told(x.start, False), _told(x.stop, False), _told(x.step, False)
+        return slice, _argument_key(x.start, False), _argument_key(x.stop, False), _argument_key(x.step, False)
     if kind in (list, tuple, torch.Size):
-        return (kind, *[_told(each, plain) for each in x])
-    if isinstance(x, Tensor) and (found := kind_of(x)) is not None:
+        return (kind, *[_argument_key(each, plain) for each in x])
+    if isinstance(x, Tensor) and (found := find_kind(x)) is not None:
         return found
-    raise _Unclear
+    raise _UnclearArgument
 
 
-def _asked(func: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Known | None]:
+def _run_torch(func: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Known | None]:
     """Lets torch run the operation. Returns its result, and the form to remember; None if it must run every time."""
-    stands: dict[int, Shaped] = {}  # by torch's tensor: the Shaped that it replaced
+    stands: dict[int, ShapedTensor] = {}  # by torch's tensor: the Shaped that it replaced
     lies: dict[int, int] = {}  # by storage: the first argument in it
     for at, x in enumerate(args):
         if isinstance(x, Tensor) and x.layout is torch.strided:
-            lies.setdefault(_actual(x, stands).untyped_storage()._cdata, at)
-    made = func(*_actual(args, stands), **_actual(kwargs or {}, stands))
+            lies.setdefault(_unwrap_shaped(x, stands).untyped_storage()._cdata, at)
+    made = func(*_unwrap_shaped(args, stands), **_unwrap_shaped(kwargs or {}, stands))
     if isinstance(made, (list, tuple)) and type(made) is not torch.Size:  # also named tuples, as of a maximum
-        parts = [_found(x, args, stands, lies) for x in made]
+        parts = [_describe_result(x, args, stands, lies) for x in made]
         known = [found for _, found in parts]
         several = (_SEVERAL, type(made), known) if None not in known else None
         return type(made)([x for x, _ in parts]), several
-    return _found(made, args, stands, lies)
+    return _describe_result(made, args, stands, lies)
 
 
-def _actual(x: Any, stands: dict[int, Shaped]) -> Any:
+def _unwrap_shaped(x: Any, stands: dict[int, ShapedTensor]) -> Any:
     kind = type(x)
-    if kind is Shaped:
-        stands[id(x.actual)] = x
-        return x.actual
+    if kind is ShapedTensor:
+        stands[id(x.actual_tensor)] = x
+        return x.actual_tensor
     if kind is list or kind is tuple:
-        return kind(_actual(each, stands) for each in x)
+        return kind(_unwrap_shaped(each, stands) for each in x)
     if kind is dict:
-        return {name: _actual(each, stands) for name, each in x.items()}
+        return {name: _unwrap_shaped(each, stands) for name, each in x.items()}
     if kind is slice:
-        return slice(*[_actual(each, stands) for each in (x.start, x.stop, x.step)])
+        return slice(*[_unwrap_shaped(each, stands) for each in (x.start, x.stop, x.step)])
     return x
 
 
-def _found(made: Any, args: tuple[Any, ...], stands: dict[int, Shaped], lies: dict[int, int]
+def _describe_result(made: Any, args: tuple[Any, ...], stands: dict[int, ShapedTensor], lies: dict[int, int]
            ) -> tuple[Any, Known | None]:  # fmt: skip
     """Returns one result in the form for the caller and in the form to remember."""
     if not isinstance(made, Tensor):
@@ -137,17 +141,17 @@ def _found(made: Any, args: tuple[Any, ...], stands: dict[int, Shaped], lies: di
     for at, x in enumerate(args):
         if x is made:
             return made, (_ARGUMENT, at)
-    if type(made) is Shaped or (kind := kind_of(made)) is None:
+    if type(made) is ShapedTensor or (kind := find_kind(made)) is None:
         return made, None
     at = lies.get(made.untyped_storage()._cdata, -1)
     if at >= 0:
-        of = args[at] if type(args[at]) is Shaped else shaped(args[at])
-        return Shaped(kind, of.root), (_VIEW, kind, at)
+        of = args[at] if type(args[at]) is ShapedTensor else make_shaped(args[at])
+        return ShapedTensor(kind, of.root_tensor), (_VIEW, kind, at)
     for of in stands.values():  # a view of a tensor in a list
-        if of.actual.untyped_storage()._cdata == made.untyped_storage()._cdata:
-            return Shaped(kind, of.root), None
+        if of.actual_tensor.untyped_storage()._cdata == made.untyped_storage()._cdata:
+            return ShapedTensor(kind, of.root_tensor), None
     whole = made.storage_offset() == 0 and made.untyped_storage().nbytes() == kind.nbytes
-    return Shaped(kind, None, made), (_NEW, kind) if whole else None
+    return ShapedTensor(kind, None, made), (_NEW, kind) if whole else None
 
 
 # -- every method and attribute of torch's tensors --
@@ -168,34 +172,38 @@ _OWN = {"__class__", "__dict__", "__doc__", "__module__", "__weakref__", "__new_
         "__torch_dispatch__", "__torch_function__", "__hash__", "__getstate__", "__reduce__", "__slots__"}  # fmt: skip
 
 
-def _method(func: Callable[..., Any], plain: bool) -> Callable[..., Any]:
-    def asked(self: Shaped, *args: Any, **kwargs: Any) -> Any:
-        return _answer(func, plain, (self, *args), kwargs)
+def _make_shaped_method(func: Callable[..., Any], plain: bool) -> Callable[..., Any]:
+    def asked(self: ShapedTensor, *args: Any, **kwargs: Any) -> Any:
+        return _compute_result(func, plain, (self, *args), kwargs)
 
     return asked
 
 
-def _attribute(name: str) -> property:
+def _make_shaped_property(name: str) -> property:
     """Returns a property: from the shortcut if sizes determine the attribute, otherwise from torch's tensor."""
 
     def views(x: Any) -> Any:
         return getattr(x, name)
 
     if name in ("data", "T", "mT", "H", "mH", "real", "imag"):
-        return property(lambda self: _answer(views, False, (self,), None))
-    return property(lambda self: getattr(self.actual, name))
+        return property(lambda self: _compute_result(views, False, (self,), None))
+    return property(lambda self: getattr(self.actual_tensor, name))
 
 
-def _fill(names: Iterable[str]) -> None:
+def _fill_class(names: Iterable[str]) -> None:
     for name in names:
-        if name not in _OWN and name not in vars(Shaped):
+        if name not in _OWN and name not in vars(ShapedTensor):
             found = getattr(Tensor, name)
-            setattr(Shaped, name, _method(found, name in _NAMES) if callable(found) else _attribute(name))
+            setattr(
+                ShapedTensor,
+                name,
+                _make_shaped_method(found, name in _NAMES) if callable(found) else _make_shaped_property(name),
+            )
 
 
 def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    return _answer(func, func in _PLAIN, args, kwargs)
+    return _compute_result(func, func in _PLAIN, args, kwargs)
 
 
-_fill(dir(Tensor))
-setattr(Shaped, "__torch_function__", classmethod(_torch_function))  # noqa: B010 (mypy knows it as a method)
+_fill_class(dir(Tensor))
+setattr(ShapedTensor, "__torch_function__", classmethod(_torch_function))  # noqa: B010 (mypy knows it as a method)

@@ -37,7 +37,7 @@ _made: dict[Any, tuple[Any, ...]] = {}  # by operation and argument sizes: each 
 _kinds: dict[Any, tuple[bool, ...] | None] = {}  # by operation: which arguments' numbers can affect a shape
 
 
-class Shapes(TorchDispatchMode):
+class ShapeCacheMode(TorchDispatchMode):
     """A mode in which plain operations on plain meta tensors take the shortcut."""
 
     @classmethod
@@ -47,19 +47,19 @@ class Shapes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CHANGED:
-            if _alike(args):
+            if _are_alike(args):
                 return args[0]
         elif func in _MADE:
-            if _alike(args) and args[0].is_contiguous():
+            if _are_alike(args) and args[0].is_contiguous():
                 return args[0].new_empty(args[0].shape)
-        elif func is _aten.cat.default and len(args) == 1 and (n := _joined(args[0])) >= 0:
+        elif func is _aten.cat.default and len(args) == 1 and (n := _joined_length(args[0])) >= 0:
             return args[0][0].new_empty(n)
-        key = _key(func, args, kwargs)
+        key = _make_operation_key(func, args, kwargs)
         if key is None:
             return func(*args, **(kwargs or {}))
         if (known := _made.get(key)) is None:
             made = func(*args, **(kwargs or {}))
-            found = [_plainly(x, args) for x in (made if type(made) is tuple else (made,))]
+            found = [_describe_result(x, args) for x in (made if type(made) is tuple else (made,))]
             if None in found:
                 _kinds[func] = None
             else:
@@ -73,10 +73,10 @@ class Shapes(TorchDispatchMode):
         return tuple(torch.empty_strided(shape, strides, dtype=dtype, device="meta") for shape, strides, dtype in known)
 
 
-def _key(func: Any, args: Any, kwargs: Any) -> Any:
+def _make_operation_key(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns the key of an operation and its arguments; None if the operation cannot be remembered."""
     if func not in _kinds:
-        _kinds[func] = _kind(func)
+        _kinds[func] = _list_telling_arguments(func)
     telling = _kinds[func]
     if telling is None:
         return None
@@ -104,7 +104,7 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(parts) if some else None
 
 
-def _kind(func: Any) -> tuple[bool, ...] | None:
+def _list_telling_arguments(func: Any) -> tuple[bool, ...] | None:
     """Returns for each argument whether its number can affect a shape. None: some results are not new tensors."""
     schema = func._schema
     fresh = all(each.alias_info is None and str(each.type) == "Tensor" for each in schema.returns)
@@ -113,7 +113,7 @@ def _kind(func: Any) -> tuple[bool, ...] | None:
     return tuple(str(a.type) not in VALUES for a in schema.arguments)
 
 
-def _plainly(made: Any, args: Any) -> tuple[Any, ...] | None:
+def _describe_result(made: Any, args: Any) -> tuple[Any, ...] | None:
     """Returns the shape, strides and dtype of a result, or None if they do not describe it completely."""
     if type(made) is not Tensor or not made.is_meta or made.storage_offset() or made.is_conj() or made.is_neg():
         return None
@@ -124,7 +124,7 @@ def _plainly(made: Any, args: Any) -> tuple[Any, ...] | None:
     return found if not old and like.untyped_storage().nbytes() == where.nbytes() else None
 
 
-def _alike(args: Sequence[Any]) -> bool:
+def _are_alike(args: Sequence[Any]) -> bool:
     """Returns whether the arguments are floating-point tensors of one shape and dtype, or numbers after the first."""
     first = args[0]
     if type(first) is not Tensor or not first.is_meta or not first.is_floating_point():
@@ -138,7 +138,7 @@ def _alike(args: Sequence[Any]) -> bool:
     return True
 
 
-def _joined(parts: Sequence[Tensor]) -> int:
+def _joined_length(parts: Sequence[Tensor]) -> int:
     """Returns the total length of vectors of one dtype; -1 for anything else."""
     dtype, length = parts[0].dtype, 0
     for x in parts:

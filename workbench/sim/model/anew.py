@@ -5,53 +5,53 @@ from __future__ import annotations
 from typing import Any
 
 from workbench.experiment import Experiment
-from workbench.host.observe.curvature import Curvature
-from workbench.host.placement.layout import Layout
+from workbench.host.observe.curvature import CurvatureEstimator
+from workbench.host.placement.layout import ParameterLayout
 
 
-class TensorsAnew:
+class RenewableTensors:
     """The part of Tensors that begins another generation."""
 
-    def come_again(self) -> None:
+    def discard_step(self) -> None:
         """Discards everything of an interrupted step."""
         me: Any = self
         for kept in (me._open, me._looked, me._grads, me._batches, me.losses):
             kept.clear()
         me._worker, me._waves = "", None
-        me.layout.clear()
+        me.layout.drop_gradients()
 
     def forget_order(self) -> None:
         """Forgets the order of gradients, which the next backward shows to every rank."""
         me: Any = self
         me._arrival, me._learned = None, False
 
-    def lie_bare(self, e: Experiment, seed: int) -> None:
+    def release_state(self, e: Experiment, seed: int) -> None:
         """Removes the partition from the model: stages, slices and checkpointing."""
         me: Any = self
-        me._keep_all()
+        me._stop_recomputing()
         if me._together is not None:
-            me._together.undo()
+            me._together.restore_modules()
         me.spread = me.piece = me.split = me._together = None
         me.stage, me.share, me.shares, me.fresh = (0, 1), 1.0, (1.0,), True
 
-    def lie_anew(self, e: Experiment) -> None:
+    def reallocate_state(self, e: Experiment) -> None:
         """Lays out the whole model on this rank, with a new optimizer."""
         me: Any = self
-        me.layout = Layout(me.model, e.bucket_mb)
+        me.layout = ParameterLayout(me.model, e.bucket_mb)
         me.layout.keeps_values = True
-        me.curvature = Curvature(me.model, me.learner.loss, me.layout)
-        me.optimizer = me.made(e)
+        me.curvature = CurvatureEstimator(me.model, me.learner.loss, me.layout)
+        me.optimizer = me.make_optimizer(e)
         me._arrival, me._learned = None, False
-        me._cut()
-        me.tune(e)
+        me._cut_buckets()
+        me.tune_partition(e)
 
 
-class SizesAnew:
+class RenewableSizes:
     """The part of Sizes that begins another generation."""
 
     reading: Any = None  # of its session
 
-    def come_again(self) -> None:
+    def discard_step(self) -> None:
         """Discards everything of an interrupted step."""
         me: Any = self
         me._asked.clear()
@@ -62,13 +62,13 @@ class SizesAnew:
         me: Any = self
         me._told = me.learning = False
 
-    def lie_bare(self, e: Experiment, seed: int) -> None:
+    def release_state(self, e: Experiment, seed: int) -> None:
         """Gives this rank the whole model to compute."""
         me: Any = self
-        me.relaid(set(me.whole.names), None, 0, e, seed)
+        me.lay_out_parameters(set(me.whole.names), None, 0, e, seed)
 
-    def lie_anew(self, e: Experiment) -> None:
+    def reallocate_state(self, e: Experiment) -> None:
         """Makes an optimizer for the whole model."""
         me: Any = self
-        me.rebucket(e.bucket_mb)
-        me.go_on_with(me.made(e))
+        me.resize_buckets(e.bucket_mb)
+        me.take_optimizer(me.make_optimizer(e))

@@ -14,17 +14,19 @@ from torch import Tensor, nn
 
 from workbench.host.core.meta import put_on_cpu
 from workbench.host.memory.batches import Chance
-from workbench.host.memory.following import Following, arrived
-from workbench.host.observe.evaluating import AT_ONCE, kept_beside, numbers
-from workbench.host.passes.meetings import answer_like
-from workbench.host.passes.together import computing
-from workbench.host.placement.canonical import buffers
-from workbench.host.placement.cutting import Stages, instead, parts_of, through
-from workbench.host.placement.splitting import Split
+from workbench.host.memory.following import StorageTracker, count_arrived
+from workbench.host.observe.evaluating import CHUNK_ELEMENTS, compute_numbers, count_kept_bytes
+from workbench.host.passes.meetings import make_answer_like
+from workbench.host.passes.together import compute_together
+from workbench.host.placement.canonical import list_buffers
+from workbench.host.placement.cutting import StageCuts, list_parts, replace_forward, run_parts
+from workbench.host.placement.splitting import TensorSplit
 from workbench.tasks import Learner
 
 
-def computed(model: nn.Module, learner: Learner, stages: Stages | None, split: Split | None, seed: int) -> list[int]:
+def measure_evaluation(
+    model: nn.Module, learner: Learner, stages: StageCuts | None, split: TensorSplit | None, seed: int
+) -> list[int]:
     """Returns for each stage the most bytes at a time while computing the held-out metrics. model: on the meta device
 
     Raises if `evaluate` reads values, except numbers from tensors, which are zero. Its own data, and results from them
@@ -32,28 +34,32 @@ def computed(model: nn.Module, learner: Learner, stages: Stages | None, split: S
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from workbench.sim.fake.faked import Faked
+    from workbench.sim.fake.faked import FakeCacheMode
 
     fake, count = copy.deepcopy(model), len(stages) if stages else 1
     with FakeTensorMode(allow_non_fake_inputs=True):
         put_on_cpu(fake)
-    following = Following(count, sizes=True)
+    following = StorageTracker(count, sizes=True)
     with Chance(seed), ExitStack() as also:
         if split is not None:
-            also.enter_context(computing(fake, split, 0, partial(answer_like, ways=split.ways), draws=False))
+            also.enter_context(
+                compute_together(fake, split, 0, partial(make_answer_like, ways=split.ways), draws=False)
+            )
         if stages:
-            parts, ends = parts_of(fake, learner), [0, *accumulate(len(some) for some in stages.pieces)]
+            parts, ends = list_parts(fake, learner), [0, *accumulate(len(some) for some in stages.pieces)]
             pieces = [parts[a:b] for a, b in pairwise(ends)]
-            also.enter_context(instead(fake, partial(_passed_on, following, count, pieces)))
+            also.enter_context(replace_forward(fake, partial(_run_stages, following, count, pieces)))
         if learner.pure:
-            also.enter_context(instead(fake, partial(_once, following, dict[Any, Any](), fake.forward)))
-        also.enter_context(Faked())
+            also.enter_context(replace_forward(fake, partial(_forward_once, following, dict[Any, Any](), fake.forward)))
+        also.enter_context(FakeCacheMode())
         also.enter_context(following)
-        numbers(learner.evaluate, fake)
+        compute_numbers(learner.evaluate, fake)
     return following.most
 
 
-def _once(following: Following, seen: dict[Any, Any], forward: Any, x: Any, *more: Any, **named: Any) -> Any:
+def _forward_once(
+    following: StorageTracker, seen: dict[Any, Any], forward: Any, x: Any, *more: Any, **named: Any
+) -> Any:
     """Computes the model's output for one batch. Later batches of the same sizes reuse its sizes and memory.
 
     If the model reads values, nothing is reused, because other values may give another output.
@@ -65,56 +71,56 @@ def _once(following: Following, seen: dict[Any, Any], forward: Any, x: Any, *mor
     key = type(x), x.shape, x.stride(), x.dtype, x.device
     if key in seen:
         beyond, like = seen[key]
-        following.again(beyond)
-        with following.standing_aside():
+        following.count_repetition(beyond)
+        with following.pause_counting():
             made = torch.empty_like(like)
-        arrived(made)
+        count_arrived(made)
         return made
     following.read = False
-    with following.apart() as beyond:
+    with following.measure_apart() as beyond:
         made = forward(x)
-    if type(made) is FakeTensor and not following.read and following.counts(made):
+    if type(made) is FakeTensor and not following.read and following.has_counted(made):
         if made.untyped_storage().nbytes() == made.nbytes:  # its storage is not larger than the tensor
-            with following.standing_aside():
+            with following.pause_counting():
                 seen[key] = beyond, torch.empty_like(made)
     return made
 
 
-def _passed_on(following: Following, count: int, pieces: Sequence[Sequence[nn.Module]], *inputs: Any,
+def _run_stages(following: StorageTracker, count: int, pieces: Sequence[Sequence[nn.Module]], *inputs: Any,
                **named: Any) -> Any:  # fmt: skip
-    """Runs the stages one after the other, as `host.passes.pipelining.evaluated` does, and returns the last output."""
+    """Runs the stages one after the other, as `pipelining.evaluate_pipeline` does, and returns the last output."""
     x: Any = None
     for number, parts in enumerate(pieces):
         following.at = number % count
         if number:
-            arrived(x)
+            count_arrived(x)
             inputs, named = (x,), {}
-        x = through(parts, *inputs, **named)
+        x = run_parts(parts, *inputs, **named)
     following.at = None
-    arrived(x)
+    count_arrived(x)
     return x
 
 
-def taken(run: Any, together: bool, most: int | None) -> int | None:
+def count_evaluation_bytes(run: Any, together: bool, most: int | None) -> int | None:
     """Returns the extra bytes of an evaluation on this rank: copies of parameters, and computation.
 
     together: evaluates the mean model, for which all ranks meet; most: bytes of the computation, None if unknown.
     Returns None if the rank computes and `most` is unknown.
     """
     rank, layout = run.rank, run.layout
-    others = sum(b.numel() * b.element_size() for b in buffers(run.model))
-    sizes = [bucket.nbytes for bucket in layout.params()]
+    others = sum(b.numel() * b.element_size() for b in list_buffers(run.model))
+    sizes = [bucket.nbytes for bucket in layout.list_params()]
     first = rank.replicas.index == 0 or run.reading.sharded
     if run.learner.evaluate is None:
         most = 0
     if first and most is None:
         return None
-    computes, compared = most or 0 if first else 0, 2 * min(4 * AT_ONCE, max(sizes))
+    computes, compared = most or 0 if first else 0, 2 * min(4 * CHUNK_ELEMENTS, max(sizes))
     if not together:
         return sum(sizes) + max(compared, sum(sizes) + others + computes if first and most else 0)
     if run.spread is not None:
         return computes if rank.replicas.size == 1 else 2 * (sum(sizes) + others) + max(compared, computes)
     held = 0 if run.reading.sharded else sum(sizes)
-    kept = kept_beside(run.experiment.strategy, rank.size, held, others)
+    kept = count_kept_bytes(run.experiment.strategy, rank.size, held, others)
     made = max(sizes) if held and rank.size > 1 else 0
     return kept + max(made, computes)

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from workbench.host.core.meta import like, put_on_cpu
+from workbench.host.core.meta import make_like, put_on_cpu
 from workbench.host.memory import memory
-from workbench.host.memory.passing import Hooks, Passing
-from workbench.host.passes.checkpointing import checkpointing
-from workbench.host.passes.coded import Chooses
-from workbench.host.passes.meetings import answer_like
-from workbench.host.passes.piece import Piece
-from workbench.host.passes.together import computing
-from workbench.host.placement.cutting import parts_of
-from workbench.host.placement.layout import Layout, Place
-from workbench.host.placement.splitting import Split
+from workbench.host.memory.passing import BackwardMeter, GraphHooks
+from workbench.host.passes.checkpointing import checkpoint_units
+from workbench.host.passes.coded import ChoosingCoder
+from workbench.host.passes.meetings import make_answer_like
+from workbench.host.passes.piece import StageModule
+from workbench.host.passes.together import compute_together
+from workbench.host.placement.cutting import list_parts
+from workbench.host.placement.layout import ParameterLayout, ParameterPlace
+from workbench.host.placement.splitting import TensorSplit
 from workbench.rank import Bucket, Memory
 from workbench.tasks import Learner
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from workbench.partitions import Partition
 
 
-class Kept(NamedTuple):
+class KeptBytes(NamedTuple):
     """The bytes that autograd keeps of one batch, and how they shrink during its backward.
 
     looks: (number of gradients that have come, bytes left); names: the parameters in the order of their gradients
@@ -46,76 +46,79 @@ class Kept(NamedTuple):
     names: list[str]
 
 
-class Known:
+class KnownMemory:
     """The memory of one rank with sizes only. Numbers that ranks share are computed once. See host/memory/ledger.py."""
 
     def __init__(self, body: Any, batch: Callable[[], int]) -> None:
         self._body, self._batch = body, batch
 
     @property
-    def alike(self) -> dict[Any, Any]:
+    def shared_counts(self) -> dict[Any, Any]:
         found: dict[Any, Any] = self._body.alike
         return found
 
     @property
-    def roomy(self) -> bool:
+    def has_gradient_memory(self) -> bool:
         return bool(self._body.roomy)
 
-    def standing(self) -> dict[str, memory.Storages]:
-        found: dict[str, memory.Storages] = self._body.standing()
+    def list_standing(self) -> dict[str, memory.Storages]:
+        found: dict[str, memory.Storages] = self._body.list_standing()
         return found
 
-    def forward(self, inputs: Any) -> int | None:
-        kept = self._kept()
-        return None if kept is None else self._open(kept)
+    def measure_forward(self, inputs: Any) -> int | None:
+        kept = self._list_kept_bytes()
+        return None if kept is None else self._count_open_bytes(kept)
 
     @contextmanager
-    def backward(self, exchanged: bool) -> Iterator[Callable[[], int]]:
-        before, there, layout = self.gradients(), self._body.came is not None, self._body.layout
-        every: Any = self._kept()
+    def measure_backward(self, exchanged: bool) -> Iterator[Callable[[], int]]:
+        before, there, layout = self.count_gradients(), self._body.came is not None, self._body.layout
+        every: Any = self._list_kept_bytes()
         kept = every and every[self._body.going]
-        others = self._open(every) - kept.nbytes if every else 0
+        others = self._count_open_bytes(every) - kept.nbytes if every else 0
         key = "backward", id(layout), exchanged, there, id(kept), self._body.gradient_shards
-        if kept is not None and key not in self.alike:
+        if kept is not None and key not in self.shared_counts:
             if exchanged and self._body.gradient_shards > 1:
-                self.alike[key] = _most_shared(kept, layout, self._body.gradient_shards)
+                self.shared_counts[key] = _sharded_peak(kept, layout, self._body.gradient_shards)
             else:
-                part = self._body.narrowing.share("update")
-                new = {p.name: 0 if there else round(memory.came(p, exchanged) * part) for p in layout.order}
-                self.alike[key] = _most(kept, new)
-        yield lambda: before + (self.alike[key] + max(0, others) if kept is not None else 0)
+                part = self._body.narrowing.compute_share("update")
+                new = {
+                    p.name: 0 if there else round(memory.count_gradient_bytes(p, exchanged) * part)
+                    for p in layout.order
+                }
+                self.shared_counts[key] = _backward_peak(kept, new)
+        yield lambda: before + (self.shared_counts[key] + max(0, others) if kept is not None else 0)
 
-    def gradients(self) -> int:
+    def count_gradients(self) -> int:
         """Returns the bytes of the gradients. Equal ranks compute them once."""
         layout, came = self._body.layout, self._body.came
         shards = self._body.gradient_shards
-        key = "gradients", id(layout), self.roomy, came, shards
+        key = "gradients", id(layout), self.has_gradient_memory, came, shards
         if shards > 1 and came is not False:
-            return 0 if came is None else _in_shards(layout, shards)
-        if key not in self.alike:
-            beyond = 0 if came is None else sum(memory.came(p, came) for p in layout.order)
-            self.alike[key] = memory.nbytes(self.standing()["gradients"]) + beyond
-        return round(self.alike[key] * self._body.narrowing.share("update"))
+            return 0 if came is None else _gradient_peak(layout, shards)
+        if key not in self.shared_counts:
+            beyond = 0 if came is None else sum(memory.count_gradient_bytes(p, came) for p in layout.order)
+            self.shared_counts[key] = memory.count_bytes(self.list_standing()["gradients"]) + beyond
+        return round(self.shared_counts[key] * self._body.narrowing.compute_share("update"))
 
-    def activations(self) -> int:
-        kept = self._kept()
-        return 0 if kept is None else self._open(kept)
+    def count_activations(self) -> int:
+        kept = self._list_kept_bytes()
+        return 0 if kept is None else self._count_open_bytes(kept)
 
-    def batch(self) -> int:
+    def count_batch(self) -> int:
         return int(self._body.batch_nbytes(self._batch()))
 
-    def _kept(self) -> list[Kept] | None:
+    def _list_kept_bytes(self) -> list[KeptBytes] | None:
         """Returns by piece what a batch keeps, of the sub-model if one is trained."""
-        with self._body.narrowing.within():
-            found: list[Kept] | None = self._body.kept(self._batch(), self._body.narrowing.counts)
+        with self._body.narrowing.use_submodel():
+            found: list[KeptBytes] | None = self._body.kept(self._batch(), self._body.narrowing.counts)
         return found
 
-    def _open(self, kept: Sequence[Kept]) -> int:
+    def _count_open_bytes(self, kept: Sequence[KeptBytes]) -> int:
         """Returns the bytes that all open forwards keep, from those of one forward through each piece."""
         return round(sum(count * one.nbytes for count, one in zip(self._body.opened, kept, strict=True)))
 
 
-def _in_shards(layout: Layout, shards: int) -> int:
+def _gradient_peak(layout: ParameterLayout, shards: int) -> int:
     """Returns the most bytes of gradients if each full bucket is cut to one of `shards` shards."""
     most = kept = 0
     for bucket in layout.buckets:
@@ -123,11 +126,11 @@ def _in_shards(layout: Layout, shards: int) -> int:
     return most
 
 
-def _most_shared(kept: Kept, layout: Layout, shards: int) -> int:
+def _sharded_peak(kept: KeptBytes, layout: ParameterLayout, shards: int) -> int:
     """Returns the most bytes of gradients and activations with sharded gradients.
 
     A bucket has its full size from its first gradient on, and is cut to a shard when the next bucket is full. Gradients
-    are counted as often as `Passing` counts them.
+    are counted as often as `BackwardMeter` counts them.
     """
     left, of = [len(bucket.parts) for bucket in layout.buckets], {place.name: place.bucket for place in layout.order}
     came, seen, at, most, full = 0, 0, 0, 0, -1
@@ -140,12 +143,12 @@ def _most_shared(kept: Kept, layout: Layout, shards: int) -> int:
             if not left[index]:
                 came -= layout.buckets[full].nbytes * (shards - 1) // shards if full >= 0 else 0
                 full = index
-            seen = came if number % memory.every(layout) == 0 else seen
+            seen = came if number % memory.count_look_interval(layout) == 0 else seen
         at, most = count, max(most, seen + activations)
     return most
 
 
-def _most(kept: Kept, new: dict[str, int]) -> int:
+def _backward_peak(kept: KeptBytes, new: dict[str, int]) -> int:
     """Returns the most bytes of gradients and remaining activations, over all looks."""
     came, at, most = 0, 0, 0
     for count, left in kept.looks:
@@ -154,91 +157,98 @@ def _most(kept: Kept, new: dict[str, int]) -> int:
     return most
 
 
-def kept_of(model: nn.Module, learner: Learner, inputs: Any, layers: Partition, split: Split | None) -> Kept:
+def measure_kept(
+    model: nn.Module, learner: Learner, inputs: Any, layers: Partition, split: TensorSplit | None
+) -> KeptBytes:
     """Returns what one batch keeps. Raises if the model does not run without values. model: on the meta device
 
     layers: how the ranks of a stage compute them
     split:  how the model's matrices are split; this rank has one slice
     """
-    with _faked(model, learner, inputs, layers, split) as (fake, x):
-        return _looked_at(_Bare(_trained(fake)), fake, x, lambda: learner.loss(fake, x))
+    with _fake_model(model, learner, inputs, layers, split) as (fake, x):
+        return _run_and_measure(_BareLayout(_list_trained_places(fake)), fake, x, lambda: learner.loss(fake, x))
 
 
-def kept_in(model: nn.Module, learner: Learner, inputs: Any, layers: Partition, split: Split | None,
-            counts: list[int]) -> list[Kept | None]:  # fmt: skip
-    """Returns what one micro-batch keeps in each piece of the model. counts: parts per piece; the rest as in `kept_of`
+def measure_kept_pieces(model: nn.Module, learner: Learner, inputs: Any, layers: Partition, split: TensorSplit | None,
+            counts: list[int]) -> list[KeptBytes | None]:  # fmt: skip
+    """Returns what one micro-batch keeps in each piece of the model.
+
+    counts: parts per piece; for the rest see `measure_kept`
 
     Each piece runs on the output of the one before, so one pass serves all. From the first piece that fails, results
     are None.
     """
-    found: list[Kept | None] = []
-    with _faked(model, learner, inputs, layers, split) as (fake, x), suppress(Exception):
-        parts, trained, came = parts_of(fake, learner), _trained(fake), None
+    found: list[KeptBytes | None] = []
+    with _fake_model(model, learner, inputs, layers, split) as (fake, x), suppress(Exception):
+        parts, trained, came = list_parts(fake, learner), _list_trained_places(fake), None
         for number, end in enumerate(accumulate(counts)):
             own = tuple(parts[end - counts[number] : end])
-            piece, here = Piece(fake, [own], number, len(counts)), {id(p) for part in own for p in part.parameters()}
-            layout = _Bare([place for place in trained if id(place.param) in here])
-            found.append(_looked_at(layout, fake, x, partial(_through, piece, learner, x, came)))
+            piece, here = (
+                StageModule(fake, [own], number, len(counts)),
+                {id(p) for part in own for p in part.parameters()},
+            )
+            layout = _BareLayout([place for place in trained if id(place.param) in here])
+            found.append(_run_and_measure(layout, fake, x, partial(_forward_piece, piece, learner, x, came)))
             came = piece.opened[0, 0].detach().requires_grad_()
     return found + [None] * (len(counts) - len(found))
 
 
-def _through(piece: Piece, learner: Learner, inputs: Any, came: Tensor | None) -> Tensor:
-    piece.forward(learner.loss, inputs, came, 0)
+def _forward_piece(piece: StageModule, learner: Learner, inputs: Any, came: Tensor | None) -> Tensor:
+    piece.run_forward(learner.loss, inputs, came, 0)
     return piece.opened[0, 0]
 
 
 @contextmanager
-def _faked(model: nn.Module, learner: Learner, inputs: Any, layers: Partition,
-           split: Split | None) -> Iterator[tuple[nn.Module, Any]]:  # fmt: skip
+def _fake_model(model: nn.Module, learner: Learner, inputs: Any, layers: Partition,
+           split: TensorSplit | None) -> Iterator[tuple[nn.Module, Any]]:  # fmt: skip
     """Provides a copy of the model and its inputs as fake CPU tensors, which compute sizes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from workbench.sim.fake.faked import Faked
+    from workbench.sim.fake.faked import FakeCacheMode
 
     fake = copy.deepcopy(model)
-    with FakeTensorMode(allow_non_fake_inputs=True), Faked(), torch.enable_grad(), ExitStack() as also:
+    with FakeTensorMode(allow_non_fake_inputs=True), FakeCacheMode(), torch.enable_grad(), ExitStack() as also:
         put_on_cpu(fake)
         if split is not None:
             coding = layers.inside(Memory())
-            coding = coding._replace(there=_sized(coding.there), back=_sized(coding.back))
-            answer = partial(answer_like, ways=split.ways)
-            also.enter_context(computing(fake, split, 0, answer, draws=False, coding=coding))
-        also.enter_context(checkpointing(fake, learner, layers))
-        yield fake, like(inputs)
+            coding = coding._replace(there=_size_coder(coding.there), back=_size_coder(coding.back))
+            answer = partial(make_answer_like, ways=split.ways)
+            also.enter_context(compute_together(fake, split, 0, answer, draws=False, coding=coding))
+        also.enter_context(checkpoint_units(fake, learner, layers))
+        yield fake, make_like(inputs)
 
 
-class _Bare:
+class _BareLayout:
     """The parts of a Layout that a backward reads: the trained parameters."""
 
     roomy = gives_back = False
     buckets: tuple[Bucket, ...] = ()
 
-    def __init__(self, order: list[Place]) -> None:
+    def __init__(self, order: list[ParameterPlace]) -> None:
         self.order = order
 
 
-def _trained(model: nn.Module) -> list[Place]:
+def _list_trained_places(model: nn.Module) -> list[ParameterPlace]:
     """Returns the trained parameters in reverse order of registration, as in a Layout."""
-    return [Place(name, p) for name, p in reversed([*model.named_parameters()]) if p.requires_grad]
+    return [ParameterPlace(name, p) for name, p in reversed([*model.named_parameters()]) if p.requires_grad]
 
 
-def _looked_at(layout: Any, fake: nn.Module, x: Any, forward: Callable[[], Tensor]) -> Kept:
+def _run_and_measure(layout: Any, fake: nn.Module, x: Any, forward: Callable[[], Tensor]) -> KeptBytes:
     """Runs `forward` and its backward, and returns what was kept."""
-    others = memory.storages([*fake.parameters(), *fake.buffers(), x])
+    others = memory.find_storages([*fake.parameters(), *fake.buffers(), x])
     loss = forward()
-    found = memory.saved([loss])
-    alive = memory.watched({where: s for where, s in found.items() if where not in others})
-    nbytes = memory.alive(alive)
+    found = memory.find_saved([loss])
+    alive = memory.watch_storages({where: s for where, s in found.items() if where not in others})
+    nbytes = memory.count_alive_bytes(alive)
     del found
-    hooks = Hooks()
-    hooks.follow([loss])
-    with hooks.heard(Passing(layout, alive, lambda place: 0)) as passing:
+    hooks = GraphHooks()
+    hooks.hook_graphs([loss])
+    with hooks.listen_to_backward(BackwardMeter(layout, alive, lambda place: 0)) as passing:
         loss.backward(torch.ones_like(loss))
-    return Kept(nbytes, passing.looks, passing.names)
+    return KeptBytes(nbytes, passing.looks, passing.names)
 
 
-class _Sized:
+class _SizedCoder:
     """A coder for fake tensors: runs the real coder on sizes, and returns fake tensors."""
 
     def __init__(self, of: Coder) -> None:
@@ -255,7 +265,7 @@ class _Sized:
         return like.new_empty(like.shape)
 
 
-class _SizedCodec(_Sized):
+class _SizedChooser(_SizedCoder):
     """A coder for fake tensors that may choose a part of a tensor."""
 
     def __init__(self, of: Any) -> None:
@@ -270,7 +280,7 @@ class _SizedCodec(_Sized):
         return None if found is None else payload[0].new_empty(found.shape, dtype=found.dtype)
 
 
-def _sized(coder: Coder | None) -> Coder | None:
+def _size_coder(coder: Coder | None) -> Coder | None:
     if coder is None:
         return None
-    return _SizedCodec(coder) if isinstance(coder, Chooses) else _Sized(coder)
+    return _SizedChooser(coder) if isinstance(coder, ChoosingCoder) else _SizedCoder(coder)

@@ -11,47 +11,47 @@ import torch
 from torch import nn
 
 from workbench.experiment import Experiment
-from workbench.host.core.meta import outline
+from workbench.host.core.meta import make_outline
 from workbench.host.memory import memory
-from workbench.host.passes.meetings import Plans, arrival_of, plans_of
-from workbench.host.passes.together import common, slice_of
-from workbench.host.placement.cutting import Stages, cut
-from workbench.host.placement.layout import Layout
-from workbench.host.placement.splitting import Split
-from workbench.host.placement.spread import Spread
-from workbench.host.sharding.trial import Trial, assumed
-from workbench.host.transfer.handover import kept_bytes
-from workbench.host.transfer.shards import Cut as Shards
+from workbench.host.passes.meetings import PassPlan, find_arrival_order, find_plans
+from workbench.host.passes.together import copy_slice, list_common
+from workbench.host.placement.cutting import StageCuts, cut_model
+from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.splitting import TensorSplit
+from workbench.host.placement.spread import ReplicaSpread
+from workbench.host.sharding.trial import AccessTrace, assume_trace
+from workbench.host.transfer.handover import count_slot_bytes
+from workbench.host.transfer.shards import ShardLayout as Shards
 from workbench.optimizers import Optimizer, built
-from workbench.sim.fake.shaped import stands_in
-from workbench.sim.model.known import Kept
-from workbench.sim.model.passes import Passes
+from workbench.sim.fake.shaped import shape_bucket
+from workbench.sim.model.known import KeptBytes
+from workbench.sim.model.passes import ModelPasses
 from workbench.tasks import Learner, same_groups
 
 if TYPE_CHECKING:
     from workbench.partitions import Partition
 
 
-class Cut:
+class BucketCut:
     """One layout of the model in buckets, and when in a pass each bucket is ready.
 
     ready: by bucket, the share of backward after which it is full
     needed: by bucket in the order of forward (the last bucket first), the share of forward before which it is used
     """
 
-    def __init__(self, layout: Layout, arrival: list[str]) -> None:
+    def __init__(self, layout: ParameterLayout, arrival: list[str]) -> None:
         self.layout = layout
         self.buckets = layout.buckets
-        self.params = layout.params()
-        self.ready = ready(layout, arrival)
+        self.params = layout.list_params()
+        self.ready = compute_ready_shares(layout, arrival)
         self.needed, before = [], 0
         for bucket in reversed(self.params):
-            self.needed.append(before / layout.numel)
+            self.needed.append(before / layout.element_count)
             before += bucket.data.numel()
         self.nbytes = {b.name: b.nbytes for b in self.params}
 
 
-def ready(layout: Layout, arrival: list[str], there: Collection[str] = ()) -> list[float]:
+def compute_ready_shares(layout: ParameterLayout, arrival: list[str], there: Collection[str] = ()) -> list[float]:
     """Returns by bucket the share of gradient elements that have come when it and all buckets before it are full.
 
     there: parameters with earlier gradients
@@ -71,34 +71,34 @@ def ready(layout: Layout, arrival: list[str], there: Collection[str] = ()) -> li
 class Outline:
     """The model as sizes, shared by all ranks. split: how its matrices are split; seen: see `Passes`"""
 
-    split: Split | None = None
+    split: TensorSplit | None = None
 
     def __init__(self, experiment: Experiment, learner: Learner, seen: dict[Any, Any] | None) -> None:
         torch.manual_seed(experiment.seed)
         random.seed(experiment.seed)
         self.cheap = True  # whether the model can be built and run on the meta device
         try:
-            self.model = _built(learner, seen)
+            self.model = _build_outline(learner, seen)
         except Exception:
-            self.model, self.cheap = outline(learner), False
-        first = Layout(self.model, experiment.bucket_mb)
+            self.model, self.cheap = make_outline(learner), False
+        first = ParameterLayout(self.model, experiment.bucket_mb)
         self._names = names = [p.name for p in first.order]
-        self._stages: dict[tuple[Stages, int], StageOutline] = {}
-        self._slices: dict[tuple[Spread, tuple[int, int]], SliceOutline] = {}
+        self._stages: dict[tuple[StageCuts, int], StageOutline] = {}
+        self._slices: dict[tuple[ReplicaSpread, tuple[int, int]], SliceOutline] = {}
         self.learner, self._made = learner, dict[Optimizer, Any]()
-        self.optimizer = self.made(experiment)
-        self.passes, layers = Passes(experiment, learner, seen), experiment.partition.layers
-        heard = self.passes.trial(self.model, layers)
-        _stepped(self.model, self.optimizer)
+        self.optimizer = self.make_optimizer(experiment)
+        self.passes, layers = ModelPasses(experiment, learner, seen), experiment.partition.layers
+        heard = self.passes.trace_reads(self.model, layers)
+        _prime_optimizer(self.model, self.optimizer)
         self.cheap = self.cheap and heard is not None
-        self.trial = heard or assumed(reversed(names))
-        came = set(arrival := self.trial.arrival)
+        self.trial = heard or assume_trace(reversed(names))
+        came = set(arrival := self.trial.gradient_order)
         self.arrival = arrival + [n for n in names if n not in came]
-        self._cuts: dict[tuple[float, bool], Cut] = {}
+        self._cuts: dict[tuple[float, bool], BucketCut] = {}
         self._standing: dict[Any, dict[str, memory.Storages]] = {}
         self.alike: dict[Any, Any] = {}  # a rank's results about its memory, for equal ranks
 
-    def kept(self, batch: int, count: int, layers: Partition, counts: tuple[int, ...] = ()) -> list[Kept] | None:
+    def kept(self, batch: int, count: int, layers: Partition, counts: tuple[int, ...] = ()) -> list[KeptBytes] | None:
         """Returns by piece on this rank what one of `count` micro-batches keeps for its backward; None if unknown.
 
         counts: of hidden units, if the model is a sub-model
@@ -106,54 +106,56 @@ class Outline:
         found = self.passes.kept(self.model, batch, layers, self.split, counts)
         return None if found is None else [found]
 
-    def evaluated(self) -> int | None:
+    def measure_evaluation(self) -> int | None:
         """Returns the most bytes of computing the held-out metrics here; None if unknown."""
-        found = self.passes.evaluated(self.model, None, self.split)
+        found = self.passes.measure_evaluation(self.model, None, self.split)
         return None if found is None else found[0]
 
-    def rows(self, batch: int, layout: Layout) -> dict[str, torch.Tensor]:
+    def find_rows(self, batch: int, layout: ParameterLayout) -> dict[str, torch.Tensor]:
         """Returns the rows of embedding tables that a batch reads."""
-        return self.passes.rows(batch, layout)
+        return self.passes.find_rows(batch, layout)
 
-    def trial_of(self, layers: Partition) -> Trial:
+    def trace_reads(self, layers: Partition) -> AccessTrace:
         """Returns what a step with these layers reads, and its order of gradients."""
-        return self.passes.trial(self.model, layers) or self.trial
+        return self.passes.trace_reads(self.model, layers) or self.trial
 
-    def standing(self, layout: Layout, optimizer: Any, roomy: bool, cut: Shards | None) -> dict[str, memory.Storages]:
+    def list_standing(
+        self, layout: ParameterLayout, optimizer: Any, roomy: bool, cut: Shards | None
+    ) -> dict[str, memory.Storages]:
         """Returns the memory that stays between steps on a rank with this layout. optimizer: None until it has stepped
 
         cut: the sharded buckets of the optimizer's state, counted for the first rank, whose shards are the largest
         """
         key = id(layout), roomy, id(optimizer), len(optimizer.state) if optimizer else 0, cut and len(cut.groups[0])
         if key not in self._standing:
-            kept = memory.optimizer_state(optimizer) if optimizer else {}
+            kept = memory.find_optimizer_state(optimizer) if optimizer else {}
             if optimizer and cut is not None:
-                nbytes = kept_bytes(layout, optimizer, cut, 0)
-                kept = memory.storages(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+                nbytes = count_slot_bytes(layout, optimizer, cut, 0)
+                kept = memory.find_storages(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
             self._standing[key] = {
-                "parameters": memory.parameters(self.model, layout, self.followed()),
-                "gradients": memory.storages(memory.rooms(layout)) if roomy else {},
+                "parameters": memory.find_parameters(self.model, layout, self.list_followed()),
+                "gradients": memory.find_storages(memory.list_bucket_vectors(layout)) if roomy else {},
                 "optimizer state": kept,
             }
         return self._standing[key]
 
-    def followed(self) -> list[torch.Tensor]:
+    def list_followed(self) -> list[torch.Tensor]:
         """Returns the parameters here that another rank trains."""
         return []
 
-    def stage(self, names: set[str], stages: Stages, stage: int) -> StageOutline:
+    def get_stage(self, names: set[str], stages: StageCuts, stage: int) -> StageOutline:
         """Returns one stage of the model."""
         if (stages, stage) not in self._stages:
             self._stages[stages, stage] = StageOutline(self, names, stages, stage)
         return self._stages[stages, stage]
 
-    def slice(self, names: set[str], spread: Spread, place: tuple[int, int], e: Experiment) -> SliceOutline:
+    def get_slice(self, names: set[str], spread: ReplicaSpread, place: tuple[int, int], e: Experiment) -> SliceOutline:
         """Returns the slice of the model at `place`: (stage, index of the slice)."""
         if (spread, place) not in self._slices:
             self._slices[spread, place] = SliceOutline(self, names, spread, place, e)
         return self._slices[spread, place]
 
-    def made(self, experiment: Experiment) -> Any:
+    def make_optimizer(self, experiment: Experiment) -> Any:
         """Returns the optimizer of `experiment`, one for all ranks."""
         wanted, here = experiment.optimizer, set(self._names)
         if wanted not in self._made:
@@ -166,19 +168,19 @@ class Outline:
         """The names of the trained parameters here."""
         return list(self._names)
 
-    def cut(self, bucket_mb: float, learned: bool) -> Cut:
+    def cut_buckets(self, bucket_mb: float, learned: bool) -> BucketCut:
         """Returns the cut into buckets of this size, in the learned order of gradients or in the original order."""
         key = bucket_mb, learned
         if key not in self._cuts:
-            layout = Layout(self.model, bucket_mb, self.arrival if learned else self._names)
-            layout.make_room()
+            layout = ParameterLayout(self.model, bucket_mb, self.arrival if learned else self._names)
+            layout.allocate_gradients()
             for place in layout.order:
-                layout.keep(place, torch.empty_like(place.param))
-            for p in self.followed():  # in no bucket
+                layout.store_gradient(place, torch.empty_like(place.param))
+            for p in self.list_followed():  # in no bucket
                 p.data = torch.empty_like(p)
-            self._cuts[key] = Cut(layout, self.arrival)
+            self._cuts[key] = BucketCut(layout, self.arrival)
             for bucket in (*layout.buckets, *self._cuts[key].params):
-                stands_in(bucket)
+                shape_bucket(bucket)
         return self._cuts[key]
 
 
@@ -189,31 +191,31 @@ class StageOutline(Outline):
     there:          parameters with gradients before a batch's last backward, which is the stage's first piece's
     """
 
-    def __init__(self, whole: Outline, names: set[str], stages: Stages, stage: int) -> None:
+    def __init__(self, whole: Outline, names: set[str], stages: StageCuts, stage: int) -> None:
         self.model, self.learner, self.trial, self.split = whole.model, whole.learner, whole.trial, whole.split
         self.stages, self.number, self._of = stages, stage, whole
         self._names = [n for n in whole._names if n in names]
-        first = {id(p) for part in stages.of(stage)[0] for p in part.parameters()}
+        first = {id(p) for part in stages.pieces_of_stage(stage)[0] for p in part.parameters()}
         self.there = [n for n in self._names if id(self.model.get_parameter(n)) not in first]
         self.arrival = self.there + [n for n in whole.arrival if n in names and n not in set(self.there)]
         self.passes = whole.passes
         self._made, self._cuts, self._standing, self.alike = {}, {}, {}, {}
 
-    def followed(self) -> list[torch.Tensor]:
-        return self._of.followed()
+    def list_followed(self) -> list[torch.Tensor]:
+        return self._of.list_followed()
 
     def hands_on(self, batch: int, count: int, chunk: int) -> torch.Tensor:
         """Returns the output of a piece of this stage for a micro-batch; for the model's last piece, the loss."""
-        made = self.passes.crossing(self.model, self.stages, batch, count, self.split)
+        made = self.passes.list_piece_outputs(self.model, self.stages, batch, count, self.split)
         return made[chunk * len(self.stages) + self.number]
 
-    def evaluated(self) -> int | None:
-        found = self.passes.evaluated(self.model, self.stages, self.split)
+    def measure_evaluation(self) -> int | None:
+        found = self.passes.measure_evaluation(self.model, self.stages, self.split)
         return None if found is None else found[self.number]
 
-    def kept(self, batch: int, count: int, layers: Partition, counts: tuple[int, ...] = ()) -> list[Kept] | None:
+    def kept(self, batch: int, count: int, layers: Partition, counts: tuple[int, ...] = ()) -> list[KeptBytes] | None:
         """Returns by piece of this stage what one micro-batch keeps; None if unknown."""
-        every = self.passes.kept_in(self.model, self.stages, batch, count, layers, self.split)
+        every = self.passes.measure_kept_pieces(self.model, self.stages, batch, count, layers, self.split)
         here = [each for each in every[self.number :: len(self.stages)] if each is not None]
         return here if len(here) * len(self.stages) == len(every) else None
 
@@ -226,38 +228,40 @@ class SliceOutline(Outline):
     common: the parameters that all ranks of a group have, by owner
     """
 
-    plans: tuple[Plans, ...]
+    plans: tuple[PassPlan, ...]
 
-    def __init__(self, whole: Outline, names: set[str], spread: Spread, place: tuple[int, int], e: Experiment) -> None:
+    def __init__(
+        self, whole: Outline, names: set[str], spread: ReplicaSpread, place: tuple[int, int], e: Experiment
+    ) -> None:
         assert spread.split is not None
         self.learner, self.trial, self.split = whole.learner, whole.trial, spread.split
-        self.model = slice_of(whole.model, self.split, 0)  # a copy, because its buckets are this rank's
-        self.stages = cut(e, self.model, self.learner) if spread.stages else None
-        self.plans = plans_of(e, self.learner, self.split)
+        self.model = copy_slice(whole.model, self.split, 0)  # a copy, because its buckets are this rank's
+        self.stages = cut_model(e, self.model, self.learner) if spread.stages else None
+        self.plans = find_plans(e, self.learner, self.split)
         stage, index = place
-        here = names | spread.followed(stage * self.split.ways + index, set(whole._names))
-        self.common = common(self.model, self.split, here)
+        here = names | spread.select_followed(stage * self.split.ways + index, set(whole._names))
+        self.common = list_common(self.model, self.split, here)
         self._followed = [p for owner, each in enumerate(self.common) for p in each if owner != index]
-        came = arrival_of(self.plans)
+        came = find_arrival_order(self.plans)
         self._names = [n for n in whole._names if n in names]
         self.arrival = [n for n in (*came, *(n for n in self._names if n not in came)) if n in names]
         self.passes = whole.passes
         self._stages, self._made, self._cuts, self._standing, self.alike = {}, {}, {}, {}, {}
 
-    def followed(self) -> list[torch.Tensor]:
+    def list_followed(self) -> list[torch.Tensor]:
         return list(self._followed)
 
 
-def _built(learner: Learner, seen: dict[Any, Any] | None) -> nn.Module:
+def _build_outline(learner: Learner, seen: dict[Any, Any] | None) -> nn.Module:
     """Returns the model as sizes: a copy, if experiments with the same learner and seed share it."""
     if seen is None:
-        return outline(learner, built=False)
+        return make_outline(learner, built=False)
     if "model" not in seen:
-        seen["model"] = outline(learner, built=False)
+        seen["model"] = make_outline(learner, built=False)
     return same_groups(copy.deepcopy(seen["model"]), seen["model"])
 
 
-def _stepped(model: nn.Module, optimizer: Any) -> None:
+def _prime_optimizer(model: nn.Module, optimizer: Any) -> None:
     """Gives the optimizer its state by one step."""
     for p in model.parameters():
         p.grad = torch.empty_like(p) if p.requires_grad else None

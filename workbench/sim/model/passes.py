@@ -11,25 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from workbench.experiment import Experiment
-from workbench.host.memory.batches import Batches, nbytes_of
-from workbench.host.passes.checkpointing import checkpointing
-from workbench.host.passes.meetings import answer_like
-from workbench.host.passes.piece import micro_batches
-from workbench.host.passes.together import computing
-from workbench.host.placement.cutting import Stages, instead, through
-from workbench.host.placement.layout import Layout
-from workbench.host.placement.splitting import Split
-from workbench.host.sharding.trial import Listening, Trial
-from workbench.host.transfer.tables import read
-from workbench.sim.model.evaluation import computed
-from workbench.sim.model.known import Kept, kept_in, kept_of
+from workbench.host.memory.batches import BatchReader, count_batch_bytes
+from workbench.host.passes.checkpointing import checkpoint_units
+from workbench.host.passes.meetings import make_answer_like
+from workbench.host.passes.piece import cut_batch
+from workbench.host.passes.together import compute_together
+from workbench.host.placement.cutting import StageCuts, replace_forward, run_parts
+from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.splitting import TensorSplit
+from workbench.host.sharding.trial import AccessTrace, TraceListener
+from workbench.host.transfer.tables import find_rows
+from workbench.sim.model.evaluation import measure_evaluation
+from workbench.sim.model.known import KeptBytes, measure_kept, measure_kept_pieces
 from workbench.tasks import Learner
 
 if TYPE_CHECKING:
     from workbench.partitions import Partition
 
 
-class Passes:
+class ModelPasses:
     """Results of passes through an experiment's model. Models passed to it are on the meta device.
 
     layers: how the ranks of a stage compute them
@@ -41,55 +41,59 @@ class Passes:
         self._learner, self._batch, self._ranks, self._seed = learner, e.batch, e.ranks, e.seed
         self._seen, self._budget = dict[Any, Any]() if seen is None else seen, bool(e.memory_mb)
 
-    def trial(self, model: nn.Module, layers: Partition) -> Trial | None:
+    def trace_reads(self, model: nn.Module, layers: Partition) -> AccessTrace | None:
         """Returns the parameters that a forward and a backward read, and the order of gradients; None on failure."""
         key = "trial", self._batch, layers.recompute
-        return self._seen[key] if key in self._seen else self._once(key, lambda: self._tried(model, layers))
+        return self._seen[key] if key in self._seen else self._run_once(key, lambda: self._run_trace(model, layers))
 
-    def kept(self, model: nn.Module, batch: int, layers: Partition, split: Split | None,
-             counts: tuple[int, ...] = ()) -> Kept | None:  # fmt: skip
+    def kept(self, model: nn.Module, batch: int, layers: Partition, split: TensorSplit | None,
+             counts: tuple[int, ...] = ()) -> KeptBytes | None:  # fmt: skip
         """Returns what a batch keeps for its backward; None if unknown. counts: of units, if it is a sub-model"""
-        key = "kept", batch, layers, _said(split), counts
+        key = "kept", batch, layers, _split_key(split), counts
         if key in self._seen:  # each rank requests this
-            found: Kept | None = self._seen[key]
+            found: KeptBytes | None = self._seen[key]
             return found
 
-        def look() -> Kept | None:
+        def look() -> KeptBytes | None:
             try:
-                return kept_of(model, self._learner, self._drawn(batch), layers, split)
+                return measure_kept(model, self._learner, self._draw_batch(batch), layers, split)
             except Exception:
                 return None
 
-        return self._once(key, look)
+        return self._run_once(key, look)
 
-    def kept_in(self, model: nn.Module, stages: Stages, batch: int, count: int, layers: Partition,
-                split: Split | None) -> list[Kept | None]:  # fmt: skip
+    def measure_kept_pieces(self, model: nn.Module, stages: StageCuts, batch: int, count: int, layers: Partition,
+                split: TensorSplit | None) -> list[KeptBytes | None]:  # fmt: skip
         """Returns by piece of the model what one of `count` micro-batches keeps; None if unknown."""
         counts = [len(parts) for parts in stages.pieces]
 
-        def look() -> list[Kept | None]:
+        def look() -> list[KeptBytes | None]:
             try:
-                micro = micro_batches(self._drawn(batch), count)[0]
-                return kept_in(model, self._learner, micro, layers, split, counts)
+                micro = cut_batch(self._draw_batch(batch), count)[0]
+                return measure_kept_pieces(model, self._learner, micro, layers, split, counts)
             except Exception:
                 return [None] * len(counts)
 
-        return self._once(("kept in", tuple(counts), batch, count, layers, _said(split)), look)
+        return self._run_once(("kept in", tuple(counts), batch, count, layers, _split_key(split)), look)
 
-    def crossing(self, model: nn.Module, stages: Stages, batch: int, count: int, split: Split | None) -> list[Tensor]:
+    def list_piece_outputs(
+        self, model: nn.Module, stages: StageCuts, batch: int, count: int, split: TensorSplit | None
+    ) -> list[Tensor]:
         """Returns the outputs of each piece for one of `count` micro-batches; the last one is the loss."""
         counts = tuple(len(parts) for parts in stages.pieces)
-        key = "crossing", counts, batch, count, _said(split)
-        return self._once(key, lambda: self._crossed(model, stages, batch, count, split))
+        key = "crossing", counts, batch, count, _split_key(split)
+        return self._run_once(key, lambda: self._run_pieces(model, stages, batch, count, split))
 
-    def nbytes(self, batch: int) -> int:
+    def count_batch_bytes(self, batch: int) -> int:
         """Returns the bytes of a batch's tensors; 0 if unknown."""
         try:
-            return nbytes_of(self._drawn(batch))
+            return count_batch_bytes(self._draw_batch(batch))
         except Exception:
             return 0
 
-    def evaluated(self, model: nn.Module, stages: Stages | None, split: Split | None) -> list[int] | None:
+    def measure_evaluation(
+        self, model: nn.Module, stages: StageCuts | None, split: TensorSplit | None
+    ) -> list[int] | None:
         """Returns for each stage the most bytes of computing the held-out metrics; None if unknown.
 
         If the task's functions are not `pure`, it runs them only under a memory budget.
@@ -99,69 +103,71 @@ class Passes:
 
         def look() -> list[int] | None:
             try:
-                return computed(model, self._learner, stages, split, self._seed)
+                return measure_evaluation(model, self._learner, stages, split, self._seed)
             except Exception:
                 return None
 
-        return self._once(("evaluated", stages and tuple(map(len, stages.pieces)), _said(split)), look)
+        return self._run_once(("evaluated", stages and tuple(map(len, stages.pieces)), _split_key(split)), look)
 
-    def rows(self, batch: int, layout: Layout) -> dict[str, Tensor]:
+    def find_rows(self, batch: int, layout: ParameterLayout) -> dict[str, Tensor]:
         """Returns the rows of embedding tables that one batch reads."""
 
         def look() -> dict[str, Tensor]:
-            batches = Batches(self._learner.data, 0, self._ranks, "cpu")
-            batches.restart(batch, self._seed, 0)
-            return read(self._learner, batches.next(), layout)
+            batches = BatchReader(self._learner.data, 0, self._ranks, "cpu")
+            batches.restart_reading(batch, self._seed, 0)
+            return find_rows(self._learner, batches.next_batch(), layout)
 
-        return self._once(("rows", batch), look)
+        return self._run_once(("rows", batch), look)
 
-    def _once(self, key: Any, look: Callable[[], Any]) -> Any:
+    def _run_once(self, key: Any, look: Callable[[], Any]) -> Any:
         if key not in self._seen:
             self._seen[key] = look()
         return self._seen[key]
 
-    def _drawn(self, batch: int) -> Any:
+    def _draw_batch(self, batch: int) -> Any:
         """Returns a batch without values. It is drawn once, because no pass writes to it."""
 
         def draw() -> Any:
-            batches = Batches(self._learner.data, 0, self._ranks, "meta")
-            batches.restart(batch, self._seed, 0)
-            return batches.next()
+            batches = BatchReader(self._learner.data, 0, self._ranks, "meta")
+            batches.restart_reading(batch, self._seed, 0)
+            return batches.next_batch()
 
-        return self._once(("drawn", batch), draw)
+        return self._run_once(("drawn", batch), draw)
 
-    def _tried(self, model: nn.Module, layers: Partition) -> Trial | None:
-        listening = Listening({n: p for n, p in model.named_parameters() if p.requires_grad})
+    def _run_trace(self, model: nn.Module, layers: Partition) -> AccessTrace | None:
+        listening = TraceListener({n: p for n, p in model.named_parameters() if p.requires_grad})
         try:
-            with torch.enable_grad(), checkpointing(model, self._learner, layers):
-                inputs = self._drawn(self._batch)
-                with listening.forward():
+            with torch.enable_grad(), checkpoint_units(model, self._learner, layers):
+                inputs = self._draw_batch(self._batch)
+                with listening.listen_to_forward():
                     loss = self._learner.loss(model, inputs)
-                with listening.backward():
+                with listening.listen_to_backward():
                     loss.backward()
         except Exception:
             return None
-        return listening.heard
+        return listening.heard_trace
 
-    def _crossed(self, model: nn.Module, stages: Stages, batch: int, count: int, split: Split | None) -> list[Tensor]:
+    def _run_pieces(
+        self, model: nn.Module, stages: StageCuts, batch: int, count: int, split: TensorSplit | None
+    ) -> list[Tensor]:
         seen: list[Tensor] = []
 
         def forward(*inputs: Any, **named: Any) -> Any:
-            x = through(stages.pieces[0], *inputs, **named)
+            x = run_parts(stages.pieces[0], *inputs, **named)
             for parts in stages.pieces[1:]:
                 seen.append(x)
-                x = through(parts, x)
+                x = run_parts(parts, x)
             return x
 
-        micro = micro_batches(self._drawn(batch), count)[0]
-        with torch.no_grad(), instead(model, forward), ExitStack() as also:
+        micro = cut_batch(self._draw_batch(batch), count)[0]
+        with torch.no_grad(), replace_forward(model, forward), ExitStack() as also:
             if split is not None:
-                met = partial(answer_like, ways=split.ways)
-                also.enter_context(computing(model, split, 0, met, draws=False))
+                met = partial(make_answer_like, ways=split.ways)
+                also.enter_context(compute_together(model, split, 0, met, draws=False))
             made = self._learner.loss(model, micro)
         return [x.detach() for x in (*seen, made)]
 
 
-def _said(split: Split | None) -> tuple[int, bool] | None:
+def _split_key(split: TensorSplit | None) -> tuple[int, bool] | None:
     """Returns a key of the split that is the same for all copies of the model."""
-    return None if split is None else (split.ways, split.sequences)
+    return None if split is None else (split.ways, split.splits_sequences)

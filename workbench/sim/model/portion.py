@@ -11,23 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from workbench.experiment import Experiment
-from workbench.host.memory.batches import Batches
-from workbench.host.passes.checkpointing import Checkpointed, units_of
-from workbench.host.passes.coded import Ask, Combining
-from workbench.host.passes.flow import Flow
-from workbench.host.passes.piece import Piece
-from workbench.host.passes.recomputing import recomputed
-from workbench.host.passes.together import Together
-from workbench.host.placement.layout import Layout
-from workbench.host.placement.splitting import Split
-from workbench.host.placement.spread import Spread
+from workbench.host.memory.batches import BatchReader
+from workbench.host.passes.checkpointing import CheckpointedUnits, list_units
+from workbench.host.passes.coded import Ask, MeetingKind
+from workbench.host.passes.flow import InFlight
+from workbench.host.passes.piece import StageModule
+from workbench.host.passes.recomputing import find_recomputed
+from workbench.host.passes.together import TensorParallelGroup
+from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.splitting import TensorSplit
+from workbench.host.placement.spread import ReplicaSpread
 from workbench.partitions import Partition
 from workbench.rank import Memory, StrategyError
-from workbench.sim.model.outline import Cut, ready
+from workbench.sim.model.outline import BucketCut, compute_ready_shares
 from workbench.tasks import Learner
 
 
-class Portion:
+class ModelPortion:
     """The part of Tensors that handles a spread model.
 
     spread: how a replica is spread over ranks
@@ -38,92 +38,92 @@ class Portion:
     ask:    exchanges a tensor with the other ranks of a pass under way
     """
 
-    batches: Batches
-    flow: Flow  # its host's
-    cut: Cut
-    layout: Layout
+    batches: BatchReader
+    flow: InFlight  # its host's
+    cut: BucketCut
+    layout: ParameterLayout
     learner: Learner
     ledger: Any
     losses: list[float]
     memory: Memory  # its session's
     model: nn.Module
-    spread: Spread | None = None
-    piece: Piece | None = None
-    split: Split | None = None
+    spread: ReplicaSpread | None = None
+    piece: StageModule | None = None
+    split: TensorSplit | None = None
     stage = (0, 1)
     share = 1.0
     shares: tuple[float, ...] = (1.0,)
     fresh = False
     ask: Ask
     _arrival: list[str] | None
-    _cut: Callable[[], None]
-    _gathered: Callable[..., None]
+    _cut_buckets: Callable[[], None]
+    _collect_gradients: Callable[..., None]
     _learned: bool
-    _own_randomness: Callable[[], AbstractContextManager[None]]
+    _use_own_rng: Callable[[], AbstractContextManager[None]]
     _random_state: Tensor
-    _together: Together | None = None
-    _checkpointed: Checkpointed | None = None
+    _together: TensorParallelGroup | None = None
+    _checkpointed: CheckpointedUnits | None = None
     again: tuple[float, ...] = (0.0,)
     computed: int | None = None  # bytes for computing the last held-out metrics here
 
     def __init__(self) -> None:
         self._batches: dict[int, Any] = {}  # batches that have yet to go through the stages
 
-    def relaid(self, names: set[str], spread: Spread | None, rank: int, e: Experiment, seed: int,
+    def lay_out_parameters(self, names: set[str], spread: ReplicaSpread | None, rank: int, e: Experiment, seed: int,
                held: bool = True) -> None:  # fmt: skip
         """Makes this rank hold and compute these parameters from now on, or the whole model."""
-        self.layout.take(self.model, names, held)
+        self.layout.take_parameters(self.model, names, held)
         self.spread = spread
-        stage, index = spread.place(rank) if spread else (0, 0)
+        stage, index = spread.locate_rank(rank) if spread else (0, 0)
         stages, self.split = (spread.stages, spread.split) if spread else (None, None)
-        self._keep_all()
+        self._stop_recomputing()
         if self._together is not None:
-            self._together.undo()
-        self.share = stages.share(stage) if stages else 1.0
+            self._together.restore_modules()
+        self.share = stages.compute_share(stage) if stages else 1.0
         self.shares = tuple(share / self.share for share in stages.shares[stage :: len(stages)]) if stages else (1.0,)
-        self.piece = Piece(self.model, stages.of(stage), stage, len(stages)) if stages else None
+        self.piece = StageModule(self.model, stages.pieces_of_stage(stage), stage, len(stages)) if stages else None
         self._together = None
         if self.split:
-            self._together = Together(self.model, self.split, index, self._ask, seed=seed)
+            self._together = TensorParallelGroup(self.model, self.split, index, self._meet_group, seed=seed)
             self.share *= self.split.share
             self.stage = stage, len(stages) if stages else 1
         self._arrival, self._learned, self.fresh = None, False, True
-        self._cut()
-        self.tune(e)
+        self._cut_buckets()
+        self.tune_partition(e)
 
-    def tune(self, e: Experiment) -> None:
+    def tune_partition(self, e: Experiment) -> None:
         """Applies changed knobs of the partition."""
-        self._keep_all()
-        if units := units_of(self.model, self.learner, e.partition):
-            self._checkpointed = Checkpointed(units, e.partition.recompute[0])
+        self._stop_recomputing()
+        if units := list_units(self.model, self.learner, e.partition):
+            self._checkpointed = CheckpointedUnits(units, e.partition.recompute[0])
         stage, stages = (self.piece.stage, self.piece.stages) if self.piece else (0, 1)
-        self.again = recomputed(e, self.learner, self.split)[stage::stages]
+        self.again = find_recomputed(e, self.learner, self.split)[stage::stages]
         if self._together is not None:
             self._together.coding = e.partition.inside(self.memory)
 
-    def _keep_all(self) -> None:
+    def _stop_recomputing(self) -> None:
         """Turns recomputation off."""
         if self._checkpointed is not None:
-            self._checkpointed.undo()
+            self._checkpointed.restore_forwards()
         self._checkpointed = None
 
     @property
-    def common(self) -> Any:
+    def common_params(self) -> Any:
         """Parameters that all ranks of a group have, by owner."""
         assert self._together is not None
         return self._together.common
 
-    def going_through(self, x: Tensor | None, chunk: int = 0) -> AbstractContextManager[None]:
+    def forward_context(self, x: Tensor | None, chunk: int = 0) -> AbstractContextManager[None]:
         """Provides the context of a forward from `x`, the output of the stage before (None: the first stage)."""
-        params = self.piece.params(chunk) if self.piece is not None else None
-        return nullcontext() if self._together is None else self._together.passing(x, params)
+        params = self.piece.list_params(chunk) if self.piece is not None else None
+        return nullcontext() if self._together is None else self._together.run_pass(x, params)
 
-    def _ask(self, meeting: Combining, x: Tensor) -> Tensor:
+    def _meet_group(self, meeting: MeetingKind, x: Tensor) -> Tensor:
         return self.ask(meeting, x)
 
-    def drawn(self, x: Any) -> Any:
+    def draw_batch(self, x: Any) -> Any:
         """Returns the next batch, or `x`."""
-        return self.batches.next() if x is None else x
+        return self.batches.next_batch() if x is None else x
 
     @property
     def random_state(self) -> Any:
@@ -135,89 +135,93 @@ class Portion:
         self._random_state = state
 
     @property
-    def crowd(self) -> Any:
+    def slice_rng(self) -> Any:
         """The state of the random numbers that the slices of a replica share."""
-        return self._together.at if self._together is not None else None
+        return self._together.random_position if self._together is not None else None
 
-    @crowd.setter
-    def crowd(self, at: Any) -> None:
+    @slice_rng.setter
+    def slice_rng(self, at: Any) -> None:
         if self._together is not None:
-            self._together.at = at
+            self._together.random_position = at
 
-    def reseed(self, number: int) -> None:
+    def reseed_rng(self, number: int) -> None:
         """Restarts this rank's random numbers from another seed."""
         self._random_state = torch.Generator().manual_seed(number).get_state()
 
-    def open(self, x: Any, micro: int) -> None:
+    def store_batch(self, x: Any, micro: int) -> None:
         """Stores a batch, which goes through the stages when its backward is requested."""
-        self._batches[micro] = self.batches.next() if x is None else x
+        self._batches[micro] = self.batches.next_batch() if x is None else x
 
-    def begin(self, micro: int, partition: Partition) -> Any:
+    def begin_batch(self, micro: int, partition: Partition) -> Any:
         """Returns a batch, and prepares its way through the stages."""
         if micro not in self._batches:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         batch = self._batches.pop(micro)
-        self.flow.open(batch, partition)
+        self.flow.cut_batch(batch, partition)
         return batch
 
-    def coming(self, after: int) -> Any:
+    def peek_batch(self, after: int) -> Any:
         """Returns the batch that comes `after` batches from now."""
-        return self.batches.coming(after)
+        return self.batches.peek_batch(after)
 
-    def buffers(self) -> list[Tensor]:
+    def list_buffers(self) -> list[Tensor]:
         """Returns the tensors that forwards here change, apart from parameters."""
-        return self.piece.buffers() if self.piece is not None else []
+        return self.piece.list_buffers() if self.piece is not None else []
 
-    def forget(self, micros: list[int]) -> None:
+    def forget_micros(self, micros: list[int]) -> None:
         """Discards micro-batches that get no backward."""
         if self.piece is not None:
-            self.piece.forget(micros)
+            self.piece.drop_micros(micros)
 
-    def _there(self, chunk: int) -> list[str]:
+    def _list_other_names(self, chunk: int) -> list[str]:
         """Returns the names of the parameters in other pieces than this one."""
         assert self.piece is not None
-        here = {id(p) for p in self.piece.params(chunk)}
+        here = {id(p) for p in self.piece.list_params(chunk)}
         return [place.name for place in self.layout.order if id(place.param) not in here]
 
-    def ready(self, chunk: int) -> list[float]:
+    def list_ready_shares(self, chunk: int) -> list[float]:
         """Returns by bucket the share of this piece's backward, the last of a batch, after which it is full."""
         assert self._arrival is not None
-        there = self._there(chunk)
-        return ready(self.layout, self._arrival, there) if there else self.cut.ready
+        there = self._list_other_names(chunk)
+        return compute_ready_shares(self.layout, self._arrival, there) if there else self.cut.ready
 
     def stage_forward(self, x: Tensor | None, micro: int, chunk: int) -> Tensor:
         assert self.piece is not None
-        part, number = self.flow.part(micro), self.flow.number(micro)
-        with self._own_randomness(), torch.enable_grad(), self.going_through(x, chunk), self.flow.forward(micro):
-            made = self.piece.forward(self.learner.loss, part, x, number, chunk)
-        self.ledger.forward(list(self.flow.inputs.values()))
+        part, number = self.flow.take_micro(micro), self.flow.number_micro(micro)
+        with self._use_own_rng(), torch.enable_grad(), self.forward_context(x, chunk), self.flow.read_in_forward(micro):
+            made = self.piece.run_forward(self.learner.loss, part, x, number, chunk)
+        self.ledger.note_forward(list(self.flow.inputs.values()))
         return made
 
     def stage_backward(self, grad: Any, micro: int, chunk: int, exchanged: bool, first: bool) -> Tensor | None:
         """Runs a backward. The last of a batch is `exchanged`. From the `first` on, gradients are in the buckets."""
         assert self.piece is not None
         came: list[Tensor | None] = []
-        piece, number = self.piece, self.flow.number(micro)
-        there = self._there(chunk) if exchanged else []
-        with self.flow.backward(micro):
-            self._gathered(lambda: came.append(piece.backward(grad, number, chunk)), exchanged, first, there)
+        piece, number = self.piece, self.flow.number_micro(micro)
+        there = self._list_other_names(chunk) if exchanged else []
+        with self.flow.read_in_backward(micro):
+            self._collect_gradients(
+                lambda: came.append(piece.run_backward(grad, number, chunk)), exchanged, first, there
+            )
         return came[0]
 
     def stage_inputs(self, grad: Any, micro: int, chunk: int) -> Tensor | None:
         """Runs the first half of a backward, without gradients of parameters."""
         assert self.piece is not None
-        with self._own_randomness(), torch.enable_grad():
-            return self.piece.inputs(grad, self.flow.number(micro), chunk)
+        with self._use_own_rng(), torch.enable_grad():
+            return self.piece.backward_inputs(grad, self.flow.number_micro(micro), chunk)
 
     def stage_weights(self, micro: int, chunk: int, exchanged: bool, first: bool) -> None:
         """Runs the second half of a backward, as `stage_backward` does."""
         assert self.piece is not None
-        there = self._there(chunk) if exchanged else []
-        self._gathered(partial(self.piece.weights, self.flow.number(micro), chunk), exchanged, first, there)
+        there = self._list_other_names(chunk) if exchanged else []
+        self._collect_gradients(
+            partial(self.piece.backward_weights, self.flow.number_micro(micro), chunk), exchanged, first, there
+        )
 
-    def evaluated(self) -> int | None:
+    def measure_evaluation(self) -> int | None:
         return self.computed
 
-    def told(self, loss: Tensor) -> None:
+    def store_loss(self, loss: Tensor) -> None:
         """Stores a batch's loss, on all stages."""
         self.losses.append(float(loss))

@@ -15,24 +15,24 @@ from torch import Tensor
 from workbench.experiment import Experiment
 from workbench.experiment.partitioned import dealt
 from workbench.host.core.gradient_hooks import own_loss, require_gradient
-from workbench.host.memory.batches import Batches
-from workbench.host.memory.offload import Offloaded
-from workbench.host.observe.curvature import Curvature
-from workbench.host.passes.checkpointing import received_twice
-from workbench.host.passes.waves import Waves
-from workbench.host.placement.canonical import clipped
-from workbench.host.placement.layout import Layout, Place
+from workbench.host.memory.batches import BatchReader
+from workbench.host.memory.offload import OffloadStore
+from workbench.host.observe.curvature import CurvatureEstimator
+from workbench.host.passes.checkpointing import explain_second_gradient
+from workbench.host.passes.waves import PiecewisePass
+from workbench.host.placement.canonical import clip_gradients
+from workbench.host.placement.layout import ParameterLayout, ParameterPlace
 from workbench.host.placement.slots import step_shard
-from workbench.host.transfer.tables import read, step_rows, taken
+from workbench.host.transfer.tables import find_rows, step_rows, take_gradients
 from workbench.optimizers import built
 from workbench.rank import Bucket, Factors, StrategyError
-from workbench.sim.model.anew import TensorsAnew
-from workbench.sim.model.outline import Cut, ready
-from workbench.sim.model.portion import Portion
+from workbench.sim.model.anew import RenewableTensors
+from workbench.sim.model.outline import BucketCut, compute_ready_shares
+from workbench.sim.model.portion import ModelPortion
 from workbench.tasks import Learner
 
 
-class Tensors(TensorsAnew, Portion):
+class RankTensors(RenewableTensors, ModelPortion):
     """One rank's model, data and optimizer, with the engine's seeds."""
 
     shards: Any = None  # for the same interface as Sizes
@@ -44,13 +44,13 @@ class Tensors(TensorsAnew, Portion):
         random.seed(experiment.seed)
         self.learner = learner
         self.model = learner.model().train()
-        self.layout = Layout(self.model, experiment.bucket_mb)
+        self.layout = ParameterLayout(self.model, experiment.bucket_mb)
         self.layout.keeps_values = True  # whole passes run at once, and gathered parts arrive one by one
-        self.curvature = Curvature(self.model, learner.loss, self.layout)
-        self.optimizer = self.made(experiment)
-        self.away = Offloaded()
-        self.batches = Batches(learner.data, rank, experiment.ranks, "cpu", learner.indexed)
-        self.batches.share(*dealt(experiment, rank))
+        self.curvature = CurvatureEstimator(self.model, learner.loss, self.layout)
+        self.optimizer = self.make_optimizer(experiment)
+        self.away = OffloadStore()
+        self.batches = BatchReader(learner.data, rank, experiment.ranks, "cpu", learner.indexed)
+        self.batches.set_share(*dealt(experiment, rank))
         self.restart_data(experiment.batch, experiment.seed, 0)
         torch.manual_seed(experiment.seed * 100_003 + rank + 1)
         self._random_state = torch.get_rng_state()
@@ -61,7 +61,7 @@ class Tensors(TensorsAnew, Portion):
         self._open: dict[tuple[str, int], Tensor] = {}  # losses without a backward yet, by worker and micro-batch
         self._worker = ""
         self._looked: dict[str, Any] = {}  # by worker: the batch of its next forward, after looking up its rows
-        self._waves: Waves | None = None
+        self._waves: PiecewisePass | None = None
         self._grads: dict[str, list[Tensor | None]] = {}  # gradients of the workers that are not active
         self._arrival: list[str] | None = None
         self._learned = False
@@ -69,123 +69,123 @@ class Tensors(TensorsAnew, Portion):
         self.strategy_now: Callable[[], Any] = lambda: None  # the one that is in force
         self.step_now: Callable[[], int] = lambda: 0  # this rank's step
         self.stepped: Callable[[], None] = lambda: None  # runs after each optimizer step, before gradients are freed
-        self._cut()
+        self._cut_buckets()
 
-    def made(self, experiment: Experiment, params: list[Any] | None = None) -> Any:
+    def make_optimizer(self, experiment: Experiment, params: list[Any] | None = None) -> Any:
         """Returns the optimizer of `experiment`, for the parameters here or for `params`."""
         if params is None:
             here = {id(place.param) for place in self.layout.order}  # a frozen one may be unfrozen later
             params = [p for p in self.model.parameters() if id(p) in here or not p.requires_grad]
         return built(experiment.optimizer, self.learner.optimizer, params, experiment.lr)
 
-    def use(self, optimizer: Any) -> None:
+    def use_optimizer(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
-    def like(self, other: Tensors) -> None:
+    def copy_values(self, other: RankTensors) -> None:
         """Copies the parameters and buffers of `other`, because random initial values may differ."""
         mine, its = self.model.state_dict(), other.model.state_dict()
         for name, x in mine.items():
             x.copy_(its[name])
 
-    def _cut(self) -> None:
-        self.cut = Cut(self.layout, self._arrival or [p.name for p in self.layout.order])
+    def _cut_buckets(self) -> None:
+        self.cut = BucketCut(self.layout, self._arrival or [p.name for p in self.layout.order])
 
-    def rebucket(self, bucket_mb: float) -> None:
-        self.layout.rebucket(bucket_mb)
-        self._cut()
+    def resize_buckets(self, bucket_mb: float) -> None:
+        self.layout.resize_buckets(bucket_mb)
+        self._cut_buckets()
 
-    def lie_with(self, other: Tensors) -> None:
+    def share_memory(self, other: RankTensors) -> None:
         """Makes the parameters share the memory of `other`."""
         if other is not self:
-            self.layout.lie_in(other.layout.weights)
-            self._cut()
+            self.layout.adopt_vectors(other.layout.weights)
+            self._cut_buckets()
 
-    def lie_alone(self) -> None:
+    def unshare_memory(self) -> None:
         """Gives the parameters memory of their own again."""
-        self.layout.lie_in([w.clone() for w in self.layout.weights])
-        self._cut()
+        self.layout.adopt_vectors([w.clone() for w in self.layout.weights])
+        self._cut_buckets()
 
     @property
-    def to_learn(self) -> bool:
+    def has_new_order(self) -> bool:
         """Whether a backward has shown the order of gradients, and `learned` has not returned it yet."""
         return self._arrival is not None and not self._learned
 
-    def learned(self) -> list[str]:
+    def learn_order(self) -> list[str]:
         """Returns the order of gradients. Call it once."""
         assert self._arrival is not None
         self._learned = True
         return self._arrival
 
-    def learn(self, names: list[str]) -> None:
+    def reorder_parameters(self, names: list[str]) -> None:
         """Lays out parameters in the order of gradients, which may change the buckets."""
-        self.layout.reorder(names)
-        self._cut()
+        self.layout.reorder_buckets(names)
+        self._cut_buckets()
 
-    def deal(self, rank: int, size: int, seed: int | None) -> None:
-        """Reads the data of `rank` of `size` from the next restart on; see `Batches.share`."""
-        self.batches.share(rank, size, seed)
+    def deal_data(self, rank: int, size: int, seed: int | None) -> None:
+        """Reads the data of `rank` of `size` from the next restart on; see `Batches.set_share`."""
+        self.batches.set_share(rank, size, seed)
 
     def restart_data(self, batch: int, seed: int, step: int, used: int = 0) -> None:
-        self.batches.restart(batch, seed, step, used)
+        self.batches.restart_reading(batch, seed, step, used)
 
-    def batch(self) -> Any:
-        return self.batches.next()
+    def next_batch(self) -> Any:
+        return self.batches.next_batch()
 
     @property
-    def taken(self) -> int:
+    def taken_batches(self) -> int:
         return self.batches.taken
 
     def look_up(self) -> dict[str, Tensor]:
-        batch = self._looked[self._worker] = self.batches.next()
-        return read(self.learner, batch, self.layout)
+        batch = self._looked[self._worker] = self.batches.next_batch()
+        return find_rows(self.learner, batch, self.layout)
 
     def row_grads(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        return taken(self.layout, rows)
+        return take_gradients(self.layout, rows)
 
     def update_rows(self, table: str, rows: Tensor, grad: Tensor, lr: float) -> None:
         step_rows(self.layout, self.optimizer, table, rows, grad, lr)
 
-    def client(self, index: int, count: int) -> None:
-        self.batches.client(index, count)
+    def use_client(self, index: int, count: int) -> None:
+        self.batches.select_client(index, count)
 
-    def forward(self, x: Any, micro: int) -> Tensor:
-        with self._own_randomness(), torch.enable_grad():
+    def run_forward(self, x: Any, micro: int) -> Tensor:
+        with self._use_own_rng(), torch.enable_grad():
             looked = self._looked.pop(self._worker, None) if x is None else x
-            inputs = self.batches.next() if looked is None else looked
-            with self.reading.passing("forward"), self.going_through(None):
+            inputs = self.batches.next_batch() if looked is None else looked
+            with self.reading.run_pass("forward"), self.forward_context(None):
                 loss = self.learner.loss(self.model, inputs)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TypeError("the loss must be a scalar tensor with a gradient")
         self._open[self._worker, micro] = loss
         self.losses.append(float(loss.detach()))
-        self.curvature.forward(inputs)
-        self.ledger.forward(inputs)
-        self._look_at_loss(loss, inputs)
+        self.curvature.note_forward(inputs)
+        self.ledger.note_forward(inputs)
+        self._check_loss(loss, inputs)
         return loss.detach()
 
-    def rise(self, waves: Waves, micro: int, piece: int, of: int, falls: bool) -> Tensor | None:
+    def piece_forward(self, waves: PiecewisePass, micro: int, piece: int, of: int, falls: bool) -> Tensor | None:
         """Runs a batch through a piece of the model. The last piece returns its loss."""
         self._waves = waves
-        with self._own_randomness(), torch.enable_grad():
-            batch, loss = waves.rise(self.batches.next, micro, piece, of, falls)
+        with self._use_own_rng(), torch.enable_grad():
+            batch, loss = waves.piece_forward(self.batches.next_batch, micro, piece, of, falls)
         if loss is not None:
             self.losses.append(float(loss.detach()))
             if not falls:
                 self._open[self._worker, micro] = loss
-            self._look_at_loss(loss, batch)
-        self.ledger.forward(batch)
+            self._check_loss(loss, batch)
+        self.ledger.note_forward(batch)
         return None if loss is None else loss.detach()
 
-    def _look_at_loss(self, loss: Tensor, batch: Any) -> None:
-        with self._own_randomness():
-            self.finite.passed(loss.detach(), batch)
+    def _check_loss(self, loss: Tensor, batch: Any) -> None:
+        with self._use_own_rng():
+            self.finite.check_forward(loss.detach(), batch)
 
-    def opened(self) -> Iterable[Tensor]:
+    def list_open(self) -> Iterable[Tensor]:
         """Returns the tensors that still need a backward."""
-        risen = self._waves.opened() if self._waves else ()
+        risen = self._waves.list_open() if self._waves else ()
         return [*risen, *self._open.values(), *(self.piece.opened.values() if self.piece else ())]
 
-    def turn(self, worker: str) -> None:
+    def activate_worker(self, worker: str) -> None:
         """Makes `worker` active. Workers of a rank share parameters, but each has its own gradients."""
         if worker != self._worker:
             params = [place.param for place in self.layout.order]
@@ -194,7 +194,7 @@ class Tensors(TensorsAnew, Portion):
                 p.grad = grad
             self._worker = worker
 
-    def backward(self, grad: Any, micro: int, exchanged: bool) -> None:
+    def run_backward(self, grad: Any, micro: int, exchanged: bool) -> None:
         """Computes the gradients of a forward. If `exchanged`, they go into the buckets."""
         if isinstance(grad, Tensor):
             raise StrategyError("a rank's backward begins with its loss, or its replica's: give a number, or nothing")
@@ -203,35 +203,35 @@ class Tensors(TensorsAnew, Portion):
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         if exchanged and self._worker:
             raise StrategyError("several workers have one set of buckets: await rank.backward() whole, or real=False")
-        self.curvature.backward(grad)
+        self.curvature.note_backward(grad)
         with own_loss((place.param for place in self.layout.order), grad):
-            self._gathered(partial(_run, loss, grad), exchanged)
+            self._collect_gradients(partial(_run_loss_backward, loss, grad), exchanged)
 
-    def _gathered(
+    def _collect_gradients(
         self, run: Callable[[], None], exchanged: bool, first: bool = False, there: Collection[str] = ()
     ) -> None:
         """Runs a backward. there: whose gradients came in others before"""
         self.layout.unused = set()
-        self.usage.begin(self.step_now())
+        self.usage.begin_backward(self.step_now())
         self.usage.require_trained(self.strategy_now())
         if exchanged:
-            self.layout.make_room()
-        with self.ledger.backward(exchanged), self._own_randomness(), torch.enable_grad():
-            with self.reading.passing("backward"):
+            self.layout.allocate_gradients()
+        with self.ledger.measure_backward(exchanged), self._use_own_rng(), torch.enable_grad():
+            with self.reading.run_pass("backward"):
                 if exchanged:
-                    names = self._watched(run)
+                    names = self._run_watched(run)
                     if self._arrival is None:
                         self._arrival = [*there, *(name for name in names if name not in there)]
-                        self.cut.ready = ready(self.layout, self._arrival)
+                        self.cut.ready = compute_ready_shares(self.layout, self._arrival)
                     self._note_unused()
                 elif self.piece is not None:  # one of several backwards whose gradients add up
-                    self._heard(run)
+                    self._record_order(run)
                 else:
                     run()
             if first:
-                self.layout.take_in()
+                self.layout.move_gradients()
             elif exchanged:
-                self.grads()
+                self.list_grads()
 
     def _note_unused(self) -> None:
         """Notes the parameters that no backward of this step has used, and raises a hand if there are any."""
@@ -239,28 +239,29 @@ class Tensors(TensorsAnew, Portion):
         if self.layout.unused:
             self.usage.raise_hand(self.step_now())
 
-    def _watched(self, run: Callable[[], None]) -> list[str]:
+    def _run_watched(self, run: Callable[[], None]) -> list[str]:
         """Runs a backward and returns the order of gradients, with unused parameters last.
 
         Raises StrategyError if one gradient came twice, as real ranks do.
         """
-        names = self._heard(run)
+        names = self._record_order(run)
         if len(set(names)) < len(names):
-            raise received_twice(next(name for name in names if names.count(name) > 1))
+            raise explain_second_gradient(next(name for name in names if names.count(name) > 1))
         return names + [p.name for p in self.layout.order if p.name not in set(names)]
 
-    def _heard(self, run: Callable[[], None]) -> list[str]:
+    def _record_order(self, run: Callable[[], None]) -> list[str]:
         """Runs backward and returns the names of the parameters that it used, in the order of their gradients."""
         names: list[str] = []
 
-        def hear(p: Tensor, place: Place) -> None:
+        def hear(p: Tensor, place: ParameterPlace) -> None:
             require_gradient(place.name, p)
             names.append(place.name)
             place.filled = False
 
         hooks = [
             place.param.register_post_accumulate_grad_hook(partial(hear, place=place))
-            for place in self.layout.order if place.param.requires_grad
+            for place in self.layout.order
+            if place.param.requires_grad
         ]
         try:
             run()
@@ -269,18 +270,18 @@ class Tensors(TensorsAnew, Portion):
                 hook.remove()
         return names
 
-    def clear(self) -> None:
+    def free_gradients(self) -> None:
         """Frees the buckets' room for gradients."""
-        self.layout.clear()
+        self.layout.drop_gradients()
 
-    def full(self, index: int) -> Bucket:
-        return self.layout.full(index)
+    def get_full_bucket(self, index: int) -> Bucket:
+        return self.layout.fill_bucket(index)
 
-    def squares(self) -> float:
+    def sum_squares(self) -> float:
         """Returns the sum of squares of all gradients here."""
-        return clipped(self.layout, math.inf) ** 2
+        return clip_gradients(self.layout, math.inf) ** 2
 
-    def update(self, bucket: Bucket | None, longest: float, by: Callable[[], None] | None,
+    def update_model(self, bucket: Bucket | None, longest: float, by: Callable[[], None] | None,
                squares: float | None = None) -> float | None:  # fmt: skip
         """Steps the optimizer. Returns the norm of the gradient if it is clipped to `longest`.
 
@@ -288,52 +289,52 @@ class Tensors(TensorsAnew, Portion):
         """
         if bucket is None:
             of_replica = float if squares is None else lambda own: squares
-            norm = clipped(self.layout, longest, of_replica) if longest else None
-            with self._unnoticed():
+            norm = clip_gradients(self.layout, longest, of_replica) if longest else None
+            with self._ignore_versions():
                 (by or self.optimizer.step)()
             self.stepped()
             self.optimizer.zero_grad(set_to_none=True)
-            self.layout.let_go()
-            self.curvature.stepped()
+            self.layout.release_gradients()
+            self.curvature.note_update()
             return norm
         step_shard(self.layout, self.optimizer, bucket)
         return None
 
-    def stepped_apart(self) -> None:
+    def note_shard_step(self) -> None:
         """Does nothing: steps of offloaded shards change no state here."""
 
-    def grads(self) -> list[Bucket]:
+    def list_grads(self) -> list[Bucket]:
         if self._worker:
             raise StrategyError("several workers have one set of buckets: await rank.backward() whole, or real=False")
-        return self.layout.grads()
+        return self.layout.list_grads()
 
-    def collect(self) -> None:
-        self.curvature.collect()
+    def collect_factors(self) -> None:
+        self.curvature.collect_factors()
 
-    def factors(self) -> list[Factors]:
-        return self.curvature.factors()
+    def compute_factors(self) -> list[Factors]:
+        return self.curvature.take_factors()
 
-    def curve(self, vector: list[Tensor], step: int) -> list[Tensor]:
-        return self.curvature.product(vector, step)
+    def compute_curvature(self, vector: list[Tensor], step: int) -> list[Tensor]:
+        return self.curvature.compute_product(vector, step)
 
-    def value(self, step: int) -> Tensor:
-        return self.curvature.value(step)
+    def compute_value(self, step: int) -> Tensor:
+        return self.curvature.compute_value(step)
 
-    def params(self) -> list[Bucket]:
-        return self.layout.params()
+    def list_params(self) -> list[Bucket]:
+        return self.layout.list_params()
 
-    def _unnoticed(self) -> Any:
+    def _ignore_versions(self) -> Any:
         """Lets a worker's update fall between another worker's forward and backward, as happens without locks."""
         params = tuple(place.param for place in self.layout.order)
         return torch.autograd._unsafe_preserve_version_counter(params) if self._worker else nullcontext()
 
     @contextmanager
-    def _own_randomness(self) -> Iterator[None]:
+    def _use_own_rng(self) -> Iterator[None]:
         """Swaps in this rank's state of torch's random numbers, which belong to the whole process."""
         torch.set_rng_state(self._random_state)
         yield
         self._random_state = torch.get_rng_state()
 
 
-def _run(loss: Tensor, grad: float | None) -> None:
+def _run_loss_backward(loss: Tensor, grad: float | None) -> None:
     loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))

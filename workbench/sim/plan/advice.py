@@ -12,9 +12,9 @@ from dataclasses import fields
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from workbench.analysis.steps.words import duration
-from workbench.analysis.stragglers.causes import LAST, Cause, causes, why_unjudged
-from workbench.analysis.stragglers.naming import listed
+from workbench.analysis.steps.words import format_seconds
+from workbench.analysis.stragglers.causes import LAST, Cause, find_causes, why_unjudged
+from workbench.analysis.stragglers.naming import join_names
 from workbench.compressors.cast import Cast
 from workbench.compressors.dense import Dense
 from workbench.compressors.power_sgd import PowerSGD
@@ -24,9 +24,9 @@ from workbench.record.store import RunError
 from workbench.settings import KnobError
 from workbench.settings.doing import doing
 from workbench.settings.said import class_of, text_of
-from workbench.sim.plan.judging import Evidence, in_order, is_usable
+from workbench.sim.plan.judging import Evidence, is_usable, sort_by_evidence
 from workbench.sim.plan.space import learns_alike
-from workbench.sim.plan.what_if import Asked
+from workbench.sim.plan.what_if import RunPredictor
 from workbench.strategies.local_sgd import LocalSGD
 
 if TYPE_CHECKING:
@@ -59,10 +59,10 @@ class Suggestion(NamedTuple):
     learns: bool
 
     def __str__(self) -> str:
-        turn = " and ".join(f"{path} to {_value(value)}" for path, value in self.settings.items())
-        off = f" (as it is, it is {_percent(abs(self.error))} off)" if abs(self.error) > self.faster else ""
+        turn = " and ".join(f"{path} to {_format_value(value)}" for path, value in self.settings.items())
+        off = f" (as it is, it is {_format_percent(abs(self.error))} off)" if abs(self.error) > self.faster else ""
         watch = ", but watch the loss" if self.learns else ""
-        return f"turn {turn}: the simulator says {_percent(self.faster)} faster{off}{watch}"
+        return f"turn {turn}: the simulator says {_format_percent(self.faster)} faster{off}{watch}"
 
 
 class Advice(NamedTuple):
@@ -84,11 +84,11 @@ class Advice(NamedTuple):
     @property
     def cells(self) -> tuple[str, ...]:
         """The cells of a table row, in the order of HEAD."""
-        who = listed(tuple(map(str, self.ranks))) if self.ranks else "all"
-        return self.cause, who, duration(self.seconds), _percent(self.share), self.text, self.next
+        who = join_names(tuple(map(str, self.ranks))) if self.ranks else "all"
+        return self.cause, who, format_seconds(self.seconds), _format_percent(self.share), self.text, self.next
 
 
-class Advised(list[Advice]):
+class AdviceTable(list[Advice]):
     """Rows, the costliest cause first. It shows itself as a table.
 
     unsimulated: why no setting could be simulated; "" if settings were simulated, or none was needed
@@ -100,7 +100,7 @@ class Advised(list[Advice]):
     causes: tuple[str, ...] = ()
 
     def note_failures(self, reasons: Iterable[str], causes: Iterable[str], everywhere: bool) -> None:
-        """Keeps why no setting could be simulated against `causes`. everywhere: no other cause was simulated."""
+        """Keeps why no setting could be simulated against `find_causes`. everywhere: no other cause was simulated."""
         self.unsimulated = "; ".join(dict.fromkeys(reasons))
         self.causes = () if everywhere else tuple(dict.fromkeys(causes))
 
@@ -112,10 +112,10 @@ class Advised(list[Advice]):
             + (f"\n   Next: {row.next}." if row.next else "")
             for number, row in enumerate(self, start=1)
         ]
-        return "\n".join([*rows, self._note] if self.unsimulated else rows)
+        return "\n".join([*rows, self._failure_note] if self.unsimulated else rows)
 
     @property
-    def _note(self) -> str:
+    def _failure_note(self) -> str:
         against = f" against {', '.join(self.causes)}" if self.causes else ""
         return f"No setting{against} could be simulated: {self.unsimulated}."
 
@@ -124,59 +124,61 @@ class Advised(list[Advice]):
             return f"<p>{escape(repr(self))}</p>"
         head = "".join(f"<th>{escape(name)}</th>" for name in HEAD)
         rows = ("".join(f'<td style="text-align: left">{escape(cell)}</td>' for cell in row.cells) for row in self)
-        note = f"<p>{escape(self._note)}</p>" if self.unsimulated else ""
+        note = f"<p>{escape(self._failure_note)}</p>" if self.unsimulated else ""
         return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>{note}"
 
 
-def advice(run: Run, last: int = LAST) -> Advised:
+def advise_run(run: Run, last: int = LAST) -> AdviceTable:
     """Returns the causes of the last `last` steps, with suggestions. Simulates for a second or more.
 
     If nothing can be simulated, such as a script's own loop, causes have no suggestions, and `unsimulated` says why.
     `workbench.sim.plan.judging` has the rule that orders suggestions, by which `lab.tune` goes, too. Here times are
     simulated and no loss is known, so settings that learn otherwise come last. `lab.tune` measures both.
     """
-    found, asked = causes(run.timeline, last), None
-    rows, known, failed = Advised(), dict[str, tuple[Suggestion, ...]](), dict[str, str]()  # the latter two by kind
+    found, asked = find_causes(run.timeline, last), None
+    rows, known, failed = AdviceTable(), dict[str, tuple[Suggestion, ...]](), dict[str, str]()  # the latter two by kind
     rows.unjudged = why_unjudged(run.timeline, last)
     with doing("asking the simulator what to try", len(found)) as work:
         for f in found:
-            kind = _kind(f)
+            kind = _choose_kind(f)
             if kind and kind not in known:
                 try:
-                    asked = asked or Asked(run)
-                    known[kind] = _best(asked, kind)
+                    asked = asked or RunPredictor(run)
+                    known[kind] = _best_suggestions(asked, kind)
                 except Exception as error:  # a user's own functions may fail; the causes remain valid
                     known[kind], failed[kind] = (), text_of(error).rstrip(".") or class_of(error)
             rows.append(Advice(*f, known.get(kind, ())))
             work.step()
-    rows.note_failures(failed.values(), [f.cause for f in found if _kind(f) in failed], len(failed) == len(known))
+    rows.note_failures(
+        failed.values(), [f.cause for f in found if _choose_kind(f) in failed], len(failed) == len(known)
+    )
     return rows
 
 
-def _kind(found: Cause) -> str:
+def _choose_kind(found: Cause) -> str:
     """Which settings may help against a cause; "" if none may."""
     return found.cause if found.cause in ("network", "codec") else "waiting" if found.ranks else ""
 
 
-def _best(asked: Asked, kind: str) -> tuple[Suggestion, ...]:
+def _best_suggestions(asked: RunPredictor, kind: str) -> tuple[Suggestion, ...]:
     """The fastest setting against a kind of cause that learns the same, and the fastest of all if it is faster still.
 
     Leaves out what is less than `WORTH` faster.
     """
-    found, every = [], list(_candidates(asked.now, kind))
+    found, every = [], list(_list_candidates(asked.now, kind))
     with doing(kind, len(every)) as work:
         for number, settings in enumerate(every):
             work.at(number)
             with suppress(KnobError, StrategyError, RunError, ValueError):  # invalid, or impossible to simulate
-                found.append(_suggestion(asked, settings))
+                found.append(_make_suggestion(asked, settings))
     best: list[Suggestion] = []
-    for one in in_order(found, lambda s: Evidence(1 - s.faster, is_usable(not s.learns, None, 0.0))):
+    for one in sort_by_evidence(found, lambda s: Evidence(1 - s.faster, is_usable(not s.learns, None, 0.0))):
         if one.learns not in {s.learns for s in best} and one.faster >= WORTH + (best[0].faster if best else 0.0):
             best.append(one)
     return tuple(best)
 
 
-def _candidates(now: Experiment, kind: str) -> Iterator[dict[str, Any]]:
+def _list_candidates(now: Experiment, kind: str) -> Iterator[dict[str, Any]]:
     """Yields changes that a lab can make live, the least disturbing first."""
     if kind == "network":
         yield from ({"bucket_mb": float(f"{now.bucket_mb * by:.3g}")} for by in (TIMES, 1 / TIMES))
@@ -191,14 +193,14 @@ def _candidates(now: Experiment, kind: str) -> Iterator[dict[str, Any]]:
     yield {"strategy.every": 2 * every} if every else {"strategy": LocalSGD(every=EVERY)}
 
 
-def _suggestion(asked: Asked, settings: dict[str, Any]) -> Suggestion:
+def _make_suggestion(asked: RunPredictor, settings: dict[str, Any]) -> Suggestion:
     found = asked.what_if(settings)
     examples = found.experiment.strategy.batches(1) / asked.now.strategy.batches(1)  # of a step, to what they are now
     learns = not learns_alike(asked.now, found.experiment)
     return Suggestion(settings, 1 - found.other / found.same / examples, found.error, learns)
 
 
-def _value(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Returns a member as code, without default knobs: `PowerSGD`, `LocalSGD(every=8)`."""
     if isinstance(value, int | float):
         return f"{value:g}"
@@ -208,5 +210,5 @@ def _value(value: Any) -> str:
     return type(value).__name__ + (f"({', '.join(f'{k}={v!r}' for k, v in told.items())})" if told else "")
 
 
-def _percent(share: float) -> str:
+def _format_percent(share: float) -> str:
     return f"{share * 100:.0f} %"

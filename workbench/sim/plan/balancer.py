@@ -8,14 +8,14 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from workbench import analysis
-from workbench.analysis.steps.words import duration
+from workbench.analysis.steps.words import format_seconds
 from workbench.experiment import Experiment, given
 from workbench.fabric.load import stretch
 from workbench.fabric.pace import SHARES
-from workbench.host.core.meta import outline
-from workbench.host.observe.unit_times import Unit, handed_on, unit_times
-from workbench.host.placement.balancing import NEVER, Way, front
-from workbench.host.placement.cutting import bound, cut, parts_of, weight
+from workbench.host.core.meta import make_outline
+from workbench.host.observe.unit_times import TimedUnit, measure_outputs, measure_unit_times
+from workbench.host.placement.balancing import NEVER, StageCut, find_pareto_cuts
+from workbench.host.placement.cutting import cut_model, estimate_compute, find_bound_parts, list_parts
 from workbench.partitions import Partition
 from workbench.policies import ByHand
 from workbench.record.run import Run
@@ -23,7 +23,7 @@ from workbench.settings import KnobError, fold
 from workbench.settings.doing import doing
 from workbench.sim.costs.costs import Costs
 from workbench.sim.costs.durations import Duration
-from workbench.sim.run.fits import MOST, longest
+from workbench.sim.run.fits import MOST, longest_round
 from workbench.sim.run.simulate import simulate
 from workbench.tasks import Learner
 
@@ -31,7 +31,7 @@ SETTLE, STEPS = 3, 2  # untypical first steps; measured steps
 TRIED = 6  # cuts that are simulated
 
 
-class Cut(NamedTuple):
+class CutPrediction(NamedTuple):
     """A way to cut a model.
 
     cuts: the parts at which pieces begin; step_s: predicted seconds per step; bubble: idle share of stages
@@ -42,10 +42,10 @@ class Cut(NamedTuple):
     bubble: float
 
     def __repr__(self) -> str:
-        return f"cuts={list(self.cuts)}: {duration(self.step_s)} a step, stages idle {self.bubble:.0%}"
+        return f"cuts={list(self.cuts)}: {format_seconds(self.step_s)} a step, stages idle {self.bubble:.0%}"
 
 
-class Balanced(NamedTuple):
+class BalanceProposal(NamedTuple):
     """The proposal of `balance`.
 
     partition: the experiment's, with the new cuts: `lab.set("partition", found.partition)` applies it live
@@ -56,9 +56,9 @@ class Balanced(NamedTuple):
     """
 
     partition: Partition
-    best: Cut
-    even: Cut | None
-    units: tuple[Unit, ...]
+    best: CutPrediction
+    even: CutPrediction | None
+    units: tuple[TimedUnit, ...]
     costs: Costs
     exact: bool = True
 
@@ -74,19 +74,19 @@ class Balanced(NamedTuple):
     def __repr__(self) -> str:
         even = f"; by numbers of parameters {self.even!r}, {self.gain:.2f} times as long" if self.even else ""
         some = "" if self.exact else "; of too many cuts the most promising were weighed"
-        return "\n".join([f"{self.best!r}{even}{some}", *self._lines()])
+        return "\n".join([f"{self.best!r}{even}{some}", *self._describe_parts()])
 
-    def _lines(self) -> Iterator[str]:
+    def _describe_parts(self) -> Iterator[str]:
         """Yields a line for each part: its stage and its times."""
         stages = self.partition.depth
         for number, unit in enumerate(self.units):
             stage = sum(begin <= number for begin in self.cuts) % stages
-            yield (f"  part {number:2d} on stage {stage}: forward {duration(unit.forward)}, "
-                   f"backward {duration(unit.backward)}  {unit.name}")  # fmt: skip
+            yield (f"  part {number:2d} on stage {stage}: forward {format_seconds(unit.forward)}, "
+                   f"backward {format_seconds(unit.backward)}  {unit.name}")  # fmt: skip
 
 
 def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | None = None,
-            slow: Sequence[float] | Run | None = None, rounds: int = 9) -> Balanced:  # fmt: skip
+            slow: Sequence[float] | Run | None = None, rounds: int = 9) -> BalanceProposal:  # fmt: skip
     """Returns cuts of `experiment`'s pipeline that make its steps as fast as possible.
 
     times:  seconds of a forward and of a backward of one micro-batch through each part of the model. By default they
@@ -113,57 +113,61 @@ def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | No
             f"partition={type(way).__name__}: only stages are balanced, and this has none; take partition=Pipeline()"
         )
     learner = e.task.build()
-    model = outline(learner)
-    parts, count = parts_of(model, learner), way.depth * way.pieces
-    units = unit_times(e, learner, rounds) if times is None else _given(times, len(parts))
-    units = _paced(e, units, [weight(part) for part in parts])
+    model = make_outline(learner)
+    parts, count = list_parts(model, learner), way.depth * way.pieces
+    units = measure_unit_times(e, learner, rounds) if times is None else _read_part_times(times, len(parts))
+    units = _apply_pace(e, units, [estimate_compute(part) for part in parts])
     if isinstance(slow, Run):
         e = replace(e, fabric=replace(e.fabric, faults=()))
-    factors = _recorded(slow, e, units, model, learner) if isinstance(slow, Run) else _factors(slow, way.depth)
-    rows = [[f * u.forward + b * u.backward for u in units] for f, b in _slowness(e, factors)]
+    factors = (
+        _measure_slow_factors(slow, e, units, model, learner)
+        if isinstance(slow, Run)
+        else _read_slow_factors(slow, way.depth)
+    )
+    rows = [[f * u.forward + b * u.backward for u in units] for f, b in _stage_slowness(e, factors)]
     try:
-        ways, exact = front(rows, count, *bound(parts), way.depth, _crossing(e, learner))
+        ways, exact = find_pareto_cuts(rows, count, *find_bound_parts(parts), way.depth, _crossing_seconds(e, learner))
     except ValueError:
-        cut(e, model, learner)  # raises a more precise error
+        cut_model(e, model, learner)  # raises a more precise error
         raise KnobError(
             f"partition={type(way).__name__}: the model's {len(parts)} parts cannot be cut into {count} pieces each of "
             f"which has parameters to train and no tied one of another's; take fewer"
         ) from None
-    costs = _costs(e, units, factors)
+    costs = _make_stage_costs(e, units, factors)
     bare = replace(way, cuts=())  # type: ignore[call-arg]
     try:
-        even = _predicted(e, bare, cut(replace(e, partition=bare), model, learner).cuts, costs)
+        even = _predict_cut(e, bare, cut_model(replace(e, partition=bare), model, learner).piece_starts, costs)
     except KnobError:
         even = None
-    some, tried = _some(ways), []
+    some, tried = _sample_ways(ways), []
     with doing("balancing", len(some)) as work:
         for w in some:
-            tried.append(_predicted(e, replace(way, cuts=w.cuts), w.cuts, costs))  # type: ignore[call-arg]
+            tried.append(_predict_cut(e, replace(way, cuts=w.cuts), w.cuts, costs))  # type: ignore[call-arg]
             work.step()
     found = min([*tried, *([even] if even else [])], key=lambda each: each.step_s)  # the first of equally fast ones
-    return Balanced(replace(way, cuts=found.cuts), found, even, units, costs, exact)  # type: ignore[call-arg]
+    return BalanceProposal(replace(way, cuts=found.cuts), found, even, units, costs, exact)  # type: ignore[call-arg]
 
 
-def _some(ways: list[Way]) -> list[Way]:
+def _sample_ways(ways: list[StageCut]) -> list[StageCut]:
     """Returns up to TRIED evenly spaced ways, including the first and the last."""
     last = len(ways) - 1
     return [ways[at] for at in sorted({round(k * last / (TRIED - 1)) for k in range(TRIED)})]
 
 
-def _crossing(e: Experiment, learner: Learner) -> list[list[float]]:
+def _crossing_seconds(e: Experiment, learner: Learner) -> list[list[float]]:
     """Returns a row per stage: seconds that links are busy per micro-batch if a piece begins at each part."""
     way = e.partition
     if not e.fabric.shaped:
         return [[]]
-    sizes, slices = handed_on(e, learner), way.size // way.depth
+    sizes, slices = measure_outputs(e, learner), way.size // way.depth
     firsts = [stage * slices for stage in range(way.depth)]
     links = [e.fabric.path(sorted((firsts[stage - 1], first))) for stage, first in enumerate(firsts)]
     return [[0.0, *(2 * link.seconds(nbytes, 1) for nbytes in sizes)] for link in links]
 
 
-def _given(times: Sequence[tuple[float, float]], count: int) -> tuple[Unit, ...]:
+def _read_part_times(times: Sequence[tuple[float, float]], count: int) -> tuple[TimedUnit, ...]:
     try:
-        found = tuple(Unit("", float(there), float(back)) for there, back in times)
+        found = tuple(TimedUnit("", float(there), float(back)) for there, back in times)
     except (TypeError, ValueError):
         raise KnobError(f"times={times!r}: must be pairs of seconds, such as [(0.01, 0.02), (0.01, 0.03)]") from None
     if not all(0 <= seconds < NEVER for unit in found for seconds in unit[1:]) or not any(u.forward for u in found):
@@ -173,7 +177,7 @@ def _given(times: Sequence[tuple[float, float]], count: int) -> tuple[Unit, ...]
     return found
 
 
-def _factors(slow: Sequence[float] | None, depth: int) -> tuple[float, ...]:
+def _read_slow_factors(slow: Sequence[float] | None, depth: int) -> tuple[float, ...]:
     try:
         found = (1.0,) * depth if slow is None else tuple(map(float, slow))
     except (TypeError, ValueError):
@@ -183,54 +187,59 @@ def _factors(slow: Sequence[float] | None, depth: int) -> tuple[float, ...]:
     return found
 
 
-def _recorded(run: Run, e: Experiment, units: tuple[Unit, ...], model: Any, learner: Any) -> tuple[float, ...]:
+def _measure_slow_factors(
+    run: Run, e: Experiment, units: tuple[TimedUnit, ...], model: Any, learner: Any
+) -> tuple[float, ...]:
     """Returns for each stage how many times slower its slowest rank was than the fastest stage's, for equal parts."""
-    was, found = fold(run.experiment, run.changes, Experiment.set)[-1][1].partition, analysis.bubble(run.timeline)
+    was, found = (
+        fold(run.experiment, run.changes, Experiment.set)[-1][1].partition,
+        analysis.measure_bubble(run.timeline),
+    )
     if found is None or was.depth != e.partition.depth:
         raise KnobError(f"slow={run.name}: its last steps have no {e.partition.depth} stages; take a run that has")
-    stages = cut(replace(e, partition=was), model, learner)
-    ends = [0, *stages.cuts, len(units)]
+    stages = cut_model(replace(e, partition=was), model, learner)
+    ends = [0, *stages.piece_starts, len(units)]
     pieces = [sum(u.forward + u.backward for u in units[a:b]) for a, b in pairwise(ends)]
     took = found.busy.reshape(-1, was.depth, found.slices).max(axis=(0, 2))
     times = [float(seconds) / max(sum(pieces[k :: was.depth]), 1e-12) for k, seconds in enumerate(took)]
     return tuple(each / min(times) for each in times)
 
 
-def _stage(way: Partition, rank: int) -> int:
+def _find_stage(way: Partition, rank: int) -> int:
     return rank % way.size // (way.size // way.depth)
 
 
-def _paced(e: Experiment, units: tuple[Unit, ...], weights: Sequence[int]) -> tuple[Unit, ...]:
+def _apply_pace(e: Experiment, units: tuple[TimedUnit, ...], weights: Sequence[int]) -> tuple[TimedUnit, ...]:
     """Returns the times of parts, at least as long as the pace demands."""
     each = [e.pace * 1e-3 * w / sum(weights) / e.partition.micro_batches for w in weights]
-    return tuple(Unit(u.name, max(u.forward, SHARES["forward"] * s), max(u.backward, SHARES["backward"] * s))
+    return tuple(TimedUnit(u.name, max(u.forward, SHARES["forward"] * s), max(u.backward, SHARES["backward"] * s))
                  for u, s in zip(units, each, strict=True))  # fmt: skip
 
 
-def _slowness(e: Experiment, factors: tuple[float, ...]) -> list[tuple[float, float]]:
+def _stage_slowness(e: Experiment, factors: tuple[float, ...]) -> list[tuple[float, float]]:
     """Returns for each stage the factors by which forward and backward are slower on the slowest of its ranks."""
     found = [(factor, factor) for factor in factors]
     faults = e.fabric.faults
-    return [(max(f * stretch(faults, r, 0, "forward") for r in range(e.ranks) if _stage(e.partition, r) == stage),
-             max(b * stretch(faults, r, 0, "backward") for r in range(e.ranks) if _stage(e.partition, r) == stage))
+    return [(max(f * stretch(faults, r, 0, "forward") for r in range(e.ranks) if _find_stage(e.partition, r) == stage),
+             max(b * stretch(faults, r, 0, "backward") for r in range(e.ranks) if _find_stage(e.partition, r) == stage))
             for stage, (f, b) in enumerate(found)]  # fmt: skip
 
 
-def _costs(e: Experiment, units: tuple[Unit, ...], factors: tuple[float, ...]) -> Costs:
+def _make_stage_costs(e: Experiment, units: tuple[TimedUnit, ...], factors: tuple[float, ...]) -> Costs:
     """Returns the costs of a replica's whole batch, on each rank."""
-    slow = [e.partition.micro_batches * factors[_stage(e.partition, rank)] for rank in range(e.ranks)]
+    slow = [e.partition.micro_batches * factors[_find_stage(e.partition, rank)] for rank in range(e.ranks)]
     return Costs(forward=tuple(Duration(f * sum(u.forward for u in units)) for f in slow),
                  backward=tuple(Duration(f * sum(u.backward for u in units)) for f in slow),
                  parts=tuple((u.forward, u.backward) for u in units))  # fmt: skip
 
 
-def _predicted(e: Experiment, way: Partition, cuts: tuple[int, ...], costs: Costs) -> Cut:
+def _predict_cut(e: Experiment, way: Partition, cuts: tuple[int, ...], costs: Costs) -> CutPrediction:
     """Simulates some steps without a memory limit, and returns the prediction."""
-    looked = max(STEPS, min(longest(e.strategy), MOST) if e.strategy.periodic else 0)
+    looked = max(STEPS, min(longest_round(e.strategy), MOST) if e.strategy.periodic else 0)
     never = way.depth if way.ahead(0) else 0  # unflushed: rounds until all wait for the slowest, and to drain
     stop = SETTLE * max(1, never) + looked
     short = replace(e, partition=way, steps=stop + never, eval_every=0, memory_mb=0.0, policy=ByHand())
     run = simulate(short, costs=costs)
-    found = analysis.bubble(run.timeline, looked, stop)
+    found = analysis.measure_bubble(run.timeline, looked, stop)
     assert found is not None
-    return Cut(cuts, float(analysis.step_times(run.timeline, looked, stop).seconds.mean()), found.share)
+    return CutPrediction(cuts, float(analysis.step_times(run.timeline, looked, stop).seconds.mean()), found.share)

@@ -29,7 +29,7 @@ def is_usable(alike: bool, loss: Interval | None, worse: float) -> bool:
     return alike or (loss is not None and loss.high <= worse)
 
 
-def in_order(found: Iterable[T], evidence: Callable[[T], Evidence]) -> list[T]:
+def sort_by_evidence(found: Iterable[T], evidence: Callable[[T], Evidence]) -> list[T]:
     """The best setting first."""
 
     def key(one: T) -> tuple[bool, float]:

@@ -9,20 +9,20 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from workbench import analysis
-from workbench.analysis.steps.words import duration
+from workbench.analysis.steps.words import format_seconds
 from workbench.experiment import Experiment, given
 from workbench.fabric.pace import SHARES
-from workbench.host.core.meta import outline
+from workbench.host.core.meta import make_outline
 from workbench.host.memory.budget import OutOfMemory
-from workbench.host.placement.spread import spread_of
+from workbench.host.placement.spread import find_spread
 from workbench.partitions import Partition, Whole
 from workbench.policies import ByHand
 from workbench.settings import KnobError, knobs, members
 from workbench.settings.doing import doing
-from workbench.sim.costs.alike import unlike
+from workbench.sim.costs.alike import explain_unlike
 from workbench.sim.costs.costs import Costs
-from workbench.sim.run.fits import MOST, longest, require_room
-from workbench.sim.run.simulate import rehearsed
+from workbench.sim.run.fits import MOST, longest_round, require_room
+from workbench.sim.run.simulate import simulate_sizes
 from workbench.tasks import Learner
 
 REASONS = 3  # reasons that an error names
@@ -30,7 +30,7 @@ ALL = 64  # ranks up to which each has its own speed
 SETTLE, STEPS = 3, 2  # untypical first steps; measured steps, at least
 
 
-class Planned(NamedTuple):
+class PlannedPair(NamedTuple):
     """A pair with its prediction for one global batch.
 
     step_s: seconds per step; peak: bytes on the fullest device; sent: bytes that a rank sends per step
@@ -45,23 +45,25 @@ class Planned(NamedTuple):
     away: int = 0
 
     def __repr__(self) -> str:
-        away = f", {analysis.readable(self.away)} away from it" if self.away else ""
+        away = f", {analysis.format_bytes(self.away)} away from it" if self.away else ""
         return (
-            f"{_said(self.strategy)}, {_said(self.partition)}: {duration(self.step_s)} a step, "
-            f"{analysis.readable(self.peak)} on the device{away}, {analysis.readable(self.sent)} sent"
+            f"{_describe_member(self.strategy)}, {_describe_member(self.partition)}: {format_seconds(self.step_s)} a "
+            f"step, {analysis.format_bytes(self.peak)} on the device{away}, {analysis.format_bytes(self.sent)} sent"
         )
 
 
-def _said(member: Any) -> str:
+def _describe_member(member: Any) -> str:
     """Returns a member with its knobs that differ from the defaults."""
     usual = {knob.name: knob.default for knob in knobs(type(member))}
     turned = [(k.name, k.default) for k in knobs(member) if k.default != usual[k.name]]
-    said = ", ".join(f"{name}={_said(value) if hasattr(value, 'home') else repr(value)}" for name, value in turned)
+    said = ", ".join(
+        f"{name}={_describe_member(value) if hasattr(value, 'home') else repr(value)}" for name, value in turned
+    )
     return f"{type(member).__name__}({said})"
 
 
 def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iterable[Any] = (),
-         partitions: Iterable[Partition] = ()) -> list[Planned]:  # fmt: skip
+         partitions: Iterable[Partition] = ()) -> list[PlannedPair]:  # fmt: skip
     """Returns the pairs that `experiment`'s ranks can train with, fastest first. Respects `memory_mb` if it is set.
 
     Each pair is simulated for a few steps, with sizes only. The global batch is the same: a replica on n ranks takes n
@@ -85,64 +87,66 @@ def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iter
     costs = (costs or Costs()).at_least({phase: e.pace * 1e-3 * share for phase, share in SHARES.items()})
     costs = costs.even(e.ranks) if e.ranks > ALL else costs
     learner, why = e.task.build(), list[str]()
-    ways = _able(e, list(partitions) or list(_ways(e)), learner, why)
-    found, seen = list[Planned](), dict[Any, Any]()  # passes without values, which many pairs share
-    pairs = list(product(list(strategies) or _exact(e), ways))
+    ways = _list_possible_partitions(e, list(partitions) or list(_list_partitions(e)), learner, why)
+    found, seen = list[PlannedPair](), dict[Any, Any]()  # passes without values, which many pairs share
+    pairs = list(product(list(strategies) or _list_exact_strategies(e), ways))
     with doing("planning", len(pairs)) as work:
         for strategy, way in pairs:
             once: tuple[Any, Any] = (learner, seen) if learner.pure else (e.task.build(), None)
-            row = _simulated(e, strategy, way, costs, *once)
-            found.append(row) if isinstance(row, Planned) else why.append(row)
+            row = _simulate_pair(e, strategy, way, costs, *once)
+            found.append(row) if isinstance(row, PlannedPair) else why.append(row)
             work.step()
     if not found:
-        raise KnobError(_nothing(why))
+        raise KnobError(_describe_refusals(why))
     return sorted(found, key=lambda row: (row.step_s, row.peak))
 
 
-def _nothing(why: list[str]) -> str:
+def _describe_refusals(why: list[str]) -> str:
     """Returns the error for a plan without pairs: the number of refusals, and the most frequent reasons."""
     reasons = [reason for reason, _ in Counter(why).most_common(REASONS)]
     more = f"; and {len(set(why)) - len(reasons)} other reasons" if len(set(why)) > len(reasons) else ""
     return f"plan: no strategy and partition can train this experiment ({len(why)} refused): {'; '.join(reasons)}{more}"
 
 
-def _able(e: Experiment, ways: list[Partition], learner: Learner, why: list[str]) -> list[Partition]:
+def _list_possible_partitions(
+    e: Experiment, ways: list[Partition], learner: Learner, why: list[str]
+) -> list[Partition]:
     """Returns the partitions that can cut the model, without simulating. Appends reasons against the rest to `why`."""
-    model, found = outline(learner), []
+    model, found = make_outline(learner), []
     for way in ways:
         try:
-            spread_of(replace(e, partition=way, batch=e.batch * way.size), model, learner)
+            find_spread(replace(e, partition=way, batch=e.batch * way.size), model, learner)
             found.append(way)
         except KnobError as error:
-            why.append(f"{_said(way)}: {error}")
+            why.append(f"{_describe_member(way)}: {error}")
     return found
 
 
-def _simulated(e: Experiment, strategy: Any, way: Partition, costs: Costs, learner: Learner,
-               seen: dict[Any, Any] | None) -> Planned | str:  # fmt: skip
+def _simulate_pair(e: Experiment, strategy: Any, way: Partition, costs: Costs, learner: Learner,
+               seen: dict[Any, Any] | None) -> PlannedPair | str:  # fmt: skip
     """Returns the prediction of a pair, or why the pair is refused."""
-    looked = max(STEPS, min(longest(strategy), MOST) if strategy.periodic else 0)  # a whole round, if periodic
+    looked = max(STEPS, min(longest_round(strategy), MOST) if strategy.periodic else 0)  # a whole round, if periodic
     never = way.depth if way.ahead(0) else 0  # unflushed: rounds until all wait for the slowest, and to drain
-    stop = SETTLE * max(1, never) + max(looked, min(longest(strategy), MOST) + STEPS)
+    stop = SETTLE * max(1, never) + max(looked, min(longest_round(strategy), MOST) + STEPS)
     steps = stop + never
     evaluates = steps if e.eval_every and e.memory_mb else 0  # once, after the last step, for its memory
     try:
         e = replace(e, strategy=strategy, partition=way, steps=steps, eval_every=evaluates, batch=e.batch * way.size,
                     pace=0.0, policy=ByHand()).checked()  # fmt: skip
-        costs = costs.times(way.size)
-        run = rehearsed(e, learner, costs, unlike(e, costs) is None, seen)
-        held = analysis.memory(run.timeline)
+        costs = costs.scale_compute(way.size)
+        run = simulate_sizes(e, learner, costs, explain_unlike(e, costs) is None, seen)
+        held = analysis.measure_memory(run.timeline)
         if e.memory_mb:
             require_room(e, held)
     except (KnobError, OutOfMemory) as error:
-        return f"{_said(strategy)}, {_said(way)}: {error}"
+        return f"{_describe_member(strategy)}, {_describe_member(way)}: {error}"
     times = analysis.step_times(run.timeline, looked, stop)
     away = max(m.most.get("on host", 0) + m.most.get("on disk", 0) for m in held)
     sent = float(analysis.bytes_per_step(run.timeline, stop - looked, stop).mean())
-    return Planned(e.strategy, e.partition, float(times.seconds.mean()), max(m.peak for m in held), sent, away)
+    return PlannedPair(e.strategy, e.partition, float(times.seconds.mean()), max(m.peak for m in held), sent, away)
 
 
-def _exact(e: Experiment) -> list[Any]:
+def _list_exact_strategies(e: Experiment) -> list[Any]:
     """Returns the experiment's strategy and all strategies that claim to be exact, with their default knobs."""
     from workbench.strategies import Strategy
 
@@ -152,7 +156,7 @@ def _exact(e: Experiment) -> list[Any]:
     return shipped if e.strategy in shipped or e.strategy.opaque else [*shipped, e.strategy]
 
 
-def _ways(e: Experiment) -> Iterator[Partition]:
+def _list_partitions(e: Experiment) -> Iterator[Partition]:
     """Yields the whole model with and without recomputed units, and partitions over divisors of the ranks."""
     from workbench.partitions import Pipeline, Tensor
 

@@ -13,16 +13,16 @@ from workbench.experiment import Experiment
 from workbench.fabric.pace import SHARES
 from workbench.policies import ByHand
 from workbench.record.run import Run
-from workbench.sim.costs.alike import unlike
+from workbench.sim.costs.alike import explain_unlike
 from workbench.sim.costs.costs import Costs
-from workbench.sim.run.simulate import rehearsed
+from workbench.sim.run.simulate import simulate_sizes
 
 SETTLE = 2  # untypical first steps
 FEW = 4  # measured steps, at least; of a periodic strategy 2 rounds
 ALL = 64  # ranks up to which each has its own speed
 
 
-class Told(NamedTuple):
+class QuickPrediction(NamedTuple):
     """Mean seconds and sent bytes per step and rank, and the simulated run.
 
     alike: whether the first replica stands for all
@@ -36,7 +36,7 @@ class Told(NamedTuple):
     even: bool
 
 
-class Quick:
+class QuickSimulator:
     """Simulates many settings of one task. The sizes of the task's passes are computed once.
 
     costs: compute times, if `pace` gives no longer ones
@@ -47,37 +47,41 @@ class Quick:
         self._task, self._learner = experiment.task, experiment.task.build()
         self._seen = dict[Any, Any]()
 
-    def told(self, e: Experiment) -> Told:
+    def predict_step(self, e: Experiment) -> QuickPrediction:
         """Predicts a step of an experiment. Raises KnobError or StrategyError if it cannot be simulated."""
-        every = period(e)
+        every = count_round_steps(e)
         looked = max(FEW, 2 * every if every > 1 else 0)
         e = replace(e, steps=SETTLE + looked, eval_every=0, policy=ByHand()).checked()
-        costs = self._costs(e)
-        even = e.ranks > ALL or (unlike(e, costs) is not None and unlike(e, costs.even(e.ranks)) is None)
+        costs = self._pace_costs(e)
+        even = e.ranks > ALL or (
+            explain_unlike(e, costs) is not None and explain_unlike(e, costs.even(e.ranks)) is None
+        )
         e, costs = replace(e, pace=0.0), costs.even(e.ranks) if even else costs
         pure = self._learner.pure and e.task == self._task
         learner, seen = (self._learner, self._seen) if pure else (e.task.build(), None)
-        alike = unlike(e, costs) is None
-        run = rehearsed(e, learner, costs, alike, seen)
-        return Told(mean(run, SETTLE, e.steps), sent(run, SETTLE, e.steps), run, alike, even)
+        alike = explain_unlike(e, costs) is None
+        run = simulate_sizes(e, learner, costs, alike, seen)
+        return QuickPrediction(
+            mean_seconds(run, SETTLE, e.steps), mean_sent_bytes(run, SETTLE, e.steps), run, alike, even
+        )
 
-    def _costs(self, e: Experiment) -> Costs:
+    def _pace_costs(self, e: Experiment) -> Costs:
         paced: Mapping[str, float] = {phase: e.pace * 1e-3 * share for phase, share in SHARES.items()}
         return self.costs.at_least(paced)
 
 
-def period(e: Experiment) -> int:
+def count_round_steps(e: Experiment) -> int:
     """Returns the steps in a round of a periodic strategy, otherwise 1."""
     return int(getattr(e.strategy, "every", 1)) if e.strategy.periodic else 1
 
 
-def mean(run: Run, first: int, stop: int) -> float:
+def mean_seconds(run: Run, first: int, stop: int) -> float:
     """Returns the mean seconds of the steps [first, stop) over steps and ranks; NaN if there are none."""
-    found = analysis.breakdown(run.timeline, first, stop)
+    found = analysis.break_down(run.timeline, first, stop)
     return float(np.mean(found.seconds)) if found.steps else float("nan")
 
 
-def sent(run: Run, first: int, stop: int) -> float:
+def mean_sent_bytes(run: Run, first: int, stop: int) -> float:
     """Returns the mean bytes that a rank sends in one of the steps [first, stop), over steps and ranks."""
     each = analysis.bytes_per_step(run.timeline, first, stop)
     return float(np.mean(each)) if len(each) else 0.0

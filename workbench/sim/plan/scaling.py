@@ -7,7 +7,7 @@ from html import escape
 from typing import NamedTuple
 
 from workbench import analysis
-from workbench.analysis.steps.words import duration
+from workbench.analysis.steps.words import format_seconds
 from workbench.compressors import Dense, inside
 from workbench.experiment import Experiment
 from workbench.fabric.networks import network as named
@@ -15,16 +15,16 @@ from workbench.fabric.pace import SHARES
 from workbench.rank import StrategyError
 from workbench.record.store import RunError
 from workbench.settings import KnobError
-from workbench.sim.costs.alike import unlike
+from workbench.sim.costs.alike import explain_unlike
 from workbench.sim.costs.costs import Costs
 from workbench.sim.costs.durations import PHASES
-from workbench.sim.plan.quick import ALL, SETTLE, Quick
+from workbench.sim.plan.quick import ALL, SETTLE, QuickSimulator
 
 RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 HEAD = ("ranks", "step", "computing", "sent per rank and step", "")
 
 
-class Scaled(NamedTuple):
+class ScalingRow(NamedTuple):
     """One number of ranks: seconds per step, share of compute in it, bytes that a rank sends per step.
 
     refused: why it was not simulated, or ""
@@ -42,14 +42,14 @@ class Scaled(NamedTuple):
         """The cells of a table row, in the order of HEAD."""
         if self.refused:
             return f"{self.ranks:,}", "", "", "", self.refused
-        sent = analysis.readable(self.sent)
-        return f"{self.ranks:,}", duration(self.seconds), f"{self.computing:.0%} of it", sent, ""
+        sent = analysis.format_bytes(self.sent)
+        return f"{self.ranks:,}", format_seconds(self.seconds), f"{self.computing:.0%} of it", sent, ""
 
 
-class Scaling(list[Scaled]):
-    """Rows by number of ranks, and `assumptions` as sentences. It shows itself as a table with these below."""
+class Scaling(list[ScalingRow]):
+    """Rows by number of ranks, and `list_assumptions` as sentences. It shows itself as a table with these below."""
 
-    def __init__(self, rows: Sequence[Scaled], assumptions: tuple[str, ...]) -> None:
+    def __init__(self, rows: Sequence[ScalingRow], assumptions: tuple[str, ...]) -> None:
         super().__init__(rows)
         self.assumptions = assumptions
 
@@ -63,21 +63,21 @@ class Scaling(list[Scaled]):
         return f"<table><tr>{head}</tr>{body}</table><ul>{said}</ul>"
 
 
-def scaled(quick: Quick, ranks: int, made: Callable[[int], Experiment]) -> Scaled:
+def make_scaling_row(quick: QuickSimulator, ranks: int, made: Callable[[int], Experiment]) -> ScalingRow:
     """Simulates the experiment that `made` returns for `ranks` ranks."""
     try:
         e = made(ranks)
-        if ranks > ALL and (reason := unlike(e, quick.costs.even(ranks))):
+        if ranks > ALL and (reason := explain_unlike(e, quick.costs.even(ranks))):
             raise KnobError(reason)
-        told = quick.told(e)
+        told = quick.predict_step(e)
     except (KnobError, StrategyError, RunError) as error:
-        return Scaled(ranks, float("nan"), float("nan"), float("nan"), None, str(error))
-    found = analysis.breakdown(told.run.timeline, SETTLE, analysis.last_steps(told.run.timeline)[1])
+        return ScalingRow(ranks, float("nan"), float("nan"), float("nan"), None, str(error))
+    found = analysis.break_down(told.run.timeline, SETTLE, analysis.last_steps(told.run.timeline)[1])
     computing = float(found.compute.mean() / found.seconds.mean())
-    return Scaled(ranks, told.seconds, computing, told.sent, e)
+    return ScalingRow(ranks, told.seconds, computing, told.sent, e)
 
 
-def assumptions(now: Experiment, e: Experiment, costs: Costs, network: str, error: float) -> tuple[str, ...]:
+def list_assumptions(now: Experiment, e: Experiment, costs: Costs, network: str, error: float) -> tuple[str, ...]:
     """Returns the assumptions behind a prediction for `e` from a run of `now`, as sentences.
 
     error: error of the simulation of the run as it is, as a share of the measured time
@@ -85,10 +85,10 @@ def assumptions(now: Experiment, e: Experiment, costs: Costs, network: str, erro
     each = sum(max(d.seconds for d in getattr(costs, p)) for p in PHASES)
     each = max(each, sum(SHARES.values()) * e.pace * 1e-3)
     said = [
-        f"Each rank computes as those of this run did ({duration(each)} a step, batch {e.batch}), whatever its machine "
-        f"is; the batch of all grows with the ranks. For the run as it is the simulator is off by {error:+.0%} of what "
-        f"was measured.",
-    ]  # fmt: skip
+        f"Each rank computes as those of this run did ({format_seconds(each)} a step, batch {e.batch}), whatever its "
+        f"machine is; the batch of all grows with the ranks. For the run as it is the simulator is off by {error:+.0%} "
+        f"of what was measured.",
+    ]
     if network:
         said.append(named(network).text)
     elif not e.fabric.shaped:
@@ -98,8 +98,10 @@ def assumptions(now: Experiment, e: Experiment, costs: Costs, network: str, erro
     if e.ranks > ALL:
         said.append(f"Above {ALL} ranks one replica is simulated for all, each rank as fast as the slowest of all is "
                     f"expected to be, for normal independent times.")  # fmt: skip
-    unknown = [type(c).__name__ for c in inside(e.compressor) if not isinstance(c, Dense) and not costs.stretches(c)]
-    if not costs.stretches(e.compressor) and unknown:
+    unknown = [
+        type(c).__name__ for c in inside(e.compressor) if not isinstance(c, Dense) and not costs.list_codec_prices(c)
+    ]
+    if not costs.list_codec_prices(e.compressor) and unknown:
         said.append(f"This run has not used {unknown[0]}, so encoding and decoding take no time here.")
     if e.fabric.faults and e.fabric.faults == now.fabric.faults:
         said.append("The faults that are injected now stay.")

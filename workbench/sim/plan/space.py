@@ -15,7 +15,7 @@ from workbench.compressors.power_sgd import PowerSGD
 from workbench.compressors.top_k import TopK
 from workbench.experiment import Experiment, given
 from workbench.settings import Knob, KnobError, resolve, short
-from workbench.sim.plan.trials import Settings, value_words
+from workbench.sim.plan.trials import Settings, format_value
 from workbench.strategies.byte_scheduler import ByteScheduler
 from workbench.strategies.local_sgd import LocalSGD
 
@@ -33,12 +33,12 @@ class Dimension(NamedTuple):
     knob: Knob
 
     @property
-    def labels(self) -> tuple[str, ...]:
+    def value_labels(self) -> tuple[str, ...]:
         """The values as text, for Optuna's categorical distribution."""
-        return tuple(value_words(value) for value in self.values)
+        return tuple(format_value(value) for value in self.values)
 
     @property
-    def points(self) -> tuple[Any, ...]:
+    def trial_points(self) -> tuple[Any, ...]:
         """The values, or evenly spaced points of the range."""
         if self.values:
             return self.values
@@ -55,59 +55,59 @@ def space_of(e: Experiment, asked: Any, within: Mapping[str, tuple[float, float]
     Raises KnobError.
     """
     if asked is None:
-        asked = list(BYTES) if isinstance(e.strategy, ByteScheduler) else usual(e)
+        asked = list(BYTES) if isinstance(e.strategy, ByteScheduler) else usual_space(e)
     if isinstance(asked, Mapping):
         if within:
             raise KnobError("within: is for a list of knobs; where values are given by knob, give (low, high) there")
-        dims = [_dimension(e, path, values) for path, values in asked.items()]
+        dims = [_make_dimension(e, path, values) for path, values in asked.items()]
     elif isinstance(asked, (list, tuple)) and asked and all(isinstance(path, str) for path in asked):
         if unknown := set(within) - set(asked):
             raise KnobError(f"within: {', '.join(sorted(unknown))}: must be among the paths that are tuned, {asked}")
-        dims = [_ranged(e, path, within.get(path)) for path in asked]
+        dims = [_make_range(e, path, within.get(path)) for path in asked]
     else:
         dims = []
     if not dims:
         raise KnobError(f"paths={short(asked)}: must be a list of knobs, such as {list(BYTES)}, or a dict of values by "
                         f"knob, such as {{'bucket_mb': [0.25, 1, 4], 'compressor': ['Dense', 'Cast']}}")  # fmt: skip
-    if (number := math.prod(len(d.points) for d in dims)) > MOST:
+    if (number := math.prod(len(d.trial_points) for d in dims)) > MOST:
         raise KnobError(f"paths: {number} settings, all together; must be at most {MOST}, so leave values out")
     return dims
 
 
-def usual(e: Experiment) -> dict[str, list[Any]]:
+def usual_space(e: Experiment) -> dict[str, list[Any]]:
     """Returns the default search space: bucket, compressor, strategy and a pipeline's micro-batches."""
     found: dict[str, list[Any]] = {"bucket_mb": [e.bucket_mb / 4, e.bucket_mb, min(e.bucket_mb * 4, 1024.0)]}
     codecs = [Dense(), Cast(), TopK.usual(), PowerSGD.usual()]
-    found["compressor"] = [c for c in codecs if _can(e, "compressor", c)]
-    found["strategy"] = [s for s in (LocalSGD(every=4), LocalSGD(every=16)) if _can(e, "strategy", s)]
+    found["compressor"] = [c for c in codecs if _can_set(e, "compressor", c)]
+    found["strategy"] = [s for s in (LocalSGD(every=4), LocalSGD(every=16)) if _can_set(e, "strategy", s)]
     if hasattr(e.partition, "micros"):
-        found["partition.micros"] = [m for m in (1, 2, 4, 8) if _can(e, "partition.micros", m)]
+        found["partition.micros"] = [m for m in (1, 2, 4, 8) if _can_set(e, "partition.micros", m)]
     for path, values in found.items():
         now = reduce(getattr, path.split("."), e)
         found[path] = [*([] if now in values else [now]), *values]
     return found
 
 
-def _can(e: Experiment, path: str, value: Any) -> bool:
+def _can_set(e: Experiment, path: str, value: Any) -> bool:
     try:
         return bool(e.set(path, value))
     except KnobError:
         return False
 
 
-def _dimension(e: Experiment, path: str, asked: Any) -> Dimension:
+def _make_dimension(e: Experiment, path: str, asked: Any) -> Dimension:
     """Returns the dimension of a list of values, or of a range."""
     if isinstance(asked, tuple):
-        return _ranged(e, path, asked)
+        return _make_range(e, path, asked)
     full, knob = resolve(e, path)
     if not isinstance(asked, list) or not asked:
         raise KnobError(f"{path}={short(asked)}: must be a list of values to try, or a range (low, high)")
     if not knob.live:
         raise KnobError(f"{full}: cannot change while a run is live, so it cannot be tuned")
-    return Dimension(full, tuple(dict.fromkeys(_read(e, full, value) for value in asked)), knob)
+    return Dimension(full, tuple(dict.fromkeys(_read_value(e, full, value) for value in asked)), knob)
 
 
-def _read(e: Experiment, path: str, value: Any) -> Any:
+def _read_value(e: Experiment, path: str, value: Any) -> Any:
     """Returns the value as the experiment would hold it, or as given if it also needs other settings."""
     try:
         return reduce(getattr, path.split("."), e.set(path, value))
@@ -118,13 +118,13 @@ def _read(e: Experiment, path: str, value: Any) -> Any:
         return given_alone.check(value, path)
 
 
-def _ranged(e: Experiment, path: str, within: tuple[float, float] | None) -> Dimension:
+def _make_range(e: Experiment, path: str, within: tuple[float, float] | None) -> Dimension:
     """Returns the dimension of the knob at `path`: its range, or its choices."""
     full, knob = resolve(e, path)
     if not (knob.live and (knob.choices or knob.kind is bool or (knob.kind in (int, float) and knob.low is not None))):
         raise KnobError(f"{path}: must be a live knob with a range or with choices, to be tuned; it is {knob.allowed}")
     if within is not None:
-        if knob.kind not in (int, float) or not _range(within):
+        if knob.kind not in (int, float) or not _is_range(within):
             raise KnobError(f"within {path}={within!r}: must be two numbers, the lower one first")
         low, high = (knob.check(x, path) for x in within)
         knob = replace(knob, low=low, high=high)
@@ -133,24 +133,24 @@ def _ranged(e: Experiment, path: str, within: tuple[float, float] | None) -> Dim
     return Dimension(full, values, knob)
 
 
-def _range(within: Any) -> bool:
+def _is_range(within: Any) -> bool:
     """Returns whether `within` is two numbers, the lower one first."""
     two = isinstance(within, (list, tuple)) and len(within) == 2
     return two and all(isinstance(x, (int, float)) for x in within) and bool(within[0] < within[1])
 
 
-def candidates(dims: Sequence[Dimension]) -> Iterator[Settings]:
+def list_candidates(dims: Sequence[Dimension]) -> Iterator[Settings]:
     """Yields all settings, with the points of ranges."""
-    for values in itertools.product(*(d.points for d in dims)):
+    for values in itertools.product(*(d.trial_points for d in dims)):
         yield {d.path: value for d, value in zip(dims, values, strict=True)}
 
 
-def in_force(e: Experiment, dims: Sequence[Dimension]) -> Settings:
+def current_settings(e: Experiment, dims: Sequence[Dimension]) -> Settings:
     """Returns the tuned settings as `e` has them."""
     return {d.path: reduce(getattr, d.path.split("."), e) for d in dims}
 
 
-def under(e: Experiment, settings: Settings) -> Experiment:
+def apply_settings(e: Experiment, settings: Settings) -> Experiment:
     """Returns `e` with these settings. Raises KnobError."""
     return given.turned(e, settings.items())
 

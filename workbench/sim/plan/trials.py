@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from workbench.analysis.steps.words import duration
+from workbench.analysis.steps.words import format_seconds
 from workbench.settings import in_words, to_plain
 
 Settings = dict[str, Any]  # by full path
@@ -54,12 +54,12 @@ class Trial:
     @property
     def cells(self) -> tuple[str, ...]:
         """The cells of a table row in the order of HEAD, without the number."""
-        took = "" if self.seconds is None else duration(self.seconds)
+        took = "" if self.seconds is None else format_seconds(self.seconds)
         if self.seconds is not None and self.high > self.low:
-            took += f" ± {duration((self.high - self.low) / 2)}"
-        said = "" if self.predicted is None else duration(self.predicted)
+            took += f" ± {format_seconds((self.high - self.low) / 2)}"
+        said = "" if self.predicted is None else format_seconds(self.predicted)
         loss = "" if self.loss is None else f"{self.loss.mid:+.1%} ({self.loss.low:+.1%} to {self.loss.high:+.1%})"
-        return words(self.settings), took, said, str(self.steps or ""), loss, self.verdict
+        return format_settings(self.settings), took, said, str(self.steps or ""), loss, self.verdict
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Tuned:
         return sum(trial.steps for trial in self.trials)
 
     def __repr__(self) -> str:
-        out = [f"best of {len(self.trials)}: {words(self.best.settings)}, {self.best.cells[1]} per step"]
+        out = [f"best of {len(self.trials)}: {format_settings(self.best.settings)}, {self.best.cells[1]} per step"]
         out += [f"{number}. " + "; ".join(filter(None, t.cells)) for number, t in enumerate(self.trials, start=1)]
         return "\n".join(out + ([f"not tried: {len(self.left_out)} others"] if self.left_out else []))
 
@@ -91,12 +91,12 @@ class Tuned:
         return f"<table><tr>{head}</tr>{body}</table>{more}"
 
 
-def words(settings: Mapping[str, Any]) -> str:
+def format_settings(settings: Mapping[str, Any]) -> str:
     """Returns settings as code: `bucket_mb=4, compressor=TopK(density=0.01)`."""
-    return ", ".join(f"{path.rsplit('.', 1)[-1]}={value_words(value)}" for path, value in settings.items())
+    return ", ".join(f"{path.rsplit('.', 1)[-1]}={format_value(value)}" for path, value in settings.items())
 
 
-def value_words(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Returns a value as code, without a member's default knobs: `PowerSGD`, `LocalSGD(every=16)`."""
     if isinstance(value, float):
         return f"{value:g}"
@@ -105,13 +105,13 @@ def value_words(value: Any) -> str:
         ((name, told),) = plain.items()
         usual = to_plain(type(value)())
         if name == "ErrorFeedback" and hasattr(value, "of"):
-            return value_words(value.of)
+            return format_value(value.of)
         told = {k: v for k, v in told.items() if v != usual[name].get(k)}
         return in_words({name: told}) if told else name
     return in_words(plain)
 
 
-def interval(values: Sequence[float], confidence: float, looks: int = 1) -> Interval:
+def make_interval(values: Sequence[float], confidence: float, looks: int = 1) -> Interval:
     """Returns the interval of the mean of independent values, by Student's t. looks: how often the caller looks.
 
     Each look gets an equal share of the error (Bonferroni), so the total error is at most 1 - confidence.
@@ -120,11 +120,11 @@ def interval(values: Sequence[float], confidence: float, looks: int = 1) -> Inte
     mid = float(x.mean())
     if len(x) < 2:
         return Interval(-math.inf, mid, math.inf)
-    half = quantile(1 - (1 - confidence) / looks / 2, len(x) - 1) * float(x.std(ddof=1)) / math.sqrt(len(x))
+    half = student_quantile(1 - (1 - confidence) / looks / 2, len(x) - 1) * float(x.std(ddof=1)) / math.sqrt(len(x))
     return Interval(mid - half, mid, mid + half)
 
 
-def quantile(p: float, freedom: int) -> float:
+def student_quantile(p: float, freedom: int) -> float:
     """Returns a quantile of Student's t."""
     from scipy.special import stdtrit
 
@@ -153,5 +153,5 @@ def above_trend(before: tuple[np.ndarray, np.ndarray], after: tuple[np.ndarray, 
     spread = float(((y - ones @ line) ** 2).sum() + ((off - off.mean()) ** 2).sum()) / freedom
     mean = at.mean(axis=0)
     about = 1 / len(off) + float(mean @ np.linalg.pinv(ones.T @ ones) @ mean)
-    half = quantile(confidence, freedom) * math.sqrt(spread * about)
+    half = student_quantile(confidence, freedom) * math.sqrt(spread * about)
     return Interval(*((float(off.mean()) + by) / led for by in (-half, 0.0, half)))

@@ -11,15 +11,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workbench import analysis
-from workbench.analysis.steps.words import duration
+from workbench.analysis.steps.words import format_seconds
 from workbench.experiment import Experiment, given
 from workbench.fabric.networks import network as found
 from workbench.policies import ByHand
 from workbench.settings import KnobError, fold, short
 from workbench.settings.doing import doing
 from workbench.sim import Costs, simulate
-from workbench.sim.plan.quick import ALL, Quick, mean, sent
-from workbench.sim.plan.scaling import RANKS, Scaling, assumptions, scaled
+from workbench.sim.plan.quick import ALL, QuickSimulator, mean_seconds, mean_sent_bytes
+from workbench.sim.plan.scaling import RANKS, Scaling, list_assumptions, make_scaling_row
 
 if TYPE_CHECKING:
     from workbench.record.run import Run
@@ -47,9 +47,9 @@ class WhatIf(NamedTuple):
 
     def __repr__(self) -> str:
         return (
-            f"measured {duration(self.measured)} per step; simulated {duration(self.same)} ({self.error:+.0%} "
-            f"of that); "
-            f"what if: {duration(self.other)} ({self.other / self.same:.2f} x)"
+            f"measured {format_seconds(self.measured)} per step; simulated {format_seconds(self.same)} "
+            f"({self.error:+.0%} of that); "
+            f"what if: {format_seconds(self.other)} ({self.other / self.same:.2f} x)"
         )
 
 
@@ -62,78 +62,83 @@ def what_if(run: Run, settings: Mapping[str, Any] | None = None, network: str = 
 
     Raises KnobError if a setting is invalid or cannot be simulated, ValueError if the run has no complete step.
     """
-    _require(settings)
+    _require_mapping(settings)
     with doing("what if", 2):  # as it is, and with the settings
-        return Asked(run).what_if(settings or {}, network)
+        return RunPredictor(run).what_if(settings or {}, network)
 
 
-def scaling(run: Run, settings: Mapping[str, Any] | None = None, network: str = "",
+def predict_scaling(run: Run, settings: Mapping[str, Any] | None = None, network: str = "",
             ranks: Sequence[int] = RANKS) -> Scaling:  # fmt: skip
     """Simulates several numbers of ranks, up to 4,096. Returns a row for each, and assumptions. Raises KnobError."""
-    _require(settings)
+    _require_mapping(settings)
     if not isinstance(ranks, (list, tuple, range)):
         raise KnobError(f"ranks={short(ranks)}: must be a list of numbers of ranks, such as [8, 64, 4096]")
     with doing("scaling"):
-        return Asked(run).scaling(settings or {}, network, list(ranks))
+        return RunPredictor(run).predict_scaling(settings or {}, network, list(ranks))
 
 
-def _require(settings: Any) -> None:
+def _require_mapping(settings: Any) -> None:
     if not isinstance(settings or {}, Mapping):
         raise KnobError(f"settings={short(settings)}: must be a dict of values by path, such as {{'ranks': 16}}")
 
 
-class Asked:
+class RunPredictor:
     """A run for several predictions. Its costs are measured once, and its own settings simulated once."""
 
     def __init__(self, run: Run) -> None:
-        self.now = present(run)
+        self.now = present_experiment(run)
         self._costs = Costs.measured(run)
-        self._measured = mean(run, *_settled(run))
-        self._quick = Quick(self.now, self._costs)
+        self._measured = mean_seconds(run, *_settled_range(run))
+        self._quick = QuickSimulator(self.now, self._costs)
 
     @cached_property
-    def _same(self) -> float:
-        return mean(self._simulated(self.now), SETTLE, _steps(self.now))
+    def _same_seconds(self) -> float:
+        return mean_seconds(self._simulate_steps(self.now), SETTLE, _count_steps(self.now))
 
     def what_if(self, settings: Mapping[str, Any], network: str = "") -> WhatIf:
         """Predicts as the function `what_if` does."""
-        other = self._turned(settings, network)
-        about = assumptions(self.now, other, self._costs, network, self._same / self._measured - 1.0)
+        other = self._apply_settings(settings, network)
+        about = list_assumptions(self.now, other, self._costs, network, self._same_seconds / self._measured - 1.0)
         if other.ranks > ALL:
-            told = self._quick.told(other)
-            return WhatIf(self._measured, self._same, told.seconds, other, told.run, told.sent, about)
-        same, imagined = self._same, self._simulated(other)
-        stop = _steps(other)
-        return WhatIf(self._measured, same, mean(imagined, SETTLE, stop), other, imagined,
-                      sent(imagined, SETTLE, stop), about)  # fmt: skip
+            told = self._quick.predict_step(other)
+            return WhatIf(self._measured, self._same_seconds, told.seconds, other, told.run, told.sent, about)
+        same, imagined = self._same_seconds, self._simulate_steps(other)
+        stop = _count_steps(other)
+        return WhatIf(self._measured, same, mean_seconds(imagined, SETTLE, stop), other, imagined,
+                      mean_sent_bytes(imagined, SETTLE, stop), about)  # fmt: skip
 
-    def scaling(self, settings: Mapping[str, Any], network: str, ranks: Sequence[int]) -> Scaling:
-        """Predicts as the function `scaling` does."""
-        rows = [scaled(self._quick, n, lambda n: self._turned({**settings, "ranks": n}, network)) for n in ranks]
+    def predict_scaling(self, settings: Mapping[str, Any], network: str, ranks: Sequence[int]) -> Scaling:
+        """Predicts as the function `predict_scaling` does."""
+        rows = [
+            make_scaling_row(self._quick, n, lambda n: self._apply_settings({**settings, "ranks": n}, network))
+            for n in ranks
+        ]
         most = max((row.experiment for row in rows if row.experiment), key=lambda e: e.ranks, default=self.now)
-        return Scaling(rows, assumptions(self.now, most, self._costs, network, self._same / self._measured - 1.0))
+        return Scaling(
+            rows, list_assumptions(self.now, most, self._costs, network, self._same_seconds / self._measured - 1.0)
+        )
 
-    def _turned(self, settings: Mapping[str, Any], network: str) -> Experiment:
+    def _apply_settings(self, settings: Mapping[str, Any], network: str) -> Experiment:
         named = found(network).settings(int(settings.get("ranks", self.now.ranks))) if network else {}
         return given.turned(self.now, {**named, **settings}.items())
 
-    def _simulated(self, e: Experiment) -> Run:
-        return simulate(replace(e, steps=_steps(e), eval_every=0, policy=ByHand()), costs=self._costs)
+    def _simulate_steps(self, e: Experiment) -> Run:
+        return simulate(replace(e, steps=_count_steps(e), eval_every=0, policy=ByHand()), costs=self._costs)
 
 
-def present(run: Run) -> Experiment:
+def present_experiment(run: Run) -> Experiment:
     """Returns the experiment of a run with every change applied so far."""
     return fold(run.experiment, run.changes, Experiment.set)[-1][1].checked()
 
 
-def _steps(experiment: Experiment) -> int:
+def _count_steps(experiment: Experiment) -> int:
     """Returns how many steps show the mean cost of a step: whole rounds of a periodic strategy."""
     every = int(getattr(experiment.strategy, "every", 1))
     rounds = max(ROUNDS, -(-LOOKED // every))
     return SETTLE + rounds * every
 
 
-def _settled(run: Run) -> tuple[int, int]:
+def _settled_range(run: Run) -> tuple[int, int]:
     """Returns the range of the newest steps under the present settings."""
     first, stop = analysis.last_steps(run.timeline, LOOKED)
     changed = [c.at_step + SETTLE for c in run.changes]

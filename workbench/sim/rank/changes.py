@@ -13,28 +13,28 @@ from workbench.experiment import Experiment, closures, momentum, sharding, spars
 from workbench.experiment.arranged import sharers
 from workbench.experiment.partitioned import dealt, drawn
 from workbench.fabric.load import crashed, pauses
-from workbench.host.loop.life import Life
-from workbench.host.memory.batches import Numbers, example, numbers
-from workbench.host.memory.offload import Offloaded
-from workbench.host.passes.meetings import plans_of
-from workbench.host.placement.spread import Spread, spread_of
-from workbench.host.reconfigure.changes import in_step, take_role
-from workbench.host.reconfigure.refusing import able
-from workbench.host.sharding.foreseen import foreseen
-from workbench.host.transfer.shards import Cut
+from workbench.host.loop.life import RankLoop
+from workbench.host.memory.batches import Numbers, make_example, numbers
+from workbench.host.memory.offload import OffloadStore
+from workbench.host.passes.meetings import find_plans
+from workbench.host.placement.spread import ReplicaSpread, find_spread
+from workbench.host.reconfigure.changes import has_common_step, take_role
+from workbench.host.reconfigure.refusing import require_trainable
+from workbench.host.sharding.foreseen import foresee_trace
+from workbench.host.transfer.shards import ShardLayout
 from workbench.rank import Op
 from workbench.settings import Json, KnobError
 from workbench.sim.compute.host import Host
 from workbench.sim.costs.costs import Costs
 
 if TYPE_CHECKING:
-    from workbench.sim.clock.world import World
+    from workbench.sim.clock.world import VirtualWorld
 
 
-class Turnable(Life):
+class Reconfigurable(RankLoop):
     """The part of a Session that changes act on."""
 
-    world: World
+    world: VirtualWorld
     host: Host
     body: Any
     common: bool = False  # whether all ranks share the memory of their parameters
@@ -59,13 +59,13 @@ class Turnable(Life):
     def optimizer(self) -> Any:
         return self.body.optimizer
 
-    def able(self, wanted: Experiment) -> Experiment:
+    def require_trainable(self, wanted: Experiment) -> Experiment:
         """Returns `wanted` if this model can be simulated under it. Raises KnobError."""
-        if reason := refused(wanted, self.world.costs, lambda: self.body.made(wanted)):
+        if reason := explain_refusal(wanted, self.world.costs, lambda: self.body.make_optimizer(wanted)):
             raise KnobError(reason)
-        able(self, wanted)
-        if wanted.partition.slices > 1 and (spread := spread_of(wanted, self.model, self.learner)) and spread.split:
-            plans_of(wanted, self.learner, spread.split)
+        require_trainable(self, wanted)
+        if wanted.partition.slices > 1 and (spread := find_spread(wanted, self.model, self.learner)) and spread.split:
+            find_plans(wanted, self.learner, spread.split)
         return wanted
 
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
@@ -76,8 +76,8 @@ class Turnable(Life):
     def choose_lane(self) -> None:
         """Looks up the prices of the compressor, and records its assumptions. Children run as on the engine."""
         costs, compressor = self.world.costs, self.rank.compressor
-        self.host.kinds = costs.stretches(compressor) if costs else ()
-        self.host.kinds_beside = costs.stretches_beside(compressor) if costs else ()
+        self.host.kinds = costs.list_codec_prices(compressor) if costs else ()
+        self.host.kinds_beside = costs.list_prices_beside(compressor) if costs else ()
         held = list(inside(compressor))
         taken = "; ".join(dict.fromkeys(f"{type(c).__name__}: {c.assumes}" for c in held if c.assumes))
         if not self.world.real and self.rank.id == 0 and (taken or any(c.varies for c in held)):
@@ -85,7 +85,7 @@ class Turnable(Life):
             self.mark("estimate", detail | ({"text": taken} if taken else {}))
 
     def restart_data(self, used: int) -> None:
-        self.body.deal(*dealt(self.experiment, self.rank.id))
+        self.body.deal_data(*dealt(self.experiment, self.rank.id))
         self.body.restart_data(self.experiment.batch, self.experiment.seed, self.rank.step, used)
 
     @property
@@ -93,102 +93,102 @@ class Turnable(Life):
         return getattr(self.body, "batches", None)
 
     @property
-    def draws(self) -> Numbers | None:
+    def rng_states(self) -> Numbers | None:
         return None if self.body.random_state is None else (self.body.random_state, *numbers()[1:])
 
-    def draw_on(self, states: Numbers | None) -> None:
+    def restore_rng(self, states: Numbers | None) -> None:
         if states is not None:
             self.body.random_state = states[0]
 
     @property
-    def crowd(self) -> tuple[int, int] | None:
-        return self.body.crowd
+    def slice_rng(self) -> tuple[int, int] | None:
+        return self.body.slice_rng
 
-    def join_crowd(self, at: tuple[int, int] | None) -> None:
+    def restore_slice_rng(self, at: tuple[int, int] | None) -> None:
         if at is not None:
-            self.body.crowd = at
+            self.body.slice_rng = at
 
     def make_optimizer(self, wanted: Experiment, params: list[Any] | None = None) -> Any:
-        return self.body.made(wanted, params)
+        return self.body.make_optimizer(wanted, params)
 
     @property
     def learner(self) -> Any:
         return self.body.learner
 
-    def example(self, wanted: Experiment) -> Any:
+    def make_example(self, wanted: Experiment) -> Any:
         """Returns a batch, the same on all ranks, without drawing from the training data."""
-        return example(self.learner, wanted, "cpu" if self.world.real else "meta")
+        return make_example(self.learner, wanted, "cpu" if self.world.real else "meta")
 
-    def relaid(self, names: set[str], spread: Spread | None, held: bool = True) -> None:
+    def lay_out_parameters(self, names: set[str], spread: ReplicaSpread | None, held: bool = True) -> None:
         """Makes this rank hold these parameters of the model. held: False if their shards come later"""
         seed = drawn(self.experiment, self.rank.id, self.rank.step)
         if (spread and spread.split) or (self.spread and self.spread.split):
-            self.body.reseed(seed)
+            self.body.reseed_rng(seed)
         self.spread, self.host.stale = spread, True
-        self.body.relaid(names, spread, self.rank.id, self.experiment, seed, held)
+        self.body.lay_out_parameters(names, spread, self.rank.id, self.experiment, seed, held)
         if not self.world.real:
-            self.body.go_on_with(self.body.made(self.experiment))
+            self.body.take_optimizer(self.body.make_optimizer(self.experiment))
         else:
-            self.host.usage.lie(self.model, self.layout, whole=spread is None)
+            self.host.usage.take_layout(self.model, self.layout, whole=spread is None)
         self.mark_buckets()
 
-    def tuned(self) -> None:
+    def tune_partition(self) -> None:
         """Applies changed knobs of the partition. The model stays where it is."""
-        self.body.tune(self.experiment)
+        self.body.tune_partition(self.experiment)
 
     @property
-    def kept_away(self) -> Offloaded:
+    def offloaded_state(self) -> OffloadStore:
         return self.body.away
 
-    def cut_anew(self, bucket_mb: float) -> None:
-        self.body.rebucket(bucket_mb)
+    def resize_own_buckets(self, bucket_mb: float) -> None:
+        self.body.resize_buckets(bucket_mb)
 
-    def lie_bare(self, seed: int) -> None:
-        self.body.lie_bare(self.experiment, seed)
+    def release_state(self, seed: int) -> None:
+        self.body.release_state(self.experiment, seed)
 
-    def lie_anew(self) -> None:
-        self.body.lie_anew(self.experiment)
+    def reallocate_state(self) -> None:
+        self.body.reallocate_state(self.experiment)
 
     def use_optimizer(self, optimizer: Any) -> None:
-        self.body.use(optimizer)
+        self.body.use_optimizer(optimizer)
 
     def sample(self, name: str, value: float) -> None:
         self.host.note(name, value)
 
-    async def rebucket(self, bucket_mb: float) -> None:
-        await self.relay(lambda: self.body.rebucket(bucket_mb))
+    async def resize_buckets(self, bucket_mb: float) -> None:
+        await self.share_again(lambda: self.body.resize_buckets(bucket_mb))
         self.mark_buckets()
 
-    async def relay(self, lay: Callable[[], None]) -> None:
+    async def share_again(self, lay: Callable[[], None]) -> None:
         """Calls `lay` to lay out the parameters in the rank's own memory, and shares them again if they were shared."""
         if self.common:
             await self.gather(0)
         lay()
         if self.common:
             await self.gather(0)
-            self.share()
+            self.share_parameters()
 
-    def share(self) -> None:
+    def share_parameters(self) -> None:
         """Lets all ranks use rank 0's memory for their parameters. They must stand still and hold equal values."""
         self.common = True
         if self.world.real:
-            self.body.lie_with(self.world.sessions[0].body)
+            self.body.share_memory(self.world.sessions[0].body)
 
-    def foreseen(self, cheaply: bool) -> Any:
+    def foresee_reads(self, cheaply: bool) -> Any:
         """Returns what a step will read; None if unknown."""
         if self.world.real:
-            return foreseen(self.learner, self.experiment, cheaply)
-        return self.body.trial if (self.body.cheap and self.learner.pure) or not cheaply else None
+            return foresee_trace(self.learner, self.experiment, cheaply)
+        return self.body.access_trace if (self.body.is_cheap and self.learner.pure) or not cheaply else None
 
     async def leave(self, strategy: Any) -> None:
-        await self.rest()
+        await self.await_background()
         await strategy.leave(self.rank.replicas, self.state)
         if self.common and self.world.real:
-            self.body.lie_alone()
+            self.body.unshare_memory()
         self.common = False
-        self.body.clear()
+        self.body.free_gradients()
 
-    def enter(self, was: Experiment | None, wanted: Experiment) -> None:
+    def enter_strategy(self, was: Experiment | None, wanted: Experiment) -> None:
         """Starts a strategy."""
         strategy = wanted.strategy
         take_role(self, wanted)
@@ -197,18 +197,18 @@ class Turnable(Life):
         if strategy.offloads and not wanted.clip:  # gradients are offloaded when they are summed
             self.body.gradient_shards = sys.maxsize
         if strategy.shared and self.rank.size > 1:
-            self.share()
-        self.state = strategy.init(self.rank.replicas, self.body.params())
-        self.regrouped()
+            self.share_parameters()
+        self.state = strategy.init(self.rank.replicas, self.body.list_params())
+        self.reset_groups()
 
-    def sharded(self, buckets: Cut | None) -> None:
+    def sharded(self, buckets: ShardLayout | None) -> None:
         """Sets the shards of the optimizer state. With sizes only, one optimizer stands for those of all ranks."""
         self.body.shards = buckets
 
-    def regrouped(self) -> None:
+    def reset_groups(self) -> None:
         """Resets the counts of children: ranks of different stages have started different numbers."""
         for lane in self.host.lanes.values():
-            lane.count_anew()
+            lane.reset_counts()
 
     def enter_opaque(self) -> None:
         raise AssertionError("refused before it starts")
@@ -217,21 +217,21 @@ class Turnable(Life):
         self.enter_opaque()
 
     @contextmanager
-    def switching(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
+    def record_switch(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
         """Surrounds a switch of strategy, as one span. Late ranks go on with the step of the first rank."""
-        if in_step(was):
+        if has_common_step(was):
             self.world.latest = self.rank.step
         self.rank.step = self.world.latest
-        began, sent = self.now, self.sent
+        began, sent = self.now, self.sent_bytes
         yield
-        self.span("switch", type(wanted.strategy).__name__, began, self.sent - sent)
+        self.span("switch", type(wanted.strategy).__name__, began, self.sent_bytes - sent)
 
     async def gather(self, number: int) -> list[int]:
         """Returns every rank's number, by rank."""
         numbers: list[int] = await Op("together", "agree", number, lambda each: [each] * len(each), 0.0)
         return numbers
 
-    async def told(self, text: str, by: int = 0) -> str:
+    async def broadcast_text(self, text: str, by: int = 0) -> str:
         """Returns the text of rank `by` on every rank."""
         said: str = await Op("together", "tell", text, lambda each: [each[by]] * len(each), 0.0)
         return said
@@ -243,8 +243,8 @@ class Turnable(Life):
         return self.host.clock.now
 
     @property
-    def sent(self) -> int:
-        return self.host.sent
+    def sent_bytes(self) -> int:
+        return self.host.sent_bytes
 
     def span(self, lane: str, name: str, began: float, nbytes: int = 0) -> None:
         self.host.span(lane, name, began, began, self.now, nbytes)
@@ -252,12 +252,12 @@ class Turnable(Life):
     def mark(self, name: str, detail: Mapping[str, Json]) -> None:
         self.world.record.mark(self.rank.id, self.rank.step, name, self.host.clock.now, json.dumps(detail))
 
-    def say(self, phase: str) -> None:
+    def set_phase(self, phase: str) -> None:
         if self.rank.id == 0:
             self.mark("state", {"state": phase, "detail": ""})
 
 
-def refused(e: Experiment, costs: Costs | None, made: Callable[[], Any] | None = None) -> str | None:
+def explain_refusal(e: Experiment, costs: Costs | None, made: Callable[[], Any] | None = None) -> str | None:
     """Returns why `e` cannot be simulated, with a remedy; None if it can. Call it again when a model exists: `made`
     makes its optimizer.
     """

@@ -11,82 +11,84 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.host.core.drive import Later, drive
-from workbench.host.memory.following import Following
-from workbench.host.observe.evaluating import Evaluated, distance, holding, numbers
+from workbench.host.core.drive import LeaveLoop, drive_coroutine
+from workbench.host.memory.following import StorageTracker
+from workbench.host.observe.evaluating import Evaluated, compute_distance, compute_numbers, hold_values
 from workbench.host.passes.coded import Ask
-from workbench.host.passes.crew import together
-from workbench.host.passes.pipelining import evaluated
-from workbench.host.placement.canonical import buffers
-from workbench.host.placement.cutting import instead
-from workbench.host.placement.spread import Spread
+from workbench.host.passes.crew import run_together
+from workbench.host.passes.pipelining import evaluate_pipeline
+from workbench.host.placement.canonical import list_buffers
+from workbench.host.placement.cutting import replace_forward
+from workbench.host.placement.spread import ReplicaSpread
 from workbench.rank import Bucket, Op, Rank
-from workbench.sim.model.tensors import Tensors
+from workbench.sim.model.tensors import RankTensors
 
 
-def mean_evaluated(ranks: list[Tensors]) -> list[Evaluated]:
+def evaluate_mean(ranks: list[RankTensors]) -> list[Evaluated]:
     """Returns by rank (metrics of the mean model, on rank 0 only; RMS distance of the rank from it)."""
     first, sharded = ranks[0], ranks[0].reading.sharded
     if first.spread is not None:
-        return _spread_out(ranks, first.spread)
+        return _evaluate_spread(ranks, first.spread)
     if sharded:
-        assembled(ranks, first)
-    every = [[*([] if sharded else r.layout.weights), *buffers(r.model)] for r in ranks]
+        assemble_shards(ranks, first)
+    every = [[*([] if sharded else r.layout.weights), *list_buffers(r.model)] for r in ranks]
     means = [torch.stack(same).sum(0).div_(len(ranks)) if len(ranks) > 1 else same[0].clone()
              for same in zip(*every, strict=True)]  # fmt: skip
     count = 0 if sharded else len(first.layout.weights)
-    drifts = [distance(own[:count], means[:count], first.layout.numel) for own in every]
-    with holding(every[0], means), Following() as following:
-        found = numbers(first.learner.evaluate, first.model)
+    drifts = [compute_distance(own[:count], means[:count], first.layout.element_count) for own in every]
+    with hold_values(every[0], means), StorageTracker() as following:
+        found = compute_numbers(first.learner.evaluate, first.model)
     for rank in ranks if sharded else [first]:
         (rank.computed,) = following.most
     return [(found if r == 0 else {}, drift) for r, drift in enumerate(drifts)]
 
 
-def _spread_out(ranks: list[Tensors], spread: Spread) -> list[Evaluated]:
+def _evaluate_spread(ranks: list[RankTensors], spread: ReplicaSpread) -> list[Evaluated]:
     """Returns the same for replicas that are spread over ranks. The parts of the mean replica compute together."""
     drifts = [0.0] * len(ranks)
     count, ways = len(spread), spread.split.ways if spread.split else 1
     with ExitStack() as held:
         for place in range(count):
             alike = ranks[place::count]
-            every = [[*r.layout.weights, *buffers(r.model)] for r in alike]
+            every = [[*r.layout.weights, *list_buffers(r.model)] for r in alike]
             means = [torch.stack(same).sum(0).div_(len(alike)) for same in zip(*every, strict=True)]
             n = len(alike[0].layout.weights)
-            drifts[place::count] = [distance(own[:n], means[:n], alike[0].layout.numel) for own in every]
-            held.enter_context(holding(every[0], means))
+            drifts[place::count] = [
+                compute_distance(own[:n], means[:n], alike[0].layout.element_count) for own in every
+            ]
+            held.enter_context(hold_values(every[0], means))
         columns = [ranks[index:count:ways] for index in range(ways)]
         for stage in zip(*columns, strict=True) if spread.split else ():
-            _refresh(stage)
-        found = together([partial(_evaluated, column) for column in columns])[0]
+            _refresh_common(stage)
+        found = run_together([partial(_evaluate_stages, column) for column in columns])[0]
     return [(found if r == 0 else {}, drift) for r, drift in enumerate(drifts)]
 
 
-def _refresh(group: Sequence[Tensors]) -> None:
+def _refresh_common(group: Sequence[RankTensors]) -> None:
     """Copies each rank's shared parameters to the other ranks of the group."""
     with torch.no_grad():
         for index, owner in enumerate(group):
-            for copies in zip(*(rank.common[index] for rank in group), strict=True):
+            for copies in zip(*(rank.common_params[index] for rank in group), strict=True):
                 for copied in copies:
                     copied.copy_(copies[group.index(owner)])
 
 
-def _evaluated(stages: list[Tensors], ask: Ask) -> dict[str, float]:
+def _evaluate_stages(stages: list[RankTensors], ask: Ask) -> dict[str, float]:
     """Returns the metrics of a model with these stages, run one after the other."""
 
     def forward(*inputs: Any, **named: Any) -> Any:
         pieces = [rank.piece.pieces for rank in stages if rank.piece is not None]
         count = len(pieces)
-        every = [evaluated(Rank(k, count), its, *inputs, **named) for k, its in enumerate(pieces)]
-        return _passed_on(every, following)[0]
+        every = [evaluate_pipeline(Rank(k, count), its, *inputs, **named) for k, its in enumerate(pieces)]
+        return _run_stages(every, following)[0]
 
-    first, following = stages[0], Following(len(stages))
+    first, following = stages[0], StorageTracker(len(stages))
     for rank in stages:
         rank.ask = ask
         rank.model.eval()
     try:
-        with instead(first.model, forward) if first.piece is not None else nullcontext(), following:
-            return numbers(first.learner.evaluate, first.model)
+        with replace_forward(first.model, forward) if first.piece is not None else nullcontext(), following:
+            return compute_numbers(first.learner.evaluate, first.model)
     finally:
         for rank, most in zip(stages, following.most, strict=True):
             rank.computed = most
@@ -94,7 +96,7 @@ def _evaluated(stages: list[Tensors], ask: Ask) -> dict[str, float]:
             rank.model.train()
 
 
-def _passed_on(stages: Sequence[Coroutine[Op, Any, Any]], following: Following) -> list[Any]:
+def _run_stages(stages: Sequence[Coroutine[Op, Any, Any]], following: StorageTracker) -> list[Any]:
     """Runs the stages' coroutines in turn, and returns their results. Messages wait until their receivers ask."""
     letters: dict[tuple[int, int, str], deque[Tensor]] = defaultdict(deque)
     waits, found = dict[int, tuple[int, int, str]](), dict[int, Any]()
@@ -107,34 +109,34 @@ def _passed_on(stages: Sequence[Coroutine[Op, Any, Any]], following: Following) 
         waits[me] = op.args[1], me, op.args[2]
         if letters[waits[me]]:
             return letters[waits.pop(me)].popleft(), op.args[1]
-        raise Later
+        raise LeaveLoop
 
     while ready := [k for k in range(len(stages)) if k not in found and (k not in waits or letters[waits[k]])]:
         for k in ready:
             came = (letters[where := waits.pop(k)].popleft(), where[0]) if k in waits else None
             following.at = k
-            with suppress(Later):
-                found[k] = drive(stages[k], partial(perform, k), value=came)
+            with suppress(LeaveLoop):
+                found[k] = drive_coroutine(stages[k], partial(perform, k), value=came)
     following.at = None
     return [found[k] for k in range(len(stages))]
 
 
-def assembled(ranks: list[Tensors], here: Tensors) -> None:
+def assemble_shards(ranks: list[RankTensors], here: RankTensors) -> None:
     """Copies the values of every rank's shards into one rank's model."""
     for rank in ranks:
-        for bucket, own, begin in zip(here.params(), rank.layout.weights, rank.layout.begins, strict=True):
-            kept = rank.away.values(bucket.index)
+        for bucket, own, begin in zip(here.list_params(), rank.layout.weights, rank.layout.begins, strict=True):
+            kept = rank.away.read_parameters(bucket.index)
             own = own if kept is None else kept
             bucket.data[begin : begin + own.numel()].copy_(own)
 
 
-def known_evaluated(rank: Tensors, known: list[Bucket], evaluate: bool) -> Evaluated:
+def evaluate_known(rank: RankTensors, known: list[Bucket], evaluate: bool) -> Evaluated:
     """Returns (metrics of the parameters in `known`, if `evaluate`; this rank's RMS distance from them)."""
-    own, values = [b.data for b in rank.layout.params()], [b.data.clone() for b in known]
-    drift = distance(own, values, rank.layout.numel)
+    own, values = [b.data for b in rank.layout.list_params()], [b.data.clone() for b in known]
+    drift = compute_distance(own, values, rank.layout.element_count)
     if not evaluate:
         return {}, drift
-    with holding(own, values), Following() as following:
-        found = numbers(rank.learner.evaluate, rank.model)
+    with hold_values(own, values), StorageTracker() as following:
+        found = compute_numbers(rank.learner.evaluate, rank.model)
     (rank.computed,) = following.most
     return found, drift

@@ -11,17 +11,17 @@ from typing import Any
 
 from workbench.experiment import Experiment
 from workbench.fabric.load import crashed
-from workbench.host.checkpoint.reread import formerly
-from workbench.host.core.dealing import NO_INDEX, may_come_again
-from workbench.host.elastic.leaving import refused
-from workbench.host.elastic.reentry import Came
-from workbench.host.elastic.settling import Survivor, fewer, say_why_not
-from workbench.host.elastic.voting import Heard, Next, are, named
+from workbench.host.checkpoint.reread import open_images
+from workbench.host.core.dealing import NO_INDEX, describe_repeats
+from workbench.host.elastic.leaving import explain_refusal
+from workbench.host.elastic.reentry import Membership
+from workbench.host.elastic.settling import RemainingRank, mark_end_reason, plan_shrink
+from workbench.host.elastic.voting import NextGeneration, Quorum, choose_are, name_ranks
 from workbench.record import checkpoints
 from workbench.settings import Change, KnobError
-from workbench.sim.clock.world import Bell, World
-from workbench.sim.rank.keeping import Kept
-from workbench.sim.rank.mortal import Join
+from workbench.sim.clock.world import TimedCall, VirtualWorld
+from workbench.sim.rank.keeping import CheckpointStore
+from workbench.sim.rank.mortal import JoinChange
 from workbench.sim.rank.session import Session
 
 VOTED = 0.27  # seconds from noticing a crash until ranks train again: the median of the kills behind `NOTICED`
@@ -30,7 +30,7 @@ REPLACED = 2.0  # seconds until replacements join, on engines yet to start: the 
 Body = Callable[[Experiment, int], Any]
 
 
-def mortal(e: Experiment, changes: list[Change]) -> bool:
+def can_crash(e: Experiment, changes: list[Change]) -> bool:
     """Returns whether a rank may crash, as far as the settings show."""
     if e.policy.decides or crashed((), e.fabric.faults, e.ranks):
         return True
@@ -51,128 +51,128 @@ class Generations:
     made: makes the model and data of a new rank; folder: for checkpoints
     """
 
-    def __init__(self, world: World, made: Body, folder: Any = None) -> None:
+    def __init__(self, world: VirtualWorld, made: Body, folder: Any = None) -> None:
         self.world, self._made, self._folder = world, made, folder
         self.records = [world.record]
         self._next = world.size  # the number of the next new rank
         self._coming: list[float] = []  # the times at which replacements are ready
 
-    def live(self, sessions: list[Session]) -> list[Session]:
+    def run_generations(self, sessions: list[Session]) -> list[Session]:
         """Runs all generations. Returns the sessions of the last one."""
         came = None
         while True:
-            self._expect()
+            self._schedule_joins()
             try:
-                self.world.run(sessions, came)
+                self.world.run_ranks(sessions, came)
             finally:
                 self.world.close()
-            to = self._parted() if self.world.parted is not None else self._outlived()
+            to = self._plan_growth() if self.world.parted is not None else self._plan_survival()
             if to is None:
                 return sessions
-            sessions, came = self._begin(to), to.came
+            sessions, came = self._begin_generation(to), to.came
 
     # -- lost ranks --
 
-    def _outlived(self) -> Next | None:
+    def _plan_survival(self) -> NextGeneration | None:
         """Returns how the surviving ranks continue; None if the run is over."""
-        world, left = self.world, self.world.left
+        world, left = self.world, self.world.living_sessions
         if world.stopped or not world.fallen:
             return None
         if not left or left[0].experiment.on_death == "end":
-            self._end()
+            self._fail_run()
             return None
-        saved = self._saved()
-        if reason := next(filter(None, (refused(session, saved) for session in left)), ""):
-            say_why_not(left[0].mark, reason)
-            self._end()
+        saved = self._list_saved()
+        if reason := next(filter(None, (explain_refusal(session, saved) for session in left)), ""):
+            mark_end_reason(left[0].mark, reason)
+            self._fail_run()
             return None
-        heard = Heard({session.rank.id: session.leave_generation(saved) for session in left})
-        first = next(session for session in left if session.member == heard.first.member)
+        heard = Quorum({session.rank.id: session.leave_generation(saved) for session in left})
+        first = next(session for session in left if session.member == heard.furthest_report.member)
         try:
-            to = fewer(self._survivor(first), heard)
+            to = plan_shrink(self._make_survivor(first), heard)
         except KnobError as error:
-            self._end(str(error))
+            self._fail_run(str(error))
             return None
         if to.experiment.on_death == "replace":
             self._coming += [world.clock.now + REPLACED] * (world.size - len(to.came.members))
         for session in left:
             if session.member in to.mark["spare"]:
-                session.ends("stopped")
+                session.mark_end("stopped")
         return to
 
-    def _saved(self) -> list[int]:
+    def _list_saved(self) -> list[int]:
         return [] if self._folder is None else [checkpoints.step_of(path) for path in checkpoints.found(self._folder)]
 
-    def _survivor(self, session: Session) -> Survivor:
+    def _make_survivor(self, session: Session) -> RemainingRank:
         members, folder = self.world.members, self._folder
-        return Survivor(
+        return RemainingRank(
             member=session.member, place=session.rank.id, size=self.world.size, run=session, mark=session.mark,
-            missed=lambda here: ([m for m in members if m not in here], []),
-            checkpoint=lambda step: str(folder / checkpoints.name(step)),
+            find_missing=lambda here: ([m for m in members if m not in here], []),
+            checkpoint_path=lambda step: str(folder / checkpoints.name(step)),
         )  # fmt: skip
 
-    def _end(self, reason: str = "") -> None:
+    def _fail_run(self, reason: str = "") -> None:
         """Ends the run as failed."""
-        for session in self.world.left:
+        for session in self.world.living_sessions:
             if reason:
                 about = {"rank": session.member, "step": session.rank.step, "op": "", "type": "KnobError"}
                 session.mark("error", about | {"text": reason})
-            session.ends("failed")
+            session.mark_end("failed")
         self.world.sessions[0].mark("state", {"state": "failed", "detail": reason})
 
     # -- new ranks --
 
-    def _expect(self) -> None:
+    def _schedule_joins(self) -> None:
         """Sets an event for each time at which replacements are ready."""
         world = self.world
         for at in sorted(set(self._coming)):
-            world.clock.aside(max(at, world.clock.now), Bell(self._plan_join))
+            world.clock.resume_if_reached(max(at, world.clock.now), TimedCall(self._plan_join))
 
     def _plan_join(self) -> None:
         """Plans that the ready replacements join before the next step that no rank has begun."""
         world = self.world
         count = sum(at <= world.clock.now for at in self._coming)
-        known = [c for session in world.sessions for c in session.planned if isinstance(c, Join)]
+        known = [c for session in world.sessions for c in session.planned if isinstance(c, JoinChange)]
         if not count or world.fallen or world.parted is not None or 0 < len(known) < len(world.sessions):
             return  # some ranks are at a planned join already; these replacements join after it
         self._coming = [at for at in self._coming if at > world.clock.now]
         step, new = max(s.rank.step for s in world.sessions) + 1, tuple(range(self._next, self._next + count))
         self._next += count
-        join = Join(known[0].at_step, new=(*known[0].new, *new)) if known else Join(step, new=new)
+        join = JoinChange(known[0].at_step, new=(*known[0].new, *new)) if known else JoinChange(step, new=new)
         for session in world.sessions:
-            others = [c for c in session.planned if not isinstance(c, Join)]
+            others = [c for c in session.planned if not isinstance(c, JoinChange)]
             session.planned = sorted([*others, join], key=lambda change: change.at_step)
 
-    def _parted(self) -> Next:
+    def _plan_growth(self) -> NextGeneration:
         """Returns how the ranks continue together with the new ones, after they have met."""
         new, e, used = self.world.parted
         first, stay = self.world.sessions[0], tuple(range(self.world.size))
         for session in self.world.sessions:
             session.leave_generation([])
-        came = Came((*self.world.members, *new), stay, stay, stay, first.rank.step)
-        text = f"{named(new)} {are(new)} added; {named(came.members)} train from step {came.step}"
+        came = Membership((*self.world.members, *new), stay, stay, stay, first.rank.step)
+        text = f"{name_ranks(new)} {choose_are(new)} added; {name_ranks(came.members)} train from step {came.step}"
         mark = {"members": came.members, "gone": [], "spare": [], "new": new, "step": came.step, "text": text,
                 "settings": e.plain()}  # fmt: skip
-        return Next(came, e, first.obeyed, {}, False, 0, [], [], mark, used)
+        return NextGeneration(came, e, first.obeyed, {}, False, 0, [], [], mark, used)
 
     # -- the next generation --
 
-    def _begin(self, to: Next) -> list[Session]:
+    def _begin_generation(self, to: NextGeneration) -> list[Session]:
         before, came = self.world, to.came
         planned = [c for c in before.sessions[came.places[0]].planned if type(c) is Change]
         lost = before.parted is None
-        world = World(len(came.members), before.costs, before.seed, planned, before.real, members=came.members,
+        world = VirtualWorld(len(came.members), before.costs, before.seed, planned, before.real, members=came.members,
                       now=before.clock.now + (VOTED if lost else 0.0))  # fmt: skip
         world.mortal, self.world = before.mortal, world
-        world.keeper = Kept(self._folder, world.size) if before.keeper is not None else None
+        world.keeper = CheckpointStore(self._folder, world.size) if before.keeper is not None else None
         self.records.append(world.record)
-        sessions = [self._session(before, world, place, to) for place in range(world.size)]
+        sessions = [self._make_session(before, world, place, to) for place in range(world.size)]
         sessions[0].mark("members", {**to.mark, "turn": len(self.records) - 1})
         if not sessions[0].learner.indexed:
-            sessions[0].mark("data", may_come_again(NO_INDEX))
+            sessions[0].mark("data", describe_repeats(NO_INDEX))
         return sessions
 
-    def _session(self, before: World, world: World, place: int, to: Next) -> Session:
+    def _make_session(self, before: VirtualWorld, world: VirtualWorld, place: int, to: NextGeneration) -> Session:
         came, e = to.came, to.experiment
         if place >= len(came.places):
             return Session(world, place, e, self._made(e, place), None, to)
@@ -181,7 +181,7 @@ class Generations:
         if not path:
             return Session(world, place, e, was.body, was, to)
         checkpoint = checkpoints.Checkpoint.open(path)
-        former = formerly(checkpoint, checkpoints.Bytes(checkpoint))
+        former = open_images(checkpoint, checkpoints.Bytes(checkpoint))
         session = Session(world, place, e, was.body, was, to._replace(used=former.used))
         session.former = former
         return session

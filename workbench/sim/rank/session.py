@@ -11,45 +11,52 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from workbench.experiment import Experiment
-from workbench.host.checkpoint.saving import Saving
+from workbench.host.checkpoint.saving import Checkpointer
 from workbench.host.core.rate import Rate
 from workbench.host.elastic.rollback import Rollback
-from workbench.host.elastic.voting import Next
+from workbench.host.elastic.voting import NextGeneration
 from workbench.host.loop import meeting
-from workbench.host.memory.counted import Counted
-from workbench.host.memory.ledger import Ledger
+from workbench.host.memory.counted import RealMemoryCounts
+from workbench.host.memory.ledger import MemoryAccount
 from workbench.host.observe.evaluating import Evaluated
-from workbench.host.observe.finite import Finite
-from workbench.host.observe.measuring import Measuring
-from workbench.host.passes.narrowing import Narrowing
+from workbench.host.observe.finite import NonFiniteGuard
+from workbench.host.observe.measuring import CompressionErrorProbe
+from workbench.host.passes.narrowing import SubModelTraining
 from workbench.host.reconfigure import changes
-from workbench.host.reconfigure.steering import Steering
-from workbench.host.sharding.reading import Reading
-from workbench.host.sharding.trial import Trial
-from workbench.host.sharding.usage import Usage
+from workbench.host.reconfigure.steering import PolicyRunner
+from workbench.host.sharding.reading import Unsharder
+from workbench.host.sharding.trial import AccessTrace
+from workbench.host.sharding.usage import ParameterUsage
 from workbench.host.transfer import residual
-from workbench.host.transfer.momentum import stilled
+from workbench.host.transfer.momentum import subtract_gradients
 from workbench.rank import Bucket, Op
 from workbench.sim.clock.fiber import Fiber
 from workbench.sim.compute.host import Host
-from workbench.sim.model.evaluation import taken
-from workbench.sim.model.known import Known
-from workbench.sim.rank.evaluate import known_evaluated, mean_evaluated
-from workbench.sim.rank.mortal import Mortal
+from workbench.sim.model.evaluation import count_evaluation_bytes
+from workbench.sim.model.known import KnownMemory
+from workbench.sim.rank.evaluate import evaluate_known, evaluate_mean
+from workbench.sim.rank.mortal import MortalRank
 from workbench.tasks import at_rate, rate
 
 if TYPE_CHECKING:
-    from workbench.sim.clock.world import World
+    from workbench.sim.clock.world import VirtualWorld
 
 
-class Session(Mortal):
+class Session(MortalRank):
     """A run on one virtual rank. Changes use part of it (`host/transfer/views.py`).
 
     member: this rank's number in the run
     """
 
-    def __init__(self, world: World, index: int, experiment: Experiment, body: Any, before: Session | None = None,
-                 to: Next | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        world: VirtualWorld,
+        index: int,
+        experiment: Experiment,
+        body: Any,
+        before: Session | None = None,
+        to: NextGeneration | None = None,
+    ) -> None:
         """before: the same rank in the generation before; to: how this generation begins, if it is not the first"""
         self.world, self.body, self.member = world, body, world.members[index]
         self.host = Host(world, index, experiment, body)
@@ -58,22 +65,24 @@ class Session(Mortal):
         self.rank.lr = experiment.lr or rate(body.optimizer)
         self.rate, self.planned = Rate(experiment, body.optimizer), list(world.planned)
         if to is not None:
-            self.come(before, to)
-        self.steering = self.host.steering = before.steering if before else Steering(self)
+            self.enter_generation(before, to)
+        self.steering = self.host.steering = before.steering if before else PolicyRunner(self)
         self.steering.run = self
         self.stepped: Callable[[int], None] = before.stepped if before else lambda steps: None  # gets the step count
         self.state: Any = None
-        self.measuring = Measuring()
+        self.measuring = CompressionErrorProbe()
         self.rollback = self.host.rollback = Rollback(self) if world.mortal else None
-        self.saving = Saving(self, world.keeper and world.keeper.of(self), world.saved and world.saved(index))
-        self.narrowing = self.host.narrowing = body.narrowing = Narrowing(
-            body.model, body.learner, self._made_for, lambda: self.experiment, lies=world.real
+        self.saving = Checkpointer(
+            self, world.keeper and world.keeper.make_writer(self), world.saved and world.saved(index)
         )
-        self.ledger = self.host.ledger = body.ledger = Ledger(self, self._counts(), body.away)
-        self.reading = self.host.reading = body.reading = Reading(self, None, listens=world.real)
-        self.finite = body.finite = Finite(self, self.alarmed, before.finite.first if before else None)
+        self.narrowing = self.host.narrowing = body.narrowing = SubModelTraining(
+            body.model, body.learner, self._make_for, lambda: self.experiment, lies=world.real
+        )
+        self.ledger = self.host.ledger = body.ledger = MemoryAccount(self, self._make_counts(), body.away)
+        self.reading = self.host.reading = body.reading = Unsharder(self, None, listens=world.real)
+        self.finite = body.finite = NonFiniteGuard(self, self.handle_alarm, before.finite.first if before else None)
         self.background: Fiber | None = None
-        self.host.ended = self._ended
+        self.host.ended = self._handle_end
         self._awaiting: Fiber | None = None  # waits until workers or the background end
         self._workers = 0
         body.examples = lambda: self.experiment.batch
@@ -81,112 +90,114 @@ class Session(Mortal):
             body.memory = self.rank.memory
             body.step_now = lambda: self.rank.step
             body.usage, body.strategy_now = self.host.usage, self.host.strategy
-            self.host.usage.lie(body.model, body.layout)
-            body.stepped = lambda: stilled(body.layout, body.optimizer, self.rank.memory)
+            self.host.usage.take_layout(body.model, body.layout)
+            body.stepped = lambda: subtract_gradients(body.layout, body.optimizer, self.rank.memory)
         if to is not None:
-            return self.begin_again()
+            return self.begin_generation()
         self.set_fabric(None, experiment)
-        residual.begin(self)
+        residual.start_compressor(self)
         self.choose_lane()
 
-    def _counts(self) -> Any:
+    def _make_counts(self) -> Any:
         """Returns the source of this rank's memory figures."""
         if self.world.real:
             drawn = self.body.batches
-            return Counted(self, self.body.opened, lambda: drawn.nbytes, part=lambda: self.narrowing.trained)
-        return Known(self.body, lambda: self.experiment.batch)
+            return RealMemoryCounts(
+                self, self.body.list_open, lambda: drawn.nbytes, part=lambda: self.narrowing.own_params
+            )
+        return KnownMemory(self.body, lambda: self.experiment.batch)
 
-    def _made_for(self, params: list[Any]) -> Any:
+    def _make_for(self, params: list[Any]) -> Any:
         """Returns the run's optimizer for these parameters, at the present learning rate, without state."""
-        optimizer = self.body.made(self.experiment, params)
+        optimizer = self.body.make_optimizer(self.experiment, params)
         at_rate(optimizer, self.rank.lr)
         return optimizer
 
     # -- the loop of a rank --
 
-    async def live(self) -> None:
+    async def train_from_start(self) -> None:
         """Runs the whole training on this rank."""
         said = {"host": "simulated", "device": "cpu" if self.world.real else "sizes only",
-                "parameters": self.layout.numel, "nbytes": self.layout.nbytes}  # fmt: skip
+                "parameters": self.layout.element_count, "nbytes": self.layout.byte_count}  # fmt: skip
         if (many := self.world.size // self.world.first) > 1:
             said["stands_for"] = many
         self.mark("start", said)
-        changes.note_idle(self)
+        changes.mark_idle_faults(self)
         if self.saving.saved is not None:
-            self.saving.saved.begin(self)
-        self.enter(None, self.experiment)
-        await super().live()
+            self.saving.saved.begin_restore(self)
+        self.enter_strategy(None, self.experiment)
+        await super().train_from_start()
 
     @property
-    def ended(self) -> bool:
+    def is_ended(self) -> bool:
         return self.world.over
 
     @property
-    def drawn(self) -> int:
-        return int(self.body.taken)
+    def drawn_batches(self) -> int:
+        return int(self.body.taken_batches)
 
     @property
-    def met(self) -> bool:
+    def has_met(self) -> bool:
         return self.host.met
 
     @property
-    def called_for(self) -> int:
+    def called_count(self) -> int:
         return self.world.due
 
-    async def finish(self) -> None:
-        self.say("done")
-        self.ends("done")
+    async def finish_run(self) -> None:
+        self.set_phase("done")
+        self.mark_end("done")
 
-    async def make(self) -> int:
+    async def step_strategy(self) -> int:
         host, strategy, clock = self.host, self.experiment.strategy, self.host.clock
         host.met = False
         began, made = clock.now, None
         if strategy.workers > 1:
-            await self._all_workers()
+            await self._run_workers()
         else:
-            made = await Op("drive", self.finite.step(self.measuring.step(self)))
+            made = await Op("drive", self.finite.guard_step(self.measuring.measure_step(self)))
         if (costs := self.world.costs) is not None and costs.between:
             await Op("stand", costs.between)
-        if said := host.pace_said():
+        if said := host.take_pace_news():
             self.mark("pace", said)
         host.span("step", type(strategy).__name__, began, began, clock.now, 0)
         self.stepped(self.rank.step + (made or 1))
         if losses := self.body.losses:
             host.note("loss", loss := sum(losses) / len(losses))
             losses.clear()
-            self.finite.told(self.rank.step, loss)
+            self.finite.check_step_loss(self.rank.step, loss)
         return made or 1
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> ParameterUsage:
         return self.host.usage
 
     @property
-    def reorders(self) -> bool:
-        return bool(self.body.to_learn)
+    def has_new_order(self) -> bool:
+        return bool(self.body.has_new_order)
 
     @property
-    def shown(self) -> Trial | None:
-        return None if self.world.real else self.body.trial
+    def access_trace(self) -> AccessTrace | None:
+        return None if self.world.real else self.body.access_trace
 
-    async def learned(self) -> list[str]:
-        return await self.agreed(self.body.learned())
+    async def learn_order(self) -> list[str]:
+        return await self.agree_on_order(self.body.learn_order())
 
-    async def agreed(self, names: list[str]) -> list[str]:
+    async def agree_on_order(self, names: list[str]) -> list[str]:
         """The order that the first of the ranks with the same part of the model has seen; it waits for nobody."""
         op = Op("told", "agree on an order", names)
         op.group = self.rank.replicas.within
         found: list[str] = await op
         return found
 
-    async def relay_in(self, names: list[str]) -> None:
-        await self.relay(partial(self.body.learn, names))
+    async def reorder_parameters(self, names: list[str]) -> None:
+        await self.share_again(partial(self.body.reorder_parameters, names))
         self.mark_buckets()
 
-    def moved(self, made: int) -> None:
-        self.host.rounds.moved()
+    def note_steps(self, made: int) -> None:
+        self.host.rounds.note_step()
 
-    async def _all_workers(self) -> None:
+    async def _run_workers(self) -> None:
         """Runs the step on every worker of this rank, and waits for all of them."""
         strategy, rank = self.experiment.strategy, self.rank
         self._workers = strategy.workers
@@ -195,36 +206,36 @@ class Session(Mortal):
             mine.__dict__.update(rank.__dict__, worker=worker, _groups={})
             Fiber(self.host, strategy.step(mine, self.state), f"worker {worker}", f"worker {worker} ").resume(None)
         if self._workers:
-            await Op("park", self._await, "its workers")
+            await Op("park", self._store_waiting, "its workers")
 
-    async def called(self) -> bool:
+    async def check_meeting(self) -> bool:
         """Returns whether a meeting takes place now. An idle rank waits for one. See the engine's meeting."""
         world, strategy, step = self.world, self.experiment.strategy, self.rank.step
         if world.missed:
             await Op("park", lambda fiber: None, "those who are left")
-        due = bool(self.due)
+        due = bool(self.due_count)
         if strategy.lockstep:
             return due
-        idle = meeting.idle(self.experiment, self.rank)
+        idle = meeting.is_idle(self.experiment, self.rank)
         propagation = strategy.propagation_in(self.rank.size, step)
         if idle:
             world.done.add(self.rank.id)
-            self.host.rounds.idle()
+            self.host.rounds.note_idle()
             if len(world.done) == self.rank.size:
                 world.over = True
-                world.call(step)
-        if not world.wanted and self.usage.found():
-            world.want()
+                world.call_meeting(step)
+        if not world.wanted and self.usage.list_unfrozen():
+            world.request_meeting()
         while True:
             if self.rank.id == 0 and (due or world.wanted) and world.meets < 0:
-                world.call(meeting.named(self.experiment, self.rank, self.state))
+                world.call_meeting(meeting.choose_meeting_step(self.experiment, self.rank, self.state))
             if world.meets >= 0 and (not propagation or step == world.meets or idle):
                 return True
             if not idle:
                 return False
-            await Op("park", world.listen, "a meeting or the end")
+            await Op("park", world.add_listener, "a meeting or the end")
 
-    async def assemble(self) -> None:
+    async def assemble_ranks(self) -> None:
         """Waits for all ranks, and for their backgrounds to end."""
         world = self.world
 
@@ -239,17 +250,17 @@ class Session(Mortal):
         await Op("together", "meet between steps", self.rank.step, joint, 0.0)
         if propagation and self.rank.role == "server":  # a server makes no steps of its own
             self.rank.step = world.latest
-        await self.rest()
+        await self.await_background()
         await self.gather(0)
 
-    async def rest(self) -> None:
-        self.host.rounds.idle()
+    async def await_background(self) -> None:
+        self.host.rounds.note_idle()
         self.host.leaving = True
         if self.background is not None:
-            await Op("park", self._await, "its background")
+            await Op("park", self._store_waiting, "its background")
         self.host.leaving = False
 
-    def go_on(self) -> None:
+    def start_background(self) -> None:
         """Starts the background, at the beginning or after a meeting."""
         strategy = self.experiment.strategy
         if self.background is not None or not strategy.has_background or self.world.over:
@@ -257,32 +268,35 @@ class Session(Mortal):
         host = self.host
         host.leaving = host.rounds.is_idle = False
         self.background = Fiber(host, strategy.background(self.rank, self.state), "background", "background ")
-        self.background.lane = host.lane("background ")
-        host.clock.at(host.clock.now, self.background)
+        self.background.lane = host.open_lane("background ")
+        host.clock.resume_at(host.clock.now, self.background)
 
-    async def mean_evaluated(self) -> Evaluated:
+    async def evaluate_mean(self) -> Evaluated:
         lasts = costs.evaluate if (costs := self.world.costs) else 0.0
-        found: Evaluated = await Op("together", "evaluate", self.body, self._mean, lasts)
+        found: Evaluated = await Op("together", "evaluate", self.body, self._evaluate_bodies, lasts)
         self._count_evaluation(together=True)
         return found
 
-    def _mean(self, bodies: list[Any]) -> list[Evaluated]:
-        return mean_evaluated(bodies) if self.world.real else [({}, None)] * len(bodies)
+    def _evaluate_bodies(self, bodies: list[Any]) -> list[Evaluated]:
+        return evaluate_mean(bodies) if self.world.real else [({}, None)] * len(bodies)
 
-    async def known_evaluated(self, known: list[Bucket]) -> Evaluated:
-        found = known_evaluated(self.body, known, self.rank.id == 0) if self.world.real else ({}, None)
+    async def evaluate_known(self, known: list[Bucket]) -> Evaluated:
+        found = evaluate_known(self.body, known, self.rank.id == 0) if self.world.real else ({}, None)
         self._count_evaluation(together=False)
         return found
 
     def _count_evaluation(self, together: bool) -> None:
         """Counts the memory of an evaluation, if each rank has memory of its own."""
-        if self.ledger.looks and (nbytes := taken(self, together, self.body.evaluated())) is not None:
-            self.ledger.evaluated(nbytes)
+        if (
+            self.ledger.is_evaluation_measured
+            and (nbytes := count_evaluation_bytes(self, together, self.body.measure_evaluation())) is not None
+        ):
+            self.ledger.note_evaluation(nbytes)
 
-    def _await(self, fiber: Fiber) -> None:
+    def _store_waiting(self, fiber: Fiber) -> None:
         self._awaiting = fiber
 
-    def _ended(self, fiber: Fiber) -> None:
+    def _handle_end(self, fiber: Fiber) -> None:
         """Handles the end of a worker or of the background."""
         if fiber.waiter is not None:
             fiber.waiter.resumed = self.host.clock.now

@@ -9,7 +9,7 @@ from typing import Any
 
 from workbench import analysis
 from workbench.experiment import Experiment
-from workbench.host.memory.budget import BETWEEN, MB, OutOfMemory, in_mb
+from workbench.host.memory.budget import BETWEEN, MB, OutOfMemory, format_mb
 from workbench.policies import ByHand
 from workbench.rank import StrategyError
 from workbench.settings import Change, KnobError, each, knobs, resolve
@@ -22,7 +22,7 @@ STEPS = 3  # before a change, and after it: the optimizer has state from the sec
 MOST = 64  # steps of a strategy's round or warm-up that are simulated, at most
 
 
-def longest(strategy: Any) -> int:
+def longest_round(strategy: Any) -> int:
     """Returns the largest knob of a strategy that counts steps: of a round, or of a warm-up."""
     return max((int(k.default) for k in knobs(strategy) if k.unit == "steps"), default=0)
 
@@ -41,9 +41,9 @@ def require_memory(e: Experiment, path: str | Mapping[str, Any] = "", value: Any
         return
     change = dict(each(path, value)) if path else {}
     try:
-        found = _foreseen(e, change)
+        found = _foresee_memory(e, change)
     except OutOfMemory as error:
-        raise KnobError(_said(e, change, error)) from None
+        raise KnobError(_describe_refusal(e, change, error)) from None
     except (KnobError, StrategyError, TaskError):  # it cannot be simulated, or ranks will say what fails
         return
     except Exception as error:
@@ -56,56 +56,56 @@ def require_memory(e: Experiment, path: str | Mapping[str, Any] = "", value: Any
     require_room(wanted, found)
 
 
-def _foreseen(e: Experiment, change: dict[str, Any]) -> list[analysis.RankMemory]:
+def _foresee_memory(e: Experiment, change: dict[str, Any]) -> list[analysis.RankMemory]:
     """Returns the memory that each rank needs from the change on, or from the start. Raises OutOfMemory."""
     wanted = e.set(change) if change else e
-    before = STEPS + min(MOST, longest(e.strategy)) if change else 0
-    steps, healthy = before + STEPS + min(MOST, longest(wanted.strategy)), replace(e.fabric, faults=())
+    before = STEPS + min(MOST, longest_round(e.strategy)) if change else 0
+    steps, healthy = before + STEPS + min(MOST, longest_round(wanted.strategy)), replace(e.fabric, faults=())
     last = steps if e.eval_every else 0  # one evaluation after all memory is in use
     short = replace(e, steps=steps, eval_every=last, pace=e.pace or 1.0, fabric=healthy, policy=ByHand())
     run = simulate(short, changes=[Change(before, change)] if change else [], real=False)
-    return analysis.memory(run.timeline, before)
+    return analysis.measure_memory(run.timeline, before)
 
 
-def _said(e: Experiment, change: dict[str, Any], error: OutOfMemory) -> str:
+def _describe_refusal(e: Experiment, change: dict[str, Any], error: OutOfMemory) -> str:
     """Returns the refusal. If the switch itself does not fit, the refusal suggests only settings that were tried."""
     lack = error.lack
     if lack is None or not change:
         return str(error)
     if lack.when != BETWEEN:
-        return lack.text(e)
+        return lack.make_message(e)
     free, rest = replace(e, memory_mb=0.0), {path: value for path, value in change.items() if path != "memory_mb"}
     try:
-        after = max(one.peak for one in _foreseen(free, rest)) + _late(lack.wanted)
+        after = max(one.peak for one in _foresee_memory(free, rest)) + _count_late_bytes(lack.wanted)
     except Exception:  # the memory after the switch is unknown
-        return lack.text(e)
-    lack = replace(lack, enough=f"memory_mb={in_mb(1.05 * max(lack.needed, after))}")
-    return lack.text(e, lambda path, value: _fits(e, change | {path: value}))
+        return lack.make_message(e)
+    lack = replace(lack, enough=f"memory_mb={format_mb(1.05 * max(lack.needed, after))}")
+    return lack.make_message(e, lambda path, value: _does_fit(e, change | {path: value}))
 
 
-def _fits(e: Experiment, change: dict[str, Any]) -> bool:
+def _does_fit(e: Experiment, change: dict[str, Any]) -> bool:
     try:
-        require_room(e.set(change), _foreseen(e, change))
+        require_room(e.set(change), _foresee_memory(e, change))
     except Exception:  # refused, or unknown
         return False
     return True
 
 
-def _late(e: Experiment) -> int:
+def _count_late_bytes(e: Experiment) -> int:
     """Returns the bytes of the buckets that may wait for their sums on real ranks."""
-    return _outstanding(e) * int(e.bucket_mb * MB)
+    return _count_outstanding(e) * int(e.bucket_mb * MB)
 
 
-def _outstanding(e: Experiment) -> int:
+def _count_outstanding(e: Experiment) -> int:
     return int(getattr(e.strategy, "outstanding", 0))
 
 
 def require_room(e: Experiment, found: list[analysis.RankMemory]) -> None:
     """Raises KnobError if the peak plus the `outstanding` buckets of real ranks exceed `memory_mb`."""
-    waiting, worst = _late(e), max(found, key=lambda one: one.peak)
+    waiting, worst = _count_late_bytes(e), max(found, key=lambda one: one.peak)
     if worst.peak + waiting > e.memory_mb * MB:
         raise KnobError(
-            f"memory_mb={e.memory_mb:g}: rank {worst.rank} needs {in_mb(worst.peak)} MB, and {in_mb(waiting)} more "
-            f"where exchanges are late (outstanding={_outstanding(e)} buckets of {e.bucket_mb:g} MB); take "
-            f"fewer or smaller buckets, or memory_mb={in_mb(1.02 * (worst.peak + waiting))}"
+            f"memory_mb={e.memory_mb:g}: rank {worst.rank} needs {format_mb(worst.peak)} MB, and {format_mb(waiting)} "
+            f"more where exchanges are late (outstanding={_count_outstanding(e)} buckets of {e.bucket_mb:g} MB); take "
+            f"fewer or smaller buckets, or memory_mb={format_mb(1.02 * (worst.peak + waiting))}"
         )

@@ -16,19 +16,19 @@ import torch
 from torch import nn
 
 from workbench.experiment import Experiment
-from workbench.host.checkpoint.alone import KIND, state_of
-from workbench.host.checkpoint.image import Image
+from workbench.host.checkpoint.alone import KIND, read_model_state
+from workbench.host.checkpoint.image import RankImage
 from workbench.host.checkpoint.pieces import read_whole_model
-from workbench.host.checkpoint.regain import regained
-from workbench.host.checkpoint.saving import Together
-from workbench.host.checkpoint.whole import brought_together, image_of
+from workbench.host.checkpoint.regain import open_image
+from workbench.host.checkpoint.saving import GatherChange
+from workbench.host.checkpoint.whole import gather_model, make_whole_image
 from workbench.partitions import Whole
 from workbench.policies import ByHand
 from workbench.record.checkpoints import Bytes, Checkpoint
 from workbench.record.store import RunError
 from workbench.settings import Change, KnobError, knobs, short, to_plain
-from workbench.sim.rank.keeping import written
-from workbench.sim.run.simulate import standing
+from workbench.sim.rank.keeping import write_checkpoint
+from workbench.sim.run.simulate import restore_ranks
 from workbench.strategies import DDP
 from workbench.tasks._written import Unwritable
 from workbench.tasks._written import written as written_model
@@ -36,7 +36,7 @@ from workbench.tasks._written import written as written_model
 TOGETHER = ("strategy", "partition")
 
 
-class Resumed(NamedTuple):
+class ResumePlan(NamedTuple):
     """How a run resumes.
 
     experiment: the settings with which all ranks begin; changes: those at the checkpoint's step, and later ones
@@ -54,11 +54,11 @@ class Resumed(NamedTuple):
         of = self.checkpoint.path.parent.parent
         return {"checkpoint": str(self.checkpoint.path), "step": self.checkpoint.step, "run": str(of)}
 
-    def at(self, folder: Path) -> Path:
+    def prepare_checkpoint(self, folder: Path) -> Path:
         """Returns the checkpoint that ranks read. For another number of ranks, makes it in `folder` first."""
         if self.experiment.ranks == self.checkpoint.ranks:
             return self.checkpoint.path
-        return together(self.checkpoint, self.made, self.experiment.ranks, folder).path
+        return gather_checkpoint(self.checkpoint, self.made, self.experiment.ranks, folder).path
 
 
 def settings_of(checkpoint: Checkpoint, task: Any = None) -> Experiment:
@@ -70,15 +70,15 @@ def settings_of(checkpoint: Checkpoint, task: Any = None) -> Experiment:
     return Experiment.read(settings).checked()
 
 
-def _task(checkpoint: Checkpoint) -> Any:
+def _plain_task(checkpoint: Checkpoint) -> Any:
     """Returns the checkpoint's task as plain data; None if only the notebook can make it."""
     with suppress(KnobError):
         return to_plain(settings_of(checkpoint).task)
     return None
 
 
-def resumed(checkpoint: Checkpoint, wanted: Experiment | None, changes: Sequence[Change] | None = None,
-            most: int = 0) -> Resumed:  # fmt: skip
+def plan_resume(checkpoint: Checkpoint, wanted: Experiment | None, changes: Sequence[Change] | None = None,
+            most: int = 0) -> ResumePlan:  # fmt: skip
     """Returns how a run resumes from `checkpoint` under `wanted`; None: as it was. Raises KnobError if it cannot.
 
     changes: planned ones, at steps of the whole run; None: the checkpoint's remaining ones
@@ -93,20 +93,20 @@ def resumed(checkpoint: Checkpoint, wanted: Experiment | None, changes: Sequence
     saved, step = settings_of(checkpoint, wanted and wanted.task), checkpoint.step
     wanted = replace(saved, ranks=min(saved.ranks, most or saved.ranks)) if wanted is None else wanted
     wanted = wanted.checked()
-    task, known = to_plain(wanted.task), _task(checkpoint)
+    task, known = to_plain(wanted.task), _plain_task(checkpoint)
     if known is not None and known != task:
         raise KnobError(f"task={short(task)}: the checkpoint is of {short(known)}; resume with that")
     if 0 < wanted.steps <= step:
         raise KnobError(f"steps={wanted.steps}: the checkpoint was made before step {step}; take more steps, or 0")
-    to_come = tuple(changes) if changes is not None else _planned(checkpoint)
-    start = saved if wanted.ranks == checkpoint.ranks else _for_others(saved, wanted)
+    to_come = tuple(changes) if changes is not None else _read_planned(checkpoint)
+    start = saved if wanted.ranks == checkpoint.ranks else _first_settings(saved, wanted)
     fixed = {k.name: getattr(wanted, k.name) for k in knobs(Experiment) if not k.live}
     start = replace(start, **fixed).checked()
-    made = tuple(Change(step, settings) for settings in _differences(start, wanted))
-    return Resumed(start, (*made, *(c for c in to_come if c.at_step >= step)), checkpoint, saved)
+    made = tuple(Change(step, settings) for settings in _list_differing_knobs(start, wanted))
+    return ResumePlan(start, (*made, *(c for c in to_come if c.at_step >= step)), checkpoint, saved)
 
 
-def _planned(checkpoint: Checkpoint) -> tuple[Change, ...]:
+def _read_planned(checkpoint: Checkpoint) -> tuple[Change, ...]:
     """Returns the checkpoint's remaining planned changes. Raises KnobError if they are invalid."""
     try:
         return tuple(Change.read(plain, int(plain["at_step"])) for plain in checkpoint.planned)
@@ -114,7 +114,7 @@ def _planned(checkpoint: Checkpoint) -> tuple[Change, ...]:
         raise KnobError(f"resume={checkpoint.path}: its planned changes are none; give changes=[] or others") from None
 
 
-def _differences(start: Experiment, wanted: Experiment) -> Iterator[dict[str, Any]]:
+def _list_differing_knobs(start: Experiment, wanted: Experiment) -> Iterator[dict[str, Any]]:
     """Yields knobs to set, in an order in which each is valid. Raises KnobError if there is none.
 
     Strategy and partition change together, because the state between two changes may not fit into memory.
@@ -135,7 +135,7 @@ def _differences(start: Experiment, wanted: Experiment) -> Iterator[dict[str, An
             raise KnobError(f"a change from what the checkpoint was made with is refused: {reason}")
 
 
-def _for_others(saved: Experiment, wanted: Experiment) -> Experiment:
+def _first_settings(saved: Experiment, wanted: Experiment) -> Experiment:
     """Returns the first settings for another number of ranks: close to the old ones, with the whole model on each."""
     reason: KnobError | None = None
     for compressor in (saved.compressor, wanted.compressor):
@@ -146,23 +146,23 @@ def _for_others(saved: Experiment, wanted: Experiment) -> Experiment:
     raise KnobError(f"ranks={wanted.ranks}: cannot go on from a checkpoint of {saved.ranks}: {reason}")
 
 
-def together(checkpoint: Checkpoint, saved: Experiment, size: int, folder: Path) -> Checkpoint:
+def gather_checkpoint(checkpoint: Checkpoint, saved: Experiment, size: int, folder: Path) -> Checkpoint:
     """Gathers the state of the ranks of `checkpoint` into one checkpoint in `folder`, for `size` ranks."""
     found: dict[int, Any] = {}
-    images: list[Image] = []
+    images: list[RankImage] = []
 
     async def hand_in(run: Any) -> None:
-        found[run.rank.id] = await brought_together(run)
+        found[run.rank.id] = await gather_model(run)
         if len(found) == saved.ranks:
             momentum, rules, _ = found[0]
             shares = [found[rank][2] for rank in range(saved.ranks)]
             used = max(session.reads.used for session in run.world.sessions)
-            images.append(image_of(run.world.sessions[0], momentum, rules, shares, size, used))
+            images.append(make_whole_image(run.world.sessions[0], momentum, rules, shares, size, used))
 
-    _stand(checkpoint, saved, hand_in)
+    _restore_ranks(checkpoint, saved, hand_in)
     about = {**{k: v for k, v in checkpoint.said.items() if k in ("experiment", "held_out")},
              "kind": "whole", "step": images[0].step, "ranks": size, "planned": [], "asked": True}  # fmt: skip
-    return Checkpoint.open(written(folder, images, about))
+    return Checkpoint.open(write_checkpoint(folder, images, about))
 
 
 def model_of(checkpoint: Checkpoint, task: Any = None, into: nn.Module | None = None) -> nn.Module:
@@ -174,21 +174,21 @@ def model_of(checkpoint: Checkpoint, task: Any = None, into: nn.Module | None = 
         raise KnobError("into=None: a loop of its own has made this model, and only it knows how; give a model of that "
                         "shape, into=model, or take run.save_model(path)")  # fmt: skip
     if into is not None:
-        return _filled(into, saved_state(checkpoint, task))
+        return _load_state(into, saved_state(checkpoint, task))
     saved = settings_of(checkpoint, task)
     made = saved.task.build().model()
     if not saved.strategy.periodic and _fill_from_pieces(made, checkpoint):
         return made
 
     async def hand_in(run: Any) -> None:
-        await brought_together(run)
+        await gather_model(run)
         if run.rank.id == 0:
             mine = dict(run.model.named_parameters()) | dict(run.model.named_buffers())
             with torch.no_grad():
                 for name, x in [*made.named_parameters(), *made.named_buffers()]:
                     x.copy_(mine[name])
 
-    _stand(checkpoint, saved, hand_in)
+    _restore_ranks(checkpoint, saved, hand_in)
     return made
 
 
@@ -213,10 +213,10 @@ def saved_state(checkpoint: Checkpoint, task: Any = None) -> dict[str, Any]:
     """Returns the state dict of `model_of`'s model. Raises the errors of `model_of`."""
     if checkpoint.kind != KIND:
         return dict(model_of(checkpoint, task).state_dict())
-    return state_of(regained(checkpoint, Bytes(checkpoint), 0, alone=True))
+    return read_model_state(open_image(checkpoint, Bytes(checkpoint), 0, alone=True))
 
 
-def _filled(model: nn.Module, state: dict[str, Any]) -> nn.Module:
+def _load_state(model: nn.Module, state: dict[str, Any]) -> nn.Module:
     """Loads a state dict into `model`. Raises KnobError if it does not fit."""
     if not isinstance(model, nn.Module):
         raise KnobError(f"into={short(model)}: must be a torch Module of the shape of the one that was trained")
@@ -228,17 +228,17 @@ def _filled(model: nn.Module, state: dict[str, Any]) -> nn.Module:
     return model
 
 
-def _stand(checkpoint: Checkpoint, saved: Experiment, hand_in: Callable[[Any], Any]) -> None:
+def _restore_ranks(checkpoint: Checkpoint, saved: Experiment, hand_in: Callable[[Any], Any]) -> None:
     """Restores all ranks of the checkpoint, and lets each call `hand_in`."""
     strategy = DDP() if saved.strategy.opaque else saved.strategy  # leaves the same state
     e = replace(
         saved, strategy=strategy, steps=checkpoint.step or 1, policy=ByHand(), eval_every=0, memory_mb=0.0, pace=1.0,
         measure_every=0, save_every=0, fabric=replace(saved.fabric, faults=()),
     )  # fmt: skip
-    standing(e, checkpoint, Together(0, value=hand_in))
+    restore_ranks(e, checkpoint, GatherChange(0, value=hand_in))
 
 
-def written_to(path: Path | str, made: Callable[[], dict[str, Any]]) -> Path:
+def write_state(path: Path | str, made: Callable[[], dict[str, Any]]) -> Path:
     """Writes a model's state dict to a file. Raises KnobError, or RunError if writing fails."""
     try:
         return written_model(path, made)

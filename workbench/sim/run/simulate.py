@@ -14,8 +14,8 @@ import psutil
 import torch
 
 from workbench.experiment import Experiment, given
-from workbench.host.checkpoint.regain import regained
-from workbench.host.reconfigure.refusing import able
+from workbench.host.checkpoint.regain import open_image
+from workbench.host.reconfigure.refusing import require_trainable
 from workbench.rank import StrategyError
 from workbench.record.checkpoints import Bytes, Checkpoint
 from workbench.record.run import Run
@@ -23,18 +23,18 @@ from workbench.settings import Change, KnobError
 from workbench.settings.doing import doing
 from workbench.settings.said import text_of
 from workbench.sim.clock.record import Record
-from workbench.sim.clock.world import World
-from workbench.sim.compute.sizes import Sizes
-from workbench.sim.costs.alike import unlike
+from workbench.sim.clock.world import VirtualWorld
+from workbench.sim.compute.sizes import RankSizes
+from workbench.sim.costs.alike import explain_unlike
 from workbench.sim.costs.costs import Costs
-from workbench.sim.costs.replay import Replay
-from workbench.sim.fake.shapes import Shapes
-from workbench.sim.model.outline import Outline, outline
-from workbench.sim.model.tensors import Tensors
-from workbench.sim.rank.changes import refused
-from workbench.sim.rank.evaluate import assembled
-from workbench.sim.rank.generations import Generations, mortal
-from workbench.sim.rank.keeping import Kept
+from workbench.sim.costs.replay import ChanceReplay
+from workbench.sim.fake.shapes import ShapeCacheMode
+from workbench.sim.model.outline import Outline, make_outline
+from workbench.sim.model.tensors import RankTensors
+from workbench.sim.rank.changes import explain_refusal
+from workbench.sim.rank.evaluate import assemble_shards
+from workbench.sim.rank.generations import Generations, can_crash
+from workbench.sim.rank.keeping import CheckpointStore
 from workbench.sim.rank.session import Session
 from workbench.tasks import Learner
 
@@ -71,57 +71,74 @@ def simulate(
     given.planned(experiment, changes)  # raises the same errors as a lab
     given.instance(costs, Costs, "costs", "Costs.measured(run)")
     given.instance(replay, Run, "replay", "Run.open('runs/first')")
-    if reason := refused(experiment, costs):
+    if reason := explain_refusal(experiment, costs):
         raise KnobError(reason)
     if not experiment.steps:
         raise KnobError("steps=0: a simulation runs until its last step; give the experiment a number of steps")
-    first = _first(experiment, costs, real or replay is not None or bool(changes)) if alike else experiment.ranks
-    followed = _followed(replay, experiment)
-    if followed is not None and mortal(experiment, list(changes)):
+    first = (
+        _count_simulated_ranks(experiment, costs, real or replay is not None or bool(changes))
+        if alike
+        else experiment.ranks
+    )
+    followed = _make_replay(replay, experiment)
+    if followed is not None and can_crash(experiment, list(changes)):
         raise KnobError("replay: follows ranks none of whom is lost, and a fault crashes one; take the Crash away")
-    with _staying():
-        return _run(experiment, experiment.task.build(), costs, first, None, changes, real, followed, resume,
+    with _catch_exit():
+        return _run_simulation(experiment, experiment.task.build(), costs, first, None, changes, real, followed, resume,
                     checkpoints)  # fmt: skip
 
 
-def rehearsed(experiment: Experiment, learner: Learner, costs: Costs, alike: bool,
+def simulate_sizes(experiment: Experiment, learner: Learner, costs: Costs, alike: bool,
               seen: dict[Any, Any] | None) -> Run:  # fmt: skip
     """Simulates a checked experiment, with sizes only. seen: see `Passes`. Raises the errors of `simulate`."""
-    if reason := refused(experiment, costs):
+    if reason := explain_refusal(experiment, costs):
         raise KnobError(reason)
-    with _staying():
-        return _run(experiment, learner, costs, experiment.partition.size if alike else experiment.ranks, seen)
+    with _catch_exit():
+        return _run_simulation(
+            experiment, learner, costs, experiment.partition.size if alike else experiment.ranks, seen
+        )
 
 
-def standing(experiment: Experiment, checkpoint: Checkpoint, what: Change) -> None:
+def restore_ranks(experiment: Experiment, checkpoint: Checkpoint, what: Change) -> None:
     """Restores all ranks of a checkpoint, applies `what` and ends without a step. Raises the errors of `simulate`."""
-    with _staying():
-        _run(experiment, experiment.task.build(), None, experiment.ranks, None, [what], True, None, checkpoint)
+    with _catch_exit():
+        _run_simulation(
+            experiment, experiment.task.build(), None, experiment.ranks, None, [what], True, None, checkpoint
+        )
 
 
-def _run(experiment: Experiment, learner: Learner, costs: Costs | None, first: int, seen: dict[Any, Any] | None,
-         changes: Iterable[Change] = (), real: bool = False, replay: Replay | None = None,
-         resume: Checkpoint | None = None, checkpoints: Path | None = None) -> Run:  # fmt: skip
+def _run_simulation(
+    experiment: Experiment,
+    learner: Learner,
+    costs: Costs | None,
+    first: int,
+    seen: dict[Any, Any] | None,
+    changes: Iterable[Change] = (),
+    real: bool = False,
+    replay: ChanceReplay | None = None,
+    resume: Checkpoint | None = None,
+    checkpoints: Path | None = None,
+) -> Run:
     planned = sorted(changes, key=lambda c: c.at_step)
-    with _apart(real), nullcontext() if real else Shapes():
-        world = World(experiment.ranks, costs, experiment.seed, planned, real, replay, first)
-        world.keeper = Kept(checkpoints, experiment.ranks) if checkpoints is not None and real else None
-        world.mortal = mortal(experiment, planned)
+    with _isolate_process(real), nullcontext() if real else ShapeCacheMode():
+        world = VirtualWorld(experiment.ranks, costs, experiment.seed, planned, real, replay, first)
+        world.keeper = CheckpointStore(checkpoints, experiment.ranks) if checkpoints is not None and real else None
+        world.mortal = can_crash(experiment, planned)
         files = Bytes(resume) if resume is not None else None
-        world.saved = partial(regained, resume, files) if files is not None else None
-        bodies = _tensors(experiment, learner) if real else _sizes(experiment, learner, first, seen)
+        world.saved = partial(open_image, resume, files) if files is not None else None
+        bodies = _make_rank_tensors(experiment, learner) if real else _make_rank_sizes(experiment, learner, first, seen)
         body = next(bodies)
-        if reason := refused(experiment, costs, lambda: body.optimizer):
+        if reason := explain_refusal(experiment, costs, lambda: body.optimizer):
             raise KnobError(reason)
-        another = partial(_another, learner, body)
+        another = partial(_make_joining_rank, learner, body)
         generations = Generations(world, another, checkpoints if real else None)
         try:
             sessions = [Session(world, 0, experiment, body)]
-            able(sessions[0], experiment)
+            require_trainable(sessions[0], experiment)
             sessions += [Session(world, r, experiment, body) for r, body in enumerate(bodies, 1)]
             with doing("simulating", experiment.steps) as work:
                 sessions[0].stepped = work.at
-                sessions = generations.live(sessions)
+                sessions = generations.run_generations(sessions)
         except (RuntimeError, NotImplementedError) as error:
             if real or "meta" not in text_of(error):
                 raise
@@ -134,45 +151,51 @@ def _run(experiment: Experiment, learner: Learner, costs: Costs | None, first: i
                 files.close()
         every = [session.body for session in sessions]
         for body in every if real and every[0].reading.sharded else ():
-            assembled(every, body)
-    timeline = Record.timeline(generations.records)
-    return Run(experiment, timeline=timeline, environment=_environment(real), name="simulated")
+            assemble_shards(every, body)
+    timeline = Record.make_timeline(generations.records)
+    return Run(experiment, timeline=timeline, environment=_describe_environment(real), name="simulated")
 
 
-def _first(experiment: Experiment, costs: Costs | None, more: bool) -> int:
+def _count_simulated_ranks(experiment: Experiment, costs: Costs | None, more: bool) -> int:
     """Returns how many ranks stand for all. Raises KnobError."""
-    reason = "alike: it is for sizes only, without changes and without a replay" if more else unlike(experiment, costs)
+    reason = (
+        "alike: it is for sizes only, without changes and without a replay"
+        if more
+        else explain_unlike(experiment, costs)
+    )
     if reason:
         raise KnobError(reason)
     return experiment.partition.size
 
 
-def _followed(run: Run | None, experiment: Experiment) -> Replay | None:
+def _make_replay(run: Run | None, experiment: Experiment) -> ChanceReplay | None:
     if run is None:
         return None
     if run.experiment.ranks != experiment.ranks:
         raise KnobError(f"ranks={experiment.ranks}: the run to replay had {run.experiment.ranks}; take as many")
-    return Replay(run.timeline, experiment.ranks, experiment.steps)
+    return ChanceReplay(run.timeline, experiment.ranks, experiment.steps)
 
 
-def _environment(real: bool) -> dict[str, Any]:
+def _describe_environment(real: bool) -> dict[str, Any]:
     return {"host": "simulated", "tensors": "real" if real else "sizes only", "torch": torch.__version__}
 
 
-def _sizes(experiment: Experiment, learner: Learner, first: int, seen: dict[Any, Any] | None) -> Iterator[Any]:
+def _make_rank_sizes(
+    experiment: Experiment, learner: Learner, first: int, seen: dict[Any, Any] | None
+) -> Iterator[Any]:
     whole = Outline(experiment, learner, seen)
-    return (Sizes(whole, experiment.bucket_mb) for _ in range(first))
+    return (RankSizes(whole, experiment.bucket_mb) for _ in range(first))
 
 
-def _another(learner: Learner, body: Any, experiment: Experiment, place: int) -> Any:
+def _make_joining_rank(learner: Learner, body: Any, experiment: Experiment, place: int) -> Any:
     """Returns the model, data and optimizer of a rank that joins a run. `body` is those of an earlier rank."""
-    if isinstance(body, Sizes):
-        return Sizes(body.whole, experiment.bucket_mb)
-    return Tensors(experiment, learner, place)
+    if isinstance(body, RankSizes):
+        return RankSizes(body.whole, experiment.bucket_mb)
+    return RankTensors(experiment, learner, place)
 
 
-def _tensors(experiment: Experiment, learner: Learner) -> Iterator[Any]:
-    model = outline(learner)
+def _make_rank_tensors(experiment: Experiment, learner: Learner) -> Iterator[Any]:
+    model = make_outline(learner)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     nbytes = COPIES * nbytes + sum(b.numel() * b.element_size() for b in model.buffers())
     free = psutil.virtual_memory().available
@@ -181,14 +204,14 @@ def _tensors(experiment: Experiment, learner: Learner) -> Iterator[Any]:
             f"ranks={experiment.ranks}: with real tensors each takes about {nbytes / 1e6:.0f} MB and "
             f"{free / 1e6:.0f} MB are free, so {free // nbytes} ranks would fit; take those, or real=False"
         )
-    bodies = [Tensors(experiment, learner, r) for r in range(experiment.ranks)]
+    bodies = [RankTensors(experiment, learner, r) for r in range(experiment.ranks)]
     for other in bodies[1:]:
-        other.like(bodies[0])
+        other.copy_values(bodies[0])
     return iter(bodies)
 
 
 @contextmanager
-def _staying() -> Iterator[None]:
+def _catch_exit() -> Iterator[None]:
     """Turns a SystemExit on a virtual rank into a RuntimeError, so that it does not end the caller."""
     try:
         yield
@@ -202,7 +225,7 @@ def _staying() -> Iterator[None]:
 
 
 @contextmanager
-def _apart(real: bool) -> Iterator[None]:
+def _isolate_process(real: bool) -> Iterator[None]:
     """Restores the caller's random numbers, threads and garbage-collector thresholds afterwards.
 
     A step of a thousand ranks creates and frees some 100,000 objects without cycles. At the usual threshold, the search

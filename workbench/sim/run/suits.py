@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from workbench.experiment import Experiment
-from workbench.host.core.meta import outline
+from workbench.host.core.meta import make_outline
 from workbench.host.memory.batches import Chance
-from workbench.host.passes.checkpointing import units_of
+from workbench.host.passes.checkpointing import list_units
 from workbench.host.reconfigure.refusing import refuses_model
 from workbench.settings import KnobError
 from workbench.tasks import Learner
@@ -18,7 +18,7 @@ Outlined = tuple[Learner, nn.Module] | None  # None: the model cannot be built w
 _LAST: list[tuple[Any, Outlined]] = []  # the task of the last check
 
 
-def outlined(task: Any) -> bool:
+def is_outlined(task: Any) -> bool:
     """Returns whether a check of this task builds no model."""
     return bool(_LAST) and _LAST[0][0] == task
 
@@ -28,12 +28,12 @@ def refused_by_model(e: Experiment) -> str:
 
     The model is built once on the meta device. The random state is restored. If it cannot be built there, returns "".
     """
-    if (found := _outline(e)) is None:
+    if (found := _outline_model(e)) is None:
         return ""
     learner, model = found
     try:
         reason = refuses_model(e, model, learner)
-        units_of(model, learner, e.partition)
+        list_units(model, learner, e.partition)
     except KnobError as error:
         return str(error)
     except Exception:  # from a task's own functions; ranks will report it in full
@@ -41,12 +41,12 @@ def refused_by_model(e: Experiment) -> str:
     return reason or ""
 
 
-def _outline(e: Experiment) -> Outlined:
-    if not outlined(e.task):
+def _outline_model(e: Experiment) -> Outlined:
+    if not is_outlined(e.task):
         try:
             learner = e.task.build()
             with Chance(e.seed):
-                made: Outlined = learner, outline(learner, built=False)
+                made: Outlined = learner, make_outline(learner, built=False)
         except Exception:
             made = None
         _LAST[:] = [(e.task, made)]

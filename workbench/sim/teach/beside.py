@@ -27,7 +27,7 @@ LEARNING = 60  # steps, where it is the loss that tells them apart
 
 
 @dataclass(frozen=True)
-class Place:
+class FamilyPlace:
     """Where in an experiment a family's members go, what they are held against, and which of a run's views tells.
 
     experiments: those to show them in, the first that a member does not refuse
@@ -39,13 +39,13 @@ class Place:
     view: str
     experiments: tuple[Experiment, ...]
 
-    def filled(self, experiment: Experiment, value: Any) -> Experiment:
+    def insert_member(self, experiment: Experiment, value: Any) -> Experiment:
         """`experiment` with `value` where this family's members go."""
         return experiment.set(self.path, (value,) if isinstance(value, Fault) else value)
 
 
 @dataclass(frozen=True)
-class Beside:
+class MemberComparison:
     """Two simulated runs that differ in one setting, at `path`: with what is usual there, and with the member."""
 
     path: str
@@ -54,29 +54,29 @@ class Beside:
     view: str
 
 
-def places() -> Iterator[Place]:
+def list_places() -> Iterator[FamilyPlace]:
     """All families of which a simulated run tells something."""
     first = recipe("first_run").set("steps", STEPS).set("eval_every", 0)
     clicks = recipe("clicks").set("compressor", Dense()).set("steps", STEPS).set("eval_every", 0)
     plain = first.set("optimizer", SGD())  # some keep the optimizer's momentum themselves
     stages = first.set("partition", Pipeline(stages=4))
     learns = recipe("digits").set("pace", 10).set("steps", LEARNING)
-    yield Place(Strategy, "strategy", DDP(), "timeline", (first, plain, clicks))
-    yield Place(Compressor, "compressor", Dense(), "timeline", (first, plain, clicks))
-    yield Place(Partition, "partition", Whole(), "timeline", (first,))
+    yield FamilyPlace(Strategy, "strategy", DDP(), "timeline", (first, plain, clicks))
+    yield FamilyPlace(Compressor, "compressor", Dense(), "timeline", (first, plain, clicks))
+    yield FamilyPlace(Partition, "partition", Whole(), "timeline", (first,))
     staged = (stages, stages.set("partition.stages", 2), stages.set("partition.micros", 1))
-    yield Place(Schedule, "partition.schedule", GPipe(), "timeline", staged)
-    yield Place(Algorithm, "fabric.algorithm", Native(), "timeline", (first,))
-    yield Place(Fault, "fabric.faults", (), "timeline", (first,))
-    yield Place(Optimizer, "optimizer", SGD(), "loss", (learns,))
+    yield FamilyPlace(Schedule, "partition.schedule", GPipe(), "timeline", staged)
+    yield FamilyPlace(Algorithm, "fabric.algorithm", Native(), "timeline", (first,))
+    yield FamilyPlace(Fault, "fabric.faults", (), "timeline", (first,))
+    yield FamilyPlace(Optimizer, "optimizer", SGD(), "loss", (learns,))
     steered = (learns, learns.set("strategy", "LocalSGD"), learns.set("compressor", "TopK"))
-    yield Place(PolicyBase, "policy", ByHand(), "loss", steered)
+    yield FamilyPlace(PolicyBase, "policy", ByHand(), "loss", steered)
 
 
-def named(member: type[Any] | str) -> type[Any]:
+def find_member(member: type[Any] | str) -> type[Any]:
     """The class that is meant, by itself or by its name. Raises KnobError where no family has one."""
-    every = {name: kind for place in places() for name, kind in members(place.family).items()}
-    if isinstance(member, type) and any(issubclass(member, place.family) for place in places()):
+    every = {name: kind for place in list_places() for name, kind in members(place.family).items()}
+    if isinstance(member, type) and any(issubclass(member, place.family) for place in list_places()):
         return member
     if isinstance(member, str) and member in every:
         return every[member]
@@ -85,29 +85,29 @@ def named(member: type[Any] | str) -> type[Any]:
     raise KnobError(f"member={short(member)}: no strategy, compressor or other member of a family; {hint}")
 
 
-def beside(member: type[Any]) -> Beside:
+def compare_member(member: type[Any]) -> MemberComparison:
     """`member` with its defaults and what it is held against, simulated. Raises KnobError where that cannot be."""
-    place = next(p for p in places() if issubclass(named(member), p.family))
+    place = next(p for p in list_places() if issubclass(find_member(member), p.family))
     refusals = []
     for experiment in place.experiments:
         try:
-            shown = place.filled(experiment, _telling(member.usual()))
-            if why := waits(shown, member):
+            shown = place.insert_member(experiment, _wrap_telling(member.usual()))
+            if why := explain_idle(shown, member):
                 raise KnobError(why)
             real = place.view == "loss"
-            usual = simulate(place.filled(experiment, place.usual), real=real)
-            return Beside(place.path, usual, simulate(shown, real=real), place.view)
+            usual = simulate(place.insert_member(experiment, place.usual), real=real)
+            return MemberComparison(place.path, usual, simulate(shown, real=real), place.view)
         except KnobError as refusal:
             refusals.append(refusal)
     raise refusals[0]
 
 
-def _telling(made: Any) -> Any:
+def _wrap_telling(made: Any) -> Any:
     """`made`, around something that it makes a difference to, if it is around another member that changes nothing."""
     return replace(made, of=TopK()) if isinstance(getattr(made, "of", None), Dense) else made
 
 
-def waits(experiment: Experiment, member: type[Any]) -> str | None:
+def explain_idle(experiment: Experiment, member: type[Any]) -> str | None:
     """Why a policy has nothing to decide in this experiment; None if it has, or is none."""
     policy = experiment.policy
     return policy.needs(experiment.checked()) if issubclass(member, Policy) and isinstance(policy, Policy) else None

@@ -31,7 +31,7 @@ CROSSES = ("gradients", "moments", "displacements", "parameters")  # see Strateg
 RATE, MOMENTUM, EXAMPLES = 0.02, 0.9, 4
 
 
-class Broken(AssertionError):
+class LawBroken(AssertionError):
     """A law that a strategy does not keep, in a sentence."""
 
 
@@ -91,7 +91,7 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1).double() for _, p in sorted(model.named_parameters())])
 
 
-def small(loss: Any = mse, momentum: float = MOMENTUM) -> Task:
+def small_task(loss: Any = mse, momentum: float = MOMENTUM) -> Task:
     """The task that laws are held on: SGD, examples that `batch` gives."""
     return Task(
         model=Net, data=lambda rank, ranks, seed: [batch(rank, step) for step in range(64)], loss=loss,
@@ -111,12 +111,12 @@ def trained(strategy: Strategy, ranks: int = RANKS, steps: int = STEPS, changes:
             models[id(model)] = model
         return mse(model, pair)
 
-    task = small(loss, momentum)
-    done = simulate(_experiment(strategy, ranks, steps, task=task, **rest), changes=changes, real=True)
+    task = small_task(loss, momentum)
+    done = simulate(_make_experiment(strategy, ranks, steps, task=task, **rest), changes=changes, real=True)
     return done, [flat(model) for model in models.values()]
 
 
-def joined(ranks: int, steps: int) -> Tensor:
+def train_joined(ranks: int, steps: int) -> Tensor:
     """One process, the batches of all ranks together, torch's own optimizer: what it has in the end."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
@@ -128,12 +128,12 @@ def joined(ranks: int, steps: int) -> Tensor:
     return flat(model)
 
 
-def _experiment(strategy: Strategy, ranks: int, steps: int, **rest: Any) -> Experiment:
-    rest = {"task": small(), "pace": 5.0, "bucket_mb": 0.01, "eval_every": 0, "diverged": 0.0, **rest}
+def _make_experiment(strategy: Strategy, ranks: int, steps: int, **rest: Any) -> Experiment:
+    rest = {"task": small_task(), "pace": 5.0, "bucket_mb": 0.01, "eval_every": 0, "diverged": 0.0, **rest}
     return Experiment(strategy=strategy, ranks=ranks, steps=steps, **rest).checked()
 
 
-def fitting(cls: type[Strategy], ranks: int) -> Strategy:
+def make_fitting(cls: type[Strategy], ranks: int) -> Strategy:
     """The strategy by its bare name; where so many ranks cannot run that, with the one number that lets them."""
     if cls().refuses_size(ranks) is None:
         return cls()
@@ -141,26 +141,26 @@ def fitting(cls: type[Strategy], ranks: int) -> Strategy:
     return next(chosen for chosen in every if chosen.refuses_size(ranks) is None)
 
 
-def _require(kept: bool, said: str) -> None:
+def _require_kept(kept: bool, said: str) -> None:
     if not kept:
-        raise Broken(said)
+        raise LawBroken(said)
 
 
-def _equal(found: list[Tensor]) -> bool:
+def _are_equal(found: list[Tensor]) -> bool:
     return all(torch.equal(one, found[0]) for one in found)
 
 
 def trains_and_is_left(cls: type[Strategy]) -> str | None:
     """It trains, is left for DDP, and then all ranks have the same parameters; what it remembers has a rule."""
-    done, found = trained(fitting(cls, RANKS), changes=[Change(STEPS - 1, "strategy", "DDP")])
-    _require([change.path for change in done.changes] == ["strategy"], "it was not left")
+    done, found = trained(make_fitting(cls, RANKS), changes=[Change(STEPS - 1, "strategy", "DDP")])
+    _require_kept([change.path for change in done.changes] == ["strategy"], "it was not left")
     samples = done.timeline.samples.rows()
     losses = samples[samples.equal("name", "loss")].value
-    _require(len(losses) > 0 and all(map(math.isfinite, losses)), "a loss is no number")
-    _require(_equal(found), "ranks differ after it was left")
+    _require_kept(len(losses) > 0 and all(map(math.isfinite, losses)), "a loss is no number")
+    _require_kept(_are_equal(found), "ranks differ after it was left")
     rules = {name: rule for _, _, detail in done.details("own") for name, rule in detail["rules"].items()}
     loose = sorted(name for name, rule in rules.items() if rule == UNDECLARED)
-    _require(not loose, f"`own` does not say what becomes of {', '.join(loose)}")
+    _require_kept(not loose, f"`own` does not say what becomes of {', '.join(loose)}")
     return None
 
 
@@ -168,7 +168,7 @@ def asks_alike(cls: type[Strategy]) -> str | None:
     """In lockstep all ranks ask for the same collectives in the same order; where there are sizes only, too."""
     if not cls.lockstep:
         return "it is not in lockstep"
-    run = simulate(_experiment(fitting(cls, RANKS), RANKS, STEPS + 1), real=False)
+    run = simulate(_make_experiment(make_fitting(cls, RANKS), RANKS, STEPS + 1), real=False)
     rows = run.timeline.spans.rows()
     rows = rows[rows.equal("lane", "comm")]
     asked = []
@@ -177,7 +177,7 @@ def asks_alike(cls: type[Strategy]) -> str | None:
         own = own[np.argsort(own.t0, kind="stable")]
         names = [str(name).split(" to ")[0] for name in own.name]
         asked.append(list(zip(own.step.tolist(), names, own.nbytes.tolist(), strict=True)))
-    _require(asked[0] == asked[1] == asked[2], "ranks ask for different things")
+    _require_kept(asked[0] == asked[1] == asked[2], "ranks ask for different things")
     return None
 
 
@@ -187,7 +187,7 @@ def never_apart(cls: type[Strategy]) -> str | None:
         return "it says that ranks may differ between rounds" if cls.periodic else "it is not in lockstep"
     for steps in (1, 2, 5):
         said = f"ranks differ after step {steps}; if that is meant, periodic = True says it"
-        _require(_equal(trained(fitting(cls, RANKS), steps=steps)[1]), said)
+        _require_kept(_are_equal(trained(make_fitting(cls, RANKS), steps=steps)[1]), said)
     return None
 
 
@@ -195,8 +195,8 @@ def one_process(cls: type[Strategy]) -> str | None:
     """If it says `exact`, its step is that of one process on the examples of all ranks."""
     if not cls.exact:
         return "it does not say so: exact = True would"
-    for one in trained(fitting(cls, RANKS))[1]:
-        _require(torch.allclose(one, joined(RANKS, STEPS), rtol=1e-5, atol=1e-6), "it is another step")
+    for one in trained(make_fitting(cls, RANKS))[1]:
+        _require_kept(torch.allclose(one, train_joined(RANKS, STEPS), rtol=1e-5, atol=1e-6), "it is another step")
     return None
 
 
@@ -204,8 +204,8 @@ def plain_alone(cls: type[Strategy]) -> str | None:
     """If it says `plain`, as it does by itself, one rank makes the optimizer's steps and no others."""
     if not cls.plain:
         return "it says that its step is its own: plain = False"
-    (found,) = trained(fitting(cls, 1), ranks=1)[1]
-    _require(torch.allclose(found, joined(1, STEPS), rtol=1e-6, atol=1e-7),
+    (found,) = trained(make_fitting(cls, 1), ranks=1)[1]
+    _require_kept(torch.allclose(found, train_joined(1, STEPS), rtol=1e-6, atol=1e-7),
              "one rank does not as the optimizer would; if that is meant, plain = False says it")  # fmt: skip
     return None
 
@@ -215,14 +215,14 @@ def compresses_or_says_why_not(cls: type[Strategy], compressor: Any = None) -> s
 
     What a compressor may do goes by what crosses, so that has to be one of the four things that may.
     """
-    _require(cls.exchanges in CROSSES, f"exchanges = {short(cls.exchanges)}: must be one of {', '.join(CROSSES)}")
+    _require_kept(cls.exchanges in CROSSES, f"exchanges = {short(cls.exchanges)}: must be one of {', '.join(CROSSES)}")
     try:
-        done, _ = trained(fitting(cls, 2), ranks=2, steps=4, compressor=compressor or TopK.usual())
+        done, _ = trained(make_fitting(cls, 2), ranks=2, steps=4, compressor=compressor or TopK.usual())
     except KnobError as refusal:
-        _require("use " in str(refusal), f"its refusal does not say what would do: {refusal}")
+        _require_kept("use " in str(refusal), f"its refusal does not say what would do: {refusal}")
         return "it refuses, and says what would do"
     samples = done.timeline.samples.rows()
-    _require(all(map(math.isfinite, samples[samples.equal("name", "loss")].value)), "a loss is no number")
+    _require_kept(all(map(math.isfinite, samples[samples.equal("name", "loss")].value)), "a loss is no number")
     return None
 
 
@@ -248,7 +248,7 @@ def laws(cls: type[Strategy]) -> Laws:
         try:
             why_not = law(cls)
         except Exception as broken:
-            said = str(broken) if isinstance(broken, Broken) else f"{type(broken).__name__}: {broken}"
+            said = str(broken) if isinstance(broken, LawBroken) else f"{type(broken).__name__}: {broken}"
             found.append(Law(name, False, said))
         else:
             found.append(Law(name, None if why_not and law is not compresses_or_says_why_not else True, why_not or ""))

@@ -14,9 +14,9 @@ from workbench.experiment import Experiment
 from workbench.record.store import RunError
 from workbench.settings import KnobError, each
 from workbench.sim.plan.judging import is_usable
-from workbench.sim.plan.quick import period
+from workbench.sim.plan.quick import count_round_steps
 from workbench.sim.plan.space import learns_alike
-from workbench.sim.plan.trials import Interval, Settings, Trial, above_trend, interval
+from workbench.sim.plan.trials import Interval, Settings, Trial, above_trend, make_interval
 
 if TYPE_CHECKING:
     from workbench.record.run import Run
@@ -27,7 +27,7 @@ MORE = 1.5  # factor of steps from one look at the interval to the next
 TREND = 200  # steps of the loss's trend, at most
 
 
-class Training(Protocol):
+class TrainingRanks(Protocol):
     """Ranks that train and can be controlled: a Lab."""
 
     changes: list[Any]  # PendingChanges: `id`, `path`, `applied_at`, `refused`
@@ -46,7 +46,7 @@ class Training(Protocol):
     def set(self, path: str, value: Any) -> Any: ...  # returns a PendingChange, which has `wait(seconds)`
 
 
-class Asked(NamedTuple):
+class TrialLimits(NamedTuple):
     """When a trial ends.
 
     confidence: of every interval, over all looks
@@ -68,11 +68,11 @@ class Overruled(Exception):
     """A user has set a tuned knob by hand."""
 
 
-class Broken(Exception):
+class TrialBroken(Exception):
     """The trial cannot go on, but the run can. The text says why."""
 
 
-class OnRanks:
+class TrialRunner:
     """Runs trials on `on`, one after the other.
 
     paths:  tuned knobs, which a user may also set
@@ -80,7 +80,7 @@ class OnRanks:
     shown:  receives the trial under way as it changes
     """
 
-    def __init__(self, on: Training, asked: Asked, paths: Sequence[str], going: Callable[[], None],
+    def __init__(self, on: TrainingRanks, asked: TrialLimits, paths: Sequence[str], going: Callable[[], None],
                  shown: Callable[[Trial], None]) -> None:  # fmt: skip
         self.on, self.asked, self.paths, self.going, self.shown = on, asked, paths, going, shown
         self.before = on.experiment
@@ -90,58 +90,58 @@ class OnRanks:
         self._before = 0  # steps in the trend
         self._trend: list[tuple[int, int, int]] = []  # (first, stop, batches per step) of the trend's steps
 
-    def tried(self, trial: Trial, best: Trial | None) -> Trial:
+    def run_trial(self, trial: Trial, best: Trial | None) -> Trial:
         """Returns the trial with its measurements and verdict. Raises RunError if the run ends."""
-        run = self._run()
-        began, trial = _newest(run), replace(trial, ranks=len(self.on.members))
+        run = self._require_run()
+        began, trial = _newest_step(run), replace(trial, ranks=len(self.on.members))
         self._come_and_gone = len(run.details("members"))
-        self.touched()
+        self.take_user_changes()
         try:
-            found = self._measured(trial, self.set(trial.settings), best)
+            found = self._measure_trial(trial, self.apply_settings(trial.settings), best)
         except KnobError as error:
             return replace(trial, verdict=f"refused: {error}")
-        except Broken as error:
+        except TrialBroken as error:
             found = replace(trial, verdict=str(error))
-        return replace(found, steps=max(0, _newest(self._run()) - began))
+        return replace(found, steps=max(0, _newest_step(self._require_run()) - began))
 
-    def set(self, settings: Settings) -> int:
+    def apply_settings(self, settings: Settings) -> int:
         """Applies settings and returns the first step under all of them. Raises KnobError and undoes the changes."""
         if not self.on.live:
             raise RunError("tune: the run has ended; train longer, or take fewer trials")
         former, asked = dict[str, Any](), []
-        first = _newest(self._run()) + 1
+        first = _newest_step(self._require_run()) + 1
         try:
             for path in sorted(settings, key=lambda p: p.count(".")):
-                now = _value(self.on.experiment, path)
+                now = _read_value(self.on.experiment, path)
                 if now == settings[path]:
                     continue
                 change = self.on.set(path, settings[path])
                 former[path] = now
                 self._mine.add(change.id)
-                asked.append(self._answered(change))
+                asked.append(self._await_change(change))
         except KnobError:
             for path, value in reversed(former.items()):
-                if _value(self.on.experiment, path) != value:
+                if _read_value(self.on.experiment, path) != value:
                     change = self.on.set(path, value)
                     self._mine.add(change.id)
-                    self._answered(change)
+                    self._await_change(change)
             raise
         return max([first, *asked])
 
-    def restore(self, settings: Settings) -> None:
+    def restore_settings(self, settings: Settings) -> None:
         """Restores earlier settings on training ranks, or for the next run if this one has ended."""
         if self.on.live:
             try:
-                self.set(settings)
+                self.apply_settings(settings)
                 return
             except Exception:
                 if self.on.live:
                     raise
         for path in sorted(settings, key=lambda path: path.count(".")):
-            if _value(self.on.experiment, path) != settings[path]:
+            if _read_value(self.on.experiment, path) != settings[path]:
                 self.on.set(path, settings[path])
 
-    def _answered(self, change: Any) -> int:
+    def _await_change(self, change: Any) -> int:
         """Returns the first step under a change. Time in which a user has paused the run does not count as delay."""
         left = ANSWER
         while True:
@@ -153,29 +153,29 @@ class OnRanks:
                 if not self.on.live:
                     raise RunError("tune: the run ended before its ranks had answered a change") from None
                 if left <= 0:
-                    raise Broken(f"ranks did not answer within {ANSWER:g} s") from None
+                    raise TrialBroken(f"ranks did not answer within {ANSWER:g} s") from None
 
-    def _measured(self, trial: Trial, first: int, best: Trial | None) -> Trial:
+    def _measure_trial(self, trial: Trial, first: int, best: Trial | None) -> Trial:
         e, a = self.on.experiment, self.asked
-        each, weight, begin = period(e), e.strategy.batches(1), first + a.settle
-        looks = list(_looks(-(-a.steps // each), max(2, -(-a.most // each))))
+        each, weight, begin = count_round_steps(e), e.strategy.batches(1), first + a.settle
+        looks = list(_list_looks(-(-a.steps // each), max(2, -(-a.most // each))))
         alike = learns_alike(self.before, e)
         number = 0
         while True:
             live = self.on.live  # read before the run's rows
             self.going()
-            self._undisturbed()
-            if (at := self.touched()) is not None:  # earlier steps ran under other settings
+            self._require_same_ranks()
+            if (at := self.take_user_changes()) is not None:  # earlier steps ran under other settings
                 begin, number = max(begin, at + a.settle), 0
-            run = self._run()
-            loss = None if alike else self._loss(run, begin, weight)
+            run = self._require_run()
+            loss = None if alike else self._loss_above_trend(run, begin, weight)
             if loss is not None and not math.isfinite(loss.mid):
-                raise Broken("its loss is not finite")
-            rounds = _rounds(lasted(run, begin, min(self.on.members or (0,))), each)
+                raise TrialBroken("its loss is not finite")
+            rounds = _round_means(step_seconds(run, begin, min(self.on.members or (0,))), each)
             if len(rounds) >= looks[number]:
-                took = interval([s / weight for s in rounds], a.confidence, len(looks))
+                took = make_interval([s / weight for s in rounds], a.confidence, len(looks))
                 trial = replace(trial, seconds=took.mid, low=took.low, high=took.high, loss=loss)
-                if said := self._verdict(trial, best, number == len(looks) - 1):
+                if said := self._judge_trial(trial, best, number == len(looks) - 1):
                     if alike:
                         self._trend.append((begin, begin + len(rounds) * each, weight))
                     return replace(trial, verdict=said, fit=is_usable(loss is None, loss, a.worse))
@@ -186,7 +186,7 @@ class OnRanks:
                 raise RunError(f"tune: the run ended before step {stop}; train longer, or take fewer trials")
             time.sleep(LOOK)
 
-    def _verdict(self, trial: Trial, best: Trial | None, last: bool) -> str:
+    def _judge_trial(self, trial: Trial, best: Trial | None, last: bool) -> str:
         """Returns the trial's verdict, or "" if it is not clear yet."""
         a, loss = self.asked, trial.loss
         half = (trial.high - trial.low) / 2
@@ -198,7 +198,7 @@ class OnRanks:
         if not (narrow or last):
             return ""
         if loss is not None and loss.high > a.worse:
-            return self._not_told(loss) if last else ""
+            return self._explain_uncertain(loss) if last else ""
         if best is None:
             return "in force before"
         faster = 1 - (trial.seconds or 0.0) / (best.seconds or 1.0)
@@ -206,16 +206,16 @@ class OnRanks:
             return f"faster by {faster:.0%} of the best before"
         return f"not told from the best before ({-faster:+.1%} of its step)"
 
-    def _not_told(self, loss: Interval) -> str:
+    def _explain_uncertain(self, loss: Interval) -> str:
         """Explains why a trial with an uncertain loss is not usable, and what to do."""
         a = self.asked
         return (f"loss not told within {a.most} steps: it may be up to {loss.high:+.1%} above its trend, which has "
                 f"{self._before} steps, and worse={a.worse:g} allows {a.worse:.1%}; let the run train longer before "
                 f"you tune, or give more steps (most=), or a larger worse=")  # fmt: skip
 
-    def _loss(self, run: Run, begin: int, weight: int) -> Interval | None:
+    def _loss_above_trend(self, run: Run, begin: int, weight: int) -> Interval | None:
         """Returns by how much the losses from step `begin` on exceed their trend; None if the run records no loss."""
-        step, loss = losses(run)
+        step, loss = mean_losses(run)
         if not len(step):
             return None
         spans = self._trend or [(max(0, begin - self.asked.settle - TREND), begin - self.asked.settle, weight)]
@@ -230,33 +230,33 @@ class OnRanks:
         found = above_trend((examples[early], loss[early]), (examples[late], loss[late]), self.asked.confidence)
         return found or Interval(-math.inf, 0.0, math.inf)  # there are too few losses to say anything
 
-    def _undisturbed(self) -> None:
+    def _require_same_ranks(self) -> None:
         """Raises Broken if ranks were lost or added since the trial began."""
-        new = self._run().details("members")[self._come_and_gone :]
+        new = self._require_run().details("members")[self._come_and_gone :]
         if new:
             gone = sorted({rank for _, _, detail in new for rank in detail.get("gone", ())})
             who = f"rank {', '.join(map(str, gone))} was lost" if gone else "ranks came or went"
-            raise Broken(f"{who} while it was tried")
+            raise TrialBroken(f"{who} while it was tried")
 
-    def touched(self) -> int | None:
+    def take_user_changes(self) -> int | None:
         """Returns the step at which a user set another knob, or None. Raises Overruled if it is a tuned knob."""
-        new, self._heard = self.on.changes[self._heard:], len(self.on.changes)
+        new, self._heard = self.on.changes[self._heard :], len(self.on.changes)
         at = None
         for change in new:
             if change.id in self._mine or change.refused:
                 continue
-            if any(_within(one, path) for one in each(change.path, change.value) for path in self.paths):
+            if any(_is_within(one, path) for one in each(change.path, change.value) for path in self.paths):
                 raise Overruled(f"{change.path} was set to {change.value}")
-            at = change.applied_at if change.applied_at is not None else _newest(self._run()) + 1
+            at = change.applied_at if change.applied_at is not None else _newest_step(self._require_run()) + 1
         return at
 
-    def _run(self) -> Run:
+    def _require_run(self) -> Run:
         run = self.on.run_now
         assert run is not None
         return run
 
 
-def _looks(least: int, most: int) -> Iterator[int]:
+def _list_looks(least: int, most: int) -> Iterator[int]:
     """Yields the numbers of rounds at which to look at the interval."""
     n = max(2, least)
     while n < most:
@@ -265,29 +265,29 @@ def _looks(least: int, most: int) -> Iterator[int]:
     yield max(most, 2)
 
 
-def _rounds(lasted: list[float], each: int) -> list[float]:
+def _round_means(lasted: list[float], each: int) -> list[float]:
     """Returns the mean seconds per step of each complete round of `each` steps."""
     return [sum(lasted[i : i + each]) / each for i in range(0, len(lasted) - each + 1, each)]
 
 
-def _within(one: str, other: str) -> bool:
+def _is_within(one: str, other: str) -> bool:
     return one == other or one.startswith(other + ".") or other.startswith(one + ".")
 
 
-def _value(e: Experiment, path: str) -> Any:
+def _read_value(e: Experiment, path: str) -> Any:
     thing: Any = e
     for name in path.split("."):
         thing = getattr(thing, name, None)
     return thing
 
 
-def _newest(run: Run) -> int:
+def _newest_step(run: Run) -> int:
     """Returns the last recorded step; -1 if there is none."""
     rows = run.timeline.spans.rows()
     return int(rows.step.max()) if len(rows) else -1
 
 
-def lasted(run: Run, first: int, rank: int = 0) -> list[float]:
+def step_seconds(run: Run, first: int, rank: int = 0) -> list[float]:
     """Returns the seconds of each step of a rank from step `first` on, in order.
 
     If a late rank skips steps, its next steps follow in the list.
@@ -297,7 +297,7 @@ def lasted(run: Run, first: int, rank: int = 0) -> list[float]:
     return [float(t1 - t0) for _, t0, t1 in sorted(zip(rows.step, rows.t0, rows.t1, strict=True))]
 
 
-def losses(run: Run) -> tuple[np.ndarray, np.ndarray]:
+def mean_losses(run: Run) -> tuple[np.ndarray, np.ndarray]:
     """Returns (steps, mean loss over ranks of each)."""
     rows = run.timeline.samples.rows()
     rows = rows[rows.equal("name", "loss")]

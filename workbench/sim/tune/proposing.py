@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from workbench.analysis.steps.words import duration
+from workbench.analysis.steps.words import format_seconds
 from workbench.experiment import Experiment
 from workbench.rank import StrategyError
 from workbench.record.store import RunError
 from workbench.settings import Knob, KnobError
 from workbench.sim.costs.costs import Costs
-from workbench.sim.plan.quick import Quick
-from workbench.sim.plan.space import Dimension, candidates, under
+from workbench.sim.plan.quick import QuickSimulator
+from workbench.sim.plan.space import Dimension, apply_settings, list_candidates
 from workbench.sim.plan.trials import Settings, Trial
 
 RANDOM = 10  # random trials before the process proposes anything: Optuna's default
@@ -30,34 +30,39 @@ AHEAD = 0.7  # share of all trials that the simulator proposes
 DOUBT = 1.0  # ridge weight: half of a correction is believed if it rests on one trial
 
 
-class Ordered(NamedTuple):
+class PredictedOrder(NamedTuple):
     """Settings with their predicted seconds (fastest first), and the settings left out."""
 
     predicted: list[tuple[Settings, float]]
     left_out: tuple[Trial, ...]
 
 
-def ordered(e: Experiment, dims: Sequence[Dimension], costs: Costs, slower: float = SLOWER) -> Ordered:
+def predict_order(e: Experiment, dims: Sequence[Dimension], costs: Costs, slower: float = SLOWER) -> PredictedOrder:
     """Orders all settings by the simulator's prediction. Settings that it cannot simulate come last, unordered."""
-    quick, found, silent, out = Quick(e, costs), list[tuple[Settings, float]](), list[Settings](), list[Trial]()
-    for settings in candidates(dims):
+    quick, found, silent, out = (
+        QuickSimulator(e, costs),
+        list[tuple[Settings, float]](),
+        list[Settings](),
+        list[Trial](),
+    )
+    for settings in list_candidates(dims):
         try:
-            told = under(e, settings)
+            told = apply_settings(e, settings)
         except KnobError as error:
             out.append(Trial(settings=settings, verdict=f"cannot be: {error}"))
             continue
         try:
-            found.append((settings, quick.told(told).seconds / told.strategy.batches(1)))
+            found.append((settings, quick.predict_step(told).seconds / told.strategy.batches(1)))
         except (KnobError, StrategyError, RunError, ValueError):
             silent.append(settings)
     found.sort(key=lambda one: one[1])
     best = found[0][1] if found else math.inf
     for settings, seconds in found:
         if seconds > slower * best:
-            said = f"not tried: the simulator says {seconds / best:.2g} times {duration(best)}, the best it finds"
+            said = f"not tried: the simulator says {seconds / best:.2g} times {format_seconds(best)}, the best it finds"
             out.append(Trial(settings=settings, predicted=seconds, verdict=said))
     kept = [one for one in found if one[1] <= slower * best]
-    return Ordered(kept + [(settings, math.nan) for settings in silent], tuple(out))
+    return PredictedOrder(kept + [(settings, math.nan) for settings in silent], tuple(out))
 
 
 class Proposer:
@@ -68,83 +73,83 @@ class Proposer:
     once:  for ranks that train: no setting is tried twice, and a result may be unusable
     """
 
-    def __init__(self, dims: Sequence[Dimension], trials: int, seed: int, order: Ordered | None = None,
+    def __init__(self, dims: Sequence[Dimension], trials: int, seed: int, order: PredictedOrder | None = None,
                  once: bool = False, never: Sequence[Settings] = ()) -> None:  # fmt: skip
         self.dims, self.once = dims, once
-        self._optuna = _optuna()
-        self._spaces = {d.path: self._distribution(d) for d in dims}
-        self._done = [_key(settings) for settings in never]
+        self._optuna = _import_optuna()
+        self._spaces = {d.path: self._make_distribution(d) for d in dims}
+        self._done = [_make_key(settings) for settings in never]
         out = order.left_out if order else ()
-        self._never = {_key(t.settings) for t in out}
+        self._never = {_make_key(t.settings) for t in out}
         known = order.predicted if order else []
         self._queue = [settings for settings, _ in known]
         self._measured = dict[str, tuple[Settings, float]]()
         self._last: Settings = {}
-        self._predicted = {_key(settings): seconds for settings, seconds in known if not math.isnan(seconds)}
+        self._predicted = {_make_key(settings): seconds for settings, seconds in known if not math.isnan(seconds)}
         self._ahead = max(1, round(AHEAD * (trials - 1))) if known else 0
         ranges = any(not d.values for d in dims)
         self._all = None if ranges else math.prod(len(d.values) for d in dims)
-        with _quietly(self._optuna), warnings.catch_warnings():
+        with _silence_optuna(self._optuna), warnings.catch_warnings():
             warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
             start = self._ahead + 1 if known else RANDOM
             new = hasattr(self._optuna.trial.Trial, "set_constraint")  # since Optuna 5
-            constrained = {} if new or not once else {"constraints_func": _excess}
+            constrained = {} if new or not once else {"constraints_func": _read_excess}
             sampler = self._optuna.samplers.GPSampler(seed=seed, n_startup_trials=start, **constrained)
             self._study = self._optuna.create_study(sampler=sampler)
 
-    def predicted(self, settings: Settings) -> float | None:
-        return self._predicted.get(_key(settings))
+    def find_prediction(self, settings: Settings) -> float | None:
+        return self._predicted.get(_make_key(settings))
 
-    def first(self, settings: Settings) -> Any:
+    def propose_first(self, settings: Settings) -> Any:
         """Begins with the settings in force. Returns a token for `tell`; None if they are outside the search space."""
-        return self._taken(self._asked(settings), settings)[0]
+        return self._note_proposal(self._enqueue_trial(settings), settings)[0]
 
-    def next(self) -> tuple[Any, Settings] | None:
+    def propose_next(self) -> tuple[Any, Settings] | None:
         """Returns the next trial as (token for `tell`, settings); None if no setting is left."""
-        left = [settings for settings in self._queue if _key(settings) not in self._done]
-        left.sort(key=self._corrected())
+        left = [settings for settings in self._queue if _make_key(settings) not in self._done]
+        left.sort(key=self._fit_correction())
         if self._ahead and left:
             self._ahead -= 1
-            return self._taken(self._asked(left[0]), left[0])
+            return self._note_proposal(self._enqueue_trial(left[0]), left[0])
         for _ in range(AGAIN if self._all is None or len(set(self._done) | self._never) < self._all else 0):
-            with _quietly(self._optuna):
+            with _silence_optuna(self._optuna):
                 asked = self._study.ask(self._spaces)
-            settings = {d.path: self._value(d, asked.params[d.path]) for d in self.dims}
-            if _key(settings) in self._never or (self.once and _key(settings) in self._done):
-                self._tell(asked, None, math.inf)
+            settings = {d.path: self._read_value(d, asked.params[d.path]) for d in self.dims}
+            if _make_key(settings) in self._never or (self.once and _make_key(settings) in self._done):
+                self._tell_optuna(asked, None, math.inf)
                 continue
-            return self._taken(asked, settings)
-        return self._taken(self._asked(left[0]), left[0]) if left else None
+            return self._note_proposal(asked, settings)
+        return self._note_proposal(self._enqueue_trial(left[0]), left[0]) if left else None
 
-    def tell(self, asked: Any, seconds: float | None, excess: float) -> None:
+    def report_trial(self, asked: Any, seconds: float | None, excess: float) -> None:
         """Reports a trial. seconds: None if refused; excess: positive if it may not be used."""
         if seconds is not None and self._done[-1] in self._predicted:
             self._measured[self._done[-1]] = (self._last, math.log(seconds / self._predicted[self._done[-1]]))
         if asked is not None:
-            self._tell(asked, seconds, excess)
+            self._tell_optuna(asked, seconds, excess)
 
-    def _tell(self, asked: Any, seconds: float | None, excess: float) -> None:
+    def _tell_optuna(self, asked: Any, seconds: float | None, excess: float) -> None:
         if self.once:
             excess = min(max(excess, -1.0), 1e3)
             asked.set_user_attr("excess", excess)
             if hasattr(asked, "set_constraint"):
                 asked.set_constraint("loss", excess)
-        with _quietly(self._optuna):
+        with _silence_optuna(self._optuna):
             state = self._optuna.trial.TrialState.FAIL if seconds is None else None
             self._study.tell(asked, seconds, state=state)
 
-    def _taken(self, asked: Any, settings: Settings) -> tuple[Any, Settings]:
-        self._done.append(_key(settings))
+    def _note_proposal(self, asked: Any, settings: Settings) -> tuple[Any, Settings]:
+        self._done.append(_make_key(settings))
         self._last = settings
         return asked, settings
 
-    def _corrected(self) -> Callable[[Settings], float]:
+    def _fit_correction(self) -> Callable[[Settings], float]:
         """Returns a function that predicts log seconds: the simulator's prediction, corrected from the trials so far.
 
         Each value has a factor of its own. For example, a codec of unknown cost is slower wherever it is used. A ridge
         regression over the measured trials gives the logarithms of the factors.
         """
-        values = [(d.path, repr(point)) for d in self.dims for point in d.points]
+        values = [(d.path, repr(point)) for d in self.dims for point in d.trial_points]
 
         def row(settings: Settings) -> np.ndarray:
             mine = {(path, repr(value)) for path, value in settings.items()}
@@ -155,44 +160,44 @@ class Proposer:
         penalty = DOUBT * np.eye(len(values) + 1)
         penalty[0, 0] = 1e-6
         factors = np.linalg.solve(x.T @ x + penalty, x.T @ y)
-        return lambda settings: math.log(self._predicted.get(_key(settings), 1e9)) + float(row(settings) @ factors)
+        return lambda settings: math.log(self._predicted.get(_make_key(settings), 1e9)) + float(row(settings) @ factors)
 
-    def _asked(self, settings: Settings) -> Any:
+    def _enqueue_trial(self, settings: Settings) -> Any:
         """Returns Optuna's trial of exactly these settings."""
-        if not all(_holds(d, settings[d.path]) for d in self.dims):
+        if not all(_contains_value(d, settings[d.path]) for d in self.dims):
             return None
-        params = {d.path: d.labels[d.values.index(settings[d.path])] if d.values else settings[d.path]
+        params = {d.path: d.value_labels[d.values.index(settings[d.path])] if d.values else settings[d.path]
                   for d in self.dims}  # fmt: skip
-        with _quietly(self._optuna):
+        with _silence_optuna(self._optuna):
             self._study.enqueue_trial(params)
             return self._study.ask(self._spaces)
 
-    def _value(self, d: Dimension, told: Any) -> Any:
-        return d.values[d.labels.index(told)] if d.values else told
+    def _read_value(self, d: Dimension, told: Any) -> Any:
+        return d.values[d.value_labels.index(told)] if d.values else told
 
-    def _distribution(self, d: Dimension) -> Any:
+    def _make_distribution(self, d: Dimension) -> Any:
         kinds, knob = self._optuna.distributions, d.knob
         if d.values:
-            return kinds.CategoricalDistribution(d.labels)
+            return kinds.CategoricalDistribution(d.value_labels)
         kind = kinds.IntDistribution if knob.kind is int else kinds.FloatDistribution
         return kind(knob.low, knob.high, log=knob.log)
 
 
-def _key(settings: Settings) -> str:
+def _make_key(settings: Settings) -> str:
     return repr(sorted((path, repr(value)) for path, value in settings.items()))
 
 
-def _excess(trial: Any) -> tuple[float]:
+def _read_excess(trial: Any) -> tuple[float]:
     return (trial.user_attrs.get("excess", -1.0),)
 
 
-def _holds(d: Dimension, value: Any) -> bool:
+def _contains_value(d: Dimension, value: Any) -> bool:
     """Returns whether the search space contains the value."""
     knob: Knob = d.knob
     return value in d.values if d.values else bool(knob.low <= value <= knob.high)
 
 
-def _optuna() -> Any:
+def _import_optuna() -> Any:
     try:
         import optuna
     except ImportError:
@@ -201,7 +206,7 @@ def _optuna() -> Any:
 
 
 @contextmanager
-def _quietly(optuna: Any) -> Iterator[None]:
+def _silence_optuna(optuna: Any) -> Iterator[None]:
     """Silences Optuna's log messages, which would fill a notebook."""
     said = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)

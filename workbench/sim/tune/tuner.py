@@ -11,18 +11,27 @@ from workbench.experiment import Experiment
 from workbench.record.store import RunError
 from workbench.settings import KnobError
 from workbench.sim.costs.costs import Costs
-from workbench.sim.plan.quick import period
-from workbench.sim.plan.space import Trying, in_force, space_of, under
+from workbench.sim.plan.quick import count_round_steps
+from workbench.sim.plan.space import Trying, apply_settings, current_settings, space_of
 from workbench.sim.plan.trials import Settings, Trial, Tuned
 from workbench.sim.run.simulate import simulate
-from workbench.sim.tune.on_ranks import Training, lasted
+from workbench.sim.tune.on_ranks import TrainingRanks, step_seconds
 from workbench.sim.tune.proposing import Proposer
-from workbench.sim.tune.tuning import Tuning, require, trials_of
+from workbench.sim.tune.tuning import Tuning, count_trials, require_arguments
 
 
-def tune(on: Experiment | Training, paths: Trying = None, *, within: Mapping[str, tuple[float, float]] | None = None,
-         trials: int | None = None, steps: int = 8, settle: int = 3, seed: int = 0, costs: Costs | None = None,
-         **live: Any) -> Tuned:  # fmt: skip
+def tune(
+    on: Experiment | TrainingRanks,
+    paths: Trying = None,
+    *,
+    within: Mapping[str, tuple[float, float]] | None = None,
+    trials: int | None = None,
+    steps: int = 8,
+    settle: int = 3,
+    seed: int = 0,
+    costs: Costs | None = None,
+    **live: Any,
+) -> Tuned:
     """Searches for the settings with the shortest step, by Optuna's Gaussian process.
 
     on:     an Experiment, which is simulated and stays unchanged. Or a Lab with training ranks (`lab.tune(...)`); the
@@ -50,16 +59,16 @@ def tune(on: Experiment | Training, paths: Trying = None, *, within: Mapping[str
                       **live).start().wait()  # fmt: skip
     if live:
         raise KnobError(f"{', '.join(live)}: only ranks that train are asked so; give a Lab")
-    require((("steps", steps, 1), ("settle", settle, 0)), trials, seed, within)
+    require_arguments((("steps", steps, 1), ("settle", settle, 0)), trials, seed, within)
     dims = space_of(on, paths, within or {})
-    number = trials_of(trials, dims)
+    number = count_trials(trials, dims)
     proposer, tried = Proposer(dims, number, seed), list[Trial]()
-    settings = in_force(on, dims)
-    asked = proposer.first(settings)
+    settings = current_settings(on, dims)
+    asked = proposer.propose_first(settings)
     while True:
-        tried.append(_simulated(on, settings, steps, settle, costs))
-        proposer.tell(asked, tried[-1].seconds, -1.0)
-        if len(tried) == number or (found := proposer.next()) is None:
+        tried.append(_simulate_trial(on, settings, steps, settle, costs))
+        proposer.report_trial(asked, tried[-1].seconds, -1.0)
+        if len(tried) == number or (found := proposer.propose_next()) is None:
             break
         asked, settings = found
     timed = [trial for trial in tried if trial.seconds is not None]
@@ -69,12 +78,12 @@ def tune(on: Experiment | Training, paths: Trying = None, *, within: Mapping[str
     return Tuned(min(timed, key=lambda trial: trial.seconds or 0.0), tuple(tried))
 
 
-def _simulated(e: Experiment, settings: Settings, steps: int, settle: int, costs: Costs | None) -> Trial:
+def _simulate_trial(e: Experiment, settings: Settings, steps: int, settle: int, costs: Costs | None) -> Trial:
     try:
-        told = under(e, settings)
-        each = period(told)
+        told = apply_settings(e, settings)
+        each = count_round_steps(told)
         count = -(-steps // each) * each  # whole rounds
-        times = lasted(simulate(replace(told, steps=settle + count), costs=costs), settle)
+        times = step_seconds(simulate(replace(told, steps=settle + count), costs=costs), settle)
     except KnobError as error:
         return Trial(settings=settings, verdict=f"refused: {error}")
     if not times:

@@ -13,17 +13,17 @@ from workbench.record.store import RunError
 from workbench.settings import KnobError, short
 from workbench.settings.said import text_of
 from workbench.sim.costs.costs import Costs
-from workbench.sim.plan.judging import Evidence, in_order
-from workbench.sim.plan.space import Dimension, Trying, candidates, in_force, space_of
-from workbench.sim.plan.trials import Settings, Trial, Tuned, words
-from workbench.sim.tune.on_ranks import LOOK, Asked, OnRanks, Overruled, Training
-from workbench.sim.tune.proposing import Ordered, Proposer, ordered
+from workbench.sim.plan.judging import Evidence, sort_by_evidence
+from workbench.sim.plan.space import Dimension, Trying, current_settings, list_candidates, space_of
+from workbench.sim.plan.trials import Settings, Trial, Tuned, format_settings
+from workbench.sim.tune.on_ranks import LOOK, Overruled, TrainingRanks, TrialLimits, TrialRunner
+from workbench.sim.tune.proposing import PredictedOrder, Proposer, predict_order
 
 TRIALS = 20  # the default number of trials, at most
 SHARE = 0.22  # share of all settings to try by default: under 25 % of a full sweep's steps, with some room
 
 
-class Stop(Exception):
+class SearchStopped(Exception):
     """A user has ended the search."""
 
 
@@ -45,11 +45,24 @@ class Tuning:
     under way restarts.
     """
 
-    def __init__(self, on: Training, paths: Trying = None, *, within: Mapping[str, tuple[float, float]] | None = None,
-                 trials: int | None = None, steps: int = 8, settle: int = 3, seed: int = 0, costs: Costs | None = None,
-                 confidence: float = 0.95, precision: float = 0.03, worse: float = 0.02, most: int = 60,
-                 keep: bool = True) -> None:  # fmt: skip
-        require((("steps", steps, 1), ("settle", settle, 0), ("most", most, 1)), trials, seed, within)
+    def __init__(
+        self,
+        on: TrainingRanks,
+        paths: Trying = None,
+        *,
+        within: Mapping[str, tuple[float, float]] | None = None,
+        trials: int | None = None,
+        steps: int = 8,
+        settle: int = 3,
+        seed: int = 0,
+        costs: Costs | None = None,
+        confidence: float = 0.95,
+        precision: float = 0.03,
+        worse: float = 0.02,
+        most: int = 60,
+        keep: bool = True,
+    ) -> None:
+        require_arguments((("steps", steps, 1), ("settle", settle, 0), ("most", most, 1)), trials, seed, within)
         for name, share in (("confidence", confidence), ("precision", precision), ("worse", worse)):
             if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
                 raise KnobError(f"{name}={short(share)}: must be a number between 0 and 1")
@@ -61,21 +74,21 @@ class Tuning:
                             "simulate")  # fmt: skip
         self.on, self.keep, self.seed, self.costs = on, keep, seed, costs
         self.dims = space_of(on.experiment, paths, within or {})
-        self.number = trials_of(trials, self.dims)
+        self.number = count_trials(trials, self.dims)
         self.trials: list[Trial] = []
         self.left_out: tuple[Trial, ...] = ()
         self.state = "starting"  # then running, paused; finally done, stopped, overruled or failed
         self.said = "it begins"
-        self._former = in_force(on.experiment, self.dims)
-        asked = Asked(confidence, precision, worse, steps, max(most, steps), settle)
-        self._ranks = OnRanks(on, asked, [d.path for d in self.dims], self._going, self._shown)
+        self._former = current_settings(on.experiment, self.dims)
+        asked = TrialLimits(confidence, precision, worse, steps, max(most, steps), settle)
+        self._ranks = TrialRunner(on, asked, [d.path for d in self.dims], self._check_stopped, self._show_trial)
         Proposer(self.dims, self.number, seed)  # fails now if Optuna is missing
         self._paused, self._stopped, self._over = threading.Event(), threading.Event(), threading.Event()
         self._used: Trial | None = None
         self._error: BaseException | None = None
 
     def start(self) -> Tuning:
-        threading.Thread(target=self._work, name="tuner", daemon=True).start()
+        threading.Thread(target=self._run_search, name="tuner", daemon=True).start()
         return self
 
     # -- controls for a user
@@ -89,7 +102,7 @@ class Tuning:
         """The fastest usable trial with as many ranks as train now, or None."""
         now = len(self.on.members) or (self.trials[-1].ranks if self.trials else 0)
         alike = (trial for trial in self.trials if trial.ranks == now)
-        order = in_order(alike, lambda trial: Evidence(trial.seconds or math.inf, trial.fit))
+        order = sort_by_evidence(alike, lambda trial: Evidence(trial.seconds or math.inf, trial.fit))
         return order[0] if order and order[0].fit else None
 
     def pause(self) -> None:
@@ -109,7 +122,7 @@ class Tuning:
             raise KnobError(f"number={short(number)}: must be a trial's, from 1 to {len(self.trials)}")
         self._used = self.trials[number - 1]
         if self._over.is_set():
-            self._ranks.set(self._used.settings)
+            self._ranks.apply_settings(self._used.settings)
         self._stopped.set()
 
     def wait(self, timeout: float | None = None) -> Tuned:
@@ -142,100 +155,102 @@ class Tuning:
 
     # -- the search (on its own thread)
 
-    def _work(self) -> None:
+    def _run_search(self) -> None:
         try:
             self.state = "running"
-            self._search()
+            self._search_settings()
             self.state = "stopped" if self._stopped.is_set() else "done"
         except Overruled as error:
             self.state, self.said = "overruled", f"{error} by hand, and stays so"
         except BaseException as error:
             self.state, self.said, self._error = "failed", str(error), error
             try:
-                self._ranks.restore(self._former)
-                self.said += f"; {words(self._former)} is set, as before"
+                self._ranks.restore_settings(self._former)
+                self.said += f"; {format_settings(self._former)} is set, as before"
             except Exception as failure:
                 self.said += f"; what was set before could not be set again: {text_of(failure)}"
         finally:
             self._over.set()
 
-    def _search(self) -> None:
-        with suppress(Stop):
-            proposer = self._begin()
+    def _search_settings(self) -> None:
+        with suppress(SearchStopped):
+            proposer = self._begin_search()
             while len(self.trials) < self.number:
-                self._hold()
+                self._wait_while_paused()
                 if self.trials[-1].ranks != len(self.on.members):
-                    proposer = self._begin()  # with the present number of ranks
-                elif (found := proposer.next()) is not None:
+                    proposer = self._begin_search()  # with the present number of ranks
+                elif (found := proposer.propose_next()) is not None:
                     asked, settings = found
-                    done = self._try(settings, proposer.predicted(settings))
+                    done = self._try_settings(settings, proposer.find_prediction(settings))
                     excess = -1.0 if done.loss is None else done.loss.high - self._ranks.asked.worse
-                    proposer.tell(asked, done.seconds, excess)
+                    proposer.report_trial(asked, done.seconds, excess)
                 else:
                     break
-        self._end()
+        self._apply_result()
 
-    def _begin(self) -> Proposer:
+    def _begin_search(self) -> Proposer:
         """Tries the settings in force before, then orders the candidates. Excludes settings that broke a trial."""
         broke = [trial.settings for trial in self.trials if trial.seconds is None]
-        self._try(self._former, None)
+        self._try_settings(self._former, None)
         self.said = "the simulator is asked what to try next"
-        order = self._order()
+        order = self._order_candidates()
         out = order.left_out if order else ()
         self.left_out = tuple(trial for trial in out if trial.settings != self._former)  # already tried
         proposer = Proposer(self.dims, self.number, self.seed, order, once=True, never=broke)
-        first = proposer.first(self._former)
-        self.trials[-1] = replace(self.trials[-1], predicted=proposer.predicted(self._former))
-        proposer.tell(first, self.trials[-1].seconds, -1.0)
+        first = proposer.propose_first(self._former)
+        self.trials[-1] = replace(self.trials[-1], predicted=proposer.find_prediction(self._former))
+        proposer.report_trial(first, self.trials[-1].seconds, -1.0)
         return proposer
 
-    def _order(self) -> Ordered | None:
+    def _order_candidates(self) -> PredictedOrder | None:
         run = self.on.run_now
         assert run is not None
         try:
-            return ordered(self.on.experiment, self.dims, self.costs or Costs.measured(run))
+            return predict_order(self.on.experiment, self.dims, self.costs or Costs.measured(run))
         except (KnobError, RunError, ValueError):
             return None  # nothing is measured yet: Optuna proposes alone
 
-    def _try(self, settings: Settings, predicted: float | None) -> Trial:
+    def _try_settings(self, settings: Settings, predicted: float | None) -> Trial:
         trial = Trial(settings=settings, predicted=predicted, verdict="settling")
         best = self.best if self.trials and self.trials[-1].ranks == len(self.on.members) else None
         self.trials.append(trial)
-        self.said = f"trial {len(self.trials)} of {self.number}: {words(settings)}"
+        self.said = f"trial {len(self.trials)} of {self.number}: {format_settings(settings)}"
         try:
-            self.trials[-1] = self._ranks.tried(trial, best)
+            self.trials[-1] = self._ranks.run_trial(trial, best)
         except BaseException:
             self.trials[-1] = replace(self.trials[-1], verdict="broken off", fit=False)
             raise
         return self.trials[-1]
 
-    def _hold(self) -> None:
+    def _wait_while_paused(self) -> None:
         """Waits while a user has paused the search, with the best settings so far in force."""
         if self._paused.is_set() and self.best:
-            self._ranks.set(self.best.settings)
+            self._ranks.apply_settings(self.best.settings)
         while self._paused.is_set():
             self.state = "paused"
-            self._going()
-            self._ranks.touched()
+            self._check_stopped()
+            self._ranks.take_user_changes()
             self._over.wait(LOOK)
         self.state = "running"
 
-    def _end(self) -> None:
+    def _apply_result(self) -> None:
         chosen = self._used or (self.best if self.keep else None) or Trial(settings=self._former)
-        self._ranks.touched()
-        self._ranks.set(chosen.settings)
+        self._ranks.take_user_changes()
+        self._ranks.apply_settings(chosen.settings)
         number = next((n for n, trial in enumerate(self.trials, start=1) if trial is chosen), None)
-        self.said = f"{words(chosen.settings)} is set" + (f", as in trial {number}" if number else ", as before")
+        self.said = f"{format_settings(chosen.settings)} is set" + (
+            f", as in trial {number}" if number else ", as before"
+        )
 
-    def _going(self) -> None:
+    def _check_stopped(self) -> None:
         if self._stopped.is_set():
-            raise Stop
+            raise SearchStopped
 
-    def _shown(self, trial: Trial) -> None:
+    def _show_trial(self, trial: Trial) -> None:
         self.trials[-1] = trial
 
 
-def require(numbers: Any, trials: Any, seed: Any, within: Any) -> None:
+def require_arguments(numbers: Any, trials: Any, seed: Any, within: Any) -> None:
     """Raises KnobError for invalid arguments of `tune`."""
     for name, number, least in (*numbers, *([("trials", trials, 1)] if trials is not None else [])):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
@@ -246,9 +261,9 @@ def require(numbers: Any, trials: Any, seed: Any, within: Any) -> None:
         raise KnobError(f"within={within!r}: must be a range by path, such as {{'credit_mb': (0.1, 1.0)}}")
 
 
-def trials_of(trials: int | None, dims: list[Dimension]) -> int:
+def count_trials(trials: int | None, dims: list[Dimension]) -> int:
     """Returns how many settings to try."""
     if trials is not None:
         return trials
-    every = sum(1 for _ in candidates(dims)) if all(d.values for d in dims) else 5 * TRIALS
+    every = sum(1 for _ in list_candidates(dims)) if all(d.values for d in dims) else 5 * TRIALS
     return min(TRIALS, max(4, int(SHARE * every)))
