@@ -77,7 +77,7 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_group_takes_no_socket_of_other_code(foreign: list[socket.socket], ends: Any) -> None:
     client, server = foreign[:2]
-    ends[0].cut()
+    ends[0].cut_connections()
     client.send(b"still open")
     server.settimeout(5)
     assert server.recv(10) == b"still open"
@@ -120,7 +120,7 @@ def test_a_cut_ends_the_wait_of_the_peer_if_descriptors_are_above_1024(precise: 
 def test_waiting_for_a_lost_peer_ends_although_gloo_reports_nothing(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo, "MISSED", 0.3)
     first, second = ends
-    first.cut()
+    first.cut_connections()
     assert until(second.has_lost_peer)
     began = time.monotonic()
     with pytest.raises(ConnectionError, match="Connection closed by peer"):
