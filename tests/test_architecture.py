@@ -419,11 +419,10 @@ def test_few_references_to_a_rank_in_host_are_any() -> None:
 
 def test_a_class_name_means_one_thing() -> None:
     counts = Counter(name for _, name in BASES if not name.startswith("_"))
-    assert len([name for name, n in counts.items() if n > 2]) <= 12
-    assert max(counts.values()) <= 5
+    assert [name for name, n in counts.items() if n > 2] == []
 
 
 def test_names_of_functions_have_more_words() -> None:
     names = [n.name.strip("_") for p in SOURCES for n in ast.walk(parse(p))
              if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and not n.name.startswith("__")]  # fmt: skip
-    assert sum(name.count("_") + 1 for name in names) / len(names) >= 1.19
+    assert sum(name.count("_") + 1 for name in names) / len(names) >= 1.7

@@ -18,7 +18,7 @@ from workbench.rank import Bucket, Part
 LOW = 0xFFFFFFFF  # the low 32 bits
 
 
-class Block(NamedTuple):
+class UnitBlock(NamedTuple):
     """The units of one parameter: how many, of how many elements each, and the place of its first element."""
 
     name: str
@@ -80,10 +80,10 @@ class Units:
         return torch.cat([torch.full((b.units,), b.width, device=self.device) for b in self.blocks])
 
 
-def _block(part: Part, rows: bool) -> Block:
+def _block(part: Part, rows: bool) -> UnitBlock:
     numel = part.stop - part.start
     units = part.shape[0] if rows and len(part.shape) > 1 else numel
-    return Block(part.name, part.start, units, numel // units)
+    return UnitBlock(part.name, part.start, units, numel // units)
 
 
 def mixed(name: str, index: Tensor) -> Tensor:
