@@ -7,6 +7,7 @@ run need no torch. A member of a family is public because its file is there; `__
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
 _HOMES = {
@@ -39,15 +40,15 @@ __version__ = "0.1.0"
 
 
 def public_names() -> dict[str, str]:
-    """Every public name, and the module that it is in. Imports none of them."""
+    """Returns every public name and its module. Imports none of them."""
     from workbench.settings import shipped
 
     own = {name: f"workbench.{home}" for home, names in _HOMES.items() for name in names}
     return {**own, **{name: at for home in _FAMILIES for name, at in shipped(f"workbench.{home}").items()}}
 
 
-def _now(name: str) -> str:
-    """What a member that notebooks of before import by another name (`formerly_called`) is called now."""
+def _current_name(name: str) -> str:
+    """Returns the name that replaced an old public name (`formerly_called`), or the name itself."""
     from workbench.settings import renamed
 
     return next((found[name] for home in _FAMILIES if name in (found := renamed(f"workbench.{home}"))), name)
@@ -57,8 +58,12 @@ def __getattr__(name: str) -> Any:
     names = {} if name.startswith("_") else public_names()
     if name == "__all__":
         return sorted(public_names())
-    if name in names or (names and (name := _now(name)) in names):
-        return getattr(importlib.import_module(names[name]), name)
+    now = _current_name(name) if names and name not in names else name
+    if now in names:
+        if now != name:
+            text = f"workbench.{name} is called workbench.{now} since version 0.2; the old name ends with 0.3"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(names[now]), now)
     raise AttributeError(f"module 'workbench' has no attribute {name!r}")
 
 
