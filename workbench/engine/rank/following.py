@@ -21,6 +21,7 @@ from workbench.engine.script.wrapped import LoopEnded, hook_name
 from workbench.experiment import Experiment
 from workbench.fabric import traffic
 from workbench.host.checkpoint.alone import average_model
+from workbench.host.core.planned import Planned
 from workbench.host.memory.batches import BatchReader
 from workbench.host.placement.canonical import hash_model_state
 from workbench.host.placement.layout import ParameterLayout
@@ -163,16 +164,16 @@ class ScriptTraining(RankTraining):
         sent, _ = traffic("all_reduce", nbytes, self.rank.size)
         self.record.span(self.rank.step, "comm", name, began, began, self.clock.now(), sent)
 
-    async def execute_change(self, change: Change) -> bool:
+    async def execute_change(self, change: Planned) -> bool:
         was, self.has_new_size = self.has_new_size, self.has_new_size or self._is_new_bucket_size(change)
-        if made := await super().execute_change(change):
+        if (made := await super().execute_change(change)) and isinstance(change, Change):
             self.led.changes.append(replace(change, at_step=self.rank.step))
-        else:
+        elif not made:
             self.has_new_size = was
         return made
 
-    def _is_new_bucket_size(self, change: Change) -> bool:
-        return type(change) is Change and "bucket_mb" in change.settings and change is not self._asked_by_script
+    def _is_new_bucket_size(self, change: Planned) -> bool:
+        return isinstance(change, Change) and "bucket_mb" in change.settings and change is not self._asked_by_script
 
     async def finish_run(self) -> None:
         if self.led.in_block:

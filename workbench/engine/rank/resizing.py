@@ -128,8 +128,8 @@ def _check_leaving(session: Session, store: Any = None) -> None:
 
 
 def _make_invitation(session: Session, training: RankTraining, to: NextGeneration) -> dict[str, Any]:
-    planned = [change.plain() for change in training.planned if type(change) is Change]
-    steps = [change.at_step for change in training.planned if type(change) is Change]
+    planned = [change.plain() for change in training.planned if isinstance(change, Change)]
+    steps = [change.at_step for change in training.planned if isinstance(change, Change)]
     return {**to._asdict(), "came": to.came._asdict(), "experiment": to.experiment.plain(), "turn": session.turn,
             "asked": [], "planned": planned, "steps": steps}  # fmt: skip
 

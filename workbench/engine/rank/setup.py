@@ -32,6 +32,7 @@ from workbench.engine.wire.wires import GroupWires, make_opener
 from workbench.experiment import Experiment, closures, momentum, partitioned, sharding, sparse
 from workbench.host.checkpoint.back import DivergenceRecovery
 from workbench.host.checkpoint.saving import Checkpointer
+from workbench.host.core.planned import Planned
 from workbench.host.core.rate import Rate
 from workbench.host.elastic.rollback import Rollback
 from workbench.host.loop.life import RankLoop
@@ -82,7 +83,7 @@ class RankComponents(RankLoop):
         self.clock, self.naps, self.leaving, self.inbox = session.clock, session.naps, session.leaving, session.inbox
         self.steering = before.steering if before else PolicyRunner(self)
         self.steering.run, self.record = self, TappedRecorder(session.record, self.steering)
-        self.planned = before.planned if before else session.planned
+        self.planned: list[Planned] = before.planned if before else [*session.planned]
         self.chip = make_chip(session.device)
         self.chip.bind_thread()
         self.peers = Peers(session)

@@ -23,6 +23,7 @@ from workbench.engine.rank.resizing import resize_run
 from workbench.engine.record.growth import LeakDetector
 from workbench.engine.wire.collectives import Aborted
 from workbench.host.core.answers import KNOWN_KIND, Done, RequestAnswer, remember_answer
+from workbench.host.core.planned import Planned
 from workbench.host.elastic.reentry import Membership
 from workbench.host.observe.evaluating import Evaluated
 from workbench.host.reconfigure import changes
@@ -216,7 +217,7 @@ class RankTraining(Reconfigurable):
     def start_background(self) -> None:
         self.meeting.start_background()
 
-    async def execute_change(self, change: Change) -> bool:
+    async def execute_change(self, change: Planned) -> bool:
         self.lane.step = self.rank.step
         return await super().execute_change(change)
 

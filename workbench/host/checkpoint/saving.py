@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from workbench.host.checkpoint.alone import KIND, make_model_image
@@ -16,6 +17,7 @@ from workbench.host.checkpoint.image import RankImage, make_rank_image
 from workbench.host.checkpoint.regain import RestoredState
 from workbench.host.checkpoint.tree import UnsavableValue
 from workbench.host.checkpoint.views import CheckpointView
+from workbench.host.core.planned import PlannedEvent
 from workbench.host.memory.batches import BatchReader, Numbers
 from workbench.host.observe.finite import is_finite
 from workbench.host.passes.pipelining import drain_pipeline
@@ -24,16 +26,15 @@ from workbench.settings import Change
 
 
 @dataclass(frozen=True)
-class CheckpointChange(Change):
-    """The planned change that makes a checkpoint."""
-
-    path: str = field(default="")
-    value: Any = field(default=None)
+class CheckpointEvent(PlannedEvent):
+    """Makes a checkpoint."""
 
 
 @dataclass(frozen=True)
-class GatherChange(CheckpointChange):
-    """The planned change that gathers the state, to resume on another number of ranks."""
+class GatherEvent(CheckpointEvent):
+    """Gathers the state, to resume on another number of ranks. gather: is called with each rank's loop"""
+
+    gather: Callable[[Any], Awaitable[None]]
 
 
 class CheckpointableRank(ABC):
@@ -90,7 +91,7 @@ class Checkpointer:
     ) -> None:
         self.run, self.keeper, self.saved = run, keeper, saved
         self._every = 0  # the last `save_every`
-        self._next: CheckpointChange | None = None
+        self._next: CheckpointEvent | None = None
         self._last, self._stays = -1, False  # the last one's step; whether it was requested
 
     # -- resuming --
@@ -123,14 +124,14 @@ class Checkpointer:
         run, every = self.run, self.run.experiment.save_every
         if every == self._every and (self._next is not None or not every):
             return
-        run.planned = [change for change in run.planned if not isinstance(change, CheckpointChange)]
+        run.planned = [change for change in run.planned if not isinstance(change, CheckpointEvent)]
         self._every, self._next = every, None
         if not every:
             return
         step, steps = run.rank.step if step is None else step, run.experiment.steps
         at = (step // every + 1) * every
         if not steps or at <= steps:
-            self._next = CheckpointChange(at)
+            self._next = CheckpointEvent(at)
             run.planned.insert(bisect_right([change.at_step for change in run.planned], at), self._next)
 
     def end(self, patience: float | None = None) -> None:
@@ -138,10 +139,10 @@ class Checkpointer:
         if self.keeper is not None:
             self.keeper.close(patience)
 
-    async def make_planned(self, save: CheckpointChange) -> None:
+    async def make_planned(self, save: CheckpointEvent) -> None:
         """Makes the planned checkpoint, once all ranks have reached it."""
-        if isinstance(save, GatherChange):
-            await save.value(self.run)
+        if isinstance(save, GatherEvent):
+            await save.gather(self.run)
         elif save is self._next:
             self._next = None
             await self.make_checkpoint(asked=False)
@@ -206,8 +207,11 @@ class Checkpointer:
     def _describe_run(self, asked: bool, step: int) -> dict[str, Any]:
         """Returns the manifest's description of the run."""
         run = self.run
-        planned, made = ([change.plain() | {"at_step": change.at_step} for change in changes if type(change) is Change]
-                         for changes in (run.planned, run.steering.made))  # fmt: skip
+        to_come = [change for change in run.planned if isinstance(change, Change)]
+        planned, made = (
+            [change.plain() | {"at_step": change.at_step} for change in changes]
+            for changes in (to_come, run.steering.made)
+        )
         kind = KIND if run.experiment.task.leads else "ranks"
         trial = run.reading.trial if run.reading.sharded else None
         return {"kind": kind, "step": step, "ranks": run.rank.size, "experiment": run.experiment.plain(),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from workbench.host.core.planned import Planned
 from workbench.host.memory.batches import BatchReader, Numbers
 from workbench.host.observe.finite import NonFiniteGuard
 from workbench.host.observe.measuring import CompressionErrorProbe
 from workbench.host.reconfigure.steering import PolicyRunner
 from workbench.host.transfer.views import ChangeView
-from workbench.settings import Change
 
 
 class CheckpointerView(Protocol):
@@ -30,7 +30,7 @@ class CheckpointView(ChangeView, Protocol):
     """
 
     state: Any
-    planned: list[Change]
+    planned: list[Planned]
 
     @property
     def held_out(self) -> float | None: ...

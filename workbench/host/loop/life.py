@@ -15,7 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.experiment import Experiment
-from workbench.host.checkpoint.saving import CheckpointableRank, CheckpointChange
+from workbench.host.checkpoint.saving import CheckpointableRank, CheckpointEvent
+from workbench.host.core.planned import Planned
 from workbench.host.core.rate import Rate
 from workbench.host.loop import meeting
 from workbench.host.loop.ordering import BucketOrdering
@@ -153,14 +154,15 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
         if apart or self.is_asynchronous:
             self.start_background()
 
-    async def execute_change(self, change: Change) -> bool:
+    async def execute_change(self, change: Planned) -> bool:
         """Makes or refuses one change, asks the policy, or makes a checkpoint. Returns whether a change was made."""
-        if isinstance(change, CheckpointChange):
+        if isinstance(change, CheckpointEvent):
             await self.saving.make_planned(change)
             return False
         if isinstance(change, PolicyTick):
             made = await self.steering.run_tick(change)
         else:
+            assert isinstance(change, Change)
             with self.guard_step(True):
                 made = await self.steering.follow_change(change, changes.execute_change(self, change))
         self.ledger.recount_standing()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from workbench.host.checkpoint.reread import RecoveryCheckpoint
 from workbench.host.core.answers import RequestAnswer
+from workbench.host.core.planned import Planned
 from workbench.host.elastic.reentry import Membership, agree_on_state, broadcast_momentum
 from workbench.host.elastic.regathering import assemble_model
 from workbench.host.elastic.rollback import Rollback
@@ -22,7 +23,7 @@ from workbench.host.reconfigure.unfreezing import unfreeze_parameters
 from workbench.host.transfer import residual
 from workbench.host.transfer.boundary import Boundary
 from workbench.rank import Rank
-from workbench.settings import Change, Json
+from workbench.settings import Json
 
 MAX_UNDONE = 16  # made changes that a rank can still undo
 
@@ -43,15 +44,15 @@ class ElasticMember:
     rank: Rank
     steering: PolicyRunner
     rollback: Rollback | None = None
-    planned: list[Change]
-    taken: list[Change] = []  # noqa: RUF012 (never changed in place)
+    planned: list[Planned]
+    taken: list[Planned] = []  # noqa: RUF012 (never changed in place)
     obeyed = 0
     bounds: list[Boundary] = []  # noqa: RUF012 (never changed in place)
     outer: dict[str, Tensor] | None = None
     former: RecoveryCheckpoint | None = None
     crashing: Collection[int] = frozenset()
     answer: RequestAnswer | None = None
-    _made: Sequence[Change | None] = ()
+    _made: Sequence[Planned | None] = ()
 
     async def pass_boundary(self) -> None:
         """Takes what is due at this boundary. A rank that a fault crashes ends here."""
@@ -98,7 +99,7 @@ class ElasticMember:
         """A context for a step or a change. If a rank is lost inside, this one can go back."""
         return nullcontext() if self.rollback is None else self.rollback.guard_step(changes)
 
-    async def make_changes(self, changes: list[Change]) -> None:
+    async def make_changes(self, changes: list[Planned]) -> None:
         """Makes planned changes one after another. The remaining ones stay in `taken`."""
         self.taken = changes
         while self.taken:
@@ -106,7 +107,7 @@ class ElasticMember:
             self.count_obeyed(self.taken.pop(0))
             await self._crash_if_due()  # the next change may end the generation
 
-    def count_obeyed(self, planned: Change | None = None) -> None:
+    def count_obeyed(self, planned: Planned | None = None) -> None:
         """Counts a change that was made or refused. planned: the change, if it was a planned one"""
         self.obeyed += 1
         self._made = (*self._made, planned)[-MAX_UNDONE:]
@@ -153,7 +154,7 @@ class ElasticMember:
     @abstractmethod
     async def make_due_changes(self) -> None: ...
     @abstractmethod
-    async def execute_change(self, change: Change) -> bool: ...
+    async def execute_change(self, change: Planned) -> bool: ...
 
     def begin_generation(self: LoopView) -> None:
         """Begins a generation, when its ranks can reach each other and have exchanged nothing yet."""

@@ -8,19 +8,19 @@ from torch import Tensor
 
 from workbench.host.checkpoint.reread import RecoveryCheckpoint
 from workbench.host.checkpoint.saving import Checkpointer
+from workbench.host.core.planned import Planned
 from workbench.host.memory.batches import BatchReader
 from workbench.host.observe.finite import NonFiniteGuard
 from workbench.host.reconfigure.steering import PolicyRunner
 from workbench.host.transfer.boundary import Boundary
 from workbench.host.transfer.views import ChangeView
-from workbench.settings import Change
 
 
 class LoopView(ChangeView, Protocol):
     """A rank that makes steps, and goes on in a new generation. For the attributes see `ElasticMember`."""
 
-    planned: list[Change]
-    taken: list[Change]
+    planned: list[Planned]
+    taken: list[Planned]
     bounds: list[Boundary]
     outer: dict[str, Tensor] | None
     former: RecoveryCheckpoint | None

@@ -14,9 +14,10 @@ import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Awaitable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from workbench.host.core.planned import PlannedEvent
 from workbench.host.reconfigure.changes import find_refused_change
 from workbench.host.reconfigure.views import PolicyView
 from workbench.policies import Policy, Seen
@@ -28,11 +29,8 @@ FAILURES = (Exception, SystemExit)  # a policy must not end the process; a perso
 
 
 @dataclass(frozen=True)
-class PolicyTick(Change):
-    """A place among the planned changes at which rank 0 asks the policy."""
-
-    path: str = field(default="")
-    value: Any = field(default=None)
+class PolicyTick(PlannedEvent):
+    """Rank 0 asks the policy."""
 
 
 class PolicyRunner:
@@ -51,7 +49,7 @@ class PolicyRunner:
         self._state: Any = None
         self._known = False  # whether the policy has its state
         self._given = False  # whether the plan holds its decisions, as in a replay; then it only looks
-        self._next: PolicyTick | None = None  # the next look; every other Look is void
+        self._next: PolicyTick | None = None  # the next one; every other tick is void
         self._held: dict[str, int] = {}  # held paths: set by people, with the step that followed
         self.made: list[Change] = []
         self._after: list[int] = []  # by change in `made`, the number of changes obeyed before it
@@ -71,7 +69,7 @@ class PolicyRunner:
 
     def plan_first(self) -> None:
         """Plans the first look, on all ranks before the first step."""
-        self._given = any(change.by for change in self.run.planned)
+        self._given = any(isinstance(change, Change) and change.by for change in self.run.planned)
         if self._given and self.policy:
             self._mark_once("given", "its decisions are those of another run, given as changes; it makes no others")
         self._plan_tick(-1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from workbench.experiment import Experiment
+from workbench.host.core.planned import Planned
 from workbench.host.core.views import RankView
-from workbench.settings import Change
 
 
 class TryingView(RankView, Protocol):
@@ -23,7 +23,7 @@ class PolicyView(RankView, Protocol):
     obeyed:  the number of changes made or refused so far
     """
 
-    planned: list[Change]
+    planned: list[Planned]
 
     @property
     def obeyed(self) -> int: ...
@@ -31,7 +31,7 @@ class PolicyView(RankView, Protocol):
     def require_trainable(self, wanted: Experiment) -> Experiment:
         """Returns `wanted`. Raises KnobError if this host cannot train it."""
 
-    async def execute_change(self, change: Change) -> bool:
+    async def execute_change(self, change: Planned) -> bool:
         """Makes or refuses one change. Returns whether a change was made."""
 
     async def broadcast_text(self, text: str, by: int = 0) -> str:

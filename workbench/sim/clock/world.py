@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
+from workbench.host.core.planned import Planned
 from workbench.host.elastic.reentry import Membership
 from workbench.rank import Group, Op
 from workbench.sim.clock.clock import VirtualClock
@@ -41,7 +42,7 @@ class VirtualWorld:
         size: int,
         costs: Costs | None,
         seed: int,
-        planned: list[Any],
+        planned: Sequence[Planned],
         real: bool,
         replay: ChanceReplay | None = None,
         first: int = 0,

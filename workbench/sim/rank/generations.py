@@ -6,13 +6,14 @@ simulated on a network. It uses constants measured on real ranks, on two busy co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from workbench.experiment import Experiment
 from workbench.fabric.load import crashed
 from workbench.host.checkpoint.reread import open_images
 from workbench.host.core.dealing import NO_INDEX, describe_repeats
+from workbench.host.core.planned import Planned
 from workbench.host.elastic.leaving import explain_refusal
 from workbench.host.elastic.reentry import Membership
 from workbench.host.elastic.settling import RemainingRank, mark_end_reason, plan_shrink
@@ -21,7 +22,7 @@ from workbench.record import checkpoints
 from workbench.settings import Change, KnobError
 from workbench.sim.clock.world import TimedCall, VirtualWorld
 from workbench.sim.rank.keeping import CheckpointStore
-from workbench.sim.rank.mortal import JoinChange
+from workbench.sim.rank.mortal import JoinEvent
 from workbench.sim.rank.session import Session
 
 VOTED = 0.27  # seconds from noticing a crash until ranks train again: the median of the kills behind `NOTICED`
@@ -30,11 +31,11 @@ REPLACED = 2.0  # seconds until replacements join, on engines yet to start: the 
 Body = Callable[[Experiment, int], Any]
 
 
-def can_crash(e: Experiment, changes: list[Change]) -> bool:
+def can_crash(e: Experiment, changes: Sequence[Planned]) -> bool:
     """Returns whether a rank may crash, as far as the settings show."""
     if e.policy.decides or crashed((), e.fabric.faults, e.ranks):
         return True
-    for change in changes:
+    for change in (c for c in changes if isinstance(c, Change)):
         was = e
         try:
             e = e.set(change.path, change.value)
@@ -132,15 +133,15 @@ class Generations:
         """Plans that the ready replacements join before the next step that no rank has begun."""
         world = self.world
         count = sum(at <= world.clock.now for at in self._coming)
-        known = [c for session in world.sessions for c in session.planned if isinstance(c, JoinChange)]
+        known = [c for session in world.sessions for c in session.planned if isinstance(c, JoinEvent)]
         if not count or world.fallen or world.parted is not None or 0 < len(known) < len(world.sessions):
             return  # some ranks are at a planned join already; these replacements join after it
         self._coming = [at for at in self._coming if at > world.clock.now]
         step, new = max(s.rank.step for s in world.sessions) + 1, tuple(range(self._next, self._next + count))
         self._next += count
-        join = JoinChange(known[0].at_step, new=(*known[0].new, *new)) if known else JoinChange(step, new=new)
+        join = JoinEvent(known[0].at_step, new=(*known[0].new, *new)) if known else JoinEvent(step, new=new)
         for session in world.sessions:
-            others = [c for c in session.planned if not isinstance(c, JoinChange)]
+            others = [c for c in session.planned if not isinstance(c, JoinEvent)]
             session.planned = sorted([*others, join], key=lambda change: change.at_step)
 
     def _plan_growth(self) -> NextGeneration:
@@ -159,7 +160,7 @@ class Generations:
 
     def _begin_generation(self, to: NextGeneration) -> list[Session]:
         before, came = self.world, to.came
-        planned = [c for c in before.sessions[came.places[0]].planned if type(c) is Change]
+        planned = [c for c in before.sessions[came.places[0]].planned if isinstance(c, Change)]
         lost = before.parted is None
         world = VirtualWorld(len(came.members), before.costs, before.seed, planned, before.real, members=came.members,
                       now=before.clock.now + (VOTED if lost else 0.0))  # fmt: skip

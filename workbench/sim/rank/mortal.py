@@ -5,26 +5,24 @@ The rules are the engine's (`host/elastic/leaving.py`), without processes and wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from workbench.host.core.dealing import count_used_up
+from workbench.host.core.planned import Planned, PlannedEvent
 from workbench.host.elastic.leaving import hand_down_state, make_rank_report, return_to_boundary
 from workbench.host.elastic.reentry import resize_experiment
 from workbench.host.elastic.resizing import gather_state
 from workbench.host.elastic.voting import NextGeneration, RankReport, name_ranks
 from workbench.rank import Op
-from workbench.settings import Change, Json, KnobError
+from workbench.settings import Json, KnobError
 from workbench.sim.clock.world import SimulationStopped
 from workbench.sim.rank.changes import Reconfigurable
 
 
 @dataclass(frozen=True)
-class JoinChange(Change):
-    """A planned change by which new ranks join. new: their numbers"""
+class JoinEvent(PlannedEvent):
+    """New ranks join. new: their numbers"""
 
-    path: str = field(default="")
-    value: Any = field(default=None)
     new: tuple[int, ...] = ()
 
 
@@ -62,13 +60,13 @@ class MortalRank(Reconfigurable):
 
     # -- new ranks join --
 
-    async def execute_change(self, change: Change) -> bool:
-        if not isinstance(change, JoinChange):
+    async def execute_change(self, change: Planned) -> bool:
+        if not isinstance(change, JoinEvent):
             return await super().execute_change(change)
         await self._end_generation(change)
         return False
 
-    async def _end_generation(self, join: JoinChange) -> None:
+    async def _end_generation(self, join: JoinEvent) -> None:
         """Gathers the state and ends the generation, or records a Mark that says why no rank can join."""
         here = self.world.members
         try:

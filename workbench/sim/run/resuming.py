@@ -6,7 +6,7 @@ ranks, this process first simulates the checkpoint's ranks with real tensors to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from workbench.host.checkpoint.alone import KIND, read_model_state
 from workbench.host.checkpoint.image import RankImage
 from workbench.host.checkpoint.pieces import read_whole_model
 from workbench.host.checkpoint.regain import open_image
-from workbench.host.checkpoint.saving import GatherChange
+from workbench.host.checkpoint.saving import GatherEvent
 from workbench.host.checkpoint.whole import gather_model, make_whole_image
 from workbench.partitions import Whole
 from workbench.policies import ByHand
@@ -228,14 +228,14 @@ def _load_state(model: nn.Module, state: dict[str, Any]) -> nn.Module:
     return model
 
 
-def _restore_ranks(checkpoint: Checkpoint, saved: Experiment, hand_in: Callable[[Any], Any]) -> None:
+def _restore_ranks(checkpoint: Checkpoint, saved: Experiment, hand_in: Callable[[Any], Awaitable[None]]) -> None:
     """Restores all ranks of the checkpoint, and lets each call `hand_in`."""
     strategy = DDP() if saved.strategy.opaque else saved.strategy  # leaves the same state
     e = replace(
         saved, strategy=strategy, steps=checkpoint.step or 1, policy=ByHand(), eval_every=0, memory_mb=0.0, pace=1.0,
         measure_every=0, save_every=0, fabric=replace(saved.fabric, faults=()),
     )  # fmt: skip
-    restore_ranks(e, checkpoint, GatherChange(0, value=hand_in))
+    restore_ranks(e, checkpoint, GatherEvent(0, gather=hand_in))
 
 
 def write_state(path: Path | str, made: Callable[[], dict[str, Any]]) -> Path:

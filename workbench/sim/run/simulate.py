@@ -15,6 +15,7 @@ import torch
 
 from workbench.experiment import Experiment, given
 from workbench.host.checkpoint.regain import open_image
+from workbench.host.core.planned import Planned, PlannedEvent
 from workbench.host.reconfigure.refusing import require_trainable
 from workbench.rank import StrategyError
 from workbench.record.checkpoints import Bytes, Checkpoint
@@ -99,7 +100,7 @@ def simulate_sizes(experiment: Experiment, learner: Learner, costs: Costs, alike
         )
 
 
-def restore_ranks(experiment: Experiment, checkpoint: Checkpoint, what: Change) -> None:
+def restore_ranks(experiment: Experiment, checkpoint: Checkpoint, what: PlannedEvent) -> None:
     """Restores all ranks of a checkpoint, applies `what` and ends without a step. Raises the errors of `simulate`."""
     with _catch_exit():
         _run_simulation(
@@ -113,7 +114,7 @@ def _run_simulation(
     costs: Costs | None,
     first: int,
     seen: dict[Any, Any] | None,
-    changes: Iterable[Change] = (),
+    changes: Iterable[Planned] = (),
     real: bool = False,
     replay: ChanceReplay | None = None,
     resume: Checkpoint | None = None,

@@ -1,0 +1,18 @@
+"""What ranks do between two steps besides changes of settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from workbench.settings import Change
+
+
+@dataclass(frozen=True)
+class PlannedEvent:
+    """Something that all ranks do before step `at_step`. It stands among the planned changes and changes no setting."""
+
+    at_step: int
+
+
+Planned: TypeAlias = Change | PlannedEvent
