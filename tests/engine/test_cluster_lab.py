@@ -331,6 +331,11 @@ def test_clients_without_keys_can_neither_read_nor_command_the_engines(lab: Lab)
         assert not stranger.poll(700)
 
 
+def test_an_engine_refuses_an_unknown_request_in_a_sentence(lab: Lab) -> None:
+    with pytest.raises(ClusterError, match="no handler for 'fly': its workbench is of another version"):
+        lab.cluster.rpc.ask_rank(0, "fly")
+
+
 def test_private_files_are_private(lab: Lab) -> None:
     place: LabPlace = lab.cluster.place
     assert place.path.stat().st_mode & 0o077 == 0 and place.file.stat().st_mode & 0o077 == 0

@@ -1,13 +1,14 @@
 """Answers the kernel's questions to an engine, while its rank trains and between runs.
 
-The line's thread calls `on_<question>`. An answer that is not bytes travels as JSON.
+The line's thread calls the handler of a request. An answer that is not bytes travels as JSON.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 
@@ -130,3 +131,16 @@ class RpcHandlers:
     def on_file(self, blob: bytes, name: str, start: int) -> bytes:
         """Returns a part of one such file."""
         return spool.read_chunk(self.where, name, start)
+
+    def handle_request(self, what: str, blob: bytes, rest: dict[str, Any]) -> Any:
+        """Answers the request `what`. rest: the handler's own arguments"""
+        if what not in self.HANDLERS:
+            raise RuntimeError(f"this engine has no handler for {what!r}: its workbench is of another version")
+        return self.HANDLERS[what](self, blob=blob, **rest)
+
+    HANDLERS: ClassVar[dict[str, Callable[..., Any]]] = {  # of the lab's requests, by name
+        "status": on_status, "request": on_request, "hurry": on_hurry, "abort": on_abort, "outlive": on_outlive,
+        "without": on_without, "note": on_note, "stacks": on_stacks, "profile": on_profile, "wires": on_wires,
+        "trust": on_trust, "learn": on_learn, "experiment": on_experiment, "job": on_job, "own": on_own,
+        "settle": on_settle, "rows": on_rows, "files": on_files, "file": on_file,
+    }  # fmt: skip

@@ -221,7 +221,7 @@ class EngineServer(RpcHandlers):
         answer: dict[str, Any] = {"number": ask.pop("number")}
         out, of, what = b"", ask.pop("of", None), ask.pop("what")
         try:
-            value = self._obey_order(what, of, blob, ask) if of else getattr(self, f"on_{what}")(blob=blob, **ask)
+            value = self._obey_order(what, of, blob, ask) if of else self.handle_request(what, blob, ask)
             if isinstance(value, bytes):
                 out = value
             else:
@@ -239,7 +239,7 @@ class EngineServer(RpcHandlers):
         generation, ranks = of
         with self._life:
             if self.job.get("generation") == generation and self.job["rank"] in ranks:
-                return getattr(self, f"on_{what}")(blob=blob, **ask)
+                return self.handle_request(what, blob, ask)
             if what == "abort":
                 self._dismissed |= {(generation, rank) for rank in ranks}
 

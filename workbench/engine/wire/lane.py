@@ -248,7 +248,7 @@ class Lane(CollectiveIssuer):
         if op.verb == "sample":
             name, value = op.args
             return self.record.sample(job.step, name, self.clock.now(), float(value))
-        issue = getattr(self, f"_{op.verb}", None)
+        issue = self.ISSUERS.get(op.verb)
         if issue is None:
             raise StrategyError(f"a child asked for {op.verb}, which is not one of the collectives: ask it in `step`")
         job.measures = op.measures
@@ -263,7 +263,7 @@ class Lane(CollectiveIssuer):
         now = self.now()
         if shaper.is_active:
             shaper.post_ready(now, job.asked)
-        work, hold = issue(wire, op)
+        work, hold = issue(self, wire, op)
         flight = PendingCollective(op, what, line, work, job.resumed, now, self._measure_load(wire, op), hold, job.step)
         if self.eager and not self.chip.runs_ahead:
             work.get_future().add_done_callback(lambda _: setattr(flight, "finished", self.clock.now()))

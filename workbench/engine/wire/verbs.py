@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,10 @@ from workbench.rank import Op, Rank, collective
 
 
 class CollectiveIssuer:
-    """The part of a lane that issues collectives. A method per verb returns (work, the tensor for its result)."""
+    """The part of a lane that issues collectives.
+
+    ISSUERS: the method of each verb. It returns (work, the tensor for its result).
+    """
 
     chip: Chip
     name: str
@@ -82,6 +85,11 @@ class CollectiveIssuer:
         x = wire.to_carriable(_wire_view(op.args[0]))
         out = torch.empty_like(x)
         return wire.all_to_all(out, x), out
+
+    ISSUERS: ClassVar[dict[str, Callable[..., tuple[Any, Any]]]] = {
+        "all_reduce": _all_reduce, "broadcast": _broadcast, "all_gather": _all_gather, "all_to_all": _all_to_all,
+        "all_to_allv": _all_to_allv, "reduce_scatter": _reduce_scatter,
+    }  # fmt: skip
 
     def _read_result(self, wire: Wire, op: Op, hold: Any) -> Any:
         like: Any = op.args[0]
