@@ -10,10 +10,10 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from workbench.cluster.engines.worker import EngineServer
+from workbench.cluster.engines.engine_server import EngineServer
 from workbench.cluster.processes.place import host_name, this_process
 from workbench.cluster.transport.keys import CurveKeys
-from workbench.cluster.transport.line import RpcClient
+from workbench.cluster.transport.rpc_client import RpcClient
 
 
 @contextmanager

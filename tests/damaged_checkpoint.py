@@ -11,7 +11,7 @@ from typing import Any
 from tests.ranks import experiment, toy
 from workbench import Checkpoint, simulate
 from workbench.compressors import TopK
-from workbench.host.checkpoint.regain import open_image
+from workbench.host.checkpoint.restore import open_image
 from workbench.optimizers import AdamW
 from workbench.record.checkpoints import MANIFEST, Bytes, name
 from workbench.record.store import RunError

@@ -23,7 +23,7 @@ from tests.ranks import Rows
 from tests.waiting import until
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.settings import Change
 
 

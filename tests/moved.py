@@ -13,7 +13,7 @@ import torch
 
 from workbench.engine.rank import changes as engine
 from workbench.host.checkpoint import image
-from workbench.host.loop.life import RankLoop
+from workbench.host.loop.rank_loop import RankLoop
 from workbench.host.placement.slices import StridedSlice
 from workbench.host.reconfigure import changes
 from workbench.host.transfer import repartition

@@ -121,9 +121,9 @@ _STRATEGIES = (
            "return 2 * size", "return size",
            (*WAVES, "tests/unit/test_large_batch.py", "-k", "alternates or in_proportion"),
            "a rate that is scaled with the global batch is half of what it should be"),
-    Mutant("waves: a layer that writes in place is handed the original", "host/passes/waves.py",
+    Mutant("waves: a layer that writes in place is handed the original", "host/passes/piecewise.py",
            'getattr(first, "inplace", False) or not', "not", WAVES, "it overwrites what backward needs"),
-    Mutant("waves: a piece's share is of the pieces", "host/passes/waves.py",
+    Mutant("waves: a piece's share is of the pieces", "host/passes/piecewise.py",
            "sum(map(estimate_compute, self._list_parts(piece, of))) / sum(map(estimate_compute, self.model_parts))",
            "1.0 / of", WAVES,
            "a pace is kept in equal parts, though pieces are unequal"),
@@ -164,9 +164,9 @@ _STRATEGIES = (
            """            await rank.update(bucket)
             for handle in state.pop(bucket.index):
                 await rank.wait(handle)""", PRIORITIES, "ranks step by gradients of their own"),
-    Mutant("turns: just as much as a credit is not enough", "engine/wire/turns.py",
+    Mutant("turns: just as much as a credit is not enough", "engine/wire/child_order.py",
            "if share >= 1.0:", "if share > 1.0:", PRIORITIES, "one more than fits is chosen"),
-    Mutant("turns: who waits for its turn is passed", "engine/wire/turns.py",
+    Mutant("turns: who waits for its turn is passed", "engine/wire/child_order.py",
            """            if not job.priority:
                 break""",
            """            if not job.priority:
@@ -196,7 +196,7 @@ _POLICIES = (
     Mutant("GraVAC: what was owed is not sent's share", "compressors/_gain.py",
            "            x += _left(memory, bucket, x)\n", "            pass\n", RULES,
            "more can be sent than there is"),
-    Mutant("GraVAC: the compressor is not put back", "host/observe/measuring.py",
+    Mutant("GraVAC: the compressor is not put back", "host/observe/compression_error.py",
            """        rank.compressor = stand_in.of
     for name""", "        pass\n    for name", STEERED, "each step weighs once more than the last"),
     Mutant("SyncSwitch: a product that is rounded up", "policies/sync_switch.py",
@@ -213,18 +213,18 @@ _POLICIES = (
            "-looks >= self.windows", "-looks > self.windows", RULES, "off by one on the way back"),
     Mutant("SyncSwitch: the rate is a share of the present one", "policies/sync_switch.py",
            "state.lr * share", "e.lr * share", STEERED, "it never comes back to the usual one"),
-    Mutant("steering: a person's change of the same step comes too late", "host/reconfigure/steering.py",
+    Mutant("steering: a person's change of the same step comes too late", "host/reconfigure/policy_runner.py",
            "bisect_right(steps, at)", "sum(step < at for step in steps)", STEERED,
            "a policy decides by what is no longer so"),
-    Mutant("steering: means are since the start", "host/reconfigure/steering.py",
+    Mutant("steering: means are since the start", "host/reconfigure/policy_runner.py",
            """        self._drop_values()
         made = tuple(self.made)""", "        made = tuple(self.made)", STEERED, "a missing reset"),
-    Mutant("steering: seconds of a pass, not of a step", "host/reconfigure/steering.py",
+    Mutant("steering: seconds of a pass, not of a step", "host/reconfigure/policy_runner.py",
            'self.steps if name == "compute" else len(noted)', "len(noted)", STEERED, "a wrong denominator"),
-    Mutant("steering: only the same path is a person's", "host/reconfigure/steering.py",
+    Mutant("steering: only the same path is a person's", "host/reconfigure/policy_runner.py",
            "if any(_has_overlap(path, one) for one in given)", "if path in given", STEERED,
            "a policy that sets the strategy undoes what a person has set in it"),
-    Mutant("steering: it looks again before the same step", "host/reconfigure/steering.py",
+    Mutant("steering: it looks again before the same step", "host/reconfigure/policy_runner.py",
            "return max(at, after + 1)", "return max(at, after)", STEERED, "off by one: it never comes to an end"),
 )  # fmt: skip
 
@@ -307,7 +307,7 @@ _FABRIC = (
     ),
     Mutant(
         "all-reduce: a group's mean is over all ranks",
-        "host/core/summing.py",
+        "host/core/all_reduce.py",
         "flat /= len(ranks)",
         "flat /= rank.size",
         (*SUMS, "-k", "mean_in_a_group"),
@@ -425,10 +425,10 @@ _FAULTS = (  # mistakes that existed before outside faults were handled
            """found = crc32(batch.num_rows.to_bytes(8, "little"), 0)""", RECORDS, "a batch may be left out"),
     Mutant("record: a batch that lost its checksum is read", "record/checksums.py",
            "if said is None and not required:", "if said is None:", RECORDS, "damage that takes the metadata along"),
-    Mutant("usage: no rank sees a raised hand", "engine/control/hands.py",
+    Mutant("usage: no rank sees a raised hand", "engine/control/unused_flags.py",
            "return any(self._steps[rank] == step + 1 for rank in ranks)", "return False", USED,
            "a parameter that no rank used moves"),
-    Mutant("usage: a hand stays raised", "engine/control/hands.py",
+    Mutant("usage: a hand stays raised", "engine/control/unused_flags.py",
            "return any(self._steps[rank] == step + 1 for rank in ranks)",
            "return any(self._steps[rank] > 0 for rank in ranks)", USED, "each later step costs a round trip"),
     Mutant("usage: what one rank unfroze gets the mean", "host/sharding/usage.py",
@@ -442,7 +442,7 @@ _FAULTS = (  # mistakes that existed before outside faults were handled
            " or find_growth(steps[half:], mb[half:])", "", GROWS, "a leak that begins late is not told"),
     Mutant("growth: it is told again and again", "engine/record/growth.py", "self._told = True", "pass", GROWS,
            "one note becomes many"),
-    Mutant("hang: who waits in the script's collective is blamed", "cluster/observe/silence.py",
+    Mutant("hang: who waits in the script's collective is blamed", "cluster/observe/hang_diagnosis.py",
            "if (past := _went_past(table)) is not None:", "if (past := None) is not None:", HUNG,
            "the rank that skipped it is not named"),
     Mutant("lateness: waits count as a rank's own time", "analysis/communication/lateness.py",
@@ -453,7 +453,7 @@ _FAULTS = (  # mistakes that existed before outside faults were handled
                              "norm_of_a_complex"), "clipping lets long gradients through"),
     Mutant("optimizers: one that asks for a closure is taken", "experiment/closures.py", "if e.task.leads:",
            "if True:", REFUSED, "LBFGS raises a bare TypeError"),
-    Mutant("empty batch: nobody looks whether it has rows", "host/observe/finite.py", "if has_no_rows(batch):",
+    Mutant("empty batch: nobody looks whether it has rows", "host/observe/non_finite.py", "if has_no_rows(batch):",
            "if False:", REFUSED, "the advice is to lower the learning rate"),
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ from torch import nn
 from tests.ranks import experiment, toy
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host.passes.piece import cut_batch
+from workbench.host.passes.stage_module import cut_batch
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline
 from workbench.partitions.schedules import PipeDream, PipeDream2BW

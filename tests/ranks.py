@@ -23,7 +23,7 @@ from workbench.compressors import Compressor
 from workbench.engine.control import membership
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host.placement import absent
+from workbench.host.placement import unmaterialized
 from workbench.rank import Bucket, Memory, Op, Part, Rank
 from workbench.settings import Change, members
 from workbench.sim.teach.laws import Net, batch, flat, mse
@@ -142,7 +142,7 @@ def assemble(sessions: list[Session]) -> None:
                 whole[begin : begin + own.numel()] = own
             s.layout.hold_bucket(bucket.like(whole))
         for place in s.layout.order:
-            absent.make_present(place.param)
+            unmaterialized.make_present(place.param)
 
 
 def _kept(s: Session, index: int, own: Any) -> Any:

@@ -24,8 +24,8 @@ from workbench.partitions.schedules import Schedule
 from workbench.policies import PolicyBase
 from workbench.rank import Rank
 from workbench.settings import Family, Knob, KnobError, describe, knobs, members, to_plain
+from workbench.settings.parsed_docstring import PAPER, TERM, WHEN, is_code, paragraphs, terms, told
 from workbench.settings.plain import in_words
-from workbench.settings.told import PAPER, TERM, WHEN, is_code, paragraphs, terms, told
 from workbench.strategies import Strategy, ZeRO1
 from workbench.tasks import TaskBase
 

@@ -360,11 +360,11 @@ BASES = {(module(p), n.name): [ast.unparse(base).partition("[")[0].rpartition(".
          for p in SOURCES for n in ast.walk(parse(p)) if isinstance(n, ast.ClassDef)}  # fmt: skip
 LONG_CHAINS = {
     "engine.rank.changes.Reconfigurable",
-    "engine.rank.following.ScriptTraining",
+    "engine.rank.script_training.ScriptTraining",
     "engine.rank.training.RankTraining",
-    "sim.compute.compute.ModelPerformer",
+    "sim.compute.model.ModelPerformer",
     "sim.compute.host.Host",
-    "sim.compute.waving.PiecewisePerformer",
+    "sim.compute.piecewise.PiecewisePerformer",
     "sim.rank.mortal.MortalRank",
     "sim.rank.session.Session",
 }

@@ -265,10 +265,10 @@ def agree(lab: Lab) -> None:
 
 def parameters() -> int:
     """Runs on an engine, next to its training thread."""
-    from workbench.cluster.engines import worker
-    from workbench.host.placement.canonical import hash_model_state
+    from workbench.cluster.engines import engine_server
+    from workbench.host.placement.canonical_state import hash_model_state
 
-    return hash_model_state(worker._bench.session.layout)  # type: ignore[union-attr]
+    return hash_model_state(engine_server._bench.session.layout)  # type: ignore[union-attr]
 
 
 def more(out: Path, first: int, turns: int, ranks: int, minutes: float, say: Any) -> bool:

@@ -17,11 +17,11 @@ from workbench.cluster.api import launch
 from workbench.cluster.api.handles import RunControls
 from workbench.cluster.engines.cluster import Cluster
 from workbench.cluster.processes.place import ClusterError as ClusterError
-from workbench.cluster.processes.whole import whole
+from workbench.cluster.processes.uninterruptible import whole
 from workbench.cluster.run.changes import BEFORE, Changes
 from workbench.cluster.run.changes import PendingChange as PendingChange
+from workbench.cluster.run.controller import RunController
 from workbench.cluster.run.errors import RankError as RankError
-from workbench.cluster.run.live import RunController
 from workbench.cluster.run.waiting import wait_for_stop
 from workbench.experiment import Experiment, given
 from workbench.record.display import dashboard, face, show

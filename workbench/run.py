@@ -120,14 +120,15 @@ def require_memory(experiment: Experiment, path: str | Mapping[str, Any] = "", v
 
 def outlined(task: Any) -> bool:
     """Whether the model of this task is already known, so that `refused_by_model` builds nothing."""
-    if (suits := sys.modules.get("workbench.sim.run.suits")) is None:  # called often and by callers that must not wait
+    if (suits := sys.modules.get("workbench.sim.run.suitability")) is None:
+        # called often, and by callers that must not wait
         return False
     return bool(suits.is_outlined(task))
 
 
 def refused_by_model(experiment: Experiment) -> str:
-    """Returns why the task's model cannot train under these settings; "" if it can. See sim.run.suits."""
-    from workbench.sim.run.suits import refused_by_model
+    """Returns why the task's model cannot train under these settings; "" if it can. See sim.run.suitability."""
+    from workbench.sim.run.suitability import refused_by_model
 
     return refused_by_model(experiment)
 

@@ -19,7 +19,7 @@ import numpy as np
 import zmq
 
 from workbench.cluster.transport.keys import CurveKeys
-from workbench.cluster.transport.relay import RowSubscriber
+from workbench.cluster.transport.row_subscriber import RowSubscriber
 from workbench.cluster.transport.wire import RowBatch, encode_batch
 from workbench.run import Run
 

@@ -25,7 +25,7 @@ from workbench import Costs
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
 from workbench.fabric.algorithms import DoubleTree
-from workbench.sim.plan.quick import QuickSimulator
+from workbench.sim.plan.quick_simulator import QuickSimulator
 from workbench.strategies import DDP, DiLoCo, Strategy, StreamingDiLoCo
 from workbench.tasks import Task
 

@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 
 from workbench.cluster.run.changes import Changes
-from workbench.cluster.run.live import RunController
+from workbench.cluster.run.controller import RunController
 from workbench.cluster.run.watch import RunWatch
 from workbench.cluster.transport import spool, wire
-from workbench.cluster.transport.gaps import ReorderBuffer
+from workbench.cluster.transport.reorder_buffer import ReorderBuffer
 from workbench.engine.record.recorder import Recorder
 from workbench.experiment import Experiment
 from workbench.record.timeline import columns_of
@@ -215,7 +215,8 @@ class Slow:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
         self.now, self.asked, self.at, self.passed = 0.0, 0, at, []
-        monkeypatch.setattr("workbench.cluster.transport.gaps.time", SimpleNamespace(monotonic=lambda: self.now))
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr("workbench.cluster.transport.reorder_buffer.time", clock)
         self.gaps = ReorderBuffer({}, self.missed, lambda kind, rank, seq, columns: self.passed.append(seq))
 
     def missed(self, kind: str, rank: int, start: int) -> list[Any]:

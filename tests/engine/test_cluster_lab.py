@@ -22,7 +22,7 @@ from tests.labs import apart
 from tests.waiting import until
 from workbench.cluster.api import launch
 from workbench.cluster.processes.place import ClusterError, LabPlace, alive
-from workbench.cluster.run.live import RunController
+from workbench.cluster.run.controller import RunController
 from workbench.cluster.run.waiting import wait_for_stop
 from workbench.cluster.transport.wire import RowBatch
 from workbench.compressors import Compressor

@@ -17,7 +17,7 @@ import torch
 
 from tests.ranks import experiment, live, toy
 from workbench.engine.rank.session import Session
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.settings import Change
 from workbench.tasks import Task
 

@@ -25,9 +25,9 @@ from workbench.cluster.api import launch
 from workbench.cluster.engines import cluster as cluster_module
 from workbench.cluster.engines.cluster import Cluster
 from workbench.cluster.processes.place import alive, list_places
-from workbench.cluster.processes.whole import whole
+from workbench.cluster.processes.uninterruptible import whole
 from workbench.cluster.transport.keys import CurveKeys
-from workbench.cluster.transport.line import RpcClient
+from workbench.cluster.transport.rpc_client import RpcClient
 from workbench.experiment import Experiment
 from workbench.lab import Lab
 

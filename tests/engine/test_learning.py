@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from workbench import Experiment, Lab
-from workbench.engine.compute import cost
+from workbench.engine.compute import cpu_seconds
 from workbench.run import Run
 from workbench.settings import Change
 from workbench.tasks import ByteGPT, Digits, Task
@@ -30,7 +30,8 @@ def held_out(run: Run, name: str = "held_out") -> list[tuple[float, float]]:
     """Returns pairs of (processor seconds of all ranks, slightly overestimated by sampling, value)."""
     v = run.samples
     took = v[v.name == "cpu_process"]
-    return [(took[took.t < row.t + 2 * cost.EVERY].value.sum(), row.value) for row in v[v.name == name].itertuples()]
+    rows = v[v.name == name].itertuples()
+    return [(took[took.t < row.t + 2 * cpu_seconds.EVERY].value.sum(), row.value) for row in rows]
 
 
 def watch(lab: Lab, run: Run, reached: Any) -> None:

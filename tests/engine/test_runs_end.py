@@ -128,9 +128,9 @@ def test_a_rank_whose_line_is_dead_does_not_keep_a_run_from_ending(lab: Lab) -> 
 
 def deafen(rank: int | None) -> None:
     """Runs on an engine: the connection of `rank` accepts requests and never answers; None: it answers again."""
-    from workbench.cluster.engines import worker
+    from workbench.cluster.engines import engine_server
 
-    bench = worker._bench
+    bench = engine_server._bench
     vars(bench).pop("_reply", None)
     if bench.job.get("rank") == rank:
         bench._make_reply = lambda ask, blob: [b'{"number": -2}', b""]

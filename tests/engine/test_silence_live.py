@@ -24,7 +24,7 @@ from tests.labs import apart
 from tests.waiting import until
 from workbench import lab as lab_module
 from workbench.cluster.api import launch
-from workbench.cluster.observe import silence
+from workbench.cluster.observe import hang_diagnosis
 from workbench.cluster.processes.place import ClusterError
 from workbench.experiment import Experiment
 from workbench.lab import Lab, RankError
@@ -83,7 +83,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     here = sys.modules[__name__]
     cloudpickle.register_pickle_by_value(here)  # as if this were a notebook
     with apart(tmp_path_factory) as patch:
-        patch.setattr(silence, "LEAST", LEAST)
+        patch.setattr(hang_diagnosis, "LEAST", LEAST)
         with Lab(ranks=4, name="silence") as made:
             yield made.wait(120)
     cloudpickle.unregister_pickle_by_value(here)

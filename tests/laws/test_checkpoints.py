@@ -11,7 +11,7 @@ import torch
 from tests.kept import losses, simulated
 from tests.ranks import make_fitting, shipped, toy
 from workbench.compressors import Compressor
-from workbench.host.checkpoint.regain import open_image
+from workbench.host.checkpoint.restore import open_image
 from workbench.optimizers import Optimizer
 from workbench.record.checkpoints import Bytes, Checkpoint, found
 from workbench.settings import Change

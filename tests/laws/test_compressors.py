@@ -19,7 +19,7 @@ from workbench.compressors import Codec, Compressor, Dense, ErrorFeedback, TopK
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Memory, Part, Rank
 from workbench.settings import Change, KnobError, knobs
 

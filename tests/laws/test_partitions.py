@@ -24,9 +24,9 @@ from tests.ranks import assemble, experiment, make_fitting, run, shipped, toy
 from tests.sim.insides import simulated
 from tests.thinned import thinned
 from workbench.experiment import Experiment
-from workbench.host.placement.canonical import RankDisagreement
-from workbench.host.placement.slots import read_slots
-from workbench.host.reconfigure.refusing import refuses_model
+from workbench.host.placement.canonical_state import RankDisagreement
+from workbench.host.placement.optimizer_slots import read_slots
+from workbench.host.reconfigure.validation import refuses_model
 from workbench.host.transfer import repartition
 from workbench.optimizers import SGD, AdamW
 from workbench.partitions import Partition, Pipeline, Tensor, Whole

@@ -19,7 +19,7 @@ from tests.unit.test_parts_lost import layers
 from workbench import Run, simulate
 from workbench.experiment import Experiment
 from workbench.fabric import Crash, Fabric
-from workbench.host.elastic.salvage import has_parts
+from workbench.host.elastic.recovery_sources import has_parts
 from workbench.partitions import Pipeline, Tensor
 from workbench.partitions.schedules import GPipe
 from workbench.settings import Change, KnobError

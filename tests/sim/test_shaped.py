@@ -20,8 +20,8 @@ from workbench.fabric import Fabric, Link, Noisy
 from workbench.optimizers import SGD
 from workbench.rank import Rank
 from workbench.settings import Change
-from workbench.sim.fake import kinds, shaped
-from workbench.sim.fake.kinds import ShapedTensor
+from workbench.sim.fake import shaped, tensor_kind
+from workbench.sim.fake.tensor_kind import ShapedTensor
 from workbench.strategies import DDP, LocalSGD, Strategy
 from workbench.tasks import ByteGPT
 
@@ -132,12 +132,12 @@ def test_it_follows_a_default_dtype_that_changes_in_a_simulation() -> None:
 
 
 def test_one_simulation_remembers_a_bounded_number_of_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    for where, remembered in ((shaped, "_known"), (kinds, "_kinds")):
+    for where, remembered in ((shaped, "_known"), (tensor_kind, "_kinds")):
         monkeypatch.setattr(where, "MOST", 20)
         monkeypatch.setattr(where, remembered, {})
     for _, n in product(range(2), range(100)):
         assert (vector(200)[n:] + 1).shape == (200 - n,)
-        assert len(shaped._known) <= 20 and len(kinds._kinds) <= 20
+        assert len(shaped._known) <= 20 and len(tensor_kind._kinds) <= 20
 
 
 class Unbound(DDP):

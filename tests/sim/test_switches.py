@@ -16,7 +16,7 @@ from workbench import simulate
 from workbench.analysis import before_after, measure_memory
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Noisy, Slow
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.partitions import Pipeline, Whole
 from workbench.settings import Change
 from workbench.sim.rank.session import Session

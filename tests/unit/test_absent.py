@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from workbench.host.placement import absent
+from workbench.host.placement import unmaterialized
 
 
 class Away:
@@ -23,12 +23,12 @@ class Away:
         self.asked: list[list[nn.Parameter]] = []
         for p in params:
             p.data = torch.full((1,), torch.nan).expand(p.shape)
-            absent.make_absent(p, self.bring)
+            unmaterialized.make_absent(p, self.bring)
 
     def bring(self, params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
         self.asked.append(params)
         for p in params:
-            absent.make_present(p)
+            unmaterialized.make_present(p)
             p.data = self.values[id(p)]
 
 
@@ -92,11 +92,11 @@ def test_gradients_reach_their_parameters_and_subclasses_survive() -> None:
 
 def test_a_request_hook_may_only_observe() -> None:
     w, seen = nn.Parameter(torch.randn(4, 4)), []
-    absent.make_absent(w, lambda params, others: seen.append(params))
+    unmaterialized.make_absent(w, lambda params, others: seen.append(params))
     y = F.linear(torch.ones(4), w) + w.sum()
     y.sum().backward()
     assert seen == [[w], [w]] and w.grad is not None and type(y) is torch.Tensor
     twin = copy.deepcopy(nn.ParameterList([w, w]))
     assert type(twin[0]) is nn.Parameter and twin[0] is twin[1] and torch.equal(twin[0], w) and len(seen) == 4
-    absent.make_present(w)
+    unmaterialized.make_present(w)
     assert type(w) is nn.Parameter and not vars(w)

@@ -12,7 +12,7 @@ from tests.ranks import exchange, experiment, placed, run, together, weights
 from workbench import simulate
 from workbench.compressors import Accordion, Cast, Dense, ErrorFeedback, Layers, PowerSGD, TopK
 from workbench.compressors._split import gathered_parts
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Memory, Op, Part, Rank
 from workbench.settings import Change, KnobError
 

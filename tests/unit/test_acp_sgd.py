@@ -14,7 +14,7 @@ from tests.sim.virtual import begun, comm
 from workbench.compressors import ACPSGD, Dense, ErrorFeedback, PowerSGD
 from workbench.compressors._low_rank import LEFT, LEFT_IS_NEWER, RIGHT
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import Change
 from workbench.strategies import LocalSGD

@@ -29,10 +29,10 @@ from workbench.fabric.algorithms import (
     TwoLevel,
 )
 from workbench.fabric.algorithms._trees import rounds
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Group, Rank
 from workbench.settings import Change, KnobError
-from workbench.sim.costs.alike import explain_unlike
+from workbench.sim.costs.even_ranks import explain_unlike
 from workbench.strategies import DDP, HierarchicalLocalSGD, Strategy, TorchDDP
 
 LINK = Link(bandwidth=80.0, latency=2.0)  # 10 bytes in a microsecond

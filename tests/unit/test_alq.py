@@ -18,7 +18,7 @@ from workbench.compressors._levels import between, exponential
 from workbench.compressors._mixture import Mixture, apart, descended
 from workbench.compressors._stochastic import dithered
 from workbench.compressors.amq import powers, slope
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Memory
 from workbench.settings import Change
 

@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.ranks import batch, experiment, mse, net, run, toy
 from workbench import simulate
 from workbench.fabric import Fabric, Link, Slow
-from workbench.host.passes.hidden import find_units
-from workbench.host.passes.part import make_smaller, place_smaller, restore_whole
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.passes.hidden_units import find_units
+from workbench.host.passes.submodel import make_smaller, place_smaller, restore_whole
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Cut, Entries, Part, Units
 from workbench.run import Run
 from workbench.settings import Change, KnobError

@@ -18,7 +18,7 @@ from tests.unit.test_engine_apart import Heap, over, until
 from tests.unit.test_gossip_graphs import double, exact_task
 from workbench import simulate
 from workbench.fabric import Freeze, Noisy, Slow
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, AsyncModelAverage, LocalSGD
 

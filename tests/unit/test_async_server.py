@@ -16,7 +16,7 @@ from tests.sim.insides import simulated
 from tests.unit.test_engine_apart import SLOW, over, until
 from workbench.compressors import TopK
 from workbench.engine.rank.session import Session
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Rank
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, AsyncServer, LocalSGD, SyncServer

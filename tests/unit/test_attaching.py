@@ -9,7 +9,7 @@ import pytest
 
 from workbench.cluster.api import launch
 from workbench.cluster.processes.place import ClusterError
-from workbench.cluster.transport.line import NoAnswer
+from workbench.cluster.transport.rpc_client import NoAnswer
 
 
 class Engines:

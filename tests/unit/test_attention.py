@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from workbench.cluster.observe.attention import HangMonitor
+from workbench.cluster.observe.hang_monitor import HangMonitor
 from workbench.cluster.run.errors import RankError, brought_up
 from workbench.experiment import Experiment
 from workbench.record.store import Writer

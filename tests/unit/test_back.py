@@ -20,8 +20,8 @@ from workbench.cluster.run.alarm import Alarm
 from workbench.compressors import ErrorFeedback, TopK
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host.checkpoint.back import MAX_TIMES
-from workbench.host.checkpoint.regain import RestoredState
+from workbench.host.checkpoint.divergence import MAX_TIMES
+from workbench.host.checkpoint.restore import RestoredState
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline
 from workbench.settings import Change

@@ -11,7 +11,7 @@ from workbench import simulate
 from workbench.compressors import DGC, BetweenSites, Dense, ErrorFeedback, TopK
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Memory
 from workbench.settings import KnobError
 

@@ -18,7 +18,7 @@ from tests.unit.test_engine_apart import over, until
 from workbench import simulate
 from workbench.compressors import TopK
 from workbench.fabric import Noisy, Slow
-from workbench.host.placement.canonical import hash_model_state, list_optimizer_tensors
+from workbench.host.placement.canonical_state import hash_model_state, list_optimizer_tensors
 from workbench.run import Run
 from workbench.settings import Change, KnobError, to_plain
 from workbench.sim.rank.session import Session

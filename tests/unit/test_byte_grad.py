@@ -13,7 +13,7 @@ from tests.ranks import exchange, experiment, placed, run, toy, weights
 from workbench.compressors import ByteGrad, Compressor, ErrorFeedback, Float8, OneBit
 from workbench.compressors._minmax import quantised, restored
 from workbench.compressors._two_hop import packed, unpacked
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import Change
 

@@ -19,13 +19,13 @@ from tests.piped import piped
 from tests.ranks import batch, ended, experiment, live, mse, net, toy, weights
 from tests.waiting import until
 from workbench.compressors import TopK
-from workbench.engine.rank.keeping import CheckpointWriter
+from workbench.engine.rank.checkpoints import CheckpointWriter
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Slow
 from workbench.host.checkpoint import filing
-from workbench.host.checkpoint.alone import _compute_digest
 from workbench.host.checkpoint.image import RankImage
+from workbench.host.checkpoint.model_export import _compute_digest
 from workbench.host.checkpoint.tree import ValueDecoder, encode_value
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline, Tensor, Whole

@@ -9,7 +9,7 @@ from tests.sim.virtual import samples, seconds
 from workbench import simulate
 from workbench.engine.rank.session import Session
 from workbench.fabric import Slow
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.settings import Change
 from workbench.strategies import DABMD
 

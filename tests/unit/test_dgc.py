@@ -20,7 +20,7 @@ from workbench.compressors._sketch import SIGNS, WIDTH
 from workbench.compressors.dgc import _largest
 from workbench.experiment import Experiment
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.optimizers import LAMB, LARS, SGD, Adam, AdamW, Optimizer
 from workbench.rank import Memory
 from workbench.settings import Change, KnobError

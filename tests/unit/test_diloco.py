@@ -14,7 +14,7 @@ from tests.unit.plain_outer import MOMENTUM, SGD, Plain, outer_sgd
 from workbench import simulate
 from workbench.compressors import Cast, ErrorFeedback, TopK
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, DiLoCo, LocalSGD, SlowMo
 from workbench.strategies._outer import Outer

@@ -15,11 +15,11 @@ from tests.unit.test_dashboard import StillLab, noted
 from widgets.controls.progress import RunProgress, list_activities, status_line
 from widgets.controls.transport import Transport
 from workbench.analysis import checkpoint_progress
-from workbench.cluster.processes import usual
+from workbench.cluster.processes import duration_history as usual
 from workbench.experiment import Experiment
 from workbench.record.timeline import Sample
 from workbench.run import plan, simulate
-from workbench.settings import doing
+from workbench.settings import progress as doing
 from workbench.strategies import DDP
 
 

@@ -15,7 +15,7 @@ from tests.sim.virtual import begun, comm, paced, samples, seconds
 from workbench import simulate
 from workbench.compressors import TopK
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, EASGD, LocalSGD
 

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from workbench.cluster.engines import anew
+from workbench.cluster.engines import process_restart
 from workbench.cluster.processes import processes as module
 from workbench.cluster.processes.place import LabPlace, this_process
 from workbench.cluster.processes.processes import LabProcesses, measure_memory
@@ -78,8 +78,8 @@ def test_an_engine_restarts_although_a_child_of_its_own_has_ended(monkeypatch: p
     monkeypatch.setattr(psutil, "Process", lambda pid=None: Ended())
     monkeypatch.setattr(psutil, "wait_procs", lambda children, timeout: came.append(len(children)))
     for name in ("set_inheritable", "chdir"):
-        monkeypatch.setattr(anew.os, name, lambda *_: None)
-    monkeypatch.setattr(anew, "_restore_stream", lambda *_: None)
-    monkeypatch.setattr(anew.os, "execve", lambda program, *_: came.append(program))
-    anew._execute_again()
-    assert came == [1, anew.sys.executable]
+        monkeypatch.setattr(process_restart.os, name, lambda *_: None)
+    monkeypatch.setattr(process_restart, "_restore_stream", lambda *_: None)
+    monkeypatch.setattr(process_restart.os, "execve", lambda program, *_: came.append(program))
+    process_restart._execute_again()
+    assert came == [1, process_restart.sys.executable]

@@ -15,12 +15,12 @@ import pytest
 from tests.unit import synthetic
 from tests.waiting import until
 from workbench.cluster.processes.place import host_name
-from workbench.cluster.processes.steady import Steady
+from workbench.cluster.processes.supervised_thread import Steady
 from workbench.cluster.run import evicting
 from workbench.cluster.run.changes import Changes
+from workbench.cluster.run.controller import RunController
 from workbench.cluster.run.ending import FIRST, LEAVE, MOST, Ending
 from workbench.cluster.run.errors import RankError
-from workbench.cluster.run.live import RunController
 from workbench.cluster.run.watch import RunWatch
 from workbench.cluster.transport.wire import RowBatch
 from workbench.experiment import Experiment

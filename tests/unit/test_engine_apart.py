@@ -25,7 +25,7 @@ from workbench.engine.control.background import Background
 from workbench.engine.p2p.mailbox import Mailbox
 from workbench.engine.rank.session import Session
 from workbench.fabric import Slow
-from workbench.host.placement.canonical import hash_model_state, list_optimizer_tensors
+from workbench.host.placement.canonical_state import hash_model_state, list_optimizer_tensors
 from workbench.rank import Rank
 from workbench.settings import Change, to_plain
 from workbench.strategies import (

@@ -17,7 +17,7 @@ from tests.ranks import ended, experiment, fingerprint, live, mse, run, toy
 from workbench.compressors import TopK
 from workbench.engine.rank.session import Session
 from workbench.fabric import Freeze, Slow
-from workbench.host.placement.canonical import list_optimizer_tensors
+from workbench.host.placement.canonical_state import list_optimizer_tensors
 from workbench.rank import Rank
 from workbench.settings import Change
 from workbench.strategies import DDP, LocalSGD, Strategy, StreamingDiLoCo

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.ranks import Net, batch, ended, experiment, live, mse, net, run, toy, weights
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.settings import Change
 from workbench.strategies import DDP, LocalSGD, TorchDDP
 

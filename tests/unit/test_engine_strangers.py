@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from tests.waiting import until
-from workbench.engine.p2p import door, greeting, sockets
+from workbench.engine.p2p import greeting, sockets
+from workbench.engine.p2p import listener as door
 from workbench.engine.p2p.mailbox import Mailbox
 from workbench.engine.p2p.sockets import HEAD
 from workbench.engine.wire.collectives import LeaveEvent, connect_store, host_store

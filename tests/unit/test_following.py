@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tests.ranks import toy
-from workbench.host.core.meta import make_outline
-from workbench.host.memory.following import StorageTracker
+from workbench.host.core.valueless import make_outline
+from workbench.host.memory.storage_tracker import StorageTracker
 from workbench.sim.model.evaluation import measure_evaluation
 
 WIDTH, BATCH = 256, 32

@@ -16,7 +16,7 @@ from tests.sim.insides import simulated
 from tests.sim.virtual import comm
 from workbench import simulate
 from workbench.experiment import Experiment
-from workbench.host.sharding.foreseen import foresee_trace
+from workbench.host.sharding.read_order import foresee_trace
 from workbench.strategies import DDP, HSDP, LocalSGD, ZeRO1
 from workbench.tasks import ByteGPT
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.ranks import exchange, experiment, placed, run, toy
 from workbench.compressors import ErrorFeedback, GTopK
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Memory
 from workbench.settings import Change
 

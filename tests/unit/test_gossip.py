@@ -9,7 +9,7 @@ import torch
 
 from tests.ranks import batch, ended, experiment, live, mse, run, toy, weights
 from tests.unit.test_engine_control import until
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, Gossip
 from workbench.strategies._graph import GRAPHS, bits, hops, mixing_round, neighbours, refused

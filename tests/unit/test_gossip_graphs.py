@@ -17,7 +17,7 @@ from tests.unit.test_engine_control import until
 from tests.unit.test_gossip import disagreement, matrix
 from workbench import simulate
 from workbench.fabric import Freeze
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, Gossip, LowPrecisionDecentralized, StochasticGradientPush
 from workbench.strategies._graph import PAIRINGS, hops, mixing_round, partner, refused

@@ -30,7 +30,7 @@ from workbench.engine.wire import collectives
 from workbench.engine.wire.collectives import LeaveEvent, Wire, connect_store, host_store
 from workbench.engine.wire.lane import Lane
 from workbench.engine.wire.shaping import Clock, LinkShaper, PacedSleep, Port
-from workbench.engine.wire.watch import make_stopwatch
+from workbench.engine.wire.timing import make_stopwatch
 from workbench.engine.wire.wires import GroupWires
 from workbench.fabric import Fabric, Link
 from workbench.rank import Op, StrategyError

@@ -16,7 +16,7 @@ from tests.ranks import ended, experiment, live, run
 from tests.sim.virtual import comm
 from workbench import simulate
 from workbench.fabric import Fabric, Link
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.partitions import Pipeline
 from workbench.rank import Mesh, Op, Rank, StrategyError
 from workbench.settings import Change, KnobError, knob

@@ -16,8 +16,8 @@ from tests.piped import deep
 from tests.ranks import run
 from tests.split import Block
 from workbench.experiment import Experiment
-from workbench.host.passes.halves import SplitBackward
-from workbench.host.passes.piece import StageModule
+from workbench.host.passes.split_backward import SplitBackward
+from workbench.host.passes.stage_module import StageModule
 from workbench.partitions import Pipeline, Tensor
 from workbench.partitions.schedules import ZeroBubble
 from workbench.rank import StrategyError

@@ -30,7 +30,7 @@ from workbench.compressors import TopK
 from workbench.engine.rank.session import Session
 from workbench.engine.wire import clocks
 from workbench.fabric import Freeze, Slow
-from workbench.host.placement.canonical import hash_model_state, list_optimizer_tensors
+from workbench.host.placement.canonical_state import hash_model_state, list_optimizer_tensors
 from workbench.host.placement.layout import ParameterLayout
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, Hogwild

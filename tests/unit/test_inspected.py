@@ -19,7 +19,7 @@ from widgets.charts.feed import Feed
 from widgets.views import all_views
 from workbench.analysis import list_clocks, list_open, measure_gpus, recording_costs
 from workbench.analysis.resources.upkeep import describe_upkeep
-from workbench.engine.device import gauge as gauges
+from workbench.engine.device import gpu_monitor as gauges
 from workbench.engine.record.profile import StepProfiler
 from workbench.record.run import RunError, Standing
 from workbench.record.timeline import Mark, Sample

@@ -21,12 +21,12 @@ from workbench.engine.control.peers import Peers
 from workbench.engine.rank import resizing
 from workbench.engine.rank.session import Session
 from workbench.engine.wire.collectives import Aborted, Wire
-from workbench.host.loop import outliving
-from workbench.host.placement.canonical import RankDisagreement, check_same
+from workbench.host.loop import elastic_member
+from workbench.host.placement.canonical_state import RankDisagreement, check_same
+from workbench.host.placement.optimizer_slots import read_slots
 from workbench.host.placement.placement import Placement
 from workbench.host.placement.slices import StridedSlice
-from workbench.host.placement.slots import read_slots
-from workbench.host.transfer import own
+from workbench.host.transfer import rank_state
 from workbench.partitions import Pipeline, Tensor
 from workbench.rank import Rank
 from workbench.strategies import DDP, DiLoCo, LocalSGD, Strategy, TorchDDP, ZeRO1, ZeRO3
@@ -105,9 +105,9 @@ class Crowded(Crowd):
         super().__init__(setting(strategy, **{"on_death": "go on", "eval_every": 0, **more}))
         self.had: dict[int, Values] = {}
         self.now: dict[int, Values] = {}
-        self._come, self._put = resizing.gather_state, outliving.agree_on_state
+        self._come, self._put = resizing.gather_state, elastic_member.agree_on_state
         patch.setattr(resizing, "gather_state", self._comes)
-        patch.setattr(outliving, "agree_on_state", self._reenters)
+        patch.setattr(elastic_member, "agree_on_state", self._reenters)
         faults.crowd = None
         self.reach(4)
         self.first.request({"kind": "pause", "id": "p"})
@@ -221,6 +221,6 @@ def test_messages_name_ranks_by_their_number_in_the_run() -> None:
     rank.members = (0, 4, 5)
     assert (rank.number(), rank.number(2)) == (4, 5)
     with pytest.raises(RankDisagreement, match=r"^rank 4 remembers 3 elements of w and holds 2$"):
-        own._join_pieces(
+        rank_state._join_pieces(
             {"w": torch.zeros(3)}, Placement({"w": 2}, {1: {"w": (StridedSlice(0, 2),)}}), rank, torch.zeros(0)
         )

@@ -27,7 +27,7 @@ from workbench.compressors._ratio import ratio, ways
 from workbench.compressors._trial import tried
 from workbench.compressors.l_greco import BINS, cheapest, chosen
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Memory
 from workbench.settings import Change, KnobError, knobs
 

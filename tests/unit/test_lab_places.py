@@ -17,8 +17,8 @@ import pytest
 from workbench.cluster.api.launch import find_place, fit_experiment, open_run
 from workbench.cluster.engines import engines as engines_module
 from workbench.cluster.engines.engines import Engine, check_versions, choose_devices, list_versions
+from workbench.cluster.processes import duration_history
 from workbench.cluster.processes import place as place_module
-from workbench.cluster.processes import usual
 from workbench.cluster.processes.place import (
     ClusterError,
     LabPlace,
@@ -175,7 +175,7 @@ def test_a_run_directory_is_private_however_it_is_made(tmp_path: Path) -> None:
         spool = RowSpool(tmp_path / "gone" / "again", 0, 100)  # the folder is gone, and a rank makes it again
         spool.queue_rows("samples", 0, {"rank": [0], "step": [0], "name": ["loss"], "t": [0.0], "value": [1.0]})
         assert spool.close(20.0) and list((tmp_path / "gone" / "again").iterdir())
-        usual.took("a start", 1.0)
+        duration_history.took("a start", 1.0)
         made = [path for path in tmp_path.rglob("*") if path.is_dir()]
         assert len(made) > 6 and {path.stat().st_mode & 0o777 for path in made} == {0o700}
     finally:

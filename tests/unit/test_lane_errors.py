@@ -15,7 +15,7 @@ from tests.ranks import Rows
 from workbench.engine.device import Chip
 from workbench.engine.wire.lane import Lane
 from workbench.engine.wire.shaping import Clock, LinkShaper, PacedSleep, Port
-from workbench.engine.wire.watch import Stopwatch
+from workbench.engine.wire.timing import Stopwatch
 from workbench.engine.wire.wires import GroupWires
 
 

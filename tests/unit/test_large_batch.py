@@ -15,7 +15,7 @@ from workbench import simulate
 from workbench.experiment import Experiment
 from workbench.experiment.rates import factor
 from workbench.fabric import Slow
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, AsyncServer, LocalSGD, ShadowMA, Strategy, SyncServer, Wavelet
 from workbench.tasks import Digits

@@ -14,7 +14,7 @@ from workbench.compressors import Cast, Compressor, Dense, ErrorFeedback, Layers
 from workbench.compressors._low_rank import RIGHT
 from workbench.compressors._split import gathered_parts
 from workbench.compressors.error_feedback import bare
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Memory, Part
 from workbench.settings import Change, KnobError
 

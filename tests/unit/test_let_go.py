@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from tests.piped import piped
 from tests.ranks import experiment as lived
 from tests.ranks import run
-from workbench.host.passes import versions
-from workbench.host.passes.versions import WeightVersion
+from workbench.host.passes import weight_versions
+from workbench.host.passes.weight_versions import WeightVersion
 from workbench.host.placement.layout import ParameterLayout
-from workbench.host.sharding.reading import Unsharder
-from workbench.host.sharding.trial import TraceListener
+from workbench.host.sharding.access_trace import TraceListener
+from workbench.host.sharding.unsharder import Unsharder
 from workbench.partitions import Pipeline, Whole
 from workbench.partitions.schedules import PipeDream, PipeDream2BW
 from workbench.settings import Change
@@ -67,7 +67,7 @@ def test_a_forward_without_backward_leaves_no_packed_shards(monkeypatch: pytest.
 def test_a_change_that_cancels_a_pipelines_early_forwards_frees_them(schedule: Any, micros: int) -> None:
     def kept() -> int:
         gc.collect()
-        return sum(type(x) is versions._SavedTensor for x in gc.get_objects())
+        return sum(type(x) is weight_versions._SavedTensor for x in gc.get_objects())
 
     before, e = kept(), piped(4, 10, partition=Pipeline(stages=2, micros=micros, schedule=schedule))
     run(e, Change(4, "bucket_mb", 0.01), Change(7, "partition", Whole()))

@@ -15,10 +15,10 @@ import pytest
 from tests.benched import begin, benched
 from tests.ranks import experiment
 from tests.waiting import until
+from workbench.cluster.engines.engine_server import EngineServer
 from workbench.cluster.engines.health import ProcessHealth
-from workbench.cluster.engines.worker import EngineServer
 from workbench.cluster.processes.place import host_name
-from workbench.cluster.transport.line import NoAnswer, RpcClient
+from workbench.cluster.transport.rpc_client import NoAnswer, RpcClient
 from workbench.engine.rank.session import Session
 
 HOLD = threading.Event()  # while it is clear, a session is starting

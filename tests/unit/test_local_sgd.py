@@ -18,7 +18,7 @@ from tests.unit.test_engine_control import until
 from workbench import simulate
 from workbench.compressors import TopK
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import hash_model_state, list_optimizer_tensors
+from workbench.host.placement.canonical_state import hash_model_state, list_optimizer_tensors
 from workbench.settings import Change, KnobError, to_plain
 from workbench.strategies import DDP, HierarchicalLocalSGD, LocalSGD, PostLocalSGD
 from workbench.tasks import Task

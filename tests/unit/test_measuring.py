@@ -17,7 +17,7 @@ from workbench.compressors import ByteGrad, Cast, Compressor, Dense, ErrorFeedba
 from workbench.compressors._measured import Measured, lossy
 from workbench.experiment import Experiment
 from workbench.fabric import traffic
-from workbench.host.observe.measuring import CompressionErrorProbe, is_measurable
+from workbench.host.observe.compression_error import CompressionErrorProbe, is_measurable
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import Change, KnobError, to_plain
 from workbench.strategies import DDP, LocalSGD, Strategy

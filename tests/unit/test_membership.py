@@ -18,10 +18,10 @@ from workbench.engine.control.membership import LeftBehind, describe_process, ho
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Slow
+from workbench.host.elastic.recovery_sources import has_parts
 from workbench.host.elastic.reentry import fit_survivors
-from workbench.host.elastic.salvage import has_parts
 from workbench.host.elastic.voting import Quorum, RankReport
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, HierarchicalLocalSGD, LocalSGD, Strategy
 from workbench.tasks import ClickThrough, Digits, Task

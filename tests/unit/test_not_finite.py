@@ -18,11 +18,11 @@ from tests.sim.insides import simulated
 from tests.waiting import until
 from workbench import Change, simulate
 from workbench.cluster.run.changes import Changes
-from workbench.cluster.run.live import RunController
+from workbench.cluster.run.controller import RunController
 from workbench.cluster.transport.wire import RowBatch
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment
-from workbench.host.observe import finite
+from workbench.host.observe import non_finite
 from workbench.host.observe.origin import find_in_backward, find_in_forward, find_in_gradients, find_in_parameters
 from workbench.partitions import Pipeline
 from workbench.record.timeline import columns_of
@@ -268,17 +268,17 @@ def test_the_stages_of_all_replicas_skip_a_step_together() -> None:
 
 def test_finite_detects_any_nan_or_infinity() -> None:
     huge = torch.full((8,), 3e38)
-    assert finite.is_finite([None, huge, torch.zeros(0), torch.ones(3, dtype=torch.float16) * 6e4])
+    assert non_finite.is_finite([None, huge, torch.zeros(0), torch.ones(3, dtype=torch.float16) * 6e4])
     for bad in (NAN, math.inf, -math.inf):
-        assert not finite.is_finite([torch.zeros(3), torch.tensor([0.0, bad])])
-    assert not finite.is_finite([torch.tensor([math.inf, -math.inf])]) and finite.is_finite([])
+        assert not non_finite.is_finite([torch.zeros(3), torch.tensor([0.0, bad])])
+    assert not non_finite.is_finite([torch.tensor([math.inf, -math.inf])]) and non_finite.is_finite([])
 
 
 def test_the_skip_policy_ends_after_too_many_skips_in_a_row() -> None:
     task = toy(loss=lambda model, pair: mse(model, pair) * NAN)
-    found = simulate(skipping(task=task, steps=finite.MAX_SKIPPED + 5), real=True).details("nan")
+    found = simulate(skipping(task=task, steps=non_finite.MAX_SKIPPED + 5), real=True).details("nan")
     last = [(step, d) for step, _, d in found if not d.get("skipped")]
-    assert last[0][0] == finite.MAX_SKIPPED and last[0][1]["row"] == finite.MAX_SKIPPED
+    assert last[0][0] == non_finite.MAX_SKIPPED and last[0][1]["row"] == non_finite.MAX_SKIPPED
 
 
 @pytest.mark.parametrize(("strategy", "why"), [

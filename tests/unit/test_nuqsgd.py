@@ -10,7 +10,7 @@ from tests.ranks import exchange, experiment, placed, run
 from tests.unit.draws import drawn, heavy, noise
 from workbench.compressors import NUQSGD, QSGD
 from workbench.compressors._levels import Levels, between
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Memory
 from workbench.settings import Change
 

@@ -13,7 +13,7 @@ import torch
 from tests.ranks import exchange, experiment, placed, run, together, toy
 from workbench.compressors import ErrorFeedback, OkTopK
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Memory, Op, Rank
 from workbench.settings import Change
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.ranks import exchange, experiment, placed, run, weights
 from workbench.compressors import Dense, ErrorFeedback, OneBit
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Memory
 from workbench.settings import Change
 

@@ -18,7 +18,7 @@ from workbench import simulate
 from workbench.compressors import ByteGrad, Cast, Compressor, ErrorFeedback, OneBit, TopK
 from workbench.experiment import Experiment
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import Change, KnobError, knobs
 from workbench.strategies import DDP, LocalSGD, OneBitAdam, QAdam

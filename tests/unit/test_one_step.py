@@ -15,7 +15,7 @@ from tests.sim.insides import simulated
 from workbench import Change, Fabric, Link, Pipeline, Whole
 from workbench.engine.rank.training import RankTraining as Real
 from workbench.fabric import Slow
-from workbench.host.loop.life import RankLoop
+from workbench.host.loop.rank_loop import RankLoop
 from workbench.host.reconfigure import changes
 from workbench.sim.rank.session import Session as Virtual
 
@@ -43,27 +43,27 @@ def test_both_hosts_inherit_the_same_rules(rule: str) -> None:
 # The rules of a rank's loop and their only place: the file, and the functions that both hosts run.
 RULES = {
     "a life": (
-        "host/loop/life.py",
+        "host/loop/rank_loop.py",
         "place_state train_from_start make_due_changes make_step evaluate_model mark_buckets",
     ),
     "a change": (
         "host/reconfigure/changes.py",
         "execute_change apply_experiment _switch_strategy take_role arrange_mesh mark_idle_faults",
     ),
-    "who waits for a meeting": ("host/loop/meeting.py", "is_idle"),
+    "who waits for a meeting": ("host/loop/asynchronous.py", "is_idle"),
     "a hand-over": ("host/transfer/handover.py", "consolidate_state spread_state require_agreement"),
-    "may it be switched": ("host/reconfigure/refusing.py", "require_trainable"),
+    "may it be switched": ("host/reconfigure/validation.py", "require_trainable"),
     "a switch of partition": ("host/transfer/repartition.py", "repartition_state"),
     "what is moved": ("host/placement/move.py", "move_state"),
     "what compression left unsent": ("host/transfer/residual.py", "change_compressor"),
     "the learning rate": ("host/core/rate.py", "due change_factor"),
-    "clipping": ("host/placement/canonical.py", "clip_gradients"),
-    "a loss that is no number": ("host/observe/finite.py", "check_forward check_step_loss"),
+    "clipping": ("host/placement/canonical_state.py", "clip_gradients"),
+    "a loss that is no number": ("host/observe/non_finite.py", "check_forward check_step_loss"),
     "evaluation": ("host/observe/evaluating.py", "compute_numbers compute_distance"),
-    "memory": ("host/memory/ledger.py", "begin_step note_forward measure_backward end_step"),
+    "memory": ("host/memory/account.py", "begin_step note_forward measure_backward end_step"),
     "a pipeline's messages": ("host/passes/pipelining.py", "run_batch"),
     "a pipeline's evaluation": ("host/passes/pipelining.py", "evaluate_pipeline _send_output _receive_output"),
-    "measuring": ("host/observe/measuring.py", "measure_step"),
+    "measuring": ("host/observe/compression_error.py", "measure_step"),
     "a pace": ("fabric/pace.py", "lasts"),
     "faults": ("fabric/load.py", "stretch choke"),
     "a port": ("fabric/load.py", "port_seconds"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-import workbench.host.memory.following  # noqa: F401  what the test is about: each dispatch mode of ours imports the lock
+import workbench.host.memory.storage_tracker  # noqa: F401  what the test is about: each dispatch mode of ours imports the lock
 from workbench.host.core.operators import make_operators_once
 
 THREADS = 4

@@ -25,7 +25,7 @@ from workbench import simulate
 from workbench.analysis.export.export import as_python
 from workbench.cli import setting
 from workbench.experiment import Experiment
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.optimizers import LAMB, LARS, SGD, Adam, AdamW, Optimizer, TaskOwn, carry
 from workbench.run import Run
 from workbench.settings import Change, KnobError, to_plain, walk

@@ -11,9 +11,9 @@ import pytest
 
 from tests.benched import begin, benched
 from tests.waiting import until
-from workbench.cluster.engines.worker import EngineServer
-from workbench.cluster.run.orders import CommandQueue
-from workbench.cluster.transport.line import RpcClient
+from workbench.cluster.engines.engine_server import EngineServer
+from workbench.cluster.run.commands import CommandQueue
+from workbench.cluster.transport.rpc_client import RpcClient
 
 
 class Brief:

@@ -11,7 +11,7 @@ import torch
 from tests.ranks import experiment, net, run, toy, weights
 from tests.unit.plain_outer import SGD
 from workbench import simulate
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.settings import Change, to_plain
 from workbench.strategies import BMUF, DiLoCo, LocalSGD, SlowMo, StreamingDiLoCo
 

@@ -25,7 +25,7 @@ from workbench.compressors import DGC, Compressor, ErrorFeedback, PowerSGD, Rand
 from workbench.experiment import Experiment
 from workbench.host.placement.placement import Placement
 from workbench.host.placement.spread import find_spread, place_replica
-from workbench.host.transfer import own
+from workbench.host.transfer import rank_state
 from workbench.optimizers import SGD
 from workbench.partitions import Partition, Pipeline, Tensor, Whole
 from workbench.rank import MOMENTUM
@@ -56,7 +56,7 @@ class Looks:
     def watching(self, steps: Sequence[int], without: bool = False) -> Iterator[None]:
         """Records the buffers at these steps. `without`: suppresses the carrying of state."""
         self.before, self.after = ([{} for _ in steps] for _ in range(2))
-        carry = own.migrate_rank_state
+        carry = rank_state.migrate_rank_state
 
         async def noting(session: Any, was: Any, to: Any) -> None:
             at, memory = steps.index(session.rank.step), session.rank.memory
@@ -67,7 +67,7 @@ class Looks:
                 await carry(session, was, to)
             self.after[at][session.rank.id] = to, _copied(memory.buffers)
 
-        with patch.object(own, "migrate_rank_state", noting):
+        with patch.object(rank_state, "migrate_rank_state", noting):
             yield
 
 

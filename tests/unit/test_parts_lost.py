@@ -19,13 +19,13 @@ from tests.ranks import ended, gone_before_it_meets, live, net, run, shipped, to
 from workbench.compressors import ErrorFeedback, TopK
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host.elastic import regathering
+from workbench.host.elastic import reassembling
+from workbench.host.elastic.recovery_sources import has_parts
 from workbench.host.elastic.reentry import Membership
-from workbench.host.elastic.salvage import has_parts
-from workbench.host.loop import outliving
+from workbench.host.loop import elastic_member
 from workbench.host.placement.move import view_slice
+from workbench.host.placement.optimizer_slots import read_slots
 from workbench.host.placement.slices import StridedSlice
-from workbench.host.placement.slots import read_slots
 from workbench.host.transfer.boundary import list_held_slices, make_boundary
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.partitions.schedules import GPipe, PipeDream2BW
@@ -58,14 +58,14 @@ class Seen(dict[int, Put]):
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         async def put_together(run: Any, came: Membership, *rest: Any) -> None:
-            await regathering.assemble_model(run, came, *rest)
+            await reassembling.assemble_model(run, came, *rest)
             if run.rank.id in came.furthest:
                 params = {place.name: place.param.detach().clone().view(-1) for place in run.layout.order}
                 kept = {name: x.clone().view(-1) for name, x in read_slots(run.layout, run.optimizer).items()}
                 owed = {name: x.clone() for name, x in run.rank.memory.buffers.get(ErrorFeedback.residual, {}).items()}
                 self[run.session.member] = Put(came.step, params, kept, owed)
 
-        patch.setattr(outliving, "assemble_model", put_together)
+        patch.setattr(elastic_member, "assemble_model", put_together)
 
 
 @pytest.fixture

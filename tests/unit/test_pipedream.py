@@ -16,9 +16,9 @@ from tests.piped import assembled, batches, deep, dream, held_out, loss, piped, 
 from tests.ranks import make_fitting, run, shipped, toy
 from workbench import simulate
 from workbench.experiment import Experiment, partitioned
-from workbench.host.passes.piece import cut_batch
-from workbench.host.passes.versions import WeightVersion
-from workbench.host.placement.cutting import cut_model
+from workbench.host.passes.stage_module import cut_batch
+from workbench.host.passes.weight_versions import WeightVersion
+from workbench.host.placement.stages import cut_model
 from workbench.optimizers import SGD, AdamW, Optimizer
 from workbench.partitions import Pipeline, Whole
 from workbench.partitions.schedules import OneFOneB

@@ -17,9 +17,9 @@ from tests.ranks import ended, live, run, toy
 from workbench import simulate
 from workbench.compressors import PowerSGD
 from workbench.experiment import Experiment
-from workbench.host.passes.piece import cut_batch
-from workbench.host.placement.cutting import replace_forward
-from workbench.host.reconfigure import refusing
+from workbench.host.passes.stage_module import cut_batch
+from workbench.host.placement.stages import replace_forward
+from workbench.host.reconfigure import validation
 from workbench.optimizers import SGD
 from workbench.partitions import Pipeline, Whole
 from workbench.partitions.schedules import Interleaved, OneFOneB, Schedule
@@ -263,14 +263,14 @@ def test_a_noisy_loss_is_not_mistaken_for_a_wrong_split() -> None:
 
 
 def test_all_ranks_refuse_if_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    able = refusing.require_trainable
+    able = validation.require_trainable
 
     def picky(of: Any, wanted: Experiment) -> None:
         if of.rank.id == 2 and wanted.partition.size > 1:
             raise KnobError("not here")
         able(of, wanted)
 
-    monkeypatch.setattr(refusing, "require_trainable", picky)
+    monkeypatch.setattr(validation, "require_trainable", picky)
     sessions = run(piped(4, 8, strategy=LocalSGD(every=2)), Change(3, "partition", Pipeline()))
     assert [json.loads(m[3])["reason"] for s in sessions for m in s.record.noted("refused")] == ["not here"]
     assert not sessions[0].record.noted("change") and len(seen(sessions[0], "loss")) == 8

@@ -20,7 +20,7 @@ from workbench import simulate
 from workbench.compressors import ACPSGD, Dense, ErrorFeedback, PowerSGD
 from workbench.compressors._low_rank import RIGHT
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Memory, Part, Rank
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, LocalSGD

@@ -10,7 +10,7 @@ import torch
 
 from tests.unit.test_resizing import Crowd, setting, total
 from workbench.compressors import ErrorFeedback, TopK
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.record.checkpoints import FOLDER, Checkpoint
 from workbench.strategies import DDP, HSDP, AsyncServer, Gossip, HierarchicalLocalSGD, LocalSGD, Strategy, ZeRO3

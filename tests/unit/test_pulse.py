@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.waiting import until
-from workbench.engine.record.pulse import BEAT, LEAST, ClockReading, StallDetector, find_stall
+from workbench.engine.record.stalls import BEAT, LEAST, ClockReading, StallDetector, find_stall
 
 BEFORE = ClockReading(running=100.0, asleep=3.0, cpu=10.0)
 CODE = """
 import sys
-from workbench.engine.record.pulse import StallDetector
+from workbench.engine.record.stalls import StallDetector
 StallDetector(lambda found: print(found["seconds"], found["machine"], found["text"], flush=True), "pulse")
 print("ready", flush=True)
 sys.stdin.read()

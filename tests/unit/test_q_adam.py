@@ -17,7 +17,7 @@ from tests.unit.test_verb_grads import Idle
 from workbench import simulate
 from workbench.compressors import ByteGrad, Cast, Compressor, Dense, ErrorFeedback, OneBit, PowerSGD, TopK
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, OneBitAdam, QAdam
 

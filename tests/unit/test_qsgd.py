@@ -16,7 +16,7 @@ from workbench import simulate
 from workbench.compressors import NUQSGD, QSGD, ErrorFeedback
 from workbench.compressors._levels import between, norms
 from workbench.compressors._stochastic import dithered
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import Change, KnobError
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.ranks import experiment, run, weights
 from workbench.compressors import QSGD, Cast, Dense, ErrorFeedback, Float8, OneBit, PowerSGD, Quantised, TernGrad, TopK
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Memory
 from workbench.settings import Change, KnobError
 from workbench.strategies import LocalSGD

@@ -11,7 +11,7 @@ from tests.ranks import exchange, experiment, placed, run
 from workbench.compressors import Dense, ErrorFeedback, RandomK
 from workbench.compressors.random_k import seeded, subset
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Memory, Op, Rank
 from workbench.settings import Change, KnobError
 

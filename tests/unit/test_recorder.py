@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from workbench.cluster.transport import relay
+from workbench.cluster.transport import row_subscriber
 from workbench.engine.record import recorder as module
 from workbench.engine.record import spool
 from workbench.engine.record.recorder import Recorder
@@ -98,7 +98,7 @@ def test_rows_are_pushed_within_half_a_second_and_spooled_within_one(
 
 def test_the_kernel_learns_of_a_failing_or_hanging_disk_within_two_seconds() -> None:
     """Checks the sum of polling intervals; a busy machine's delay does not count."""
-    there = module.PUSH_EVERY + relay.PAUSE
+    there = module.PUSH_EVERY + row_subscriber.PAUSE
     assert spool.EVERY + there < 2.0 and spool.HUNG + there < 2.0
 
 
@@ -249,7 +249,7 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from workbench.cluster.transport import relay
+from workbench.cluster.transport import row_subscriber
 from workbench.engine.record import recorder as module
 from workbench.engine.record import spool
 spool.RETRY_EVERY = 0.2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workbench.host.checkpoint.regain import RestoredState
+from workbench.host.checkpoint.restore import RestoredState
 from workbench.host.memory.budget import OutOfMemory
 from workbench.settings import KnobError
 

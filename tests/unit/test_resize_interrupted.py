@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from workbench.cluster.engines import meeting
-from workbench.cluster.processes import whole
-from workbench.cluster.run import orders, resizing
+from workbench.cluster.processes import uninterruptible
+from workbench.cluster.run import commands, resizing
 from workbench.cluster.run.changes import Changes
+from workbench.cluster.run.commands import CommandQueue
 from workbench.cluster.run.ending import Ending
-from workbench.cluster.run.orders import CommandQueue
 from workbench.experiment import Experiment
 
-TRACED = {module.__file__ for module in (meeting, orders, resizing, whole)}
+TRACED = {module.__file__ for module in (meeting, commands, resizing, uninterruptible)}
 MOST = 1000  # lines, more than there are
 
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from tests.ranks import live, shipped
 from workbench.experiment import Experiment
+from workbench.host.elastic.recovery_sources import has_parts
 from workbench.host.elastic.rollback import Rollback, has_final_update
-from workbench.host.elastic.salvage import has_parts
-from workbench.host.placement.slots import read_slots
+from workbench.host.placement.optimizer_slots import read_slots
 from workbench.strategies import DDP, LocalSGD, Strategy
 from workbench.tasks import Digits
 

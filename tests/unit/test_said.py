@@ -15,19 +15,19 @@ from torch import nn
 from tests.ranks import ended, experiment, live, mse, toy
 from tests.waiting import until
 from workbench.cluster.api import launch
-from workbench.cluster.engines import worker
-from workbench.cluster.engines.worker import EngineServer
+from workbench.cluster.engines import engine_server
+from workbench.cluster.engines.engine_server import EngineServer
 from workbench.cluster.processes.place import ClusterError
-from workbench.cluster.processes.steady import Steady
+from workbench.cluster.processes.supervised_thread import Steady
 from workbench.cluster.run.changes import Changes
+from workbench.cluster.run.controller import RunController
 from workbench.cluster.run.errors import RankError
-from workbench.cluster.run.live import RunController
 from workbench.cluster.transport.capture import OutputCapture
-from workbench.cluster.transport.relay import RowSubscriber
+from workbench.cluster.transport.row_subscriber import RowSubscriber
 from workbench.experiment import Experiment
 from workbench.run import Run
 from workbench.settings import KnobError
-from workbench.settings.said import LONGEST, LONGEST_TRACEBACK, said, speaks, text_of, traceback_of
+from workbench.settings.describe_error import LONGEST, LONGEST_TRACEBACK, said, speaks, text_of, traceback_of
 
 
 class Words(str):
@@ -179,9 +179,9 @@ def test_a_failed_start_is_reported_in_a_form_that_ipyparallel_can_send(
 
     made = bench()
     made.begin_session = fails  # type: ignore[method-assign]
-    monkeypatch.setattr(worker, "_bench", made)
+    monkeypatch.setattr(engine_server, "_bench", made)
     with pytest.raises(RuntimeError, match="Evil: it cannot be put into words: its __str__ raised SystemExit"):
-        worker.begin_session({}, b"")
+        engine_server.begin_session({}, b"")
 
 
 @pytest.mark.parametrize("error", [Evil("exit"), Evil("interrupt"), SystemExit(3)])

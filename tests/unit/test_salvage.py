@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from workbench.experiment import Experiment
+from workbench.host.elastic.recovery_sources import count_copies, find_sources, map_pieces, sort_by_need
 from workbench.host.elastic.reentry import fit_survivors
-from workbench.host.elastic.salvage import count_copies, find_sources, map_pieces, sort_by_need
-from workbench.host.loop.outliving import ElasticMember
-from workbench.host.reconfigure.steering import PolicyRunner
+from workbench.host.loop.elastic_member import ElasticMember
+from workbench.host.reconfigure.policy_runner import PolicyRunner
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.rank import Rank
 from workbench.settings import Change

@@ -15,7 +15,7 @@ from tests.ranks import Net, batch, ended, experiment, live, mse, net, run, toy,
 from tests.sim.virtual import begun, comm, paced, rows, samples
 from workbench import simulate
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import StrategyError
 from workbench.settings import Change
 from workbench.strategies import LocalSGD, SelSync

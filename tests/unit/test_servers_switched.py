@@ -18,7 +18,7 @@ from tests.unit.test_engine_apart import over, until
 from workbench import simulate
 from workbench.engine.rank.session import Session
 from workbench.fabric import Fabric, Noisy, Slow
-from workbench.host.placement.canonical import hash_model_state, list_optimizer_tensors
+from workbench.host.placement.canonical_state import hash_model_state, list_optimizer_tensors
 from workbench.settings import Change, to_plain
 from workbench.strategies import (
     DDP,

@@ -20,7 +20,7 @@ from workbench import simulate
 from workbench.compressors import ErrorFeedback, TopK
 from workbench.experiment import Experiment
 from workbench.host.memory.budget import OutOfMemory
-from workbench.host.placement.slots import read_slots
+from workbench.host.placement.optimizer_slots import read_slots
 from workbench.optimizers import SGD, AdamW
 from workbench.partitions import Partition, Pipeline, Tensor, Whole
 from workbench.run import require_memory

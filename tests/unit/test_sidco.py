@@ -13,7 +13,7 @@ from tests.ranks import exchange, experiment, placed, run
 from workbench import simulate
 from workbench.compressors import SIDCo
 from workbench.compressors.sidco import _gamma_quantile
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Memory
 from workbench.settings import Change, KnobError, knobs
 

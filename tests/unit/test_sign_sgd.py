@@ -12,7 +12,7 @@ import torch
 
 from tests.ranks import batch, exchange, experiment, mse, net, placed, run, together, toy, weights
 from workbench.compressors import EFSignSGD, ErrorFeedback, OneBit, SignSGD
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import Change
 

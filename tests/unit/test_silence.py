@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from workbench.cluster.observe.silence import FIRST, LEAST, RankPlace, find_patience, find_stall
+from workbench.cluster.observe.hang_diagnosis import FIRST, LEAST, RankPlace, find_patience, find_stall
 
 REDUCE = "all_reduce bucket 0"
 

@@ -12,7 +12,7 @@ import pytest
 from workbench.cluster.run import last_rows
 from workbench.cluster.run import watch as watch_module
 from workbench.cluster.run.changes import Changes
-from workbench.cluster.run.live import RunController
+from workbench.cluster.run.controller import RunController
 from workbench.cluster.run.watch import RunWatch
 from workbench.cluster.transport import wire
 from workbench.engine.record.recorder import Recorder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workbench.sim.fake.shapes import ShapeCacheMode
+from workbench.sim.fake.shape_cache import ShapeCacheMode
 
 
 def test_shapes_dtypes_and_errors_are_torchs() -> None:
@@ -63,7 +63,7 @@ def test_a_cached_result_is_not_used_for_another_operation() -> None:
 def test_fake_cpu_tensors_have_torchs_shapes_and_strides() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from workbench.sim.fake.faked import FakeCacheMode
+    from workbench.sim.fake.fake_cache import FakeCacheMode
 
     with FakeTensorMode():
         a, count = torch.empty(4, 6), torch.empty(4, 6, dtype=torch.int64)

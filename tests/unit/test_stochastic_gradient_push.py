@@ -17,7 +17,7 @@ from tests.sim.virtual import comm, paced, samples, seconds, stack
 from tests.unit.test_engine_control import until
 from tests.unit.test_gossip_graphs import double, exact_task
 from workbench import simulate
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.settings import Change, KnobError
 from workbench.strategies import StochasticGradientPush
 from workbench.strategies._graph import PUSHES, push_hops, push_round

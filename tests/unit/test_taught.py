@@ -15,8 +15,8 @@ from widgets.lesson import lesson
 from workbench.compressors import ErrorFeedback
 from workbench.fabric import Slow
 from workbench.settings import KnobError, knobs
-from workbench.settings.told import source, told
-from workbench.sim.teach.beside import compare_member, list_places
+from workbench.settings.parsed_docstring import source, told
+from workbench.sim.teach.member_comparison import compare_member, list_places
 from workbench.strategies import LocalSGD, TorchDDP
 
 EVERY = {m.__name__: m for place in list_places() for m in reference.shipped(place.family)}

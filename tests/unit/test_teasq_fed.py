@@ -8,7 +8,7 @@ import torch
 from tests.ranks import batch, experiment, run
 from workbench.fabric import Slow
 from workbench.host.memory.batches import BatchReader
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import StrategyError
 from workbench.settings import Change
 from workbench.strategies import TEASQFed

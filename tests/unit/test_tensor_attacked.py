@@ -21,9 +21,9 @@ from tests.split import PLAN, Block, Small, alone, entropy, near, small, spread,
 from tests.unit.test_tensor import parts
 from workbench import simulate
 from workbench.experiment import Experiment
-from workbench.host.passes.crew import run_together as in_one_process
-from workbench.host.passes.together import compute_together, copy_slice
-from workbench.host.placement.splitting import split_model
+from workbench.host.passes.local_runner import run_together as in_one_process
+from workbench.host.passes.tensor_parallel import compute_together, copy_slice
+from workbench.host.placement.tensor_split import split_model
 from workbench.partitions import Partition, Pipeline, Tensor
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP

@@ -17,7 +17,7 @@ from tests.unit.test_tensor import parts
 from workbench import simulate
 from workbench.compressors import DGC
 from workbench.experiment import Experiment
-from workbench.host.placement.splitting import split_model
+from workbench.host.placement.tensor_split import split_model
 from workbench.optimizers import LAMB, SGD
 from workbench.partitions import Pipeline, Tensor
 from workbench.settings import Change, KnobError

@@ -14,7 +14,7 @@ from workbench import simulate
 from workbench.compressors import TernGrad
 from workbench.compressors.tern_grad import field
 from workbench.fabric import traffic
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Memory, Op, Part, Rank
 from workbench.settings import Change
 

@@ -8,7 +8,7 @@ import torch
 from tests.ranks import exchange, experiment, placed, run, weights
 from workbench import simulate
 from workbench.compressors import Dense, ErrorFeedback, Threshold
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Memory
 from workbench.settings import Change, KnobError
 

@@ -14,9 +14,9 @@ from tests.piped import ROWS, batches, deep, piped
 from tests.piped import loss as piped_loss
 from tests.ranks import batch, experiment, mse, toy
 from workbench import simulate
-from workbench.host.placement.splitting import split_model
-from workbench.host.reconfigure.trying_slices import check_slices
-from workbench.host.reconfigure.trying_units import require_submodels
+from workbench.host.placement.tensor_split import split_model
+from workbench.host.reconfigure.trial_slices import check_slices
+from workbench.host.reconfigure.trial_units import require_submodels
 from workbench.partitions import Pipeline
 from workbench.settings import KnobError
 from workbench.strategies import AsyncDrop

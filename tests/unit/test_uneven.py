@@ -12,7 +12,7 @@ from tests.ranks import experiment, run, weights
 from workbench import Costs, simulate
 from workbench.compressors._sparse import Sparse
 from workbench.fabric import Fabric, Link, Load, uneven
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Memory, Rank, StrategyError
 from workbench.strategies import DDP
 

@@ -11,7 +11,7 @@ import torch
 from tests.laws.dynamic_models import CASES, Dynamic, freeze_b, pull, reference, two
 from tests.ranks import experiment, run
 from workbench.compressors import TopK
-from workbench.engine.control.hands import UnusedFlags
+from workbench.engine.control.unused_flags import UnusedFlags
 from workbench.host.sharding.usage import restrict_optimizer
 from workbench.settings import Change
 from workbench.strategies import DDP, LocalSGD, ZeRO1

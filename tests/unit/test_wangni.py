@@ -9,7 +9,7 @@ import torch
 from tests.ranks import exchange, experiment, placed, run, together
 from workbench import simulate
 from workbench.compressors import ErrorFeedback, Wangni
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Memory, Op, Rank
 from workbench.settings import Change, KnobError
 

@@ -11,7 +11,7 @@ from tests.laws.codecs import pairs, reduced
 from tests.ranks import exchange, experiment, placed, run
 from workbench import simulate
 from workbench.compressors import Compressor, Dense, ErrorFeedback, Layers, OneBit, PowerSGD, TopK, WarmUp
-from workbench.host.placement.canonical import hash_model_state
+from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Memory
 from workbench.settings import Change, KnobError
 

@@ -15,7 +15,7 @@ from torch import nn
 from tests.ranks import batch, experiment, net, run, toy, weights
 from tests.sim.virtual import rows
 from workbench import simulate
-from workbench.host.passes.waves import PiecewisePass
+from workbench.host.passes.piecewise import PiecewisePass
 from workbench.rank import Rank, StrategyError
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, Strategy, Wavelet

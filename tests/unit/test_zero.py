@@ -19,7 +19,7 @@ from workbench.compressors import DGC, QSGD, Compressor, OneBit, PowerSGD, Scale
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.host.memory.memory import count_bytes, find_optimizer_state
-from workbench.host.placement.slots import read_slots
+from workbench.host.placement.optimizer_slots import read_slots
 from workbench.host.transfer import handover
 from workbench.optimizers import LARS, SGD, Adam, AdamW
 from workbench.rank import Rank, StrategyError

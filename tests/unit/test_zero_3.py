@@ -18,10 +18,10 @@ from workbench import simulate
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
-from workbench.host.placement.absent import UnmaterializedParameter
 from workbench.host.placement.layout import ParameterLayout
-from workbench.host.sharding.foreseen import foresee_trace
-from workbench.host.sharding.reading import Unsharder
+from workbench.host.placement.unmaterialized import UnmaterializedParameter
+from workbench.host.sharding.read_order import foresee_trace
+from workbench.host.sharding.unsharder import Unsharder
 from workbench.optimizers import SGD, AdamW
 from workbench.settings import Change
 from workbench.sim.teach.laws import trained

@@ -15,7 +15,7 @@ from widgets.charts.marks import ChangeMark, all_marks
 from widgets.charts.wire import MessagePacker
 from widgets.views import all_views
 from widgets.views._base import Patch, Setter, View
-from workbench.settings.said import said
+from workbench.settings.describe_error import said
 
 Message = tuple[dict[str, Any], list[bytes]]  # the content, and its binary buffers
 

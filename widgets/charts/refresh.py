@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from widgets.charts.board import Board
-from workbench.settings.said import said
+from workbench.settings.describe_error import said
 
 
 class RefreshTimer:

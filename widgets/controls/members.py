@@ -13,7 +13,7 @@ import traitlets
 
 from widgets.static import read_static
 from workbench.settings import KnobError
-from workbench.settings.said import said
+from workbench.settings.describe_error import said
 
 WHY = {
     "evict": "end the engine of a rank that hangs; the others go on without it",

@@ -13,7 +13,7 @@ import numpy as np
 from workbench.analysis import checkpoint_progress, last_steps
 from workbench.analysis.steps.window import MEASURING, Window, newest_generation
 from workbench.record.alarms import NAMES, met, place
-from workbench.settings.doing import SOON, left, under_way
+from workbench.settings.progress import SOON, left, under_way
 
 PATIENCE = 2.0  # seconds without a step after which the line explains the delay
 WINDOW = 20  # steps for the speed

@@ -14,7 +14,7 @@ from widgets.controls.progress import RunProgress, describe_trouble, list_activi
 from widgets.static import read_static
 from workbench.analysis.export.export import as_python
 from workbench.settings import KnobError
-from workbench.settings.said import said
+from workbench.settings.describe_error import said
 
 MAY = {
     "starting": ("stop",),

@@ -14,7 +14,7 @@ import ipywidgets
 
 from workbench.analysis.export.files import FORMS
 from workbench.run import Run
-from workbench.settings.said import said
+from workbench.settings.describe_error import said
 
 WIDE = {"description_width": "130px"}
 

@@ -17,7 +17,7 @@ from weakref import finalize, ref
 from IPython import get_ipython
 from IPython.display import display, update_display
 
-from workbench.settings.said import said
+from workbench.settings.describe_error import said
 
 SOON = "A picture of the run's charts stays here once the run has ended."
 WIDTH = 1000  # px of the picture on a page, at any resolution

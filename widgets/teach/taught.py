@@ -19,8 +19,8 @@ from widgets.views import all_views
 from workbench.analysis import break_down, last_steps
 from workbench.doors.beside import MemberComparison, compare_member, find_member
 from workbench.settings import KnobError, knobs, to_plain
+from workbench.settings.parsed_docstring import Told, is_code, source, told
 from workbench.settings.plain import in_words
-from workbench.settings.told import Told, is_code, source, told
 
 LAST = 8  # steps in the mean of a step's time
 STYLE = """<style>

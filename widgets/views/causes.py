@@ -15,7 +15,7 @@ from widgets.views._paced import PacedView
 from workbench.analysis import Cause, find_causes
 from workbench.analysis.steps.words import format_seconds
 from workbench.settings import KnobError
-from workbench.settings.said import said
+from workbench.settings.describe_error import said
 
 NEXT = "What to try next, <code>run.advice()</code> asks the simulator."
 ASK = '<button type="button" class="wb-button" data-ask=\'{"advise": true}\'>What to try next</button>'

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, TypeVar
 
-from workbench.settings.found import KnobError, short
+from workbench.settings.discovery import KnobError, short
 from workbench.settings.paths import AND, each, joined, resolve, with_value
 from workbench.settings.plain import in_words, to_plain
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from workbench.settings.found import KnobError, members, short
+from workbench.settings.discovery import KnobError, members, short
 
 
 @dataclass(frozen=True)

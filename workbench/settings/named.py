@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from workbench.settings.found import KnobError, members, short
+from workbench.settings.discovery import KnobError, members, short
 from workbench.settings.knobs import Knob, a_member, knobs
 
 M = TypeVar("M")

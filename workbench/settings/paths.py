@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass, replace
 from typing import Any
 
-from workbench.settings.found import KnobError, short
+from workbench.settings.discovery import KnobError, short
 from workbench.settings.knobs import Knob, checked, walk
 from workbench.settings.named import hint_for_knob
 from workbench.settings.plain import from_plain, read_value, to_plain

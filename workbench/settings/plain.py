@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeAlias
 
-from workbench.settings.found import KnobError, short
+from workbench.settings.discovery import KnobError, short
 from workbench.settings.knobs import Knob, field_types, knobs
 from workbench.settings.named import find
 

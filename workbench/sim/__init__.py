@@ -5,7 +5,7 @@ from workbench.sim.clock.deadlock import Deadlock as Deadlock
 from workbench.sim.costs.costs import Costs as Costs
 from workbench.sim.costs.durations import AlphaBeta as AlphaBeta
 from workbench.sim.costs.durations import Duration as Duration
-from workbench.sim.costs.lines import Line as Line
+from workbench.sim.costs.prices import Line as Line
 from workbench.sim.run.simulate import simulate as simulate
 
 __all__ = ["AlphaBeta", "Costs", "Deadlock", "Duration", "Line", "Mismatch", "simulate"]

@@ -13,7 +13,7 @@ from workbench.cluster.engines.cluster import Cluster
 from workbench.cluster.processes import stacks
 from workbench.cluster.processes.place import ClusterError
 from workbench.cluster.run.changes import PendingChange
-from workbench.cluster.run.live import RunController
+from workbench.cluster.run.controller import RunController
 from workbench.cluster.run.resizing import resize_run
 from workbench.record.kept import PendingCheckpoint
 from workbench.settings import KnobError

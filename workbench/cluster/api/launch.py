@@ -22,15 +22,15 @@ from workbench.cluster.engines.engines import list_versions
 from workbench.cluster.processes.place import ClusterError, LabPlace, alive, host_name, list_places, runs_dir
 from workbench.cluster.run.beginning import begin
 from workbench.cluster.run.changes import Changes, PendingChange, classes
+from workbench.cluster.run.controller import RunController
 from workbench.cluster.run.errors import RankError
-from workbench.cluster.run.live import RunController
 from workbench.cluster.run.resizing import resize_run as resize_run
 from workbench.experiment import Experiment, given
 from workbench.record.folders import make_private_folder
 from workbench.record.run import Run, RunError
 from workbench.record.store import write_atomically
 from workbench.settings import Change, KnobError
-from workbench.settings.said import said
+from workbench.settings.describe_error import said
 
 R = TypeVar("R", bound=Run)
 LOOK = 0.2  # seconds between two looks at engines

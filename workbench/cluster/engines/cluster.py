@@ -17,21 +17,21 @@ from typing import Any
 
 import zmq
 
-from workbench.cluster.engines import worker
+from workbench.cluster.engines import engine_server
 from workbench.cluster.engines.engines import Engine
 from workbench.cluster.engines.health import ProcessHealth
 from workbench.cluster.engines.meeting import admit_engines
 from workbench.cluster.engines.renewing import EngineRenewal
 from workbench.cluster.engines.spares import SpareEngines
+from workbench.cluster.processes.duration_history import awaited, engines, timed
 from workbench.cluster.processes.logs import log_tail
 from workbench.cluster.processes.place import ClusterError, LabPlace, alive, check_connection, host_name, this_process
 from workbench.cluster.processes.processes import LabProcesses, end_processes, let_go, start_guard, wait_for
-from workbench.cluster.processes.usual import awaited, engines, timed
 from workbench.cluster.transport.keys import CurveKeys
-from workbench.cluster.transport.line import RpcClient
-from workbench.cluster.transport.relay import RowSubscriber
+from workbench.cluster.transport.row_subscriber import RowSubscriber
+from workbench.cluster.transport.rpc_client import RpcClient
 from workbench.cluster.transport.wire import RowBatch
-from workbench.settings.said import text_of
+from workbench.settings.describe_error import text_of
 
 START_TIMEOUT = 120.0  # seconds for all engines to come up
 FIND_TIMEOUT = 10.0  # seconds to find the engines of an existing cluster
@@ -275,7 +275,7 @@ class Cluster:
             for engine in self.engines:
                 with contextlib.suppress(Exception):  # an engine that does not answer must not block the end
                     if not self.health.describe_controller() and not self.describe_death(engine.rank):
-                        self.call(engine.id, worker.close_bench, timeout=10)
+                        self.call(engine.id, engine_server.close_bench, timeout=10)
         self._end_processes()
 
     def _end_processes(self) -> None:

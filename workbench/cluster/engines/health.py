@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import psutil
 
 from workbench.cluster.engines.engines import Engine
+from workbench.cluster.processes.exit_causes import Scarcity
 from workbench.cluster.processes.fork_server import ForkedEngine
 from workbench.cluster.processes.logs import code_in_words
 from workbench.cluster.processes.place import alive, host_name
-from workbench.cluster.processes.scarcity import Scarcity
-from workbench.cluster.processes.steady import Steady
+from workbench.cluster.processes.supervised_thread import Steady
 
 if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from workbench.cluster.engines import worker
+from workbench.cluster.engines import engine_server
 from workbench.cluster.engines.engines import Engine, check_versions, choose_devices, probe_engines, spans_hosts
+from workbench.cluster.processes.duration_history import engines, timed
 from workbench.cluster.processes.fork_server import ForkedEngine
 from workbench.cluster.processes.logs import code_in_words, log_tail
 from workbench.cluster.processes.place import ClusterError, host_name, this_process
-from workbench.cluster.processes.usual import engines, timed
-from workbench.cluster.processes.whole import whole
+from workbench.cluster.processes.uninterruptible import whole
 from workbench.experiment.given import MAX_RANKS
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def admit_engines(cluster: Cluster, ids: Sequence[int], ranks: Sequence[int] = (
     open_: list[Engine] = []
     for engine in found:
         reach = engine.reach if spans else "127.0.0.1"
-        at = cluster.call(engine.id, worker.open_bench, {**setup, "reach": reach})
+        at = cluster.call(engine.id, engine_server.open_bench, {**setup, "reach": reach})
         open_.append(replace(engine, rows=at["rows"], line=at["line"]))
     cluster.devices, cluster.kind = places, kind
     return open_

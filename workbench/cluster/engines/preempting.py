@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.cluster.processes.place import LabPlace
 
 if TYPE_CHECKING:
-    from workbench.cluster.engines.worker import EngineServer
+    from workbench.cluster.engines.engine_server import EngineServer
 
 AGAIN = 5.0  # seconds within which a second SIGTERM is the same notice
 LINGER = 1.5  # seconds for the kernel to learn that the rank has left, before its engine ends

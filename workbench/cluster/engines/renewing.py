@@ -12,16 +12,16 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from workbench.cluster.engines import worker
+from workbench.cluster.engines import engine_server
 from workbench.cluster.engines.engines import Engine, probe_engines
 from workbench.cluster.engines.meeting import COME_UP, cannot_start, replace_engines, wait_for_engines
+from workbench.cluster.processes.duration_history import engines, timed
 from workbench.cluster.processes.place import ClusterError
-from workbench.cluster.processes.usual import engines, timed
-from workbench.settings.said import text_of
+from workbench.settings.describe_error import text_of
 
 if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
-    from workbench.cluster.run.live import RunController
+    from workbench.cluster.run.controller import RunController
 
 REST = 0.3  # seconds after a run before its engines are replaced: the lab may close first
 LOOK = 0.05  # seconds between two looks
@@ -127,7 +127,7 @@ class EngineRenewal:
         old, known = [cluster.engines[rank] for rank in ranks], set(cluster.client.ids)
         with timed(engines(len(old), " more")) as work:
             for engine in old:
-                cluster.call(engine.id, worker.restart_engine, cluster.place.path.name, timeout=10)
+                cluster.call(engine.id, engine_server.restart_engine, cluster.place.path.name, timeout=10)
                 cluster.health.tell_controller(engine)
             found, until = dict[tuple[str, int], int](), time.monotonic() + COME_UP
             while not all((engine.host, engine.pid) in found for engine in old):

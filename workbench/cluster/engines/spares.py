@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from workbench.cluster.engines import worker
+from workbench.cluster.engines import engine_server
 from workbench.cluster.engines.meeting import cannot_start, start_more
-from workbench.cluster.processes.steady import Steady
-from workbench.settings.said import text_of
+from workbench.cluster.processes.supervised_thread import Steady
+from workbench.settings.describe_error import text_of
 
 if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
@@ -70,7 +70,7 @@ class SpareEngines:
             return self._note_trouble(why)
         try:
             for rank in start_more(self.cluster, missing):
-                self.cluster.call(self.cluster.engines[rank].id, worker.load_modules, timeout=WARM)
+                self.cluster.call(self.cluster.engines[rank].id, engine_server.load_modules, timeout=WARM)
                 self.warm.add(rank)
         except Exception as error:
             self._failed += 1

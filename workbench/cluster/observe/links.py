@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from workbench.cluster.observe.silence import Verdict
+from workbench.cluster.observe.hang_diagnosis import Verdict
 from workbench.record.process import borrow_socket
 
 # the beginning of Linux's tcp_info: 5 bytes, 3 of flags, and 13 numbers up to tcpi_last_ack_recv

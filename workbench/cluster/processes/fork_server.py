@@ -31,7 +31,7 @@ from workbench.cluster.processes.place import alive
 
 LOADED = (  # otherwise torch and ipykernel load torch._dynamo and ipykernel.debugger later, in every engine
     "torch", "torch._dynamo", "ipyparallel.engine.app", "ipykernel.debugger", "workbench.engine.rank.session",
-    "workbench.cluster.engines.worker",
+    "workbench.cluster.engines.engine_server",
 )  # fmt: skip
 CHIPS = ("/dev/nvidiactl", "/dev/kfd")  # a process that has looked for such chips must not fork
 QUIET = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # otherwise pyarrow's allocator starts a thread

@@ -12,7 +12,7 @@ from workbench.experiment.finite import NO_ROWS
 from workbench.record.alarms import met, place
 
 if TYPE_CHECKING:
-    from workbench.cluster.run.live import RunController
+    from workbench.cluster.run.controller import RunController
 
 UNWATCHED = "{what}, and the run was ended, {why}; {mend}, {else_}, or let it pause: on_nan='pause'"
 ELSE = {"nan": "let it skip such steps: on_nan='skip'", "diverged": "let it go on: diverged=0"}

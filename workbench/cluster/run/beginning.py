@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from workbench.cluster.engines import worker
+from workbench.cluster.engines import engine_server
 from workbench.cluster.engines.cluster import Cluster
 from workbench.cluster.engines.engines import spans_hosts
 from workbench.cluster.processes.place import ClusterError
 from workbench.cluster.run.ending import LEAVE
 from workbench.cluster.run.errors import RankError
-from workbench.settings.said import class_of, text_of
+from workbench.settings.describe_error import class_of, text_of
 
 TRUST_TIMEOUT = 30.0  # seconds for all ranks to take the secret
 BEGIN = 60.0  # seconds for all ranks to begin
@@ -38,14 +38,14 @@ def begin(
     loop, store = not spans_hosts(cluster.engines), (str(cluster.place.path / "ranks"), 0)
     try:
         if not loop:
-            store = cluster.call(first.id, worker.host_store, job["session"], first.reach)
+            store = cluster.call(first.id, engine_server.host_store, job["session"], first.reach)
     except Exception as error:
         raise RankError([_why(cluster, 0, error)]) from None
     _entrust(cluster, ranks, secret, unwanted)
     shared = {"size": len(ranks), **job, "store": store, "kind": cluster.kind, "loopback": loop}
     for engine in (cluster.engines[rank] for rank in ranks):
         own = {"rank": engine.rank, "device": cluster.devices[engine.rank], "ours": cluster.health.is_own(engine)}
-        asked[engine.rank] = cluster.client[engine.id].apply_async(worker.begin_session, {**shared, **own}, blob)
+        asked[engine.rank] = cluster.client[engine.id].apply_async(engine_server.begin_session, {**shared, **own}, blob)
     spools, errors, until = {}, {}, time.monotonic() + BEGIN
     for rank, answer in asked.items():
         try:

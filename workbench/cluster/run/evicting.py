@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.cluster.engines.engines import spans_hosts
 from workbench.cluster.engines.meeting import cannot_start
 from workbench.cluster.observe import links
-from workbench.cluster.observe.silence import Verdict, name_ranks
+from workbench.cluster.observe.hang_diagnosis import Verdict, name_ranks
 from workbench.cluster.processes.place import ClusterError
 from workbench.cluster.run.errors import RankError
 from workbench.cluster.run.resizing import LOOK, RankNotBegun, list_idle, list_returned, resize_run
@@ -23,7 +23,7 @@ from workbench.settings import KnobError
 
 if TYPE_CHECKING:
     from workbench.cluster.run.changes import PendingChange
-    from workbench.cluster.run.live import RunController
+    from workbench.cluster.run.controller import RunController
 
 TELL = 2.0  # seconds for the remaining ranks to report whether they can go on
 AGAIN = "ask again"  # the end of a temporary refusal

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from workbench.cluster.run.live import RunController
+    from workbench.cluster.run.controller import RunController
 
 
 def went_on(live: RunController, step: int, detail: dict[str, Any]) -> None:

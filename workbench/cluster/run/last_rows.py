@@ -11,10 +11,10 @@ from workbench.cluster.observe.disk import PATIENCE, run_within
 from workbench.cluster.processes.processes import wait_for
 from workbench.cluster.transport import spool
 from workbench.record.timeline import KINDS
-from workbench.settings.said import text_of
+from workbench.settings.describe_error import text_of
 
 if TYPE_CHECKING:
-    from workbench.cluster.run.live import RunController
+    from workbench.cluster.run.controller import RunController
 
 ON_THE_WAY = 1.0  # seconds that a message may take to arrive
 ALL = 1 << 62  # rows: more than a rank can have

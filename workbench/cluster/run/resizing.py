@@ -10,18 +10,18 @@ import time
 from typing import TYPE_CHECKING
 
 from workbench.cluster.engines.meeting import cannot_start, reuse_engine, start_more
-from workbench.cluster.observe.silence import name_ranks
+from workbench.cluster.observe.hang_diagnosis import name_ranks
 from workbench.cluster.processes.place import ClusterError
-from workbench.cluster.processes.whole import whole
+from workbench.cluster.processes.uninterruptible import whole
 from workbench.cluster.run import last_rows
 from workbench.cluster.run.beginning import begin
 from workbench.cluster.run.changes import PendingChange
 from workbench.experiment.given import MAX_RANKS
 from workbench.settings import KnobError
-from workbench.settings.doing import doing
+from workbench.settings.progress import doing
 
 if TYPE_CHECKING:
-    from workbench.cluster.run.live import RunController
+    from workbench.cluster.run.controller import RunController
 
 WAIT = 60.0  # seconds for a new rank to report that it waits
 LOOK = 0.05  # seconds between two looks

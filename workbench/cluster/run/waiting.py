@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from workbench.cluster.processes.place import ClusterError
-from workbench.settings.doing import doing, seen
+from workbench.settings.progress import doing, seen
 
 if TYPE_CHECKING:
-    from workbench.cluster.run.live import RunController
+    from workbench.cluster.run.controller import RunController
     from workbench.record.run import Run
 
 STOP = 60.0  # seconds that a new run waits for the previous one

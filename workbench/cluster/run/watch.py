@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workbench.cluster.processes.place import ClusterError, alive
-from workbench.cluster.processes.steady import Steady
+from workbench.cluster.processes.supervised_thread import Steady
 from workbench.cluster.run import last_rows
 from workbench.cluster.run.errors import RankError, brought_up, none_holds
 from workbench.record import checkpoints
@@ -18,7 +18,7 @@ from workbench.record.tidy import OFTEN, Tidy
 
 if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
-    from workbench.cluster.run.live import RunController
+    from workbench.cluster.run.controller import RunController
 
 LOOK = 0.2  # seconds between two looks at the engines
 ASK = 1.0  # seconds between two status requests

@@ -32,11 +32,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import pad
 
-from workbench.engine.baselines.listening import GradientListener, copy_attributes, give_gradient
+from workbench.engine.baselines.fsdp_hooks import GradientListener, copy_attributes, give_gradient
 from workbench.engine.baselines.units import UnitRounds, find_units, find_unshardable, list_packed
 from workbench.engine.wire.collectives import Wire
 from workbench.engine.wire.lane import Lane
-from workbench.host.placement import absent
+from workbench.host.placement import unmaterialized
 from workbench.host.placement.layout import ParameterPlace
 from workbench.rank import Op, StrategyError, as_real
 from workbench.tasks import at_rate, rate, same_groups
@@ -139,7 +139,7 @@ class FullySharded:
         for bucket in layout.list_params():
             layout.hold_bucket(type(bucket)(bucket.index, bucket.data[:0], (), bucket.offset))
             for place in layout.groups[bucket.index]:
-                absent.make_absent(place.param, _refuse_read)
+                unmaterialized.make_absent(place.param, _refuse_read)
         self._run.ledger.note_held(self._kept)
 
     async def fetch_values(self) -> None:
@@ -151,7 +151,7 @@ class FullySharded:
             values = await self._gather_whole(places, own, f"params {bucket.index}")
             layout.hold_bucket(bucket.like(torch.cat([x.reshape(-1) for x in values])))
             for place in places:
-                absent.make_present(place.param)
+                unmaterialized.make_present(place.param)
         copy_attributes(self.module, self._run.model)
         ledger.note_held(self._kept + layout.held)
 

@@ -16,12 +16,12 @@ from typing import Any
 from torch import Tensor
 
 from workbench.engine.compute.arithmetic import ArithmeticPerformer
+from workbench.engine.compute.forward_stops import VERBS_INSIDE, ForwardStops
 from workbench.engine.compute.hooks import GradientHooks
 from workbench.engine.compute.model import ModelPerformer
 from workbench.engine.compute.parts import ComputeParts
 from workbench.engine.compute.piecewise import PiecewisePerformer
 from workbench.engine.compute.pipeline import PipelinePerformer
-from workbench.engine.compute.stops import VERBS_INSIDE, ForwardStops
 from workbench.engine.compute.tensor import TensorPerformer
 from workbench.engine.compute.timing import PassTiming
 from workbench.engine.wire.lane import Lane

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.engine.baselines.opaque import explain_errors
+from workbench.engine.baselines.torch_ddp import explain_errors
 from workbench.engine.compute.hooks import GradientHooks
 from workbench.engine.compute.parts import ComputeParts
 from workbench.engine.compute.pipeline import PipelinePerformer
@@ -18,8 +18,8 @@ from workbench.engine.compute.timing import PassTiming
 from workbench.host.core.drive import drive_coroutine
 from workbench.host.core.gradient_hooks import own_loss
 from workbench.host.observe.curvature import CurvatureEstimator
-from workbench.host.placement.canonical import clip_gradients, list_optimizer_tensors
-from workbench.host.placement.slots import require_steppable, step_shard
+from workbench.host.placement.canonical_state import clip_gradients, list_optimizer_tensors
+from workbench.host.placement.optimizer_slots import require_steppable, step_shard
 from workbench.host.transfer.momentum import subtract_gradients
 from workbench.host.transfer.tables import find_rows, step_rows, take_gradients
 from workbench.rank import Bucket, Op, StrategyError

@@ -10,20 +10,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from workbench.engine.compute.at import Activity
-from workbench.engine.compute.away import OffloadPerformer
+from workbench.engine.compute.activity import Activity
+from workbench.engine.compute.offload import OffloadPerformer
 from workbench.engine.p2p.mailbox import Mailbox
 from workbench.engine.wire.lane import Lane
 from workbench.engine.wire.shaping import ComputePace
-from workbench.engine.wire.watch import Stopwatch
+from workbench.engine.wire.timing import Stopwatch
 from workbench.experiment import Experiment
 from workbench.host.elastic.rollback import Rollback
+from workbench.host.memory.account import MemoryAccount
 from workbench.host.memory.batches import BatchReader
-from workbench.host.memory.ledger import MemoryAccount
-from workbench.host.observe.finite import NonFiniteGuard
-from workbench.host.passes.narrowing import SubModelTraining
+from workbench.host.observe.non_finite import NonFiniteGuard
+from workbench.host.passes.submodel_training import SubModelTraining
 from workbench.host.placement.layout import ParameterLayout
-from workbench.host.sharding.reading import Unsharder
+from workbench.host.sharding.unsharder import Unsharder
 from workbench.host.sharding.usage import ParameterUsage
 from workbench.rank import Rank
 

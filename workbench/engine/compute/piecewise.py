@@ -9,8 +9,8 @@ from workbench.engine.compute.parts import ComputeParts
 from workbench.engine.compute.pipeline import PipelinePerformer
 from workbench.engine.compute.tensor import TensorPerformer
 from workbench.engine.compute.timing import PassTiming
+from workbench.host.passes.piecewise import PiecewisePass
 from workbench.host.passes.pipelining import name_pass
-from workbench.host.passes.waves import PiecewisePass
 from workbench.rank import StrategyError
 
 

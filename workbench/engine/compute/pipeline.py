@@ -15,10 +15,10 @@ from workbench.engine.compute.parts import ComputeParts
 from workbench.engine.compute.tensor import TensorPerformer
 from workbench.engine.compute.timing import PassTiming
 from workbench.host.core.drive import drive_coroutine
-from workbench.host.passes.flow import InFlight
-from workbench.host.passes.meetings import PassPlan
-from workbench.host.passes.piece import StageModule
+from workbench.host.passes.in_flight import InFlight
 from workbench.host.passes.pipelining import WEIGHT_HALF, name_pass, run_batch
+from workbench.host.passes.stage_module import StageModule
+from workbench.host.passes.tensor_schedule import PassPlan
 from workbench.host.placement.spread import ReplicaSpread
 from workbench.rank import Op, StrategyError
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from workbench.engine.compute.parts import ComputeParts
 from workbench.engine.compute.timing import PassTiming
 from workbench.host.core.drive import drive_coroutine
-from workbench.host.passes.across import perform_meeting
 from workbench.host.passes.checkpointing import CheckpointedUnits
-from workbench.host.passes.coded import MeetingKind
-from workbench.host.passes.meetings import PassPlan, PlannedMeeting
+from workbench.host.passes.coded_exchange import MeetingKind
 from workbench.host.passes.pipelining import require_same_batch
-from workbench.host.passes.together import TensorParallelGroup, refresh_common
-from workbench.host.placement.splitting import TensorSplit
+from workbench.host.passes.tensor_autograd import perform_meeting
+from workbench.host.passes.tensor_parallel import TensorParallelGroup, refresh_common
+from workbench.host.passes.tensor_schedule import PassPlan, PlannedMeeting
+from workbench.host.placement.tensor_split import TensorSplit
 from workbench.rank import Op
 
 

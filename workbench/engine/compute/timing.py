@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from workbench.engine.compute.at import Activity
+from workbench.engine.compute.activity import Activity
 from workbench.engine.wire.lane import Lane
 from workbench.engine.wire.shaping import ComputePace
-from workbench.engine.wire.watch import CODEC_FLOOR, Stopwatch
+from workbench.engine.wire.timing import CODEC_FLOOR, Stopwatch
 from workbench.rank import Rank
 
 

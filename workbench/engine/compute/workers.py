@@ -22,7 +22,7 @@ from workbench.host.transfer.tables import take_named_gradients
 from workbench.rank import Op, Rank, StrategyError, message_name
 
 if TYPE_CHECKING:
-    from workbench.engine.rank.setup import RankComponents
+    from workbench.engine.rank.components import RankComponents
 
 
 class WorkerModel:

@@ -24,7 +24,7 @@ from workbench.host.core.drive import drive_coroutine
 from workbench.rank import Group, Op, StrategyError, message_name
 
 if TYPE_CHECKING:
-    from workbench.engine.rank.setup import RankComponents
+    from workbench.engine.rank.components import RankComponents
 
 
 STEPS = ("forward", "backward", "backward_buckets", "update", "grads", "slots", "batch", "client", "narrow")

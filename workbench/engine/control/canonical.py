@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from workbench.engine.wire.collectives import Wire
 from workbench.host.observe.evaluating import compute_rms, sum_squares
-from workbench.host.placement.canonical import RankDisagreement, check_same, list_buffers
+from workbench.host.placement.canonical_state import RankDisagreement, check_same, list_buffers
 from workbench.host.placement.layout import ParameterLayout
 from workbench.host.placement.signature import describe_difference, describe_parameters, hash_signature
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.engine.control import membership
-from workbench.engine.control.hands import UnusedFlags
-from workbench.engine.control.ticket import RequestFlag
-from workbench.engine.p2p.door import find_own_address
+from workbench.engine.control.messages import RequestFlag
+from workbench.engine.control.unused_flags import UnusedFlags
+from workbench.engine.p2p.listener import find_own_address
 from workbench.engine.wire.clocks import agree_on_time
 from workbench.engine.wire.collectives import LOOPBACK, Aborted, Wire, connect_store
 from workbench.engine.wire.shaping import ArrivalTable

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from workbench.engine.device import Chip
-from workbench.engine.p2p.door import RankListener, await_address
+from workbench.engine.p2p.listener import RankListener, await_address
 from workbench.engine.p2p.sockets import HEAD, SenderEnd
 from workbench.engine.wire.collectives import Aborted, LeaveEvent
 from workbench.engine.wire.shaping import Port

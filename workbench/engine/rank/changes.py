@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.engine.baselines.opaque import (
+from workbench.engine.baselines.torch_ddp import (
     choose_options,
     convert_to_mib,
     remove_hooks,
@@ -20,18 +20,18 @@ from workbench.engine.baselines.opaque import (
     wrap_model,
 )
 from workbench.engine.control.canonical import broadcast_text, gather_numbers
-from workbench.engine.rank.setup import RankComponents
+from workbench.engine.rank.components import RankComponents
 from workbench.experiment import Experiment
 from workbench.experiment.partitioned import drawn
 from workbench.fabric.load import crashed, pauses
 from workbench.host.memory.offload import OffloadStore
 from workbench.host.passes.checkpointing import list_units
-from workbench.host.passes.meetings import PassPlan, find_plans
 from workbench.host.passes.recomputing import find_recomputed
+from workbench.host.passes.tensor_schedule import PassPlan, find_plans
 from workbench.host.placement.layout import ParameterLayout
 from workbench.host.placement.spread import ReplicaSpread
 from workbench.host.reconfigure.changes import has_common_step, take_role
-from workbench.host.sharding.foreseen import foresee_trace
+from workbench.host.sharding.read_order import foresee_trace
 from workbench.rank import Op
 from workbench.settings import KnobError
 from workbench.tasks import at_rate

@@ -13,12 +13,12 @@ import torch
 from workbench.engine.control.canonical import use_mean_model
 from workbench.host.observe.evaluating import Evaluated, compute_distance, compute_numbers, hold_values
 from workbench.host.passes.pipelining import evaluate_pipeline
-from workbench.host.placement.canonical import flatten_tensors, list_buffers
-from workbench.host.placement.cutting import replace_forward
+from workbench.host.placement.canonical_state import flatten_tensors, list_buffers
+from workbench.host.placement.stages import replace_forward
 from workbench.rank import Bucket, Op, as_real
 
 if TYPE_CHECKING:
-    from workbench.engine.rank.setup import RankComponents
+    from workbench.engine.rank.components import RankComponents
 
 
 def evaluate_mean(run: RankComponents) -> Evaluated:

@@ -20,11 +20,11 @@ from workbench.engine.control import membership
 from workbench.engine.control.membership import NotNeeded
 from workbench.engine.wire.collectives import Aborted, Wire, connect_store, is_own_error, is_peer_loss
 from workbench.host.core.answers import KNOWN_KIND, RequestAnswer
-from workbench.host.core.dealing import NO_INDEX, describe_repeats
+from workbench.host.core.data_positions import NO_INDEX, describe_repeats
 from workbench.host.elastic.leaving import StateBefore
 from workbench.host.elastic.voting import NextGeneration, name_ranks
-from workbench.host.placement.canonical import RankDisagreement
-from workbench.settings.said import text_of
+from workbench.host.placement.canonical_state import RankDisagreement
+from workbench.settings.describe_error import text_of
 
 if TYPE_CHECKING:
     from workbench.engine.rank.session import Session

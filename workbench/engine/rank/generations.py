@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from workbench.engine.rank.forming import undo_forming
-from workbench.engine.rank.outliving import begin_generation, can_outlive, leave_generation, plan_generation
 from workbench.engine.rank.resizing import arrange_generation, await_invitation
+from workbench.engine.rank.surviving import begin_generation, can_outlive, leave_generation, plan_generation
 from workbench.host.elastic.voting import NextGeneration, ResizeSignal
 
 if TYPE_CHECKING:

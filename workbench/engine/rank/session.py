@@ -19,22 +19,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.engine.compute.at import current_op, describe_rank
+from workbench.engine.compute.activity import current_op, describe_rank
 from workbench.engine.control.membership import NotNeeded, report_gone
 from workbench.engine.control.peers import remove_files
-from workbench.engine.device.gauge import start_gpu_monitor
+from workbench.engine.device.gpu_monitor import start_gpu_monitor
+from workbench.engine.rank.checkpoints import CheckpointWriter
 from workbench.engine.rank.children import ChildProcesses
-from workbench.engine.rank.following import ScriptTraining
 from workbench.engine.rank.forming import FormingGeneration
 from workbench.engine.rank.generations import run_generations
-from workbench.engine.rank.keeping import CheckpointWriter
-from workbench.engine.rank.outliving import explain_refusal
 from workbench.engine.rank.preempting import Preempted, PreemptionWatch, announce_preemption
+from workbench.engine.rank.script_training import ScriptTraining
+from workbench.engine.rank.surviving import explain_refusal
 from workbench.engine.rank.training import RankTraining
 from workbench.engine.record.profile import StepProfiler
-from workbench.engine.record.pulse import StallDetector
 from workbench.engine.record.recorder import Recorder
-from workbench.engine.script.led import NoSteps
+from workbench.engine.record.stalls import StallDetector
+from workbench.engine.script.loop import NoSteps
 from workbench.engine.wire.collectives import (
     Aborted,
     LeaveEvent,
@@ -47,14 +47,14 @@ from workbench.engine.wire.collectives import (
 from workbench.engine.wire.shaping import Clock, PacedSleep
 from workbench.experiment import Experiment
 from workbench.experiment.light import lighten
-from workbench.host.checkpoint.regain import RestoredState, open_image
+from workbench.host.checkpoint.restore import RestoredState, open_image
 from workbench.host.elastic.voting import NextGeneration, RankReport
 from workbench.host.placement.layout import ParameterLayout
 from workbench.rank import Rank
 from workbench.record.checkpoints import FOLDER, Bytes, Checkpoint
 from workbench.record.run import FINAL
 from workbench.settings import Change, Json
-from workbench.settings.said import class_of, text_of, traceback_of
+from workbench.settings.describe_error import class_of, text_of, traceback_of
 
 
 class Session:
@@ -199,7 +199,7 @@ class Session:
         return self._over.wait(timeout)
 
     def status(self) -> dict[str, Any]:
-        """Returns where this rank is. See `at.describe_rank`."""
+        """Returns where this rank is. See `activity.describe_rank`."""
         return describe_rank(self)
 
     # -- read from outside: by a cell, or a test --

@@ -1,6 +1,6 @@
-"""One rank's training loop on the wall clock: the engine's part of workbench/host/loop/life.py.
+"""One rank's training loop on the wall clock: the engine's part of workbench/host/loop/rank_loop.py.
 
-A rank meets its peers once per step or round to receive changes (see control/ticket.py). Its session chooses the
+A rank meets its peers once per step or round to receive changes (see control/messages.py). Its session chooses the
 thread, and decides how the rank ends.
 """
 
@@ -11,9 +11,9 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from workbench.engine.compute.cost import CpuUsage
+from workbench.engine.compute.cpu_seconds import CpuUsage
 from workbench.engine.compute.workers import WorkerPool
-from workbench.engine.control.located import ScriptLine
+from workbench.engine.control.script_position import ScriptLine
 from workbench.engine.rank.changes import Reconfigurable
 from workbench.engine.rank.crashing import crash_rank
 from workbench.engine.rank.evaluate import evaluate_known, evaluate_mean

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.record.folders import make_private_folder
-from workbench.settings.said import said
+from workbench.settings.describe_error import said
 
 FOLDER = "profiles"  # in the run directory
 PATIENCE = 2.0  # seconds that the end of a run waits for a trace; after 3 s the lab would end the engine

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from workbench.engine.p2p.door import find_own_address
+from workbench.engine.p2p.listener import find_own_address
 from workbench.engine.wire.collectives import LOOPBACK
 from workbench.tasks import TaskError
 
 if TYPE_CHECKING:
-    from workbench.engine.rank.following import ScriptTraining
+    from workbench.engine.rank.script_training import ScriptTraining
 
 
 def make_environment(run: ScriptTraining) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 A lane has one thread, one wire for all ranks, and one wire for each group that it uses (see wires.py). Children run one
 after another in the order of their start, which is the same on all ranks. Children with priorities run in rank 0's
-order instead (see turns.py). Encoding happens on the lane's thread and so overlaps with backward.
+order instead (see child_order.py). Encoding happens on the lane's thread and so overlaps with backward.
 
 On a GPU the lane also has a stream, which keeps the order in place of the thread. See [Note: Order on a GPU] in
 engine/device/cuda.py. On an emulated Link the lane's thread waits until the GPU has done a collective, and sleeps until
@@ -20,14 +20,14 @@ from typing import Any
 import torch
 
 from workbench.engine.device import Chip
+from workbench.engine.wire.child_order import ROOM, ChildQueue
 from workbench.engine.wire.collectives import Wire
+from workbench.engine.wire.issuing import CollectiveIssuer, make_lone_result
 from workbench.engine.wire.job import ChildJob, PendingCollective
 from workbench.engine.wire.shaping import Port
-from workbench.engine.wire.turns import ROOM, ChildQueue
-from workbench.engine.wire.verbs import CollectiveIssuer, make_lone_result
-from workbench.engine.wire.watch import CODEC_FLOOR, Stopwatch
+from workbench.engine.wire.timing import CODEC_FLOOR, Stopwatch
 from workbench.engine.wire.wires import GroupWires, LaneWires
-from workbench.host.core import summing
+from workbench.host.core import all_reduce
 from workbench.host.core.drive import LeaveLoop, drive_coroutine
 from workbench.rank import Group, Handle, Op, StrategyError, collective
 
@@ -203,7 +203,7 @@ class Lane(CollectiveIssuer):
 
         def perform(op: Op) -> Any:
             self._write_codec_span(job)
-            if (by := summing.choose_algorithm(self.port.fabric, self.size, op)) is not None:
+            if (by := all_reduce.choose_algorithm(self.port.fabric, self.size, op)) is not None:
                 value = self._sum_in_messages(by, op, job)
                 job.resumed = job.began = self.now()
                 return value

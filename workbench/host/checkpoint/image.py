@@ -18,11 +18,11 @@ from workbench.host.checkpoint.tree import encode_value
 from workbench.host.checkpoint.views import CheckpointView
 from workbench.host.core.views import RankView
 from workbench.host.memory.batches import BatchReader, Numbers
-from workbench.host.placement import absent
+from workbench.host.placement import unmaterialized
+from workbench.host.placement.optimizer_slots import read_settings, read_slots
 from workbench.host.placement.placement import Held
 from workbench.host.placement.sliced import whole_shape
 from workbench.host.placement.slices import StridedSlice
-from workbench.host.placement.slots import read_settings, read_slots
 from workbench.host.placement.spread import place_replica
 from workbench.host.transfer.handover import find_shards, place_slots
 
@@ -75,7 +75,7 @@ class RankImage:
 
     def add_own(self, x: Tensor) -> int:
         """Copies a tensor that belongs to this rank alone."""
-        with absent.prevent_fetches():
+        with unmaterialized.prevent_fetches():
             return self.add_tensor("", x, tuple(x.shape))
 
 
@@ -141,7 +141,7 @@ def list_untrained(run: RankView) -> Iterator[tuple[str, Tensor]]:
     for name, p in run.model.named_parameters():
         if (
             not p.requires_grad
-            and not isinstance(p, absent.UnmaterializedParameter)
+            and not isinstance(p, unmaterialized.UnmaterializedParameter)
             and whole_shape(p) == tuple(p.shape)
         ):
             yield name, p.data

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.host.checkpoint.regain import read_blob
+from workbench.host.checkpoint.restore import read_blob
 
 Places = dict[tuple[tuple[int, ...], tuple[int, ...]], int]  # by (offsets, sizes) of a box, the number of its blob
 

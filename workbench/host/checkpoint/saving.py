@@ -12,14 +12,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from workbench.host.checkpoint.alone import KIND, make_model_image
 from workbench.host.checkpoint.image import RankImage, make_rank_image
-from workbench.host.checkpoint.regain import RestoredState
+from workbench.host.checkpoint.model_export import KIND, make_model_image
+from workbench.host.checkpoint.restore import RestoredState
 from workbench.host.checkpoint.tree import UnsavableValue
 from workbench.host.checkpoint.views import CheckpointView
 from workbench.host.core.planned import PlannedEvent
 from workbench.host.memory.batches import BatchReader, Numbers
-from workbench.host.observe.finite import is_finite
+from workbench.host.observe.non_finite import is_finite
 from workbench.host.passes.pipelining import drain_pipeline
 from workbench.rank import Op
 from workbench.settings import Change

@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 from workbench.host.core.planned import Planned
 from workbench.host.memory.batches import BatchReader, Numbers
-from workbench.host.observe.finite import NonFiniteGuard
-from workbench.host.observe.measuring import CompressionErrorProbe
-from workbench.host.reconfigure.steering import PolicyRunner
+from workbench.host.observe.compression_error import CompressionErrorProbe
+from workbench.host.observe.non_finite import NonFiniteGuard
+from workbench.host.reconfigure.policy_runner import PolicyRunner
 from workbench.host.transfer.views import ChangeView
 
 

@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from workbench.host.placement import absent
+from workbench.host.placement import unmaterialized
 from workbench.rank import StrategyError
 
 Hook = Callable[[Tensor], Tensor | None]
@@ -26,7 +26,7 @@ def own_loss(params: Iterable[nn.Parameter], share: float | None) -> Iterator[No
     """
     changed: list[tuple[dict[int, Hook], int, Hook]] = []
     scale = 1.0 if share is None else float(share)
-    with absent.prevent_fetches():
+    with unmaterialized.prevent_fetches():
         for p in params:
             held_by: list[tuple[dict[int, Hook] | None, Callable[..., Tensor | None]]] = [
                 (p._backward_hooks, _run_hook), (p._post_accumulate_grad_hooks, _run_final_hook),

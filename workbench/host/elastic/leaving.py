@@ -12,12 +12,12 @@ from workbench.experiment import Experiment
 from workbench.experiment.partitioned import drawn
 from workbench.host.core.answers import Done
 from workbench.host.core.views import RankView
+from workbench.host.elastic.recovery import explain_missing
+from workbench.host.elastic.recovery_sources import has_parts
 from workbench.host.elastic.reentry import Membership, RecoverySource
-from workbench.host.elastic.salvage import has_parts
-from workbench.host.elastic.settling import explain_missing
 from workbench.host.elastic.views import GenerationView
 from workbench.host.elastic.voting import NextGeneration, RankReport
-from workbench.host.placement import absent, sliced
+from workbench.host.placement import sliced, unmaterialized
 from workbench.host.placement.move import State
 from workbench.host.transfer import handover
 from workbench.host.transfer.boundary import Boundary, copy_boundary, make_boundary
@@ -186,8 +186,8 @@ def _allocate_model(run: GenerationView, e: Experiment, step: int) -> None:
     for p in run.model.parameters():
         if p.requires_grad and not p.is_meta:
             shape = sliced.whole_shape(p)
-            like = absent.read_data(p)
-            absent.make_present(p)
+            like = unmaterialized.read_data(p)
+            unmaterialized.make_present(p)
             sliced.set_slice(p, torch.zeros(shape, dtype=like.dtype, device=like.device), shape)
     run.spread = None
     run.reallocate_state()

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from workbench.experiment import Experiment
 from workbench.fabric import Fault
-from workbench.host.placement.canonical import create_optimizer_state
+from workbench.host.placement.canonical_state import create_optimizer_state
 from workbench.host.placement.spread import find_spread
-from workbench.host.transfer import handover, own, residual
+from workbench.host.transfer import handover, rank_state, residual
 from workbench.host.transfer.views import ChangeView
 from workbench.partitions import Partition, Whole
 from workbench.settings import KnobError
@@ -116,7 +116,7 @@ async def agree_on_state(run: ChangeView, came: Membership) -> None:
     """Gives all ranks of the new generation one state. All ranks call it before their next step."""
     strategy = run.experiment.strategy
     residual.start_compressor(run)
-    await own.migrate_rank_state(run, None, find_spread(run.experiment, run.model, run.learner))
+    await rank_state.migrate_rank_state(run, None, find_spread(run.experiment, run.model, run.learner))
     if any(await run.gather(int(bool(run.optimizer.state)))):  # some ranks may have made no step
         create_optimizer_state(run.layout, run.optimizer)
     if strategy.periodic:

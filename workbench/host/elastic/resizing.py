@@ -12,9 +12,9 @@ from torch import Tensor
 from workbench.compressors import inside
 from workbench.compressors._range import wide
 from workbench.host.passes.pipelining import drain_pipeline
-from workbench.host.transfer import handover, own
-from workbench.host.transfer.lying import WHOLE, StateLayout
+from workbench.host.transfer import handover, rank_state
 from workbench.host.transfer.repartition import repartition_state
+from workbench.host.transfer.state_layout import WHOLE, StateLayout
 from workbench.host.transfer.views import ChangeView
 from workbench.rank import Bucket
 
@@ -37,7 +37,7 @@ async def gather_state(run: ChangeView, stay: tuple[int, ...]) -> None:
             await handover.consolidate_state(run, was.strategy)
             await handover.spread_state(run, was.strategy)
         if run.spread is not None:
-            await own.migrate_rank_state(run, run.spread, None)
+            await rank_state.migrate_rank_state(run, run.spread, None)
             await repartition_state(run, StateLayout(run.spread), WHOLE)
         await bequeath_residuals(run, stay)
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from workbench.experiment import Experiment
-from workbench.host.elastic.salvage import count_copies, has_parts
+from workbench.host.elastic.recovery_sources import count_copies, has_parts
 from workbench.host.memory.offload import OffloadStore
-from workbench.host.placement.slots import read_slots
+from workbench.host.placement.optimizer_slots import read_slots
 from workbench.host.transfer.boundary import Bound, Boundary, count_steps_apart, make_boundary
 from workbench.host.transfer.views import ChangeView
 

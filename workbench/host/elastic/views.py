@@ -10,7 +10,7 @@ from workbench.experiment import Experiment
 from workbench.host.elastic.rollback import Rollback
 from workbench.host.memory.batches import BatchReader
 from workbench.host.placement.spread import ReplicaSpread
-from workbench.host.reconfigure.steering import PolicyRunner
+from workbench.host.reconfigure.policy_runner import PolicyRunner
 from workbench.host.reconfigure.views import PolicyView
 from workbench.host.transfer.boundary import Boundary
 from workbench.host.transfer.views import ChangeView
@@ -32,7 +32,7 @@ class SurvivorView(Protocol):
 class GenerationView(ChangeView, PolicyView, Protocol):
     """A rank that leaves a generation, and takes its state into the next.
 
-    bounds, outer: as in `ElasticMember` (`host/loop/outliving.py`)
+    bounds, outer: as in `ElasticMember` (`host/loop/elastic_member.py`)
     """
 
     spread: ReplicaSpread | None

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from workbench.experiment import Experiment
 from workbench.host.core.answers import Done
+from workbench.host.elastic.recovery_sources import find_agreed_step, find_newest
 from workbench.host.elastic.reentry import Membership
-from workbench.host.elastic.salvage import find_agreed_step, find_newest
 
 
 class ResizeSignal(Exception):

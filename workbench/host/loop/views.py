@@ -6,12 +6,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from workbench.host.checkpoint.reread import RecoveryCheckpoint
+from workbench.host.checkpoint.recovery import RecoveryCheckpoint
 from workbench.host.checkpoint.saving import Checkpointer
 from workbench.host.core.planned import Planned
 from workbench.host.memory.batches import BatchReader
-from workbench.host.observe.finite import NonFiniteGuard
-from workbench.host.reconfigure.steering import PolicyRunner
+from workbench.host.observe.non_finite import NonFiniteGuard
+from workbench.host.reconfigure.policy_runner import PolicyRunner
 from workbench.host.transfer.boundary import Boundary
 from workbench.host.transfer.views import ChangeView
 

@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
-from workbench.host.placement import absent
+from workbench.host.placement import unmaterialized
 from workbench.host.placement.layout import ParameterLayout, ParameterPlace
 from workbench.rank import Handle, Memory
 
@@ -105,7 +105,7 @@ def find_parameters(model: nn.Module, layout: ParameterLayout, followed: Iterabl
     """
     mine = {id(place.param) for place in layout.order}
     others: list[Tensor] = [
-        p for p in model.parameters() if id(p) not in mine and not isinstance(p, absent.UnmaterializedParameter)
+        p for p in model.parameters() if id(p) not in mine and not isinstance(p, unmaterialized.UnmaterializedParameter)
     ]
     if followed is not None:
         others = [*followed, *(p for p in others if not p.requires_grad)]

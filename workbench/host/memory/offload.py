@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from workbench.host.memory.scratch import FileExtent, ScratchFile
 from workbench.host.placement.layout import ParameterLayout
-from workbench.host.placement.slots import Settings, step_apart, swap_bucket_slots
+from workbench.host.placement.optimizer_slots import Settings, step_apart, swap_bucket_slots
 from workbench.rank import Bucket, Op, StrategyError
 
 OFFLOAD_LANES = ("offload", "fetch")  # lanes that do not use the network

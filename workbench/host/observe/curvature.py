@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from workbench.host.observe.factored import (
+from workbench.host.observe.kronecker import (
     Layer,
     factor_sizes,
     find_layers,

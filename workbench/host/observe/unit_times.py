@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 
 from workbench.experiment import Experiment
-from workbench.host.core.meta import make_outline
+from workbench.host.core.valueless import make_outline
 from workbench.host.memory.batches import make_example, move_to_device
-from workbench.host.passes.meetings import PiecePasses
-from workbench.host.passes.piece import cut_batch
-from workbench.host.placement.cutting import StageCuts, list_parts
+from workbench.host.passes.stage_module import cut_batch
+from workbench.host.passes.tensor_schedule import PiecePasses
+from workbench.host.placement.stages import StageCuts, list_parts
 from workbench.settings import KnobError
-from workbench.settings.said import text_of
+from workbench.settings.describe_error import text_of
 from workbench.tasks import Learner
 
 WARMUP_PASSES = 3  # passes before the timed ones

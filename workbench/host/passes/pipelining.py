@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.host.memory.following import count_arrived
-from workbench.host.passes.crossing import receive_tensor
-from workbench.host.passes.flow import InFlight
-from workbench.host.passes.piece import list_tensors
+from workbench.host.memory.storage_tracker import count_arrived
+from workbench.host.passes.in_flight import InFlight
+from workbench.host.passes.stage_messages import receive_tensor
+from workbench.host.passes.stage_module import list_tensors
 from workbench.host.placement.checksum import compute_checksum
-from workbench.host.placement.cutting import run_parts
+from workbench.host.placement.stages import run_parts
 from workbench.partitions import Partition
 from workbench.rank import Op, Rank, StrategyError
 from workbench.tasks import TaskError

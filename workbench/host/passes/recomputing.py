@@ -12,16 +12,16 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from workbench.experiment import Experiment
-from workbench.host.core.meta import make_outline
+from workbench.host.core.valueless import make_outline
 from workbench.host.memory.batches import make_example, move_to_device
 from workbench.host.passes.checkpointing import NO_RECOMPUTE, checkpoint_units, list_units
-from workbench.host.passes.meetings import PiecePasses, make_answer_like
-from workbench.host.passes.piece import cut_batch
-from workbench.host.passes.together import compute_together, copy_slice
-from workbench.host.placement.cutting import StageCuts, cut_model
-from workbench.host.placement.splitting import TensorSplit
+from workbench.host.passes.stage_module import cut_batch
+from workbench.host.passes.tensor_parallel import compute_together, copy_slice
+from workbench.host.passes.tensor_schedule import PiecePasses, make_answer_like
+from workbench.host.placement.stages import StageCuts, cut_model
+from workbench.host.placement.tensor_split import TensorSplit
 from workbench.settings import KnobError
-from workbench.settings.said import text_of
+from workbench.settings.describe_error import text_of
 from workbench.tasks import Learner
 
 Shares = tuple[float, ...]

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from workbench.host.placement.absent import UnmaterializedParameter, prevent_fetches
+from workbench.host.placement.unmaterialized import UnmaterializedParameter, prevent_fetches
 from workbench.rank import Bucket, Part
 
 SMALL_BYTES = 32_768  # bytes: smaller gradients wait, and are copied in one call

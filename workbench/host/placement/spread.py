@@ -8,10 +8,10 @@ from functools import lru_cache
 from torch import nn
 
 from workbench.experiment import Experiment
-from workbench.host.placement.cutting import StageCuts, cut_model
 from workbench.host.placement.placement import Placement
 from workbench.host.placement.slices import StridedSlice
-from workbench.host.placement.splitting import TensorSplit, split_model
+from workbench.host.placement.stages import StageCuts, cut_model
+from workbench.host.placement.tensor_split import TensorSplit, split_model
 from workbench.partitions import Partition
 from workbench.tasks import Learner
 

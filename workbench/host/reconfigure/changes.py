@@ -16,20 +16,20 @@ from workbench.experiment.arranged import mesh, sharers
 from workbench.fabric import Fabric
 from workbench.fabric.load import idle
 from workbench.host.core.answers import RequestAnswer
-from workbench.host.core.dealing import count_used_up
-from workbench.host.core.remembered import list_state_names, report_dropped_state
+from workbench.host.core.data_positions import count_used_up
+from workbench.host.core.dropped_state import list_state_names, report_dropped_state
 from workbench.host.passes.checkpointing import list_units
 from workbench.host.passes.pipelining import drain_pipeline
 from workbench.host.passes.recomputing import find_recomputed
 from workbench.host.placement.spread import find_spread
-from workbench.host.reconfigure.refusing import has_other_layout
+from workbench.host.reconfigure.validation import has_other_layout
 from workbench.host.reconfigure.views import PolicyView
-from workbench.host.transfer import handover, own, residual
-from workbench.host.transfer.lying import WHOLE, StateLayout, find_layout, plan_layout
+from workbench.host.transfer import handover, rank_state, residual
 from workbench.host.transfer.momentum import move_momentum
-from workbench.host.transfer.recut import recut_buckets
+from workbench.host.transfer.rebucket import recut_buckets
 from workbench.host.transfer.repartition import repartition_state
 from workbench.host.transfer.shards import ShardLayout
+from workbench.host.transfer.state_layout import WHOLE, StateLayout, find_layout, plan_layout
 from workbench.host.transfer.tables import list_tables
 from workbench.host.transfer.views import ChangeView
 from workbench.optimizers import Optimizer, carry
@@ -242,7 +242,7 @@ async def _switch_strategy(run: ChangeView, was: Experiment, wanted: Experiment)
         pieces = None
         if moved:
             to = await plan_layout(run, wanted)
-            await own.migrate_rank_state(run, run.spread, to.spread)
+            await rank_state.migrate_rank_state(run, run.spread, to.spread)
             momentum, pieces = await repartition_state(run, lies, to, momentum if wanted.strategy.has_outer else None)
         elif not alike:
             await handover.reshard_slots(run, None, handover.find_shards(run, wanted.strategy))

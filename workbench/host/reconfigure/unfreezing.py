@@ -12,11 +12,11 @@ from collections.abc import Collection, Sequence
 
 from workbench.experiment.arranged import mesh
 from workbench.host.passes.pipelining import drain_pipeline
-from workbench.host.placement.canonical import create_optimizer_state
-from workbench.host.placement.slots import read_slots
+from workbench.host.placement.canonical_state import create_optimizer_state
+from workbench.host.placement.optimizer_slots import read_slots
 from workbench.host.reconfigure.changes import make_state_canonical
 from workbench.host.transfer import handover
-from workbench.host.transfer.lying import find_layout
+from workbench.host.transfer.state_layout import find_layout
 from workbench.host.transfer.views import ChangeView
 from workbench.rank import StrategyError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from workbench.host.core.views import RankView
-from workbench.host.memory.ledger import MemoryAccount
-from workbench.host.sharding.trial import AccessTrace
+from workbench.host.memory.account import MemoryAccount
+from workbench.host.sharding.access_trace import AccessTrace
 
 
 class ReadView(RankView, Protocol):

@@ -16,9 +16,9 @@ from workbench.compressors import Compressor, inside
 from workbench.host.placement import sliced
 from workbench.host.placement.layout import ParameterLayout
 from workbench.host.placement.move import State, view_slice
+from workbench.host.placement.optimizer_slots import read_slots
 from workbench.host.placement.placement import Held
 from workbench.host.placement.slices import StridedSlice
-from workbench.host.placement.slots import read_slots
 from workbench.host.placement.spread import ReplicaSpread, place_replica
 from workbench.host.transfer.handover import find_shards, place_slots
 from workbench.host.transfer.shards import ShardLayout

@@ -19,9 +19,9 @@ import torch
 from torch.optim import Optimizer
 
 from workbench.experiment.arranged import mesh, sharers
-from workbench.host.core.remembered import find_rule
+from workbench.host.core.dropped_state import find_rule
 from workbench.host.core.views import RankView
-from workbench.host.placement.canonical import (
+from workbench.host.placement.canonical_state import (
     RankDisagreement,
     check_same,
     create_optimizer_state,
@@ -31,9 +31,9 @@ from workbench.host.placement.canonical import (
 from workbench.host.placement.checksum import MASK, compute_checksum
 from workbench.host.placement.layout import ParameterLayout
 from workbench.host.placement.move import State, move_state
+from workbench.host.placement.optimizer_slots import make_slot_likes, put_slots, read_slots
 from workbench.host.placement.placement import Held, Placement
 from workbench.host.placement.slices import StridedSlice
-from workbench.host.placement.slots import make_slot_likes, put_slots, read_slots
 from workbench.host.transfer.shards import ShardLayout
 from workbench.host.transfer.views import ChangeView
 from workbench.optimizers import Optimizer as OptimizerSetting

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from workbench.compressors import inside
 from workbench.experiment.momentum import plain
-from workbench.host.placement.canonical import flatten_tensors
+from workbench.host.placement.canonical_state import flatten_tensors
 from workbench.host.transfer.views import ChangeView
 from workbench.rank import MOMENTUM, Memory
 

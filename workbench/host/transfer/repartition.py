@@ -1,8 +1,8 @@
 """Moves a model between partitions (stages, slices, whole, shards) between 2 steps, by one `move`.
 
 Parameters, buffers and optimizer state move bit-identically. Shards move straight to their new ranks: no rank gathers
-the whole model. A parameter of another stage is absent on a rank (workbench.host.placement.absent): it has a shape, but
-no memory.
+the whole model. A parameter of another stage is absent on a rank (workbench.host.placement.unmaterialized): it has a
+shape, but no memory.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from workbench.host.placement import absent, sliced
-from workbench.host.placement.canonical import RankDisagreement
+from workbench.host.placement import sliced, unmaterialized
+from workbench.host.placement.canonical_state import RankDisagreement
 from workbench.host.placement.checksum import MASK
 from workbench.host.placement.layout import ParameterPlace
 from workbench.host.placement.move import State, move_state
+from workbench.host.placement.optimizer_slots import make_slot_likes, put_slots, read_slots
 from workbench.host.placement.plan import plan_transfers
 from workbench.host.placement.sliced import whole_numel, whole_shape
 from workbench.host.placement.slices import StridedSlice
-from workbench.host.placement.slots import make_slot_likes, put_slots, read_slots
 from workbench.host.placement.spread import ReplicaSpread, place_replica
 from workbench.host.transfer.boundary import list_own_elements
 from workbench.host.transfer.handover import average_tensors, find_shards, hash_state, list_slots
-from workbench.host.transfer.lying import WHOLE, StateLayout, place_tensors
+from workbench.host.transfer.state_layout import WHOLE, StateLayout, place_tensors
 from workbench.host.transfer.views import ChangeView
 from workbench.rank import StrategyError
 from workbench.tasks import at_rate, rate
@@ -177,7 +177,7 @@ async def _collect_state(
         kept = list(like) if any(await run.gather(int(run.ledger.has_optimizer_state))) else []
     sizes = {name: whole_numel(p) for name, p in trained.items()} | {name: b.numel() for name, b in buffers.items()}
     sizes |= {name: like[name].numel() or whole_numel(trained[name.partition("/")[2]]) for name in kept}
-    like = {**{name: absent.read_data(p) for name, p in trained.items()}, **buffers, **like}
+    like = {**{name: unmaterialized.read_data(p) for name, p in trained.items()}, **buffers, **like}
     here = list_own_elements(run.layout, was.shards if was.sharded else None, run.rank.id) | buffers | here
     if any(await run.gather(int(bool(outer)))):  # a rank may have none yet
         wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in trained.items()}
@@ -202,7 +202,7 @@ async def _place_state(run: ChangeView, trained: dict[str, nn.Parameter], given:
             followed = spread.select_followed(run.rank.id, set(trained)) if spread else set[str]()
             _place_parameters(trained, given, set() if to.sharded else mine, spread, followed)
         for p in trained.values() if to.sharded else ():
-            absent.make_present(p)  # for other code they are present
+            unmaterialized.make_present(p)  # for other code they are present
     run.lay_out_parameters(mine, spread, not to.sharded)
     if to.order:
         await run.reorder_parameters(list(to.order))
@@ -227,15 +227,15 @@ def _place_parameters(trained: dict[str, nn.Parameter], given: State, mine: set[
     for name, p in trained.items():
         shape = whole_shape(p)
         if name in mine:
-            absent.make_present(p)
+            unmaterialized.make_present(p)
             sliced.set_slice(p, given[name].view(to.shape_of_part(name, shape) if to else shape), shape)
         elif name in followed:
-            absent.make_present(p)
+            unmaterialized.make_present(p)
             sliced.set_slice(p, given.get(name, torch.empty(shape, dtype=p.dtype, device=p.device)).view(shape), shape)
         else:
-            nothing = absent.read_data(p).new_full((), torch.nan).expand(shape)
-            absent.make_absent(p, _raise_absent)
-            with absent.prevent_fetches():
+            nothing = unmaterialized.read_data(p).new_full((), torch.nan).expand(shape)
+            unmaterialized.make_absent(p, _raise_absent)
+            with unmaterialized.prevent_fetches():
                 sliced.set_slice(p, nothing, shape)
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from workbench.experiment import Experiment
 from workbench.host.memory.batches import make_example
 from workbench.host.placement.layout import ParameterLayout, ParameterPlace
-from workbench.host.placement.slots import copy_optimizer, read_settings
+from workbench.host.placement.optimizer_slots import copy_optimizer, read_settings
 from workbench.rank import StrategyError
 from workbench.tasks import Learner
 

@@ -10,14 +10,14 @@ from torch.optim import Optimizer
 
 from workbench.experiment import Experiment
 from workbench.host.core.answers import RequestAnswer
-from workbench.host.core.dealing import ReaderView
+from workbench.host.core.data_positions import ReaderView
 from workbench.host.core.rate import Rate
 from workbench.host.core.views import RankView
-from workbench.host.memory.ledger import MemoryAccount
-from workbench.host.passes.flow import InFlight
+from workbench.host.memory.account import MemoryAccount
+from workbench.host.passes.in_flight import InFlight
 from workbench.host.placement.spread import ReplicaSpread
-from workbench.host.sharding.reading import Unsharder
-from workbench.host.sharding.trial import AccessTrace
+from workbench.host.sharding.access_trace import AccessTrace
+from workbench.host.sharding.unsharder import Unsharder
 from workbench.host.sharding.usage import ParameterUsage
 from workbench.host.transfer.shards import ShardLayout
 

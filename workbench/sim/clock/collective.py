@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.fabric import Load, even, uneven
-from workbench.host.placement.canonical import sum_rows
+from workbench.host.placement.canonical_state import sum_rows
 from workbench.rank import Op, StrategyError, collective
 from workbench.sim.clock.fiber import ChildFiber, Fiber
 from workbench.sim.clock.record import iterate_numbers

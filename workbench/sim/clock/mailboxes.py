@@ -9,7 +9,7 @@ from torch import Tensor
 
 from workbench.rank import StrategyError, message_name
 from workbench.sim.clock.fiber import PARK, Fiber
-from workbench.sim.costs.alike import EVEN
+from workbench.sim.costs.even_ranks import EVEN
 
 if TYPE_CHECKING:
     from workbench.sim.clock.world import VirtualWorld

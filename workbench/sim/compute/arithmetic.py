@@ -13,7 +13,7 @@ from workbench.fabric.load import stretch
 from workbench.fabric.pace import SHARES, lasts
 from workbench.rank import Op
 from workbench.sim.clock.fiber import PARK, Fiber
-from workbench.sim.compute.stage import PipelinePerformer
+from workbench.sim.compute.pipeline import PipelinePerformer
 from workbench.sim.costs.costs import Costs
 
 

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.experiment import Experiment
 from workbench.fabric import Ways
-from workbench.host.core import summing
+from workbench.host.core import all_reduce
 from workbench.host.memory.offload import OFFLOAD_LANES
-from workbench.host.passes.flow import InFlight
+from workbench.host.passes.in_flight import InFlight
 from workbench.host.sharding.usage import ParameterUsage
 from workbench.rank import Handle, Op, Rank, StrategyError, collective
+from workbench.sim.clock.batches import BatchPerformer
 from workbench.sim.clock.collective import Collective
-from workbench.sim.clock.drawing import BatchPerformer
 from workbench.sim.clock.fiber import PARK, ChildFiber, CodedChildFiber, Fiber, Lane
 from workbench.sim.clock.rounds import BackgroundRounds
-from workbench.sim.compute.away import OffloadPerformer
-from workbench.sim.compute.waving import PiecewisePerformer
-from workbench.sim.costs.lines import Price, price_bytes
+from workbench.sim.compute.offload import OffloadPerformer
+from workbench.sim.compute.piecewise import PiecewisePerformer
+from workbench.sim.costs.prices import Price, price_bytes
 
 if TYPE_CHECKING:
     from workbench.sim.clock.world import VirtualWorld
@@ -230,9 +230,9 @@ class Host(PiecewisePerformer, OffloadPerformer, BatchPerformer):
             start.group = op.group
             handle = self._start_child(fiber, start)
             return self._await_child(fiber, Op("wait", handle))
-        if (by := summing.choose_algorithm(self.experiment.fabric, self.size, op)) is not None:
+        if (by := all_reduce.choose_algorithm(self.experiment.fabric, self.size, op)) is not None:
             return self.run_inner(
-                fiber, summing.run_all_reduce(by, self.rank, op, f"{collective(op, fiber.name)}{lane.name_suffix}")
+                fiber, all_reduce.run_all_reduce(by, self.rank, op, f"{collective(op, fiber.name)}{lane.name_suffix}")
             )
         number = lane.met.get(group, 0)
         lane.met[group] = number + 1

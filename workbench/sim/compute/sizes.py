@@ -15,19 +15,19 @@ from workbench.experiment import Experiment
 from workbench.host.memory import memory
 from workbench.host.observe.curvature import outline_factors
 from workbench.host.passes.recomputing import find_recomputed
-from workbench.host.placement.canonical import create_optimizer_state
+from workbench.host.placement.canonical_state import create_optimizer_state
 from workbench.host.placement.layout import ParameterLayout
-from workbench.host.placement.splitting import TensorSplit
 from workbench.host.placement.spread import ReplicaSpread
-from workbench.host.sharding.trial import AccessTrace
+from workbench.host.placement.tensor_split import TensorSplit
+from workbench.host.sharding.access_trace import AccessTrace
 from workbench.host.transfer.shards import ShardLayout as Shards
 from workbench.rank import Bucket, Factors
-from workbench.sim.clock.drawing import BatchOutline
-from workbench.sim.compute.away import SizedOffload
+from workbench.sim.clock.batches import BatchOutline
+from workbench.sim.compute.offload import SizedOffload
 from workbench.sim.fake.shaped import make_shaped, shape_bucket
-from workbench.sim.model.anew import RenewableSizes
-from workbench.sim.model.known import KeptBytes
+from workbench.sim.model.known_memory import KeptBytes
 from workbench.sim.model.outline import Outline, StageOutline, compute_ready_shares
+from workbench.sim.model.renewal import RenewableSizes
 from workbench.tasks import Learner
 
 if TYPE_CHECKING:

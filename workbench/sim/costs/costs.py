@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from workbench.sim.costs.durations import PHASES, AlphaBeta, Duration, name_codec
-from workbench.sim.costs.lines import Price, price_bytes
 from workbench.sim.costs.measure import measure_costs
+from workbench.sim.costs.prices import Price, price_bytes
 
 if TYPE_CHECKING:
     from workbench.record.run import Run

@@ -19,9 +19,9 @@ from workbench.fabric.load import stretch
 from workbench.record.run import Run
 from workbench.settings import fold
 from workbench.sim.costs.durations import PHASES, AlphaBeta, Duration
-from workbench.sim.costs.lines import solve_not_negative
 from workbench.sim.costs.measure_codecs import By, measure_slowdown, price_codecs
 from workbench.sim.costs.measure_own import price_coders, price_flops, price_requests
+from workbench.sim.costs.prices import solve_not_negative
 
 WARM = 2  # untypical steps at the beginning and after a change
 SHORT = 3.0  # factor over the Link's time from which a transfer counts as longer

@@ -18,7 +18,7 @@ from workbench.analysis.steps.cover import Cover
 from workbench.compressors import Dense
 from workbench.experiment import Experiment
 from workbench.sim.costs.durations import name_codec
-from workbench.sim.costs.lines import Price, fit_price
+from workbench.sim.costs.prices import Price, fit_price
 
 DISTURBED = 0.05  # share of the longest stretches, which other load has disturbed
 FEWEST = 5  # steps under a compressor from which its slowdown of compute is known

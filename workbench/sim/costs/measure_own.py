@@ -10,7 +10,7 @@ import numpy as np
 
 from workbench.experiment import Experiment
 from workbench.sim.costs.durations import name_codec
-from workbench.sim.costs.lines import Price, fit_price
+from workbench.sim.costs.prices import Price, fit_price
 
 HOW = ("encode", "decode")
 ASKED = ("curve", "value", "factors")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from workbench.rank import Bucket
-from workbench.sim.fake.kinds import MOST, ShapedTensor, find_kind
+from workbench.sim.fake.tensor_kind import MOST, ShapedTensor, find_kind
 
 _CONST, _ARGUMENT, _NEW, _VIEW, _SEVERAL = range(5)  # kinds of results: value, argument, new memory, view, sequence
 

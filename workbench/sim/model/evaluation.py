@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.host.core.meta import put_on_cpu
+from workbench.host.core.valueless import put_on_cpu
 from workbench.host.memory.batches import Chance
-from workbench.host.memory.following import StorageTracker, count_arrived
+from workbench.host.memory.storage_tracker import StorageTracker, count_arrived
 from workbench.host.observe.evaluating import CHUNK_ELEMENTS, compute_numbers, count_kept_bytes
-from workbench.host.passes.meetings import make_answer_like
-from workbench.host.passes.together import compute_together
-from workbench.host.placement.canonical import list_buffers
-from workbench.host.placement.cutting import StageCuts, list_parts, replace_forward, run_parts
-from workbench.host.placement.splitting import TensorSplit
+from workbench.host.passes.tensor_parallel import compute_together
+from workbench.host.passes.tensor_schedule import make_answer_like
+from workbench.host.placement.canonical_state import list_buffers
+from workbench.host.placement.stages import StageCuts, list_parts, replace_forward, run_parts
+from workbench.host.placement.tensor_split import TensorSplit
 from workbench.tasks import Learner
 
 
@@ -34,7 +34,7 @@ def measure_evaluation(
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from workbench.sim.fake.faked import FakeCacheMode
+    from workbench.sim.fake.fake_cache import FakeCacheMode
 
     fake, count = copy.deepcopy(model), len(stages) if stages else 1
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from workbench.experiment import Experiment
 from workbench.host.memory.batches import BatchReader, count_batch_bytes
 from workbench.host.passes.checkpointing import checkpoint_units
-from workbench.host.passes.meetings import make_answer_like
-from workbench.host.passes.piece import cut_batch
-from workbench.host.passes.together import compute_together
-from workbench.host.placement.cutting import StageCuts, replace_forward, run_parts
+from workbench.host.passes.stage_module import cut_batch
+from workbench.host.passes.tensor_parallel import compute_together
+from workbench.host.passes.tensor_schedule import make_answer_like
 from workbench.host.placement.layout import ParameterLayout
-from workbench.host.placement.splitting import TensorSplit
-from workbench.host.sharding.trial import AccessTrace, TraceListener
+from workbench.host.placement.stages import StageCuts, replace_forward, run_parts
+from workbench.host.placement.tensor_split import TensorSplit
+from workbench.host.sharding.access_trace import AccessTrace, TraceListener
 from workbench.host.transfer.tables import find_rows
 from workbench.sim.model.evaluation import measure_evaluation
-from workbench.sim.model.known import KeptBytes, measure_kept, measure_kept_pieces
+from workbench.sim.model.known_memory import KeptBytes, measure_kept, measure_kept_pieces
 from workbench.tasks import Learner
 
 if TYPE_CHECKING:

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from workbench.experiment import Experiment
 from workbench.host.memory.batches import BatchReader
 from workbench.host.passes.checkpointing import CheckpointedUnits, list_units
-from workbench.host.passes.coded import Ask, MeetingKind
-from workbench.host.passes.flow import InFlight
-from workbench.host.passes.piece import StageModule
+from workbench.host.passes.coded_exchange import Ask, MeetingKind
+from workbench.host.passes.in_flight import InFlight
 from workbench.host.passes.recomputing import find_recomputed
-from workbench.host.passes.together import TensorParallelGroup
+from workbench.host.passes.stage_module import StageModule
+from workbench.host.passes.tensor_parallel import TensorParallelGroup
 from workbench.host.placement.layout import ParameterLayout
-from workbench.host.placement.splitting import TensorSplit
 from workbench.host.placement.spread import ReplicaSpread
+from workbench.host.placement.tensor_split import TensorSplit
 from workbench.partitions import Partition
 from workbench.rank import Memory, StrategyError
 from workbench.sim.model.outline import BucketCut, compute_ready_shares

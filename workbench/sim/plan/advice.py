@@ -22,8 +22,8 @@ from workbench.experiment import Experiment
 from workbench.rank import StrategyError
 from workbench.record.store import RunError
 from workbench.settings import KnobError
-from workbench.settings.doing import doing
-from workbench.settings.said import class_of, text_of
+from workbench.settings.describe_error import class_of, text_of
+from workbench.settings.progress import doing
 from workbench.sim.plan.judging import Evidence, is_usable, sort_by_evidence
 from workbench.sim.plan.space import learns_alike
 from workbench.sim.plan.what_if import RunPredictor

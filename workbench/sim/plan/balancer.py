@@ -12,15 +12,15 @@ from workbench.analysis.steps.words import format_seconds
 from workbench.experiment import Experiment, given
 from workbench.fabric.load import stretch
 from workbench.fabric.pace import SHARES
-from workbench.host.core.meta import make_outline
+from workbench.host.core.valueless import make_outline
 from workbench.host.observe.unit_times import TimedUnit, measure_outputs, measure_unit_times
 from workbench.host.placement.balancing import NEVER, StageCut, find_pareto_cuts
-from workbench.host.placement.cutting import cut_model, estimate_compute, find_bound_parts, list_parts
+from workbench.host.placement.stages import cut_model, estimate_compute, find_bound_parts, list_parts
 from workbench.partitions import Partition
 from workbench.policies import ByHand
 from workbench.record.run import Run
 from workbench.settings import KnobError, fold
-from workbench.settings.doing import doing
+from workbench.settings.progress import doing
 from workbench.sim.costs.costs import Costs
 from workbench.sim.costs.durations import Duration
 from workbench.sim.run.fits import MOST, longest_round

@@ -12,15 +12,15 @@ from workbench import analysis
 from workbench.analysis.steps.words import format_seconds
 from workbench.experiment import Experiment, given
 from workbench.fabric.pace import SHARES
-from workbench.host.core.meta import make_outline
+from workbench.host.core.valueless import make_outline
 from workbench.host.memory.budget import OutOfMemory
 from workbench.host.placement.spread import find_spread
 from workbench.partitions import Partition, Whole
 from workbench.policies import ByHand
 from workbench.settings import KnobError, knobs, members
-from workbench.settings.doing import doing
-from workbench.sim.costs.alike import explain_unlike
+from workbench.settings.progress import doing
 from workbench.sim.costs.costs import Costs
+from workbench.sim.costs.even_ranks import explain_unlike
 from workbench.sim.run.fits import MOST, longest_round, require_room
 from workbench.sim.run.simulate import simulate_sizes
 from workbench.tasks import Learner

@@ -15,10 +15,10 @@ from workbench.fabric.pace import SHARES
 from workbench.rank import StrategyError
 from workbench.record.store import RunError
 from workbench.settings import KnobError
-from workbench.sim.costs.alike import explain_unlike
 from workbench.sim.costs.costs import Costs
 from workbench.sim.costs.durations import PHASES
-from workbench.sim.plan.quick import ALL, SETTLE, QuickSimulator
+from workbench.sim.costs.even_ranks import explain_unlike
+from workbench.sim.plan.quick_simulator import ALL, SETTLE, QuickSimulator
 
 RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 HEAD = ("ranks", "step", "computing", "sent per rank and step", "")

@@ -16,9 +16,9 @@ from workbench.experiment import Experiment, given
 from workbench.fabric.networks import network as found
 from workbench.policies import ByHand
 from workbench.settings import KnobError, fold, short
-from workbench.settings.doing import doing
+from workbench.settings.progress import doing
 from workbench.sim import Costs, simulate
-from workbench.sim.plan.quick import ALL, QuickSimulator, mean_seconds, mean_sent_bytes
+from workbench.sim.plan.quick_simulator import ALL, QuickSimulator, mean_seconds, mean_sent_bytes
 from workbench.sim.plan.scaling import RANKS, Scaling, list_assumptions, make_scaling_row
 
 if TYPE_CHECKING:

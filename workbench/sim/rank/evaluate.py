@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from workbench.host.core.drive import LeaveLoop, drive_coroutine
-from workbench.host.memory.following import StorageTracker
+from workbench.host.memory.storage_tracker import StorageTracker
 from workbench.host.observe.evaluating import Evaluated, compute_distance, compute_numbers, hold_values
-from workbench.host.passes.coded import Ask
-from workbench.host.passes.crew import run_together
+from workbench.host.passes.coded_exchange import Ask
+from workbench.host.passes.local_runner import run_together
 from workbench.host.passes.pipelining import evaluate_pipeline
-from workbench.host.placement.canonical import list_buffers
-from workbench.host.placement.cutting import replace_forward
+from workbench.host.placement.canonical_state import list_buffers
 from workbench.host.placement.spread import ReplicaSpread
+from workbench.host.placement.stages import replace_forward
 from workbench.rank import Bucket, Op, Rank
 from workbench.sim.model.tensors import RankTensors
 

@@ -1,6 +1,6 @@
 """Runs one generation of virtual ranks after another: each ends when ranks are lost or join.
 
-The survivors decide what real ranks decide (`host/elastic/settling.py`). The time until they train again is not
+The survivors decide what real ranks decide (`host/elastic/recovery.py`). The time until they train again is not
 simulated on a network. It uses constants measured on real ranks, on two busy cores.
 """
 
@@ -11,17 +11,17 @@ from typing import Any
 
 from workbench.experiment import Experiment
 from workbench.fabric.load import crashed
-from workbench.host.checkpoint.reread import open_images
-from workbench.host.core.dealing import NO_INDEX, describe_repeats
+from workbench.host.checkpoint.recovery import open_images
+from workbench.host.core.data_positions import NO_INDEX, describe_repeats
 from workbench.host.core.planned import Planned
 from workbench.host.elastic.leaving import explain_refusal
+from workbench.host.elastic.recovery import RemainingRank, mark_end_reason, plan_shrink
 from workbench.host.elastic.reentry import Membership
-from workbench.host.elastic.settling import RemainingRank, mark_end_reason, plan_shrink
 from workbench.host.elastic.voting import NextGeneration, Quorum, choose_are, name_ranks
 from workbench.record import checkpoints
 from workbench.settings import Change, KnobError
 from workbench.sim.clock.world import TimedCall, VirtualWorld
-from workbench.sim.rank.keeping import CheckpointStore
+from workbench.sim.rank.checkpoints import CheckpointStore
 from workbench.sim.rank.mortal import JoinEvent
 from workbench.sim.rank.session import Session
 

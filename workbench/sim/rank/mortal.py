@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workbench.host.core.dealing import count_used_up
+from workbench.host.core.data_positions import count_used_up
 from workbench.host.core.planned import Planned, PlannedEvent
 from workbench.host.elastic.leaving import hand_down_state, make_rank_report, return_to_boundary
 from workbench.host.elastic.reentry import resize_experiment

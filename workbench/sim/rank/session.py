@@ -15,17 +15,17 @@ from workbench.host.checkpoint.saving import Checkpointer
 from workbench.host.core.rate import Rate
 from workbench.host.elastic.rollback import Rollback
 from workbench.host.elastic.voting import NextGeneration
-from workbench.host.loop import meeting
-from workbench.host.memory.counted import RealMemoryCounts
-from workbench.host.memory.ledger import MemoryAccount
+from workbench.host.loop import asynchronous
+from workbench.host.memory.account import MemoryAccount
+from workbench.host.memory.memory_counts import RealMemoryCounts
+from workbench.host.observe.compression_error import CompressionErrorProbe
 from workbench.host.observe.evaluating import Evaluated
-from workbench.host.observe.finite import NonFiniteGuard
-from workbench.host.observe.measuring import CompressionErrorProbe
-from workbench.host.passes.narrowing import SubModelTraining
+from workbench.host.observe.non_finite import NonFiniteGuard
+from workbench.host.passes.submodel_training import SubModelTraining
 from workbench.host.reconfigure import changes
-from workbench.host.reconfigure.steering import PolicyRunner
-from workbench.host.sharding.reading import Unsharder
-from workbench.host.sharding.trial import AccessTrace
+from workbench.host.reconfigure.policy_runner import PolicyRunner
+from workbench.host.sharding.access_trace import AccessTrace
+from workbench.host.sharding.unsharder import Unsharder
 from workbench.host.sharding.usage import ParameterUsage
 from workbench.host.transfer import residual
 from workbench.host.transfer.momentum import subtract_gradients
@@ -33,7 +33,7 @@ from workbench.rank import Bucket, Op
 from workbench.sim.clock.fiber import Fiber
 from workbench.sim.compute.host import Host
 from workbench.sim.model.evaluation import count_evaluation_bytes
-from workbench.sim.model.known import KnownMemory
+from workbench.sim.model.known_memory import KnownMemory
 from workbench.sim.rank.evaluate import evaluate_known, evaluate_mean
 from workbench.sim.rank.mortal import MortalRank
 from workbench.tasks import at_rate, rate
@@ -216,7 +216,7 @@ class Session(MortalRank):
         due = bool(self.due_count)
         if strategy.lockstep:
             return due
-        idle = meeting.is_idle(self.experiment, self.rank)
+        idle = asynchronous.is_idle(self.experiment, self.rank)
         propagation = strategy.propagation_in(self.rank.size, step)
         if idle:
             world.done.add(self.rank.id)
@@ -228,7 +228,7 @@ class Session(MortalRank):
             world.request_meeting()
         while True:
             if self.rank.id == 0 and (due or world.wanted) and world.meets < 0:
-                world.call_meeting(meeting.choose_meeting_step(self.experiment, self.rank, self.state))
+                world.call_meeting(asynchronous.choose_meeting_step(self.experiment, self.rank, self.state))
             if world.meets >= 0 and (not propagation or step == world.meets or idle):
                 return True
             if not idle:

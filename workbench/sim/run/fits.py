@@ -13,7 +13,7 @@ from workbench.host.memory.budget import BETWEEN, MB, OutOfMemory, format_mb
 from workbench.policies import ByHand
 from workbench.rank import StrategyError
 from workbench.settings import Change, KnobError, each, knobs, resolve
-from workbench.settings.said import said
+from workbench.settings.describe_error import said
 from workbench.sim.run.simulate import simulate
 from workbench.tasks import TaskError
 

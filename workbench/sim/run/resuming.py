@@ -16,18 +16,18 @@ import torch
 from torch import nn
 
 from workbench.experiment import Experiment
-from workbench.host.checkpoint.alone import KIND, read_model_state
 from workbench.host.checkpoint.image import RankImage
+from workbench.host.checkpoint.merging import gather_model, make_whole_image
+from workbench.host.checkpoint.model_export import KIND, read_model_state
 from workbench.host.checkpoint.pieces import read_whole_model
-from workbench.host.checkpoint.regain import open_image
+from workbench.host.checkpoint.restore import open_image
 from workbench.host.checkpoint.saving import GatherEvent
-from workbench.host.checkpoint.whole import gather_model, make_whole_image
 from workbench.partitions import Whole
 from workbench.policies import ByHand
 from workbench.record.checkpoints import Bytes, Checkpoint
 from workbench.record.store import RunError
 from workbench.settings import Change, KnobError, knobs, short, to_plain
-from workbench.sim.rank.keeping import write_checkpoint
+from workbench.sim.rank.checkpoints import write_checkpoint
 from workbench.sim.run.simulate import restore_ranks
 from workbench.strategies import DDP
 from workbench.tasks._written import Unwritable

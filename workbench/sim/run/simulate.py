@@ -14,28 +14,28 @@ import psutil
 import torch
 
 from workbench.experiment import Experiment, given
-from workbench.host.checkpoint.regain import open_image
+from workbench.host.checkpoint.restore import open_image
 from workbench.host.core.planned import Planned, PlannedEvent
-from workbench.host.reconfigure.refusing import require_trainable
+from workbench.host.reconfigure.validation import require_trainable
 from workbench.rank import StrategyError
 from workbench.record.checkpoints import Bytes, Checkpoint
 from workbench.record.run import Run
 from workbench.settings import Change, KnobError
-from workbench.settings.doing import doing
-from workbench.settings.said import text_of
+from workbench.settings.describe_error import text_of
+from workbench.settings.progress import doing
 from workbench.sim.clock.record import Record
 from workbench.sim.clock.world import VirtualWorld
 from workbench.sim.compute.sizes import RankSizes
-from workbench.sim.costs.alike import explain_unlike
 from workbench.sim.costs.costs import Costs
+from workbench.sim.costs.even_ranks import explain_unlike
 from workbench.sim.costs.replay import ChanceReplay
-from workbench.sim.fake.shapes import ShapeCacheMode
+from workbench.sim.fake.shape_cache import ShapeCacheMode
 from workbench.sim.model.outline import Outline, make_outline
 from workbench.sim.model.tensors import RankTensors
 from workbench.sim.rank.changes import explain_refusal
+from workbench.sim.rank.checkpoints import CheckpointStore
 from workbench.sim.rank.evaluate import assemble_shards
 from workbench.sim.rank.generations import Generations, can_crash
-from workbench.sim.rank.keeping import CheckpointStore
 from workbench.sim.rank.session import Session
 from workbench.tasks import Learner
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from workbench.compressors import TopK
 from workbench.experiment import Experiment
-from workbench.host.core.remembered import UNDECLARED
+from workbench.host.core.dropped_state import UNDECLARED
 from workbench.record.run import Run
 from workbench.settings import Change, KnobError, knobs, short
 from workbench.sim.run.simulate import simulate

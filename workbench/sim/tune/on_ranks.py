@@ -14,7 +14,7 @@ from workbench.experiment import Experiment
 from workbench.record.store import RunError
 from workbench.settings import KnobError, each
 from workbench.sim.plan.judging import is_usable
-from workbench.sim.plan.quick import count_round_steps
+from workbench.sim.plan.quick_simulator import count_round_steps
 from workbench.sim.plan.space import learns_alike
 from workbench.sim.plan.trials import Interval, Settings, Trial, above_trend, make_interval
 

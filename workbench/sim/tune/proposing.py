@@ -19,7 +19,7 @@ from workbench.rank import StrategyError
 from workbench.record.store import RunError
 from workbench.settings import Knob, KnobError
 from workbench.sim.costs.costs import Costs
-from workbench.sim.plan.quick import QuickSimulator
+from workbench.sim.plan.quick_simulator import QuickSimulator
 from workbench.sim.plan.space import Dimension, apply_settings, list_candidates
 from workbench.sim.plan.trials import Settings, Trial
 

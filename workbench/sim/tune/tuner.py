@@ -11,7 +11,7 @@ from workbench.experiment import Experiment
 from workbench.record.store import RunError
 from workbench.settings import KnobError
 from workbench.sim.costs.costs import Costs
-from workbench.sim.plan.quick import count_round_steps
+from workbench.sim.plan.quick_simulator import count_round_steps
 from workbench.sim.plan.space import Trying, apply_settings, current_settings, space_of
 from workbench.sim.plan.trials import Settings, Trial, Tuned
 from workbench.sim.run.simulate import simulate

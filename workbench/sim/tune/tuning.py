@@ -11,7 +11,7 @@ from typing import Any
 
 from workbench.record.store import RunError
 from workbench.settings import KnobError, short
-from workbench.settings.said import text_of
+from workbench.settings.describe_error import text_of
 from workbench.sim.costs.costs import Costs
 from workbench.sim.plan.judging import Evidence, sort_by_evidence
 from workbench.sim.plan.space import Dimension, Trying, current_settings, list_candidates, space_of

@@ -1,0 +1,273 @@
+"""The engine's side: holds its rank's session, publishes its rows and answers the line.
+
+The lab calls these functions over ipyparallel, before a run. During a run everything passes through the engine's own
+two sockets, so that `%%px` may keep the engine's main thread busy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import zmq
+
+from workbench.cluster.engines import process_restart
+from workbench.cluster.engines.preempting import PreemptionSignal
+from workbench.cluster.engines.rpc_handlers import RpcHandlers
+from workbench.cluster.processes.place import alive, host_name
+from workbench.cluster.processes.supervised_thread import Steady
+from workbench.cluster.transport.capture import OutputCapture
+from workbench.cluster.transport.keys import CurveKeys, admit_client
+from workbench.cluster.transport.wire import RowBatch, encode_batch
+from workbench.settings.describe_error import said, speaks, traceback_of
+
+SILENCE = 60.0  # seconds without a message from a kernel on another host, until a run is abandoned
+
+_bench: EngineServer | None = None
+
+
+def open_bench(setup: dict[str, Any]) -> dict[str, Any]:
+    """Opens this engine's sockets for one lab. Returns their addresses.
+
+    Raises RuntimeError while it trains for another lab.
+    """
+    global _bench
+    if _bench and _bench.is_busy and _bench.lab != setup["lab"]:
+        raise RuntimeError("this engine is training for another lab; stop that run or use other engines")
+    if _bench:
+        _bench.close()
+    sys.path += [p for p in setup["paths"] if p not in sys.path and os.path.isdir(p)]
+    _bench = EngineServer(setup)
+    return {"rows": _bench.rows_at, "line": _bench.line_at}
+
+
+def host_store(session: str, where: str) -> tuple[str, int]:
+    """Keeps the meeting point of the lab's ranks on this engine. Returns its address."""
+    return _require_server().host_store(session, where)
+
+
+def begin_session(job: dict[str, Any], blob: bytes) -> str:
+    """Builds this rank's session from the pickled `blob` and starts it. Returns where it spools."""
+    try:
+        return _require_server().begin_session(job, blob)
+    except BaseException as error:
+        if speaks(error):
+            raise
+        raise RuntimeError(said(error)) from None  # ipyparallel takes the error's text as it is
+
+
+def load_modules() -> None:
+    """Loads what a rank needs, before a rank is wanted here."""
+    importlib.import_module("workbench.engine.rank.session")
+
+
+def restart_engine(lab: str) -> None:
+    """Restarts this engine, see `anew`. Raises RuntimeError if it cannot, trains, or serves another lab."""
+    if _bench is None or _bench.lab != lab or _bench.is_busy:
+        raise RuntimeError("this engine serves another lab, or trains")
+    process_restart.refuse_restart()
+    close_bench()
+    process_restart.restart_soon()
+
+
+def _require_server() -> EngineServer:
+    if _bench is None:
+        raise RuntimeError("this engine was not opened for a lab")
+    return _bench
+
+
+def close_bench() -> None:
+    """Ends this engine's work for a lab and closes its sockets. The engine itself stays."""
+    global _bench
+    if _bench:
+        _bench.close()
+    _bench = None
+
+
+def _load_object(path: str) -> Any:
+    module, name = path.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+class EngineServer(RpcHandlers):
+    """One engine's place in a lab: its two sockets, and the session of its rank during a run."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self.lab = setup["lab"]
+        self.owner, self.home = setup["owner"], setup["host"]
+        self.session: Any = None
+        self.job: dict[str, Any] = {}
+        self.blob = b""
+        self.secret = ""  # of the next run
+        self.store: Any = None
+        self.sent: dict[str, int] = {}
+        self.where = Path()
+        self.learned: list[Any] = []  # classes from the notebook's cells, kept alive so that they are found by name
+        self.heard = time.monotonic()
+        self.told_over = False  # whether the kernel knows that the session is over
+        self.trouble = ""  # the line's last error; part of every status
+        self._dismissed: set[tuple[str, int]] = set()  # (generation, rank): sent away before it began
+        self._life = threading.Lock()  # held while a session begins or an order is carried out
+        self._context = zmq.Context()
+        keys = CurveKeys.make_pair()
+        self._doorkeeper = admit_client(setup["client"], self._context)
+        self._rows, self.rows_at = self._bind_socket(zmq.PUB, keys, setup)
+        self._line, self.line_at = self._bind_socket(zmq.ROUTER, keys, setup)
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._notice = PreemptionSignal(self, Path(setup["place"]))
+        self._notice.install_handler()
+        self._capture = OutputCapture("rank ", self._record_output).__enter__()
+        self._thread = Steady(
+            "line", self._serve_once, self._closing, self.report_error, lambda: self._line.close(0)
+        ).start()
+
+    def _bind_socket(self, kind: int, keys: CurveKeys, setup: dict[str, Any]) -> tuple[Any, str]:
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.sndhwm = 5_000
+        keys.lock_socket(socket)
+        port = socket.bind_to_random_port(f"tcp://{'*' if setup['spans_hosts'] else '127.0.0.1'}")
+        return socket, f"tcp://{setup['reach']}:{port} {keys.public}"
+
+    @property
+    def is_busy(self) -> bool:
+        return self.session is not None and not self.session.join(0)
+
+    # -- a run
+
+    def host_store(self, session: str, where: str) -> tuple[str, int]:
+        if self.store is None:
+            self.store = _load_object(session).host_store(where)
+        return str(self.store[1]), int(self.store[2])
+
+    def begin_session(self, job: dict[str, Any], blob: bytes) -> str:
+        if self.is_busy:
+            self.session.abort()
+            if not self.session.join(5.0):
+                raise RuntimeError(f"this rank has not left its last run: {self.session.status()['busy'] or 'busy'}")
+        process_restart.refuse_second_loop()
+        where = Path(job["run_dir"])
+        if not (where / "run.json").exists():  # on another host: the kernel fetches the rows from here
+            where = Path(tempfile.mkdtemp(prefix="training-workbench-run-"))
+        experiment, changes, learned = cloudpickle.loads(blob)
+        session = _load_object(job["session"])(
+            experiment, rank=job["rank"], size=job["size"], store=tuple(job["store"]), generation=job["generation"],
+            run_dir=where, push=self.publish_rows, epoch=job["epoch"], changes=changes, device=job["device"],
+            kind=job["kind"], loopback=job["loopback"], secret=bytes.fromhex(self.secret),
+            **{name: job[name] for name in ("joins", "resume", "ours") if job.get(name)},
+        )  # fmt: skip
+        session.before_end = self._capture.end_lines
+        with self._life:
+            # before the job: a reader of the job finds these
+            self.session, self.where, self.learned = session, where, learned
+            process_restart.note_run(bool(job.get("leads")))
+            self.job, self.blob, self.sent, self.told_over = job, blob, {}, False
+            if (job["generation"], job["rank"]) in self._dismissed:
+                session.abort()
+            self._dismissed = {life for life in self._dismissed if life[0] == job["generation"]}
+        _show_in_cells("workbench_session", session)
+        try:
+            session.start()
+        except BaseException:
+            with self._life:
+                self.session = None  # a session that never started would be waited for
+                # it ignores orders of this generation, and no kernel attaches to it; the kernel may fetch its files
+                self.job, self.blob = {"rank": job["rank"]}, b""
+            raise
+        return str(where)
+
+    def publish_rows(self, new: list[tuple[str, int, dict[str, Any]]]) -> None:
+        """Publishes rows in one message. Without a listener they are dropped here and stay on disk."""
+        frames = []
+        for kind, seq, columns in new:
+            batch = RowBatch(self.job["generation"], kind, self.job["rank"], seq, columns)
+            self.sent[kind] = seq + len(batch)
+            frames += encode_batch(batch)
+        with self._lock:
+            if not self._rows.closed:
+                self._rows.send_multipart(frames)
+
+    def _record_output(self, stream: str, text: str) -> None:
+        if self.session is not None:
+            self.session.mark("log", {"stream": stream, "text": text})
+
+    # -- the line
+
+    def _serve_once(self) -> None:
+        if self._line.poll(200):
+            who, head, blob = self._line.recv_multipart()
+            self.heard = time.monotonic()
+            self._line.send_multipart([who, *self._make_reply(json.loads(head), blob)])
+        elif self.is_busy and self.is_abandoned():
+            self.session.abort()
+
+    def report_error(self, error: BaseException) -> None:
+        """Reports an error of the line in the engine's log file, the next status and the record."""
+        text = traceback_of(error)
+        print(text, file=sys.__stderr__, flush=True)
+        self.trouble = said(error)
+        self._record_output("stderr", f"the engine's line: {text}")
+
+    def _make_reply(self, ask: dict[str, Any], blob: bytes) -> list[bytes]:
+        answer: dict[str, Any] = {"number": ask.pop("number")}
+        out, of, what = b"", ask.pop("of", None), ask.pop("what")
+        try:
+            value = self._obey_order(what, of, blob, ask) if of else self.handle_request(what, blob, ask)
+            if isinstance(value, bytes):
+                out = value
+            else:
+                answer["value"] = value
+        except BaseException as error:  # unpickling a class from a cell may do anything
+            answer["error"] = said(error)
+        return [json.dumps(answer, default=str).encode(), out]
+
+    def _obey_order(self, what: str, of: tuple[str, list[int]], blob: bytes, ask: dict[str, Any]) -> Any:
+        """Carries out an order if it is meant for this session's run and rank, and ignores it otherwise.
+
+        A session comes through the controller, so an order to leave may overtake it. Then the session leaves as it
+        begins.
+        """
+        generation, ranks = of
+        with self._life:
+            if self.job.get("generation") == generation and self.job["rank"] in ranks:
+                return self.handle_request(what, blob, ask)
+            if what == "abort":
+                self._dismissed |= {(generation, rank) for rank in ranks}
+
+    def is_abandoned(self) -> bool:
+        """Whether the lab's kernel is gone without having detached."""
+        if self.owner is None:
+            return False
+        if self.home == host_name():
+            return not alive(self.owner)
+        return time.monotonic() - self.heard > SILENCE
+
+    def close(self) -> None:
+        if self.is_busy:
+            self.session.abort()
+            self.session.join(5.0)
+        self._notice.restore_handler()
+        self._closing.set()
+        self._thread.join(2.0)
+        self._capture.__exit__()
+        with self._lock:
+            self._rows.close(0)
+        self._doorkeeper.stop()
+        self._context.destroy(0)
+
+
+def _show_in_cells(name: str, value: Any) -> None:
+    """Makes `value` known to `%%px` cells."""
+    from ipyparallel.engine.app import IPEngine
+
+    if IPEngine.initialized():
+        IPEngine.instance().kernel.shell.user_ns[name] = value

@@ -1,0 +1,76 @@
+"""Remembers how long things took on this machine, and shows how long they will take.
+
+The times are in a small file in this user's data directory.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from workbench.cluster.processes.place import runs_dir
+from workbench.record.folders import make_private_folder
+from workbench.record.store import write_atomically
+from workbench.settings.progress import Doing, doing, seen
+
+LOOK = 0.2  # seconds between two updates at a prompt
+
+
+@contextmanager
+def timed(what: str) -> Iterator[Doing]:
+    """Shows that `what` is under way and, by its last duration, how long it will take. Notes how long it took."""
+    began = time.monotonic()
+    with doing(what, usual=usual(what)) as work:
+        yield work
+    took(what, time.monotonic() - began)
+
+
+def awaited(ready: threading.Event, timeout: float | None, what: str) -> bool:
+    """Waits for `ready`. Returns whether it was set in time. At a prompt, shows how long `what` will take."""
+    if ready.is_set() or not seen():
+        return ready.wait(timeout)
+    until = None if timeout is None else time.monotonic() + timeout
+    with doing(what, usual=usual(what)) as work:
+        while not ready.wait(LOOK):
+            work.tell()
+            if until is not None and time.monotonic() > until:
+                return False
+    return True
+
+
+def engines(count: int, more: str = "") -> str:
+    """Returns the name of this work.
+
+    >>> engines(4), engines(1, " more")
+    ('starting 4 engines', 'starting 1 engine more')
+    """
+    return f"starting {count} engine{'s' * (count != 1)}{more}"
+
+
+def usual(what: str) -> float | None:
+    """Returns the seconds that `what` took last; None if they are unknown."""
+    found = _read().get(what)
+    return float(found) if isinstance(found, int | float) and found > 0 else None
+
+
+def took(what: str, seconds: float) -> None:
+    """Notes a duration for the next time. A disk that cannot be written is no failure."""
+    with suppress(OSError):
+        make_private_folder(_file().parent)
+        write_atomically(_file(), json.dumps({**_read(), what: round(seconds, 2)}))
+
+
+def _file() -> Path:
+    return runs_dir().parent / "usual.json"
+
+
+def _read() -> dict[str, object]:
+    try:
+        found = json.loads(_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

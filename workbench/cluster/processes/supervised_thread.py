@@ -1,0 +1,62 @@
+"""A thread that repeats a look until an event is set.
+
+A look that raises does not end it. The error is logged with its traceback and reported, and the next look follows.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from workbench.settings.describe_error import said
+
+PAUSE = 0.2  # seconds after a failed look, so that a lasting failure does not spin
+
+_log = logging.getLogger(__name__)
+
+
+class Steady:
+    """Calls `look()` on a thread of its own until `over` is set, and then `last()`.
+
+    said: called with each error of a look; the log does not repeat the same text
+    """
+
+    def __init__(
+        self, name: str, look: Callable[[], object], over: threading.Event,
+        said: Callable[[BaseException], object] = lambda error: None, last: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.look, self.over, self.said, self.last = look, over, said, last
+        self._logged = ""
+        self._thread = threading.Thread(target=self._go, name=name, daemon=True)
+
+    def start(self) -> Steady:
+        self._thread.start()
+        return self
+
+    def join(self, timeout: float) -> bool:
+        """Waits for the end. Returns whether the thread has ended."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _go(self) -> None:
+        while not self.over.is_set():
+            try:
+                self.look()
+            except BaseException as error:  # also for an exit: nothing may end this thread
+                self._tell(error)
+                self.over.wait(PAUSE)
+        self.last()
+
+    def _tell(self, error: BaseException) -> None:
+        if (text := said(error)) != self._logged:
+            self._logged = text
+            _log.error("%s: a look failed, the next one is made all the same", self._thread.name, exc_info=error)
+        try:
+            self.said(error)
+        except BaseException:
+            _log.exception("%s: what it said was not taken", self._thread.name)

@@ -1,0 +1,295 @@
+"""One live run as the kernel sees it: takes in rows, answers changes, notices the end.
+
+Two threads feed it: the relay with batches, and the watch, which looks at the engines.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from workbench.cluster.engines.cluster import Cluster
+from workbench.cluster.observe.disk import PATIENCE, run_within
+from workbench.cluster.observe.hang_monitor import HangMonitor, decode_texts
+from workbench.cluster.processes.place import ClusterError, host_name
+from workbench.cluster.processes.supervised_thread import Steady
+from workbench.cluster.run import generations, last_rows
+from workbench.cluster.run.alarm import Alarm
+from workbench.cluster.run.changes import Changes, PendingChange
+from workbench.cluster.run.commands import CommandQueue
+from workbench.cluster.run.ending import Ending
+from workbench.cluster.run.evicting import Evictions
+from workbench.cluster.run.questions import Asked
+from workbench.cluster.run.waiting import wait_for_run
+from workbench.cluster.run.watch import RunWatch
+from workbench.cluster.transport import spool
+from workbench.cluster.transport.reorder_buffer import ReorderBuffer
+from workbench.cluster.transport.wire import RowBatch
+from workbench.record import alarms
+from workbench.record.run import FINAL, Run
+from workbench.settings.describe_error import said, text_of
+
+ACTED_ON = ("change", "refused", "resized", "policy", "not saved", "data", "state", "error", "rolled back", "preempted",
+            "members", "memory grows", "end")  # fmt: skip
+
+
+class RunController(Asked):
+    """Drives and follows one run. `state` is "starting", "running", "paused", "stopping", or one of `FINAL`.
+
+    watched: whether a person sees the run; an unwatched run ends, rather than pauses, at a non-finite loss
+    """
+
+    def __init__(
+        self, run: Run, cluster: Cluster, changes: Changes, generation: str, watched: Callable[[], bool] = lambda: True
+    ) -> None:
+        self.run, self.cluster, self.changes, self.generation = run, cluster, changes, generation
+        self.watched = watched
+        self.ranks = range(changes.experiment.ranks)
+        self.began_with = changes.experiment
+        self.members = tuple(self.ranks)  # those who train now
+        self.turn = 0  # the number of their generation, as far as it is known
+        self.been = set(self.ranks)  # those who ever did
+        self.returned: dict[int, int] = {}  # as which rank the engine of one who is not there any more comes again
+        self.inviting = threading.RLock()  # of whoever chooses engines for new ranks, until these have begun
+        self.job: dict[str, Any] = {}  # as the engines were given it, for those who come later
+        self.blob, self.secret = b"", ""
+        self.state = "starting"
+        self.step = 0
+        self.loss: float | None = None
+        self.notes: list[str] = []  # messages for the user, newest last
+        self.error: BaseException | None = None
+        self.status: dict[int, dict[str, Any]] = {}
+        self.spools: dict[int, str] = {}
+        self.ending = Ending(self.ranks)
+        self.evicting = Evictions(self)
+        self.ending.outlives = lambda: self.changes.experiment.on_death != "end" or bool(self.evicting.leaving)
+        self.orders = CommandQueue(self)
+        self.alarm = Alarm(self)
+        self.gaps = ReorderBuffer(dict(run._following), self._read_missed, self._append_rows)
+        self._lock = threading.RLock()
+        self.over = threading.Event()
+        self.attention = HangMonitor(run, self.ranks, self.notes)
+        self.attention.hang_after = lambda: self.changes.experiment.hang_after
+        self.attention.process = lambda rank: cluster.health.describe_stop(rank)
+        self.attention.hangs, self.attention.between = self.evicting.take_stall, self.evicting.name_dead_link
+        run.live, run._control = True, self
+
+    # -- rows come in (on the relay's thread)
+
+    def take_batch(self, batch: RowBatch) -> None:
+        """Adds a batch to the run, in order and without gaps."""
+        if batch.generation == self.generation:
+            self.gaps.put_batch(batch)
+
+    def _append_rows(self, kind: str, rank: int, seq: int, columns: dict[str, Any]) -> None:
+        if not (new := self.run.append(kind, rank, seq, columns)):
+            return
+        self.attention.take_rows(kind, rank, columns)
+        if kind == "marks":
+            skip = len(columns["rank"]) - new
+            named = zip(columns["step"], columns["t"], decode_texts(columns["name"]), columns["detail"], strict=True)
+            for step, t, name, detail in named:
+                if skip <= 0:
+                    self._take_mark(rank, int(step), float(t), name, json.loads(detail))
+                skip -= 1
+        elif kind == "spans":
+            self.ending.at(rank, int(columns["step"][-1]))
+            self.step = max(self.step, int(columns["step"][-1])) if rank == self.orders.first else self.step
+        elif kind == "samples" and rank == self.orders.first:
+            valued = zip(decode_texts(columns["name"]), columns["value"], strict=True)
+            self.loss = next((v for n, v in valued if n == "loss"), self.loss)
+
+    def replay_record(self) -> None:
+        """Takes in the existing record without acting on it, when a kernel attaches."""
+        self.evicting.acts = False
+        for rank, step, t, name, detail in self.run.said(*ACTED_ON, *alarms.NAMES):
+            self._take_mark(rank, step, t, name, detail)
+        self.evicting.acts = True
+        spans = self.run.timeline.spans.rows()
+        self.attention.restore_places(spans)
+        self.step = int(spans.step.max()) if len(spans) else 0
+
+    @property
+    def steps_done(self) -> int:
+        return self.step + 1 if self.step else 0
+
+    def _read_missed(self, kind: str, rank: int, start: int) -> spool.Pieces:
+        """Reads lost rows from the rank's disk."""
+        if not self.is_elsewhere(rank):
+            path = Path(self.run.path or ".")
+            return run_within(PATIENCE, lambda: spool.read_pieces(path, kind, rank, start))
+        return spool.unpack_pieces(self.cluster.rpc.ask_rank(rank, "rows", kind=kind, start=start)[1])
+
+    def is_elsewhere(self, rank: int) -> bool:
+        """Whether the rank spools to a disk that this kernel does not see."""
+        return self.spools.get(rank, str(self.run.path)) != str(self.run.path)
+
+    def _take_mark(self, rank: int, step: int, t: float, name: str, detail: dict[str, Any]) -> None:
+        if name == "change":
+            self.changes.applied(step, detail, rank not in self.members or "again" in detail)
+        elif name == "refused":
+            self.orders.dismiss_ranks(self.changes.refused(detail))
+        elif name == "resized":
+            generations.was_resized(self, step, detail)
+        elif name == "state" and detail["state"] not in FINAL and rank in self.members:
+            if detail["state"] == "running":
+                self.alarm.went_on(t)
+            if not (self.state == "stopping" and detail["state"] in ("running", "paused")):
+                self.state = detail["state"]
+        elif name == "error":
+            self.ending.failed(rank, detail)
+        elif name in ("stood still", "spool"):
+            self.attention.take_mark(rank, step, name, detail)
+        elif name == "end":
+            self.ending.gone(rank, detail["state"])
+        elif name in ("policy", "not saved", "data") and detail.get("text") not in (None, *self.notes):
+            self.notes.append(detail["text"])
+        elif name == "memory grows" and detail["text"] not in self.notes:
+            self.notes.append(detail["text"])
+            self.run.warnings = tuple(dict.fromkeys((*self.run.warnings, detail["text"])))
+        elif name in ("rolled back", "not rolled back"):
+            self.alarm.went_back(t, detail)
+        elif name == "preempted":
+            self.notes.append(detail["text"])
+            self.evicting.preempted |= dict.fromkeys(detail["ranks"])
+        elif name == "members":
+            generations.went_on(self, step, detail)
+        elif name in alarms.NAMES:
+            self.alarm.heard(name, rank, step, t, detail)
+
+    def admit_ranks(self, new: list[int]) -> None:
+        """Listens to ranks that are about to join."""
+        self.been |= set(new)
+        self.ranks = self.attention.ranks = range(max(self.been) + 1)
+        self.ending.admit_ranks(new)
+
+    def note_death(self, rank: int, error: dict[str, Any]) -> None:
+        """Records that a rank's engine is gone."""
+        if why := self.evicting.reasons.get(rank):
+            error["text"] = f"was put out: {why}; {error['text']}"
+        self.ending.failed(rank, error)
+        gone_on = rank in self.ending.lost  # the report may come before the engine's end is seen
+        if (gone_on or self.ending.outlives()) and not self.ending.asked:
+            where = f" at step {error['step']}" if error["step"] or error["op"] else ""  # if the rank reported it
+            where += f", {error['op']}" if error["op"] else ""
+            self.notes.append(f"rank {rank} is lost{where}: {error['text']}")
+            if self.cluster.engines[rank].host != host_name():  # a machine that is gone closes no connection
+                self.evicting.leave_behind([rank])
+
+    # -- orders
+
+    def queue_order(self, what: str, everyone: bool = False, **rest: Any) -> None:
+        """Queues an order for the first rank, or for every rank if `everyone`."""
+        self.orders.put_order(what, everyone, **rest)
+
+    def note_error(self, failure: BaseException) -> None:
+        """Adds an error of the kernel to the notes, unless it is among the last 5."""
+        text = text_of(failure) if isinstance(failure, ClusterError) else said(failure)
+        if text not in self.notes[-5:]:
+            self.notes.append(text)
+
+    def start_watch(self) -> None:
+        """Sends the orders that waited for the sessions, and starts the watch."""
+        self.ending.restart_waits()
+        self.attention.start_watch()
+        if self.began_with.task.leads:
+            self.cluster.renewal.follow_run(self)
+        Steady("run orders", self.orders.send_next, self.over, self.note_error).start()
+        RunWatch(self).start_watch()
+
+    def request_change(self, path: str | Mapping[str, Any], value: Any = None) -> PendingChange:
+        """Requests a change of one or several knobs. Engines first receive classes that they lack."""
+        return self.changes.ask(path, value, self._send_change)
+
+    def describe_places(self) -> str:
+        """Says where each rank was by its last report."""
+        ranks = [f"rank {r} at step {s['step']} in {s['busy'] or 'nothing'}" for r, s in sorted(self.status.items())]
+        return ", ".join([f"the run is {self.state}", *ranks, *self.notes[-3:]])
+
+    def _send_change(self, asked: PendingChange, new: list[type]) -> None:
+        asked.whereabouts = self.describe_places
+        if new:
+            self.queue_order("learn", everyone=True, blob=cloudpickle.dumps(new))
+        self.orders.put_change(asked)
+
+    def stop(self) -> None:
+        """Stops at the next step boundary. A second call aborts. A stop is never a failure of the run.
+
+        If no boundary comes, the ranks leave in the middle of a step. The lab ends the engine of a rank that does not
+        leave, a note says where it stood, and the next run gets new engines. All this takes less than 30 s, or 7 times
+        the longest step if steps last longer than 3 s. See [Note: How long a stop takes].
+        """
+        if self.state == "stopping":
+            return self.abort()
+        self.come_to_end()
+
+    def request_checkpoint(self) -> None:
+        """Requests a checkpoint at the next step boundary."""
+        self.queue_order("request", request={"id": f"checkpoint {time.time_ns():x}", "kind": "checkpoint"})
+
+    def come_to_end(self) -> None:
+        """Stops at the next step boundary."""
+        self.state = "stopping"
+        self.ending.note_stop()
+        self.queue_order("request", request={"id": "stop", "kind": "stop"})
+        self.queue_order("hurry", everyone=True)
+
+    def abort(self) -> None:
+        """Ends the run at once, in the middle of a step."""
+        self.state = "stopping"
+        self.ending.note_stop()
+        self.free_ranks()
+
+    def close(self) -> None:
+        """Stops the run, and aborts it if it is not over after 3 s."""
+        if not self.over.is_set():
+            self.stop()
+            if not self.over.wait(3.0):
+                self.abort()
+                self.over.wait(2.0)
+
+    def free_ranks(self) -> None:
+        """Tells all ranks to leave in the middle of a step."""
+        self.ending.note_abort()
+        self.queue_order("abort", everyone=True, asked=self.ending.asked)
+
+    def note_saved(self, path: Path, rows: int) -> None:
+        """Notes that the run was saved in `path` while this kernel follows it."""
+        self.attention.recording.note_saved(path, rows, None if self.over.is_set() else self.step)
+
+    def wait(self, timeout: float | None = None) -> Run:
+        """Waits for the end with a progress line. Raises RankError if ranks failed. See `waiting`."""
+        return wait_for_run(self, timeout)
+
+    # -- the end
+
+    def leave_run(self, why: str) -> None:
+        """Stops following the run, which may go on."""
+        if not self.over.is_set():
+            self.changes.end(why)
+            self.run.live = False
+            self.notes.append(why)
+            self.over.set()
+
+    def end_run(self, state: str, error: BaseException | None = None) -> None:
+        """Marks the run as over, in `state`, here and in its record."""
+        with self._lock:
+            if self.over.is_set():
+                return
+            self.state, self.error = state, error
+            if error:
+                self.notes.append(said(error))
+            try:
+                last_rows.record_state(self, state, error)
+                self.attention.recording.count_lacking()
+            except Exception as failure:  # a disk error must not keep the run from being over
+                self.note_error(failure)
+            self.changes.end("the run ended before it could be applied")
+            self.run.live = False
+            self.over.set()

@@ -1,0 +1,44 @@
+"""Answers questions about a live run: where its ranks are, and a profile of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from workbench.cluster.processes.place import ClusterError
+from workbench.record.run import Standing
+from workbench.settings import KnobError
+
+if TYPE_CHECKING:
+    from workbench.cluster.engines.cluster import Cluster
+    from workbench.cluster.observe.hang_monitor import HangMonitor
+
+
+class Asked:
+    """The part of a Live that answers questions."""
+
+    attention: HangMonitor
+    cluster: Cluster
+    members: tuple[int, ...]
+
+    @property
+    def holdup(self) -> str:
+        """Says which ranks hold the run up right now; "" if none does."""
+        return self.attention.holdup
+
+    @property
+    def standing(self) -> list[Standing]:
+        """Where every rank is, at most one second old."""
+        table = self.attention.table
+        return [Standing(r, s.step, s.op, s.waits, s.still) for r, s in sorted(table.items()) if r in self.members]
+
+    def profile(self, rank: int, steps: int) -> Path:
+        """Profiles the next `steps` steps of `rank`. Returns the path of the trace. See `engine/record/profile.py`."""
+        if isinstance(rank, bool) or rank not in self.members:
+            raise KnobError(f"rank={rank!r}: must be one of those that train now: {', '.join(map(str, self.members))}")
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= 1000:
+            raise KnobError(f"steps={steps!r}: must be an integer in [1, 1000] steps")
+        said = self.cluster.rpc.ask_rank(rank, "profile", steps=steps)[0]
+        if not isinstance(said, str):
+            raise ClusterError(f"rank={rank}: it is not training; start a run with lab.run()")
+        return Path(said)

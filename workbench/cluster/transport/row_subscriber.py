@@ -1,0 +1,87 @@
+"""Receives what all engines publish, on one thread, and hands over decoded batches.
+
+It wakes a few times a second and takes everything there is, which costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import zmq
+
+from workbench.cluster.processes.supervised_thread import Steady
+from workbench.cluster.transport.keys import CurveKeys
+from workbench.cluster.transport.wire import RowBatch, decode_batches
+from workbench.settings.describe_error import said
+
+PAUSE = 0.2  # seconds between two looks at a busy socket: five a second are enough for the eye
+
+
+class RowSubscriber:
+    """Subscribes to every engine of a lab; calls `take(batch)` on its own thread for each batch."""
+
+    def __init__(self, addresses: Iterable[str], keys: CurveKeys, take: Callable[[RowBatch], None]) -> None:
+        self.take = take
+        self.seconds = 0.0  # CPU time spent so far
+        self.errors: list[str] = []
+        self._keys, self._coming = keys, queue.SimpleQueue[tuple[bool, str]]()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.rcvhwm = 20_000
+        self._socket.subscribe(b"")
+        for address in addresses:
+            self.connect_engine(address)
+        self._update_connections()
+        self._closing = threading.Event()
+        self._thread = Steady("relay", self._receive_once, self._closing, self._note_error, self._close_socket).start()
+
+    def connect_engine(self, address: str) -> None:
+        """Subscribes to another engine."""
+        self._coming.put((True, address))
+
+    def disconnect_engine(self, address: str) -> None:
+        """Leaves an engine that has ended, because another process may get its port."""
+        self._coming.put((False, address))
+
+    def _update_connections(self) -> None:
+        """Connects and disconnects the socket, on the thread that owns it."""
+        while not self._coming.empty():
+            connect, address = self._coming.get()
+            if connect:
+                self._keys.connect_socket(self._socket, address)
+            else:
+                self._socket.disconnect(address.split()[0])
+
+    def _receive_once(self) -> None:
+        self._update_connections()
+        if self._socket.poll(250):
+            self._drain_socket()
+            self.seconds = time.thread_time()
+            self._closing.wait(PAUSE)
+
+    def _note_error(self, error: BaseException) -> None:
+        self.errors.append(said(error))
+        del self.errors[:-20]
+
+    def _drain_socket(self) -> None:
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                for batch in decode_batches(frames):
+                    self.take(batch)
+            except Exception as error:
+                self._note_error(error)
+
+    def _close_socket(self) -> None:
+        """Closes socket and context on the thread that reads from them: no other thread may."""
+        self._context.destroy(0)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(10.0)  # on a busy machine one look may take seconds

@@ -1,0 +1,117 @@
+"""Asks engines short questions, which they answer even while `%%px` keeps them busy.
+
+A question and its answer are JSON and at most one blob, over the engine's own socket. The engine's side is in `worker`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import zmq
+
+from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.processes.uninterruptible import whole
+from workbench.cluster.transport.keys import CurveKeys
+
+
+class NoAnswer(ClusterError):
+    """An engine did not answer in time."""
+
+
+class _Channel:
+    """One engine's connection: one question at a time; an answer that comes too late is dropped."""
+
+    def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
+        self.socket, self.address = socket, address
+        self.lock = threading.Lock()
+        self.numbers = itertools.count()
+        self.expects = -1
+
+
+class RpcClient:
+    """Talks to the engine of each rank. Any thread may ask."""
+
+    def __init__(self, addresses: Mapping[int, str], keys: CurveKeys) -> None:
+        self._context, self._keys = zmq.Context(), keys
+        self._wires: dict[int, _Channel] = {}
+        for rank, address in addresses.items():
+            self.connect_rank(rank, address)
+
+    def connect_rank(self, rank: int, address: str) -> None:
+        """Connects `rank` to the engine at `address`."""
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger = 0
+        self._keys.connect_socket(socket, address)
+        before = self._wires.get(rank)
+        self._wires = {**self._wires, rank: _Channel(socket, address)}
+        if before is not None:
+            with before.lock:
+                before.socket.close(0)
+
+    def disconnect_rank(self, rank: int, address: str) -> None:
+        """Makes questions to `rank` fail at once: its engine at `address` is gone. Does nothing during a question."""
+        wire = self._wires[rank]
+        if wire.address == address and wire.lock.acquire(blocking=False):
+            try:
+                wire.socket.close(0)
+            finally:
+                wire.lock.release()
+
+    def ask_rank(self, rank: int, what: str, blob: bytes = b"", timeout: float = 3.0, **rest: Any) -> tuple[Any, bytes]:
+        """Returns the answer of a rank's engine to `what`: (plain value, blob). Raises Silence or ClusterError."""
+        wire = self._wires[rank]
+        with wire.lock:
+            self._send_question(wire, what, blob, rest)
+            return self._receive_answer(rank, wire, what, timeout)
+
+    def ask_all(
+        self, what: str, blob: bytes = b"", timeout: float = 3.0, ranks: Collection[int] | None = None, **rest: Any
+    ) -> dict[int, Any]:
+        """Asks every engine (or those of `ranks`) at once. Returns {rank: plain answer, or the error in its place}."""
+        with whole(), contextlib.ExitStack() as locks:  # otherwise an interrupt could leave a lock taken for ever
+            wires = [(rank, wire) for rank, wire in sorted(self._wires.items()) if ranks is None or rank in ranks]
+            for _, wire in wires:
+                locks.enter_context(wire.lock)
+            for _, wire in wires:
+                self._send_question(wire, what, blob, rest)
+            until = time.monotonic() + timeout
+            return {rank: self._answer_or_error(rank, wire, what, until) for rank, wire in wires}
+
+    def _answer_or_error(self, rank: int, wire: _Channel, what: str, until: float) -> Any:
+        try:
+            return self._receive_answer(rank, wire, what, max(until - time.monotonic(), 0.01))[0]
+        except ClusterError as error:
+            return error
+
+    def _send_question(self, wire: _Channel, what: str, blob: bytes, rest: dict[str, Any]) -> None:
+        if wire.socket.closed:
+            return
+        wire.expects = next(wire.numbers)
+        message = [json.dumps({"number": wire.expects, "what": what, **rest}).encode(), blob]
+        with contextlib.suppress(zmq.Again):  # an engine that receives nothing will not answer either
+            wire.socket.send_multipart(message, zmq.NOBLOCK)
+
+    def _receive_answer(self, rank: int, wire: _Channel, what: str, timeout: float) -> tuple[Any, bytes]:
+        if wire.socket.closed:
+            raise NoAnswer(f"rank {rank} is gone: nobody is there to answer '{what}'")
+        while wire.socket.poll(int(timeout * 1000)):
+            head, blob = wire.socket.recv_multipart()
+            answer = json.loads(head)
+            if answer["number"] != wire.expects:
+                continue
+            if "error" in answer:
+                raise ClusterError(f"rank {rank}: {answer['error']}")
+            return answer.get("value"), blob
+        raise NoAnswer(f"rank {rank} did not answer '{what}' within {timeout:g} s")
+
+    def close(self) -> None:
+        for wire in self._wires.values():
+            with wire.lock:
+                wire.socket.close(0)
+        self._context.destroy(0)

@@ -1,0 +1,88 @@
+"""Performs a strategy's ops on values that are kept off the device; a lane may call it, too."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from workbench.fabric import Ways
+from workbench.fabric.load import stretch
+from workbench.fabric.pace import SHARES, lasts
+from workbench.host.memory.offload import OffloadStore, name_span
+from workbench.host.placement.optimizer_slots import Settings, read_settings, require_steppable
+from workbench.rank import Bucket, Op
+
+if TYPE_CHECKING:
+    from workbench.engine.rank.components import RankComponents
+
+
+UpdateSettings = tuple[Settings, frozenset[str]]  # an optimizer's settings, and the parameters that no rank used
+
+
+class OffloadPerformer:
+    """One rank's values off the device. Each transfer takes at least as long as the Fabric says."""
+
+    def __init__(self, run: RankComponents) -> None:
+        self._run = run
+        self.kept = OffloadStore(self._copy_out, self._copy_in)
+        self._ways, self._lock = Ways(), threading.Lock()
+        self.verbs: dict[str, Callable[..., Any]] = {"offload": self._offload_values, "fetch": self._fetch_values}
+
+    def update_settings(self) -> UpdateSettings:
+        """Returns the optimizer's present settings and the unused parameters, for a child that updates later."""
+        return read_settings(self._run.optimizer), frozenset(self._run.layout.unused)
+
+    def perform_op(self, op: Op, step: int, by: UpdateSettings | None) -> Any:
+        """Performs `op` in `step`. by: the optimizer's settings at the start of the child, if a child asks"""
+        if op.verb == "update":
+            return self._update_shard(op.args[0], step, by)
+        return self.verbs[op.verb](op, step)
+
+    def _offload_values(self, op: Op, step: int) -> None:
+        shard, what, to = op.args
+        run, began = self._run, self._run.clock.now()
+        hops = self.kept.offload_state(run.layout, run.optimizer, shard, what, to)
+        self._record_transfer(op, step, began, hops, out=True)
+
+    def _fetch_values(self, op: Op, step: int) -> Any:
+        shard, what, to, keep = op.args
+        run, began = self._run, self._run.clock.now()
+        value, hops = self.kept.fetch_state(run.layout, run.optimizer, shard, what, to, keep)
+        self._record_transfer(op, step, began, hops, out=False)
+        return value
+
+    def _record_transfer(self, op: Op, step: int, began: float, hops: list[tuple[str, int]], out: bool) -> None:
+        run = self._run
+        if not hops:
+            return
+        with self._lock:
+            until = self._ways.occupy(run.port.fabric, began, hops, out)
+        run.naps.sleep_until(until)
+        lane = "measuring" if op.measures else "offload"
+        run.record.span(step, lane, name_span(op), began, began, run.clock.now(), hops[0][1])
+
+    def _update_shard(self, shard: Bucket, step: int, by: UpdateSettings | None) -> None:
+        """Makes the optimizer's step on the host's processor, paced as any update."""
+        run, clock = self._run, self._run.clock
+        require_steppable(run.layout, run.optimizer, shard, run.experiment)
+        began = clock.now()
+        self.kept.step_shard(run.layout, run.optimizer, shard, *(by or self.update_settings()))
+        pace = run.host.pace
+        if pace.is_active:
+            asked = pace.seconds * SHARES["update"] * shard.data.numel() / run.layout.element_count
+            factor = stretch(pace.faults, run.rank.id, step, "update")
+            run.naps.sleep_until(began + lasts(asked, clock.now() - began, factor))
+        run.record.span(step, "offload", f"update {shard.index}", began, began, clock.now(), 0)
+
+    def _copy_out(self, x: Tensor) -> Tensor:
+        there = self._run.chip.copy_to_host(x)
+        return there.clone() if there.untyped_storage()._cdata == x.untyped_storage()._cdata else there
+
+    def _copy_in(self, x: Tensor, device: Any) -> Tensor:
+        made = torch.empty_like(x, device=device)
+        self._run.chip.copy_from_host(made, x)
+        return made

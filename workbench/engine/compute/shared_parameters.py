@@ -1,0 +1,118 @@
+"""Shared parameters: one block of memory that every rank of a host maps.
+
+Rank 0 writes a file, all ranks map it, and the name is removed. The memory is freed with the last rank that maps it,
+however that rank ends. No descriptor stays open. /dev/shm is not used, because it is small in containers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.engine.control.canonical import check_equal, gather_numbers
+from workbench.engine.wire.collectives import Wire
+from workbench.host.placement.canonical_state import hash_model_state
+from workbench.host.placement.layout import ParameterLayout
+
+ALIGNED = 64  # bytes; a vector begins at a multiple
+
+
+class SharedParameters:
+    """One rank's access to the shared memory. All ranks call each method at once, while their steps stand still.
+
+    is_shared: whether the parameters are in shared memory
+    file: returns the path of a file by its name; all ranks see it
+    """
+
+    def __init__(self, layout: ParameterLayout, control: Wire | None, file: Callable[[str], Path]) -> None:
+        self.layout, self.control, self.make_path = layout, control, file
+        self.is_shared = False
+        self._number = 0  # blocks so far, so that each has a name of its own
+
+    def share_parameters(self) -> None:
+        """Moves the parameters into one block. They must be equal on all ranks."""
+        layout, control = self.layout, self.control
+        if control is None:
+            return
+        self._number += 1
+        path = self.make_path(f"-{self._number}.shared")
+        try:
+            if control.rank == 0:
+                _write_block(path, layout.weights)
+            check_equal(control, hash_model_state(layout), "before they are shared the parameters")
+            if not path.exists():
+                gather_numbers(control, 0)  # raises here if a peer has failed and removed the file
+                raise RuntimeError(f"{path}: this rank does not see what rank 0 made; a host's ranks need one disk")
+            layout.adopt_vectors(_map_block(path, layout.weights))
+            gather_numbers(control, 0)  # the name goes once all ranks have mapped the file
+        finally:
+            path.unlink(missing_ok=True)
+        self.is_shared = True
+
+    def unshare_parameters(self) -> None:
+        """Gives each rank parameters of its own again."""
+        if not self.is_shared:
+            return
+        layout = self.layout
+        layout.adopt_vectors([w.clone() for w in layout.weights])
+        self.is_shared = False
+        check_equal(self.control, hash_model_state(layout), "no longer shared, the parameters")
+
+    def share_again(self, lay: Callable[[], None]) -> None:
+        """Lays the parameters out by `lay`, in the rank's own memory; then shares them again."""
+        if not self.is_shared:
+            return lay()
+        gather_numbers(self.control, 0)  # from here on no rank changes a value
+        lay()
+        self.share_parameters()
+
+
+def explain_refusal(strategy: Any, size: int, device: str, local: bool) -> str | None:
+    """Returns why `strategy` cannot share its memory here, with an alternative; None if it can."""
+    name = type(strategy).__name__
+    if not strategy.shared or size == 1:
+        return None
+    if device.startswith("cuda"):
+        return (
+            f"strategy={name}: ranks share the memory of their host, and the parameters are on {device}; "
+            f"take a lab with device='cpu', or DDP"
+        )
+    if not local:
+        return (
+            f"strategy={name}: ranks share one memory, which those of several hosts do not have; take a lab on one "
+            f"host, or a strategy that sends (AsyncServer, DDP)"
+        )
+    return None
+
+
+def _find_offsets(weights: list[Tensor]) -> tuple[list[int], int]:
+    """Returns where in the block each vector begins and how long the block is, in bytes."""
+    at, places = 0, []
+    for w in weights:
+        places.append(at)
+        at += -(-w.numel() * w.element_size() // ALIGNED) * ALIGNED
+    return places, max(at, ALIGNED)
+
+
+def _write_block(path: Path, weights: list[Tensor]) -> None:
+    """Writes a block with the values of `weights`, readable by this user only. A full disk raises an error here."""
+    places, nbytes = _find_offsets(weights)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(bytes(nbytes))
+        for at, w in zip(places, weights, strict=True):
+            file.seek(at)
+            file.write(w.detach().view(torch.uint8).numpy().data)
+
+
+def _map_block(path: Path, weights: list[Tensor]) -> list[Tensor]:
+    """Returns vectors like `weights` in the block at `path`."""
+    places, nbytes = _find_offsets(weights)
+    block = torch.UntypedStorage.from_file(str(path), True, nbytes)
+    assert isinstance(block, torch.UntypedStorage)  # torch's annotation is wider
+    return [torch.empty(0, dtype=w.dtype).set_(block, at // w.element_size(), w.shape, (1,))
+            for at, w in zip(places, weights, strict=True)]  # fmt: skip

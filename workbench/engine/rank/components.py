@@ -1,0 +1,353 @@
+"""The parts that one rank trains with: peers, model, lane, host. All ranks check that theirs are equal."""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from workbench.engine.compute import shared_parameters
+from workbench.engine.compute.host import Host
+from workbench.engine.compute.offload import OffloadPerformer
+from workbench.engine.compute.parts import ComputeParts
+from workbench.engine.control.canonical import broadcast_model, check_model
+from workbench.engine.control.messages import ControlChannel
+from workbench.engine.control.peers import Peers
+from workbench.engine.control.rendezvous import Rendezvous
+from workbench.engine.device import make_chip
+from workbench.engine.p2p.mailbox import BACKGROUND, Mailbox
+from workbench.engine.rank.checkpoints import CheckpointStore
+from workbench.engine.wire.collectives import Aborted
+from workbench.engine.wire.job import ChildJob
+from workbench.engine.wire.lane import Lane
+from workbench.engine.wire.shaping import ComputePace, LinkShaper, Port
+from workbench.engine.wire.timing import make_stopwatch
+from workbench.engine.wire.wires import GroupWires, make_opener
+from workbench.experiment import Experiment, closures, momentum, partitioned, sharding, sparse
+from workbench.host.checkpoint.divergence import DivergenceRecovery
+from workbench.host.checkpoint.saving import Checkpointer
+from workbench.host.core.planned import Planned
+from workbench.host.core.rate import Rate
+from workbench.host.elastic.rollback import Rollback
+from workbench.host.loop.rank_loop import RankLoop
+from workbench.host.memory.account import MemoryAccount
+from workbench.host.memory.batches import BatchReader, Chance, Numbers, make_example, numbers
+from workbench.host.memory.memory_counts import RealMemoryCounts
+from workbench.host.memory.offload import OFFLOAD_LANES
+from workbench.host.observe.compression_error import CompressionErrorProbe
+from workbench.host.observe.non_finite import NonFiniteGuard
+from workbench.host.passes.submodel_training import SubModelTraining
+from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.spread import ReplicaSpread
+from workbench.host.reconfigure import validation
+from workbench.host.reconfigure.policy_runner import PolicyRunner, TappedRecorder
+from workbench.host.sharding.unsharder import Unsharder
+from workbench.host.sharding.usage import ParameterUsage
+from workbench.optimizers import built
+from workbench.rank import Op, StrategyError
+from workbench.settings import Json, KnobError
+from workbench.tasks import Learner, at_rate, rate
+
+if TYPE_CHECKING:
+    from workbench.engine.rank.session import Session
+
+MODELS = 16  # a message may have up to this many times the model's bytes
+MESSAGE = 2**26  # bytes that a message may have in any run
+
+
+class RankComponents(RankLoop):
+    """A rank's loop with all its parts on the engine. The constructor refuses what cannot be trained here.
+
+    paused, credit:     whether the ranks make no steps; how many steps they make before they pause again
+    early_requests:     requests that were received before their turn
+    longest_evaluation: seconds that the longest evaluation took so far
+    spread:             how a replica is divided among several ranks; None while every rank holds all of it
+    evaluation_copy:    a copy of the model for evaluation, while the model itself changes
+    """
+
+    learner: Learner
+    model: nn.Module
+    layout: ParameterLayout
+    optimizer: Optimizer
+
+    def __init__(self, session: Session, before: RankComponents | None = None) -> None:
+        """before: the same rank in the previous generation, from which it takes over its own parts"""
+        torch.set_num_threads(1)
+        self.session, self.experiment, self.rank = session, session.experiment, session.rank
+        self.clock, self.naps, self.leaving, self.inbox = session.clock, session.naps, session.leaving, session.inbox
+        self.steering = before.steering if before else PolicyRunner(self)
+        self.steering.run, self.record = self, TappedRecorder(session.record, self.steering)
+        self.planned: list[Planned] = before.planned if before else [*session.planned]
+        self.chip = make_chip(session.device)
+        self.chip.bind_thread()
+        self.peers = Peers(session)
+        self.control = self.peers.control
+        if reason := self.explain_refusal(self.experiment.strategy):
+            raise KnobError(reason)
+        self.tickets = ControlChannel(self.control, self.rank.id, self.inbox, self.peers.make_flag())
+        self.spread: ReplicaSpread | None = None
+        self._take_over(before) if before else self._make_model()
+        self.require_trainable(self.experiment)
+        self.rollback = Rollback(self)
+        self._make_host(before.finite.first if before else None)
+        self.shared = shared_parameters.SharedParameters(self.layout, self.control, self.peers.make_path)
+        self.meeting = Rendezvous(self)
+        self.state: Any = None
+        self.saving = Checkpointer(
+            self, session.make_writer(self), None if before or session.joins else session.open_resumed()
+        )
+        self.measuring, self.back = CompressionErrorProbe(), DivergenceRecovery(self, CheckpointStore(session.run_dir))
+        self.paused, self.credit = False, 0
+        self.early_requests: list[dict[str, Any]] | None = None
+        self.longest_evaluation = 0.0
+        self.evaluation_copy: nn.Module | None = None
+
+    def _make_model(self) -> None:
+        e, rank, device = self.experiment, self.rank, self.session.device
+        self.learner = e.task.build()
+        torch.manual_seed(e.seed)
+        random.seed(e.seed)
+        model = self.learner.model()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"task.model() must return a torch Module, not a {type(model).__name__}")
+        self.model = model.to(device).train()
+        self.layout = ParameterLayout(self.model, e.bucket_mb)
+        if not self.session.joins:  # a joining rank receives the state of the other ranks
+            check_model(self.control, self.model)
+            broadcast_model(self.control, self.layout, self.model)
+        self.optimizer = self.make_optimizer(e)
+        torch.manual_seed(e.seed * 100_003 + rank.id + 1)
+        rank.lr = e.lr or rate(self.optimizer)
+        self.rate = Rate(e, self.optimizer)
+        self.batches = BatchReader(self.learner.data, rank.id, rank.size, device, self.learner.indexed)
+        self.restart_data(self.session.used)
+
+    def _take_over(self, before: RankComponents) -> None:
+        """Takes over model, optimizer, data and what was learned of them from the previous generation."""
+        self.learner, self.model, self.layout = before.learner, before.model, before.layout
+        self.optimizer, self.rate, self.batches = before.optimizer, before.rate, before.batches
+        self.layout.drop_gradients()
+        self.restart_data(self.session.used)
+
+    def make_optimizer(self, wanted: Experiment, params: list[nn.Parameter] | None = None) -> Optimizer:
+        """Makes the optimizer for `params`, or for the parameters that are held here."""
+        if params is None:
+            here = {id(place.param) for place in self.layout.order}  # a frozen parameter may be unfrozen later
+            params = [p for p in self.model.parameters() if id(p) in here or not p.requires_grad]
+        return built(wanted.optimizer, self.learner.optimizer, params, wanted.lr)
+
+    def _make_for(self, params: list[nn.Parameter]) -> Optimizer:
+        """Makes the run's optimizer for these parameters, at the present rate and without state."""
+        optimizer = self.make_optimizer(self.experiment, params)
+        at_rate(optimizer, self.rank.lr)
+        return optimizer
+
+    def make_example(self, wanted: Experiment) -> Any:
+        """Returns a batch that is equal on all ranks and not taken from the training data's order."""
+        return make_example(self.learner, wanted, self.session.device)
+
+    @property
+    def reads(self) -> BatchReader:
+        return self.batches
+
+    @property
+    def rng_states(self) -> Numbers | None:
+        return numbers()
+
+    def restore_rng(self, states: Numbers | None) -> None:
+        if states is not None:
+            Chance(states).begin()
+
+    @property
+    def slice_rng(self) -> tuple[int, int] | None:
+        group = self.host.tensor.group
+        return group.random_position if group is not None else None
+
+    def restore_slice_rng(self, at: tuple[int, int] | None) -> None:
+        if at is not None and (group := self.host.tensor.group) is not None:
+            group.random_position = at
+
+    def restart_data(self, used: int) -> None:
+        self.batches.set_share(*partitioned.dealt(self.experiment, self.rank.id))
+        self.batches.restart_reading(self.experiment.batch, self.experiment.seed, self.rank.step, used)
+
+    def _make_host(self, first: float | None) -> None:
+        rank, session, peers = self.rank, self.session, self.peers
+        self.port = Port(rank.id, rank.size, self.naps, self.experiment.seed)
+        self.mailbox = Mailbox(
+            rank,
+            peers.store,
+            session.where,
+            session.secret,
+            self.port,
+            self.leaving,
+            self.record.span,
+            session.loopback,
+            max(MESSAGE, MODELS * self.layout.byte_count),
+        )
+        self.mailbox.step = lambda: self.lane.step
+        self.mailbox.report_strangers = lambda n: self.record.sample(rank.step, "strangers", self.clock.now(), n)
+        self.mailbox.chip, self.mailbox.check_peers = self.chip, self.peers.check_peers
+        seen = make_stopwatch(self.chip, self.clock, self.record, self._check_peers)
+        self.watch = seen
+        self.away = OffloadPerformer(self)
+        narrowing = SubModelTraining(self.model, self.learner, self._make_for, lambda: self.experiment)
+        counts = RealMemoryCounts(
+            self,
+            lambda: self.host.list_open(),
+            lambda: self.batches.nbytes,
+            lambda: self.host.parts.fully,
+            lambda: narrowing.own_params,
+        )
+        self.ledger = MemoryAccount(self, counts, self.away.kept, self._read_allocator)
+        self.lane = self.open_lane(
+            "comm", GroupWires(peers.data, LinkShaper(self.port, peers.make_arrival_table()), peers.arrivals)
+        )
+        self.lane.on_child_start = self.tickets.notify_ranks
+        self.reading = Unsharder(self, lambda *asked: self.host.whole.unshard_buckets(*asked), listens=True)
+        self.finite = NonFiniteGuard(self, self.handle_alarm, first)
+        rollback = self.rollback
+        assert rollback is not None
+        parts = ComputeParts(
+            rank=rank,
+            experiment=lambda: self.experiment,
+            learner=self.learner,
+            model=self.model,
+            layout=self.layout,
+            optimizer=self.optimizer,
+            batches=self.batches,
+            lane=self.lane,
+            mailbox=self.mailbox,
+            pace=ComputePace(rank.id, self.naps),
+            watch=seen,
+            ledger=self.ledger,
+            reading=self.reading,
+            narrowing=narrowing,
+            finite=self.finite,
+            rollback=rollback,
+            away=self.away,
+            usage=ParameterUsage(peers.make_unused_flags()),
+            run_loss_backward=self.run_loss_backward,
+            show_loss=self.show_loss,
+        )
+        self.host = Host(
+            parts, self.open_lane, self.before_update, lambda: self.meeting.check_background(), peers.check_with_grace
+        )
+        self.flow = self.host.pipeline.flow
+
+    @abstractmethod
+    def before_update(self) -> None:
+        """Called before each update of the model."""
+
+    def run_loss_backward(self, loss: Tensor, share: float | None) -> None:
+        """Runs backward of a loss, scaled by `share`."""
+        loss.backward() if share is None or share == 1.0 else loss.backward(torch.full_like(loss, share))
+
+    def show_loss(self, loss: Tensor) -> Tensor:
+        """Returns a loss as it is recorded."""
+        return loss.detach()
+
+    def _read_allocator(self) -> dict[str, int]:
+        """Returns what the chip's allocator reports; {} if it reports nothing."""
+        here = {"allocated": self.chip.allocated_bytes(), "allocated peak": self.chip.peak_bytes()}
+        return here if any(here.values()) else {}
+
+    def open_lane(self, name: str, whole: GroupWires | None = None) -> Lane:
+        """Makes one more lane; its wires open at first use."""
+        kind = self.session.kind
+        if kind != "gloo" and name not in ("comm", *OFFLOAD_LANES):
+            raise StrategyError(f"lane {name!r}: over {kind} all children run on one lane, 'comm'; start it there")
+        lane = Lane(name, self.port, self.watch, self.chip, make_opener(self.peers, self.port, name, kind), whole)
+        lane.on_collective, lane.on_child_end = self.ledger.buffers.note_request, self.ledger.buffers.note_end
+        lane.wireless = name in OFFLOAD_LANES
+        lane.wireless_verbs = dict.fromkeys(("offload", "fetch", "update"), self._perform_wireless)
+        lane.wireless_verbs["wait"] = lambda op, job: self.host.lanes.wait(*op.args)
+        lane.wireless_verbs["work"] = lane.run_work
+        lane.read_settings = self.away.update_settings if lane.wireless else lane.read_settings
+        lane.perform_hop = self.perform_hop
+        return lane
+
+    def perform_hop(self, op: Op, step: int) -> Any:
+        """Sends or receives a message of an all-reduce on a lane. It belongs to no step, so no meeting counts it."""
+        if op.verb == "send":
+            x, to, kind = op.args
+            return self.mailbox.send(x, to, kind, BACKGROUND, step=step)
+        into, source, kind = op.args
+        return self.mailbox.recv(into, source, kind, self._check_with_grace)
+
+    def _check_with_grace(self) -> bool:
+        """Raises if this rank must leave, or if a peer has been gone for a while. Nothing else ends such a wait."""
+        self.peers.check_with_grace()
+        return False
+
+    def _perform_wireless(self, op: Op, job: ChildJob) -> Any:
+        """Performs an op of a child that crosses no wire."""
+        if op.verb == "update" and op.args[2] != "host":
+            raise StrategyError("a child asked for update of what lies on the device: ask it in `step`, or on='host'")
+        return self.away.perform_op(op, job.step, job.by)
+
+    def _check_peers(self) -> None:
+        """Raises if this rank must leave or a peer is gone; called while the host waits for its chip."""
+        if self.peers.data is not None:
+            self.peers.data.check_peers()
+        elif self.leaving.is_set():
+            raise Aborted("told to leave")
+
+    def explain_refusal(self, strategy: Any) -> str | None:
+        """Returns why the engine cannot run `strategy` here, with an alternative; None if it can."""
+        if reason := shared_parameters.explain_refusal(strategy, self.rank.size, self.session.device, self.peers.local):
+            return reason
+        name = type(strategy).__name__
+        if strategy.opaque and strategy.shards and (self.session.kind != "gloo" or self.session.device != "cpu"):
+            return f"strategy={name}: torch's fully_shard was tried on CPUs over gloo only; take ZeRO3"
+        if strategy.late_update and self.session.kind != "gloo":
+            return (
+                f"strategy={name}: over {self.session.kind} children run in the order of their start, and it has "
+                f"priorities; take DDP"
+            )
+        if strategy.workers > 1 and self.session.device != "cpu":
+            return (
+                f"strategy={name}: workers={strategy.workers} have their parameters in the memory of their host, and "
+                f"these are on {self.session.device}; take workers=1, or a lab with device='cpu'"
+            )
+        return None
+
+    def require_trainable(self, wanted: Experiment) -> Experiment:
+        """Returns `wanted`. Raises KnobError if the engine cannot run its strategy here, on this model."""
+        made = partial(self.make_optimizer, wanted)
+        if not wanted.fabric.algorithm.native and self.session.device != "cpu":
+            raise KnobError(
+                f"fabric.algorithm={type(wanted.fabric.algorithm).__name__}: its messages go through a host's memory, "
+                f"and this run is on {self.session.device}; take Native(), or device='cpu'"
+            )
+        reason = (
+            self.explain_refusal(wanted.strategy) or momentum.refused(wanted, made) or sharding.refused(wanted, made)
+        )
+        if reason := reason or sparse.refused(wanted, made) or closures.refused(wanted, made):
+            raise KnobError(reason)
+        validation.require_trainable(self, wanted)
+        return wanted
+
+    def handle_alarm(self, does: str) -> None:
+        """On rank 0: makes all ranks pause, stop or go back after a bad loss. The kernel acts for other ranks."""
+        if self.rank.id == 0:
+            self.inbox.put({"kind": does, "id": "nan", "step": self.rank.step})
+
+    @property
+    def now(self) -> float:
+        return self.clock.now()
+
+    def span(self, lane: str, name: str, began: float, nbytes: int = 0) -> None:
+        self.record.span(self.rank.step, lane, name, began, began, self.now, nbytes)
+
+    def mark(self, name: str, detail: Mapping[str, Json]) -> None:
+        self.session.mark(name, detail)
+
+    def set_phase(self, phase: str) -> None:
+        self.session.set_phase(phase)

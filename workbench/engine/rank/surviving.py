@@ -1,0 +1,149 @@
+"""How a rank goes on after a peer is lost: it leaves its generation, votes, and begins the next.
+
+The session's thread does all of this, between two loops of its `Training`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import TYPE_CHECKING
+
+from workbench.engine.control import membership
+from workbench.engine.control.membership import PATIENCE, LeftBehind, NotNeeded
+from workbench.engine.rank.forming import FormingGeneration, check_leaving, release_wires
+from workbench.engine.rank.survivor_state import list_saved, make_survivor, open_former
+from workbench.engine.rank.training import RankTraining
+from workbench.engine.wire.collectives import LeaveEvent, connect_store, is_own_error, is_peer_loss
+from workbench.host.elastic import leaving
+from workbench.host.elastic.leaving import StateBefore
+from workbench.host.elastic.recovery import mark_end_reason, plan_shrink
+from workbench.host.elastic.reentry import Membership
+from workbench.host.elastic.voting import NextGeneration, Quorum, RankReport
+from workbench.rank import Rank
+from workbench.settings.describe_error import text_of
+
+if TYPE_CHECKING:
+    from workbench.engine.rank.session import Session
+
+PATIENCE_STEPS = 5.0  # the vote waits this many times a rank's longest step
+
+
+def can_outlive(session: Session, error: BaseException, broke: bool = False) -> bool:
+    """Whether `error` comes from a lost peer, and this rank goes on after it.
+
+    broke: whether a generation did not form because of it
+    Raises Late if the other ranks have gone on without this one.
+    """
+    training = session.training
+    if training is None or not training.has_begun or session.is_ending:
+        return False
+    met = broke or (is_peer_loss(error, text_of(error)) and not is_own_error(error))
+    if met and session.undone is not None and not _has_lost_rank(session):
+        return True  # only a joining rank is lost, and all ranks stand at a boundary
+    if session.rank.size == 1:
+        return False
+    if met and not _is_counted(session):
+        raise LeftBehind(f"the others went on without rank {session.member}, which they had left behind")
+    if not met or (training.experiment.on_death == "end" and not session.outlives_next):
+        return False
+    if reason := explain_refusal(session, alive=True):
+        mark_end_reason(session.mark, reason)
+    return not reason
+
+
+def _is_counted(session: Session) -> bool:
+    """Whether the other ranks still wait for this one."""
+    with contextlib.suppress(RuntimeError):  # the store's host may be gone
+        return membership.is_counted(connect_store(*session.where, session.voting, timeout=1.0), session.rank.id)
+    return True
+
+
+def explain_refusal(session: Session, alive: bool = False) -> str:
+    """Returns why the remaining ranks could not go on without one; "" if they could.
+
+    alive: see `leaving.explain_refusal`
+    """
+    if session.training is None or not session.training.has_begun:
+        return "not all ranks have begun to train"
+    return leaving.explain_refusal(session.training, list_saved(session), alive)
+
+
+def _has_lost_rank(session: Session) -> bool:
+    """Whether a rank of this generation is known to be gone."""
+    try:
+        for store in {session.generation, session.voting}:
+            membership.require_alive(connect_store(*session.where, store), range(session.rank.size))
+    except ConnectionError:
+        return True
+    return False
+
+
+def leave_generation(session: Session, training: RankTraining) -> RankReport:
+    """Gives back the generation's wires and shared memory. Returns this rank's report."""
+    training.leaving.set()
+    session.cut_connections()
+    training.close()
+    if training.shared.is_shared:
+        training.layout.adopt_vectors([w.clone() for w in training.layout.weights])
+        training.shared.is_shared = False
+    parts = leaving.return_to_boundary(training)
+    release_wires(session)
+    asked = training.unheeded_requests, dict(training.known_answers), training.paused, training.credit
+    return leaving.make_rank_report(
+        training, session.member, parts, list_saved(session) if parts else (), asked, membership.describe_process()
+    )
+
+
+def vote_with_rest(session: Session, mine: RankReport) -> Quorum:
+    """Votes, and returns the reports of all remaining ranks.
+
+    Raises Aborted if this rank must leave, Late if the other ranks went on.
+    """
+    store, training, rank = connect_store(*session.where, session.voting), session.set_up_already, session.rank
+    patience = max(PATIENCE, PATIENCE_STEPS * max(training.longest_evaluation, *training.step_seconds))
+    return membership.hold_vote(store, rank.id, rank.size, mine, patience, partial(check_leaving, session))
+
+
+def plan_generation(session: Session) -> NextGeneration:
+    """Returns how the remaining ranks go on, once all of them have reported."""
+    assert session.words is not None
+    return plan_shrink(make_survivor(session), vote_with_rest(session, session.words))
+
+
+def begin_generation(session: Session, to: NextGeneration) -> Membership:
+    """Gathers the ranks of the next generation and opens their wires; `confirm` ends what begins here.
+
+    A rank that is not among them waits until the generation has formed, because it may hold a part that another rank
+    loses. Then it raises Spare. After any other error, `undo` takes back what was begun.
+    """
+    session.turn += 1
+    session.forming = forming = FormingGeneration(session, to)
+    forming.await_ranks(session, "meet")
+    if forming.place is None:
+        forming.await_ranks(session, "formed")
+        session.forming = None
+        count = len(to.came.members)
+        raise NotNeeded(f"the others went on from step {to.came.step} as {count} ranks, without this one")
+    before = session.training
+    rank = Rank(forming.place, len(to.came.members), to.experiment.seed)
+    rank.step, rank.lr, rank.members = to.came.step, session.rank.lr, to.came.members
+    if before is not None:
+        forming.state = StateBefore(before, to)
+        leaving.hand_down_state(before, rank, to)
+    session.rank, session.members, session.leaving = rank, to.came.members, LeaveEvent()
+    session.generation = session.voting = forming.name
+    session.began_with = to.experiment
+    back = open_former(to.came.salvaged.saved) if to.came.salvaged and to.came.salvaged.saved else None
+    session.used = back.used if back else to.used
+    session.training = training = RankTraining(session, before)
+    training.obeyed, training.has_begun = to.changes, True
+    training.paused, training.credit = to.paused, to.credit
+    training.known_answers.update(to.done)
+    if before is not None:
+        training.bounds, before.bounds = before.bounds, []
+        training.former = back
+        training.outer, before.outer = before.outer, None
+        training.step_seconds, training.longest_evaluation = before.step_seconds, before.longest_evaluation
+    training.begin_generation()
+    return to.came

@@ -1,0 +1,124 @@
+"""Deals a loop the batches of its passes, and ends its block. This part of a Led runs on the loop's thread."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import queue
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from workbench.engine.script.interception import DDPShim, LoopEnded
+from workbench.settings import Change, KnobError
+
+if TYPE_CHECKING:
+    from workbench.engine.rank.script_training import ScriptTraining
+
+
+class ScriptBatches:
+    """One rank's batches of a pass, and the block in which the loop uses them.
+
+    changes:  the changes that were made so far
+    in_block: whether the loop has begun its block
+    settled:  whether the block is over and all ranks have the same model
+    exits:    whether the loop has left the block by SystemExit
+    """
+
+    run: ScriptTraining
+    model: nn.Module | None
+    in_block = settled = exits = False
+    _last = True  # whether this is the last of `accumulate` batches
+    _inside = False  # whether a forward or a backward of the loop runs
+
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
+        self._arrivals: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
+        self._patched: list[nn.Module] = []  # models with a replaced `forward`
+
+    @abstractmethod
+    def enter_forward(self, model: nn.Module, exchanges: bool) -> Callable[..., Any] | None: ...
+
+    @abstractmethod
+    def _wait_at(self, where: str) -> None: ...
+
+    @property
+    def rank_and_size(self) -> tuple[int, int]:
+        return self.run.rank.id, self.run.rank.size
+
+    def enter_block(self) -> None:
+        """Begins the block. See `workbench.tasks.training`."""
+        if self.in_block:
+            raise KnobError("training: a run has one block, and its steps end with that; put both loops into one")
+        self.in_block = True
+
+    def leave_block(self, error: BaseException | None) -> bool:
+        """Ends the block. Without `error` it waits until all ranks have the same model.
+
+        Returns whether the rank is done, so that `error` only ends the loop and is no failure.
+        """
+        if error is None:
+            try:
+                self._wait_at("end")
+            except LoopEnded:
+                if not self.settled:  # the rank has failed or must leave
+                    raise
+        elif isinstance(error, Exception):
+            self._arrivals.put(("end", error))
+        self.exits = isinstance(error, SystemExit)
+        self.restore_forwards()
+        return self.settled
+
+    def restore_forwards(self) -> None:
+        """Gives the models their own `forward` back."""
+        for model in self._patched:
+            vars(model).pop("forward", None)
+        self._patched.clear()
+
+    def deal_batches(self, loader: Iterable[Any], model: nn.Module, accumulate: int) -> Iterator[Any]:
+        """Yields this rank's batches of a pass. The last of `accumulate` batches exchanges gradients.
+
+        See `workbench.tasks.steps`. Raises KnobError if the block is over.
+        """
+        if self.settled:
+            raise KnobError("steps: the run's steps are over with its block of workbench.training; loop inside of it")
+        return self._count_batches(loader, model, accumulate)
+
+    def _count_batches(self, loader: Iterable[Any], model: nn.Module, accumulate: int) -> Iterator[Any]:
+        for number, batch in enumerate(self._share_batches(loader, model), 1):
+            self._last = number % accumulate == 0
+            yield batch
+
+    def _share_batches(self, loader: Iterable[Any], model: nn.Module) -> Iterator[Any]:
+        """Replaces the model's `forward`, and yields every n-th batch for n ranks, in rank 0's order."""
+        plain = model.forward
+        if self.model is not model and not isinstance(model, DDPShim):
+            model.forward = lambda *args, **kwargs: self._call_model(model, plain, args, kwargs)
+            self.model = self.model or model
+            self._patched.append(model)
+        (rank, size), sampler = self.rank_and_size, getattr(loader, "batch_sampler", None)
+        if size == 1:
+            yield from loader
+        elif sampler is None or isinstance(loader.dataset, IterableDataset):  # type: ignore[attr-defined]
+            few = iter(loader)
+            while len(batches := list(itertools.islice(few, size))) == size:
+                yield batches[rank]
+        else:
+            order = json.loads(self.run.broadcast_text_now(json.dumps([list(indices) for indices in sampler])))
+            data: Any = loader
+            for indices in order[rank : len(order) // size * size : size]:
+                yield data.collate_fn([data.dataset[i] for i in indices])
+
+    def _call_model(self, model: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._inside:  # torch's own wrapper calls it
+            return plain(*args, **kwargs)
+        self._inside = True
+        try:
+            around = self.enter_forward(model, self._last) if torch.is_grad_enabled() else None
+            return (plain if around in (None, model) else around)(*args, **kwargs)
+        finally:
+            self._inside = False

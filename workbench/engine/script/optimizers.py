@@ -1,0 +1,55 @@
+"""A rank's view of the optimizers and the learning rate of a loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workbench.host.core.rate import Rate
+from workbench.tasks import rate
+
+if TYPE_CHECKING:
+    from workbench.engine.script.loop import ScriptLoop
+
+
+class ScriptOptimizer:
+    """The optimizers of a loop as one optimizer. Its step lets the loop step them."""
+
+    def __init__(self, led: ScriptLoop) -> None:
+        self._led = led
+        self.defaults: dict[str, Any] = {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Copies, because only the loop sets rates."""
+        return [dict(group) for one in self._led.optimizers for group in one.param_groups]
+
+    @property
+    def classes(self) -> list[type]:
+        """The classes of the optimizers."""
+        return [type(one) for one in self._led.optimizers]
+
+    @property
+    def state(self) -> Any:
+        """The optimizer state of all parameters."""
+        found = [one.state for one in self._led.optimizers]
+        return found[0] if len(found) == 1 else {p: slots for state in found for p, slots in state.items()}
+
+    def step(self) -> None:
+        self._led.run_update()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: the loop clears its gradients."""
+
+
+class ScriptRate(Rate):
+    """The learning rate that a loop sets. The rank only reads it."""
+
+    def due(self, run: Any, step: int | None = None) -> float:
+        return rate(run.optimizer)
+
+
+def list_params(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Returns the ids of the parameters that it steps."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}

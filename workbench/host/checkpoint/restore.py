@@ -1,0 +1,280 @@
+"""Restores a rank from its own image, bit-identical, or from the whole image of another number of ranks.
+
+Data from a disk is not trusted: names, sizes and kinds must match the run, else KnobError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.compressors import inside
+from workbench.host.checkpoint.image import list_untrained, locate_parameters
+from workbench.host.checkpoint.tree import ValueDecoder
+from workbench.host.checkpoint.views import CheckpointView
+from workbench.host.core.data_positions import NO_INDEX, describe_repeats
+from workbench.host.core.views import RankView
+from workbench.host.memory.batches import Numbers, ReaderPosition
+from workbench.host.memory.budget import OutOfMemory
+from workbench.host.reconfigure.unfreezing import unfreeze_parameters
+from workbench.host.sharding.access_trace import AccessTrace
+from workbench.settings import Change, KnobError
+from workbench.settings.describe_error import text_of
+from workbench.tasks import at_rate
+
+MISFIT_ERRORS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)  # of a misfit
+CLEAR_ERRORS = (OutOfMemory, torch.OutOfMemoryError)  # errors that already name their own cause
+MACHINE_ERRORS = ("can't allocate memory", "CUDA error", "NCCL error")  # in a RuntimeError of torch
+OUTER, OWED = "outer", "owed"  # in a whole image: an outer momentum; residuals by heir
+
+
+class RestoredState:
+    """A rank's image, read back.
+
+    whole:  whether it is of a whole model, gathered from another number of ranks
+    made:   the earlier changes, as JSON
+    reads:  the order in which a step reads parameters, as JSON; None: they were whole, or an older version wrote it
+    tensor: returns the tensor of a number, flat if it is in several pieces
+    close:  ends reading
+    damage: the error that `tensor` raises if a file is damaged
+    """
+
+    def __init__(self, path: str, kind: str, said: Mapping[str, Any], made: list[dict[str, Any]],
+                 tensor: Callable[[int], Tensor], close: Callable[[], None], reads: Any = None,
+                 damage: type[Exception] = OSError) -> None:  # fmt: skip
+        self.reads, self.damage = reads, damage
+        self.path, self.whole, self.entries, self.made = path, kind == "whole", said, made
+        self.read_tensor, self.close = tensor, close
+
+    @contextmanager
+    def refuse_misfits(self) -> Iterator[None]:
+        """Inside, an image that does not fit raises KnobError with the checkpoint's name.
+
+        If a device runs out of memory or a file is damaged, the settings are not the cause. Such an error passes
+        unchanged.
+        """
+        try:
+            yield
+        except MISFIT_ERRORS as error:
+            if isinstance(error, (*CLEAR_ERRORS, self.damage)) or any(
+                words in text_of(error) for words in MACHINE_ERRORS
+            ):
+                raise
+            said = f"it holds no {error}" if isinstance(error, KeyError) else str(error).split("\n")[0]
+            raise KnobError(f"resume={self.path}: does not fit this run: {said}; resume with the settings and the task "
+                            f"that it was made with, and change them afterwards") from error  # fmt: skip
+
+    @property
+    def used(self) -> int:
+        """How many examples of the data's order were used up."""
+        with self.refuse_misfits():
+            return int(self.entries.get("used", 0))
+
+    def make_decoder(self, run: RankView) -> ValueDecoder:
+        e = run.experiment
+        members = (e.strategy, e.optimizer, e.policy, *inside(e.compressor), *inside(run.rank.compressor))
+        return ValueDecoder(self.read_tensor, {type(one).__module__ for one in members})
+
+    # -- before shards are cut --
+
+    def begin_restore(self, run: CheckpointView) -> None:
+        """Before the strategy starts: restores the step, and a whole image's state.
+
+        Shards are cut by the order in which a step reads parameters. It comes from the checkpoint, because a loss that
+        reads a tensor's value cannot be traced before the first step.
+        """
+        with self.refuse_misfits():
+            run.rank.step = int(self.entries["step"])
+            if self.reads is not None and not self.whole:
+                run.reading.trial = _decode_trace(self.reads, run.model)
+        if self.whole:
+            with self.refuse_misfits(), torch.no_grad():
+                _restore_values(run, self)
+                _restore_optimizer(run, self)
+                run.restart_data(self.used)
+            if run.rank.id == 0 and not run.learner.indexed:
+                run.mark("data", describe_repeats(NO_INDEX))
+
+    async def restore_order(self, run: CheckpointView) -> None:
+        """Before shards are cut: restores the order of buckets."""
+        if self.whole:
+            return
+        with self.refuse_misfits():
+            names = [str(name) for name in self.entries["order"]]
+            unfreeze_parameters(run, names)
+            here = [place.name for place in run.layout.order]
+            if sorted(names) != sorted(here):
+                raise ValueError(
+                    f"its model has parameters {_shorten_names(names)}, and this one {_shorten_names(here)}"
+                )
+        if any(await run.gather(int(names != here))):
+            await run.reorder_parameters(names)
+
+    # -- before the first step --
+
+    async def restore_state(self, run: CheckpointView, anew: bool = True) -> None:
+        """Before the first step: restores all state except random numbers, which `settle` restores.
+
+        anew: the run begins with it; else the learning rate and the position in the data stay
+        """
+        e, reader = run.experiment, self.make_decoder(run)
+        await e.strategy.recall(run.rank.replicas, run.state)
+        if e.strategy.opaque:
+            await run.leave_opaque()
+        with self.refuse_misfits(), torch.no_grad():
+            if self.whole:
+                self._restore_inherited(run, reader)
+            else:
+                _restore_values(run, self)
+                _restore_optimizer(run, self)
+                run.state = reader.decode_value(self.entries["state"])
+                run.rank.memory.clear()
+                reader.load_memory(run.rank.memory, self.entries["memory"])
+                if anew:
+                    self._restore_position(run, reader)
+                else:
+                    at_rate(run.optimizer, run.rank.lr)
+        if e.strategy.opaque:
+            run.enter_opaque()
+        run.choose_lane()
+        await run.gather(0)  # no rank may read another's memory before it is restored
+
+    def _restore_position(self, run: CheckpointView, reader: ValueDecoder) -> None:
+        """Restores the rank's position in its steps and its data."""
+        vars(run.rate).update(_keep_known(reader.decode_value(self.entries["rate"]), vars(run.rate)))
+        run.finite.take_first_loss(reader.decode_value(self.entries.get("first")))
+        vars(run.measuring).update(_keep_known(reader.decode_value(self.entries["measuring"]), vars(run.measuring)))
+        run.flushing = int(self.entries["flushing"])
+        if run.flushing:
+            run.rank.compressor = reader.decode_value(self.entries["compressor"])
+        run.rank.lr = float(self.entries["lr"])
+        same = _restore_data(run, reader.decode_value(self.entries["data"]))
+        if not same:
+            why = f"the data of rank {run.rank.number()} yield other batches when they are read again"
+            run.mark("data", describe_repeats(why))
+
+    def _restore_inherited(self, run: CheckpointView, reader: ValueDecoder) -> None:
+        """Restores what another number of ranks hands on: an outer momentum, and compression residuals."""
+        rank, more = run.rank, reader.decode_value(self.entries["more"])
+        if more[OUTER] is not None:
+            run.experiment.strategy.takes(rank.replicas, run.state, more[OUTER])
+        mine = more[OWED].get(rank.id, {})
+        kept = {c.residual for c in inside(run.experiment.compressor)}
+        rank.memory.buffers.update({name: found for name, found in mine.items() if name in kept})
+        vars(run.rate).update(_keep_known(reader.decode_value(self.entries["rate"]), vars(run.rate)))
+        run.finite.take_first_loss(reader.decode_value(self.entries.get("first")))
+
+    def finish_restore(self, run: CheckpointView) -> None:
+        """Last of all before the first step: restores the policy and random numbers."""
+        if self.whole:
+            return
+        with self.refuse_misfits():
+            reader = self.make_decoder(run)
+            kept = reader.decode_value(self.entries["policy"])
+            own = [{**plain, "at_step": step} for step, plain in kept.pop("made", ())]  # as older versions wrote them
+            run.steering.restore_state(kept, [Change.read(plain, int(plain["at_step"])) for plain in self.made or own])
+            run.restore_slice_rng(reader.decode_value(self.entries["crowd"]))
+            run.restore_rng(_decode_rng_states(reader.decode_value(self.entries["draws"])))
+
+
+def _decode_trace(said: Any, model: nn.Module) -> AccessTrace:
+    """Returns a step's order of reading. Raises ValueError if `model` lacks a parameter."""
+    trial = AccessTrace.from_json(said)
+    if other := sorted(set(trial.names()) - {name for name, _ in model.named_parameters()}):
+        raise ValueError(f"it reads {_shorten_names(other)}, and this model has no such parameters")
+    return trial
+
+
+def _shorten_names(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _keep_known(said: Any, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the written values of attributes that still exist."""
+    return {name: value for name, value in said.items() if name in known}
+
+
+def _restore_values(run: RankView, saved: RestoredState) -> None:
+    """Restores parameters, buffers and frozen parameters."""
+    for what, here in (("parameters", ((n, x) for n, x, _ in locate_parameters(run))), ("beside", list_untrained(run))):
+        numbers = dict(saved.entries[what])
+        for name, x in here:
+            given = saved.read_tensor(numbers.pop(name))
+            if given.numel() != x.numel() or given.dtype != x.dtype:
+                raise ValueError(f"{name} has {x.numel()} elements of {x.dtype} here, and {given.numel()} of "
+                                 f"{given.dtype} there")  # fmt: skip
+            x.copy_(given.view(x.shape))
+        if numbers:
+            raise ValueError(f"it has {_shorten_names(list(numbers))}, and this run has not")
+
+
+def _restore_optimizer(run: RankView, saved: RestoredState) -> None:
+    """Restores the optimizer's state and settings."""
+    optimizer, places = run.optimizer, {place.name: place.param for place in run.layout.order}
+    reader = saved.make_decoder(run)
+    groups = reader.decode_value(saved.entries["groups"])
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(f"its optimizer has {len(groups)} groups, and this one {len(optimizer.param_groups)}")
+    optimizer.state.clear()
+    for name, (number, shape, on) in saved.entries["slots"].items():
+        slot, _, of = name.partition("/")
+        x = saved.read_tensor(number).view(tuple(shape))
+        optimizer.state[places[of]][slot] = x.to(places[of].device) if on != "cpu" else x
+    for name, more in reader.decode_value(saved.entries["others"]).items():
+        optimizer.state[places[name]].update(more)
+    for group, said in zip(optimizer.param_groups, groups, strict=True):
+        group.update({name: value for name, value in said.items() if name in group and name != "params"})
+
+
+def _restore_data(run: CheckpointView, said: Any) -> bool:
+    """Restores the rank's position in its data. Returns whether the last batches are equal."""
+    if said is None or run.reads is None:
+        return True
+    stands = {
+        tuple(client): ReaderPosition(total, drawn, early, _decode_rng_states(opened), _decode_rng_states(began), last)
+        for client, (total, drawn, early, opened, began, last) in said["stands"]
+    }
+    written = tuple(map(int, said["began"]))
+    batch, seed, step, used = written if len(written) != 3 else (*written, 0)  # an older version wrote 3
+    same = run.reads.restore_positions((batch, seed, step, used), _decode_rng_states(said["chance"]), stands)
+    run.reads.taken = int(said["taken"])
+    return same
+
+
+def _decode_rng_states(said: Any) -> Numbers | None:
+    """Converts states of random numbers back from `image.encode_rng_states`."""
+    if said is None:
+        return None
+    torchs, (name, keys, *rest), (version, numbers, gauss) = said
+    position, has, cached = rest
+    numpys = name, keys.numpy().astype("uint32"), int(position), int(has), float(cached)
+    return torchs, numpys, (version, tuple(numbers.tolist()), gauss)
+
+
+def open_image(checkpoint: Any, files: Any, rank: int, alone: bool = False) -> RestoredState:
+    """Returns the image that rank `rank` resumes from.
+
+    checkpoint, files: a Checkpoint of workbench.record.checkpoints and its Bytes, which the rank closes if `alone`
+    """
+    mine = checkpoint.each[0 if checkpoint.kind == "whole" else rank]
+    items: list[Any] = mine["items"]
+
+    def tensor(number: int) -> Tensor:
+        read = [read_blob(blob, files) for blob in (checkpoint.blobs[number] for number in items[number][1])]
+        return read[0] if len(read) == 1 else torch.cat([x.reshape(-1) for x in read])
+
+    close = files.close if alone else lambda: None
+    return RestoredState(str(checkpoint.path), checkpoint.kind, mine["said"], checkpoint.made, tensor, close,
+                    checkpoint.said.get("reads"), files.damage)  # fmt: skip
+
+
+def read_blob(blob: Any, files: Any) -> Tensor:
+    """Returns the tensor of a Blob's bytes. Raises RunError if its file is damaged."""
+    dtype = getattr(torch, blob.dtype)
+    if not blob.nbytes:
+        return torch.zeros(blob.sizes, dtype=dtype)
+    return torch.frombuffer(files.read(blob), dtype=dtype).view(blob.sizes)

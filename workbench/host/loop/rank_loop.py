@@ -1,0 +1,394 @@
+"""The loop of a rank on either host: boundary, step, evaluation, again.
+
+The loop is a coroutine like a strategy's step, and the same host drives it. Each host implements the abstract methods,
+which need a clock, a connection or a person.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from workbench.experiment import Experiment
+from workbench.host.checkpoint.saving import CheckpointableRank, CheckpointEvent
+from workbench.host.core.planned import Planned
+from workbench.host.core.rate import Rate
+from workbench.host.loop import asynchronous
+from workbench.host.loop.bucket_order import BucketOrdering
+from workbench.host.loop.elastic_member import ElasticMember
+from workbench.host.memory.account import MemoryAccount
+from workbench.host.observe.compression_error import CompressionErrorProbe
+from workbench.host.observe.evaluating import Evaluated
+from workbench.host.observe.non_finite import NonFiniteGuard
+from workbench.host.passes.in_flight import InFlight
+from workbench.host.passes.pipelining import drain_pipeline
+from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.spread import ReplicaSpread
+from workbench.host.reconfigure import changes
+from workbench.host.reconfigure.policy_runner import PolicyRunner, PolicyTick
+from workbench.host.reconfigure.unfreezing import agree_on_unfrozen, train_unfrozen
+from workbench.host.sharding.access_trace import AccessTrace
+from workbench.host.sharding.unsharder import Unsharder
+from workbench.host.sharding.usage import ParameterUsage
+from workbench.host.transfer import residual
+from workbench.host.transfer.shards import ShardLayout
+from workbench.rank import Bucket, Op, Rank
+from workbench.settings import Change, Json
+from workbench.tasks import Learner
+
+if TYPE_CHECKING:
+    from workbench.strategies import Strategy
+
+
+class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
+    """The part of a Session that goes from boundary to boundary. Each `views.py` says what others use of it.
+
+    planned:       future changes, in the order of their steps
+    pending_pause: seconds of a fault's pause before this rank's next step
+    """
+
+    experiment: Experiment
+    rank: Rank
+    state: Any  # the strategy's own
+    rate: Rate
+    measuring: CompressionErrorProbe
+    ledger: MemoryAccount
+    reading: Unsharder
+    flow: InFlight
+    steering: PolicyRunner
+    finite: NonFiniteGuard
+    spread: ReplicaSpread | None = None
+    flushing = 0
+    pending_pause = 0.0
+    _examples = -1  # of the last step, as recorded
+    _laid = False  # whether all state is placed for the first step
+
+    if TYPE_CHECKING:  # attributes in the engine, properties in the simulator
+
+        @property
+        def learner(self) -> Learner: ...
+        @property
+        def layout(self) -> ParameterLayout: ...
+        @property
+        def model(self) -> nn.Module: ...
+        @property
+        def optimizer(self) -> Optimizer: ...
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether ranks make steps without a meeting in every round."""
+        strategy = self.experiment.strategy
+        if self.rank.mesh.inside:  # a replica's stages exchange each batch, and all ranks get each ticket
+            return False
+        return not strategy.lockstep or strategy.propagation_in(self.rank.size, self.rank.step) > 0
+
+    @property
+    def due_count(self) -> int:
+        """The number of planned changes that are due at this rank's step."""
+        return sum(change.at_step <= self.rank.step for change in self.planned)
+
+    async def train_from_start(self) -> None:
+        """Trains from the first evaluation to the last step."""
+        await self.place_state()
+        await self.saving.restore_state()
+        self.steering.plan_first()
+        await self.evaluate_model(together=True)
+        self.saving.finish_restore()
+        self.set_phase("running")
+        self.ledger.recount_standing()
+        await self.run_steps()
+
+    async def run_steps(self) -> None:
+        """Makes steps and evaluations until the run is over."""
+        self.start_background()
+        while not await self.check_ended():
+            before = self.rank.step
+            if not asynchronous.is_idle(self.experiment, self.rank):  # an idle rank only takes changes
+                await self.make_step()
+            if self.experiment.evaluates(before, self.rank.step):
+                await self._agree_on_unfrozen()
+                await self.evaluate_model(together=self.experiment.strategy.lockstep)
+        await drain_pipeline(self.flow)
+        await self._agree_on_unfrozen()
+        await self.await_background()
+        strategy = self.experiment.strategy
+        if strategy.lockstep and strategy.can_drain:
+            await strategy.drain(self.rank.replicas, self.state)
+        if self.experiment.task.keeps:
+            await self.saving.make_checkpoint(asked=False, last=True)
+        await self.finish_run()
+
+    async def place_state(self) -> None:
+        """Places all sharded state before the first step."""
+        await self.split_state(ahead=True)
+        self._laid = True
+        self.mark_buckets()
+        self.ledger.note_model_cut()
+
+    async def check_ended(self) -> bool:
+        """Takes what is due at this boundary. Returns whether this rank has made its last step."""
+        await self.pass_boundary()
+        e = self.experiment
+        return self.is_ended or (e.strategy.lockstep and 0 < e.steps <= self.rank.step)
+
+    async def make_due_changes(self) -> None:
+        """Makes the changes that are due before the next step. Ranks that are `apart` meet for them first."""
+        apart = self.is_asynchronous
+        if apart:
+            if not await self.check_meeting():
+                return
+            await self.assemble_ranks()
+        if apart or self.due_count:
+            await agree_on_unfrozen(self)
+        due = self.called_count if apart else self.due_count
+        taken, self.planned = self.planned[:due], self.planned[due:]
+        await self.make_changes(taken)
+        while self.due_count and not self.is_asynchronous:  # ranks that met late are past their steps
+            await self.make_changes([self.planned.pop(0)])
+        await self.take_requests(apart)
+        if apart or self.is_asynchronous:
+            self.start_background()
+
+    async def execute_change(self, change: Planned) -> bool:
+        """Makes or refuses one change, asks the policy, or makes a checkpoint. Returns whether a change was made."""
+        if isinstance(change, CheckpointEvent):
+            await self.saving.make_planned(change)
+            return False
+        if isinstance(change, PolicyTick):
+            made = await self.steering.run_tick(change)
+        else:
+            assert isinstance(change, Change)
+            with self.guard_step(True):
+                made = await self.steering.follow_change(change, changes.execute_change(self, change))
+        self.ledger.recount_standing()
+        self.saving.plan_next()
+        return made
+
+    async def make_step(self) -> None:
+        """Makes one step, and the work that a step can cause."""
+        if self.pending_pause:
+            seconds, self.pending_pause = self.pending_pause, 0.0
+            stood = await Op("stand", seconds)
+            self.mark("fault", {"text": f"stood still for {stood:.1f} s"})
+        if (due := self.rate.due(self)) != self.rank.lr:
+            await self._make_late_updates()
+        self.rate.follow(self, due)
+        self.rank.clip = self.experiment.clip
+        if self.reads is not None:
+            self.reads.note_boundary(self.rank.step)
+        with self.guard_step():
+            self.ledger.begin_step()
+            before = self.drawn_batches
+            made = await self.step_strategy()
+            self.ledger.end_step()
+            self._note_examples((self.drawn_batches - before) * self.experiment.batch)
+            if self.flushing and self.has_met:
+                if self.experiment.strategy.in_flight:
+                    await self.experiment.strategy.drain(self.rank.replicas, self.state)
+                await residual.count_flush_step(self)
+            if self.reading.learning:
+                await self.reading.learn_trace(self.access_trace)
+            await self._train_unfrozen()
+            if self.has_new_order:
+                await self.reorder_buckets(await self.learn_order())
+            self.rank.step += made
+        self.steering.steps += 1
+        self.note_steps(made)
+
+    async def _train_unfrozen(self) -> None:
+        """A parameter that the model has unfrozen joins, if the ranks have met in this step."""
+        if names := list(self.usage.unfrozen):
+            await train_unfrozen(self, names)
+        elif not (self.is_asynchronous or self.usage.settled or self.usage.step is not None):
+            if self.has_met or self.rank.size == 1:
+                await agree_on_unfrozen(self)
+
+    def _note_examples(self, count: int) -> None:
+        """Records the number of this step's examples if it has changed; only on a replica's first rank."""
+        first = not self.rank.mesh.inside or self.rank.inside.index == 0
+        if first and self.experiment.batch and count != self._examples:
+            self._examples = count
+            self.sample("examples", count)
+
+    async def evaluate_model(self, together: bool) -> None:
+        """Records the held-out loss, outside step time.
+
+        together: of the mean model, for which all ranks meet; if not, of the parameters that this rank knows
+        """
+        await self._make_late_updates()
+        began = self.now
+        if together:
+            numbers, drift = await self.evaluate_mean()
+        else:
+            known = await self.experiment.strategy.known(self.rank, self.state)
+            numbers, drift = await self.evaluate_known(known or self.layout.list_params())
+        self.span("eval", "evaluate", began)
+        if drift is not None:
+            self.sample("drift", drift)
+        self.held_out = numbers.get("loss", self.held_out)
+        for name, value in numbers.items():
+            self.sample("held_out" if name == "loss" else f"held_out:{name}", value)
+
+    async def _agree_on_unfrozen(self) -> None:
+        """What some rank has unfrozen joins, if ranks keep a step in common and have not agreed on it in that step."""
+        if self.experiment.strategy.lockstep and not self.usage.settled:
+            await agree_on_unfrozen(self)
+
+    async def _make_late_updates(self) -> None:
+        """Makes late updates of earlier steps, while the rate still is the one of their step."""
+        strategy = self.experiment.strategy
+        if strategy.late_update:
+            await strategy.drain(self.rank.replicas, self.state)
+
+    def mark_buckets(self) -> None:
+        """Records the size of each bucket in bytes, on rank 0, from the first step on."""
+        if self.rank.id == 0 and self._laid:
+            self.mark("buckets", {"nbytes": [b.nbytes for b in self.layout.buckets]})
+
+    # -- what a host implements --
+
+    @property
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds since the run began."""
+
+    @property
+    @abstractmethod
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent over its links."""
+
+    @property
+    @abstractmethod
+    def drawn_batches(self) -> int:
+        """The number of batches that this rank has drawn."""
+
+    @property
+    @abstractmethod
+    def is_ended(self) -> bool:
+        """Whether the run is over, at any step."""
+
+    @property
+    @abstractmethod
+    def has_met(self) -> bool:
+        """Whether all ranks have exchanged something in this step."""
+
+    @property
+    @abstractmethod
+    def called_count(self) -> int:
+        """The number of planned changes that are due on rank 0, after a meeting."""
+
+    @abstractmethod
+    async def step_strategy(self) -> int:
+        """Makes the strategy's step. Returns the number of steps that it counts for."""
+
+    @abstractmethod
+    async def broadcast_text(self, text: str, by: int = 0) -> str:
+        """Broadcasts `text` of rank `by` to every rank."""
+
+    @abstractmethod
+    def tune_partition(self) -> None:
+        """Applies new knobs of the partition, without moving the model."""
+
+    @property
+    @abstractmethod
+    def has_new_order(self) -> bool:
+        """Whether the first exchanged backward has just shown the order of gradients."""
+
+    @abstractmethod
+    async def learn_order(self) -> list[str]:
+        """Returns the order of gradients, the same on all ranks that hold the same part of the model."""
+
+    @property
+    @abstractmethod
+    def usage(self) -> ParameterUsage:
+        """What this rank's steps use, and what the model has unfrozen."""
+
+    @property
+    def access_trace(self) -> AccessTrace | None:
+        """The parameters that a step reads, if the host knows them without its Reading."""
+        return None
+
+    @abstractmethod
+    async def evaluate_mean(self) -> Evaluated:
+        """Returns the held-out numbers of the mean model, on rank 0, and each rank's drift from it."""
+
+    @abstractmethod
+    async def evaluate_known(self, known: list[Bucket]) -> Evaluated:
+        """Returns the held-out numbers of the parameters in `known`, without waiting for other ranks."""
+
+    @abstractmethod
+    async def check_meeting(self) -> bool:
+        """Returns whether there is a meeting now. An idle rank waits for one."""
+
+    @abstractmethod
+    async def assemble_ranks(self) -> None:
+        """Waits for all ranks, and for the end of their backgrounds."""
+
+    async def take_requests(self, apart: bool) -> None:
+        """Takes the requests of people."""
+
+    async def await_background(self) -> None:
+        """Waits until the background has ended."""
+
+    async def finish_run(self) -> None:
+        """Reports how the run has ended on this rank."""
+
+    def note_steps(self, made: int) -> None:
+        """Notes that the rank has made `made` steps."""
+
+    @abstractmethod
+    def start_background(self) -> None:
+        """Starts the background, or starts it again after a meeting."""
+
+    @abstractmethod
+    async def gather(self, number: int) -> list[int]: ...
+    @abstractmethod
+    def foresee_reads(self, cheaply: bool) -> AccessTrace | None: ...
+    @abstractmethod
+    def require_trainable(self, wanted: Experiment) -> Experiment: ...
+    @abstractmethod
+    def make_example(self, wanted: Experiment) -> Any: ...
+    @abstractmethod
+    def make_optimizer(self, wanted: Experiment, params: list[nn.Parameter] | None = None) -> Optimizer: ...
+    @abstractmethod
+    def use_optimizer(self, optimizer: Optimizer) -> None: ...
+    @abstractmethod
+    def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None: ...
+    @abstractmethod
+    def choose_lane(self) -> None: ...
+    @abstractmethod
+    def lay_out_parameters(self, names: set[str], spread: ReplicaSpread | None, held: bool = True) -> None: ...
+    @abstractmethod
+    def sharded(self, buckets: ShardLayout | None) -> None: ...
+    @abstractmethod
+    def restart_data(self, used: int) -> None: ...
+    @abstractmethod
+    async def resize_buckets(self, bucket_mb: float) -> None: ...
+    @abstractmethod
+    def record_switch(self, was: Experiment, wanted: Experiment) -> AbstractContextManager[None]: ...
+    @abstractmethod
+    async def leave(self, strategy: Strategy) -> None: ...
+    @abstractmethod
+    def enter_strategy(self, was: Experiment | None, wanted: Experiment) -> None: ...
+    @abstractmethod
+    def reset_groups(self) -> None: ...
+    @abstractmethod
+    async def leave_opaque(self) -> None: ...
+    @abstractmethod
+    def enter_opaque(self) -> None: ...
+
+    @abstractmethod
+    def span(self, lane: str, name: str, began: float, nbytes: int = 0) -> None:
+        """Records a span from `began` to now."""
+
+    @abstractmethod
+    def sample(self, name: str, value: float) -> None: ...
+    @abstractmethod
+    def mark(self, name: str, detail: Mapping[str, Json]) -> None: ...
+    @abstractmethod
+    def set_phase(self, phase: str) -> None: ...

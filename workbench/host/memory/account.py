@@ -1,0 +1,313 @@
+"""The Ledger of one rank: its bytes by category, recorded whenever they change, on both hosts.
+
+Samples are called "memory CATEGORY", in bytes: the category's peak in a step. "memory peak" is the device's peak,
+"memory on host" and "memory on disk" are state that a strategy keeps there. Categories that stay from step to step are
+recounted after a possible change. Looking at activations and gradients costs time, so the ledger looks in the first
+steps, after a change, and then every LOOK_EVERY steps.
+
+A storage belongs to the first category that has it. The peak assumes that buffers in flight coincide with the worst
+moment. A batch is the last one drawn. Gradients between two nodes of the graph count. Temporaries inside a node or call
+(of a layer, an optimizer, gloo) do not. An evaluation counts every tensor that torch's calls make, in the first one
+after a change and then every LOOK_EVERY steps. The peak includes it if more evaluations follow.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from workbench.host.memory import memory
+from workbench.host.memory.budget import BETWEEN, EVALUATED, MB, STEP, require_fits
+from workbench.host.memory.buffers import BufferCounter
+from workbench.host.memory.memory_counts import MemoryCounts, SortedBytes
+from workbench.host.memory.offload import OffloadStore
+from workbench.host.memory.storage_tracker import StorageTracker
+from workbench.host.memory.views import AccountView
+from workbench.rank import Memory
+
+CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "batches", "strategy state",
+              "compressor state", "buffers in flight", "evaluation")  # fmt: skip
+PASSING = ("gradients", "activations")  # only within a step
+ALONE = "evaluation"  # only between two steps
+LOOK_EVERY = 32  # steps between two looks at activations
+FRESH_STEPS = 3  # steps to look at after the start and after a change
+NOTICED_SHARE = 0.01  # share of a category: a smaller change is not recorded
+_MadeOf = tuple[bool, int | None, int, int, dict[str, int]]  # what a record depends on; see `_write`
+
+
+class MemoryAccount:
+    """One rank's bytes by category.
+
+    away:   the state that it keeps away from its device
+    beside: gets a chip allocator's own figures, by name
+    """
+
+    def __init__(self, run: AccountView, counts: MemoryCounts, away: OffloadStore,
+                 beside: Callable[[], dict[str, int]] = dict) -> None:  # fmt: skip
+        self._run, self._counts, self.away, self._beside = run, counts, away, beside
+        self.buffers = BufferCounter(run)
+        self.due = True  # look at the present step
+        self._fresh, self._last = FRESH_STEPS, 0
+        self._inputs: list[Any] = []
+        self._standing: dict[str, int] = {}
+        self._memories: list[Memory] = []  # of strategy and compressor
+        self._seen: tuple[int | tuple[int, ...], ...] | None = None  # the key of the last count of what stays
+        self._most: dict[str, int] = {}  # peaks in this step or the last one looked at
+        self._together = 0  # peak of activations and gradients together
+        self._written: dict[str, int] = {}
+        self._holds: int | None = None  # bytes of parameters, if a strategy says so: now,
+        self._held: int | None = None  # and at most in the step
+        self._counted = 0  # bytes of parameters that were counted with what stays
+        self._surge = 0  # bytes that a hand-over takes in addition
+        self._told: tuple[_MadeOf, dict[str, int]] | None = None  # the last record and its key
+        self._following: StorageTracker | None = None  # of the present evaluation
+        self._evaluated = 0  # its last peak, if more follow
+        self._evaluated_at = -1  # its step; -1: no look since a change
+        self._step = 0, 0  # the last step's extra bytes of parameters, and of buffers in flight
+
+    # -- between steps --
+
+    def recount_standing(self) -> None:
+        """After a change, or when the run begins: recounts what stays, and looks at the next steps.
+
+        Raises OutOfMemory if what stays exceeds `memory_mb`, or the change itself did.
+        """
+        self._fresh, self._seen = FRESH_STEPS, None
+        self._evaluated, self._evaluated_at = 0, -1
+        told = self._record_changes(between=True)
+        self._require_budget(told, BETWEEN)
+        self._surge = 0
+
+    def note_surge(self, nbytes: int) -> None:
+        """Notes bytes that a hand-over takes in addition to what stays before and after it."""
+        self._surge = max(self._surge, nbytes)
+
+    @property
+    def has_optimizer_state(self) -> bool:
+        """Whether the optimizer has state on this device."""
+        return bool(self._counts.list_standing()["optimizer state"])
+
+    def note_model_cut(self) -> None:
+        """Between two steps: this rank keeps only its part of the model, which was built in the host's memory."""
+        self._held = self._holds
+
+    def begin_step(self) -> None:
+        """Begins a step."""
+        self._recount_standing()
+        self.buffers.take_peak(stepping=True)
+        self._held = self._holds
+        if not self._run.experiment.eval_every:  # no more evaluations
+            self._evaluated = 0
+            self._write_down(dict.fromkeys([ALONE] if self._written.get(ALONE) else [], 0))
+        self.due = self._fresh > 0 or self._run.rank.step - self._last >= LOOK_EVERY
+        if self.due:
+            self._most, self._together, self._inputs, self._told = {}, 0, [], None
+
+    def end_step(self) -> None:
+        """Ends a step. Raises OutOfMemory if it took more than `memory_mb`."""
+        if self.due:
+            self._note_peak("gradients", self._counts.count_gradients())
+            self._seen, self._last, self._fresh = None, self._run.rank.step, max(0, self._fresh - 1)
+            self._inputs = []
+        told = self._record_changes()
+        self._step = max(0, (self._held or 0) - (self._holds or 0)), told["buffers in flight"]
+        self._require_budget(told, STEP)
+        self.due = False
+
+    def _require_budget(self, told: dict[str, int], when: str) -> None:
+        run = self._run
+        if run.experiment.memory_mb:
+            of = {name: told[name] for name in CATEGORIES if name in told}
+            if when != STEP:
+                of = of | dict.fromkeys(PASSING, 0) | {"gradients": self._standing["gradients"]}
+            require_fits(run, told["peak"], of | {"what moves": self._surge}, when)
+
+    # -- evaluation --
+
+    @property
+    def is_evaluation_measured(self) -> bool:
+        """Whether the next evaluation is looked at. Nearly all are like the one before."""
+        return self._evaluated_at < 0 or self._run.rank.step - self._evaluated_at >= LOOK_EVERY
+
+    @contextmanager
+    def measure_evaluation(self, kept: int = 0) -> Iterator[None]:
+        """Inside, the model is evaluated on this thread. kept: bytes held for the evaluation alone
+
+        Raises OutOfMemory if it exceeds `memory_mb`.
+        """
+        if not self.is_evaluation_measured:
+            yield
+            return
+        self._held, self.buffers.measured = self._holds, self._run.reading.sharded
+        self.buffers.take_peak(stepping=False)
+        self._following = following = StorageTracker(rises=partial(self._require_now, kept))
+        try:
+            self._recount_standing()
+            self._require_now(kept)
+            with following:
+                yield
+        finally:
+            self._following, self.buffers.measured = None, False
+        self.note_evaluation(kept + following.most[0], self.buffers.take_peak(stepping=False))
+
+    def _require_now(self, kept: int) -> None:
+        """Raises OutOfMemory if the present evaluation has already outgrown `memory_mb`."""
+        limit = self._run.experiment.memory_mb * MB
+        if self._following is not None and limit:
+            made, moved = kept + self._following.most[0], self.buffers.most
+            if sum(self._count_between_steps(moved).values()) + self._most.get("batches", 0) + made > limit:
+                self.note_evaluation(made, moved, "or more ")
+
+    def exclude_fetched(self) -> AbstractContextManager[None]:
+        """Inside, new tensors are fetched parameters, which do not count as the evaluation's."""
+        return self._following.pause_counting() if self._following is not None else nullcontext()
+
+    def note_evaluation(self, nbytes: int, moved: int | None = None, more: str = "") -> None:
+        """Notes the peak bytes of an evaluation.
+
+        moved: bytes in flight for it; None: as in a step, and shards as well
+
+        Raises OutOfMemory if the sum exceeds `memory_mb`.
+        """
+        if moved is None:
+            beyond, moved = self._step
+            self._held = None if self._holds is None else self._holds + beyond
+        self._recount_standing()
+        told = self._count_between_steps(moved) | {"batches": self._most.get("batches", 0), ALONE: nbytes, "peak": 0}
+        told["peak"] = sum(told.values())
+        self._held, self._told = self._holds, None
+        self._evaluated, self._evaluated_at = told["peak"], self._run.rank.step
+        self._write_down({ALONE: nbytes, "peak": told["peak"]})
+        self._require_budget(told, more + EVALUATED)
+
+    # -- in a step --
+
+    def note_forward(self, inputs: Any = None) -> None:
+        """Notes the end of a forward with these `inputs`."""
+        if self.due:
+            self._inputs.append(inputs)
+            self._note_peak("batches", self._counts.count_batch())
+            kept = self._counts.measure_forward(self._inputs)
+            if kept is not None:
+                self._note_peak("activations", kept)
+            self._note_joint_peak(self._counts.count_gradients() + (kept or 0))
+
+    def measure_backward(self, exchanged: bool) -> AbstractContextManager[None]:
+        """Inside, one backward runs."""
+        return self._measure_backward(exchanged) if self.due else nullcontext()
+
+    @contextmanager
+    def _measure_backward(self, exchanged: bool) -> Iterator[None]:
+        with self._counts.measure_backward(exchanged) as most:
+            yield
+        gradients = self._counts.count_gradients()
+        self._note_peak("gradients", gradients)
+        self._note_joint_peak(max(most(), gradients + self._counts.count_activations()))
+
+    def note_held(self, nbytes: int | None) -> None:
+        """Notes the bytes of parameters that a sharding strategy holds now; None: no strategy shards them."""
+        self._holds, self._held = nbytes, None if nbytes is None else max(self._held or 0, nbytes)
+        self._require_now(0)
+
+    def note_submodel(self, params: Iterable[Tensor], state: Any = None) -> None:
+        """Notes a sub-model that is trained in this step, with parameters of its own.
+
+        state: its optimizer state, or the bytes of it
+        """
+        self._held = max(self._held or 0, self._run.layout.held + sum(p.nbytes for p in params))
+        if self.due and state:
+            nbytes = state if isinstance(state, int) else memory.count_bytes(memory.find_storages(dict(state)))
+            self._note_peak("optimizer state", nbytes)
+
+    def _note_peak(self, category: str, nbytes: int) -> None:
+        self._most[category], self._told = max(self._most.get(category, 0), nbytes), None
+
+    def _note_joint_peak(self, nbytes: int) -> None:
+        self._together, self._told = max(self._together, nbytes), None
+
+    # -- what stays --
+
+    def _recount_standing(self) -> None:
+        """Recounts what stays from step to step, if something may have changed it."""
+        run = self._run
+        stashed = sum(x.nbytes for x in run.flow.stashed)
+        seen = (
+            id(run.layout.buckets),
+            self._counts.has_gradient_memory,
+            id(run.optimizer),
+            len(run.optimizer.state),
+            id(run.state),
+            self.away.item_count,
+            stashed,
+        )
+        if (*seen, *map(_measure_content, self._memories)) == self._seen:
+            return
+        self._memories = [run.rank.memory, *memory.find_memories(run.state)]
+        self._seen = (*seen, *map(_measure_content, self._memories))
+        kept, standing = run.rank.memory, self._counts.list_standing()
+        held = memory.find_storages([kept.buffers, kept.parts])
+        own = {"strategy state": memory.find_storages(run.state), "compressor state": held}
+        key, alike = (id(standing), seen[0]), self._counts.shared_counts if not any(own.values()) else {}
+        if key not in alike:
+            alike[key] = self._sort_storages(standing | own)
+        found = alike[key]
+        self._standing, self._counted, self._told = dict(found.nbytes), run.layout.held, None
+        self._standing["parameters"] += stashed  # for a later backward or drain
+        self.buffers.known, self.buffers.buckets, self.buffers.rooms = found[1:]
+
+    def _sort_storages(self, every: dict[str, memory.Storages]) -> SortedBytes:
+        """Returns the bytes by category, each storage in its first one, and what `BufferCounter` needs."""
+        nbytes, known = dict[str, int](), memory.Storages()
+        for category, found in every.items():
+            nbytes[category] = memory.count_bytes({where: s for where, s in found.items() if where not in known})
+            known |= found
+        buckets = self._run.layout.buckets
+        known |= memory.find_storages([bucket.data for bucket in buckets])
+        rooms = {id(b.data): weakref.ref(b.data) for b in buckets if len(b.parts) > 1 or b.data.is_meta}
+        return SortedBytes(nbytes, {where: weakref.ref(s) for where, s in known.items()}, list(buckets), rooms)
+
+    def _count_between_steps(self, moved: int) -> dict[str, int]:
+        """Returns the bytes by category between two steps, with `moved` in flight."""
+        now = self._standing | {"buffers in flight": moved}
+        if self._held is not None:
+            now["parameters"] += self._held - self._counted
+        return now
+
+    def _record_changes(self, between: bool = False) -> dict[str, int]:
+        """Records changed categories, and returns all. between: nothing is computed, as between two steps"""
+        self._recount_standing()
+        moved, away = self.buffers.take_peak(stepping=False), self.away.take_peaks()
+        made_of = between, self._held, self._surge, moved, away
+        if not self.due and self._told is not None and self._told[0] == made_of:
+            return self._told[1]  # nearly all steps are like the one before
+        room = self._standing["gradients"]
+        now = self._count_between_steps(moved) | self._most
+        now["gradients"] = max(room, now["gradients"])
+        together = room + self._surge if between else max(self._together, room)
+        told = {category: now[category] for category in CATEGORIES if category in now}
+        others = sum(v for k, v in told.items() if k not in PASSING)
+        told["peak"] = others + together
+        if self.due or not self._written:
+            told |= self._beside()
+        told |= {f"on {where}": nbytes for where, nbytes in away.items()}
+        self._write_down(told | {"peak": max(told["peak"], self._evaluated)})
+        self._told = made_of, told
+        return told
+
+    def _write_down(self, told: dict[str, int]) -> None:
+        """Records the values that have changed."""
+        for name, value in told.items():
+            before = self._written.get(name)
+            if before is None or abs(value - before) > NOTICED_SHARE * before:
+                self._written[name] = value
+                self._run.sample(f"memory {name}", value)
+
+
+def _measure_content(memory: Memory) -> tuple[int, ...]:
+    """Returns a value that changes with the content of a Memory."""
+    return tuple(map(len, (*memory.buffers.values(), *memory.parts.values())))

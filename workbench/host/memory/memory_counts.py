@@ -1,0 +1,125 @@
+"""The source of a Ledger's numbers: a rank's real tensors, or a host's other knowledge of sizes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, UntypedStorage, nn
+
+from workbench.host.memory import memory
+from workbench.host.memory.backward_peak import BackwardMeter, GraphHooks
+from workbench.host.memory.views import AccountView
+from workbench.rank import Bucket
+
+
+class SortedBytes(NamedTuple):
+    """What stays from step to step.
+
+    nbytes:  bytes by category, each storage in its first one
+    known:   weak references by address to the storages
+    buckets: the gradient buckets
+    rooms:   weak references by id to the vectors of buckets that stay
+    """
+
+    nbytes: dict[str, int]
+    known: dict[int, weakref.ref[UntypedStorage]]
+    buckets: list[Bucket]
+    rooms: dict[int, weakref.ref[Tensor]]
+
+
+class MemoryCounts(Protocol):
+    """A host's source of memory figures for one replica.
+
+    shared_counts: results shared by ranks that hold the same tensors; empty if each rank has its own
+    """
+
+    @property
+    def shared_counts(self) -> dict[tuple[int, int], SortedBytes]: ...
+    @property
+    def has_gradient_memory(self) -> bool: ...  # whether buckets keep memory for gradients
+    def list_standing(self) -> dict[str, memory.Storages]: ...  # "parameters", "gradients" (vectors), "optimizer state"
+    def measure_forward(self, inputs: Any) -> int | None: ...  # bytes kept for backwards to come; None: unknown
+    def measure_backward(self, exchanged: bool) -> AbstractContextManager[Callable[[], int]]: ...  # yields its peak
+    def count_gradients(self) -> int: ...
+    def count_activations(self) -> int: ...  # bytes kept for backwards to come
+    def count_batch(self) -> int: ...  # bytes of the forward's batch
+
+
+class FullyShardedView(Protocol):
+    """torch's fully_shard, while it trains."""
+
+    def list_whole(self) -> list[Tensor]: ...  # parameters that are gathered now
+    def gradients(self) -> int: ...  # their bytes
+    def measure_backward(
+        self, activations: Callable[[], int]
+    ) -> AbstractContextManager[Callable[[], int]]: ...  # as `backward`
+
+
+class RealMemoryCounts:
+    """Numbers from real tensors.
+
+    opened: the losses with a backward to come
+    batch:  bytes of the last batch
+    fully:  torch's fully_shard, while it trains
+    part:   the parameters of a sub-model, while it trains, that are not the whole model's
+    """
+
+    def __init__(self, run: AccountView, opened: Callable[[], Iterable[Tensor]], batch: Callable[[], int],
+                 fully: Callable[[], FullyShardedView | None] = lambda: None,
+                 part: Callable[[], list[nn.Parameter]] = list) -> None:  # fmt: skip
+        self._run, self._opened, self.count_batch, self._fully, self._part = run, opened, batch, fully, part
+        self._alive: memory.Alive = []
+        self._hooks = GraphHooks()
+
+    @property
+    def shared_counts(self) -> dict[tuple[int, int], SortedBytes]:
+        return {}
+
+    @property
+    def has_gradient_memory(self) -> bool:
+        return bool(self._run.layout.roomy)
+
+    def list_standing(self) -> dict[str, memory.Storages]:
+        layout = self._run.layout
+        return {
+            "parameters": memory.find_parameters(self._run.model, layout),
+            "gradients": memory.find_storages(memory.list_bucket_vectors(layout)),
+            "optimizer state": memory.find_optimizer_state(self._run.optimizer),
+        }
+
+    def measure_forward(self, inputs: Any) -> int:
+        """Returns the bytes that the open losses keep, without parameters and inputs."""
+        run, fully = self._run, self._fully()
+        others = memory.find_parameters(run.model, run.layout) | memory.find_storages([inputs, run.flow.versions.kept])
+        others |= memory.find_storages(fully.list_whole()) if fully else memory.find_storages(self._part())
+        opened = list(self._opened())
+        self._hooks.hook_graphs(opened)
+        kept = memory.find_saved(opened)
+        self._alive = memory.watch_storages({where: s for where, s in kept.items() if where not in others})
+        return self.count_activations()
+
+    @contextmanager
+    def measure_backward(self, exchanged: bool) -> Iterator[Callable[[], int]]:
+        layout, before = self._run.layout, self.count_gradients()
+        if fully := self._fully():
+            with fully.measure_backward(self.count_activations) as most:
+                yield most
+            return
+        with self._hooks.listen_to_backward(
+            BackwardMeter(layout, self._alive, memory.make_gradient_counter(layout, exchanged))
+        ) as passing:
+            yield lambda: before + passing.most
+
+    def count_gradients(self) -> int:
+        fully = self._fully()
+        if fully:
+            return int(fully.gradients())
+        return memory.count_bytes(
+            memory.find_gradients(self._run.layout) | memory.find_storages([p.grad for p in self._part()])
+        )
+
+    def count_activations(self) -> int:
+        return memory.count_alive_bytes(self._alive)

@@ -1,0 +1,124 @@
+"""Runs several ranks' passes in one process, with meetings between them.
+
+Each pass has a thread, but only one thread runs at a time: until its pass asks for a meeting or ends. When all passes
+have asked, all get their answers. Sums are added in rank order. So results do not depend on thread scheduling.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.host.passes.coded_exchange import MeetingKind, cut_parts
+
+Work = Callable[[Callable[[MeetingKind, Tensor], Tensor]], Any]
+
+
+class _PassAborted(BaseException):
+    """Ends a waiting pass after another pass has failed."""
+
+
+class _LocalRank:
+    """One rank's pass and its thread.
+
+    turn: released when the pass may run
+    rest: released when the pass has asked, ended or failed
+    """
+
+    def __init__(self, work: Work) -> None:
+        self.turn, self.rest = threading.Semaphore(0), threading.Semaphore(0)
+        self.asked: tuple[MeetingKind, Tensor] | None = None
+        self.answer: Tensor | None = None
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.over = False
+        self._grad = torch.is_grad_enabled()
+        self._numbers = torch.get_rng_state()
+        self._thread = threading.Thread(target=self._run_thread, args=(work,), daemon=True)
+
+    def run_to_meeting(self) -> None:
+        """Runs the pass until it asks for a meeting, ends or fails."""
+        torch.set_rng_state(self._numbers)
+        if self._thread.ident is None:
+            self._thread.start()
+        self.turn.release()
+        self.rest.acquire()
+        self._numbers = torch.get_rng_state()
+
+    def end_pass(self) -> None:
+        """Ends a pass that waits for an answer."""
+        if self._thread.ident is not None:
+            self.error = self.error or _PassAborted()
+            self.turn.release()
+            self._thread.join()
+
+    def _run_thread(self, work: Work) -> None:
+        self.turn.acquire()
+        try:
+            with torch.set_grad_enabled(self._grad):
+                self.value = work(self._request_meeting)
+        except BaseException as error:
+            self.error = error
+        self.over, self.asked = True, None
+        self.rest.release()
+
+    def _request_meeting(self, meeting: MeetingKind, x: Tensor) -> Tensor:
+        self.asked = meeting, x.detach()
+        self.rest.release()
+        self.turn.acquire()
+        if self.error is not None:
+            raise self.error
+        answer, self.answer = self.answer, None  # the pass holds the only reference, and can free it
+        assert answer is not None
+        return answer
+
+
+def run_together(works: Sequence[Work]) -> list[Any]:
+    """Runs all passes, each with a function that performs meetings, and returns their results.
+
+    Raises the first error of a pass, or RuntimeError if passes ask for different meetings.
+    """
+    members = [_LocalRank(work) for work in works]
+    try:
+        while not all(member.over for member in members):
+            for member in members:
+                if not member.over:
+                    member.run_to_meeting()
+                if member.error is not None:
+                    raise member.error
+            _answer_meeting(members)
+    finally:
+        for member in members:
+            if not member.over:
+                member.end_pass()
+    return [member.value for member in members]
+
+
+def _answer_meeting(members: list[_LocalRank]) -> None:
+    asked = [member.asked for member in members if member.asked is not None]
+    if not asked:
+        return
+    meeting = asked[0][0]
+    if len(asked) < len(members) or any(other != meeting for other, _ in asked):
+        said = ", ".join(member.asked[0].name if member.asked else "the end" for member in members)
+        raise RuntimeError(f"ranks that compute together must ask for the same in the same order; they came to {said}")
+    for member, answer in zip(members, compute_answers(meeting, [x for _, x in asked]), strict=True):
+        member.asked, member.answer = None, answer
+
+
+def compute_answers(meeting: MeetingKind, xs: list[Tensor]) -> list[Tensor]:
+    """Returns each rank's answer to a meeting."""
+    if meeting.what == "own":
+        return [cut_parts(x, len(xs), meeting)[k].clone() for k, x in enumerate(xs)]
+    if meeting.what == "gather":
+        return [torch.cat(xs, meeting.dim) for _ in xs]
+    if meeting.what == "swap":
+        return [torch.stack([x[k] for x in xs]) for k in range(len(xs))]
+    total = xs[0].clone()
+    for other in xs[1:]:
+        total += other
+    return [total.clone() for _ in xs] if meeting.what == "sum" else cut_parts(total, len(xs), meeting)

@@ -1,0 +1,163 @@
+"""Passes a model piece by piece: a forward takes memory that another batch's backward frees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from workbench.host.core.gradient_hooks import own_loss
+from workbench.host.passes.stage_module import StageDone, enter_graph
+from workbench.host.placement.stages import estimate_compute, list_parts, replace_forward, run_parts
+from workbench.rank import StrategyError
+from workbench.settings import KnobError
+from workbench.settings.describe_error import text_of
+from workbench.tasks import Learner
+
+_WRITTEN = "leaf Variable that requires grad"  # in torch's error about an in-place write to a leaf
+
+
+class _OpenBatch:
+    """One batch between two pieces.
+
+    falls:  whether its backward runs by pieces, too
+    made:   the latest piece's output
+    graphs: of each piece before its backward, the edge of its output, and the tensor with its input's gradient
+    grad:   the gradient of the output of the next piece to fall
+    """
+
+    def __init__(self, batch: Any, of: int, falls: bool) -> None:
+        self.batch, self.of, self.falls = batch, of, falls
+        self.made: Any = None
+        self.graphs: list[tuple[GradientEdge | None, Tensor | None]] = []
+        self.grad: Tensor | None = None
+        self.loss: Tensor | None = None
+
+
+class PiecewisePass:
+    """Batches that a rank computes in pieces. They *rise* (forward) and *fall* (backward).
+
+    If a batch falls by pieces, each piece has its own graph, which begins at its input. Then only the next piece's
+    graph holds an output.
+    """
+
+    def __init__(self, model: nn.Module, learner: Learner) -> None:
+        self._model, self._learner = model, learner
+        self._risen: dict[int, _OpenBatch] = {}
+        self._parts: list[nn.Module] | None = None
+
+    @property
+    def model_parts(self) -> list[nn.Module]:
+        """The model's parts, between which it can be cut; empty if the task defines none."""
+        if self._parts is None:
+            try:
+                self._parts = list_parts(self._model, self._learner)
+            except KnobError:
+                self._parts = []
+        return self._parts
+
+    def count_pieces(self, most: int) -> int:
+        """Returns how many pieces the model can be cut into, at most `most`."""
+        return max(1, min(most, len(self.model_parts)))
+
+    def estimate_share(self, piece: int, of: int) -> float:
+        """Estimates a piece's share of the compute from its number of parameters."""
+        if of == 1:
+            return 1.0
+        return sum(map(estimate_compute, self._list_parts(piece, of))) / sum(map(estimate_compute, self.model_parts))
+
+    def list_open(self) -> Iterable[Any]:
+        """Yields objects whose `grad_fn` leads into the open batches' graphs."""
+        for risen in self._risen.values():
+            if not risen.falls and risen.made is not None:
+                yield risen.made
+            yield from (SimpleNamespace(grad_fn=edge.node) for edge, _ in risen.graphs if edge is not None)
+
+    def piece_forward(
+        self, draw: Callable[[], Any], micro: int, piece: int, of: int, falls: bool
+    ) -> tuple[Any, Tensor | None]:
+        """Runs a batch forward through a piece. Returns the batch, and its loss after the last piece."""
+        if piece == 0:
+            if micro in self._risen:
+                raise StrategyError(f"batch {micro} rises anew before it has fallen")
+            self._risen[micro] = _OpenBatch(draw(), of, falls)
+        risen = self._find_open(micro, of)
+        x, entry = risen.made, None
+        if piece and falls:
+            x, entry = self._enter_piece(x, piece, of)
+        try:
+            made = self._run_piece(risen.batch, x, piece, of)
+        except RuntimeError as error:
+            if entry is None or _WRITTEN not in text_of(error):
+                raise
+            raise StrategyError(
+                f"piece {piece} of {of} writes into what it is handed: let it compute x = x + y instead of x += y, or "
+                f"take pieces=1"
+            ) from error
+        if piece == of - 1 and not (isinstance(made, Tensor) and made.numel() == 1 and made.requires_grad):
+            raise TypeError("the loss must be a scalar tensor with a gradient")
+        if falls:
+            risen.graphs.append((get_gradient_edge(made) if made.requires_grad else None, entry))
+            made = made.detach()
+        risen.made = made
+        if piece < of - 1:
+            return risen.batch, None
+        batch, risen.batch, risen.made, risen.loss = risen.batch, None, None, made.detach()
+        if not falls:
+            del self._risen[micro]
+        return batch, made
+
+    def piece_backward(self, micro: int, piece: int, of: int, grad: float) -> None:
+        """Runs the backward through one piece."""
+        risen = self._find_open(micro, of)
+        if not risen.falls or risen.loss is None or len(risen.graphs) != piece + 1:
+            raise StrategyError(f"batch {micro} cannot fall through piece {piece} of {of} now: the last falls first")
+        edge, entry = risen.graphs.pop()
+        seed = torch.full_like(risen.loss, grad) if piece == of - 1 else risen.grad
+        if edge is not None and seed is not None:
+            with own_loss([p for part in self._list_parts(piece, of) for p in part.parameters()], grad):
+                torch.autograd.backward((edge,), (seed,))
+        risen.grad = None if entry is None else entry.grad
+        if not piece:
+            del self._risen[micro]
+
+    def _enter_piece(self, x: Tensor, piece: int, of: int) -> tuple[Tensor, Tensor]:
+        """Returns `x` as a piece's input, and the tensor that will hold its gradient.
+
+        Copies `x` only if the first layer works in place.
+        """
+        first = next(m for m in self._list_parts(piece, of)[0].modules() if not next(m.children(), None))
+        if getattr(first, "inplace", False) or not x.is_floating_point():
+            return enter_graph(x)
+        x = x.detach().requires_grad_()
+        return x, x
+
+    def _find_open(self, micro: int, of: int) -> _OpenBatch:
+        if micro not in self._risen or self._risen[micro].of != of:
+            raise StrategyError(f"batch {micro} has not begun to rise through {of} pieces")
+        return self._risen[micro]
+
+    def _list_parts(self, piece: int, of: int) -> list[nn.Module]:
+        n = len(self.model_parts)
+        return self.model_parts[piece * n // of : (piece + 1) * n // of]
+
+    def _run_piece(self, batch: Any, x: Any, piece: int, of: int) -> Any:
+        if of == 1:
+            return self._learner.loss(self._model, batch)
+        parts, last = self._list_parts(piece, of), piece == of - 1
+
+        def mine(*inputs: Any, **named: Any) -> Any:
+            given = run_parts(parts, x) if piece else run_parts(parts, *inputs, **named)
+            if last:
+                return given
+            raise StageDone(given)
+
+        with replace_forward(self._model, mine):
+            try:
+                return self._learner.loss(self._model, batch)
+            except StageDone as handed:
+                return handed.value

@@ -1,0 +1,200 @@
+"""Computes one pipeline stage: the user's own loss, with this stage's parts as the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.host.passes.split_backward import SplitBackward
+from workbench.host.placement.stages import replace_forward, run_parts
+from workbench.rank import StrategyError
+from workbench.tasks import TaskError
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class StageDone(BaseException):
+    """Leaves the user's loss at the end of a stage before the last.
+
+    It is no Exception, so that the user's code does not catch it.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+Pass = tuple[int, int]  # a micro-batch, and one of this stage's pieces
+
+
+class StageModule:
+    """One stage: its pieces of the model, and its micro-batches between forward and backward.
+
+    opened: by micro-batch and piece, the output, whose graph holds what backward needs
+    """
+
+    def __init__(self, model: nn.Module, pieces: list[tuple[nn.Module, ...]], stage: int, stages: int) -> None:
+        self.model, self.pieces, self.stage, self.stages = model, pieces, stage, stages
+        self.opened: dict[Pass, Tensor] = {}
+        self._came: dict[Pass, Tensor] = {}
+        self._halves: dict[Pass, SplitBackward | Tensor] = {}  # backwards that wait for their second half
+
+    def run_forward(self, loss: Loss, batch: Any, x: Tensor | None, micro: int, chunk: int = 0) -> Tensor:
+        """Returns a piece's output for a micro-batch, detached. The last piece returns the loss.
+
+        x: the previous piece's output; None on the first piece
+        """
+        if x is not None:
+            x, self._came[micro, chunk] = enter_graph(x)
+        last = self.stage == self.stages - 1 and chunk == len(self.pieces) - 1
+        parts = self.pieces[chunk]
+
+        def mine(*inputs: Any, **named: Any) -> Any:
+            given = run_parts(parts, *inputs, **named) if x is None else run_parts(parts, x)
+            if last:
+                return given
+            raise StageDone(given)
+
+        with replace_forward(self.model, mine):
+            try:
+                made = loss(self.model, batch)
+            except StageDone as handed:
+                made = handed.value
+        self._require_output(made, last)
+        self.opened[micro, chunk] = made
+        return made.detach()
+
+    def run_backward(self, grad: Tensor | float, micro: int, chunk: int = 0) -> Tensor | None:
+        """Returns the gradient of a piece's input, given its output's; None on the first piece.
+
+        grad: on the model's last piece a factor of the loss
+        """
+        if (micro, chunk) not in self.opened:
+            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
+        made = self.opened.pop((micro, chunk))
+        if made.requires_grad:  # else no parameter before it learns
+            made.backward(grad if isinstance(grad, Tensor) else torch.full_like(made, grad))
+        x = self._came.pop((micro, chunk), None)
+        if x is None:
+            return None
+        return self._require_gradient(x.grad, chunk)
+
+    def backward_inputs(self, grad: Tensor | float, micro: int, chunk: int = 0) -> Tensor | None:
+        """Does the first half of a backward: as `backward`, without gradients of parameters."""
+        made = self.opened.get((micro, chunk))
+        if made is None:
+            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
+        grad = grad if isinstance(grad, Tensor) else torch.full_like(made, grad)
+        x = self._came.pop((micro, chunk), None)
+        if x is None:  # no stage waits for this gradient
+            self._halves[micro, chunk] = grad
+            return None
+        if not (made.requires_grad and x.requires_grad):
+            return self._require_gradient(None, chunk)
+        halves = self._halves[micro, chunk] = SplitBackward(made, x, self.list_params(chunk))
+        found = halves.of_input(grad)
+        return self._require_gradient(found, chunk)
+
+    def backward_weights(self, micro: int, chunk: int = 0) -> None:
+        """Does the second half of a backward: the gradients of parameters."""
+        if (micro, chunk) not in self._halves:
+            raise StrategyError(f"the second half of micro-batch {micro}'s backward was asked for before its first")
+        made, left = self.opened.pop((micro, chunk)), self._halves.pop((micro, chunk))
+        if isinstance(left, SplitBackward):
+            left.of_params()
+        elif made.requires_grad:
+            made.backward(left)
+
+    def _require_gradient(self, found: Tensor | None, chunk: int) -> Tensor:
+        if found is None:
+            raise StrategyError(
+                f"stage {self.stage}: its piece {chunk} gives no gradient to what it is handed; let floats cross "
+                f"between stages, and every piece use them"
+            )
+        return found
+
+    def drop_micros(self, micros: Container[int]) -> None:
+        """Drops these micro-batches, which get no backward."""
+        for held in (self.opened, self._came):
+            for entry in [entry for entry in held if entry[0] in micros]:
+                del held[entry]
+
+    def list_buffers(self) -> list[Tensor]:
+        """Returns the buffers of all pieces."""
+        return [x for parts in self.pieces for part in parts for x in part.buffers()]
+
+    def list_params(self, chunk: int) -> list[nn.Parameter]:
+        """Returns the parameters of one piece."""
+        return [p for part in self.pieces[chunk] for p in part.parameters()]
+
+    def _require_output(self, made: Any, last: bool) -> None:
+        if last:
+            if not isinstance(made, Tensor) or made.numel() != 1 or not made.requires_grad:
+                raise TypeError("the loss must be a scalar tensor with a gradient")
+        elif not isinstance(made, Tensor):
+            raise TaskError(
+                f"the last part of a piece on stage {self.stage} returned a {type(made).__name__}: what crosses "
+                f"between stages must be one Tensor"
+            )
+
+
+class _EnterGraph(torch.autograd.Function):
+    """Lets a received tensor into the graph. Its gradient goes to a stand-in without memory."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: Tensor, x: Tensor) -> Tensor:
+        return x.clone()  # an in-place layer may write into the clone
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def enter_graph(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns `x` as a part's input, and the tensor that will hold its gradient."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return x, x
+    stand_in = x.new_zeros(1).expand(x.shape).requires_grad_()
+    entered: Tensor = _EnterGraph.apply(stand_in, x)  # type: ignore[no-untyped-call]
+    return entered, stand_in
+
+
+def cut_batch(batch: Any, count: int) -> list[Any]:
+    """Cuts a batch into equal parts along the first dimension. Raises TaskError if it cannot."""
+    if count == 1:
+        return [batch]
+    sizes = {x.shape[0] for x in list_tensors(batch) if x.dim()}
+    if not sizes:
+        raise TaskError("micro_batches: the batch holds no tensors that could be cut; take micros=1")
+    if len(sizes) > 1 or next(iter(sizes)) % count:
+        listed = ", ".join(map(str, sorted(sizes)))
+        raise TaskError(
+            f"micros={count}: the batch's tensors have {listed} rows and cannot be cut into so many equal parts; let "
+            f"the first dimension of each count the examples, always a multiple of {count} (DataLoader: drop_last=True)"
+        )
+    return [_take_part(batch, number, count, next(iter(sizes))) for number in range(count)]
+
+
+def list_tensors(batch: Any) -> list[Tensor]:
+    """Returns the tensors in a batch, in order."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    return [x for each in batch for x in list_tensors(each)] if isinstance(batch, list | tuple) else []
+
+
+def _take_part(batch: Any, number: int, count: int, rows: int) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.chunk(count)[number] if batch.dim() else batch
+    if isinstance(batch, Mapping):
+        cut = {k: _take_part(v, number, count, rows) for k, v in batch.items()}
+        return cut if type(batch) is dict else type(batch)(cut)  # type: ignore[call-arg]
+    if isinstance(batch, list | tuple):
+        if len(batch) == rows and not list_tensors(batch):  # one value per example, such as names
+            return batch[number * rows // count : (number + 1) * rows // count]
+        parts = [_take_part(v, number, count, rows) for v in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch

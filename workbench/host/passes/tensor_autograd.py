@@ -1,0 +1,177 @@
+"""Meetings of tensor-parallel ranks in the middle of a pass: Megatron-LM's f, g and more.
+
+Before a Colwise layer, f sums gradients in backward only. After a Rowwise layer, g sums outputs in forward only. The
+caller's `ask` performs a meeting: by collectives, on a virtual clock, or within one process. A codec may replace the
+tensors by payloads (coded_exchange.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from workbench.host.passes.coded_exchange import (
+    GroupPeers,
+    MeetingKind,
+    cut_parts,
+    exchange_tensor,
+    gather_payloads,
+    join_payloads,
+    list_choices,
+    mask_gradient,
+)
+from workbench.rank import Rank
+
+NOTHING = MeetingKind("", "")
+PARTIAL = "gradient partial"  # names a sum of partial gradients
+
+
+class _GroupMeeting(torch.autograd.Function):
+    """A meeting between two modules: `ahead` in forward, `back` in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, others: GroupPeers, ahead: MeetingKind, back: MeetingKind) -> Tensor:
+        ctx.others, ctx.ahead, ctx.back = others, ahead, back
+        made, payload = exchange_tensor(x, others, ahead, others.coding.there)
+        ctx.save_for_backward(*list_choices(payload, others.coding, others.ways if ahead.what == "scatter" else 1))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        others, back = ctx.others, ctx.back
+        came = exchange_tensor(grad, others, back, others.coding.back)[0] if back.what else grad
+        return mask_gradient(came, ctx.saved_tensors, others.coding, ctx.ahead.dim), None, None, None
+
+
+def _apply_meeting(x: Tensor, others: GroupPeers, ahead: MeetingKind, back: MeetingKind) -> Tensor:
+    made: Tensor = _GroupMeeting.apply(x, others, ahead, back)  # type: ignore[no-untyped-call]
+    return made
+
+
+def sum_forward(x: Tensor, others: GroupPeers, name: str) -> Tensor:
+    """g: sums `x` over ranks. Each rank gets the same gradient."""
+    return _apply_meeting(x, others, MeetingKind("sum", f"activation {name}"), NOTHING)
+
+
+def sum_backward(x: Tensor, others: GroupPeers, name: str) -> Tensor:
+    """f: passes on an `x` that is equal on all ranks, and sums its gradients."""
+    return _apply_meeting(x, others, NOTHING, MeetingKind("sum", f"gradient {name}"))
+
+
+def gather_features(x: Tensor, others: GroupPeers, name: str) -> Tensor:
+    """Concatenates all ranks' features. In backward each rank keeps its own part."""
+    return _apply_meeting(
+        x, others, MeetingKind("gather", f"activation {name}"), MeetingKind("own", f"gradient {name}")
+    )
+
+
+class _GatheredLinear(torch.autograd.Function):
+    """A Linear over all ranks' positions.
+
+    For backward it keeps only this rank's positions, or their payload, and gathers them again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, others: GroupPeers, name: str) -> Tensor:
+        ctx.others, ctx.name, ctx.biased = others, name, bias is not None
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        every, payload = exchange_tensor(x, others, MeetingKind("gather", f"activation {name}", 1), others.coding.there)
+        ctx.save_for_backward(weight, *(payload or (x,)))
+        return F.linear(every, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        (weight, *kept), others = ctx.saved_tensors, ctx.others
+        (there, back, _), again = others.coding, MeetingKind("gather", f"activation {ctx.name} again", 1)
+        if there is None:
+            every = others.ask(again, kept[0])
+        else:
+            like = kept[0].new_empty(ctx.shape, dtype=ctx.dtype)
+            every = join_payloads(gather_payloads(tuple(kept), others, again), like, others, again, there)
+        every = every.to(grad.dtype).flatten(0, -2)
+        own, _ = exchange_tensor(
+            grad @ weight.to(grad.dtype), others, MeetingKind("scatter", f"gradient {ctx.name}", 1), back
+        )
+        if there is not None:
+            own = mask_gradient(own, list_choices(tuple(kept), others.coding, 1), others.coding, 1)
+        flat = grad.flatten(0, -2)
+        of_bias = flat.sum(0).to(weight.dtype) if ctx.biased else None
+        return own.to(ctx.dtype), (flat.t() @ every).to(weight.dtype), of_bias, None, None
+
+
+def apply_gathered_linear(x: Tensor, module: Any, others: GroupPeers, name: str) -> Tensor:
+    """Applies a Linear to all ranks' positions. Each rank gets the summed gradient of its own."""
+    made: Tensor = _GatheredLinear.apply(x, module.weight, module.bias, others, name)  # type: ignore[no-untyped-call]
+    return made
+
+
+def scatter_sum(x: Tensor, others: GroupPeers, name: str) -> Tensor:
+    """Sums `x` over ranks and keeps this rank's positions. Backward gathers."""
+    return _apply_meeting(
+        x, others, MeetingKind("scatter", f"activation {name}", 1), MeetingKind("gather", f"gradient {name}", 1)
+    )
+
+
+def take_positions(x: Tensor, others: GroupPeers, name: str) -> Tensor:
+    """Keeps this rank's positions of an `x` that is equal on all ranks. Backward gathers."""
+    return _apply_meeting(
+        x, others, MeetingKind("own", f"activation {name}", 1), MeetingKind("gather", f"gradient {name}", 1)
+    )
+
+
+class _GradientSum(torch.autograd.Function):
+    """Passes parameters on, and sums their gradients over ranks at the end of a backward.
+
+    Autograd runs nodes in reverse order of creation. No module reads the parameters before this node exists.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, others: GroupPeers, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.others = others
+        ctx.set_materialize_grads(False)
+        return tuple(p.view_as(p) for p in params)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        came = [grad for grad in grads if grad is not None]  # all ranks have read the same parameters
+        for dtype in dict.fromkeys(grad.dtype for grad in came):
+            some = [k for k, grad in enumerate(came) if grad.dtype == dtype]
+            flat = torch.cat([came[k].reshape(-1) for k in some])
+            flat = ctx.others.ask(MeetingKind("sum", PARTIAL), flat)
+            parts = flat.split([came[k].numel() for k in some])
+            for k, part in zip(some, parts, strict=True):
+                came[k] = part.view(came[k].shape)
+        found = iter(came)
+        return None, *(None if grad is None else next(found) for grad in grads)
+
+
+def sum_gradients_at_end(params: Sequence[Tensor], others: GroupPeers) -> tuple[Tensor, ...]:
+    """Returns views to read in place of the parameters. One meeting sums all their gradients.
+
+    Each view is a node of its own, because autograd runs the newest ready node. So gradients arrive at the last
+    parameter first, on real ranks and with sizes only.
+    """
+    made: tuple[Tensor, ...] = _GradientSum.apply(others, *(p.view_as(p) for p in params))  # type: ignore[no-untyped-call]
+    return made
+
+
+async def perform_meeting(rank: Rank, meeting: MeetingKind, x: Tensor) -> Tensor:
+    """Performs a meeting by `rank`'s collectives."""
+    if meeting.what == "own":
+        return cut_parts(x, rank.size, meeting)[rank.index].clone()
+    if meeting.what == "scatter":
+        parts = cut_parts(x.detach(), rank.size, meeting)
+        shard: Tensor = await rank.reduce_scatter(torch.stack(parts).view(-1), meeting.name)
+        return shard.view(parts[0].shape)
+    flat = x.detach().clone(memory_format=torch.contiguous_format).view(-1)
+    if meeting.what == "swap":
+        rows: Tensor = await rank.all_to_all(flat.view(rank.size, -1), meeting.name)
+        return rows.view(x.shape)
+    if meeting.what == "sum":
+        await rank.all_reduce(flat, "sum", meeting.name)
+        return flat.view(x.shape)
+    return torch.cat(list((await rank.all_gather(flat, meeting.name)).view(rank.size, *x.shape)), meeting.dim)

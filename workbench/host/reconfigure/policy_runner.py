@@ -1,0 +1,309 @@
+"""Asks a policy and makes its decisions, the same on both hosts.
+
+A *look* is the boundary at which rank 0 asks the policy. It is planned like a change: all ranks reach it before the
+same step, or meet for it if they keep no common step. The ranks report the numbers noted since the last look, rank 0
+asks the policy, and all ranks make its decisions as ordinary changes. Only rank 0 runs the policy, so a policy may be
+any code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Awaitable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.host.core.planned import PlannedEvent
+from workbench.host.reconfigure.changes import find_refused_change
+from workbench.host.reconfigure.views import PolicyView
+from workbench.policies import Policy, Seen
+from workbench.settings import Change, KnobError, resolved, to_plain
+from workbench.settings.describe_error import said
+
+KEPT = ("steps", "_noted", "_state", "_known", "_held", "_refused", "_said")  # attributes that a checkpoint stores
+FAILURES = (Exception, SystemExit)  # a policy must not end the process; a person may, by KeyboardInterrupt
+
+
+@dataclass(frozen=True)
+class PolicyTick(PlannedEvent):
+    """Rank 0 asks the policy."""
+
+
+class PolicyRunner:
+    """One rank's part in asking the policy.
+
+    names: the Samples that the policy reads
+    steps: the number of steps since the last look
+    made:  all changes so far, by people and by policies, the same on all ranks
+    """
+
+    def __init__(self, run: PolicyView) -> None:
+        self.run = run
+        self.names: tuple[str, ...] = ()
+        self.steps = 0
+        self._noted: dict[str, list[float]] = {}
+        self._state: Any = None
+        self._known = False  # whether the policy has its state
+        self._given = False  # whether the plan holds its decisions, as in a replay; then it only looks
+        self._next: PolicyTick | None = None  # the next one; every other tick is void
+        self._held: dict[str, int] = {}  # held paths: set by people, with the step that followed
+        self.made: list[Change] = []
+        self._after: list[int] = []  # by change in `made`, the number of changes obeyed before it
+        self._refused: set[str] = set()  # refused decisions, not tried again until a change is made
+        self._said: set[str] = set()
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy, paused or not; None if only people decide."""
+        policy = self.run.experiment.policy
+        return policy if isinstance(policy, Policy) else None
+
+    def receive_sample(self, name: str, value: float) -> None:
+        """Notes a value for the record, if the policy reads it."""
+        if name in self.names:
+            self._noted.setdefault(name, []).append(float(value))
+
+    def plan_first(self) -> None:
+        """Plans the first look, on all ranks before the first step."""
+        self._given = any(isinstance(change, Change) and change.by for change in self.run.planned)
+        if self._given and self.policy:
+            self._mark_once("given", "its decisions are those of another run, given as changes; it makes no others")
+        self._plan_tick(-1)
+
+    def restart_plan(self) -> None:
+        """Plans a new look after the run's ranks have changed. All are at the same step."""
+        self._drop_values()
+        self._plan_tick(self.run.rank.step - 1)
+
+    def _plan_tick(self, after: int, at: int | None = None) -> None:
+        """Plans the next look, later than `after` or before step `at`, behind changes due by then.
+
+        Plans none without an active policy, or after the run's last step.
+        """
+        run, policy = self.run, self.policy
+        run.planned = [change for change in run.planned if not isinstance(change, PolicyTick)]
+        self.names, self._next = (), None
+        if policy is None or policy.paused:
+            return
+        self.names = policy.reads
+        at = self._choose_step(policy, after) if at is None else at
+        if at < run.experiment.steps or not run.experiment.steps:
+            steps = [change.at_step for change in run.planned]
+            self._next = PolicyTick(at)
+            run.planned.insert(bisect_right(steps, at), self._next)
+
+    def kept(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint, without `made`, which grows and is equal on all ranks."""
+        return {name: getattr(self, name) for name in KEPT} | {"next": self._next and self._next.at_step}
+
+    def restore_state(self, kept: dict[str, Any], made: list[Change]) -> None:
+        """Restores a checkpoint's state and changes, after `begin`."""
+        following, self.made, self._after = kept.pop("next"), made, [-1] * len(made)
+        vars(self).update({name: kept[name] for name in KEPT})
+        if self._next is not None and following is not None:
+            self._plan_tick(following - 1, following)
+
+    def undo_changes(self, changes: int) -> None:
+        """Drops the changes made after the run's first `changes` obeyed ones."""
+        count = bisect_left(self._after, changes)
+        del self.made[count:], self._after[count:]
+
+    async def agree_on_changes(self) -> None:
+        """Takes `made` and held paths from the rank that knows most. Some ranks are new or behind."""
+        by = (counts := await self.run.gather(len(self.made))).index(max(counts))
+        mine = [(n, change.at_step, change.plain()) for n, change in zip(self._after, self.made, strict=True)]
+        said = await self.run.broadcast_text(
+            json.dumps([mine, self._held, self._given]) if self.run.rank.id == by else "", by
+        )
+        known, self._held, self._given = json.loads(said)
+        self._after, self.made = [n for n, *_ in known], [Change.read(plain, step) for _, step, plain in known]
+
+    def _choose_step(self, policy: Policy, after: int) -> int:
+        """Returns the step of the next look, later than `after`; by `look_every` if the policy fails."""
+        try:
+            at = int(policy.next_look(self.run.experiment, after))
+        except FAILURES as error:
+            self._mark_once(
+                "next_look", f"its next_look failed with {said(error)}; it looks every {policy.look_every} steps"
+            )
+            at = max(after, 0) + policy.look_every
+        return max(at, after + 1)
+
+    async def follow_change(self, change: Change, obeyed: Awaitable[bool]) -> bool:
+        """Awaits whether a change is made, updates the policy's state, and returns the result."""
+        change = self._complete_paths(change)
+        if made := await obeyed:
+            await self._note_change(change)
+        elif change.by:
+            self._refused.add(_make_key(change))
+        return made
+
+    async def _note_change(self, change: Change) -> None:
+        """Updates the state after a change with full paths. If it set the policy, plans a new look."""
+        self._refused.clear()
+        self.made.append(change)
+        self._after.append(self.run.obeyed)
+        if "policy" in change.settings:  # even to the same value: the policy may set all paths again
+            self._held.clear()
+            self._said.clear()
+            self._known = False
+        if not change.by:
+            others = [path for path in change.settings if path.partition(".")[0] != "policy"]
+            self._held |= dict.fromkeys(others, self.run.rank.step)
+        if any(path.startswith("policy") for path in change.settings):
+            self._drop_values()
+            self._plan_tick((await self.run.gather(self.run.rank.step))[0])
+
+    def _complete_paths(self, change: Change) -> Change:
+        """Returns `change` with full paths; unchanged if they do not resolve."""
+        try:
+            return resolved(self.run.experiment, change)[0]
+        except KnobError:
+            return change
+
+    def _drop_values(self) -> None:
+        self.steps, self._noted = 0, {}
+
+    async def run_tick(self, look: PolicyTick) -> bool:
+        """Asks the policy and makes its decisions, on all ranks. Returns whether a change was made.
+
+        Does nothing if an earlier change at this boundary has paused or replaced the policy.
+        """
+        run, made = self.run, len(self.made)
+        if look is not self._next:
+            return False
+        self._next = None
+        seen = await self._gather_observation()
+        said = await run.broadcast_text(self._ask_policy(seen) if run.rank.id == 0 else "")
+        for number, decision in enumerate(json.loads(said)):
+            about = [{"id": f"decision {seen.step}.{number} {part['path']}", **part} for part in decision]
+            await self._make_decision([Change.read(part, run.rank.step) for part in about])
+        if self._next is None:
+            self._plan_tick(seen.step)
+        return len(self.made) > made
+
+    async def _make_decision(self, decision: list[Change]) -> None:
+        """Makes all changes of a decision, or none if some rank cannot make one."""
+        if part := await find_refused_change(self.run, decision):
+            self._refused.add(_make_key(part))
+            return
+        for part in decision:
+            if not await self.run.execute_change(part):
+                break  # it must wait until an earlier part has completed
+
+    async def _gather_observation(self) -> Seen:
+        """Gathers all ranks' numbers since the last look."""
+        run, numbers = self.run, {}
+        steps = await run.gather(run.rank.step)
+        for name in self.names:
+            noted = self._noted.get(name, [])
+            count = self.steps if name == "compute" else len(noted)
+            numbers[name] = tuple(map(_as_float, await run.gather(_as_int(_mean_or_nan(noted, count)))))
+        self._drop_values()
+        made = tuple(self.made)
+        return Seen(experiment=run.experiment, step=steps[0], seconds=run.now, numbers=numbers, changes=made)
+
+    def _ask_policy(self, seen: Seen) -> str:
+        """On rank 0: returns the policy's decisions as JSON; if it fails, a change that pauses it."""
+        policy, name = self.policy, type(self.policy).__name__
+        if self._given or policy is None:
+            return "[]"
+        try:
+            if reason := policy.needs(seen.experiment):
+                self._mark_once(f"needs {reason}", reason)
+                return "[]"
+            if not self._known:
+                self._state, self._known = policy.init(), True
+            wanted = list(self._list_decisions(policy, seen))
+            if not wanted and seen.numbers and all(math.isnan(x) for each in seen.numbers.values() for x in each):
+                self._mark_once(
+                    "blind", f"no rank has told of {' or '.join(seen.numbers)} yet; it waits until one does"
+                )
+            return json.dumps(wanted)
+        except FAILURES as error:
+            text = (
+                f"{name} failed at step {seen.step} with {said(error)}; it is put off, and training "
+                f"goes on without it; policy.paused=false lets it try again"
+            )
+            self._mark_once(text, text, named=True)
+            return json.dumps([[Change(0, "policy.paused", True, by=name, reason=text).plain()]])
+
+    def _list_decisions(self, policy: Policy, seen: Seen) -> Iterator[list[dict[str, Any]]]:
+        """Yields decisions that are new, were not refused before, and touch no path set by people."""
+        name, now = type(policy).__name__, seen.experiment
+        for reason, changes in policy.decide(seen, self._state):
+            after, decision = now, []
+            for path, value in changes.items():
+                change, wanted = Change(0, path, value, by=name, reason=reason), None
+                with suppress(KnobError):  # an invalid change is refused when it is made
+                    change, wanted = resolved(after, change)
+                if wanted != after:
+                    decision.append(change)
+                after = wanted or after
+            given = {path for c in decision for path in c.settings}
+            held = sorted(path for path in self._held if any(_has_overlap(path, one) for one in given))
+            if held:
+                self._mark_once(
+                    f"leaves {held}",
+                    f"leaves {' and '.join(held)} alone, which a person set at step "
+                    f"{self._held[held[0]]}; set policy again to put that into its hands",
+                )
+            elif decision and not any(_make_key(c) in self._refused for c in decision):
+                now = after
+                yield [change.plain() for change in decision]
+
+    def _mark_once(self, what: str, text: str, named: bool = False) -> None:
+        """Records a Mark "policy" on rank 0, once until a change sets the policy."""
+        if self.run.rank.id == 0 and what not in self._said:
+            self._said.add(what)
+            name = type(self.policy).__name__
+            self.run.mark("policy", {"policy": name, "text": text if named else f"{name}: {text}"})
+
+
+class TappedRecorder:
+    """A recorder that also passes samples and compute times to Steering."""
+
+    def __init__(self, record: Any, steering: PolicyRunner) -> None:
+        self._record, self._receive = record, steering.receive_sample
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._record, name)
+
+    def span(self, step: int, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int) -> None:
+        if lane == "compute":
+            self._receive("compute", t1 - t0)
+        self._record.span(step, lane, name, asked, t0, t1, nbytes)
+
+    def sample(self, step: int, name: str, t: float, value: float) -> None:
+        self._receive(name, value)
+        self._record.sample(step, name, t, value)
+
+
+def _mean_or_nan(noted: list[float], count: int) -> float:
+    """Returns the mean; NaN for no numbers, an overflow, or infinities of both signs."""
+    try:
+        return math.fsum(noted) / count if count and noted else math.nan
+    except (OverflowError, ValueError):
+        return math.nan
+
+
+def _has_overlap(one: str, other: str) -> bool:
+    """Whether one path equals or contains the other."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def _make_key(change: Change) -> str:
+    return f"{change.path} = {json.dumps(to_plain(change.value), sort_keys=True)}"
+
+
+def _as_int(x: float) -> int:
+    """Returns the bits of `x`, because ranks gather integers."""
+    return int(struct.unpack("<q", struct.pack("<d", x))[0])
+
+
+def _as_float(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

@@ -1,0 +1,154 @@
+"""Tries one batch before a model is sliced: all slices must learn what the whole model does.
+
+Double precision keeps rounding from hiding errors. A model that cannot compute in it keeps its own precision. The trial
+runs on the CPU, because there a pass can wait for another pass in the middle of autograd.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from workbench.host.passes.coded_exchange import Ask
+from workbench.host.passes.local_runner import run_together
+from workbench.host.passes.tensor_parallel import compute_together, copy_slice
+from workbench.host.placement.tensor_split import TensorSplit
+from workbench.rank import as_real
+from workbench.settings import KnobError
+from workbench.settings.describe_error import text_of
+from workbench.tasks import Learner
+
+# Keys: double precision or not. A gradient may differ by NEAR times its norm plus LEAST times all gradients' norm.
+NEAR = {True: 1e-6, False: 2e-2}
+LEAST = {True: 1e-9, False: 1e-5}
+STIR = 0.02  # scale of noise on parameters: a layer of zeros would hide errors of layers before it
+
+
+class _NoRandomness(TorchFunctionMode):
+    """Removes randomness, because slices draw other numbers than the whole model."""
+
+    NAMES = frozenset("rand randn rand_like randn_like normal bernoulli normal_ uniform_ bernoulli_".split())
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name == "dropout":
+            return args[0] if args else kwargs["input"]
+        made = func(*args, **kwargs)
+        return made.fill_(0.5) if name in self.NAMES and isinstance(made, Tensor) else made
+
+
+def check_slices(model: nn.Module, learner: Learner, split: TensorSplit, batch: Any) -> None:
+    """Raises KnobError if ranks with slices would compute other gradients or another loss.
+
+    model: whole; the trial changes it
+    """
+    rng, twin, batch = torch.Generator().manual_seed(0), model.cpu().eval(), move_to_cpu(batch, None)
+    with torch.no_grad():
+        for p in twin.parameters():
+            if p.is_floating_point():
+                p.add_(STIR * torch.randn(p.shape, generator=rng).to(p))
+    parts = [copy_slice(twin, split, k) for k in range(split.ways)]  # before any pass: a model may keep state of it
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        double, (loss, whole), batch = _compute_whole(twin, learner, batch)
+        works = [partial(_compute_slices, part.double() if double else part, learner, split, k, batch)
+                 for k, part in enumerate(parts)]  # fmt: skip
+        try:
+            found = run_together(works)
+        except Exception as error:
+            raise KnobError(f"partition=Tensor: tried on one batch, a rank's slices fail: {text_of(error)}") from error
+    _compare_gradients(split, loss, whole, [one[0] for one in found], [one[1] for one in found], double)
+
+
+def _compute_whole(twin: nn.Module, learner: Learner, batch: Any) -> tuple[bool, tuple[float, dict[str, Tensor]], Any]:
+    """Computes the whole model's loss and gradients, in double precision if it can.
+
+    Returns whether it can, the results, and the batch used.
+    """
+    dtypes = [x.dtype for x in (*twin.parameters(), *twin.buffers())]
+    try:
+        wide = move_to_cpu(batch, torch.float64)
+        return True, _compute_gradients(twin.double(), learner, wide), wide
+    except Exception:
+        for x, dtype in zip((*twin.parameters(), *twin.buffers()), dtypes, strict=True):
+            x.data = x.data.to(dtype)
+    try:
+        return False, _compute_gradients(twin, learner, batch), batch
+    except Exception as error:
+        said = f"partition=Tensor: tried on one batch on the CPU, the model itself fails: {text_of(error)}"
+        raise KnobError(said) from error
+
+
+def _compute_gradients(model: nn.Module, learner: Learner, batch: Any) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    with _NoRandomness():
+        loss = learner.loss(model, batch)
+        loss.backward()
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _compute_slices(part: nn.Module, learner: Learner, split: TensorSplit, k: int, batch: Any,
+               ask: Ask) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
+    """Returns rank k's loss, and the gradients of its slices and of the parameters that it owns."""
+    with compute_together(part, split, k, ask, draws=False) as slices, slices.sum_partials():
+        return _compute_gradients(part, learner, batch)
+
+
+def _compare_gradients(
+    split: TensorSplit,
+    loss: float,
+    whole: dict[str, Tensor],
+    losses: list[float],
+    found: list[dict[str, Tensor]],
+    double: bool,
+) -> None:
+    """Raises KnobError if the slices' results differ. Skips results that are not finite in the whole model, either."""
+    near, ways = NEAR[double], f"dealt out over {split.ways} ranks"
+    norms = {name: float(as_real(grad).float().norm()) for name, grad in whole.items()}
+    compared = {name: whole[name] for name, norm in norms.items() if math.isfinite(norm)}
+    least = LEAST[double] * math.hypot(*(norms[name] for name in compared))
+    for name, grad in compared.items():
+        off = float((_join_gradient(name, split, found, grad) - grad).norm())
+        if not off <= near * float(grad.norm()) + least:
+            share = f"its gradient is off by {off / (float(grad.norm()) or 1.0):.0%}"
+            raise KnobError(
+                f"partition=Tensor: {ways} {name} would learn something else than in the whole model: {share}. Let "
+                f"each Colwise be followed by the Rowwise that takes its outputs, with nothing between but what works "
+                f"feature by feature or head by head (`packed`, `together`); what is whole and works on a rank's own "
+                f"heads is Partial(), on its own positions Sequence()"
+            )
+    odd = [x for x in losses if math.isfinite(loss) and not abs(x - loss) <= near * max(1.0, abs(loss))]
+    if odd:
+        raise KnobError(
+            f"partition=Tensor: {ways} the loss is {odd[0]:.6g}, and {loss:.6g} of the whole model, though gradients "
+            f"are the same: it reads parameters, of which a rank has slices; let it read only what the model returns, "
+            f"and take weight decay from the optimizer"
+        )
+
+
+def _join_gradient(name: str, split: TensorSplit, found: list[dict[str, Tensor]], like: Tensor) -> Tensor:
+    """Returns a parameter's whole gradient from its slices or its owner; zero for a missing one."""
+    if name not in split.sliced:
+        return found[split.owners[name]].get(name, torch.zeros_like(like))
+    made = split.sliced[name]
+    view = [n // (split.ways if k == made.dim else 1) for k, n in enumerate(made.view)]
+    zero = like.new_zeros(made.shape_of_slice(split.ways))
+    return torch.cat([each.get(name, zero).reshape(view) for each in found], made.dim).view(made.shape)
+
+
+def move_to_cpu(batch: Any, dtype: torch.dtype | None) -> Any:
+    """Moves a batch's tensors to the CPU, and converts floats to `dtype` if it is not None."""
+    if isinstance(batch, Tensor):
+        return batch.to("cpu", dtype if dtype and batch.is_floating_point() else batch.dtype)
+    if isinstance(batch, dict):
+        moved = {k: move_to_cpu(v, dtype) for k, v in batch.items()}
+        return moved if type(batch) is dict else type(batch)(moved)
+    if isinstance(batch, list | tuple):
+        each = [move_to_cpu(v, dtype) for v in batch]
+        return type(batch)(*each) if hasattr(batch, "_fields") else type(batch)(each)
+    return copy.copy(batch)

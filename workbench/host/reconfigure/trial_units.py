@@ -1,0 +1,97 @@
+"""Tries one batch before ranks train sub-models: hidden units must be interchangeable."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from workbench.experiment import Experiment
+from workbench.host.passes.hidden_units import find_units
+from workbench.host.passes.submodel import make_smaller, place_smaller
+from workbench.host.reconfigure.trial_slices import move_to_cpu
+from workbench.host.reconfigure.views import TryingView
+from workbench.rank import Units
+from workbench.settings import KnobError
+from workbench.settings.describe_error import text_of
+from workbench.tasks import Learner
+
+STIR = 0.02  # scale of noise on parameters: a layer of zeros would hide errors of layers before it
+NEAR = {True: 1e-9, False: 2e-2}  # by double precision: relative change of the loss that the units' order may cause
+_TRIED: WeakKeyDictionary[Learner, dict[Any, str]] = WeakKeyDictionary()  # by task: the reason of a refusal, or ""
+
+
+def require_submodels(run: TryingView, wanted: Experiment) -> None:
+    """Raises KnobError if `wanted`'s strategy trains sub-models and this model has none.
+
+    Tries one batch once on a separate model: with the units in another order the loss must be the same.
+    """
+    if not wanted.strategy.narrows:
+        return
+    sizes = run.layout.order[0].param.is_meta
+    made, key = _TRIED.setdefault(run.learner, {}), (wanted.batch, sizes)
+    if key not in made:
+        try:
+            units, made[key] = find_units(run.model, run.learner), ""
+            if not sizes:
+                _try_units(run.learner, units, run.make_example(wanted), wanted.seed)
+        except KnobError as error:
+            made[key] = str(error)
+    if made[key]:
+        raise KnobError(f"strategy={type(wanted.strategy).__name__}: {made[key]}")
+
+
+def _try_units(learner: Learner, units: list[Units], batch: Any, seed: int) -> None:
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = copy.deepcopy(learner.model()).cpu().eval()  # the task may return the model that is training
+        for p in model.parameters():
+            if p.is_floating_point():
+                p.add_(STIR * torch.randn_like(p))
+        double, loss = _make_loss(model, learner, batch)
+        try:
+            whole = loss()
+            place_smaller(make_smaller(model, units, [torch.randperm(each.size) for each in units]))
+            other = loss()
+            place_smaller(make_smaller(model, units, [torch.arange(max(1, each.size // 2)) for each in units]))
+            loss()
+        except Exception as error:
+            raise KnobError(
+                f"tried on one batch, a sub-model fails: {text_of(error)}; let the model take its sizes from what a "
+                f"layer returns, and name no layer whose outputs others read, too"
+            ) from error
+    if math.isfinite(whole) and not abs(whole - other) <= NEAR[double] * abs(whole):
+        raise KnobError(
+            f"with its hidden units in another order the model has loss {other:.6g} in place of {whole:.6g}, so they "
+            f"are no units that it can be without; let the task's `split` say which outputs stay `together`, as those "
+            f"of an attention head must, and leave out what is not read by the next layer alone"
+        )
+
+
+def _make_loss(model: nn.Module, learner: Learner, batch: Any) -> tuple[bool, Callable[[], float]]:
+    """Converts the model to double precision if it can compute in it.
+
+    Returns whether it can, and a function for the loss with fixed random numbers.
+    """
+    state = torch.get_rng_state()
+
+    def loss(inputs: Any) -> float:
+        torch.set_rng_state(state)
+        return float(learner.loss(model, inputs))
+
+    dtypes = [x.dtype for x in (*model.parameters(), *model.buffers())]
+    try:
+        wide = partial(loss, move_to_cpu(batch, torch.float64))
+        model.double()
+        wide()
+        return True, wide
+    except Exception:
+        for x, dtype in zip((*model.parameters(), *model.buffers()), dtypes, strict=True):
+            x.data = x.data.to(dtype)
+    return False, partial(loss, move_to_cpu(batch, None))

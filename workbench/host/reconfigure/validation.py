@@ -1,0 +1,168 @@
+"""Checks, before anything moves, whether another experiment can train and lay out the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from workbench.compressors import Compressor, inside
+from workbench.experiment import Experiment
+from workbench.host.passes.checkpointing import list_units
+from workbench.host.passes.recomputing import find_recomputed
+from workbench.host.placement import unmaterialized
+from workbench.host.placement.optimizer_slots import read_slots
+from workbench.host.placement.sliced import whole_shape
+from workbench.host.placement.spread import ReplicaSpread, find_spread
+from workbench.host.reconfigure.trial_batch import check_parts, check_spread
+from workbench.host.reconfigure.trial_units import require_submodels
+from workbench.host.reconfigure.views import TryingView
+from workbench.host.transfer.handover import find_shards
+from workbench.host.transfer.tables import list_tables
+from workbench.rank import COMPLEX, FLOATS, Part, StrategyError
+from workbench.settings import KnobError
+from workbench.tasks import Learner
+
+if TYPE_CHECKING:
+    from workbench.strategies import Strategy
+
+
+def refuses_model(e: Experiment, model: nn.Module, learner: Learner) -> str | None:
+    """Returns why `e` cannot train the model or a rank's part of it, and what to do; or None."""
+    shapes = {name: whole_shape(p) for name, p in model.named_parameters() if p.requires_grad}
+    if reason := refuses_dtypes(e, {n: str(p.dtype)[6:] for n, p in model.named_parameters() if p.requires_grad}):
+        return reason
+    spread = find_spread(e, model, learner)
+    for rank in range(len(spread)) if spread else (0,):
+        mine = spread.select_trained(rank, set(shapes)) if spread else set(shapes)
+        if spread and not mine:
+            return _explain_barren_slice(e, spread, rank)
+        here = {
+            name: spread.shape_of_part(name, shape) if spread else shape
+            for name, shape in shapes.items()
+            if name in mine
+        }
+        parts = [Part(name, shape, 0, prod(shape)) for name, shape in here.items()]
+        said = [e.strategy.refuses_model(parts), *(c.refuses_model(parts) for c in inside(e.compressor))]
+        if reason := next((reason for reason in said if reason), None):
+            return f"{reason} (of a rank's part: a replica lies in {spread})" if spread else reason
+    return None
+
+
+def refuses_dtypes(e: Experiment, dtypes: Mapping[str, str]) -> str | None:
+    """Returns why a member of `e` cannot train parameters of these dtypes, by name; or None."""
+    wrapped = [("compressor=Dense", compressor) for compressor in inside(e.compressor)]
+    every: list[tuple[str, Strategy | Compressor]] = [("strategy=DDP", e.strategy), *wrapped]
+    for other, member in every:
+        odd = next(((name, dtype) for name, dtype in dtypes.items() if dtype not in member.dtypes), None)
+        if odd is not None:
+            path, known = other.partition("=")[0], ", ".join(member.dtypes)
+            would = f"take {other}, or convert" if odd[1] in FLOATS + COMPLEX else "convert"
+            return (f"{path}={type(member).__name__}: takes parameters of {known}, and {odd[0]} has {odd[1]}; "
+                    f"{would} the parameter")  # fmt: skip
+    return None
+
+
+def _explain_barren_slice(e: Experiment, spread: ReplicaSpread, rank: int) -> str:
+    stage, index = spread.locate_rank(rank)
+    said = f"partition={type(e.partition).__name__}: slice {index} of {e.partition.slices}"
+    said += f" of stage {stage}" if spread.stages else ""
+    would = "other cuts, fewer stages, or of=Whole()" if spread.stages else "partition=Whole()"
+    return (
+        f"{said} would have nothing to train, for no matrix there is dealt out and others look after what is "
+        f"whole; take {would}, or deal out more of the model's matrices"
+    )
+
+
+def require_trainable(run: TryingView, wanted: Experiment) -> None:
+    """Raises KnobError if `wanted` cannot lay out or train `run`'s model."""
+    if reason := refuses_model(wanted, run.model, run.learner):
+        raise KnobError(reason)
+    here = {
+        n: p
+        for n, p in run.model.named_parameters()
+        if p.requires_grad and not isinstance(p, unmaterialized.UnmaterializedParameter)
+    }
+    if reason := wanted.strategy.refuses_values({n: p.detach() for n, p in here.items()}):
+        raise KnobError(reason)
+    require_submodels(run, wanted)
+    try:
+        list_tables(run.learner, wanted, run.layout)
+    except StrategyError as error:
+        raise KnobError(f"strategy={type(wanted.strategy).__name__}: {error}") from None
+    now, way = run.experiment, wanted.partition
+    if way.size > 1 and (not run.spread or (way, wanted.batch) != (now.partition, now.batch)):
+        _require_tried(run, wanted)
+    if wanted.strategy.by_pieces and not run.layout.has_sizes_only:
+        _require_parts(run, wanted)
+    spread = find_spread(wanted, run.model, run.learner)
+    list_units(run.model, run.learner, way)
+    find_recomputed(wanted, run.learner, spread.split if spread else None)
+    if has_other_layout(now, wanted):
+        _require_movable_slots(run, wanted)
+
+
+_TRIED: WeakKeyDictionary[Learner, dict[tuple[Hashable, int], str]] = WeakKeyDictionary()  # reasons, or ""
+
+
+def _require_tried(run: TryingView, wanted: Experiment) -> None:
+    """Tries one batch, whole and spread, once for each way to spread."""
+    way = wanted.partition
+
+    def tried(model: nn.Module, batch: Any) -> None:
+        spread = find_spread(wanted, model, run.learner)
+        assert spread is not None
+        check_spread(model, run.learner, spread, batch, way.micro_batches)
+
+    key = (way.dims(), way.pieces, way.cuts, way.sequences, way.micro_batches, run.layout.has_sizes_only)
+    _try_once(run, wanted, key, tried)
+
+
+def _require_parts(run: TryingView, wanted: Experiment) -> None:
+    """Tries one batch, whole and part by part."""
+    said = f"strategy={type(wanted.strategy).__name__}"
+    _try_once(run, wanted, said, lambda model, batch: check_parts(model, run.learner, batch, said))
+
+
+def _try_once(run: TryingView, wanted: Experiment, what: Hashable, tried: Callable[[nn.Module, Any], None]) -> None:
+    """Runs a trial on a separate whole model, or repeats the KnobError of an earlier trial."""
+    made = _TRIED.setdefault(run.learner, {})
+    if (key := (what, wanted.batch)) not in made:
+        made[key] = _run_trial(run, wanted, tried)
+    if made[key]:
+        raise KnobError(made[key])
+
+
+def _run_trial(run: TryingView, wanted: Experiment, tried: Callable[[nn.Module, Any], None]) -> str:
+    batch, learner = run.make_example(wanted), run.learner
+    with torch.random.fork_rng():
+        torch.manual_seed(wanted.seed)
+        model = run.model if run.layout.has_sizes_only else learner.model().to(run.layout.order[0].param.device).train()
+        try:
+            tried(model, batch)
+        except KnobError as error:
+            return str(error)
+    return ""
+
+
+def _require_movable_slots(run: TryingView, wanted: Experiment) -> None:
+    """Raises KnobError for optimizer state whose shape does not show how to move it."""
+    if find_shards(run, run.experiment.strategy) is not None:  # shards exist only for elementwise optimizers
+        return
+    shapes = {place.name: place.param.shape for place in run.layout.order}
+    for name, x in read_slots(run.layout, run.optimizer).items():
+        if x.numel() > 1 and x.shape != shapes[name.partition("/")[2]]:
+            raise KnobError(
+                f"partition={type(wanted.partition).__name__}: {type(run.optimizer).__name__} remembers {name} in a "
+                f"shape of its own, which does not show how to hand it over; take optimizer=AdamW() or SGD()"
+            )
+
+
+def has_other_layout(was: Experiment, wanted: Experiment) -> bool:
+    """Whether the two experiments lay out a replica differently over ranks."""
+    one, other = ((way.dims(), way.pieces, way.cuts, way.sequences) for way in (was.partition, wanted.partition))
+    return one != other

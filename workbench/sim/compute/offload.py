@@ -1,0 +1,108 @@
+"""The tensors that a virtual rank keeps on host or disk. They move at once; then the transfer takes its time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from workbench.fabric import Ways
+from workbench.host.memory.offload import Hops, OffloadStore, name_span
+from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.optimizer_slots import Settings, make_slot_likes, read_settings, require_steppable
+from workbench.optimizers import elementwise
+from workbench.rank import Bucket, Op
+from workbench.sim.clock.fiber import PARK, ChildFiber, Fiber
+
+if TYPE_CHECKING:
+    from workbench.experiment import Experiment
+
+HOST = "host"  # the host's processor, which updates offloaded shards in parallel to the device
+
+
+class OffloadPerformer:
+    """The part of a Host that moves tensors to the host's memory or to disk, and updates them there."""
+
+    clock: Any
+    body: Any
+    experiment: Experiment
+    phase_seconds: Any
+    free: dict[str, float]
+    span: Any
+    stale: bool
+    _ways: Ways
+
+    def _offload_values(self, fiber: Fiber, op: Op) -> Any:
+        shard, what, to = op.args
+        hops = self.body.away.offload_state(self.body.layout, self.body.optimizer, shard, what, to)
+        return self._record_transfer(fiber, op, hops, None, out=True)
+
+    def _fetch_values(self, fiber: Fiber, op: Op) -> Any:
+        shard, what, to, keep = op.args
+        value, hops = self.body.away.fetch_state(self.body.layout, self.body.optimizer, shard, what, to, keep)
+        return self._record_transfer(fiber, op, hops, value, out=False)
+
+    def _record_transfer(self, fiber: Fiber, op: Op, hops: Hops, value: Any, out: bool) -> Any:
+        if not hops:
+            return value
+        now = self.clock.now
+        end = self._ways.occupy(self.experiment.fabric, now, hops, out)
+        self.span(
+            "measuring" if op.measures else "offload", name_span(op), now, now, end, hops[0][1], _find_step(fiber)
+        )
+        self.clock.resume_at(end, fiber, value)
+        return PARK
+
+    def update_settings(self) -> tuple[Settings, frozenset[str]]:
+        """The optimizer's as they are now, and what no rank used: a child that updates later does so by them."""
+        return read_settings(self.body.optimizer), frozenset(self.body.layout.unused)
+
+    def _update_on_host(self, fiber: Fiber, shard: Bucket) -> Any:
+        body, now = self.body, self.clock.now
+        require_steppable(body.layout, body.optimizer, shard, self.experiment)
+        by = getattr(fiber, "by", None) or self.update_settings()
+        body.away.step_shard(body.layout, body.optimizer, shard, *by)
+        body.note_shard_step()
+        began = max(now, self.free.get(HOST, 0.0))
+        end = self.free[HOST] = began + self.phase_seconds("update", shard.data.numel() / body.layout.element_count)
+        self.span("offload", f"update {shard.index}", now, began, end, 0, _find_step(fiber))
+        self.clock.resume_at(end, fiber)
+        return PARK
+
+
+def _find_step(fiber: Fiber) -> int:
+    """Returns the step in which a child was started; -1 (the rank's own) for other fibers."""
+    return fiber.step if isinstance(fiber, ChildFiber) else -1
+
+
+class SizedOffload(OffloadStore):
+    """Offloading with sizes only. One optimizer stands for all ranks, and its state never moves."""
+
+    def __init__(self, stepped: Any) -> None:
+        super().__init__()
+        self._has_stepped = stepped  # whether the optimizer has stepped, and so has state
+        self._likes: dict[int, tuple[tuple[Any, ...], dict[str, Tensor]]] = {}  # by bucket
+
+    def _take_slots(self, layout: ParameterLayout, optimizer: Any, shard: Bucket) -> dict[Any, Any]:
+        return self._list_slots(layout, optimizer, shard) if self._has_stepped() else {}
+
+    def _return_slots(self, layout: ParameterLayout, optimizer: Any, shard: Bucket, values: dict[Any, Any]) -> None:
+        """Does nothing, because the optimizer has kept the values."""
+
+    def _step_values(self, layout: ParameterLayout, optimizer: Any, shard: Bucket, *_: Any) -> dict[Any, Any]:
+        return self._list_slots(layout, optimizer, shard)
+
+    def _list_slots(self, layout: ParameterLayout, optimizer: Any, shard: Bucket) -> dict[Any, Tensor]:
+        """Returns the optimizer state of a shard: cut like its parameters, or whole."""
+        of, like = self._likes.get(shard.index, ((), {}))
+        if of != (layout, optimizer):  # found by trial steps, once per optimizer
+            like = make_slot_likes(layout.groups[shard.index], optimizer)
+            self._likes[shard.index] = (layout, optimizer), like
+        numel, cut = {part.name: part.stop - part.start for part in shard.parts}, elementwise(optimizer)
+        found: dict[Any, Tensor] = {}
+        for name, x in like.items():
+            slot, _, parameter = name.partition("/")
+            if parameter in numel:
+                n = numel[parameter] if cut and not x.numel() else max(x.numel(), 1)
+                found[parameter, slot] = layout.weights[shard.index].new_empty(n, dtype=x.dtype)
+        return found
