@@ -1,7 +1,7 @@
 """The widget that shows all charts of a run, live or recorded. Only new rows are sent.
 
     board = Board(run)                 # or Board() and board.show(run) later
-    refresh = Refresh(board); refresh.start()
+    refresh = RefreshTimer(board); refresh.start()
 
 The page sends "hello" when it shows the board and acknowledges each message that it has drawn. The board sends only
 while a page shows it, and at most one message is unacknowledged, so a slow browser has no backlog. After "hello" (also
@@ -70,7 +70,7 @@ class Board(anywidget.AnyWidget):
         self._heard = float("-inf")  # time of the last message of any page
         self._number, self._sent_at = 0, 0.0
         self._tables: dict[str, float] = {}  # open tables -> when last sent
-        self.woken = threading.Event()  # set after a page's message, so that a Refresh may send earlier
+        self.woken = threading.Event()  # set after a page's message, so that a RefreshTimer may send earlier
         self._tidy = Tidy(OFTEN, own=True)  # charts are computed on the thread that ticks
         self.refreshing = False
         super().__init__(**more)
@@ -191,7 +191,7 @@ class Board(anywidget.AnyWidget):
             self.send({"kind": "tables", "tables": {name: self._feed.make_table(name)}})
 
     def _send_news(self) -> None:
-        """Lets the Refresh send at once. Without a Refresh, sends here."""
+        """Lets the RefreshTimer send at once. Without one, sends here."""
         self.woken.set()
         if not self.refreshing:
             self.send_news()

@@ -19,7 +19,7 @@ RESCUE = "run.save('elsewhere') writes all rows that are shown here"
 
 
 class RecordMonitor:
-    """The record of one run. say: replaces the note on the same topic; see Attention"""
+    """The record of one run. say: replaces the note on the same topic; see HangMonitor"""
 
     def __init__(self, run: Run, say: Callable[..., None]) -> None:
         self.run, self.say = run, say

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Asked:
-    """The part of a Live that answers questions."""
+    """The part of a RunController that answers questions."""
 
     attention: HangMonitor
     cluster: Cluster

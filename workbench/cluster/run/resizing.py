@@ -124,7 +124,7 @@ def _list_returned(live: RunController) -> list[int]:
 
 
 def _invite_ranks(live: RunController, new: list[int]) -> None:
-    """Begins the sessions of these ranks; they wait. Raises RankError or NotBegun if one does not."""
+    """Begins the sessions of these ranks; they wait. Raises RankError or RankNotBegun if one does not."""
     live.admit_ranks(new)
     live.spools |= begin(live.cluster, {**live.job, "joins": True}, live.blob, new, secret=live.secret)
     until = time.monotonic() + WAIT

@@ -64,7 +64,7 @@ class RpcClient:
                 wire.lock.release()
 
     def ask_rank(self, rank: int, what: str, blob: bytes = b"", timeout: float = 3.0, **rest: Any) -> tuple[Any, bytes]:
-        """Returns the answer of a rank's engine to `what`: (plain value, blob). Raises Silence or ClusterError."""
+        """Returns the answer of a rank's engine to `what`: (plain value, blob). Raises NoAnswer or ClusterError."""
         wire = self._wires[rank]
         with wire.lock:
             self._send_question(wire, what, blob, rest)

@@ -25,7 +25,7 @@ _VERBS_BETWEEN = {*VERBS_INSIDE, "update"} - {
 
 
 class ForwardStops:
-    """The stops of one rank's forward. Within `watching` parameters are `absent` until their bucket was handed out.
+    """The stops of one rank's forward. In `stop_at_reads` parameters have no values until their bucket is handed out.
 
     Buckets come in the order in which the model reads them. At the end of the forward come the buckets that it does not
     read, the last bucket first.

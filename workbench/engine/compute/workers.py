@@ -51,7 +51,7 @@ class WorkerModel:
         }
 
     def run_step(self, coro: Coroutine[Op, Any, Any]) -> None:
-        """Runs a step to its end. Keeps its error for `Workers.run_steps`."""
+        """Runs a step to its end. Keeps its error for `WorkerPool.run_steps`."""
         try:
             self.run.chip.bind_thread()
             self._tie_parameters()

@@ -38,12 +38,12 @@ def gather_lists(wire: Wire | None, numbers: list[int]) -> list[list[int]]:
 
 
 def check_equal(wire: Wire | None, number: int, what: str) -> None:
-    """Raises Disagreement with the ranks whose `number` differs from rank 0's."""
+    """Raises RankDisagreement with the ranks whose `number` differs from rank 0's."""
     check_same(gather_numbers(wire, number), what)
 
 
 def check_model(wire: Wire | None, model: nn.Module) -> None:
-    """Raises Disagreement with the first parameter in which a rank's model differs from rank 0's."""
+    """Raises RankDisagreement with the first parameter in which a rank's model differs from rank 0's."""
     numbers = gather_numbers(wire, hash_signature(model))
     if wire is None or len(set(numbers)) == 1:
         return

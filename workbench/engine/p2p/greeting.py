@@ -31,7 +31,7 @@ class AuthenticationError(ConnectionError):
 
 
 def greet_as_caller(secret: bytes, who: int, whom: int, door: str, say: Say) -> Fill:
-    """Greets as the caller `who`. Raises Stranger if the other end is not rank `whom` of this run."""
+    """Greets as the caller `who`. Raises AuthenticationError if the other end is not rank `whom` of this run."""
     theirs, mine = bytearray(RANDOM), secrets.token_bytes(RANDOM)
     yield memoryview(theirs)
     say(HELLO.pack(who, mine, make_proof(secret, b"caller", who, whom, door, bytes(theirs), mine)))
@@ -42,7 +42,7 @@ def greet_as_caller(secret: bytes, who: int, whom: int, door: str, say: Say) -> 
 
 
 def greet_as_called(secret: bytes, whom: int, size: int, door: str, say: Say) -> Generator[memoryview, None, int]:
-    """Greets as the called rank `whom` of `size`. Returns the caller's rank. Raises Stranger if it is none."""
+    """Greets as the called rank `whom` of `size`, and returns the caller's rank. Raises AuthenticationError."""
     mine, hello = secrets.token_bytes(RANDOM), bytearray(HELLO.size)
     say(mine)
     yield memoryview(hello)

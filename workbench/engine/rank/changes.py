@@ -157,7 +157,7 @@ class Reconfigurable(RankComponents):
         return self.broadcast_text_now(text, by)
 
     def broadcast_text_now(self, text: str, by: int = 0) -> str:
-        """The same as `told`, as a plain function."""
+        """The same as `broadcast_text`, as a plain function."""
         return broadcast_text(self.control, text.encode(), by).decode() if self.control is not None else text
 
     @contextmanager

@@ -67,7 +67,7 @@ class PreemptionWatch:
 
 
 async def remove_preempted(training: RankTraining, members: Sequence[int], number: str) -> None:
-    """Removes `members`, and the other ranks go on. Raises Resized; raises Preempted if they cannot go on."""
+    """Removes `members`, and the other ranks go on. Raises ResizeSignal; raises Preempted if they cannot go on."""
     session = training.session
     gone = [m for m in members if m in session.members]
     left = [place for place, m in enumerate(session.members) if m not in gone]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 async def resize_run(training: RankTraining, members: tuple[int, ...], number: str) -> None:
-    """Goes on with `members`, old and new. Raises Resized. If it is refused, a Mark gives the reason."""
+    """Goes on with `members`, old and new. Raises ResizeSignal. If it is refused, a Mark gives the reason."""
     session = training.session
     stay = [m for m in session.members if m in members]
     new = [m for m in members if m not in stay]
@@ -53,11 +53,11 @@ async def end_generation(
     number: str,
     preempted: tuple[int, ...] = (),
 ) -> None:
-    """Assembles the state on the ranks that stay, and ends the generation. Raises Resized.
+    """Assembles the state on the ranks that stay, and ends the generation. Raises ResizeSignal.
 
     Until all ranks have met for it, they can go back.
 
-    stay: the places that go on; see Resized for the other arguments
+    stay: the places that go on; see ResizeSignal for the other arguments
     """
     with training.guard_step(True):
         if training.rollback is not None:

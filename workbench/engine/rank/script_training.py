@@ -37,7 +37,7 @@ REFUSED_REQUESTS = {
 
 
 class ScriptTraining(RankTraining):
-    """A Training that a user's loop leads. See [Note: Hand in hand] in engine/script/loop.py."""
+    """A RankTraining that a user's loop leads. See [Note: Hand in hand] in engine/script/loop.py."""
 
     led: ScriptLoop
     script_store: Any = None  # on rank 0: the store in which the script's process group meets

@@ -1,6 +1,6 @@
 """How a rank goes on after a peer is lost: it leaves its generation, votes, and begins the next.
 
-The session's thread does all of this, between two loops of its `Training`.
+The session's thread does all of this, between two loops of its `RankTraining`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def can_outlive(session: Session, error: BaseException, broke: bool = False) -> 
     """Whether `error` comes from a lost peer, and this rank goes on after it.
 
     broke: whether a generation did not form because of it
-    Raises Late if the other ranks have gone on without this one.
+    Raises LeftBehind if the other ranks have gone on without this one.
     """
     training = session.training
     if training is None or not training.has_begun or session.is_ending:
@@ -98,7 +98,7 @@ def leave_generation(session: Session, training: RankTraining) -> RankReport:
 def vote_with_rest(session: Session, mine: RankReport) -> Quorum:
     """Votes, and returns the reports of all remaining ranks.
 
-    Raises Aborted if this rank must leave, Late if the other ranks went on.
+    Raises Aborted if this rank must leave, LeftBehind if the other ranks went on.
     """
     store, training, rank = connect_store(*session.where, session.voting), session.set_up_already, session.rank
     patience = max(PATIENCE, PATIENCE_STEPS * max(training.longest_evaluation, *training.step_seconds))
@@ -112,10 +112,10 @@ def plan_generation(session: Session) -> NextGeneration:
 
 
 def begin_generation(session: Session, to: NextGeneration) -> Membership:
-    """Gathers the ranks of the next generation and opens their wires; `confirm` ends what begins here.
+    """Gathers the ranks of the next generation and opens their wires; `confirm_formed` ends what begins here.
 
     A rank that is not among them waits until the generation has formed, because it may hold a part that another rank
-    loses. Then it raises Spare. After any other error, `undo` takes back what was begun.
+    loses. Then it raises NotNeeded. After any other error, `undo_forming` takes back what was begun.
     """
     session.turn += 1
     session.forming = forming = FormingGeneration(session, to)

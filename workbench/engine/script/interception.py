@@ -153,7 +153,7 @@ def _new_ddp(cls: Any, *_: Any, **__: Any) -> Any:
 
 @cache
 def _make_shim_class(cls: type[Any]) -> type:
-    """Returns Wrapped, or a script's own subclass of DistributedDataParallel combined with it."""
+    """Returns DDPShim, or a script's own subclass of DistributedDataParallel combined with it."""
     return DDPShim if cls is DistributedDataParallel else type(cls.__name__, (cls, DDPShim), {})
 
 

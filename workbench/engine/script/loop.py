@@ -140,7 +140,7 @@ class ScriptLoop(ScriptBatches):
         return self.waits_at != "end"
 
     def _run_forward(self, module: Any, batch: Any) -> Tensor:
-        """Runs a forward until the loop calls backward. Returns the loss. Raises Over if the loop goes elsewhere."""
+        """Runs a forward until the loop calls backward, and returns the loss. Raises LoopEnded if it goes elsewhere."""
         if self.waits_at == "forward":
             self._let_run()
         if self.waits_at != "backward":
@@ -248,7 +248,7 @@ class ScriptLoop(ScriptBatches):
             self._arrivals.put(("end", error))
 
     def _wait_at(self, where: str) -> None:
-        """Waits at the point `where` until the rank lets the loop go on. Raises Over if the rank has left."""
+        """Waits at the point `where` until the rank lets the loop go on. Raises LoopEnded if the rank has left."""
         if self.has_left:
             raise LoopEnded
         self._arrivals.put((where, None))

@@ -140,5 +140,5 @@ class EventStopwatch(Stopwatch):
 
 
 def make_stopwatch(chip: Chip, clock: Clock, record: Any, look: Callable[[], None]) -> Stopwatch:
-    """Returns a LateWatch if the chip runs ahead, else a Watch."""
+    """Returns an EventStopwatch if the chip runs ahead, else a Stopwatch."""
     return EventStopwatch(chip, clock, record, look) if chip.runs_ahead else Stopwatch(clock, record)

@@ -1,7 +1,7 @@
 """A copy of a rank's state between two steps: tensors in the host's memory, everything else as JSON.
 
-The rank neither leaves its strategy nor gathers anything, so a resumed rank is bit-identical. An Item names the tensor
-that it belongs to. So a piece that several ranks hold is written once, and a whole model can be assembled.
+The rank neither leaves its strategy nor gathers anything, so a resumed rank is bit-identical. An ImageTensor names the
+tensor that it belongs to. So a piece that several ranks hold is written once, and a whole model can be assembled.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class RankImage:
 
 
 def make_rank_image(run: CheckpointView) -> RankImage:
-    """Copies the state of `run`'s rank, with nothing in flight. Raises Unkept for other values."""
+    """Copies the state of `run`'s rank, with nothing in flight. Raises UnsavableValue for other values."""
     image = RankImage(run.rank.step)
     said = image.entries
     said["step"] = image.step

@@ -20,7 +20,7 @@ KIND = "model"  # of a checkpoint
 
 
 async def make_model_image(run: RankView) -> RankImage:
-    """Returns the image of `run`'s model, equal on all ranks. Raises Unkept for state other than tensors."""
+    """Returns the image of `run`'s model, equal on all ranks. Raises UnsavableValue for state other than tensors."""
     state = dict(run.model.state_dict())
     if other := next((name for name, x in state.items() if not isinstance(x, Tensor)), None):
         raise UnsavableValue(f"{other} of the model's state is no tensor")

@@ -1,7 +1,7 @@
 """When checkpoints are made, on both hosts: every `save_every` steps, and on request.
 
 The next checkpoint is a planned change. All ranks reach it before the same step, or meet for it if they keep no common
-step. With nothing in flight, each rank copies its state. The host's Keeper writes the image while training goes on.
+step. With nothing in flight, each rank copies its state. A CheckpointWriter writes the image while training goes on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class GatherEvent(CheckpointEvent):
 
 
 class CheckpointableRank(ABC):
-    """The part of a Life that checkpoints read and restore.
+    """The part of a RankLoop that checkpoints read and restore.
 
     held_out: the last held-out loss that this rank knows
     """
@@ -49,7 +49,7 @@ class CheckpointableRank(ABC):
     @property
     @abstractmethod
     def reads(self) -> BatchReader | None:
-        """The Batches that this rank learns from; None without values."""
+        """The BatchReader that this rank learns from; None without values."""
 
     @property
     @abstractmethod
@@ -63,7 +63,7 @@ class CheckpointableRank(ABC):
     @property
     @abstractmethod
     def slice_rng(self) -> tuple[int, int] | None:
-        """`at` of its passes' Together, if it has slices of the model."""
+        """`at` of its TensorParallelGroup, if it has slices of the model."""
 
     @abstractmethod
     def restore_slice_rng(self, at: tuple[int, int] | None) -> None:

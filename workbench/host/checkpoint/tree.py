@@ -1,8 +1,8 @@
 """Converts the state of strategies, compressors, optimizers and policies to JSON and tensors, and back.
 
-An object is written as its class name and attributes. The Reader makes only classes of workbench's families, or of the
-modules of the run's own members. It runs none of their code, only `object.__new__`. So a checkpoint chooses values, and
-never runs code.
+An object is written as its class name and attributes. The ValueDecoder makes only classes of workbench's families, or
+of the modules of the run's own members. It runs none of their code, only `object.__new__`. So a checkpoint chooses
+values, and never runs code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class UnsavableValue(TypeError):
 
 
 def encode_value(x: Any, keep: Keep, where: str) -> Any:
-    """Returns `x` as JSON. Raises Unkept.
+    """Returns `x` as JSON. Raises UnsavableValue.
 
     keep:  stores a tensor and returns its number
     where: the name of `x`

@@ -25,7 +25,7 @@ class CheckpointView(ChangeView, Protocol):
     planned:         future changes, in the order of their steps
     held_out:        the last held-out loss that this rank knows
     rng_states:      the states of the random numbers of this rank's forwards
-    crowd:           `at` of its passes' Together, if it has slices of the model
+    crowd:           `at` of its TensorParallelGroup, if it has slices of the model
     is_asynchronous: whether ranks make steps without a meeting in every round
     """
 

@@ -17,9 +17,9 @@ class RequestAnswer(NamedTuple):
     detail: Mapping[str, Json]
 
 
-Done = dict[str, Sequence[Any] | None]  # the last completed requests by name, some with their Answers
-KNOWN_KIND = "known"  # the kind of a request that carries another request's Answer
-NAMES, ANSWERS = 256, 16  # how many names are kept, and how many of the newest have Answers
+Done = dict[str, Sequence[Any] | None]  # the last completed requests by name, some with their RequestAnswers
+KNOWN_KIND = "known"  # the kind of a request that carries another request's RequestAnswer
+NAMES, ANSWERS = 256, 16  # how many names are kept, and how many of the newest have RequestAnswers
 
 
 def remember_answer(done: Done, name: str, answer: RequestAnswer | None) -> None:

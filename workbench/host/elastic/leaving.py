@@ -24,14 +24,14 @@ from workbench.host.transfer.boundary import Boundary, copy_boundary, make_bound
 from workbench.rank import Memory, Rank
 from workbench.tasks import at_rate
 
-RequestState = tuple[list[dict[str, Any]], Done, bool, int]  # asked, done, paused, credit, as in Said
+RequestState = tuple[list[dict[str, Any]], Done, bool, int]  # asked, done, paused, credit, as in RankReport
 NOTHING: RequestState = [], {}, False, 0
 
 
 def explain_refusal(run: GenerationView, saved: Sequence[int], alive: bool = False) -> str:
     """Returns why `run`'s rank could not go on without another; "" if it could.
 
-    saved: as in Said; alive: whether perhaps only a wire is lost and no rank. The vote finds out.
+    saved: as in RankReport; alive: whether perhaps only a wire is lost and no rank. The vote finds out.
     """
     e, rollback = run.experiment, run.rollback
     if rollback is None:
@@ -84,7 +84,7 @@ class StateBefore:
     """A rank's state before it enters a generation, until the generation has formed.
 
     A generation changes parameters, buffers, optimizer state, settings and plans. `restore` puts all of it back. Make
-    this before `hand_down`.
+    this before `hand_down_state`.
     """
 
     def __init__(self, run: GenerationView, to: NextGeneration) -> None:

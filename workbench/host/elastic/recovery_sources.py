@@ -61,7 +61,7 @@ def count_copies(e: Experiment, size: int, remembers: bool) -> int:
 
 
 def find_agreed_step(bound: Sequence[int]) -> int | None:
-    """Returns the step before which all ranks last had the same parameters; None if unknown. bound: as in Said"""
+    """Returns the step before which all ranks last had the same parameters; None if unknown. bound: as in RankReport"""
     step, _, apart = bound
     return step - apart if apart >= 0 else None
 

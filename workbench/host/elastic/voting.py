@@ -134,7 +134,7 @@ class Quorum(NamedTuple):
 class NextGeneration(NamedTuple):
     """How the next generation begins, the same on all its ranks.
 
-    experiment: for these ranks; changes, done, paused, credit: as in Said, of the furthest rank
+    experiment: for these ranks; changes, done, paused, credit: as in RankReport, of the furthest rank
     asked:      requests that are not obeyed yet; processes: by place
     mark:       its Mark in the record
     used:       how many examples of the data's order are used up

@@ -15,7 +15,7 @@ from workbench.settings import KnobError
 
 
 class BucketOrdering(ABC):
-    """The part of a Life that cuts its buckets."""
+    """The part of a RankLoop that cuts its buckets."""
 
     async def split_state(self: LoopView, ahead: bool = False) -> None:
         """Splits state that is whole on every rank as the partition and the strategy need it.

@@ -29,7 +29,7 @@ MAX_UNDONE = 16  # made changes that a rank can still undo
 
 
 class ElasticMember:
-    """The part of a Life that handles generations.
+    """The part of a RankLoop that handles generations.
 
     rollback: the way back to the last boundary; None if no rank is ever lost
     taken:    the planned changes to make now

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
-    """The part of a Session that goes from boundary to boundary. Each `views.py` says what others use of it.
+    """The part of a rank that goes from boundary to boundary. Each `views.py` says what others use of it.
 
     planned:       future changes, in the order of their steps
     pending_pause: seconds of a fault's pause before this rank's next step
@@ -310,7 +310,7 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
 
     @property
     def access_trace(self) -> AccessTrace | None:
-        """The parameters that a step reads, if the host knows them without its Reading."""
+        """The parameters that a step reads, if the host knows them without its Unsharder."""
         return None
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The Ledger of one rank: its bytes by category, recorded whenever they change, on both hosts.
+"""The MemoryAccount of one rank: its bytes by category, recorded whenever they change, on both hosts.
 
 Samples are called "memory CATEGORY", in bytes: the category's peak in a step. "memory peak" is the device's peak,
 "memory on host" and "memory on disk" are state that a strategy keeps there. Categories that stay from step to step are

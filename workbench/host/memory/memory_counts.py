@@ -1,4 +1,4 @@
-"""The source of a Ledger's numbers: a rank's real tensors, or a host's other knowledge of sizes."""
+"""The source of a MemoryAccount's numbers: a rank's real tensors, or a host's other knowledge of sizes."""
 
 from __future__ import annotations
 

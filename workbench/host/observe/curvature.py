@@ -52,7 +52,7 @@ def _twice_differentiable() -> Iterator[None]:
 
 
 def outline_factors(model: nn.Module, layout: ParameterLayout) -> list[Factors]:
-    """Returns the Factors of `Collecting.take_factors`, with sizes only."""
+    """Returns the Factors of `FactorCollector.take_factors`, with sizes only."""
     found = []
     for name, layer in find_layers(model, {place.name for place in layout.order}).items():
         kind = torch.promote_types(layer.weight.dtype, torch.float32)

@@ -272,7 +272,7 @@ def copy_slice(model: nn.Module, split: TensorSplit, index: int) -> nn.Module:
 @contextmanager
 def compute_together(model: nn.Module, split: TensorSplit, index: int, ask: Ask, draws: bool = True,
               coding: Coding = PLAIN, coded: Coded = run_unrecorded) -> Iterator[TensorParallelGroup]:  # fmt: skip
-    """Lets `model`, which has rank `index`'s slices, compute as Together within the block."""
+    """Lets `model`, which has rank `index`'s slices, compute in its TensorParallelGroup within the block."""
     together = TensorParallelGroup(model, split, index, ask, draws, coding=coding, coded=coded)
     try:
         yield together

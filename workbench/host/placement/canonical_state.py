@@ -22,7 +22,7 @@ class RankDisagreement(RuntimeError):
 
 
 def check_same(numbers: Sequence[int], what: str, names: Sequence[int] = ()) -> None:
-    """Raises Disagreement that names the ranks whose number differs from the first rank's.
+    """Raises RankDisagreement that names the ranks whose number differs from the first rank's.
 
     names: the number in the run of each rank; empty: its index
     """

@@ -1,7 +1,7 @@
 """Strided runs of a flat tensor's elements, with arithmetic that needs no tensor and no loop over elements.
 
-A column of a matrix, or one rank's heads of a fused qkv, is thousands of intervals but one Slice. A 4096 x 4096 matrix
-is cut into columns in one step per rank.
+A column of a matrix, or one rank's heads of a fused qkv, is thousands of intervals but one StridedSlice. A 4096 x 4096
+matrix is cut into columns in one step per rank.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class StridedSlice(NamedTuple):
 
 
 class _PeriodicBlock(NamedTuple):
-    """Elements e of one set in [start, stop) with low <= e % period < high: the building block of a Slice."""
+    """Elements e of one set in [start, stop) with low <= e % period < high: the building block of a StridedSlice."""
 
     start: int
     stop: int

@@ -265,7 +265,7 @@ class PolicyRunner:
 
 
 class TappedRecorder:
-    """A recorder that also passes samples and compute times to Steering."""
+    """A recorder that also passes samples and compute times to a PolicyRunner."""
 
     def __init__(self, record: Any, steering: PolicyRunner) -> None:
         self._record, self._receive = record, steering.receive_sample

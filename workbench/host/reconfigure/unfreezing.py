@@ -39,7 +39,7 @@ def unfreeze_parameters(run: ChangeView, names: Collection[str]) -> None:
 async def agree_on_unfrozen(run: ChangeView) -> None:
     """Between steps, when all ranks have met: trains on all ranks what some rank has unfrozen by itself.
 
-    run: a Life. Nothing is asked of other ranks if no parameter is frozen.
+    run: a RankLoop. Nothing is asked of other ranks if no parameter is frozen.
     """
     usage = run.usage
     if not usage.frozen:

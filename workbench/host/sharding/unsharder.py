@@ -1,8 +1,8 @@
 """Passes over a model in shards: buckets are gathered before they are read, and released afterwards.
 
 [Note: Reading shards] A pass is a forward, a backward or an evaluation. Before it reads a bucket that is not whole on
-this rank, Reading calls the strategy's `unshard`, with the buckets that the pass reads next. After the last read it
-calls `reshard`. In a forward that is when the pass first reads another bucket, so tied weights stay from their first
+this rank, the Unsharder calls the strategy's `unshard`, with the buckets that the pass reads next. After the last read
+it calls `reshard`. In a forward that is when the pass first reads another bucket, so tied weights stay from their first
 use to their last. In a backward it is when the bucket's gradients have arrived.
 
 A step that computes nothing shows order and last use before the first step (`read_order.py`). If a model cannot run so,

@@ -74,7 +74,7 @@ async def consolidate_state(run: RankView, strategy: Strategy) -> None:
     """Averages buffers and optimizer state over the ranks that trained under `strategy`.
 
     Otherwise diverged momenta would pull replicas apart again. Integers (counters, quantised moments) are taken from
-    the first rank. Raises Disagreement if optimizer states differ in size.
+    the first rank. Raises RankDisagreement if optimizer states differ in size.
     """
     rank, who = run.rank, mesh(strategy, run.rank.size)
     if rank.size == 1 or not (strategy.periodic or len(who.ranks) < rank.size):
@@ -155,7 +155,7 @@ def _drop_empty(state: State) -> State:
 
 
 async def require_agreement(run: RankView) -> None:
-    """Raises Disagreement unless all ranks hold the same parameters and the same optimizer state.
+    """Raises RankDisagreement unless all ranks hold the same parameters and the same optimizer state.
 
     It skips optimizer state in shards.
     """
@@ -206,7 +206,7 @@ def find_shards(run: RankView, strategy: Strategy) -> ShardLayout | None:
 async def reshard_slots(run: ChangeView, was: ShardLayout | None, to: ShardLayout | None) -> None:
     """Moves optimizer state from the shards `was` to the shards `to` by one `move`. None: whole on every rank.
 
-    From whole to shards it sends nothing. Raises Disagreement if the hash of the state has changed.
+    From whole to shards it sends nothing. Raises RankDisagreement if the hash of the state has changed.
     """
     if was == to:
         return

@@ -37,7 +37,7 @@ MOVED = ("sum", "mean")  # the rules by which memory moves with the parameters
 async def migrate_rank_state(run: ChangeView, was: ReplicaSpread | None, to: ReplicaSpread | None) -> None:
     """Moves each rank's compression memory from the partition `was` to `to`.
 
-    All ranks call it together before the model moves. Raises Disagreement if a sum has changed.
+    All ranks call it together before the model moves. Raises RankDisagreement if a sum has changed.
     """
     memory, nbytes = run.rank.memory, 0
     rules = {buffer: rule for of in (run.rank.compressor, run.experiment.compressor) for one in inside(of)
@@ -107,7 +107,7 @@ async def _move_checked(
 ) -> tuple[State, int]:
     """Moves `state`. Returns (this rank's new part, the bytes that all ranks have sent).
 
-    Raises Disagreement if the hash over all ranks has changed.
+    Raises RankDisagreement if the hash over all ranks has changed.
     """
     likes = dict.fromkeys(to.sizes, like)
     before = await sum_hashes(run, state, was)

@@ -64,7 +64,7 @@ async def repartition_state(
 ) -> UnplacedState:
     """Moves the state from `was` to `to`. All ranks call it at the same boundary. Replicas must be equal.
 
-    Raises Disagreement if the hash of the state has changed.
+    Raises RankDisagreement if the hash of the state has changed.
     outer: the outer momentum of this rank's parameters, by name
     """
     rank, everyone, began = run.rank, range(run.rank.size), run.now

@@ -34,7 +34,7 @@ class BatchPerformer:
 
 
 class BatchOutline:
-    """The part of Sizes that stands for batches, which have no contents here."""
+    """The part of RankSizes that stands for batches, which have no contents here."""
 
     examples: Callable[[], int] = int  # of its session: examples per batch
     taken_batches = 0  # batches so far

@@ -2,7 +2,7 @@
 
 Replicas act in unison if they compute alike over equal links and meet only in collectives. Then only the first
 replica's ranks are simulated, in groups of full size. All its ranks are needed: the slices of a stage exchange
-different bytes, because each slice owns different shared parameters (`Split.owners`).
+different bytes, because each slice owns different shared parameters (`TensorSplit.owners`).
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class _UnclearArgument(Exception):
 
 
 def _argument_key(x: Any, plain: bool) -> Any:
-    """Returns the key of one argument of an operation. Raises _Unclear if it has none."""
+    """Returns the key of one argument of an operation. Raises _UnclearArgument if it has none."""
     kind = type(x)
     if kind is ShapedTensor:
         return x.kind
@@ -102,7 +102,7 @@ def _argument_key(x: Any, plain: bool) -> Any:
 
 def _run_torch(func: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Known | None]:
     """Lets torch run the operation. Returns its result, and the form to remember; None if it must run every time."""
-    stands: dict[int, ShapedTensor] = {}  # by torch's tensor: the Shaped that it replaced
+    stands: dict[int, ShapedTensor] = {}  # by torch's tensor: the ShapedTensor that it replaced
     lies: dict[int, int] = {}  # by storage: the first argument in it
     for at, x in enumerate(args):
         if isinstance(x, Tensor) and x.layout is torch.strided:

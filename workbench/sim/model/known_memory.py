@@ -219,7 +219,7 @@ def _fake_model(model: nn.Module, learner: Learner, inputs: Any, layers: Partiti
 
 
 class _BareLayout:
-    """The parts of a Layout that a backward reads: the trained parameters."""
+    """The parts of a ParameterLayout that a backward reads: the trained parameters."""
 
     roomy = gives_back = False
     buckets: tuple[Bucket, ...] = ()
@@ -229,7 +229,7 @@ class _BareLayout:
 
 
 def _list_trained_places(model: nn.Module) -> list[ParameterPlace]:
-    """Returns the trained parameters in reverse order of registration, as in a Layout."""
+    """Returns the trained parameters in reverse order of registration, as in a ParameterLayout."""
     return [ParameterPlace(name, p) for name, p in reversed([*model.named_parameters()]) if p.requires_grad]
 
 

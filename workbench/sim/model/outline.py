@@ -69,7 +69,7 @@ def compute_ready_shares(layout: ParameterLayout, arrival: list[str], there: Col
 
 
 class Outline:
-    """The model as sizes, shared by all ranks. split: how its matrices are split; seen: see `Passes`"""
+    """The model as sizes, shared by all ranks. split: how its matrices are split; seen: see `ModelPasses`"""
 
     split: TensorSplit | None = None
 

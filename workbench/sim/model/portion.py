@@ -28,7 +28,7 @@ from workbench.tasks import Learner
 
 
 class ModelPortion:
-    """The part of Tensors that handles a spread model.
+    """The part of RankTensors that handles a spread model.
 
     spread: how a replica is spread over ranks
     piece:  this rank's stage; split: how matrices are split; stage: (its index, number of stages)

@@ -10,7 +10,7 @@ from workbench.host.placement.layout import ParameterLayout
 
 
 class RenewableTensors:
-    """The part of Tensors that begins another generation."""
+    """The part of RankTensors that begins another generation."""
 
     def discard_step(self) -> None:
         """Discards everything of an interrupted step."""
@@ -47,7 +47,7 @@ class RenewableTensors:
 
 
 class RenewableSizes:
-    """The part of Sizes that begins another generation."""
+    """The part of RankSizes that begins another generation."""
 
     reading: Any = None  # of its session
 

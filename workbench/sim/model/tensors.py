@@ -35,7 +35,7 @@ from workbench.tasks import Learner
 class RankTensors(RenewableTensors, ModelPortion):
     """One rank's model, data and optimizer, with the engine's seeds."""
 
-    shards: Any = None  # for the same interface as Sizes
+    shards: Any = None  # for the same interface as RankSizes
     gradient_shards = 1
 
     def __init__(self, experiment: Experiment, learner: Learner, rank: int) -> None:
@@ -122,7 +122,7 @@ class RankTensors(RenewableTensors, ModelPortion):
         self._cut_buckets()
 
     def deal_data(self, rank: int, size: int, seed: int | None) -> None:
-        """Reads the data of `rank` of `size` from the next restart on; see `Batches.set_share`."""
+        """Reads the data of `rank` of `size` from the next restart on; see `BatchReader.set_share`."""
         self.batches.set_share(rank, size, seed)
 
     def restart_data(self, batch: int, seed: int, step: int, used: int = 0) -> None:

@@ -107,7 +107,7 @@ class MortalRank(Reconfigurable):
         self.mark("end", {"rank": self.member, "state": state})
 
     def handle_alarm(self, does: str) -> None:
-        """Handles a loss that is not finite or has diverged: raises Stopped if the run must stop, otherwise goes on."""
+        """Handles a loss that is not finite or has diverged: raises SimulationStopped if the run must stop."""
         if does == "stop":
             raise SimulationStopped
 

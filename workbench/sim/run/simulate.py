@@ -91,7 +91,7 @@ def simulate(
 
 def simulate_sizes(experiment: Experiment, learner: Learner, costs: Costs, alike: bool,
               seen: dict[Any, Any] | None) -> Run:  # fmt: skip
-    """Simulates a checked experiment, with sizes only. seen: see `Passes`. Raises the errors of `simulate`."""
+    """Simulates a checked experiment, with sizes only. seen: see `ModelPasses`. Raises the errors of `simulate`."""
     if reason := explain_refusal(experiment, costs):
         raise KnobError(reason)
     with _catch_exit():
