@@ -15,7 +15,7 @@ import pytest
 from tests.unit import synthetic
 from tests.waiting import until
 from workbench.cluster.processes.place import host_name
-from workbench.cluster.processes.supervised_thread import Steady
+from workbench.cluster.processes.supervised_thread import SupervisedThread
 from workbench.cluster.run import evicting
 from workbench.cluster.run.changes import Changes
 from workbench.cluster.run.controller import RunController
@@ -224,12 +224,12 @@ def test_a_watching_thread_survives_errors_of_its_looks(caplog: pytest.LogCaptur
             raise RuntimeError("cannot join thread before it is started")
 
     with caplog.at_level(logging.ERROR):
-        it = Steady("steady", look, over, said.append).start()
+        it = SupervisedThread("steady", look, over, said.append).start()
         assert until(lambda: len(looks) > 4)
         over.set()
         assert it.join(60)
     assert [str(e) for e in said] == ["cannot join thread before it is started"] * 2
-    (record,) = [r for r in caplog.records if r.name.endswith("steady")]
+    (record,) = [r for r in caplog.records if r.name.endswith("supervised_thread")]
     assert record.exc_info, "the traceback is in the log, once"
 
 
@@ -243,7 +243,7 @@ def test_a_watching_thread_survives_errors_of_its_listener() -> None:
     def said(error: Exception) -> None:
         raise ValueError("nobody listens")
 
-    it = Steady("steady", look, over, said).start()
+    it = SupervisedThread("steady", look, over, said).start()
     assert until(lambda: len(looks) > 2)
     over.set()
     assert it.join(60)

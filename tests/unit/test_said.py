@@ -18,7 +18,7 @@ from workbench.cluster.api import launch
 from workbench.cluster.engines import engine_server
 from workbench.cluster.engines.engine_server import EngineServer
 from workbench.cluster.processes.place import ClusterError
-from workbench.cluster.processes.supervised_thread import Steady
+from workbench.cluster.processes.supervised_thread import SupervisedThread
 from workbench.cluster.run.changes import Changes
 from workbench.cluster.run.controller import RunController
 from workbench.cluster.run.errors import RankError
@@ -157,7 +157,7 @@ def test_an_engines_connection_answers_with_the_error(how: str, monkeypatch: pyt
     def fails(self: EngineServer, blob: bytes) -> None:
         raise Evil(how)
 
-    monkeypatch.setattr(EngineServer, "on_hurry", fails)
+    monkeypatch.setitem(EngineServer.HANDLERS, "hurry", fails)
     answer = json.loads(bench()._make_reply({"number": 3, "what": "hurry"}, b"")[0])
     assert answer == {"number": 3, "error": f"Evil: {HOW[how]}"}
     made = bench()
@@ -193,7 +193,7 @@ def test_a_waited_for_thread_survives_any_error(error: BaseException) -> None:
         if len(looks) < 3:
             raise error
 
-    it = Steady("steady", look, over, lambda e: told.append(said(e))).start()
+    it = SupervisedThread("steady", look, over, lambda e: told.append(said(e))).start()
     assert until(lambda: len(looks) > 3)
     over.set()
     assert it.join(60) and told == [said(error)] * 2

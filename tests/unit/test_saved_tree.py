@@ -115,7 +115,7 @@ class Row(NamedTuple):
 
 CLASSES = [
     "os:system", "builtins:eval", "subprocess:Popen", "workbench.settings:Change.read", "workbench.rank:", ":", "x",
-    "workbench.engine.rank.session:Session", "workbench.cluster.api.launch:launch", "workbench.strategies:os",
+    "workbench.engine.rank.session:Session", "workbench.cluster.api.launch:start_sessions", "workbench.strategies:os",
     "tests.kept:nn",
     "workbench.rank.bucket:Memory.__init__", f"{__name__}:Ends", f"{__name__}:ran", "workbench.compressors._base:ABC",
     f"{__name__}:test_values_round_trip_unchanged", "workbench.rank.bucket:Memory.clear.__globals__",

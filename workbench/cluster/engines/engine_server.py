@@ -23,7 +23,7 @@ from workbench.cluster.engines import process_restart
 from workbench.cluster.engines.preempting import PreemptionSignal
 from workbench.cluster.engines.rpc_handlers import RpcHandlers
 from workbench.cluster.processes.place import alive, host_name
-from workbench.cluster.processes.supervised_thread import Steady
+from workbench.cluster.processes.supervised_thread import SupervisedThread
 from workbench.cluster.transport.capture import OutputCapture
 from workbench.cluster.transport.keys import CurveKeys, admit_client
 from workbench.cluster.transport.wire import RowBatch, encode_batch
@@ -126,7 +126,7 @@ class EngineServer(RpcHandlers):
         self._notice = PreemptionSignal(self, Path(setup["place"]))
         self._notice.install_handler()
         self._capture = OutputCapture("rank ", self._record_output).__enter__()
-        self._thread = Steady(
+        self._thread = SupervisedThread(
             "line", self._serve_once, self._closing, self.report_error, lambda: self._line.close(0)
         ).start()
 

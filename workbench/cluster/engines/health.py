@@ -21,7 +21,7 @@ from workbench.cluster.processes.exit_causes import Scarcity
 from workbench.cluster.processes.fork_server import ForkedEngine
 from workbench.cluster.processes.logs import code_in_words
 from workbench.cluster.processes.place import alive, host_name
-from workbench.cluster.processes.supervised_thread import Steady
+from workbench.cluster.processes.supervised_thread import SupervisedThread
 
 if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
@@ -42,7 +42,7 @@ class ProcessHealth:
         self._knocked = -KNOCK
         self._answers = True
         self._over = threading.Event()
-        self._watch = Steady("engine watch", self._report_dead, self._over)
+        self._watch = SupervisedThread("engine watch", self._report_dead, self._over)
         self._telling, self._told = threading.Lock(), set[int]()  # dead engines that the controller knows of
 
     def start_watch(self) -> None:

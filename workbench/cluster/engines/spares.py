@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from workbench.cluster.engines import engine_server
 from workbench.cluster.engines.meeting import cannot_start, start_more
-from workbench.cluster.processes.supervised_thread import Steady
+from workbench.cluster.processes.supervised_thread import SupervisedThread
 from workbench.settings.describe_error import text_of
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class SpareEngines:
     def start_watch(self) -> None:
         """Starts the watch, once the cluster is up."""
         if self.count:
-            Steady("spare engines", self._check_spares, self.over).start()
+            SupervisedThread("spare engines", self._check_spares, self.over).start()
 
     def list_idle(self) -> list[int]:
         """Returns the ranks of idle engines."""

@@ -16,7 +16,7 @@ PAUSE = 0.2  # seconds after a failed look, so that a lasting failure does not s
 _log = logging.getLogger(__name__)
 
 
-class Steady:
+class SupervisedThread:
     """Calls `look()` on a thread of its own until `over` is set, and then `last()`.
 
     said: called with each error of a look; the log does not repeat the same text
@@ -30,7 +30,7 @@ class Steady:
         self._logged = ""
         self._thread = threading.Thread(target=self._go, name=name, daemon=True)
 
-    def start(self) -> Steady:
+    def start(self) -> SupervisedThread:
         self._thread.start()
         return self
 

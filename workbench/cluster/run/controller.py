@@ -18,7 +18,7 @@ from workbench.cluster.engines.cluster import Cluster
 from workbench.cluster.observe.disk import PATIENCE, run_within
 from workbench.cluster.observe.hang_monitor import HangMonitor, decode_texts
 from workbench.cluster.processes.place import ClusterError, host_name
-from workbench.cluster.processes.supervised_thread import Steady
+from workbench.cluster.processes.supervised_thread import SupervisedThread
 from workbench.cluster.run import generations, last_rows
 from workbench.cluster.run.alarm import Alarm
 from workbench.cluster.run.changes import Changes, PendingChange
@@ -200,7 +200,7 @@ class RunController(Asked):
         self.attention.start_watch()
         if self.began_with.task.leads:
             self.cluster.renewal.follow_run(self)
-        Steady("run orders", self.orders.send_next, self.over, self.note_error).start()
+        SupervisedThread("run orders", self.orders.send_next, self.over, self.note_error).start()
         RunWatch(self).start_watch()
 
     def request_change(self, path: str | Mapping[str, Any], value: Any = None) -> PendingChange:

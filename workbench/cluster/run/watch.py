@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workbench.cluster.processes.place import ClusterError, alive
-from workbench.cluster.processes.supervised_thread import Steady
+from workbench.cluster.processes.supervised_thread import SupervisedThread
 from workbench.cluster.run import last_rows
 from workbench.cluster.run.errors import RankError, brought_up, none_holds
 from workbench.record import checkpoints
@@ -35,7 +35,7 @@ class RunWatch:
         self.silent: set[int] = set()  # ranks that have not answered for a while
 
     def start_watch(self) -> None:
-        Steady("run watch", self._watch_once, self.live.over, self.live.note_error).start()
+        SupervisedThread("run watch", self._watch_once, self.live.over, self.live.note_error).start()
 
     def _watch_once(self) -> None:
         try:

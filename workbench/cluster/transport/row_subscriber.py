@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import zmq
 
-from workbench.cluster.processes.supervised_thread import Steady
+from workbench.cluster.processes.supervised_thread import SupervisedThread
 from workbench.cluster.transport.keys import CurveKeys
 from workbench.cluster.transport.wire import RowBatch, decode_batches
 from workbench.settings.describe_error import said
@@ -36,7 +36,8 @@ class RowSubscriber:
             self.connect_engine(address)
         self._update_connections()
         self._closing = threading.Event()
-        self._thread = Steady("relay", self._receive_once, self._closing, self._note_error, self._close_socket).start()
+        thread = SupervisedThread("relay", self._receive_once, self._closing, self._note_error, self._close_socket)
+        self._thread = thread.start()
 
     def connect_engine(self, address: str) -> None:
         """Subscribes to another engine."""
