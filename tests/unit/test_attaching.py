@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from workbench.cluster.api import launch
-from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.engines import cluster as cluster_module
+from workbench.cluster.engines.cluster import Cluster
+from workbench.cluster.processes.place import ClusterError, LabPlace, this_process
 from workbench.cluster.transport.rpc_client import NoAnswer
 
 
@@ -76,3 +81,68 @@ def test_a_new_cluster_keeps_what_was_set_for_the_old_one(monkeypatch: pytest.Mo
     monkeypatch.setattr(old, "close", lambda: None)
     new = launch.renew_cluster(old)
     assert new is not old and not new.renewal.ahead and new.spares.used() == {1} and new.spares.count == 1
+
+
+class Client:
+    """Stands in for ipyparallel's client. `closed`: whether its owner closed it."""
+
+    closed = False
+
+    def close(self, linger: int) -> None:
+        self.closed = True
+
+
+def detached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: list[float] | None = None) -> LabPlace:
+    """Returns the place of a lab without engines. A cluster that attaches to it connects to nothing."""
+    monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path / "runtime"))
+    place = LabPlace.make_place("left")
+    place.write_state(owner=owner, ranks=1, device="cpu", devices=["cpu"], kind="gloo", engines=[], keys=["a", "b"],
+                      here=True, connection="none")  # fmt: skip
+    monkeypatch.setattr(cluster_module, "start_guard", lambda place: None)
+    for method in ("_open_sockets", "_tell_owner", "_activate_magic"):
+        monkeypatch.setattr(Cluster, method, lambda self, *rest: None)
+    return place
+
+
+def test_exactly_one_of_two_kernels_that_attach_at_the_same_time_owns_the_lab(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, both, clients = detached(tmp_path, monkeypatch), threading.Barrier(2), list[Client]()
+
+    def connect(self: Cluster, connection: str) -> Client:
+        both.wait(20)  # now both kernels have read that the lab has no owner
+        clients.append(Client())
+        return clients[-1]
+
+    def attach(_: int) -> Cluster | ClusterError:
+        try:
+            return Cluster.attach_to(LabPlace(place.path))
+        except ClusterError as error:
+            return error
+
+    monkeypatch.setattr(Cluster, "_connect_client", connect)
+    with ThreadPoolExecutor(2) as kernels:
+        came = list(kernels.map(attach, range(2)))
+    owners = [c for c in came if isinstance(c, Cluster)]
+    errors = [str(c) for c in came if isinstance(c, ClusterError)]
+    assert len(owners) == len(errors) == 1 and place.read_state()["owner"] == this_process()
+    assert errors[0].startswith(f"lab 'left': process {this_process()[0]:.0f} attached to it at the same moment")
+    assert sorted(client.closed for client in clients) == [False, True], "the kernel without the lab holds no sockets"
+
+
+def test_a_kernel_takes_a_lab_over_from_a_dead_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = detached(tmp_path, monkeypatch, owner=[2**22 + 1, 1.0])
+    monkeypatch.setattr(Cluster, "_connect_client", lambda self, connection: Client())
+    assert not Cluster.attach_to(place).guest and place.read_state()["owner"] == this_process()
+
+
+def test_a_lab_that_ends_while_a_kernel_attaches_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = detached(tmp_path, monkeypatch)
+
+    def connect(self: Cluster, connection: str) -> Client:
+        place.remove_folder()
+        return Client()
+
+    monkeypatch.setattr(Cluster, "_connect_client", connect)
+    with pytest.raises(ClusterError, match=f"the lab in {place.path} has ended"):
+        Cluster.attach_to(LabPlace(place.path))

@@ -310,7 +310,10 @@ class Cluster:
 
     @classmethod
     def attach_to(cls, place: LabPlace) -> Cluster:
-        """Returns the cluster of a detached lab or, as a guest, of a lab that another kernel owns."""
+        """Returns the cluster of a detached lab or, as a guest, of a lab that another kernel owns.
+
+        Raises ClusterError if another kernel attaches to the detached lab at the same time and comes first.
+        """
         state = place.read_state()
         self = cls(state["name"], state["ranks"], state["device"], None if state["here"] else state["connection"])
         self.place, self.keys = place, CurveKeys(*state["keys"])
@@ -320,7 +323,11 @@ class Cluster:
         self.client = self._connect_client(state["connection"])
         self._open_sockets()
         if not self.guest:
-            place.write_state(owner=this_process())
+            try:
+                place.claim_ownership()
+            except BaseException:
+                self._disconnect_client()
+                raise
             self.guard = start_guard(place)
             self.owned = LabProcesses(place) if state["here"] else None  # for engines that it starts from now on
             self._tell_owner(this_process())

@@ -105,6 +105,16 @@ class LabPlace:
         """Changes some fields of the state: one atomic replace, readable by this user only."""
         self._change(lambda state: fields)
 
+    def claim_ownership(self) -> None:
+        """Makes this process the owner. Of two kernels that claim the lab at the same time, one succeeds.
+
+        Raises ClusterError if the lab has a living owner or is gone.
+        """
+        try:
+            self._change(_replace_owner)
+        except FileNotFoundError:
+            raise ClusterError(f"the lab in {self.path} has ended; start one with Lab(ranks=4)") from None
+
     def add_process(self, process: list[float], what: str) -> None:
         """Notes a process that this lab started, so that it ends with the lab."""
         self._change(lambda state: {"processes": [*state["processes"], [*process, what]]})
@@ -146,6 +156,16 @@ class LabPlace:
     def remove_folder(self) -> None:
         """Deletes the directory with its keys and logs."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _replace_owner(state: dict[str, Any]) -> dict[str, Any]:
+    if alive(state["owner"]):
+        name = state["name"]
+        raise ClusterError(
+            f"lab {name!r}: process {int(state['owner'][0])} attached to it at the same moment and owns it now; work "
+            f"in that kernel, or call Lab.attach({name!r}) again to follow its run as a guest"
+        )
+    return {"owner": this_process()}
 
 
 def check_connection(path: Path) -> None:
