@@ -16,7 +16,7 @@ from tests.kept import simulated
 from tests.ranks import toy
 from workbench import Checkpoint
 from workbench.record import drafts
-from workbench.record.checkpoints import FOLDER, MANIFEST, found, name, prune
+from workbench.record.checkpoints import FOLDER, MANIFEST, REPLACED, found, name, prune, step_of
 from workbench.record.drafts import Draft
 from workbench.record.folders import make_private_folder
 from workbench.record.store import RunError
@@ -151,6 +151,55 @@ def test_a_draft_that_does_not_come_leaves_the_checkpoint_of_the_same_step(
     assert [path.name for path in found(copied)] == [name(2), name(4)]
 
 
+@pytest.mark.parametrize("asked", ["a run", "a folder", "a checkpoint"])
+def test_the_first_resume_after_a_crash_between_the_two_renames_finds_the_newest_checkpoint(
+    copied: Path, tmp_path: Path, asked: str
+) -> None:
+    (tmp_path / "run").mkdir()
+    folder = copied.rename(tmp_path / "run" / FOLDER)
+    said = dict(Checkpoint.open(folder / name(4)).said)
+    shutil.copytree(folder / name(4), folder / f".{name(4)}.part")
+    (folder / name(4)).rename(folder / f".{name(4)}{REPLACED}")
+    opened = {"a run": folder.parent, "a folder": folder, "a checkpoint": folder / name(4)}[asked]
+    assert Checkpoint.open(opened).said == said
+    assert [step_of(path) for path in found(folder)] == [2, 4]
+
+
+def test_a_list_of_checkpoints_has_one_that_a_killed_writer_hid(copied: Path) -> None:
+    (copied / name(4)).rename(copied / f".{name(4)}{REPLACED}")
+    assert [step_of(path) for path in found(copied)] == [2, 4]
+
+
+def test_a_folder_that_cannot_be_changed_shows_its_older_checkpoint(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (copied / name(4)).rename(copied / f".{name(4)}{REPLACED}")
+
+    def refuse(source: Path, to: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    assert Checkpoint.open(copied).step == 2
+
+
+def test_a_reader_that_restores_a_checkpoint_stops_no_live_writer(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, rename = dict(Checkpoint.open(copied / name(4)).said), os.rename
+    draft, seen = Draft(copied, 4), list[list[int]]()
+    draft.begin()
+
+    def rename_with_reader(source: Path, to: Path) -> None:
+        rename(source, to)
+        if to.name.endswith(REPLACED) and not seen:  # between the two renames
+            seen.append([step_of(path) for path in found(copied)])
+
+    monkeypatch.setattr(os, "rename", rename_with_reader)
+    assert draft.commit({**said, "made": [{"new": 1}]}) == copied / name(4)
+    assert seen == [[2, 4]] and Checkpoint.open(copied).made == [{"new": 1}]
+    assert sorted(path.name for path in copied.iterdir()) == [name(2), name(4)]
+
+
 def test_a_replaced_checkpoint_that_cannot_be_removed_stops_no_later_one(
     copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +208,7 @@ def test_a_replaced_checkpoint_that_cannot_be_removed_stops_no_later_one(
     remove = drafts.remove_folder
 
     def fail(folder: Path) -> None:
-        if folder.name.endswith(drafts.REPLACED):
+        if folder.name.endswith(REPLACED):
             raise OSError("Directory not empty")
         remove(folder)
 

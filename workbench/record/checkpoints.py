@@ -30,6 +30,7 @@ from workbench.settings import short
 
 SCHEMA = 2  # schema 1 has neither boxes nor a SHA-256 of the manifest, and is still readable
 FOLDER, MANIFEST, METADATA = "checkpoints", "manifest.json", ".metadata"  # of a run; of a checkpoint
+REPLACED = ".replaced"  # ends the name of the checkpoint that a new one of the same step replaces
 _NAMED = re.compile(r"step-(\d{8,10})")
 _FILES = re.compile(r"__\d{1,4}_0\.distcp|\.metadata")
 _SEAL = re.compile(rb'\{"sha256": "([0-9a-f]{64})", ')
@@ -100,6 +101,8 @@ class Checkpoint:
             raise RunError(f"resume={short(path)}: must be a checkpoint's folder or a run's directory, such as "
                            f"'runs/first/checkpoints/step-00000100'")  # fmt: skip
         path = Path(path)
+        with suppress(OSError):  # of a folder that cannot be written to
+            restore_replaced(path.parent)
         there = [path] if (path / MANIFEST).exists() else [*found(path), *found(path / FOLDER)]
         if not there:
             raise RunError(f"{path}: holds no checkpoint that is whole; name a checkpoint's folder, or the directory "
@@ -208,11 +211,24 @@ def _older(path: Path) -> str:
 
 
 def found(folder: Path) -> list[Path]:
-    """Returns the complete checkpoints in a folder, newest last."""
+    """Returns the complete checkpoints in a folder, newest last. Restores those that a killed writer left hidden."""
+    with suppress(OSError):
+        restore_replaced(folder)
     with suppress(OSError):
         named = [p for p in folder.iterdir() if _NAMED.fullmatch(p.name) and (p / MANIFEST).exists()]
         return sorted(named, key=step_of)
     return []
+
+
+def restore_replaced(folder: Path) -> None:
+    """Shows each replaced checkpoint again if its writer died before the new one was in its place.
+
+    Raises OSError if a checkpoint stays hidden.
+    """
+    for hidden in folder.glob(f".step-*{REPLACED}"):
+        shown = hidden.with_name(hidden.name[1:].removesuffix(REPLACED))
+        if _NAMED.fullmatch(shown.name) and not shown.exists():
+            os.rename(hidden, shown)
 
 
 def prune(folder: Path, keep: int) -> list[Path]:

@@ -6,6 +6,7 @@ Each rank writes one file. Rank 0 adds the manifest and renames the folder.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -13,11 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.record.checkpoints import MANIFEST, name, sealed
+from workbench.record.checkpoints import MANIFEST, REPLACED, name, restore_replaced, sealed
 from workbench.record.folders import make_private_folder, remove_folder
 from workbench.record.store import private
 
-REPLACED = ".replaced"  # ends the name of the checkpoint that a new one of the same step replaces
+SHOWN_AGAIN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # errors if a reader restored the old checkpoint
 
 
 class Draft:
@@ -30,8 +31,7 @@ class Draft:
     def begin(self) -> None:
         """Creates the hidden folder, and removes or restores hidden folders of killed runs. Raises OSError."""
         make_private_folder(self.path.parent)
-        for kept in self.path.parent.glob(f".step-*{REPLACED}"):
-            _restore(kept)
+        _clear_replaced(self.path.parent)
         for old in self.path.parent.glob(".step-*.part"):
             remove_folder(old)
         self.path.mkdir(mode=0o700)
@@ -42,26 +42,34 @@ class Draft:
     def commit(self, manifest: Mapping[str, Any]) -> Path:
         """Seals and renames the complete checkpoint, safe against a power cut. Raises OSError.
 
-        A checkpoint of the same step is hidden until the new one is in its place. `begin` restores it after a crash.
+        A checkpoint of the same step is hidden until the new one is in its place. Readers restore it after a crash.
         """
         with Written(self.path / MANIFEST) as file:
             file.write(sealed(manifest))
         _synced(self.path)
-        replaces = self._to.exists() or self._to.is_symlink()
-        if replaces:
-            os.rename(self._to, self._replaced)
-        os.rename(self.path, self._to)
+        self._take_place()
         _synced(self._to.parent)
-        if replaces:
+        if os.path.lexists(self._replaced):
             with contextlib.suppress(OSError):  # a reader may hold its files; the next `begin` tries again
                 remove_folder(self._replaced)
         return self._to
 
+    def _take_place(self) -> None:
+        """Renames the draft. Hides a checkpoint of the same step before that, and again if a reader restores it."""
+        if os.path.lexists(self._to):
+            os.rename(self._to, self._replaced)
+        try:
+            os.rename(self.path, self._to)
+        except OSError as error:
+            if error.errno not in SHOWN_AGAIN:
+                raise
+            os.rename(self._to, self._replaced)
+            os.rename(self.path, self._to)
+
     def give_up(self) -> None:
         """Removes the draft, and shows the checkpoint that it was to replace again. Raises nothing."""
-        if self._replaced.exists():
-            with contextlib.suppress(OSError):
-                _restore(self._replaced)
+        with contextlib.suppress(OSError):
+            _clear_replaced(self.path.parent)
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -95,16 +103,15 @@ class Written:
             self.close()
 
 
-def _restore(kept: Path) -> None:
-    """Puts a replaced checkpoint back if the new one did not come, else removes it.
+def _clear_replaced(folder: Path) -> None:
+    """Restores replaced checkpoints without a new one, and removes the other ones.
 
-    Raises OSError if the checkpoint stays hidden.
+    Raises OSError if a checkpoint stays hidden.
     """
-    to = kept.with_name(kept.name[1:].removesuffix(REPLACED))
-    if not to.exists():
-        return os.rename(kept, to)
-    with contextlib.suppress(OSError):  # the checkpoint is complete, so the old one does no harm
-        remove_folder(kept)
+    restore_replaced(folder)
+    for old in folder.glob(f".step-*{REPLACED}"):
+        with contextlib.suppress(OSError):  # the new checkpoint is complete, so the old one does no harm
+            remove_folder(old)
 
 
 def _synced(folder: Path) -> None:
