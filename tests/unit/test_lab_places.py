@@ -32,7 +32,7 @@ from workbench.cluster.processes.place import (
 )
 from workbench.engine.record.spool import RowSpool
 from workbench.experiment import Experiment
-from workbench.record import folders
+from workbench.record import folders, store
 from workbench.run import Run, RunError
 from workbench.settings import KnobError
 
@@ -300,6 +300,18 @@ def test_a_run_gets_a_separate_directory_outside_the_working_directory(tmp_path:
     assert one.path != two.path and one.path.parent == two.path.parent == runs_dir()
     assert (one.path / "run.json").exists() and open_run(Experiment(), tmp_path / "x", Run).path == tmp_path / "x"
     assert set(Path.cwd().iterdir()) == before
+
+
+def test_a_run_under_a_link_to_nowhere_is_refused_by_the_name_of_the_link(tmp_path: Path) -> None:
+    runs_dir().parent.mkdir(parents=True)
+    runs_dir().symlink_to(tmp_path / "unmounted")
+    words = f"{runs_dir()} is a link to {tmp_path / 'unmounted'}, which does not exist"
+    with pytest.raises(ClusterError, match=f"nothing can be recorded in .*: {words}; .*name another place"):
+        open_run(Experiment(), None, Run)
+    with pytest.raises(RunError, match=f"no run can be kept there .{words}.; choose another directory"):
+        store.create(runs_dir() / "saved", {})
+    (tmp_path / "unmounted").mkdir()
+    assert open_run(Experiment(), None, Run).path.parent == tmp_path / "unmounted"
 
 
 def test_kernels_that_start_in_the_same_second_get_separate_directories() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -12,9 +13,14 @@ ALLOW = "WORKBENCH_ALLOW_SHARED_FOLDERS"  # set to 1 by a user who trusts all us
 
 
 def make_private_folder(path: Path) -> None:
-    """Creates a folder and its missing parents with mode 0700. Raises OSError."""
+    """Creates a folder and its missing parents with mode 0700.
+
+    Raises OSError; FileNotFoundError for a symbolic link whose target is missing.
+    """
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
+        if folder.is_symlink() and not folder.exists():
+            raise FileNotFoundError(errno.ENOENT, f"{folder} is a link to {os.readlink(folder)}, which does not exist")
         folder.mkdir(mode=0o700, exist_ok=True)
 
 

@@ -112,11 +112,14 @@ def _name_write_error(path: Path, error: OSError) -> ClusterError:
 
 
 def _claim_folder(path: Path) -> Path:
-    """Makes and returns `path`, or the first free one of `path`-2, `path`-3, …, so that no other kernel takes it."""
+    """Makes and returns `path`, or the first free one of `path`-2, `path`-3, …, so that no other kernel takes it.
+
+    Raises OSError.
+    """
+    make_private_folder(path.parent)
     for number in itertools.count(1):
         tried = path if number == 1 else path.with_name(f"{path.name}-{number}")
         try:
-            make_private_folder(tried.parent)
             tried.mkdir(mode=0o700)
         except FileExistsError:
             continue
