@@ -136,11 +136,14 @@ def test_a_kernel_takes_a_lab_over_from_a_dead_owner(tmp_path: Path, monkeypatch
     assert not Cluster.attach_to(place).guest and place.read_state()["owner"] == this_process()
 
 
-def test_a_lab_that_ends_while_a_kernel_attaches_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gone", ["the folder", "the file"])
+def test_a_lab_that_ends_while_a_kernel_attaches_is_named(
+    gone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = detached(tmp_path, monkeypatch)
 
     def connect(self: Cluster, connection: str) -> Client:
-        place.remove_folder()
+        place.remove_folder() if gone == "the folder" else place.file.unlink()
         return Client()
 
     monkeypatch.setattr(Cluster, "_connect_client", connect)

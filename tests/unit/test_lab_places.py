@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,6 +32,7 @@ from workbench.cluster.processes.place import (
     runtime_root,
     this_process,
 )
+from workbench.cluster.processes.processes import end_processes, wait_for
 from workbench.engine.record.spool import RowSpool
 from workbench.experiment import Experiment
 from workbench.record import folders, store
@@ -79,6 +82,57 @@ def test_no_write_is_lost_when_kernels_write_at_the_same_time() -> None:
         place.add_process([i, 0.0], "here")
     assert [other.wait(60) for other in others] == [0, 0]
     assert len(place.state["processes"]) == 60
+
+
+HOLDER = """import fcntl, os, signal, sys; from pathlib import Path
+from workbench.cluster.processes.place import LabPlace
+with LabPlace(Path(sys.argv[1]))._locked():
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_stopped_kernel_that_holds_the_lock_is_named_and_blocks_nobody_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = LabPlace.make_place("shared")
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(place.path)])
+    try:
+        os.waitpid(holder.pid, os.WUNTRACED)
+        monkeypatch.setattr(place_module, "PATIENCE", 0.3)
+        words = f"{place.path / 'lab.lock'}: the lab's state cannot be changed.*held by process {holder.pid}, which"
+        with pytest.raises(ClusterError, match=words):
+            place.write_state(run={"generation": 1})
+        end_processes(place)  # raises nothing
+        os.kill(holder.pid, signal.SIGCONT)
+        assert holder.wait(60) == 0
+        place.write_state(run={"generation": 2})
+        assert place.read_state()["run"] == {"generation": 2}
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_a_lock_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = LabPlace.make_place("shared")
+    with place._locked():
+        later = threading.Timer(0.2, lambda: LabPlace(place.path).write_state(more=1))
+        later.start()
+        assert not wait_for(lambda: "more" in place.read_state(), 0.5)
+    later.join()
+    assert place.read_state()["more"] == 1
+
+
+def test_a_kernel_that_dies_while_it_writes_leaves_no_draft_for_long() -> None:
+    place = LabPlace.make_place("busy")
+    code = "import json, os, sys; from pathlib import Path; from workbench.cluster.processes.place import LabPlace\n" \
+           "json.dump = lambda *rest: os._exit(9)\nLabPlace(Path(sys.argv[1])).write_state(more=1)"  # fmt: skip
+    assert subprocess.run([sys.executable, "-c", code, str(place.path)], timeout=60, check=False).returncode == 9
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        place.write_state(more=object())
+    place = LabPlace(place.path)
+    place.write_state(more=2)
+    assert sorted(p.name for p in place.path.glob("lab.*")) == ["lab.json", "lab.lock"]
+    assert place.read_state()["more"] == 2 and place.read_state()["name"] == "busy"
 
 
 def test_a_place_without_its_file_still_knows_its_processes() -> None:

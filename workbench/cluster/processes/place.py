@@ -6,6 +6,7 @@ This module does not start, signal or talk to a process.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -21,10 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
+import psutil
 
 from workbench.record.folders import ALLOW, is_allowed, others_can_write
 from workbench.record.process import alive as alive
 from workbench.record.process import this_process as this_process
+
+PATIENCE = 10.0  # seconds to wait for a kernel that changes the state of the same lab
+LOOK = 0.02  # seconds between two tries to get its lock
 
 
 class ClusterError(RuntimeError):
@@ -124,24 +129,45 @@ class LabPlace:
         self._change(lambda state: {"processes": [p for p in state["processes"] if int(p[0]) != pid]})
 
     def _change(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Merges the fields that `change` makes of the newest state into it. The lab's other kernels wait for it."""
+        """Merges the fields that `change` makes of the newest state into it. The lab's other kernels wait for it.
+
+        Raises OSError if it cannot be written, and ClusterError if another kernel keeps the lock.
+        """
         with self._writing, self._locked():
             state = self.state
             self._state = {**state, **change(state)}
+            self._remove_drafts()
             fresh = self.file.with_suffix(f".{os.getpid()}")
-            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
-                json.dump(self._state, f)
-            os.replace(fresh, self.file)
+            try:
+                with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
+                    json.dump(self._state, f)
+                os.replace(fresh, self.file)
+            finally:
+                fresh.unlink(missing_ok=True)
+
+    def _remove_drafts(self) -> None:
+        """Removes the drafts of kernels that died while they wrote."""
+        for draft in self.path.glob("lab.[0-9]*"):
+            if not psutil.pid_exists(int(draft.suffix[1:])):
+                draft.unlink(missing_ok=True)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Holds a lock that the owner's kernel and guests share."""
+        """Holds a lock that the owner's kernel and guests share. Raises ClusterError if another kernel keeps it."""
         import fcntl  # Windows has none; a lab does not start there, but this module is imported
 
-        with open(self.path / "lab.lock", "w") as f:
+        file = self.path / "lab.lock"
+        with open(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+") as f:
+            until = time.monotonic() + PATIENCE
             with suppress(OSError):  # some network file systems have no locks
-                fcntl.flock(f, fcntl.LOCK_EX)
+                while not _try_lock(f.fileno()):
+                    if time.monotonic() > until:
+                        raise ClusterError(_name_holder(file, f.read()))
+                    time.sleep(LOOK)
             try:
+                f.truncate(0)
+                f.write(str(os.getpid()))
+                f.flush()
                 yield
             finally:
                 with suppress(OSError):
@@ -158,7 +184,28 @@ class LabPlace:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+def _try_lock(fd: int) -> bool:
+    """Locks a file. Returns False if another descriptor has the lock. Raises OSError if there are no locks."""
+    import fcntl
+
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _name_holder(file: Path, pid: str) -> str:
+    """Returns the sentence for a lock that process `pid` keeps, as far as the lock file names one."""
+    by = f"process {pid}, which may be stopped; continue it with kill -CONT {pid}, or end it" if pid else (
+        "a process that may be stopped; continue it or end it"
+    )  # fmt: skip
+    return f"{file}: the lab's state cannot be changed; for {PATIENCE:g} s its lock has been held by {by}"
+
+
 def _replace_owner(state: dict[str, Any]) -> dict[str, Any]:
+    if not state:
+        raise FileNotFoundError(errno.ENOENT, "the lab has no state file")
     if alive(state["owner"]):
         name = state["name"]
         raise ClusterError(

@@ -163,7 +163,7 @@ class LabProcesses:
             raise ClusterError("the lab was closed while it came up")
 
     def _note_process(self, what: str, process: list[float]) -> None:
-        with self._lock, contextlib.suppress(OSError):  # the directory may be gone
+        with self._lock, contextlib.suppress(OSError, ClusterError):  # the directory may be gone, or its lock is kept
             if not self._closed:  # otherwise `end` finds it as the server's child
                 self.place.add_process(process, what)
 
@@ -248,7 +248,7 @@ def let_go(owned: LabProcesses | None) -> None:
 
 def end_processes(place: LabPlace, patience: float = 1.0) -> None:
     """Ends every process of the lab, with its children: first by SIGTERM, after `patience` s by SIGKILL."""
-    with contextlib.suppress(OSError):  # the directory may be gone
+    with contextlib.suppress(OSError, ClusterError):  # the directory may be gone, or a stopped kernel keeps its lock
         place.write_state(ends=True)  # otherwise an engine that trains takes the signal for a preemption
     found = _list_living(place)
     _send_signal(found, signal.SIGTERM)
