@@ -97,7 +97,7 @@ lab = Lab(ranks=2, name="{name}")
 run = lab.run(Experiment())
 until(lambda: lab.state == "running", 90)
 until(lambda: len(Run.open(run.path).spans) > 0)
-say(processes=lab.cluster.place.read()["processes"], path=str(run.path), guard=lab.cluster.guard.pid,
+say(processes=lab.cluster.place.read_state()["processes"], path=str(run.path), guard=lab.cluster.guard.pid,
     guarded=psutil.Process(lab.cluster.guard.pid).create_time())
 """
 

@@ -46,7 +46,7 @@ lab = Lab(ranks=2, name="served")
 run = lab.run(Experiment(steps=0))
 assert until(lambda: lab.state == "running", 90)
 assert until(lambda: len(Run.open(run.path).spans) > 0)  # a rank writes down a few times a second
-print(json.dumps({"processes": lab.cluster.place.read()["processes"], "path": str(run.path)}))
+print(json.dumps({"processes": lab.cluster.place.read_state()["processes"], "path": str(run.path)}))
 """
 AGAIN = """
 lab = Lab.attach("served")
