@@ -76,7 +76,7 @@ class Host:
         self._coro: Coroutine[Op, Any, Any] | None = None  # the step that a backward hands buckets to
         self._stash: Op | None = None  # its op that has to wait for the end of backward
         self._ended: CoroutineEnded | None = None
-        self._verbs = self._list_verbs()
+        self.verbs = self._list_verbs()
 
     def _list_verbs(self) -> dict[str, Callable[..., Any]]:
         whole, pipeline, piecewise, arithmetic = self.whole, self.pipeline, self.piecewise, self.arithmetic
@@ -169,7 +169,7 @@ class Host:
     def _dispatch_op(self, op: Op) -> Any:
         if op.verb in ("offload", "fetch"):
             return self.whole.move_values(op)
-        do = self._verbs.get(op.verb)
+        do = self.verbs.get(op.verb)
         if do is not None:
             return do(*op.args) if op.group is None else do(*op.args, group=op.group)
         if op.verb in _NOT_YET:

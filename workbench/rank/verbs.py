@@ -1,0 +1,70 @@
+"""All verbs: what a coroutine may ask of its host, in one table that engine and simulator share.
+
+A method of Rank makes an Op, which has a verb and the arguments that stand here. `engine/compute/host.py` and
+`sim/compute/host.py` perform each of them. The rules of `workbench.host` ask a few more, of the host alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Verb(NamedTuple):
+    """arguments: the names of the Op's arguments, in order; family: "core", or the methods that need it."""
+
+    arguments: tuple[str, ...] = ()
+    family: str = "core"
+
+
+VERBS = {
+    "forward": Verb(("x", "micro")),
+    "backward": Verb(("grad", "micro")),
+    "update": Verb(("bucket", "by", "on")),
+    "params": Verb(),
+    "grads": Verb(),
+    "slots": Verb(),
+    "hold": Verb(("bucket",)),
+    "batch": Verb(),
+    "client": Verb(("index", "count")),
+    "all_reduce": Verb(("x", "op", "name")),
+    "reduce_scatter": Verb(("x", "name")),
+    "all_gather": Verb(("x", "name")),
+    "all_to_all": Verb(("x", "name")),
+    "all_to_allv": Verb(("rows", "lengths", "name")),
+    "broadcast": Verb(("x", "source", "name")),
+    "send": Verb(("tensor", "to", "kind")),
+    "recv": Verb(("into", "source", "kind")),
+    "start": Verb(("child", "lane", "name", "priority", "share")),
+    "wait": Verb(("handle",)),
+    "again": Verb(("rest", "alone")),
+    "clock": Verb(),
+    "sample": Verb(("name", "value")),
+    # a forward or backward that is iterated: `async for bucket in rank.backward()`
+    "forward_buckets": Verb(("passing",), "iterated passes"),
+    "next_params": Verb(("passing",), "iterated passes"),
+    "backward_buckets": Verb(("grad", "micro"), "iterated passes"),
+    "next_bucket": Verb((), "iterated passes"),
+    "look_up": Verb((), "embedding tables"),
+    "row_grads": Verb(("rows",), "embedding tables"),
+    "update_rows": Verb(("table", "rows", "grad", "lr"), "embedding tables"),
+    "collect": Verb((), "second order"),
+    "factors": Verb((), "second order"),
+    "curve": Verb(("vector",), "second order"),
+    "value": Verb((), "second order"),
+    "work": Verb(("of", "flops", "name"), "second order"),
+    "pieces": Verb(("most",), "sub-models"),
+    "rise": Verb(("micro", "piece", "of", "falls"), "sub-models"),
+    "fall": Verb(("micro", "piece", "of", "grad"), "sub-models"),
+    "units": Verb((), "sub-models"),
+    "narrow": Verb(("kept", "scaled"), "sub-models"),
+    "offload": Verb(("shard", "what", "to"), "offload"),
+    "fetch": Verb(("shard", "what", "to", "keep"), "offload"),
+    # asked by `workbench.host`
+    "stage_forward": Verb(("x", "micro", "chunk"), "host"),
+    "stage_backward": Verb(("grad", "micro", "chunk"), "host"),
+    "stage_inputs": Verb(("grad", "micro", "chunk"), "host"),
+    "stage_weights": Verb(("micro", "chunk"), "host"),
+    "coded": Verb(("name", "compute", "nbytes"), "host"),
+    "stand": Verb(("seconds",), "host"),
+    "drive": Verb(("coroutine",), "host"),
+}
