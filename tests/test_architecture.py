@@ -339,6 +339,19 @@ def test_subpackages_of_a_room_import_in_one_direction(room: str) -> None:
     assert circle({package.rpartition(".")[2]: arrows_within(package) for package in own}) == []
 
 
+HOMES = [ROOT / "workbench" / name for name in ("analysis", "cluster", "engine", "host", "sim")] + [ROOT / "widgets"]
+READMES = [page for home in HOMES for page in sorted(home.rglob("README.md"))]
+
+
+@pytest.mark.parametrize("page", READMES, ids=lambda page: page.parent.name)
+def test_names_in_a_readme_are_in_the_code(page: Path) -> None:
+    text = "".join(path.read_text() for path in page.parent.rglob("*.py"))
+    files = [*page.parent.rglob("*"), *page.parent.parent.iterdir()]
+    known = set(re.findall(r"\w+", text)) | {path.stem for path in files}
+    named = set(re.findall(r"`(\w+)(?:\.py)?`", page.read_text()))
+    assert named - known == set()
+
+
 def test_few_files_lie_in_one_folder() -> None:
     exempt = ("strategies", "compressors", "tasks", "views")
     counts = Counter(path.parent for path in SOURCES)

@@ -57,7 +57,7 @@ def plan_shrink(who: RemainingRank, heard: Quorum) -> NextGeneration:
 
 
 def _plan_from_replicas(who: RemainingRank, heard: Quorum) -> NextGeneration:
-    """The same as `fewer` if each remaining rank has the whole model."""
+    """The same as `plan_shrink` if each remaining rank has the whole model."""
     first = heard.furthest_report
     e, places = fit_survivors(_read_experiment(who, heard, first), heard.remaining_places)
     came = heard.make_membership(places)
@@ -94,7 +94,7 @@ def mark_end_reason(mark: Callable[[str, Mapping[str, Json]], None], why: object
 
 
 def _plan_from_parts(who: RemainingRank, heard: Quorum) -> NextGeneration:
-    """The same as `fewer` if ranks held parts. Raises KnobError if a piece is missing and there is no checkpoint."""
+    """The same as `plan_shrink` if ranks held parts. Raises KnobError if a piece is missing and there is no checkpoint."""
     said, reason = heard.by_place, ""
     if any(one.whole for one in said.values()):
         return _plan_from_gathered(who, heard)
