@@ -287,3 +287,51 @@ def test_a_record_that_does_not_fit_leaves_nothing(tmp_path: Path, monkeypatch: 
         store.keep(tmp_path / "run", {}, Timeline())
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert fails == "run.json" or not list(tmp_path.iterdir())
+
+
+def test_a_record_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append = Writer.append
+
+    def interrupt(self: Writer, columns: Any) -> None:
+        append(self, columns)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Writer, "append", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        store.keep(tmp_path / "run", ABOUT, synthetic.run().timeline)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_record_that_does_not_fit_says_so_although_its_folder_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, timeline: Timeline) -> None:
+        (path / "note.txt").write_text("of another process")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store, "write", fail)
+    with pytest.raises(RunError, match="No space left on device"):
+        store.keep(tmp_path / "run", ABOUT, Timeline())
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["note.txt"]
+
+
+@pytest.mark.parametrize("ends", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")])
+def test_a_file_that_is_not_finished_leaves_the_old_one_and_no_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: BaseException
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ends
+
+    run, files = synthetic.run(), {"run.json": "old", "one.json": "old", "two.json.gz": "old", "rank-0.json.gz": "old"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(os, "replace", fail)
+    for write_file in (
+        lambda: store.write_atomically(tmp_path / "run.json", "new"),
+        lambda: run.export("perfetto", tmp_path / "one.json"),
+        lambda: run.export("perfetto", tmp_path / "two.json.gz"),
+        lambda: run.export("chrome", tmp_path),
+    ):
+        with pytest.raises((KeyboardInterrupt, OSError, RunError)):
+            write_file()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files

@@ -15,8 +15,9 @@ import io
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,16 +79,23 @@ def create(path: Path, about: Mapping[str, Any]) -> None:
         raise RunError(f"{path}: no run can be kept there ({error.strerror}); choose another directory") from error
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that readers see all of it or nothing."""
+@contextmanager
+def replace_file(path: Path) -> Iterator[Path]:
+    """Yields the path of a draft. It takes the place of `path` after the block; an error or an interrupt removes it."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(draft, "w", opener=private) as file:
-            file.write(text)
+        yield draft
         os.replace(draft, path)
-    except OSError:
-        draft.unlink(missing_ok=True)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink()
         raise
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file so that readers see all of it or nothing. Raises OSError."""
+    with replace_file(path) as draft, open(draft, "w", opener=private) as file:
+        file.write(text)
 
 
 def private(path: str, flags: int) -> int:
@@ -200,20 +208,28 @@ class Writer:
 def keep(path: Path, about: Mapping[str, Any], timeline: Timeline) -> int:
     """Writes a whole record into a new run directory and returns its rows.
 
-    Raises RunError, and leaves nothing, if it does not fit.
+    Raises RunError if it does not fit. An error or an interrupt leaves nothing that could be removed.
     """
     is_new = not path.exists()
     create(path, about)
     before = set(parts(path))
     try:
         return write(path, timeline)
-    except OSError as error:
-        for part in set(parts(path)) - before:
-            part.path.unlink(missing_ok=True)
-        (path / "run.json").unlink(missing_ok=True)
-        if is_new:
-            path.rmdir()
+    except BaseException as error:
+        _remove_record(path, set(parts(path)) - before, is_new)
+        if not isinstance(error, OSError):
+            raise
         raise RunError(f"{path}: the run does not fit there ({error.strerror}); choose another directory") from error
+
+
+def _remove_record(path: Path, written: Collection[Part], is_new: bool) -> None:
+    """Removes `run.json` and the `written` parts, and the folder if it `is_new` and holds nothing else."""
+    for file in [path / "run.json", *(part.path for part in written)]:
+        with suppress(OSError):
+            file.unlink()
+    if is_new:
+        with suppress(OSError):  # another process may have put a file there
+            path.rmdir()
 
 
 def write(path: Path, timeline: Timeline) -> int:

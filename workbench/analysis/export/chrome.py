@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.analysis.steps.window import Window, last_steps
-from workbench.record.store import RunError
+from workbench.record.store import RunError, replace_file
 
 if TYPE_CHECKING:
     from workbench.record.run import Run
@@ -36,13 +35,11 @@ def to_chrome(run: Run, folder: Path | str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         for rank in w.ranks.tolist():
             path = folder / f"rank-{rank}.json.gz"
-            draft = path.with_name(f".{path.name}.{os.getpid()}")
-            with gzip.open(draft, "wt", compresslevel=5) as out:
+            with replace_file(path) as draft, gzip.open(draft, "wt", compresslevel=5) as out:
                 out.write(json.dumps(_make_header(run, rank, len(w.ranks)))[:-1] + ', "traceEvents": [\n')
                 for i, event in enumerate(_list_events(w, rank)):
                     out.write((",\n" if i else "") + json.dumps(event, separators=(",", ":")))
                 out.write("\n]}\n")
-            os.replace(draft, path)
     except OSError as error:
         raise RunError(f"{folder}: no traces can be written there ({error.strerror}); choose another folder") from error
     return folder

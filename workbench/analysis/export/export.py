@@ -5,14 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench import public_names
 from workbench.record.about import name_of_class, name_of_code, wrong
-from workbench.record.store import RunError
+from workbench.record.store import RunError, replace_file
 from workbench.settings import short
 
 if TYPE_CHECKING:
@@ -42,13 +41,11 @@ def to_perfetto(run: Run, path: Path | str) -> Path:
         "clock": "seconds since the run began, aligned when it began; ranks may be off by clock_error_s",
         "missing_rows": run.missing,
     }
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with gzip.open(draft, "wt") if path.suffix == ".gz" else draft.open("w") as out:
+    with replace_file(path) as draft, gzip.open(draft, "wt") if path.suffix == ".gz" else draft.open("w") as out:
         out.write('{"displayTimeUnit":"ms","metadata":' + _to_json(about) + ',"traceEvents":[\n')
         for i, event in enumerate(_list_events(run)):
             out.write((",\n" if i else "") + _to_json(event))
         out.write("\n]}\n")
-    os.replace(draft, path)
     return path
 
 
