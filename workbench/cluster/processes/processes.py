@@ -205,7 +205,8 @@ class LabProcesses:
 
     def _another_controller(self, written: list[Path]) -> None:
         if self._controllers == CONTROLLERS:
-            raise ClusterError(f"{CONTROLLERS} controllers in a row lost ports that they had chosen to other processes")
+            raise ClusterError(f"{CONTROLLERS} controllers in a row lost ports that they had chosen to other processes."
+                               f"{log_tail(self.place, 'controller')}")  # fmt: skip
         controller = self.started["controller"]
         if controller.poll() is None:
             for child in _list_children(controller.pid):
@@ -215,6 +216,8 @@ class LabProcesses:
             controller.wait(5)
         for file in written:
             file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # its words must not explain the end of the next controller
+            log_file(self.place, "controller").rename(log_file(self.place, f"controller {self._controllers}"))
         self._start_controller()
 
     def note_children(self) -> None:
