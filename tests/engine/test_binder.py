@@ -26,7 +26,7 @@ def test_post_build_gives_an_environment_that_can_run_the_first_notebook(tmp_pat
     python = tmp_path / "env" / "bin" / "python"
     ran = subprocess.run([python, "-W", "ignore", "-c", code], cwd=tmp_path, **rest)
     assert ran.stdout.strip() == "4", ran.stderr[-2000:]
-    docks = subprocess.run([python, "-c", "from widgets.page.side import there; print(there())"], cwd=tmp_path, **rest)
+    docks = subprocess.run([python, "-c", "from widgets.page.side import has_sidecar; print(has_sidecar())"], cwd=tmp_path, **rest)
     assert docks.stdout.strip() == "True", "the button Dock, which lessons name, needs sidecar"
 
 

@@ -1,5 +1,8 @@
 """Pure functions from the rows of a timeline to numbers and tables. Nothing here draws."""
 
+import warnings
+from typing import Any
+
 from workbench.analysis.communication.bandwidth import ByCollective as ByCollective
 from workbench.analysis.communication.bandwidth import by_collective as by_collective
 from workbench.analysis.communication.entered import OpenCollective as OpenCollective
@@ -70,6 +73,50 @@ from workbench.analysis.stragglers.straggler import find_straggler as find_strag
 from workbench.analysis.stragglers.straggler import why_silent as why_silent
 from workbench.analysis.summary.overview import summarise_run as summarise_run
 from workbench.analysis.summary.overview import summary_line as summary_line
+
+bubble, compression = measure_bubble, measure_compression  # as the lessons call them
+FORMER_NAMES = {  # of version 0.1; they work through 0.2, but for `compare` and `summary`: these are packages now
+    "Curve": "LossCurve",
+    "Entered": "OpenCollective",
+    "Piece": "PathPiece",
+    "Saving": "CheckpointProgress",
+    "Strips": "LatenessStrips",
+    "arrangement": "find_arrangement",
+    "arrivals": "line_up",
+    "breakdown": "break_down",
+    "causes": "find_causes",
+    "clocks": "list_clocks",
+    "compared": "compare_values",
+    "curve": "loss_curve",
+    "differing": "list_differences",
+    "entered": "list_open",
+    "gpus": "measure_gpus",
+    "lateness": "measure_lateness",
+    "line": "summary_line",
+    "memory": "measure_memory",
+    "overlap": "measure_overlap",
+    "ratios": "compression_ratios",
+    "readable": "format_bytes",
+    "recording": "recording_costs",
+    "saving": "checkpoint_progress",
+    "segment": "cut_segment",
+    "sendings": "sent_bytes",
+    "straggler": "find_straggler",
+    "stretches": "list_stretches",
+    "taken": "convert_traces",
+    "unheeded": "list_unheeded",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Returns what an old name meant, with a warning that gives the new name."""
+    if name not in FORMER_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    now = FORMER_NAMES[name]
+    text = f"workbench.analysis.{name} is called {now} since version 0.2; the old name ends with 0.3"
+    warnings.warn(text, DeprecationWarning, stacklevel=2)
+    return globals()[now]
+
 
 __all__ = [
     "Arrangement",

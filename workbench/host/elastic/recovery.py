@@ -94,7 +94,7 @@ def mark_end_reason(mark: Callable[[str, Mapping[str, Json]], None], why: object
 
 
 def _plan_from_parts(who: RemainingRank, heard: Quorum) -> NextGeneration:
-    """The same as `plan_shrink` if ranks held parts. Raises KnobError if a piece is missing and there is no checkpoint."""
+    """The same as `plan_shrink` if ranks held parts. Raises KnobError without a checkpoint if a piece is missing."""
     said, reason = heard.by_place, ""
     if any(one.whole for one in said.values()):
         return _plan_from_gathered(who, heard)
