@@ -21,7 +21,7 @@ for kind in (Board, Controls, Requests, Transport):
     kind._esm = "await new Promise((done) => setTimeout(done, {1000 * LATE:.0f}));\\n" + kind._esm""",
     "shown = Dashboard(lab)",
     "shown  # once more",
-    "shown.board.complain('this was heard')",
+    "shown.board.report_trouble('this was heard')",
     "lab.end()",
 )
 

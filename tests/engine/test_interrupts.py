@@ -82,7 +82,7 @@ def trains(lab: Lab) -> bool:
 def test_a_close_that_is_interrupted_closes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(ranks=1, name="shut").wait(60)
     noted = processes(lab)
-    interrupted(monkeypatch, cluster_module, "end", first=True)
+    interrupted(monkeypatch, cluster_module, "end_processes", first=True)
     with pytest.raises(KeyboardInterrupt):
         lab.close()
     assert lab.state == "closed" and nothing_left(noted)
@@ -133,7 +133,7 @@ def test_an_interrupted_detach_or_attach_loses_neither_lab_nor_run(monkeypatch: 
     children = list(lab.cluster.owned.started.values())
     run = lab.run(Experiment(steps=0))
     assert trains(lab)
-    interrupted(monkeypatch, Cluster, "_disconnect", first=True)
+    interrupted(monkeypatch, Cluster, "_disconnect_client", first=True)
     with pytest.raises(KeyboardInterrupt):
         lab.detach()
     assert lab.state == "closed" and not run.live

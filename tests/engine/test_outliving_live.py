@@ -66,7 +66,7 @@ def test_a_refused_newcomer_leaves_and_its_engine_is_free_again(lab: Lab) -> Non
     reached(lab, 10)
     with pytest.raises(KnobError, match="group=3 does not divide 4 ranks"):
         lab.resize(4).wait(60)
-    assert lab._live is not None and until(lambda: lab._live.ending.inside == {0, 1, 2})
+    assert lab._live is not None and until(lambda: lab._live.ending.awaited_ranks == {0, 1, 2})
     lab.set("strategy", DDP()).wait(60)
     engines = {row["pid"] for row in lab.status}
     (unwanted,) = lab._live.been - {0, 1, 2}
