@@ -26,7 +26,8 @@ def test_post_build_gives_an_environment_that_can_run_the_first_notebook(tmp_pat
     python = tmp_path / "env" / "bin" / "python"
     ran = subprocess.run([python, "-W", "ignore", "-c", code], cwd=tmp_path, **rest)
     assert ran.stdout.strip() == "4", ran.stderr[-2000:]
-    docks = subprocess.run([python, "-c", "from widgets.page.side import has_sidecar; print(has_sidecar())"], cwd=tmp_path, **rest)
+    code = "from widgets.page.side import has_sidecar; print(has_sidecar())"
+    docks = subprocess.run([python, "-c", code], cwd=tmp_path, **rest)
     assert docks.stdout.strip() == "True", "the button Dock, which lessons name, needs sidecar"
 
 
