@@ -49,7 +49,7 @@ def test_a_board_receives_messages_after_its_cell_is_run_again(empty: Sheet) -> 
     empty.run("shown = Dashboard(lab)", keys="Control+Enter")
     for _ in range(2):
         show(empty)
-    empty.run("complain", keys="Control+Enter")
+    empty.run("report_trouble", keys="Control+Enter")
     empty.page.locator(".wb-trouble", has_text="this was heard").wait_for()
     empty.page.wait_for_timeout(17_000)  # as long as the page waits for an answer
     assert empty.page.locator(".wb-apart").count() == 0
