@@ -48,7 +48,7 @@ def test_with_bound_0_it_is_data_parallelism_at_p_times_the_rate(optimizer: Any)
     mine = run(experiment(3, 12, task=toy(optimizer), strategy=BoundedStaleness(bound=0)))
     for s, other in zip(mine, want, strict=True):
         np.testing.assert_allclose(s.record.losses(), other.record.losses(), rtol=1e-4, atol=1e-6)
-    centre = mine[0].training.host.drive(mine[0].experiment.strategy.known(mine[0].rank, mine[0].state))
+    centre = mine[0].training.host.drive_coroutine(mine[0].experiment.strategy.known(mine[0].rank, mine[0].state))
     total = {part.name: bucket.data[part.start : part.stop] for bucket in centre for part in bucket.parts}
     flat = torch.cat([total[name].double() for name in sorted(total)])
     torch.testing.assert_close(flat, weights(want[0]), rtol=1e-5, atol=1e-6)
