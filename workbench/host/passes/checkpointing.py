@@ -2,7 +2,7 @@
 
 A *unit* is a part between which stages may be cut, such as a transformer's block. It must be a Module of the model, or
 hold one such Module, which has children. torch.utils.checkpoint repeats a unit with the same random numbers. Ranks that
-meet inside a unit meet again. The repetition does not write buffers.
+meet inside a unit meet again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _find_own_module(part: nn.Module, own: set[int]) -> nn.Module | None:
 
 
 class CheckpointedUnits:
-    """Makes backward compute units again, or only their attention core, until `undo`."""
+    """Makes backward compute units again, or only their attention core, until `restore_forwards`."""
 
     def __init__(self, units: list[nn.Module], what: str, draws: bool = True) -> None:
         self._units = [(unit, unit.__dict__.get("forward")) for unit in units]
@@ -64,7 +64,6 @@ class CheckpointedUnits:
             unit.__dict__["forward"] = _UnitForward(unit, own, what, draws)  # shadows the class's forward
 
     def restore_forwards(self) -> None:
-        """Restores the units' own forwards."""
         for unit, own in reversed(self._units):
             if own is None:
                 unit.__dict__.pop("forward", None)
@@ -74,7 +73,7 @@ class CheckpointedUnits:
 
 @contextmanager
 def checkpoint_units(model: nn.Module, learner: Learner, layers: Partition) -> Iterator[None]:
-    """Checkpoints the units of `model`, which has no values, within the block."""
+    """Inside, checkpoints the units of `model`, which has no values."""
     made = CheckpointedUnits(list_units(model, learner, layers), layers.recompute[0], draws=False)
     try:
         yield
@@ -83,7 +82,7 @@ def checkpoint_units(model: nn.Module, learner: Learner, layers: Partition) -> I
 
 
 class _UnitForward:
-    """Replaces a unit's forward. In a deep copy it computes with the copy's weights."""
+    """In a deep copy it computes with the copy's weights."""
 
     def __init__(self, unit: nn.Module, own: Any, what: str, draws: bool) -> None:
         self._unit, self._own, self._what, self._draws = unit, own, what, draws
@@ -110,7 +109,7 @@ class _UnitForward:
 
 
 class _AttentionRecompute(TorchFunctionMode):
-    """Makes backward compute scaled_dot_product_attention again, and nothing else."""
+    """Makes backward compute only scaled_dot_product_attention again."""
 
     def __init__(self, draws: bool) -> None:
         super().__init__()

@@ -43,11 +43,11 @@ class MeetingKind(NamedTuple):
 
 
 Ask = Callable[[MeetingKind, Tensor], Tensor]
-Coded = Callable[[str, Callable[[], Any], int], Any]  # runs a codec's work: its name, the work, its bytes
+Coded = Callable[[str, Callable[[], Any], int], Any]  # runs a codec's work: name, work, bytes
 
 
 def run_unrecorded(name: str, work: Callable[[], Any], nbytes: int) -> Any:
-    """Runs a codec's work without recording it."""
+    """Runs a codec's work unrecorded."""
     return work()
 
 
@@ -66,7 +66,7 @@ class GroupPeers(NamedTuple):
     coded: Coded = run_unrecorded
 
     def encode(self, x: Tensor, meeting: MeetingKind, coder: Coder) -> Payload:
-        """Returns the payload of `x`. Raises StrategyError if `x` is complex."""
+        """Raises StrategyError if `x` is complex."""
         require_floats(x, meeting.name)
         made: Payload = self.coded(f"encode {meeting.name}", lambda: coder.encode(x), x.nbytes)
         return made
@@ -101,13 +101,13 @@ def exchange_tensor(x: Tensor, others: GroupPeers, meeting: MeetingKind, coder: 
 
 
 def gather_payloads(payload: Payload, others: GroupPeers, meeting: MeetingKind) -> list[Payload]:
-    """Returns every rank's payload, by rank."""
+    """Returns every rank's payload."""
     parts = [others.ask(MeetingKind("gather", name, 0), part[None]) for name, part in _name_parts(meeting, payload)]
     return list(zip(*parts, strict=True))
 
 
 def join_payloads(every: list[Payload], like: Tensor, others: GroupPeers, meeting: MeetingKind, coder: Coder) -> Tensor:
-    """Decodes every rank's payload, and concatenates the tensors."""
+    """Decodes and concatenates all ranks' payloads."""
     return torch.cat([others.decode(one, like, meeting, coder) for one in every], meeting.dim)
 
 
@@ -167,7 +167,7 @@ def _name_parts(meeting: MeetingKind, payload: Payload) -> list[tuple[str, Tenso
 
 
 def cut_parts(x: Tensor, count: int, meeting: MeetingKind) -> list[Tensor]:
-    """Cuts `x` into `count` equal parts for a meeting. Raises StrategyError if it cannot."""
+    """Cuts `x` into `count` equal parts. Raises StrategyError if it cannot."""
     if x.shape[meeting.dim] % count:
         raise StrategyError(
             f"{meeting.name}: {x.shape[meeting.dim]} positions cannot be dealt out to {count} ranks evenly; take "

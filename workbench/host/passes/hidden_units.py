@@ -1,7 +1,4 @@
-"""Finds hidden units that a sub-model can leave out, by the task's plan or in a Sequential.
-
-Every sub-model keeps all other units.
-"""
+"""Finds hidden units that a sub-model can leave out, by the task's plan or in a Sequential."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from workbench.settings import KnobError
 from workbench.tasks import Colwise, Learner, Rowwise, TaskError, Way
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_BY_CHANNEL = (  # they work on each channel by itself, for any number of channels
+_BY_CHANNEL = (  # they work on each channel by itself
     nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
     nn.AdaptiveMaxPool2d, nn.Dropout1d, nn.Dropout2d, nn.Upsample,
 )  # fmt: skip
@@ -47,7 +44,6 @@ def find_units(model: nn.Module, learner: Learner) -> list[Units]:
 
 
 def _find_planned(model: nn.Module, plan: Mapping[str, Way]) -> Iterator[Units]:
-    """Yields the units between each Rowwise Linear and the Colwise Linears before it."""
     own, names = _list_unshared(model), {id(p): name for name, p in model.named_parameters()}
     firsts: list[tuple[str, nn.Linear, Colwise]] = []
     for name, module in model.named_modules():
@@ -81,10 +77,9 @@ def _make_units(firsts: list[tuple[str, nn.Linear, Colwise]], last: nn.Linear, o
 
 
 def _find_sequential(model: nn.Sequential) -> Iterator[Units]:
-    """Yields the units between two layers with only unit-by-unit modules between them."""
     own, names = _list_unshared(model), {id(p): name for name, p in model.named_parameters()}
-    made: tuple[str, Any, int] | None = None  # the layer before, and how many units it has
-    flat = False  # whether a Flatten follows it
+    made: tuple[str, Any, int] | None = None  # the layer before, and its number of units
+    flat = False  # a Flatten follows it
     views: dict[str, tuple[int, ...]] = {}
     found: list[tuple[str, int, list[tuple[str, int]]]] = []
     layers: Iterator[tuple[str, Any]] = list_leaves(model)
@@ -102,7 +97,7 @@ def _find_sequential(model: nn.Sequential) -> Iterator[Units]:
         out, into, *kernel = whole_shape(module.weight)
         views[weight] = (out, into, *kernel)
         if made is not None and type(made[1]) is not type(module) and flat and not kernel and into % made[2] == 0:
-            views[weight] = (out, made[2], into // made[2])  # the last dimension: the places of one channel
+            views[weight] = (out, made[2], into // made[2])  # last dimension: one channel's places
         if made is not None and views[weight][1] == made[2] and (flat or type(made[1]) is type(module)):
             first = [(names[id(p)], 0) for p in (made[1].weight, made[1].bias) if p is not None]
             found.append((made[0], made[2], [*first, (weight, 1)]))

@@ -28,7 +28,7 @@ class InFlight:
     from forward to backward, and unique in flight.
 
     batches:  the number of batches completed since the pipeline was empty
-    steps:    returns the run's number of steps; 0: no end is known. No batch after the last one goes forward
+    steps:    returns the run's number of steps; 0: unknown. No batch after the last one goes forward
     inputs:   by number, a micro-batch's examples; empty with sizes only
     coming:   returns the batch after so many batches
     buffers:  the buffers that this stage's forwards change
@@ -44,15 +44,15 @@ class InFlight:
         self.coming, self.buffers, self._forget = coming, buffers, forget
         self.versions = WeightVersions(layout)
         self.partition: Partition = Whole()
-        self.batches = self.left = 0  # left: batches that the run still makes
+        self.batches = self.left = 0  # batches that the run still makes
         self.inputs: dict[int, Any] = {}
         self._open: deque[tuple[Any, list[Any]]] = deque()  # the current and later batches, with their micro-batches
-        self._before: dict[int, list[Tensor]] = {}  # buffers before the forwards of later batches
+        self._before: dict[int, list[Tensor]] = {}  # buffers before later batches' forwards
 
-    # -- a batch, on both hosts --
+    # -- both hosts --
 
     def begin_batch(self, rank: Rank, partition: Partition, step: int) -> list[Action]:
-        """Begins the batch of a step, and returns this rank's actions in order."""
+        """Begins a step's batch, and returns this rank's actions in order."""
         self.partition, actions = partition, partition.actions(rank.index)
         if not self.batches:
             self.crossing = StageMessages(rank, partition)
@@ -66,23 +66,22 @@ class InFlight:
         return [action for action in every if action.what != "F" or self.has_step(action.micro)]
 
     def has_step(self, micro: int) -> bool:
-        """Whether the run makes the step of this micro-batch."""
+        """Whether the run makes this micro-batch's step."""
         return micro < self.left * self.partition.micro_batches
 
     @property
     def never_flushes(self) -> bool:
-        """Whether the pipeline never flushes."""
         return self.partition.ahead(0) > 0
 
     def number_micro(self, micro: int) -> int:
-        """Returns the number of a micro-batch in messages and spans."""
+        """Returns a micro-batch's number in messages and spans."""
         if not self.never_flushes:
             return micro
         each = self.partition.micro_batches
         return (self.batches * each + micro) % max(each, self.partition.depth)
 
     def note_forward(self, micro: int) -> None:
-        """Notes which version of the weights a micro-batch's forward reads."""
+        """Notes which weights a micro-batch's forward reads."""
         if self.never_flushes:
             later = micro >= self.partition.micro_batches
             versions = self.versions
@@ -90,14 +89,12 @@ class InFlight:
             versions.reads[self.number_micro(micro)] = version
 
     def free_micro(self, micro: int) -> None:
-        """Frees a micro-batch after its backward."""
         number = self.number_micro(micro)
         self.versions.reads.pop(number, None)
         self.inputs.pop(number, None)
         self._before.pop(number, None)
 
     def end_batch(self) -> None:
-        """Ends the current batch."""
         if self._open:
             self._open.popleft()
         if self.never_flushes:
@@ -118,18 +115,15 @@ class InFlight:
 
     @property
     def stashed(self) -> Iterator[Tensor]:
-        """Yields copies of weights that a backward will read, and buffers that `clear` may restore."""
+        """Yields copies of weights for backward, and of buffers for `drop_micros`."""
         yield from self.versions.kept
         for held in self._before.values():
             yield from held
 
-    # -- with values, not only sizes --
+    # -- with values --
 
     def cut_batch(self, batch: Any, partition: Partition) -> None:
-        """Cuts the batch that the strategy takes through the stages now.
-
-        Raises StrategyError if another batch went forward ahead of its step.
-        """
+        """Cuts the current batch. Raises StrategyError if another batch went forward ahead of its step."""
         if self._open and self._open[0][0] is not batch:
             raise StrategyError(
                 f"backward of a batch that is not the next one: under schedule="
@@ -151,11 +145,9 @@ class InFlight:
         return part
 
     def read_in_forward(self, micro: int) -> AbstractContextManager[None]:
-        """Lets a micro-batch's forward read its version of the weights."""
         return self._find_version(micro).read_in_forward() if self.never_flushes else nullcontext()
 
     def read_in_backward(self, micro: int) -> AbstractContextManager[None]:
-        """Lets a micro-batch's backward read its version of the weights."""
         return self._find_version(micro).read_in_backward() if self.never_flushes else nullcontext()
 
     def _find_version(self, micro: int) -> Any:

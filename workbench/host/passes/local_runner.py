@@ -1,7 +1,7 @@
 """Runs several ranks' passes in one process, with meetings between them.
 
-Each pass has a thread, but only one thread runs at a time: until its pass asks for a meeting or ends. When all passes
-have asked, all get their answers. Sums are added in rank order. So results do not depend on thread scheduling.
+Each pass has a thread, but only one thread runs at a time, until its pass asks for a meeting or ends. Sums are added
+in rank order. So results do not depend on thread scheduling.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class _LocalRank:
         self._thread = threading.Thread(target=self._run_thread, args=(work,), daemon=True)
 
     def run_to_meeting(self) -> None:
-        """Runs the pass until it asks for a meeting, ends or fails."""
         torch.set_rng_state(self._numbers)
         if self._thread.ident is None:
             self._thread.start()
@@ -50,7 +49,6 @@ class _LocalRank:
         self._numbers = torch.get_rng_state()
 
     def end_pass(self) -> None:
-        """Ends a pass that waits for an answer."""
         if self._thread.ident is not None:
             self.error = self.error or _PassAborted()
             self.turn.release()
@@ -72,7 +70,7 @@ class _LocalRank:
         self.turn.acquire()
         if self.error is not None:
             raise self.error
-        answer, self.answer = self.answer, None  # the pass holds the only reference, and can free it
+        answer, self.answer = self.answer, None  # so that the pass can free it
         assert answer is not None
         return answer
 

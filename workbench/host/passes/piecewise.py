@@ -41,8 +41,8 @@ class _OpenBatch:
 class PiecewisePass:
     """Batches that a rank computes in pieces. They *rise* (forward) and *fall* (backward).
 
-    If a batch falls by pieces, each piece has its own graph, which begins at its input. Then only the next piece's
-    graph holds an output.
+    If a batch falls by pieces, each piece's graph begins at its input. Then only the next
+    piece's graph holds an output.
     """
 
     def __init__(self, model: nn.Module, learner: Learner) -> None:
@@ -52,7 +52,7 @@ class PiecewisePass:
 
     @property
     def model_parts(self) -> list[nn.Module]:
-        """The model's parts, between which it can be cut; empty if the task defines none."""
+        """Between them the model can be cut; empty if the task defines none."""
         if self._parts is None:
             try:
                 self._parts = list_parts(self._model, self._learner)
@@ -61,7 +61,6 @@ class PiecewisePass:
         return self._parts
 
     def count_pieces(self, most: int) -> int:
-        """Returns how many pieces the model can be cut into, at most `most`."""
         return max(1, min(most, len(self.model_parts)))
 
     def estimate_share(self, piece: int, of: int) -> float:
@@ -80,7 +79,7 @@ class PiecewisePass:
     def piece_forward(
         self, draw: Callable[[], Any], micro: int, piece: int, of: int, falls: bool
     ) -> tuple[Any, Tensor | None]:
-        """Runs a batch forward through a piece. Returns the batch, and its loss after the last piece."""
+        """Returns the batch, and its loss after the last piece."""
         if piece == 0:
             if micro in self._risen:
                 raise StrategyError(f"batch {micro} rises anew before it has fallen")
@@ -112,7 +111,6 @@ class PiecewisePass:
         return batch, made
 
     def piece_backward(self, micro: int, piece: int, of: int, grad: float) -> None:
-        """Runs the backward through one piece."""
         risen = self._find_open(micro, of)
         if not risen.falls or risen.loss is None or len(risen.graphs) != piece + 1:
             raise StrategyError(f"batch {micro} cannot fall through piece {piece} of {of} now: the last falls first")
@@ -126,10 +124,7 @@ class PiecewisePass:
             del self._risen[micro]
 
     def _enter_piece(self, x: Tensor, piece: int, of: int) -> tuple[Tensor, Tensor]:
-        """Returns `x` as a piece's input, and the tensor that will hold its gradient.
-
-        Copies `x` only if the first layer works in place.
-        """
+        """Does `enter_graph`, but copies `x` only if the first layer works in place."""
         first = next(m for m in self._list_parts(piece, of)[0].modules() if not next(m.children(), None))
         if getattr(first, "inplace", False) or not x.is_floating_point():
             return enter_graph(x)

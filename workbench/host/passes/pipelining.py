@@ -1,4 +1,4 @@
-"""One batch through a pipeline, as one stage computes it: the same coroutine on both hosts.
+"""One batch through a pipeline, as one stage computes it.
 
 The hosts compute these Ops:
 
@@ -6,8 +6,6 @@ The hosts compute these Ops:
 - Op("stage_backward", grad, micro, chunk) returns the gradient of the piece's input.
 - Op("stage_inputs", grad, micro, chunk) returns it without gradients of parameters.
 - Op("stage_weights", micro, chunk) computes the gradients of parameters afterwards.
-
-A stage sends each message to its neighbour as soon as it has the tensor.
 """
 
 from __future__ import annotations
@@ -29,14 +27,14 @@ from workbench.partitions import Partition
 from workbench.rank import Op, Rank, StrategyError
 from workbench.tasks import TaskError
 
-WEIGHT_HALF = "backward weights"  # names the second half of a backward
-LOSS_MESSAGE = "loss"  # names the last stage's message with the loss
+WEIGHT_HALF = "backward weights"
+LOSS_MESSAGE = "loss"
 
 
 async def require_same_batch(rank: Rank, batch: Any, device: torch.device) -> None:
     """Raises StrategyError if a replica's stages drew different batches.
 
-    The caller checks only the first batch after a cut.
+    Call it for the first batch after a cut.
     """
     told = compute_checksum({str(number): x for number, x in enumerate(list_tensors(batch))})
     mine = torch.tensor([told], device=device)
@@ -90,8 +88,8 @@ async def run_batch(rank: Rank, partition: Partition, share: float, flow: InFlig
 async def drain_pipeline(flow: InFlight) -> None:
     """Drops all forwards of later batches, and receives their activations in flight.
 
-    All stages have completed the same number of batches. The previous stage is further ahead, so it has sent more
-    activations than this stage has received.
+    All stages have completed the same number of batches. The previous stage has sent activations that this stage has
+    not received.
     """
     if not flow.batches:
         return
@@ -110,7 +108,7 @@ async def evaluate_pipeline(rank: Rank, pieces: Sequence[Sequence[nn.Module]], *
         if number or rank.index:
             inputs, named = (await receive_tensor(rank, (rank.index - 1) % rank.size, "activation"),), {}
             count_arrived(inputs)
-        x = await Op("do", partial(run_parts, parts, *inputs, **named))  # tensor-parallel ranks meet in this Op, too
+        x = await Op("do", partial(run_parts, parts, *inputs, **named))  # tensor-parallel ranks also meet in this Op
         if rank.index < last or number < len(pieces) - 1:
             await rank.send(x, (rank.index + 1) % rank.size, "activation")
     if rank.index < last:
@@ -132,7 +130,6 @@ class NamedOutput(dict[str, Any]):
 
 
 async def _send_output(rank: Rank, x: Any, to: int) -> None:
-    """Sends the model's output: one tensor, or several by name. Raises TaskError if it is neither."""
     several = dict(x) if isinstance(x, Mapping) else {}
     named = {"": x} if isinstance(x, Tensor) else {k: v for k, v in several.items() if isinstance(v, Tensor)}
     if not named:
@@ -157,5 +154,5 @@ async def _receive_output(rank: Rank, source: int) -> Any:
 
 
 def name_pass(phase: str, micro: int, chunk: int, pieces: int) -> str:
-    """Returns a pass's Span name: "forward 3", or "forward 3.1" if there are several pieces."""
+    """Names a pass's Span: "forward 3", or "forward 3.1" if there are several pieces."""
     return f"{phase} {micro}" if pieces == 1 else f"{phase} {micro}.{chunk}"

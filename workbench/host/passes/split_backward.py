@@ -1,7 +1,7 @@
 """A backward in two halves: first the gradient of the input, later those of the parameters.
 
-The first half is a backward to the input alone. It notes the gradients at each node from which parameters branch off.
-The second half continues at these nodes, and computes nothing twice.
+The first half notes the gradients at each node from which parameters branch off. The second half continues at these
+nodes, and computes nothing twice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SplitBackward:
         return found
 
     def of_params(self) -> None:
-        """Adds the parameters' gradients to their `grad`."""
+        """Adds to the parameters' `grad`."""
         if self._hanging is None:  # a parameter branches off from several nodes
             if self._params:
                 self._made.backward(self._grad, inputs=self._params)
@@ -49,7 +49,7 @@ class SplitBackward:
             if edges:
                 torch.autograd.backward([edge for edge, _ in edges], [grad for _, grad in edges], inputs=params)
         beside = [p for p in self._params if not any(p is q for some in self._hanging.values() for q in some)]
-        if beside:  # parameters that branch off from no node on the way to `x`
+        if beside:  # these branch off from no node on the way to `x`
             self._made.backward(self._grad, inputs=beside)
 
     def _note_gradients(self, node: Node, grads: Sequence[Tensor | None]) -> None:

@@ -29,7 +29,6 @@ class StageMessages:
         self._shapes: dict[Entry, torch.Size] = {}  # of whole activations, on the sender
 
     async def send_activation(self, x: Tensor, to: int, entry: Entry) -> None:
-        """Sends the input of `entry`'s piece."""
         name = self._name_message("activation", entry)
         if self._there is None:
             await self.rank.send(x, to, name)
@@ -39,7 +38,6 @@ class StageMessages:
         self._shapes[entry] = x.shape
 
     async def receive_activation(self, source: int, entry: Entry) -> Tensor:
-        """Receives the input of `entry`'s piece."""
         name = self._name_message("activation", entry)
         if self._there is None:
             return await receive_tensor(self.rank, source, name)
@@ -57,7 +55,6 @@ class StageMessages:
             await self._send_payload(x, to, name, self._back)
 
     async def receive_gradient(self, source: int, entry: Entry) -> Tensor:
-        """Receives the gradient of the input of `entry`'s piece."""
         name, chosen = self._name_message("gradient", entry), self._chosen.pop(entry, None)
         shape = self._shapes.pop(entry, None)
         if self._back is None:

@@ -42,7 +42,7 @@ class StageModule:
         self._halves: dict[Pass, SplitBackward | Tensor] = {}  # backwards that wait for their second half
 
     def run_forward(self, loss: Loss, batch: Any, x: Tensor | None, micro: int, chunk: int = 0) -> Tensor:
-        """Returns a piece's output for a micro-batch, detached. The last piece returns the loss.
+        """Returns a piece's detached output. The last piece returns the loss.
 
         x: the previous piece's output; None on the first piece
         """
@@ -74,7 +74,7 @@ class StageModule:
         if (micro, chunk) not in self.opened:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         made = self.opened.pop((micro, chunk))
-        if made.requires_grad:  # else no parameter before it learns
+        if made.requires_grad:  # else no parameter learns
             made.backward(grad if isinstance(grad, Tensor) else torch.full_like(made, grad))
         x = self._came.pop((micro, chunk), None)
         if x is None:
@@ -82,13 +82,13 @@ class StageModule:
         return self._require_gradient(x.grad, chunk)
 
     def backward_inputs(self, grad: Tensor | float, micro: int, chunk: int = 0) -> Tensor | None:
-        """Does the first half of a backward: as `backward`, without gradients of parameters."""
+        """Does `run_backward` without gradients of parameters."""
         made = self.opened.get((micro, chunk))
         if made is None:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         grad = grad if isinstance(grad, Tensor) else torch.full_like(made, grad)
         x = self._came.pop((micro, chunk), None)
-        if x is None:  # no stage waits for this gradient
+        if x is None:  # no stage needs this gradient
             self._halves[micro, chunk] = grad
             return None
         if not (made.requires_grad and x.requires_grad):
@@ -98,7 +98,7 @@ class StageModule:
         return self._require_gradient(found, chunk)
 
     def backward_weights(self, micro: int, chunk: int = 0) -> None:
-        """Does the second half of a backward: the gradients of parameters."""
+        """Computes the parameters' gradients after `backward_inputs`."""
         if (micro, chunk) not in self._halves:
             raise StrategyError(f"the second half of micro-batch {micro}'s backward was asked for before its first")
         made, left = self.opened.pop((micro, chunk)), self._halves.pop((micro, chunk))
@@ -116,17 +116,14 @@ class StageModule:
         return found
 
     def drop_micros(self, micros: Container[int]) -> None:
-        """Drops these micro-batches, which get no backward."""
         for held in (self.opened, self._came):
             for entry in [entry for entry in held if entry[0] in micros]:
                 del held[entry]
 
     def list_buffers(self) -> list[Tensor]:
-        """Returns the buffers of all pieces."""
         return [x for parts in self.pieces for part in parts for x in part.buffers()]
 
     def list_params(self, chunk: int) -> list[nn.Parameter]:
-        """Returns the parameters of one piece."""
         return [p for part in self.pieces[chunk] for p in part.parameters()]
 
     def _require_output(self, made: Any, last: bool) -> None:
@@ -145,7 +142,7 @@ class _EnterGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor, x: Tensor) -> Tensor:
-        return x.clone()  # an in-place layer may write into the clone
+        return x.clone()  # an in-place layer may write it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -178,7 +175,7 @@ def cut_batch(batch: Any, count: int) -> list[Any]:
 
 
 def list_tensors(batch: Any) -> list[Tensor]:
-    """Returns the tensors in a batch, in order."""
+    """Lists a batch's tensors in order."""
     if isinstance(batch, Tensor):
         return [batch]
     if isinstance(batch, Mapping):

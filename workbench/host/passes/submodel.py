@@ -1,6 +1,6 @@
 """Replaces parameters of a model by smaller ones, and counts the operations of its forward.
 
-The model's own Modules compute with them, without masks: a Linear has fewer rows or columns.
+The model's own Modules compute with them: a Linear has fewer rows or columns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class SmallerParameter:
         self.scale = 1.0
 
     def scale_values(self, scale: float) -> None:
-        """Multiplies the replacement by `scale`."""
         self.small.data.mul_(scale)
         self.scale *= scale
 
@@ -55,7 +54,7 @@ def make_smaller(model: nn.Module, units: list[Units], kept: list[Tensor]) -> li
 def make_sizes_only(model: nn.Module, units: list[Units], counts: tuple[int, ...]) -> list[SmallerParameter]:
     """Returns the replacements without values, given the numbers of kept units.
 
-    Ranks that share a model share the replacements.
+    Ranks that share a model share them.
     """
     made = _SIZED.setdefault(model, {})
     if counts not in made:
@@ -70,7 +69,7 @@ def place_smaller(parameters: Iterable[SmallerParameter]) -> None:
 
 
 def restore_whole(parameters: Iterable[SmallerParameter]) -> None:
-    """Puts the whole parameters back into the model."""
+    """Puts the whole parameters back."""
     for p in parameters:
         p.module._parameters[p.short] = p.whole
 

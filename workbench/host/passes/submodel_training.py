@@ -1,7 +1,6 @@
 """Lets a rank train a sub-model: smaller matrices, with an optimizer of their own.
 
 Uncut parameters are trained in place. When a rank leaves the sub-model, its values go into the whole parameters.
-`share` gives the hosts a pass's share of the compute. With sizes only, ranks share one model, and only numbers change.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from workbench.tasks import Learner
 
 
 class SubModelTraining:
-    """Switches one rank's model to a sub-model and back.
+    """Switches one rank's model to a sub-model and back. With sizes only, ranks share the model.
 
     made:   returns the run's optimizer for these parameters, at its current rate
     now:    returns the current experiment
@@ -77,7 +76,6 @@ class SubModelTraining:
 
     @property
     def optimizer_state(self) -> dict[Any, Any]:
-        """The state of the sub-model's optimizer."""
         return self._optimizer.state if self._optimizer is not None else {}
 
     def switch_to(self, kept: list[Tensor] | None, scaled: bool = False) -> float:
@@ -116,7 +114,6 @@ class SubModelTraining:
         return forward
 
     def _restore_model(self) -> None:
-        """Writes the sub-model's values into the whole model, and returns to it."""
         entries, self._entries, self.counts = self._entries, None, ()
         assert entries is not None
         if self._lies:
@@ -126,7 +123,7 @@ class SubModelTraining:
         self._cuts, self._optimizer = [], None
 
     def step_optimizer(self, longest: float, by: Callable[[], None] | None) -> float | None:
-        """Steps the sub-model's optimizer. If `longest` > 0, clips gradients and returns their norm."""
+        """If `longest` > 0, clips gradients and returns their norm."""
         norm = None
         params = [p for p in self._model.parameters() if p.requires_grad]
         if longest:

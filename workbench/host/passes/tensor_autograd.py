@@ -1,8 +1,6 @@
 """Meetings of tensor-parallel ranks in the middle of a pass: Megatron-LM's f, g and more.
 
-Before a Colwise layer, f sums gradients in backward only. After a Rowwise layer, g sums outputs in forward only. The
-caller's `ask` performs a meeting: by collectives, on a virtual clock, or within one process. A codec may replace the
-tensors by payloads (coded_exchange.py).
+Before a Colwise layer, f sums gradients in backward only. After a Rowwise layer, g sums outputs in forward only.
 """
 
 from __future__ import annotations
@@ -70,10 +68,7 @@ def gather_features(x: Tensor, others: GroupPeers, name: str) -> Tensor:
 
 
 class _GatheredLinear(torch.autograd.Function):
-    """A Linear over all ranks' positions.
-
-    For backward it keeps only this rank's positions, or their payload, and gathers them again.
-    """
+    """For backward it keeps only this rank's positions, or their payload, and gathers them again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, others: GroupPeers, name: str) -> Tensor:
@@ -124,10 +119,7 @@ def take_positions(x: Tensor, others: GroupPeers, name: str) -> Tensor:
 
 
 class _GradientSum(torch.autograd.Function):
-    """Passes parameters on, and sums their gradients over ranks at the end of a backward.
-
-    Autograd runs nodes in reverse order of creation. No module reads the parameters before this node exists.
-    """
+    """Autograd runs nodes in reverse order of creation. No module reads the parameters before this node exists."""
 
     @staticmethod
     def forward(ctx: Any, others: GroupPeers, *params: Tensor) -> tuple[Tensor, ...]:
@@ -152,8 +144,8 @@ class _GradientSum(torch.autograd.Function):
 def sum_gradients_at_end(params: Sequence[Tensor], others: GroupPeers) -> tuple[Tensor, ...]:
     """Returns views to read in place of the parameters. One meeting sums all their gradients.
 
-    Each view is a node of its own, because autograd runs the newest ready node. So gradients arrive at the last
-    parameter first, on real ranks and with sizes only.
+    Each view is a node of its own. Autograd runs the newest ready node, so gradients arrive at the last parameter
+    first.
     """
     made: tuple[Tensor, ...] = _GradientSum.apply(others, *(p.view_as(p) for p in params))  # type: ignore[no-untyped-call]
     return made

@@ -1,13 +1,10 @@
 """Tensor parallelism: ranks with slices of each matrix compute one model together.
 
-across.py defines what they exchange.
-
-[Note: Random numbers] Ranks that compute the same tensor draw the same numbers from torch's own generator. Every
-forward seeds it alike on all ranks, because ranks may have drawn different amounts since, such as noise for their own
-parameters. A rank that computes its own part of a tensor draws its own numbers, by a seed derived from the next common
-number. A layer that is computed again begins with the generator's old state, so it draws the same numbers. The second
-pass may end between `enter` and `leave`. So the generator's seed, not a flag, shows whether a rank draws its own
-numbers.
+[Note: Random numbers] Ranks that compute the same tensor draw the same numbers from torch's own generator. Ranks may
+have drawn different amounts, so every forward seeds it alike on all ranks. A rank that computes its own part of a
+tensor derives its seed from the next common number. A recomputed layer begins with the generator's old state, so it
+draws the same numbers. A recomputation may end while a rank draws its own numbers. So the generator's seed, not a
+flag, shows whether it does.
 """
 
 from __future__ import annotations
@@ -41,11 +38,11 @@ from workbench.rank import Rank
 from workbench.tasks import Colwise, Rowwise, Scatter, same_groups
 
 SEED_FACTOR = 0x9E3779B97F4A7C15  # spreads ranks' seeds
-MAX_SEEDS = 10_000  # how many are kept: more than passes can be open
+MAX_SEEDS = 10_000  # more than passes can be open
 
 
 class TensorParallelGroup:
-    """A model whose matrices are sliced over the ranks of a group, as one rank computes it.
+    """A model whose matrices are sliced over a group's ranks, as one rank computes it.
 
     split:  how parameters are sliced
     index:  this rank's number in the group
@@ -62,7 +59,7 @@ class TensorParallelGroup:
         self._ask, self._draws = ask, draws
         self._seed, self._passes = seed, 0
         self._modules = [(name, model.get_submodule(name), way) for name, way in split.modules]
-        self._outside: tuple[torch.Generator, Tensor] | None = None  # the generator, and its state at `enter`
+        self._outside: tuple[torch.Generator, Tensor] | None = None  # the generator, and its state before it was seeded
         self._own: dict[int, None] = {}  # the latest seeds of this rank's own numbers
         for name, module, way in self._modules:
             if isinstance(way, Colwise):
@@ -85,7 +82,7 @@ class TensorParallelGroup:
 
     @property
     def random_position(self) -> tuple[int, int]:
-        """The seed and the number of forwards, which determine the next forward's random numbers."""
+        """The seed and the number of forwards, which determine the next forward's numbers."""
         return self._seed, self._passes
 
     @random_position.setter
@@ -93,7 +90,6 @@ class TensorParallelGroup:
         self._seed, self._passes = stands
 
     def restore_modules(self) -> None:
-        """Restores the modules' own forwards, and removes the hooks."""
         for _, module, _ in self._modules:
             module.__dict__.pop("forward", None)
         for hook in self._hooks:
@@ -143,7 +139,7 @@ class TensorParallelGroup:
 
     @property
     def _plain_peers(self) -> GroupPeers:
-        """The group without codecs, for an embedding's rows and the last layer's output."""
+        """For an embedding's rows and the last layer's output."""
         return GroupPeers(self._ask, self.split.ways)
 
     def _run_scatter(self, name: str, module: Any, x: Tensor, *more: Any, **named: Any) -> Any:
@@ -170,7 +166,7 @@ class TensorParallelGroup:
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
     def _look_up_rows(self, name: str, module: Any, x: Tensor) -> Tensor:
-        """Looks up this rank's rows, with zeros for other ranks' rows, and sums over ranks."""
+        """Sums over ranks, with zeros for other ranks' rows."""
         rows = module.weight.shape[0]
         own = x - self.index * rows
         elsewhere = ((own < 0) | (own >= rows)) & (x >= 0) & (x < rows * self.split.ways)  # torch refuses other indices
@@ -179,10 +175,7 @@ class TensorParallelGroup:
         return sum_forward(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._plain_peers, name)
 
     def use_own_randomness(self, x: Tensor) -> None:
-        """Lets each rank draw its own numbers, after a Colwise layer and for its own positions.
-
-        See [Note: Random numbers].
-        """
+        """Lets each rank draw its own numbers; see [Note: Random numbers]."""
         generator = torch.cuda.default_generators[x.device.index] if x.is_cuda else torch.default_generator
         if not self._draws or generator.initial_seed() in self._own:
             return
@@ -194,7 +187,6 @@ class TensorParallelGroup:
         generator.manual_seed(seed)
 
     def use_common_randomness(self) -> None:
-        """Lets all ranks draw the same numbers again."""
         if self._outside is not None:
             generator, state = self._outside
             if generator.initial_seed() in self._own:
@@ -217,12 +209,12 @@ class _ReplacedForward:
 
 
 def _drop_gradient(param: nn.Parameter) -> None:
-    """Drops a common parameter's gradient, because its owner, another rank, has the same one."""
+    """Another rank owns the parameter, and has the same gradient."""
     param.grad = None
 
 
 def list_common(model: nn.Module, split: TensorSplit, names: Collection[str] | None = None) -> list[list[nn.Parameter]]:
-    """Returns, by owner, the parameters that every rank has whole.
+    """Lists, by owner, the parameters that every rank has whole.
 
     names: look only at these parameters
     """
@@ -233,13 +225,12 @@ def list_common(model: nn.Module, split: TensorSplit, names: Collection[str] | N
 
 
 async def refresh_common(rank: Rank, by_owner: list[list[nn.Parameter]]) -> None:
-    """Gives all ranks of the group the owners' values of the parameters that all have."""
+    """Copies the owners' values of common parameters to all ranks of the group."""
     for dtype in dict.fromkeys(p.dtype for each in by_owner for p in each):
         await _copy_owner_values(rank, [[p for p in each if p.dtype == dtype] for each in by_owner])
 
 
 async def _copy_owner_values(rank: Rank, by_owner: list[list[nn.Parameter]]) -> None:
-    """Copies the owners' values into parameters of one dtype that all ranks have."""
     counts = [sum(p.numel() for p in each) for each in by_owner]
     like = next(p for each in by_owner for p in each)
     own = torch.cat([p.detach().reshape(-1) for p in by_owner[rank.index]] or [like.detach().new_empty(0)])
@@ -272,7 +263,7 @@ def copy_slice(model: nn.Module, split: TensorSplit, index: int) -> nn.Module:
 @contextmanager
 def compute_together(model: nn.Module, split: TensorSplit, index: int, ask: Ask, draws: bool = True,
               coding: Coding = PLAIN, coded: Coded = run_unrecorded) -> Iterator[TensorParallelGroup]:  # fmt: skip
-    """Lets `model`, which has rank `index`'s slices, compute in its TensorParallelGroup within the block."""
+    """Inside, `model`, with rank `index`'s slices, computes in a TensorParallelGroup."""
     together = TensorParallelGroup(model, split, index, ask, draws, coding=coding, coded=coded)
     try:
         yield together

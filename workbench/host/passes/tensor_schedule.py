@@ -76,7 +76,6 @@ class PassPlan(NamedTuple):
     coded: tuple[CodecWork, ...] = ()
 
     def meetings_of_phase(self, phase: str) -> list[PlannedMeeting]:
-        """Returns the meetings of a phase."""
         return list(self.backward if phase == "backward" else self.forward)
 
     def list_ready_shares(self, layout: ParameterLayout) -> list[float]:
@@ -88,7 +87,7 @@ _PLANNED: WeakKeyDictionary[Learner, dict[Any, tuple[PassPlan, ...]]] = WeakKeyD
 
 
 def find_plans(e: Experiment, learner: Learner, split: TensorSplit) -> tuple[PassPlan, ...]:
-    """Returns the meetings by piece of the model, found once for all ranks of a process.
+    """Returns the meetings by piece, found once for all ranks of a process.
 
     Raises KnobError if the model does not run on the meta device.
     """
@@ -113,7 +112,7 @@ def find_plans(e: Experiment, learner: Learner, split: TensorSplit) -> tuple[Pas
 
 
 def find_arrival_order(plans: tuple[PassPlan, ...]) -> list[str]:
-    """Returns the parameters in the order of their gradients, given the plans of all pieces."""
+    """Orders the parameters of all pieces by the arrival of their gradients."""
     return list(dict.fromkeys(name for plan in reversed(plans) for name in plan.come))
 
 
@@ -203,7 +202,7 @@ class PiecePasses:
         return self._ways[stage].list_params(chunk) if self._ways else None
 
     def run_forward(self, number: int) -> int:
-        """Runs a piece forward, and returns its output's bytes."""
+        """Returns the output's bytes."""
         if not self._ways:
             self._x = self._learner.loss(self._model, self._batch)
         else:

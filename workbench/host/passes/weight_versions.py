@@ -1,8 +1,8 @@
 """The versions of a stage's weights that its passes read: current weights, or older copies.
 
-Autograd keeps a reference to a version in place of the weights. So a version is copied only if a pass will still read
-it when the weights change. A pass that reads a copy runs while the parameters' data points into the copy. Code that
-writes to the weights at the same time writes to their usual memory.
+Autograd keeps a reference to a version. So a version is copied only if a pass will still read it when the weights
+change. During such a pass the parameters' data points into the copy. Other code still writes to the
+weights' own memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class WeightVersion:
         self._cut: list[tuple[list[ParameterPlace], tuple[Part, ...]]] = []  # by bucket, parameters' places in the copy
 
     def copy_weights(self) -> None:
-        """Copies the weights, because they or the buckets may change now."""
+        """Call it before the weights or the buckets change."""
         if self.kept is not None:
             return
         self.kept = [weights.clone() for weights in self.layout.weights]
@@ -61,7 +61,7 @@ class WeightVersion:
         if x.layout != torch.strided or x.is_inference():
             return x
         place = x.untyped_storage()._cdata
-        if self.kept is not None:  # no code writes into a copy, though version counters of its views suggest it
+        if self.kept is not None:  # views' version counters may change, but nobody writes a copy
             return x if any(place == copy.untyped_storage()._cdata for copy in self.kept) else _save_tensor(x)
         index = self.layout.lying.get(place)
         if index is None:
@@ -70,13 +70,11 @@ class WeightVersion:
 
 
 class _SavedTensor(NamedTuple):
-    """A saved tensor that is no weight, with its version counter."""
-
     x: Tensor
     version: int
 
     def read_tensor(self) -> Tensor:
-        """Returns the tensor. Raises StrategyError if it was changed in place after its forward.
+        """Raises StrategyError if the tensor was changed in place after its forward.
 
         torch checks only tensors that it saves without hooks.
         """
@@ -120,39 +118,35 @@ class WeightVersions:
     def __init__(self, layout: Callable[[], ParameterLayout]) -> None:
         self._layout = layout
         self._now: WeightVersion | None = None
-        self._own: WeightVersion | None = None  # of the current batch, if a whole batch reads one version
+        self._own: WeightVersion | None = None  # of the current batch, if all of it reads one version
         self._next: WeightVersion | None = None  # of the next batch
         self.reads: dict[int, WeightVersion] = {}
 
     @property
     def newest_version(self) -> WeightVersion:
-        """The version of the current weights."""
         self._now = self._now or WeightVersion(self._layout())
         return self._now
 
     def begin_batch(self) -> None:
-        """Begins a batch. It reads the version that was the newest when the batch before began."""
+        """The batch reads the version that was the newest when the batch before began."""
         self._own, self._next = self._next or self.newest_version, self.newest_version
 
     def version_of_batch(self, later: bool) -> WeightVersion:
-        """Returns the version of the current batch, or of a `later` one."""
         version = self._next if later else self._own
         assert version is not None
         return version
 
     def end_batch(self) -> None:
-        """Ends a batch, and keeps a copy of the weights if another batch will read them."""
         self._own = None
         self.keep_weights()
 
     def keep_weights(self) -> None:
-        """Copies the weights if a pass will still read them, because they may change now."""
+        """Copies the weights if a pass will still read them. Call it before they change."""
         if self._now is not None and any(self._now is version for version in self._list_alive()):
             self._now.copy_weights()
         self._now = None
 
     def drop_versions(self) -> None:
-        """Drops all versions."""
         self._now = self._own = self._next = None
         self.reads.clear()
 

@@ -13,7 +13,7 @@ Numbers = tuple[float, ...]
 
 
 class StageCut(NamedTuple):
-    """A way to cut: the slowest stage's time, the cost of crossings, and the first parts of pieces."""
+    """The slowest stage's time, the cost of crossings, and the first parts of pieces."""
 
     slowest: float
     crosses: float
@@ -56,10 +56,10 @@ def find_pareto_cuts(
     stages:   piece k is on stage k modulo this number; 0: each piece is a stage of its own
     crossing: the cost of a piece that begins at each part, in any unit; rows as in `times`; empty: no cost
 
-    Dynamic programming: the best cuts of the first n parts into k pieces follow from those into k - 1. A cut is dropped
+    Dynamic programming: the best cuts of the first n parts into k pieces follow from those into k - 1. It drops a cut
     if another is as good in every cost that still counts: the slowest complete stage, crossings, and each incomplete
-    stage. So the search is exhaustive. Only with several pieces per stage can more than MAX_KEPT cuts remain. Then the
-    fastest MAX_KEPT go on, and the second result is False. Among equal cuts, the one with the earliest last piece wins.
+    stage. Several pieces per stage can leave more than MAX_KEPT cuts. Then the fastest MAX_KEPT go on, and the second
+    result is False. Among equal cuts, the one with the earliest last piece wins.
     Raises ValueError if no cut is allowed.
 
     Reference: with one piece per stage, one rank per stage and no crossing cost, it is the optimizer of Narayanan et
@@ -76,7 +76,6 @@ def find_pareto_cuts(
     exact = True
 
     def further(begun: Iterable[_PartialCut], piece: int, begin: int, end: int) -> Iterator[_PartialCut]:
-        """Yields the same cuts with one more piece, from part `begin` to `end`."""
         if bears[end] == bears[begin]:
             return
         row, paid = sums[piece % len(sums)], crossing[piece % len(crossing)]

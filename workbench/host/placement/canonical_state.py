@@ -101,7 +101,7 @@ def flatten_tensors(tensors: list[Tensor]) -> Tensor:
 
 
 def scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
-    """Writes a vector of `flatten_tensors` back into the tensors."""
+    """Writes a vector of `flatten_tensors` back."""
     if flat.is_meta:
         return
     at = 0
@@ -112,5 +112,5 @@ def scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
 
 
 def hash_model_state(layout: ParameterLayout) -> int:
-    """Returns a hash of all trainable parameters; 0 if they have no values."""
+    """Returns a hash of all trainable parameters; 0 without values."""
     return compute_checksum({place.name: place.param for place in layout.order})

@@ -1,7 +1,7 @@
 """A hash of state that adds up: equal however tensors are cut, spread over ranks or put into buckets.
 
-Each element counts by its bits, times a number derived from its name and place. So each rank can hash its slices. The
-sum over slices, with replicas counted once, is the hash of the whole.
+Each element's bits count times a number derived from its name and place. The sum over all ranks' slices, with
+replicas counted once, is the hash of the whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from workbench.host.placement.placement import Held
 from workbench.host.placement.slices import StridedSlice
 
-WORD_BYTES = 4  # bytes of a factor: with 8, changes of two elements' highest bits could cancel out
+WORD_BYTES = 4  # with 8 bytes, changes of two elements' highest bits could cancel out
 CHUNK = 1 << 16
 Words = NDArray[np.uint8 | np.uint16 | np.uint32]  # of at most WORD_BYTES bytes
 MASK = 2**63 - 1  # sums are modulo 2 ** 63, to fit an int64
@@ -51,7 +51,7 @@ def _view_words(x: Tensor) -> Words:
 
 
 def _sum_words(words: Words, start: int, seed: int) -> int:
-    """Returns the sum of contiguous words, the first being word `start` of its tensor."""
+    """start: the number of the first word in its tensor"""
     total = at = 0
     while at < words.size:
         chunk, low = divmod(start + at, CHUNK)

@@ -1,8 +1,7 @@
 """Flat vectors for each bucket: one of parameters and one of gradients.
 
-Parameters are views of their bucket's vector. So averaging and hand-overs never copy, and a rank can free one bucket
-alone. A gradient is copied once, into its bucket's other vector. If its parameter is a bucket of its own, the gradient
-is that vector and is not copied.
+Parameters are views of their bucket's vector. So averaging and hand-overs never copy, and a rank can free one bucket.
+A gradient is copied once, into its bucket's other vector. If its parameter is a bucket of its own, nothing is copied.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from workbench.host.placement.unmaterialized import UnmaterializedParameter, prevent_fetches
 from workbench.rank import Bucket, Part
 
-SMALL_BYTES = 32_768  # bytes: smaller gradients wait, and are copied in one call
+SMALL_BYTES = 32_768  # smaller gradients are copied together in one call
 ALONE_SHARE = 0.5  # share of a bucket's size that makes a parameter a bucket of its own
 
 
@@ -37,9 +36,9 @@ class ParameterPlace:
 
 
 class ParameterLayout:
-    """The trainable parameters of a model in one order, and the buckets over them.
+    """The trainable parameters of a model, in one order, and their buckets.
 
-    The order is that of `names`, or the reverse of registration. `reorder` sets the order in which gradients arrive.
+    The order is `names`, or the reverse of registration. `reorder_buckets` takes the order in which gradients arrive.
     """
 
     def __init__(self, model: nn.Module, bucket_mb: float, names: Iterable[str] | None = None) -> None:
@@ -61,11 +60,10 @@ class ParameterLayout:
 
     @property
     def has_sizes_only(self) -> bool:
-        """Whether parameters have shapes but no values. Then all ranks share one model."""
+        """Whether parameters have no values. Then all ranks share one model."""
         return self.order[0].param.is_meta
 
     def reorder_buckets(self, names: Iterable[str]) -> None:
-        """Rebuilds the buckets in this order of parameter names."""
         by_name = {p.name: p for p in self.order}
         self.order = [by_name[n] for n in names]
         self._place_parameters()
@@ -80,7 +78,6 @@ class ParameterLayout:
         self._place_parameters(held)
 
     def resize_buckets(self, bucket_mb: float) -> None:
-        """Rebuilds the buckets with another size."""
         self.bucket_mb = bucket_mb
         self._place_parameters()
 
@@ -119,8 +116,7 @@ class ParameterLayout:
     def hold_bucket(self, wanted: Bucket) -> Bucket:
         """Keeps memory for only these elements of a parameter bucket: a shard, nothing, or the whole.
 
-        To hold more than before, pass the values in `data`, which becomes the storage. Parameters that are not whole
-        are NaN. Returns the bucket with its present data.
+        To hold more than before, pass the values in `data`, which becomes the storage. Incomplete parameters are NaN.
         """
         bucket, own = self._slices[wanted.index], self.weights[wanted.index]
         start, n, whole = wanted.offset - bucket.offset, wanted.data.numel(), bucket.data.numel()
@@ -136,7 +132,6 @@ class ParameterLayout:
         return wanted.like(self.weights[wanted.index])
 
     def _point_parameters(self, index: int, data: Tensor) -> None:
-        """Makes the parameters of this bucket views of `data`, without values if that is `_nothing`."""
         bucket, nothing = self._slices[index], self._absent.get(index)
         bucket.data = data
         self._record_weights(index, data, 0)
@@ -149,7 +144,7 @@ class ParameterLayout:
                 place.param.data = view
 
     def _make_absent_data(self, index: int) -> Tensor:
-        """Returns NaN expanded from one element, as a bucket of absent parameters."""
+        """Returns NaN expanded from one element."""
         if index not in self._absent:
             bucket = self._slices[index]
             one = bucket.data.new_full((), torch.nan)
@@ -166,25 +161,25 @@ class ParameterLayout:
         self.weights[index], self.begins[index] = data, begin
 
     def weight_bucket(self, index: int) -> Bucket:
-        """Returns the parameter bucket itself, which follows every move. `params` returns new Buckets."""
+        """Returns the parameter bucket that follows every move. `list_params` returns copies."""
         return self._slices[index]
 
     def adopt_vectors(self, weights: list[Tensor]) -> None:
-        """Makes the parameters views of these vectors, one per bucket, with their values."""
+        """Makes the parameters views of these vectors, one per bucket."""
         for index, whole in enumerate(weights):
             self._point_parameters(index, whole)
 
     def _make_stand_in(self, group: list[ParameterPlace]) -> Tensor:
-        """Returns a vector without memory, for gradients that do not exist or are elsewhere."""
+        """Returns a vector without memory, for missing gradients."""
         for place in group:
             nbytes = place.param.element_size() * place.numel
             place.grad, place.alone, place.small = None, len(group) == 1, len(group) > 1 and nbytes <= SMALL_BYTES
         return torch.zeros(1, dtype=group[0].param.dtype, device=group[0].param.device).expand(_count_elements(group))
 
     def allocate_gradients(self) -> None:
-        """Gives buckets of several parameters memory for gradients until `clear`.
+        """Allocates gradients of buckets with several parameters, until `drop_gradients`.
 
-        If buckets give it back, each gets it when its first gradient arrives.
+        If buckets release them, each allocates at its first gradient.
         """
         if self.roomy:
             return
@@ -194,16 +189,15 @@ class ParameterLayout:
                 self._allocate_gradients(bucket.index)
 
     def _allocate_gradients(self, index: int) -> None:
-        """Allocates the gradient vector of this bucket."""
         group, bucket = self.groups[index], self.buckets[index]
         bucket.data = torch.zeros(_count_elements(group), dtype=group[0].param.dtype, device=group[0].param.device)
         for place, part in zip(group, bucket.parts, strict=True):
             place.grad = bucket.data[part.start : part.stop].view(place.param.shape)
 
     def _release_gradients(self, index: int) -> None:
-        """Releases the gradients of this bucket. A stream that still reads them has its own reference.
+        """Releases the bucket's gradients. A stream that still reads them has its own reference.
 
-        The storage is not freed by force: autograd may share it with another gradient.
+        Autograd may share the storage with another gradient, so no one frees it by force.
         """
         self.gives_back = True
         group = self.groups[index]
@@ -212,7 +206,6 @@ class ParameterLayout:
         self.buckets[index].data = self._make_stand_in(group)
 
     def drop_gradients(self) -> None:
-        """Between steps: drops all gradient vectors."""
         self.roomy = self.gives_back = False
         for group, bucket in zip(self.groups, self.buckets, strict=True):
             bucket.data = self._make_stand_in(group)
@@ -232,7 +225,7 @@ class ParameterLayout:
             place.param.grad = home
 
     def fill_bucket(self, index: int) -> Bucket:
-        """Returns bucket `index` once its gradients have arrived. Copies the small ones in one call."""
+        """Copies the small gradients in one call once all have arrived."""
         small = [p for p in self.groups[index] if p.small]
         if small:
             if small[0].grad is None:
@@ -251,19 +244,19 @@ class ParameterLayout:
         self.list_grads()
 
     def drop_unused(self) -> None:
-        """Before an update: removes gradients of unused parameters, which the optimizer then skips."""
+        """Removes gradients of unused parameters, so that the optimizer skips them."""
         for place in self.order if self.unused else ():
             if place.name in self.unused:
                 place.param.grad = None
 
     def drop_frozen(self) -> None:
-        """Before an update by this rank's own gradients: parameters that are frozen here have none."""
+        """Removes gradients of frozen parameters before an update by this rank's own gradients."""
         for place in self.order:
             if not place.param.requires_grad:
                 place.param.grad = None
 
     def list_grads(self) -> list[Bucket]:
-        """Returns the gradients, with zeros for missing ones. Writing into them changes the step."""
+        """Returns the gradients, zeros for missing ones. Writing into them changes the step."""
         self.allocate_gradients()
         for place in self.order:
             if place.param.grad is None:
@@ -285,7 +278,6 @@ class ParameterLayout:
 
     @property
     def bucket_parts(self) -> list[Part]:
-        """Every parameter with its place in its bucket."""
         return [part for bucket in self.buckets for part in bucket.parts]
 
     @property
@@ -298,10 +290,10 @@ class ParameterLayout:
 
 
 def group_parameters(order: list[ParameterPlace], limit: float) -> list[list[ParameterPlace]]:
-    """Groups the parameters in `order` into buckets, in the order in which these fill.
+    """Groups the parameters in `order` into buckets of one dtype, in the order in which these fill.
 
-    A bucket closes once it holds `limit` bytes, so it may be larger, as in torch's DDP. It has one dtype. A parameter
-    of at least `ALONE_SHARE * limit` bytes is a bucket of its own, so that its gradient needs no copy.
+    A bucket closes once it holds `limit` bytes, so it may be larger, as in torch's DDP. A parameter of at least
+    `ALONE_SHARE * limit` bytes is a bucket of its own.
     """
     closed: list[list[ParameterPlace]] = []
     open_: dict[torch.dtype, list[ParameterPlace]] = {}

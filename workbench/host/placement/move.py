@@ -1,11 +1,9 @@
-"""`move`: takes state from one placement to another, the one operation of every hand-over.
+"""`move_state`: takes state from one placement to another, the one operation of every hand-over.
 
-A `move` switches the partition, lets a rank join or leave, or recovers state from the remaining ranks. It is a
-coroutine, so both hosts run it. One exchange carries all tensors as bytes, so the result is bit-identical.
+One exchange carries all tensors as bytes, so the result is bit-identical.
 
 A tensor here is anything with a name: a parameter, an optimizer slot ("exp_avg/blocks.3.qkv.weight"), a buffer, a
-counter, a generator's state. State that is not elementwise is placed `whole`. "The hand-over" in workbench/DESIGN.md
-explains consolidated state and a rank's own.
+counter, a generator's state. "The hand-over" in workbench/DESIGN.md explains consolidated state and a rank's own.
 """
 
 from __future__ import annotations
@@ -33,11 +31,11 @@ async def move_state(rank: Rank, state: Mapping[str, Tensor], was: Placement, to
     like:    for each name in `to` a tensor of its dtype on this rank's device, of any size; needed on every rank
     members: the ranks of the group, by index in the placements; empty: the placements number them as the group does
 
-    Returns name -> (n,) in new memory; a tensor with unchanged slices is returned itself. Tensors on meta take part as
-    sizes. If no rank lacks anything, nothing is exchanged. Extra memory: twice the sent bytes and once the received.
+    Returns name -> (n,) in new memory; a tensor with unchanged slices is returned itself. Meta tensors count as sizes.
+    If no rank lacks anything, nothing is exchanged. Extra memory: twice the sent bytes and once the received.
 
-    Raises LookupError and ValueError as `plan` does, and ValueError if a sender or receiver is not in the group. All
-    ranks raise these before they send anything. One rank alone raises ValueError if its `state` does not match `was`.
+    Raises LookupError and ValueError as `plan_transfers` and `list_lengths` do, on all ranks before they send.
+    One rank alone raises ValueError if its `state` does not match `was`.
     """
     group = tuple(members) or tuple(range(rank.size))
     me = group[rank.index]
@@ -83,7 +81,6 @@ def _pack_transfers(transfers: Iterable[Transfer], held: State, has: Held, empty
 
 
 def _unpack_transfers(row: Tensor, transfers: Iterable[Transfer], given: State, wants: Held) -> None:
-    """Writes a row from another rank's `_pack_transfers` into the new tensors."""
     if row.is_meta:
         return
     at = 0
@@ -107,7 +104,7 @@ def view_slice(flat: Tensor, slices: tuple[StridedSlice, ...], piece: StridedSli
 
 
 def _find_device(like: Mapping[str, Tensor]) -> torch.device:
-    """Returns the device of the exchange: the accelerator or meta, if any tensor is there."""
+    """Returns the accelerator or meta if any tensor is on it, else the CPU."""
     return next((t.device for t in like.values() if t.device.type != "cpu"), torch.device("cpu"))
 
 

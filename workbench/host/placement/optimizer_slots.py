@@ -1,7 +1,7 @@
 """Optimizer state by name, and the optimizer's step of a single shard.
 
-A slot of a parameter is called "exp_avg/NAME". It may be cut like its parameter if the optimizer steps each element by
-itself (see `workbench.optimizers.elementwise`). Step counters are whole on every rank with part of the parameter.
+A slot of a parameter is called "exp_avg/NAME". It may be cut like its parameter if the optimizer is elementwise
+(see `workbench.optimizers.elementwise`). Step counters are whole on every rank with part of the parameter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def read_slots(layout: ParameterLayout, optimizer: Optimizer) -> dict[str, Tenso
 
 
 def make_slot_likes(places: Iterable[ParameterPlace], optimizer: Optimizer) -> dict[str, Tensor]:
-    """Returns tensors like those of `slots` after a step, empty if they are cut like the parameter.
+    """Returns tensors like those of `read_slots` after a step, empty if they are cut like the parameter.
 
     A rank that receives state needs its dtypes. The optimizer steps a parameter of 2 elements to find them.
     """
@@ -100,7 +100,7 @@ def _expose_shard(layout: ParameterLayout, optimizer: Optimizer, shard: Bucket) 
     Their gradients are views of the bucket's vector, or of the part kept when it was released.
     """
     whole, bucket = layout.weight_bucket(shard.index), layout.buckets[shard.index]
-    held, begin = layout.weights[shard.index], layout.begins[shard.index]  # the shard alone, or all of the bucket
+    held, begin = layout.weights[shard.index], layout.begins[shard.index]  # the shard alone, or the whole bucket
     start, stop = shard.offset - whole.offset, shard.offset - whole.offset + shard.data.numel()
     grads = bucket.data[start:stop] if bucket.kept is None else bucket.kept
     cut = []
@@ -190,7 +190,7 @@ def step_apart(
 
 
 def copy_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Returns an optimizer of the same class without state. A copy by torch loses a user class's attributes."""
+    """Returns an optimizer of the same class without state. torch's copy loses a user class's attributes."""
     other = object.__new__(type(optimizer))
     other.__dict__.update({name: x for name, x in optimizer.__dict__.items() if name != "step"})  # schedulers patch it
     other.state = defaultdict(dict)

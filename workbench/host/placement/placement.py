@@ -1,10 +1,8 @@
 """Which rank holds which elements of every named tensor, parameters and optimizer state alike.
 
 Replicas hold every element. ZeRO is slices over the data dimension, a pipeline is layers over stages, tensor
-parallelism is slices of matrices. They nest: `copied` and `dealt` replace one rank by several, `|` joins two
-placements. Tensors that are not elementwise (buffers, step counters, the state of generators) are placed `whole`.
-
-A placement knows only names and numbers of elements. host/placement/move.py moves state between placements.
+parallelism is slices of matrices. They nest: `copy_to_groups` and `shard_to_groups` replace one rank by several, `|`
+joins two placements. Tensors that are not elementwise (buffers, step counters, generators' state) are placed whole.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ class Placement:
     held:  by rank (its number in the whole run) and name, its slices
 
     A rank's own tensor of a name is flat, (n,), with the elements of its slices in order. Raises ValueError if an
-    element is on no rank, if a rank holds it twice, or if a tensor has no such element.
+    element is on no rank, if a rank holds it twice, or if the tensor does not have it.
 
     >>> both = Placement.place_layers({"a": 6, "b": 4}, [0, 1], [["a"], ["b"]]).copy_to_groups({0: [0, 2], 1: [1, 3]})
     >>> [both.count_elements(rank) for rank in both.holding_ranks]  # a pipeline of two stages in two replicas
@@ -51,12 +49,11 @@ class Placement:
 
     @classmethod
     def place_whole(cls, sizes: Mapping[str, int], ranks: Collection[int]) -> Placement:
-        """Places every tensor whole on each of these ranks."""
         return cls(sizes, {rank: {name: (StridedSlice(0, n),) for name, n in sizes.items()} for rank in ranks})
 
     @classmethod
     def sharded(cls, sizes: Mapping[str, int], ranks: Sequence[int], shares: Sequence[int] = ()) -> Placement:
-        """Lays all tensors end to end in order of use, and cuts one contiguous piece per rank; see `dealt`."""
+        """Cuts all tensors, end to end in order of use, into one piece per rank; see `shard_to_groups`."""
         return cls.place_whole(sizes, ranks[:1]).shard_to_groups(dict.fromkeys(ranks[:1], ranks), shares)
 
     @classmethod
@@ -97,13 +94,13 @@ class Placement:
     def shard_to_groups(self, groups: Mapping[int, Sequence[int]], shares: Sequence[int] = ()) -> Placement:
         """Cuts the elements of rank r among groups[r], in order of use, one contiguous piece each.
 
-        Pieces have ceil(n / ranks) elements, the last ones fewer, as `Bucket.shard` and an all-gather of equal chunks
-        need them. With `shares`, one number per rank of a group, pieces are in that proportion, exact to one element.
+        Pieces have ceil(n / ranks) elements, the last ones fewer, as `Bucket.shard` and all-gathers of equal chunks
+        need them. With `shares`, one number per rank of a group, pieces have that proportion, exact to one element.
         """
         return self._divide_elements(groups, lambda here, count: self._cut_elements(here, count, shares))
 
     def __or__(self, other: Placement) -> Placement:
-        """Joins two placements: of different tensors, or of the same tensors on different ranks."""
+        """Joins placements of different tensors, or of the same tensors on different ranks."""
         for name in self.sizes.keys() & other.sizes.keys():
             if self.sizes[name] != other.sizes[name]:
                 raise ValueError(f"placement: {name} has {self.sizes[name]} elements in one and {other.sizes[name]} in "
@@ -114,7 +111,6 @@ class Placement:
         return Placement({**self.sizes, **other.sizes}, held)
 
     def select_names(self, names: Collection[str]) -> Placement:
-        """Returns the placement of these tensors alone."""
         held = {rank: {name: slices for name, slices in here.items() if name in names}
                 for rank, here in self.held.items()}  # fmt: skip
         return Placement({name: n for name, n in self.sizes.items() if name in names}, held)
@@ -131,7 +127,7 @@ class Placement:
         return self.held.get(rank, {})
 
     def count_elements(self, rank: int, name: str | None = None) -> int:
-        """Returns how many elements a rank holds, of one tensor or of all."""
+        """Counts a rank's elements, of one tensor or of all."""
         here = self.slices_of_rank(rank)
         return sum(s.element_count for each in ([name] if name is not None else here) for s in here.get(each, ()))
 
@@ -151,7 +147,6 @@ class Placement:
         return Placement(self.sizes, held)
 
     def _cut_elements(self, here: Held, count: int, shares: Sequence[int]) -> list[Held]:
-        """Cuts the elements of one rank into `count` pieces."""
         line = [(s, 1, name) for name in self.sizes for s in here.get(name, ())]
         total = sum(s.element_count for s, _, _ in line)
         if shares and len(shares) != count:
@@ -166,7 +161,6 @@ class Placement:
         return list(pieces)
 
     def _require_valid(self) -> None:
-        """Raises ValueError if the placement is invalid."""
         sets: dict[str, dict[tuple[StridedSlice, ...], int]] = {name: {} for name in self.sizes}
         for rank, here in self.held.items():
             for name, slices in here.items():
@@ -187,7 +181,6 @@ class Placement:
 
 
 def _add_slices(held: dict[str, tuple[StridedSlice, ...]], more: Held) -> None:
-    """Adds slices to those of a rank, without duplicates."""
     for name, slices in more.items():
         mine = held.get(name, ())
         held[name] = mine + tuple(s for s in slices if s not in mine)

@@ -1,15 +1,14 @@
 """Plans which rank sends which elements to which, to get from one placement to another.
 
-Every element that a rank needs and lacks is sent to it exactly once, so the number of bytes is minimal. The plan keeps
-the fullest sender's load low.
+Each rank receives every element that it lacks exactly once, so the number of bytes is minimal.
 
-[Note: How even] The plan deals out missing elements by groups of equal owners, the smallest groups first. A group's
-owners come as near to one level as their loads so far allow. Their elements are laid end to end and cut between the
-owners, so cuts are few. If any two such groups are disjoint or nested, the fullest sender is optimal, up to one element
-and one byte of rounding. This holds for what `whole`, `sharded`, `layers`, `split`, `copied` and `dealt` make of
-disjoint groups of ranks. Otherwise the result is near that of a greedy choice by element, without a guarantee.
+[Note: How even] The plan deals out missing elements by groups of equal owners, the smallest groups first. It levels the
+loads of a group's owners. It lays their elements end to end and cuts between the owners, so cuts are few. If any two
+groups are disjoint or nested, the fullest sender's load is optimal, up to one element and one byte of rounding. Any
+placement that the methods of Placement make of disjoint groups of ranks is such a case. Otherwise the result is near
+that of a greedy choice by element, without a guarantee.
 
-All ranks make the same plan from values that they share. No result depends on the order of a mapping.
+All ranks make the same plan from shared values. No result depends on the order of a mapping.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import NamedTuple
 from workbench.host.placement.placement import Placement
 from workbench.host.placement.slices import StridedSlice, deal_slices, refine_slices
 
-MAX_SHOWN = 3  # tensors that an error names
+MAX_SHOWN = 3
 
 Wanted = tuple[int, str, StridedSlice]  # (rank that needs it, name, elements)
 
@@ -50,7 +49,6 @@ class TransferPlan:
         return [t for pair in sorted(self.between) for t in self.between[pair]]
 
     def count_sent_bytes(self, source: int) -> int:
-        """Returns the bytes that a rank sends."""
         return sum(n for (who, _), n in self.nbytes.items() if who == source)
 
     def list_lengths(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -74,13 +72,13 @@ def plan_transfers(was: Placement, to: Placement, alive: Collection[int], widths
     alive:  the ranks that still hold their part of `was`; any other rank in `to` needs its whole part
     widths: bytes per element of each tensor in `to`
 
-    Errors are the same on all ranks. Raises LookupError if no rank alive has an element: "blocks.3.qkv.weight: 4768
+    Errors are the same on all ranks. Raises LookupError if no living rank has an element: "blocks.3.qkv.weight: 4768
     elements have no owner left". Raises ValueError if a name stands for tensors of different sizes.
     """
     return _plan_transfers(was, to, tuple(sorted(alive)), tuple(sorted((name, widths[name]) for name in to.sizes)))
 
 
-@lru_cache(maxsize=8)  # all simulated ranks ask for the same plan
+@lru_cache(maxsize=8)  # all simulated ranks need the same plan
 def _plan_transfers(
     was: Placement, to: Placement, alive: tuple[int, ...], each: tuple[tuple[str, int], ...]
 ) -> TransferPlan:
@@ -161,7 +159,6 @@ def _find_slice_sets(name: str, was: Placement, to: Placement, alive: tuple[int,
 
 
 def _find_missing(sets: _Sets) -> Iterator[_Missing]:
-    """Yields the parts that a rank lacks, their owners, and the ranks that need them."""
     for piece, members in refine_slices([slices for slices, _, _ in sets]):
         here = [sets[i][1:] for i in _list_set_bits(members)]
         owners = {rank for before, _ in here for rank in before}
@@ -170,7 +167,6 @@ def _find_missing(sets: _Sets) -> Iterator[_Missing]:
 
 
 def _list_set_bits(bits: int) -> Iterator[int]:
-    """Yields the numbers of the set bits, from the lowest: few of thousands."""
     while bits:
         low = bits & -bits
         yield low.bit_length() - 1

@@ -20,7 +20,7 @@ def describe_parameters(model: nn.Module) -> list[list[Any]]:
 
 
 def describe_difference(first: list[list[Any]], other: list[list[Any]], rank: int) -> str:
-    """Describes the first difference between rank 0's model `first` and rank `rank`'s model `other`."""
+    """Describes the first difference between rank 0's model and rank `rank`'s."""
     for one, two in zip(first, other, strict=False):
         if one != two:
             what = f"parameter {one[0]!r} is {_format_parameter(one)} on rank 0, "

@@ -1,7 +1,6 @@
 """Strided runs of a flat tensor's elements, with arithmetic that needs no tensor and no loop over elements.
 
-A column of a matrix, or one rank's heads of a fused qkv, is thousands of intervals but one StridedSlice. A 4096 x 4096
-matrix is cut into columns in one step per rank.
+A column of a matrix, or one rank's heads of a fused qkv, is thousands of intervals but one StridedSlice.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ class StridedSlice(NamedTuple):
 
     @property
     def stop_element(self) -> int:
-        """One past the last element."""
         return self.start + (self.times - 1) * self.stride + self.length
 
     def to_normal_form(self) -> StridedSlice:
@@ -44,13 +42,12 @@ class StridedSlice(NamedTuple):
         return StridedSlice(self.start, self.element_count) if self.length == self.stride else self
 
     def has_element(self, element: int) -> bool:
-        """Whether this element of the tensor is among them."""
         return self.start <= element < self.stop_element and (
             self.times == 1 or (element - self.start) % self.stride < self.length
         )
 
     def cut_at(self, n: int) -> tuple[list[StridedSlice], list[StridedSlice]]:
-        """Returns the first n elements and the remaining ones, for 0 < n < numel.
+        """Returns the first n elements and the remaining ones, for 0 < n < element_count.
 
         >>> StridedSlice(2, 2, 6, 3).cut_at(3)
         ([StridedSlice(start=2, length=2, stride=0, times=1), StridedSlice(start=8, length=1, stride=0, times=1)],
@@ -69,7 +66,7 @@ class StridedSlice(NamedTuple):
         ]
 
     def locate_inside(self, whole: StridedSlice) -> StridedSlice:
-        """Returns the place of a part that `refine_slices` made, in the flat tensor of `whole`'s elements.
+        """Returns the place of a part from `refine_slices` in the flat tensor of `whole`'s elements.
 
         >>> StridedSlice(9, 1, 6, 2).locate_inside(StridedSlice(2, 2, 6, 3))  # column 3 of rows 1 and 2
         StridedSlice(start=3, length=1, stride=2, times=2)
@@ -95,8 +92,7 @@ def refine_slices(sets: Sequence[Iterable[StridedSlice]]) -> list[tuple[StridedS
     """Cuts several sets of slices of one tensor by each other, into (part, the sets that hold it).
 
     Bit i of the second number says whether sets[i] holds the part. Parts are disjoint, each inside one slice of every
-    set that holds it. Slices of the most frequent stride take one step each, slices of another stride one step per
-    stretch.
+    set that holds it. Slices of the most frequent stride take one step each, other slices one step per stretch.
 
     >>> refine_slices([[StridedSlice(0, 12)], [StridedSlice(2, 1, 3, 4)]])  # all of a 4 x 3 matrix, and its last column
     [(StridedSlice(start=0, length=2, stride=3, times=4), 1), (StridedSlice(start=2, length=1, stride=3, times=4), 3)]
@@ -119,7 +115,7 @@ def refine_slices(sets: Sequence[Iterable[StridedSlice]]) -> list[tuple[StridedS
 
 
 def _find_period(slices: Iterable[StridedSlice]) -> int:
-    """Returns the stride of the most stretches; 0 if no slice has a stride."""
+    """Returns the stride of the most stretches; 0 without strides."""
     counts: Counter[int] = Counter()
     for s in slices:
         if s.times > 1:
@@ -145,7 +141,7 @@ def _list_parts(low: int, high: int, period: int, present: set[_PeriodicBlock]) 
     if all(b.high - b.low == period for b in present):
         yield StridedSlice(low, high - low), _join_members(present)
         return
-    first, last = -(-low // period) * period, high // period * period  # between them are whole periods
+    first, last = -(-low // period) * period, high // period * period  # whole periods
     stretches = [(low, first), (first, last), (last, high)] if first <= last else [(low, high)]
     for begin, end in stretches:
         rows = (end - begin) // period or 1
@@ -156,7 +152,6 @@ def _list_parts(low: int, high: int, period: int, present: set[_PeriodicBlock]) 
 
 
 def _list_borders(low: int, high: int, present: set[_PeriodicBlock]) -> list[int]:
-    """Returns the borders of present blocks in a period from `low` to `high`, if that is not empty."""
     inner = {x for b in present for x in (b.low, b.high) if low < x < high}
     return sorted({low, high} | inner) if low < high else []
 

@@ -39,23 +39,22 @@ class ReplicaSpread:
         return f"{len(self.stages)} stages: {self.stages}{', and ' if ways else ''}{ways}" if self.stages else ways
 
     def locate_rank(self, rank: int) -> tuple[int, int]:
-        """Returns the stage and the slice of rank `rank` of the run."""
+        """Returns the stage and the slice of a rank of the run."""
         return divmod(rank % len(self), self.split.ways if self.split else 1)
 
     def select_trained(self, rank: int, names: set[str]) -> set[str]:
-        """Returns those of these parameters that this rank trains."""
+        """Returns the parameters of `names` that this rank trains."""
         stage, index = self.locate_rank(rank)
         here = names & self.stages.names[stage] if self.stages else names
         return here & self.split.names[index] if self.split else here
 
     def select_followed(self, rank: int, names: set[str]) -> set[str]:
-        """Returns those of these parameters that this rank holds and another rank trains."""
+        """Returns the parameters of `names` that this rank holds and another rank trains."""
         stage, index = self.locate_rank(rank)
         here = names & self.stages.names[stage] if self.stages else names
         return here - self.split.names[index] if self.split else set()
 
     def shape_of_part(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of a rank's part of a parameter of this shape."""
         return self.split.shape_of_part(name, shape) if self.split else shape
 
 
@@ -76,13 +75,13 @@ def _find_split(way: Partition, model: nn.Module, learner: Learner) -> TensorSpl
     return made[key]
 
 
-@lru_cache(maxsize=8)  # all simulated ranks ask for the same one
+@lru_cache(maxsize=8)  # all simulated ranks need the same one
 def place_replica(named: tuple[tuple[str, int], ...], spread: ReplicaSpread | None, size: int) -> Placement:
     """Returns the placement of tensors (name, number of elements) under `spread`.
 
-    A parameter that is cut is in slices, and so is its state with as many elements. A step counter is on every rank
-    with part of its parameter. A parameter that a split leaves whole is on its owner. Buffers and tensors of no stage
-    are on every rank of a stage or replica.
+    A sliced parameter's state is in slices if it has as many elements. A step counter is on every rank with part of
+    its parameter. A parameter that a split leaves whole is on its owner. Buffers and tensors of no stage are on every
+    rank of a stage or replica.
     """
     sizes = dict(named)
     if spread is None:
@@ -99,7 +98,7 @@ def place_replica(named: tuple[tuple[str, int], ...], spread: ReplicaSpread | No
 
 
 def _list_slices(split: TensorSplit) -> dict[str, list[tuple[StridedSlice, ...]]]:
-    """Returns each rank's slices of every parameter that is cut, by name."""
+    """Returns each rank's slices of every parameter that is cut."""
     found: dict[str, list[tuple[StridedSlice, ...]]] = {}
     for dim in {made.dim for made in split.sliced.values()}:
         views = {name: made.view for name, made in split.sliced.items() if made.dim == dim}

@@ -1,4 +1,4 @@
-"""Cuts a model into pipeline stages, and says which parameters each stage has."""
+"""Cuts a model into pipeline stages."""
 
 from __future__ import annotations
 
@@ -42,16 +42,14 @@ class StageCuts:
         return "parts " + " | ".join(", ".join(spans[stage :: self.count]) for stage in range(self.count))
 
     def pieces_of_stage(self, stage: int) -> list[tuple[nn.Module, ...]]:
-        """Returns the pieces of a stage."""
         return list(self.pieces[stage :: self.count])
 
     def compute_share(self, stage: int) -> float:
-        """Returns a stage's share of the model's compute."""
         return sum(self.shares[stage :: self.count])
 
     @property
     def piece_starts(self) -> tuple[int, ...]:
-        """The numbers of the parts at which pieces 1, 2, ... begin."""
+        """The parts at which pieces 1, 2, ... begin."""
         return tuple(accumulate(len(parts) for parts in self.pieces[:-1]))
 
     def compute_cost(self, times: Sequence[float], piece: int) -> float:
@@ -140,7 +138,7 @@ def find_bound_parts(parts: Sequence[nn.Module]) -> tuple[set[int], set[int]]:
 
 
 def run_parts(parts: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
-    """Calls the parts one after the other, and returns the last output."""
+    """Calls the parts in order, and returns the last output."""
     x = parts[0](*inputs, **named)
     for part in parts[1:]:
         x = part(x)
@@ -161,7 +159,6 @@ def replace_forward(model: nn.Module, forward: Callable[..., Any]) -> Iterator[N
 
 
 def _list_tensors(parts: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Yields the parameters and buffers of some parts."""
     for part in parts:
         yield from part.parameters()
         yield from part.buffers()

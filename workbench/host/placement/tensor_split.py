@@ -35,7 +35,7 @@ ELEMENTWISE = (
 
 @dataclass(frozen=True)
 class SlicedParameter:
-    """A parameter in slices: cut along dimension `dim` of the shape `view`, and along `axis` of its own shape."""
+    """A parameter cut along dimension `dim` of the shape `view`, which is `axis` of its own shape."""
 
     shape: tuple[int, ...]
     view: tuple[int, ...]
@@ -43,7 +43,6 @@ class SlicedParameter:
     axis: int
 
     def shape_of_slice(self, ways: int) -> tuple[int, ...]:
-        """Returns the shape of one of `ways` equal slices."""
         return tuple(n // ways if k == self.axis else n for k, n in enumerate(self.shape))
 
 
@@ -67,7 +66,7 @@ class TensorSplit:
 
     @property
     def splits_sequences(self) -> bool:
-        """Whether ranks have their own sequence positions between two layers."""
+        """Whether each rank has its own sequence positions between two layers."""
         return any(isinstance(way, Scatter) for _, way in self.modules)
 
     @cached_property
@@ -83,9 +82,9 @@ class TensorSplit:
 
 
 def split_model(ways: int, model: nn.Module, learner: Learner, sequence: bool = False) -> TensorSplit:
-    """Cuts `model`, whole or already in slices, into `ways` slices. Raises KnobError if that is impossible.
+    """Cuts `model`, whole or already in slices. Raises KnobError if that is impossible.
 
-    sequence: whether ranks have their own sequence positions between two layers
+    sequence: whether each rank has its own sequence positions between two layers
     """
     every = dict(match_plan(model, _find_plan(model, learner)))
     if sequence and not any(isinstance(way, Scatter) for way in every.values()):
@@ -143,7 +142,7 @@ def _find_plan(model: nn.Module, learner: Learner) -> Plan:
 
 
 def _pair_linears(model: nn.Sequential) -> dict[str, Way]:
-    """Pairs Linears of a Sequential (Colwise, then Rowwise) with only elementwise modules between them."""
+    """Pairs Linears (Colwise, then Rowwise) with only elementwise modules between them."""
     layers = [(name, module) for name, module in list_leaves(model) if not isinstance(module, ELEMENTWISE)]
     found: dict[str, Way] = {}
     for (one, first), (other, second) in pairwise(layers):
@@ -153,7 +152,7 @@ def _pair_linears(model: nn.Sequential) -> dict[str, Way]:
 
 
 def list_leaves(model: nn.Sequential, before: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yields the names and layers of a Sequential, and of those nested in it."""
+    """Yields the names and layers of nested Sequentials."""
     for name, module in model.named_children():
         if isinstance(module, nn.Sequential):
             yield from list_leaves(module, f"{before}{name}.")
@@ -162,7 +161,7 @@ def list_leaves(model: nn.Sequential, before: str = "") -> Iterator[tuple[str, n
 
 
 def match_plan(model: nn.Module, plan: Plan, whose: str = "partition=Tensor") -> Iterator[tuple[str, Way]]:
-    """Yields the name of each planned module, and how it is cut. Raises KnobError if a pattern matches none."""
+    """Yields the name of each planned module and its cut. Raises KnobError if a pattern matches none."""
     names = [name for name, _ in model.named_modules() if name]
     for pattern, said in plan.items():
         way = way_of(said)
@@ -222,7 +221,6 @@ def _list_sliced(name: str, module: nn.Module, way: Way, ways: int) -> Iterator[
 
 
 def _list_partial(module: nn.Module, way: Way, sequence: bool) -> Iterator[nn.Parameter]:
-    """Yields the module's whole parameters that see only a rank's own heads or positions."""
     if isinstance(way, Sequence | Partial):
         yield from module.parameters()
     elif sequence and isinstance(way, Rowwise) and isinstance(module, nn.Linear) and module.bias is not None:
@@ -284,7 +282,7 @@ def _make_refusal(reason: str, whose: str = "partition=Tensor") -> KnobError:
 
 
 def _assign_owners(whole: Mapping[str, int], ways: int) -> dict[str, int]:
-    """Returns the owner of each whole parameter: the largest first, to the rank with the least."""
+    """Assigns the largest parameter first, to the rank with the fewest elements."""
     load = [0] * ways
     found: dict[str, int] = {}
     for name, numel in sorted(whole.items(), key=lambda one: -one[1]):

@@ -1,8 +1,7 @@
 """Parameters that are not on this rank: each fetches itself before it is read, so no layer needs to know.
 
-An absent parameter has another class, whose `__torch_function__` runs before any torch function reads it. Functions
-that need only size, dtype or gradient run without a fetch. A present parameter has its own class and costs nothing.
-torch's `UninitializedParameter` changes its class in the same way.
+An absent parameter has another class, whose `__torch_function__` runs before any torch function reads it. A present
+parameter has its own class and costs nothing. torch's `UninitializedParameter` works the same way.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class UnmaterializedParameter:
 
 
 def make_absent(param: nn.Parameter, ask: Ask) -> None:
-    """Makes `param` absent: `ask` is called before it is read."""
+    """Makes `param` absent: a read of it first calls `ask`."""
     kind = type(param)
     if not isinstance(param, UnmaterializedParameter):
         if kind not in _kinds:
@@ -78,7 +77,7 @@ def make_present(param: nn.Parameter) -> None:
 
 
 def prevent_fetches() -> AbstractContextManager[None]:
-    """Inside, absent parameters are used as they are, without a fetch."""
+    """Inside, absent parameters are used without a fetch."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
@@ -89,7 +88,6 @@ def read_data(param: nn.Parameter) -> Tensor:
 
 
 def _reads_no_values(func: Callable[..., Any]) -> bool:
-    """Whether `func` looks at no value."""
     name = func.__name__
     if name == "__get__":
         return getattr(func, "__self__", None) not in _SHOWS
@@ -97,7 +95,6 @@ def _reads_no_values(func: Callable[..., Any]) -> bool:
 
 
 def _find_parameters(x: Any) -> Iterator[nn.Parameter]:
-    """Yields the parameters in the arguments of a call, each once, in their order."""
     seen: set[int] = set()
     todo = [x]
     while todo:
