@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 NEVER = float("inf")
-MAX_KEPT = 50  # most cuts to keep per number of parts
+MAX_KEPT = 50
 
 Numbers = tuple[float, ...]
 
@@ -32,7 +32,7 @@ class _PartialCut(NamedTuple):
 
 def find_balanced_cut(times: Sequence[Sequence[float]], count: int, together: Collection[int] = (),
              barren: Collection[int] = ()) -> tuple[int, ...]:  # fmt: skip
-    """Returns the parts at which pieces 1 to `count` - 1 begin in the fastest cut; see `find_pareto_cuts`.
+    """Returns the parts at which pieces 1, 2, ... begin in the fastest cut; see `find_pareto_cuts`.
 
     >>> find_balanced_cut([[1, 1, 1, 1, 4]], 2), find_balanced_cut([[3, 3, 3, 3], [1, 1, 1, 1]], 2)
     ((4,), (1,))
@@ -56,10 +56,9 @@ def find_pareto_cuts(
     stages:   piece k is on stage k modulo this number; 0: each piece is a stage of its own
     crossing: the cost of a piece that begins at each part, in any unit; rows as in `times`; empty: no cost
 
-    Dynamic programming: the best cuts of the first n parts into k pieces follow from those into k - 1. It drops a cut
-    if another is as good in every cost that still counts: the slowest complete stage, crossings, and each incomplete
-    stage. Several pieces per stage can leave more than MAX_KEPT cuts. Then the fastest MAX_KEPT go on, and the second
-    result is False. Among equal cuts, the one with the earliest last piece wins.
+    Dynamic programming finds the best cuts of the first n parts into k pieces from those into k - 1. It drops a cut
+    if another is as good in every cost that still counts. Several pieces per stage can leave more than MAX_KEPT cuts.
+    Then only the fastest go on, and the second result is False. Among equal cuts, the earliest last piece wins.
     Raises ValueError if no cut is allowed.
 
     Reference: with one piece per stage, one rank per stage and no crossing cost, it is the optimizer of Narayanan et
@@ -101,7 +100,7 @@ def find_pareto_cuts(
 
 
 def _drop_dominated(ways: Iterable[_PartialCut]) -> tuple[list[_PartialCut], bool]:
-    """Returns at most MAX_KEPT cuts that no other equals or beats in every cost, and whether none was lost."""
+    """Returns at most MAX_KEPT undominated cuts, and whether none was lost."""
     kept: list[_PartialCut] = []
     for way in sorted(ways, key=lambda w: (max(w.costs[0], *w.costs[2:], 0), w.costs, w.cuts[-1])):
         if not any(all(a <= b for a, b in zip(other.costs, way.costs, strict=True)) for other in kept):

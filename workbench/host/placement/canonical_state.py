@@ -1,6 +1,6 @@
 """The canonical state: parameters, buffers and optimizer state in an order that all ranks share.
 
-Every strategy leaves into it and enters from it, so a switch need not know both strategies.
+Every strategy leaves into it and enters from it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class RankDisagreement(RuntimeError):
 
 
 def check_same(numbers: Sequence[int], what: str, names: Sequence[int] = ()) -> None:
-    """Raises RankDisagreement that names the ranks whose number differs from the first rank's.
+    """Raises RankDisagreement that names the ranks that differ from the first.
 
-    names: the number in the run of each rank; empty: its index
+    names: the ranks' numbers in the run; empty: their indices
     """
     names = names or range(len(numbers))
     odd = [r for r, n in zip(names, numbers, strict=True) if n != numbers[0]]
@@ -33,7 +33,7 @@ def check_same(numbers: Sequence[int], what: str, names: Sequence[int] = ()) -> 
 
 
 def list_optimizer_tensors(layout: ParameterLayout, optimizer: Optimizer) -> list[Tensor]:
-    """Returns the optimizer state that can be averaged, in the same order on all ranks."""
+    """Returns the optimizer state that can be averaged, in one order on all ranks."""
     found = []
     for place in layout.order:
         slots = optimizer.state.get(place.param, {})
@@ -69,7 +69,7 @@ def sum_rows(rows: Tensor) -> Tensor:
 
 
 def clip_gradients(layout: ParameterLayout, longest: float, of_replica: Callable[[float], float] = float) -> float:
-    """Returns the norm of all gradients, and scales them down to `longest` if it is larger.
+    """Returns the gradients' norm, and scales them down to `longest`.
 
     of_replica: turns this rank's sum of squares into that of its replica
     """
@@ -81,7 +81,7 @@ def clip_gradients(layout: ParameterLayout, longest: float, of_replica: Callable
 
 
 def list_buffers(model: nn.Module) -> list[Tensor]:
-    """Returns the buffers that can be averaged, such as running statistics."""
+    """Returns the buffers that can be averaged."""
     return [b for b in model.buffers() if can_average(b.dtype)]
 
 
@@ -112,5 +112,5 @@ def scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
 
 
 def hash_model_state(layout: ParameterLayout) -> int:
-    """Returns a hash of all trainable parameters; 0 without values."""
+    """Hashes the trainable parameters; 0 without values."""
     return compute_checksum({place.name: place.param for place in layout.order})

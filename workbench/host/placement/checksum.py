@@ -1,7 +1,7 @@
 """A hash of state that adds up: equal however tensors are cut, spread over ranks or put into buckets.
 
-Each element's bits count times a number derived from its name and place. The sum over all ranks' slices, with
-replicas counted once, is the hash of the whole.
+Each element's bits count times a number of its name and place. The sum over all ranks' slices, with replicas counted
+once, is the hash.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from workbench.host.placement.slices import StridedSlice
 
 WORD_BYTES = 4  # with 8 bytes, changes of two elements' highest bits could cancel out
 CHUNK = 1 << 16
-Words = NDArray[np.uint8 | np.uint16 | np.uint32]  # of at most WORD_BYTES bytes
+Words = NDArray[np.uint8 | np.uint16 | np.uint32]
 MASK = 2**63 - 1  # sums are modulo 2 ** 63, to fit an int64
 _WEIGHTS = np.random.Generator(np.random.PCG64(63)).integers(0, 2**64, CHUNK, dtype=np.uint64)
 
@@ -45,13 +45,12 @@ def compute_checksum(state: Mapping[str, Tensor], held: Held | None = None) -> i
 
 
 def _view_words(x: Tensor) -> Words:
-    """Returns the bits of a tensor as unsigned numbers of at most WORD_BYTES bytes."""
     raw = x.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
     return raw.view(f"u{min(WORD_BYTES, x.element_size())}")
 
 
 def _sum_words(words: Words, start: int, seed: int) -> int:
-    """start: the number of the first word in its tensor"""
+    """start: the number of the first word"""
     total = at = 0
     while at < words.size:
         chunk, low = divmod(start + at, CHUNK)
@@ -71,7 +70,7 @@ def _hash_name(name: str) -> int:
 def _mix_bits(n: int) -> int:
     """Returns an odd 64-bit number that looks random.
 
-    This is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, https://doi.org/10.1145/2660193.2660195).
+    It is SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014, https://doi.org/10.1145/2660193.2660195).
     """
     n = (n ^ n >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     n = (n ^ n >> 27) * 0x94D049BB133111EB % 2**64

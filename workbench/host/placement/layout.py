@@ -1,7 +1,7 @@
 """Flat vectors for each bucket: one of parameters and one of gradients.
 
-Parameters are views of their bucket's vector. So averaging and hand-overs never copy, and a rank can free one bucket.
-A gradient is copied once, into its bucket's other vector. If its parameter is a bucket of its own, nothing is copied.
+Parameters are views, so averaging and hand-overs never copy, and a rank can free one bucket. A gradient is copied once,
+into its bucket's vector. If its parameter is a bucket of its own, nothing is copied.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from workbench.host.placement.unmaterialized import UnmaterializedParameter, pre
 from workbench.rank import Bucket, Part
 
 SMALL_BYTES = 32_768  # smaller gradients are copied together in one call
-ALONE_SHARE = 0.5  # share of a bucket's size that makes a parameter a bucket of its own
+ALONE_SHARE = 0.5  # share of a bucket that makes a parameter a bucket
 
 
 class ParameterPlace:
-    """One parameter and its place in the buckets."""
+    """A parameter's place in the buckets."""
 
     __slots__ = ("alone", "bucket", "filled", "grad", "name", "numel", "param", "round", "small")
 
     def __init__(self, name: str, param: nn.Parameter) -> None:
         self.name, self.param, self.numel = name, param, param.numel()
         self.bucket = 0
-        self.alone = False  # is a bucket of its own
-        self.grad: Tensor | None = None  # where its gradient is copied to
-        self.small = False  # its gradient is copied together with others
-        self.round = 0  # the backward in which its last gradient arrived
-        self.filled = False  # its gradient is zeros so far
+        self.alone = False  # is a bucket
+        self.grad: Tensor | None = None  # in the bucket
+        self.small = False  # copied together with others
+        self.round = 0  # of the backward that made its gradient
+        self.filled = False  # its gradient is zeros
 
 
 class ParameterLayout:
-    """The trainable parameters of a model, in one order, and their buckets.
+    """The trainable parameters of a model, in order, and their buckets.
 
-    The order is `names`, or the reverse of registration. `reorder_buckets` takes the order in which gradients arrive.
+    The order is `names`, or the reverse of registration. `reorder_buckets` takes the order of arrival.
     """
 
     def __init__(self, model: nn.Module, bucket_mb: float, names: Iterable[str] | None = None) -> None:
@@ -49,13 +49,13 @@ class ParameterLayout:
         self.order = [ParameterPlace(n, named[n]) for n in (reversed(named) if names is None else names)]
         self._slices: list[Bucket] = []
         self.weights: list[Tensor] = []
-        self.begins: list[int] = []  # by bucket, the first element in `weights`
+        self.begins: list[int] = []  # first elements in `weights`
         self.held = 0  # bytes of parameters
-        self.lying: dict[int, int] = {}  # by storage, the parameter bucket in it
+        self.lying: dict[int, int] = {}  # buckets by storage
         self.keeps_values = False  # released parameters keep their values (simulator)
-        self.roomy = False  # buckets have memory for gradients
+        self.roomy = False  # has memory for gradients
         self.gives_back = False  # buckets release it once they are summed
-        self.unused: set[str] = set()  # parameters that no rank used in this step
+        self.unused: set[str] = set()  # that no rank used in this step
         self._place_parameters()
 
     @property
@@ -71,10 +71,10 @@ class ParameterLayout:
     def take_parameters(self, model: nn.Module, names: Collection[str], held: bool = True) -> None:
         """Builds buckets of these parameters only, in reverse order of registration.
 
-        held: False if this rank has no values of them
+        held: False if this rank has no values
         """
         self.order = [ParameterPlace(n, p) for n, p in reversed(list(model.named_parameters())) if n in names]
-        self._slices, self.weights = [], []  # the old storage belongs to other parameters
+        self._slices, self.weights = [], []  # they belong to other parameters
         self._place_parameters(held)
 
     def resize_buckets(self, bucket_mb: float) -> None:
@@ -82,7 +82,7 @@ class ParameterLayout:
         self._place_parameters()
 
     def _place_parameters(self, held: bool = True) -> None:
-        """Moves the parameters into one vector per bucket. If they are in shards, this rank then holds none."""
+        """If the parameters are in shards, this rank then holds none."""
         pairs = zip(self.weights, self._slices, strict=True)
         shards = not held or any(own.numel() < bucket.data.numel() for own, bucket in pairs)
         shards = shards or any(
@@ -91,7 +91,7 @@ class ParameterLayout:
         self._slices, self.buckets, self.roomy = [], [], False
         self._absent: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by bucket: NaN for it and its parameters
         for place in self.order:
-            place.grad = None  # frees the old vectors before the new ones are made
+            place.grad = None  # frees the vector first
         self.groups = group_parameters(self.order, self.bucket_mb * 1e6)
         at: dict[torch.dtype, int] = {}
         for index, group in enumerate(self.groups):
@@ -114,7 +114,7 @@ class ParameterLayout:
         self.lying = {w.untyped_storage()._cdata: index for index, w in enumerate(self.weights)}
 
     def hold_bucket(self, wanted: Bucket) -> Bucket:
-        """Keeps memory for only these elements of a parameter bucket: a shard, nothing, or the whole.
+        """Keeps memory for a shard of a parameter bucket, nothing, or the whole.
 
         To hold more than before, pass the values in `data`, which becomes the storage. Incomplete parameters are NaN.
         """
@@ -152,7 +152,7 @@ class ParameterLayout:
         return self._absent[index][0]
 
     def _record_weights(self, index: int, data: Tensor, begin: int) -> None:
-        """Records `data` as this rank's part of a parameter bucket, from element `begin` on."""
+        """begin: where `data` begins in its bucket"""
         was = self.weights[index]
         self.held += data.numel() * data.element_size() - was.numel() * was.element_size()
         if self.lying.get(was.untyped_storage()._cdata) == index:
@@ -161,16 +161,16 @@ class ParameterLayout:
         self.weights[index], self.begins[index] = data, begin
 
     def weight_bucket(self, index: int) -> Bucket:
-        """Returns the parameter bucket that follows every move. `list_params` returns copies."""
+        """Returns the bucket that follows every move. `list_params` returns copies."""
         return self._slices[index]
 
     def adopt_vectors(self, weights: list[Tensor]) -> None:
-        """Makes the parameters views of these vectors, one per bucket."""
+        """Makes the parameters views of these vectors."""
         for index, whole in enumerate(weights):
             self._point_parameters(index, whole)
 
     def _make_stand_in(self, group: list[ParameterPlace]) -> Tensor:
-        """Returns a vector without memory, for missing gradients."""
+        """Returns a vector without memory."""
         for place in group:
             nbytes = place.param.element_size() * place.numel
             place.grad, place.alone, place.small = None, len(group) == 1, len(group) > 1 and nbytes <= SMALL_BYTES
@@ -195,10 +195,7 @@ class ParameterLayout:
             place.grad = bucket.data[part.start : part.stop].view(place.param.shape)
 
     def _release_gradients(self, index: int) -> None:
-        """Releases the bucket's gradients. A stream that still reads them has its own reference.
-
-        Autograd may share the storage with another gradient, so no one frees it by force.
-        """
+        """A stream that still reads them has its own reference. Autograd may share the storage."""
         self.gives_back = True
         group = self.groups[index]
         for place in group:
@@ -211,7 +208,7 @@ class ParameterLayout:
             bucket.data = self._make_stand_in(group)
 
     def store_gradient(self, place: ParameterPlace, grad: Tensor) -> None:
-        """Stores a new gradient in its bucket, and makes `param.grad` the stored tensor."""
+        """Makes `param.grad` the stored tensor."""
         if grad.is_sparse:
             grad = grad.to_dense()
         if place.alone:
@@ -225,7 +222,7 @@ class ParameterLayout:
             place.param.grad = home
 
     def fill_bucket(self, index: int) -> Bucket:
-        """Copies the small gradients in one call once all have arrived."""
+        """Copies the small gradients in one call."""
         small = [p for p in self.groups[index] if p.small]
         if small:
             if small[0].grad is None:
@@ -238,19 +235,19 @@ class ParameterLayout:
         return self.buckets[index]
 
     def move_gradients(self) -> None:
-        """Moves all gradients into the bucket vectors, where autograd adds to them."""
+        """Moves gradients into the vectors, where autograd adds to them."""
         for place in self.order:
             place.filled = place.param.grad is None
         self.list_grads()
 
     def drop_unused(self) -> None:
-        """Removes gradients of unused parameters, so that the optimizer skips them."""
+        """Lets the optimizer skip unused parameters."""
         for place in self.order if self.unused else ():
             if place.name in self.unused:
                 place.param.grad = None
 
     def drop_frozen(self) -> None:
-        """Removes gradients of frozen parameters before an update by this rank's own gradients."""
+        """Call it before an update by this rank's own gradients."""
         for place in self.order:
             if not place.param.requires_grad:
                 place.param.grad = None
@@ -266,7 +263,7 @@ class ParameterLayout:
         return [self.fill_bucket(b.index) for b in self.buckets]
 
     def release_gradients(self, index: int | None = None) -> None:
-        """Releases used gradients of one bucket or of all, unless they were copied."""
+        """Releases used gradients that were not copied."""
         for group, bucket in zip(self.groups, self.buckets, strict=True):
             bucket.kept = None if index in (None, bucket.index) else bucket.kept
             if len(group) == 1 and bucket.data.stride(0) and index in (None, bucket.index):
@@ -290,10 +287,10 @@ class ParameterLayout:
 
 
 def group_parameters(order: list[ParameterPlace], limit: float) -> list[list[ParameterPlace]]:
-    """Groups the parameters in `order` into buckets of one dtype, in the order in which these fill.
+    """Groups the parameters into buckets of one dtype, in the order in which these fill.
 
     A bucket closes once it holds `limit` bytes, so it may be larger, as in torch's DDP. A parameter of at least
-    `ALONE_SHARE * limit` bytes is a bucket of its own.
+    `ALONE_SHARE * limit` bytes is a bucket.
     """
     closed: list[list[ParameterPlace]] = []
     open_: dict[torch.dtype, list[ParameterPlace]] = {}
@@ -312,7 +309,7 @@ def group_parameters(order: list[ParameterPlace], limit: float) -> list[list[Par
 
 
 def place_in_order(group: list[ParameterPlace]) -> Iterator[Part]:
-    """Yields each parameter's place in its bucket."""
+    """Yields each parameter's place."""
     at = 0
     for place in group:
         yield Part(place.name, tuple(place.param.shape), at, at + place.numel)

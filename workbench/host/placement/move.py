@@ -1,9 +1,7 @@
 """`move_state`: takes state from one placement to another, the one operation of every hand-over.
 
-One exchange carries all tensors as bytes, so the result is bit-identical.
-
-A tensor here is anything with a name: a parameter, an optimizer slot ("exp_avg/blocks.3.qkv.weight"), a buffer, a
-counter, a generator's state. "The hand-over" in workbench/DESIGN.md explains consolidated state and a rank's own.
+One exchange carries all tensors as bytes, so the result is bit-identical. A tensor is anything with a name: a
+parameter, an optimizer slot ("exp_avg/blocks.3.qkv.weight"), a buffer, a counter, a generator's state.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from workbench.host.placement.plan import Transfer, plan_transfers
 from workbench.host.placement.slices import StridedSlice, refine_slices
 from workbench.rank import Rank
 
-State = dict[str, Tensor]  # a rank's own tensors by name, flat, under its placement
-WIDEST = 16  # bytes of an element of complex128, the widest dtype
+State = dict[str, Tensor]  # a rank's own tensors by name, flat
+WIDEST = 16  # bytes of complex128, the widest dtype
 
 
 async def move_state(rank: Rank, state: Mapping[str, Tensor], was: Placement, to: Placement, alive: Collection[int],
@@ -31,8 +29,8 @@ async def move_state(rank: Rank, state: Mapping[str, Tensor], was: Placement, to
     like:    for each name in `to` a tensor of its dtype on this rank's device, of any size; needed on every rank
     members: the ranks of the group, by index in the placements; empty: the placements number them as the group does
 
-    Returns name -> (n,) in new memory; a tensor with unchanged slices is returned itself. Meta tensors count as sizes.
-    If no rank lacks anything, nothing is exchanged. Extra memory: twice the sent bytes and once the received.
+    Returns name -> (n,) in new memory, or the tensor itself if its slices stay. Meta tensors count as sizes. Without
+    missing elements, ranks exchange nothing. Extra memory: twice the sent bytes and once the received.
 
     Raises LookupError and ValueError as `plan_transfers` and `list_lengths` do, on all ranks before they send.
     One rank alone raises ValueError if its `state` does not match `was`.
@@ -56,7 +54,7 @@ async def move_state(rank: Rank, state: Mapping[str, Tensor], was: Placement, to
 
 
 def _start_tensor(held: State, has: Held, name: str, slices: tuple[StridedSlice, ...], like: Tensor) -> Tensor:
-    """Returns (n,): new memory for these slices, with the elements that this rank has."""
+    """Returns (n,): new memory, with the elements that this rank has."""
     new = like.new_empty(sum(s.element_count for s in slices))
     if name in held and not new.is_meta:
         for piece, members in refine_slices([has[name], slices]):
@@ -66,7 +64,7 @@ def _start_tensor(held: State, has: Held, name: str, slices: tuple[StridedSlice,
 
 
 def _pack_transfers(transfers: Iterable[Transfer], held: State, has: Held, empty: Tensor, nbytes: int) -> Tensor:
-    """Returns (nbytes,) uint8: the elements of these transfers. The widest come first, so all are aligned."""
+    """Returns (nbytes,) uint8. The widest elements come first, so all are aligned."""
     if not nbytes:
         return empty
     row, at = empty.new_empty(nbytes), 0
@@ -104,17 +102,12 @@ def view_slice(flat: Tensor, slices: tuple[StridedSlice, ...], piece: StridedSli
 
 
 def _find_device(like: Mapping[str, Tensor]) -> torch.device:
-    """Returns the accelerator or meta if any tensor is on it, else the CPU."""
     return next((t.device for t in like.values() if t.device.type != "cpu"), torch.device("cpu"))
 
 
 def _require_match(rank: int, has: Mapping[str, int], state: Mapping[str, Tensor], to: Placement,
            like: Mapping[str, Tensor]) -> None:  # fmt: skip
-    """Raises ValueError if the state does not match its placement.
-
-    rank: its number in the run
-    has:  by name, the number of elements that it holds under the placement
-    """
+    """has: by name, the number of elements under the placement"""
     if unlike := [name for name in to.sizes if name not in like]:
         raise ValueError(f"move: {unlike[0]} has no dtype; name it in `like`")
     for name, n in has.items():

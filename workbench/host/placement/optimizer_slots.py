@@ -21,12 +21,12 @@ from workbench.host.placement.layout import ParameterLayout, ParameterPlace
 from workbench.optimizers import elementwise
 from workbench.rank import Bucket, StrategyError
 
-Settings = list[dict[str, Any]]  # an optimizer's groups without their parameters
-Remembered = dict[tuple[str, str], Any]  # an optimizer's state by (parameter name, slot)
+Settings = list[dict[str, Any]]  # groups without their parameters
+Remembered = dict[tuple[str, str], Any]  # by (parameter name, slot)
 
 
 def read_slots(layout: ParameterLayout, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Returns the optimizer state of each parameter. Writing into it changes the optimizer."""
+    """Returns the optimizer state by name. Writing into it changes the optimizer."""
     return {f"{slot}/{place.name}": x for place in layout.order
             for slot, x in sorted(optimizer.state.get(place.param, {}).items()) if isinstance(x, Tensor)}  # fmt: skip
 
@@ -34,7 +34,7 @@ def read_slots(layout: ParameterLayout, optimizer: Optimizer) -> dict[str, Tenso
 def make_slot_likes(places: Iterable[ParameterPlace], optimizer: Optimizer) -> dict[str, Tensor]:
     """Returns tensors like those of `read_slots` after a step, empty if they are cut like the parameter.
 
-    A rank that receives state needs its dtypes. The optimizer steps a parameter of 2 elements to find them.
+    The optimizer steps a parameter of 2 elements to find the dtypes that a receiving rank needs.
     """
     group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     known: dict[tuple[int, torch.dtype], dict[str, Tensor]] = {}
@@ -61,7 +61,7 @@ def _try_step(optimizer: Optimizer, number: int, place: ParameterPlace) -> dict[
 
 def put_slots(layout: ParameterLayout, optimizer: Optimizer, given: dict[str, Tensor], like: dict[str, Tensor],
         places: Iterable[ParameterPlace] | None = None) -> None:  # fmt: skip
-    """Replaces the optimizer state of all parameters, or of `places`. A shard's slots are flat."""
+    """Replaces optimizer state, of all parameters or of `places`. A shard's slots are flat."""
     mine: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, x in given.items():
         slot, _, parameter = name.partition("/")
@@ -76,7 +76,7 @@ def put_slots(layout: ParameterLayout, optimizer: Optimizer, given: dict[str, Te
 
 
 def require_steppable(layout: ParameterLayout, optimizer: Optimizer, shard: Bucket, e: Experiment) -> None:
-    """Raises StrategyError if this optimizer or `clip` forbids an update of a single bucket or shard."""
+    """Raises StrategyError if the optimizer or `clip` forbids an update of one bucket or shard."""
     if e.clip and not e.strategy.shards:  # strategies with shards clip the summed gradients
         raise StrategyError("one bucket's gradients have no global norm: take clip=0, or `rank.update()` whole")
     if shard.data.numel() < layout.buckets[shard.index].data.numel() and not elementwise(optimizer):
@@ -87,7 +87,7 @@ def require_steppable(layout: ParameterLayout, optimizer: Optimizer, shard: Buck
 
 
 def step_shard(layout: ParameterLayout, optimizer: Optimizer, shard: Bucket) -> None:
-    """Makes one optimizer step of these elements, and uses up the gradients of their whole bucket."""
+    """Steps these elements, and uses up the gradients of their whole bucket."""
     with _expose_shard(layout, optimizer, shard):
         optimizer.step()
     layout.release_gradients(shard.index)
@@ -95,10 +95,7 @@ def step_shard(layout: ParameterLayout, optimizer: Optimizer, shard: Bucket) -> 
 
 @contextmanager
 def _expose_shard(layout: ParameterLayout, optimizer: Optimizer, shard: Bucket) -> Iterator[None]:
-    """Inside, the optimizer has only the parameters of `shard`, cut to its elements.
-
-    Their gradients are views of the bucket's vector, or of the part kept when it was released.
-    """
+    """Inside, the optimizer has only the parameters of `shard`, cut to its elements."""
     whole, bucket = layout.weight_bucket(shard.index), layout.buckets[shard.index]
     held, begin = layout.weights[shard.index], layout.begins[shard.index]  # the shard alone, or the whole bucket
     start, stop = shard.offset - whole.offset, shard.offset - whole.offset + shard.data.numel()
@@ -134,7 +131,7 @@ def _expose_shard(layout: ParameterLayout, optimizer: Optimizer, shard: Bucket) 
 def swap_bucket_slots(
     layout: ParameterLayout, optimizer: Optimizer, index: int, given: Remembered | None = None
 ) -> Remembered:
-    """Takes a bucket's state out of the optimizer, or puts `given` back. Returns it by (parameter name, slot)."""
+    """Takes a bucket's state out of the optimizer, or puts `given` back."""
     named = {place.name: place.param for place in (layout.groups[index] if given is None else layout.order)}
     if given is not None:
         for (name, slot), x in given.items():
@@ -145,7 +142,7 @@ def swap_bucket_slots(
 
 
 def read_settings(optimizer: Optimizer) -> Settings:
-    """Returns the present settings of the optimizer's groups."""
+    """Returns the groups' settings."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
@@ -161,8 +158,7 @@ def step_apart(
 ) -> Remembered:
     """Makes one step of `values` (n,), the parameters of `shard` outside the model.
 
-    state:  their optimizer state by (parameter name, slot); returned as it is after the step
-    by:     the optimizer's settings
+    state:  their optimizer state; returned as it is after the step
     unused: names of parameters that no rank used, which are not stepped
 
     Another thread may use the model and the optimizer at the same time.
@@ -190,7 +186,7 @@ def step_apart(
 
 
 def copy_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Returns an optimizer of the same class without state. torch's copy loses a user class's attributes."""
+    """Returns an optimizer without state. torch's copy loses a user class's attributes."""
     other = object.__new__(type(optimizer))
     other.__dict__.update({name: x for name, x in optimizer.__dict__.items() if name != "step"})  # schedulers patch it
     other.state = defaultdict(dict)

@@ -1,8 +1,7 @@
 """Which rank holds which elements of every named tensor, parameters and optimizer state alike.
 
 Replicas hold every element. ZeRO is slices over the data dimension, a pipeline is layers over stages, tensor
-parallelism is slices of matrices. They nest: `copy_to_groups` and `shard_to_groups` replace one rank by several, `|`
-joins two placements. Tensors that are not elementwise (buffers, step counters, generators' state) are placed whole.
+parallelism is slices of matrices. Tensors that are not elementwise (buffers, counters, generators' state) are whole.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class Placement:
     sizes: number of elements of each tensor, in order of use
     held:  by rank (its number in the whole run) and name, its slices
 
-    A rank's own tensor of a name is flat, (n,), with the elements of its slices in order. Raises ValueError if an
-    element is on no rank, if a rank holds it twice, or if the tensor does not have it.
+    A rank's tensor is flat, (n,), with the elements of its slices in order. Raises ValueError if an element is on no
+    rank, if a rank holds it twice, or if the tensor does not have it.
 
     >>> both = Placement.place_layers({"a": 6, "b": 4}, [0, 1], [["a"], ["b"]]).copy_to_groups({0: [0, 2], 1: [1, 3]})
     >>> [both.count_elements(rank) for rank in both.holding_ranks]  # a pipeline of two stages in two replicas
@@ -53,7 +52,7 @@ class Placement:
 
     @classmethod
     def sharded(cls, sizes: Mapping[str, int], ranks: Sequence[int], shares: Sequence[int] = ()) -> Placement:
-        """Cuts all tensors, end to end in order of use, into one piece per rank; see `shard_to_groups`."""
+        """Cuts all tensors, end to end, into one piece per rank; see `shard_to_groups`."""
         return cls.place_whole(sizes, ranks[:1]).shard_to_groups(dict.fromkeys(ranks[:1], ranks), shares)
 
     @classmethod
@@ -74,7 +73,7 @@ class Placement:
         """Cuts each tensor, viewed in the given shape, along dimension `dim` as evenly as possible.
 
         Of torch's weight (out, in), Megatron's column-parallel layer is dim 0, its row-parallel layer dim 1. A fused
-        qkv is dim 1 of (3, heads, d * in). A rank's own tensor is its part of that shape, flat.
+        qkv is dim 1 of (3, heads, d * in).
         """
         held: dict[int, dict[str, tuple[StridedSlice, ...]]] = {rank: {} for rank in ranks}
         for name, shape in shapes.items():
@@ -88,7 +87,7 @@ class Placement:
     # -- combined placements --
 
     def copy_to_groups(self, groups: Mapping[int, Collection[int]]) -> Placement:
-        """Gives the elements of rank r to each rank of groups[r]. Ranks without a group keep theirs."""
+        """Gives the elements of rank r to each rank of groups[r]."""
         return self._divide_elements(groups, lambda here, count: [here] * count)
 
     def shard_to_groups(self, groups: Mapping[int, Sequence[int]], shares: Sequence[int] = ()) -> Placement:
@@ -119,27 +118,24 @@ class Placement:
 
     @property
     def holding_ranks(self) -> list[int]:
-        """The ranks that hold any element, in order."""
         return list(self.held)
 
     def slices_of_rank(self, rank: int) -> Held:
-        """Returns a rank's slices by name; empty for an unknown rank."""
+        """Returns the slices by name; empty for an unknown rank."""
         return self.held.get(rank, {})
 
     def count_elements(self, rank: int, name: str | None = None) -> int:
-        """Counts a rank's elements, of one tensor or of all."""
         here = self.slices_of_rank(rank)
         return sum(s.element_count for each in ([name] if name is not None else here) for s in here.get(each, ()))
 
     def __hash__(self) -> int:
-        """Hashes numbers only: quick, and the same in every process."""
+        """The hash is the same in every process."""
         return hash((len(self.sizes), sum(self.sizes.values()), *self.held))
 
     # -- internals --
 
     def _divide_elements(self, groups: Mapping[int, Collection[int]],
                 give: Callable[[Held, int], Sequence[Held]]) -> Placement:  # fmt: skip
-        """Gives the elements of each rank r to groups[r], divided by `give`."""
         held = {rank: dict(here) for rank, here in self.held.items() if rank not in groups}
         for rank, ranks in groups.items():
             for other, here in zip(ranks, give(self.slices_of_rank(rank), len(ranks)), strict=True):
@@ -187,7 +183,7 @@ def _add_slices(held: dict[str, tuple[StridedSlice, ...]], more: Held) -> None:
 
 
 def _check_slices(who: str, name: str, size: int, slices: tuple[StridedSlice, ...]) -> None:
-    """Raises ValueError unless a tensor's slices on one rank are inside it, fit their stride, and are disjoint."""
+    """Raises ValueError unless slices are inside the tensor, fit their stride, and are disjoint."""
     for s in slices:
         if s.start < 0 or s.stop_element > size:
             raise ValueError(f"{who} elements {s.start} to {s.stop_element} of {name}, which has {size}")

@@ -3,12 +3,12 @@
 Each rank receives every element that it lacks exactly once, so the number of bytes is minimal.
 
 [Note: How even] The plan deals out missing elements by groups of equal owners, the smallest groups first. It levels the
-loads of a group's owners. It lays their elements end to end and cuts between the owners, so cuts are few. If any two
-groups are disjoint or nested, the fullest sender's load is optimal, up to one element and one byte of rounding. Any
-placement that the methods of Placement make of disjoint groups of ranks is such a case. Otherwise the result is near
-that of a greedy choice by element, without a guarantee.
+loads of a group's owners, and cuts their elements, end to end, between them. So cuts are few. If any two groups are
+disjoint or nested, the fullest sender's load is optimal, up to one element and one byte of rounding. The methods of
+Placement make such groups from disjoint groups of ranks. Otherwise the load is near that of a greedy choice by element,
+without a guarantee.
 
-All ranks make the same plan from shared values. No result depends on the order of a mapping.
+All ranks make the same plan. No result depends on the order of a mapping.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Wanted = tuple[int, str, StridedSlice]  # (rank that needs it, name, elements)
 
 
 class Transfer(NamedTuple):
-    """Elements of one tensor for another rank, inside a single slice of either placement."""
+    """Elements for another rank, inside a single slice of either placement."""
 
     source: int
     to: int
@@ -41,7 +41,7 @@ class Transfer(NamedTuple):
 class TransferPlan:
     """All transfers in the order of sending: the widest elements first, then by name and place."""
 
-    between: Mapping[tuple[int, int], tuple[Transfer, ...]]  # by (source, receiver), without empty pairs
+    between: Mapping[tuple[int, int], tuple[Transfer, ...]]  # by (source, receiver)
     nbytes: Mapping[tuple[int, int], int]
 
     @property
@@ -72,13 +72,13 @@ def plan_transfers(was: Placement, to: Placement, alive: Collection[int], widths
     alive:  the ranks that still hold their part of `was`; any other rank in `to` needs its whole part
     widths: bytes per element of each tensor in `to`
 
-    Errors are the same on all ranks. Raises LookupError if no living rank has an element: "blocks.3.qkv.weight: 4768
-    elements have no owner left". Raises ValueError if a name stands for tensors of different sizes.
+    Errors are the same on all ranks. Raises LookupError if no living rank has an element, and ValueError if a name
+    stands for tensors of different sizes.
     """
     return _plan_transfers(was, to, tuple(sorted(alive)), tuple(sorted((name, widths[name]) for name in to.sizes)))
 
 
-@lru_cache(maxsize=8)  # all simulated ranks need the same plan
+@lru_cache(maxsize=8)  # simulated ranks need the same plan
 def _plan_transfers(
     was: Placement, to: Placement, alive: tuple[int, ...], each: tuple[tuple[str, int], ...]
 ) -> TransferPlan:
@@ -102,13 +102,13 @@ def _plan_transfers(
 
 
 def level_loads(loads: Sequence[int], amount: int) -> list[int]:
-    """Shares out `amount` so that the highest load is lowest and the loads are most even.
+    """Shares out `amount` so that the loads are most even.
 
     >>> level_loads([5, 0, 9], 7)  # to loads of 6, 6 and 9
     [1, 6, 0]
     """
     order = sorted(range(len(loads)), key=loads.__getitem__)
-    filled = len(order)  # the lowest loads, which end at one level
+    filled = len(order)  # the lowest loads
     while (level := (amount + sum(loads[i] for i in order[:filled])) // filled) < loads[order[filled - 1]]:
         filled -= 1
     over = amount + sum(loads[i] for i in order[:filled]) - level * filled
@@ -119,7 +119,7 @@ def level_loads(loads: Sequence[int], amount: int) -> list[int]:
 
 
 def _find_wanted(was: Placement, to: Placement, alive: tuple[int, ...]) -> dict[tuple[int, ...], list[Wanted]]:
-    """Returns the elements that ranks lack, by the ranks that have them."""
+    """Returns missing elements by the ranks that have them."""
     found: dict[tuple[int, ...], list[Wanted]] = defaultdict(list)
     lost: dict[str, int] = {}
     known: dict[_Sets, list[_Missing]] = {}  # parameters and their moments mostly have the same slices
@@ -147,7 +147,7 @@ _Missing = tuple[StridedSlice, tuple[int, ...], tuple[int, ...]]  # (elements, o
 
 
 def _find_slice_sets(name: str, was: Placement, to: Placement, alive: tuple[int, ...]) -> _Sets:
-    """Returns the different sets of slices of one tensor. Replicas count once."""
+    """Replicas count once."""
     has: dict[tuple[StridedSlice, ...], tuple[list[int], list[int]]] = {}
     for rank in alive:
         if slices := was.slices_of_rank(rank).get(name):

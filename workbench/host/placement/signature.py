@@ -9,18 +9,18 @@ from torch import nn
 
 
 def hash_signature(model: nn.Module) -> int:
-    """Returns a 63-bit hash of the model's parameter names, shapes and dtypes."""
+    """Returns a 63-bit hash of parameter names, shapes and dtypes."""
     text = ";".join(f"{n}{tuple(p.shape)}{p.dtype}{p.requires_grad}" for n, p in model.named_parameters())
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def describe_parameters(model: nn.Module) -> list[list[Any]]:
-    """Returns [name, shape, dtype, whether it is trained] of every parameter."""
+    """Lists [name, shape, dtype, whether it is trained]."""
     return [[n, list(p.shape), str(p.dtype)[6:], p.requires_grad] for n, p in model.named_parameters()]
 
 
 def describe_difference(first: list[list[Any]], other: list[list[Any]], rank: int) -> str:
-    """Describes the first difference between rank 0's model and rank `rank`'s."""
+    """Describes the first difference from rank 0's model."""
     for one, two in zip(first, other, strict=False):
         if one != two:
             what = f"parameter {one[0]!r} is {_format_parameter(one)} on rank 0, "

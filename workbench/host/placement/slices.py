@@ -1,4 +1,4 @@
-"""Strided runs of a flat tensor's elements, with arithmetic that needs no tensor and no loop over elements.
+"""Strided runs of a flat tensor's elements, with arithmetic without tensors.
 
 A column of a matrix, or one rank's heads of a fused qkv, is thousands of intervals but one StridedSlice.
 """
@@ -36,7 +36,7 @@ class StridedSlice(NamedTuple):
         return self.start + (self.times - 1) * self.stride + self.length
 
     def to_normal_form(self) -> StridedSlice:
-        """Returns the same elements, as one stretch if they are contiguous."""
+        """Makes one stretch of contiguous elements."""
         if self.times == 1:
             return StridedSlice(self.start, self.length)
         return StridedSlice(self.start, self.element_count) if self.length == self.stride else self
@@ -54,7 +54,7 @@ class StridedSlice(NamedTuple):
          [StridedSlice(start=9, length=1, stride=0, times=1), StridedSlice(start=14, length=2, stride=0, times=1)])
         """
         rows, rest = divmod(n, self.length)
-        broken = self.start + rows * self.stride  # start of the stretch with the cut
+        broken = self.start + rows * self.stride  # the stretch with the cut
         after = rows + (rest > 0)
         head = [self._replace(times=rows), StridedSlice(broken, rest)]
         tail = [
@@ -79,7 +79,7 @@ class StridedSlice(NamedTuple):
 
 
 class _PeriodicBlock(NamedTuple):
-    """Elements e of one set in [start, stop) with low <= e % period < high: the building block of a StridedSlice."""
+    """Elements e of one set in [start, stop) with low <= e % period < high."""
 
     start: int
     stop: int
@@ -115,7 +115,7 @@ def refine_slices(sets: Sequence[Iterable[StridedSlice]]) -> list[tuple[StridedS
 
 
 def _find_period(slices: Iterable[StridedSlice]) -> int:
-    """Returns the stride of the most stretches; 0 without strides."""
+    """Returns the most stretches' stride; 0 without strides."""
     counts: Counter[int] = Counter()
     for s in slices:
         if s.times > 1:
@@ -124,7 +124,7 @@ def _find_period(slices: Iterable[StridedSlice]) -> int:
 
 
 def _list_blocks(s: StridedSlice, period: int, member: int) -> Iterator[_PeriodicBlock]:
-    """Yields one or two blocks that begin and end with a period, or one block per stretch."""
+    """Yields blocks that begin and end with a period, or one per stretch."""
     if s.times == 1 or s.stride != period:
         for k in range(s.times):
             yield _PeriodicBlock(s.start + k * s.stride, s.start + k * s.stride + s.length, 0, period, member)
@@ -137,7 +137,7 @@ def _list_blocks(s: StridedSlice, period: int, member: int) -> Iterator[_Periodi
 
 
 def _list_parts(low: int, high: int, period: int, present: set[_PeriodicBlock]) -> Iterator[tuple[StridedSlice, int]]:
-    """Yields the parts between two elements, with the same blocks present in between."""
+    """Yields the parts between two elements, with the same blocks in between."""
     if all(b.high - b.low == period for b in present):
         yield StridedSlice(low, high - low), _join_members(present)
         return

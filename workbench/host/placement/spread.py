@@ -15,14 +15,14 @@ from workbench.host.placement.tensor_split import TensorSplit, split_model
 from workbench.partitions import Partition
 from workbench.tasks import Learner
 
-_SPLITS = "workbench splits"  # the model's attribute that caches its splits
+_SPLITS = "workbench splits"  # the model's attribute
 
 
 @dataclass(frozen=True)
 class ReplicaSpread:
     """How a replica is spread over ranks.
 
-    stages: its pipeline stages; None: every rank has all layers
+    stages: None: every rank has all layers
     split:  how matrices are cut over a stage's ranks, which are neighbours; None: they are whole
     """
 
@@ -30,7 +30,6 @@ class ReplicaSpread:
     split: TensorSplit | None = None
 
     def __len__(self) -> int:
-        """Returns the number of ranks of a replica."""
         return (len(self.stages) if self.stages else 1) * (self.split.ways if self.split else 1)
 
     def __str__(self) -> str:
@@ -39,17 +38,16 @@ class ReplicaSpread:
         return f"{len(self.stages)} stages: {self.stages}{', and ' if ways else ''}{ways}" if self.stages else ways
 
     def locate_rank(self, rank: int) -> tuple[int, int]:
-        """Returns the stage and the slice of a rank of the run."""
+        """Returns the rank's stage and slice."""
         return divmod(rank % len(self), self.split.ways if self.split else 1)
 
     def select_trained(self, rank: int, names: set[str]) -> set[str]:
-        """Returns the parameters of `names` that this rank trains."""
         stage, index = self.locate_rank(rank)
         here = names & self.stages.names[stage] if self.stages else names
         return here & self.split.names[index] if self.split else here
 
     def select_followed(self, rank: int, names: set[str]) -> set[str]:
-        """Returns the parameters of `names` that this rank holds and another rank trains."""
+        """Returns the parameters that this rank holds and another rank trains."""
         stage, index = self.locate_rank(rank)
         here = names & self.stages.names[stage] if self.stages else names
         return here - self.split.names[index] if self.split else set()
@@ -59,7 +57,7 @@ class ReplicaSpread:
 
 
 def find_spread(e: Experiment, model: nn.Module, learner: Learner) -> ReplicaSpread | None:
-    """Returns how `e` spreads `model`; None if a replica is whole. Raises KnobError if it cannot."""
+    """Returns None if a replica is whole. Raises KnobError if `model` cannot be cut."""
     way = e.partition
     if way.size == 1:
         return None
@@ -75,9 +73,9 @@ def _find_split(way: Partition, model: nn.Module, learner: Learner) -> TensorSpl
     return made[key]
 
 
-@lru_cache(maxsize=8)  # all simulated ranks need the same one
+@lru_cache(maxsize=8)  # simulated ranks share it
 def place_replica(named: tuple[tuple[str, int], ...], spread: ReplicaSpread | None, size: int) -> Placement:
-    """Returns the placement of tensors (name, number of elements) under `spread`.
+    """Returns the placement of tensors (name, number of elements).
 
     A sliced parameter's state is in slices if it has as many elements. A step counter is on every rank with part of
     its parameter. A parameter that a split leaves whole is on its owner. Buffers and tensors of no stage are on every
@@ -98,7 +96,7 @@ def place_replica(named: tuple[tuple[str, int], ...], spread: ReplicaSpread | No
 
 
 def _list_slices(split: TensorSplit) -> dict[str, list[tuple[StridedSlice, ...]]]:
-    """Returns each rank's slices of every parameter that is cut."""
+    """Returns each rank's slices by name."""
     found: dict[str, list[tuple[StridedSlice, ...]]] = {}
     for dim in {made.dim for made in split.sliced.values()}:
         views = {name: made.view for name, made in split.sliced.items() if made.dim == dim}
@@ -108,7 +106,7 @@ def _list_slices(split: TensorSplit) -> dict[str, list[tuple[StridedSlice, ...]]
 
 
 def _list_holders(spread: ReplicaSpread, of: str, places: list[tuple[int, int]]) -> list[int]:
-    """Returns the ranks with part of the parameter or buffer `of`, given each rank's (stage, slice)."""
+    """places: each rank's (stage, slice)"""
     stages, split = spread.stages, spread.split
     stage = next((k for k, names in enumerate(stages.names) if of in names), None) if stages else None
     owner = split.owners.get(of) if split else None

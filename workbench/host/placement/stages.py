@@ -21,7 +21,6 @@ from workbench.tasks import Learner, TaskError, decoder_parts
 class StageCuts:
     """A model in consecutive pieces. Piece k is on stage k modulo the number of stages.
 
-    count:  number of stages
     pieces: the Modules of each piece, in order
     shares: each piece's share of the compute, estimated from numbers of parameters
     names:  by stage, the names of its parameters (trained and frozen) and buffers
@@ -36,7 +35,7 @@ class StageCuts:
         return self.count
 
     def __str__(self) -> str:
-        """Returns the numbers of the parts on each stage, as "0–2 | 3–6"."""
+        """Returns the parts on each stage, as "0–2 | 3–6"."""
         ends = [0, *accumulate(len(parts) for parts in self.pieces)]
         spans = [_format_range(a, b - 1) for a, b in pairwise(ends)]
         return "parts " + " | ".join(", ".join(spans[stage :: self.count]) for stage in range(self.count))
@@ -49,23 +48,23 @@ class StageCuts:
 
     @property
     def piece_starts(self) -> tuple[int, ...]:
-        """The parts at which pieces 1, 2, ... begin."""
+        """The first parts of pieces 1, 2, ..."""
         return tuple(accumulate(len(parts) for parts in self.pieces[:-1]))
 
     def compute_cost(self, times: Sequence[float], piece: int) -> float:
-        """Returns a piece's share of the `times`, divided by its share of the compute."""
+        """Returns a piece's share of `times` over its share of the compute."""
         every = [0, *self.piece_starts, len(times)]
         took = sum(times[every[piece] : every[piece + 1]])
         return took / sum(times) / self.shares[piece]
 
 
-_CUTS = "workbench cuts"  # the model's attribute that caches its cuts
+_CUTS = "workbench cuts"  # the model's attribute
 
 
 def cut_model(e: Experiment, model: nn.Module, learner: Learner) -> StageCuts:
-    """Cuts `model` into the stages of `e`'s partition. Raises KnobError if that is impossible."""
+    """Cuts `model` as `e` says. Raises KnobError if that is impossible."""
     made: dict[tuple[int, int, tuple[int, ...]], StageCuts]
-    made = model.__dict__.setdefault(_CUTS, {})  # without values, all simulated ranks share the model
+    made = model.__dict__.setdefault(_CUTS, {})  # without values, simulated ranks share the model
     key = e.partition.depth, e.partition.pieces, e.partition.cuts
     if key not in made:
         made[key] = _make_stages(e, model, learner)
@@ -126,7 +125,7 @@ def list_parts(model: nn.Module, learner: Learner) -> list[nn.Module]:
 
 
 def find_bound_parts(parts: Sequence[nn.Module]) -> tuple[set[int], set[int]]:
-    """Returns the parts that tied parameters keep with the part before, and the untrained parts."""
+    """Returns parts that share parameters with the part before, and untrained parts."""
     last = {id(p): number for number, part in enumerate(parts) for p in part.parameters()}
     first: dict[int, int] = {}
     for number, part in enumerate(parts):
@@ -138,7 +137,7 @@ def find_bound_parts(parts: Sequence[nn.Module]) -> tuple[set[int], set[int]]:
 
 
 def run_parts(parts: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
-    """Calls the parts in order, and returns the last output."""
+    """Calls the parts in order."""
     x = parts[0](*inputs, **named)
     for part in parts[1:]:
         x = part(x)
@@ -147,9 +146,9 @@ def run_parts(parts: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
 
 @contextmanager
 def replace_forward(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a call of `model` runs `forward`."""
+    """Inside, `model` calls `forward`."""
     own = model.__dict__.get("forward")
-    model.__dict__["forward"] = forward  # found before the class's own forward
+    model.__dict__["forward"] = forward  # found before the class's forward
     try:
         yield
     finally:
@@ -165,7 +164,7 @@ def _list_tensors(parts: Iterable[nn.Module]) -> Iterator[Tensor]:
 
 
 def estimate_compute(part: nn.Module) -> int:
-    """Estimates a part's compute per example: its parameters without embedding tables, plus 1."""
+    """Counts a part's parameters without embedding tables, plus 1."""
     looked_up = {id(m.weight) for m in part.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     return 1 + sum(whole_numel(p) for p in part.parameters() if id(p) not in looked_up)
 

@@ -50,7 +50,6 @@ class SlicedParameter:
 class TensorSplit:
     """A model's matrices in `ways` equal slices. A whole parameter is on every rank, and one rank owns it.
 
-    modules: by name, how each module is cut
     sliced:  by name, the parameters that are cut
     owners:  by name of a whole parameter, the rank that keeps its state
     share:   one rank's share of the compute, estimated from numbers of parameters
@@ -66,7 +65,6 @@ class TensorSplit:
 
     @property
     def splits_sequences(self) -> bool:
-        """Whether each rank has its own sequence positions between two layers."""
         return any(isinstance(way, Scatter) for _, way in self.modules)
 
     @cached_property
@@ -77,7 +75,6 @@ class TensorSplit:
         )
 
     def shape_of_part(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of one rank's part of a parameter of this shape."""
         return self.sliced[name].shape_of_slice(self.ways) if name in self.sliced else shape
 
 
@@ -142,7 +139,7 @@ def _find_plan(model: nn.Module, learner: Learner) -> Plan:
 
 
 def _pair_linears(model: nn.Sequential) -> dict[str, Way]:
-    """Pairs Linears (Colwise, then Rowwise) with only elementwise modules between them."""
+    """Pairs Linears with only elementwise modules between them."""
     layers = [(name, module) for name, module in list_leaves(model) if not isinstance(module, ELEMENTWISE)]
     found: dict[str, Way] = {}
     for (one, first), (other, second) in pairwise(layers):
@@ -152,7 +149,7 @@ def _pair_linears(model: nn.Sequential) -> dict[str, Way]:
 
 
 def list_leaves(model: nn.Sequential, before: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yields the names and layers of nested Sequentials."""
+    """Yields the layers of nested Sequentials."""
     for name, module in model.named_children():
         if isinstance(module, nn.Sequential):
             yield from list_leaves(module, f"{before}{name}.")
@@ -161,7 +158,7 @@ def list_leaves(model: nn.Sequential, before: str = "") -> Iterator[tuple[str, n
 
 
 def match_plan(model: nn.Module, plan: Plan, whose: str = "partition=Tensor") -> Iterator[tuple[str, Way]]:
-    """Yields the name of each planned module and its cut. Raises KnobError if a pattern matches none."""
+    """Yields each planned module's cut. Raises KnobError if a pattern matches none."""
     names = [name for name, _ in model.named_modules() if name]
     for pattern, said in plan.items():
         way = way_of(said)
@@ -182,7 +179,6 @@ def match_plan(model: nn.Module, plan: Plan, whose: str = "partition=Tensor") ->
 
 
 def _list_sliced(name: str, module: nn.Module, way: Way, ways: int) -> Iterator[tuple[str, SlicedParameter]]:
-    """Yields the short names of the module's own parameters that are cut, and how."""
     if isinstance(way, Sequence) and (odd := [m for m in module.modules() if hasattr(m, "running_mean")]):
         raise _make_refusal(
             f"{name}: a {type(odd[0]).__name__} takes statistics of a whole batch, of which a rank has some positions; "
@@ -265,7 +261,7 @@ def _require_even(modules: Mapping[str, nn.Module], plan: Mapping[str, Way], way
 
 
 def _require_alone(model: nn.Module, plan: Mapping[str, Way], sliced: Mapping[str, SlicedParameter]) -> None:
-    """Raises KnobError if a parameter in slices is tied to a module that needs it whole."""
+    """Raises KnobError if a sliced parameter is tied to a module that needs it whole."""
     named, cut = dict(model.named_parameters()), {id(p) for n, p in model.named_parameters() if n in sliced}
     for name, module in model.named_modules():
         own = [p for p in module._parameters.values() if p is not None and id(p) in cut]
@@ -282,7 +278,7 @@ def _make_refusal(reason: str, whose: str = "partition=Tensor") -> KnobError:
 
 
 def _assign_owners(whole: Mapping[str, int], ways: int) -> dict[str, int]:
-    """Assigns the largest parameter first, to the rank with the fewest elements."""
+    """Assigns the largest parameter first, to the least loaded rank."""
     load = [0] * ways
     found: dict[str, int] = {}
     for name, numel in sorted(whole.items(), key=lambda one: -one[1]):
@@ -292,7 +288,7 @@ def _assign_owners(whole: Mapping[str, int], ways: int) -> dict[str, int]:
 
 
 def _compute_share(model: nn.Module, sliced: Mapping[str, SlicedParameter], ways: int) -> float:
-    """Returns one rank's share of the model's compute, without embedding tables."""
+    """Leaves out embedding tables."""
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     counts = {n: whole_numel(p) for n, p in model.named_parameters() if id(p) not in looked_up}
     total = sum(counts.values())

@@ -1,7 +1,7 @@
 """Parameters that are not on this rank: each fetches itself before it is read, so no layer needs to know.
 
 An absent parameter has another class, whose `__torch_function__` runs before any torch function reads it. A present
-parameter has its own class and costs nothing. torch's `UninitializedParameter` works the same way.
+parameter costs nothing. torch's `UninitializedParameter` works the same way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _kinds: dict[type, type] = {}  # by the class of a parameter, the class of an ab
 
 
 class UnmaterializedParameter:
-    """The mixin of an absent parameter's class that fetches it."""
+    """The mixin of an absent parameter's class."""
 
     was: type
     ask: Ask
@@ -82,7 +82,7 @@ def prevent_fetches() -> AbstractContextManager[None]:
 
 
 def read_data(param: nn.Parameter) -> Tensor:
-    """Returns its `data` without a fetch."""
+    """Returns `data` without a fetch."""
     with prevent_fetches():
         return param.data
 
