@@ -1,1 +1,1 @@
-"""Runs forward and backward passes of models that are not whole on one rank."""
+"""Passes of models that are not whole on one rank."""

@@ -1,8 +1,7 @@
 """Activation checkpointing: backward computes activations of some units of a model again.
 
 A *unit* is a part between which stages may be cut, such as a transformer's block. It must be a Module of the model, or
-hold one such Module, which has children. torch.utils.checkpoint repeats a unit with the same random numbers. Ranks that
-meet inside a unit meet again.
+hold one such Module, which has children. Ranks that meet inside a unit meet again.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ NO_RECOMPUTE = "none"
 
 
 def list_units(model: nn.Module, learner: Learner, layers: Partition) -> list[nn.Module]:
-    """Returns the units that backward computes again. Raises KnobError if the task defines none."""
+    """Raises KnobError if the task defines no units."""
     what, every = layers.recompute
     if what == NO_RECOMPUTE:
         return []
@@ -48,7 +47,6 @@ def list_units(model: nn.Module, learner: Learner, layers: Partition) -> list[nn
 
 
 def _find_own_module(part: nn.Module, own: set[int]) -> nn.Module | None:
-    """Returns the part, or its only child if that has children, if a Module of the model."""
     if id(part) in own:
         return part
     inner = list(part.children())
@@ -56,7 +54,7 @@ def _find_own_module(part: nn.Module, own: set[int]) -> nn.Module | None:
 
 
 class CheckpointedUnits:
-    """Makes backward compute units again, or only their attention core, until `restore_forwards`."""
+    """Makes backward compute units again, or only their attention core."""
 
     def __init__(self, units: list[nn.Module], what: str, draws: bool = True) -> None:
         self._units = [(unit, unit.__dict__.get("forward")) for unit in units]
@@ -73,7 +71,7 @@ class CheckpointedUnits:
 
 @contextmanager
 def checkpoint_units(model: nn.Module, learner: Learner, layers: Partition) -> Iterator[None]:
-    """Inside, checkpoints the units of `model`, which has no values."""
+    """Inside, checkpoints a model without values."""
     made = CheckpointedUnits(list_units(model, learner, layers), layers.recompute[0], draws=False)
     try:
         yield
@@ -122,7 +120,7 @@ class _AttentionRecompute(TorchFunctionMode):
 
 
 class _SavedInput(torch.autograd.Function):
-    """Saves a checkpoint's input in the graph, where the memory ledger looks for saved tensors."""
+    """Saves a checkpoint's input where the memory ledger looks for saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -166,10 +164,7 @@ class _DiscardedBuffers:
 
 
 def explain_second_gradient(name: str) -> StrategyError:
-    """Returns the error for a parameter's second gradient in one exchanged backward.
-
-    torch's DDP refuses it, too.
-    """
+    """torch's DDP refuses a second gradient, too."""
     return StrategyError(
         f"parameter {name} received a gradient twice in one backward (re-entrant checkpointing?): "
         f"use_reentrant=False, or a strategy that does not exchange gradients (LocalSGD)"

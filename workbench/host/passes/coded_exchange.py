@@ -1,7 +1,7 @@
 """Exchanges a codec's payloads in the middle of a pass, in place of tensors.
 
-Each tensor of a payload takes one ordinary meeting, so hosts need not know codecs. All ranks decode the same payloads
-and add in rank order, so their results are bit-identical. A meeting sums a linear codec's payloads itself.
+Each tensor of a payload takes one ordinary meeting. All ranks decode the same payloads and add in rank order, so their
+results are bit-identical. A meeting sums a linear codec's payloads itself.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class MeetingKind(NamedTuple):
 
 
 Ask = Callable[[MeetingKind, Tensor], Tensor]
-Coded = Callable[[str, Callable[[], Any], int], Any]  # runs a codec's work: name, work, bytes
+Coded = Callable[[str, Callable[[], Any], int], Any]  # its name, work, bytes
 
 
 def run_unrecorded(name: str, work: Callable[[], Any], nbytes: int) -> Any:
-    """Runs a codec's work unrecorded."""
+    """Runs a codec's work."""
     return work()
 
 
@@ -56,8 +56,6 @@ class GroupPeers(NamedTuple):
 
     ask:    performs a meeting and returns its answer
     ways:   the number of ranks
-    coding: codecs of activations and of their gradients
-    coded:  runs a codec's work
     """
 
     ask: Ask
@@ -72,7 +70,7 @@ class GroupPeers(NamedTuple):
         return made
 
     def decode(self, payload: Payload, like: Tensor, meeting: MeetingKind, coder: Coder) -> Tensor:
-        """Returns a payload's tensor in the shape and dtype of `like`."""
+        """Returns a tensor of the shape and dtype of `like`."""
         made: Tensor = self.coded(f"decode {meeting.name}", lambda: coder.decode(payload, like), like.nbytes)
         return made
 
@@ -86,7 +84,7 @@ def require_floats(x: Tensor, name: str) -> None:
 
 
 def exchange_tensor(x: Tensor, others: GroupPeers, meeting: MeetingKind, coder: Coder | None) -> tuple[Tensor, Payload]:
-    """Performs a meeting with payloads of `x`. Returns the answer and the payloads, if any."""
+    """Returns a meeting's answer, and the payloads, if any."""
     if not meeting.what:
         return x.view_as(x), ()
     if coder is None or meeting.what == "own":
@@ -107,7 +105,7 @@ def gather_payloads(payload: Payload, others: GroupPeers, meeting: MeetingKind) 
 
 
 def join_payloads(every: list[Payload], like: Tensor, others: GroupPeers, meeting: MeetingKind, coder: Coder) -> Tensor:
-    """Decodes and concatenates all ranks' payloads."""
+    """Concatenates all ranks' decoded payloads."""
     return torch.cat([others.decode(one, like, meeting, coder) for one in every], meeting.dim)
 
 
@@ -139,7 +137,7 @@ def _scatter_sum(x: Tensor, others: GroupPeers, meeting: MeetingKind, coder: Cod
 
 
 def list_choices(payload: Payload, coding: Coding, count: int) -> Payload:
-    """Returns the choices in `count` parts' payloads that mask the gradient; () if none does."""
+    """Returns the choices in `count` parts' payloads that mask the gradient."""
     if not (payload and coding.masks and isinstance(coding.there, ChoosingCoder)):
         return ()
     each = len(payload) // count
@@ -167,7 +165,7 @@ def _name_parts(meeting: MeetingKind, payload: Payload) -> list[tuple[str, Tenso
 
 
 def cut_parts(x: Tensor, count: int, meeting: MeetingKind) -> list[Tensor]:
-    """Cuts `x` into `count` equal parts. Raises StrategyError if it cannot."""
+    """Raises StrategyError if the parts cannot be equal."""
     if x.shape[meeting.dim] % count:
         raise StrategyError(
             f"{meeting.name}: {x.shape[meeting.dim]} positions cannot be dealt out to {count} ranks evenly; take "

@@ -15,14 +15,14 @@ from workbench.settings import KnobError
 from workbench.tasks import Colwise, Learner, Rowwise, TaskError, Way
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_BY_CHANNEL = (  # they work on each channel by itself
+_BY_CHANNEL = (  # each channel by itself
     nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
     nn.AdaptiveMaxPool2d, nn.Dropout1d, nn.Dropout2d, nn.Upsample,
 )  # fmt: skip
 
 
 def find_units(model: nn.Module, learner: Learner) -> list[Units]:
-    """Returns the hidden units between layers. Raises KnobError if there are none."""
+    """Raises KnobError if there are no hidden units."""
     if learner.split is not None:
         try:
             plan = dict(match_plan(model, learner.split(model), "the task's split"))
@@ -58,7 +58,7 @@ def _find_planned(model: nn.Module, plan: Mapping[str, Way]) -> Iterator[Units]:
 
 def _make_units(firsts: list[tuple[str, nn.Linear, Colwise]], last: nn.Linear, own: set[int],
              names: dict[int, str]) -> Units | None:  # fmt: skip
-    """Returns the units between `firsts` and `last`; None if their shapes or plans do not match."""
+    """Returns None if shapes or plans do not match."""
     out, into = whole_shape(last.weight)
     together = firsts[0][2].together
     count = into // together
@@ -78,8 +78,8 @@ def _make_units(firsts: list[tuple[str, nn.Linear, Colwise]], last: nn.Linear, o
 
 def _find_sequential(model: nn.Sequential) -> Iterator[Units]:
     own, names = _list_unshared(model), {id(p): name for name, p in model.named_parameters()}
-    made: tuple[str, Any, int] | None = None  # the layer before, and its number of units
-    flat = False  # a Flatten follows it
+    made: tuple[str, Any, int] | None = None  # and its number of units
+    flat = False
     views: dict[str, tuple[int, ...]] = {}
     found: list[tuple[str, int, list[tuple[str, int]]]] = []
     layers: Iterator[tuple[str, Any]] = list_leaves(model)
@@ -110,13 +110,11 @@ def _find_sequential(model: nn.Sequential) -> Iterator[Units]:
 
 
 def _is_plain_layer(module: Any, own: set[int]) -> bool:
-    """Whether it is a Linear or ungrouped convolution with unshared parameters that learn."""
     if type(module) is nn.Linear or (type(module) in _CONV and module.groups == 1):
         return all(id(p) in own for p in (module.weight, module.bias) if p is not None)
     return False
 
 
 def _list_unshared(model: nn.Module) -> set[int]:
-    """Returns the ids of parameters that learn and belong to one module only."""
     has = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     return {id(p) for p in model.parameters() if p.requires_grad and has[id(p)] == 1}

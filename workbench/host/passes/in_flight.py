@@ -32,7 +32,6 @@ class InFlight:
     inputs:   by number, a micro-batch's examples; empty with sizes only
     coming:   returns the batch after so many batches
     buffers:  the buffers that this stage's forwards change
-    forget:   drops the state of these forwards, by number
     """
 
     crossing: StageMessages
@@ -46,13 +45,13 @@ class InFlight:
         self.partition: Partition = Whole()
         self.batches = self.left = 0  # batches that the run still makes
         self.inputs: dict[int, Any] = {}
-        self._open: deque[tuple[Any, list[Any]]] = deque()  # the current and later batches, with their micro-batches
-        self._before: dict[int, list[Tensor]] = {}  # buffers before later batches' forwards
+        self._open: deque[tuple[Any, list[Any]]] = deque()  # batches with their micro-batches
+        self._before: dict[int, list[Tensor]] = {}  # buffers before later forwards
 
     # -- both hosts --
 
     def begin_batch(self, rank: Rank, partition: Partition, step: int) -> list[Action]:
-        """Begins a step's batch, and returns this rank's actions in order."""
+        """Returns this rank's actions in order."""
         self.partition, actions = partition, partition.actions(rank.index)
         if not self.batches:
             self.crossing = StageMessages(rank, partition)
@@ -66,7 +65,6 @@ class InFlight:
         return [action for action in every if action.what != "F" or self.has_step(action.micro)]
 
     def has_step(self, micro: int) -> bool:
-        """Whether the run makes this micro-batch's step."""
         return micro < self.left * self.partition.micro_batches
 
     @property
@@ -74,14 +72,12 @@ class InFlight:
         return self.partition.ahead(0) > 0
 
     def number_micro(self, micro: int) -> int:
-        """Returns a micro-batch's number in messages and spans."""
         if not self.never_flushes:
             return micro
         each = self.partition.micro_batches
         return (self.batches * each + micro) % max(each, self.partition.depth)
 
     def note_forward(self, micro: int) -> None:
-        """Notes which weights a micro-batch's forward reads."""
         if self.never_flushes:
             later = micro >= self.partition.micro_batches
             versions = self.versions
@@ -102,7 +98,7 @@ class InFlight:
             self.versions.end_batch()
 
     def drop_micros(self) -> None:
-        """Drops all micro-batches in flight, and undoes their buffer writes."""
+        """Undoes the buffer writes of dropped micro-batches."""
         flying = list(self.versions.reads)
         if flying and self._before:
             for now, before in zip(self.buffers(), self._before[self.number_micro(0)], strict=True):
@@ -115,7 +111,7 @@ class InFlight:
 
     @property
     def stashed(self) -> Iterator[Tensor]:
-        """Yields copies of weights for backward, and of buffers for `drop_micros`."""
+        """Copies of weights for backward, and of buffers for `drop_micros`."""
         yield from self.versions.kept
         for held in self._before.values():
             yield from held
@@ -123,7 +119,7 @@ class InFlight:
     # -- with values --
 
     def cut_batch(self, batch: Any, partition: Partition) -> None:
-        """Cuts the current batch. Raises StrategyError if another batch went forward ahead of its step."""
+        """Raises StrategyError if another batch went forward ahead of its step."""
         if self._open and self._open[0][0] is not batch:
             raise StrategyError(
                 f"backward of a batch that is not the next one: under schedule="
@@ -134,7 +130,7 @@ class InFlight:
             self._open.append((batch, cut_batch(batch, partition.micro_batches)))
 
     def take_micro(self, micro: int) -> Any:
-        """Returns a micro-batch's examples, and draws later batches as needed."""
+        """Draws later batches as needed."""
         each = self.partition.micro_batches
         while len(self._open) <= micro // each:
             batch = self.coming(len(self._open) - 1)

@@ -1,7 +1,7 @@
 """Runs several ranks' passes in one process, with meetings between them.
 
-Each pass has a thread, but only one thread runs at a time, until its pass asks for a meeting or ends. Sums are added
-in rank order. So results do not depend on thread scheduling.
+Only one pass's thread runs at a time, until its pass asks for a meeting or ends. Sums are in rank order. So results do
+not depend on thread scheduling.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ class _PassAborted(BaseException):
 
 
 class _LocalRank:
-    """One rank's pass and its thread.
-
-    turn: released when the pass may run
+    """turn: released when the pass may run
     rest: released when the pass has asked, ended or failed
     """
 
@@ -70,7 +68,7 @@ class _LocalRank:
         self.turn.acquire()
         if self.error is not None:
             raise self.error
-        answer, self.answer = self.answer, None  # so that the pass can free it
+        answer, self.answer = self.answer, None  # lets the pass free it
         assert answer is not None
         return answer
 
@@ -109,7 +107,7 @@ def _answer_meeting(members: list[_LocalRank]) -> None:
 
 
 def compute_answers(meeting: MeetingKind, xs: list[Tensor]) -> list[Tensor]:
-    """Returns each rank's answer to a meeting."""
+    """Computes each rank's answer."""
     if meeting.what == "own":
         return [cut_parts(x, len(xs), meeting)[k].clone() for k, x in enumerate(xs)]
     if meeting.what == "gather":

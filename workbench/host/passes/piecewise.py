@@ -18,7 +18,7 @@ from workbench.settings import KnobError
 from workbench.settings.describe_error import text_of
 from workbench.tasks import Learner
 
-_WRITTEN = "leaf Variable that requires grad"  # in torch's error about an in-place write to a leaf
+_WRITTEN = "leaf Variable that requires grad"  # an in-place write to a leaf
 
 
 class _OpenBatch:
@@ -41,8 +41,7 @@ class _OpenBatch:
 class PiecewisePass:
     """Batches that a rank computes in pieces. They *rise* (forward) and *fall* (backward).
 
-    If a batch falls by pieces, each piece's graph begins at its input. Then only the next
-    piece's graph holds an output.
+    If a batch falls by pieces, each piece's graph begins at its input. Then only the next piece has an output.
     """
 
     def __init__(self, model: nn.Module, learner: Learner) -> None:
@@ -52,7 +51,7 @@ class PiecewisePass:
 
     @property
     def model_parts(self) -> list[nn.Module]:
-        """Between them the model can be cut; empty if the task defines none."""
+        """Empty if the task defines none."""
         if self._parts is None:
             try:
                 self._parts = list_parts(self._model, self._learner)
@@ -64,7 +63,6 @@ class PiecewisePass:
         return max(1, min(most, len(self.model_parts)))
 
     def estimate_share(self, piece: int, of: int) -> float:
-        """Estimates a piece's share of the compute from its number of parameters."""
         if of == 1:
             return 1.0
         return sum(map(estimate_compute, self._list_parts(piece, of))) / sum(map(estimate_compute, self.model_parts))
@@ -124,7 +122,7 @@ class PiecewisePass:
             del self._risen[micro]
 
     def _enter_piece(self, x: Tensor, piece: int, of: int) -> tuple[Tensor, Tensor]:
-        """Does `enter_graph`, but copies `x` only if the first layer works in place."""
+        """Copies `x` only if the first layer works in place."""
         first = next(m for m in self._list_parts(piece, of)[0].modules() if not next(m.children(), None))
         if getattr(first, "inplace", False) or not x.is_floating_point():
             return enter_graph(x)

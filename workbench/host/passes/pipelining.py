@@ -32,10 +32,7 @@ LOSS_MESSAGE = "loss"
 
 
 async def require_same_batch(rank: Rank, batch: Any, device: torch.device) -> None:
-    """Raises StrategyError if a replica's stages drew different batches.
-
-    Call it for the first batch after a cut.
-    """
+    """Raises StrategyError if a replica's stages drew different batches."""
     told = compute_checksum({str(number): x for number, x in enumerate(list_tensors(batch))})
     mine = torch.tensor([told], device=device)
     rows = await rank.all_gather(mine, "batch")
@@ -47,7 +44,7 @@ async def require_same_batch(rank: Rank, batch: Any, device: torch.device) -> No
 
 
 async def run_batch(rank: Rank, partition: Partition, share: float, flow: InFlight, step: int) -> Tensor:
-    """Runs one batch in the schedule's order. Returns its loss, the mean over micro-batches.
+    """Runs one batch in the schedule's order. Returns its mean loss.
 
     rank:   this rank among the stages of its replica
     share:  the weight of each micro-batch's loss, so that gradients add up to the batch's
@@ -88,8 +85,7 @@ async def run_batch(rank: Rank, partition: Partition, share: float, flow: InFlig
 async def drain_pipeline(flow: InFlight) -> None:
     """Drops all forwards of later batches, and receives their activations in flight.
 
-    All stages have completed the same number of batches. The previous stage has sent activations that this stage has
-    not received.
+    The previous stage has sent activations that this stage has not received.
     """
     if not flow.batches:
         return
@@ -101,14 +97,14 @@ async def drain_pipeline(flow: InFlight) -> None:
 
 
 async def evaluate_pipeline(rank: Rank, pieces: Sequence[Sequence[nn.Module]], *inputs: Any, **named: Any) -> Any:
-    """Returns the whole model's output on all stages, for inputs that all stages have."""
+    """Returns the whole model's output on all stages."""
     last = rank.size - 1
     x: Any = None
     for number, parts in enumerate(pieces):
         if number or rank.index:
             inputs, named = (await receive_tensor(rank, (rank.index - 1) % rank.size, "activation"),), {}
             count_arrived(inputs)
-        x = await Op("do", partial(run_parts, parts, *inputs, **named))  # tensor-parallel ranks also meet in this Op
+        x = await Op("do", partial(run_parts, parts, *inputs, **named))  # tensor-parallel ranks also meet here
         if rank.index < last or number < len(pieces) - 1:
             await rank.send(x, (rank.index + 1) % rank.size, "activation")
     if rank.index < last:
@@ -121,7 +117,7 @@ async def evaluate_pipeline(rank: Rank, pieces: Sequence[Sequence[nn.Module]], *
 
 
 class NamedOutput(dict[str, Any]):
-    """The output of a model that returns several tensors by name, as transformers' models do."""
+    """The output of a model that returns several tensors, as transformers' models do."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -154,5 +150,5 @@ async def _receive_output(rank: Rank, source: int) -> Any:
 
 
 def name_pass(phase: str, micro: int, chunk: int, pieces: int) -> str:
-    """Names a pass's Span: "forward 3", or "forward 3.1" if there are several pieces."""
+    """Returns "forward 3", or "forward 3.1" if there are several pieces."""
     return f"{phase} {micro}" if pieces == 1 else f"{phase} {micro}.{chunk}"

@@ -84,7 +84,7 @@ def _try_passes(e: Experiment, learner: Learner, split: TensorSplit | None) -> S
 def _count_operations(
     model: nn.Module, learner: Learner, batch: Any, stages: StageCuts | None, split: TensorSplit | None
 ) -> list[Any]:
-    """Returns, by piece, the floating-point operations of its forward and its backward."""
+    """Returns operations by piece, forward and backward."""
     counted: list[Any] = []
     with ExitStack() as also, torch.enable_grad():
         if split:

@@ -1,7 +1,6 @@
 """A backward in two halves: first the gradient of the input, later those of the parameters.
 
-The first half notes the gradients at each node from which parameters branch off. The second half continues at these
-nodes, and computes nothing twice.
+The first half notes the gradients at each node from which parameters branch off. The second half continues there.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
 class SplitBackward:
-    """The backward of `made`: first to `x`, later to `params`."""
+    """First to `x`, later to `params`."""
 
     def __init__(self, made: Tensor, x: Tensor, params: Iterable[nn.Parameter]) -> None:
         self._made, self._x = made, x
@@ -27,7 +26,7 @@ class SplitBackward:
         self._hanging = _find_branches(made, x, self._params)
 
     def of_input(self, grad: Tensor) -> Tensor | None:
-        """Returns the gradient of `x`, given that of `made`; None if `made` does not depend on `x`."""
+        """Returns None if `made` does not depend on `x`."""
         self._grad = grad
         hooks = [node.register_prehook(partial(self._note_gradients, node)) for node in self._hanging or ()]
         try:
@@ -39,7 +38,7 @@ class SplitBackward:
 
     def of_params(self) -> None:
         """Adds to the parameters' `grad`."""
-        if self._hanging is None:  # a parameter branches off from several nodes
+        if self._hanging is None:  # parameters branch off several times
             if self._params:
                 self._made.backward(self._grad, inputs=self._params)
             return
@@ -49,7 +48,7 @@ class SplitBackward:
             if edges:
                 torch.autograd.backward([edge for edge, _ in edges], [grad for _, grad in edges], inputs=params)
         beside = [p for p in self._params if not any(p is q for some in self._hanging.values() for q in some)]
-        if beside:  # these branch off from no node on the way to `x`
+        if beside:  # not on the way to `x`
             self._made.backward(self._grad, inputs=beside)
 
     def _note_gradients(self, node: Node, grads: Sequence[Tensor | None]) -> None:
@@ -90,7 +89,7 @@ def _find_branches(made: Tensor, x: Tensor, params: list[nn.Parameter]) -> dict[
 
 
 def _sort_nodes(root: Node | None) -> list[Node]:
-    """Returns all nodes reachable from `root`, each before its successors."""
+    """Returns reachable nodes, each before its successors."""
     order: list[Node] = []
     seen: set[Node] = set()
     todo: list[tuple[Node | None, bool]] = [(root, False)]

@@ -1,7 +1,7 @@
 """Messages between two stages: activations and gradients, or a codec's payloads of them.
 
-An empty tensor precedes a payload. Its shape holds the number of tensors and the decoded shape. A codec may send only a
-part of an activation, as TopK does. Then only that part of the gradient may cross. Both stages know the part already.
+An empty tensor precedes a payload. Its shape holds the number of tensors and the decoded shape. If a codec sends only a
+part of an activation, as TopK does, only that part of the gradient crosses.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from workbench.host.passes.coded_exchange import require_floats
 from workbench.partitions import Partition
 from workbench.rank import Op, Rank
 
-Entry = tuple[int, int]  # a micro-batch, and the piece that takes it as input
+Entry = tuple[int, int]  # micro-batch, and receiving piece
 
 
 class StageMessages:
-    """One stage's messages, of one batch or until the pipeline flushes."""
+    """One stage's messages, until the pipeline flushes."""
 
     def __init__(self, rank: Rank, partition: Partition) -> None:
         self.rank, self.pieces = rank, partition.pieces
         self._there, self._back, self.masks = partition.between(rank.memory)
-        self._chosen: dict[Entry, Coder] = {}  # parts of activations that crossed, until their gradients do
-        self._shapes: dict[Entry, torch.Size] = {}  # of whole activations, on the sender
+        self._chosen: dict[Entry, Coder] = {}  # parts of activations that crossed
+        self._shapes: dict[Entry, torch.Size] = {}  # on the sender
 
     async def send_activation(self, x: Tensor, to: int, entry: Entry) -> None:
         name = self._name_message("activation", entry)
@@ -46,7 +46,6 @@ class StageMessages:
         return x
 
     async def send_gradient(self, grad: Tensor, to: int, entry: Entry) -> None:
-        """Sends the gradient of the input of `entry`'s piece."""
         name, chosen = self._name_message("gradient", entry), self._chosen.pop(entry, None)
         (x,) = (grad,) if chosen is None else chosen.encode(grad)
         if self._back is None:
@@ -92,7 +91,7 @@ class StageMessages:
 
 
 async def receive_tensor(rank: Rank, source: int, kind: str) -> Tensor:
-    """Receives the next message of a kind. Raises ConnectionError if none can come."""
+    """Raises ConnectionError if no message can come."""
     got = await rank.recv(None, source, kind)
     if got is None:
         raise ConnectionError(f"Connection closed by peer: stage {source}, of which {kind} was awaited")

@@ -26,7 +26,7 @@ class StageDone(BaseException):
         self.value = value
 
 
-Pass = tuple[int, int]  # a micro-batch, and one of this stage's pieces
+Pass = tuple[int, int]  # micro-batch, piece of this stage
 
 
 class StageModule:
@@ -39,10 +39,10 @@ class StageModule:
         self.model, self.pieces, self.stage, self.stages = model, pieces, stage, stages
         self.opened: dict[Pass, Tensor] = {}
         self._came: dict[Pass, Tensor] = {}
-        self._halves: dict[Pass, SplitBackward | Tensor] = {}  # backwards that wait for their second half
+        self._halves: dict[Pass, SplitBackward | Tensor] = {}  # waiting for their second half
 
     def run_forward(self, loss: Loss, batch: Any, x: Tensor | None, micro: int, chunk: int = 0) -> Tensor:
-        """Returns a piece's detached output. The last piece returns the loss.
+        """Returns a piece's detached output, or the loss.
 
         x: the previous piece's output; None on the first piece
         """
@@ -67,14 +67,14 @@ class StageModule:
         return made.detach()
 
     def run_backward(self, grad: Tensor | float, micro: int, chunk: int = 0) -> Tensor | None:
-        """Returns the gradient of a piece's input, given its output's; None on the first piece.
+        """Returns the gradient of a piece's input; None on the first piece.
 
         grad: on the model's last piece a factor of the loss
         """
         if (micro, chunk) not in self.opened:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         made = self.opened.pop((micro, chunk))
-        if made.requires_grad:  # else no parameter learns
+        if made.requires_grad:
             made.backward(grad if isinstance(grad, Tensor) else torch.full_like(made, grad))
         x = self._came.pop((micro, chunk), None)
         if x is None:
@@ -82,7 +82,6 @@ class StageModule:
         return self._require_gradient(x.grad, chunk)
 
     def backward_inputs(self, grad: Tensor | float, micro: int, chunk: int = 0) -> Tensor | None:
-        """Does `run_backward` without gradients of parameters."""
         made = self.opened.get((micro, chunk))
         if made is None:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
@@ -98,7 +97,6 @@ class StageModule:
         return self._require_gradient(found, chunk)
 
     def backward_weights(self, micro: int, chunk: int = 0) -> None:
-        """Computes the parameters' gradients after `backward_inputs`."""
         if (micro, chunk) not in self._halves:
             raise StrategyError(f"the second half of micro-batch {micro}'s backward was asked for before its first")
         made, left = self.opened.pop((micro, chunk)), self._halves.pop((micro, chunk))
@@ -138,11 +136,11 @@ class StageModule:
 
 
 class _EnterGraph(torch.autograd.Function):
-    """Lets a received tensor into the graph. Its gradient goes to a stand-in without memory."""
+    """The gradient goes to a stand-in without memory."""
 
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor, x: Tensor) -> Tensor:
-        return x.clone()  # an in-place layer may write it
+        return x.clone()  # in-place layers write it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -150,7 +148,7 @@ class _EnterGraph(torch.autograd.Function):
 
 
 def enter_graph(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns `x` as a part's input, and the tensor that will hold its gradient."""
+    """Returns a part's input, and the tensor that will hold its gradient."""
     if not (x.is_floating_point() or x.is_complex()):
         return x, x
     stand_in = x.new_zeros(1).expand(x.shape).requires_grad_()
@@ -159,7 +157,7 @@ def enter_graph(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cut_batch(batch: Any, count: int) -> list[Any]:
-    """Cuts a batch into equal parts along the first dimension. Raises TaskError if it cannot."""
+    """Cuts along the first dimension. Raises TaskError if parts cannot be equal."""
     if count == 1:
         return [batch]
     sizes = {x.shape[0] for x in list_tensors(batch) if x.dim()}
@@ -175,7 +173,7 @@ def cut_batch(batch: Any, count: int) -> list[Any]:
 
 
 def list_tensors(batch: Any) -> list[Tensor]:
-    """Lists a batch's tensors in order."""
+    """Lists tensors in order."""
     if isinstance(batch, Tensor):
         return [batch]
     if isinstance(batch, Mapping):
@@ -190,7 +188,7 @@ def _take_part(batch: Any, number: int, count: int, rows: int) -> Any:
         cut = {k: _take_part(v, number, count, rows) for k, v in batch.items()}
         return cut if type(batch) is dict else type(batch)(cut)  # type: ignore[call-arg]
     if isinstance(batch, list | tuple):
-        if len(batch) == rows and not list_tensors(batch):  # one value per example, such as names
+        if len(batch) == rows and not list_tensors(batch):  # such as names
             return batch[number * rows // count : (number + 1) * rows // count]
         parts = [_take_part(v, number, count, rows) for v in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)

@@ -1,7 +1,4 @@
-"""Replaces parameters of a model by smaller ones, and counts the operations of its forward.
-
-The model's own Modules compute with them: a Linear has fewer rows or columns.
-"""
+"""Replaces parameters of a model by smaller ones, and counts the operations of its forward."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ class SmallerParameter:
 
 
 def make_smaller(model: nn.Module, units: list[Units], kept: list[Tensor]) -> list[SmallerParameter]:
-    """Returns the replacements for the sub-model that keeps these units."""
+    """Returns the replacements that keep these units."""
     entries, found = Entries(units, kept), []
     for name, _ in list(model.named_parameters()):
         if entries.cuts(name):
@@ -52,10 +49,7 @@ def make_smaller(model: nn.Module, units: list[Units], kept: list[Tensor]) -> li
 
 
 def make_sizes_only(model: nn.Module, units: list[Units], counts: tuple[int, ...]) -> list[SmallerParameter]:
-    """Returns the replacements without values, given the numbers of kept units.
-
-    Ranks that share a model share them.
-    """
+    """Returns replacements without values. Ranks that share a model share them."""
     made = _SIZED.setdefault(model, {})
     if counts not in made:
         made[counts] = make_smaller(model, units, [torch.empty(k, dtype=torch.int64, device="meta") for k in counts])
@@ -63,13 +57,13 @@ def make_sizes_only(model: nn.Module, units: list[Units], counts: tuple[int, ...
 
 
 def place_smaller(parameters: Iterable[SmallerParameter]) -> None:
-    """Puts the replacements into the model."""
+    """Puts replacements in."""
     for p in parameters:
         p.module._parameters[p.short] = p.small
 
 
 def restore_whole(parameters: Iterable[SmallerParameter]) -> None:
-    """Puts the whole parameters back."""
+    """Undoes `place_smaller`."""
     for p in parameters:
         p.module._parameters[p.short] = p.whole
 
@@ -77,7 +71,7 @@ def restore_whole(parameters: Iterable[SmallerParameter]) -> None:
 def compute_share(e: Experiment, learner: Learner, units: list[Units], counts: tuple[int, ...]) -> float | None:
     """Returns a sub-model's share of the whole forward's floating-point operations.
 
-    Counts them on the meta device. None if the model does not run there.
+    None if the model does not run on the meta device.
     """
     made = _COUNTED.setdefault(learner, {})
     key = e.batch, counts

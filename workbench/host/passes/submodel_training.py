@@ -28,10 +28,9 @@ from workbench.tasks import Learner
 
 
 class SubModelTraining:
-    """Switches one rank's model to a sub-model and back. With sizes only, ranks share the model.
+    """Switches one rank's model. With sizes only, ranks share it.
 
     made:   returns the run's optimizer for these parameters, at its current rate
-    now:    returns the current experiment
     lies:   whether the model holds this rank's own values
     counts: how many units of each kind the sub-model keeps; empty: the model is whole
     """
@@ -47,7 +46,7 @@ class SubModelTraining:
 
     @cached_property
     def hidden_units(self) -> list[Units]:
-        """The hidden units that can be left out. Raises StrategyError if there are none."""
+        """Raises StrategyError if there are none."""
         try:
             return find_units(self._model, self._learner)
         except KnobError as error:
@@ -58,11 +57,10 @@ class SubModelTraining:
         return self._entries is not None
 
     def compute_share(self, phase: str) -> float:
-        """Returns a phase's compute relative to the whole model's."""
+        """Relative to the whole model."""
         return 1.0 if self._entries is None else self._shares[phase]
 
     def require_awaited(self, exchanged: bool) -> None:
-        """Raises StrategyError if gradients of a sub-model are to be exchanged."""
         if exchanged and self.is_narrow:
             raise StrategyError(
                 "a sub-model's gradients stay with it: await rank.backward() whole and rank.update(), or ask for "
@@ -71,7 +69,7 @@ class SubModelTraining:
 
     @property
     def own_params(self) -> list[nn.Parameter]:
-        """The parameters that only the sub-model has."""
+        """Only the sub-model has them."""
         return [cut.small for cut in self._cuts]
 
     @property
@@ -134,7 +132,7 @@ class SubModelTraining:
 
     @contextmanager
     def use_submodel(self) -> Iterator[nn.Module]:
-        """With sizes only: gives the model the sub-model's parameters within the block."""
+        """Only for models with sizes only."""
         place_smaller(self._cuts)
         try:
             yield self._model

@@ -25,11 +25,11 @@ from workbench.host.passes.coded_exchange import (
 from workbench.rank import Rank
 
 NOTHING = MeetingKind("", "")
-PARTIAL = "gradient partial"  # names a sum of partial gradients
+PARTIAL = "gradient partial"
 
 
 class _GroupMeeting(torch.autograd.Function):
-    """A meeting between two modules: `ahead` in forward, `back` in backward."""
+    """`ahead` is in forward, `back` in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, others: GroupPeers, ahead: MeetingKind, back: MeetingKind) -> Tensor:
@@ -51,24 +51,24 @@ def _apply_meeting(x: Tensor, others: GroupPeers, ahead: MeetingKind, back: Meet
 
 
 def sum_forward(x: Tensor, others: GroupPeers, name: str) -> Tensor:
-    """g: sums `x` over ranks. Each rank gets the same gradient."""
+    """g: sums over ranks. Each rank gets the same gradient."""
     return _apply_meeting(x, others, MeetingKind("sum", f"activation {name}"), NOTHING)
 
 
 def sum_backward(x: Tensor, others: GroupPeers, name: str) -> Tensor:
-    """f: passes on an `x` that is equal on all ranks, and sums its gradients."""
+    """f: sums the gradients of an `x` that is equal on all ranks."""
     return _apply_meeting(x, others, NOTHING, MeetingKind("sum", f"gradient {name}"))
 
 
 def gather_features(x: Tensor, others: GroupPeers, name: str) -> Tensor:
-    """Concatenates all ranks' features. In backward each rank keeps its own part."""
+    """Concatenates features. In backward each rank keeps its part."""
     return _apply_meeting(
         x, others, MeetingKind("gather", f"activation {name}"), MeetingKind("own", f"gradient {name}")
     )
 
 
 class _GatheredLinear(torch.autograd.Function):
-    """For backward it keeps only this rank's positions, or their payload, and gathers them again."""
+    """Keeps only this rank's positions, or their payload, and gathers again in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, others: GroupPeers, name: str) -> Tensor:
@@ -105,21 +105,21 @@ def apply_gathered_linear(x: Tensor, module: Any, others: GroupPeers, name: str)
 
 
 def scatter_sum(x: Tensor, others: GroupPeers, name: str) -> Tensor:
-    """Sums `x` over ranks and keeps this rank's positions. Backward gathers."""
+    """Sums over ranks and keeps this rank's positions. Backward gathers."""
     return _apply_meeting(
         x, others, MeetingKind("scatter", f"activation {name}", 1), MeetingKind("gather", f"gradient {name}", 1)
     )
 
 
 def take_positions(x: Tensor, others: GroupPeers, name: str) -> Tensor:
-    """Keeps this rank's positions of an `x` that is equal on all ranks. Backward gathers."""
+    """Keeps this rank's positions of an equal `x`. Backward gathers."""
     return _apply_meeting(
         x, others, MeetingKind("own", f"activation {name}", 1), MeetingKind("gather", f"gradient {name}", 1)
     )
 
 
 class _GradientSum(torch.autograd.Function):
-    """Autograd runs nodes in reverse order of creation. No module reads the parameters before this node exists."""
+    """Autograd runs nodes in reverse order of creation, so create it before modules read the parameters."""
 
     @staticmethod
     def forward(ctx: Any, others: GroupPeers, *params: Tensor) -> tuple[Tensor, ...]:
@@ -129,7 +129,7 @@ class _GradientSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        came = [grad for grad in grads if grad is not None]  # all ranks have read the same parameters
+        came = [grad for grad in grads if grad is not None]  # the same ones on all ranks
         for dtype in dict.fromkeys(grad.dtype for grad in came):
             some = [k for k, grad in enumerate(came) if grad.dtype == dtype]
             flat = torch.cat([came[k].reshape(-1) for k in some])
@@ -144,15 +144,15 @@ class _GradientSum(torch.autograd.Function):
 def sum_gradients_at_end(params: Sequence[Tensor], others: GroupPeers) -> tuple[Tensor, ...]:
     """Returns views to read in place of the parameters. One meeting sums all their gradients.
 
-    Each view is a node of its own. Autograd runs the newest ready node, so gradients arrive at the last parameter
-    first.
+    Autograd runs the newest ready node. So each view is a node of its own, and the last parameter's gradient
+    arrives first.
     """
     made: tuple[Tensor, ...] = _GradientSum.apply(others, *(p.view_as(p) for p in params))  # type: ignore[no-untyped-call]
     return made
 
 
 async def perform_meeting(rank: Rank, meeting: MeetingKind, x: Tensor) -> Tensor:
-    """Performs a meeting by `rank`'s collectives."""
+    """Uses `rank`'s collectives."""
     if meeting.what == "own":
         return cut_parts(x, rank.size, meeting)[rank.index].clone()
     if meeting.what == "scatter":

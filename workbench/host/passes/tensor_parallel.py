@@ -1,10 +1,9 @@
 """Tensor parallelism: ranks with slices of each matrix compute one model together.
 
 [Note: Random numbers] Ranks that compute the same tensor draw the same numbers from torch's own generator. Ranks may
-have drawn different amounts, so every forward seeds it alike on all ranks. A rank that computes its own part of a
-tensor derives its seed from the next common number. A recomputed layer begins with the generator's old state, so it
-draws the same numbers. A recomputation may end while a rank draws its own numbers. So the generator's seed, not a
-flag, shows whether it does.
+have drawn different amounts, so every forward seeds it alike. A rank that computes its own part of a tensor derives its
+seed from the next common number. A recomputed layer begins with the generator's old state. Recomputation may end
+while a rank draws its own numbers. So the generator's seed, not a flag, shows whether it does.
 """
 
 from __future__ import annotations
@@ -38,13 +37,12 @@ from workbench.rank import Rank
 from workbench.tasks import Colwise, Rowwise, Scatter, same_groups
 
 SEED_FACTOR = 0x9E3779B97F4A7C15  # spreads ranks' seeds
-MAX_SEEDS = 10_000  # more than passes can be open
+MAX_SEEDS = 10_000  # more than open passes
 
 
 class TensorParallelGroup:
     """A model whose matrices are sliced over a group's ranks, as one rank computes it.
 
-    split:  how parameters are sliced
     index:  this rank's number in the group
     draws:  whether each rank draws its own random numbers between a pair of layers
     seed:   the same on all ranks of the group; each forward derives its own from it
@@ -59,8 +57,8 @@ class TensorParallelGroup:
         self._ask, self._draws = ask, draws
         self._seed, self._passes = seed, 0
         self._modules = [(name, model.get_submodule(name), way) for name, way in split.modules]
-        self._outside: tuple[torch.Generator, Tensor] | None = None  # the generator, and its state before it was seeded
-        self._own: dict[int, None] = {}  # the latest seeds of this rank's own numbers
+        self._outside: tuple[torch.Generator, Tensor] | None = None  # with its state before
+        self._own: dict[int, None] = {}  # latest seeds of own numbers
         for name, module, way in self._modules:
             if isinstance(way, Colwise):
                 run: Callable[..., Any] = partial(self._run_colwise, name, way.gather)
@@ -116,7 +114,7 @@ class TensorParallelGroup:
     def sum_partials(self, params: Collection[nn.Parameter] | None = None) -> Iterator[None]:
         """Encloses a forward, whose backward sums partial gradients over ranks.
 
-        It leaves out parameters of other pieces: their gradients would seem to arrive with this piece's.
+        Leave out parameters of other pieces: their gradients would seem to arrive with this piece's.
         """
         here = None if params is None else {id(p) for p in params}
         some = [p for p in self._partial if here is None or id(p) in here]
@@ -126,7 +124,7 @@ class TensorParallelGroup:
         views = dict(zip(map(id, some), sum_gradients_at_end(some, self._plain_peers), strict=True))
         read = [(module, kind, views[which]) for module, kind, which in self._read if which in views]
         for module, kind, view in read:
-            module.__dict__[kind] = view  # nn.Module finds it before the parameter
+            module.__dict__[kind] = view  # found before the parameter
         try:
             yield
         finally:
@@ -139,7 +137,7 @@ class TensorParallelGroup:
 
     @property
     def _plain_peers(self) -> GroupPeers:
-        """For an embedding's rows and the last layer's output."""
+        """For embeddings and the last output."""
         return GroupPeers(self._ask, self.split.ways)
 
     def _run_scatter(self, name: str, module: Any, x: Tensor, *more: Any, **named: Any) -> Any:
@@ -166,10 +164,10 @@ class TensorParallelGroup:
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
     def _look_up_rows(self, name: str, module: Any, x: Tensor) -> Tensor:
-        """Sums over ranks, with zeros for other ranks' rows."""
+        """Other ranks' rows are zeros."""
         rows = module.weight.shape[0]
         own = x - self.index * rows
-        elsewhere = ((own < 0) | (own >= rows)) & (x >= 0) & (x < rows * self.split.ways)  # torch refuses other indices
+        elsewhere = ((own < 0) | (own >= rows)) & (x >= 0) & (x < rows * self.split.ways)
         pad = module.padding_idx - self.index * rows if module.padding_idx is not None else -1
         found = F.embedding(own.masked_fill(elsewhere, 0), module.weight, pad if 0 <= pad < rows else None)
         return sum_forward(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._plain_peers, name)
@@ -195,7 +193,7 @@ class TensorParallelGroup:
 
 
 class _ReplacedForward:
-    """Replaces a module's forward. In a deep copy it computes with the copy's weights."""
+    """In a deep copy it computes with the copy's weights."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         self._module = module
@@ -209,7 +207,7 @@ class _ReplacedForward:
 
 
 def _drop_gradient(param: nn.Parameter) -> None:
-    """Another rank owns the parameter, and has the same gradient."""
+    """The owner has the same gradient."""
     param.grad = None
 
 
@@ -225,7 +223,7 @@ def list_common(model: nn.Module, split: TensorSplit, names: Collection[str] | N
 
 
 async def refresh_common(rank: Rank, by_owner: list[list[nn.Parameter]]) -> None:
-    """Copies the owners' values of common parameters to all ranks of the group."""
+    """Copies the owners' values of common parameters to all ranks."""
     for dtype in dict.fromkeys(p.dtype for each in by_owner for p in each):
         await _copy_owner_values(rank, [[p for p in each if p.dtype == dtype] for each in by_owner])
 
@@ -263,7 +261,7 @@ def copy_slice(model: nn.Module, split: TensorSplit, index: int) -> nn.Module:
 @contextmanager
 def compute_together(model: nn.Module, split: TensorSplit, index: int, ask: Ask, draws: bool = True,
               coding: Coding = PLAIN, coded: Coded = run_unrecorded) -> Iterator[TensorParallelGroup]:  # fmt: skip
-    """Inside, `model`, with rank `index`'s slices, computes in a TensorParallelGroup."""
+    """Inside, `model` computes in a TensorParallelGroup."""
     together = TensorParallelGroup(model, split, index, ask, draws, coding=coding, coded=coded)
     try:
         yield together

@@ -34,9 +34,7 @@ from workbench.tasks import Learner
 
 
 class PlannedMeeting(NamedTuple):
-    """A meeting of a pass.
-
-    share:  the part of the pass before it, 0 to 1
+    """share:  the part of the pass before it, 0 to 1
     brings: a tensor like each rank's
     """
 
@@ -46,11 +44,8 @@ class PlannedMeeting(NamedTuple):
 
 
 class CodecWork(NamedTuple):
-    """A codec's work in a pass.
-
-    how:    "encode" or "decode"
+    """how:    "encode" or "decode"
     what:   "activation" or "gradient"
-    nbytes: the size of the tensor
     """
 
     phase: str
@@ -65,7 +60,6 @@ class PassPlan(NamedTuple):
     forward:  in order, with shares of floating-point operations
     backward: in order, with shares of parameter elements that have their gradients
     come:     by parameter name, the share of a backward after which its gradient is complete
-    coded:    the codecs' work in both
 
     All ranks compute equally much between meetings, no matter which common parameters they own.
     """
@@ -100,7 +94,7 @@ def find_plans(e: Experiment, learner: Learner, split: TensorSplit) -> tuple[Pas
                 stages = cut_model(e, part, learner) if way.depth > 1 else None
                 batch = move_to_device(make_example(learner, e, "cpu"), "meta")
                 made[key] = plan_meetings(part, learner, split, batch, stages, way.micro_batches, way.layers)
-            except (KnobError, StrategyError) as error:  # it already says what to do
+            except (KnobError, StrategyError) as error:
                 raise KnobError(f"partition={type(way).__name__}: {error}") from error
             except Exception as error:
                 raise KnobError(
@@ -112,7 +106,7 @@ def find_plans(e: Experiment, learner: Learner, split: TensorSplit) -> tuple[Pas
 
 
 def find_arrival_order(plans: tuple[PassPlan, ...]) -> list[str]:
-    """Orders the parameters of all pieces by the arrival of their gradients."""
+    """Orders parameters by the arrival of their gradients."""
     return list(dict.fromkeys(name for plan in reversed(plans) for name in plan.come))
 
 
@@ -121,7 +115,6 @@ def plan_meetings(part: nn.Module, learner: Learner, split: TensorSplit, batch: 
     """Returns the meetings by piece of the model, from the first of `count` micro-batches.
 
     part:   the model on the meta device, with one rank's slices
-    stages: how it is cut into stages
     layers: how the ranks of a stage compute its layers
 
     Raises the model's own error if it does not run on the meta device.
@@ -183,7 +176,7 @@ def _normalize_shares(seen: list[PlannedMeeting], whole: float) -> tuple[Planned
 
 
 class PiecePasses:
-    """Runs a model, or its pieces in order, forward and backward in one process."""
+    """Runs a model or its pieces in one process."""
 
     def __init__(self, model: nn.Module, learner: Learner, stages: StageCuts | None, batch: Any) -> None:
         self._model, self._learner, self._batch = model, learner, batch
@@ -197,7 +190,7 @@ class PiecePasses:
         self._grad: Any = 1.0
 
     def list_params(self, number: int) -> list[nn.Parameter] | None:
-        """Returns a piece's parameters; None: the whole model's."""
+        """None: the whole model's."""
         chunk, stage = divmod(number, len(self._ways) or 1)
         return self._ways[stage].list_params(chunk) if self._ways else None
 

@@ -1,8 +1,7 @@
 """The versions of a stage's weights that its passes read: current weights, or older copies.
 
-Autograd keeps a reference to a version. So a version is copied only if a pass will still read it when the weights
-change. During such a pass the parameters' data points into the copy. Other code still writes to the
-weights' own memory.
+Autograd keeps a reference to a version, which is copied only if a pass will still read it when the weights change.
+During such a pass the parameters' data points into the copy. Other code still writes to the weights.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class WeightVersion:
     def __init__(self, layout: ParameterLayout) -> None:
         self.layout = layout
         self.kept: list[Tensor] | None = None
-        self._cut: list[tuple[list[ParameterPlace], tuple[Part, ...]]] = []  # by bucket, parameters' places in the copy
+        self._cut: list[tuple[list[ParameterPlace], tuple[Part, ...]]] = []  # places in the copy, by bucket
 
     def copy_weights(self) -> None:
         """Call it before the weights or the buckets change."""
@@ -39,13 +38,13 @@ class WeightVersion:
 
     @contextmanager
     def read_in_forward(self) -> Iterator[None]:
-        """Lets a forward and its backward read this version."""
+        """For a forward and its backward."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack_tensor, _unpack_tensor), self.read_in_backward():
             yield
 
     @contextmanager
     def read_in_backward(self) -> Iterator[None]:
-        """Encloses such a backward: points the parameters' data into the copy, if there is one."""
+        """Points the parameters' data into the copy, if there is one."""
         there = [(place.param, place.param.data) for group, _ in self._cut for place in group]
         for (group, parts), copy in zip(self._cut, self.kept or (), strict=True):
             for place, part in zip(group, parts, strict=True):
@@ -61,7 +60,7 @@ class WeightVersion:
         if x.layout != torch.strided or x.is_inference():
             return x
         place = x.untyped_storage()._cdata
-        if self.kept is not None:  # views' version counters may change, but nobody writes a copy
+        if self.kept is not None:  # nobody writes a copy, though views' version counters change
             return x if any(place == copy.untyped_storage()._cdata for copy in self.kept) else _save_tensor(x)
         index = self.layout.lying.get(place)
         if index is None:
@@ -91,8 +90,6 @@ def _save_tensor(x: Tensor) -> _SavedTensor:
 
 
 class _WeightView:
-    """A view into the weights of a version."""
-
     def __init__(self, version: WeightVersion, index: int, x: Tensor) -> None:
         self.version, self.index = version, index
         begin = version.layout.weights[index].storage_offset()
@@ -118,8 +115,8 @@ class WeightVersions:
     def __init__(self, layout: Callable[[], ParameterLayout]) -> None:
         self._layout = layout
         self._now: WeightVersion | None = None
-        self._own: WeightVersion | None = None  # of the current batch, if all of it reads one version
-        self._next: WeightVersion | None = None  # of the next batch
+        self._own: WeightVersion | None = None  # if the whole batch reads it
+        self._next: WeightVersion | None = None
         self.reads: dict[int, WeightVersion] = {}
 
     @property
@@ -141,7 +138,7 @@ class WeightVersions:
         self.keep_weights()
 
     def keep_weights(self) -> None:
-        """Copies the weights if a pass will still read them. Call it before they change."""
+        """Call it before the weights change."""
         if self._now is not None and any(self._now is version for version in self._list_alive()):
             self._now.copy_weights()
         self._now = None
@@ -152,7 +149,6 @@ class WeightVersions:
 
     @property
     def kept(self) -> list[Tensor]:
-        """The tensors of all copies."""
         if not self.reads and self._own is self._next is None:
             return []
         versions = {id(version): version for version in self._list_alive()}
