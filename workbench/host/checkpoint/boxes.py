@@ -1,4 +1,4 @@
-"""Converts slices of a tensor into boxes of its shape, which torch.distributed.checkpoint uses to name pieces."""
+"""Converts slices of a tensor into boxes of its shape, as torch.distributed.checkpoint names pieces."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from workbench.host.placement.slices import StridedSlice
 
-MAX_BOXES = 4096  # boxes of one tensor on one rank; with more, its part is written as a separate tensor
+MAX_BOXES = 4096  # per tensor and rank; with more, its part is a separate tensor
 
 
 class Box(NamedTuple):
-    """Where a box begins along each dimension, and its size."""
+    """Where a box begins, and its size."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -49,7 +49,7 @@ def _convert_slice(shape: tuple[int, ...], s: StridedSlice) -> list[Box]:
 
 
 def _list_run_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Yields the boxes of a contiguous run of elements."""
+    """For a contiguous run of elements."""
     if start >= stop:
         return
     if len(shape) < 2:

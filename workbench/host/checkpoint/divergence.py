@@ -1,7 +1,7 @@
 """Takes a run back to a checkpoint while it runs, after a loss that is not finite or has diverged.
 
-Ranks restore the model and the state of optimizer, strategy and compressor. Step numbers and data continue: in lockstep
-the same steps on the same examples would meet the same loss again.
+Ranks restore the model and the state of optimizer, strategy and compressor. Step numbers and data continue, because the
+same steps on the same examples would meet the same loss again.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from workbench.host.passes.pipelining import drain_pipeline
 from workbench.rank import Op
 from workbench.settings import KnobError
 
-MAX_TIMES = 3  # times that it goes back to the same checkpoint
-MAX_CHECKPOINTS = 4  # how many of the newest checkpoints to try
+MAX_TIMES = 3  # to the same checkpoint
+MAX_CHECKPOINTS = 4  # the newest ones
 FIXED_SETTINGS = (
     "strategy",
     "partition",
@@ -24,7 +24,7 @@ FIXED_SETTINGS = (
     "optimizer",
     "bucket_mb",
     "ranks",
-)  # settings that must be unchanged
+)  # these must be unchanged
 
 
 class StoreView(Protocol):
@@ -34,7 +34,7 @@ class StoreView(Protocol):
         """Returns the steps of complete checkpoints, the newest first."""
 
     def open_checkpoint(self, step: int, rank: int) -> tuple[dict[str, Any], RestoredState]:
-        """Returns a checkpoint's settings and a rank's image. Raises KnobError if it cannot be read."""
+        """Returns its settings and a rank's image. Raises KnobError if it cannot be read."""
 
 
 class DivergenceRecovery:
@@ -42,8 +42,8 @@ class DivergenceRecovery:
 
     def __init__(self, run: CheckpointView, kept: StoreView) -> None:
         self.run, self.kept = run, kept
-        self._since = -1  # the step before which it last went back; earlier losses are settled
-        self._to, self._times = -1, 0  # the last checkpoint's step; how often it went back to it
+        self._since = -1  # its last return; earlier losses are settled
+        self._to, self._times = -1, 0  # the last checkpoint's step; how often it returned to it
 
     async def restore_checkpoint(self, met: int) -> bool:
         """Takes all ranks back after a loss in step `met`. Returns False, with a Mark, if that fails."""

@@ -1,8 +1,7 @@
 """Writes the images of all ranks into files, each tensor once, in torch.save's format.
 
-A hash of its values identifies a piece. Ranks exchange their tables through the host, and each computes which rank
-writes which piece. Each reports the places of its pieces to rank 0, which writes the manifest. The bytes are those of
-torch.distributed.checkpoint. The manifest has the offsets of values, so a reader needs no zip or pickle.
+Ranks exchange the hashes of their pieces, and each computes which rank writes which piece. Rank 0 writes the manifest.
+The bytes are those of torch.distributed.checkpoint. A reader needs no zip or pickle, only the manifest's offsets.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from torch import Tensor
 
 from workbench.host.checkpoint.image import RankImage
 
-PieceSizes = dict[str, int]  # bytes of each piece by hash
-VALUES = "/data/0"  # torch.save's zip entry with a tensor's values
-LOCAL = 30  # bytes of a zip's header before the name
+PieceSizes = dict[str, int]  # bytes by hash
+VALUES = "/data/0"  # torch.save's zip entry of values
+LOCAL = 30  # bytes before a zip entry's name
 
 
 def hash_pieces(image: RankImage) -> list[list[tuple[str, Tensor]]]:
-    """Returns the hash and values of each item's boxes."""
+    """Returns (hash, values) of each item's boxes."""
     return [
         [(_hash_tensor(x), x) for x in _cut_boxes(item.values, [box.sizes for box in item.boxes])]
         for item in image.items
@@ -44,12 +43,12 @@ def _hash_tensor(x: Tensor) -> str:
 
 
 def measure_pieces(found: list[list[tuple[str, Tensor]]]) -> PieceSizes:
-    """Returns the bytes of each of a rank's pieces."""
+    """Returns the bytes of each piece."""
     return {name: x.numel() * x.element_size() for item in found for name, x in item}
 
 
 def assign_writers(tables: Sequence[PieceSizes]) -> list[set[str]]:
-    """Returns the pieces that each rank writes: of a piece's owners, the one with the fewest bytes so far."""
+    """Assigns each piece to the owner with the fewest bytes so far."""
     mine: list[set[str]] = [set() for _ in tables]
     load = Counter[int]()
     have: dict[str, list[int]] = {}
@@ -75,7 +74,7 @@ def write_pieces(found: list[list[tuple[str, Tensor]]], mine: set[str], file: An
         todo.remove(piece)
         opened = opened or file()
         buffer = io.BytesIO()
-        torch.save(x.clone(), buffer)  # a clone, so that torch does not save the storage behind the view
+        torch.save(x.clone(), buffer)  # so that torch does not save the storage behind the view
         begins, raw = opened.nbytes, buffer.getbuffer()
         nbytes = x.numel() * x.element_size()
         places[piece] = [begins, len(raw), begins + _find_values(buffer), nbytes, str(x.dtype)[6:], list(x.shape)]
@@ -84,7 +83,7 @@ def write_pieces(found: list[list[tuple[str, Tensor]]], mine: set[str], file: An
 
 
 def _find_values(buffer: io.BytesIO) -> int:
-    """Returns the offset of a tensor's values in it."""
+    """Returns the offset of the values."""
     with zipfile.ZipFile(buffer) as archive:
         at = next(info.header_offset for info in archive.infolist() if info.filename.endswith(VALUES))
     header = buffer.getbuffer()[at : at + LOCAL]
@@ -93,14 +92,14 @@ def _find_values(buffer: io.BytesIO) -> int:
 
 def make_report(image: RankImage, found: list[list[tuple[str, Tensor]]], places: dict[str, list[Any]],
            file: dict[str, Any] | None) -> dict[str, Any]:  # fmt: skip
-    """Returns a rank's report to rank 0."""
+    """Makes a rank's report to rank 0."""
     items = [[item.name, list(item.shape), [[*map(list, box)] for box in item.boxes], [piece for piece, _ in each]]
              for item, each in zip(image.items, found, strict=True)]  # fmt: skip
     return {"items": items, "said": image.entries, "places": places, "file": file}
 
 
 def make_manifest(about: dict[str, Any], reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the manifest: `about`, and the reports of all ranks."""
+    """Joins `about` and all ranks' reports."""
     files, blobs, number = {}, list[list[Any]](), dict[str, int]()
     for rank, told in enumerate(reports):
         if told["file"] is not None:
@@ -119,14 +118,14 @@ def make_manifest(about: dict[str, Any], reports: Sequence[dict[str, Any]]) -> d
 
 
 def name_file(rank: int) -> str:
-    """Returns the name of rank `rank`'s file."""
+    """Names a rank's file."""
     return f"__{rank}_0.distcp"
 
 
 def list_boxes(reports: Sequence[dict[str, Any]]) -> list[tuple[str, tuple[int, ...], list[list[int]], list[Any]]]:
     """Returns (name, whole shape, offsets, [rank, start, bytes, ..., dtype, sizes]) of every box.
 
-    It serves to assemble a model. The name includes the rank if ranks have different values, or if it is a rank's own.
+    The name includes the rank if ranks have different values, or if it is a rank's own.
     """
     where = {piece: [rank, *place] for rank, told in enumerate(reports) for piece, place in told["places"].items()}
     seen: dict[str, dict[Any, set[str]]] = {}

@@ -1,7 +1,6 @@
 """A copy of a rank's state between two steps: tensors in the host's memory, everything else as JSON.
 
-The rank neither leaves its strategy nor gathers anything, so a resumed rank is bit-identical. An ImageTensor names the
-tensor that it belongs to. So a piece that several ranks hold is written once, and a whole model can be assembled.
+The rank neither leaves its strategy nor gathers anything, so a resumed rank is bit-identical.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from workbench.host.placement.slices import StridedSlice
 from workbench.host.placement.spread import place_replica
 from workbench.host.transfer.handover import find_shards, place_slots
 
-TensorPlace = tuple[tuple[int, ...], tuple[StridedSlice, ...]]  # a tensor's whole shape, and this rank's slices of it
+TensorPlace = tuple[tuple[int, ...], tuple[StridedSlice, ...]]  # (whole shape, this rank's slices)
 
 
 class ImageTensor(NamedTuple):
@@ -48,8 +47,7 @@ class RankImage:
     """One rank's image.
 
     step:    the next step that the rank makes
-    items:   its tensors
-    entries: everything else, with a number in place of each tensor
+    entries: everything but tensors, with a number in place of each tensor
     """
 
     step: int
@@ -74,13 +72,13 @@ class RankImage:
         return len(self.items) - 1
 
     def add_own(self, x: Tensor) -> int:
-        """Copies a tensor that belongs to this rank alone."""
+        """For a tensor that belongs to this rank alone."""
         with unmaterialized.prevent_fetches():
             return self.add_tensor("", x, tuple(x.shape))
 
 
 def make_rank_image(run: CheckpointView) -> RankImage:
-    """Copies the state of `run`'s rank, with nothing in flight. Raises UnsavableValue for other values."""
+    """Copies the rank's state, with nothing in flight. Raises UnsavableValue for other values."""
     image = RankImage(run.rank.step)
     said = image.entries
     said["step"] = image.step
@@ -119,7 +117,6 @@ def locate_parameters(run: RankView) -> Iterator[tuple[str, Tensor, TensorPlace]
 
 
 def _locate_slices(run: RankView, name: str, param: nn.Parameter, slices: tuple[StridedSlice, ...]) -> TensorPlace:
-    """Returns (shape, slices) of this rank's elements of a parameter."""
     shape, local = whole_shape(param), tuple(param.shape)
     if shape == local:
         return shape, slices
@@ -128,7 +125,7 @@ def _locate_slices(run: RankView, name: str, param: nn.Parameter, slices: tuple[
     ]
     if slices == (StridedSlice(0, _count_elements(local)),):
         return shape, whole
-    return local, slices  # a shard of a slice: boxes within the slice
+    return local, slices  # boxes within the slice
 
 
 def _count_elements(shape: tuple[int, ...]) -> int:
@@ -148,7 +145,7 @@ def list_untrained(run: RankView) -> Iterator[tuple[str, Tensor]]:
 
 
 def _locate_slots(run: RankView) -> Iterator[tuple[str, Tensor, TensorPlace]]:
-    """Yields the optimizer state of each parameter, as `parameters` does."""
+    """Yields optimizer state, as `locate_parameters` does."""
     here, params = read_slots(run.layout, run.optimizer), {place.name: place.param for place in run.layout.order}
     shards = find_shards(run, run.experiment.strategy)
     lies: Held = {}
@@ -167,7 +164,6 @@ def _locate_slots(run: RankView) -> Iterator[tuple[str, Tensor, TensorPlace]]:
 
 
 def _encode_position(reads: BatchReader | None, image: RankImage) -> Any:
-    """Returns this rank's position in its data."""
     if reads is None:
         return None
     chance = reads.own_randomness.numbers if reads.own_randomness is not None else None
@@ -184,7 +180,7 @@ def _encode_position(reads: BatchReader | None, image: RankImage) -> Any:
 
 
 def encode_rng_states(states: Numbers | None) -> Any:
-    """Converts states of random numbers into tensors and plain numbers."""
+    """Converts random states into tensors and numbers."""
     if states is None:
         return None
     torchs, numpys, pythons = states

@@ -1,8 +1,7 @@
 """Makes one image of the whole run, to resume it on another number of ranks.
 
 All ranks leave their strategy and gather the whole model, as in a live switch. The first rank's image has it. Heirs
-inherit the ranks' compression residuals by their owner's rule. Of p ranks, rank j's share goes to rank j q // p of q
-(see "The hand-over" in workbench/DESIGN.md).
+inherit the ranks' compression residuals by their owner's rule (see "The hand-over" in workbench/DESIGN.md).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from workbench.host.transfer.repartition import repartition_state
 from workbench.host.transfer.state_layout import WHOLE, StateLayout
 from workbench.partitions import Whole
 
-Shares = dict[str, dict[str, Tensor]]  # by buffer and parameter, the state of a rank's compressor
+Shares = dict[str, dict[str, Tensor]]  # by buffer and parameter
 
 
 async def gather_model(run: CheckpointView) -> tuple[Any, dict[str, str], Shares]:

@@ -1,6 +1,6 @@
 """A checkpoint of the model alone, for a user's own training loop. No run resumes from it.
 
-If replicas have drifted apart, the model is their mean, as when a strategy ends.
+If replicas have drifted apart, the model is their mean.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KIND = "model"  # of a checkpoint
 
 
 async def make_model_image(run: RankView) -> RankImage:
-    """Returns the image of `run`'s model, equal on all ranks. Raises UnsavableValue for state other than tensors."""
+    """Returns the model, equal on all ranks. Raises UnsavableValue for state other than tensors."""
     state = dict(run.model.state_dict())
     if other := next((name for name, x in state.items() if not isinstance(x, Tensor)), None):
         raise UnsavableValue(f"{other} of the model's state is no tensor")
@@ -35,23 +35,21 @@ async def make_model_image(run: RankView) -> RankImage:
 
 
 async def average_model(run: RankView) -> None:
-    """Sets `run`'s own model to the mean that `alone` would save."""
+    """Sets `run`'s model to the mean that `make_model_image` saves."""
     state = {name: x.detach() for name, x in run.model.state_dict().items() if isinstance(x, Tensor)}
     with torch.no_grad():
         await _average_drifted(run, state)
 
 
 async def _average_drifted(run: RankView, state: dict[str, Tensor]) -> None:
-    """Averages tensors over ranks if their bits differ."""
     learned = {name for name, _ in run.model.named_parameters(remove_duplicate=False)}
-    for here in (learned, state.keys() - learned):  # compared apart: ranks may have their own statistics
+    for here in (learned, state.keys() - learned):  # ranks may have their own statistics
         mine = [x for name, x in state.items() if name in here and x.numel()]
         if len(set(await run.gather(_compute_digest(mine)))) > 1:
             await average_tensors(run.rank, mine, "model")
 
 
 def _compute_digest(every: list[Tensor]) -> int:
-    """Returns a CRC of the tensors' bits."""
     digest = 0
     for x in every:
         bytes_of = x.cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
@@ -60,7 +58,7 @@ def _compute_digest(every: list[Tensor]) -> int:
 
 
 def read_model_state(image: RestoredState) -> dict[str, Tensor]:
-    """Returns the state dict that `alone` kept. Raises KnobError if the image has none."""
+    """Returns the state dict. Raises KnobError if the image has none."""
     with image.refuse_misfits():
         return {
             str(name): image.read_tensor(int(number)).clone() for name, number in image.entries["parameters"].items()

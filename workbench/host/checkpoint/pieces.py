@@ -1,7 +1,4 @@
-"""Assembles a model from the pieces in a manifest, without running or tracing the model.
-
-This works if all ranks agree on every element, so it depends neither on the strategy's steps nor on the task's loss.
-"""
+"""Assembles a model from the pieces in a manifest, without running or tracing the model."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from torch import Tensor
 
 from workbench.host.checkpoint.restore import read_blob
 
-Places = dict[tuple[tuple[int, ...], tuple[int, ...]], int]  # by (offsets, sizes) of a box, the number of its blob
+Places = dict[tuple[tuple[int, ...], tuple[int, ...]], int]  # the blob of each box (offsets, sizes)
 
 
 def read_whole_model(checkpoint: Any, files: Any) -> dict[str, Tensor] | None:
@@ -37,7 +34,7 @@ def read_whole_model(checkpoint: Any, files: Any) -> dict[str, Tensor] | None:
 
 
 def _list_model_items(checkpoint: Any) -> Iterator[tuple[str, Any]]:
-    """Yields each rank's (name, item) of the model's tensors; the item is None if it has no place."""
+    """Yields each rank's (name, item); the item is None if it has no place."""
     for each in checkpoint.each:
         numbers = {**dict(each["said"]["parameters"]), **dict(each["said"]["beside"])}
         for name, number in numbers.items():
@@ -46,7 +43,7 @@ def _list_model_items(checkpoint: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _join_boxes(checkpoint: Any, files: Any, shape: tuple[int, ...], places: Places) -> Tensor | None:
-    """Returns the tensor of these boxes; None if they overlap or leave a gap."""
+    """Returns None if boxes overlap or leave a gap."""
     blobs = [checkpoint.blobs[number] for number in places.values()]
     whole = torch.zeros(shape, dtype=getattr(torch, blobs[0].dtype))
     times = torch.zeros(shape, dtype=torch.uint8)

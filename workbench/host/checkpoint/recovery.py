@@ -1,7 +1,7 @@
 """Reads a whole model from a checkpoint of ranks that each held a part, after the loss of a rank.
 
-Each remaining rank reads everything. Drifted replicas become their mean, as at a switch. Heirs inherit compression
-residuals by their owner's rule. An outer momentum is reset, and so is optimizer state of another optimizer.
+Each remaining rank reads everything. Drifted replicas become their mean. Heirs inherit compression residuals by their
+owner's rule. An outer momentum is reset, and so is optimizer state of another optimizer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from workbench.rank import Memory, can_average
 
 
 class _SourceRank(NamedTuple):
-    """One rank of the checkpoint: its image, and by name the numbers of its tensors and their slices."""
+    """One rank's image, and by name the numbers of its tensors and their slices."""
 
     image: RestoredState
     numbers: dict[str, int]
@@ -40,19 +40,19 @@ class _SourceRank(NamedTuple):
 
 
 class RecoveryCheckpoint(NamedTuple):
-    """A checkpoint that all ranks go back to: its settings, and each rank's image."""
+    """A checkpoint that all ranks go back to."""
 
     settings: Mapping[str, Any]
     images: Sequence[RestoredState]
 
     @property
     def used(self) -> int:
-        """How many examples of the data's order were used up then."""
+        """How many examples of the data's order were used up."""
         return max(image.used for image in self.images)
 
 
 def open_images(checkpoint: Any, files: Any) -> RecoveryCheckpoint:
-    """Returns all ranks' images in `files`, the checkpoint's bytes. Raises RunError if it cannot read them."""
+    """Opens all ranks' images. Raises RunError if it cannot read them."""
     images = [open_image(checkpoint, files, place, alone=True) for place in range(checkpoint.ranks)]
     return RecoveryCheckpoint(checkpoint.settings, images)
 
@@ -109,7 +109,7 @@ def _inherit_residuals(run: RankView, was: Experiment, images: Sequence[Restored
     shares: list[Shares] = []
     for number in range(count := len(replicas) // ways):
         if "mean" not in rules.values() and find_heir(number, count, size) != me:
-            shares.append({})  # inherited by another rank: no need to read it
+            shares.append({})  # another rank inherits it
             continue
         share: Shares = {}
         for place in replicas[number * ways : (number + 1) * ways]:
@@ -125,19 +125,17 @@ def _inherit_residuals(run: RankView, was: Experiment, images: Sequence[Restored
 
 
 def _decode_residuals(run: RankView, image: RestoredState) -> Shares:
-    """Returns the state of one rank's compressor, by buffer and parameter."""
     return image.make_decoder(run).load_memory(Memory(), image.entries["memory"]).buffers
 
 
 def _list_untrained(run: RankView) -> Iterator[tuple[str, Tensor]]:
-    """Yields buffers and frozen parameters."""
     yield from run.model.named_buffers()
     yield from ((name, p.data) for name, p in run.model.named_parameters() if not p.requires_grad)
 
 
 def _list_sources(run: RankView, was: Experiment, images: Sequence[RestoredState],
              like: Mapping[str, Tensor]) -> Iterator[_SourceRank]:  # fmt: skip
-    """Yields the checkpoint's ranks that trained or owned a table."""
+    """Yields the ranks that trained or owned a table."""
     numel = {place.name: place.numel for place in run.layout.order}
     sizes = numel | {name: x.numel() for name, x in _list_untrained(run)}
     for name, x in like.items():
@@ -163,7 +161,7 @@ def _list_sources(run: RankView, was: Experiment, images: Sequence[RestoredState
 
 
 def _find_former_shards(run: RankView, was: Experiment, first: RestoredState) -> ShardLayout | None:
-    """Returns how shards were cut: buckets in their former order."""
+    """Buckets are in their former order."""
     strategy = was.strategy
     if strategy.opaque or "optimizer state" not in strategy.shards:
         return None
@@ -177,7 +175,7 @@ def _find_former_shards(run: RankView, was: Experiment, first: RestoredState) ->
 
 
 def _assemble_tensor(sources: Sequence[_SourceRank], name: str, n: int, dtype: torch.dtype, was: Experiment) -> Tensor:
-    """Returns (n,): the tensor of this name. Drifted replicas become their mean if `dtype` has one."""
+    """Returns (n,). Drifted replicas become their mean if `dtype` has one."""
     mean = was.strategy.periodic and can_average(dtype)
     total, times = torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=torch.int32)
     for source in sources:

@@ -26,10 +26,10 @@ from workbench.settings import Change, KnobError
 from workbench.settings.describe_error import text_of
 from workbench.tasks import at_rate
 
-MISFIT_ERRORS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)  # of a misfit
-CLEAR_ERRORS = (OutOfMemory, torch.OutOfMemoryError)  # errors that already name their own cause
-MACHINE_ERRORS = ("can't allocate memory", "CUDA error", "NCCL error")  # in a RuntimeError of torch
-OUTER, OWED = "outer", "owed"  # in a whole image: an outer momentum; residuals by heir
+MISFIT_ERRORS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+CLEAR_ERRORS = (OutOfMemory, torch.OutOfMemoryError)  # they name their own cause
+MACHINE_ERRORS = ("can't allocate memory", "CUDA error", "NCCL error")  # in torch's RuntimeError
+OUTER, OWED = "outer", "owed"  # an outer momentum; residuals by heir
 
 
 class RestoredState:
@@ -39,7 +39,6 @@ class RestoredState:
     made:   the earlier changes, as JSON
     reads:  the order in which a step reads parameters, as JSON; None: they were whole, or an older version wrote it
     tensor: returns the tensor of a number, flat if it is in several pieces
-    close:  ends reading
     damage: the error that `tensor` raises if a file is damaged
     """
 
@@ -54,8 +53,7 @@ class RestoredState:
     def refuse_misfits(self) -> Iterator[None]:
         """Inside, an image that does not fit raises KnobError with the checkpoint's name.
 
-        If a device runs out of memory or a file is damaged, the settings are not the cause. Such an error passes
-        unchanged.
+        Errors of memory and of damaged files pass unchanged.
         """
         try:
             yield
@@ -84,8 +82,8 @@ class RestoredState:
     def begin_restore(self, run: CheckpointView) -> None:
         """Before the strategy starts: restores the step, and a whole image's state.
 
-        Shards are cut by the order in which a step reads parameters. It comes from the checkpoint, because a loss that
-        reads a tensor's value cannot be traced before the first step.
+        Shards are cut by the order in which a step reads parameters. The checkpoint has it, because a loss that reads a
+        tensor's value cannot be traced before the first step.
         """
         with self.refuse_misfits():
             run.rank.step = int(self.entries["step"])
@@ -100,7 +98,7 @@ class RestoredState:
                 run.mark("data", describe_repeats(NO_INDEX))
 
     async def restore_order(self, run: CheckpointView) -> None:
-        """Before shards are cut: restores the order of buckets."""
+        """Restores the order of buckets before shards are cut."""
         if self.whole:
             return
         with self.refuse_misfits():
@@ -117,7 +115,7 @@ class RestoredState:
     # -- before the first step --
 
     async def restore_state(self, run: CheckpointView, anew: bool = True) -> None:
-        """Before the first step: restores all state except random numbers, which `settle` restores.
+        """Before the first step: restores all state except random numbers.
 
         anew: the run begins with it; else the learning rate and the position in the data stay
         """
@@ -144,7 +142,6 @@ class RestoredState:
         await run.gather(0)  # no rank may read another's memory before it is restored
 
     def _restore_position(self, run: CheckpointView, reader: ValueDecoder) -> None:
-        """Restores the rank's position in its steps and its data."""
         vars(run.rate).update(_keep_known(reader.decode_value(self.entries["rate"]), vars(run.rate)))
         run.finite.take_first_loss(reader.decode_value(self.entries.get("first")))
         vars(run.measuring).update(_keep_known(reader.decode_value(self.entries["measuring"]), vars(run.measuring)))
@@ -158,7 +155,7 @@ class RestoredState:
             run.mark("data", describe_repeats(why))
 
     def _restore_inherited(self, run: CheckpointView, reader: ValueDecoder) -> None:
-        """Restores what another number of ranks hands on: an outer momentum, and compression residuals."""
+        """Restores an outer momentum and compression residuals of another number of ranks."""
         rank, more = run.rank, reader.decode_value(self.entries["more"])
         if more[OUTER] is not None:
             run.experiment.strategy.takes(rank.replicas, run.state, more[OUTER])
@@ -169,20 +166,20 @@ class RestoredState:
         run.finite.take_first_loss(reader.decode_value(self.entries.get("first")))
 
     def finish_restore(self, run: CheckpointView) -> None:
-        """Last of all before the first step: restores the policy and random numbers."""
+        """Last before the first step: restores the policy and random numbers."""
         if self.whole:
             return
         with self.refuse_misfits():
             reader = self.make_decoder(run)
             kept = reader.decode_value(self.entries["policy"])
-            own = [{**plain, "at_step": step} for step, plain in kept.pop("made", ())]  # as older versions wrote them
+            own = [{**plain, "at_step": step} for step, plain in kept.pop("made", ())]  # from older versions
             run.steering.restore_state(kept, [Change.read(plain, int(plain["at_step"])) for plain in self.made or own])
             run.restore_slice_rng(reader.decode_value(self.entries["crowd"]))
             run.restore_rng(_decode_rng_states(reader.decode_value(self.entries["draws"])))
 
 
 def _decode_trace(said: Any, model: nn.Module) -> AccessTrace:
-    """Returns a step's order of reading. Raises ValueError if `model` lacks a parameter."""
+    """Raises ValueError if `model` lacks a parameter."""
     trial = AccessTrace.from_json(said)
     if other := sorted(set(trial.names()) - {name for name, _ in model.named_parameters()}):
         raise ValueError(f"it reads {_shorten_names(other)}, and this model has no such parameters")
@@ -194,12 +191,10 @@ def _shorten_names(names: list[str]) -> str:
 
 
 def _keep_known(said: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the written values of attributes that still exist."""
     return {name: value for name, value in said.items() if name in known}
 
 
 def _restore_values(run: RankView, saved: RestoredState) -> None:
-    """Restores parameters, buffers and frozen parameters."""
     for what, here in (("parameters", ((n, x) for n, x, _ in locate_parameters(run))), ("beside", list_untrained(run))):
         numbers = dict(saved.entries[what])
         for name, x in here:
@@ -213,7 +208,6 @@ def _restore_values(run: RankView, saved: RestoredState) -> None:
 
 
 def _restore_optimizer(run: RankView, saved: RestoredState) -> None:
-    """Restores the optimizer's state and settings."""
     optimizer, places = run.optimizer, {place.name: place.param for place in run.layout.order}
     reader = saved.make_decoder(run)
     groups = reader.decode_value(saved.entries["groups"])
@@ -231,7 +225,7 @@ def _restore_optimizer(run: RankView, saved: RestoredState) -> None:
 
 
 def _restore_data(run: CheckpointView, said: Any) -> bool:
-    """Restores the rank's position in its data. Returns whether the last batches are equal."""
+    """Returns whether the last batches are equal."""
     if said is None or run.reads is None:
         return True
     stands = {
@@ -246,7 +240,6 @@ def _restore_data(run: CheckpointView, said: Any) -> bool:
 
 
 def _decode_rng_states(said: Any) -> Numbers | None:
-    """Converts states of random numbers back from `image.encode_rng_states`."""
     if said is None:
         return None
     torchs, (name, keys, *rest), (version, numbers, gauss) = said
@@ -273,7 +266,7 @@ def open_image(checkpoint: Any, files: Any, rank: int, alone: bool = False) -> R
 
 
 def read_blob(blob: Any, files: Any) -> Tensor:
-    """Returns the tensor of a Blob's bytes. Raises RunError if its file is damaged."""
+    """Returns a Blob's tensor. Raises RunError if its file is damaged."""
     dtype = getattr(torch, blob.dtype)
     if not blob.nbytes:
         return torch.zeros(blob.sizes, dtype=dtype)

@@ -1,7 +1,7 @@
-"""When checkpoints are made, on both hosts: every `save_every` steps, and on request.
+"""When checkpoints are made: every `save_every` steps, and on request.
 
 The next checkpoint is a planned change. All ranks reach it before the same step, or meet for it if they keep no common
-step. With nothing in flight, each rank copies its state. A CheckpointWriter writes the image while training goes on.
+step. With nothing in flight, each rank copies its state, which a CheckpointWriter writes while training goes on.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CheckpointableRank(ABC):
     @property
     @abstractmethod
     def reads(self) -> BatchReader | None:
-        """The BatchReader that this rank learns from; None without values."""
+        """None without values."""
 
     @property
     @abstractmethod
@@ -63,7 +63,7 @@ class CheckpointableRank(ABC):
     @property
     @abstractmethod
     def slice_rng(self) -> tuple[int, int] | None:
-        """`at` of its TensorParallelGroup, if it has slices of the model."""
+        """`random_position` of its TensorParallelGroup, if any."""
 
     @abstractmethod
     def restore_slice_rng(self, at: tuple[int, int] | None) -> None:
@@ -92,22 +92,22 @@ class Checkpointer:
         self.run, self.keeper, self.saved = run, keeper, saved
         self._every = 0  # the last `save_every`
         self._next: CheckpointEvent | None = None
-        self._last, self._stays = -1, False  # the last one's step; whether it was requested
+        self._last, self._stays = -1, False  # step and kind of the last one
 
     # -- resuming --
 
     async def restore_order(self) -> None:
-        """Before shards are cut: restores the order of buckets."""
+        """Call it before shards are cut."""
         if self.saved is not None:
             await self.saved.restore_order(self.run)
 
     async def restore_state(self) -> None:
-        """Once all state is placed: restores its values."""
+        """Call it once all state is placed."""
         if self.saved is not None:
             await self.saved.restore_state(self.run)
 
     def finish_restore(self) -> None:
-        """Last before the first step: restores the policy and random numbers, and plans a checkpoint."""
+        """Last before the first step: also plans a checkpoint."""
         if self.saved is not None:
             self.saved.finish_restore(self.run)
             self.saved.close()
@@ -117,7 +117,7 @@ class Checkpointer:
     # -- saving --
 
     def plan_next(self, step: int | None = None) -> None:
-        """Plans the next checkpoint, behind the changes that are due by then. Called after every change.
+        """Plans the next checkpoint, behind the changes that are due by then. Call it after every change.
 
         step: rank 0's, if ranks keep no common step, so that all ranks plan the same; None: this rank's
         """
@@ -135,12 +135,12 @@ class Checkpointer:
             run.planned.insert(bisect_right([change.at_step for change in run.planned], at), self._next)
 
     def end(self, patience: float | None = None) -> None:
-        """Waits until the present checkpoint is written, at most `patience` seconds."""
+        """Waits at most `patience` seconds until the checkpoint is written."""
         if self.keeper is not None:
             self.keeper.close(patience)
 
     async def make_planned(self, save: CheckpointEvent) -> None:
-        """Makes the planned checkpoint, once all ranks have reached it."""
+        """Call it once all ranks have reached the step."""
         if isinstance(save, GatherEvent):
             await save.gather(self.run)
         elif save is self._next:
@@ -158,10 +158,10 @@ class Checkpointer:
         if run.layout.order[0].param.is_meta or (self.keeper is None and not asked):
             return
         step = (await run.gather(run.rank.step))[0]
-        if step == self._last and (self._stays or not asked):  # a request makes it again, so that it is not pruned
+        if step == self._last and (self._stays or not asked):  # repeated on request, so that it is not pruned
             return
         able = await run.gather(0 if self.keeper is None else 1 + self.keeper.is_busy)
-        if 2 in able and 0 not in able and (asked or last or step == run.experiment.steps):  # wait for the earlier one
+        if 2 in able and 0 not in able and (asked or last or step == run.experiment.steps):
             await Op("do", self.end)
             able = [1]
         if self.keeper is None or set(able) != {1}:
@@ -179,7 +179,7 @@ class Checkpointer:
         self.keeper.write_image(image, self._describe_run(asked, step))
 
     async def _make_image(self) -> tuple[RankImage | None, str]:
-        """Copies this rank's state once nothing is in flight. Returns (None, reason) if it cannot be written."""
+        """Copies this rank's state with nothing in flight. Returns (None, reason) if it cannot be written."""
         run = self.run
         strategy, replicas = run.experiment.strategy, run.rank.replicas
         if run.experiment.task.leads:
@@ -205,7 +205,6 @@ class Checkpointer:
                 run.enter_opaque()
 
     def _describe_run(self, asked: bool, step: int) -> dict[str, Any]:
-        """Returns the manifest's description of the run."""
         run = self.run
         to_come = [change for change in run.planned if isinstance(change, Change)]
         planned, made = (

@@ -1,8 +1,7 @@
 """Converts the state of strategies, compressors, optimizers and policies to JSON and tensors, and back.
 
 An object is written as its class name and attributes. The ValueDecoder makes only classes of workbench's families, or
-of the modules of the run's own members. It runs none of their code, only `object.__new__`. So a checkpoint chooses
-values, and never runs code.
+of the modules of the run's own members. It runs none of their code, only `object.__new__`.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def encode_value(x: Any, keep: Keep, where: str) -> Any:
 
 
 def _encode_memory(x: Memory, keep: Keep, where: str) -> Any:
-    """Writes a Memory without the joined buffers, which it rebuilds."""
+    """Leaves out the joined buffers, which it rebuilds."""
     said = {"buffers": x.buffers, "parts": x.parts, "seed": x.seed, "_generator": x._generator}
     return {"memory": {name: encode_value(value, keep, f"{where}.{name}") for name, value in said.items()}}
 
@@ -87,7 +86,7 @@ def _encode_object(x: Any, keep: Keep, where: str) -> Any:
 
 
 def list_attributes(x: Any) -> dict[str, Any]:
-    """Returns all attributes of an object by name, also those in slots."""
+    """Returns attributes by name, also those in slots."""
     slots = [n for kind in type(x).__mro__ for n in _list_slots(kind) if n not in ("__dict__", "__weakref__")]
     return {**getattr(x, "__dict__", {}), **{n: getattr(x, n) for n in slots if hasattr(x, n)}}
 
@@ -109,7 +108,7 @@ def _is_plain_class(kind: type) -> bool:
 
 
 class ValueDecoder:
-    """Reads what `written` wrote.
+    """Reads the result of `encode_value`.
 
     tensor:  returns the tensor of a number
     modules: where to find classes outside workbench's families
@@ -119,7 +118,7 @@ class ValueDecoder:
         self._tensor, self._modules = tensor, modules
 
     def decode_value(self, said: Any) -> Any:
-        """Returns the value written as `said`. Raises ValueError if `written` cannot have written that."""
+        """Raises ValueError if `encode_value` cannot have written `said`."""
         if type(said) in PLAIN:
             return said
         if not isinstance(said, dict) or not said:
@@ -174,7 +173,7 @@ class ValueDecoder:
         return self.load_memory(Memory(), said)
 
     def load_memory(self, memory: Memory, said: dict[str, Any]) -> Memory:
-        """Replaces the content of `memory` by the written one."""
+        """Replaces the content of `memory`."""
         values = {name: self.decode_value(value) for name, value in said["memory"].items()}
         memory.buffers, memory.parts = values["buffers"], values["parts"]
         memory.seed, memory._generator, memory._joined = values["seed"], values["_generator"], {}

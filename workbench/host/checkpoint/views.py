@@ -13,19 +13,17 @@ from workbench.host.transfer.views import ChangeView
 
 
 class CheckpointerView(Protocol):
-    """What writes a rank's checkpoints."""
+    """A rank's Checkpointer."""
 
     def end(self, patience: float | None = None) -> None:
-        """Waits until the present checkpoint is written, at most `patience` seconds."""
+        """Waits at most `patience` seconds."""
 
 
 class CheckpointView(ChangeView, Protocol):
-    """A rank whose state is saved and restored.
-
-    planned:         future changes, in the order of their steps
+    """planned:         future changes, in the order of their steps
     held_out:        the last held-out loss that this rank knows
     rng_states:      the states of the random numbers of this rank's forwards
-    crowd:           `at` of its TensorParallelGroup, if it has slices of the model
+    slice_rng:       `random_position` of its TensorParallelGroup, if any
     is_asynchronous: whether ranks make steps without a meeting in every round
     """
 
@@ -52,7 +50,7 @@ class CheckpointView(ChangeView, Protocol):
     def steering(self) -> PolicyRunner: ...
 
     def restore_rng(self, states: Numbers | None) -> None:
-        """Restores the states of random numbers."""
+        """Restores the states."""
 
     def restore_slice_rng(self, at: tuple[int, int] | None) -> None:
-        """Restores `crowd`."""
+        """Restores `slice_rng`."""
