@@ -1,14 +1,13 @@
-"""The MemoryAccount of one rank: its bytes by category, recorded whenever they change, on both hosts.
+"""The MemoryAccount of one rank: its bytes by category, recorded whenever they change.
 
 Samples are called "memory CATEGORY", in bytes: the category's peak in a step. "memory peak" is the device's peak,
-"memory on host" and "memory on disk" are state that a strategy keeps there. Categories that stay from step to step are
-recounted after a possible change. Looking at activations and gradients costs time, so the ledger looks in the first
-steps, after a change, and then every LOOK_EVERY steps.
+"memory on host" and "memory on disk" are state that a strategy keeps there. Looking at activations and gradients costs
+time, so the account looks in the first steps, after a change, and then every LOOK_EVERY steps.
 
 A storage belongs to the first category that has it. The peak assumes that buffers in flight coincide with the worst
 moment. A batch is the last one drawn. Gradients between two nodes of the graph count. Temporaries inside a node or call
-(of a layer, an optimizer, gloo) do not. An evaluation counts every tensor that torch's calls make, in the first one
-after a change and then every LOOK_EVERY steps. The peak includes it if more evaluations follow.
+(of a layer, an optimizer, gloo) do not. An evaluation counts every tensor that torch's calls make. The peak includes it
+if more evaluations follow.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "batc
               "compressor state", "buffers in flight", "evaluation")  # fmt: skip
 PASSING = ("gradients", "activations")  # only within a step
 ALONE = "evaluation"  # only between two steps
-LOOK_EVERY = 32  # steps between two looks at activations
-FRESH_STEPS = 3  # steps to look at after the start and after a change
-NOTICED_SHARE = 0.01  # share of a category: a smaller change is not recorded
-_MadeOf = tuple[bool, int | None, int, int, dict[str, int]]  # what a record depends on; see `_write`
+LOOK_EVERY = 32  # between two looks at activations
+FRESH_STEPS = 3  # after the start or a change
+NOTICED_SHARE = 0.01  # smaller changes are not recorded
+_MadeOf = tuple[bool, int | None, int, int, dict[str, int]]  # the key of a record
 
 
 class MemoryAccount:
@@ -51,24 +50,24 @@ class MemoryAccount:
                  beside: Callable[[], dict[str, int]] = dict) -> None:  # fmt: skip
         self._run, self._counts, self.away, self._beside = run, counts, away, beside
         self.buffers = BufferCounter(run)
-        self.due = True  # look at the present step
+        self.due = True
         self._fresh, self._last = FRESH_STEPS, 0
         self._inputs: list[Any] = []
         self._standing: dict[str, int] = {}
         self._memories: list[Memory] = []  # of strategy and compressor
-        self._seen: tuple[int | tuple[int, ...], ...] | None = None  # the key of the last count of what stays
-        self._most: dict[str, int] = {}  # peaks in this step or the last one looked at
-        self._together = 0  # peak of activations and gradients together
+        self._seen: tuple[int | tuple[int, ...], ...] | None = None  # key of the last recount
+        self._most: dict[str, int] = {}  # peaks in the last measured step
+        self._together = 0  # of activations and gradients
         self._written: dict[str, int] = {}
         self._holds: int | None = None  # bytes of parameters, if a strategy says so: now,
         self._held: int | None = None  # and at most in the step
-        self._counted = 0  # bytes of parameters that were counted with what stays
-        self._surge = 0  # bytes that a hand-over takes in addition
+        self._counted = 0  # bytes of parameters that stay
+        self._surge = 0  # a hand-over's additional bytes
         self._told: tuple[_MadeOf, dict[str, int]] | None = None  # the last record and its key
-        self._following: StorageTracker | None = None  # of the present evaluation
-        self._evaluated = 0  # its last peak, if more follow
+        self._following: StorageTracker | None = None
+        self._evaluated = 0  # the last peak, if more follow
         self._evaluated_at = -1  # its step; -1: no look since a change
-        self._step = 0, 0  # the last step's extra bytes of parameters, and of buffers in flight
+        self._step = 0, 0  # extra bytes of parameters, and of buffers in flight
 
     # -- between steps --
 
@@ -84,24 +83,22 @@ class MemoryAccount:
         self._surge = 0
 
     def note_surge(self, nbytes: int) -> None:
-        """Notes bytes that a hand-over takes in addition to what stays before and after it."""
+        """Notes a hand-over's additional bytes."""
         self._surge = max(self._surge, nbytes)
 
     @property
     def has_optimizer_state(self) -> bool:
-        """Whether the optimizer has state on this device."""
         return bool(self._counts.list_standing()["optimizer state"])
 
     def note_model_cut(self) -> None:
-        """Between two steps: this rank keeps only its part of the model, which was built in the host's memory."""
+        """Call it once this rank keeps only its part of the model, which was built in the host's memory."""
         self._held = self._holds
 
     def begin_step(self) -> None:
-        """Begins a step."""
         self._recount_standing()
         self.buffers.take_peak(stepping=True)
         self._held = self._holds
-        if not self._run.experiment.eval_every:  # no more evaluations
+        if not self._run.experiment.eval_every:
             self._evaluated = 0
             self._write_down(dict.fromkeys([ALONE] if self._written.get(ALONE) else [], 0))
         self.due = self._fresh > 0 or self._run.rank.step - self._last >= LOOK_EVERY
@@ -109,7 +106,7 @@ class MemoryAccount:
             self._most, self._together, self._inputs, self._told = {}, 0, [], None
 
     def end_step(self) -> None:
-        """Ends a step. Raises OutOfMemory if it took more than `memory_mb`."""
+        """Raises OutOfMemory if the step took more than `memory_mb`."""
         if self.due:
             self._note_peak("gradients", self._counts.count_gradients())
             self._seen, self._last, self._fresh = None, self._run.rank.step, max(0, self._fresh - 1)
@@ -131,7 +128,7 @@ class MemoryAccount:
 
     @property
     def is_evaluation_measured(self) -> bool:
-        """Whether the next evaluation is looked at. Nearly all are like the one before."""
+        """Nearly all evaluations are like the one before."""
         return self._evaluated_at < 0 or self._run.rank.step - self._evaluated_at >= LOOK_EVERY
 
     @contextmanager
@@ -156,7 +153,6 @@ class MemoryAccount:
         self.note_evaluation(kept + following.most[0], self.buffers.take_peak(stepping=False))
 
     def _require_now(self, kept: int) -> None:
-        """Raises OutOfMemory if the present evaluation has already outgrown `memory_mb`."""
         limit = self._run.experiment.memory_mb * MB
         if self._following is not None and limit:
             made, moved = kept + self._following.most[0], self.buffers.most
@@ -164,7 +160,7 @@ class MemoryAccount:
                 self.note_evaluation(made, moved, "or more ")
 
     def exclude_fetched(self) -> AbstractContextManager[None]:
-        """Inside, new tensors are fetched parameters, which do not count as the evaluation's."""
+        """Inside, new tensors are fetched parameters, not the evaluation's."""
         return self._following.pause_counting() if self._following is not None else nullcontext()
 
     def note_evaluation(self, nbytes: int, moved: int | None = None, more: str = "") -> None:
@@ -188,7 +184,7 @@ class MemoryAccount:
     # -- in a step --
 
     def note_forward(self, inputs: Any = None) -> None:
-        """Notes the end of a forward with these `inputs`."""
+        """Call it after a forward."""
         if self.due:
             self._inputs.append(inputs)
             self._note_peak("batches", self._counts.count_batch())
@@ -210,14 +206,15 @@ class MemoryAccount:
         self._note_joint_peak(max(most(), gradients + self._counts.count_activations()))
 
     def note_held(self, nbytes: int | None) -> None:
-        """Notes the bytes of parameters that a sharding strategy holds now; None: no strategy shards them."""
+        """nbytes: parameters that this rank holds now; None: no strategy shards them"""
         self._holds, self._held = nbytes, None if nbytes is None else max(self._held or 0, nbytes)
         self._require_now(0)
 
     def note_submodel(self, params: Iterable[Tensor], state: Any = None) -> None:
-        """Notes a sub-model that is trained in this step, with parameters of its own.
+        """Notes a sub-model that is trained in this step.
 
-        state: its optimizer state, or the bytes of it
+        params: its own parameters
+        state:  its optimizer state, or the bytes of it
         """
         self._held = max(self._held or 0, self._run.layout.held + sum(p.nbytes for p in params))
         if self.due and state:
@@ -233,7 +230,6 @@ class MemoryAccount:
     # -- what stays --
 
     def _recount_standing(self) -> None:
-        """Recounts what stays from step to step, if something may have changed it."""
         run = self._run
         stashed = sum(x.nbytes for x in run.flow.stashed)
         seen = (
@@ -261,7 +257,6 @@ class MemoryAccount:
         self.buffers.known, self.buffers.buckets, self.buffers.rooms = found[1:]
 
     def _sort_storages(self, every: dict[str, memory.Storages]) -> SortedBytes:
-        """Returns the bytes by category, each storage in its first one, and what `BufferCounter` needs."""
         nbytes, known = dict[str, int](), memory.Storages()
         for category, found in every.items():
             nbytes[category] = memory.count_bytes({where: s for where, s in found.items() if where not in known})
@@ -272,19 +267,19 @@ class MemoryAccount:
         return SortedBytes(nbytes, {where: weakref.ref(s) for where, s in known.items()}, list(buckets), rooms)
 
     def _count_between_steps(self, moved: int) -> dict[str, int]:
-        """Returns the bytes by category between two steps, with `moved` in flight."""
+        """moved: bytes in flight"""
         now = self._standing | {"buffers in flight": moved}
         if self._held is not None:
             now["parameters"] += self._held - self._counted
         return now
 
     def _record_changes(self, between: bool = False) -> dict[str, int]:
-        """Records changed categories, and returns all. between: nothing is computed, as between two steps"""
+        """Records changed categories, and returns all. between: nothing is computed"""
         self._recount_standing()
         moved, away = self.buffers.take_peak(stepping=False), self.away.take_peaks()
         made_of = between, self._held, self._surge, moved, away
         if not self.due and self._told is not None and self._told[0] == made_of:
-            return self._told[1]  # nearly all steps are like the one before
+            return self._told[1]  # nearly all steps
         room = self._standing["gradients"]
         now = self._count_between_steps(moved) | self._most
         now["gradients"] = max(room, now["gradients"])
@@ -300,7 +295,6 @@ class MemoryAccount:
         return told
 
     def _write_down(self, told: dict[str, int]) -> None:
-        """Records the values that have changed."""
         for name, value in told.items():
             before = self._written.get(name)
             if before is None or abs(value - before) > NOTICED_SHARE * before:
@@ -309,5 +303,4 @@ class MemoryAccount:
 
 
 def _measure_content(memory: Memory) -> tuple[int, ...]:
-    """Returns a value that changes with the content of a Memory."""
     return tuple(map(len, (*memory.buffers.values(), *memory.parts.values())))

@@ -34,7 +34,7 @@ class GraphHooks:
         self._heard: Callable[[Ends, Ends], None] | None = None
 
     def hook_graphs(self, losses: Iterable[Tensor]) -> None:
-        """Replaces the hooks by new ones on the graphs of these losses."""
+        """Replaces the hooks by those of these losses."""
         while self._removers:
             self._removers.pop().remove()
         self._removers = [
@@ -43,7 +43,7 @@ class GraphHooks:
 
     @contextmanager
     def listen_to_backward(self, passing: BackwardMeter) -> Iterator[BackwardMeter]:
-        """Inside, a backward runs, and `passing` listens to it."""
+        """Inside, `passing` listens to a backward."""
         try:
             with passing:
                 self._heard = passing.end
@@ -64,19 +64,19 @@ class BackwardMeter:
     looks:       (gradients that have arrived, peak bytes of activations and of gradients between nodes)
     most:        peak bytes of activations and new gradients together
 
-    A gradient between two nodes counts from the end of the first until it is freed. A parameter's gradient counts as
-    `comes` says. If buckets release gradients during the backward, gradients are recounted up to LOOKS times.
+    A gradient between two nodes counts from the end of the first until it is freed. If buckets release gradients during
+    the backward, gradients are recounted up to MAX_LOOKS times.
     """
 
     def __init__(self, layout: ParameterLayout, activations: Alive, comes: Callable[[ParameterPlace], int]) -> None:
         self._layout, self._comes = layout, comes
         self._activations = activations
-        self._lies: dict[int, weakref.ref[UntypedStorage]] = {}  # storages from before the backward
-        self._there: dict[int, weakref.ref[UntypedStorage]] = {}  # weak references to the storages in _now
-        self._gone: list[int] = []  # bytes freed since the last look, by any thread
+        self._lies: dict[int, weakref.ref[UntypedStorage]] = {}  # from before the backward
+        self._there: dict[int, weakref.ref[UntypedStorage]] = {}  # storages in _now
+        self._gone: list[int] = []  # freed by any thread
         self._now = self._came = 0
         self._removers: list[RemovableHandle] = []
-        self.names: list[str] = []  # parameters in the order of their gradients
+        self.names: list[str] = []  # in the order of their gradients
         self.looks: list[tuple[int, int]] = []
         self.most = 0
 
@@ -87,7 +87,7 @@ class BackwardMeter:
         for storage, _ in self._activations:
             self._watch_storage(storage())
         for place in self._layout.order:
-            if not place.param.requires_grad:  # frozen since then; torch refuses a hook on it
+            if not place.param.requires_grad:  # torch refuses a hook on it
                 continue
             hook = place.param.register_post_accumulate_grad_hook(lambda _, place=place: self._count_gradient(place))
             self._removers.append(hook)
@@ -99,7 +99,6 @@ class BackwardMeter:
         self._there.clear()
 
     def _watch_storage(self, storage: UntypedStorage | None) -> None:
-        """Counts a storage until it is freed."""
         if storage is None or storage._cdata in self._there:
             return
         where, size = storage._cdata, storage.nbytes()
@@ -130,7 +129,7 @@ class BackwardMeter:
         self.most = max(self.most, self._came + self._now)
 
     def _count_gradient(self, place: ParameterPlace) -> None:
-        """Counts a new gradient of a parameter. It may be the tensor that a node returned."""
+        """The gradient may be the tensor that a node returned."""
         if place.param.grad is not None and (storage := get_storage(place.param.grad)) is not None:
             self._forget_storage(storage._cdata, storage.nbytes())
         self.names.append(place.name)

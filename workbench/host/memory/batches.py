@@ -1,4 +1,4 @@
-"""Draws batches for one rank from the task's data, and moves them to the device."""
+"""Draws batches for one rank from the task's data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from workbench.tasks._chance import Chance as Chance
 from workbench.tasks._chance import Numbers as Numbers
 from workbench.tasks._chance import numbers as numbers
 
-MAX_BOUNDARIES = 64  # boundaries to remember
+MAX_BOUNDARIES = 64
 
 
 class ReaderPosition(NamedTuple):
@@ -42,7 +42,7 @@ class ReaderPosition(NamedTuple):
 
 
 def count_batch_bytes(batch: Any) -> int:
-    """Returns the bytes of a batch's tensors, not of the storages behind them."""
+    """Counts the tensors, not the storages behind them."""
     return sum(x.numel() * x.element_size() for x in find_tensors(batch))
 
 
@@ -58,16 +58,16 @@ class BatchReader:
         self._drawn = 0
         self._total = 0  # including earlier passes
         self._last = 0  # a hash of part of the last batch
-        self._opened: Numbers | None = None  # random numbers at the start of the data and of this pass
+        self._opened: Numbers | None = None  # at the start of the data and of this pass
         self._pass_began: Numbers | None = None
-        self.taken = 0  # batches returned by `next`
+        self.taken = 0  # returned by `next_batch`
         self.nbytes = 0  # of the last batch
-        self._early: deque[Any] = deque()  # drawn before their turn
+        self._early: deque[Any] = deque()  # before their turn
         self._chance: Chance | None = None
         self._began = 0, 0, 0, 0  # the last restart's arguments
         self._used: dict[int, int] = {}  # by step, examples used up before it
         self._client = 0, 1
-        self._clients: dict[tuple[int, int], tuple[Any, ...]] = {}  # positions of clients that do not read now
+        self._clients: dict[tuple[int, int], tuple[Any, ...]] = {}  # positions of other clients
 
     def set_share(self, rank: int, size: int, seed: int | None = None) -> None:
         """From the next restart on, draws the data of `rank` of `size`.
@@ -80,7 +80,7 @@ class BatchReader:
     def restart_reading(self, batch: int, seed: int, step: int, used: int = 0) -> None:
         """Draws batches of `batch` examples from now on. With an index, it skips the first `used` examples.
 
-        Without an index, a later restart draws other examples than the first.
+        Without an index, a later restart draws other examples.
         """
         self._began = batch, seed, step, used
         self._used = {at: n for at, n in self._used.items() if at < step}
@@ -102,7 +102,6 @@ class BatchReader:
             self._open_reader()
 
     def _save_position(self) -> None:
-        """Saves the present reader's position."""
         self._clients[self._client] = (self._source, self._iterator, self._drawn, self._early, self._total, self._last,
                                        self._opened, self._pass_began)  # fmt: skip
 
@@ -123,7 +122,7 @@ class BatchReader:
         return batch
 
     def peek_batch(self, after: int) -> Any:
-        """Returns the batch that `next` returns after `after` more batches."""
+        """after: number of batches before it"""
         while len(self._early) <= after:
             self._early.append(self._draw_batch())
         return self._early[after]
@@ -162,20 +161,20 @@ class BatchReader:
         return used + batch * self._size * max((total - len(early)) * count for (_, count), total, early in here)
 
     def note_boundary(self, step: int) -> None:
-        """Notes the examples used up before this step."""
+        """Notes the examples used up."""
         self._used[step] = self.used
         if len(self._used) > MAX_BOUNDARIES:
             del self._used[min(self._used)]
 
     def list_boundaries(self, step: int) -> list[tuple[int, int]]:
-        """Returns (step, examples used up before it) of the last boundaries, up to `step`."""
+        """Returns (step, examples used up before it), up to `step`."""
         self._used.setdefault(step, self.used)
         return [(at, n) for at, n in self._used.items() if at <= step]
 
     # -- positions --
 
     def list_positions(self) -> dict[tuple[int, int], ReaderPosition]:
-        """Returns the position of each client. The present reader is the last one."""
+        """Returns each client's position, the present one last."""
         mine, found = self._client, dict[tuple[int, int], ReaderPosition]()
         for client in (*self._clients, mine):
             self.select_client(*client)
@@ -186,12 +185,12 @@ class BatchReader:
 
     @property
     def restart_arguments(self) -> tuple[int, int, int, int]:
-        """The last restart's batch, seed and step, and the examples used up by then."""
+        """The last restart's batch, seed, step, and examples used up."""
         return self._began
 
     @property
     def own_randomness(self) -> Chance | None:
-        """Its separate random numbers, if it has any."""
+        """Separate random numbers, if any."""
         return self._chance
 
     def restore_positions(self, began: tuple[int, int, int, int], chance: Numbers | None,
@@ -226,7 +225,7 @@ class BatchReader:
 
 
 def hash_batch(batch: Any) -> int:
-    """Returns a hash of a few bytes of a batch's first tensors; 0 without tensors on a CPU."""
+    """Hashes a few bytes of a batch's first tensors; 0 without tensors on a CPU."""
     found = 0
     for x in islice(find_tensors(batch), 2):
         if x.device.type == "cpu" and x.layout == torch.strided and x.numel():
@@ -247,7 +246,7 @@ def make_example(learner: Learner, e: Experiment, device: str) -> Any:
 
 
 def move_to_device(batch: Any, device: str) -> Any:
-    """Moves tensors to `device`, also inside tuples, lists and dicts. Other values stay as they are."""
+    """Moves tensors, also inside tuples, lists and dicts. Other values stay as they are."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):

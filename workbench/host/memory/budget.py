@@ -1,4 +1,4 @@
-"""The memory budget of a rank's device, and the error that says what needs more."""
+"""The memory budget of a rank's device, and its error."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class MemoryShortage:
 def require_fits(run: RankView, needed: int, of: Mapping[str, int], when: str) -> None:
     """Raises OutOfMemory if a rank's `needed` bytes exceed its budget; of: bytes by category.
 
-    Before the first step has ended, its memory is unknown. So the message then names no sufficient budget.
+    Before the first step has ended, the message names no sufficient budget.
     """
     rank, e = run.rank.number(), run.experiment
     limit_mb = e.memory_mb
@@ -67,7 +67,7 @@ def require_fits(run: RankView, needed: int, of: Mapping[str, int], when: str) -
 
 
 def format_mb(nbytes: float) -> str:
-    """Returns bytes as MB with 3 significant digits or more, and no exponent.
+    """Returns MB with 3 significant digits or more.
 
     >>> format_mb(44_710_000), format_mb(1_234_900_000)
     ('44.7', '1235')

@@ -12,10 +12,10 @@ from torch import Tensor, UntypedStorage
 from workbench.host.core.views import RankView
 from workbench.rank import Bucket, Op
 
-_MADE: dict[str, Callable[[int, int], int]] = {  # bytes that a collective makes of (bytes, ranks)
+_MADE: dict[str, Callable[[int, int], int]] = {  # of (bytes, ranks)
     "all_gather": lambda nbytes, size: size * nbytes,
     "all_to_all": lambda nbytes, size: nbytes,
-    "reduce_scatter": lambda nbytes, size: nbytes + nbytes // size,  # every rank's piece of a shard, and their sum
+    "reduce_scatter": lambda nbytes, size: nbytes + nbytes // size,  # every rank's piece, and their sum
 }
 
 
@@ -31,17 +31,17 @@ class BufferCounter:
         self._lock = threading.Lock()
         self._held: dict[Hashable, int] = {}
         self.known: dict[int, weakref.ref[UntypedStorage]] = {}  # storages of other categories
-        self.rooms: dict[int, weakref.ref[Tensor]] = {}  # by id, bucket vectors that stay from step to step
-        self.buckets: list[Bucket] = []  # gradient buckets; some move in every backward
+        self.rooms: dict[int, weakref.ref[Tensor]] = {}  # by id, bucket vectors that stay
+        self.buckets: list[Bucket] = []  # some move in every backward
         self.now = self.most = 0
         self.stepping = False
-        self.measured = False  # also count measuring ops, such as an evaluation's gathered shards
+        self.measured = False  # also measuring ops, such as an evaluation's gathered shards
 
     def note_request(self, who: Hashable, op: Op) -> None:
         """Notes that the child `who` requests a collective."""
         if op.measures and not self.measured:
             return
-        room = self.rooms.get(id(op.args[0]))  # ids are reused after a vector is released
+        room = self.rooms.get(id(op.args[0]))  # ids are reused
         if room is not None and room() is op.args[0] and op.verb == "all_reduce":  # nearly always
             return
         if nbytes := self._count_needed(op):
@@ -54,7 +54,7 @@ class BufferCounter:
             self.most = max(self.most, self.now)
 
     def note_end(self, who: Hashable, value: Any = None) -> None:
-        """Notes the end of `who`. Its result counts until a second call takes it."""
+        """The result of `who` counts until a second call takes it."""
         if self._held and who in self._held:
             kept = value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
             with self._lock:
@@ -63,7 +63,7 @@ class BufferCounter:
                     self._held[who] = kept
 
     def note_message(self, x: Tensor) -> None:
-        """Counts a message's copy, unless a server sends it, outside its steps."""
+        """A server's messages outside its steps do not count."""
         if self.stepping:
             self._add_bytes("messages", x.numel() * x.element_size())
 
@@ -76,10 +76,10 @@ class BufferCounter:
         return most
 
     def _count_needed(self, op: Op) -> int:
-        """Returns the bytes of an op's inputs, unless counted elsewhere, and of its results."""
+        """Counts an op's results, and inputs that count nowhere else."""
         x, rank, group = op.args[0], self._run.rank, op.group
         me, size = (rank.id, rank.size) if group is None else (group.index(rank.id), len(group))
-        if op.verb == "all_to_allv":  # one vector of rows is sent, another received
+        if op.verb == "all_to_allv":  # one vector is sent, another received
             width = x[0].element_size()
             rows = sum(row.numel() for row in x)
             return int(width * (rows + rows + sum(row[me] for row in op.args[1])))

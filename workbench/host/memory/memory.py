@@ -1,7 +1,6 @@
 """The memory of a rank's tensors: bytes of storages, each counted once, however many tensors share it.
 
-The tensors that autograd saves for a backward are read off the loss's graph. No forward hook runs, so a measured step
-computes the same as any other.
+It reads saved tensors off the loss's graph. No forward hook runs, so a measured step computes the same as any other.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from workbench.host.placement import unmaterialized
 from workbench.host.placement.layout import ParameterLayout, ParameterPlace
 from workbench.rank import Handle, Memory
 
-Storages = dict[int, UntypedStorage]  # storages by address
-Alive = list[tuple[weakref.ref[UntypedStorage], int]]  # weak references to storages, and their bytes
-MAX_LOOKS = 8  # most recounts of gradients in a backward, if buckets release them
-_BARE = str | bytes | int | float | type | FunctionType | ModuleType | None  # without content
+Storages = dict[int, UntypedStorage]  # by address
+Alive = list[tuple[weakref.ref[UntypedStorage], int]]  # (storage, bytes)
+MAX_LOOKS = 8  # most recounts of gradients in a backward
+_BARE = str | bytes | int | float | type | FunctionType | ModuleType | None
 _NUMBERS = {int, float, bool, str, type(None)}  # the most frequent of these
 _SAVED = "_raw_saved_"
-_slots: dict[type, list[str]] = {}  # by type of node, its attributes for saved tensors
+_slots: dict[type, list[str]] = {}  # attributes for saved tensors, by type of node
 
 
 def pack_tensor(x: Tensor) -> Tensor:
@@ -40,17 +39,17 @@ def pack_tensor(x: Tensor) -> Tensor:
 
 
 def find_tensors(thing: Any) -> Iterator[Tensor]:
-    """Yields the tensors in `thing`, in lists, tuples, sets, dicts and plain objects at any depth."""
+    """Yields tensors in lists, tuples, sets, dicts and plain objects at any depth."""
     return (x for x in _walk_objects(thing) if isinstance(x, Tensor))
 
 
 def find_memories(thing: Any) -> list[Memory]:
-    """Returns the Memory objects in `thing`, which may still be empty."""
+    """Finds Memory objects, also empty ones."""
     return [x for x in _walk_objects(thing) if isinstance(x, Memory)]
 
 
 def _walk_objects(thing: Any) -> Iterator[Any]:
-    """Yields every object reachable from `thing`, once."""
+    """Yields every reachable object once."""
     todo, seen = deque([thing]), set()
     while todo:
         x = todo.popleft()
@@ -68,7 +67,7 @@ def _list_members(x: Any) -> Iterable[Any]:
         return x.values()
     if isinstance(x, list | tuple | set | frozenset | deque):
         return x
-    if isinstance(x, Handle):  # a running child reaches its whole host; its tensors are buffers in flight
+    if isinstance(x, Handle):  # a running child reaches its whole host
         return ()
     if isinstance(x, nn.Module):
         return [*x.parameters(), *x.buffers()]
@@ -83,18 +82,18 @@ def find_storages(thing: Any) -> Storages:
 
 
 def get_storage(x: Tensor) -> UntypedStorage | None:
-    """Returns a tensor's storage; None if it has none, as a sparse tensor."""
-    x = getattr(x, "_local_tensor", x)  # the local part of torch's DTensor
+    """Returns None if a tensor has no storage, as a sparse one."""
+    x = getattr(x, "_local_tensor", x)  # of torch's DTensor
     return x.untyped_storage() if x.layout == torch.strided else None
 
 
 def count_bytes(found: Storages) -> int:
-    """Returns the bytes of these storages."""
+    """Counts bytes."""
     return sum(storage.nbytes() for storage in found.values())
 
 
 def watch_storages(found: Storages) -> Alive:
-    """Returns weak references to these storages, with their bytes."""
+    """Returns weak references with bytes."""
     return [(weakref.ref(storage), storage.nbytes()) for storage in found.values()]
 
 
@@ -113,23 +112,23 @@ def find_parameters(model: nn.Module, layout: ParameterLayout, followed: Iterabl
 
 
 def find_gradients(layout: ParameterLayout) -> Storages:
-    """Returns the gradients, and the memory that buckets keep for them."""
+    """Returns the gradients, and their buckets' memory."""
     kept = [bucket.kept for bucket in layout.buckets]
     return find_storages([[place.param.grad for place in layout.order], list_bucket_vectors(layout), kept])
 
 
 def list_bucket_vectors(layout: ParameterLayout) -> list[Tensor]:
-    """Returns the vectors of buckets with several parameters; a lone parameter's gradient needs none."""
+    """Only buckets of several parameters need vectors."""
     return [bucket.data for bucket in layout.buckets if len(bucket.parts) > 1] if layout.roomy else []
 
 
 def find_optimizer_state(optimizer: Optimizer) -> Storages:
-    """Returns an optimizer's state, step counters included."""
+    """Includes step counters."""
     return find_storages(dict(optimizer.state))
 
 
 def walk_nodes(losses: Iterable[Tensor]) -> Iterator[Node]:
-    """Yields each node of the losses' graph once."""
+    """Yields each node once."""
     todo, seen = [loss.grad_fn for loss in losses], set()
     while todo:
         node = todo.pop()
@@ -165,12 +164,12 @@ def _list_kept(node: Node) -> Iterator[Any]:
 
 
 def count_look_interval(layout: ParameterLayout) -> int:
-    """Returns the number of gradients between two looks in a backward."""
+    """Returns the number of gradients between two looks."""
     return -(-len(layout.order) // MAX_LOOKS)
 
 
 def count_alive_bytes(kept: Alive) -> int:
-    """Returns the bytes of the storages that still exist."""
+    """Counts storages that still exist."""
     return sum(nbytes for storage, nbytes in kept if storage() is not None)
 
 
@@ -181,5 +180,5 @@ def make_gradient_counter(layout: ParameterLayout, exchanged: bool) -> Callable[
 
 
 def count_gradient_bytes(place: ParameterPlace, exchanged: bool) -> int:
-    """Returns a gradient's bytes beyond its bucket's memory. Autograd frees its own copy."""
+    """Counts bytes beyond the bucket's memory. Autograd frees its own copy."""
     return 0 if exchanged and not place.alone else place.numel * place.param.element_size()

@@ -1,4 +1,4 @@
-"""The source of a MemoryAccount's numbers: a rank's real tensors, or a host's other knowledge of sizes."""
+"""A MemoryAccount's numbers: from a rank's real tensors, or a host's other knowledge of sizes."""
 
 from __future__ import annotations
 
@@ -39,23 +39,21 @@ class MemoryCounts(Protocol):
     @property
     def shared_counts(self) -> dict[tuple[int, int], SortedBytes]: ...
     @property
-    def has_gradient_memory(self) -> bool: ...  # whether buckets keep memory for gradients
+    def has_gradient_memory(self) -> bool: ...
     def list_standing(self) -> dict[str, memory.Storages]: ...  # "parameters", "gradients" (vectors), "optimizer state"
-    def measure_forward(self, inputs: Any) -> int | None: ...  # bytes kept for backwards to come; None: unknown
+    def measure_forward(self, inputs: Any) -> int | None: ...  # kept for backwards to come; None: unknown
     def measure_backward(self, exchanged: bool) -> AbstractContextManager[Callable[[], int]]: ...  # yields its peak
     def count_gradients(self) -> int: ...
-    def count_activations(self) -> int: ...  # bytes kept for backwards to come
-    def count_batch(self) -> int: ...  # bytes of the forward's batch
+    def count_activations(self) -> int: ...  # kept for backwards to come
+    def count_batch(self) -> int: ...  # of the forward's batch
 
 
 class FullyShardedView(Protocol):
     """torch's fully_shard, while it trains."""
 
-    def list_whole(self) -> list[Tensor]: ...  # parameters that are gathered now
+    def list_whole(self) -> list[Tensor]: ...
     def gradients(self) -> int: ...  # their bytes
-    def measure_backward(
-        self, activations: Callable[[], int]
-    ) -> AbstractContextManager[Callable[[], int]]: ...  # as `backward`
+    def measure_backward(self, activations: Callable[[], int]) -> AbstractContextManager[Callable[[], int]]: ...
 
 
 class RealMemoryCounts:

@@ -1,8 +1,7 @@
 """State that a rank keeps away from its device, in its host's memory or on disk, by kind and bucket.
 
-A rank keeps its own shard of a bucket. Parameters kept away are a copy, and the model may have its own. Gradients and
-optimizer state exist only there. The host's processor steps a shard in the host's memory. On a CPU, device and host are
-one memory with two names.
+A rank keeps its own shard of a bucket. Parameters kept away are a copy. Gradients and optimizer state exist only there.
+The host's processor steps a shard in its memory. On a CPU, device and host are one memory with two names.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from workbench.host.placement.layout import ParameterLayout
 from workbench.host.placement.optimizer_slots import Settings, step_apart, swap_bucket_slots
 from workbench.rank import Bucket, Op, StrategyError
 
-OFFLOAD_LANES = ("offload", "fetch")  # lanes that do not use the network
-Key = tuple[str, str]  # a parameter's name and a slot
-VALUES_KEY = "", "values"  # the key of parameters or of gradients
-Held = dict[Key, Any]  # tensors, and whatever else an optimizer keeps
+OFFLOAD_LANES = ("offload", "fetch")  # these do not use the network
+Key = tuple[str, str]  # (parameter, slot)
+VALUES_KEY = "", "values"  # the key of parameters or gradients
+Held = dict[Key, Any]  # also an optimizer's other values
 Devices = dict[Key, torch.device]
-Hops = list[tuple[str, int]]  # ("host" or "disk", bytes) of each hop, to or from there
+Hops = list[tuple[str, int]]  # ("host" or "disk", bytes), to or from there
 
 
 def name_span(op: Op) -> str:
-    """Returns the name of an `offload`'s or a `fetch`'s Span, on both hosts."""
+    """Names an Op's Span."""
     shard, what, to = op.args[:3]
     return f"{op.verb} {what} {shard.index if shard.index >= 0 else ~shard.index} to {to}"
 
@@ -71,22 +70,20 @@ class OffloadStore:
     def take_peaks(self) -> dict[str, int]:
         """Returns the peak bytes since the last call, by place."""
         with self._lock:
-            if not self._most and not self._now:  # nearly always; a Counter is slow to make
+            if not self._most and not self._now:  # a Counter is slow to make
                 return {}
             most, self._most = self._most, Counter(self._now)
         return dict(most)
 
     @property
     def item_count(self) -> int:
-        """How many items are kept away."""
         return len(self._items)
 
     def has_kind(self, what: str) -> bool:
-        """Whether state of this kind is kept away."""
         return any(kind == what for kind, _ in self._items)
 
     def list_slots(self) -> set[str]:
-        """Returns the slots that are kept away: "exp_avg/NAME"."""
+        """Returns "exp_avg/NAME"."""
         found = [{*item.values, *item.devices} for (what, _), item in self._items.items() if what == "optimizer state"]
         return {f"{slot}/{name}" for keys in found for name, slot in keys}
 
@@ -95,12 +92,12 @@ class OffloadStore:
         self._items = {(what, ~index): item for (what, index), item in self._items.items()}
 
     def drop_old_items(self) -> None:
-        """Drops the remaining items of old buckets: shards of no elements."""
+        """Those left are shards of no elements."""
         for what, index in [key for key in self._items if key[1] < 0]:
             self._drop_item(what, index)
 
     def read_parameters(self, index: int) -> Tensor | None:
-        """Returns this rank's shard of a bucket's parameters, if it is kept away."""
+        """Returns this rank's shard, if it is kept away."""
         item = self._items.get(("parameters", index))
         if item is None:
             return None
@@ -172,7 +169,7 @@ class OffloadStore:
         return item.values
 
     def _take_state(self, layout: ParameterLayout, optimizer: Optimizer, shard: Bucket, what: str) -> Held:
-        """Takes state from the device, which loses it, except for parameters."""
+        """The device loses the state, except for parameters."""
         if what == "parameters":
             start = shard.offset - layout.weight_bucket(shard.index).offset - layout.begins[shard.index]
             return {VALUES_KEY: layout.weights[shard.index][start : start + shard.data.numel()]}
@@ -203,7 +200,6 @@ class OffloadStore:
         return step_apart(layout, optimizer, shard, values, grads, state, by, unused)
 
     def _move_item(self, index: int, what: str, item: OffloadedItem, where: str) -> Hops:
-        """Moves an item between the host's memory and the disk."""
         if item.where == where:
             return []
         values = self._read_item(item)

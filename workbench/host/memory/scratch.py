@@ -1,7 +1,7 @@
 """A file for the state that a rank keeps on disk, accessed with `pwrite` and `pread`.
 
-A mapped file would stay in memory, and so prove nothing. Writes are synced, and pages leave the system's cache after
-each access. So the next read comes from the disk, if the file is on one.
+A mapped file would stay in memory. Writes are synced, and pages leave the system's cache after each access. So the next
+read comes from the disk.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ALIGN_BYTES = 16  # bytes: alignment of tensors, for views of the buffer
+ALIGN_BYTES = 16  # alignment of tensors
 
 
 class FileExtent(NamedTuple):
-    """Tensors in the file, one after the other.
+    """Tensors in the file.
 
     pieces: each tensor's shape, dtype, and first byte in the extent
     """
@@ -44,7 +44,7 @@ class ScratchFile:
         self._free: dict[int, list[int]] = defaultdict(list)  # free extents by length
 
     def write_tensors(self, tensors: list[Tensor]) -> FileExtent:
-        """Writes tensors from the host's memory into a free extent, and syncs them."""
+        """Writes tensors from the host's memory, and syncs them."""
         pieces, nbytes = list[tuple[torch.Size, torch.dtype, int]](), 0
         for x in tensors:
             pieces.append((x.shape, x.dtype, nbytes))
@@ -71,7 +71,7 @@ class ScratchFile:
         return FileExtent(at, nbytes, tuple(pieces))
 
     def read_tensors(self, place: FileExtent) -> list[Tensor]:
-        """Returns the tensors of an extent, in new memory of the host."""
+        """Returns tensors in new memory."""
         joined = torch.empty(place.nbytes, dtype=torch.uint8)
         left, at = _view_bytes(joined), place.at
         while left:
@@ -84,11 +84,10 @@ class ScratchFile:
                 for shape, dtype, begin in place.pieces]  # fmt: skip
 
     def free_extent(self, place: FileExtent) -> None:
-        """Releases an extent, for other tensors."""
         with self._lock:
             self._free[place.nbytes].append(place.at)
             self._used -= 1
-            if not self._used:  # frees the disk, because new extents may have other lengths
+            if not self._used:  # because new extents may have other lengths
                 self._free.clear()
                 self._end = 0
                 os.ftruncate(self._fd, 0)
@@ -99,5 +98,5 @@ class ScratchFile:
 
 
 def _view_bytes(x: Tensor) -> memoryview:
-    """Returns a tensor's memory as bytes. Writing into them changes the tensor."""
+    """Writing into the bytes changes the tensor."""
     return memoryview(x.numpy())  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Counts the bytes that torch's calls make while they exist: the memory of an evaluation.
 
-It works without autograd's graph. It does not see temporaries inside one call, such as a convolution's.
+It does not see temporaries inside one call, such as a convolution's.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class StorageTracker(TorchDispatchMode):
         self.aside = self.read = False
         self.most, self._now = [0] * ranks, [0] * ranks
         self._sizes = sizes
-        self._there: dict[tuple[int, int], weakref.ref[UntypedStorage]] = {}  # weak references by rank and storage
+        self._there: dict[tuple[int, int], weakref.ref[UntypedStorage]] = {}  # by rank and storage
         self._gone: list[tuple[int, int]] = []  # (rank, bytes) freed since the last look
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Returns False. Otherwise torch spends seconds to load its compiler, only to exclude it."""
+        """If it is True, torch spends seconds to load its compiler, only to exclude it."""
         return False
 
     def __torch_dispatch__(self, func: OpOverload, types: Collection[type], args: tuple[Any, ...] = (),
@@ -106,12 +106,11 @@ class StorageTracker(TorchDispatchMode):
         self.most = [max(both) for both in zip(most, self.most, strict=True)]
 
     def count_repetition(self, beyond: list[int]) -> None:
-        """Counts a repetition of a computation with these peaks that leaves nothing behind."""
+        """Counts a repetition with these peaks that leaves nothing behind."""
         self._subtract_freed()
         self.most = [max(n, now + more) for n, now, more in zip(self.most, self._now, beyond, strict=True)]
 
     def has_counted(self, x: Tensor) -> bool:
-        """Whether a call has made this tensor."""
         where = _identify_storage(x)
         return any(key[1] == where for key in self._there)
 
@@ -121,7 +120,7 @@ class StorageTracker(TorchDispatchMode):
 
 
 def count_arrived(x: Any) -> None:
-    """Counts tensors from another rank in `x`, for the ranks that compute now."""
+    """Counts another rank's tensors, for the ranks that compute now."""
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, StorageTracker):
             for one in _find_tensors(x):
@@ -129,12 +128,10 @@ def count_arrived(x: Any) -> None:
 
 
 def _makes_storage(func: OpOverload) -> bool:
-    """Whether a call makes a tensor that is not a view of another."""
     return any(made.alias_info is None for made in func._schema.returns)
 
 
 def _reads_values(func: OpOverload) -> bool:
-    """Whether values decide a call's result or its size."""
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
@@ -143,14 +140,13 @@ def _find_tensors(thing: Any) -> Iterator[Tensor]:
 
 
 def _identify_storage(x: Tensor) -> int:
-    """Returns an identifier of a tensor's storage; 0 if it has none."""
     storage = get_storage(x)
     return 0 if storage is None else int(storage._cdata)
 
 
 @cache
 def _import_fake_class() -> type[Tensor]:
-    """Returns the class of tensors with a device but no values; its import is slow."""
+    """Its import is slow."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return FakeTensor

@@ -1,4 +1,4 @@
-"""One rank of a run, as the account of its memory sees it."""
+"""One rank of a run, as its memory account sees it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workbench.host.core.views import RankView
 
 
 class KeptWeights(Protocol):
-    """Copies of weights that a pass will still read. kept: their tensors"""
+    """Copies of weights."""
 
     @property
     def kept(self) -> list[Tensor]: ...
