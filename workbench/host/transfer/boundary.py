@@ -30,10 +30,10 @@ Bound = tuple[int, int]  # the next step, and how many changes came before it
 class Boundary(NamedTuple):
     """A rank's state at a boundary.
 
-    spread:  how the model lay on ranks; cut: how the optimizer's state did, and where `sharded` the parameters, too
-    state:   flat, by name: parameters and buffers, and what the optimizer remembers ("exp_avg/NAME")
-    memory:  by buffer and parameter, what its compressor remembered
-    apart:   steps since all ranks last had the same parameters; -1: nobody can tell
+    spread:  how the model is placed; cut: how optimizer state is and, if `sharded`, the parameters
+    state:   flat, by name: parameters and buffers, and optimizer state ("exp_avg/NAME")
+    memory:  by buffer and parameter, the compressor's memory
+    apart:   steps since all ranks last had the same parameters; -1: unknown
     """
 
     bound: Bound
@@ -62,7 +62,7 @@ class Boundary(NamedTuple):
 
 
 def widen_slices(name: str, x: Tensor, n: int, spread: ReplicaSpread | None, place: int, size: int) -> Tensor:
-    """Returns (n,): a whole parameter with the elements `x` of the rank at `place`, and 0 for all other elements."""
+    """Returns (n,): a whole parameter with the elements `x` of the rank at `place`, else 0."""
     made, slices = x.new_zeros(n), place_replica(((name, n),), spread, size).slices_of_rank(place)[name]
     at = 0
     for s in slices:
@@ -92,21 +92,21 @@ def make_boundary(run: ChangeView, bound: Bound, spare: Boundary | None = None, 
 
 
 def count_steps_apart(run: ChangeView) -> int:
-    """Steps since all ranks last had the same parameters, as far as the strategy of `run` can tell; -1: it cannot."""
+    """Counts steps since all ranks last had the same parameters; -1: unknown."""
     strategy = run.experiment.strategy
     since = strategy.steps_apart(run.state) if strategy.periodic else 0
     return -1 if since is None else since
 
 
 def copy_boundary(b: Boundary) -> Boundary:
-    """Returns a copy with memory of its own."""
+    """Copies all tensors."""
     return b._replace(
         state=_copy_tensors(b.state, {}), memory={kind: _copy_tensors(of, {}) for kind, of in b.memory.items()}
     )
 
 
 def list_own_elements(layout: ParameterLayout, lies: ShardLayout | None, place: int) -> State:
-    """Returns this rank's flat elements of each parameter by name. lies: how parameters are sharded, or None."""
+    """Returns this rank's flat elements of each parameter. lies: how parameters are sharded, or None"""
     found = dict[str, Tensor]()
     for bucket, own, begin in zip(layout.list_params(), layout.weights, layout.begins, strict=True):
         first, last = begin, begin + own.numel()
@@ -120,7 +120,7 @@ def list_own_elements(layout: ParameterLayout, lies: ShardLayout | None, place: 
 
 
 def _find_range(total: int, lies: ShardLayout, place: int) -> tuple[int, int]:
-    """Returns the range of a bucket of `total` elements that the rank at `place` keeps: (start, stop)."""
+    """Returns (start, stop) of a bucket's elements for the rank at `place`."""
     group = next(group for group in lies.groups if place in group)
     chunk = -(-total // len(group))
     begin = chunk * group.index(place)

@@ -1,12 +1,11 @@
 """Hands the state of a run over from one strategy to the next.
 
 First, `consolidate_state` averages buffers and optimizer state over the ranks that trained, if these have drifted
-apart. Then `spread_state` moves the state from its placement under one strategy to its placement under the next, by one
-`move`. A rank that only served has the parameters, but no buffers and no optimizer state.
+apart. Then `spread_state` moves the state to its placement under the next strategy. A rank that only served has the
+parameters, but no buffers and no optimizer state.
 
-The state is a dict by name. Parameters and buffers keep their names. Optimizer state has names such as "exp_avg/NAME"
-and "step/NAME". Frozen parameters are not in it because they are equal on all ranks. Neither is each rank's own memory,
-such as residuals.
+The state is a dict by name. Optimizer state has names such as "exp_avg/NAME" and "step/NAME". Frozen parameters are not
+in it because they are equal on all ranks. Neither is each rank's own memory, such as residuals.
 """
 
 from __future__ import annotations
@@ -44,28 +43,28 @@ if TYPE_CHECKING:
 
 
 def list_parameters(layout: ParameterLayout) -> State:
-    """Returns the trained parameters by name, as views: writing into them changes the model."""
+    """Returns views: writing into them changes the model."""
     return {place.name: place.param.data for place in layout.order}
 
 
 def list_trainer_state(run: RankView) -> State:
-    """Returns the state that only ranks that train have: buffers and optimizer state."""
+    """Returns the state that only training ranks have."""
     return {**{name: b.data for name, b in run.model.named_buffers()}, **read_slots(run.layout, run.optimizer)}
 
 
 def pick_replicas(run: RankView, numbers: list[int]) -> list[int]:
-    """Picks from a list by rank the numbers of the ranks that hold the same part of the model as this rank."""
+    """Picks from a list by rank the ranks that hold the same part of the model."""
     who = run.rank.replicas.within
     return numbers if who is None else [numbers[rank] for rank in who.ranks]
 
 
 def list_replicas(run: RankView) -> list[int]:
-    """The numbers in the run of the ranks that `alike` picks."""
+    """Returns these ranks' numbers in the run."""
     return pick_replicas(run, [run.rank.number(place) for place in range(run.rank.size)])
 
 
 def list_owners(run: RankView, strategy: Strategy) -> dict[str, int]:
-    """Returns the owner of each embedding table, if `strategy` keeps each table on one rank."""
+    """Returns each table's owner, if `strategy` keeps tables on single ranks."""
     names = run.rank.tables if strategy.tables else ()
     return {table: strategy.owner(k, run.rank.size) for k, table in enumerate(names)}
 
@@ -73,15 +72,15 @@ def list_owners(run: RankView, strategy: Strategy) -> dict[str, int]:
 async def consolidate_state(run: RankView, strategy: Strategy) -> None:
     """Averages buffers and optimizer state over the ranks that trained under `strategy`.
 
-    Otherwise diverged momenta would pull replicas apart again. Integers (counters, quantised moments) are taken from
-    the first rank. Raises RankDisagreement if optimizer states differ in size.
+    Diverged momenta would pull replicas apart again. The first rank gives its integers (counters, quantised moments).
+    Raises RankDisagreement if optimizer states differ in size.
     """
     rank, who = run.rank, mesh(strategy, run.rank.size)
     if rank.size == 1 or not (strategy.periodic or len(who.ranks) < rank.size):
         return
     own, apart = _count_elements(list_trainer_state(run)), list_owners(run, strategy)
     most = max(pick_replicas(run, await run.gather(own)))
-    if own < most or (apart and most):  # it has no optimizer state yet, or lacks other ranks' tables
+    if own < most or (apart and most):  # no optimizer state yet, or other ranks' tables lacking
         create_optimizer_state(run.layout, run.optimizer)
     check_same(
         pick_replicas(run, await run.gather(_count_elements(list_trainer_state(run)))),
@@ -96,7 +95,7 @@ async def consolidate_state(run: RankView, strategy: Strategy) -> None:
 
 
 def list_drifting(run: RankView, optimizer: OptimizerSetting, apart: Collection[str] = ()) -> list[torch.Tensor]:
-    """Returns the tensors of `beside` without tables `apart`. Zeroes slots with the rule "drop", which have no mean."""
+    """Lists trainer state without tables `apart`. Zeroes slots with the rule "drop", which have no mean."""
     found = []
     for name, x in list_trainer_state(run).items():
         slot, _, of = name.rpartition("/")
@@ -106,7 +105,7 @@ def list_drifting(run: RankView, optimizer: OptimizerSetting, apart: Collection[
 
 
 async def average_tensors(group: Rank, drifted: list[torch.Tensor], name: str, among: Collection[int] = ()) -> None:
-    """Replaces tensors on all ranks of a group by the mean over ranks `among` (none: all). Works in place.
+    """Averages tensors in place on all ranks of a group, over ranks `among` (none: all).
 
     Integers have no mean: every rank takes those of the first rank.
     """
@@ -126,7 +125,7 @@ async def average_tensors(group: Rank, drifted: list[torch.Tensor], name: str, a
 
 
 async def spread_state(run: RankView, strategy: Strategy) -> None:
-    """Gives every rank the state that it lacks. Sends nothing if no rank lacks any. Runs after `consolidate_state`."""
+    """Gives every rank the state that it lacks. Call it after `consolidate_state`."""
     trained = mesh(strategy, run.rank.size).ranks
     if len(trained) < run.rank.size:
         await send_missing(
@@ -136,7 +135,7 @@ async def spread_state(run: RankView, strategy: Strategy) -> None:
 
 async def send_missing(run: RankView, holders: tuple[int, ...], everywhere: int = 0,
                 apart: tuple[tuple[str, int], ...] = ()) -> None:  # fmt: skip
-    """Gives every rank the state of `holders` that it lacks. See `_place_state` for the other arguments."""
+    """Gives every rank the state of `holders` that it lacks; see `_place_state`."""
     rank, state = run.rank, _drop_empty(list_parameters(run.layout)) | _drop_empty(list_trainer_state(run))
     sizes, everyone = tuple((name, x.numel()) for name, x in state.items()), tuple(range(rank.size))
     was = _place_state(sizes, everywhere, holders, rank.size, apart)
@@ -168,7 +167,7 @@ async def require_agreement(run: RankView) -> None:
         )
 
 
-@lru_cache(maxsize=8)  # all ranks of a simulation need the same one
+@lru_cache(maxsize=8)  # simulated ranks share it
 def _place_state(sizes: tuple[tuple[str, int], ...], everywhere: int, trained: tuple[int, ...], size: int,
             apart: tuple[tuple[str, int], ...] = ()) -> Placement:  # fmt: skip
     """Places the first `everywhere` tensors on every rank, and the other tensors on the ranks that `trained`.
@@ -204,7 +203,7 @@ def find_shards(run: RankView, strategy: Strategy) -> ShardLayout | None:
 
 
 async def reshard_slots(run: ChangeView, was: ShardLayout | None, to: ShardLayout | None) -> None:
-    """Moves optimizer state from the shards `was` to the shards `to` by one `move`. None: whole on every rank.
+    """Moves optimizer state from the shards `was` to the shards `to`. None: whole on every rank.
 
     From whole to shards it sends nothing. Raises RankDisagreement if the hash of the state has changed.
     """
@@ -217,7 +216,7 @@ async def reshard_slots(run: ChangeView, was: ShardLayout | None, to: ShardLayou
     kept = await list_slots(run, like, here)
     sizes = tuple((place.name, place.numel) for place in layout.order)
     slots_of = tuple((name, bool(like[name].numel())) for name in kept)
-    if was is None and layout.has_sizes_only:  # with sizes only there are no values to move or to hash
+    if was is None and layout.has_sizes_only:  # no values to move or to hash
         if run.ledger.has_optimizer_state:
             run.ledger.note_surge(
                 sum(n * like[name].element_size() for name, n in _count_slot_elements(dict(sizes), slots_of).items())
@@ -231,7 +230,7 @@ async def reshard_slots(run: ChangeView, was: ShardLayout | None, to: ShardLayou
         rank, {name: here[name] for name in lies.slices_of_rank(rank.id)}, lies, comes, range(rank.size), like
     )
     if run.ledger.has_optimizer_state:
-        run.ledger.note_surge(_count_bytes(here))  # held in addition to `given`
+        run.ledger.note_surge(_count_bytes(here))  # in addition to `given`
     if await sum_hashes(run, given, comes) != before:
         raise RankDisagreement("the optimizer's state is not what it was before it was shared out anew")
     if not layout.has_sizes_only:
@@ -240,12 +239,12 @@ async def reshard_slots(run: ChangeView, was: ShardLayout | None, to: ShardLayou
 
 
 async def sum_hashes(run: RankView, state: State, lies: Placement) -> int:
-    """Returns the hash of all ranks' state. Each replica counts once, on the first rank that has it."""
+    """Hashes all ranks' state. Each replica counts once, on the first rank that has it."""
     return sum(await run.gather(hash_state(run, state, lies))) & MASK
 
 
 def hash_state(run: RankView, state: State, lies: Placement) -> int:
-    """Returns this rank's part of the hash. The hash is the sum of all parts."""
+    """The sum over ranks is the hash."""
     me = run.rank.id
     if run.layout.has_sizes_only:
         return 0
@@ -255,14 +254,14 @@ def hash_state(run: RankView, state: State, lies: Placement) -> int:
 
 
 def count_slot_bytes(layout: ParameterLayout, optimizer: Optimizer, cut: ShardLayout, rank: int) -> int:
-    """Returns the bytes of sharded optimizer state on a rank after the first step."""
+    """Counts a rank's sharded optimizer state after the first step."""
     like, numel = make_slot_likes(layout.order, optimizer), {place.name: place.numel for place in layout.order}
     mine = _find_shard(numel, tuple((name, bool(x.numel())) for name, x in like.items()), cut, rank)
     return sum(s.element_count * like[name].element_size() for name, slices in mine.items() for s in slices)
 
 
 async def list_slots(run: RankView, like: State, here: State) -> list[str]:
-    """Returns the names of the slots that at least one rank has."""
+    """Returns the slots that at least one rank has."""
     if not like:
         return []
     has = [name in here for name in like]
@@ -274,7 +273,7 @@ async def list_slots(run: RankView, like: State, here: State) -> list[str]:
     return [names[i] for i in told.nonzero().view(-1).tolist()]
 
 
-@lru_cache(maxsize=8)  # all ranks of a simulation need the same one
+@lru_cache(maxsize=8)  # simulated ranks share it
 def place_slots(sizes: tuple[tuple[str, int], ...], kept: tuple[tuple[str, bool], ...], cut: ShardLayout | None,
                size: int) -> Placement:  # fmt: skip
     """Returns the placement of slots: whole on every rank if `cut` is None, else in shards of buckets.
@@ -289,12 +288,12 @@ def place_slots(sizes: tuple[tuple[str, int], ...], kept: tuple[tuple[str, bool]
 
 
 def _count_slot_elements(numel: Mapping[str, int], kept: Iterable[tuple[str, bool]]) -> dict[str, int]:
-    """Returns the elements of each slot. kept: (slot, True if it has one element, else as many as its parameter)."""
+    """kept: (slot, True if it has one element, else as many as its parameter)"""
     return {name: 1 if whole else numel[name.partition("/")[2]] for name, whole in kept}
 
 
 def _find_shard(numel: Mapping[str, int], kept: Iterable[tuple[str, bool]], cut: ShardLayout, rank: int) -> Held:
-    """Returns the slots that one rank holds: its slice of each bucket, cut as in `Bucket.shard`."""
+    """Returns one rank's slice of each bucket, cut as in `Bucket.shard`."""
     group = next(group for group in cut.groups if rank in group)
     place, mine = group.index(rank), {}
     for parts in cut.buckets:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def subtract_gradients(layout: ParameterLayout, optimizer: Optimizer, memory: Memory) -> None:
-    """Subtracts a step's gradients from the optimizer's momentum, if a compressor keeps the momentum of gradients."""
+    """Subtracts a step's gradients from the optimizer's momentum, if a compressor has the momentum of gradients."""
     kept = memory.buffers.get(MOMENTUM)
     if not kept or not plain(optimizer):
         return
@@ -34,7 +34,7 @@ def subtract_gradients(layout: ParameterLayout, optimizer: Optimizer, memory: Me
 
 
 async def move_momentum(run: ChangeView) -> None:
-    """Moves the momentum to the compressor or back, if the new compressor needs it. Rank 0 records a Mark."""
+    """Moves the momentum to the compressor or back, if the new compressor needs it."""
     memory = run.rank.memory
     here = MOMENTUM in memory.buffers
     wanted = any(c.carries for c in inside(run.rank.compressor))
@@ -50,7 +50,6 @@ async def move_momentum(run: ChangeView) -> None:
 
 
 def _take_momentum(run: ChangeView) -> None:
-    """Moves this rank's share of the optimizer's momentum into its compressor's memory."""
     for place in run.layout.order:
         buffer = run.optimizer.state.get(place.param, {}).get("momentum_buffer")
         if buffer is not None and not buffer.is_meta and plain(run.optimizer):
@@ -59,7 +58,7 @@ def _take_momentum(run: ChangeView) -> None:
 
 
 async def return_momentum(run: ChangeView) -> None:
-    """Adds the uncompressed sum of all ranks' shares to the optimizer's momentum, if it has one."""
+    """Adds the uncompressed sum of all ranks' shares to the optimizer's momentum."""
     kept = run.rank.memory.buffers[MOMENTUM]
     places = [place for place in run.layout.order if place.name in kept]
     flat = flatten_tensors([kept[place.name] for place in places])
@@ -76,7 +75,6 @@ async def return_momentum(run: ChangeView) -> None:
 
 
 def _add_momentum(state: dict[str, Any], place: ParameterPlace, piece: torch.Tensor) -> None:
-    """Adds `piece`, (n,), to the momentum of one parameter."""
     piece = piece.view(place.param.shape).to(place.param.dtype)
     buffer = state.get("momentum_buffer")
     state["momentum_buffer"] = piece.clone() if buffer is None else buffer.add_(piece)

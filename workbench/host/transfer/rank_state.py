@@ -1,8 +1,8 @@
 """Moves each rank's own compression memory when the model's partition changes.
 
 `Compressor.own` declares a rule by name; see "The hand-over" in workbench/DESIGN.md. A "sum" moves as shares: each
-replica's share is a tensor of its own in one `move`, so the sum over ranks stays the same for each element. The sum of
-a "mean" is taken first and moves as the model does. A "keep" stays on its rank. All other memory is dropped.
+replica's share is a tensor of its own, so the sum over ranks stays the same for each element. The sum of a "mean" is
+taken first and moves as the model does. A "keep" stays on its rank. All other memory is dropped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from workbench.rank import Rank
 from workbench.settings import Json
 
 Named = tuple[tuple[str, int], ...]  # (name, elements) of trained parameters of one dtype, in the model's order
-MOVED = ("sum", "mean")  # the rules by which memory moves with the parameters
+MOVED = ("sum", "mean")  # memory moves with the parameters
 
 
 async def migrate_rank_state(run: ChangeView, was: ReplicaSpread | None, to: ReplicaSpread | None) -> None:
@@ -46,7 +46,7 @@ async def migrate_rank_state(run: ChangeView, was: ReplicaSpread | None, to: Rep
     stays = {name for name in here if rules.get(name) == "keep"}
     kept: dict[str, dict[str, Tensor]] = {}
     for buffer, rule in sorted((buffer, rule) for buffer, rule in rules.items() if rule in MOVED):
-        if not any(await run.gather(int(buffer in memory.buffers))):  # a rank has no buffer before its first exchange
+        if not any(await run.gather(int(buffer in memory.buffers))):  # it comes with the first exchange
             continue
         pieces = memory.buffers.get(buffer, {})
         kept[buffer] = {}
@@ -76,7 +76,7 @@ def _describe_move(rules: dict[str, str], nbytes: int) -> dict[str, Json]:
 
 
 def _group_by_dtype(run: ChangeView) -> dict[torch.dtype, Named]:
-    """Returns the trained parameters of the whole model, by the dtype of their compression memory."""
+    """Groups trained parameters by the dtype of their compression memory."""
     found: dict[torch.dtype, list[tuple[str, int]]] = defaultdict(list)
     for name, p in run.model.named_parameters():
         if p.requires_grad:
@@ -85,7 +85,7 @@ def _group_by_dtype(run: ChangeView) -> dict[torch.dtype, Named]:
 
 
 def _join_pieces(pieces: State, lies: Placement, rank: Rank, like: Tensor) -> Tensor:
-    """(n,): all that this rank has, one parameter after the other; zero where it remembers nothing of one."""
+    """Returns (n,), with zeros for missing pieces."""
     parts = []
     for name in lies.slices_of_rank(rank.id):
         n = lies.count_elements(rank.id, name)
@@ -105,7 +105,7 @@ def _split_pieces(line: Tensor, lies: Placement, me: int) -> State:
 async def _move_checked(
     run: ChangeView, state: State, was: Placement, to: Placement, like: Tensor
 ) -> tuple[State, int]:
-    """Moves `state`. Returns (this rank's new part, the bytes that all ranks have sent).
+    """Returns (this rank's new part, the bytes that all ranks have sent).
 
     Raises RankDisagreement if the hash over all ranks has changed.
     """
@@ -124,7 +124,7 @@ async def _move_checked(
 
 async def _move_mean(run: ChangeView, pieces: State, named: Named, like: Tensor,
                  ways: tuple[ReplicaSpread | None, ReplicaSpread | None]) -> tuple[State, int]:  # fmt: skip
-    """Moves the sum over replicas. Each of q new replicas gets 1/q of it."""
+    """Each of q new replicas gets 1/q of the sum over replicas."""
     rank = run.rank
     lies, comes = (place_replica(named, way, rank.size) for way in ways)
     line = _join_pieces(pieces, lies, rank, like)
@@ -142,7 +142,7 @@ async def _move_mean(run: ChangeView, pieces: State, named: Named, like: Tensor,
 
 async def _move_sum(run: ChangeView, pieces: State, named: Named, like: Tensor,
                  ways: tuple[ReplicaSpread | None, ReplicaSpread | None]) -> tuple[State, int]:  # fmt: skip
-    """Moves shares. A rank keeps its share of elements that it still holds. Heirs add the shares of all other elements.
+    """A rank keeps its share of elements that it still holds. Heirs add the shares of all other elements.
 
     Elements without a share begin at 0.
     """
@@ -163,7 +163,7 @@ async def _move_sum(run: ChangeView, pieces: State, named: Named, like: Tensor,
     return _split_pieces(total, comes, me), sent
 
 
-@lru_cache(maxsize=8)  # all ranks of a simulation need the same one
+@lru_cache(maxsize=8)  # simulated ranks share it
 def _place_shares(
     named: Named, was: ReplicaSpread | None, to: ReplicaSpread | None, size: int
 ) -> tuple[Placement, Placement]:
@@ -194,13 +194,13 @@ def _make_placement(sizes: dict[str, int], held: list[dict[str, list[StridedSlic
 
 def _find_heirs(slices: tuple[StridedSlice, ...], after: Placement, name: str,
            ranks: tuple[int, ...]) -> Iterator[tuple[int, StridedSlice]]:  # fmt: skip
-    """Yields (rank, part of `slices`): the first of `ranks` that will hold this part of the tensor."""
+    """Yields (rank, part of `slices`): the first of `ranks` that will hold this part."""
     holding = [(rank, its) for rank in ranks if (its := after.slices_of_rank(rank).get(name))]
     for s, who in _refine_slices(slices, tuple(its for _, its in holding)):
         yield holding[who][0], s
 
 
-@lru_cache(maxsize=1024)  # most replicas and many parameters have the same slices
+@lru_cache(maxsize=1024)  # many replicas and parameters have the same slices
 def _refine_slices(
     slices: tuple[StridedSlice, ...], others: tuple[tuple[StridedSlice, ...], ...]
 ) -> list[tuple[StridedSlice, int]]:
@@ -218,5 +218,4 @@ def _shift_slice(start: int, s: StridedSlice) -> StridedSlice:
 
 
 def _count_ranks(way: ReplicaSpread | None) -> int:
-    """Returns the number of ranks of one replica."""
     return len(way) if way else 1

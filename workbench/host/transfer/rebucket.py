@@ -1,9 +1,8 @@
 """Cuts new buckets. State in shards of the old ones stays sharded: no rank gathers the whole model for it.
 
-If parameters are sharded, each new bucket takes one `move` of the shards of its parameters and of their optimizer
-state. A rank frees an old bucket's shard when all of it has moved. So it holds its own shards plus those of a few
-buckets, and receives only what it lacks. With offload, a rank fetches an old shard when its first parameter moves, and
-offloads a new shard at once.
+If parameters are sharded, each new bucket takes one `move_state` of its parameters' shards and optimizer state. A rank
+frees an old bucket's shard when all of it has moved. So it holds its own shards plus those of a few buckets. With
+offload, a rank fetches an old shard when its first parameter moves, and offloads a new shard at once.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ KeptSlots = tuple[tuple[str, bool], ...]  # "exp_avg/NAME", and "/NAME" for a pa
 
 
 async def recut_buckets(run: ChangeView, strategy: Strategy, anew: Callable[[], Awaitable[None]]) -> None:
-    """Calls `anew`, which cuts new buckets, and moves state from shards of old buckets to shards of new ones."""
+    """Moves state from shards of old buckets to shards of new ones, which `anew` cuts."""
     if run.reading.sharded:
         if not (away := strategy.aside(run.state)):
             await strategy.recall(run.rank.replicas, run.state)
@@ -69,7 +68,7 @@ class _OldShards(NamedTuple):
 
 async def _move_buckets(run: ChangeView, strategy: Strategy, away: list[Bucket],
                       anew: Callable[[], Awaitable[None]]) -> None:  # fmt: skip
-    run.ledger.note_model_cut()  # between 2 steps no bucket is whole, as some were in the last step
+    run.ledger.note_model_cut()  # no bucket is whole now, as some were in the last step
     was = _find_parameter_shards(run, strategy)
     old = await _collect_state(run, was, away)
     room, sums, given = _MoveMemory(was), [0, 0], dict[str, Tensor]()
@@ -111,12 +110,12 @@ async def _move_buckets(run: ChangeView, strategy: Strategy, away: list[Bucket],
 
 
 def _find_parameter_shards(run: ChangeView, strategy: Strategy) -> ShardLayout:
-    """Returns how parameters are sharded, also on a single rank, which may offload them."""
+    """Even a single rank may offload its shards."""
     return ShardLayout(tuple(bucket.parts for bucket in run.layout.buckets), sharers(strategy, run.rank.size))
 
 
 async def _collect_state(run: ChangeView, was: ShardLayout, away: list[Bucket]) -> _OldShards:
-    """Collects the state that moves. The optimizer gives its state up, so that the result alone keeps the memory."""
+    """The optimizer gives its state up, so that the result alone keeps the memory."""
     layout, rank = run.layout, run.rank
     some = {place.name for place in layout.order if place.numel}
     both = make_slot_likes(layout.order, run.optimizer), read_slots(layout, run.optimizer)
@@ -144,7 +143,7 @@ async def _collect_state(run: ChangeView, was: ShardLayout, away: list[Bucket]) 
 
 
 async def _fetch_shards(run: ChangeView, old: _OldShards, bucket: Bucket) -> State:
-    """Fetches the offloaded shards of all old buckets that `bucket` overlaps. Returns the fetched state."""
+    """Fetches the offloaded shards of all old buckets that `bucket` overlaps."""
     names, found = {part.name for part in bucket.parts}, State()
     for shard in [one for one in old.away.values() if any(part.name in names for part in one.parts)]:
         del old.away[shard.index]
@@ -156,7 +155,6 @@ async def _fetch_shards(run: ChangeView, old: _OldShards, bucket: Bucket) -> Sta
 
 
 async def _fetch_slots(run: ChangeView, old: _OldShards, shard: Bucket) -> State:
-    """Fetches the optimizer state of an old shard, if it is offloaded."""
     here = {part.name for part in shard.parts}
     mine = [
         n
@@ -178,7 +176,7 @@ async def _fetch_slots(run: ChangeView, old: _OldShards, shard: Bucket) -> State
 async def _move_bucket(
     run: ChangeView, old: _OldShards, cuts: tuple[ShardLayout, ShardLayout], bucket: Bucket, sums: list[int]
 ) -> State:
-    """Moves one new bucket. Returns this rank's part, and adds the hashes before and after to `sums`."""
+    """Returns this rank's part, and adds the hashes before and after to `sums`."""
     rank, names = run.rank, _list_names(old.kept, bucket)
     lies, comes = (_place_bucket(old.sizes, old.kept, each, rank.size, names) for each in cuts)
     here = {name: old.state[name] for name in lies.slices_of_rank(rank.id)}
@@ -189,14 +187,12 @@ async def _move_bucket(
 
 
 def _list_names(kept: KeptSlots, bucket: Bucket) -> tuple[str, ...]:
-    """Returns the names in `kept` that belong to the parameters of a bucket."""
     here = {part.name for part in bucket.parts}
     return tuple(name for name, _ in kept if name.partition("/")[2] in here)
 
 
-@lru_cache(maxsize=8)  # all ranks of a simulation need the same one
+@lru_cache(maxsize=8)  # simulated ranks share it
 def _place_bucket(sizes: Sizes, kept: KeptSlots, cut: ShardLayout, size: int, names: tuple[str, ...]) -> Placement:
-    """Returns the placement of `names`."""
     return place_slots(sizes, kept, cut, size).select_names(set(names))
 
 
@@ -210,7 +206,6 @@ class _MoveMemory:
         self.now = self.most = 0
 
     def add_state(self, state: State) -> None:
-        """Adds fetched state of old buckets."""
         for name, x in state.items():
             if name in self._bucket:
                 self._left[self._bucket[name]] += 1
@@ -218,7 +213,6 @@ class _MoveMemory:
         self.subtract_bytes(-_count_bytes(state.values()))
 
     def subtract_bytes(self, nbytes: int) -> None:
-        """Subtracts freed bytes."""
         self.now -= nbytes
         self.most = max(self.most, self.now)
 
@@ -227,7 +221,7 @@ class _MoveMemory:
         return self.most - self.now
 
     def count_move(self, given: State, gone: State, shard: Bucket) -> None:
-        """Counts a new `shard`, made of the state `given`. The old state `gone` is freed when its bucket is empty."""
+        """Counts a new `shard` of the state `given`. Old state (`gone`) is freed when its bucket is empty."""
         new = [x for name, x in given.items() if gone.get(name) is not x]
         self.most = max(self.most, self.now + _count_bytes(new) + shard.nbytes)
         self.now += shard.nbytes + _count_bytes(x for name, x in given.items() if name not in self._bucket)

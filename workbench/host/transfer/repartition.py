@@ -1,8 +1,7 @@
-"""Moves a model between partitions (stages, slices, whole, shards) between 2 steps, by one `move`.
+"""Moves a model between partitions (stages, slices, whole, shards) between 2 steps.
 
 Parameters, buffers and optimizer state move bit-identically. Shards move straight to their new ranks: no rank gathers
-the whole model. A parameter of another stage is absent on a rank (workbench.host.placement.unmaterialized): it has a
-shape, but no memory.
+the whole model. A parameter of another stage is absent (workbench.host.placement.unmaterialized).
 """
 
 from __future__ import annotations
@@ -64,8 +63,9 @@ async def repartition_state(
 ) -> UnplacedState:
     """Moves the state from `was` to `to`. All ranks call it at the same boundary. Replicas must be equal.
 
-    Raises RankDisagreement if the hash of the state has changed.
     outer: the outer momentum of this rank's parameters, by name
+
+    Raises RankDisagreement if the hash of the state has changed.
     """
     rank, everyone, began = run.rank, range(run.rank.size), run.now
     await _average_buffers(run, was.spread)
@@ -108,7 +108,7 @@ async def repartition_state(
 
 
 def _group_names(run: ChangeView, what: _MovedState) -> Iterator[set[str]]:
-    """Yields the names that move together: about a bucket of whole tensors, to bound the memory of each rank."""
+    """Yields names that move together: about a bucket of whole tensors, to bound each rank's memory."""
     limit, names, nbytes = run.layout.bucket_mb * 1e6, set[str](), 0
     for name, n in what.sizes.items():
         names.add(name)
@@ -123,7 +123,7 @@ def _group_names(run: ChangeView, what: _MovedState) -> Iterator[set[str]]:
 async def _cut_sizes(
     run: ChangeView, trained: dict[str, nn.Parameter], what: _MovedState, to: StateLayout, began: float
 ) -> UnplacedState:
-    """Cuts a whole model into stages or slices, with sizes only. Sends nothing, because each rank has its part."""
+    """With sizes only, ranks send nothing, because each has its part."""
     rank, spread = run.rank, to.spread
     assert spread is not None
     wants = place_replica(tuple(what.sizes.items()), spread, len(spread)).slices_of_rank(rank.id % len(spread))
@@ -139,7 +139,6 @@ async def _cut_sizes(
 
 
 def _mark_partition(run: ChangeView, lies: StateLayout, nbytes: int, began: float) -> None:
-    """Records the new partition on rank 0: stages, slices, bytes that ranks sent, and seconds that it took rank 0."""
     if run.rank.id == 0:
         to, whole = lies.spread, "all ranks share the model out" if lies.sharded else "every rank holds the whole model"
         text = f"each replica lies in {to}" if to else whole
@@ -157,7 +156,6 @@ def _list_buffers(run: ChangeView) -> State:
 
 
 async def _average_buffers(run: ChangeView, was: ReplicaSpread | None) -> None:
-    """Averages buffers, such as running statistics, over replicas."""
     rank, here = run.rank, _list_buffers(run)
     if was and was.stages:
         stage, _ = was.locate_rank(rank.id)
@@ -173,7 +171,7 @@ async def _collect_state(
     places = [ParameterPlace(name, p) for name, p in trained.items()]
     like = make_slot_likes(places, run.make_optimizer(run.experiment, list(trained.values())))
     kept = await list_slots(run, like, here)
-    if run.layout.has_sizes_only:  # one optimizer stands for all ranks, even before their first step
+    if run.layout.has_sizes_only:  # one optimizer stands for all ranks
         kept = list(like) if any(await run.gather(int(run.ledger.has_optimizer_state))) else []
     sizes = {name: whole_numel(p) for name, p in trained.items()} | {name: b.numel() for name, b in buffers.items()}
     sizes |= {name: like[name].numel() or whole_numel(trained[name.partition("/")[2]]) for name in kept}
@@ -191,7 +189,7 @@ async def _collect_state(
 
 async def _place_state(run: ChangeView, trained: dict[str, nn.Parameter], given: State, mine: set[str], to: StateLayout,
                   what: _MovedState) -> None:  # fmt: skip
-    """Puts the moved state into the model, the layout and a new optimizer. The caller places sharded parameters."""
+    """The caller places sharded parameters."""
     spread = to.spread
     run.reading.release_shards()
     if not run.layout.has_sizes_only:
@@ -202,7 +200,7 @@ async def _place_state(run: ChangeView, trained: dict[str, nn.Parameter], given:
             followed = spread.select_followed(run.rank.id, set(trained)) if spread else set[str]()
             _place_parameters(trained, given, set() if to.sharded else mine, spread, followed)
         for p in trained.values() if to.sharded else ():
-            unmaterialized.make_present(p)  # for other code they are present
+            unmaterialized.make_present(p)  # for other code
     run.lay_out_parameters(mine, spread, not to.sharded)
     if to.order:
         await run.reorder_parameters(list(to.order))
@@ -220,7 +218,7 @@ async def _place_state(run: ChangeView, trained: dict[str, nn.Parameter], given:
 
 def _place_parameters(trained: dict[str, nn.Parameter], given: State, mine: set[str], to: ReplicaSpread | None,
          followed: set[str]) -> None:  # fmt: skip
-    """Sets the values of this rank's parameters (`mine`), and makes all other parameters absent.
+    """Sets this rank's parameters (`mine`), and makes all other parameters absent.
 
     followed: present, too, but another rank trains them
     """

@@ -1,4 +1,4 @@
-"""Sends or drops the residual of a compressor when another one takes over."""
+"""Sends or drops a compressor's residual when another one takes over."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from workbench.host.transfer.views import ChangeView
 from workbench.rank import Rank
 from workbench.settings import Json
 
-LONG = 3.0  # a step that sends a residual more than this many times as long as the gradient gets a warning
+LONG = 3.0  # a warning from so many times the gradient's length
 
 
 def start_compressor(run: ChangeView) -> None:
-    """Sets the compressor of the experiment, at the start of a run or of a generation."""
+    """Sets the experiment's compressor."""
     run.rank.compressor, run.flushing = run.experiment.compressor, 0
 
 
@@ -31,10 +31,11 @@ async def change_compressor(run: ChangeView, was: Experiment, wanted: Experiment
     `whole` sends the residual in one step. Error feedback sends it in one step or in several, or drops it (`off`). Both
     happen at once if layers had either. If a third compressor without error feedback is set in between, the remaining
     steps go on.
-    foreign: drops the residual, because it does not fit what ranks will exchange from now on
+
+    foreign: drops the residual, because it does not fit the next exchanges
     """
     left, present = _find_feedback(was.compressor), run.rank.compressor
-    if was.partition != wanted.partition:  # it was made for the parameters of the old partition
+    if was.partition != wanted.partition:  # made for the old partition
         run.rank.memory.drop(Leaving.asked)
     steps = run.flushing if isinstance(present, Leaving) else 0
     start_compressor(run)
@@ -58,7 +59,7 @@ async def change_compressor(run: ChangeView, was: Experiment, wanted: Experiment
         if off == "drop":
             return _drop_residual(run, was, ErrorFeedback.residual, owed)
         steps = left.over if off == "bleed" else 1
-        if run.rank.mesh.inside:  # to compare it with the gradient of this rank's part of the model
+        if run.rank.mesh.inside:  # compared with the gradient of this rank's part of the model
             owed = await _sketch_residual(run, ErrorFeedback.residual, run.rank.replicas)
         if owed is not None:
             run.rank.memory.parts[Leaving.asked] = {"": owed}
@@ -67,13 +68,13 @@ async def change_compressor(run: ChangeView, was: Experiment, wanted: Experiment
 
 
 def _plan_sending(run: ChangeView, steps: int, whole: Compressor) -> None:
-    """Plans `steps` uncompressed steps by `whole`, before the compressor of the experiment takes over."""
+    """Plans `steps` uncompressed steps by `whole`."""
     run.flushing = steps
     run.rank.compressor = Leaving(share=1.0 / steps, of=whole) if steps else run.experiment.compressor
 
 
 async def count_flush_step(run: ChangeView) -> None:
-    """Counts a step that has sent its share of the residual. After the last one the new compressor takes over."""
+    """Counts a step that has sent its share. After the last one the new compressor takes over."""
     sent = run.rank.compressor
     if isinstance(sent, Leaving):
         _mark_sent(run)
@@ -88,7 +89,7 @@ async def count_flush_step(run: ChangeView) -> None:
 
 
 def _mark_sent(run: ChangeView) -> None:
-    """Records after the first of these steps the norms of residual and gradient. Warns if such a step is too long."""
+    """Records the norms of residual and gradient after the first of these steps."""
     found = run.rank.memory.parts.pop(Leaving.asked, {})
     owed = found.pop("", None)
     if not found:
@@ -113,7 +114,7 @@ def _mark_sent(run: ChangeView) -> None:
 
 
 async def _sketch_residual(run: ChangeView, buffer: str, among: Rank | None = None) -> Tensor | None:
-    """Returns a sketch of the summed residual of all ranks, by one small all-reduce. Returns None with sizes only.
+    """Returns a sketch of the summed residual of all ranks; None with sizes only.
 
     among: the group to sum over, instead of all ranks
     """
@@ -126,11 +127,11 @@ async def _sketch_residual(run: ChangeView, buffer: str, among: Rank | None = No
 
 
 def _drop_residual(run: ChangeView, was: Experiment, buffer: str, owed: Tensor | None) -> None:
-    """Drops the residual, and records its norm on this rank and that of the mean. Rank 0 adds a text."""
+    """Records the norms of the residual on this rank and of the mean."""
     pieces = list(run.rank.memory.buffers.get(buffer, {}).values())
     run.rank.memory.drop(buffer)
     run.rank.memory.drop(Leaving.asked)
-    if owed is None or not pieces:  # sizes only, or a rank that exchanges nothing, has no norm
+    if owed is None or not pieces:  # sizes only, or a rank that exchanges nothing
         return
     norm = sum(float(p.float().square().sum()) for p in pieces) ** 0.5
     detail: dict[str, Json] = {"dropped": norm, "mean": float(owed.norm()), "unit": was.strategy.exchanges}
@@ -141,10 +142,10 @@ def _drop_residual(run: ChangeView, was: Experiment, buffer: str, owed: Tensor |
 
 
 def has_error_feedback(compressor: Compressor) -> bool:
-    """Whether `compressor`, or one that it wraps, has error feedback."""
+    """Looks also at wrapped compressors."""
     return _find_feedback(compressor) is not None
 
 
 def _find_feedback(compressor: Compressor) -> Any:
-    """Returns the outermost compressor in `compressor` with error feedback, or None."""
+    """Returns the outermost compressor with error feedback."""
     return next((c for c in inside(compressor) if c.residual == ErrorFeedback.residual), None)

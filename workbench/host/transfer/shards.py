@@ -1,4 +1,4 @@
-"""How optimizer state or parameters are cut into shards of buckets."""
+"""How optimizer state or parameters are sharded."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from workbench.rank import Part
 
 
 class ShardLayout(NamedTuple):
-    """How optimizer state or parameters are sharded.
-
-    buckets: by bucket, the places of its parameters
+    """buckets: by bucket, the places of its parameters
     groups:  groups of ranks, in order; each group shards all buckets over its ranks
     """
 

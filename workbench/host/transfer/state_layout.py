@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 
 class StateLayout(NamedTuple):
-    """One way to place the trained state.
-
-    spread:  the stages and slices of a replica; None: each rank has a whole replica
+    """spread:  the stages and slices of a replica; None: each rank has a whole replica
     shards:  the buckets that shard optimizer state, if replicas are whole; None: it is not sharded
     sharded: whether parameters are sharded in these buckets, too
     order:   the parameters' order for buckets, if it is not the reverse of registration
@@ -44,12 +42,12 @@ WHOLE = StateLayout()
 
 
 def find_layout(run: ChangeView, strategy: Strategy) -> StateLayout:
-    """Returns the current placement, under `strategy`."""
+    """Returns the current placement."""
     shards = find_shards(run, strategy)
     return StateLayout(run.spread, shards, run.reading.sharded and shards is not None)
 
 
-@lru_cache(maxsize=8)  # all ranks of a simulation need the same one
+@lru_cache(maxsize=8)  # simulated ranks share it
 def place_tensors(
     named: tuple[tuple[str, int], ...], slots: tuple[tuple[str, bool], ...], lies: StateLayout, size: int
 ) -> Placement:
@@ -68,8 +66,8 @@ def place_tensors(
 async def plan_layout(run: ChangeView, wanted: Experiment) -> StateLayout:
     """Returns the placement under `wanted` of a model that is in stages or slices now. All ranks call it together.
 
-    Buckets of shards follow the order of the gradients, if all ranks can foresee it. If a rank cannot foresee what a
-    step reads, parameters stay whole until a step has shown it.
+    Buckets of shards follow the order of the gradients, if all ranks can foresee it. If a rank cannot foresee a step's
+    reads, parameters stay whole until a step has shown them.
     """
     spread, strategy, rank = find_spread(wanted, run.model, run.learner), wanted.strategy, run.rank
     if spread is not None or strategy.opaque or "optimizer state" not in strategy.shards:
@@ -88,6 +86,6 @@ async def plan_layout(run: ChangeView, wanted: Experiment) -> StateLayout:
 
 
 def _make_outline(param: nn.Parameter) -> nn.Parameter:
-    """Returns a whole parameter on meta, even if its values are on another rank."""
+    """Returns a whole parameter on meta."""
     made = torch.empty(whole_shape(param), dtype=unmaterialized.read_data(param).dtype, device="meta")
     return nn.Parameter(made, requires_grad=False)

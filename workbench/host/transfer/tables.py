@@ -1,4 +1,4 @@
-"""Reads and updates a few rows of embedding tables, on either host.
+"""Reads and updates a few rows of embedding tables.
 
 A table is a parameter of shape (rows, width). The strategy decides which rank owns which table.
 """
@@ -23,7 +23,7 @@ Rows = Mapping[str, Tensor]  # by table
 
 
 def list_tables(learner: Learner, e: Experiment, layout: ParameterLayout) -> tuple[str, ...]:
-    """Returns the names of the tables that the task's batches read, if the strategy keeps tables on servers."""
+    """Returns the tables that batches read, if the strategy keeps tables on servers."""
     if not e.strategy.tables:
         return ()
     return tuple(find_rows(learner, make_example(learner, e, "cpu"), layout))
@@ -47,12 +47,12 @@ def find_rows(learner: Learner, batch: Any, layout: ParameterLayout) -> dict[str
 
 
 def take_gradients(layout: ParameterLayout, rows: Rows) -> dict[str, Tensor]:
-    """Returns the gradients of `rows`, by table: (n, width). Clears the gradients of the tables."""
+    """Returns the gradients of `rows`, by table: (n, width). Clears the tables' gradients."""
     return take_named_gradients({name: _find_table(layout, name).param for name in rows}, rows)
 
 
 def take_named_gradients(params: Mapping[str, nn.Parameter], rows: Rows) -> dict[str, Tensor]:
-    """Does the same as `taken`, with the tables' parameters by name."""
+    """Does `take_gradients` with parameters by name."""
     found = {}
     for name, mine in rows.items():
         param = params[name]
@@ -65,7 +65,7 @@ def take_named_gradients(params: Mapping[str, nn.Parameter], rows: Rows) -> dict
 
 
 def step_rows(layout: ParameterLayout, optimizer: Optimizer, table: str, rows: Tensor, grad: Tensor, lr: float) -> None:
-    """Steps the optimizer on `rows` of a table only. The optimizer state of other rows stays as it is.
+    """Steps the optimizer on `rows` of a table only.
 
     Slots of the table's shape have rows, too. Other slots, such as step counters, belong to the whole table.
     """

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ChangeView(RankView, Protocol):
-    """A rank whose state moves, because the strategy, the partition, the ranks or other settings change.
+    """A rank whose state moves because settings or ranks change.
 
     flushing:   uncompressed steps left, which send a residual that no error feedback uses any more
     answer:     the result of the last change
@@ -45,22 +45,22 @@ class ChangeView(RankView, Protocol):
     def reading(self) -> Unsharder: ...
 
     def make_optimizer(self, wanted: Experiment, params: list[nn.Parameter] | None = None) -> Optimizer:
-        """Returns a new optimizer for `params`; None: for the parameters that this rank holds."""
+        """params: None: the parameters that this rank holds"""
 
     def use_optimizer(self, optimizer: Optimizer) -> None:
-        """Steps with this optimizer from now on."""
+        """Steps with it."""
 
     def choose_lane(self) -> None:
         """Chooses where children run, after the compressor or the network may have changed."""
 
     def lay_out_parameters(self, names: set[str], spread: ReplicaSpread | None, held: bool = True) -> None:
-        """Lays out the parameters `names` of the model here. held: False if their values come later, as shards"""
+        """held: False if their values come later, as shards"""
 
     async def reorder_parameters(self, names: list[str]) -> None:
-        """Puts the parameters into this order, and cuts new buckets."""
+        """Cuts new buckets."""
 
     def sharded(self, buckets: ShardLayout | None) -> None:
-        """Notes that optimizer state is in shards of these buckets; None: it is whole."""
+        """buckets: the shards of optimizer state; None: it is whole"""
 
     @property
     def rate(self) -> Rate: ...
@@ -72,22 +72,22 @@ class ChangeView(RankView, Protocol):
     def sent_bytes(self) -> int: ...
 
     def require_trainable(self, wanted: Experiment) -> Experiment:
-        """Returns `wanted`. Raises KnobError if this host cannot train it."""
+        """Raises KnobError if this host cannot train `wanted`."""
 
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
-        """Sets the links and the faults. was: the experiment until now; None at the start of a run"""
+        """Sets links and faults. was: None at the start of a run"""
 
     def tune_partition(self) -> None:
-        """Applies changed knobs of the partition, while the model's layout stays."""
+        """Applies changed knobs, while the model's layout stays."""
 
     def restart_data(self, used: int) -> None:
-        """Begins the data again, after `used` examples of their order."""
+        """Begins the data again, after `used` examples."""
 
     async def resize_buckets(self, bucket_mb: float) -> None:
-        """Cuts buckets of another size."""
+        """Cuts new buckets."""
 
     async def leave_opaque(self) -> None:
-        """Ends torch's own wrapper around the model."""
+        """Ends torch's own wrapper."""
 
     def enter_opaque(self) -> None:
         """Wraps the model in torch's own."""
@@ -96,16 +96,16 @@ class ChangeView(RankView, Protocol):
         """Inside, the strategy or the partition is switched, as one span."""
 
     async def leave(self, strategy: Strategy) -> None:
-        """Leaves a strategy: all that it has in flight ends."""
+        """Ends all operations in flight."""
 
     def enter_strategy(self, was: Experiment | None, wanted: Experiment) -> None:
-        """Enters the strategy of `wanted`."""
+        """Enters it."""
 
     def reset_groups(self) -> None:
-        """The mesh is new: closes the old groups."""
+        """Closes the old mesh's groups."""
 
     def foresee_reads(self, cheaply: bool) -> AccessTrace | None:
-        """Returns what a step will read; None if that is unknown. cheaply: the model is not built for it"""
+        """Returns a step's reads; None if unknown. cheaply: the model is not built for it"""
 
     async def broadcast_text(self, text: str, by: int = 0) -> str:
-        """Returns the text of rank `by`, on every rank."""
+        """Returns rank `by`'s text."""
