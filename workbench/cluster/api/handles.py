@@ -1,6 +1,6 @@
 """The methods of Lab that act on a live run.
 
-Kill, freeze, thaw and preempt are for teaching. They act on real processes, and only on engines that this lab started.
+Kill, freeze, thaw and preempt signal real processes, but only engines that this lab started.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ class RunControls:
 
     @property
     def live(self) -> bool:
-        """Whether a run is under way."""
         return self._live is not None and not self._live.over.is_set()
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that train now; none without a live run."""
         return self._live.members if self.live and self._live else ()
 
     def pause(self) -> None:
@@ -49,17 +47,16 @@ class RunControls:
         self._send_request("step", n=n)
 
     def checkpoint(self) -> PendingCheckpoint:
-        """Makes a checkpoint at one of the next step boundaries, in the run's directory. Returns at once.
+        """Makes a permanent checkpoint at one of the next step boundaries, and returns at once.
 
-        `lab.checkpoint().wait()` returns its path once it is complete. It stays until you remove it.
+        `lab.checkpoint().wait()` returns its path.
         """
         return PendingCheckpoint(self._require_run("checkpoint").run)
 
     def stop(self) -> None:
         """Stops the run at the next step boundary, and returns at once. A second call aborts the run.
 
-        A stop is never a failure. The run is over within 30 s (7 steps, if steps are longer than 3 s), if necessary by
-        ending engines: see `notes`.
+        It takes at most 30 s, or 7 steps if a step takes longer than 3 s. Then the lab ends engines: see `notes`.
         """
         if self.live and self._live:
             self._live.stop()
@@ -70,30 +67,25 @@ class RunControls:
             self._require_run("abort").abort()
 
     def resize(self, ranks: int) -> PendingChange:
-        """Makes `ranks` ranks train together from one of the next steps on: takes some out, or adds idle engines.
+        """Changes the number of ranks at one of the next steps. Removes ranks or adds idle engines.
 
-        An engine comes back as a rank of another number if its rank was taken out, or was out of reach and left behind.
-        If too few engines are idle, the lab starts more on this machine. That takes some seconds, nearly all for
-        imports; `Lab(spare=1)` keeps some warm. Raises KnobError if so many ranks are impossible, and ClusterError if
-        engines do not come up. Then the run goes on as it was.
+        A returning engine gets a new rank number. If too few are idle, the lab starts more on this machine, in some
+        seconds; `Lab(spare=1)` keeps some warm. Raises KnobError if the number is impossible and ClusterError if
+        engines do not come up. The run then continues unchanged.
         """
         return resize_run(self._require_run("resize"), ranks)
 
     def evict(self, *ranks: int, replace: bool = False) -> None:
-        """Evicts ranks that hang: ends their engines, and the remaining ranks go on from the last boundary.
+        """Ends the engines of ranks that hang. The remaining ranks continue from the last boundary.
 
-        replace: whether new ranks join, on idle engines of this lab or on new ones
+        replace: whether new ranks join
 
-        Raises KnobError or ClusterError, and changes nothing, if the remaining ranks could not go on.
+        Raises KnobError or ClusterError, and changes nothing, if they could not continue.
         """
         self._require_run("evict").evicting.evict_ranks(ranks, "as asked", replace)
 
     def stacks(self) -> stacks.Stacks:
-        """Returns, by rank, the Python stacks of all its threads, also of a rank that hangs.
-
-        Print them to read them. It takes some seconds if ranks do not answer. A stopped process has no stacks; its text
-        says so.
-        """
+        """Returns all Python stacks, by rank, to print. Takes some seconds if ranks do not answer."""
         cluster = self.cluster.wait()
         live = self._live if self.live else None
         found = stacks.gathered(cluster, [e.rank for e in cluster.engines if live is None or e.rank in live.members])
@@ -105,22 +97,22 @@ class RunControls:
     # -- for teaching
 
     def kill(self, rank: int) -> None:
-        """Kills the engine of a rank, as a crash would. The other ranks act by `on_death`."""
+        """Kills a rank's engine, as a crash would. `on_death` decides what follows."""
         self._inject_fault(rank, "kill", "was killed", signal.SIGKILL)
 
     def freeze(self, rank: int) -> None:
-        """Stops the process of a rank, as a machine that hangs would. `thaw` lets it go on."""
+        """Stops a rank's process, as a hanging machine would, until `thaw`."""
         self._inject_fault(rank, "freeze", "was frozen", signal.SIGSTOP)
 
     def thaw(self, rank: int) -> None:
-        """Lets a frozen rank go on."""
+        """Continues a frozen rank."""
         self._inject_fault(rank, "thaw", "goes on", signal.SIGCONT)
 
     def preempt(self, rank: int, grace: float = 30.0) -> None:
-        """Sends SIGTERM to the engine of a rank, as Slurm or a spot instance does, and kills it `grace` seconds later.
+        """Sends SIGTERM to a rank's engine, as Slurm or a spot instance does, and SIGKILL `grace` seconds later.
 
-        The rank leaves after the current step, and the other ranks go on. The engine ends by itself well within a usual
-        grace.
+        The rank leaves after the current step, and the other ranks continue. The engine usually ends well before
+        SIGKILL.
         """
         if isinstance(grace, bool) or not isinstance(grace, (int, float)) or not 0 <= grace <= 3600:
             raise KnobError(f"grace={grace!r}: must be a number in [0, 3600] seconds")

@@ -33,14 +33,14 @@ from workbench.settings import Change, KnobError
 from workbench.settings.describe_error import said
 
 R = TypeVar("R", bound=Run)
-LOOK = 0.2  # seconds between two looks at engines
-SETTLED = 3.0  # seconds for ranks to write what they have sent, when a kernel attaches
-ATTACH = 20.0  # seconds for an engine to answer a kernel that attaches: it may share a core with many
+LOOK = 0.2  # seconds
+SETTLED = 3.0  # seconds to write sent rows
+ATTACH = 20.0  # seconds to answer: the engine may share a core with many
 SESSION = "workbench.engine.rank.session:Session"  # tests use a lighter one
 
 
 def fit_experiment(experiment: Experiment, ranks: int) -> Experiment:
-    """Returns the checked `experiment` for a lab of `ranks` engines. Without a number of ranks it takes all engines."""
+    """Returns the checked `experiment`, on all `ranks` engines by default."""
     default = next(f.default for f in fields(Experiment) if f.name == "ranks")
     if experiment.ranks == default:
         experiment = replace(experiment, ranks=ranks)
@@ -48,16 +48,16 @@ def fit_experiment(experiment: Experiment, ranks: int) -> Experiment:
 
 
 def check_ranks(experiment: Experiment, ranks: int) -> Experiment:
-    """Returns `experiment` if a lab of `ranks` engines can run it. Raises KnobError."""
+    """Raises KnobError if the lab has fewer than the experiment's ranks."""
     if experiment.ranks > ranks:
         raise KnobError(f"ranks={experiment.ranks}: must be an integer in [1, {ranks}], the engines of this lab")
     return experiment
 
 
 def open_run(experiment: Experiment, out: Path | str | None, kind: type[R], parent: Any = None) -> R:
-    """Opens a run of class `kind` in a new directory: `out`, or `<time>-<strategy>` among this user's runs.
+    """Opens a run of class `kind` in the new directory `out`, by default `<time>-<strategy>` among this user's runs.
 
-    Raises ClusterError if nothing can be written there.
+    Raises ClusterError if that is not writable.
     """
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{type(experiment.strategy).__name__}"
     path = given.path(out, "out", "runs/first") if out is not None else runs_dir() / name
@@ -82,7 +82,7 @@ def open_run(experiment: Experiment, out: Path | str | None, kind: type[R], pare
 
 
 def refuse_closed(cluster: Cluster, knob: str = "") -> None:
-    """Raises ClusterError if the lab is over or, when a `knob` is to be set, has no engines."""
+    """Raises ClusterError if the lab is closed or, given a `knob` to set, has no engines."""
     if cluster.closed and not cluster.error:
         raise ClusterError(f"lab {cluster.name!r} is closed; make it again with Lab(ranks={cluster.ranks})")
     if knob and cluster.error:
@@ -91,12 +91,12 @@ def refuse_closed(cluster: Cluster, knob: str = "") -> None:
 
 
 def is_watched(watchers: Sequence[Callable[[], bool]]) -> bool:
-    """Whether a person sees a lab: a dashboard of it is on show, or was in the last ten minutes."""
+    """Whether a dashboard of the lab is visible, or was in the last ten minutes."""
     return any(sees() for sees in watchers)
 
 
 def renew_cluster(cluster: Cluster) -> Cluster:
-    """Returns `cluster`, or a new one if it lost an engine or its controller, has a stuck rank, or did not come up."""
+    """Returns `cluster`, or a new one if it failed to start, lost an engine or its controller, or has a stuck rank."""
     refuse_closed(cluster)
     if not cluster.error and (not cluster.is_ready or cluster.is_healthy):
         return cluster
@@ -112,10 +112,7 @@ def _name_write_error(path: Path, error: OSError) -> ClusterError:
 
 
 def _claim_folder(path: Path) -> Path:
-    """Makes and returns `path`, or the first free one of `path`-2, `path`-3, …, so that no other kernel takes it.
-
-    Raises OSError.
-    """
+    """Makes `path`, or the first free `path`-2, `path`-3, …, safe against other kernels. Raises OSError."""
     make_private_folder(path.parent)
     for number in itertools.count(1):
         tried = path if number == 1 else path.with_name(f"{path.name}-{number}")
@@ -138,7 +135,7 @@ def start_sessions(
 ) -> None:
     """Waits for the engines and starts every rank's session. An error ends the run.
 
-    resume: returns the checkpoint to go on from; it may put one into the folder that it gets
+    resume: returns the checkpoint to resume; may write one into its folder
     """
     cluster, run, experiment = live.cluster, live.run, live.changes.experiment
     try:
@@ -169,7 +166,6 @@ def start_sessions(
 
 
 def _stamp_epoch(run: Run) -> None:
-    """Counts the run's times from now on, because its engines are up."""
     run.epoch = time.time()
     file = Path(run.path or ".") / "run.json"
     try:
@@ -187,18 +183,15 @@ def _pickle_experiment(what: Any) -> bytes:
 
 
 def new_generation() -> str:
-    """Returns a unique name, so that rows and collectives of another run are never mistaken for this run's."""
+    """Returns a unique name, to tell this run's messages from another run's."""
     return uuid.uuid4().hex
 
 
 def find_place(name: str | None) -> LabPlace:
-    """Returns the place of a live lab: the newest detached one, or else the newest that another kernel owns.
-
-    Raises ClusterError if none lives.
-    """
-    found = [(p, p.read_state()) for p in list_places()]  # empty if its kernel has removed it
+    """Returns the newest detached lab, or else the newest of another kernel. Raises ClusterError if none lives."""
+    found = [(p, p.read_state()) for p in list_places()]
     mine = [(p, s) for p, s in found if s.get("engines") and (name is None or s["name"] == name)]
-    living = [(p, s) for p, s in mine if any(alive(e) for e in _list_local(s))]  # a run may go on without some engines
+    living = [(p, s) for p, s in mine if any(alive(e) for e in _list_local(s))]  # a run may go on without some
     if not living:
         called = f" called {name!r}" if name else ""
         raise ClusterError(f"there is no live lab{called} of yours on {host_name()}; start one with Lab(ranks=4)")
@@ -210,16 +203,16 @@ def _list_local(state: dict[str, Any]) -> list[list[float]]:
 
 
 def _asked_of_any(cluster: Cluster, generation: str) -> tuple[dict[str, Any], bytes]:
-    """Returns the job and the pickled experiment of the first engine that has this run; all engines have the same.
+    """Returns the job and the pickled experiment from any engine of this run, or ({}, b"").
 
-    ({}, b"") if no engine that answers has one. Raises ClusterError if no engine answers.
+    Raises ClusterError if no engine answers.
     """
     error, answered = ClusterError("all engines of the run have ended"), False
     for rank in [engine.rank for engine in cluster.engines if not cluster.describe_death(engine.rank)]:
         try:
             if blob := cluster.rpc.ask_rank(rank, "experiment", timeout=ATTACH)[1]:
                 job = cluster.rpc.ask_rank(rank, "job", timeout=ATTACH)[0]
-                if job.get("generation") == generation:  # else the engine did not begin this run
+                if job.get("generation") == generation:
                     return job, blob
             answered = True
         except ClusterError as failed:
@@ -230,7 +223,7 @@ def _asked_of_any(cluster: Cluster, generation: str) -> tuple[dict[str, Any], by
 
 
 def _open_run(about: dict[str, Any], experiment: Experiment, kind: type[R]) -> R:
-    """Opens the live run from its directory. If that is gone or damaged, begins with the rows from now on."""
+    """Opens the live run, without its earlier rows if its directory is gone or damaged."""
     path = Path(about["path"])
     try:
         return kind.open(path)
@@ -243,7 +236,7 @@ def _open_run(about: dict[str, Any], experiment: Experiment, kind: type[R]) -> R
 
 
 def rejoin_run(cluster: Cluster, listed: list[PendingChange], kind: type[R]) -> RunController | None:
-    """Follows the run that a cluster's engines are in, from its first row on; None if there is no run."""
+    """Follows the run of a cluster's engines from its first row; returns None without a run."""
     about = cluster.place.read_state().get("run")
     if not about:
         return None
@@ -252,7 +245,7 @@ def rejoin_run(cluster: Cluster, listed: list[PendingChange], kind: type[R]) -> 
         return None
     experiment, _, _ = cloudpickle.loads(blob)
     waiting: list[Any] = []
-    cluster.take = waiting.append  # new rows; earlier rows are on disk, or will be soon
+    cluster.take = waiting.append  # earlier rows are on disk, or soon will be
     cluster.health.begin_run()
     living = [engine.rank for engine in cluster.engines if not cluster.describe_death(engine.rank)]
     cluster.rpc.ask_all("settle", timeout=SETTLED, ranks=living)

@@ -1,8 +1,4 @@
-"""One lab's engines over ipyparallel: started here, or found by a connection file.
-
-They come up in the background, or are found again after a detach. The cluster knows which process is which rank, and
-nothing of training.
-"""
+"""One lab's engines over ipyparallel: which process is which rank, and nothing of training."""
 
 from __future__ import annotations
 
@@ -33,12 +29,12 @@ from workbench.cluster.transport.rpc_client import RpcClient
 from workbench.cluster.transport.wire import RowBatch
 from workbench.settings.describe_error import text_of
 
-START_TIMEOUT = 120.0  # seconds for all engines to come up
-FIND_TIMEOUT = 10.0  # seconds to find the engines of an existing cluster
+START_TIMEOUT = 120.0  # seconds to come up
+FIND_TIMEOUT = 10.0
 
 
 class Cluster:
-    """`ranks` engines, and `spare` ones. `connection`: the client file of an existing cluster, None to start one here.
+    """`ranks` engines and `spare` ones. `connection`: the client file of an existing cluster, None to start one here.
 
     starting: a lock for the thread that starts further engines
     """
@@ -51,22 +47,21 @@ class Cluster:
         self.client: Any = None
         self.error: BaseException | None = None
         self.take: Callable[[RowBatch], None] = lambda batch: None
-        self.guest = False  # whether another kernel owns the lab
-        self.owner: list[float] | None = None  # of a guest's engines
-        self.stuck = False  # whether a rank did not leave its last run
+        self.guest = False  # another kernel owns the lab
+        self.owner: list[float] | None = None
+        self.stuck = False  # a rank did not leave its last run
         self.owned: LabProcesses | None = None
         self.health = ProcessHealth(self)
         self.spares, self.starting = SpareEngines(self, spare), threading.RLock()
         self.renewal = EngineRenewal(self)
         self.guard: subprocess.Popen[bytes] | None = None
         self._line: RpcClient | None = None
-        self._context: zmq.Context[Any] | None = None  # of the client's sockets
+        self._context: zmq.Context[Any] | None = None
         self.relay: RowSubscriber | None = None
         self._ready = threading.Event()
-        self.closed = self._ended = False  # whether the end has begun, and whether it is complete
+        self.closed = self._ended = False  # closing has begun; is complete
 
     def start_engines(self) -> Cluster:
-        """Begins to start the engines and returns at once. `wait` waits for them."""
         self.place, self.keys = LabPlace.make_place(self.name), CurveKeys.make_pair()
         self.guard = start_guard(self.place)
         self.owned = LabProcesses(self.place) if self.connection is None else None
@@ -92,7 +87,6 @@ class Cluster:
 
     @contextlib.contextmanager
     def hold_waits(self) -> Iterator[None]:
-        """Makes callers of `wait` wait while engines restart inside."""
         self._ready.clear()
         self.progress = "restarting engines"
         try:
@@ -112,11 +106,10 @@ class Cluster:
         return self._line
 
     def wait_settled(self, timeout: float) -> bool:
-        """Waits at most `timeout` seconds. Returns whether the engines are up or have failed."""
         return self._ready.wait(timeout)
 
     def wait(self, timeout: float | None = None) -> Cluster:
-        """Waits until the engines are up. Raises ClusterError with the reason if they fail."""
+        """Raises ClusterError with the reason if the engines fail, or are not up in time."""
         if not awaited(self._ready, timeout, engines(self.ranks)):
             raise ClusterError(f"the engines are not up after {timeout:g} s: {self.progress}")
         if self.error:
@@ -164,7 +157,7 @@ class Cluster:
 
         by_file = {"connection_info": str(connection)}
         how = {"profile": str(connection)[8:]} if str(connection).startswith("profile:") else by_file
-        # the client closes some sockets without a linger; an unsent message would keep their descriptors
+        # the client closes some sockets without a linger; unsent messages would keep their descriptors
         self._context = self._context or zmq.Context()
         self._context.linger = 0
         return ipyparallel.Client(**how, timeout=FIND_TIMEOUT, context=self._context)
@@ -186,14 +179,13 @@ class Cluster:
             )
 
     def _admit_engines(self) -> None:
-        """Gives each rank its engine, checks versions and devices, opens the sockets."""
         self.engines = admit_engines(self, list(self.client.ids)[: self.ranks])
         self._open_sockets()
         self.note_engines()
         self._activate_magic()
 
     def note_engines(self) -> None:
-        """Writes the engines down, for kernels that attach."""
+        """Saves the engines for attaching kernels."""
         file = self.connection or self.place.path / "security" / "ipcontroller-client.json"
         self.place.write_state(
             engines=[e.as_dict() for e in self.engines], keys=list(self.keys), connection=str(file), device=self.device,
@@ -201,7 +193,7 @@ class Cluster:
         )  # fmt: skip
 
     def find_controller(self) -> str:
-        """An address of the controller. An engine's own address on the route there is the one to reach it."""
+        """Returns the controller's address, from which engines find their own address on the route."""
         return str(self.client._config["registration"]).split("//")[-1].rsplit(":", 1)[0]
 
     def _open_sockets(self) -> None:
@@ -210,49 +202,45 @@ class Cluster:
         self.health.start_watch()
 
     def _activate_magic(self) -> None:
-        """Makes `%%px` use this lab's ranks, if IPython runs."""
         shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
         if shell is not None:
             self.view.activate()
 
     def list_ranks(self, said: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns a row for each rank: its process and its last status."""
+        """Returns each rank's process and last status."""
         keys = ("state", "step", "busy")
-        last = {e.process_key: e for e in self.engines}.values()  # the newest rank of each process
+        last = {e.process_key: e for e in self.engines}.values()  # newest rank of each process
         return [{"rank": e.rank, "engine": e.id, "host": e.host, "pid": e.pid, "device": self.devices[e.rank],
                  **{k: said.get(e.rank, {}).get(k) for k in keys}} for e in last]  # fmt: skip
 
     @property
     def view(self) -> Any:
-        """The ipyparallel view of all living ranks, in their order."""
+        """The ipyparallel view of all living ranks, in order."""
         view = self.client.direct_view(list(dict.fromkeys(e.id for e in self.engines if e.id in self.client.ids)))
         view.block = True
         return view
 
     def call(self, engine: int, function: Callable[..., Any], *rest: Any, timeout: float = 60.0) -> Any:
-        """Calls a function of `worker` on one engine (by ipyparallel's id) and waits for its answer."""
+        """Calls a `worker` function on an engine (by ipyparallel's id)."""
         return self.client[engine].apply_async(function, *rest).get(timeout)
 
     def describe_death(self, rank: int) -> str | None:
-        """Says how the engine of `rank` ended; None while it lives."""
         return self.health.describe_death(rank)
 
     @property
     def is_usable(self) -> bool:
-        """Whether the engines are up or coming up."""
         return not self.closed and self.error is None
 
     @property
     def is_healthy(self) -> bool:
-        """Whether another run can begin on it."""
         return self.is_ready and self.is_usable and not self.stuck and self.health.is_whole
 
     # -- the end
 
     def detach(self) -> None:
-        """Leaves engines and controller alone from now on, also when this kernel ends."""
+        """Leaves engines and controller running for good."""
         if self.relay:
-            self.relay.close()  # first, to free a descriptor for the file
+            self.relay.close()  # frees a descriptor
         self.place.write_state(owner=None)
         self._tell_owner(None)
         let_go(self.owned)
@@ -262,18 +250,17 @@ class Cluster:
         self.rpc.ask_all("own", owner=owner, home=host_name())
 
     def close(self) -> None:
-        """Ends what this lab started; in an existing cluster, only what the lab did there.
-
-        After an interrupt, a second call goes on with the rest.
+        """Ends what this lab started; in an existing cluster, only its own work there. A second call continues the
+        first.
         """
         if self._ended:
             return
         self.closed = True
-        if self.guest or self.place.state.get("owner") is None:  # another kernel owns it, or may attach to it
+        if self.guest or self.place.state.get("owner") is None:  # another kernel owns it or may attach
             return self._disconnect_client()
         if self.is_ready and not self.place.state.get("here"):
             for engine in self.engines:
-                with contextlib.suppress(Exception):  # an engine that does not answer must not block the end
+                with contextlib.suppress(Exception):  # a silent engine must not block the end
                     if not self.health.describe_controller() and not self.describe_death(engine.rank):
                         self.call(engine.id, engine_server.close_bench, timeout=10)
         self._end_processes()
@@ -289,7 +276,7 @@ class Cluster:
         self._disconnect_client()
 
     def _hang_up(self) -> None:
-        """Closes all sockets. This comes before what needs descriptors, because the process may have none left."""
+        """Closes sockets first: the process may have no descriptors left."""
         self.closed = True
         self.spares.over.set()
         self.renewal.over.set()
@@ -312,7 +299,7 @@ class Cluster:
     def attach_to(cls, place: LabPlace) -> Cluster:
         """Returns the cluster of a detached lab or, as a guest, of a lab that another kernel owns.
 
-        Raises ClusterError if another kernel attaches to the detached lab at the same time and comes first.
+        Raises ClusterError if another kernel attaches to the detached lab first.
         """
         state = place.read_state()
         self = cls(state["name"], state["ranks"], state["device"], None if state["here"] else state["connection"])
@@ -329,7 +316,7 @@ class Cluster:
                 self._disconnect_client()
                 raise
             self.guard = start_guard(place)
-            self.owned = LabProcesses(place) if state["here"] else None  # for engines that it starts from now on
+            self.owned = LabProcesses(place) if state["here"] else None  # for later engines
             self._tell_owner(this_process())
         self._activate_magic()
         self.progress = "ready"

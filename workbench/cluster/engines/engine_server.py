@@ -1,7 +1,7 @@
 """The engine's side: holds its rank's session, publishes its rows and answers the line.
 
-The lab calls these functions over ipyparallel, before a run. During a run everything passes through the engine's own
-two sockets, so that `%%px` may keep the engine's main thread busy.
+The lab calls these functions over ipyparallel before a run. A run uses the engine's own two sockets, so `%%px` may
+occupy the engine's main thread.
 """
 
 from __future__ import annotations
@@ -29,16 +29,13 @@ from workbench.cluster.transport.keys import CurveKeys, admit_client
 from workbench.cluster.transport.wire import RowBatch, encode_batch
 from workbench.settings.describe_error import said, speaks, traceback_of
 
-SILENCE = 60.0  # seconds without a message from a kernel on another host, until a run is abandoned
+SILENCE = 60.0  # seconds of silence from a remote kernel before a run is abandoned
 
 _bench: EngineServer | None = None
 
 
 def open_bench(setup: dict[str, Any]) -> dict[str, Any]:
-    """Opens this engine's sockets for one lab. Returns their addresses.
-
-    Raises RuntimeError while it trains for another lab.
-    """
+    """Opens this engine's sockets for a lab, and returns their addresses. Raises RuntimeError in another lab's run."""
     global _bench
     if _bench and _bench.is_busy and _bench.lab != setup["lab"]:
         raise RuntimeError("this engine is training for another lab; stop that run or use other engines")
@@ -50,27 +47,27 @@ def open_bench(setup: dict[str, Any]) -> dict[str, Any]:
 
 
 def host_store(session: str, where: str) -> tuple[str, int]:
-    """Keeps the meeting point of the lab's ranks on this engine. Returns its address."""
+    """Returns the address of the ranks' meeting point, kept here."""
     return _require_server().host_store(session, where)
 
 
 def begin_session(job: dict[str, Any], blob: bytes) -> str:
-    """Builds this rank's session from the pickled `blob` and starts it. Returns where it spools."""
+    """Starts this rank's session from the pickled `blob`. Returns its spool folder."""
     try:
         return _require_server().begin_session(job, blob)
     except BaseException as error:
         if speaks(error):
             raise
-        raise RuntimeError(said(error)) from None  # ipyparallel takes the error's text as it is
+        raise RuntimeError(said(error)) from None  # ipyparallel shows this text
 
 
 def load_modules() -> None:
-    """Loads what a rank needs, before a rank is wanted here."""
+    """Imports a rank's modules in advance."""
     importlib.import_module("workbench.engine.rank.session")
 
 
 def restart_engine(lab: str) -> None:
-    """Restarts this engine, see `anew`. Raises RuntimeError if it cannot, trains, or serves another lab."""
+    """Restarts this engine. Raises RuntimeError if it cannot, trains, or serves another lab."""
     if _bench is None or _bench.lab != lab or _bench.is_busy:
         raise RuntimeError("this engine serves another lab, or trains")
     process_restart.refuse_restart()
@@ -85,7 +82,7 @@ def _require_server() -> EngineServer:
 
 
 def close_bench() -> None:
-    """Ends this engine's work for a lab and closes its sockets. The engine itself stays."""
+    """Ends this engine's work for a lab."""
     global _bench
     if _bench:
         _bench.close()
@@ -98,7 +95,7 @@ def _load_object(path: str) -> Any:
 
 
 class EngineServer(RpcHandlers):
-    """One engine's place in a lab: its two sockets, and the session of its rank during a run."""
+    """One engine's place in a lab: its two sockets, and its rank's session."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self.lab = setup["lab"]
@@ -106,16 +103,16 @@ class EngineServer(RpcHandlers):
         self.session: Any = None
         self.job: dict[str, Any] = {}
         self.blob = b""
-        self.secret = ""  # of the next run
+        self.secret = ""
         self.store: Any = None
         self.sent: dict[str, int] = {}
         self.where = Path()
-        self.learned: list[Any] = []  # classes from the notebook's cells, kept alive so that they are found by name
+        self.learned: list[Any] = []  # classes from notebook cells, kept alive for lookups by name
         self.heard = time.monotonic()
-        self.told_over = False  # whether the kernel knows that the session is over
-        self.trouble = ""  # the line's last error; part of every status
-        self._dismissed: set[tuple[str, int]] = set()  # (generation, rank): sent away before it began
-        self._life = threading.Lock()  # held while a session begins or an order is carried out
+        self.told_over = False  # the kernel knows that the session is over
+        self.trouble = ""  # the line's last error
+        self._dismissed: set[tuple[str, int]] = set()  # (generation, rank) dismissed before it began
+        self._life = threading.Lock()  # held while a session begins or an order runs
         self._context = zmq.Context()
         keys = CurveKeys.make_pair()
         self._doorkeeper = admit_client(setup["client"], self._context)
@@ -156,7 +153,7 @@ class EngineServer(RpcHandlers):
                 raise RuntimeError(f"this rank has not left its last run: {self.session.status()['busy'] or 'busy'}")
         process_restart.refuse_second_loop()
         where = Path(job["run_dir"])
-        if not (where / "run.json").exists():  # on another host: the kernel fetches the rows from here
+        if not (where / "run.json").exists():  # on another host: the kernel fetches the rows
             where = Path(tempfile.mkdtemp(prefix="training-workbench-run-"))
         experiment, changes, learned = cloudpickle.loads(blob)
         session = _load_object(job["session"])(
@@ -167,7 +164,7 @@ class EngineServer(RpcHandlers):
         )  # fmt: skip
         session.before_end = self._capture.end_lines
         with self._life:
-            # before the job: a reader of the job finds these
+            # before the job, because readers of the job use these
             self.session, self.where, self.learned = session, where, learned
             process_restart.note_run(bool(job.get("leads")))
             self.job, self.blob, self.sent, self.told_over = job, blob, {}, False
@@ -179,14 +176,14 @@ class EngineServer(RpcHandlers):
             session.start()
         except BaseException:
             with self._life:
-                self.session = None  # a session that never started would be waited for
-                # it ignores orders of this generation, and no kernel attaches to it; the kernel may fetch its files
+                self.session = None  # a session that never started would block waiters
+                # ignores later orders and attaching kernels, but lets the kernel fetch its files
                 self.job, self.blob = {"rank": job["rank"]}, b""
             raise
         return str(where)
 
     def publish_rows(self, new: list[tuple[str, int, dict[str, Any]]]) -> None:
-        """Publishes rows in one message. Without a listener they are dropped here and stay on disk."""
+        """Publishes rows in one message. Without a listener they stay on disk only."""
         frames = []
         for kind, seq, columns in new:
             batch = RowBatch(self.job["generation"], kind, self.job["rank"], seq, columns)
@@ -211,7 +208,7 @@ class EngineServer(RpcHandlers):
             self.session.abort()
 
     def report_error(self, error: BaseException) -> None:
-        """Reports an error of the line in the engine's log file, the next status and the record."""
+        """Reports an error of the line in log file, status and record."""
         text = traceback_of(error)
         print(text, file=sys.__stderr__, flush=True)
         self.trouble = said(error)
@@ -226,15 +223,14 @@ class EngineServer(RpcHandlers):
                 out = value
             else:
                 answer["value"] = value
-        except BaseException as error:  # unpickling a class from a cell may do anything
+        except BaseException as error:  # unpickling a cell's class may do anything
             answer["error"] = said(error)
         return [json.dumps(answer, default=str).encode(), out]
 
     def _obey_order(self, what: str, of: tuple[str, list[int]], blob: bytes, ask: dict[str, Any]) -> Any:
-        """Carries out an order if it is meant for this session's run and rank, and ignores it otherwise.
+        """Runs an order for this session's run and rank, and ignores others.
 
-        A session comes through the controller, so an order to leave may overtake it. Then the session leaves as it
-        begins.
+        A session comes through the controller. An order to leave that overtakes it makes it leave as it begins.
         """
         generation, ranks = of
         with self._life:
@@ -244,7 +240,7 @@ class EngineServer(RpcHandlers):
                 self._dismissed |= {(generation, rank) for rank in ranks}
 
     def is_abandoned(self) -> bool:
-        """Whether the lab's kernel is gone without having detached."""
+        """Whether the lab's kernel ended without detaching."""
         if self.owner is None:
             return False
         if self.home == host_name():
@@ -266,7 +262,6 @@ class EngineServer(RpcHandlers):
 
 
 def _show_in_cells(name: str, value: Any) -> None:
-    """Makes `value` known to `%%px` cells."""
     from ipyparallel.engine.app import IPEngine
 
     if IPEngine.initialized():

@@ -1,4 +1,4 @@
-"""Finds out where engines run, with which versions, and whether they can train together."""
+"""Where engines run, with which versions, and whether they can train together."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MARK = "workbench-probe "
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """One engine and the rank that it holds. ipyparallel's id is not the rank.
+    """One engine and its rank, which differs from ipyparallel's id.
 
-    An engine that a run left behind may come back as another rank. Then two instances describe one process.
+    An engine that a run left behind may return as another rank: then two instances describe one process.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class Engine:
 
 
 def _make_probe() -> str:
-    """Returns source text that prints one line about the engine and leaves nothing in its namespace."""
+    """Returns source text that prints one line about the engine, with no other effect."""
     return f"""
 def _workbench_probe(controller):
     import importlib.metadata, json, os, platform, socket
@@ -74,7 +74,7 @@ del _workbench_probe
 
 
 def probe_engines(client: Any, ids: list[int], controller: str, timeout: float = 60.0) -> list[Engine]:
-    """Asks each engine what it is; rank r is on the r-th of `ids`. Raises ClusterError if one does not answer."""
+    """Describes each engine; rank r is on the r-th of `ids`. Raises ClusterError if one does not answer."""
     question, until = _make_probe().replace("{controller!r}", repr(controller)), time.monotonic() + timeout
     said = dict.fromkeys(ids, "")
     while missing := [i for i, s in said.items() if not s]:
@@ -85,14 +85,14 @@ def probe_engines(client: Any, ids: list[int], controller: str, timeout: float =
             late = [i for i in missing if i not in {m["engine_id"] for m in asked.metadata if m["completed"]}]
             text = f"engines {late or missing} did not answer within {timeout:g} s (is a cell running there?)"
             raise ClusterError(text) from None
-        asked.wait_for_output(10)  # output comes on another channel, maybe later
+        asked.wait_for_output(10)  # output may arrive later
         found = [next((x for x in out.splitlines() if x.startswith(MARK)), "") for out in asked.stdout]
         said |= dict(zip(missing, found, strict=True))
     return [Engine(rank=r, id=i, **json.loads(s[len(MARK) :])) for r, (i, s) in enumerate(said.items())]
 
 
 def list_versions() -> dict[str, str]:
-    """Returns the versions of this kernel (torch without importing it)."""
+    """Returns this kernel's versions, without importing torch."""
 
     def version(name: str) -> str:
         try:
@@ -105,7 +105,7 @@ def list_versions() -> dict[str, str]:
 
 
 def check_versions(engines: list[Engine]) -> None:
-    """Raises ClusterError with every engine that has another Python (up to the minor version), torch or workbench."""
+    """Raises ClusterError with every engine whose Python (minor version), torch or workbench differs."""
     own, wrong = list_versions(), []
     for engine in engines:
         for what, version in engine.versions.items():
@@ -120,10 +120,10 @@ def _shorten_version(what: str, version: str) -> str:
 
 
 def choose_devices(engines: list[Engine], asked: str | int) -> tuple[list[str], str]:
-    """Returns (the device of each rank, "nccl" or "gloo"). NCCL needs one GPU per rank.
+    """Returns (each rank's device, "nccl" or "gloo"). NCCL needs one GPU per rank.
 
-    Each host uses its own GPUs. "auto" chooses CPUs if a host has no GPU.
-    Raises KnobError if `asked` is invalid, or if a host has too few GPUs.
+    Each host uses its own GPUs. "auto" takes CPUs if a host has none. Raises KnobError if `asked` is invalid or a host
+    has too few GPUs.
     """
     gpus: dict[str, int] = {}  # by host
     for engine in engines:
@@ -139,7 +139,7 @@ def choose_devices(engines: list[Engine], asked: str | int) -> tuple[list[str], 
         few = f"must be an integer in [1, {fewest}] GPUs, or auto, cpu, cuda" if fewest else "there is no GPU; use cpu"
         raise KnobError(f"device={asked!r}{where}: {few}")
     use = {name: count if isinstance(asked, str) else asked for name, count in gpus.items()}
-    places: dict[str, dict[tuple[str, int, float], int]] = {}  # by host, the index of each process
+    places: dict[str, dict[tuple[str, int, float], int]] = {}  # by host, each process's index
     chosen = []
     for engine in engines:
         there = places.setdefault(engine.host, {})

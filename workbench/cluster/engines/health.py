@@ -1,4 +1,4 @@
-"""Knows which of a lab's processes live and how they ended, and ends stuck engines.
+"""Tracks a lab's processes and how they ended, and ends stuck engines.
 
 It asks the system, never the processes. It signals only what this lab started, checked by pid and create time.
 """
@@ -26,11 +26,11 @@ from workbench.cluster.processes.supervised_thread import SupervisedThread
 if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
 
-LOOK = 1.0  # seconds between two looks at all engines
-KNOCK = 2.0  # seconds between two attempts to reach a controller without a known process
-ENDING = 2.0  # seconds for a killed engine to be gone
-ASKED = 1.0  # seconds for an engine to end in order, before it is killed
-SHORTLY = 0.02  # seconds between two looks at engines that end
+LOOK = 1.0  # seconds between checks
+KNOCK = 2.0  # seconds between attempts to reach a controller without a known process
+ENDING = 2.0  # seconds for a kill
+ASKED = 1.0  # seconds for an engine's orderly end
+SHORTLY = 0.02  # seconds between checks of ending engines
 
 
 class ProcessHealth:
@@ -43,55 +43,51 @@ class ProcessHealth:
         self._answers = True
         self._over = threading.Event()
         self._watch = SupervisedThread("engine watch", self._report_dead, self._over)
-        self._telling, self._told = threading.Lock(), set[int]()  # dead engines that the controller knows of
+        self._telling, self._told = threading.Lock(), set[int]()  # dead engines that the controller knows
 
     def start_watch(self) -> None:
-        """Starts to report dead engines to the controller, also between runs."""
         self._watch.start()
 
     def close(self) -> None:
-        """Stops the watch, and signals that are still to come."""
+        """Stops the watch, and drops later signals."""
         self._over.set()
-        if self._watch.alive:  # it uses sockets that are closed next
+        if self._watch.alive:  # it uses sockets that close next
             self._watch.join(LOOK)
 
     def _report_dead(self) -> None:
         for engine in list(self.cluster.engines):
-            if (
-                self.describe_death(engine.rank) and engine.host == host_name()
-            ):  # another machine may only be out of reach
+            if self.describe_death(engine.rank) and engine.host == host_name():  # another machine may be unreachable
                 self.cluster.rpc.disconnect_rank(engine.rank, engine.line)
         self._over.wait(LOOK)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the controller and all engines live."""
         return not self.describe_controller() and not any(
             self.describe_death(e.rank) or self._has_ended(e) for e in self.cluster.engines
         )
 
     @staticmethod
     def _has_ended(engine: Engine) -> bool:
-        """Whether the engine's process is over, even if the system still removes its threads and has no exit code."""
+        """Whether the engine's process is over, even before its exit code."""
         return engine.host == host_name() and not alive([engine.pid, engine.created])
 
     @property
     def controller_trouble(self) -> str:
-        """Says that the controller is gone although the engines live; "" otherwise."""
+        """Text if only the controller is gone; else ""."""
         if not self.cluster.is_ready or self.cluster.closed or not (how := self.describe_controller()):
             return ""
         return f"the controller {how}: a run goes on, %%px cells do not; the next lab.run() starts new engines"
 
     def describe_death(self, rank: int) -> str | None:
-        """Says how the engine of `rank` ended; None while it lives."""
+        """Returns how the engine of `rank` ended; None while it lives."""
         engine = self.cluster.engines[rank]
         how = self._describe_death(engine)
-        if how and engine.id in self.cluster.client.ids:  # no nanny does, and calls would wait for the dead engine
+        if how and engine.id in self.cluster.client.ids:  # without a nanny, calls would wait for the dead engine
             self.tell_controller(engine)
         return how
 
     def tell_controller(self, engine: Engine) -> None:
-        """Tells the controller, once, that this engine has ended."""
+        """Reports a dead engine to the controller, once."""
         client = self.cluster.client
         with self._telling:
             if engine.id not in self._told:
@@ -114,11 +110,11 @@ class ProcessHealth:
         return f": {words}" if words else ""
 
     def begin_run(self) -> None:
-        """Reads the system's counts of shortages when a run begins. Later counts explain why an engine ended."""
+        """Reads the system's shortage counts, to explain later deaths."""
         self.scarcity.read_counts(engine.pid for engine in self.cluster.engines if engine.host == host_name())
 
     def describe_controller(self) -> str | None:
-        """Says how the controller ended; None while it lives."""
+        """Returns how the controller ended; None while it lives."""
         if child := self._find_child("controller"):
             return None if (code := child.poll()) is None else f"(pid {child.pid}) ended with {code_in_words(code)}"
         known = next((p for p in self.cluster.place.state.get("processes", []) if p[2] == "controller"), None)
@@ -127,12 +123,12 @@ class ProcessHealth:
         return None if alive(known[:2]) else f"(pid {int(known[0])}) is gone"
 
     def _find_child(self, what: str) -> subprocess.Popen[bytes] | ForkedEngine | None:
-        """Returns a process that this kernel started or had forked. Only these tell it how they ended."""
+        """Returns a process of this kernel; only these report how they ended."""
         child = self.cluster.owned.started.get(what) if self.cluster.owned else None
         return None if isinstance(child, ForkedEngine) and child.is_unreported else child
 
     def _probe_controller(self) -> bool:
-        """Whether the controller of another kernel accepts connections. Only a refusal counts as no."""
+        """Whether another kernel's controller accepts connections. Only a refusal counts as no."""
         if time.monotonic() - self._knocked > KNOCK:
             self._knocked = time.monotonic()
             url = str(self.cluster.client._config["registration"])
@@ -146,22 +142,19 @@ class ProcessHealth:
         return self._answers
 
     def give_up(self, ranks: Iterable[int]) -> list[int]:
-        """Begins no further run on the engines of these ranks, and ends those of this lab.
-
-        Returns the ranks that lost their engines.
-        """
+        """Bars these ranks' engines from further runs, and ends this lab's. Returns the ranks that lost engines."""
         late = list(ranks)
         self.cluster.stuck |= bool(late)
         return [rank for rank in late if self._end_engine(self.cluster.engines[rank])]
 
     def is_own(self, engine: Engine) -> bool:
-        """Whether the engine lives and this lab started it here, so that the lab may signal it."""
+        """Whether the lab may signal the engine: it lives, and this lab started it here."""
         noted = self.cluster.place.state.get("processes", [])
         own = engine.host == host_name() and any(int(p[0]) == engine.pid for p in noted) and not self.cluster.guest
         return own and alive([engine.pid, engine.created])
 
     def send_signal(self, rank: int, what: int) -> bool:
-        """Sends a signal to the engine of `rank`, if it is this lab's. Returns whether it did."""
+        """Signals this lab's engine of `rank`. Returns whether it did."""
         engine = self.cluster.engines[rank]
         if not self.is_own(engine):
             return False
@@ -171,7 +164,7 @@ class ProcessHealth:
         return False
 
     def send_later(self, rank: int, what: int, seconds: float) -> None:
-        """Sends a signal to the engine of `rank` after `seconds`, unless the cluster is closed before."""
+        """Signals the engine of `rank` after `seconds`, unless the cluster closes."""
 
         def wait() -> None:
             if not self._over.wait(seconds):
@@ -180,7 +173,7 @@ class ProcessHealth:
         threading.Thread(target=wait, name=f"grace of rank {rank}", daemon=True).start()
 
     def describe_stop(self, rank: int) -> str:
-        """Says that the system has stopped the process of `rank`; "" if it has not, or on another machine."""
+        """Text if the system has stopped this machine's process of `rank`; else ""."""
         engine = self.cluster.engines[rank]
         if engine.host == host_name():
             with contextlib.suppress(psutil.Error):
@@ -189,11 +182,11 @@ class ProcessHealth:
         return ""
 
     def end_rank(self, rank: int) -> bool:
-        """Ends the engine of `rank` and its children, if it is this lab's. Returns whether the engine is gone."""
+        """Ends this lab's engine of `rank` and its children. Returns whether it is gone."""
         return self._end_engine(self.cluster.engines[rank])
 
     def retire_engines(self, engines: Collection[Engine]) -> None:
-        """Ends engines without a rank, and their children. Kills them if they do not end in order within `ASKED` s."""
+        """Ends engines without a rank, and their children; kills them after `ASKED` s."""
         children = []
         for engine in engines:
             with contextlib.suppress(psutil.Error):

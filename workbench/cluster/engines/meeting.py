@@ -1,7 +1,4 @@
-"""Makes engines ranks of a lab: asks what they are, checks them, and opens their sockets.
-
-Also starts further engines, for more ranks or in place of lost ranks.
-"""
+"""Makes engines ranks of a lab: checks them, opens their sockets, and starts further ones."""
 
 from __future__ import annotations
 
@@ -24,14 +21,14 @@ from workbench.experiment.given import MAX_RANKS
 if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
 
-COME_UP = 60.0  # seconds for an engine to come up
-LOOK = 0.05  # seconds between two looks
+COME_UP = 60.0  # seconds
+LOOK = 0.05  # seconds
 
 
 def admit_engines(cluster: Cluster, ids: Sequence[int], ranks: Sequence[int] = ()) -> list[Engine]:
-    """Returns the engines with these ipyparallel ids, as `ranks`, or as the next ranks.
+    """Returns the engines with these ipyparallel ids, as `ranks` or as the next ranks.
 
-    Raises ClusterError or KnobError if they cannot train together with this kernel and with each other.
+    Raises ClusterError or KnobError if they cannot train together or with this kernel.
     """
     first = len(cluster.engines)
     ranks = ranks or range(first, first + len(ids))
@@ -58,7 +55,7 @@ def admit_engines(cluster: Cluster, ids: Sequence[int], ranks: Sequence[int] = (
 
 
 def reuse_engine(cluster: Cluster, engine: Engine) -> int:
-    """Returns a new rank for an engine that a run left behind and that is free again."""
+    """Returns a new rank for a free engine that a run left behind."""
     again = replace(engine, rank=len(cluster.engines))
     cluster.rpc.connect_rank(again.rank, again.line)
     cluster.devices = [*cluster.devices, cluster.devices[engine.rank]]
@@ -68,7 +65,7 @@ def reuse_engine(cluster: Cluster, engine: Engine) -> int:
 
 
 def cannot_start(cluster: Cluster, count: int) -> str:
-    """Says why `count` more engines cannot be started; "" if they can."""
+    """Returns why `count` more engines cannot start; "" if they can."""
     if cluster.owned is None or cluster.guest:
         return "another has started its engines"
     if how := cluster.health.describe_controller():
@@ -78,9 +75,9 @@ def cannot_start(cluster: Cluster, count: int) -> str:
 
 
 def start_more(cluster: Cluster, count: int) -> list[int]:
-    """Starts `count` more engines on this machine. Returns their ranks. Takes seconds, nearly all for imports.
+    """Starts `count` more engines here, in seconds of imports. Returns their ranks.
 
-    Raises ClusterError if they do not come up; then none of them stays.
+    Raises ClusterError if they do not come up; then none stays.
     """
     with cluster.starting:
         return _start_engines(cluster, count)
@@ -115,7 +112,7 @@ def _join_engine(cluster: Cluster, engine: Engine) -> int:
 
 
 def replace_engines(cluster: Cluster, numbers: Mapping[int, int]) -> list[Engine]:
-    """Gives ranks other engines. Returns the old ones. numbers: by rank, the ipyparallel id of its new engine"""
+    """Replaces ranks' engines and returns the old ones. numbers: new ipyparallel id by rank"""
     found = admit_engines(cluster, list(numbers.values()), list(numbers))
     before = [cluster.engines[rank] for rank in numbers]
     assert cluster.relay is not None
@@ -131,7 +128,7 @@ def replace_engines(cluster: Cluster, numbers: Mapping[int, int]) -> list[Engine
 
 
 def wait_for_engines(cluster: Cluster, numbers: Sequence[int], tell: Callable[[], None]) -> None:
-    """Waits until the engines with these numbers are up. Raises ClusterError if they do not come up."""
+    """Waits for the engines with these numbers. Raises ClusterError if they do not come up."""
     assert cluster.owned is not None
     until = time.monotonic() + COME_UP
     while not set(numbers) <= set(cluster.client.ids):

@@ -1,7 +1,7 @@
-"""Restarts an engine's process, and notes its kinds of run. Both happen on the engine.
+"""Restarts an engine's process, and notes its kinds of run.
 
-A loop of its own (a script, or a function) leaves default types, seeds, modules, threads and more in its process. So it
-gets a process that has run nothing, and no later run gets that process. The lab's side is in renewing.py.
+A custom loop (a script or a function) leaves default types, seeds, modules and threads behind. So it gets a fresh
+process, and no later run uses that process. renewing.py is the lab's side.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any
 
 import psutil
 
-SOON = 0.2  # seconds for an engine to send its last answer before it restarts
-ENDING = 2.0  # seconds for a killed child to be gone
+SOON = 0.2  # seconds for the last answer
+ENDING = 2.0  # seconds for a kill
 
-_environment, _folder = dict(os.environ), os.getcwd()  # as they were before the first run
+_environment, _folder = dict(os.environ), os.getcwd()
 _runs: set[str] = set()  # "task", "loop"
 
 
 def refuse_second_loop() -> None:
-    """Raises RuntimeError if this process has run a loop of its own."""
+    """Raises RuntimeError if this process has run a custom loop."""
     if "loop" in _runs:
         raise RuntimeError("another loop has run in this engine's process, and its leftovers would change this run; "
                            "close the lab and make it again")  # fmt: skip
 
 
 def note_run(leads: bool) -> None:
-    """Notes that a run begins in this process. leads: whether a loop of its own makes the steps"""
+    """Notes a run. leads: whether a custom loop makes the steps"""
     _runs.add("loop" if leads else "task")
 
 
 def list_runs() -> list[str]:
-    """Returns the kinds of run that this process has had: "task", "loop", both or none."""
+    """Returns this process's kinds of run ("task", "loop")."""
     return sorted(_runs)
 
 
@@ -45,9 +45,9 @@ def refuse_restart() -> None:
 
 
 def restart_soon() -> None:
-    """Replaces this process, soon, with a new engine of the same command line, environment and process id.
+    """Soon replaces this process with a new engine of the same command line, environment and pid.
 
-    So Slurm or SSH, if it started the engine, does not see it end.
+    So Slurm or SSH does not see it end.
     """
     threading.Timer(SOON, _execute_again).start()
 
@@ -55,7 +55,7 @@ def restart_soon() -> None:
 def _execute_again() -> None:
     children = psutil.Process().children(recursive=True)
     for child in children:
-        with contextlib.suppress(psutil.Error):  # it may have ended by itself
+        with contextlib.suppress(psutil.Error):  # it may have ended
             child.kill()
     psutil.wait_procs(children, timeout=ENDING)
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
@@ -71,7 +71,7 @@ def _execute_again() -> None:
 
 
 def _restore_stream(number: int, stream: Any) -> None:
-    """Undoes ipykernel's redirection of a standard stream, because its reader is about to be gone."""
+    """Undoes ipykernel's redirection of a stream, because its reader ends."""
     copy = getattr(stream, "_original_stdstream_copy", None)
     if copy is not None:
         os.dup2(copy, number)

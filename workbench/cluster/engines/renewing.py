@@ -1,8 +1,7 @@
 """Replaces engines whose earlier runs would change a later run.
 
-After a loop of its own (a script, or a function) the lab replaces the ranks' engines. It starts the new engines while
-the run still trains. Before such a loop begins, the lab also replaces engines that have run anything else. Engines that
-this lab did not start restart themselves: see `anew`.
+A custom loop (a script or a function) needs unused engines, so the lab replaces engines before and after it. Engines
+that this lab did not start restart themselves: see process_restart.py.
 """
 
 from __future__ import annotations
@@ -23,32 +22,32 @@ if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
     from workbench.cluster.run.controller import RunController
 
-REST = 0.3  # seconds after a run before its engines are replaced: the lab may close first
-LOOK = 0.05  # seconds between two looks
-SILENT = 10.0  # seconds for engines to report their earlier runs
+REST = 0.3  # seconds after a run: the lab may close first
+LOOK = 0.05  # seconds between checks
+SILENT = 10.0  # seconds for engines to answer
 
 
 class EngineRenewal:
     """Replaces engines of a cluster.
 
-    ahead:   whether to start new engines while a loop of its own still trains; False if no run follows
-    trouble: why engines were not replaced; "" if they were
+    ahead:   whether to start them during a custom loop; False if no run follows
+    trouble: why engines were not replaced, or ""
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.ahead, self.trouble = cluster, True, ""
         self.over = threading.Event()
-        self._ready: list[int] = []  # ipyparallel ids of engines that are up without a rank
+        self._ready: list[int] = []  # ipyparallel ids of engines without a rank
         self._lock = threading.Lock()
 
     def follow_run(self, live: RunController) -> None:
-        """Starts a thread that replaces the engines of a loop of its own when the loop ends."""
+        """Replaces the engines of a custom loop when it ends, on a thread."""
         if not self.cluster.guest:
             threading.Thread(target=self._follow_run, args=(live,), name="engine renewal", daemon=True).start()
 
     def _follow_run(self, live: RunController) -> None:
         try:
-            while not (live.step or live.over.wait(LOOK)):  # by its first step the run has loaded what it needs
+            while not (live.step or live.over.wait(LOOK)):  # its first step ends its imports
                 continue
             if self.ahead and self.cluster.owned is not None and not live.over.is_set():
                 with self._lock:
@@ -61,11 +60,9 @@ class EngineRenewal:
                 self.trouble = f"engines that have run a loop of their own are not replaced yet: {text_of(error)}"
 
     def replace_used(self, ranks: Sequence[int], leads: bool) -> None:
-        """Replaces engines of `ranks` that the next run must not have.
+        """Replaces engines of `ranks` that the next run cannot use. Raises ClusterError if it cannot.
 
-        leads: whether the next run is a loop of its own, which needs processes that have run nothing
-
-        Raises ClusterError if no other engines are possible.
+        leads: whether that is a custom loop, which needs unused processes
         """
         with self._lock:
             if used := self._list_used(ranks, leads):
@@ -73,7 +70,7 @@ class EngineRenewal:
             self.trouble = ""
 
     def _list_used(self, ranks: Sequence[int], leads: bool) -> list[int]:
-        """Returns the free ranks with engines that have run what the next run must not meet."""
+        """Returns the free ranks that the next run cannot use."""
         said, silent, until = dict[int, dict[str, Any]](), set(ranks), time.monotonic() + SILENT
         while silent and time.monotonic() < until:
             answers = self.cluster.rpc.ask_all("status", timeout=1.0, ranks=silent)
@@ -100,7 +97,7 @@ class EngineRenewal:
         threading.Thread(target=cluster.health.retire_engines, args=(old,), name="engine end", daemon=True).start()
 
     def _start_engines(self, count: int) -> None:
-        """Starts engines on this machine until `count` are up that hold no rank."""
+        """Starts engines until `count` without a rank are up."""
         cluster, owned = self.cluster, self.cluster.owned
         assert owned is not None
         self._ready = [number for number in self._ready if owned.started[f"engine {number}"].poll() is None]

@@ -1,7 +1,4 @@
-"""Keeps spare engines warm, so that a new rank begins at once.
-
-A spare engine lives, and the current run has not used it. If there are too few, the lab starts more.
-"""
+"""Keeps spare engines warm: living engines that the current run has not used. So a new rank begins at once."""
 
 from __future__ import annotations
 
@@ -18,14 +15,14 @@ from workbench.settings.describe_error import text_of
 if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
 
-LOOK = 0.5  # seconds between two looks
-QUIET = 3.0  # seconds that a new rank has the cores to itself, before another spare starts
-TRIES = 3  # spares that may fail or end unused, before no more are started
-WARM = 120.0  # seconds for an engine to load what a rank needs
+LOOK = 0.5  # seconds between checks
+QUIET = 3.0  # seconds for a new rank alone, before another spare starts
+TRIES = 3  # spares that may fail or end unused
+WARM = 120.0  # seconds
 
 
 class SpareEngines:
-    """Keeps `count` engines of a cluster warm, in addition to those in use.
+    """Keeps `count` engines of a cluster warm.
 
     used:    ranks of engines that a run has or had
     trouble: why spares are missing
@@ -41,12 +38,10 @@ class SpareEngines:
         self._failed = 0
 
     def start_watch(self) -> None:
-        """Starts the watch, once the cluster is up."""
         if self.count:
             SupervisedThread("spare engines", self._check_spares, self.over).start()
 
     def list_idle(self) -> list[int]:
-        """Returns the ranks of idle engines."""
         used, cluster = self.used(), self.cluster
         busy = {e.process_key for e in cluster.engines if e.rank in used}
         return [e.rank for e in cluster.engines if e.process_key not in busy and not cluster.describe_death(e.rank)]

@@ -1,1 +1,1 @@
-"""Notices ranks, links and records that need a person's attention in a live run."""
+"""Finds problems of ranks, links and records in a live run."""

@@ -1,7 +1,4 @@
-"""Asks a disk whether a run directory exists, and how many rows it lacks.
-
-A disk may hang for any time; callers wait only a moment.
-"""
+"""Asks a disk about a run directory and its missing rows. A disk may hang; callers wait only a moment."""
 
 from __future__ import annotations
 
@@ -17,13 +14,13 @@ from workbench.record.timeline import KINDS, Timeline
 
 T = TypeVar("T")
 PATIENCE = 2.0  # seconds for a disk to answer
-GLANCE = 0.05  # seconds for the answer whether a directory exists
+GLANCE = 0.05  # seconds to learn whether a directory exists
 
 
 def run_within(seconds: float, do: Callable[[], T]) -> T:
     """Returns or raises what `do()` does.
 
-    Raises TimeoutError, an OSError, if it takes longer; `do` then goes on, unheeded.
+    Raises TimeoutError, an OSError, if it takes longer; `do` then continues unobserved.
     """
     out: list[Any] = []
 
@@ -45,7 +42,7 @@ def run_within(seconds: float, do: Callable[[], T]) -> T:
 
 
 class RunFolder:
-    """Knows whether a run is still at `path`. Asks the disk on a thread of its own, one question at a time."""
+    """Whether a run is still at `path`. A thread asks the disk one question at a time."""
 
     def __init__(self, path: Path | str | None) -> None:
         self.path = Path(path) if path is not None else None
@@ -54,7 +51,7 @@ class RunFolder:
         self.was_there()
 
     def was_there(self) -> bool:
-        """Returns whether the run was there when the disk last answered."""
+        """Returns the disk's last answer."""
         if self.path is None:
             return False
         if self._asking is None or not self._asking.is_alive():

@@ -1,7 +1,7 @@
-"""Finds the ranks that hold a run up: from a table of the ranks to a sentence.
+"""Finds the ranks that hold a run up, from a table of the ranks.
 
-It has no clock, socket or thread. A rank that waits for other ranks is a victim, even if a person looks at it first. A
-rank that is in its own code, or silent, while other ranks wait is the cause.
+It has no clock, socket or thread. A rank that waits for other ranks is a victim. A rank that is in its own code, or
+silent, while other ranks wait is the cause.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 LEAST = 10.0  # seconds before anything is a stall
-FIRST = 30.0  # seconds, until a run's first step has ended: no step length is known
-TIMES = 5.0  # usual step lengths that are no stall yet
+FIRST = 30.0  # seconds before a stall in the first step, when no step length is known
+TIMES = 5.0  # usual step lengths that are no stall
 BRIEF = 0.1  # share of that patience: shorter waits are normal
-GLANCE = 0.3  # share of that patience, after which the status line names a wait
+GLANCE = 0.3  # share of that patience after which the status line names a wait
 
 
 class RankPlace(NamedTuple):
-    """One rank as the kernel knows it: its last place, and for how many seconds.
+    """One rank's last place, and for how many seconds.
 
     waits:   whether only other ranks can end its operation
     still:   seconds without a move
     mute:    seconds without an answer or a row
     times:   factor on the limit, if it took long in the same operation before
     process: the system's report on its process; "" for nothing special
-    own:     whether a script waits in a collective of its own, which the strategy does not know
+    own:     whether a script waits in its own collective, which the strategy does not know
     """
 
     step: int
@@ -38,9 +38,9 @@ class RankPlace(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """`text` is the sentence, `odd` the ranks that it is about, `seconds` how long they have stood.
+    """`text` describes the ranks `odd`, which have stood for `seconds`.
 
-    sure: whether these ranks hang beyond doubt: at most half of all, and no other rank is in its own code for long
+    sure: whether they certainly hang: at most half of all, and no other rank is in its own code for long
     """
 
     text: str
@@ -50,12 +50,12 @@ class Verdict(NamedTuple):
 
 
 def find_patience(usual: float | None) -> float:
-    """Returns the seconds that are no stall yet, if a step usually takes `usual` seconds (None: none has ended)."""
+    """Returns the seconds before a stall, if a step usually takes `usual` seconds (None: no step has ended)."""
     return FIRST if usual is None else max(LEAST, TIMES * usual)
 
 
 def find_stall(table: Mapping[int, RankPlace], limit: float) -> Verdict | None:
-    """Returns which ranks hold the run up for more than `limit` seconds; None if none does."""
+    """Returns which ranks hold the run up for more than `limit` seconds, or None."""
     mute = {r for r, seen in table.items() if seen.mute >= limit * seen.times}
     stuck = {r for r, seen in table.items() if not seen.waits and seen.still >= limit * seen.times} - mute
     if mute or stuck:
@@ -87,7 +87,7 @@ def _describe_odd(table: Mapping[int, RankPlace], mute: set[int], stuck: set[int
 
 
 def _describe_rest(table: Mapping[int, RankPlace], others: set[int], brief: float) -> str:
-    """Says what the other ranks do. One that has waited for at most `brief` seconds counts as going on."""
+    """Describes the other ranks. A wait of at most `brief` seconds counts as going on."""
     waiting: dict[str, list[int]] = {}
     for rank in sorted(others):
         if table[rank].waits and table[rank].still > brief:
@@ -99,7 +99,7 @@ def _describe_rest(table: Mapping[int, RankPlace], others: set[int], brief: floa
 
 
 def _all_wait(table: Mapping[int, RankPlace]) -> Verdict:
-    """Judges a table in which all ranks wait. Ranks that wait in something else than most are the odd ones."""
+    """Judges a table of waiting ranks. Ranks outside the largest group are the odd ones."""
     groups = sorted(_group_alike(table, table), key=lambda ranks: (len(ranks), table[ranks[0]].step))
     seconds = min(seen.still for seen in table.values())
     if len(groups) == 1:
@@ -133,7 +133,6 @@ def _went_past(table: Mapping[int, RankPlace]) -> list[int] | None:
 
 
 def _group_alike(table: Mapping[int, RankPlace], ranks: Iterable[int]) -> list[list[int]]:
-    """Groups the ranks that are at the same place."""
     found: dict[tuple[int, str, str], list[int]] = {}
     for rank in sorted(ranks):
         found.setdefault((table[rank].step, table[rank].op, table[rank].process), []).append(rank)

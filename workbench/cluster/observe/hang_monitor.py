@@ -1,7 +1,7 @@
 """Notices ranks that stand still and (`RecordMonitor`) a record that lacks rows.
 
-It takes in the rows, marks and answers that ranks send anyway, and keeps notes. A note that no longer holds is replaced
-by the outcome. It asks no rank and ends nothing.
+It reads the ranks' rows, marks and answers, and keeps notes. An outdated note becomes its outcome. It asks no rank and
+ends nothing.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from workbench.cluster.observe.recording import RecordMonitor
 from workbench.record.run import Run
 from workbench.record.timeline import Rows
 
-GAP = 5.0  # seconds between two looks, after which this kernel itself stood still
-SLEPT = 2.0  # seconds of the machine's sleep that are worth a note
-SURE = 2.0  # seconds of silence, after which a look asks the system about a process
-STEPS = 20  # recent steps, of all ranks, for the usual length
+GAP = 5.0  # seconds between two checks after which this kernel itself stood still
+SLEPT = 2.0  # seconds of the machine's sleep that deserve a note
+SURE = 2.0  # seconds of silence before asking the system about a process
+STEPS = 20  # recent steps of all ranks, for the usual length
 
 
 def read_sleep() -> float:
-    """Returns the seconds that this machine has slept so far, on Linux; else 0."""
+    """Returns how many seconds this machine has slept, on Linux; else 0."""
     boot = getattr(time, "CLOCK_BOOTTIME", None)
     return time.clock_gettime(boot) - time.monotonic() if boot is not None else 0.0
 
 
 class HangMonitor:
-    """Watches the ranks of one run. `holdup` says which ranks hold it up right now; "" if none does.
+    """Watches the ranks of one run. `holdup` names the ranks that hold it up; "" if none does.
 
     hang_after: seconds without a move after which a rank hangs; 0: by the usual length of a step
     process:    asks the system about a rank's process; returns a text
     between:    finds the cause if all ranks wait
-    hangs:      called once a second during a stall, with whether the stall is new
+    hangs:      called once a second during a stall, with whether it is new
     """
 
     def __init__(
@@ -65,31 +65,30 @@ class HangMonitor:
         self.hangs: Callable[[Verdict, bool], None] = lambda found, fresh: None
         self.between: Callable[[Verdict], Verdict] = lambda found: found
         self.holdup = ""
-        self.table: dict[int, RankPlace] = {}  # where every rank was at the last look
-        self._base = self._looked = clock()  # time before `_base` does not count as silence
-        self._gap = (0.0, float("-inf"))  # when this kernel last stood still: seconds, and the end
+        self.table: dict[int, RankPlace] = {}  # each rank's place at the last check
+        self._base = self._looked = clock()  # earlier time does not count as silence
+        self._gap = (0.0, float("-inf"))  # when this kernel last stood still: seconds, end
         self._slept = asleep()
         self._word: dict[int, float] = {}  # when a rank last sent anything
         self._moved: dict[int, float] = {}  # when its last span came
         self._answers: dict[int, tuple[float, dict[str, Any]]] = {}
-        self._row: dict[int, tuple[int, str, str, float]] = {}  # step, lane, name of the newest span, and when it came
+        self._row: dict[int, tuple[int, str, str, float]] = {}  # step, lane, name and arrival of the newest span
         self._lengths: deque[float] = deque(maxlen=STEPS)
         self._took: dict[tuple[int, str], deque[float]] = {}  # seconds of a rank's recent operations, by name
-        self._evaluation = 0.0  # the longest so far, in seconds
+        self._evaluation = 0.0  # the longest, in seconds
         self._said: dict[Any, str] = {}
         self._episode: tuple[tuple[int, ...], Verdict] | None = None
         self._lock = threading.Lock()
         self.recording = RecordMonitor(run, self._put_note)
 
     def start_watch(self) -> None:
-        """Starts to count silence, and stalls of this kernel, once the ranks exist."""
+        """Starts to count silence, and stalls of this kernel."""
         self._base = self._looked = self.clock()
         self._slept = self.asleep()
 
     # -- events
 
     def take_rows(self, kind: str, rank: int, columns: dict[str, Any]) -> None:
-        """Takes in rows of a rank."""
         now = self._word[rank] = self.clock()
         if kind != "spans" or not len(columns["rank"]):
             return
@@ -111,14 +110,13 @@ class HangMonitor:
         self._row[rank] = int(columns["step"][-1]), lanes[-1], names[-1], now
 
     def restore_places(self, spans: Rows) -> None:
-        """Takes in the ranks' last places from the record, when a kernel attaches: some ranks may be gone."""
+        """Reads the ranks' last places from the record when a kernel attaches: some ranks may be gone."""
         ranks, back = np.unique(spans.rank[::-1], return_index=True)
         last = spans[len(spans) - 1 - back]
         for rank, step, lane, name in zip(ranks, last.step, last.lane, last.name, strict=True):
             self._row[int(rank)] = int(step), str(lane), str(name), float("-inf")
 
     def take_status(self, rank: int, answer: dict[str, Any]) -> None:
-        """Takes in a rank's status."""
         now = self._word[rank] = self.clock()
         self._answers[rank] = now, answer
         self.recording.take_status(rank, int(answer.get("lost", 0)))
@@ -137,7 +135,7 @@ class HangMonitor:
             self.recording.take_mark(rank, detail)
 
     def _also_stood(self, seconds: float) -> bool:
-        """Whether this kernel missed the same time, a moment ago or still."""
+        """Whether this kernel also missed the time, recently or still."""
         missed, ended = self._gap
         now = self.clock()
         return now - self._looked > seconds / 2 or (missed > seconds / 2 and now - ended < 2 * GAP)
@@ -188,19 +186,19 @@ class HangMonitor:
         return table
 
     def _add_history(self, rank: int, seen: RankPlace, limit: float) -> RankPlace:
-        """Adds how long the rank took in the same operation before, and the state of its process."""
+        """Adds the rank's earlier times in this operation, and the state of its process."""
         took = max(self._took.get((rank, seen.op), ()), default=0.0)
         least = FIRST if seen.op == "evaluate" and not self._evaluation else TIMES * took
         return seen._replace(times=max(1.0, least / limit), process=self.process(rank) if seen.mute > SURE else "")
 
     def _usual_length(self, table: dict[int, RankPlace]) -> float | None:
-        """Returns how long the ranks' current operation usually takes, in seconds."""
+        """Returns the usual seconds of the ranks' current operation."""
         if self._evaluation and any(seen.op == "evaluate" for seen in table.values()):
             return max(self._evaluation, *self._lengths, 0.0)
         return statistics.median(self._lengths) if self._lengths else None
 
     def _follow_stall(self, found: Verdict | None) -> None:
-        """Keeps one note per stall up to date while it lasts, then notes the outcome."""
+        """Updates one note per stall while it lasts, then notes the outcome."""
         if found:
             self.hangs(found, self._episode is None)
             key = self._episode[0] if self._episode else found.odd
@@ -208,7 +206,7 @@ class HangMonitor:
             self._episode = key, found
         elif self._episode:
             (key, was), self._episode = self._episode, None
-            if self._said.get(key) == was.text:  # otherwise the rank has reported it more exactly
+            if self._said.get(key) == was.text:  # else the rank reported it more exactly
                 self._put_note(key, f"{name_ranks(was.odd)} stood still for {was.seconds:.0f} s and went on")
 
     def find_place(self, rank: int) -> tuple[int, str]:
@@ -224,7 +222,7 @@ class HangMonitor:
         return (last + 1, "") if ended else (last, f"after {name}")
 
     def describe_death(self, rank: int, how: str) -> dict[str, Any]:
-        """Returns the error of a rank without an engine, at the place where it was last."""
+        """Returns the error of a rank without an engine, at its last place."""
         step, op = self.find_place(rank)
         return {"rank": rank, "step": step, "op": op, "text": f"its engine {how}", "type": "EngineDied"}
 

@@ -1,8 +1,7 @@
 """Finds dead links: two ranks that wait for each other although both live.
 
-If all ranks wait in the same operation, their code does not show the cause. Their systems do: the peer's system never
-acknowledges data sent over a dead link, and the sender's system sends it again and again. A slow rank or a stopped
-process is no such case, because its system still acknowledges.
+Over a dead link the peer's system acknowledges nothing, and the sender's system sends again and again. A slow rank's
+or stopped process's system still acknowledges.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def list_connections() -> list[list[Any]]:
 
 
 def read_silence(s: socket.socket) -> float:
-    """Returns for how many seconds the peer has acknowledged nothing of repeated sends; else 0.0."""
+    """Returns the seconds for which the peer acknowledged no repeated send; else 0.0."""
     if not hasattr(socket, "TCP_INFO"):
         return 0.0
     try:
@@ -53,9 +52,9 @@ def read_silence(s: socket.socket) -> float:
 
 
 def find_dead_links(told: Mapping[int, Any]) -> dict[tuple[int, int], float]:
-    """Returns pairs of ranks, the smaller first, with a dead link, and for how many seconds it is dead.
+    """Returns each pair of ranks with a dead link, the smaller first, and its seconds.
 
-    told: by rank, the result of `list_connections` there
+    told: by rank, its `list_connections()`
     """
     said = {rank: ends for rank, ends in told.items() if isinstance(ends, list)}
     whose = {tuple(mine): rank for rank, ends in said.items() for mine, _, _ in ends}
@@ -70,7 +69,7 @@ def find_dead_links(told: Mapping[int, Any]) -> dict[tuple[int, int], float]:
 
 
 def name_dead_link(found: Verdict, told: Mapping[int, Any]) -> Verdict:
-    """Adds the dead link, if any, to `found`, in which all ranks wait. The ranks at its ends become the odd ones."""
+    """Adds the dead link, if any, to a verdict of waiting ranks. Its ranks become the odd ones."""
     pairs = find_dead_links(told)
     if not pairs:
         return found

@@ -1,7 +1,7 @@
-"""Keeps notes of a live run's record: faults, lacking rows, and where it was saved.
+"""Keeps notes of a live run's record: faults, lacking rows, and saved copies.
 
-This kernel holds rows that the disk lacks as long as it lives, so they are not missing. It takes in the ranks' reports,
-and asks the disk only whether the run directory exists.
+This kernel holds rows that the disk lacks, so they are not missing. It reads the ranks' reports, and asks the disk only
+whether the run directory exists.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class RecordMonitor:
         self._expected = self._folder.there
         self._gone = False
         self._lost: dict[int, int] = {}  # rows of each rank that the disk lacks
-        # a kernel that attaches lacks what the disk lacked before, and cannot write it either
+        # an attaching kernel also lacks what the disk lacked before
         self._before: dict[int, int] | None = {} if run._following else None
         self._failing: dict[int, str] = {}  # why a rank cannot write
-        self._was = False  # whether there was a fault
-        self.said = ""  # the last note of the record
+        self._was = False
+        self.said = ""  # the last note
 
     def take_status(self, rank: int, lost: int) -> None:
         """Takes in how many of a rank's rows are not on disk."""
@@ -41,7 +41,7 @@ class RecordMonitor:
         self._count_unwritten()
 
     def take_mark(self, rank: int, detail: dict[str, Any]) -> None:
-        """Takes in a rank's mark that its record stands still, or goes on."""
+        """Takes in a rank's mark that its record stands still, or continues."""
         fresh = not self._failing
         if what := str(detail.get("error") or ""):
             self._failing[rank] = what
@@ -58,7 +58,7 @@ class RecordMonitor:
     def check_folder(self) -> None:
         """Checks whether the run directory exists. Call it about once a second."""
         there = self._folder.was_there()
-        self._expected |= there  # a slow disk may give its first answer only now
+        self._expected |= there  # a slow disk may first answer now
         gone = self._expected and not there
         if gone != self._gone:
             self._gone, self._was = gone, True
@@ -67,7 +67,7 @@ class RecordMonitor:
             self._update_note(fresh=False)
 
     def note_saved(self, path: Path, rows: int, step: int | None) -> None:
-        """Notes that the rows held here were saved elsewhere, up to a `step` (None: up to the end)."""
+        """Notes that the rows were saved elsewhere, up to a `step` (None: up to the end)."""
         if step is None:
             return self.say("record", f"the whole record, {_count_rows(rows)}, was saved in {path}")
         so_far = f"the record up to step {step}, {_count_rows(rows)}, was saved in {path}"
@@ -78,14 +78,14 @@ class RecordMonitor:
         self._was = True
 
     def count_lacking(self) -> None:
-        """At the end of the run, counts the rows that its directory lacks, if anything was wrong with it."""
+        """At the end of a run with faults, counts the rows that its directory lacks."""
         if not self._was or self.run.path is None:
             return
         path = self.run.path
         try:
             self.run.unwritten = run_within(PATIENCE, lambda: count_lacking(path, self.run.timeline))
         except OSError:
-            self._count_unwritten()  # then the ranks' reports must do
+            self._count_unwritten()  # fall back on the ranks' reports
         lacks = f"{_count_rows(self.run.unwritten)} of this run; {RESCUE}"
         if self._gone:
             self._put_note(f"the run directory {path} is gone, and lacks {lacks}")
@@ -95,7 +95,7 @@ class RecordMonitor:
             self._put_note(f"the record in {path} is whole, though it was not written for a while")
 
     def _count_unwritten(self) -> None:
-        """Counts unwritten rows, without rows from before this kernel attached, which are not here."""
+        """Counts unwritten rows, without rows from before this kernel attached."""
         here = sum(len(self.run.timeline.table(kind)) for kind in KINDS)
         self.run.unwritten = min(sum(self._lost.values()), here)
 
@@ -117,7 +117,6 @@ class RecordMonitor:
             self.say("record", text, fresh)
 
     def _list_failing(self) -> str:
-        """Says which ranks cannot write, by the reason."""
         why: dict[str, list[int]] = {}
         for rank, what in sorted(self._failing.items()):
             why.setdefault(what, []).append(rank)

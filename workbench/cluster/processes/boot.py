@@ -1,7 +1,7 @@
 """Becomes one of a lab's processes: controller, engine, or the server that forks engines.
 
-Run as a script. An engine loads torch before it reports, so that "up" means ready. Controller and engines watch for
-their owner. They end by themselves if the owner is gone and the guard has not ended them.
+Run as a script. An engine loads torch before it reports, so that "up" means ready. A process ends itself if its owner
+is gone and the guard has not ended it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from workbench.cluster.processes.place import LabPlace
 
-PATIENCE = 6.0  # seconds for the guard, before a process ends itself
+PATIENCE = 6.0  # seconds for the guard
 DESCRIPTORS = 65_536  # wanted per engine: soft limits of 1,024 were made for select()
-FEWER = (DESCRIPTORS, 10_240, 4_096)  # macOS reports no limit, and has one
-COURTESY = 5  # niceness: notebook and page draw on the same cores
+FEWER = (DESCRIPTORS, 10_240, 4_096)  # macOS has a limit, but reports none
+COURTESY = 5  # niceness: notebook and page use the same cores
 
 
 def main(kind: str, file: str) -> None:
-    """Becomes the process `kind`. The remaining arguments are ipyparallel's own."""
+    """Becomes the process `kind`. The remaining arguments are ipyparallel's."""
     find_workbench()
-    import psutil  # noqa: F401 (here and not in the thread: two threads must not import at the same time)
+    import psutil  # noqa: F401 (not in the thread: two threads must not import at the same time)
 
     if kind == "engines":
         from workbench.cluster.processes.fork_server import serve_forks
@@ -47,7 +47,7 @@ def main(kind: str, file: str) -> None:
 
 
 def run_engine(place: Path) -> NoReturn:
-    """Runs as an engine of the lab with the directory `place`."""
+    """Runs as an engine of the lab in the directory `place`."""
     from workbench.cluster.processes.stacks import answering
 
     keep_watch(place)
@@ -61,14 +61,14 @@ def run_engine(place: Path) -> NoReturn:
 
 
 def keep_watch(place: Path) -> None:
-    """Starts a thread that watches the lab's owner."""
+    """Watches the lab's owner on a thread."""
     from workbench.cluster.processes.place import LabPlace
 
     threading.Thread(target=watch_owner, args=(LabPlace(place),), name="owner watch", daemon=True).start()
 
 
 def follow_parent() -> None:
-    """Starts a thread that ends this fork once its parent is gone. The parent's threads do not exist here."""
+    """Ends this fork, from a thread, once its parent is gone. The parent's threads do not exist here."""
     parent = os.getppid()
 
     def look() -> None:
@@ -82,8 +82,8 @@ def follow_parent() -> None:
 def run_and_exit(become: Callable[[], None]) -> NoReturn:
     """Runs as an engine, then ends the process at once, whatever its threads do.
 
-    A normal exit ends a rank's threads when they next ask for the interpreter. Inside torch no C++ frame lets that
-    through, and the process aborts (SIGABRT). So exit functions run here, before.
+    A normal exit would end a thread inside torch through C++ frames, which aborts the process (SIGABRT). So exit
+    functions run before.
     """
     code: Any = 0
     try:
@@ -107,7 +107,7 @@ def run_and_exit(become: Callable[[], None]) -> NoReturn:
 
 
 def more_descriptors() -> None:
-    """Raises the limit of open files as far as this user may: each process group needs one for each peer."""
+    """Raises the limit of open files: each process group needs one for each peer."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -122,7 +122,7 @@ def more_descriptors() -> None:
 
 
 def find_workbench() -> None:
-    """Makes `workbench` the package that this file belongs to, wherever the process was started."""
+    """Imports `workbench` from this file's package, wherever the process started."""
     here = str(Path(__file__).resolve().parents[3])
     sys.path.pop(0)
     if here not in sys.path:
@@ -130,7 +130,7 @@ def find_workbench() -> None:
 
 
 def watch_owner(place: LabPlace) -> None:
-    """Ends this process and its children once the lab's owner is gone. A detached lab has no owner, and goes on."""
+    """Ends this process and its children once the lab's owner is gone. A detached lab has no owner."""
     import psutil
 
     from workbench.cluster.processes.place import alive

@@ -1,7 +1,4 @@
-"""Remembers how long things took on this machine, and shows how long they will take.
-
-The times are in a small file in this user's data directory.
-"""
+"""Remembers durations on this machine, in a file of the user's data directory, and predicts later ones."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ from workbench.record.folders import make_private_folder
 from workbench.record.store import write_atomically
 from workbench.settings.progress import Doing, doing, seen
 
-LOOK = 0.2  # seconds between two updates at a prompt
+LOOK = 0.2  # seconds between updates
 
 
 @contextmanager
 def timed(what: str) -> Iterator[Doing]:
-    """Shows that `what` is under way and, by its last duration, how long it will take. Notes how long it took."""
+    """Shows that `what` is under way and, by its last duration, how long it takes. Notes its duration."""
     began = time.monotonic()
     with doing(what, usual=usual(what)) as work:
         yield work
@@ -30,7 +27,7 @@ def timed(what: str) -> Iterator[Doing]:
 
 
 def awaited(ready: threading.Event, timeout: float | None, what: str) -> bool:
-    """Waits for `ready`. Returns whether it was set in time. At a prompt, shows how long `what` will take."""
+    """Returns whether `ready` was set in time. At a prompt, shows how long `what` takes."""
     if ready.is_set() or not seen():
         return ready.wait(timeout)
     until = None if timeout is None else time.monotonic() + timeout
@@ -43,7 +40,7 @@ def awaited(ready: threading.Event, timeout: float | None, what: str) -> bool:
 
 
 def engines(count: int, more: str = "") -> str:
-    """Returns the name of this work.
+    """Names the work.
 
     >>> engines(4), engines(1, " more")
     ('starting 4 engines', 'starting 1 engine more')
@@ -52,13 +49,13 @@ def engines(count: int, more: str = "") -> str:
 
 
 def usual(what: str) -> float | None:
-    """Returns the seconds that `what` took last; None if they are unknown."""
+    """Returns the last seconds of `what`, or None."""
     found = _read().get(what)
     return float(found) if isinstance(found, int | float) and found > 0 else None
 
 
 def took(what: str, seconds: float) -> None:
-    """Notes a duration for the next time. A disk that cannot be written is no failure."""
+    """Notes a duration. Ignores a disk that refuses it."""
     with suppress(OSError):
         make_private_folder(_file().parent)
         write_atomically(_file(), json.dumps({**_read(), what: round(seconds, 2)}))

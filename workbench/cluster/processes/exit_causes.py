@@ -1,7 +1,7 @@
 """Explains why a process ended: too little memory, or too little room in /dev/shm.
 
-The system does not say which process it ended and why. But it counts such ends: per memory cgroup (version 1 and 2),
-and for the whole machine. If a count has risen when a process was killed, that is the reason.
+The system only counts such ends, per memory cgroup (version 1 and 2) and for the machine. A count that rose when a
+process was killed gives the reason.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 CGROUPS = "/sys/fs/cgroup"
 MACHINE = "/proc/vmstat"
 WHAT_WOULD_DO = "take a smaller batch or model, let memory_mb refuse what does not fit, or give it more memory"
-NO_LIMIT = 1 << 60  # bytes: cgroups of version 1 show a huge number for no limit
+NO_LIMIT = 1 << 60  # bytes: version 1 shows this for no limit
 
-Read = Callable[[str], str]  # the text of a file; raises OSError if there is none
+Read = Callable[[str], str]  # a file's text; raises OSError
 
 
 def read_text(path: str) -> str:
@@ -25,19 +25,19 @@ def read_text(path: str) -> str:
 
 
 class Scarcity:
-    """The counts for some processes, as they were at a `look`."""
+    """The system's counts for some processes when read."""
 
     def __init__(self, read: Read = read_text, room: Callable[[str], os.statvfs_result] | None = None) -> None:
         self.read = read
         self._room = room or getattr(os, "statvfs", None)
-        self._before: dict[int, dict[str, int]] = {}  # by process and file
+        self._before: dict[int, dict[str, int]] = {}
 
     def read_counts(self, pids: Iterable[int]) -> None:
-        """Reads the counts for these processes, which live."""
+        """Reads the counts for these living processes."""
         self._before = {pid: self._counts(pid) for pid in pids}
 
     def words(self, pid: int, code: int | None = None) -> str:
-        """Names the shortage behind the end of a process with `code` (None: unknown); "" if nothing shows one."""
+        """Names the shortage behind a process's end with `code` (None: unknown), or ""."""
         if code == -signal.SIGBUS:
             return self._shared_memory()
         if code is not None and code != -signal.SIGKILL:
@@ -57,10 +57,7 @@ class Scarcity:
         return {file: count for file, count in found.items() if count >= 0}
 
     def _files(self, pid: int) -> list[str]:
-        """Returns the files with the counts of a process's memory cgroup and of the top one.
-
-        A container may show only the top.
-        """
+        """Returns the count files of a process's memory cgroup and of the top one, the only one in some containers."""
         try:
             lines = self.read(f"/proc/{pid}/cgroup").splitlines()
         except OSError:
@@ -77,7 +74,7 @@ class Scarcity:
         return list(dict.fromkeys(found))
 
     def _count(self, file: str) -> int:
-        """Returns how many processes a file counts as ended for lack of memory; -1 if it does not count."""
+        """Returns a file's count of processes ended for lack of memory, or -1."""
         try:
             words = [line.split() for line in self.read(file).splitlines()]
             return next((int(line[1]) for line in words if len(line) == 2 and line[0] == "oom_kill"), -1)
@@ -85,7 +82,7 @@ class Scarcity:
             return -1
 
     def _limit(self, file: str) -> str:
-        """Says how much memory a cgroup may have."""
+        """Returns a cgroup's memory limit as text."""
         name = "memory.max" if file.endswith("events") else "memory.limit_in_bytes"
         try:
             limit = int(self.read(f"{os.path.dirname(file)}/{name}"))

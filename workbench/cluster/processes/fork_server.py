@@ -1,8 +1,7 @@
 """Forks engines from one process that has loaded their modules, so that it loads them once.
 
-The server is one of the lab's processes. Each line that it reads orders an engine. It reports which process that is,
-and later how it ended, because the system tells that only to a parent. It has no threads. It ends at SIGTERM or at the
-end of its input, but only after its engines.
+Each line that the server reads orders an engine. It reports the engine's process and later its end, because only a
+parent learns that. It has no threads. It ends at SIGTERM or end of input, after its engines.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ LOADED = (  # otherwise torch and ipykernel load torch._dynamo and ipykernel.deb
     "torch", "torch._dynamo", "ipyparallel.engine.app", "ipykernel.debugger", "workbench.engine.rank.session",
     "workbench.cluster.engines.engine_server",
 )  # fmt: skip
-CHIPS = ("/dev/nvidiactl", "/dev/kfd")  # a process that has looked for such chips must not fork
-QUIET = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # otherwise pyarrow's allocator starts a thread
-LOOK = 0.05  # seconds between two looks at an engine
-TELLS = 1.0  # seconds for a server to report how an engine ended
-UNTOLD = 1  # the exit code of an engine that was never forked
+CHIPS = ("/dev/nvidiactl", "/dev/kfd")  # a process that has looked for these must not fork
+QUIET = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # or pyarrow's allocator starts a thread
+LOOK = 0.05  # seconds between checks
+TELLS = 1.0  # seconds to report an engine's end
+UNTOLD = 1  # exit code of an engine never forked
 
 _log = logging.getLogger(__name__)
 
 
 def can_fork() -> bool:
-    """Whether engines can be forked here: not on macOS, where libraries break in a fork, nor with GPUs."""
+    """False on macOS, where libraries break in a fork, and with GPUs."""
     return sys.platform == "linux" and not any(map(os.path.exists, CHIPS))
 
 
@@ -51,7 +50,7 @@ def can_fork() -> bool:
 
 
 class ForkedEngine:
-    """An engine that a server forks, with the methods of a Popen. `pid` is 0 until the fork."""
+    """An engine that a server forks, with a Popen's methods. `pid` is 0 until the fork."""
 
     def __init__(self, what: str) -> None:
         self.what, self.pid, self.created = what, 0, 0.0
@@ -62,16 +61,15 @@ class ForkedEngine:
 
     @property
     def is_unreported(self) -> bool:
-        """Whether no report of this engine's end can come."""
+        """Whether no report of its end can come."""
         return self.over.is_set() and self.returncode is None
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has ended without a report."""
         return self.is_unreported and not self._is_alive()
 
     def poll(self) -> int | None:
-        """Returns its exit code, or None. If it is gone, expects the server's report for `TELLS` s at most."""
+        """Returns its exit code or None. Allows `TELLS` s for the server's report after its end."""
         if self.returncode is None and self.pid and not self.over.is_set() and not self._is_alive():
             self._missed = self._missed or time.monotonic()
             if time.monotonic() - self._missed > TELLS:
@@ -88,9 +86,9 @@ class ForkedEngine:
         return self.returncode
 
     def send_signal(self, what: int) -> None:
-        """Sends a signal. An engine that is not forked yet gets SIGKILL once it is."""
+        """Sends a signal. An engine not yet forked gets SIGKILL later."""
         if not self.pid:
-            self._unwanted = True  # before the next look: the engine may appear right now
+            self._unwanted = True  # first: the engine may appear now
         if self._is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, what)
@@ -102,7 +100,7 @@ class ForkedEngine:
         return bool(self.pid) and self.returncode is None and alive([self.pid, self.created])
 
     def take_pid(self, pid: int) -> bool:
-        """Takes in its pid. Returns whether the process exists."""
+        """Returns whether the process exists."""
         with contextlib.suppress(psutil.Error):
             self.created = psutil.Process(pid).create_time()
         self.pid = pid
@@ -124,26 +122,26 @@ class ForkServer:
     def __init__(self, process: subprocess.Popen[bytes], noted: Callable[[str, list[float]], None]) -> None:
         self.process, self._noted = process, noted
         self.env = dict(os.environ)  # the server's, without what only the server got
-        self.over = False  # whether it forks no more
+        self.over = False
         self._asked: dict[str, ForkedEngine] = {}
         self._by_pid: dict[int, ForkedEngine] = {}
         self._lock = threading.Lock()
         threading.Thread(target=self._read_reports, name="fork server", daemon=True).start()
 
     def fork_engine(self, engine: ForkedEngine, arguments: list[str], log: Path, env: Mapping[str, str]) -> None:
-        """Orders an engine with ipyparallel's arguments. log: the file for its output; env: its further variables"""
+        """Orders an engine. arguments: ipyparallel's; log: for its output; env: further variables"""
         order = {"what": engine.what, "arguments": arguments, "log": str(log), "cwd": _find_folder(),
                  "env": {**self._changed_environment(), **env}}  # fmt: skip
         with self._lock:
             self._asked[engine.what] = engine
             if self.over or self.process.stdin is None:
                 return engine.take_code(UNTOLD)
-            with contextlib.suppress(BrokenPipeError):  # it has ended, which the other pipe shows
+            with contextlib.suppress(BrokenPipeError):  # its end shows on the other pipe
                 self.process.stdin.write(json.dumps(order).encode() + b"\n")
                 self.process.stdin.flush()
 
     def _changed_environment(self) -> dict[str, str | None]:
-        """Returns what has changed in the environment since the server started; None for a removed variable."""
+        """Returns the variables changed since the server started; None: removed."""
         gone = dict.fromkeys(self.env.keys() - os.environ.keys())
         return {**gone, **{name: x for name, x in os.environ.items() if self.env.get(name) != x}}
 
@@ -151,7 +149,7 @@ class ForkServer:
         for line in self.process.stdout or ():
             try:
                 self._take_report(**json.loads(line))
-            except ValueError:  # a site's own modules may print before the server redirects its output
+            except ValueError:  # a site's modules may print before the server redirects its output
                 _log.info("a fork server printed %r", line)
             except Exception:
                 _log.exception("a fork server said %r", line)
@@ -172,10 +170,10 @@ class ForkServer:
                 self._noted(what, [pid, engine.created])
 
     def _no_more(self, code: int) -> None:
-        """Orders no more engines. Engines that are not forked yet count as ended."""
+        """Closes the server. Engines that are not forked yet count as ended."""
         with self._lock:
             self.over = True
-            with contextlib.suppress(OSError):  # the server no longer reads the rest
+            with contextlib.suppress(OSError):
                 self.process.stdin.close()  # type: ignore[union-attr]
             if self.process.returncode is not None:
                 self.process.stdout.close()  # type: ignore[union-attr]
@@ -187,7 +185,7 @@ class ForkServer:
 def _find_folder() -> str:
     try:
         return os.getcwd()
-    except OSError:  # the directory was removed
+    except OSError:
         return os.sep
 
 
@@ -195,17 +193,14 @@ def _find_folder() -> str:
 
 
 def serve_forks(live: Callable[[], NoReturn]) -> None:
-    """Forks engines on order; each calls `live`.
-
-    Returns at SIGTERM or the end of input, once all engines have ended.
-    """
+    """Forks engines on order; each calls `live`. Returns at SIGTERM or end of input, after all engines."""
     out = os.dup(1)
     os.dup2(2, 1)  # keeps prints of modules out of the pipe
     gc.disable()
     for name in LOADED:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # leaves shared objects alone: a collection would write to their pages
+    gc.freeze()  # a collection would write to shared pages
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     told: list[int] = []
@@ -231,7 +226,7 @@ def serve_forks(live: Callable[[], NoReturn]) -> None:
         *lines, rest = (rest + new).split(b"\n")
         orders = orders if new else []
         for line in lines:
-            if told:  # the kernel looks for forks now, and must find all
+            if told:  # the kernel now looks for all forks
                 break
             order = json.loads(line)
             try:
@@ -247,12 +242,12 @@ def serve_forks(live: Callable[[], NoReturn]) -> None:
 
 
 def _send_report(out: int, **what: Any) -> None:
-    with contextlib.suppress(OSError):  # the kernel is gone; its engines may go on
+    with contextlib.suppress(OSError):  # the kernel is gone; its engines may stay
         os.write(out, json.dumps(what).encode() + b"\n")
 
 
 def _become_engine(order: dict[str, Any], live: Callable[[], NoReturn], pipes: tuple[int, ...]) -> NoReturn:
-    """Makes the fork an engine, and removes what belongs to the server."""
+    """Makes the fork an engine, without the server's belongings."""
     try:
         signal.set_wakeup_fd(-1)
         for what in (signal.SIGTERM, signal.SIGCHLD):

@@ -1,9 +1,8 @@
-"""Guards one lab: ends the lab's processes when the notebook kernel is gone.
+"""Guards one lab: ends its processes when the notebook kernel is gone.
 
-The kernel runs it as a script, with the standard library only, so that it stays tiny. It waits for the end of its
-standard input (the kernel holds the other end) and checks every second whether its parent is still the kernel. Then it
-reads the lab's state file. If the lab was detached, it leaves everything alone. Otherwise it ends the processes in the
-file and their children, by pid, each verified by its create time.
+The kernel runs this script with the standard library only, to keep it tiny. It waits for the end of its standard input,
+which the kernel holds, and checks its parent every second. Then it ends the processes in the lab's state file and their
+children, by pid and create time. It ignores a detached lab.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import sys
 import time
 import typing
 
-TOLERANCE = 5.0  # seconds by which two readings of a create time may differ if the clock is set in between
+TOLERANCE = 5.0  # seconds between two readings of a create time, if the clock is set in between
 GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 
 
 def main(file: str, packages: str, kernel: int) -> None:
-    """Waits for the kernel's end, then clears up what `file` lists."""
+    """Waits for the kernel's end, then ends what `file` lists."""
     for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(sig, signal.SIG_IGN)
     while os.getppid() == kernel:
@@ -35,13 +34,13 @@ def main(file: str, packages: str, kernel: int) -> None:
 
 
 def is_owned(file: str, kernel: int) -> bool:
-    """Whether the dead kernel still owns the lab, which was not detached, taken over or closed."""
+    """Whether the dead kernel still owns the lab: not detached, taken over or closed."""
     state = read_state(file)
     return bool(state.get("owner")) and state["owner"][0] == kernel
 
 
 def read_state(file: str) -> dict[str, typing.Any]:
-    """Returns the lab's state; empty if the lab is gone."""
+    """Returns the lab's state, or {}."""
     try:
         with open(file) as f:
             return json.load(f)
@@ -50,7 +49,7 @@ def read_state(file: str) -> dict[str, typing.Any]:
 
 
 def end_lab(file: str) -> None:
-    """Ends every process in the state file with its children, then removes the lab's directory."""
+    """Ends the state file's processes and their children, then removes the lab's directory."""
     import psutil
 
     known: dict[tuple[int, float], psutil.Process] = {}
@@ -72,7 +71,7 @@ def end_lab(file: str) -> None:
 
 
 def gather_processes(processes: list[list[typing.Any]], known: dict[tuple[int, float], typing.Any]) -> None:
-    """Adds the noted processes that still live, and all their children, to `known`."""
+    """Adds the noted processes that live, and all their children, to `known`."""
     import psutil
 
     for pid, created, *_ in processes:

@@ -9,12 +9,12 @@ from workbench.cluster.processes.place import LabPlace
 
 
 def log_file(place: LabPlace, what: str) -> Path:
-    """Returns the file that a process of the lab logs into."""
+    """Returns a process's log file."""
     return place.path / "log" / f"{what.replace(' ', '-')}.log"
 
 
 def log_tail(place: LabPlace, what: str, lines: int = 12) -> str:
-    """Returns the last lines of a process's log as the end of an error message; "" if there is no log."""
+    """Returns the last lines of a process's log, to end an error message, or ""."""
     of = log_file(place, what)
     if what.startswith("engine ") and not of.exists():  # not forked yet
         of = log_file(place, "engines")
@@ -27,7 +27,7 @@ def log_tail(place: LabPlace, what: str, lines: int = 12) -> str:
 
 
 def code_in_words(code: int | None) -> str:
-    """Says how a child ended: `signal SIGKILL`, `exit code 1`."""
+    """Describes how a child ended: `signal SIGKILL`, `exit code 1`."""
     if code is None:
         return "an exit code that nobody knows"
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

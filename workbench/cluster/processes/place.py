@@ -1,7 +1,7 @@
-"""A lab's private directory: one per lab, 0700, with the state that survives the kernel.
+"""A lab's private directory, 0700, with the state that survives the kernel.
 
-Its `lab.json` alone says which kernel owns which processes. The guard, the engines' own watch and `Lab.attach` read it.
-This module does not start, signal or talk to a process.
+Only its `lab.json` says which kernel owns which processes, for the guard, the engines' watch and `Lab.attach`. This
+module touches no process.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from workbench.record.folders import ALLOW, is_allowed, others_can_write
 from workbench.record.process import alive as alive
 from workbench.record.process import this_process as this_process
 
-PATIENCE = 10.0  # seconds to wait for a kernel that changes the state of the same lab
-LOOK = 0.02  # seconds between two tries to get its lock
+PATIENCE = 10.0  # seconds to wait for another kernel's change
+LOOK = 0.02  # seconds between tries
 
 
 class ClusterError(RuntimeError):
-    """A request that the engines cannot fulfil. The text says which engine, why, and what would help."""
+    """A request that the engines cannot fulfil: which engine, why, and what would help."""
 
 
 def runtime_root() -> Path:
@@ -52,10 +52,10 @@ def runtime_root() -> Path:
 
 
 def _make_private(path: Path) -> bool:
-    """Makes `path` if it is not there. Returns whether only this user can change it.
+    """Makes `path` if needed. Returns whether only this user can change it.
 
-    `path` must be this user's own. The folder around it must be this user's or root's, and other users must not be able
-    to rename what is in it. A user can waive both conditions on the folder, see `workbench.record.folders`.
+    `path` must be this user's. The folder around it must be this user's or root's, and other users must not be able to
+    rename its contents. A user can waive both conditions on the folder, see `workbench.record.folders`.
     """
     try:
         for folder in reversed([folder for folder in (path, *path.parents) if not folder.exists()]):
@@ -74,22 +74,22 @@ def _make_private(path: Path) -> bool:
 
 
 def runs_dir() -> Path:
-    """Returns the default folder for runs: in this user's data directory, never the working directory."""
+    """Returns the default folder for runs, in this user's data directory."""
     return Path(platformdirs.user_data_dir("training-workbench")) / "runs"
 
 
 class LabPlace:
-    """One lab's private directory and the state in it."""
+    """One lab's private directory and its state."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file = path / "lab.json"
-        self._state: dict[str, Any] = {}  # as this process last saw it, for when the file cannot be read
+        self._state: dict[str, Any] = {}  # last read, for when the file is unreadable
         self._writing = threading.Lock()  # spare engines start on another thread
 
     @classmethod
     def make_place(cls, name: str) -> LabPlace:
-        """Makes a new directory that no other lab, kernel or user shares."""
+        """Makes a new directory, never shared."""
         remove_old()
         safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:24]
         path = runtime_root() / f"{safe}-{secrets.token_hex(4)}"
@@ -100,18 +100,18 @@ class LabPlace:
         return place
 
     def read_state(self) -> dict[str, Any]:
-        """Returns the state on disk; empty if there is none."""
+        """Returns the state on disk, or {}."""
         try:
             return json.loads(self.file.read_text())
         except (OSError, ValueError):
             return {}
 
     def write_state(self, **fields: Any) -> None:
-        """Changes some fields of the state: one atomic replace, readable by this user only."""
+        """Changes fields of the state by one atomic replace, readable by this user only."""
         self._change(lambda state: fields)
 
     def claim_ownership(self) -> None:
-        """Makes this process the owner. Of two kernels that claim the lab at the same time, one succeeds.
+        """Makes this process the owner, or one of two kernels that claim the lab at once.
 
         Raises ClusterError if the lab has a living owner or is gone.
         """
@@ -121,17 +121,16 @@ class LabPlace:
             raise ClusterError(f"the lab in {self.path} has ended; start one with Lab(ranks=4)") from None
 
     def add_process(self, process: list[float], what: str) -> None:
-        """Notes a process that this lab started, so that it ends with the lab."""
+        """Notes a process, so that it ends with the lab."""
         self._change(lambda state: {"processes": [*state["processes"], [*process, what]]})
 
     def drop_process(self, pid: int) -> None:
-        """Forgets a process that has ended."""
         self._change(lambda state: {"processes": [p for p in state["processes"] if int(p[0]) != pid]})
 
     def _change(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Merges the fields that `change` makes of the newest state into it. The lab's other kernels wait for it.
+        """Merges the fields that `change` makes of the newest state. Other kernels wait.
 
-        Raises OSError if it cannot be written, and ClusterError if another kernel keeps the lock.
+        Raises OSError if it cannot write, and ClusterError if another kernel keeps the lock.
         """
         with self._writing, self._locked():
             state = self.state
@@ -146,15 +145,15 @@ class LabPlace:
                 fresh.unlink(missing_ok=True)
 
     def _remove_drafts(self) -> None:
-        """Removes the drafts of kernels that died while they wrote."""
+        """Removes drafts of kernels that died while writing."""
         for draft in self.path.glob("lab.[0-9]*"):
             if not psutil.pid_exists(int(draft.suffix[1:])):
                 draft.unlink(missing_ok=True)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Holds a lock that the owner's kernel and guests share. Raises ClusterError if another kernel keeps it."""
-        import fcntl  # Windows has none; a lab does not start there, but this module is imported
+        """Holds a lock that all kernels share. Raises ClusterError if another keeps it."""
+        import fcntl  # Windows has none; no lab starts there, but it imports this module
 
         file = self.path / "lab.lock"
         with open(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+") as f:
@@ -171,11 +170,11 @@ class LabPlace:
                 yield
             finally:
                 with suppress(OSError):
-                    fcntl.flock(f, fcntl.LOCK_UN)  # a forked child may have this descriptor too
+                    fcntl.flock(f, fcntl.LOCK_UN)  # a forked child may share the descriptor
 
     @property
     def state(self) -> dict[str, Any]:
-        """The newest state that any kernel wrote; the last one that was read if the file is gone."""
+        """The newest state of any kernel, or the last one read if the file is gone."""
         self._state = self.read_state() or self._state
         return self._state
 
@@ -185,7 +184,7 @@ class LabPlace:
 
 
 def _try_lock(fd: int) -> bool:
-    """Locks a file. Returns False if another descriptor has the lock. Raises OSError if there are no locks."""
+    """Returns False if another descriptor has the lock. Raises OSError if there are no locks."""
     import fcntl
 
     try:
@@ -196,7 +195,7 @@ def _try_lock(fd: int) -> bool:
 
 
 def _name_holder(file: Path, pid: str) -> str:
-    """Returns the sentence for a lock that process `pid` keeps, as far as the lock file names one."""
+    """Describes the holder of a lock, as far as the lock file names process `pid`."""
     by = f"process {pid}, which may be stopped; continue it with kill -CONT {pid}, or end it" if pid else (
         "a process that may be stopped; continue it or end it"
     )  # fmt: skip
@@ -231,7 +230,7 @@ def check_connection(path: Path) -> None:
 
 
 def list_places() -> list[LabPlace]:
-    """Returns the places of all labs of this user on this machine, the newest first."""
+    """Returns this user's labs on this machine, newest first."""
     found = [LabPlace(p.parent) for p in runtime_root().glob("*/lab.json")]
     with_state = [p for p in found if p.read_state()]
     return sorted(with_state, key=lambda p: -p.read_state().get("since", 0.0))
@@ -245,7 +244,7 @@ def remove_old() -> None:
 
 
 def is_over(state: dict[str, Any]) -> bool:
-    """Whether a lab's owner and all its processes are gone. A lab on other hosts is over with its owner."""
+    """Whether a lab's owner and all its processes are gone. With engines on other hosts, only the owner counts."""
     engines = state.get("engines", [])
     here = [p[:2] for p in state["processes"]] + [[e["pid"], e["created"]] for e in engines if e["host"] == host_name()]
     elsewhere = any(e["host"] != host_name() for e in engines) and state["owner"] is None
@@ -253,5 +252,5 @@ def is_over(state: dict[str, Any]) -> bool:
 
 
 def host_name() -> str:
-    """Returns the name of this machine."""
+    """Returns this machine's name."""
     return socket.gethostname()

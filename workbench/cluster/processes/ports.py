@@ -1,7 +1,4 @@
-"""Finds ports that a controller lost to other processes.
-
-A controller chooses its ports, releases them and binds them later. Another process may take one in between.
-"""
+"""Finds ports that a controller lost: it chooses them, releases them and binds them later."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ ALL = frozenset(range(1 << 16))
 
 
 def list_ports(about: dict[str, Any]) -> set[int]:
-    """Returns the ports in one of the controller's connection files: every number in it, also in lists."""
+    """Returns the ports in a connection file: every number, also in lists."""
     found = (value if isinstance(value, list) else [value] for value in about.values())
     return {port for some in found for port in some if type(port) is int}
 
@@ -32,7 +29,7 @@ def list_listened(pid: int) -> frozenset[int]:
 
 
 def is_taken(port: int) -> bool:
-    """Whether another process has this port of the loopback."""
+    """Whether another process has this loopback port."""
     with socket.socket() as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

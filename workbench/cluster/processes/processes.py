@@ -1,6 +1,6 @@
 """Starts and ends a lab's processes: one controller, one engine per rank, and the guard.
 
-It first writes each process into the lab's state. It signals only the processes there, by pid and create time.
+It writes each process into the lab's state. It signals only these, by pid and create time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONTROLLERS = 4  # tries, if other processes take the ports
 
 
 def loopback_name() -> str:
-    """Returns the name of this machine's loopback interface (lo, lo0)."""
+    """Returns the loopback interface (lo, lo0)."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.address == "127.0.0.1" for a in addresses):
             return name
@@ -39,7 +39,7 @@ def loopback_name() -> str:
 
 
 def start_guard(place: LabPlace) -> subprocess.Popen[bytes]:
-    """Starts a tiny process that ends the lab's processes once this one is gone. Keep its stdin open."""
+    """Starts a process that ends the lab's processes once this one is gone. Keep its stdin open."""
     command = [sys.executable, "-S", "-E", "-s", str(_HERE / "guard.py"), str(place.file)]
     command += [str(Path(psutil.__file__).parents[1]), str(os.getpid())]
     return _open_process(place, "guard", command, subprocess.PIPE, {})
@@ -49,37 +49,37 @@ _let_go: list[subprocess.Popen[bytes] | ForkedEngine] = []  # processes of detac
 
 
 class LabProcesses:
-    """Controller and engines on this machine, as children of this process."""
+    """Controller and engines, as children of this process."""
 
     def __init__(self, place: LabPlace) -> None:
         self.place = place
         self.started: dict[str, subprocess.Popen[bytes] | ForkedEngine] = {}
         self._server: ForkServer | None = None
         self._closed = False
-        self._controllers = 0  # started so far
+        self._controllers = 0
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Starts nothing from here on. A process that is starting is noted first, so that none is forgotten."""
+        """Prevents further starts, after noting a process that is starting."""
         with self._lock:
             self._closed = True
 
     def reap_children(self) -> None:
-        """Waits for processes that were ended, so that none stays a zombie."""
+        """Waits for ended processes, so that none stays a zombie."""
         until = time.monotonic() + 5.0
         for child in self.started.values():
             with contextlib.suppress(subprocess.TimeoutExpired):  # the lab must still release the rest
                 child.wait(max(until - time.monotonic(), 0.0))
 
     def start_lab(self, ranks: int) -> None:
-        """Starts everything at once: engines load torch while the controller comes up."""
+        """Starts everything at once: engines load torch meanwhile."""
         self._lock_up()
         self._start_controller()
         for number in range(ranks):
             self.start_engine(number)
 
     def _start_controller(self) -> None:
-        """Starts a controller that keeps a silent engine for an hour. `ProcessHealth` reports dead engines to it."""
+        """The controller keeps a silent engine for an hour; `ProcessHealth` reports dead ones."""
         self._spawn_process(
             "controller",
             [
@@ -117,7 +117,7 @@ class LabProcesses:
 
     @property
     def next_engine(self) -> int:
-        """A number that no engine has had, whichever kernel started it."""
+        """A number that no engine of any kernel has had."""
         noted = [what.split() for what in [*self.started, *(p[2] for p in self.place.state.get("processes", []))]]
         return 1 + max((int(words[1]) for words in noted if words[0] == "engine"), default=-1)
 
@@ -126,7 +126,7 @@ class LabProcesses:
         if child := self.started.get(f"engine {number}"):
             child.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(5 if child.pid else 0)  # one that is not forked yet ends as it appears
+                child.wait(5 if child.pid else 0)  # an engine not yet forked ends as it appears
 
     def _lock_up(self) -> None:
         """Makes the controller encrypt its channels and sign its messages. No command line shows the key."""
@@ -136,7 +136,7 @@ class LabProcesses:
             file.write(f"c = get_config()\nc.IPController.enable_curve = True\nc.Session.key = {key!r}\n")
 
     def _spawn_process(self, what: str, arguments: list[str], env: dict[str, str], pipes: bool = False) -> Any:
-        """Starts a process. pipes: whether this process writes its input and reads its output"""
+        """Starts a process. pipes: whether it uses pipes for input and output"""
         command = [sys.executable, str(_HERE / "boot.py"), what.split()[0], str(self.place.file), *arguments]
         with self._lock:
             self._refuse_closed()
@@ -148,7 +148,7 @@ class LabProcesses:
         return child
 
     def _fork_engine(self, what: str, arguments: list[str], env: dict[str, str]) -> None:
-        """Forks an engine by the server, which it starts if necessary."""
+        """Forks an engine, and starts the server if necessary."""
         if self._server is None or self._server.over:
             self._server = ForkServer(
                 self._spawn_process("engines", [], {**env, **QUIET}, pipes=True), self._note_process
@@ -164,19 +164,18 @@ class LabProcesses:
 
     def _note_process(self, what: str, process: list[float]) -> None:
         with self._lock, contextlib.suppress(OSError, ClusterError):  # the directory may be gone, or its lock is kept
-            if not self._closed:  # otherwise `end` finds it as the server's child
+            if not self._closed:  # otherwise `end_processes` finds it as the server's child
                 self.place.add_process(process, what)
 
     @property
     def introduction_file(self) -> Path:
-        """The file that engines wait for, with the controller's address."""
+        """The file that tells engines the controller's address."""
         return self.place.path / "engine.json"
 
     def introduce_controller(self) -> bool:
-        """Shows the engines where the controller is, once its files are complete (an engine would read half a file).
+        """Shows the controller's address to engines once its files are complete.
 
-        If another process has taken one of its ports, the controller ends or lacks a scheduler, and no engine comes up.
-        Then this starts another controller. See `list_ports`.
+        A controller that lost a port ends or lacks a scheduler. This then starts another controller. See `list_ports`.
         """
         written = [self.place.path / "security" / f"ipcontroller-{whose}.json" for whose in ("client", "engine")]
         try:
@@ -196,7 +195,7 @@ class LabProcesses:
         return True
 
     def _lost_port(self, asked: set[int]) -> bool:
-        """Whether another process has one of the controller's ports, or the controller ended because of that."""
+        """Whether another process has one of the controller's ports, or this ended the controller."""
         controller = self.started["controller"]
         if controller.poll() is not None:
             return "Address already in use" in log_tail(self.place, "controller")
@@ -210,18 +209,18 @@ class LabProcesses:
         controller = self.started["controller"]
         if controller.poll() is None:
             for child in _list_children(controller.pid):
-                with contextlib.suppress(psutil.Error):  # it may have ended by itself
+                with contextlib.suppress(psutil.Error):  # it may have ended
                     child.kill()
             controller.kill()
             controller.wait(5)
         for file in written:
             file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # its words must not explain the end of the next controller
+        with contextlib.suppress(OSError):  # must not explain the next controller's end
             log_file(self.place, "controller").rename(log_file(self.place, f"controller {self._controllers}"))
         self._start_controller()
 
     def note_children(self) -> None:
-        """Notes the controller's own children, so that they are found even if the controller is gone."""
+        """Notes the controller's children, to find them even without it."""
         noted = {p[0] for p in self.place.state["processes"]}
         for child in _list_children(self.started["controller"].pid):
             if child.pid not in noted:
@@ -229,9 +228,9 @@ class LabProcesses:
                     self.place.add_process([child.pid, child.create_time()], "controller's child")
 
     def check_children(self) -> None:
-        """Raises ClusterError with the tail of its log if a process has ended.
+        """Raises ClusterError with a log's tail if a process has ended.
 
-        Passes over a controller that lost a port: `introduce` starts another.
+        Ignores a controller that lost a port: `introduce_controller` starts another.
         """
         for what, child in self.started.items():
             if (code := child.poll()) is not None or (isinstance(child, ForkedEngine) and child.is_lost):
@@ -243,27 +242,27 @@ class LabProcesses:
 
 
 def let_go(owned: LabProcesses | None) -> None:
-    """Lets the processes go on without their lab. They remain children of this process."""
+    """Releases the processes from their lab. They remain children of this process."""
     if owned:
-        owned.close()  # so that it notes nothing any more
+        owned.close()  # notes nothing from now on
         _let_go.extend(owned.started.values())
 
 
 def end_processes(place: LabPlace, patience: float = 1.0) -> None:
-    """Ends every process of the lab, with its children: first by SIGTERM, after `patience` s by SIGKILL."""
+    """Ends the lab's processes and their children: first by SIGTERM, after `patience` s by SIGKILL."""
     with contextlib.suppress(OSError, ClusterError):  # the directory may be gone, or a stopped kernel keeps its lock
-        place.write_state(ends=True)  # otherwise an engine that trains takes the signal for a preemption
+        place.write_state(ends=True)  # otherwise a training engine sees a preemption
     found = _list_living(place)
     _send_signal(found, signal.SIGTERM)
     _, left = psutil.wait_procs(list(found.values()), timeout=patience)
-    late = {p.pid: p for p in left} | _list_living(place)  # with processes that were forked since
+    late = {p.pid: p for p in left} | _list_living(place)  # includes processes forked since
     _send_signal(late, signal.SIGKILL)
     psutil.wait_procs(list(late.values()), timeout=5.0)
     _let_go[:] = [child for child in _let_go if child.poll() is None]
 
 
 def _list_living(place: LabPlace) -> dict[int, psutil.Process]:
-    """Returns the living processes of the lab, with their children, by pid."""
+    """Returns the lab's living processes and their children, by pid."""
     found: dict[int, psutil.Process] = {}
     for pid, created, _ in place.state.get("processes", []):
         if alive([pid, created]):
@@ -275,7 +274,7 @@ def _list_living(place: LabPlace) -> dict[int, psutil.Process]:
 
 
 def _list_children(pid: int) -> list[psutil.Process]:
-    """A process's children and theirs; none if it has ended."""
+    """Returns all descendants of a process; none if it has ended."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).children(recursive=True)
     return []
@@ -292,7 +291,7 @@ def _send_signal(processes: dict[int, psutil.Process], what: int) -> None:
 def _open_process(
     place: LabPlace, what: str, command: list[str], stdin: int, env: dict[str, str], says: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Starts a child with its own log file and session, which an interrupt at the prompt does not reach.
+    """Starts a child with its own log file and session, out of reach of an interrupt at the prompt.
 
     says: whether this process reads its output
     """
@@ -304,7 +303,7 @@ def _open_process(
 
 
 def measure_memory(place: LabPlace) -> dict[str, float]:
-    """Returns MB of each process of the lab: its proportional share, or resident if the system knows no other."""
+    """Returns each process's MB: its proportional share, or resident if the system knows no other."""
     out = {}
     for pid, created, what in place.state.get("processes", []):
         if alive([pid, created]):
@@ -315,7 +314,7 @@ def measure_memory(place: LabPlace) -> dict[str, float]:
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, every: float = 0.05) -> bool:
-    """Waits until `condition()` is true. Returns False if that takes longer than `seconds`."""
+    """Returns whether `condition()` became true within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
-"""Shows the stacks of the ranks' threads, even if one thread lets no other thread run.
+"""Shows the stacks of the ranks' threads, even if one thread blocks all others.
 
-An engine answers on its line's thread. If it does not, it gets a signal, which `faulthandler` answers from C without
-the interpreter. A process that the system has stopped runs nothing; the text then says so.
+An engine answers on its line's thread, or else `faulthandler` answers a signal from C. A process that the system has
+stopped has none.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
 
-ANSWER = 2.0  # seconds for an engine's line to answer
-DUMP = 2.0  # seconds from a signal to the stacks
-LOOK = 0.02  # seconds between two looks
+ANSWER = 2.0  # seconds for an engine's line
+DUMP = 2.0  # seconds from signal to stacks
+LOOK = 0.02  # seconds between checks
 ASK = getattr(signal, "SIGUSR2", None)  # not on Windows
 
 
 class Stacks(dict[int, str]):
-    """The stacks of each rank's threads, the training thread's first, or why there are none."""
+    """Each rank's stacks, training thread first, or why it has none."""
 
     def __str__(self) -> str:
         return "\n\n".join(f"rank {rank}: {text}" for rank, text in sorted(self.items()))
@@ -39,7 +39,7 @@ class Stacks(dict[int, str]):
 
 
 def stacks() -> str:
-    """Returns the stacks of this process except for the calling thread's; the newest call last."""
+    """Returns this process's stacks except the caller's, newest call last."""
     frames, me = sys._current_frames(), threading.get_ident()
     threads = sorted((t for t in threading.enumerate() if t.ident != me), key=lambda t: not t.name.endswith("training"))
     found = []
@@ -63,7 +63,7 @@ def _file(folder: Path, pid: int) -> Path:
 
 
 def gathered(cluster: Cluster, ranks: Collection[int]) -> Stacks:
-    """Returns the stacks of these ranks, within a few seconds."""
+    """Returns these ranks' stacks within a few seconds."""
     ended = {rank: how for rank in ranks if (how := cluster.describe_death(rank))}
     found = Stacks({rank: f"its engine {how}" for rank, how in ended.items()})
     stopped = {rank: how for rank in ranks if rank not in ended and (how := cluster.health.describe_stop(rank))}
@@ -76,7 +76,7 @@ def gathered(cluster: Cluster, ranks: Collection[int]) -> Stacks:
 
 
 def _by_signal(cluster: Cluster, rank: int) -> str:
-    """Returns the stacks of an engine that does not answer; the newest call first, as faulthandler writes them."""
+    """Returns a silent engine's stacks, newest call first, as faulthandler writes them."""
     engine, file = cluster.engines[rank], _file(cluster.place.path / "log", cluster.engines[rank].pid)
     if ASK is None or not cluster.health.is_own(engine) or not file.exists():  # otherwise the signal would end it
         return "it does not answer, and this lab cannot ask its process on another way"

@@ -1,7 +1,4 @@
-"""A thread that repeats a look until an event is set.
-
-A look that raises does not end it. The error is logged with its traceback and reported, and the next look follows.
-"""
+"""A thread that repeats a look until an event is set. It logs and reports errors, and continues."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ _log = logging.getLogger(__name__)
 
 
 class SupervisedThread:
-    """Calls `look()` on a thread of its own until `over` is set, and then `last()`.
+    """Calls `look()` on its own thread until `over` is set, and then `last()`.
 
-    said: called with each error of a look; the log does not repeat the same text
+    said: called with each error; the log does not repeat a text
     """
 
     def __init__(
@@ -35,7 +32,7 @@ class SupervisedThread:
         return self
 
     def join(self, timeout: float) -> bool:
-        """Waits for the end. Returns whether the thread has ended."""
+        """Returns whether the thread has ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 

@@ -11,10 +11,7 @@ from typing import Any
 
 @contextmanager
 def whole() -> Iterator[None]:
-    """Delays an interrupt to the end of the block.
-
-    A second interrupt acts at once, because the user does not want to wait.
-    """
+    """Delays an interrupt to the end of the block. A second interrupt acts at once, because the user is in a hurry."""
     before: Any = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield  # no interrupt arrives on another thread, or without a handler

@@ -1,7 +1,7 @@
-"""Reacts to a loss that is not finite or has diverged, as the experiment's policy says.
+"""Acts on a loss that is not finite or has diverged, by the experiment's policy.
 
-Ranks record alarms as marks, which arrive in any order. Rank 0 acts on its own alarms; no rank sees the alarms of
-another, so the lab acts on those. The note names the earliest.
+Ranks record alarms as marks, which arrive in any order. Rank 0 acts on its own alarms, and the lab on those of other
+ranks. The note names the earliest.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ class Alarmed(NamedTuple):
 
 
 class Alarm:
-    """The alarms of one run. A newer note replaces the older one on the same topic."""
+    """One run's alarms. A newer note replaces the older one on its topic."""
 
     def __init__(self, live: RunController) -> None:
         self.live = live
-        self._first: Alarmed | None = None  # the earliest since the run began or resumed
+        self._first: Alarmed | None = None  # since the run began or resumed
         self._went_on = float("-inf")  # when the run last resumed
-        self._pauses = True  # whether the run pauses or ends
-        self._skipped: dict[int, tuple[bool, str]] = {}  # by step: (whether a rank met it on its own data, sentence)
-        self._notes: dict[str, str] = {}  # its notes, by topic
+        self._pauses = True  # rather than ends
+        self._skipped: dict[int, tuple[bool, str]] = {}  # by step: (whether on a rank's own data, sentence)
+        self._notes: dict[str, str] = {}
 
     def went_on(self, t: float) -> None:
-        """Forgets what ranks met before `t`, when the run resumed."""
+        """Forgets alarms before `t`, when the run resumed."""
         self._went_on = max(self._went_on, t)
         self._first = self._first if self._first and self._first.t > t else None
 
     def heard(self, name: str, rank: int, step: int, t: float, detail: dict[str, Any]) -> None:
-        """Takes in a rank's mark. The first alarm pauses, ends or rolls back the run, as the policy says."""
+        """Takes in a rank's mark. The first alarm pauses, ends or rolls back the run, by the policy."""
         said = {k: str(detail.get(k, "")) for k in ("loss", "layer", "why", "best")}
         found = Alarmed(t, rank, step, name, **said)
         if detail.get("skipped"):
@@ -71,10 +71,7 @@ class Alarm:
             self._tell(self._first)
 
     def _skip(self, found: Alarmed, own: bool) -> None:
-        """Notes a skipped step.
-
-        The note prefers a rank with a non-finite value in its own data to one that only saw the sum.
-        """
+        """Notes a skipped step, and prefers a rank whose own data are not finite to one that saw the sum."""
         if own >= self._skipped.get(found.step, (False, ""))[0]:
             self._skipped[found.step] = own, found.sentence
         _, sentence = self._skipped[max(self._skipped)]
@@ -96,7 +93,7 @@ class Alarm:
             self.live.come_to_end()
 
     def went_back(self, t: float, detail: dict[str, Any]) -> None:
-        """Takes in the result of a roll-back. Without `to` it failed, `text` says why, and the ranks stand still."""
+        """Takes in a roll-back's result. Without `to` it failed, `text` says why, and the ranks stand still."""
         text = detail["text"]
         if "to" in detail:
             self.went_on(t)

@@ -1,4 +1,4 @@
-"""Begins a run: sends every rank the secret and starts its session, or starts none."""
+"""Sends every rank the secret and starts its session, or starts none."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from workbench.settings.describe_error import class_of, text_of
 
 TRUST_TIMEOUT = 30.0  # seconds for all ranks to take the secret
 BEGIN = 60.0  # seconds for all ranks to begin
-LOOK = 0.2  # seconds between two looks at engines
+LOOK = 0.2  # seconds between checks
 
 
 class Late(ClusterError):
-    """An engine has not begun in time, or soon enough after a stop. It may still begin."""
+    """An engine has not begun in time, or soon enough after a stop. It still may."""
 
 
 def begin(
     cluster: Cluster, job: dict[str, Any], blob: bytes, ranks: Sequence[int],
     unwanted: Callable[[], bool] = lambda: False, *, secret: str,
 ) -> dict[int, str]:  # fmt: skip
-    """Starts a session on each rank's engine. Returns {rank: the directory it spools into}.
+    """Starts a session on each rank's engine. Returns {rank: its spool directory}.
 
     secret:   hexadecimal digits that only these ranks know
     unwanted: whether the run was stopped a while ago
 
-    Raises RankError if a rank cannot begin; then no rank goes on.
+    Raises RankError if a rank cannot begin; then no rank continues.
     """
     first, asked = cluster.engines[0], {}
     loop, store = not spans_hosts(cluster.engines), (str(cluster.place.path / "ranks"), 0)
@@ -75,7 +75,7 @@ def _entrust(cluster: Cluster, ranks: Sequence[int], secret: str, unwanted: Call
 
 
 def _patiently(cluster: Cluster, rank: int, answer: Any, until: float, unwanted: Callable[[], bool]) -> Any:
-    """Waits for an engine's answer. Stops if the engine or the controller is gone, because then no answer can come."""
+    """Waits for an engine's answer, as long as engine and controller live."""
     while not answer.ready():
         answer.wait(LOOK)
         if cluster.describe_death(rank) or cluster.health.describe_controller():
@@ -86,7 +86,7 @@ def _patiently(cluster: Cluster, rank: int, answer: Any, until: float, unwanted:
 
 
 def _take_back(cluster: Cluster, generation: str, begun: Collection[int], late: set[int]) -> None:
-    """Tells ranks that have begun to leave; otherwise they would wait for the rank that could not begin."""
+    """Dismisses begun ranks, which otherwise would wait for the failed rank."""
     cluster.rpc.ask_all("abort", timeout=1.0, ranks=begun, of=(generation, list(begun)))
     until, inside = time.monotonic() + LEAVE, set(begun)
     while inside and time.monotonic() < until:
@@ -98,7 +98,7 @@ def _take_back(cluster: Cluster, generation: str, begun: Collection[int], late: 
 
 
 def _why(cluster: Cluster, rank: int, error: Exception) -> dict[str, Any]:
-    """Returns the error of a rank that could not begin."""
+    """Returns a failed rank's error."""
     about = {"rank": rank, "step": 0, "op": "set-up"}
     if how := cluster.describe_death(rank):
         return {**about, "type": "EngineDied", "text": f"its engine {how}"}

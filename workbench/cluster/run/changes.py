@@ -1,4 +1,4 @@
-"""Changes of a live run: checked at once, then applied or refused by all ranks together."""
+"""Changes of a live run: checked, then applied or refused by all ranks together."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 from workbench.experiment import Experiment
 from workbench.settings import NEXT, Change, KnobError, fold, resolved
 
-BEFORE = "before the run"  # the id of a change made before the run
+BEFORE = "before the run"  # id of such a change
 
 
 class PendingChange:
     """A requested Change, and its answer to `wait` for.
 
-    applied_at: the first step with the change, once it is applied
-    refused:    why the change will never be applied
+    applied_at: the first step with the change
+    refused:    why it will never be applied
     """
 
     def __init__(self, change: Change, applied_at: int | None = None) -> None:
@@ -29,17 +29,17 @@ class PendingChange:
         self.requested_at = change.requested_at or time.time()
         self.applied_at = applied_at
         self.refused: str | None = None
-        self.members: Sequence[int] = ()  # of a resize: the ranks to train with,
+        self.members: Sequence[int] = ()  # of a resize: all future ranks,
         self.coming: Sequence[int] = ()  # and the new ones among them
-        self.sent = False  # whether the ranks have received it
-        self.seconds: float | None = None  # from the request to the answer
+        self.sent = False  # whether the ranks have it
+        self.seconds: float | None = None  # from request to answer
         self.whereabouts: Callable[[], str] = lambda: "nobody was asked"  # of the ranks
         self._answered = threading.Event()
         if applied_at is not None:
             self._answered.set()
 
     def wait(self, timeout: float | None = None) -> PendingChange:
-        """Waits for the answer. Raises KnobError for a refusal, TimeoutError if no answer comes in time."""
+        """Waits for the answer. Raises KnobError for a refusal, TimeoutError without an answer."""
         if not self._answered.wait(timeout):
             raise TimeoutError(f"{self.path}={self.value}: no answer within {timeout:g} s; {self.whereabouts()}")
         if self.refused:
@@ -48,7 +48,7 @@ class PendingChange:
 
     @property
     def request(self) -> dict[str, Any]:
-        """The request as the ranks receive it."""
+        """The request for the ranks."""
         if self.members:
             return {"kind": "resize", "members": list(self.members), "id": self.id}
         return {"kind": "change", **self.change.plain()}
@@ -67,10 +67,10 @@ class PendingChange:
 
 
 class Changes:
-    """The experiment as the ranks run it now, and all changes, answered and unanswered."""
+    """The ranks' current experiment, and all changes, answered and unanswered."""
 
     def __init__(self, experiment: Experiment, listed: list[PendingChange]) -> None:
-        self.experiment = experiment  # what the ranks run now
+        self.experiment = experiment
         self.listed = listed
         self._pending: list[PendingChange] = []
         self._lock = threading.RLock()
@@ -78,7 +78,7 @@ class Changes:
 
     def ask(self, path: str | Mapping[str, Any], value: Any,
             send: Callable[[PendingChange, list[type]], None]) -> PendingChange:  # fmt: skip
-        """Checks a change against the settings that will hold, then sends it. If it is invalid, raises KnobError."""
+        """Checks a change against the coming settings, then sends it. Raises KnobError if it is invalid."""
         with self._lock:
             number = f"change {next(self._numbers)} {time.time_ns():x}"
             change = Change(NEXT, path, value, number, time.time())
@@ -94,7 +94,7 @@ class Changes:
         return fold(self.experiment, iter(waiting), Experiment.set, skips=True)[-1][1]
 
     def applied(self, step: int, detail: dict[str, Any], late: bool = False) -> None:
-        """Records that a change of this kernel, of a plan or of another kernel took effect.
+        """Records that a change of any kernel or of a plan took effect.
 
         late: a later generation has already reported its settings, so `experiment` stays
         """
@@ -121,7 +121,7 @@ class Changes:
         return found
 
     def resizing(self, members: Sequence[int], coming: Sequence[int]) -> PendingChange:
-        """Adds a resize to `members`, including the new ranks `coming`. `resized` or `refused` answers it."""
+        """Adds a resize to `members`, with the new ranks `coming`. `resized` or `refused` answers it."""
         with self._lock:
             number = f"resize {next(self._numbers)} {time.time_ns():x}"
             asked = PendingChange(Change(NEXT, "ranks", len(members), number, time.time()))
@@ -131,7 +131,7 @@ class Changes:
             return asked
 
     def resized(self, step: int, detail: dict[str, Any]) -> None:
-        """Records that other ranks train from `step` on, after a loss or a resize."""
+        """Records new settings from `step` on, after a loss or a resize."""
         with self._lock:
             self.experiment = Experiment.read(detail["settings"], self.experiment.task)
             if asked := self._take(detail):
@@ -157,7 +157,7 @@ class Changes:
 
 
 def classes(value: Any) -> Iterator[type]:
-    """Yields the settings classes in a value that are not workbench's. Engines need them before a change names them."""
+    """Yields a value's settings classes that are not workbench's. Engines need them before the change."""
     if isinstance(value, (tuple, list)):
         for one in value:
             yield from classes(one)

@@ -1,4 +1,4 @@
-"""Sends the kernel's orders to the first rank, or to every rank, one after another."""
+"""Sends the kernel's orders to the first rank or to every rank, in sequence."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ if TYPE_CHECKING:
     from workbench.cluster.run.controller import RunController
 
 ASK_AGAIN = "ask again"
-AGAIN = 0.2  # seconds until an order is sent again if there is no first rank
+AGAIN = 0.2  # seconds before another try without a first rank
 
 
 class CommandQueue:
-    """The orders of one run, in sequence. first: the rank that takes requests for all ranks
+    """One run's orders, in sequence. first: the rank that takes requests for all ranks
 
-    Each order names its run and its ranks, because on arrival the engine may be in another run, or be another rank.
+    Each order names its run and ranks, because the engine may meanwhile have another run or rank.
     """
 
     def __init__(self, live: RunController) -> None:
         self.live = live
         self.first = 0
-        self.dismissed: set[int] = set()  # ranks that were about to join and were sent away
+        self.dismissed: set[int] = set()  # new ranks dismissed before they joined
         self._queue: queue.Queue[tuple[str, bool, Sequence[int], dict[str, Any]]] = queue.Queue()
 
     def put_order(self, what: str, everyone: bool = False, to: Sequence[int] = (), **rest: Any) -> None:
-        """Queues an order for the first rank, `everyone`, or the ranks `to`. It goes out once the sessions exist."""
+        """Queues an order for the first rank, `everyone`, or the ranks `to`. It waits for the sessions."""
         self._queue.put((what, everyone, to, rest))
 
     def put_change(self, asked: PendingChange) -> None:
-        """Queues a change or a resize for the first rank."""
         self._queue.put(("request", False, (), {"pending": asked}))
 
     def dismiss_ranks(self, ranks: Sequence[int]) -> None:
-        """Sends away ranks that were about to join, which frees their engines."""
+        """Dismisses ranks before they join, which frees their engines."""
         if ranks:
             with whole():
                 self.dismissed |= set(ranks)
@@ -46,7 +45,6 @@ class CommandQueue:
                 self.put_order("abort", to=ranks)
 
     def send_next(self) -> None:
-        """Sends the next order, if one waits."""
         try:
             order = self._queue.get(timeout=0.5)
         except queue.Empty:
@@ -75,26 +73,26 @@ class CommandQueue:
 
     @property
     def _lacks_leader(self) -> bool:
-        """Whether the first rank is dead and the remaining ranks will agree on another."""
+        """Whether the first rank is dead and the remaining ranks will choose another."""
         return self.first in self.live.ending.dead_ranks and self.live.ending.outlives()
 
     def follow_leader(self, rank: int, gone: Sequence[int]) -> None:
-        """Makes `rank` the first rank. Sends requests again that the ranks `gone` may have lost."""
+        """Makes `rank` the first rank. Repeats requests that the ranks `gone` may have lost."""
         self.first = rank
         if gone:
             self.put_order(ASK_AGAIN, gone=gone)
 
     def _ask_again(self, gone: Sequence[int]) -> None:
-        """Sends unanswered requests again, after reading what the ranks `gone` recorded.
+        """Repeats unanswered requests, after reading the records of the ranks `gone`.
 
-        The remaining ranks apply them, or repeat the result. The rank that was to report it may have been lost before
-        its record reached a visible disk.
+        The remaining ranks apply them or repeat the result, because a lost rank's report may have reached no visible
+        disk.
         """
         for one in gone:
             if self.live.cluster.describe_death(one):  # otherwise its rows come by themselves
                 last_rows.of_silent(self.live, "marks", one)
         for asked in self.live.changes.unanswered():
-            if asked.sent:  # otherwise it still waits in the queue, behind what it needs
+            if asked.sent:  # otherwise it still waits in the queue
                 self._send_order("request", False, (), {"pending": asked})
         if self.live.state == "stopping":
             self._send_order("request", False, (), {"request": {"id": "stop", "kind": "stop"}})

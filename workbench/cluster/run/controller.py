@@ -1,6 +1,6 @@
-"""One live run as the kernel sees it: takes in rows, answers changes, notices the end.
+"""One live run in the kernel: takes in rows, answers changes, notices the end.
 
-Two threads feed it: the relay with batches, and the watch, which looks at the engines.
+Two threads feed it: the relay with batches, and the watch with the engines' state.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class RunController(Asked):
         self.watched = watched
         self.ranks = range(changes.experiment.ranks)
         self.began_with = changes.experiment
-        self.members = tuple(self.ranks)  # those who train now
-        self.turn = 0  # the number of their generation, as far as it is known
-        self.been = set(self.ranks)  # those who ever did
-        self.returned: dict[int, int] = {}  # as which rank the engine of one who is not there any more comes again
-        self.inviting = threading.RLock()  # of whoever chooses engines for new ranks, until these have begun
-        self.job: dict[str, Any] = {}  # as the engines were given it, for those who come later
+        self.members = tuple(self.ranks)  # the training ranks
+        self.turn = 0  # number of their generation, if known
+        self.been = set(self.ranks)  # all ranks that ever trained
+        self.returned: dict[int, int] = {}  # new rank of a former rank's engine
+        self.inviting = threading.RLock()  # held from choosing engines for new ranks until these begin
+        self.job: dict[str, Any] = {}  # the engines' job, for later ranks
         self.blob, self.secret = b"", ""
         self.state = "starting"
         self.step = 0
         self.loss: float | None = None
-        self.notes: list[str] = []  # messages for the user, newest last
+        self.notes: list[str] = []  # for the user, newest last
         self.error: BaseException | None = None
         self.status: dict[int, dict[str, Any]] = {}
         self.spools: dict[int, str] = {}
@@ -80,7 +80,7 @@ class RunController(Asked):
         self.attention.hangs, self.attention.between = self.evicting.take_stall, self.evicting.name_dead_link
         run.live, run._control = True, self
 
-    # -- rows come in (on the relay's thread)
+    # -- rows (on the relay's thread)
 
     def take_batch(self, batch: RowBatch) -> None:
         """Adds a batch to the run, in order and without gaps."""
@@ -106,7 +106,7 @@ class RunController(Asked):
             self.loss = next((v for n, v in valued if n == "loss"), self.loss)
 
     def replay_record(self) -> None:
-        """Takes in the existing record without acting on it, when a kernel attaches."""
+        """Takes in the existing record without acting, when a kernel attaches."""
         self.evicting.acts = False
         for rank, step, t, name, detail in self.run.said(*ACTED_ON, *alarms.NAMES):
             self._take_mark(rank, step, t, name, detail)
@@ -127,7 +127,7 @@ class RunController(Asked):
         return spool.unpack_pieces(self.cluster.rpc.ask_rank(rank, "rows", kind=kind, start=start)[1])
 
     def is_elsewhere(self, rank: int) -> bool:
-        """Whether the rank spools to a disk that this kernel does not see."""
+        """Whether this kernel cannot see the rank's disk."""
         return self.spools.get(rank, str(self.run.path)) != str(self.run.path)
 
     def _take_mark(self, rank: int, step: int, t: float, name: str, detail: dict[str, Any]) -> None:
@@ -164,38 +164,37 @@ class RunController(Asked):
             self.alarm.heard(name, rank, step, t, detail)
 
     def admit_ranks(self, new: list[int]) -> None:
-        """Listens to ranks that are about to join."""
+        """Listens to ranks that will join."""
         self.been |= set(new)
         self.ranks = self.attention.ranks = range(max(self.been) + 1)
         self.ending.admit_ranks(new)
 
     def note_death(self, rank: int, error: dict[str, Any]) -> None:
-        """Records that a rank's engine is gone."""
         if why := self.evicting.reasons.get(rank):
             error["text"] = f"was put out: {why}; {error['text']}"
         self.ending.failed(rank, error)
-        gone_on = rank in self.ending.lost  # the report may come before the engine's end is seen
+        gone_on = rank in self.ending.lost  # the report may precede the engine's end
         if (gone_on or self.ending.outlives()) and not self.ending.asked:
             where = f" at step {error['step']}" if error["step"] or error["op"] else ""  # if the rank reported it
             where += f", {error['op']}" if error["op"] else ""
             self.notes.append(f"rank {rank} is lost{where}: {error['text']}")
-            if self.cluster.engines[rank].host != host_name():  # a machine that is gone closes no connection
+            if self.cluster.engines[rank].host != host_name():  # a lost machine closes no connection
                 self.evicting.leave_behind([rank])
 
     # -- orders
 
     def queue_order(self, what: str, everyone: bool = False, **rest: Any) -> None:
-        """Queues an order for the first rank, or for every rank if `everyone`."""
+        """Queues an order for the first rank or `everyone`."""
         self.orders.put_order(what, everyone, **rest)
 
     def note_error(self, failure: BaseException) -> None:
-        """Adds an error of the kernel to the notes, unless it is among the last 5."""
+        """Adds a kernel's error to the notes, unless it is among the last 5."""
         text = text_of(failure) if isinstance(failure, ClusterError) else said(failure)
         if text not in self.notes[-5:]:
             self.notes.append(text)
 
     def start_watch(self) -> None:
-        """Sends the orders that waited for the sessions, and starts the watch."""
+        """Sends waiting orders, and starts the watch."""
         self.ending.restart_waits()
         self.attention.start_watch()
         if self.began_with.task.leads:
@@ -204,11 +203,11 @@ class RunController(Asked):
         RunWatch(self).start_watch()
 
     def request_change(self, path: str | Mapping[str, Any], value: Any = None) -> PendingChange:
-        """Requests a change of one or several knobs. Engines first receive classes that they lack."""
+        """Requests a change of knobs. Engines first receive classes that they lack."""
         return self.changes.ask(path, value, self._send_change)
 
     def describe_places(self) -> str:
-        """Says where each rank was by its last report."""
+        """Describes each rank's last reported place."""
         ranks = [f"rank {r} at step {s['step']} in {s['busy'] or 'nothing'}" for r, s in sorted(self.status.items())]
         return ", ".join([f"the run is {self.state}", *ranks, *self.notes[-3:]])
 
@@ -221,16 +220,15 @@ class RunController(Asked):
     def stop(self) -> None:
         """Stops at the next step boundary. A second call aborts. A stop is never a failure of the run.
 
-        If no boundary comes, the ranks leave in the middle of a step. The lab ends the engine of a rank that does not
-        leave, a note says where it stood, and the next run gets new engines. All this takes less than 30 s, or 7 times
-        the longest step if steps last longer than 3 s. See [Note: How long a stop takes].
+        Without a boundary, the ranks leave in the middle of a step. The lab ends engines of ranks that do not leave,
+        notes where they stood, and replaces them for the next run. All this takes less than 30 s, or 7 times the
+        longest step if steps last longer than 3 s. See [Note: How long a stop takes].
         """
         if self.state == "stopping":
             return self.abort()
         self.come_to_end()
 
     def request_checkpoint(self) -> None:
-        """Requests a checkpoint at the next step boundary."""
         self.queue_order("request", request={"id": f"checkpoint {time.time_ns():x}", "kind": "checkpoint"})
 
     def come_to_end(self) -> None:
@@ -247,7 +245,7 @@ class RunController(Asked):
         self.free_ranks()
 
     def close(self) -> None:
-        """Stops the run, and aborts it if it is not over after 3 s."""
+        """Stops the run, and aborts it after 3 s."""
         if not self.over.is_set():
             self.stop()
             if not self.over.wait(3.0):
@@ -255,22 +253,22 @@ class RunController(Asked):
                 self.over.wait(2.0)
 
     def free_ranks(self) -> None:
-        """Tells all ranks to leave in the middle of a step."""
+        """Makes all ranks leave in the middle of a step."""
         self.ending.note_abort()
         self.queue_order("abort", everyone=True, asked=self.ending.asked)
 
     def note_saved(self, path: Path, rows: int) -> None:
-        """Notes that the run was saved in `path` while this kernel follows it."""
+        """Notes that the run was saved in `path`."""
         self.attention.recording.note_saved(path, rows, None if self.over.is_set() else self.step)
 
     def wait(self, timeout: float | None = None) -> Run:
-        """Waits for the end with a progress line. Raises RankError if ranks failed. See `waiting`."""
+        """Waits for the end with a progress line. Raises RankError if ranks failed. See waiting.py."""
         return wait_for_run(self, timeout)
 
     # -- the end
 
     def leave_run(self, why: str) -> None:
-        """Stops following the run, which may go on."""
+        """Stops following the run, which may continue."""
         if not self.over.is_set():
             self.changes.end(why)
             self.run.live = False
@@ -278,7 +276,7 @@ class RunController(Asked):
             self.over.set()
 
     def end_run(self, state: str, error: BaseException | None = None) -> None:
-        """Marks the run as over, in `state`, here and in its record."""
+        """Ends the run in `state`, here and in its record."""
         with self._lock:
             if self.over.is_set():
                 return
@@ -288,7 +286,7 @@ class RunController(Asked):
             try:
                 last_rows.record_state(self, state, error)
                 self.attention.recording.count_lacking()
-            except Exception as failure:  # a disk error must not keep the run from being over
+            except Exception as failure:  # a disk error must not keep the run from ending
                 self.note_error(failure)
             self.changes.end("the run ended before it could be applied")
             self.run.live = False

@@ -1,12 +1,11 @@
 """Decides when a run is over: which ranks left, which errors count, how long to wait.
 
-Callers report events and ask what is due. The class has no thread, no socket and no clock of its own.
+It has no thread, socket or clock of its own: callers report events and ask what is due.
 
-[Note: How long a stop takes] The ranks stop at the next step boundary at which they meet. The kernel waits for it while
-ranks complete steps. One step may take max(`LEAST`, `STEPS` x the longest recent step) seconds, with `FIRST` in place
-of `LEAST` before the first step. The wait is over after `MOST` seconds if steps are shorter than that. Then the ranks
-must leave in the middle of a step. The kernel gives up a rank that has not left max(`LEAVE`, `STEPS` x that step)
-seconds later.
+[Note: How long a stop takes] The ranks stop at their next common step boundary. The kernel waits while they complete
+steps. A step may take max(`LEAST`, `STEPS` x the longest recent step) seconds, with `FIRST` for `LEAST` before the
+first step. With shorter steps the wait ends after `MOST` seconds. Then the ranks must leave in the middle of a step.
+The kernel gives up a rank that has not left after max(`LEAVE`, `STEPS` x that step) more seconds.
 """
 
 from __future__ import annotations
@@ -24,32 +23,32 @@ STEPS = 3.0
 FIRST = 10.0  # seconds
 MOST = 20.0  # seconds
 LEAVE = 3.0  # seconds
-REUNION = 30.0  # seconds for the remaining ranks to find each other after a loss
-REPORT = 0.5  # seconds for the other ranks to report after a failure, before they are freed
+REUNION = 30.0  # seconds for the remaining ranks to meet after a loss
+REPORT = 0.5  # seconds for other ranks' reports after a failure, before they are freed
 
 Error = dict[str, Any]
 
 
 class Ending:
-    """The end of one run of `ranks`. Any thread may tell it something.
+    """The end of one run of `ranks`, for any thread.
 
-    coming: ranks that have not joined yet. The end of such a rank says nothing about the run: no rank counts on it.
+    coming: ranks that have not joined. No rank needs them, so their end says nothing about the run.
     """
 
     def __init__(self, ranks: Iterable[int], clock: Callable[[], float] = time.monotonic) -> None:
         self.ranks, self.clock = set(ranks), clock
         self.coming: set[int] = set()
-        self.left: dict[int, str] = {}  # ranks that are over, and the state they ended in
+        self.left: dict[int, str] = {}  # final states of ranks
         self.errors: dict[int, Error] = {}
-        self.lost: dict[int, Error | None] = {}  # ranks that the run went on without, and how they ended
-        self.outlives: Callable[[], bool] = lambda: False  # does the run go on if a rank is lost?
+        self.lost: dict[int, Error | None] = {}  # ranks that the run continued without, and their ends
+        self.outlives: Callable[[], bool] = lambda: False  # whether the run survives a lost rank
         self.unwatched: Error | None = None  # a non-finite loss that ended an unwatched run
         self.asked = False  # whether a stop was requested
-        self._told = False  # whether the ranks must leave in the middle of a step
-        self._since = self._moved = 0.0  # when the stop was requested, and when a rank last made a step
+        self._told = False  # whether ranks must leave in the middle of a step
+        self._since = self._moved = 0.0  # when the stop was requested; last step of any rank
         self._release = self._until = float("inf")
-        self._waiting: float | None = None  # since when only ranks that have not joined are in the run
-        self._phases: dict[int, str] = {}  # what each rank last reported as its state
+        self._waiting: float | None = None  # since when only ranks that have not joined remain
+        self._phases: dict[int, str] = {}  # last reported states
         self._steps: dict[int, int] = {}
         self._lengths: dict[int, float] = {}  # each rank's longest recent step, in seconds
         self._lock = threading.Lock()
@@ -57,7 +56,6 @@ class Ending:
     # -- events
 
     def heard(self, rank: int, status: dict[str, Any]) -> None:
-        """Takes in a rank's status."""
         self._lengths[rank] = float(status.get("step_s") or 0.0)
         self._phases[rank] = str(status["state"])
         self.at(rank, int(status["step"]))
@@ -65,12 +63,11 @@ class Ending:
             self.gone(rank, status["state"] if status["state"] in FINAL else "failed")
 
     def at(self, rank: int, step: int) -> None:
-        """Records that a rank has reached `step`."""
         if step > self._steps.get(rank, -1):
             self._steps[rank], self._moved = step, self.clock()
 
     def gone(self, rank: int, state: str) -> None:
-        """Records that a rank has left the run. Its first report counts."""
+        """Records that a rank left. Its first report counts."""
         with self._lock:
             if self.left.setdefault(rank, state) == "done" and self._ended_after(rank, self.errors.get(rank)):
                 self.lost[rank] = self.errors.pop(rank)
@@ -78,7 +75,7 @@ class Ending:
                     self._release = float("inf")
 
     def _ended_after(self, rank: int, error: Error | None) -> bool:
-        """Whether a rank's engine ended after the rank had made its last step: that is no failure of the run."""
+        """Whether an engine ended after its rank's last step, which is no failure."""
         return self.left.get(rank) == "done" and error is not None and error["type"] == "EngineDied"
 
     def failed(self, rank: int, error: Error) -> None:
@@ -100,13 +97,13 @@ class Ending:
             self._release = min(self._release, now + wait)
 
     def admit_ranks(self, new: Iterable[int]) -> None:
-        """These ranks are to join the run."""
+        """Adds ranks that will join."""
         with self._lock:
             self.ranks |= set(new)
             self.coming |= set(new)
 
     def note_joined(self, members: Iterable[int]) -> None:
-        """These ranks train now. One of them may have died before the kernel heard that it had joined."""
+        """Records the training ranks. One may have died before the kernel heard of its joining."""
         with self._lock:
             new = self.coming & set(members)
             self.coming -= new
@@ -116,7 +113,7 @@ class Ending:
             self.failed(rank, error)
 
     def note_outlived(self, gone: Iterable[int], step: int) -> None:
-        """Records that the run goes on from `step` without these ranks. `step` may be earlier than before."""
+        """Records that the run continues from `step`, possibly an earlier one, without these ranks."""
         with self._lock:
             self._steps = {rank: min(at, step) for rank, at in self._steps.items()}
             self.ranks -= set(gone)
@@ -126,14 +123,13 @@ class Ending:
                 self._release = float("inf")
 
     def forget_ranks(self, ranks: Iterable[int]) -> None:
-        """Makes the end of these ranks irrelevant to the outcome."""
+        """Makes the end of these ranks irrelevant."""
         with self._lock:
             self.lost |= {rank: self.errors.pop(rank) for rank in ranks}
 
     # -- orders
 
     def note_stop(self) -> None:
-        """Records that a stop was requested."""
         self.asked = True
         self._since = self.clock()
 
@@ -143,7 +139,7 @@ class Ending:
         self._until = min(self._until, self.clock() + self._find_patience(LEAVE))
 
     def restart_waits(self) -> None:
-        """Restarts the waits, because the ranks receive earlier orders only now."""
+        """Restarts the waits, because ranks receive earlier orders only now."""
         if self.asked:
             self._since = self.clock()
         if self._told:
@@ -153,7 +149,7 @@ class Ending:
 
     @property
     def is_unwanted(self) -> bool:
-        """Whether the stop is too long ago to wait for ranks that have not begun."""
+        """Whether the stop is too old to wait for ranks that have not begun."""
         return self.asked and self.clock() - self._since > FIRST
 
     @property
@@ -166,16 +162,16 @@ class Ending:
 
     @property
     def awaited_ranks(self) -> set[int]:
-        """The ranks that the kernel still waits for."""
+        """The ranks that the kernel awaits."""
         return self.living_ranks - set(self.left)
 
     @property
     def is_near(self) -> bool:
-        """Whether the end is near enough to look often."""
+        """Whether the end is near enough for frequent checks."""
         return bool(self.asked or self._told or self.errors or self.left)
 
     def next_action(self) -> str:
-        """Returns what to do now: "over", "give up", "abort", or "" for nothing."""
+        """Returns what is due: "over", "give up", "abort", or ""."""
         now = self.clock()
         if not self.awaited_ranks:
             return "over"
@@ -186,19 +182,19 @@ class Ending:
         return ""
 
     def _only_coming(self, now: float) -> bool:
-        """Are the ranks that remain ones that no rank will invite any more?
+        """Whether only ranks remain that no rank will invite.
 
-        Either the run has come to its last step without them, or every rank that trained has died and they still wait.
+        Either the run reached its last step, or every trained rank has died and they still wait.
         """
         uninvited = {self._phases.get(rank) for rank in self.awaited_ranks} == {"waiting"}
         if not (self.awaited_ranks <= self.coming and (uninvited or "done" in self.left.values())):
             self._waiting = None
             return False
         self._waiting = self._waiting if self._waiting is not None else now
-        return now - self._waiting > LEAVE  # the word that they were invited may still be on its way
+        return now - self._waiting > LEAVE  # news of their invitation may be on its way
 
     def _boundary_limit(self) -> float:
-        """Returns until when a stop waits for a step boundary. See [Note: How long a stop takes]."""
+        """Returns until when a stop awaits a boundary. See [Note: How long a stop takes]."""
         if not self.asked:
             return float("inf")
         begun = any(step > 0 for step in self._steps.values())
@@ -211,8 +207,8 @@ class Ending:
     def find_outcome(self) -> tuple[str, list[Error]]:
         """Returns (done, stopped, preempted or failed; the errors).
 
-        After a stop, a peer's closed connection is no failure. A rank's death is none, either, if the ranks that
-        remain were to go on without it: the stop came before they had agreed.
+        After a stop, a peer's closed connection is no failure. Nor is a rank's death before the ranks agreed to
+        continue without it.
         """
         errors = [e for e in self.errors.values() if not (self.asked and (is_consequence(e) or self._was_outlived(e)))]
         if errors and not self.asked:
@@ -228,12 +224,12 @@ class Ending:
         return ("failed" if states == {"failed"} and not self.asked else "stopped"), []
 
     def _was_outlived(self, error: Error) -> bool:
-        """Whether a rank died, and another rank that trained was there to go on without it until the stop."""
+        """Whether a rank died, and another trained rank could continue until the stop."""
         stopped = {rank for rank in self.ranks - self.coming if self.left.get(rank) == "stopped"}
         return error["type"] == "EngineDied" and self.outlives() and bool(stopped)
 
     def _list_released(self) -> list[tuple[int, int]]:
-        """Returns (rank, step) of ranks that left on request before they noticed the failed rank."""
+        """Returns (rank, step) of ranks that left before they noticed the failure."""
         left = sorted(r for r, state in self.left.items() if state == "stopped" and r not in self.errors)
         return [(rank, self._steps.get(rank, 0)) for rank in left]
 

@@ -1,4 +1,4 @@
-"""What went wrong on the ranks, brought home as one error that names rank, step and operation."""
+"""Joins the ranks' errors into one that names rank, step and operation."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _CONSEQUENCES = (
     "onnection closed", "onnection reset", "onnection refused", "roken pipe", "ead error", "rite error",
     "pair closure", "ocket closed", "ocket Timeout", "did not finish", "left a collective", "imed out",
 )  # fmt: skip
-_REFUSED = KnobError.__name__  # the type that a rank reports if it refuses a setting
+_REFUSED = KnobError.__name__  # a rank's type for a refused setting
 
 
 class RankError(RuntimeError):
-    """A rank failed. `rank`, `step`, `op`, `type`, `text` and `traceback` are of the cause.
+    """A rank failed. `rank`, `step`, `op`, `type`, `text` and `traceback` describe the cause.
 
-    ranks: all that failed in the same way; freed: those that only lost their peer because of it; all: every error.
+    ranks: ranks with the same failure; freed: ranks that only lost their peer; all: every error
     """
 
     def __new__(cls, errors: Sequence[dict[str, Any]]) -> RankError:
-        """A RankRefusal if the cause is a setting that a rank refused."""
+        """Makes a RankRefusal if a rank refused a setting."""
         made = RankRefusal if cls is RankError and fold_errors(errors)[0]["type"] == _REFUSED else cls
         return super().__new__(made)
 
@@ -51,7 +51,7 @@ class RankRefusal(RankError, KnobError):
 
 
 def fold_errors(errors: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[int], list[int]]:
-    """(the cause, the ranks that failed in the same way, the ranks that failed because of it)."""
+    """Returns (the cause, ranks with the same failure, ranks that failed because of it)."""
     causes = [e for e in errors if not is_consequence(e)] or list(errors)
     first = min(causes, key=lambda e: (e["type"] != "EngineDied", e.get("t", 0.0), e["rank"]))
     same = sorted({int(e["rank"]) for e in causes if (e["type"], e["text"]) == (first["type"], first["text"])})
@@ -60,9 +60,9 @@ def fold_errors(errors: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[
 
 
 def brought_up(errors: dict[int, dict[str, Any]], experiment: Any) -> None:
-    """Where all ranks meet in every step, one that died was in the step in which the others missed it.
+    """Advances a dead rank's step to the one in which the other ranks missed it, if all ranks meet in every step.
 
-    Its own last words may be a step or more older, and then nobody knows what it was doing.
+    Its own last report may be older.
     """
     rule = experiment.strategy
     together = rule.lockstep and not rule.periodic and not rule.propagation(experiment.ranks)
@@ -74,9 +74,9 @@ def brought_up(errors: dict[int, dict[str, Any]], experiment: Any) -> None:
 
 def none_holds(errors: dict[int, dict[str, Any]], members: Collection[int], joining: Sequence[int],
                checkpoint: str) -> None:  # fmt: skip
-    """If all `members` died, their errors say that nobody holds the trained state, and what to do.
+    """If all `members` died, adds to their errors that no rank holds the trained state, and what to do.
 
-    joining: ranks that live and were still being given it; checkpoint: the path of the newest, or ""
+    joining: ranks still receiving the state; checkpoint: the newest one's path, or ""
     """
     dead = {rank for rank, error in errors.items() if error["type"] == "EngineDied"}
     if not members or not dead.issuperset(members):
@@ -92,14 +92,14 @@ def none_holds(errors: dict[int, dict[str, Any]], members: Collection[int], join
 
 
 def is_consequence(error: dict[str, Any]) -> bool:
-    """Whether an error only says that a peer is gone."""
-    if error.get("own"):  # the user's code raised it
+    """Whether an error only reports a lost peer."""
+    if error.get("own"):  # from the user's code
         return False
     return bool(error.get("consequence")) or any(w in str(error["text"]) for w in _CONSEQUENCES)
 
 
 def _name_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in words: `rank 2`, `ranks 0-3`, `ranks 0, 2`."""
+    """Names ranks: `rank 2`, `ranks 0-3`, `ranks 0, 2`."""
     every = sorted(ranks)
     if len(every) == 1:
         return f"rank {every[0]}"
@@ -109,7 +109,7 @@ def _name_ranks(ranks: Iterable[int]) -> str:
 
 
 def _where_it_was_raised(traceback: str) -> str:
-    """The last line of a traceback that is in the user's own code (or simply the last)."""
+    """Returns a traceback's last line in the user's code, or else its last."""
     lines = [line.strip() for line in traceback.splitlines() if line.strip().startswith("File ")]
     own = [x for x in lines if not any(part in x for part in ("/workbench/", "/torch/", "/threading.py"))]
     return (own or lines or [""])[-1]

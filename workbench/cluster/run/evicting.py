@@ -1,7 +1,7 @@
 """Evicts ranks that hang, on request or by `on_hang`, and replaces lost ranks.
 
-The remaining ranks first report whether they can go on. Then the lab ends the engine that hangs, so that it neither
-burns a core nor wakes up later. From there on the run treats it as a death.
+The remaining ranks first report whether they can continue. Then the lab ends the hanging engine, so that it neither
+uses a core nor wakes up. The run then treats it as a death.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from workbench.cluster.run.changes import PendingChange
     from workbench.cluster.run.controller import RunController
 
-TELL = 2.0  # seconds for the remaining ranks to report whether they can go on
-AGAIN = "ask again"  # the end of a temporary refusal
-TRIES = 3  # requests for new ranks after such refusals
-WORD = 2.0  # seconds from an engine's end to the report that the run went on
+TELL = 2.0  # seconds for the remaining ranks' report
+AGAIN = "ask again"  # ends a temporary refusal
+TRIES = 3  # requests after such refusals
+WORD = 2.0  # seconds from an engine's end to the report that the run continued
 
 
 class Evictions:
     """The evictions and replacements of one run.
 
     reasons:   why ranks were evicted, by rank
-    leaving:   evicted ranks, until the run has gone on without them
+    leaving:   evicted ranks, until the run continues without them
     acts:      whether to replace lost ranks; False while a kernel replays the record
     lacking:   lost ranks without a replacement in the replayed record
-    preempted: ranks that reported a preemption, and when their engines were first seen to be gone
+    preempted: ranks that reported a preemption, and when their engines were first gone
     """
 
     def __init__(self, live: RunController) -> None:
@@ -47,17 +47,17 @@ class Evictions:
         self.leaving: set[int] = set()
         self.acts, self.lacking = True, 0
         self.preempted: dict[int, float | None] = {}
-        self._replaced: set[int] = set()  # replaced once the run has gone on without them
+        self._replaced: set[int] = set()  # replaced once the run continues without them
         self._refused = ""
         self._refusals = 0  # of replacements, in a row
         self._lock, self._counts = threading.Lock(), threading.Lock()
-        self._replacing = threading.Lock()  # of the thread that asks for new ranks, until the ranks have answered
-        self._wanted = 0  # how many are to come in for others and nobody has seen to yet
+        self._replacing = threading.Lock()  # held from a request for new ranks to its answer
+        self._wanted = 0  # replacements that no thread has requested yet
 
     # -- events
 
     def take_stall(self, found: Verdict, fresh: bool) -> None:
-        """Takes in that ranks hold the run up. fresh: whether this is a new stall"""
+        """Takes in a stall. fresh: whether it is new"""
         live = self.live
         if fresh:
             self.record_mark(
@@ -75,13 +75,13 @@ class Evictions:
                 live.note_error(failure)
 
     def name_dead_link(self, found: Verdict) -> Verdict:
-        """Names the dead link, if there is one, when all ranks wait."""
+        """Names a dead link, if any, when all ranks wait."""
         return links.name_dead_link(
             found, self.live.cluster.rpc.ask_all("wires", timeout=TELL, ranks=self.live.members)
         )
 
     def record_mark(self, name: str, detail: dict[str, Any], besides: Collection[int] = ()) -> None:
-        """Records a mark through the first rank that can write it, except the ranks `besides`."""
+        """Records a mark through the first able rank outside `besides`."""
         for rank in (m for m in self.live.members if m not in besides and m not in self.live.ending.dead_ranks):
             try:
                 self.live.cluster.rpc.ask_rank(rank, "note", timeout=1.0, name=name, detail=detail)
@@ -90,10 +90,7 @@ class Evictions:
             return
 
     def has_left(self, rank: int) -> bool:
-        """Whether a preempted rank left before its engine ended.
-
-        The ranks' report may come a moment after the engine's end.
-        """
+        """Whether a preempted rank left before its engine ended. Its report may come slightly later."""
         if rank not in self.preempted:
             return False
         since = self.preempted[rank] = self.preempted[rank] or time.monotonic()
@@ -102,7 +99,7 @@ class Evictions:
 
     def went_on(self, gone: Sequence[int], preempted: Collection[int] = (), new: Collection[int] | None = None,
                 spare: Collection[int] = ()) -> None:  # fmt: skip
-        """Takes in that the run went on without the ranks `gone`, and replaces lost ranks if the settings say so.
+        """Takes in that the run continued without the ranks `gone`, and replaces lost ranks by the settings.
 
         preempted: preempted ranks among `gone`
         new:       ranks that joined; None without a resize
@@ -123,7 +120,7 @@ class Evictions:
             self._begin_replacing(len(mine | lost | set(spare)))
 
     def replace_lost(self) -> None:
-        """Replaces the ranks that were lost while no kernel was attached."""
+        """Replaces ranks lost while no kernel was attached."""
         count, self.lacking = self.lacking, 0
         if count and self.live.changes.experiment.on_death == "replace" and not self.live.ending.asked:
             self._begin_replacing(count)
@@ -131,19 +128,18 @@ class Evictions:
     def _begin_replacing(self, count: int) -> None:
         with self._counts:
             self._wanted += count
-            if self._wanted == count:  # otherwise a waiting thread requests these, too
+            if self._wanted == count:  # else a waiting thread requests these
                 threading.Thread(target=self._replace, name="run replacing", daemon=True).start()
 
     # -- orders
 
     def evict_ranks(self, ranks: Sequence[int], why: str, replace: bool = False, whatever: bool = False) -> None:
-        """Ends the engines of these ranks; the remaining ranks go on.
+        """Ends the engines of these ranks; the remaining ranks continue.
 
-        An engine that this lab did not start, or on another machine, is not ended. Once it moves, it finds that the run
-        went on.
+        It ends no engine of another lab or machine. Once that moves, it finds that the run went on.
 
         why:      the reason, for the record
-        whatever: evict also if the remaining ranks cannot go on and the run fails
+        whatever: also evict if the remaining ranks cannot continue and the run fails
 
         Raises KnobError or ClusterError, and ends nothing, if the eviction is impossible.
         """
@@ -178,13 +174,13 @@ class Evictions:
         return list(dict.fromkeys(ranks))
 
     def leave_behind(self, ranks: Sequence[int], besides: Collection[int] = ()) -> None:
-        """Tells the remaining ranks to go on without these, because the lab cannot end their engines."""
+        """Makes the remaining ranks continue without these, whose engines the lab cannot end."""
         live = self.live
         others = [m for m in live.members if m not in (*ranks, *besides) and m not in live.ending.dead_ranks]
         live.cluster.rpc.ask_all("without", timeout=TELL, ranks=others, members=list(ranks))
 
     def _warn_remaining(self, ranks: list[int], whatever: bool) -> bool:
-        """Tells the remaining ranks. Returns whether they can go on; raises ClusterError if they cannot."""
+        """Warns the remaining ranks. Returns whether they can continue; raises ClusterError if not."""
         live, these = self.live, ", ".join(map(str, ranks))
         others = [rank for rank in live.members if rank not in ranks and rank not in live.ending.dead_ranks]
         said = live.cluster.rpc.ask_all("outlive", timeout=TELL, ranks=others)
@@ -202,17 +198,16 @@ class Evictions:
         return not reason
 
     def _replace(self) -> None:
-        """Brings in as many new ranks as are lost, on idle or new engines, or as many as there are engines for.
+        """Replaces the lost ranks on idle or new engines, as far as there are any.
 
-        One request at a time: each names the number of ranks that the run is to have. A second one would count neither
-        the new ranks of the first nor their engines.
+        One request at a time: each names the run's total, and a second would not count the first's ranks or engines.
         """
         with self._replacing:
             self._replace_lost()
 
     def _replace_lost(self) -> None:
         live = self.live
-        # the first rank may be lost before it reports that ranks train; the new first rank then reports it
+        # the first rank may be lost before it reports training; the new first rank then reports it
         while live.state == "starting":
             if live.over.wait(LOOK):
                 break
@@ -227,7 +222,7 @@ class Evictions:
                 raise ClusterError("nobody can come in for a rank that is gone: no engine of this lab is idle, and "
                                    "none can be started")  # fmt: skip
             asked = resize_run(live, len(live.members) + count)
-        except Exception as failure:  # the run goes on without
+        except Exception as failure:  # the run continues without
             live.note_error(failure)
             if isinstance(failure, RankError | RankNotBegun) and not isinstance(failure, KnobError):
                 self._try_again(count)
@@ -235,15 +230,15 @@ class Evictions:
         self._ask_again(asked)
 
     def _try_again(self, count: int) -> None:
-        """Asks for so many ranks again, a few times in a row at most."""
+        """Repeats the request, at most `TRIES` times in a row."""
         self._refusals += 1
         if count and self._refusals <= TRIES:
             self._begin_replacing(count)
 
     def _ask_again(self, asked: PendingChange) -> None:
-        """Requests new ranks again if a rank or a connection was lost while they joined.
+        """Repeats the request if a rank or a connection was lost while new ranks joined.
 
-        It counts only new ranks that are alive; `went_on` counts the dead ones.
+        It counts living new ranks only; `went_on` counts the dead ones.
         """
         live = self.live
         while not live.over.is_set():

@@ -1,7 +1,7 @@
 """Follows a run's generations: training ranks, lost ranks, and answered requests.
 
-The first rank of a generation records its members. If that rank is lost, the kernel may read this late, from disk, when
-a later generation trains.
+The first rank of a generation records its members. If that rank is lost, the kernel may read this from disk during a
+later generation.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def went_on(live: RunController, step: int, detail: dict[str, Any]) -> None:
-    """Takes in a new generation, or the reason why the ranks cannot go on."""
+    """Takes in a new generation, or why the ranks cannot continue."""
     live.notes.append(detail["text"])
     if "members" not in detail:
         return
     live.admit_ranks([m for m in detail["members"] if m not in live.been])  # ranks that another kernel added
-    if detail.get("turn", live.turn + 1) <= live.turn:  # a lost rank recorded this, and a later generation trains
+    if detail.get("turn", live.turn + 1) <= live.turn:  # from a lost rank, after a later generation
         return was_resized(live, step, detail)
     live.turn = detail.get("turn", live.turn)
     unheard = [m for m in live.members if m not in (*detail["members"], *detail["gone"])]  # no rank reported their end
@@ -33,5 +33,5 @@ def went_on(live: RunController, step: int, detail: dict[str, Any]) -> None:
 
 
 def was_resized(live: RunController, step: int, detail: dict[str, Any]) -> None:
-    """Answers a resize. Sends away its new ranks if they are not in the current generation."""
+    """Answers a resize. Dismisses new ranks outside the current generation."""
     live.orders.dismiss_ranks([m for m in live.changes.made(step, detail) if m not in live.members])

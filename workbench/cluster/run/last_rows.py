@@ -1,4 +1,4 @@
-"""Completes a record: the last rows, and the end of ranks that could not record it."""
+"""Completes a record: the last rows, and the ends of ranks that could not record it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from workbench.settings.describe_error import text_of
 if TYPE_CHECKING:
     from workbench.cluster.run.controller import RunController
 
-ON_THE_WAY = 1.0  # seconds that a message may take to arrive
-ALL = 1 << 62  # rows: more than a rank can have
+ON_THE_WAY = 1.0  # seconds for a message to arrive
+ALL = 1 << 62  # more rows than a rank has
 
 Marks = list[tuple[int, str, float, dict[str, Any]]]
 
 
 def gather_rows(live: RunController, silent: set[int]) -> None:
-    """Fetches the missing rows. For `silent` ranks it reads only disks that this kernel sees."""
+    """Fetches missing rows; for `silent` ranks only from disks that this kernel sees."""
     _ask_what_was_sent(live, silent)
-    time.sleep(0.1)  # for the messages that are on their way
+    time.sleep(0.1)  # for messages on their way
     wait_for(lambda: _have_come(live, silent), ON_THE_WAY)  # these need not be on a disk
     for rank in live.ranks:
         sent = live.status.get(rank, {}).get("sent", {})
@@ -39,7 +39,7 @@ def gather_rows(live: RunController, silent: set[int]) -> None:
 
 
 def _ask_what_was_sent(live: RunController, silent: set[int]) -> None:
-    """Asks the ranks how many rows they have sent: their last status may be older than their last rows."""
+    """Asks for the ranks' counts of sent rows, because their last status may be older."""
     asked = [rank for rank in live.ranks if rank not in silent and not live.status.get(rank, {}).get("over")]
     for rank, answer in live.cluster.rpc.ask_all("status", timeout=ON_THE_WAY, ranks=asked).items():
         if isinstance(answer, dict) and (answer["generation"], answer["as"]) == (live.generation, rank):
@@ -47,15 +47,15 @@ def _ask_what_was_sent(live: RunController, silent: set[int]) -> None:
 
 
 def _have_come(live: RunController, silent: set[int]) -> bool:
-    """Whether all rows have come that ranks reported as sent."""
+    """Whether all reported rows have come."""
     told = {rank: live.status.get(rank, {}).get("sent", {}) for rank in live.ranks if rank not in silent}
     return all(live.gaps.next[kind, rank] >= n for rank, sent in told.items() for kind, n in sent.items())
 
 
 def of_silent(live: RunController, kind: str, rank: int) -> None:
-    """Reads the rows of a rank that does not answer, if its disk is visible. Rows that waited pass in any case.
+    """Reads a silent rank's rows, if its disk is visible. Waiting rows pass in any case.
 
-    It does not ask the rank, because each missing answer delays the rows of all ranks for seconds.
+    It does not ask the rank, because each missing answer delays all rows for seconds.
     """
     if live.is_elsewhere(rank):
         live.gaps.release_rows(kind, rank)
@@ -64,7 +64,7 @@ def of_silent(live: RunController, kind: str, rank: int) -> None:
 
 
 def of_left(live: RunController, rank: int, sent: dict[str, int]) -> None:
-    """Fetches the last rows of a rank that the run left behind, while its engine still has them."""
+    """Fetches the last rows of a rank left behind, while its engine has them."""
     for kind in KINDS:
         live.gaps.fetch_missing(kind, rank, sent.get(kind, ALL))
     if live.is_elsewhere(rank):
@@ -82,14 +82,14 @@ def _fetch_rows(live: RunController, rank: int) -> None:
 
 
 def record_deaths(live: RunController, dead: set[int]) -> None:
-    """Records the errors of ranks that died."""
+    """Records dead ranks' errors."""
     for rank in sorted(dead):
         about = {k: v for k, v in (live.ending.errors.get(rank) or live.ending.lost[rank] or {}).items() if k != "t"}
         _add_marks(live, rank, [(about["step"], "error", time.time() - live.run.epoch, about)])
 
 
 def record_state(live: RunController, state: str, error: BaseException | None) -> None:
-    """Records how the run ended, unless rank 0 has recorded the same."""
+    """Records the run's end, unless rank 0 has."""
     said = live.run.details("state")
     if live.run.path is None or (said and said[-1][2].get("state") == state):
         return

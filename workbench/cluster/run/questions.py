@@ -1,4 +1,4 @@
-"""Answers questions about a live run: where its ranks are, and a profile of one rank."""
+"""Answers where a live run's ranks are, and profiles one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Asked:
-    """The part of a RunController that answers questions."""
+    """A RunController's part that answers questions."""
 
     attention: HangMonitor
     cluster: Cluster
@@ -23,17 +23,17 @@ class Asked:
 
     @property
     def holdup(self) -> str:
-        """Says which ranks hold the run up right now; "" if none does."""
+        """Names the ranks that hold the run up, or ""."""
         return self.attention.holdup
 
     @property
     def standing(self) -> list[Standing]:
-        """Where every rank is, at most one second old."""
+        """Every rank's place, at most one second old."""
         table = self.attention.table
         return [Standing(r, s.step, s.op, s.waits, s.still) for r, s in sorted(table.items()) if r in self.members]
 
     def profile(self, rank: int, steps: int) -> Path:
-        """Profiles the next `steps` steps of `rank`. Returns the path of the trace. See `engine/record/profile.py`."""
+        """Profiles the next `steps` steps of `rank`. Returns the trace's path. See `engine/record/profile.py`."""
         if isinstance(rank, bool) or rank not in self.members:
             raise KnobError(f"rank={rank!r}: must be one of those that train now: {', '.join(map(str, self.members))}")
         if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= 1000:

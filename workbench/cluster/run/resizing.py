@@ -1,7 +1,7 @@
-"""The kernel's side of a resize: adds ranks to a live run, and takes ranks out of it.
+"""The kernel's side of a resize: adds ranks to a live run, and removes ranks.
 
-A new rank gets an idle engine of this lab, or a new one. Its session begins and reports that it waits. Only then does
-the kernel ask the training ranks to invite it (`engine/rank/resizing.py`). So a rank that cannot begin changes nothing.
+A new rank gets an idle or new engine. Its session begins and reports that it waits. Then the training ranks invite it
+(`engine/rank/resizing.py`). So a rank that cannot begin changes nothing.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from workbench.settings.progress import doing
 if TYPE_CHECKING:
     from workbench.cluster.run.controller import RunController
 
-WAIT = 60.0  # seconds for a new rank to report that it waits
-LOOK = 0.05  # seconds between two looks
-ASK = 1.0  # seconds for an engine to report that it is free again
+WAIT = 60.0  # seconds for a new rank to begin its wait
+LOOK = 0.05  # seconds between checks
+ASK = 1.0  # seconds for an engine to report that it is free
 
 
 class RankNotBegun(ClusterError):
-    """A rank that was to come has not begun to wait for its invitation."""
+    """A new rank has not begun to wait for its invitation."""
 
 
 def resize_run(live: RunController, ranks: int) -> PendingChange:
-    """`ranks` of the run go on together before one of its next steps. Raises KnobError where so many cannot be had."""
+    """Makes `ranks` ranks train before one of the next steps. Raises KnobError if that is impossible."""
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise KnobError(f"ranks={ranks!r}: must be an integer of at least 1")
     if live.changes.experiment.task.leads:
@@ -41,7 +41,7 @@ def resize_run(live: RunController, ranks: int) -> PendingChange:
         here = len(live.members)
         raise KnobError(f"ranks={ranks}: the loop of a {name} goes on with the {here} ranks that it began with")
     with doing(f"bringing the run to {ranks} rank{'s' * (ranks != 1)}"), live.inviting:
-        return _make_resize(live, ranks, list(live.members))  # no other request takes the same engines in between
+        return _make_resize(live, ranks, list(live.members))  # no other request takes these engines
 
 
 def _make_resize(live: RunController, ranks: int, here: list[int]) -> PendingChange:
@@ -88,11 +88,10 @@ def list_idle(live: RunController) -> list[int]:
 
 
 def list_returned(live: RunController) -> list[int]:
-    """Returns new ranks for engines that the run went on without and that are free again.
+    """Returns new ranks for engines that the run left behind and that are free again.
 
-    Such a rank was taken out, was sent away before it joined, or was out of reach: on a machine that was cut off, or
-    stopped. Its engine reports that it is free once it moves and finds that the run went on. The kernel first fetches
-    its last rows.
+    Such a rank was removed, was dismissed before it joined, or was unreachable on a stopped or disconnected machine.
+    Its engine reports that it is free once it finds that the run went on. The kernel first fetches its last rows.
     """
     with live.cluster.starting:
         return _list_returned(live)

@@ -1,4 +1,4 @@
-"""Waits for a run at a prompt, with a line of progress, and handles interrupts."""
+"""Waits for a run at a prompt, with progress and interrupts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from workbench.cluster.run.controller import RunController
     from workbench.record.run import Run
 
-STOP = 60.0  # seconds that a new run waits for the previous one
+STOP = 60.0  # seconds that a new run waits for the last
 
 
 def wait_for_stop(live: RunController, patience: float = STOP) -> None:
-    """Waits until a stopped run is over. Raises ClusterError if that takes longer than `patience` s."""
+    """Waits until a stopped run is over. Raises ClusterError after `patience` s."""
     with doing(f"waiting for {live.run.name} to stop"):
         if not live.over.wait(patience):
             raise ClusterError(
@@ -33,7 +33,7 @@ def wait_for_run(live: RunController, timeout: float | None = None) -> Run:
     """Waits until the run is over. Returns it, or raises its error.
 
     The first interrupt stops the run at the next step boundary, the second aborts it. Raises TimeoutError if the run is
-    not over in time; it then goes on.
+    not over in time; it then continues.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     with _make_progress(live) as line:
@@ -59,7 +59,7 @@ def wait_for_run(live: RunController, timeout: float | None = None) -> Run:
 
 
 def _make_progress(live: RunController) -> Any:
-    """Returns the progress line of the whole run, with earlier steps and time."""
+    """Returns the whole run's progress line, with earlier steps and time."""
     total, first = live.changes.experiment.steps or None, int(live.run.parent.get("step", 0))
     line = tqdm(total=total, initial=first, unit="step", desc=live.run.name, leave=True, disable=not seen())
     line.n = line.last_print_n = max(first, live.steps_done)

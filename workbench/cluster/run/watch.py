@@ -1,7 +1,4 @@
-"""Watches one run: looks at its engines, asks its ranks for status, ends the run.
-
-`Ending` decides what is due; this thread does it.
-"""
+"""Watches one run: checks its engines, asks its ranks for status, and does what `Ending` decides."""
 
 from __future__ import annotations
 
@@ -20,9 +17,9 @@ if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
     from workbench.cluster.run.controller import RunController
 
-LOOK = 0.2  # seconds between two looks at the engines
-ASK = 1.0  # seconds between two status requests
-SILENT = 2.0  # seconds without an answer until a rank's marks are read from its disk
+LOOK = 0.2  # seconds between checks of the engines
+ASK = 1.0  # seconds between status requests
+SILENT = 2.0  # seconds without an answer before reading a rank's marks from its disk
 
 
 class RunWatch:
@@ -31,8 +28,8 @@ class RunWatch:
     def __init__(self, live: RunController) -> None:
         self.live, self.ending = live, live.ending
         self._asked, self._tidy = 0.0, Tidy(OFTEN)
-        self._answered = dict.fromkeys(live.ranks, time.monotonic())  # when a rank last answered
-        self.silent: set[int] = set()  # ranks that have not answered for a while
+        self._answered = dict.fromkeys(live.ranks, time.monotonic())  # last answer of each rank
+        self.silent: set[int] = set()  # ranks without a recent answer
 
     def start_watch(self) -> None:
         SupervisedThread("run watch", self._watch_once, self.live.over, self.live.note_error).start()
@@ -64,7 +61,7 @@ class RunWatch:
                 self.live.note_death(rank, self.live.attention.describe_death(rank, how))
 
     def ask_ranks(self) -> None:
-        """Asks every rank for its status. Reads the marks of a silent rank from its disk, if visible."""
+        """Asks every rank for its status. Reads a silent rank's marks from its disk, if visible."""
         live, now = self.live, time.monotonic()
         for rank, answer in live.cluster.rpc.ask_all("status", timeout=0.8, ranks=self.ending.living_ranks).items():
             if isinstance(answer, dict) and (answer["generation"], answer["as"]) == (live.generation, rank):
@@ -85,12 +82,12 @@ class RunWatch:
         )
 
     def _note_error(self, rank: int, what: str) -> None:
-        """Notes an error of an engine's line, which goes on."""
+        """Notes an error of an engine's line, which continues."""
         if what and (text := f"rank {rank}'s line met {what}; the traceback is in its log") not in self.live.notes:
             self.live.notes.append(text)
 
     def _give_up(self, late: list[int]) -> None:
-        """Gives up the wait for ranks that have not left."""
+        """Stops waiting for ranks that have not left."""
         ended, live = self.live.cluster.health.give_up(late), self.live
         for rank in late:
             last = live.status.get(rank, {})
@@ -110,17 +107,17 @@ class RunWatch:
             brought_up(self.ending.errors, live.changes.experiment)
             self._tell_none_holds()
             last_rows.record_deaths(live, dead)
-        except Exception as failure:  # a full disk or a silent rank must not keep the run from being over
+        except Exception as failure:  # a full disk or a silent rank must not keep the run from ending
             live.note_error(failure)
         if self.ending.asked:
-            self.ending.forget_ranks(set(self.ending.errors) - set(live.members))  # these ranks had not joined yet
+            self.ending.forget_ranks(set(self.ending.errors) - set(live.members))  # these had not joined
         state, errors = self.ending.find_outcome()
         if state != "done" and (why := _describe_orphan(live.cluster)):
             return live.end_run("failed", ClusterError(why))
         live.end_run(state, RankError(errors) if errors else None)
 
     def _tell_none_holds(self) -> None:
-        """If all ranks that held the trained state died, adds that to their errors."""
+        """Adds to the errors that all ranks with the trained state died, if so."""
         live, ending = self.live, self.ending
         joining = sorted(live.been - set(live.members) - ending.dead_ranks - set(ending.lost))
         kept = checkpoints.found(Path(live.run.path) / checkpoints.FOLDER) if live.run.path is not None else []
@@ -128,7 +125,7 @@ class RunWatch:
 
 
 def _describe_orphan(cluster: Cluster) -> str:
-    """Says how a guest's owner ended or closed the lab; "" if it did not."""
+    """Describes how a guest's owner ended or closed the lab, or ""."""
     if cluster.guest and not alive(cluster.owner):
         return f"the kernel that owned lab {cluster.name!r} ended, and its ranks with it"
     if cluster.guest and not cluster.place.read_state():

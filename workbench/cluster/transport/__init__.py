@@ -1,1 +1,1 @@
-"""How rows and orders travel between kernel and engines."""
+"""Rows and orders between kernel and engines."""

@@ -1,7 +1,6 @@
-"""Captures prints, warnings and log messages of a rank's training threads.
+"""Captures prints, warnings and log messages of a rank's training threads, by the prefix of their names.
 
-A thread belongs to the training if its name begins with the prefix (the engine calls them "rank 3 training"). Other
-output goes its usual way, so `%%px` keeps its own output while a model prints.
+Other output goes its usual way, so `%%px` keeps its own while a model prints.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 PER_SECOND = 40  # lines captured each second; further lines are only counted
-LONGEST = 4000  # characters of a line that are kept
+LONGEST = 4000  # characters kept of a line
 
 Sink = Callable[[str, str], None]
 
 
 class OutputCapture:
-    """Diverts the output of threads called `prefix...` to `sink(stream, text)`, a line at a time."""
+    """Diverts the output of threads called `prefix...` to `sink(stream, text)`, line by line."""
 
     def __init__(self, prefix: str, sink: Sink) -> None:
         self.prefix = prefix
@@ -30,12 +29,11 @@ class OutputCapture:
         self._lock = threading.Lock()
 
     def is_captured(self) -> bool:
-        """Whether the calling thread's output is captured."""
         name = threading.current_thread().name
         return name.startswith(self.prefix) and not name.endswith("recorder")
 
     def hand_on(self, stream: str, text: str) -> None:
-        """Hands one line on, unless there were too many in this second."""
+        """Passes one line on, up to the limit per second."""
         with self._lock:
             if (now := int(time.monotonic())) != self._second:
                 left, self._second, self._taken, self._left = self._left, now, 0, 0
@@ -54,7 +52,7 @@ class OutputCapture:
             pass
 
     def end_lines(self) -> None:
-        """Hands on what threads have printed without a newline. A session calls this before its record closes."""
+        """Passes on text without a newline. A session calls this before its record closes."""
         for split in self._splits:
             split.end_lines()
 
@@ -82,11 +80,11 @@ class OutputCapture:
 
 
 class _SplitStream:
-    """A text stream that gives the training's lines to the capture and other text to the usual stream."""
+    """Sends the training's lines to the capture and other text to the usual stream."""
 
     def __init__(self, capture: OutputCapture, name: str, usual: Any) -> None:
         self.capture, self.name, self.usual = capture, name, usual
-        self._begun: dict[threading.Thread, str] = {}  # text without a newline yet, at most LONGEST characters
+        self._begun: dict[threading.Thread, str] = {}  # without a newline yet, at most LONGEST characters
 
     def write(self, text: str) -> int:
         if not self.capture.is_captured():
@@ -101,7 +99,7 @@ class _SplitStream:
         return len(text)
 
     def end_lines(self, only_ended: bool = False) -> None:
-        """Hands on the begun lines of all threads, or only of threads that have ended."""
+        """Passes on the begun lines of all threads, or only of ended ones."""
         for thread in list(self._begun):
             if not (only_ended and thread.is_alive()) and (text := self._begun.pop(thread, "")):
                 self.capture.hand_on(self.name, text)
@@ -119,7 +117,7 @@ class _SplitStream:
 
 
 class _LogHandler(logging.Handler):
-    """Captures the training's log records. For other threads it does what logging does without it."""
+    """Captures the training's log records; leaves other threads to logging."""
 
     def __init__(self, capture: OutputCapture) -> None:
         super().__init__()
@@ -130,7 +128,7 @@ class _LogHandler(logging.Handler):
         if self.capture.is_captured():
             try:
                 text = self.format(record)
-            except Exception:  # as in any logging handler: a record that cannot be formatted ends nothing
+            except Exception:  # as in any logging handler, a bad record ends nothing
                 return self.handleError(record)
             self.capture.hand_on("log", text)
         elif (last := logging.lastResort) and logging.getLogger().handlers == [self] and record.levelno >= last.level:

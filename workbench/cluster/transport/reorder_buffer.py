@@ -1,4 +1,4 @@
-"""Keeps each rank's rows in order: reads lost ones from its disk before later ones pass."""
+"""Keeps each rank's rows in order: lost rows come from its disk before later ones pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Piece = tuple[int, dict[str, Any]]
 Append = Callable[[str, int, int, dict[str, Any]], None]
 HOLD = 3.0  # seconds that later rows wait for earlier ones to reach the disk,
 UNHEARD = 30.0  # and if the rank's engine, on a busy machine, does not answer
-TRIES = 3  # reads at the end of a run
+TRIES = 3  # reads at a run's end
 
 
 class ReorderBuffer:
@@ -29,12 +29,12 @@ class ReorderBuffer:
         self.next: dict[tuple[str, int], int] = defaultdict(int, following)
         self._missed, self._append = missed, append
         self._lock = threading.Lock()
-        self._due: dict[tuple[str, int], int] = {}  # rows at the last reminder
+        self._due: dict[tuple[str, int], int] = {}
         self._held: dict[tuple[str, int], list[Piece]] = {}
         self._since: dict[tuple[str, int], float] = {}
 
     def put_batch(self, batch: RowBatch) -> None:
-        """Takes in `batch`. Rows pass up to the first gap; those after a gap wait until the disk fills it."""
+        """Passes rows up to the first gap; rows after a gap wait until the disk fills it."""
         key = batch.kind, batch.rank
         with self._lock:
             self._hold(key, [(batch.seq, batch.columns)])
@@ -47,7 +47,7 @@ class ReorderBuffer:
                 self._pass_rows(key, lossy=True)
 
     def take_count(self, kind: str, rank: int, sent: int) -> None:
-        """Takes in that a rank has sent `sent` rows. Fetches those of the last reminder that have not come."""
+        """Takes in that a rank has sent `sent` rows. Fetches missing ones of its last count."""
         key = kind, rank
         due, self._due[key] = self._due.get(key, 0), sent
         with self._lock:
@@ -56,7 +56,7 @@ class ReorderBuffer:
                 self._pass_rows(key)
 
     def fetch_missing(self, kind: str, rank: int, sent: int) -> None:
-        """At the end, fetches what is missing of the first `sent` rows. Rows that waited pass even if it fails."""
+        """At the end, fetches missing rows of the first `sent`. Waiting rows pass in any case."""
         key = kind, rank
         with self._lock:
             for _ in range(TRIES if self.next[key] < sent or self._held.get(key) else 0):
@@ -66,12 +66,12 @@ class ReorderBuffer:
             self._pass_rows(key, lossy=True)
 
     def release_rows(self, kind: str, rank: int) -> None:
-        """Passes the rows that wait, because the missing ones cannot be read."""
+        """Passes waiting rows, because the missing ones are unreadable."""
         with self._lock:
             self._pass_rows((kind, rank), lossy=True)
 
     def _from_disk(self, key: tuple[str, int]) -> list[Piece] | None:
-        """Reads the rows from the next one on; None if the disk or the rank does not answer."""
+        """Reads from the next row on; None if disk or rank does not answer."""
         try:
             return self._missed(*key, self.next[key])
         except (OSError, RuntimeError):
@@ -81,7 +81,7 @@ class ReorderBuffer:
         self._held[key] = sorted((*self._held.get(key, ()), *new), key=lambda piece: piece[0])
 
     def _pass_rows(self, key: tuple[str, int], lossy: bool = False) -> bool:
-        """Passes the rows that wait up to the first gap, or all of them if `lossy`. Returns whether none is left."""
+        """Passes waiting rows up to the first gap, or all if `lossy`. Returns whether none is left."""
         held = self._held.pop(key, [])
         while held and (lossy or held[0][0] <= self.next[key]):
             self._since.pop(key, None)  # a later gap waits from its own beginning

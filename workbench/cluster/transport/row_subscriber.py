@@ -1,7 +1,4 @@
-"""Receives what all engines publish, on one thread, and hands over decoded batches.
-
-It wakes a few times a second and takes everything there is, which costs next to nothing.
-"""
+"""Receives what all engines publish, on one thread, and decodes it a few times a second."""
 
 from __future__ import annotations
 
@@ -17,15 +14,15 @@ from workbench.cluster.transport.keys import CurveKeys
 from workbench.cluster.transport.wire import RowBatch, decode_batches
 from workbench.settings.describe_error import said
 
-PAUSE = 0.2  # seconds between two looks at a busy socket: five a second are enough for the eye
+PAUSE = 0.2  # seconds between two looks at a busy socket: fast enough for the eye
 
 
 class RowSubscriber:
-    """Subscribes to every engine of a lab; calls `take(batch)` on its own thread for each batch."""
+    """Subscribes to a lab's engines; its thread calls `take(batch)` for each batch."""
 
     def __init__(self, addresses: Iterable[str], keys: CurveKeys, take: Callable[[RowBatch], None]) -> None:
         self.take = take
-        self.seconds = 0.0  # CPU time spent so far
+        self.seconds = 0.0  # CPU time
         self.errors: list[str] = []
         self._keys, self._coming = keys, queue.SimpleQueue[tuple[bool, str]]()
         self._context = zmq.Context()
@@ -40,15 +37,14 @@ class RowSubscriber:
         self._thread = thread.start()
 
     def connect_engine(self, address: str) -> None:
-        """Subscribes to another engine."""
         self._coming.put((True, address))
 
     def disconnect_engine(self, address: str) -> None:
-        """Leaves an engine that has ended, because another process may get its port."""
+        """Leaves an ended engine, because another process may get its port."""
         self._coming.put((False, address))
 
     def _update_connections(self) -> None:
-        """Connects and disconnects the socket, on the thread that owns it."""
+        """Updates the socket on the thread that owns it."""
         while not self._coming.empty():
             connect, address = self._coming.get()
             if connect:
@@ -80,9 +76,9 @@ class RowSubscriber:
                 self._note_error(error)
 
     def _close_socket(self) -> None:
-        """Closes socket and context on the thread that reads from them: no other thread may."""
+        """Closes socket and context on their reading thread: no other thread may."""
         self._context.destroy(0)
 
     def close(self) -> None:
         self._closing.set()
-        self._thread.join(10.0)  # on a busy machine one look may take seconds
+        self._thread.join(10.0)  # one look may take seconds on a busy machine

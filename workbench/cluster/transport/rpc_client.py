@@ -1,6 +1,6 @@
-"""Asks engines short questions, which they answer even while `%%px` keeps them busy.
+"""Asks engines short questions, which they answer even during `%%px`.
 
-A question and its answer are JSON and at most one blob, over the engine's own socket. The engine's side is in `worker`.
+Question and answer are JSON and at most one blob, over the engine's own socket. rpc_handlers.py is the engine's side.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class NoAnswer(ClusterError):
 
 
 class _Channel:
-    """One engine's connection: one question at a time; an answer that comes too late is dropped."""
+    """One engine's connection: one question at a time; late answers are dropped."""
 
     def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
         self.socket, self.address = socket, address
@@ -35,7 +35,7 @@ class _Channel:
 
 
 class RpcClient:
-    """Talks to the engine of each rank. Any thread may ask."""
+    """Talks to each rank's engine, from any thread."""
 
     def __init__(self, addresses: Mapping[int, str], keys: CurveKeys) -> None:
         self._context, self._keys = zmq.Context(), keys
@@ -44,7 +44,6 @@ class RpcClient:
             self.connect_rank(rank, address)
 
     def connect_rank(self, rank: int, address: str) -> None:
-        """Connects `rank` to the engine at `address`."""
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         self._keys.connect_socket(socket, address)
@@ -55,7 +54,9 @@ class RpcClient:
                 before.socket.close(0)
 
     def disconnect_rank(self, rank: int, address: str) -> None:
-        """Makes questions to `rank` fail at once: its engine at `address` is gone. Does nothing during a question."""
+        """Makes questions to `rank` fail at once, because its engine at `address` is gone. Does nothing during a
+        question.
+        """
         wire = self._wires[rank]
         if wire.address == address and wire.lock.acquire(blocking=False):
             try:
@@ -73,8 +74,8 @@ class RpcClient:
     def ask_all(
         self, what: str, blob: bytes = b"", timeout: float = 3.0, ranks: Collection[int] | None = None, **rest: Any
     ) -> dict[int, Any]:
-        """Asks every engine (or those of `ranks`) at once. Returns {rank: plain answer, or the error in its place}."""
-        with whole(), contextlib.ExitStack() as locks:  # otherwise an interrupt could leave a lock taken for ever
+        """Asks all engines, or those of `ranks`, at once. Returns {rank: plain answer or error}."""
+        with whole(), contextlib.ExitStack() as locks:  # an interrupt must not leave a lock taken
             wires = [(rank, wire) for rank, wire in sorted(self._wires.items()) if ranks is None or rank in ranks]
             for _, wire in wires:
                 locks.enter_context(wire.lock)
@@ -94,7 +95,7 @@ class RpcClient:
             return
         wire.expects = next(wire.numbers)
         message = [json.dumps({"number": wire.expects, "what": what, **rest}).encode(), blob]
-        with contextlib.suppress(zmq.Again):  # an engine that receives nothing will not answer either
+        with contextlib.suppress(zmq.Again):  # an engine that receives nothing will not answer
             wire.socket.send_multipart(message, zmq.NOBLOCK)
 
     def _receive_answer(self, rank: int, wire: _Channel, what: str, timeout: float) -> tuple[Any, bytes]:

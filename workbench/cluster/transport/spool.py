@@ -1,7 +1,4 @@
-"""Reads rows back from the ranks' disks.
-
-A kernel needs them if it attaches, missed messages, or is on another host.
-"""
+"""Reads rows from the ranks' disks, for a kernel that attaches, missed messages, or is on another host."""
 
 from __future__ import annotations
 
@@ -13,13 +10,13 @@ from typing import Any
 from workbench.cluster.transport.wire import RowBatch, cut_columns, decode_batches, encode_batch
 from workbench.record import store
 
-CHUNK = 1 << 20  # bytes of a file in one message
+CHUNK = 1 << 20  # bytes per message
 
 Pieces = list[tuple[int, dict[str, Any]]]
 
 
 def read_pieces(path: Path, kind: str, rank: int, start: int = 0) -> Pieces:
-    """Returns (number of the first row, columns) of each stretch of rows on disk, from row `start` on."""
+    """Returns (number of the first row, columns) of each stretch on disk, from row `start` on."""
     found = []
     for part in store.parts(path):
         if (part.kind, part.rank) != (kind, rank):
@@ -34,7 +31,7 @@ def read_pieces(path: Path, kind: str, rank: int, start: int = 0) -> Pieces:
 
 
 def pack_pieces(found: Pieces, kind: str, rank: int) -> bytes:
-    """Packs pieces into one blob for the line."""
+    """Packs pieces into one blob."""
     out = []
     for first, columns in found:
         frames = encode_batch(RowBatch("", kind, rank, first, columns))
@@ -43,7 +40,7 @@ def pack_pieces(found: Pieces, kind: str, rank: int) -> bytes:
 
 
 def unpack_pieces(blob: bytes) -> Pieces:
-    """Unpacks what `pack_pieces` packed."""
+    """Reverses `pack_pieces`."""
     frames, at = [], 0
     while at < len(blob):
         n = int.from_bytes(blob[at : at + 8], "little")
@@ -53,7 +50,7 @@ def unpack_pieces(blob: bytes) -> Pieces:
 
 
 def list_files(path: Path, rank: int) -> list[list[Any]]:
-    """Returns [name, bytes] of each stream file of one rank."""
+    """Returns [name, bytes] of a rank's stream files."""
     return [[p.path.name, p.path.stat().st_size] for p in store.parts(path) if p.rank == rank]
 
 
@@ -65,7 +62,7 @@ def read_chunk(path: Path, name: str, start: int) -> bytes:
 
 
 def fetch_files(listing: list[list[Any]], read: Callable[[str, int], bytes], into: Path) -> None:
-    """Copies the files of a rank on another host into the run directory here."""
+    """Copies a remote rank's files into the run directory here."""
     for name, size in listing:
         with open(into / Path(name).name, "wb", opener=store.private) as f:
             while f.tell() < size and (data := read(name, f.tell())):
@@ -73,7 +70,7 @@ def fetch_files(listing: list[list[Any]], read: Callable[[str, int], bytes], int
 
 
 def add_marks(path: Path, rank: int, marks: list[tuple[int, str, float, dict[str, Any]]]) -> None:
-    """Adds marks (step, name, t, detail) to the record of a rank that cannot write them itself."""
+    """Adds marks (step, name, t, detail) to the record of a rank that cannot write them."""
     found = read_pieces(path, "marks", rank)
     first = max((seq + len(columns["rank"]) for seq, columns in found), default=0)
     steps, names, times, details = zip(*marks, strict=True)

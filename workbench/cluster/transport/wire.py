@@ -1,6 +1,6 @@
 """Encodes rows for messages: a short header and plain column buffers, no pickle.
 
-Text columns with few distinct values travel as numbers, with the words of this message. The header names the rank once.
+Text columns of few values travel as numbers, with their words. The header names the rank once.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 
 from workbench.record.timeline import KINDS, Coded, Table, Words
 
-WORDS = np.dtype("u2")  # the number of a word within its message
+WORDS = np.dtype("u2")  # a word's number within its message
 
 
 def _row_type(table: Table) -> np.dtype[Any]:
-    """Returns the type of one row in a message: numbers as in the table, words as numbers, no rank and no free text."""
+    """Returns the type of a row in a message: the table's numbers, words as numbers, no rank or free text."""
     few = [(name, WORDS) for name in table.words]
     numbers = [(name, kind) for name, kind in table.types.items() if kind.kind != "O" and name != "rank"]
     return np.dtype(sorted(numbers + few, key=lambda field: -field[1].itemsize))
@@ -28,7 +28,7 @@ _ROWS = {kind: _row_type(table) for kind, table in _TABLES.items()}
 
 
 class RowBatch(NamedTuple):
-    """Some rows of one rank's table: `seq` is the number of the first row in that table."""
+    """Rows of one rank's table, from row number `seq` on."""
 
     generation: str
     kind: str
@@ -41,7 +41,7 @@ class RowBatch(NamedTuple):
 
 
 def encode_batch(batch: RowBatch) -> list[bytes]:
-    """Returns the two frames of a batch: header, then rows."""
+    """Returns a batch's two frames: header, then rows."""
     few = _TABLES[batch.kind].words
     rows = np.empty(len(batch), _ROWS[batch.kind])
     words: dict[str, list[str]] = {}
@@ -57,7 +57,7 @@ def encode_batch(batch: RowBatch) -> list[bytes]:
 
 
 def _number_values(values: Sequence[str] | Coded) -> tuple[np.ndarray, list[str]]:
-    """Returns (the number of each value's word, the used words in that order)."""
+    """Returns (the number of each value's word, the used words)."""
     if isinstance(values, Coded):
         used, numbers = np.unique(values.codes, return_inverse=True)
         return numbers, [str(t) for t in values.words.texts[used]]
@@ -66,7 +66,7 @@ def _number_values(values: Sequence[str] | Coded) -> tuple[np.ndarray, list[str]
 
 
 def decode_batches(frames: Sequence[bytes]) -> list[RowBatch]:
-    """Decodes a message of several batches."""
+    """Decodes several batches."""
     return [decode_batch(frames[i : i + 2]) for i in range(0, len(frames), 2)]
 
 
