@@ -1,4 +1,4 @@
-"""Asks a disk about a run directory and its missing rows. A disk may hang; callers wait only a moment."""
+"""Asks a disk about a run directory and its missing rows. A hanging disk delays callers only briefly."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from workbench.record import store
 from workbench.record.timeline import KINDS, Timeline
 
 T = TypeVar("T")
-PATIENCE = 2.0  # seconds for a disk to answer
-GLANCE = 0.05  # seconds to learn whether a directory exists
+PATIENCE = 2.0  # seconds for an answer
+GLANCE = 0.05  # seconds for a directory's existence
 
 
 def run_within(seconds: float, do: Callable[[], T]) -> T:
@@ -42,7 +42,7 @@ def run_within(seconds: float, do: Callable[[], T]) -> T:
 
 
 class RunFolder:
-    """Whether a run is still at `path`. A thread asks the disk one question at a time."""
+    """Whether a run is still at `path`: a thread asks the disk."""
 
     def __init__(self, path: Path | str | None) -> None:
         self.path = Path(path) if path is not None else None

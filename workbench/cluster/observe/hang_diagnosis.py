@@ -1,7 +1,7 @@
-"""Finds the ranks that hold a run up, from a table of the ranks.
+"""Finds the ranks that hold a run up, from a table.
 
-It has no clock, socket or thread. A rank that waits for other ranks is a victim. A rank that is in its own code, or
-silent, while other ranks wait is the cause.
+It has no clock, socket or thread. A rank that waits for other ranks is a victim. The cause is a rank in its own code,
+or silent, while other ranks wait.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-LEAST = 10.0  # seconds before anything is a stall
-FIRST = 30.0  # seconds before a stall in the first step, when no step length is known
-TIMES = 5.0  # usual step lengths that are no stall
-BRIEF = 0.1  # share of that patience: shorter waits are normal
-GLANCE = 0.3  # share of that patience after which the status line names a wait
+LEAST = 10.0  # seconds before a stall
+FIRST = 30.0  # seconds before a stall in the first step, without a known length
+TIMES = 5.0  # usual step lengths before a stall
+BRIEF = 0.1  # of that patience: shorter waits are normal
+GLANCE = 0.3  # of that patience: the status line names longer waits
 
 
 class RankPlace(NamedTuple):
     """One rank's last place, and for how many seconds.
 
-    waits:   whether only other ranks can end its operation
+    waits:   only other ranks can end its operation
     still:   seconds without a move
     mute:    seconds without an answer or a row
-    times:   factor on the limit, if it took long in the same operation before
-    process: the system's report on its process; "" for nothing special
-    own:     whether a script waits in its own collective, which the strategy does not know
+    times:   factor on the limit, if it took long in this operation before
+    process: the system's report on its process, or ""
+    own:     a script waits in its own collective, unknown to the strategy
     """
 
     step: int
@@ -50,7 +50,7 @@ class Verdict(NamedTuple):
 
 
 def find_patience(usual: float | None) -> float:
-    """Returns the seconds before a stall, if a step usually takes `usual` seconds (None: no step has ended)."""
+    """Returns the seconds before a stall, if a step usually takes `usual` seconds (None: none has ended)."""
     return FIRST if usual is None else max(LEAST, TIMES * usual)
 
 
@@ -87,7 +87,7 @@ def _describe_odd(table: Mapping[int, RankPlace], mute: set[int], stuck: set[int
 
 
 def _describe_rest(table: Mapping[int, RankPlace], others: set[int], brief: float) -> str:
-    """Describes the other ranks. A wait of at most `brief` seconds counts as going on."""
+    """Describes the other ranks. A wait of at most `brief` seconds is none."""
     waiting: dict[str, list[int]] = {}
     for rank in sorted(others):
         if table[rank].waits and table[rank].still > brief:
@@ -99,7 +99,7 @@ def _describe_rest(table: Mapping[int, RankPlace], others: set[int], brief: floa
 
 
 def _all_wait(table: Mapping[int, RankPlace]) -> Verdict:
-    """Judges a table of waiting ranks. Ranks outside the largest group are the odd ones."""
+    """Judges a table of waiting ranks, with the largest group as the norm."""
     groups = sorted(_group_alike(table, table), key=lambda ranks: (len(ranks), table[ranks[0]].step))
     seconds = min(seen.still for seen in table.values())
     if len(groups) == 1:
@@ -122,7 +122,7 @@ def _all_wait(table: Mapping[int, RankPlace]) -> Verdict:
 def _went_past(table: Mapping[int, RankPlace]) -> list[int] | None:
     """Returns the ranks that skipped a collective of their script in which at least as many other ranks wait; or None.
 
-    Such a rank waits in the strategy's operation of the same step, or of a later one.
+    Such a rank waits in the strategy's operation of the same step, or a later one.
     """
     inside = [rank for rank, seen in table.items() if seen.own]
     past = sorted(rank for rank in table if rank not in inside)

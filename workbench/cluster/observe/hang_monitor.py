@@ -1,7 +1,7 @@
 """Notices ranks that stand still and (`RecordMonitor`) a record that lacks rows.
 
-It reads the ranks' rows, marks and answers, and keeps notes. An outdated note becomes its outcome. It asks no rank and
-ends nothing.
+It keeps notes from the ranks' rows, marks and answers. An outdated note becomes its outcome. It asks no rank and ends
+nothing.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from workbench.cluster.observe.recording import RecordMonitor
 from workbench.record.run import Run
 from workbench.record.timeline import Rows
 
-GAP = 5.0  # seconds between two checks after which this kernel itself stood still
-SLEPT = 2.0  # seconds of the machine's sleep that deserve a note
-SURE = 2.0  # seconds of silence before asking the system about a process
-STEPS = 20  # recent steps of all ranks, for the usual length
+GAP = 5.0  # seconds between checks if this kernel stood still
+SLEPT = 2.0  # seconds of sleep that deserve a note
+SURE = 2.0  # seconds of silence before asking the system
+STEPS = 20  # of all ranks, for the usual length
 
 
 def read_sleep() -> float:
-    """Returns how many seconds this machine has slept, on Linux; else 0."""
+    """Returns this machine's seconds of sleep, on Linux; else 0."""
     boot = getattr(time, "CLOCK_BOOTTIME", None)
     return time.clock_gettime(boot) - time.monotonic() if boot is not None else 0.0
 
 
 class HangMonitor:
-    """Watches the ranks of one run. `holdup` names the ranks that hold it up; "" if none does.
+    """Watches the ranks of one run. `holdup` names the ranks that hold it up, or "".
 
     hang_after: seconds without a move after which a rank hangs; 0: by the usual length of a step
-    process:    asks the system about a rank's process; returns a text
+    process:    returns the system's text about a rank's process
     between:    finds the cause if all ranks wait
     hangs:      called once a second during a stall, with whether it is new
     """
@@ -65,24 +65,23 @@ class HangMonitor:
         self.hangs: Callable[[Verdict, bool], None] = lambda found, fresh: None
         self.between: Callable[[Verdict], Verdict] = lambda found: found
         self.holdup = ""
-        self.table: dict[int, RankPlace] = {}  # each rank's place at the last check
-        self._base = self._looked = clock()  # earlier time does not count as silence
-        self._gap = (0.0, float("-inf"))  # when this kernel last stood still: seconds, end
+        self.table: dict[int, RankPlace] = {}
+        self._base = self._looked = clock()  # earlier time is no silence
+        self._gap = (0.0, float("-inf"))  # this kernel's last stall: seconds, end
         self._slept = asleep()
         self._word: dict[int, float] = {}  # when a rank last sent anything
         self._moved: dict[int, float] = {}  # when its last span came
         self._answers: dict[int, tuple[float, dict[str, Any]]] = {}
-        self._row: dict[int, tuple[int, str, str, float]] = {}  # step, lane, name and arrival of the newest span
+        self._row: dict[int, tuple[int, str, str, float]] = {}  # newest span's step, lane, name and arrival
         self._lengths: deque[float] = deque(maxlen=STEPS)
-        self._took: dict[tuple[int, str], deque[float]] = {}  # seconds of a rank's recent operations, by name
-        self._evaluation = 0.0  # the longest, in seconds
+        self._took: dict[tuple[int, str], deque[float]] = {}  # seconds of recent operations
+        self._evaluation = 0.0  # longest, in seconds
         self._said: dict[Any, str] = {}
         self._episode: tuple[tuple[int, ...], Verdict] | None = None
         self._lock = threading.Lock()
         self.recording = RecordMonitor(run, self._put_note)
 
     def start_watch(self) -> None:
-        """Starts to count silence, and stalls of this kernel."""
         self._base = self._looked = self.clock()
         self._slept = self.asleep()
 
@@ -110,7 +109,7 @@ class HangMonitor:
         self._row[rank] = int(columns["step"][-1]), lanes[-1], names[-1], now
 
     def restore_places(self, spans: Rows) -> None:
-        """Reads the ranks' last places from the record when a kernel attaches: some ranks may be gone."""
+        """Reads the ranks' last places from the record, for attaching: some ranks may be gone."""
         ranks, back = np.unique(spans.rank[::-1], return_index=True)
         last = spans[len(spans) - 1 - back]
         for rank, step, lane, name in zip(ranks, last.step, last.lane, last.name, strict=True):
@@ -135,7 +134,7 @@ class HangMonitor:
             self.recording.take_mark(rank, detail)
 
     def _also_stood(self, seconds: float) -> bool:
-        """Whether this kernel also missed the time, recently or still."""
+        """Whether this kernel also missed the time."""
         missed, ended = self._gap
         now = self.clock()
         return now - self._looked > seconds / 2 or (missed > seconds / 2 and now - ended < 2 * GAP)
@@ -186,13 +185,13 @@ class HangMonitor:
         return table
 
     def _add_history(self, rank: int, seen: RankPlace, limit: float) -> RankPlace:
-        """Adds the rank's earlier times in this operation, and the state of its process."""
+        """Adds the rank's earlier times in this operation, and its process's state."""
         took = max(self._took.get((rank, seen.op), ()), default=0.0)
         least = FIRST if seen.op == "evaluate" and not self._evaluation else TIMES * took
         return seen._replace(times=max(1.0, least / limit), process=self.process(rank) if seen.mute > SURE else "")
 
     def _usual_length(self, table: dict[int, RankPlace]) -> float | None:
-        """Returns the usual seconds of the ranks' current operation."""
+        """Returns the usual seconds of the current operation."""
         if self._evaluation and any(seen.op == "evaluate" for seen in table.values()):
             return max(self._evaluation, *self._lengths, 0.0)
         return statistics.median(self._lengths) if self._lengths else None
@@ -206,7 +205,7 @@ class HangMonitor:
             self._episode = key, found
         elif self._episode:
             (key, was), self._episode = self._episode, None
-            if self._said.get(key) == was.text:  # else the rank reported it more exactly
+            if self._said.get(key) == was.text:  # else the rank's report is more exact
                 self._put_note(key, f"{name_ranks(was.odd)} stood still for {was.seconds:.0f} s and went on")
 
     def find_place(self, rank: int) -> tuple[int, str]:

@@ -1,7 +1,7 @@
-"""Finds dead links: two ranks that wait for each other although both live.
+"""Finds dead links: two living ranks that wait for each other.
 
-Over a dead link the peer's system acknowledges nothing, and the sender's system sends again and again. A slow rank's
-or stopped process's system still acknowledges.
+Over a dead link the peer's system acknowledges nothing, and the sender's system repeats itself. A slow or stopped
+process's system still acknowledges.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workbench.record.process import borrow_socket
 
 # the beginning of Linux's tcp_info: 5 bytes, 3 of flags, and 13 numbers up to tcpi_last_ack_recv
 INFO = struct.Struct("=5B3x13I")
-AGAIN = 3  # retransmissions before it counts: 1.4 s or more after the first sending
+AGAIN = 3  # retransmissions, 1.4 s or more after the first sending
 
 
 def list_connections() -> list[list[Any]]:
@@ -34,13 +34,13 @@ def list_connections() -> list[list[Any]]:
             with borrow_socket(fd) as s:
                 if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
                     found.append([list(s.getsockname()[:2]), list(s.getpeername()[:2]), read_silence(s)])
-        except OSError:  # closed by now, or only listening
+        except OSError:  # closed, or only listening
             continue
     return found
 
 
 def read_silence(s: socket.socket) -> float:
-    """Returns the seconds for which the peer acknowledged no repeated send; else 0.0."""
+    """Returns the seconds for which the peer acknowledged no repeated send, or 0.0."""
     if not hasattr(socket, "TCP_INFO"):
         return 0.0
     try:

@@ -1,7 +1,7 @@
 """Keeps notes of a live run's record: faults, lacking rows, and saved copies.
 
-This kernel holds rows that the disk lacks, so they are not missing. It reads the ranks' reports, and asks the disk only
-whether the run directory exists.
+This kernel holds rows that the disk lacks, so they are not lost. It asks the disk only whether the run directory
+exists.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ RESCUE = "run.save('elsewhere') writes all rows that are shown here"
 
 
 class RecordMonitor:
-    """The record of one run. say: replaces the note on the same topic; see HangMonitor"""
+    """One run's record. say: replaces the note on a topic; see HangMonitor"""
 
     def __init__(self, run: Run, say: Callable[..., None]) -> None:
         self.run, self.say = run, say
         self._folder = RunFolder(run.path)
         self._expected = self._folder.there
         self._gone = False
-        self._lost: dict[int, int] = {}  # rows of each rank that the disk lacks
-        # an attaching kernel also lacks what the disk lacked before
+        self._lost: dict[int, int] = {}  # rows that the disk lacks
+        # an attaching kernel lacks what the disk lacked before
         self._before: dict[int, int] | None = {} if run._following else None
-        self._failing: dict[int, str] = {}  # why a rank cannot write
+        self._failing: dict[int, str] = {}
         self._was = False
         self.said = ""  # the last note
 
@@ -56,9 +56,9 @@ class RecordMonitor:
         self._update_note(fresh or not self._failing)
 
     def check_folder(self) -> None:
-        """Checks whether the run directory exists. Call it about once a second."""
+        """Call it about once a second."""
         there = self._folder.was_there()
-        self._expected |= there  # a slow disk may first answer now
+        self._expected |= there  # a slow disk answers late
         gone = self._expected and not there
         if gone != self._gone:
             self._gone, self._was = gone, True
@@ -67,14 +67,14 @@ class RecordMonitor:
             self._update_note(fresh=False)
 
     def note_saved(self, path: Path, rows: int, step: int | None) -> None:
-        """Notes that the rows were saved elsewhere, up to a `step` (None: up to the end)."""
+        """Notes that the rows up to `step` (None: the end) were saved elsewhere."""
         if step is None:
             return self.say("record", f"the whole record, {_count_rows(rows)}, was saved in {path}")
         so_far = f"the record up to step {step}, {_count_rows(rows)}, was saved in {path}"
         self.say("saved", f"{so_far}; what comes later is not in it")
 
     def note_failure(self) -> None:
-        """Notes that this kernel could not write for a rank. `ended` counts what is lacking."""
+        """Notes that this kernel could not write for a rank."""
         self._was = True
 
     def count_lacking(self) -> None:
@@ -85,7 +85,7 @@ class RecordMonitor:
         try:
             self.run.unwritten = run_within(PATIENCE, lambda: count_lacking(path, self.run.timeline))
         except OSError:
-            self._count_unwritten()  # fall back on the ranks' reports
+            self._count_unwritten()  # from the ranks' reports
         lacks = f"{_count_rows(self.run.unwritten)} of this run; {RESCUE}"
         if self._gone:
             self._put_note(f"the run directory {path} is gone, and lacks {lacks}")
@@ -95,7 +95,7 @@ class RecordMonitor:
             self._put_note(f"the record in {path} is whole, though it was not written for a while")
 
     def _count_unwritten(self) -> None:
-        """Counts unwritten rows, without rows from before this kernel attached."""
+        """Counts unwritten rows since this kernel attached."""
         here = sum(len(self.run.timeline.table(kind)) for kind in KINDS)
         self.run.unwritten = min(sum(self._lost.values()), here)
 

@@ -1,7 +1,7 @@
 """Becomes one of a lab's processes: controller, engine, or the server that forks engines.
 
-Run as a script. An engine loads torch before it reports, so that "up" means ready. A process ends itself if its owner
-is gone and the guard has not ended it.
+Run as a script. Torch is loaded before an engine reports: "up" means ready. A process ends itself if its owner is gone
+and the guard has not ended it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from workbench.cluster.processes.place import LabPlace
 
 PATIENCE = 6.0  # seconds for the guard
-DESCRIPTORS = 65_536  # wanted per engine: soft limits of 1,024 were made for select()
-FEWER = (DESCRIPTORS, 10_240, 4_096)  # macOS has a limit, but reports none
-COURTESY = 5  # niceness: notebook and page use the same cores
+DESCRIPTORS = 65_536  # per engine: soft limits of 1,024 were made for select()
+FEWER = (DESCRIPTORS, 10_240, 4_096)  # macOS does not report its limit
+COURTESY = 5  # niceness: notebook and page share the cores
 
 
 def main(kind: str, file: str) -> None:
@@ -47,7 +47,7 @@ def main(kind: str, file: str) -> None:
 
 
 def run_engine(place: Path) -> NoReturn:
-    """Runs as an engine of the lab in the directory `place`."""
+    """Runs as an engine of the lab in `place`."""
     from workbench.cluster.processes.stacks import answering
 
     keep_watch(place)
@@ -68,7 +68,7 @@ def keep_watch(place: Path) -> None:
 
 
 def follow_parent() -> None:
-    """Ends this fork, from a thread, once its parent is gone. The parent's threads do not exist here."""
+    """Ends this fork once its parent, and the parent's threads, are gone."""
     parent = os.getppid()
 
     def look() -> None:
@@ -82,8 +82,8 @@ def follow_parent() -> None:
 def run_and_exit(become: Callable[[], None]) -> NoReturn:
     """Runs as an engine, then ends the process at once, whatever its threads do.
 
-    A normal exit would end a thread inside torch through C++ frames, which aborts the process (SIGABRT). So exit
-    functions run before.
+    A normal exit would unwind a thread inside torch's C++ frames, which aborts the process (SIGABRT). So exit functions
+    run before.
     """
     code: Any = 0
     try:
@@ -91,7 +91,7 @@ def run_and_exit(become: Callable[[], None]) -> NoReturn:
     except SystemExit as left:
         code = left.code
     except RuntimeError as error:
-        code = 128 + signal.SIGTERM  # tornado raises this when ipyparallel stops its loop at SIGTERM
+        code = 128 + signal.SIGTERM  # tornado raises this for ipyparallel at SIGTERM
         if "Event loop stopped" not in str(error):
             traceback.print_exc()
             code = 1
@@ -107,7 +107,7 @@ def run_and_exit(become: Callable[[], None]) -> NoReturn:
 
 
 def more_descriptors() -> None:
-    """Raises the limit of open files: each process group needs one for each peer."""
+    """Raises the limit of open files: each process group needs one per peer."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -122,7 +122,7 @@ def more_descriptors() -> None:
 
 
 def find_workbench() -> None:
-    """Imports `workbench` from this file's package, wherever the process started."""
+    """Imports `workbench` from this file's package."""
     here = str(Path(__file__).resolve().parents[3])
     sys.path.pop(0)
     if here not in sys.path:
@@ -130,7 +130,7 @@ def find_workbench() -> None:
 
 
 def watch_owner(place: LabPlace) -> None:
-    """Ends this process and its children once the lab's owner is gone. A detached lab has no owner."""
+    """Ends this process and its children once the owner is gone. A detached lab has none."""
     import psutil
 
     from workbench.cluster.processes.place import alive

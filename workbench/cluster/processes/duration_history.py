@@ -1,4 +1,4 @@
-"""Remembers durations on this machine, in a file of the user's data directory, and predicts later ones."""
+"""Remembers durations on this machine, in the user's data directory, to predict later ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOOK = 0.2  # seconds between updates
 
 @contextmanager
 def timed(what: str) -> Iterator[Doing]:
-    """Shows that `what` is under way and, by its last duration, how long it takes. Notes its duration."""
+    """Shows that `what` is under way, with its last duration, and notes its new one."""
     began = time.monotonic()
     with doing(what, usual=usual(what)) as work:
         yield work

@@ -1,7 +1,7 @@
 """Explains why a process ended: too little memory, or too little room in /dev/shm.
 
-The system only counts such ends, per memory cgroup (version 1 and 2) and for the machine. A count that rose when a
-process was killed gives the reason.
+The system only counts such ends, per memory cgroup (version 1 and 2) and machine. A count that rose at a kill gives the
+reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 CGROUPS = "/sys/fs/cgroup"
 MACHINE = "/proc/vmstat"
 WHAT_WOULD_DO = "take a smaller batch or model, let memory_mb refuse what does not fit, or give it more memory"
-NO_LIMIT = 1 << 60  # bytes: version 1 shows this for no limit
+NO_LIMIT = 1 << 60  # bytes: version 1's "no limit"
 
 Read = Callable[[str], str]  # a file's text; raises OSError
 
@@ -33,7 +33,6 @@ class Scarcity:
         self._before: dict[int, dict[str, int]] = {}
 
     def read_counts(self, pids: Iterable[int]) -> None:
-        """Reads the counts for these living processes."""
         self._before = {pid: self._counts(pid) for pid in pids}
 
     def words(self, pid: int, code: int | None = None) -> str:
@@ -57,7 +56,7 @@ class Scarcity:
         return {file: count for file, count in found.items() if count >= 0}
 
     def _files(self, pid: int) -> list[str]:
-        """Returns the count files of a process's memory cgroup and of the top one, the only one in some containers."""
+        """Returns the count files of a process's memory cgroup and of the top one, which a container may show alone."""
         try:
             lines = self.read(f"/proc/{pid}/cgroup").splitlines()
         except OSError:
@@ -74,7 +73,7 @@ class Scarcity:
         return list(dict.fromkeys(found))
 
     def _count(self, file: str) -> int:
-        """Returns a file's count of processes ended for lack of memory, or -1."""
+        """Returns a file's count of ends for lack of memory, or -1."""
         try:
             words = [line.split() for line in self.read(file).splitlines()]
             return next((int(line[1]) for line in words if len(line) == 2 and line[0] == "oom_kill"), -1)
@@ -82,7 +81,6 @@ class Scarcity:
             return -1
 
     def _limit(self, file: str) -> str:
-        """Returns a cgroup's memory limit as text."""
         name = "memory.max" if file.endswith("events") else "memory.limit_in_bytes"
         try:
             limit = int(self.read(f"{os.path.dirname(file)}/{name}"))

@@ -1,7 +1,7 @@
-"""Forks engines from one process that has loaded their modules, so that it loads them once.
+"""Forks engines from one process, so that it loads their modules once.
 
-Each line that the server reads orders an engine. It reports the engine's process and later its end, because only a
-parent learns that. It has no threads. It ends at SIGTERM or end of input, after its engines.
+Each line that the server reads orders an engine. It reports the engine's process and its end, which only a parent
+learns. It has no threads. It ends at SIGTERM or end of input, after its engines.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ import psutil
 
 from workbench.cluster.processes.place import alive
 
-LOADED = (  # otherwise torch and ipykernel load torch._dynamo and ipykernel.debugger later, in every engine
+LOADED = (  # else torch and ipykernel load torch._dynamo and ipykernel.debugger in every engine
     "torch", "torch._dynamo", "ipyparallel.engine.app", "ipykernel.debugger", "workbench.engine.rank.session",
     "workbench.cluster.engines.engine_server",
 )  # fmt: skip
-CHIPS = ("/dev/nvidiactl", "/dev/kfd")  # a process that has looked for these must not fork
+CHIPS = ("/dev/nvidiactl", "/dev/kfd")  # a process that looked for these must not fork
 QUIET = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # or pyarrow's allocator starts a thread
 LOOK = 0.05  # seconds between checks
-TELLS = 1.0  # seconds to report an engine's end
-UNTOLD = 1  # exit code of an engine never forked
+TELLS = 1.0  # seconds for a report
+UNTOLD = 1  # exit code without a fork
 
 _log = logging.getLogger(__name__)
 
@@ -55,13 +55,12 @@ class ForkedEngine:
     def __init__(self, what: str) -> None:
         self.what, self.pid, self.created = what, 0, 0.0
         self.returncode: int | None = None
-        self.over = threading.Event()  # it has ended, or no report will come
+        self.over = threading.Event()  # ended, or without further reports
         self._unwanted = False
-        self._missed: float | None = None  # since when it is gone without a report
+        self._missed: float | None = None  # since when it is gone unreported
 
     @property
     def is_unreported(self) -> bool:
-        """Whether no report of its end can come."""
         return self.over.is_set() and self.returncode is None
 
     @property
@@ -69,7 +68,7 @@ class ForkedEngine:
         return self.is_unreported and not self._is_alive()
 
     def poll(self) -> int | None:
-        """Returns its exit code or None. Allows `TELLS` s for the server's report after its end."""
+        """Returns its exit code or None. After its end, allows `TELLS` s for the report."""
         if self.returncode is None and self.pid and not self.over.is_set() and not self._is_alive():
             self._missed = self._missed or time.monotonic()
             if time.monotonic() - self._missed > TELLS:
@@ -86,7 +85,7 @@ class ForkedEngine:
         return self.returncode
 
     def send_signal(self, what: int) -> None:
-        """Sends a signal. An engine not yet forked gets SIGKILL later."""
+        """An engine not yet forked gets SIGKILL later."""
         if not self.pid:
             self._unwanted = True  # first: the engine may appear now
         if self._is_alive():
@@ -114,14 +113,14 @@ class ForkedEngine:
 
 
 class ForkServer:
-    """Orders engines from `process`, a server that reads and writes pipes.
+    """Orders engines from `process`, a server with pipes.
 
     noted: called with each engine's name and process
     """
 
     def __init__(self, process: subprocess.Popen[bytes], noted: Callable[[str, list[float]], None]) -> None:
         self.process, self._noted = process, noted
-        self.env = dict(os.environ)  # the server's, without what only the server got
+        self.env = dict(os.environ)
         self.over = False
         self._asked: dict[str, ForkedEngine] = {}
         self._by_pid: dict[int, ForkedEngine] = {}
@@ -141,7 +140,7 @@ class ForkServer:
                 self.process.stdin.flush()
 
     def _changed_environment(self) -> dict[str, str | None]:
-        """Returns the variables changed since the server started; None: removed."""
+        """Returns variables changed since the server's start; None: removed."""
         gone = dict.fromkeys(self.env.keys() - os.environ.keys())
         return {**gone, **{name: x for name, x in os.environ.items() if self.env.get(name) != x}}
 
@@ -149,7 +148,7 @@ class ForkServer:
         for line in self.process.stdout or ():
             try:
                 self._take_report(**json.loads(line))
-            except ValueError:  # a site's modules may print before the server redirects its output
+            except ValueError:  # from a site's modules, before the server redirects its output
                 _log.info("a fork server printed %r", line)
             except Exception:
                 _log.exception("a fork server said %r", line)
@@ -170,7 +169,7 @@ class ForkServer:
                 self._noted(what, [pid, engine.created])
 
     def _no_more(self, code: int) -> None:
-        """Closes the server. Engines that are not forked yet count as ended."""
+        """Closes the server. Engines not yet forked count as ended."""
         with self._lock:
             self.over = True
             with contextlib.suppress(OSError):
@@ -195,7 +194,7 @@ def _find_folder() -> str:
 def serve_forks(live: Callable[[], NoReturn]) -> None:
     """Forks engines on order; each calls `live`. Returns at SIGTERM or end of input, after all engines."""
     out = os.dup(1)
-    os.dup2(2, 1)  # keeps prints of modules out of the pipe
+    os.dup2(2, 1)  # modules may print
     gc.disable()
     for name in LOADED:
         importlib.import_module(name)
@@ -231,7 +230,7 @@ def serve_forks(live: Callable[[], NoReturn]) -> None:
             order = json.loads(line)
             try:
                 pid = os.fork()
-            except OSError:  # too many processes, or too little memory
+            except OSError:  # too many processes, or little memory
                 traceback.print_exc()
                 _send_report(out, what=order["what"], code=1)
                 continue
@@ -242,12 +241,11 @@ def serve_forks(live: Callable[[], NoReturn]) -> None:
 
 
 def _send_report(out: int, **what: Any) -> None:
-    with contextlib.suppress(OSError):  # the kernel is gone; its engines may stay
+    with contextlib.suppress(OSError):  # the kernel is gone
         os.write(out, json.dumps(what).encode() + b"\n")
 
 
 def _become_engine(order: dict[str, Any], live: Callable[[], NoReturn], pipes: tuple[int, ...]) -> NoReturn:
-    """Makes the fork an engine, without the server's belongings."""
     try:
         signal.set_wakeup_fd(-1)
         for what in (signal.SIGTERM, signal.SIGCHLD):

@@ -1,8 +1,8 @@
 """Guards one lab: ends its processes when the notebook kernel is gone.
 
-The kernel runs this script with the standard library only, to keep it tiny. It waits for the end of its standard input,
-which the kernel holds, and checks its parent every second. Then it ends the processes in the lab's state file and their
-children, by pid and create time. It ignores a detached lab.
+The kernel runs this script with the standard library only, to keep it tiny. It awaits the end of its standard input,
+which the kernel holds, and checks its parent every second. Then it ends the lab's noted processes and their children,
+by pid and create time, except for a detached lab.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import sys
 import time
 import typing
 
-TOLERANCE = 5.0  # seconds between two readings of a create time, if the clock is set in between
-GRACE = 1.0  # seconds between SIGTERM and SIGKILL
+TOLERANCE = 5.0  # seconds that two readings of a create time may differ, if the clock was set
+GRACE = 1.0  # seconds from SIGTERM to SIGKILL
 
 
 def main(file: str, packages: str, kernel: int) -> None:
@@ -71,7 +71,7 @@ def end_lab(file: str) -> None:
 
 
 def gather_processes(processes: list[list[typing.Any]], known: dict[tuple[int, float], typing.Any]) -> None:
-    """Adds the noted processes that live, and all their children, to `known`."""
+    """Adds the living noted processes, and all their children, to `known`."""
     import psutil
 
     for pid, created, *_ in processes:

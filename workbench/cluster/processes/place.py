@@ -1,7 +1,6 @@
 """A lab's private directory, 0700, with the state that survives the kernel.
 
-Only its `lab.json` says which kernel owns which processes, for the guard, the engines' watch and `Lab.attach`. This
-module touches no process.
+Only its `lab.json` says which kernel owns which processes. This module touches no process.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from workbench.record.folders import ALLOW, is_allowed, others_can_write
 from workbench.record.process import alive as alive
 from workbench.record.process import this_process as this_process
 
-PATIENCE = 10.0  # seconds to wait for another kernel's change
+PATIENCE = 10.0  # seconds for another kernel's change
 LOOK = 0.02  # seconds between tries
 
 
@@ -55,7 +54,7 @@ def _make_private(path: Path) -> bool:
     """Makes `path` if needed. Returns whether only this user can change it.
 
     `path` must be this user's. The folder around it must be this user's or root's, and other users must not be able to
-    rename its contents. A user can waive both conditions on the folder, see `workbench.record.folders`.
+    rename its contents. A user can waive both conditions, see `workbench.record.folders`.
     """
     try:
         for folder in reversed([folder for folder in (path, *path.parents) if not folder.exists()]):
@@ -84,12 +83,11 @@ class LabPlace:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file = path / "lab.json"
-        self._state: dict[str, Any] = {}  # last read, for when the file is unreadable
-        self._writing = threading.Lock()  # spare engines start on another thread
+        self._state: dict[str, Any] = {}  # for when the file is unreadable
+        self._writing = threading.Lock()  # for spare engines' thread
 
     @classmethod
     def make_place(cls, name: str) -> LabPlace:
-        """Makes a new directory, never shared."""
         remove_old()
         safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:24]
         path = runtime_root() / f"{safe}-{secrets.token_hex(4)}"
@@ -107,11 +105,11 @@ class LabPlace:
             return {}
 
     def write_state(self, **fields: Any) -> None:
-        """Changes fields of the state by one atomic replace, readable by this user only."""
+        """Changes the state by one atomic replace, readable by this user only."""
         self._change(lambda state: fields)
 
     def claim_ownership(self) -> None:
-        """Makes this process the owner, or one of two kernels that claim the lab at once.
+        """Makes this process the owner. If two kernels claim the lab at once, one succeeds.
 
         Raises ClusterError if the lab has a living owner or is gone.
         """
@@ -121,7 +119,6 @@ class LabPlace:
             raise ClusterError(f"the lab in {self.path} has ended; start one with Lab(ranks=4)") from None
 
     def add_process(self, process: list[float], what: str) -> None:
-        """Notes a process, so that it ends with the lab."""
         self._change(lambda state: {"processes": [*state["processes"], [*process, what]]})
 
     def drop_process(self, pid: int) -> None:
@@ -153,12 +150,12 @@ class LabPlace:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Holds a lock that all kernels share. Raises ClusterError if another keeps it."""
-        import fcntl  # Windows has none; no lab starts there, but it imports this module
+        import fcntl  # Windows has none, but imports this module
 
         file = self.path / "lab.lock"
         with open(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+") as f:
             until = time.monotonic() + PATIENCE
-            with suppress(OSError):  # some network file systems have no locks
+            with suppress(OSError):  # some network file systems have none
                 while not _try_lock(f.fileno()):
                     if time.monotonic() > until:
                         raise ClusterError(_name_holder(file, f.read()))
@@ -170,7 +167,7 @@ class LabPlace:
                 yield
             finally:
                 with suppress(OSError):
-                    fcntl.flock(f, fcntl.LOCK_UN)  # a forked child may share the descriptor
+                    fcntl.flock(f, fcntl.LOCK_UN)  # a fork may share the descriptor
 
     @property
     def state(self) -> dict[str, Any]:
@@ -179,7 +176,6 @@ class LabPlace:
         return self._state
 
     def remove_folder(self) -> None:
-        """Deletes the directory with its keys and logs."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -195,7 +191,7 @@ def _try_lock(fd: int) -> bool:
 
 
 def _name_holder(file: Path, pid: str) -> str:
-    """Describes the holder of a lock, as far as the lock file names process `pid`."""
+    """Describes a lock's holder, `pid` if the file names it."""
     by = f"process {pid}, which may be stopped; continue it with kill -CONT {pid}, or end it" if pid else (
         "a process that may be stopped; continue it or end it"
     )  # fmt: skip
@@ -244,7 +240,7 @@ def remove_old() -> None:
 
 
 def is_over(state: dict[str, Any]) -> bool:
-    """Whether a lab's owner and all its processes are gone. With engines on other hosts, only the owner counts."""
+    """Whether a lab's owner and its processes here are gone. A detached lab on other hosts is never over."""
     engines = state.get("engines", [])
     here = [p[:2] for p in state["processes"]] + [[e["pid"], e["created"]] for e in engines if e["host"] == host_name()]
     elsewhere = any(e["host"] != host_name() for e in engines) and state["owner"] is None

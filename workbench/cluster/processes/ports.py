@@ -1,4 +1,4 @@
-"""Finds ports that a controller lost: it chooses them, releases them and binds them later."""
+"""Finds ports that a controller lost between choosing and binding them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Starts and ends a lab's processes: one controller, one engine per rank, and the guard.
 
-It writes each process into the lab's state. It signals only these, by pid and create time.
+It notes each process in the lab's state, and signals only these, by pid and create time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from workbench.cluster.processes.place import ClusterError, LabPlace, alive
 from workbench.cluster.processes.ports import is_taken, list_listened, list_ports
 
 _HERE = Path(__file__).parent
-FEW = {"MALLOC_ARENA_MAX": "2"}  # otherwise a thread keeps what other threads freed: 40 MB after 500 live changes
-CONTROLLERS = 4  # tries, if other processes take the ports
+FEW = {"MALLOC_ARENA_MAX": "2"}  # else threads keep memory that other threads freed: 40 MB after 500 live changes
+CONTROLLERS = 4  # tries, if ports are taken
 
 
 def loopback_name() -> str:
@@ -39,13 +39,13 @@ def loopback_name() -> str:
 
 
 def start_guard(place: LabPlace) -> subprocess.Popen[bytes]:
-    """Starts a process that ends the lab's processes once this one is gone. Keep its stdin open."""
+    """Starts a process that ends the lab's processes after this one. Keep its stdin open."""
     command = [sys.executable, "-S", "-E", "-s", str(_HERE / "guard.py"), str(place.file)]
     command += [str(Path(psutil.__file__).parents[1]), str(os.getpid())]
     return _open_process(place, "guard", command, subprocess.PIPE, {})
 
 
-_let_go: list[subprocess.Popen[bytes] | ForkedEngine] = []  # processes of detached labs
+_let_go: list[subprocess.Popen[bytes] | ForkedEngine] = []  # of detached labs
 
 
 class LabProcesses:
@@ -60,19 +60,19 @@ class LabProcesses:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Prevents further starts, after noting a process that is starting."""
+        """Prevents further starts, after noting a starting process."""
         with self._lock:
             self._closed = True
 
     def reap_children(self) -> None:
-        """Waits for ended processes, so that none stays a zombie."""
+        """Leaves no zombies."""
         until = time.monotonic() + 5.0
         for child in self.started.values():
             with contextlib.suppress(subprocess.TimeoutExpired):  # the lab must still release the rest
                 child.wait(max(until - time.monotonic(), 0.0))
 
     def start_lab(self, ranks: int) -> None:
-        """Starts everything at once: engines load torch meanwhile."""
+        """Engines load torch while the controller starts."""
         self._lock_up()
         self._start_controller()
         for number in range(ranks):
@@ -122,21 +122,20 @@ class LabProcesses:
         return 1 + max((int(words[1]) for words in noted if words[0] == "engine"), default=-1)
 
     def dismiss_engine(self, number: int) -> None:
-        """Ends an engine that cannot come up."""
         if child := self.started.get(f"engine {number}"):
             child.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(5 if child.pid else 0)  # an engine not yet forked ends as it appears
+                child.wait(5 if child.pid else 0)  # unforked engines end as they appear
 
     def _lock_up(self) -> None:
-        """Makes the controller encrypt its channels and sign its messages. No command line shows the key."""
+        """Makes the controller encrypt and sign. No command line shows the key."""
         config = self.place.path / "ipcontroller_config.py"
         with open(os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             key = secrets.token_hex(32).encode()
             file.write(f"c = get_config()\nc.IPController.enable_curve = True\nc.Session.key = {key!r}\n")
 
     def _spawn_process(self, what: str, arguments: list[str], env: dict[str, str], pipes: bool = False) -> Any:
-        """Starts a process. pipes: whether it uses pipes for input and output"""
+        """Starts a process, with pipes for input and output if `pipes`."""
         command = [sys.executable, str(_HERE / "boot.py"), what.split()[0], str(self.place.file), *arguments]
         with self._lock:
             self._refuse_closed()
@@ -148,7 +147,6 @@ class LabProcesses:
         return child
 
     def _fork_engine(self, what: str, arguments: list[str], env: dict[str, str]) -> None:
-        """Forks an engine, and starts the server if necessary."""
         if self._server is None or self._server.over:
             self._server = ForkServer(
                 self._spawn_process("engines", [], {**env, **QUIET}, pipes=True), self._note_process
@@ -163,8 +161,8 @@ class LabProcesses:
             raise ClusterError("the lab was closed while it came up")
 
     def _note_process(self, what: str, process: list[float]) -> None:
-        with self._lock, contextlib.suppress(OSError, ClusterError):  # the directory may be gone, or its lock is kept
-            if not self._closed:  # otherwise `end_processes` finds it as the server's child
+        with self._lock, contextlib.suppress(OSError, ClusterError):  # no directory, or a kept lock
+            if not self._closed:  # else `end_processes` finds it as the server's child
                 self.place.add_process(process, what)
 
     @property
@@ -175,7 +173,7 @@ class LabProcesses:
     def introduce_controller(self) -> bool:
         """Shows the controller's address to engines once its files are complete.
 
-        A controller that lost a port ends or lacks a scheduler. This then starts another controller. See `list_ports`.
+        A controller that lost a port ends or lacks a scheduler. Another one then starts. See `list_ports`.
         """
         written = [self.place.path / "security" / f"ipcontroller-{whose}.json" for whose in ("client", "engine")]
         try:
@@ -195,12 +193,12 @@ class LabProcesses:
         return True
 
     def _lost_port(self, asked: set[int]) -> bool:
-        """Whether another process has one of the controller's ports, or this ended the controller."""
+        """Whether the controller lost a port to another process."""
         controller = self.started["controller"]
         if controller.poll() is not None:
             return "Address already in use" in log_tail(self.place, "controller")
         others = [port for port in asked - list_listened(controller.pid) if is_taken(port)]
-        return bool(set(others) - list_listened(controller.pid))  # the controller may have bound some by now
+        return bool(set(others) - list_listened(controller.pid))  # it may have bound some
 
     def _another_controller(self, written: list[Path]) -> None:
         if self._controllers == CONTROLLERS:
@@ -215,7 +213,7 @@ class LabProcesses:
             controller.wait(5)
         for file in written:
             file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # must not explain the next controller's end
+        with contextlib.suppress(OSError):  # it must not explain the next controller's end
             log_file(self.place, "controller").rename(log_file(self.place, f"controller {self._controllers}"))
         self._start_controller()
 
@@ -228,10 +226,7 @@ class LabProcesses:
                     self.place.add_process([child.pid, child.create_time()], "controller's child")
 
     def check_children(self) -> None:
-        """Raises ClusterError with a log's tail if a process has ended.
-
-        Ignores a controller that lost a port: `introduce_controller` starts another.
-        """
+        """Raises ClusterError with a log's tail if a process has ended, except a controller that lost a port."""
         for what, child in self.started.items():
             if (code := child.poll()) is not None or (isinstance(child, ForkedEngine) and child.is_lost):
                 if what == "controller" and not self.introduction_file.exists() and self._lost_port(set()):
@@ -242,27 +237,26 @@ class LabProcesses:
 
 
 def let_go(owned: LabProcesses | None) -> None:
-    """Releases the processes from their lab. They remain children of this process."""
+    """Detaches the processes from their lab, still as children of this one."""
     if owned:
-        owned.close()  # notes nothing from now on
+        owned.close()
         _let_go.extend(owned.started.values())
 
 
 def end_processes(place: LabPlace, patience: float = 1.0) -> None:
-    """Ends the lab's processes and their children: first by SIGTERM, after `patience` s by SIGKILL."""
-    with contextlib.suppress(OSError, ClusterError):  # the directory may be gone, or a stopped kernel keeps its lock
-        place.write_state(ends=True)  # otherwise a training engine sees a preemption
+    """Ends the lab's processes and their children, by SIGTERM, after `patience` s by SIGKILL."""
+    with contextlib.suppress(OSError, ClusterError):  # no directory, or a stopped kernel's lock
+        place.write_state(ends=True)  # else a training engine sees a preemption
     found = _list_living(place)
     _send_signal(found, signal.SIGTERM)
     _, left = psutil.wait_procs(list(found.values()), timeout=patience)
-    late = {p.pid: p for p in left} | _list_living(place)  # includes processes forked since
+    late = {p.pid: p for p in left} | _list_living(place)  # includes later forks
     _send_signal(late, signal.SIGKILL)
     psutil.wait_procs(list(late.values()), timeout=5.0)
     _let_go[:] = [child for child in _let_go if child.poll() is None]
 
 
 def _list_living(place: LabPlace) -> dict[int, psutil.Process]:
-    """Returns the lab's living processes and their children, by pid."""
     found: dict[int, psutil.Process] = {}
     for pid, created, _ in place.state.get("processes", []):
         if alive([pid, created]):
@@ -274,7 +268,6 @@ def _list_living(place: LabPlace) -> dict[int, psutil.Process]:
 
 
 def _list_children(pid: int) -> list[psutil.Process]:
-    """Returns all descendants of a process; none if it has ended."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).children(recursive=True)
     return []
@@ -291,10 +284,7 @@ def _send_signal(processes: dict[int, psutil.Process], what: int) -> None:
 def _open_process(
     place: LabPlace, what: str, command: list[str], stdin: int, env: dict[str, str], says: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Starts a child with its own log file and session, out of reach of an interrupt at the prompt.
-
-    says: whether this process reads its output
-    """
+    """Starts a child with its own log file and session, out of reach of interrupts. says: whether we read its output"""
     with open(log_file(place, what), "ab") as log:
         return subprocess.Popen(
             command, stdin=stdin, stdout=subprocess.PIPE if says else log, stderr=log, start_new_session=True,
@@ -307,7 +297,7 @@ def measure_memory(place: LabPlace) -> dict[str, float]:
     out = {}
     for pid, created, what in place.state.get("processes", []):
         if alive([pid, created]):
-            with contextlib.suppress(psutil.Error):  # it may end at any moment
+            with contextlib.suppress(psutil.Error):  # it may end
                 info = psutil.Process(int(pid)).memory_full_info()
                 out[f"{what} ({int(pid)})"] = getattr(info, "pss", info.rss) / 1e6
     return out

@@ -1,7 +1,6 @@
-"""Shows the stacks of the ranks' threads, even if one thread blocks all others.
+"""Shows the stacks of the ranks' threads, even if one thread blocks the process.
 
-An engine answers on its line's thread, or else `faulthandler` answers a signal from C. A process that the system has
-stopped has none.
+An engine answers on its line's thread, or else `faulthandler` answers a signal from C. A stopped process has none.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def stacks() -> str:
 
 
 def answering(folder: Path) -> None:
-    """Makes this process write its stacks into a file of `folder` at a signal."""
+    """Makes a signal write this process's stacks into a file of `folder`."""
     if ASK is not None:
         faulthandler.register(ASK, open(_file(folder, os.getpid()), "ab"), all_threads=True)
 
@@ -78,7 +77,7 @@ def gathered(cluster: Cluster, ranks: Collection[int]) -> Stacks:
 def _by_signal(cluster: Cluster, rank: int) -> str:
     """Returns a silent engine's stacks, newest call first, as faulthandler writes them."""
     engine, file = cluster.engines[rank], _file(cluster.place.path / "log", cluster.engines[rank].pid)
-    if ASK is None or not cluster.health.is_own(engine) or not file.exists():  # otherwise the signal would end it
+    if ASK is None or not cluster.health.is_own(engine) or not file.exists():  # the signal would end it
         return "it does not answer, and this lab cannot ask its process on another way"
     before = seen = file.stat().st_size
     cluster.health.send_signal(rank, ASK)

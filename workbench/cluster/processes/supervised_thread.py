@@ -1,4 +1,4 @@
-"""A thread that repeats a look until an event is set. It logs and reports errors, and continues."""
+"""A thread that survives errors."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from workbench.settings.describe_error import said
 
-PAUSE = 0.2  # seconds after a failed look, so that a lasting failure does not spin
+PAUSE = 0.2  # seconds after an error
 
 _log = logging.getLogger(__name__)
 
 
 class SupervisedThread:
-    """Calls `look()` on its own thread until `over` is set, and then `last()`.
+    """Calls `look()` until `over` is set, and then `last()`. Logs an error and continues.
 
     said: called with each error; the log does not repeat a text
     """
@@ -44,7 +44,7 @@ class SupervisedThread:
         while not self.over.is_set():
             try:
                 self.look()
-            except BaseException as error:  # also for an exit: nothing may end this thread
+            except BaseException as error:  # nothing may end this thread
                 self._tell(error)
                 self.over.wait(PAUSE)
         self.last()

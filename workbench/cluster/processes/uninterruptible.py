@@ -1,4 +1,4 @@
-"""Protects a block of code from being interrupted halfway."""
+"""Blocks of code without interrupts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 @contextmanager
 def whole() -> Iterator[None]:
-    """Delays an interrupt to the end of the block. A second interrupt acts at once, because the user is in a hurry."""
+    """Delays an interrupt to the end of the block. A second one acts at once, because the user is in a hurry."""
     before: Any = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield  # no interrupt arrives on another thread, or without a handler
+        yield  # no interrupt arrives here
         return
     came: list[tuple[int, Any]] = []
 

@@ -1,7 +1,7 @@
 """Acts on a loss that is not finite or has diverged, by the experiment's policy.
 
-Ranks record alarms as marks, which arrive in any order. Rank 0 acts on its own alarms, and the lab on those of other
-ranks. The note names the earliest.
+Marks bring alarms in any order. Rank 0 acts on its own, and the lab on other ranks' alarms. The note names the
+earliest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Alarmed(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """Names the rank, the step and the value."""
         whose, about = f"rank {self.rank}'s", self._asdict()
         if self.name == "diverged":
             return f"{whose} loss was {self.loss} at step {self.step}, after {self.best} at its best"
@@ -41,18 +40,17 @@ class Alarmed(NamedTuple):
 
 
 class Alarm:
-    """One run's alarms. A newer note replaces the older one on its topic."""
+    """One run's alarms, with one note per topic."""
 
     def __init__(self, live: RunController) -> None:
         self.live = live
         self._first: Alarmed | None = None  # since the run began or resumed
         self._went_on = float("-inf")  # when the run last resumed
         self._pauses = True  # rather than ends
-        self._skipped: dict[int, tuple[bool, str]] = {}  # by step: (whether on a rank's own data, sentence)
+        self._skipped: dict[int, tuple[bool, str]] = {}  # by step: (on a rank's own data, sentence)
         self._notes: dict[str, str] = {}
 
     def went_on(self, t: float) -> None:
-        """Forgets alarms before `t`, when the run resumed."""
         self._went_on = max(self._went_on, t)
         self._first = self._first if self._first and self._first.t > t else None
 
@@ -71,7 +69,7 @@ class Alarm:
             self._tell(self._first)
 
     def _skip(self, found: Alarmed, own: bool) -> None:
-        """Notes a skipped step, and prefers a rank whose own data are not finite to one that saw the sum."""
+        """Notes a skipped step. Non-finite own data outrank a sum."""
         if own >= self._skipped.get(found.step, (False, ""))[0]:
             self._skipped[found.step] = own, found.sentence
         _, sentence = self._skipped[max(self._skipped)]
@@ -115,7 +113,7 @@ class Alarm:
         why = "as on_nan='stop' says" if asked else "for nobody watches it who could take something back and go on"
         about = {"rank": first.rank, "step": first.step, "op": f"layer {first.layer!r}" if first.layer else ""}
         empty = first.why == NO_ROWS
-        known = {**first._asdict(), "layer": "", "why": NO_ROWS if empty else ""}  # `op` already names the layer
+        known = {**first._asdict(), "layer": "", "why": NO_ROWS if empty else ""}
         mend = "give every rank at least 1 row in each batch" if empty else "lower the learning rate"
         text = UNWATCHED.format(what=met(first.name, known), why=why, mend=mend, else_=ELSE[first.name])
         unwatched = {**about, "type": "FloatingPointError", "text": text}

@@ -14,13 +14,13 @@ from workbench.cluster.run.ending import LEAVE
 from workbench.cluster.run.errors import RankError
 from workbench.settings.describe_error import class_of, text_of
 
-TRUST_TIMEOUT = 30.0  # seconds for all ranks to take the secret
-BEGIN = 60.0  # seconds for all ranks to begin
+TRUST_TIMEOUT = 30.0  # seconds
+BEGIN = 60.0  # seconds
 LOOK = 0.2  # seconds between checks
 
 
 class Late(ClusterError):
-    """An engine has not begun in time, or soon enough after a stop. It still may."""
+    """An engine has not begun in time, but still may."""
 
 
 def begin(
@@ -32,7 +32,7 @@ def begin(
     secret:   hexadecimal digits that only these ranks know
     unwanted: whether the run was stopped a while ago
 
-    Raises RankError if a rank cannot begin; then no rank continues.
+    Raises RankError if a rank cannot begin; then none does.
     """
     first, asked = cluster.engines[0], {}
     loop, store = not spans_hosts(cluster.engines), (str(cluster.place.path / "ranks"), 0)
@@ -61,7 +61,7 @@ def begin(
 
 
 def _entrust(cluster: Cluster, ranks: Sequence[int], secret: str, unwanted: Callable[[], bool]) -> None:
-    """Sends the ranks the run's secret, only over the encrypted line. Raises RankError if a rank does not take it."""
+    """Sends ranks the secret, only over the encrypted line. Raises RankError if one does not take it."""
     until, waiting = time.monotonic() + TRUST_TIMEOUT, set(ranks)
     while waiting:
         said = cluster.rpc.ask_all("trust", timeout=1.0, ranks=waiting, secret=secret)
@@ -75,7 +75,7 @@ def _entrust(cluster: Cluster, ranks: Sequence[int], secret: str, unwanted: Call
 
 
 def _patiently(cluster: Cluster, rank: int, answer: Any, until: float, unwanted: Callable[[], bool]) -> Any:
-    """Waits for an engine's answer, as long as engine and controller live."""
+    """Waits while engine and controller live."""
     while not answer.ready():
         answer.wait(LOOK)
         if cluster.describe_death(rank) or cluster.health.describe_controller():
@@ -86,7 +86,7 @@ def _patiently(cluster: Cluster, rank: int, answer: Any, until: float, unwanted:
 
 
 def _take_back(cluster: Cluster, generation: str, begun: Collection[int], late: set[int]) -> None:
-    """Dismisses begun ranks, which otherwise would wait for the failed rank."""
+    """Dismisses ranks that otherwise would wait for the failed one."""
     cluster.rpc.ask_all("abort", timeout=1.0, ranks=begun, of=(generation, list(begun)))
     until, inside = time.monotonic() + LEAVE, set(begun)
     while inside and time.monotonic() < until:
@@ -98,7 +98,6 @@ def _take_back(cluster: Cluster, generation: str, begun: Collection[int], late: 
 
 
 def _why(cluster: Cluster, rank: int, error: Exception) -> dict[str, Any]:
-    """Returns a failed rank's error."""
     about = {"rank": rank, "step": 0, "op": "set-up"}
     if how := cluster.describe_death(rank):
         return {**about, "type": "EngineDied", "text": f"its engine {how}"}

@@ -29,9 +29,9 @@ class PendingChange:
         self.requested_at = change.requested_at or time.time()
         self.applied_at = applied_at
         self.refused: str | None = None
-        self.members: Sequence[int] = ()  # of a resize: all future ranks,
-        self.coming: Sequence[int] = ()  # and the new ones among them
-        self.sent = False  # whether the ranks have it
+        self.members: Sequence[int] = ()
+        self.coming: Sequence[int] = ()
+        self.sent = False
         self.seconds: float | None = None  # from request to answer
         self.whereabouts: Callable[[], str] = lambda: "nobody was asked"  # of the ranks
         self._answered = threading.Event()
@@ -48,7 +48,6 @@ class PendingChange:
 
     @property
     def request(self) -> dict[str, Any]:
-        """The request for the ranks."""
         if self.members:
             return {"kind": "resize", "members": list(self.members), "id": self.id}
         return {"kind": "change", **self.change.plain()}
@@ -67,7 +66,7 @@ class PendingChange:
 
 
 class Changes:
-    """The ranks' current experiment, and all changes, answered and unanswered."""
+    """The ranks' current experiment, and all changes."""
 
     def __init__(self, experiment: Experiment, listed: list[PendingChange]) -> None:
         self.experiment = experiment
@@ -131,7 +130,7 @@ class Changes:
             return asked
 
     def resized(self, step: int, detail: dict[str, Any]) -> None:
-        """Records new settings from `step` on, after a loss or a resize."""
+        """Records new settings after a loss or a resize."""
         with self._lock:
             self.experiment = Experiment.read(detail["settings"], self.experiment.task)
             if asked := self._take(detail):
@@ -149,7 +148,6 @@ class Changes:
             return list(self._pending)
 
     def end(self, reason: str) -> None:
-        """Refuses all unanswered changes."""
         with self._lock:
             for asked in self._pending:
                 asked.answer(refused=f"{asked.path}={asked.value}: {reason}")
@@ -157,7 +155,7 @@ class Changes:
 
 
 def classes(value: Any) -> Iterator[type]:
-    """Yields a value's settings classes that are not workbench's. Engines need them before the change."""
+    """Yields a value's foreign settings classes, which engines need before the change."""
     if isinstance(value, (tuple, list)):
         for one in value:
             yield from classes(one)

@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from workbench.cluster.run.controller import RunController
 
 ASK_AGAIN = "ask again"
-AGAIN = 0.2  # seconds before another try without a first rank
+AGAIN = 0.2  # seconds before another try
 
 
 class CommandQueue:
     """One run's orders, in sequence. first: the rank that takes requests for all ranks
 
-    Each order names its run and ranks, because the engine may meanwhile have another run or rank.
+    Each order names its run and ranks, because these may change for the engine.
     """
 
     def __init__(self, live: RunController) -> None:
         self.live = live
         self.first = 0
-        self.dismissed: set[int] = set()  # new ranks dismissed before they joined
+        self.dismissed: set[int] = set()  # ranks dismissed before they joined
         self._queue: queue.Queue[tuple[str, bool, Sequence[int], dict[str, Any]]] = queue.Queue()
 
     def put_order(self, what: str, everyone: bool = False, to: Sequence[int] = (), **rest: Any) -> None:
@@ -37,7 +37,7 @@ class CommandQueue:
         self._queue.put(("request", False, (), {"pending": asked}))
 
     def dismiss_ranks(self, ranks: Sequence[int]) -> None:
-        """Dismisses ranks before they join, which frees their engines."""
+        """Frees the engines of ranks that have not joined."""
         if ranks:
             with whole():
                 self.dismissed |= set(ranks)
@@ -85,14 +85,13 @@ class CommandQueue:
     def _ask_again(self, gone: Sequence[int]) -> None:
         """Repeats unanswered requests, after reading the records of the ranks `gone`.
 
-        The remaining ranks apply them or repeat the result, because a lost rank's report may have reached no visible
-        disk.
+        Their reports may be lost. The remaining ranks apply the requests or repeat the results.
         """
         for one in gone:
             if self.live.cluster.describe_death(one):  # otherwise its rows come by themselves
                 last_rows.of_silent(self.live, "marks", one)
         for asked in self.live.changes.unanswered():
-            if asked.sent:  # otherwise it still waits in the queue
+            if asked.sent:  # otherwise it still queues
                 self._send_order("request", False, (), {"pending": asked})
         if self.live.state == "stopping":
             self._send_order("request", False, (), {"request": {"id": "stop", "kind": "stop"}})

@@ -53,16 +53,16 @@ class RunController(Asked):
         self.ranks = range(changes.experiment.ranks)
         self.began_with = changes.experiment
         self.members = tuple(self.ranks)  # the training ranks
-        self.turn = 0  # number of their generation, if known
-        self.been = set(self.ranks)  # all ranks that ever trained
+        self.turn = 0  # of their generation, if known
+        self.been = set(self.ranks)  # ranks that ever trained
         self.returned: dict[int, int] = {}  # new rank of a former rank's engine
-        self.inviting = threading.RLock()  # held from choosing engines for new ranks until these begin
-        self.job: dict[str, Any] = {}  # the engines' job, for later ranks
+        self.inviting = threading.RLock()  # held until chosen engines begin as ranks
+        self.job: dict[str, Any] = {}  # for later ranks
         self.blob, self.secret = b"", ""
         self.state = "starting"
         self.step = 0
         self.loss: float | None = None
-        self.notes: list[str] = []  # for the user, newest last
+        self.notes: list[str] = []
         self.error: BaseException | None = None
         self.status: dict[int, dict[str, Any]] = {}
         self.spools: dict[int, str] = {}
@@ -83,7 +83,6 @@ class RunController(Asked):
     # -- rows (on the relay's thread)
 
     def take_batch(self, batch: RowBatch) -> None:
-        """Adds a batch to the run, in order and without gaps."""
         if batch.generation == self.generation:
             self.gaps.put_batch(batch)
 
@@ -120,14 +119,12 @@ class RunController(Asked):
         return self.step + 1 if self.step else 0
 
     def _read_missed(self, kind: str, rank: int, start: int) -> spool.Pieces:
-        """Reads lost rows from the rank's disk."""
         if not self.is_elsewhere(rank):
             path = Path(self.run.path or ".")
             return run_within(PATIENCE, lambda: spool.read_pieces(path, kind, rank, start))
         return spool.unpack_pieces(self.cluster.rpc.ask_rank(rank, "rows", kind=kind, start=start)[1])
 
     def is_elsewhere(self, rank: int) -> bool:
-        """Whether this kernel cannot see the rank's disk."""
         return self.spools.get(rank, str(self.run.path)) != str(self.run.path)
 
     def _take_mark(self, rank: int, step: int, t: float, name: str, detail: dict[str, Any]) -> None:
@@ -164,7 +161,6 @@ class RunController(Asked):
             self.alarm.heard(name, rank, step, t, detail)
 
     def admit_ranks(self, new: list[int]) -> None:
-        """Listens to ranks that will join."""
         self.been |= set(new)
         self.ranks = self.attention.ranks = range(max(self.been) + 1)
         self.ending.admit_ranks(new)
@@ -184,7 +180,6 @@ class RunController(Asked):
     # -- orders
 
     def queue_order(self, what: str, everyone: bool = False, **rest: Any) -> None:
-        """Queues an order for the first rank or `everyone`."""
         self.orders.put_order(what, everyone, **rest)
 
     def note_error(self, failure: BaseException) -> None:
@@ -203,11 +198,10 @@ class RunController(Asked):
         RunWatch(self).start_watch()
 
     def request_change(self, path: str | Mapping[str, Any], value: Any = None) -> PendingChange:
-        """Requests a change of knobs. Engines first receive classes that they lack."""
+        """Requests a change of knobs, after sending classes that engines lack."""
         return self.changes.ask(path, value, self._send_change)
 
     def describe_places(self) -> str:
-        """Describes each rank's last reported place."""
         ranks = [f"rank {r} at step {s['step']} in {s['busy'] or 'nothing'}" for r, s in sorted(self.status.items())]
         return ", ".join([f"the run is {self.state}", *ranks, *self.notes[-3:]])
 
@@ -221,8 +215,8 @@ class RunController(Asked):
         """Stops at the next step boundary. A second call aborts. A stop is never a failure of the run.
 
         Without a boundary, the ranks leave in the middle of a step. The lab ends engines of ranks that do not leave,
-        notes where they stood, and replaces them for the next run. All this takes less than 30 s, or 7 times the
-        longest step if steps last longer than 3 s. See [Note: How long a stop takes].
+        notes where they stood, and replaces them for the next run. This takes less than 30 s, or 7 times the longest
+        step if steps exceed 3 s. See [Note: How long a stop takes].
         """
         if self.state == "stopping":
             return self.abort()
@@ -232,14 +226,12 @@ class RunController(Asked):
         self.queue_order("request", request={"id": f"checkpoint {time.time_ns():x}", "kind": "checkpoint"})
 
     def come_to_end(self) -> None:
-        """Stops at the next step boundary."""
         self.state = "stopping"
         self.ending.note_stop()
         self.queue_order("request", request={"id": "stop", "kind": "stop"})
         self.queue_order("hurry", everyone=True)
 
     def abort(self) -> None:
-        """Ends the run at once, in the middle of a step."""
         self.state = "stopping"
         self.ending.note_stop()
         self.free_ranks()
@@ -253,12 +245,10 @@ class RunController(Asked):
                 self.over.wait(2.0)
 
     def free_ranks(self) -> None:
-        """Makes all ranks leave in the middle of a step."""
         self.ending.note_abort()
         self.queue_order("abort", everyone=True, asked=self.ending.asked)
 
     def note_saved(self, path: Path, rows: int) -> None:
-        """Notes that the run was saved in `path`."""
         self.attention.recording.note_saved(path, rows, None if self.over.is_set() else self.step)
 
     def wait(self, timeout: float | None = None) -> Run:
@@ -276,7 +266,6 @@ class RunController(Asked):
             self.over.set()
 
     def end_run(self, state: str, error: BaseException | None = None) -> None:
-        """Ends the run in `state`, here and in its record."""
         with self._lock:
             if self.over.is_set():
                 return
@@ -286,7 +275,7 @@ class RunController(Asked):
             try:
                 last_rows.record_state(self, state, error)
                 self.attention.recording.count_lacking()
-            except Exception as failure:  # a disk error must not keep the run from ending
+            except Exception as failure:  # a disk error must not prevent the end
                 self.note_error(failure)
             self.changes.end("the run ended before it could be applied")
             self.run.live = False

@@ -1,11 +1,11 @@
 """Decides when a run is over: which ranks left, which errors count, how long to wait.
 
-It has no thread, socket or clock of its own: callers report events and ask what is due.
+It has no thread, socket or clock of its own.
 
 [Note: How long a stop takes] The ranks stop at their next common step boundary. The kernel waits while they complete
 steps. A step may take max(`LEAST`, `STEPS` x the longest recent step) seconds, with `FIRST` for `LEAST` before the
 first step. With shorter steps the wait ends after `MOST` seconds. Then the ranks must leave in the middle of a step.
-The kernel gives up a rank that has not left after max(`LEAVE`, `STEPS` x that step) more seconds.
+After max(`LEAVE`, `STEPS` x that step) more seconds the kernel gives up the remaining ranks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ STEPS = 3.0
 FIRST = 10.0  # seconds
 MOST = 20.0  # seconds
 LEAVE = 3.0  # seconds
-REUNION = 30.0  # seconds for the remaining ranks to meet after a loss
-REPORT = 0.5  # seconds for other ranks' reports after a failure, before they are freed
+REUNION = 30.0  # seconds for ranks to meet after a loss
+REPORT = 0.5  # seconds for other ranks' reports after a failure
 
 Error = dict[str, Any]
 
@@ -32,25 +32,25 @@ Error = dict[str, Any]
 class Ending:
     """The end of one run of `ranks`, for any thread.
 
-    coming: ranks that have not joined. No rank needs them, so their end says nothing about the run.
+    coming: ranks that have not joined, whose end says nothing about the run
     """
 
     def __init__(self, ranks: Iterable[int], clock: Callable[[], float] = time.monotonic) -> None:
         self.ranks, self.clock = set(ranks), clock
         self.coming: set[int] = set()
-        self.left: dict[int, str] = {}  # final states of ranks
+        self.left: dict[int, str] = {}
         self.errors: dict[int, Error] = {}
-        self.lost: dict[int, Error | None] = {}  # ranks that the run continued without, and their ends
-        self.outlives: Callable[[], bool] = lambda: False  # whether the run survives a lost rank
-        self.unwatched: Error | None = None  # a non-finite loss that ended an unwatched run
-        self.asked = False  # whether a stop was requested
-        self._told = False  # whether ranks must leave in the middle of a step
-        self._since = self._moved = 0.0  # when the stop was requested; last step of any rank
+        self.lost: dict[int, Error | None] = {}  # ranks lost without ending the run
+        self.outlives: Callable[[], bool] = lambda: False  # the run survives a lost rank
+        self.unwatched: Error | None = None  # a non-finite loss that ended the run
+        self.asked = False
+        self._told = False  # ranks must leave within a step
+        self._since = self._moved = 0.0  # stop requested; last step of any rank
         self._release = self._until = float("inf")
-        self._waiting: float | None = None  # since when only ranks that have not joined remain
+        self._waiting: float | None = None  # since when only unjoined ranks remain
         self._phases: dict[int, str] = {}  # last reported states
         self._steps: dict[int, int] = {}
-        self._lengths: dict[int, float] = {}  # each rank's longest recent step, in seconds
+        self._lengths: dict[int, float] = {}  # longest recent step, in seconds
         self._lock = threading.Lock()
 
     # -- events
@@ -97,7 +97,6 @@ class Ending:
             self._release = min(self._release, now + wait)
 
     def admit_ranks(self, new: Iterable[int]) -> None:
-        """Adds ranks that will join."""
         with self._lock:
             self.ranks |= set(new)
             self.coming |= set(new)
@@ -113,7 +112,7 @@ class Ending:
             self.failed(rank, error)
 
     def note_outlived(self, gone: Iterable[int], step: int) -> None:
-        """Records that the run continues from `step`, possibly an earlier one, without these ranks."""
+        """Records that the run continues without these ranks from `step`, possibly an earlier one."""
         with self._lock:
             self._steps = {rank: min(at, step) for rank, at in self._steps.items()}
             self.ranks -= set(gone)
@@ -123,7 +122,6 @@ class Ending:
                 self._release = float("inf")
 
     def forget_ranks(self, ranks: Iterable[int]) -> None:
-        """Makes the end of these ranks irrelevant."""
         with self._lock:
             self.lost |= {rank: self.errors.pop(rank) for rank in ranks}
 
@@ -134,7 +132,6 @@ class Ending:
         self._since = self.clock()
 
     def note_abort(self) -> None:
-        """Records that the ranks must leave at once."""
         self._told = True
         self._until = min(self._until, self.clock() + self._find_patience(LEAVE))
 
@@ -149,7 +146,6 @@ class Ending:
 
     @property
     def is_unwanted(self) -> bool:
-        """Whether the stop is too old to wait for ranks that have not begun."""
         return self.asked and self.clock() - self._since > FIRST
 
     @property
@@ -162,12 +158,10 @@ class Ending:
 
     @property
     def awaited_ranks(self) -> set[int]:
-        """The ranks that the kernel awaits."""
         return self.living_ranks - set(self.left)
 
     @property
     def is_near(self) -> bool:
-        """Whether the end is near enough for frequent checks."""
         return bool(self.asked or self._told or self.errors or self.left)
 
     def next_action(self) -> str:
@@ -182,16 +176,13 @@ class Ending:
         return ""
 
     def _only_coming(self, now: float) -> bool:
-        """Whether only ranks remain that no rank will invite.
-
-        Either the run reached its last step, or every trained rank has died and they still wait.
-        """
+        """Whether only uninvited ranks remain: the run made its last step, or every trained rank has died."""
         uninvited = {self._phases.get(rank) for rank in self.awaited_ranks} == {"waiting"}
         if not (self.awaited_ranks <= self.coming and (uninvited or "done" in self.left.values())):
             self._waiting = None
             return False
         self._waiting = self._waiting if self._waiting is not None else now
-        return now - self._waiting > LEAVE  # news of their invitation may be on its way
+        return now - self._waiting > LEAVE  # their invitation may be on its way
 
     def _boundary_limit(self) -> float:
         """Returns until when a stop awaits a boundary. See [Note: How long a stop takes]."""
@@ -207,8 +198,8 @@ class Ending:
     def find_outcome(self) -> tuple[str, list[Error]]:
         """Returns (done, stopped, preempted or failed; the errors).
 
-        After a stop, a peer's closed connection is no failure. Nor is a rank's death before the ranks agreed to
-        continue without it.
+        After a stop, neither a peer's closed connection is a failure, nor a rank's death before the ranks agreed to
+        continue.
         """
         errors = [e for e in self.errors.values() if not (self.asked and (is_consequence(e) or self._was_outlived(e)))]
         if errors and not self.asked:
@@ -229,7 +220,7 @@ class Ending:
         return error["type"] == "EngineDied" and self.outlives() and bool(stopped)
 
     def _list_released(self) -> list[tuple[int, int]]:
-        """Returns (rank, step) of ranks that left before they noticed the failure."""
+        """Returns (rank, step) of ranks that left unaware of the failure."""
         left = sorted(r for r, state in self.left.items() if state == "stopped" and r not in self.errors)
         return [(rank, self._steps.get(rank, 0)) for rank in left]
 

@@ -17,11 +17,10 @@ _REFUSED = KnobError.__name__  # a rank's type for a refused setting
 class RankError(RuntimeError):
     """A rank failed. `rank`, `step`, `op`, `type`, `text` and `traceback` describe the cause.
 
-    ranks: ranks with the same failure; freed: ranks that only lost their peer; all: every error
+    ranks: with the same failure; freed: ranks that only lost their peer; all: every error
     """
 
     def __new__(cls, errors: Sequence[dict[str, Any]]) -> RankError:
-        """Makes a RankRefusal if a rank refused a setting."""
         made = RankRefusal if cls is RankError and fold_errors(errors)[0]["type"] == _REFUSED else cls
         return super().__new__(made)
 
@@ -51,7 +50,7 @@ class RankRefusal(RankError, KnobError):
 
 
 def fold_errors(errors: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[int], list[int]]:
-    """Returns (the cause, ranks with the same failure, ranks that failed because of it)."""
+    """Returns (the cause, ranks with the same failure, its victims)."""
     causes = [e for e in errors if not is_consequence(e)] or list(errors)
     first = min(causes, key=lambda e: (e["type"] != "EngineDied", e.get("t", 0.0), e["rank"]))
     same = sorted({int(e["rank"]) for e in causes if (e["type"], e["text"]) == (first["type"], first["text"])})
@@ -60,7 +59,7 @@ def fold_errors(errors: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[
 
 
 def brought_up(errors: dict[int, dict[str, Any]], experiment: Any) -> None:
-    """Advances a dead rank's step to the one in which the other ranks missed it, if all ranks meet in every step.
+    """Advances a dead rank's step to the one that the other ranks missed it in, if all meet in every step.
 
     Its own last report may be older.
     """
@@ -93,7 +92,7 @@ def none_holds(errors: dict[int, dict[str, Any]], members: Collection[int], join
 
 def is_consequence(error: dict[str, Any]) -> bool:
     """Whether an error only reports a lost peer."""
-    if error.get("own"):  # from the user's code
+    if error.get("own"):
         return False
     return bool(error.get("consequence")) or any(w in str(error["text"]) for w in _CONSEQUENCES)
 

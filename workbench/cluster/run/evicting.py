@@ -1,7 +1,7 @@
 """Evicts ranks that hang, on request or by `on_hang`, and replaces lost ranks.
 
-The remaining ranks first report whether they can continue. Then the lab ends the hanging engine, so that it neither
-uses a core nor wakes up. The run then treats it as a death.
+The remaining ranks first report whether they can continue. Then the lab ends the hanging engine, so that it uses no
+core and never wakes up. The run treats this as a death.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from workbench.cluster.run.changes import PendingChange
     from workbench.cluster.run.controller import RunController
 
-TELL = 2.0  # seconds for the remaining ranks' report
+TELL = 2.0  # seconds for the ranks' report
 AGAIN = "ask again"  # ends a temporary refusal
 TRIES = 3  # requests after such refusals
-WORD = 2.0  # seconds from an engine's end to the report that the run continued
+WORD = 2.0  # seconds from an engine's end to the ranks' report
 
 
 class Evictions:
     """The evictions and replacements of one run.
 
-    reasons:   why ranks were evicted, by rank
-    leaving:   evicted ranks, until the run continues without them
+    reasons:   by rank
+    leaving:   evicted ranks that the run still counts
     acts:      whether to replace lost ranks; False while a kernel replays the record
-    lacking:   lost ranks without a replacement in the replayed record
+    lacking:   lost ranks without a replacement in that record
     preempted: ranks that reported a preemption, and when their engines were first gone
     """
 
@@ -47,12 +47,12 @@ class Evictions:
         self.leaving: set[int] = set()
         self.acts, self.lacking = True, 0
         self.preempted: dict[int, float | None] = {}
-        self._replaced: set[int] = set()  # replaced once the run continues without them
+        self._replaced: set[int] = set()
         self._refused = ""
-        self._refusals = 0  # of replacements, in a row
+        self._refusals = 0
         self._lock, self._counts = threading.Lock(), threading.Lock()
-        self._replacing = threading.Lock()  # held from a request for new ranks to its answer
-        self._wanted = 0  # replacements that no thread has requested yet
+        self._replacing = threading.Lock()  # held from a request for ranks to its answer
+        self._wanted = 0  # replacements not requested yet
 
     # -- events
 
@@ -81,7 +81,7 @@ class Evictions:
         )
 
     def record_mark(self, name: str, detail: dict[str, Any], besides: Collection[int] = ()) -> None:
-        """Records a mark through the first able rank outside `besides`."""
+        """Records a mark through an able rank outside `besides`."""
         for rank in (m for m in self.live.members if m not in besides and m not in self.live.ending.dead_ranks):
             try:
                 self.live.cluster.rpc.ask_rank(rank, "note", timeout=1.0, name=name, detail=detail)

@@ -1,7 +1,6 @@
 """Follows a run's generations: training ranks, lost ranks, and answered requests.
 
-The first rank of a generation records its members. If that rank is lost, the kernel may read this from disk during a
-later generation.
+A generation's first rank records its members. If it is lost, the kernel may read this later, from disk.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ if TYPE_CHECKING:
 
 
 def went_on(live: RunController, step: int, detail: dict[str, Any]) -> None:
-    """Takes in a new generation, or why the ranks cannot continue."""
+    """Takes in a new generation, or why there is none."""
     live.notes.append(detail["text"])
     if "members" not in detail:
         return
-    live.admit_ranks([m for m in detail["members"] if m not in live.been])  # ranks that another kernel added
-    if detail.get("turn", live.turn + 1) <= live.turn:  # from a lost rank, after a later generation
+    live.admit_ranks([m for m in detail["members"] if m not in live.been])  # added by another kernel
+    if detail.get("turn", live.turn + 1) <= live.turn:  # by a lost rank, read late
         return was_resized(live, step, detail)
     live.turn = detail.get("turn", live.turn)
-    unheard = [m for m in live.members if m not in (*detail["members"], *detail["gone"])]  # no rank reported their end
+    unheard = [m for m in live.members if m not in (*detail["members"], *detail["gone"])]  # unreported ends
     live.members, gone = tuple(detail["members"]), [*detail["gone"], *unheard]
     live.ending.note_joined(live.members)
     live.ending.note_outlived(gone, step)

@@ -1,4 +1,4 @@
-"""Completes a record: the last rows, and the ends of ranks that could not record it."""
+"""Completes a record with last rows, and with ends that ranks could not record."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from workbench.cluster.run.controller import RunController
 
 ON_THE_WAY = 1.0  # seconds for a message to arrive
-ALL = 1 << 62  # more rows than a rank has
+ALL = 1 << 62
 
 Marks = list[tuple[int, str, float, dict[str, Any]]]
 
 
 def gather_rows(live: RunController, silent: set[int]) -> None:
-    """Fetches missing rows; for `silent` ranks only from disks that this kernel sees."""
+    """Fetches missing rows; those of `silent` ranks only from visible disks."""
     _ask_what_was_sent(live, silent)
     time.sleep(0.1)  # for messages on their way
     wait_for(lambda: _have_come(live, silent), ON_THE_WAY)  # these need not be on a disk
@@ -39,7 +39,7 @@ def gather_rows(live: RunController, silent: set[int]) -> None:
 
 
 def _ask_what_was_sent(live: RunController, silent: set[int]) -> None:
-    """Asks for the ranks' counts of sent rows, because their last status may be older."""
+    """Asks for counts of sent rows, because the last status may be older."""
     asked = [rank for rank in live.ranks if rank not in silent and not live.status.get(rank, {}).get("over")]
     for rank, answer in live.cluster.rpc.ask_all("status", timeout=ON_THE_WAY, ranks=asked).items():
         if isinstance(answer, dict) and (answer["generation"], answer["as"]) == (live.generation, rank):
@@ -47,7 +47,6 @@ def _ask_what_was_sent(live: RunController, silent: set[int]) -> None:
 
 
 def _have_come(live: RunController, silent: set[int]) -> bool:
-    """Whether all reported rows have come."""
     told = {rank: live.status.get(rank, {}).get("sent", {}) for rank in live.ranks if rank not in silent}
     return all(live.gaps.next[kind, rank] >= n for rank, sent in told.items() for kind, n in sent.items())
 
@@ -55,7 +54,7 @@ def _have_come(live: RunController, silent: set[int]) -> bool:
 def of_silent(live: RunController, kind: str, rank: int) -> None:
     """Reads a silent rank's rows, if its disk is visible. Waiting rows pass in any case.
 
-    It does not ask the rank, because each missing answer delays all rows for seconds.
+    It does not ask the rank: each missing answer delays all rows for seconds.
     """
     if live.is_elsewhere(rank):
         live.gaps.release_rows(kind, rank)
@@ -64,7 +63,7 @@ def of_silent(live: RunController, kind: str, rank: int) -> None:
 
 
 def of_left(live: RunController, rank: int, sent: dict[str, int]) -> None:
-    """Fetches the last rows of a rank left behind, while its engine has them."""
+    """Fetches the last rows of a rank left behind."""
     for kind in KINDS:
         live.gaps.fetch_missing(kind, rank, sent.get(kind, ALL))
     if live.is_elsewhere(rank):

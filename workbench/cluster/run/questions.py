@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Asked:
-    """A RunController's part that answers questions."""
+    """Answers a RunController's questions."""
 
     attention: HangMonitor
     cluster: Cluster

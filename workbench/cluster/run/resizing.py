@@ -1,6 +1,6 @@
-"""The kernel's side of a resize: adds ranks to a live run, and removes ranks.
+"""The kernel's side of a resize.
 
-A new rank gets an idle or new engine. Its session begins and reports that it waits. Then the training ranks invite it
+A new rank's session begins on an idle or new engine, and waits. Then the training ranks invite it
 (`engine/rank/resizing.py`). So a rank that cannot begin changes nothing.
 """
 
@@ -23,9 +23,9 @@ from workbench.settings.progress import doing
 if TYPE_CHECKING:
     from workbench.cluster.run.controller import RunController
 
-WAIT = 60.0  # seconds for a new rank to begin its wait
+WAIT = 60.0  # seconds for a rank to begin its wait
 LOOK = 0.05  # seconds between checks
-ASK = 1.0  # seconds for an engine to report that it is free
+ASK = 1.0  # seconds for a free engine's report
 
 
 class RankNotBegun(ClusterError):
@@ -33,7 +33,7 @@ class RankNotBegun(ClusterError):
 
 
 def resize_run(live: RunController, ranks: int) -> PendingChange:
-    """Makes `ranks` ranks train before one of the next steps. Raises KnobError if that is impossible."""
+    """Makes `ranks` ranks train from one of the next steps. Raises KnobError if that is impossible."""
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise KnobError(f"ranks={ranks!r}: must be an integer of at least 1")
     if live.changes.experiment.task.leads:
@@ -47,7 +47,7 @@ def resize_run(live: RunController, ranks: int) -> PendingChange:
 def _make_resize(live: RunController, ranks: int, here: list[int]) -> PendingChange:
     spare = list_idle(live)
     if ranks > len(here) + len(spare):
-        with live.cluster.starting:  # waits for starting engines, and reserves returned ones
+        with live.cluster.starting:  # waits for starting engines, reserves returned ones
             spare = list_idle(live) + list_returned(live)
             return _request_resize(live, ranks, here, spare, max(0, ranks - len(here) - len(spare)))
     return _request_resize(live, ranks, here, spare, 0)
@@ -73,14 +73,14 @@ def _request_resize(live: RunController, ranks: int, here: list[int], spare: lis
             asked = live.changes.resizing([*here[:ranks], *new], new)
             live.orders.put_change(asked)
     except BaseException:  # also for an interrupt
-        if asked is None:  # no rank would ever invite the new ranks
+        if asked is None:  # no rank would invite the new ones
             live.orders.dismiss_ranks(new)
         raise
     return asked
 
 
 def list_idle(live: RunController) -> list[int]:
-    """Returns ranks with living engines that were never in this run, under any number."""
+    """Returns ranks with living engines that never were in this run."""
     engines, been = live.cluster.engines, live.been
     used = {engines[rank].process_key for rank in been if rank < len(engines)}
     fresh = {e.process_key: e.rank for e in engines if e.process_key not in used}
@@ -90,8 +90,8 @@ def list_idle(live: RunController) -> list[int]:
 def list_returned(live: RunController) -> list[int]:
     """Returns new ranks for engines that the run left behind and that are free again.
 
-    Such a rank was removed, was dismissed before it joined, or was unreachable on a stopped or disconnected machine.
-    Its engine reports that it is free once it finds that the run went on. The kernel first fetches its last rows.
+    Such a rank was removed, was dismissed before it joined, or was unreachable (stopped or disconnected). Its engine is
+    free once it finds that the run went on. The kernel first fetches its last rows.
     """
     with live.cluster.starting:
         return _list_returned(live)
@@ -101,7 +101,7 @@ def _list_returned(live: RunController) -> list[int]:
     cluster, engines = live.cluster, live.cluster.engines
     here = {engines[rank].process_key for rank in live.members}
     last = {engines[rank].process_key: rank for rank in sorted(live.been) if rank < len(engines)}
-    ends = live.evicting.preempted  # their engines end soon
+    ends = live.evicting.preempted
     gone = [
         rank for process, rank in last.items() if not (process in here or rank in ends or cluster.describe_death(rank))
     ]
@@ -123,7 +123,7 @@ def _list_returned(live: RunController) -> list[int]:
 
 
 def _invite_ranks(live: RunController, new: list[int]) -> None:
-    """Begins the sessions of these ranks; they wait. Raises RankError or RankNotBegun if one does not."""
+    """Begins these ranks' waiting sessions. Raises RankError or RankNotBegun if one does not."""
     live.admit_ranks(new)
     live.spools |= begin(live.cluster, {**live.job, "joins": True}, live.blob, new, secret=live.secret)
     until = time.monotonic() + WAIT

@@ -59,7 +59,7 @@ def wait_for_run(live: RunController, timeout: float | None = None) -> Run:
 
 
 def _make_progress(live: RunController) -> Any:
-    """Returns the whole run's progress line, with earlier steps and time."""
+    """Returns a progress line that includes earlier steps and time."""
     total, first = live.changes.experiment.steps or None, int(live.run.parent.get("step", 0))
     line = tqdm(total=total, initial=first, unit="step", desc=live.run.name, leave=True, disable=not seen())
     line.n = line.last_print_n = max(first, live.steps_done)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
     from workbench.cluster.run.controller import RunController
 
-LOOK = 0.2  # seconds between checks of the engines
-ASK = 1.0  # seconds between status requests
-SILENT = 2.0  # seconds without an answer before reading a rank's marks from its disk
+LOOK = 0.2  # seconds between checks
+ASK = 1.0  # seconds between requests
+SILENT = 2.0  # seconds without an answer before reading marks from disk
 
 
 class RunWatch:
@@ -28,8 +28,8 @@ class RunWatch:
     def __init__(self, live: RunController) -> None:
         self.live, self.ending = live, live.ending
         self._asked, self._tidy = 0.0, Tidy(OFTEN)
-        self._answered = dict.fromkeys(live.ranks, time.monotonic())  # last answer of each rank
-        self.silent: set[int] = set()  # ranks without a recent answer
+        self._answered = dict.fromkeys(live.ranks, time.monotonic())  # last answers
+        self.silent: set[int] = set()
 
     def start_watch(self) -> None:
         SupervisedThread("run watch", self._watch_once, self.live.over, self.live.note_error).start()
@@ -41,7 +41,7 @@ class RunWatch:
                 self._asked = time.monotonic()
                 self.ask_ranks()
             self._tidy.due()
-        finally:  # a failed look must not keep the run from ending
+        finally:  # a failed look must not prevent the end
             self._do_action(self.ending.next_action())
             self.live.over.wait(LOOK)
 
@@ -61,7 +61,7 @@ class RunWatch:
                 self.live.note_death(rank, self.live.attention.describe_death(rank, how))
 
     def ask_ranks(self) -> None:
-        """Asks every rank for its status. Reads a silent rank's marks from its disk, if visible."""
+        """Asks every rank for its status. Reads a silent rank's marks from a visible disk."""
         live, now = self.live, time.monotonic()
         for rank, answer in live.cluster.rpc.ask_all("status", timeout=0.8, ranks=self.ending.living_ranks).items():
             if isinstance(answer, dict) and (answer["generation"], answer["as"]) == (live.generation, rank):
@@ -82,12 +82,10 @@ class RunWatch:
         )
 
     def _note_error(self, rank: int, what: str) -> None:
-        """Notes an error of an engine's line, which continues."""
         if what and (text := f"rank {rank}'s line met {what}; the traceback is in its log") not in self.live.notes:
             self.live.notes.append(text)
 
     def _give_up(self, late: list[int]) -> None:
-        """Stops waiting for ranks that have not left."""
         ended, live = self.live.cluster.health.give_up(late), self.live
         for rank in late:
             last = live.status.get(rank, {})
@@ -99,7 +97,6 @@ class RunWatch:
         self._finish_run(self.silent | set(late))
 
     def _finish_run(self, silent: set[int]) -> None:
-        """Takes in the last rows and decides the outcome."""
         live, dead = self.live, self.ending.dead_ranks
         try:
             left = {r for r in live.evicting.preempted if live.cluster.describe_death(r)} | set(live.returned)
@@ -107,17 +104,17 @@ class RunWatch:
             brought_up(self.ending.errors, live.changes.experiment)
             self._tell_none_holds()
             last_rows.record_deaths(live, dead)
-        except Exception as failure:  # a full disk or a silent rank must not keep the run from ending
+        except Exception as failure:  # a full disk or silent rank must not prevent the end
             live.note_error(failure)
         if self.ending.asked:
-            self.ending.forget_ranks(set(self.ending.errors) - set(live.members))  # these had not joined
+            self.ending.forget_ranks(set(self.ending.errors) - set(live.members))
         state, errors = self.ending.find_outcome()
         if state != "done" and (why := _describe_orphan(live.cluster)):
             return live.end_run("failed", ClusterError(why))
         live.end_run(state, RankError(errors) if errors else None)
 
     def _tell_none_holds(self) -> None:
-        """Adds to the errors that all ranks with the trained state died, if so."""
+        """Adds to the errors if all ranks with the trained state died."""
         live, ending = self.live, self.ending
         joining = sorted(live.been - set(live.members) - ending.dead_ranks - set(ending.lost))
         kept = checkpoints.found(Path(live.run.path) / checkpoints.FOLDER) if live.run.path is not None else []

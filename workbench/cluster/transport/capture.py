@@ -1,6 +1,6 @@
-"""Captures prints, warnings and log messages of a rank's training threads, by the prefix of their names.
+"""Captures prints, warnings and log messages of a rank's training threads, by their names' prefix.
 
-Other output goes its usual way, so `%%px` keeps its own while a model prints.
+Other output goes its usual way, such as that of `%%px`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-PER_SECOND = 40  # lines captured each second; further lines are only counted
+PER_SECOND = 40  # lines captured each second; further lines are counted
 LONGEST = 4000  # characters kept of a line
 
 Sink = Callable[[str, str], None]
@@ -52,7 +52,7 @@ class OutputCapture:
             pass
 
     def end_lines(self) -> None:
-        """Passes on text without a newline. A session calls this before its record closes."""
+        """Passes on text without a newline, before a session's record closes."""
         for split in self._splits:
             split.end_lines()
 
@@ -80,7 +80,7 @@ class OutputCapture:
 
 
 class _SplitStream:
-    """Sends the training's lines to the capture and other text to the usual stream."""
+    """Sends the training's lines to the capture, other text to the usual stream."""
 
     def __init__(self, capture: OutputCapture, name: str, usual: Any) -> None:
         self.capture, self.name, self.usual = capture, name, usual
@@ -99,7 +99,7 @@ class _SplitStream:
         return len(text)
 
     def end_lines(self, only_ended: bool = False) -> None:
-        """Passes on the begun lines of all threads, or only of ended ones."""
+        """Passes on begun lines of all threads, or only of ended ones."""
         for thread in list(self._begun):
             if not (only_ended and thread.is_alive()) and (text := self._begun.pop(thread, "")):
                 self.capture.hand_on(self.name, text)
@@ -128,7 +128,7 @@ class _LogHandler(logging.Handler):
         if self.capture.is_captured():
             try:
                 text = self.format(record)
-            except Exception:  # as in any logging handler, a bad record ends nothing
+            except Exception:  # as in any logging handler
                 return self.handleError(record)
             self.capture.hand_on("log", text)
         elif (last := logging.lastResort) and logging.getLogger().handlers == [self] and record.levelno >= last.level:

@@ -1,7 +1,6 @@
 """CurveZMQ keys for one lab: only its kernels may listen to its engines or command them.
 
-Each engine and the lab have a pair. Only public halves travel over ipyparallel, encrypted in a cluster that the lab
-starts.
+Only public halves travel over ipyparallel, which a lab's own cluster encrypts.
 """
 
 from __future__ import annotations

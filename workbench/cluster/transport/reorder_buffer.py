@@ -47,7 +47,7 @@ class ReorderBuffer:
                 self._pass_rows(key, lossy=True)
 
     def take_count(self, kind: str, rank: int, sent: int) -> None:
-        """Takes in that a rank has sent `sent` rows. Fetches missing ones of its last count."""
+        """Takes in a rank's count of sent rows. Fetches missing ones of its last count."""
         key = kind, rank
         due, self._due[key] = self._due.get(key, 0), sent
         with self._lock:
@@ -56,7 +56,7 @@ class ReorderBuffer:
                 self._pass_rows(key)
 
     def fetch_missing(self, kind: str, rank: int, sent: int) -> None:
-        """At the end, fetches missing rows of the first `sent`. Waiting rows pass in any case."""
+        """At the end, fetches missing rows of the first `sent`. Waiting rows then pass anyway."""
         key = kind, rank
         with self._lock:
             for _ in range(TRIES if self.next[key] < sent or self._held.get(key) else 0):
@@ -71,7 +71,7 @@ class ReorderBuffer:
             self._pass_rows((kind, rank), lossy=True)
 
     def _from_disk(self, key: tuple[str, int]) -> list[Piece] | None:
-        """Reads from the next row on; None if disk or rank does not answer."""
+        """Reads from the next row on; None without an answer."""
         try:
             return self._missed(*key, self.next[key])
         except (OSError, RuntimeError):
@@ -84,7 +84,7 @@ class ReorderBuffer:
         """Passes waiting rows up to the first gap, or all if `lossy`. Returns whether none is left."""
         held = self._held.pop(key, [])
         while held and (lossy or held[0][0] <= self.next[key]):
-            self._since.pop(key, None)  # a later gap waits from its own beginning
+            self._since.pop(key, None)
             seq, columns = held.pop(0)
             self.next[key] = max(self.next[key], seq + len(columns["rank"]))
             self._append(*key, seq, columns)

@@ -14,7 +14,7 @@ from workbench.cluster.transport.keys import CurveKeys
 from workbench.cluster.transport.wire import RowBatch, decode_batches
 from workbench.settings.describe_error import said
 
-PAUSE = 0.2  # seconds between two looks at a busy socket: fast enough for the eye
+PAUSE = 0.2  # seconds: fast enough for the eye
 
 
 class RowSubscriber:
@@ -81,4 +81,4 @@ class RowSubscriber:
 
     def close(self) -> None:
         self._closing.set()
-        self._thread.join(10.0)  # one look may take seconds on a busy machine
+        self._thread.join(10.0)

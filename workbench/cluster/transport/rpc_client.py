@@ -54,9 +54,7 @@ class RpcClient:
                 before.socket.close(0)
 
     def disconnect_rank(self, rank: int, address: str) -> None:
-        """Makes questions to `rank` fail at once, because its engine at `address` is gone. Does nothing during a
-        question.
-        """
+        """Makes questions to `rank` fail at once, because its engine is gone. Does nothing during a question."""
         wire = self._wires[rank]
         if wire.address == address and wire.lock.acquire(blocking=False):
             try:
@@ -95,7 +93,7 @@ class RpcClient:
             return
         wire.expects = next(wire.numbers)
         message = [json.dumps({"number": wire.expects, "what": what, **rest}).encode(), blob]
-        with contextlib.suppress(zmq.Again):  # an engine that receives nothing will not answer
+        with contextlib.suppress(zmq.Again):  # a silent engine will not answer
             wire.socket.send_multipart(message, zmq.NOBLOCK)
 
     def _receive_answer(self, rank: int, wire: _Channel, what: str, timeout: float) -> tuple[Any, bytes]:

@@ -1,4 +1,4 @@
-"""Reads rows from the ranks' disks, for a kernel that attaches, missed messages, or is on another host."""
+"""Reads rows from the ranks' disks: a kernel needs them after attaching or lost messages, or on another host."""
 
 from __future__ import annotations
 
