@@ -13,7 +13,7 @@ from workbench import Checkpoint, simulate
 from workbench.compressors import TopK
 from workbench.host.checkpoint.restore import open_image
 from workbench.optimizers import AdamW
-from workbench.record.checkpoints import MANIFEST, Bytes, name
+from workbench.record.checkpoints import MANIFEST, CheckpointFiles, name
 from workbench.record.store import RunError
 from workbench.strategies import ZeRO3
 
@@ -55,7 +55,7 @@ class DamagedCheckpoint:
     def _values(self, path: Path) -> str:
         """Returns a digest of all values that ranks, or readers of the model, read from a checkpoint."""
         digest, checkpoint = hashlib.sha256(), Checkpoint.open(path)
-        files = Bytes(checkpoint)
+        files = CheckpointFiles(checkpoint)
         try:
             c = checkpoint
             whole: list[Any] = [c.step, c.ranks, c.kind, c.settings, c.held_out, c.asked, c.planned, c.made]

@@ -13,7 +13,7 @@ from tests.ranks import make_fitting, shipped, toy
 from workbench.compressors import Compressor
 from workbench.host.checkpoint.restore import open_image
 from workbench.optimizers import Optimizer
-from workbench.record.checkpoints import Bytes, Checkpoint, found
+from workbench.record.checkpoints import Checkpoint, CheckpointFiles, found
 from workbench.settings import Change
 from workbench.sim.run.resuming import gather_checkpoint, settings_of
 from workbench.strategies import Strategy
@@ -58,7 +58,7 @@ def test_a_checkpoint_for_other_strategies_equals_the_hand_over_of_a_switch(name
     to = Change(kept.step, "strategy", "LocalSGD" if name == "DDP" else "DDP")
     _, switched = simulated(RANKS, kept.step, tmp_path, 0, changes=(to,), strategy=strategy)
     whole = gather_checkpoint(kept, settings_of(kept, toy()), 2, tmp_path / "begun")
-    saved = open_image(whole, Bytes(whole), 1)
+    saved = open_image(whole, CheckpointFiles(whole), 1)
     flat = torch.cat(
         [saved.read_tensor(n).reshape(-1).double() for _, n in sorted(saved.entries["parameters"].items())]
     )

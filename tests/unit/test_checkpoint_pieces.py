@@ -20,7 +20,7 @@ from workbench import simulate
 from workbench.experiment import Experiment
 from workbench.host.checkpoint.pieces import read_whole_model
 from workbench.partitions import Partition, Pipeline, Tensor, Whole
-from workbench.record.checkpoints import FOLDER, MANIFEST, Bytes, Checkpoint, found
+from workbench.record.checkpoints import FOLDER, MANIFEST, Checkpoint, CheckpointFiles, found
 from workbench.settings import KnobError
 from workbench.sim.run import resuming
 from workbench.sim.run.resuming import gather_checkpoint, model_of, settings_of
@@ -62,7 +62,7 @@ def test_pieces_give_the_model_that_ranks_assemble(name: str, partition: str, tm
     except KnobError as refused:
         assert f"under {name}" in str(refused), "a pair that cannot be trained"
         return
-    files = Bytes(checkpoint)
+    files = CheckpointFiles(checkpoint)
     direct = read_whole_model(checkpoint, files)
     files.close()
     assert direct is not None
@@ -84,7 +84,7 @@ def test_a_checkpoint_without_boxes_is_read_by_simulating_its_ranks(tmp_path: Pa
     for each in said["each"]:
         each["items"] = [item[:3] for item in each["items"]]
     del said["reads"]
-    old, files = Checkpoint(checkpoint.path, said), Bytes(checkpoint)
+    old, files = Checkpoint(checkpoint.path, said), CheckpointFiles(checkpoint)
     assert read_whole_model(old, files) is None
     for key, x in model_of(checkpoint, e.task).state_dict().items():
         assert torch.equal(model_of(old, e.task).state_dict()[key], x)
@@ -92,7 +92,7 @@ def test_a_checkpoint_without_boxes_is_read_by_simulating_its_ranks(tmp_path: Pa
 
 def test_different_replicas_are_not_assembled_from_pieces(tmp_path: Path) -> None:
     checkpoint, _ = wrote(tmp_path, LocalSGD(every=64), Whole())
-    assert read_whole_model(checkpoint, Bytes(checkpoint)) is None
+    assert read_whole_model(checkpoint, CheckpointFiles(checkpoint)) is None
 
 
 SHARDING: dict[str, Strategy] = {"ZeRO3": ZeRO3(), "ZeROInfinity": ZeROInfinity(), "HSDP": HSDP(group=2),

@@ -20,7 +20,7 @@ import pytest
 from tests.kept import lived, losses, simulated
 from tests.ranks import ended, experiment, live
 from workbench.compressors import TopK
-from workbench.record.checkpoints import FOLDER, MANIFEST, Bytes, Checkpoint, found, sealed
+from workbench.record.checkpoints import FOLDER, MANIFEST, Checkpoint, CheckpointFiles, found, sealed
 from workbench.record.store import RunError
 from workbench.settings import KnobError
 from workbench.sim.run.resuming import plan_resume, settings_of
@@ -198,7 +198,7 @@ def test_opening_something_else_is_an_error(tmp_path: Path) -> None:
 def test_bytes_come_from_the_file_that_was_hashed(made: Path) -> None:
     """A file that is swapped after it was hashed has no effect."""
     kept = Checkpoint.open(made)
-    files, blob = Bytes(kept), next(b for b in kept.blobs if b.nbytes > 100)
+    files, blob = CheckpointFiles(kept), next(b for b in kept.blobs if b.nbytes > 100)
     before = files.read(blob)
     (made / "other").write_bytes(b"\xff" * (made / blob.file).stat().st_size)
     os.replace(made / "other", made / blob.file)

@@ -181,7 +181,7 @@ def test_starting_engines_join_the_lab_or_end_at_any_interrupt_of_the_kernel(
 def test_two_requests_at_once_take_different_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     live = Training(monkeypatch)
     live.inviting = threading.RLock()
-    invite, threads = resizing._invite_ranks, []
+    invite, threads = resizing._begin_sessions, []
 
     def invites(run: Any, new: list[int]) -> None:
         if not threads:  # a second request comes after the first one has chosen its engine
@@ -190,7 +190,7 @@ def test_two_requests_at_once_take_different_engines(monkeypatch: pytest.MonkeyP
             threads[0].join(0.2)
         invite(run, new)
 
-    monkeypatch.setattr(resizing, "_invite_ranks", invites)
+    monkeypatch.setattr(resizing, "_begin_sessions", invites)
     resizing.resize_run(live, 3)  # type: ignore[arg-type]
     threads[0].join(60)
     assert sorted(live.carried()) == [[0, 1, 2], [0, 1, 3]]

@@ -91,21 +91,21 @@ class Board(anywidget.AnyWidget):
             self._waiting.clear()
         if self.looks.get("pin"):
             self.looks = {**self.looks, "pin": None}  # a box of the previous run
-        self._send_news()
+        self._request_send()
 
     def look(self, looks: dict[str, Any], window: dict[str, Any]) -> None:
         """Applies `looks` and `window` and sends the run from its first step."""
         with self._lock:
             self.looks, self.window, self._feed = looks, window, None
             self._waiting.clear()
-        self._send_news()
+        self._request_send()
 
     def draw_again(self) -> None:
         """Draws the run again from its first step, after the run next to it has changed."""
         with self._lock:
             self._feed = None
             self._waiting.clear()
-        self._send_news()
+        self._request_send()
 
     @property
     def shown(self) -> bool:
@@ -182,7 +182,7 @@ class Board(anywidget.AnyWidget):
                             self.window |= said["request"]
                 case "table":
                     self._show_table(said["view"], said["open"])
-        self._send_news()
+        self._request_send()
 
     def _show_table(self, name: str, opened: bool) -> None:
         self._tables.pop(name, None)
@@ -190,7 +190,7 @@ class Board(anywidget.AnyWidget):
             self._tables[name] = time.monotonic()
             self.send({"kind": "tables", "tables": {name: self._feed.make_table(name)}})
 
-    def _send_news(self) -> None:
+    def _request_send(self) -> None:
         """Lets the RefreshTimer send at once. Without one, sends here."""
         self.woken.set()
         if not self.refreshing:

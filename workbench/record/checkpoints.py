@@ -73,7 +73,7 @@ class _Told(NamedTuple):
 
 
 class Checkpoint:
-    """A checkpoint as its manifest describes it. Opening reads no tensors; `Bytes` does.
+    """A checkpoint as its manifest describes it. Opening reads no tensors; `CheckpointFiles` does.
 
     step:  the step that follows the checkpoint
     ranks: number of ranks that trained
@@ -116,7 +116,7 @@ class Checkpoint:
         return f"Checkpoint before step {self.step} of {self.ranks} ranks in {self.path}"
 
 
-class Bytes:
+class CheckpointFiles:
     """The open files of a checkpoint. Hashes a file, and reads it through the same descriptor."""
 
     damage = RunError  # what `read` raises if a file is missing or changed

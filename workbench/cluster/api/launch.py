@@ -20,7 +20,7 @@ import cloudpickle
 from workbench.cluster.engines.cluster import Cluster
 from workbench.cluster.engines.engines import list_versions
 from workbench.cluster.processes.place import ClusterError, LabPlace, alive, host_name, list_places, runs_dir
-from workbench.cluster.run.beginning import begin
+from workbench.cluster.run.beginning import begin_sessions
 from workbench.cluster.run.changes import Changes, PendingChange, classes
 from workbench.cluster.run.controller import RunController
 from workbench.cluster.run.errors import RankError
@@ -158,7 +158,8 @@ def start_sessions(
         cluster.place.write_state(run=told)
         cluster.health.begin_run()
         live.job, live.blob, live.secret = {**job, "size": experiment.ranks}, blob, secrets.token_hex(32)
-        live.spools = begin(cluster, job, blob, live.ranks, lambda: live.ending.is_unwanted, secret=live.secret)
+        unwanted = lambda: live.ending.is_unwanted  # noqa: E731
+        live.spools = begin_sessions(cluster, job, blob, live.ranks, unwanted, secret=live.secret)
         live.start_watch()
     except BaseException as error:
         stopped = live.ending.asked and isinstance(error, RankError)

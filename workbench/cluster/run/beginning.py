@@ -23,7 +23,7 @@ class Late(ClusterError):
     """An engine has not begun in time, but still may."""
 
 
-def begin(
+def begin_sessions(
     cluster: Cluster, job: dict[str, Any], blob: bytes, ranks: Sequence[int],
     unwanted: Callable[[], bool] = lambda: False, *, secret: str,
 ) -> dict[int, str]:  # fmt: skip

@@ -14,7 +14,7 @@ from workbench.cluster.observe.hang_diagnosis import name_ranks
 from workbench.cluster.processes.place import ClusterError
 from workbench.cluster.processes.uninterruptible import whole
 from workbench.cluster.run import last_rows
-from workbench.cluster.run.beginning import begin
+from workbench.cluster.run.beginning import begin_sessions
 from workbench.cluster.run.changes import PendingChange
 from workbench.experiment.given import MAX_RANKS
 from workbench.settings import KnobError
@@ -68,7 +68,7 @@ def _request_resize(live: RunController, ranks: int, here: list[int], spare: lis
     new, asked = spare[: max(0, ranks - len(here))], None
     try:
         if new:
-            _invite_ranks(live, new)
+            _begin_sessions(live, new)
         with whole():
             asked = live.changes.resizing([*here[:ranks], *new], new)
             live.orders.put_change(asked)
@@ -122,10 +122,10 @@ def _list_returned(live: RunController) -> list[int]:
     return found
 
 
-def _invite_ranks(live: RunController, new: list[int]) -> None:
+def _begin_sessions(live: RunController, new: list[int]) -> None:
     """Begins these ranks' waiting sessions. Raises RankError or RankNotBegun if one does not."""
     live.admit_ranks(new)
-    live.spools |= begin(live.cluster, {**live.job, "joins": True}, live.blob, new, secret=live.secret)
+    live.spools |= begin_sessions(live.cluster, {**live.job, "joins": True}, live.blob, new, secret=live.secret)
     until = time.monotonic() + WAIT
     while True:
         said = live.cluster.rpc.ask_all("status", timeout=1.0, ranks=new)

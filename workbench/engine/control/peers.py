@@ -128,7 +128,7 @@ class Peers:
             raise ConnectionError("Connection closed by peer")
 
     def check_with_grace(self) -> None:
-        """The same as `look` while a message is awaited: it may still arrive after its sender has left."""
+        """The same as `check_peers` while a message is awaited: it may still arrive after its sender has left."""
         if not self.has_lost_peer():
             self._parted = None
         elif self._parted is None:

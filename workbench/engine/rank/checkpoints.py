@@ -20,7 +20,7 @@ from workbench.host.checkpoint import filing
 from workbench.host.checkpoint.image import RankImage
 from workbench.host.checkpoint.restore import RestoredState, open_image
 from workbench.record import checkpoints
-from workbench.record.checkpoints import Bytes, Checkpoint
+from workbench.record.checkpoints import Checkpoint, CheckpointFiles
 from workbench.record.drafts import Draft
 from workbench.record.store import RunError
 from workbench.settings import KnobError
@@ -43,7 +43,7 @@ class CheckpointStore:
     def open_checkpoint(self, step: int, rank: int) -> tuple[dict[str, Any], RestoredState]:
         try:
             checkpoint = Checkpoint.open((self.folder or Path()) / checkpoints.name(step))
-            return checkpoint.settings, open_image(checkpoint, Bytes(checkpoint), rank, alone=True)
+            return checkpoint.settings, open_image(checkpoint, CheckpointFiles(checkpoint), rank, alone=True)
         except RunError as error:
             raise KnobError(str(error)) from None
 

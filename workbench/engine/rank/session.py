@@ -51,7 +51,7 @@ from workbench.host.checkpoint.restore import RestoredState, open_image
 from workbench.host.elastic.voting import NextGeneration, RankReport
 from workbench.host.placement.layout import ParameterLayout
 from workbench.rank import Rank
-from workbench.record.checkpoints import FOLDER, Bytes, Checkpoint
+from workbench.record.checkpoints import FOLDER, Checkpoint, CheckpointFiles
 from workbench.record.run import FINAL
 from workbench.settings import Change, Json
 from workbench.settings.describe_error import class_of, text_of, traceback_of
@@ -280,7 +280,7 @@ class Session:
         if not self.resume:
             return None
         checkpoint = Checkpoint.open(self.resume)
-        return open_image(checkpoint, Bytes(checkpoint), self.rank.id, alone=True)
+        return open_image(checkpoint, CheckpointFiles(checkpoint), self.rank.id, alone=True)
 
     def tear_down(self) -> None:
         """Gives everything back, each part even if another fails. The record's last row states that this rank left."""

@@ -44,4 +44,4 @@ def find_missing(session: Session, here: Collection[int]) -> tuple[list[int], li
 def open_former(path: str) -> RecoveryCheckpoint:
     """Returns the checkpoint to which all ranks go back. Raises RunError if it cannot be read."""
     checkpoint = checkpoints.Checkpoint.open(path)
-    return open_images(checkpoint, checkpoints.Bytes(checkpoint))
+    return open_images(checkpoint, checkpoints.CheckpointFiles(checkpoint))

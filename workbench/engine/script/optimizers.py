@@ -46,7 +46,7 @@ class ScriptOptimizer:
 class ScriptRate(Rate):
     """The learning rate that a loop sets. The rank only reads it."""
 
-    def due(self, run: Any, step: int | None = None) -> float:
+    def compute_rate(self, run: Any, step: int | None = None) -> float:
         return rate(run.optimizer)
 
 

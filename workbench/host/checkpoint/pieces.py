@@ -19,7 +19,7 @@ def read_whole_model(checkpoint: Any, files: Any) -> dict[str, Tensor] | None:
     Returns None if ranks hold different values of an element, if an element is missing, or if an older version wrote
     the manifest without places. Raises RunError if a file is damaged.
 
-    checkpoint, files: a Checkpoint of workbench.record.checkpoints and its Bytes
+    checkpoint, files: a Checkpoint of workbench.record.checkpoints and its CheckpointFiles
     """
     shapes, places = dict[str, tuple[int, ...]](), dict[str, Places]()
     for name, item in _list_model_items(checkpoint):

@@ -251,7 +251,8 @@ def _decode_rng_states(said: Any) -> Numbers | None:
 def open_image(checkpoint: Any, files: Any, rank: int, alone: bool = False) -> RestoredState:
     """Returns the image that rank `rank` resumes from.
 
-    checkpoint, files: a Checkpoint of workbench.record.checkpoints and its Bytes, which the rank closes if `alone`
+    checkpoint, files: a Checkpoint of workbench.record.checkpoints and its CheckpointFiles. If `alone`, the rank
+                       closes the files.
     """
     mine = checkpoint.each[0 if checkpoint.kind == "whole" else rank]
     items: list[Any] = mine["items"]

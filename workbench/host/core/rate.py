@@ -38,19 +38,19 @@ class Rate:
         if (factor(was), was.lr_warmup) != (factor(wanted), wanted.lr_warmup):
             self.first, self.begun = self.compute_factor(was, step), step
 
-    def due(self, run: RankView, step: int | None = None) -> float:
+    def compute_rate(self, run: RankView, step: int | None = None) -> float:
         """Returns the learning rate of `step`, or of the current step."""
         e, step = run.experiment, run.rank.step if step is None else step
         scheduled = run.learner.schedule(step) if run.learner.schedule else 1.0
         return (e.lr or self.own) * self.compute_factor(e, step) * scheduled
 
-    def follow(self, run: RankView, due: float | None = None) -> None:
+    def set_rate(self, run: RankView, due: float | None = None) -> None:
         """Sets the due rate before a step or after a change, and records a new rate."""
-        rank, due = run.rank, self.due(run) if due is None else due
+        rank, due = run.rank, self.compute_rate(run) if due is None else due
         if due != rank.lr:
             at_rate(run.optimizer, due)
             rank.lr = due
-        rank.rated = lambda step: self.follow(run, self.due(run, step))
+        rank.rated = lambda step: self.set_rate(run, self.compute_rate(run, step))
         if due != self._said:
             self._said = due
             run.sample("lr", due)

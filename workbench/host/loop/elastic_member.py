@@ -168,7 +168,7 @@ class ElasticMember:
 
 def _start_strategy(run: LoopView) -> None:
     """Starts the strategy, from a state that all ranks have."""
-    run.rate.follow(run)
+    run.rate.set_rate(run)
     run.enter_strategy(None, run.experiment)
     if run.experiment.strategy.opaque:
         run.enter_opaque()

@@ -175,9 +175,9 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
             seconds, self.pending_pause = self.pending_pause, 0.0
             stood = await Op("stand", seconds)
             self.mark("fault", {"text": f"stood still for {stood:.1f} s"})
-        if (due := self.rate.due(self)) != self.rank.lr:
+        if (due := self.rate.compute_rate(self)) != self.rank.lr:
             await self._make_late_updates()
-        self.rate.follow(self, due)
+        self.rate.set_rate(self, due)
         self.rank.clip = self.experiment.clip
         if self.reads is not None:
             self.reads.note_boundary(self.rank.step)

@@ -33,9 +33,9 @@ CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "batc
               "compressor state", "buffers in flight", "evaluation")  # fmt: skip
 PASSING = ("gradients", "activations")  # only within a step
 ALONE = "evaluation"  # only between two steps
-LOOK_EVERY = 32  # between two looks at activations
-FRESH_STEPS = 3  # after the start or a change
-NOTICED_SHARE = 0.01  # smaller changes are not recorded
+LOOK_EVERY = 32  # steps between two looks at activations
+FRESH_STEPS = 3  # steps to look at after the start or a change
+NOTICED_SHARE = 0.01  # of a category; smaller changes are not recorded
 _MadeOf = tuple[bool, int | None, int, int, dict[str, int]]  # the key of a record
 
 

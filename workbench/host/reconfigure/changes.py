@@ -125,7 +125,7 @@ async def apply_experiment(run: ChangeView, wanted: Experiment) -> None:
         await handover.reshard_slots(run, shards, None)  # a new optimizer may begin with whole state
         _renew_optimizer(run, wanted)
         await handover.reshard_slots(run, None, shards)
-    run.rate.follow(run)
+    run.rate.set_rate(run)
     if wanted.batch != was.batch or wanted.replicas != was.replicas:
         run.restart_data(await count_used_up(run))
     if wanted.bucket_mb != was.bucket_mb:

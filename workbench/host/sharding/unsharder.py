@@ -123,7 +123,7 @@ class Unsharder:
         await self.reshard_all()
 
     async def foresee_trace(self, cheaply: bool = False) -> AccessTrace | None:
-        """Between steps: finds a step's reads in advance, if all ranks can; `cheaply` as in `foreseen`."""
+        """Between steps: finds a step's reads in advance, if all ranks can; `cheaply` as in `foresee_reads`."""
         if self.trial is None:
             seen = self._run.foresee_reads(cheaply)
             self.trial = seen if all(await self._run.gather(int(seen is not None))) else None

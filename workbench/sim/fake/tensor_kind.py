@@ -1,4 +1,4 @@
-"""`ShapedTensor`, a tensor without data, and `Kind`, its shape and dtype."""
+"""`ShapedTensor`, a tensor without data, and `TensorKind`, its shape and dtype."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _kinds: dict[Any, TensorKind] = {}
 
 
 def find_kind(x: Any) -> TensorKind | None:
-    """Returns the Kind of a torch tensor, or None if a Kind cannot describe the tensor."""
+    """Returns the TensorKind of a torch tensor, or None if none describes it."""
     if type(x) is not Tensor or not x.is_meta or x.requires_grad or x.layout is not torch.strided:
         return None
     if x.is_conj() or x.is_neg():

@@ -182,7 +182,7 @@ class Generations:
         if not path:
             return Session(world, place, e, was.body, was, to)
         checkpoint = checkpoints.Checkpoint.open(path)
-        former = open_images(checkpoint, checkpoints.Bytes(checkpoint))
+        former = open_images(checkpoint, checkpoints.CheckpointFiles(checkpoint))
         session = Session(world, place, e, was.body, was, to._replace(used=former.used))
         session.former = former
         return session

@@ -24,7 +24,7 @@ from workbench.host.checkpoint.restore import open_image
 from workbench.host.checkpoint.saving import GatherEvent
 from workbench.partitions import Whole
 from workbench.policies import ByHand
-from workbench.record.checkpoints import Bytes, Checkpoint
+from workbench.record.checkpoints import Checkpoint, CheckpointFiles
 from workbench.record.store import RunError
 from workbench.settings import Change, KnobError, knobs, short, to_plain
 from workbench.sim.rank.checkpoints import write_checkpoint
@@ -194,7 +194,7 @@ def model_of(checkpoint: Checkpoint, task: Any = None, into: nn.Module | None = 
 
 def _fill_from_pieces(made: nn.Module, checkpoint: Checkpoint) -> bool:
     """Fills `made` from the checkpoint's pieces; returns whether that was possible. Raises RunError for damage."""
-    files = Bytes(checkpoint)
+    files = CheckpointFiles(checkpoint)
     try:
         state = read_whole_model(checkpoint, files)
     finally:
@@ -213,7 +213,7 @@ def saved_state(checkpoint: Checkpoint, task: Any = None) -> dict[str, Any]:
     """Returns the state dict of `model_of`'s model. Raises the errors of `model_of`."""
     if checkpoint.kind != KIND:
         return dict(model_of(checkpoint, task).state_dict())
-    return read_model_state(open_image(checkpoint, Bytes(checkpoint), 0, alone=True))
+    return read_model_state(open_image(checkpoint, CheckpointFiles(checkpoint), 0, alone=True))
 
 
 def _load_state(model: nn.Module, state: dict[str, Any]) -> nn.Module:

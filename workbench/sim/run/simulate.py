@@ -18,7 +18,7 @@ from workbench.host.checkpoint.restore import open_image
 from workbench.host.core.planned import Planned, PlannedEvent
 from workbench.host.reconfigure.validation import require_trainable
 from workbench.rank import StrategyError
-from workbench.record.checkpoints import Bytes, Checkpoint
+from workbench.record.checkpoints import Checkpoint, CheckpointFiles
 from workbench.record.run import Run
 from workbench.settings import Change, KnobError
 from workbench.settings.describe_error import text_of
@@ -125,7 +125,7 @@ def _run_simulation(
         world = VirtualWorld(experiment.ranks, costs, experiment.seed, planned, real, replay, first)
         world.keeper = CheckpointStore(checkpoints, experiment.ranks) if checkpoints is not None and real else None
         world.mortal = can_crash(experiment, planned)
-        files = Bytes(resume) if resume is not None else None
+        files = CheckpointFiles(resume) if resume is not None else None
         world.saved = partial(open_image, resume, files) if files is not None else None
         bodies = _make_rank_tensors(experiment, learner) if real else _make_rank_sizes(experiment, learner, first, seen)
         body = next(bodies)
