@@ -5,9 +5,9 @@ from typing import Any
 from workbench.fabric._base import Fault as Fault
 from workbench.fabric.algorithms._base import Algorithm as Algorithm
 from workbench.fabric.algorithms._base import Among as Among
+from workbench.fabric.fabric import Fabric as Fabric
 from workbench.fabric.hops import Ways as Ways
 from workbench.fabric.hops import hop_seconds as hop_seconds
-from workbench.fabric.link import Fabric as Fabric
 from workbench.fabric.link import Link as Link
 from workbench.fabric.link import Load as Load
 from workbench.fabric.link import even as even

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from workbench.fabric.link import Fabric
+from workbench.fabric.fabric import Fabric
 
 Hop = tuple[str, int]  # ("host" or "disk", bytes moved there or back)
 

@@ -1,16 +1,11 @@
-"""Link and Fabric: the network that the engine shapes traffic by and the simulator prices."""
+"""Link, a rank's port in the emulated network, and the bytes and messages of collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from workbench.fabric._base import Fault
-from workbench.fabric.algorithms._base import Algorithm
-from workbench.fabric.algorithms.native import Native
 from workbench.settings import knob, normalise
 
 
@@ -37,57 +32,6 @@ class Link:
     def noise(self, seed: int, number: int) -> float:
         """Returns the factor >= 1 on operation `number`, the same on every rank."""
         return 1.0 + self.jitter * Random(f"{seed}/{number}").random() if self.jitter else 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fabric:
-    """The emulated network: a Link per rank, sites, an all-reduce algorithm and the injected faults.
-
-    site:       neighbouring ranks share a site, such as a machine or a rack; traffic between sites has the smaller
-                bandwidth and the larger latency of the Link and the `between_` settings
-    host, disk: bandwidths for state that is kept off a rank's device (ZeROOffload, ZeROInfinity)
-    """
-
-    link: Link = knob(Link(), doc="each rank's port")
-    site: int = knob(0, 0, 4096, unit="ranks", doc="neighbours on one site, fast among themselves; 0: all are")
-    between_bandwidth: float = knob(0.0, 0.0, 1e7, unit="Mbit/s", log=True, doc="of a port to other sites; 0: no less")
-    between_latency: float = knob(0.0, 0.0, 1000.0, unit="ms", doc="of a message to another site, if above the Link's")
-    algorithm: Algorithm = knob(Native(), doc="how an all-reduce goes")
-    shared: bool = knob(False, doc="all ranks send through one port together, as on a bus")
-    host: float = knob(0.0, 0.0, 1e5, unit="GB/s", log=True, doc="device to its host's memory and back; 0: unlimited")
-    disk: float = knob(0.0, 0.0, 1e5, unit="GB/s", log=True, doc="a rank's share of its host's disk; 0 is unlimited")
-    faults: tuple[Fault, ...] = knob((), doc="faults that are injected")
-
-    def __post_init__(self) -> None:
-        normalise(self)
-
-    @property
-    def shaped(self) -> bool:
-        """Whether the network emulates any path of messages."""
-        return self._far.shaped if self.site else self.link.shaped
-
-    def crosses(self, ranks: Sequence[int]) -> bool:
-        """Whether `ranks`, in ascending order, are on several sites."""
-        return self.site > 0 and ranks[0] // self.site != ranks[-1] // self.site
-
-    def path(self, ranks: Sequence[int]) -> Link:
-        """Returns the Link for traffic among `ranks`, in ascending order.
-
-        A collective over several sites goes around a ring, and its slowest hop sets the pace. An all-to-all has the
-        same price, although a part of it stays inside a site.
-        """
-        return self._far if self.crosses(ranks) else self.link
-
-    def measured(self, latency: float, bandwidth: float) -> Fabric:
-        """Returns this fabric with a Link of this latency (ms) and bandwidth (Mbit/s); 0: unchanged."""
-        link = replace(self.link, latency=latency or self.link.latency, bandwidth=bandwidth or self.link.bandwidth)
-        return replace(self, link=link)
-
-    @cached_property
-    def _far(self) -> Link:
-        rates = [rate for rate in (self.link.bandwidth, self.between_bandwidth) if rate]
-        latency = max(self.link.latency, self.between_latency)
-        return Link(bandwidth=min(rates, default=0.0), latency=latency, jitter=self.link.jitter)
 
 
 class Load(NamedTuple):

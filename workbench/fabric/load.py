@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from workbench.fabric._base import Fault
-from workbench.fabric.link import Fabric, Link, Load
+from workbench.fabric.fabric import Fabric
+from workbench.fabric.link import Link, Load
 
 
 def stretch(faults: Iterable[Fault], rank: int, step: int, phase: str) -> float:

@@ -4,16 +4,38 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from workbench.settings import Family
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from workbench.fabric.link import Fabric
+    from workbench.fabric.link import Link
     from workbench.rank import Group
+
+
+class FabricView(Protocol):
+    """The emulated network, as an algorithm sees it: the costs of paths, and the sites. `Fabric` implements it."""
+
+    @property
+    def site(self) -> int: ...
+    @property
+    def shared(self) -> bool: ...
+    def __hash__(self) -> int: ...
+
+    def crosses(self, ranks: Sequence[int]) -> bool:
+        """Whether `ranks`, in ascending order, are on several sites."""
+
+    def path(self, ranks: Sequence[int]) -> Link:
+        """Returns the Link for traffic among `ranks`, in ascending order."""
+
+    def split_port(self, size: int) -> FabricView:
+        """Returns the fabric with `size` separate ports in place of a shared one, `size` times as slow."""
+
+    def measured(self, latency: float, bandwidth: float) -> FabricView:
+        """Returns this fabric with a Link of this latency (ms) and bandwidth (Mbit/s); 0: unchanged."""
 
 
 class Among:
@@ -77,13 +99,13 @@ class Algorithm(Family):
         """Performs one rank's part: replaces `x` (n,) of any dtype by its sum over all ranks, in place."""
 
     @abstractmethod
-    def seconds(self, fabric: Fabric, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
+    def seconds(self, fabric: FabricView, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
         """Returns the duration for `nbytes` among `ranks` that begin together on free ports.
 
         gamma: seconds to add one byte
         """
 
-    def chosen(self, fabric: Fabric, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
+    def chosen(self, fabric: FabricView, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
         """Returns the algorithm that sums `nbytes` among `ranks`. It is the same on every rank.
 
         group: None if `ranks` are all ranks of the run
@@ -95,18 +117,7 @@ class Algorithm(Family):
         return None
 
 
-def alpha_beta(fabric: Fabric, ranks: Sequence[int]) -> tuple[float, float]:
+def alpha_beta(fabric: FabricView, ranks: Sequence[int]) -> tuple[float, float]:
     """Returns seconds per message and per byte among `ranks` (ascending), without jitter."""
     link = fabric.path(ranks)
     return link.seconds(0, 1), link.seconds(len(ranks) if fabric.shared else 1, 0)
-
-
-def parted(fabric: Fabric, size: int) -> Fabric:
-    """Returns the fabric with `size` separate ports in place of a shared one, `size` times as slow.
-
-    It serves costs that are computed group by group: the load of all ranks slows a bus, not that of one group.
-    """
-    if not fabric.shared:
-        return fabric
-    link, between = fabric.link.bandwidth / size, fabric.between_bandwidth / size
-    return replace(fabric, shared=False, link=replace(fabric.link, bandwidth=link), between_bandwidth=between)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from workbench.fabric.algorithms._base import Algorithm, Among
+from workbench.fabric.algorithms._base import Algorithm, Among, FabricView
 from workbench.fabric.algorithms.double_tree import DoubleTree
 from workbench.fabric.algorithms.halving_doubling import HalvingDoubling
 from workbench.fabric.algorithms.hierarchical import Hierarchical
@@ -19,7 +19,6 @@ from workbench.settings import knob
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from workbench.fabric.link import Fabric
     from workbench.rank import Group
 
 
@@ -42,28 +41,28 @@ class Auto(Algorithm):
     bandwidth: float = knob(0.0, 0.0, 1e6, unit="Mbit/s", log=True, doc="of a port, as measured; 0: the Link's")
     gamma: float = knob(0.0, 0.0, 1000.0, unit="ns", doc="to add up one byte, as measured; 0: nothing")
 
-    def chosen(self, fabric: Fabric, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
+    def chosen(self, fabric: FabricView, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
         return _quickest(self, fabric, group, tuple(ranks), nbytes)
 
-    def seconds(self, fabric: Fabric, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
+    def seconds(self, fabric: FabricView, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
         there = self._fabric(fabric)
         return min(way.seconds(there, ranks, nbytes, gamma or self.gamma * 1e-9) for way in _ways(there, ranks))
 
     async def all_reduce(self, rank: Among, x: Tensor) -> None:
         raise NotImplementedError("it is asked which one, and that one is asked")
 
-    def _fabric(self, fabric: Fabric) -> Fabric:
+    def _fabric(self, fabric: FabricView) -> FabricView:
         return fabric.measured(self.latency, self.bandwidth) if self.latency or self.bandwidth else fabric
 
 
 @lru_cache(maxsize=4096)
-def _quickest(auto: Auto, fabric: Fabric, group: Group | None, ranks: tuple[int, ...], nbytes: int) -> Algorithm:
+def _quickest(auto: Auto, fabric: FabricView, group: Group | None, ranks: tuple[int, ...], nbytes: int) -> Algorithm:
     there = auto._fabric(fabric)
     best = min(_ways(there, ranks), key=lambda way: way.seconds(there, ranks, nbytes, auto.gamma * 1e-9))
     return best.chosen(there, group, ranks, nbytes)
 
 
-def _ways(fabric: Fabric, ranks: Sequence[int]) -> list[Algorithm]:
+def _ways(fabric: FabricView, ranks: Sequence[int]) -> list[Algorithm]:
     flat = [Ring(), HalvingDoubling(), DoubleTree(), ParameterServer()]
     if not fabric.crosses(ranks):
         return flat

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workbench.fabric.algorithms._base import Algorithm, Among
+from workbench.fabric.algorithms._base import Algorithm, Among, FabricView
 from workbench.fabric.algorithms.native import Native
 from workbench.fabric.algorithms.ring import Ring
 from workbench.settings import knob
@@ -14,7 +14,6 @@ from workbench.settings import knob
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from workbench.fabric.link import Fabric
     from workbench.rank import Group
 
 
@@ -35,11 +34,11 @@ class ByGroup(Algorithm):
     def refuses(self) -> str | None:
         return self.there.refuses() or self.others.refuses()
 
-    def chosen(self, fabric: Fabric, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
+    def chosen(self, fabric: FabricView, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
         named = group is not None and group.dims == (self.group,)
         return (self.there if named else self.others).chosen(fabric, group, ranks, nbytes)
 
-    def seconds(self, fabric: Fabric, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
+    def seconds(self, fabric: FabricView, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
         return self.others.seconds(fabric, ranks, nbytes, gamma)
 
     async def all_reduce(self, rank: Among, x: Tensor) -> None:

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from typing import TYPE_CHECKING
 
-from workbench.fabric.algorithms._base import Algorithm, Among, alpha_beta
+from workbench.fabric.algorithms._base import Algorithm, Among, FabricView, alpha_beta
 from workbench.fabric.algorithms._trees import rounds
 from workbench.settings import knob
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from workbench.fabric.link import Fabric
     from workbench.rank import Group
 
 MOST = 4096  # limit of ranks times pieces, which bounds the time to order hops
@@ -56,16 +55,16 @@ class DoubleTree(Algorithm):
                 elif hop.to == rank.index:
                     await trees[hop.tree].take(parts[hop.tree][hop.piece], hop.source)
 
-    def seconds(self, fabric: Fabric, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
+    def seconds(self, fabric: FabricView, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
         alpha, beta = alpha_beta(fabric, ranks)
         first, more = _rounds(len(ranks))
         k = self.pieces or self._quickest(fabric, ranks, nbytes)
         return (first + more * (k - 1)) * (alpha + nbytes / 2 / k * beta) + nbytes * gamma
 
-    def chosen(self, fabric: Fabric, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
+    def chosen(self, fabric: FabricView, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
         return replace(self, pieces=self.pieces or self._quickest(fabric, ranks, nbytes))
 
-    def _quickest(self, fabric: Fabric, ranks: Sequence[int], nbytes: float) -> int:
+    def _quickest(self, fabric: FabricView, ranks: Sequence[int], nbytes: float) -> int:
         """Returns the k that minimises R = a + b (k-1) rounds: k = sqrt((a-b)/b n/2 beta / alpha)."""
         alpha, beta = alpha_beta(fabric, ranks)
         first, more = _rounds(len(ranks))

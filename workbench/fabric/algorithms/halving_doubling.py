@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workbench.fabric.algorithms._base import Algorithm, Among, alpha_beta, parted
+from workbench.fabric.algorithms._base import Algorithm, Among, FabricView, alpha_beta
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from workbench.fabric.link import Fabric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +55,8 @@ class HalvingDoubling(Algorithm):
         if rank.index < 2 * extra:
             await rank.send(x, rank.index + 1)
 
-    def seconds(self, fabric: Fabric, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
-        fabric = parted(fabric, len(ranks))
+    def seconds(self, fabric: FabricView, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
+        fabric = fabric.split_port(len(ranks))
         stay, n, total, d = _powers(len(ranks)), nbytes, 0.0, 1
         while d < len(stay):
             pairs = [sorted((ranks[stay[i]], ranks[stay[i ^ d]])) for i in range(len(stay))]
@@ -77,6 +75,6 @@ def _powers(size: int) -> list[int]:
     return [*range(0, 2 * extra, 2), *range(2 * extra, size)]
 
 
-def _message(fabric: Fabric, pair: Sequence[int], nbytes: float) -> float:
+def _message(fabric: FabricView, pair: Sequence[int], nbytes: float) -> float:
     alpha, beta = alpha_beta(fabric, pair)
     return alpha + nbytes * beta

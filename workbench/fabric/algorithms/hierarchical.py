@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from workbench.fabric.algorithms._base import Algorithm, Among, alpha_beta, parted
+from workbench.fabric.algorithms._base import Algorithm, Among, FabricView, alpha_beta
 from workbench.fabric.algorithms._sites import group_by_site, refuse_between
 from workbench.fabric.algorithms.ring import Ring
 from workbench.settings import knob
@@ -14,7 +14,6 @@ from workbench.settings import knob
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from workbench.fabric.link import Fabric
     from workbench.rank import Group
 
 
@@ -46,16 +45,16 @@ class Hierarchical(Algorithm):
     """
 
     between: Algorithm = knob(Ring(), doc="how the owners of a part sum it between sites")
-    site: int = knob(0, 0, 4096, unit="ranks", doc="neighbours on a site; 0: as the Fabric says")
+    site: int = knob(0, 0, 4096, unit="ranks", doc="neighbours on a site; 0: as the FabricView says")
 
     def refuses(self) -> str | None:
         return refuse_between("Hierarchical", self.between)
 
-    def chosen(self, fabric: Fabric, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
+    def chosen(self, fabric: FabricView, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
         sites, between = self._sites(fabric, ranks), self.between
         if len(sites) > 1:
             owners = _owners(sites)
-            between = between.chosen(parted(fabric, len(ranks)), None, owners[0], -(-nbytes // len(owners)))
+            between = between.chosen(fabric.split_port(len(ranks)), None, owners[0], -(-nbytes // len(owners)))
         return replace(self, site=self.site or fabric.site or ranks[-1] + 1, between=between)
 
     async def all_reduce(self, rank: Among, x: Tensor) -> None:
@@ -78,8 +77,8 @@ class Hierarchical(Algorithm):
             if (take := (i - t - 1) % g) < k:
                 await inside.take(parts[take], left)
 
-    def seconds(self, fabric: Fabric, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
-        sites, fabric = self._sites(fabric, ranks), parted(fabric, len(ranks))
+    def seconds(self, fabric: FabricView, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
+        sites, fabric = self._sites(fabric, ranks), fabric.split_port(len(ranks))
         owners = _owners(sites)
         part = nbytes / len(owners)
         inside = [(len(site), *alpha_beta(fabric, site)) for site in sites]
@@ -88,7 +87,7 @@ class Hierarchical(Algorithm):
             return total
         return total + max(self.between.seconds(fabric, each, part, gamma) for each in owners)
 
-    def _sites(self, fabric: Fabric, ranks: Sequence[int]) -> list[list[int]]:
+    def _sites(self, fabric: FabricView, ranks: Sequence[int]) -> list[list[int]]:
         return group_by_site(self.site or fabric.site or ranks[-1] + 1, ranks)
 
 

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from workbench.fabric.algorithms._base import Algorithm, Among, alpha_beta
+from workbench.fabric.algorithms._base import Algorithm, Among, FabricView, alpha_beta
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from workbench.fabric.link import Fabric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +29,6 @@ class Native(Algorithm):
     async def all_reduce(self, rank: Among, x: Tensor) -> None:
         raise NotImplementedError("the host performs it")
 
-    def seconds(self, fabric: Fabric, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
+    def seconds(self, fabric: FabricView, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
         p, (alpha, beta) = len(ranks), alpha_beta(fabric, ranks)
         return 2 * (p - 1) * (alpha + nbytes / p * beta) + (p - 1) / p * nbytes * gamma

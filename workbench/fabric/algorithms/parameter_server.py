@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workbench.fabric.algorithms._base import Algorithm, Among, alpha_beta
+from workbench.fabric.algorithms._base import Algorithm, Among, FabricView, alpha_beta
 from workbench.settings import knob
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from workbench.fabric.link import Fabric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +46,7 @@ class ParameterServer(Algorithm):
             if (i - t) % p < s:
                 await rank.take(parts[(i - t) % p], (i - t) % p)
 
-    def seconds(self, fabric: Fabric, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
+    def seconds(self, fabric: FabricView, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
         p, part = len(ranks), nbytes / (len(ranks) if self.every else 1)
         alpha, beta = alpha_beta(fabric, ranks)
         return (p - 1) * (2 * (alpha + part * beta) + part * gamma)

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workbench.fabric.algorithms._base import Algorithm, Among, alpha_beta
+from workbench.fabric.algorithms._base import Algorithm, Among, FabricView, alpha_beta
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from workbench.fabric.link import Fabric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +37,6 @@ class Ring(Algorithm):
             await rank.send(chunks[(i + 1 - t) % p], right)
             await rank.take(chunks[(i - t) % p], left)
 
-    def seconds(self, fabric: Fabric, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
+    def seconds(self, fabric: FabricView, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
         p, (alpha, beta) = len(ranks), alpha_beta(fabric, ranks)
         return 2 * (p - 1) * (alpha + nbytes / p * beta) + (p - 1) / p * nbytes * gamma

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from workbench.fabric.algorithms._base import Algorithm, Among, alpha_beta, parted
+from workbench.fabric.algorithms._base import Algorithm, Among, FabricView, alpha_beta
 from workbench.fabric.algorithms._sites import group_by_site, refuse_between
 from workbench.fabric.algorithms.ring import Ring
 from workbench.settings import knob
@@ -14,7 +14,6 @@ from workbench.settings import knob
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from workbench.fabric.link import Fabric
     from workbench.rank import Group
 
 
@@ -39,15 +38,15 @@ class TwoLevel(Algorithm):
     """
 
     between: Algorithm = knob(Ring(), doc="how leaders sum among themselves")
-    site: int = knob(0, 0, 4096, unit="ranks", doc="neighbours on a site; 0: as the Fabric says")
+    site: int = knob(0, 0, 4096, unit="ranks", doc="neighbours on a site; 0: as the FabricView says")
 
     def refuses(self) -> str | None:
         return refuse_between("TwoLevel", self.between)
 
-    def chosen(self, fabric: Fabric, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
+    def chosen(self, fabric: FabricView, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
         leaders, between = [site[0] for site in self._sites(fabric, ranks)], self.between
         if len(leaders) > 1:
-            between = between.chosen(parted(fabric, len(ranks)), None, leaders, nbytes)
+            between = between.chosen(fabric.split_port(len(ranks)), None, leaders, nbytes)
         return replace(self, site=self.site or fabric.site or ranks[-1] + 1, between=between)
 
     async def all_reduce(self, rank: Among, x: Tensor) -> None:
@@ -64,14 +63,14 @@ class TwoLevel(Algorithm):
         for child in reversed(children):
             await here.send(x, child)
 
-    def seconds(self, fabric: Fabric, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
-        sites, fabric = self._sites(fabric, ranks), parted(fabric, len(ranks))
+    def seconds(self, fabric: FabricView, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
+        sites, fabric = self._sites(fabric, ranks), fabric.split_port(len(ranks))
         inside = [(len(site), *alpha_beta(fabric, site)) for site in sites]
         total = max((g - 1).bit_length() * (2 * (alpha + nbytes * beta) + nbytes * gamma) for g, alpha, beta in inside)
         leaders = [site[0] for site in sites]
         return total + (self.between.seconds(fabric, leaders, nbytes, gamma) if len(leaders) > 1 else 0.0)
 
-    def _sites(self, fabric: Fabric, ranks: Sequence[int]) -> list[list[int]]:
+    def _sites(self, fabric: FabricView, ranks: Sequence[int]) -> list[list[int]]:
         return group_by_site(self.site or fabric.site or ranks[-1] + 1, ranks)
 
 
