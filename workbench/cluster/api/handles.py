@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from workbench.cluster.engines.cluster import Cluster
-from workbench.cluster.processes import stacks
+from workbench.cluster.engines.stacks_of_ranks import Stacks, gather_stacks
 from workbench.cluster.processes.place import ClusterError
 from workbench.cluster.run.changes import PendingChange
 from workbench.cluster.run.controller import RunController
@@ -84,11 +84,11 @@ class RunControls:
         """
         self._require_run("evict").evicting.evict_ranks(ranks, "as asked", replace)
 
-    def stacks(self) -> stacks.Stacks:
+    def stacks(self) -> Stacks:
         """Returns all Python stacks, by rank, to print. Takes some seconds if ranks do not answer."""
         cluster = self.cluster.wait()
         live = self._live if self.live else None
-        found = stacks.gathered(cluster, [e.rank for e in cluster.engines if live is None or e.rank in live.members])
+        found = gather_stacks(cluster, [e.rank for e in cluster.engines if live is None or e.rank in live.members])
         for rank in found if live else ():
             step, op = live.attention.find_place(rank) if live else (0, "")
             found[rank] = f"in {op or 'nothing that it told'} of step {step}\n{found[rank]}"

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from workbench.cluster.engines.health import ProcessHealth
 from workbench.cluster.engines.meeting import admit_engines
 from workbench.cluster.engines.renewing import EngineRenewal
 from workbench.cluster.engines.spares import SpareEngines
+from workbench.cluster.engines.state import ClusterState
 from workbench.cluster.processes.duration_history import awaited, engines, timed
 from workbench.cluster.processes.logs import log_tail
 from workbench.cluster.processes.place import ClusterError, LabPlace, alive, check_connection, host_name, this_process
@@ -33,33 +34,23 @@ START_TIMEOUT = 120.0  # seconds to come up
 FIND_TIMEOUT = 10.0
 
 
-class Cluster:
-    """`ranks` engines and `spare` ones. `connection`: the client file of an existing cluster, None to start one here.
+class Cluster(ClusterState):
+    """`ranks` engines and `spare` ones.
 
-    starting: a lock for the thread that starts further engines
+    connection: the client file of an existing cluster; None to start one here
     """
 
     def __init__(self, name: str, ranks: int, device: str | int = "auto", connection: Path | str | None = None,
                  spare: int = 0) -> None:  # fmt: skip
-        self.name, self.ranks, self.device, self.connection = name, ranks, device, connection
-        self.progress, self.engines = "starting controller", list[Engine]()
-        self.devices, self.kind = ["cpu"] * ranks, "gloo"
-        self.client: Any = None
-        self.error: BaseException | None = None
+        super().__init__(name, ranks, device, connection)
         self.take: Callable[[RowBatch], None] = lambda batch: None
-        self.guest = False  # another kernel owns the lab
         self.owner: list[float] | None = None
-        self.stuck = False  # a rank did not leave its last run
-        self.owned: LabProcesses | None = None
         self.health = ProcessHealth(self)
-        self.spares, self.starting = SpareEngines(self, spare), threading.RLock()
-        self.renewal = EngineRenewal(self)
+        self.spares = SpareEngines(self, spare)
+        self.renewal = EngineRenewal(self, self.health)
         self.guard: subprocess.Popen[bytes] | None = None
-        self._line: RpcClient | None = None
         self._context: zmq.Context[Any] | None = None
-        self.relay: RowSubscriber | None = None
-        self._ready = threading.Event()
-        self.closed = self._ended = False  # closing has begun; is complete
+        self._ended = False  # closing is complete
 
     def start_engines(self) -> Cluster:
         self.place, self.keys = LabPlace.make_place(self.name), CurveKeys.make_pair()
@@ -84,26 +75,6 @@ class Cluster:
             self._end_processes()
         finally:
             self._ready.set()
-
-    @contextlib.contextmanager
-    def hold_waits(self) -> Iterator[None]:
-        self._ready.clear()
-        self.progress = "restarting engines"
-        try:
-            yield
-        finally:
-            self.progress = "ready"
-            self._ready.set()
-
-    @property
-    def is_ready(self) -> bool:
-        return self._ready.is_set() and self.error is None
-
-    @property
-    def rpc(self) -> RpcClient:
-        if self._line is None:
-            raise ClusterError("the engines are not up")
-        return self._line
 
     def wait_settled(self, timeout: float) -> bool:
         return self._ready.wait(timeout)
@@ -184,18 +155,6 @@ class Cluster:
         self.note_engines()
         self._activate_magic()
 
-    def note_engines(self) -> None:
-        """Saves the engines for attaching kernels."""
-        file = self.connection or self.place.path / "security" / "ipcontroller-client.json"
-        self.place.write_state(
-            engines=[e.as_dict() for e in self.engines], keys=list(self.keys), connection=str(file), device=self.device,
-            ranks=self.ranks, devices=self.devices, kind=self.kind, here=self.connection is None,
-        )  # fmt: skip
-
-    def find_controller(self) -> str:
-        """Returns the controller's address, from which engines find their own address on the route."""
-        return str(self.client._config["registration"]).split("//")[-1].rsplit(":", 1)[0]
-
     def _open_sockets(self) -> None:
         self._line = RpcClient({e.rank: e.line for e in self.engines}, self.keys)
         self.relay = RowSubscriber([e.rows for e in self.engines], self.keys, lambda batch: self.take(batch))
@@ -220,12 +179,11 @@ class Cluster:
         view.block = True
         return view
 
-    def call(self, engine: int, function: Callable[..., Any], *rest: Any, timeout: float = 60.0) -> Any:
-        """Calls a `worker` function on an engine (by ipyparallel's id)."""
-        return self.client[engine].apply_async(function, *rest).get(timeout)
-
     def describe_death(self, rank: int) -> str | None:
         return self.health.describe_death(rank)
+
+    def describe_controller(self) -> str | None:
+        return self.health.describe_controller()
 
     @property
     def is_usable(self) -> bool:

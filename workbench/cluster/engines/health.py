@@ -12,19 +12,16 @@ import subprocess
 import threading
 import time
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
 
 import psutil
 
 from workbench.cluster.engines.engines import Engine
+from workbench.cluster.engines.state import ClusterState
 from workbench.cluster.processes.exit_causes import Scarcity
 from workbench.cluster.processes.fork_server import ForkedEngine
 from workbench.cluster.processes.logs import code_in_words
 from workbench.cluster.processes.place import alive, host_name
 from workbench.cluster.processes.supervised_thread import SupervisedThread
-
-if TYPE_CHECKING:
-    from workbench.cluster.engines.cluster import Cluster
 
 LOOK = 1.0  # seconds between checks
 KNOCK = 2.0  # seconds between attempts to reach a controller without a known process
@@ -36,7 +33,7 @@ SHORTLY = 0.02  # seconds between checks of ending engines
 class ProcessHealth:
     """The state of one cluster's processes."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ClusterState) -> None:
         self.cluster = cluster
         self.scarcity = Scarcity()
         self._knocked = -KNOCK

@@ -7,10 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from workbench.cluster.engines import engine_server
 from workbench.cluster.engines.engines import Engine, check_versions, choose_devices, probe_engines, spans_hosts
+from workbench.cluster.engines.state import ClusterState
 from workbench.cluster.processes.duration_history import engines, timed
 from workbench.cluster.processes.fork_server import ForkedEngine
 from workbench.cluster.processes.logs import code_in_words, log_tail
@@ -18,14 +18,11 @@ from workbench.cluster.processes.place import ClusterError, host_name, this_proc
 from workbench.cluster.processes.uninterruptible import whole
 from workbench.experiment.given import MAX_RANKS
 
-if TYPE_CHECKING:
-    from workbench.cluster.engines.cluster import Cluster
-
 COME_UP = 60.0  # seconds
 LOOK = 0.05  # seconds
 
 
-def admit_engines(cluster: Cluster, ids: Sequence[int], ranks: Sequence[int] = ()) -> list[Engine]:
+def admit_engines(cluster: ClusterState, ids: Sequence[int], ranks: Sequence[int] = ()) -> list[Engine]:
     """Returns the engines with these ipyparallel ids, as `ranks` or as the next ranks.
 
     Raises ClusterError or KnobError if they cannot train together or with this kernel.
@@ -54,7 +51,7 @@ def admit_engines(cluster: Cluster, ids: Sequence[int], ranks: Sequence[int] = (
     return open_
 
 
-def reuse_engine(cluster: Cluster, engine: Engine) -> int:
+def reuse_engine(cluster: ClusterState, engine: Engine) -> int:
     """Returns a new rank for a free engine that a run left behind."""
     again = replace(engine, rank=len(cluster.engines))
     cluster.rpc.connect_rank(again.rank, again.line)
@@ -64,17 +61,17 @@ def reuse_engine(cluster: Cluster, engine: Engine) -> int:
     return again.rank
 
 
-def cannot_start(cluster: Cluster, count: int) -> str:
+def cannot_start(cluster: ClusterState, count: int) -> str:
     """Returns why `count` more engines cannot start; "" if they can."""
     if cluster.owned is None or cluster.guest:
         return "another has started its engines"
-    if how := cluster.health.describe_controller():
+    if how := cluster.describe_controller():
         return f"the controller {how}"
     room = MAX_RANKS - len(cluster.engines)
     return f"a lab has at most {MAX_RANKS} engines, the lost ones among them" if count > room else ""
 
 
-def start_more(cluster: Cluster, count: int) -> list[int]:
+def start_more(cluster: ClusterState, count: int) -> list[int]:
     """Starts `count` more engines here, in seconds of imports. Returns their ranks.
 
     Raises ClusterError if they do not come up; then none stays.
@@ -83,7 +80,7 @@ def start_more(cluster: Cluster, count: int) -> list[int]:
         return _start_engines(cluster, count)
 
 
-def _start_engines(cluster: Cluster, count: int) -> list[int]:
+def _start_engines(cluster: ClusterState, count: int) -> list[int]:
     assert cluster.owned is not None
     first = cluster.owned.next_engine
     numbers, joined = list(range(first, first + count)), list[int]()
@@ -103,7 +100,7 @@ def _start_engines(cluster: Cluster, count: int) -> list[int]:
     return joined
 
 
-def _join_engine(cluster: Cluster, engine: Engine) -> int:
+def _join_engine(cluster: ClusterState, engine: Engine) -> int:
     cluster.rpc.connect_rank(engine.rank, engine.line)
     assert cluster.relay is not None
     cluster.relay.connect_engine(engine.rows)
@@ -111,7 +108,7 @@ def _join_engine(cluster: Cluster, engine: Engine) -> int:
     return engine.rank
 
 
-def replace_engines(cluster: Cluster, numbers: Mapping[int, int]) -> list[Engine]:
+def replace_engines(cluster: ClusterState, numbers: Mapping[int, int]) -> list[Engine]:
     """Replaces ranks' engines and returns the old ones. numbers: new ipyparallel id by rank"""
     found = admit_engines(cluster, list(numbers.values()), list(numbers))
     before = [cluster.engines[rank] for rank in numbers]
@@ -127,7 +124,7 @@ def replace_engines(cluster: Cluster, numbers: Mapping[int, int]) -> list[Engine
     return before
 
 
-def wait_for_engines(cluster: Cluster, numbers: Sequence[int], tell: Callable[[], None]) -> None:
+def wait_for_engines(cluster: ClusterState, numbers: Sequence[int], tell: Callable[[], None]) -> None:
     """Waits for the engines with these numbers. Raises ClusterError if they do not come up."""
     assert cluster.owned is not None
     until = time.monotonic() + COME_UP

@@ -12,12 +12,9 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from workbench.cluster.processes.place import LabPlace
-
-if TYPE_CHECKING:
-    from workbench.cluster.engines.engine_server import EngineServer
 
 AGAIN = 5.0  # seconds
 LINGER = 1.5  # seconds for the kernel to learn that the rank left
@@ -25,10 +22,37 @@ END = 2.0  # further seconds for an orderly end; a cell may hold its main thread
 LOOK = 0.05  # seconds between two looks
 
 
+class SessionView(Protocol):
+    """The session of a rank, as its preemption sees it."""
+
+    def preempt(self) -> None:
+        """Makes the rank leave its run."""
+
+    def join(self) -> bool:
+        """Waits until the rank has left."""
+
+
+class ServerView(Protocol):
+    """An engine, as its handler of SIGTERM sees it. told_over: whether the kernel knows that the session is over"""
+
+    told_over: bool
+
+    @property
+    def is_busy(self) -> bool: ...
+    @property
+    def session(self) -> SessionView: ...
+
+    def is_abandoned(self) -> bool:
+        """Whether the lab's kernel is gone without having detached."""
+
+    def report_error(self, error: BaseException) -> None:
+        """Reports an error of the engine."""
+
+
 class PreemptionSignal:
     """A `bench`'s handler of SIGTERM."""
 
-    def __init__(self, bench: EngineServer, place: Path) -> None:
+    def __init__(self, bench: ServerView, place: Path) -> None:
         self.bench, self.place = bench, place
         self._told: float | None = None  # when the first SIGTERM came
         self._left = False

@@ -9,22 +9,31 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from workbench.cluster.engines import engine_server
 from workbench.cluster.engines.engines import Engine, probe_engines
+from workbench.cluster.engines.health import ProcessHealth
 from workbench.cluster.engines.meeting import COME_UP, cannot_start, replace_engines, wait_for_engines
+from workbench.cluster.engines.state import ClusterState
 from workbench.cluster.processes.duration_history import engines, timed
 from workbench.cluster.processes.place import ClusterError
 from workbench.settings.describe_error import text_of
 
-if TYPE_CHECKING:
-    from workbench.cluster.engines.cluster import Cluster
-    from workbench.cluster.run.controller import RunController
-
 REST = 0.3  # seconds after a run: the lab may close first
 LOOK = 0.05  # seconds between checks
 SILENT = 10.0  # seconds for engines to answer
+
+
+class RunView(Protocol):
+    """A run, as the replacement of its engines sees it. over: set at its end"""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def ranks(self) -> Sequence[int]: ...
+    @property
+    def over(self) -> threading.Event: ...
 
 
 class EngineRenewal:
@@ -34,18 +43,19 @@ class EngineRenewal:
     trouble: why engines were not replaced, or ""
     """
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster, self.ahead, self.trouble = cluster, True, ""
+    def __init__(self, cluster: ClusterState, health: ProcessHealth) -> None:
+        self.cluster, self._health = cluster, health
+        self.ahead, self.trouble = True, ""
         self.over = threading.Event()
         self._ready: list[int] = []  # ipyparallel ids of engines without a rank
         self._lock = threading.Lock()
 
-    def follow_run(self, live: RunController) -> None:
+    def follow_run(self, live: RunView) -> None:
         """Replaces the engines of a custom loop when it ends, on a thread."""
         if not self.cluster.guest:
             threading.Thread(target=self._follow_run, args=(live,), name="engine renewal", daemon=True).start()
 
-    def _follow_run(self, live: RunController) -> None:
+    def _follow_run(self, live: RunView) -> None:
         try:
             while not (live.step or live.over.wait(LOOK)):  # its first step ends its imports
                 continue
@@ -94,7 +104,7 @@ class EngineRenewal:
             self._start_engines(len(ranks))
             old = replace_engines(cluster, dict(zip(ranks, self._ready[: len(ranks)], strict=True)))
             del self._ready[: len(ranks)]
-        threading.Thread(target=cluster.health.retire_engines, args=(old,), name="engine end", daemon=True).start()
+        threading.Thread(target=self._health.retire_engines, args=(old,), name="engine end", daemon=True).start()
 
     def _start_engines(self, count: int) -> None:
         """Starts engines until `count` without a rank are up."""
@@ -125,7 +135,7 @@ class EngineRenewal:
         with timed(engines(len(old), " more")) as work:
             for engine in old:
                 cluster.call(engine.id, engine_server.restart_engine, cluster.place.path.name, timeout=10)
-                cluster.health.tell_controller(engine)
+                self._health.tell_controller(engine)
             found, until = dict[tuple[str, int], int](), time.monotonic() + COME_UP
             while not all((engine.host, engine.pid) in found for engine in old):
                 if self.over.wait(LOOK) or time.monotonic() > until:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
 
 from workbench.cluster.engines import engine_server
 from workbench.cluster.engines.meeting import cannot_start, start_more
+from workbench.cluster.engines.state import ClusterState
 from workbench.cluster.processes.supervised_thread import SupervisedThread
 from workbench.settings.describe_error import text_of
-
-if TYPE_CHECKING:
-    from workbench.cluster.engines.cluster import Cluster
 
 LOOK = 0.5  # seconds between checks
 QUIET = 3.0  # seconds for a new rank alone, before another spare starts
@@ -28,7 +25,7 @@ class SpareEngines:
     trouble: why spares are missing
     """
 
-    def __init__(self, cluster: Cluster, count: int) -> None:
+    def __init__(self, cluster: ClusterState, count: int) -> None:
         self.cluster, self.count = cluster, count
         self.used: Callable[[], Collection[int]] = lambda: range(cluster.ranks)
         self.trouble = ""

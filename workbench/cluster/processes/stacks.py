@@ -1,6 +1,7 @@
-"""Shows the stacks of the ranks' threads, even if one thread blocks the process.
+"""Shows the stacks of this process's threads, even if one thread blocks the process.
 
-An engine answers on its line's thread, or else `faulthandler` answers a signal from C. A stopped process has none.
+An engine answers on its line's thread, or else `faulthandler` answers a signal from C. See
+`engines/stacks_of_ranks.py` for the kernel's side.
 """
 
 from __future__ import annotations
@@ -10,31 +11,10 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from workbench.cluster.engines.cluster import Cluster
-
-ANSWER = 2.0  # seconds for an engine's line
-DUMP = 2.0  # seconds from signal to stacks
-LOOK = 0.02  # seconds between checks
 ASK = getattr(signal, "SIGUSR2", None)  # not on Windows
-
-
-class Stacks(dict[int, str]):
-    """Each rank's stacks, training thread first, or why it has none."""
-
-    def __str__(self) -> str:
-        return "\n\n".join(f"rank {rank}: {text}" for rank, text in sorted(self.items()))
-
-    __repr__ = __str__
-
-
-# -- in the engine
 
 
 def stacks() -> str:
@@ -51,44 +31,9 @@ def stacks() -> str:
 def answering(folder: Path) -> None:
     """Makes a signal write this process's stacks into a file of `folder`."""
     if ASK is not None:
-        faulthandler.register(ASK, open(_file(folder, os.getpid()), "ab"), all_threads=True)
+        faulthandler.register(ASK, open(stacks_file(folder, os.getpid()), "ab"), all_threads=True)
 
 
-def _file(folder: Path, pid: int) -> Path:
+def stacks_file(folder: Path, pid: int) -> Path:
+    """Returns the file into which a process writes its stacks at a signal."""
     return folder / f"stacks-{pid}.log"
-
-
-# -- in the kernel
-
-
-def gathered(cluster: Cluster, ranks: Collection[int]) -> Stacks:
-    """Returns these ranks' stacks within a few seconds."""
-    ended = {rank: how for rank in ranks if (how := cluster.describe_death(rank))}
-    found = Stacks({rank: f"its engine {how}" for rank, how in ended.items()})
-    stopped = {rank: how for rank in ranks if rank not in ended and (how := cluster.health.describe_stop(rank))}
-    found |= {rank: f"{how}; no thread of it runs" for rank, how in stopped.items()}
-    asked = [rank for rank in ranks if rank not in found]
-    answers = cluster.rpc.ask_all("stacks", timeout=ANSWER, ranks=asked) if asked else {}
-    for rank, said in answers.items():
-        found[rank] = said if isinstance(said, str) else _by_signal(cluster, rank)
-    return found
-
-
-def _by_signal(cluster: Cluster, rank: int) -> str:
-    """Returns a silent engine's stacks, newest call first, as faulthandler writes them."""
-    engine, file = cluster.engines[rank], _file(cluster.place.path / "log", cluster.engines[rank].pid)
-    if ASK is None or not cluster.health.is_own(engine) or not file.exists():  # the signal would end it
-        return "it does not answer, and this lab cannot ask its process on another way"
-    before = seen = file.stat().st_size
-    cluster.health.send_signal(rank, ASK)
-    until = time.monotonic() + DUMP
-    while time.monotonic() < until:
-        time.sleep(LOOK)
-        size = file.stat().st_size
-        if size > before and size == seen:
-            break
-        seen = size
-    with file.open("rb") as written:
-        written.seek(before)
-        text = written.read().decode(errors="replace").strip()
-    return f"it answers nobody, for its code lets no other thread run\n{text}" if text else "it does not answer"
