@@ -88,7 +88,7 @@ class Training:
         self.cluster, self.generation, self.state, self.step = Engines(4), "g", "running", 7
         self.changes = Changes(Experiment(ranks=2).checked(), [])
         self.members, self.been, self.returned = (0, 1), {0, 1}, dict[int, int]()
-        self.ending, self.evicting = Ending(range(2)), SimpleNamespace(preempted={})
+        self.ending, self.preempted = Ending(range(2)), dict[int, float | None]()
         self.orders = CommandQueue(self)  # type: ignore[arg-type]
         self.queue_order, self.over = self.orders.put_order, SimpleNamespace(is_set=lambda: False)
         self.inviting = nullcontext()

@@ -25,6 +25,7 @@ from workbench.cluster.run.changes import Changes, PendingChange, classes
 from workbench.cluster.run.controller import RunController
 from workbench.cluster.run.errors import RankError
 from workbench.cluster.run.resizing import resize_run as resize_run
+from workbench.cluster.run.watch import RunWatch
 from workbench.experiment import Experiment, given
 from workbench.record.folders import make_private_folder
 from workbench.record.run import Run, RunError
@@ -160,7 +161,8 @@ def start_sessions(
         live.job, live.blob, live.secret = {**job, "size": experiment.ranks}, blob, secrets.token_hex(32)
         unwanted = lambda: live.ending.is_unwanted  # noqa: E731
         live.spools = begin_sessions(cluster, job, blob, live.ranks, unwanted, secret=live.secret)
-        live.start_watch()
+        live.start_orders()
+        RunWatch(live).start_watch()
     except BaseException as error:
         stopped = live.ending.asked and isinstance(error, RankError)
         live.end_run("stopped") if stopped else live.end_run("failed", error)
@@ -257,6 +259,7 @@ def rejoin_run(cluster: Cluster, listed: list[PendingChange], kind: type[R]) -> 
     cluster.take = live.take_batch
     for batch in waiting:
         live.take_batch(batch)
-    live.start_watch()
+    live.start_orders()
+    RunWatch(live).start_watch()
     live.evicting.replace_lost()
     return live

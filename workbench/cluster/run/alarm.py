@@ -6,13 +6,11 @@ earliest.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from workbench.cluster.run.state import RunState
 from workbench.experiment.finite import NO_ROWS
 from workbench.record.alarms import met, place
-
-if TYPE_CHECKING:
-    from workbench.cluster.run.controller import RunController
 
 UNWATCHED = "{what}, and the run was ended, {why}; {mend}, {else_}, or let it pause: on_nan='pause'"
 ELSE = {"nan": "let it skip such steps: on_nan='skip'", "diverged": "let it go on: diverged=0"}
@@ -42,7 +40,7 @@ class Alarmed(NamedTuple):
 class Alarm:
     """One run's alarms, with one note per topic."""
 
-    def __init__(self, live: RunController) -> None:
+    def __init__(self, live: RunState) -> None:
         self.live = live
         self._first: Alarmed | None = None  # since the run began or resumed
         self._went_on = float("-inf")  # when the run last resumed

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.cluster.processes.uninterruptible import whole
 from workbench.cluster.run import last_rows
+from workbench.cluster.run.state import RunState
 
 if TYPE_CHECKING:
     from workbench.cluster.run.changes import PendingChange
-    from workbench.cluster.run.controller import RunController
 
 ASK_AGAIN = "ask again"
 AGAIN = 0.2  # seconds before another try
@@ -23,7 +23,7 @@ class CommandQueue:
     Each order names its run and ranks, because these may change for the engine.
     """
 
-    def __init__(self, live: RunController) -> None:
+    def __init__(self, live: RunState) -> None:
         self.live = live
         self.first = 0
         self.dismissed: set[int] = set()  # ranks dismissed before they joined

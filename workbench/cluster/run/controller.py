@@ -17,63 +17,45 @@ import cloudpickle
 from workbench.cluster.engines.cluster import Cluster
 from workbench.cluster.observe.disk import PATIENCE, run_within
 from workbench.cluster.observe.hang_monitor import HangMonitor, decode_texts
-from workbench.cluster.processes.place import ClusterError, host_name
+from workbench.cluster.processes.place import host_name
 from workbench.cluster.processes.supervised_thread import SupervisedThread
 from workbench.cluster.run import generations, last_rows
 from workbench.cluster.run.alarm import Alarm
 from workbench.cluster.run.changes import Changes, PendingChange
 from workbench.cluster.run.commands import CommandQueue
-from workbench.cluster.run.ending import Ending
 from workbench.cluster.run.evicting import Evictions
 from workbench.cluster.run.questions import Asked
+from workbench.cluster.run.state import RunState
 from workbench.cluster.run.waiting import wait_for_run
-from workbench.cluster.run.watch import RunWatch
 from workbench.cluster.transport import spool
 from workbench.cluster.transport.reorder_buffer import ReorderBuffer
 from workbench.cluster.transport.wire import RowBatch
 from workbench.record import alarms
 from workbench.record.run import FINAL, Run
-from workbench.settings.describe_error import said, text_of
+from workbench.settings.describe_error import said
 
 ACTED_ON = ("change", "refused", "resized", "policy", "not saved", "data", "state", "error", "rolled back", "preempted",
             "members", "memory grows", "end")  # fmt: skip
 
 
-class RunController(Asked):
+class RunController(RunState, Asked):
     """Drives and follows one run. `state` is "starting", "running", "paused", "stopping", or one of `FINAL`.
 
     watched: whether a person sees the run; an unwatched run ends, rather than pauses, at a non-finite loss
     """
 
+    orders: CommandQueue
+
     def __init__(
         self, run: Run, cluster: Cluster, changes: Changes, generation: str, watched: Callable[[], bool] = lambda: True
     ) -> None:
-        self.run, self.cluster, self.changes, self.generation = run, cluster, changes, generation
-        self.watched = watched
-        self.ranks = range(changes.experiment.ranks)
-        self.began_with = changes.experiment
-        self.members = tuple(self.ranks)  # the training ranks
-        self.turn = 0  # of their generation, if known
-        self.been = set(self.ranks)  # ranks that ever trained
-        self.returned: dict[int, int] = {}  # new rank of a former rank's engine
-        self.inviting = threading.RLock()  # held until chosen engines begin as ranks
-        self.job: dict[str, Any] = {}  # for later ranks
-        self.blob, self.secret = b"", ""
-        self.state = "starting"
-        self.step = 0
-        self.loss: float | None = None
-        self.notes: list[str] = []
-        self.error: BaseException | None = None
-        self.status: dict[int, dict[str, Any]] = {}
-        self.spools: dict[int, str] = {}
-        self.ending = Ending(self.ranks)
+        super().__init__(run, cluster, changes, generation, watched)
         self.evicting = Evictions(self)
         self.ending.outlives = lambda: self.changes.experiment.on_death != "end" or bool(self.evicting.leaving)
         self.orders = CommandQueue(self)
         self.alarm = Alarm(self)
         self.gaps = ReorderBuffer(dict(run._following), self._read_missed, self._append_rows)
         self._lock = threading.RLock()
-        self.over = threading.Event()
         self.attention = HangMonitor(run, self.ranks, self.notes)
         self.attention.hang_after = lambda: self.changes.experiment.hang_after
         self.attention.process = lambda rank: cluster.health.describe_stop(rank)
@@ -114,18 +96,11 @@ class RunController(Asked):
         self.attention.restore_places(spans)
         self.step = int(spans.step.max()) if len(spans) else 0
 
-    @property
-    def steps_done(self) -> int:
-        return self.step + 1 if self.step else 0
-
     def _read_missed(self, kind: str, rank: int, start: int) -> spool.Pieces:
         if not self.is_elsewhere(rank):
             path = Path(self.run.path or ".")
             return run_within(PATIENCE, lambda: spool.read_pieces(path, kind, rank, start))
         return spool.unpack_pieces(self.cluster.rpc.ask_rank(rank, "rows", kind=kind, start=start)[1])
-
-    def is_elsewhere(self, rank: int) -> bool:
-        return self.spools.get(rank, str(self.run.path)) != str(self.run.path)
 
     def _take_mark(self, rank: int, step: int, t: float, name: str, detail: dict[str, Any]) -> None:
         if name == "change":
@@ -154,16 +129,11 @@ class RunController(Asked):
             self.alarm.went_back(t, detail)
         elif name == "preempted":
             self.notes.append(detail["text"])
-            self.evicting.preempted |= dict.fromkeys(detail["ranks"])
+            self.preempted |= dict.fromkeys(detail["ranks"])
         elif name == "members":
-            generations.went_on(self, step, detail)
+            generations.went_on(self, self.orders, self.evicting, step, detail)
         elif name in alarms.NAMES:
             self.alarm.heard(name, rank, step, t, detail)
-
-    def admit_ranks(self, new: list[int]) -> None:
-        self.been |= set(new)
-        self.ranks = self.attention.ranks = range(max(self.been) + 1)
-        self.ending.admit_ranks(new)
 
     def note_death(self, rank: int, error: dict[str, Any]) -> None:
         if why := self.evicting.reasons.get(rank):
@@ -179,31 +149,17 @@ class RunController(Asked):
 
     # -- orders
 
-    def queue_order(self, what: str, everyone: bool = False, **rest: Any) -> None:
-        self.orders.put_order(what, everyone, **rest)
-
-    def note_error(self, failure: BaseException) -> None:
-        """Adds a kernel's error to the notes, unless it is among the last 5."""
-        text = text_of(failure) if isinstance(failure, ClusterError) else said(failure)
-        if text not in self.notes[-5:]:
-            self.notes.append(text)
-
-    def start_watch(self) -> None:
-        """Sends waiting orders, and starts the watch."""
+    def start_orders(self) -> None:
+        """Sends waiting orders. `RunWatch` then watches the run."""
         self.ending.restart_waits()
         self.attention.start_watch()
         if self.began_with.task.leads:
             self.cluster.renewal.follow_run(self)
         SupervisedThread("run orders", self.orders.send_next, self.over, self.note_error).start()
-        RunWatch(self).start_watch()
 
     def request_change(self, path: str | Mapping[str, Any], value: Any = None) -> PendingChange:
         """Requests a change of knobs, after sending classes that engines lack."""
         return self.changes.ask(path, value, self._send_change)
-
-    def describe_places(self) -> str:
-        ranks = [f"rank {r} at step {s['step']} in {s['busy'] or 'nothing'}" for r, s in sorted(self.status.items())]
-        return ", ".join([f"the run is {self.state}", *ranks, *self.notes[-3:]])
 
     def _send_change(self, asked: PendingChange, new: list[type]) -> None:
         asked.whereabouts = self.describe_places

@@ -18,12 +18,12 @@ from workbench.cluster.observe.hang_diagnosis import Verdict, name_ranks
 from workbench.cluster.processes.place import ClusterError
 from workbench.cluster.run.errors import RankError
 from workbench.cluster.run.resizing import LOOK, RankNotBegun, list_idle, list_returned, resize_run
+from workbench.cluster.run.state import RunState
 from workbench.record.run import FINAL
 from workbench.settings import KnobError
 
 if TYPE_CHECKING:
     from workbench.cluster.run.changes import PendingChange
-    from workbench.cluster.run.controller import RunController
 
 TELL = 2.0  # seconds for the ranks' report
 AGAIN = "ask again"  # ends a temporary refusal
@@ -38,15 +38,13 @@ class Evictions:
     leaving:   evicted ranks that the run still counts
     acts:      whether to replace lost ranks; False while a kernel replays the record
     lacking:   lost ranks without a replacement in that record
-    preempted: ranks that reported a preemption, and when their engines were first gone
     """
 
-    def __init__(self, live: RunController) -> None:
+    def __init__(self, live: RunState) -> None:
         self.live = live
         self.reasons: dict[int, str] = {}
         self.leaving: set[int] = set()
         self.acts, self.lacking = True, 0
-        self.preempted: dict[int, float | None] = {}
         self._replaced: set[int] = set()
         self._refused = ""
         self._refusals = 0
@@ -91,9 +89,9 @@ class Evictions:
 
     def has_left(self, rank: int) -> bool:
         """Whether a preempted rank left before its engine ended. Its report may come slightly later."""
-        if rank not in self.preempted:
+        if rank not in self.live.preempted:
             return False
-        since = self.preempted[rank] = self.preempted[rank] or time.monotonic()
+        since = self.live.preempted[rank] = self.live.preempted[rank] or time.monotonic()
         over = rank not in self.live.members or self.live.ending.left.get(rank) == "stopped"
         return over or time.monotonic() - since < WORD
 

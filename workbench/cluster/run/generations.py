@@ -5,13 +5,14 @@ A generation's first rank records its members. If it is lost, the kernel may rea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from workbench.cluster.run.controller import RunController
+from workbench.cluster.run.commands import CommandQueue
+from workbench.cluster.run.evicting import Evictions
+from workbench.cluster.run.state import RunState
 
 
-def went_on(live: RunController, step: int, detail: dict[str, Any]) -> None:
+def went_on(live: RunState, orders: CommandQueue, evictions: Evictions, step: int, detail: dict[str, Any]) -> None:
     """Takes in a new generation, or why there is none."""
     live.notes.append(detail["text"])
     if "members" not in detail:
@@ -26,11 +27,11 @@ def went_on(live: RunController, step: int, detail: dict[str, Any]) -> None:
     live.ending.note_outlived(gone, step)
     live.step = min(live.step, step)
     live.changes.resized(step, detail)
-    live.orders.follow_leader(live.members[0], gone if live.evicting.acts else ())
+    orders.follow_leader(live.members[0], gone if evictions.acts else ())
     said = detail.get("preempted", ()), detail.get("new"), detail.get("spare", ())
-    live.evicting.went_on(gone, *said)
+    evictions.went_on(gone, *said)
 
 
-def was_resized(live: RunController, step: int, detail: dict[str, Any]) -> None:
+def was_resized(live: RunState, step: int, detail: dict[str, Any]) -> None:
     """Answers a resize. Dismisses new ranks outside the current generation."""
     live.orders.dismiss_ranks([m for m in live.changes.made(step, detail) if m not in live.members])

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from workbench.cluster.observe.disk import PATIENCE, run_within
 from workbench.cluster.processes.processes import wait_for
+from workbench.cluster.run.state import RunState
 from workbench.cluster.transport import spool
 from workbench.record.timeline import KINDS
 from workbench.settings.describe_error import text_of
-
-if TYPE_CHECKING:
-    from workbench.cluster.run.controller import RunController
 
 ON_THE_WAY = 1.0  # seconds for a message to arrive
 ALL = 1 << 62
@@ -22,7 +20,7 @@ ALL = 1 << 62
 Marks = list[tuple[int, str, float, dict[str, Any]]]
 
 
-def gather_rows(live: RunController, silent: set[int]) -> None:
+def gather_rows(live: RunState, silent: set[int]) -> None:
     """Fetches missing rows; those of `silent` ranks only from visible disks."""
     _ask_what_was_sent(live, silent)
     time.sleep(0.1)  # for messages on their way
@@ -38,7 +36,7 @@ def gather_rows(live: RunController, silent: set[int]) -> None:
             _fetch_rows(live, rank)
 
 
-def _ask_what_was_sent(live: RunController, silent: set[int]) -> None:
+def _ask_what_was_sent(live: RunState, silent: set[int]) -> None:
     """Asks for counts of sent rows, because the last status may be older."""
     asked = [rank for rank in live.ranks if rank not in silent and not live.status.get(rank, {}).get("over")]
     for rank, answer in live.cluster.rpc.ask_all("status", timeout=ON_THE_WAY, ranks=asked).items():
@@ -46,12 +44,12 @@ def _ask_what_was_sent(live: RunController, silent: set[int]) -> None:
             live.status[rank] = answer
 
 
-def _have_come(live: RunController, silent: set[int]) -> bool:
+def _have_come(live: RunState, silent: set[int]) -> bool:
     told = {rank: live.status.get(rank, {}).get("sent", {}) for rank in live.ranks if rank not in silent}
     return all(live.gaps.next[kind, rank] >= n for rank, sent in told.items() for kind, n in sent.items())
 
 
-def of_silent(live: RunController, kind: str, rank: int) -> None:
+def of_silent(live: RunState, kind: str, rank: int) -> None:
     """Reads a silent rank's rows, if its disk is visible. Waiting rows pass in any case.
 
     It does not ask the rank: each missing answer delays all rows for seconds.
@@ -62,7 +60,7 @@ def of_silent(live: RunController, kind: str, rank: int) -> None:
         live.gaps.fetch_missing(kind, rank, ALL)
 
 
-def of_left(live: RunController, rank: int, sent: dict[str, int]) -> None:
+def of_left(live: RunState, rank: int, sent: dict[str, int]) -> None:
     """Fetches the last rows of a rank left behind."""
     for kind in KINDS:
         live.gaps.fetch_missing(kind, rank, sent.get(kind, ALL))
@@ -70,7 +68,7 @@ def of_left(live: RunController, rank: int, sent: dict[str, int]) -> None:
         _fetch_rows(live, rank)
 
 
-def _fetch_rows(live: RunController, rank: int) -> None:
+def _fetch_rows(live: RunState, rank: int) -> None:
     def read(name: str, start: int) -> bytes:
         return live.cluster.rpc.ask_rank(rank, "file", name=name, start=start)[1]
 
@@ -80,14 +78,14 @@ def _fetch_rows(live: RunController, rank: int) -> None:
         live.attention.recording.note_failure()
 
 
-def record_deaths(live: RunController, dead: set[int]) -> None:
+def record_deaths(live: RunState, dead: set[int]) -> None:
     """Records dead ranks' errors."""
     for rank in sorted(dead):
         about = {k: v for k, v in (live.ending.errors.get(rank) or live.ending.lost[rank] or {}).items() if k != "t"}
         _add_marks(live, rank, [(about["step"], "error", time.time() - live.run.epoch, about)])
 
 
-def record_state(live: RunController, state: str, error: BaseException | None) -> None:
+def record_state(live: RunState, state: str, error: BaseException | None) -> None:
     """Records the run's end, unless rank 0 has."""
     said = live.run.details("state")
     if live.run.path is None or (said and said[-1][2].get("state") == state):
@@ -98,7 +96,7 @@ def record_state(live: RunController, state: str, error: BaseException | None) -
     )
 
 
-def _add_marks(live: RunController, rank: int, marks: Marks) -> None:
+def _add_marks(live: RunState, rank: int, marks: Marks) -> None:
     steps, names, times, details = zip(*marks, strict=True)
     columns = {"rank": [rank] * len(marks), "step": steps, "name": names, "t": times}
     columns["detail"] = [json.dumps(d) for d in details]

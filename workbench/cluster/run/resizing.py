@@ -7,7 +7,6 @@ A new rank's session begins on an idle or new engine, and waits. Then the traini
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from workbench.cluster.engines.meeting import cannot_start, reuse_engine, start_more
 from workbench.cluster.observe.hang_diagnosis import name_ranks
@@ -16,12 +15,10 @@ from workbench.cluster.processes.uninterruptible import whole
 from workbench.cluster.run import last_rows
 from workbench.cluster.run.beginning import begin_sessions
 from workbench.cluster.run.changes import PendingChange
+from workbench.cluster.run.state import RunState
 from workbench.experiment.given import MAX_RANKS
 from workbench.settings import KnobError
 from workbench.settings.progress import doing
-
-if TYPE_CHECKING:
-    from workbench.cluster.run.controller import RunController
 
 WAIT = 60.0  # seconds for a rank to begin its wait
 LOOK = 0.05  # seconds between checks
@@ -32,7 +29,7 @@ class RankNotBegun(ClusterError):
     """A new rank has not begun to wait for its invitation."""
 
 
-def resize_run(live: RunController, ranks: int) -> PendingChange:
+def resize_run(live: RunState, ranks: int) -> PendingChange:
     """Makes `ranks` ranks train from one of the next steps. Raises KnobError if that is impossible."""
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise KnobError(f"ranks={ranks!r}: must be an integer of at least 1")
@@ -44,7 +41,7 @@ def resize_run(live: RunController, ranks: int) -> PendingChange:
         return _make_resize(live, ranks, list(live.members))  # no other request takes these engines
 
 
-def _make_resize(live: RunController, ranks: int, here: list[int]) -> PendingChange:
+def _make_resize(live: RunState, ranks: int, here: list[int]) -> PendingChange:
     spare = list_idle(live)
     if ranks > len(here) + len(spare):
         with live.cluster.starting:  # waits for starting engines, reserves returned ones
@@ -53,7 +50,7 @@ def _make_resize(live: RunController, ranks: int, here: list[int]) -> PendingCha
     return _request_resize(live, ranks, here, spare, 0)
 
 
-def _request_resize(live: RunController, ranks: int, here: list[int], spare: list[int], wanting: int) -> PendingChange:
+def _request_resize(live: RunState, ranks: int, here: list[int], spare: list[int], wanting: int) -> PendingChange:
     if wanting and (why := cannot_start(live.cluster, wanting)):
         raise KnobError(
             f"ranks={ranks}: {len(here)} ranks train, {len(spare)} engines of this lab are idle, and more cannot be "
@@ -79,7 +76,7 @@ def _request_resize(live: RunController, ranks: int, here: list[int], spare: lis
     return asked
 
 
-def list_idle(live: RunController) -> list[int]:
+def list_idle(live: RunState) -> list[int]:
     """Returns ranks with living engines that never were in this run."""
     engines, been = live.cluster.engines, live.been
     used = {engines[rank].process_key for rank in been if rank < len(engines)}
@@ -87,7 +84,7 @@ def list_idle(live: RunController) -> list[int]:
     return [rank for rank in fresh.values() if not live.cluster.describe_death(rank)]
 
 
-def list_returned(live: RunController) -> list[int]:
+def list_returned(live: RunState) -> list[int]:
     """Returns new ranks for engines that the run left behind and that are free again.
 
     Such a rank was removed, was dismissed before it joined, or was unreachable (stopped or disconnected). Its engine is
@@ -97,11 +94,11 @@ def list_returned(live: RunController) -> list[int]:
         return _list_returned(live)
 
 
-def _list_returned(live: RunController) -> list[int]:
+def _list_returned(live: RunState) -> list[int]:
     cluster, engines = live.cluster, live.cluster.engines
     here = {engines[rank].process_key for rank in live.members}
     last = {engines[rank].process_key: rank for rank in sorted(live.been) if rank < len(engines)}
-    ends = live.evicting.preempted
+    ends = live.preempted
     gone = [
         rank for process, rank in last.items() if not (process in here or rank in ends or cluster.describe_death(rank))
     ]
@@ -122,7 +119,7 @@ def _list_returned(live: RunController) -> list[int]:
     return found
 
 
-def _begin_sessions(live: RunController, new: list[int]) -> None:
+def _begin_sessions(live: RunState, new: list[int]) -> None:
     """Begins these ranks' waiting sessions. Raises RankError or RankNotBegun if one does not."""
     live.admit_ranks(new)
     live.spools |= begin_sessions(live.cluster, {**live.job, "joins": True}, live.blob, new, secret=live.secret)

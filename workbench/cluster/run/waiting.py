@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.run.state import RunState
 from workbench.settings.progress import doing, seen
 
 if TYPE_CHECKING:
-    from workbench.cluster.run.controller import RunController
     from workbench.record.run import Run
 
 STOP = 60.0  # seconds that a new run waits for the last
 
 
-def wait_for_stop(live: RunController, patience: float = STOP) -> None:
+def wait_for_stop(live: RunState, patience: float = STOP) -> None:
     """Waits until a stopped run is over. Raises ClusterError after `patience` s."""
     with doing(f"waiting for {live.run.name} to stop"):
         if not live.over.wait(patience):
@@ -29,7 +29,7 @@ def wait_for_stop(live: RunController, patience: float = STOP) -> None:
             )
 
 
-def wait_for_run(live: RunController, timeout: float | None = None) -> Run:
+def wait_for_run(live: RunState, timeout: float | None = None) -> Run:
     """Waits until the run is over. Returns it, or raises its error.
 
     The first interrupt stops the run at the next step boundary, the second aborts it. Raises TimeoutError if the run is
@@ -58,7 +58,7 @@ def wait_for_run(live: RunController, timeout: float | None = None) -> Run:
     return live.run
 
 
-def _make_progress(live: RunController) -> Any:
+def _make_progress(live: RunState) -> Any:
     """Returns a progress line that includes earlier steps and time."""
     total, first = live.changes.experiment.steps or None, int(live.run.parent.get("step", 0))
     line = tqdm(total=total, initial=first, unit="step", desc=live.run.name, leave=True, disable=not seen())
@@ -67,9 +67,9 @@ def _make_progress(live: RunController) -> Any:
     return line
 
 
-def _show_progress(live: RunController, line: Any) -> None:
+def _show_progress(live: RunState, line: Any) -> None:
     line.update(max(live.steps_done - line.n, 0))
     if live.state != "stopping":
         text = live.cluster.progress if live.state == "starting" else live.state
         text = text if live.loss is None else f"{text}, loss {live.loss:.3f}"
-        line.set_postfix_str(f"{text}; {live.holdup}" if live.holdup else text)
+        line.set_postfix_str(f"{text}; {live.attention.holdup}" if live.attention.holdup else text)

@@ -99,7 +99,7 @@ class RunWatch:
     def _finish_run(self, silent: set[int]) -> None:
         live, dead = self.live, self.ending.dead_ranks
         try:
-            left = {r for r in live.evicting.preempted if live.cluster.describe_death(r)} | set(live.returned)
+            left = {r for r in live.preempted if live.cluster.describe_death(r)} | set(live.returned)
             last_rows.gather_rows(live, dead | silent | left)
             brought_up(self.ending.errors, live.changes.experiment)
             self._tell_none_holds()

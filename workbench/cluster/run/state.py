@@ -1,0 +1,105 @@
+"""The state of one live run, as the parts of its controller see it."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from workbench.cluster.engines.cluster import Cluster
+from workbench.cluster.observe.hang_monitor import HangMonitor
+from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.run.changes import Changes, PendingChange
+from workbench.cluster.run.ending import Ending
+from workbench.cluster.transport.reorder_buffer import ReorderBuffer
+from workbench.record.run import Run
+from workbench.settings.describe_error import said, text_of
+
+
+class OrdersView(Protocol):
+    """The queue of orders to ranks. dismissed: ranks that were about to join and were sent away"""
+
+    dismissed: set[int]
+
+    def put_order(self, what: str, everyone: bool = False, to: Sequence[int] = (), **rest: Any) -> None:
+        """Queues an order for the first rank, `everyone`, or the ranks `to`."""
+
+    def put_change(self, asked: PendingChange) -> None:
+        """Queues a change or a resize for the first rank."""
+
+    def dismiss_ranks(self, ranks: Sequence[int]) -> None:
+        """Sends away ranks that were about to join, which frees their engines."""
+
+
+class RunState(ABC):
+    """One live run: its members, its progress, and how to end it. watched: whether a person sees the run"""
+
+    orders: OrdersView
+    gaps: ReorderBuffer
+    attention: HangMonitor
+
+    def __init__(
+        self, run: Run, cluster: Cluster, changes: Changes, generation: str, watched: Callable[[], bool]
+    ) -> None:
+        self.run, self.cluster, self.changes, self.generation = run, cluster, changes, generation
+        self.watched = watched
+        self.ranks = range(changes.experiment.ranks)
+        self.began_with = changes.experiment
+        self.members = tuple(self.ranks)  # the training ranks
+        self.turn = 0  # of their generation, if known
+        self.been = set(self.ranks)  # ranks that ever trained
+        self.returned: dict[int, int] = {}  # new rank of a former rank's engine
+        self.inviting = threading.RLock()  # held until chosen engines begin as ranks
+        self.job: dict[str, Any] = {}  # for later ranks
+        self.blob, self.secret = b"", ""
+        self.state = "starting"
+        self.step = 0
+        self.loss: float | None = None
+        self.notes: list[str] = []
+        self.error: BaseException | None = None
+        self.status: dict[int, dict[str, Any]] = {}
+        self.spools: dict[int, str] = {}
+        self.preempted: dict[int, float | None] = {}  # and when their engines were first gone
+        self.ending, self.over = Ending(self.ranks), threading.Event()
+
+    @property
+    def steps_done(self) -> int:
+        return self.step + 1 if self.step else 0
+
+    def is_elsewhere(self, rank: int) -> bool:
+        return self.spools.get(rank, str(self.run.path)) != str(self.run.path)
+
+    def admit_ranks(self, new: list[int]) -> None:
+        self.been |= set(new)
+        self.ranks = self.attention.ranks = range(max(self.been) + 1)
+        self.ending.admit_ranks(new)
+
+    def queue_order(self, what: str, everyone: bool = False, **rest: Any) -> None:
+        self.orders.put_order(what, everyone, **rest)
+
+    def note_error(self, failure: BaseException) -> None:
+        """Adds a kernel's error to the notes, unless it is among the last 5."""
+        text = text_of(failure) if isinstance(failure, ClusterError) else said(failure)
+        if text not in self.notes[-5:]:
+            self.notes.append(text)
+
+    def describe_places(self) -> str:
+        ranks = [f"rank {r} at step {s['step']} in {s['busy'] or 'nothing'}" for r, s in sorted(self.status.items())]
+        return ", ".join([f"the run is {self.state}", *ranks, *self.notes[-3:]])
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Stops at the next step boundary. A second call aborts."""
+
+    @abstractmethod
+    def come_to_end(self) -> None:
+        """Stops at the next step boundary."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Ends the run at once, in the middle of a step."""
+
+    @abstractmethod
+    def free_ranks(self) -> None:
+        """Tells all ranks to leave in the middle of a step."""
