@@ -95,7 +95,7 @@ class Training:
         self.job, self.blob, self.secret, self.spools = {}, b"", "", dict[int, str]()
         self.cluster.jobs |= {100: ("g", 0), 101: ("g", 1)}
         self.cluster.waits |= {100: True, 101: True}  # that is: busy
-        patch.setattr(resizing, "begin", self.begin)
+        patch.setattr(resizing, "begin_sessions", self.begin)
         patch.setattr(resizing.last_rows, "of_left", lambda *rest: None)
         patch.setattr(meeting, "replace", lambda e, rank: SimpleNamespace(**{**vars(e), "rank": rank, "line": ""}))
         for engine in self.cluster.engines:
@@ -201,7 +201,7 @@ def test_a_rank_that_dies_before_it_waits_is_missed_at_once(monkeypatch: pytest.
     live.cluster.describe_death = lambda rank: "ended with signal SIGKILL" if rank == 2 else None  # type: ignore[method-assign]
     monkeypatch.setattr(resizing, "list_idle", lambda live: [2, 3])
     live.begin = lambda *rest, **more: {}  # type: ignore[method-assign]
-    monkeypatch.setattr(resizing, "begin", live.begin)
+    monkeypatch.setattr(resizing, "begin_sessions", live.begin)
     with pytest.raises(resizing.RankNotBegun, match="ranks 2, 3 did not join: the engine of rank 2 ended with signal"):
         resizing.resize_run(live, 4)  # type: ignore[arg-type]
     assert live.ending.ranks == {0, 1} and live.orders.dismissed == {2, 3}
