@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.unit import hostile, synthetic
 from workbench import Run, RunError
-from workbench.doors.report import write_page
+from workbench.entrypoints.report import write_page
 from workbench.record import store
 from workbench.record.timeline import KINDS
 

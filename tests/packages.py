@@ -81,7 +81,7 @@ def try_quickstart(python: Path, folder: Path) -> str:
 
 def list_notebooks(python: Path, folder: Path) -> list[str]:
     """Returns the names of the notebooks that an installed workbench opens, copied into a folder."""
-    code = "from workbench.doors.jupyter import find_notebooks; print(find_notebooks())"
+    code = "from workbench.entrypoints.jupyter import find_notebooks; print(find_notebooks())"
     found = Path(run_command(python, "-c", code, cwd=folder).splitlines()[-1])
     return [path.name for path in found.glob("*.ipynb")]
 

@@ -53,11 +53,12 @@ ROOMS = {
     "run": "settings record analysis sim",
     "cluster": "settings experiment record",
     "lab": "settings experiment record cluster run",
-    "doors": "experiment fabric record analysis sim lab",
-    "cli": "settings experiment cluster doors lab run",
+    "entrypoints": "experiment fabric record analysis sim lab",
+    "cli": "settings experiment cluster entrypoints lab run",
+    "doors": "entrypoints",  # its former name, until version 0.3
 }
-ENTRIES, ARROWS = 20, 80  # at most: packages and modules directly in workbench, and pairs that import
-PICTURES = "settings experiment record analysis run lab doors fabric"  # the packages that widgets may import
+ENTRIES, ARROWS = 21, 80  # at most: packages and modules in workbench (one is the former name `doors`), importing pairs
+PICTURES = "settings experiment record analysis run lab entrypoints fabric"  # the packages that widgets may import
 
 # (importing package, library that it may not import, module that may)
 LIBRARIES = [

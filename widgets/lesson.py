@@ -20,4 +20,3 @@ from widgets.teach.prediction import Prediction as Prediction
 from widgets.teach.taught import lesson as lesson
 from widgets.teach.worksheet import handed_in as handed_in
 from widgets.teach.worksheet import worksheet as worksheet
-from workbench.doors.priced import priced as priced

@@ -12,8 +12,8 @@ from typing import Any
 
 _HOMES = {
     "compressors": ("Codec", "Compressor"),
-    "doors.report": ("report",),
-    "doors.sinks": ("log_to",),
+    "entrypoints.report": ("report",),
+    "entrypoints.trackers": ("log_to",),
     "experiment": ("Experiment",),
     "experiment.recipes": ("recipe",),
     "fabric": ("Fabric", "Fault", "Link"),

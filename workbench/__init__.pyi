@@ -35,8 +35,8 @@ from workbench.compressors.top_k import TopK as TopK
 from workbench.compressors.wangni import Wangni as Wangni
 from workbench.compressors.warm_up import WarmUp as WarmUp
 from workbench.compressors.zen import Zen as Zen
-from workbench.doors.report import report as report
-from workbench.doors.sinks import log_to as log_to
+from workbench.entrypoints.report import report as report
+from workbench.entrypoints.trackers import log_to as log_to
 from workbench.experiment import Experiment as Experiment
 from workbench.experiment.recipes import recipe as recipe
 from workbench.fabric import Fabric as Fabric

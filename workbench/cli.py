@@ -51,7 +51,7 @@ def lab(
     browser: Annotated[bool, typer.Option(help="open a browser")] = True,
 ) -> None:
     """Open JupyterLab on the first notebook."""
-    from workbench.doors import jupyter
+    from workbench.entrypoints import jupyter
 
     jupyter.open_lab(port, browser)
 
@@ -64,9 +64,9 @@ def demo(
     seconds: Annotated[float, typer.Option(help="how long they train, about", min=5)] = 60.0,
 ) -> None:
     """Train on a slow link, switch strategy and compressor live, and print the effect of each change."""
-    from workbench.doors.demo import tour
+    from workbench.entrypoints.demo import run_tour
 
-    tour(out, ranks, seconds)
+    run_tour(out, ranks, seconds)
 
 
 @app.command()
@@ -95,10 +95,10 @@ def run(
     experiment = experiment if experiment.steps or experiment.task.leads else experiment.set("steps", 200)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out}: is there already; name a directory that is new")
-    from workbench.doors.ending import CODE, how, told
+    from workbench.entrypoints.termination import CODE, describe_end, handle_sigterm
     from workbench.lab import Lab
 
-    with told() as ending:
+    with handle_sigterm() as ending:
         with_lab = Lab(ranks=experiment.ranks, name=f"run-{out.resolve().name}")
         with_lab.cluster.renewal.ahead = False  # because no other run follows
         try:
@@ -109,7 +109,7 @@ def run(
         finally:
             with_lab.close()
             if ending.times and out.is_dir():
-                typer.echo(f"workbench: {how(out)}", err=True)
+                typer.echo(f"workbench: {describe_end(out)}", err=True)
     if ending.times and done.state != "done":
         raise typer.Exit(CODE)
     if done.state in ("preempted", "failed"):
@@ -128,13 +128,13 @@ def tune(
     out: Annotated[Path | None, typer.Option(help="the run directory that is written")] = None,
 ) -> None:
     """Train a recipe, try settings while it trains, and print the settings with the shortest step."""
-    from workbench.doors.tuned import tuned
+    from workbench.entrypoints.tuning import tune_run
     from workbench.experiment import given
 
     given.ranks(ranks)
     asked = [*map(setting, knobs or ()), ("ranks", ranks), ("steps", 0)]
     space = dict(map(setting, tried or ())) or None
-    tuned(given.turned(begun(recipe, None, []), asked), space, trials, worse, out)
+    tune_run(given.turned(begun(recipe, None, []), asked), space, trials, worse, out)
 
 
 @app.command()
@@ -147,7 +147,7 @@ def show(
     found = Run.open(rundir)
     print_summary(found)
     if out:
-        from workbench.doors.report import write_page
+        from workbench.entrypoints.report import write_page
 
         typer.echo(f"wrote {write_page(found, out)}")
 
@@ -184,9 +184,9 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="also write the overlaid curves into this page")] = None,
 ) -> None:
     """Compare two recorded runs; exit code 1 if b is worse in a metric (99 % confidence, tolerance)."""
-    from workbench.doors.comparing import side_by_side
+    from workbench.entrypoints.run_comparison import print_comparison
 
-    if side_by_side(opened(a), opened(b), metric, tolerance, out):
+    if print_comparison(opened(a), opened(b), metric, tolerance, out):
         raise typer.Exit(1)
 
 
@@ -209,16 +209,16 @@ def open_traces(
     out: Annotated[Path | None, typer.Option(help="also write the charts into this page")] = None,
 ) -> None:
     """Read traces of another job and print its timeline, overlaps and waits."""
-    from workbench.doors.traces import lines as traces_said
+    from workbench.entrypoints.trace_summary import summarise_traces
 
     found = Run.from_traces(traces)
     print_summary(found)
-    for text in [*traces_said(found), *found.warnings]:
+    for text in [*summarise_traces(found), *found.warnings]:
         typer.echo(f"  {text}")
     if save:
         typer.echo(f"kept {found.save(save)}")
     if out:
-        from workbench.doors.report import write_page
+        from workbench.entrypoints.report import write_page
 
         typer.echo(f"wrote {write_page(found, out)}")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.lessons import execute, results
-from workbench.doors.priced import priced
+from workbench.entrypoints.step_prediction import predict_step
 from workbench.experiment.recipes import recipe
 
 pytestmark = pytest.mark.notebook
@@ -56,7 +56,7 @@ def test_reading_a_timeline_shows_what_it_promises(tmp_path: Path, monkeypatch: 
     shown = [text for text in results(book) if text]
     assert any("The record says: much longer: most of the wire's time shows" in text for text in shown), shown
     assert any("the prediction is locked at" in text and "the run has begun" in text for text in shown), shown
-    says = priced(recipe("slow_link").set("ranks", 4))
+    says = predict_step(recipe("slow_link").set("ranks", 4))
     asked = next(text for text in shown if "Prediction(" in text)
     assert f"computes for {says.compute} ms per step; the wire needs {says.wire} ms" in asked
     compared = eval(next(text for text in shown if "every 8 steps" in text))

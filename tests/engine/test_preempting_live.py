@@ -119,7 +119,7 @@ def test_the_command_line_saves_a_checkpoint_stops_and_prints_how_to_resume(
             said = process.communicate(timeout=BOUND)[1]
         assert process.returncode == 143
         step = Checkpoint.open(out).step
-        assert (f"workbench: told to end (SIGTERM); a checkpoint before step {step} is kept: go on with workbench run "
+        assert (f"workbench: ended by SIGTERM; a checkpoint before step {step} is kept: go on with workbench run "
                 f"--resume {out} --out ..." in said)  # fmt: skip
         assert trained(out) >= step > 5 and Run.open(out).state == "stopped"
         again = [*begin, "--resume", out, "--steps", str(step + 5), "--out", tmp_path / "again"]

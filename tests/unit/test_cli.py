@@ -17,9 +17,9 @@ from typer.testing import CliRunner, Result
 
 import workbench
 from workbench.cli import app, setting
-from workbench.doors import jupyter
-from workbench.doors.demo import TOUR
-from workbench.doors.ending import Told
+from workbench.entrypoints import jupyter
+from workbench.entrypoints.demo import TOUR
+from workbench.entrypoints.termination import SigtermHandler
 from workbench.experiment import Experiment
 from workbench.experiment.recipes import recipe
 from workbench.run import Run, RunError, simulate
@@ -89,7 +89,7 @@ def test_a_terminated_run_stops_after_its_checkpoint_is_written_or_failed(error:
             raise error
 
     lab = types.SimpleNamespace(checkpoint=lambda: types.SimpleNamespace(wait=wait), stop=lambda: done.append("stop"))
-    Told._keep(lab)  # type: ignore[arg-type]
+    SigtermHandler._stop_with_checkpoint(lab)  # type: ignore[arg-type]
     assert done == ["waited", "stop"]
 
 
@@ -220,13 +220,13 @@ def test_a_port_in_use_gives_the_next_free_one() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert port < jupyter.free_port(port) < port + 50
+        assert port < jupyter.find_free_port(port) < port + 50
 
 
 def test_without_any_free_port_it_says_which_option_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jupyter, "range", lambda first, last: (), raising=False)
     with pytest.raises(RunError, match=r"port=8888: in use.*give --port"):
-        jupyter.free_port(8888)
+        jupyter.find_free_port(8888)
 
 
 def test_the_token_is_kept_and_not_on_the_command_line(
@@ -253,7 +253,7 @@ def test_jupyterlab_shows_no_dialog_over_the_page(tmp_path: Path) -> None:
     from jupyterlab.labapp import LabApp
 
     lab = LabApp()
-    lab.parse_command_line(jupyter.command(tmp_path, 8888, opens=False)[3:])
+    lab.parse_command_line(jupyter.make_command(tmp_path, 8888, opens=False)[3:])
     assert lab.news_url is None, "else it asks whether news may be fetched"
 
 
@@ -289,6 +289,6 @@ def test_settings_that_cannot_be_tried_are_refused_before_anything_is_started(mo
     def lab(*_: Any, **__: Any) -> Any:
         raise AssertionError("a lab was started")
 
-    monkeypatch.setattr("workbench.doors.tuned.Lab", lab)
+    monkeypatch.setattr("workbench.entrypoints.tuning.Lab", lab)
     assert "must be a list of values to try" in refused(say("tune", "digits", "--try", "bucket_mb=0.05,1"))
     assert "colour" in refused(say("tune", "digits", "--try", "colour=[1]"))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.laws.test_quick import STRATEGIES
 from workbench import KnobError
-from workbench.doors.laws import laws
+from workbench.entrypoints.laws import laws
 from workbench.sim.teach.laws import LAWS
 from workbench.strategies import DDP, LocalSGD
 

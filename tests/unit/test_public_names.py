@@ -119,3 +119,12 @@ def test_an_old_name_still_imports_its_class_with_a_warning() -> None:
             assert getattr(workbench, old) is cls
     code = "from workbench import Stumble, TransientStraggler\nassert Stumble is TransientStraggler"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0, "nothing else imported"
+
+
+def test_the_former_name_of_entrypoints_still_imports_the_laws_with_a_warning() -> None:
+    code = "from workbench.doors.laws import laws\nimport workbench.entrypoints.laws as new\nassert laws is new.laws"
+    ran = subprocess.run(
+        [sys.executable, "-W", "always", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "workbench.doors is called workbench.entrypoints since version 0.2" in ran.stderr

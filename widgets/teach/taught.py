@@ -17,7 +17,7 @@ import ipywidgets
 from widgets.charts.board import Board
 from widgets.views import all_views
 from workbench.analysis import break_down, last_steps
-from workbench.doors.beside import MemberComparison, compare_member, find_member
+from workbench.entrypoints.member_comparison import MemberComparison, compare_member, find_member
 from workbench.settings import KnobError, knobs, to_plain
 from workbench.settings.parsed_docstring import Told, is_code, source, told
 from workbench.settings.plain import in_words

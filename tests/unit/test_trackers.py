@@ -12,7 +12,7 @@ import pytest
 
 import workbench
 from tests.unit import synthetic
-from workbench.doors.sinks import log_to, metrics
+from workbench.entrypoints.trackers import list_metrics, log_to
 from workbench.experiment import Experiment
 from workbench.record.run import hearers
 from workbench.run import Run, RunError, simulate
@@ -49,7 +49,7 @@ def trackio(monkeypatch: pytest.MonkeyPatch) -> Stand:
 
 
 def test_a_live_run_is_logged_step_by_step_to_its_end(trackio: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.doors.sinks.PERIOD", 0.01)
+    monkeypatch.setattr("workbench.entrypoints.trackers.PERIOD", 0.01)
     whole, live = synthetic.run(steps=60, changes=()), Run({"ranks": 4, "lr": 0.1}, name="live", live=True)
     sink = log_to(live, "trackio", project="wires")
     for kind in ("spans", "samples", "marks"):
@@ -104,8 +104,8 @@ def test_steps_that_some_rank_has_not_ended_are_not_logged() -> None:
     rows = run.timeline.spans.rows()
     cut = Run({"ranks": 2})
     cut.timeline.spans.extend(rows[~(rows.equal("lane", "step") & (rows.step == 4) & (rows.rank == 1))].columns)
-    assert [step for step, *_ in metrics(cut, 0, 10)] == [0, 1, 2, 3, 5, 6, 7, 8, 9]
-    assert metrics(cut, 0, 1)[0][2].keys() == {"step_seconds", "exposed_seconds", "bytes"}
+    assert [step for step, *_ in list_metrics(cut, 0, 10)] == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    assert list_metrics(cut, 0, 1)[0][2].keys() == {"step_seconds", "exposed_seconds", "bytes"}
 
 
 def test_a_report_has_the_runs_of_its_block_even_after_an_error(tmp_path: Path) -> None:

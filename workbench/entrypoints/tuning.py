@@ -17,7 +17,7 @@ SETTLED = 20  # steps before the first trial, until compute is at full speed and
 LOOK = 0.2  # seconds between two looks at the trials
 
 
-def tuned(e: Experiment, space: dict[str, Any] | None, trials: int | None, worse: float, out: Path | None) -> Any:
+def tune_run(e: Experiment, space: dict[str, Any] | None, trials: int | None, worse: float, out: Path | None) -> Any:
     """Returns the result of the search. Raises the errors of `lab.tune`; always closes the lab."""
     space_of(e.checked(), space, {})  # refuses an invalid space before anything starts
     with Lab(ranks=e.ranks, name="tune") as lab:
@@ -27,9 +27,9 @@ def tuned(e: Experiment, space: dict[str, Any] | None, trials: int | None, worse
         tuning = lab.tune(space, trials=trials, worse=worse)
         said = 0
         while tuning.live:
-            said = _say(tuning.trials[:-1], said)  # the last trial is under way
+            said = _print_trials(tuning.trials[:-1], said)  # the last trial is under way
             time.sleep(LOOK)
-        _say(tuning.trials, said)
+        _print_trials(tuning.trials, said)
         found = tuning.wait()
         typer.echo(f"best: {found.best.cells[0]}, {found.best.cells[1]} per step; {found.steps} steps in all")
         if found.left_out:
@@ -39,7 +39,7 @@ def tuned(e: Experiment, space: dict[str, Any] | None, trials: int | None, worse
         return found
 
 
-def _say(trials: list[Any], said: int) -> int:
+def _print_trials(trials: list[Any], said: int) -> int:
     for number, trial in enumerate(trials[said:], start=said + 1):
         typer.echo(f"{number}. " + "; ".join(filter(None, trial.cells)))
     return max(said, len(trials))

@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from workbench import analysis
-from workbench.doors.report import write_page
+from workbench.entrypoints.report import write_page
 from workbench.experiment import given
 from workbench.experiment.recipes import slow_link
 from workbench.record.run import FINAL, Run, RunError
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 PATIENCE = 180.0  # seconds to wait for the first step
 
 
-class Stop(NamedTuple):
-    """One stop of the tour: its setting and its share of the time."""
+class TourStop(NamedTuple):
+    """A setting of the tour: its setting and its share of the time."""
 
     title: str
     path: str
@@ -34,7 +34,7 @@ class Stop(NamedTuple):
     share: float
 
 
-class Row(NamedTuple):
+class TourRow(NamedTuple):
     """The figures of consecutive steps."""
 
     title: str
@@ -47,14 +47,14 @@ class Row(NamedTuple):
 
 
 TOUR = (
-    Stop("DDP, dense", "strategy", "DDP", 0.3),
-    Stop("Local SGD, every 8", "strategy", "LocalSGD", 0.25),
-    Stop("back to DDP", "strategy", "DDP", 0.15),
-    Stop("DDP, Top-k 1 %", "compressor", "TopK", 0.3),
+    TourStop("DDP, dense", "strategy", "DDP", 0.3),
+    TourStop("Local SGD, every 8", "strategy", "LocalSGD", 0.25),
+    TourStop("back to DDP", "strategy", "DDP", 0.15),
+    TourStop("DDP, Top-k 1 %", "compressor", "TopK", 0.3),
 )
 
 
-def tour(out: Path, ranks: int, seconds: float) -> list[Row]:
+def run_tour(out: Path, ranks: int, seconds: float) -> list[TourRow]:
     """Runs the tour for about `seconds`, prints its table and writes the page `out`."""
     experiment = slow_link().set("ranks", given.ranks(ranks))
     from workbench.lab import Lab
@@ -65,35 +65,35 @@ def tour(out: Path, ranks: int, seconds: float) -> list[Row]:
     lab = Lab(ranks=ranks, name="demo")
     try:
         run = lab.run(experiment)
-        begins = drive(lab, run, seconds)
+        begins = make_stops(lab, run, seconds)
         lab.stop()
         run.wait()
     finally:
         lab.close()
-    found = rows(run, begins)
-    print(table(found))
+    found = measure_rows(run, begins)
+    print(format_table(found))
     print(f"wrote {write_page(run, out)}")
     return found
 
 
-def drive(lab: Lab, run: Run, seconds: float) -> list[int]:
+def make_stops(lab: Lab, run: Run, seconds: float) -> list[int]:
     """Makes the stops while the ranks train; returns the step at which each began."""
     begins = [0]
     shape = "{desc} {bar} {n:.0f}/{total_fmt} s{postfix}"
     pause = 0.2 if sys.stderr.isatty() else 10.0
     with tqdm(total=round(seconds), bar_format=shape, mininterval=pause) as bar:
         bar.set_description_str("starting the ranks")
-        follow(run, bar, PATIENCE, until_first=True)
+        follow_run(run, bar, PATIENCE, until_first=True)
         for stop in TOUR:
             if stop is not TOUR[0]:
-                begins.append(set_at(lab, stop))
+                begins.append(apply_stop(lab, stop))
             bar.set_description_str(f"{stop.title:<20}")
-            follow(run, bar, stop.share * seconds)
+            follow_run(run, bar, stop.share * seconds)
         bar.update(bar.total - bar.n)
     return begins
 
 
-def set_at(lab: Lab, stop: Stop) -> int:
+def apply_stop(lab: Lab, stop: TourStop) -> int:
     """Sets the stop's knob and waits for the step from which it holds."""
     change = lab.set(stop.path, stop.value)
     change.wait(60)
@@ -102,7 +102,7 @@ def set_at(lab: Lab, stop: Stop) -> int:
     return int(change.applied_at)
 
 
-def follow(run: Run, bar: tqdm, seconds: float, until_first: bool = False) -> None:
+def follow_run(run: Run, bar: tqdm, seconds: float, until_first: bool = False) -> None:
     """Moves the bar for `seconds`, or until the first step is done. Raises RunError if the run ends early."""
     began = time.monotonic()
     while (passed := time.monotonic() - began) < seconds:
@@ -120,29 +120,31 @@ def follow(run: Run, bar: tqdm, seconds: float, until_first: bool = False) -> No
         raise RunError(f"no step was made within {seconds:g} s")
 
 
-def rows(run: Run, begins: list[int]) -> list[Row]:
+def measure_rows(run: Run, begins: list[int]) -> list[TourRow]:
     """Returns the table's rows, each over the steps from one stop to the next."""
     ends = [*begins[1:], analysis.last_steps(run.timeline)[1]]
-    return [row(run, stop.title, *span) for stop, *span in zip(TOUR, begins, ends, strict=True)]
+    return [measure_row(run, stop.title, *span) for stop, *span in zip(TOUR, begins, ends, strict=True)]
 
 
-def row(run: Run, title: str, first: int, end: int) -> Row:
+def measure_row(run: Run, title: str, first: int, end: int) -> TourRow:
     """Returns the figures of steps [first, end), from the record."""
     b = analysis.break_down(run.timeline, first, end)
     sent = analysis.bytes_per_step(run.timeline, first, end)
     mean = float(np.mean(b.seconds)) if b.steps else float("nan")
-    loss = [held_out(run, step) for step in (first, end)]
-    return Row(title, end - first, 1 / mean, float(sent.mean()) if sent.size else 0.0, float(np.mean(b.exposed)), *loss)
+    loss = [find_held_out(run, step) for step in (first, end)]
+    return TourRow(
+        title, end - first, 1 / mean, float(sent.mean()) if sent.size else 0.0, float(np.mean(b.exposed)), *loss
+    )
 
 
-def held_out(run: Run, step: int) -> float:
+def find_held_out(run: Run, step: int) -> float:
     """Returns the newest held-out loss at `step`."""
     known = run.samples
     known = known[(known["name"] == "held_out") & (known["step"] <= step)]
     return float(known["value"].iloc[-1]) if len(known) else float("nan")
 
 
-def table(found: list[Row]) -> str:
+def format_table(found: list[TourRow]) -> str:
     """Returns the rows as text; speed is relative to the first row."""
     head = f"{'steps':>5} {'steps/s':>8} {'speed':>6} {'MB/step/rank':>13} {'exposed ms':>11} {'held-out loss':>15}"
     lines = [f"{'':<20} {head}"]

@@ -70,10 +70,10 @@ class Sink:
         first, (begin, stop) = self._next, last_steps(self.run.timeline)
         first = max(first, begin)
         self._next = stop = min(stop, first + MOST)
-        return metrics(self.run, first, stop) if stop > first else []
+        return list_metrics(self.run, first, stop) if stop > first else []
 
 
-def metrics(run: Run, first: int, stop: int) -> list[tuple[int, float, dict[str, float]]]:
+def list_metrics(run: Run, first: int, stop: int) -> list[tuple[int, float, dict[str, float]]]:
     """Returns (step, seconds since 1970, metrics) for steps [first, stop). Metrics are means over ranks.
 
     It omits unknown metrics.

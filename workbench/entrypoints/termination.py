@@ -22,14 +22,14 @@ PATIENCE = 20.0  # seconds to write a checkpoint; schedulers allow 30 before SIG
 CODE = 128 + signal.SIGTERM  # exit code of a process that SIGTERM ended
 
 
-class Told:
+class SigtermHandler:
     """Counts the SIGTERMs that this process received, and reacts to them."""
 
     def __init__(self) -> None:
         self.times = 0
         self.lab: Lab | None = None
 
-    def hear(self, *_: Any) -> None:
+    def handle_signal(self, *_: Any) -> None:
         """Keeps a checkpoint at the next step boundary and stops the run.
 
         Exits at once on a second SIGTERM, or if no run is live.
@@ -37,10 +37,11 @@ class Told:
         self.times += 1
         if self.times > 1 or self.lab is None or not self.lab.live:
             raise SystemExit(CODE)
-        threading.Thread(target=self._keep, args=(self.lab,), daemon=True).start()  # the main thread may hold any lock
+        stop = threading.Thread(target=self._stop_with_checkpoint, args=(self.lab,), daemon=True)
+        stop.start()  # not here, because the main thread may hold any lock
 
     @staticmethod
-    def _keep(lab: Lab) -> None:
+    def _stop_with_checkpoint(lab: Lab) -> None:
         try:
             with suppress(RunError, TimeoutError):  # the run itself reports why no checkpoint exists
                 lab.checkpoint().wait(PATIENCE)
@@ -48,20 +49,20 @@ class Told:
             lab.stop()
 
 
-def how(out: Path) -> str:
+def describe_end(out: Path) -> str:
     """Returns a sentence on how to continue a run that SIGTERM ended."""
     kept = found(out / FOLDER)
     if not kept:
-        return "told to end (SIGTERM), and no checkpoint is kept"
-    return (f"told to end (SIGTERM); a checkpoint before step {step_of(kept[-1])} is kept: go on with workbench run "
+        return "ended by SIGTERM; no checkpoint is kept"
+    return (f"ended by SIGTERM; a checkpoint before step {step_of(kept[-1])} is kept: go on with workbench run "
             f"--resume {out} --out ...")  # fmt: skip
 
 
 @contextmanager
-def told() -> Iterator[Told]:
+def handle_sigterm() -> Iterator[SigtermHandler]:
     """Handles SIGTERM inside the block, on the main thread."""
-    it = Told()
-    before = signal.signal(signal.SIGTERM, it.hear)
+    it = SigtermHandler()
+    before = signal.signal(signal.SIGTERM, it.handle_signal)
     try:
         yield it
     finally:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from workbench import analysis
 from workbench.analysis.compare.comparison import ALIKE, BETTER, UNKNOWN, WORSE, Compared
-from workbench.doors.report import write_page
+from workbench.entrypoints.report import write_page
 from workbench.record.run import Run, RunError
 
 
-def chosen(rows: list[Compared], metric: str | None) -> list[Compared]:
+def select_rows(rows: list[Compared], metric: str | None) -> list[Compared]:
     """Returns the rows whose names begin with `metric` (None: all rows). Raises RunError if none does."""
     found = [row for row in rows if metric is None or row.metric.startswith(metric)]
     if not found:
@@ -18,16 +18,16 @@ def chosen(rows: list[Compared], metric: str | None) -> list[Compared]:
     return found
 
 
-def side_by_side(a: Run, b: Run, metric: str | None, tolerance: float, out: Path | None) -> bool:
+def print_comparison(a: Run, b: Run, metric: str | None, tolerance: float, out: Path | None) -> bool:
     """Prints the comparison, writes its page and returns whether `b` is worse.
 
     Raises RunError if no metric has a verdict.
     """
-    rows = chosen(analysis.compare_runs(a, b, tolerance), metric)
+    rows = select_rows(analysis.compare_runs(a, b, tolerance), metric)
     print(f"a  {a!r}\nb  {b!r}")
     for text in analysis.list_differences(a, b):
         print(f"   {text}")
-    print(table(rows))
+    print(format_table(rows))
     if out:
         a.beside = b
         print(f"wrote {write_page(a, out)}")
@@ -36,7 +36,7 @@ def side_by_side(a: Run, b: Run, metric: str | None, tolerance: float, out: Path
     return any(row.verdict == WORSE for row in rows)
 
 
-def table(rows: list[Compared]) -> str:
+def format_table(rows: list[Compared]) -> str:
     """Returns the rows as text; less of each metric is better."""
     lines = [f"{'':<25} {'a':>11} {'b':>11} {'b - a':>11}  {'99 % interval':<25} b is"]
     for row in rows:

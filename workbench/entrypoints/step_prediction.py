@@ -9,7 +9,7 @@ from workbench.fabric import traffic
 from workbench.sim import simulate
 
 
-class Priced(NamedTuple):
+class StepPrediction(NamedTuple):
     """A step's parts from its description: milliseconds of requested compute and of communication."""
 
     compute: int
@@ -18,7 +18,7 @@ class Priced(NamedTuple):
     messages: int  # consecutive, over all buckets
 
 
-def priced(experiment: Experiment) -> Priced:
+def predict_step(experiment: Experiment) -> StepPrediction:
     """Simulates a step of `experiment`, which has a pace and a Link, and returns its parts."""
     run = simulate(experiment.set("steps", 3).set("eval_every", 0).set("policy", None))
     rows = run.timeline.spans.rows()
@@ -27,4 +27,4 @@ def priced(experiment: Experiment) -> Priced:
     compute = rows[rows.equal("lane", "compute")]
     messages = sum(traffic(str(name).split(" ", 1)[0], 0, experiment.ranks)[1] for name in comm.name)
     took = [float((part.t1 - part.t0).sum()) * 1e3 for part in (compute, port)]
-    return Priced(round(took[0]), round(took[1]), round(float(comm.nbytes.sum()) * 1e-6, 1), messages)
+    return StepPrediction(round(took[0]), round(took[1]), round(float(comm.nbytes.sum()) * 1e-6, 1), messages)

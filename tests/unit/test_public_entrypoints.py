@@ -100,7 +100,7 @@ def test_nonsense_gives_one_sentence(door: Callable[[Any], Any]) -> None:
         ("Lab(name)", 5, r"name=5: must be text, such as 'lab'"),
         ("Lab(device)", "tpu", r"device='tpu': must be one of auto, cpu, cuda"),
         ("Lab(cluster)", 5, r"cluster=5: must be a path"),
-        ("Lab(cluster)", __file__, r"cluster='.*doors.py': is not a client connection file; ipyparallel writes"),
+        ("Lab(cluster)", __file__, r"cluster='.*test_public_entrypoints.py': is not a client connection file"),
         ("Run.open", None, r"path=None: must be a run directory"),
         ("setting", {"LocalSGD": {"evry": 4}}, r"strategy: LocalSGD has no knob 'evry'; did you mean every\?"),
         ("setting's path", None, r"path=None: must be a knob's name as text"),

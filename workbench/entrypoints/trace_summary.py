@@ -8,7 +8,7 @@ from workbench import analysis
 from workbench.record.run import Run
 
 
-def lines(run: Run) -> list[str]:
+def summarise_traces(run: Run) -> list[str]:
     """Returns each rank's step time, and how much of its communication compute hides."""
     first, stop = analysis.last_steps(run.timeline)
     found, times = analysis.measure_overlap(run.timeline, first, stop), analysis.step_times(run.timeline)

@@ -23,7 +23,7 @@ def open_lab(port: int, browser: bool) -> NoReturn:
     """Replaces this process by JupyterLab, so that Ctrl-C and signals reach only JupyterLab."""
     given.system()
     folder = find_notebooks()
-    free = free_port(port)
+    free = find_free_port(port)
     if free != port:
         print(f"port {port} is in use: taking {free}", flush=True)
     token = os.environ.get("JUPYTER_TOKEN") or secrets.token_hex(24)
@@ -31,10 +31,10 @@ def open_lab(port: int, browser: bool) -> NoReturn:
     address = f"http://localhost:{free}/lab/tree/{folder.name}/{FIRST}?token={token}"
     print("opening" if opens else "open this address in a browser:", address, flush=True)
     # The token is in the environment, which other users of the machine cannot read.
-    os.execve(sys.executable, command(folder, free, opens), {**os.environ, "JUPYTER_TOKEN": token})  # noqa: S606
+    os.execve(sys.executable, make_command(folder, free, opens), {**os.environ, "JUPYTER_TOKEN": token})  # noqa: S606
 
 
-def command(folder: Path, port: int, opens: bool) -> list[str]:
+def make_command(folder: Path, port: int, opens: bool) -> list[str]:
     """Returns the command line that starts JupyterLab."""
     words = [sys.executable, "-m", "jupyterlab", str(folder / FIRST), f"--ServerApp.root_dir={folder.parent}"]
     words += [f"--port={port}", "--ServerApp.port_retries=50", "--log-level=WARN"]
@@ -59,7 +59,7 @@ def find_notebooks() -> Path:
     return Path(shutil.copytree(installed, here, dirs_exist_ok=True))
 
 
-def free_port(port: int) -> int:
+def find_free_port(port: int) -> int:
     """Returns `port` if it is free, else the next free one."""
     for candidate in range(port, min(port + 50, 65536)):
         with socket.socket() as s:

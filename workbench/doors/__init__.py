@@ -1,1 +1,0 @@
-"""Entry points other than the notebook, such as the demo, JupyterLab's start and reports."""

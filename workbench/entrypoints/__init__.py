@@ -1,0 +1,1 @@
+"""Entry points other than the notebook: the demo, JupyterLab's start, reports and subcommands."""
