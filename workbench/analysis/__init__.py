@@ -75,7 +75,7 @@ from workbench.analysis.summary.overview import summarise_run as summarise_run
 from workbench.analysis.summary.overview import summary_line as summary_line
 
 bubble, compression = measure_bubble, measure_compression  # as the lessons call them
-FORMER_NAMES = {  # of version 0.1; they work through 0.2, but for `compare` and `summary`: these are packages now
+FORMER_NAMES = {  # of version 0.1; they work through 0.2, except `compare` and `summary`, which are packages now
     "Curve": "LossCurve",
     "Entered": "OpenCollective",
     "Piece": "PathPiece",
@@ -109,7 +109,7 @@ FORMER_NAMES = {  # of version 0.1; they work through 0.2, but for `compare` and
 
 
 def __getattr__(name: str) -> Any:
-    """Returns what an old name meant, with a warning that gives the new name."""
+    """Returns what an old name meant, and warns of its new name."""
     if name not in FORMER_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     now = FORMER_NAMES[name]

@@ -1,13 +1,13 @@
-"""Collectives by operation, group and bucket: count, size, speed, and how long ranks waited.
+"""Collectives by operation, group and bucket: count, size, speed, and ranks' waits.
 
-A collective takes from the last arrival to the last end, so that a late rank does not make the network look slow.
-Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md there). For n ranks and S bytes in t seconds, the algorithm
-bandwidth is S / t. S is the tensor of an all-reduce or broadcast. For an all-gather, reduce-scatter or all-to-all, it
-is all ranks' chunks together. The bus bandwidth is the algorithm bandwidth times
+A collective takes from the last arrival to the last end, so that a late rank does not slow the network. Bandwidths are
+those of nccl-tests (doc/PERFORMANCE.md there). For n ranks and S bytes in t seconds, the algorithm bandwidth is S / t.
+S is the tensor of an all-reduce or broadcast, and otherwise all ranks' chunks together. The bus bandwidth multiplies
+this by
 
     all-reduce 2 (n - 1) / n,    all-gather, reduce-scatter, all-to-all (n - 1) / n,    broadcast 1
 
-This is a port's load in one direction, for any n. It compares with a Link's bandwidth.
+This is a port's load in one direction, to compare with a Link's bandwidth.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from workbench.record.timeline import Timeline
 class ByCollective(NamedTuple):
     """All collectives of one operation, group and bucket. Mbit/s, seconds; NaN without data.
 
-    bucket:  the content: "bucket 3", or the name that a strategy or compressor gives it
+    bucket:  the content: "bucket 3", or a strategy's or compressor's name for it
     group:   the group's ranks, by their place in the mesh; "" for all ranks
     times:   number of collectives
-    nbytes:  mean S of one (see above); for an uneven all-to-all, as if all ranks sent as much as the mean rank
+    nbytes:  mean S of one; for an uneven all-to-all, as if all ranks sent the mean
     sent:    mean bytes that a rank sends for one
     seconds: from the last arrival to the last end, median
     waiting: a rank's wait for the last to arrive, mean over ranks and collectives
@@ -54,7 +54,7 @@ class ByCollective(NamedTuple):
 def by_collective(tl: Timeline, first: int, stop: int) -> list[ByCollective]:
     """Returns the collectives of steps [first, stop), in order of their first occurrence.
 
-    Omits hand-overs, evaluations, messages, and all-reduces that are made of messages.
+    Omits hand-overs, evaluations, messages, and all-reduces made of messages.
     """
     c = lined_up(Window(tl, first, stop))
     here = ~np.isnan(c.t0)
@@ -94,7 +94,7 @@ def by_collective(tl: Timeline, first: int, stop: int) -> list[ByCollective]:
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth, as in nccl-tests.
+    """Bus bandwidth over algorithm bandwidth.
 
     >>> bus_factor("all_reduce", 4), bus_factor("all_gather", 4), bus_factor("broadcast", 4)
     (1.5, 0.75, 1.0)
@@ -105,7 +105,7 @@ def bus_factor(operation: str, ranks: int) -> float:
 
 
 def split_name(name: str) -> tuple[str, str, str]:
-    """Splits a collective's recorded name into operation, bucket and group.
+    """Splits a collective's name into operation, bucket and group.
 
     >>> split_name("all_reduce bucket 3 in within 0"), split_name("all_gather top-k bucket 0")
     (('all_reduce', 'bucket 3', 'within 0'), ('all_gather', 'top-k bucket 0', ''))
@@ -116,10 +116,7 @@ def split_name(name: str) -> tuple[str, str, str]:
 
 
 def _bytes_sent(operation: str, ranks: int) -> float:
-    """Bytes that a rank sends, over S.
-
-    A broadcast counts as a scatter, averaged over ranks, as hosts record it.
-    """
+    """Bytes that a rank sends, over S. A broadcast counts as a scatter's mean, as hosts record it."""
     return bus_factor("all_to_all" if operation == "broadcast" else operation, ranks)
 
 

@@ -1,6 +1,6 @@
 """Which ranks of a live run have entered which collective, from each rank's last report.
 
-Waits for the end of an evaluation, between 2 steps or for a message count too.
+Waits for an evaluation, a message or between steps count too.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _RANKS = re.compile(r"\[([\d, ]+)\]$")
 
 
 class OpenCollective(NamedTuple):
-    """A collective that some ranks wait in. missing: other ranks, each with its operation"""
+    """A collective that some ranks wait in. missing: other ranks and their operations"""
 
     step: int
     collective: str
     entered: tuple[int, ...]
-    seconds: float  # since the last of these ranks entered
+    seconds: float  # since these ranks' last arrival
     missing: tuple[tuple[int, str], ...]
 
 

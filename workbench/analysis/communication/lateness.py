@@ -1,9 +1,8 @@
 """How late each rank arrives at the meetings of all ranks, step by step.
 
-After a wait all ranks go on together: a rank that is late to a step's first meeting is on time at the second. So
-lateness counts a rank's own time from one step's last meeting to the next step's last meeting. Own time excludes waits,
-but includes packing and unpacking during waits. Lateness is own time minus the median of the other ranks'. The
-machines' clocks need not agree.
+A rank that is late to a step's first meeting is on time at the second. So lateness counts a rank's own time between
+steps' last meetings. It excludes waits, except packing in them. Lateness is own time minus the other ranks' median.
+Clocks need not agree.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from workbench.analysis.steps.collectives import Arrivals, against_others, lined
 from workbench.analysis.steps.window import OUTSIDE, Window, last_steps, since_change
 from workbench.record.timeline import Timeline
 
-REACH = (1, 8, 64, 512)  # how many steps back to look for the previous meeting; tried in order
+REACH = (1, 8, 64, 512)  # steps back to look for the previous meeting
 
 
 class Lateness(NamedTuple):
-    """Seconds by which each rank arrived after the median of the other ranks (negative: before).
+    """Seconds by which each rank arrived after the other ranks' median (negative: before).
 
-    NaN if ranks did not meet in a step, or a rank was absent. With a periodic strategy, a meeting has the sum since the
-    last one.
+    NaN if ranks did not meet in a step, or a rank was absent. A periodic strategy's meeting has the sum since the last
+    one.
     """
 
     ranks: np.ndarray  # (p,)
@@ -33,7 +32,7 @@ class Lateness(NamedTuple):
 
     @property
     def met(self) -> np.ndarray:
-        """(n,) mask: steps in which ranks met."""
+        """(n,) steps in which ranks met."""
         out: np.ndarray = ~np.isnan(self.seconds).all(axis=1)
         return out
 
@@ -58,7 +57,7 @@ def measure_lateness(tl: Timeline, first: int = 0, stop: int | None = None) -> L
 def _own_clocks(w: Window, begun: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the steps with meetings, and (m, p) ranks' own clocks at the last meeting of each.
 
-    If the run began in this window, the first row is its start, as step `begun` - 1.
+    If the run began here, the first row is its start, as step `begun` - 1.
     """
     met, came = _last_meetings(w, lined_up(w))
     if w.first == begun:
@@ -76,7 +75,7 @@ def _own_clocks(w: Window, begun: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _last_meetings(w: Window, c: Arrivals) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (steps, (m, p) arrivals) of each step's last collective that no rank missed."""
+    """Returns (steps, (m, p) arrivals) of each step's last collective of all ranks."""
     there = ~np.isnan(c.t0)
     needed = ~np.isnan(w.step_seconds)[c.step - w.first]
     whole = np.flatnonzero((there.sum(axis=1) > 1) & ~(needed & ~there).any(axis=1))
@@ -85,35 +84,33 @@ def _last_meetings(w: Window, c: Arrivals) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _compare_known(values: np.ndarray) -> np.ndarray:
-    """Like `against_others`, but ignores NaN."""
+    """`against_others` without NaN."""
     if not np.isnan(values).any():
         return against_others(values)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # without other ranks, NaN is the right median
+        warnings.simplefilter("ignore", RuntimeWarning)  # NaN is right without other ranks
         others = [np.nanmedian(np.delete(values, r, axis=1), axis=1) for r in range(values.shape[1])]
     return values - np.stack(others, axis=1)
 
 
 class LatenessStrips:
-    """Lateness of a growing record as at most `MOST` strips of equally many steps.
+    """Lateness of a growing record as at most `MOST` strips of equally many steps. Reads each step once.
 
-    Reads each step once.
-
-    A strip has the mean of its steps' meetings. A step without a meeting counts with the next meeting, so a periodic
-    strategy's rounds have their true width.
+    A strip has the mean of its steps' meetings. A step without one counts with the next, which gives a periodic
+    strategy's rounds their true width.
     """
 
     MOST = 120
-    LAST = 20  # meetings that are kept one by one
+    LAST = 20  # meetings kept one by one
 
     def __init__(self, ranks: int) -> None:
-        self.first, self.next = -1, 0  # the first step that was read, and the next to read
+        self.first, self.next = -1, 0  # first step read, next to read
         self.size = 1  # steps per strip
-        self.last = -1  # last step in which ranks met
-        self.recent = np.full((0, ranks), np.nan)  # (at most LAST, p) the newest meetings since the last change
+        self.last = -1
+        self.recent = np.full((0, ranks), np.nan)  # (at most LAST, p) newest meetings since the last change
         self.most, self.most_at = np.full(ranks, np.nan), np.zeros(ranks, np.int64)
         self._sum, self._count = np.zeros((0, ranks)), np.zeros((0, ranks))
-        self._drawn = 0  # first step that may still become part of a meeting
+        self._drawn = 0  # first step that may still join a meeting
 
     @property
     def seconds(self) -> np.ndarray:
@@ -123,13 +120,13 @@ class LatenessStrips:
 
     @property
     def mean(self) -> np.ndarray:
-        """(p,) mean over all meetings, weighted by their steps. NaN without any."""
+        """(p,) mean over meetings, weighted by their steps, or NaN."""
         count = self._count.sum(axis=0)
         return np.divide(self._sum.sum(axis=0), count, out=np.full(len(count), np.nan), where=count > 0)
 
     @property
     def steps(self) -> np.ndarray:
-        """(strips,) the middle step of each."""
+        """(strips,) middle steps."""
         out: np.ndarray = self.first + self.size * np.arange(len(self._sum)) + (self.size - 1) / 2
         return out
 
@@ -165,7 +162,7 @@ class LatenessStrips:
         begins = np.maximum(np.concatenate([[self._drawn], steps[:-1] + 1]), steps + 1 - REACH[-1])
         while (steps[-1] - self.first) // self.size >= self.MOST:
             self._halve_strips()
-        many = steps + 1 - begins  # steps that each meeting stands for
+        many = steps + 1 - begins  # steps per meeting
         own = np.repeat(np.arange(len(steps)), many)
         drawn = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many) + begins[own]
         strips = (drawn - self.first) // self.size

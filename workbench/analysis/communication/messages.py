@@ -1,8 +1,7 @@
 """Waits for messages between neighbours, traced back to the rank that was late first.
 
-If ranks exchange messages only with neighbours, a late rank delays its neighbours, and these delay theirs. In the end
-all ranks have its pace. Each wait records the rank that was waited for. If that rank waited too, in the steps around,
-the wait passes on to the ranks that it waited for:
+A late rank delays its neighbours, these delay theirs, and finally all ranks have its pace. Each wait records the
+awaited rank. If that rank also waited in nearby steps, the wait passes on to the ranks it waited for:
 
     cost_vc = wait_vc (1 - passed_c) + sum_n wait_vn passed_n cost_nc / sum_k cost_nk
     passed_n = min(1, wait of n / the longest wait of any rank for n)
@@ -23,7 +22,7 @@ _ENDS = re.compile(r"^(?P<verb>send|recv) .*?\b(?:to|from) (?P<rank>\d+)$")
 def measure_waits(w: Window) -> tuple[np.ndarray, np.ndarray]:
     """Returns (steps, seconds[step, victim, culprit]). Empty if ranks send different kinds.
 
-    Servers and trainers do: all trainers wait for a server by design, so it is no culprit.
+    Servers and trainers do: trainers wait for a server by design.
     """
     p = len(w.ranks)
     if not _send_alike(w):
@@ -36,7 +35,7 @@ def measure_waits(w: Window) -> tuple[np.ndarray, np.ndarray]:
 
 
 def measure_ports(w: Window) -> np.ndarray:
-    """(steps, p) seconds for which each rank's port was busy with its messages."""
+    """(steps, p) seconds of messages at each rank's port."""
     rows, _ = _list_messages(w, w.lane("comm"), "send")
     return w.sum_rows(rows, rows.t1 - rows.t0)
 
@@ -54,7 +53,7 @@ def _send_alike(w: Window) -> bool:
 def _trace_waits(direct: np.ndarray) -> np.ndarray:
     """Passes waits on to the ranks that were late first. direct: (steps, p, p)"""
     own, longest = direct.sum(axis=2), direct.max(axis=1)
-    passed = np.minimum(1.0, _divide_known(own, longest))  # (steps, p) share of the waits for each rank that passes on
+    passed = np.minimum(1.0, _divide_known(own, longest))  # (steps, p) share that each rank passes on
     kept = direct * (1 - passed)[:, None, :]
     cost = direct
     for _ in range(direct.shape[1]):
@@ -64,9 +63,9 @@ def _trace_waits(direct: np.ndarray) -> np.ndarray:
 
 
 def _average_around(cost: np.ndarray) -> np.ndarray:
-    """Averages each step over the steps around it that a message needs to reach all ranks.
+    """Averages each step over the steps that a message needs to reach all ranks.
 
-    With one neighbour at a time, the waits of a single step fall on few ranks.
+    With one neighbour at a time, a single step's waits fall on few ranks.
     """
     n, reach = len(cost), 2 * max(1, cost.shape[1] - 1).bit_length() + 1
     if n < reach:
@@ -77,13 +76,12 @@ def _average_around(cost: np.ndarray) -> np.ndarray:
 
 
 def _divide_known(above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    """`above` / `below`; 0 if `below` is 0."""
     below = np.broadcast_to(below, above.shape)
     return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
 
 
 def _list_messages(w: Window, rows: Rows, verb: str) -> tuple[Rows, np.ndarray]:
-    """Returns the messages of kind `verb` in `rows` and the rank at the other end of each."""
+    """Returns the `verb` messages in `rows` and each one's other rank."""
     rows = rows[~w.is_outside(rows)]
     names = rows.coded("name")
     found = [_ENDS.match(str(text)) for text in names.words.texts]

@@ -2,12 +2,10 @@
 
     encode + decode + stall now    against    stall with Dense
 
-If a step is stalled while its own rank encodes or decodes, the time counts once, as encoding. Compression during
-compute costs nothing if cores are idle, and up to its full time if they are busy. Between these limits the verdict is
-open. Only if the run has steps with Dense under the same settings, whole steps are compared.
-
-Without such steps, Dense is predicted from the dense all-reduces of measurements on this network (`measure_every`),
-bucket after bucket:
+Encoding that stalls its own rank's step counts once. Compression during compute costs between nothing (idle cores) and
+its full time (busy cores); between these the verdict is open. Whole steps are compared only if the run has steps with
+Dense under the same settings. Otherwise Dense is predicted from dense all-reduces of measurements on this network
+(`measure_every`), bucket after bucket:
 
     end_k = max(end_{k-1}, ready_k) + took_k;     stall = end_last - (when the rank began to wait)
 """
@@ -32,9 +30,9 @@ from workbench.record.timeline import Timeline
 if TYPE_CHECKING:
     from workbench.record.run import Run
 
-SAME = ("strategy", "fabric", "pace", "batch", "bucket_mb")  # settings that must be equal in the steps with Dense
-MEASURED = 400  # how many steps back to look for measurements
-SHORT = 1e-4  # seconds: a smaller difference does not matter
+SAME = ("strategy", "fabric", "pace", "batch", "bucket_mb")  # must be equal in the steps with Dense
+MEASURED = 400  # steps back to look for measurements
+SHORT = 1e-4  # seconds: smaller differences do not matter
 
 
 class BreakEven(NamedTuple):
@@ -46,10 +44,10 @@ class BreakEven(NamedTuple):
     """
 
     name: str
-    steps: tuple[int, int]  # [first, stop) of the analysed steps
-    codec: float  # encoding and decoding
-    beside: float  # the part of it while the step was not stalled
-    exposed: float  # stall, without the rank's own encoding and decoding
+    steps: tuple[int, int]  # [first, stop)
+    codec: float
+    beside: float  # its part without a stall
+    exposed: float  # stall without the rank's own packing
     dense: float  # stall with Dense
     verdict: str
     known: str
@@ -57,7 +55,7 @@ class BreakEven(NamedTuple):
 
 
 class _DenseCost(NamedTuple):
-    """The cost of Dense per step: the stall, and whole steps if they were measured."""
+    """Dense's stall per step, and whole steps if measured."""
 
     exposed: np.ndarray
     step: np.ndarray | None
@@ -107,12 +105,12 @@ def _measure_dense(tl: Timeline, every: list[Stretch], last: int) -> _DenseCost 
 
 
 def _used_steps(side: Side, begin: int) -> tuple[int, int]:
-    """[first, stop) of the steps in use, without the first steps after a change at `begin`."""
+    """[first, stop) of the used steps, after those that follow a change at `begin`."""
     return max(side.steps[0], begin + SETTLE), side.steps[1]
 
 
 def _predict_dense(tl: Timeline, side: Side, now: Stretch) -> _DenseCost | None:
-    """From the dense all-reduces of measurements under the present settings."""
+    """From dense all-reduces of measurements under the present settings."""
     stop = side.steps[1]
     took, n = _bucket_seconds(Window(tl, max(now.first, stop - MEASURED), stop))
     if not took:
@@ -121,7 +119,7 @@ def _predict_dense(tl: Timeline, side: Side, now: Stretch) -> _DenseCost | None:
 
 
 def _bucket_seconds(w: Window) -> tuple[dict[int, float], int]:
-    """Returns each bucket's median seconds of dense all-reduces, and the number of these."""
+    """Returns each bucket's median seconds of dense all-reduces, and their number."""
     c = lined_up(w, MEASURING)
     lasted = np.max(c.t1, axis=1) - c.last if len(c.t1) else np.empty(0)
     rows, number = list_buckets(w.lane(MEASURING))
@@ -135,7 +133,7 @@ def _bucket_seconds(w: Window) -> tuple[dict[int, float], int]:
 
 
 def _play_dense(w: Window, took: dict[int, float]) -> np.ndarray:
-    """(steps, ranks) seconds that each step would be stalled if its buckets were dense."""
+    """(steps, ranks) seconds of stall with dense buckets."""
     out = np.zeros(w.shape)
     rows, number = list_buckets(w.lane("comm"))
     waits = w.lane("wait")
@@ -154,7 +152,6 @@ def _play_dense(w: Window, took: dict[int, float]) -> np.ndarray:
 
 
 def _find_ready(ranks: np.ndarray, asked: np.ndarray, mine: np.ndarray) -> float:
-    """When the last rank had the bucket."""
     first: dict[int, float] = {}
     for rank, t in zip(ranks[mine].tolist(), asked[mine].tolist(), strict=True):
         first[rank] = min(t, first.get(rank, t))

@@ -1,20 +1,19 @@
-"""The rule for a clear difference: for the cards of changes and the verdict on compression.
+"""The rule for a clear difference.
 
 The ratio of 2 medians gets an interval by bootstrap over steps. Neighbouring steps are alike, because a busy machine
-stays busy for a while. So n steps count as n' independent steps. The draws' distances from their median grow by
+stays busy. So n steps count as n' independent steps. The draws' distances from their median grow by
 
     sqrt(n / n') (1 + 1.5 / n'),     n' = n (1 - r) / (1 + r)
 
-r is the correlation of a step's rank with the next step's, corrected for its bias in short series, -(1 + 3r) / n. The
-last factor corrects for the uncertain spread of few values. Of pairs of equal series of 20 steps, 4 % are called
-different with r = 0.8, and 1 % with r = 0.3 or less (`tests/unit/test_clear.py`).
+r is the correlation of neighbouring steps' ranks, corrected for its bias in short series, -(1 + 3r) / n. The last
+factor corrects for the uncertain spread of few values. Of pairs of equal series of 20 steps, 4 % are called different
+with r = 0.8, and 1 % with r = 0.3 or less (`tests/unit/test_clear.py`).
 
 A difference is clear if the ratio's 99 % interval excludes 1, the ratio is not within `WORTH` of 1, and both sides have
-enough steps. A user makes dozens of comparisons, and 95 % intervals would fail in 5 % of them. The ratio of 0 to 0 is
-1.
+enough steps. A user makes dozens of comparisons, and 95 % intervals would fail in 5 % of them. 0 to 0 counts as 1.
 
 References: Efron, "Bootstrap methods", Ann. Statist. 1979; n' of a first-order autoregressive series: Bartlett, JRSS B
-1946; the bias of r: Kendall, "Note on bias in the estimation of autocorrelation", Biometrika 1954.
+    1946; the bias of r: Kendall, "Note on bias in the estimation of autocorrelation", Biometrika 1954.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 
 DRAWS = 800
-LEAST_STEPS = 20  # steps on either side that a verdict needs
-LEAST_ROUNDS = 5  # the same for whole rounds
-WORTH = 0.01  # distance of the ratio from 1: a smaller one does not matter, however certain
+LEAST_STEPS = 20  # steps per side for a verdict
+LEAST_ROUNDS = 5  # or whole rounds
+WORTH = 0.01  # distance of the ratio from 1 that matters
 MOST = 0.9  # upper limit of r
 
 
@@ -42,8 +41,8 @@ class Estimate(NamedTuple):
 class Ratio(NamedTuple):
     """The median after over the median before, with its 99 % interval. NaN without values.
 
-    clear:  whether it differs from 1 with certainty and by enough
-    lacks:  why there is no verdict yet, or ""
+    clear: whether it differs clearly from 1
+    lacks: why there is no verdict yet, or ""
     """
 
     value: float
@@ -54,12 +53,10 @@ class Ratio(NamedTuple):
 
     @property
     def more(self) -> bool:
-        """Clearly more after than before."""
         return self.clear and self.value > 1
 
     @property
     def less(self) -> bool:
-        """Clearly less after than before."""
         return self.clear and self.value < 1
 
 
@@ -84,7 +81,7 @@ def compare_values(before: np.ndarray, after: np.ndarray, lacks: str = "", least
 
 
 def estimate_median(values: np.ndarray) -> Estimate:
-    """The median of (n,) values, bootstrapped over steps. The draws are reproducible."""
+    """The median of (n,) values, bootstrapped over steps, reproducibly."""
     values = values[np.isfinite(values)]
     n = len(values)
     if n < 2:
@@ -103,7 +100,7 @@ def draw_medians(values: np.ndarray, seed: int = 0) -> np.ndarray:
 
 
 def rank_correlation(values: np.ndarray) -> float:
-    """The correlation r of neighbouring values' ranks, 0 to `MOST`. Robust to outliers."""
+    """Correlation r of neighbouring values' ranks, 0 to `MOST`, robust to outliers."""
     n = len(values)
     rank = np.unique(values, return_inverse=True)[1].astype(float)
     rank -= rank.mean() if n else 0.0

@@ -1,12 +1,12 @@
 """Compares 2 runs, or 2 segments of one: is the second better, worse or alike?
 
 Step time, exposed communication and bytes are medians over the comparable steps (`compare.sides`). Training losses are
-means over ranks. They are compared at equal steps, examples or seconds: as medians over the last 10 % of the common
-range, corrected for their slope. Less is better for all metrics.
+means over ranks. They are compared at equal steps, examples or seconds, as medians over the last 10 % of the common
+range without their slope. Less is better.
 
-A difference has a 99 % interval by the bootstrap of `compare.clear`. The interval separates noise within runs from a
-difference between runs, without its reason: 2 equal runs differ if the machine is busier during one. Each of the 6
-metrics is a separate question at 99 %.
+A difference's 99 % interval is that of `compare.clear`. It separates noise within runs from a difference between runs,
+whatever the reason: equal runs differ if the machine is busier during one. Each of the 6 metrics is a separate
+question.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from workbench.record.run import Run
     from workbench.record.timeline import Timeline
 
-MOST = 4000  # values of a side that draws use
-LAST = 0.1  # share of the common range in which losses are compared
-SHORT = 1e-4  # seconds: a smaller difference does not matter
+MOST = 4000  # values per side in draws
+LAST = 0.1  # of the common range, to compare losses
+SHORT = 1e-4  # seconds: smaller differences do not matter
 WORSE, BETTER, ALIKE, UNKNOWN = "worse", "better", "alike", "unknown"
-ALIGNED = ("steps", "examples", "seconds")  # axes on which losses are aligned
+ALIGNED = ("steps", "examples", "seconds")  # axes of losses
 
 
 class Compared(NamedTuple):
@@ -53,12 +53,12 @@ class Compared(NamedTuple):
 
 
 class LossCurve(NamedTuple):
-    """The training loss of a run per step, mean over ranks."""
+    """A run's training loss per step, mean over ranks."""
 
     loss: np.ndarray  # (n,)
-    steps: np.ndarray  # (n,) steps made so far
-    seconds: np.ndarray  # (n,) since the first step began
-    examples: np.ndarray  # (n,) examples of all ranks together; empty if the record lacks them
+    steps: np.ndarray  # steps so far
+    seconds: np.ndarray  # since the first step began
+    examples: np.ndarray  # of all ranks together; empty if the record lacks them
 
     def progress_along(self, aligned: str) -> np.ndarray:
         """(n,) the progress on the axis `aligned`. Empty if unknown."""
@@ -84,7 +84,7 @@ def compare_runs(a: Run, b: Run, tolerance: float = 0.0) -> list[Compared]:
 
 
 def make_side(tl: Timeline) -> Side:
-    """The comparable steps of a run."""
+    """A run's comparable steps."""
     first, stop = last_steps(tl)
     return Side(tl, first, stop, begins=first)
 
@@ -111,7 +111,7 @@ def judge_metric(
 
 
 def loss_curve(tl: Timeline) -> LossCurve:
-    """Returns the training loss per step. Leaves out steps in which no rank's loss was finite."""
+    """Returns the training loss per step, without steps in which no rank's loss was finite."""
     rows = tl.samples.rows()
     rows = rows[rows.equal("name", "loss") & np.isfinite(rows.value)] if len(rows) else rows
     if not len(rows):
@@ -152,7 +152,7 @@ def _compare_losses(before: LossCurve, after: LossCurve, aligned: str, tolerance
 
 
 def _remove_trend(x: np.ndarray, losses: np.ndarray, at: float) -> np.ndarray:
-    """Removes the trend from (n,) losses, as if all were measured at `at`."""
+    """Removes the trend from (n,) losses, as if measured at `at`."""
     if len(x) < LEAST_STEPS:
         return losses
     slope = np.polynomial.Polynomial.fit(x, losses, 1).deriv()(at)
@@ -164,7 +164,7 @@ def _join_reasons(a: str, b: str) -> str:
 
 
 def _thin_values(values: np.ndarray) -> np.ndarray:
-    """Returns at most `MOST` of the values, evenly spread, to bound the memory of the draws."""
+    """Returns at most `MOST` evenly spread values, to bound the draws' memory."""
     if len(values) <= MOST:
         return values
     return values[np.linspace(0, len(values) - 1, MOST).astype(int)]

@@ -1,6 +1,6 @@
 """Bytes saved against error added: the effect of compression over some steps.
 
-Bytes are counted from the spans, without measurements. The error was measured in some of the steps (`measure_every`).
+Spans give the bytes. The error was measured in some steps (`measure_every`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class Compression(NamedTuple):
     """The effect of compression in steps [first, stop). NaN if unknown.
 
     Bytes include indices, scales and headers, and are means over ranks and the steps with an exchange. Error, cosine
-    and residual are medians over the measurements.
+    and residual are medians over measurements.
     """
 
     steps: tuple[int, int]
-    dense: float  # bytes that a ring all-reduce in fp32 would have sent
-    sent: float  # bytes that were sent
-    error: float  # ||out - sum|| / ||sum||: the result against the sum of the ranks' inputs
-    cosine: float  # of the angle between result and sum
-    residual: float  # ||sum of e|| / ||sum||: the residual of all ranks together
+    dense: float  # of a ring all-reduce in fp32
+    sent: float
+    error: float  # ||out - sum|| / ||sum||: the result against the sum of inputs
+    cosine: float  # between result and sum
+    residual: float  # ||sum of e|| / ||sum||: all ranks' residual
     measured: int  # number of measurements
 
     @property
@@ -58,7 +58,7 @@ def compression_ratios(tl: Timeline, first: int, stop: int) -> tuple[np.ndarray,
 
 
 def exchanged_bytes(tl: Timeline, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, ranks): returns the buckets' bytes in dense fp32, and the bytes that they took."""
+    """(steps, ranks): the buckets' bytes in dense fp32, and the bytes that they took."""
     w = Window(tl, first, stop)
     rows, number = list_buckets(w.lane("comm"))
     inside = ~w.is_outside(rows)
@@ -68,7 +68,7 @@ def exchanged_bytes(tl: Timeline, first: int, stop: int) -> tuple[np.ndarray, np
     if not sizes.size or not scale or p < 2:
         return np.zeros(w.shape), np.zeros(w.shape)
     key = (rows.step.astype(np.int64) << 40) | (rows.rank.astype(np.int64) << 24) | number
-    _, once = np.unique(key, return_index=True)  # once per bucket, which may take several collectives
+    _, once = np.unique(key, return_index=True)  # a bucket may take several collectives
     known = np.where(number < sizes.shape[1], number, -1)
     nbytes = np.where(known >= 0, sizes[rows.step - w.first, known], 0)
     whole = w.sum_rows(rows[once], nbytes[once]) * scale * 2 * (p - 1) / p
@@ -76,7 +76,7 @@ def exchanged_bytes(tl: Timeline, first: int, stop: int) -> tuple[np.ndarray, np
 
 
 def list_buckets(rows: Rows) -> tuple[Rows, np.ndarray]:
-    """Returns the rows of buckets and the bucket number of each."""
+    """Returns the buckets' rows and numbers."""
     names = rows.coded("name")
     found = [_BUCKET.search(str(text)) for text in names.words.texts]
     numbers = np.array([int(m[1]) if m else -1 for m in found], np.int64)
@@ -100,7 +100,7 @@ def _bucket_sizes(tl: Timeline, w: Window) -> np.ndarray:
 
 
 def _dtype_scale(tl: Timeline) -> float:
-    """fp32 bytes of the model over its bytes in its own dtypes; 0 if the record lacks them."""
+    """The model's fp32 bytes over its own; 0 if unrecorded."""
     marks = tl.marks.rows()
     said = [json.loads(d) for d in marks.detail[marks.equal("name", "start")][:1]]
     return 4.0 * said[0].get("parameters", 0) / said[0]["nbytes"] if said and said[0].get("nbytes") else 0.0

@@ -1,7 +1,4 @@
-"""The effect of a change: the steps before and after it, up to the next change.
-
-`compare.sides` chooses the steps, and `compare.clear` decides whether a difference is clear.
-"""
+"""The effect of a change: the steps before and after it, up to the next change."""
 
 from __future__ import annotations
 
@@ -18,14 +15,14 @@ from workbench.analysis.steps.window import change_steps, last_steps
 from workbench.record.marks import once
 from workbench.record.timeline import Timeline
 
-SHORT = 0.1  # ms: a smaller difference does not matter
+SHORT = 0.1  # ms: smaller differences do not matter
 
 
 class Effect(NamedTuple):
     """One row of the card: a quantity before and after the change.
 
-    change:  after over before; for a slope, only `clear` and `lacks`
-    trends:  for the loss: the slopes before and after
+    change: after over before; for a slope, only `clear` and `lacks`
+    trends: for the loss: the slopes before and after
     """
 
     name: str
@@ -53,12 +50,12 @@ class Effect(NamedTuple):
 class Card(NamedTuple):
     """The effect of the change before step `step`, which `text` describes.
 
-    nbytes, seconds: cost of making the change, for all ranks; 0 in an old record
+    nbytes, seconds: cost of the change for all ranks; 0 in an old record
     """
 
     step: int
     text: str
-    before: tuple[int, int]  # [first, stop) of the analysed steps
+    before: tuple[int, int]  # [first, stop)
     after: tuple[int, int]
     rows: tuple[Effect, ...]
     nbytes: int = 0
@@ -84,7 +81,7 @@ def before_after(tl: Timeline, change_step: int, window: int = WINDOW) -> Card:
 
 
 def why_lacking(was: Side, now: Side) -> str:
-    """Returns why no verdict is possible on the 2 sides of a change, or ""."""
+    """Returns why a change has no verdict, or ""."""
     return _join_reasons(was.lacks, now.lacks)
 
 
@@ -99,7 +96,7 @@ def _make_effect(name: str, unit: str, was: Side, now: Side, before: np.ndarray,
 
 
 def _compare_slopes(was: Trend, now: Trend) -> Effect:
-    """Two slopes differ if their 99 % intervals do not overlap."""
+    """Slopes differ if their 99 % intervals do not overlap."""
     a, b = was.slope, now.slope
     differ = a.high < b.low or b.high < a.low
     change = Ratio(float("nan"), float("nan"), float("nan"), differ, _join_reasons(was.lacks, now.lacks))
@@ -107,7 +104,7 @@ def _compare_slopes(was: Trend, now: Trend) -> Effect:
 
 
 def _list_changes(tl: Timeline, step: int) -> list[dict[str, Any]]:
-    """Returns the recorded details of the changes made before step `step`."""
+    """Returns the details of the changes before step `step`."""
     rows = tl.marks.rows()
     rows = rows[rows.equal("name", "change") & (rows.step == step)] if len(rows) else rows
     said = [json.loads(d) for d in rows.detail]

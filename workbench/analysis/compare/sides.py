@@ -1,8 +1,8 @@
 """The comparable steps on one side of a change: settled, undisturbed and enough of them.
 
-Leaves out steps at the beginning of the run, after a change, a re-bucketing or a pause. Leaves out steps next to an
-evaluation, a hand-over or a measurement. With a periodic strategy it compares whole rounds, to spread a meeting's cost
-over its round. Rounds are long, so an evaluation next to one of their steps does not matter.
+Excludes steps after the run's beginning, a change, a re-bucketing or a pause, and next to an evaluation, a hand-over or
+a measurement. With a periodic strategy it compares whole rounds, which spread a meeting's cost; an evaluation in them
+hardly matters.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from workbench.record.timeline import Timeline
 
 SETTLE = 2  # steps to skip after a beginning, a change or new buckets
 WINDOW = 50  # steps to analyse
-WIDER = (1, 4, 40)  # numbers of windows to try, until there are enough rounds
-RARE = 4  # if fewer than 1 in 4 steps is undisturbed, disturbed steps count too
+WIDER = (1, 4, 40)  # windows to try, until there are enough rounds
+RARE = 4  # with fewer than 1 in 4 undisturbed, all steps count
 
 
 class Side:
     """Steps [first, stop) of one side. A value per step, or per round of a periodic strategy.
 
-    begins: a step at which a round is known to begin
-    lacks:  why no verdict is possible on these steps, or ""
+    begins: a step at which a round begins
+    lacks:  why these steps give no verdict, or ""
     """
 
     def __init__(self, tl: Timeline, first: int, stop: int, begins: int) -> None:
@@ -46,11 +46,10 @@ class Side:
         self.seconds, self.exposed = self.average_each(w.step_seconds), self.average_each(w.seconds("wait"))
 
     def average_each(self, values: np.ndarray) -> np.ndarray:
-        """(n,) means of a (steps, ranks) matrix, one for each step or round in use."""
+        """(n,) means of a (steps, ranks) matrix, one per step or round in use."""
         return np.array([values[self._rounds == k].mean() for k in self._kept])
 
     def _list_comparable(self) -> np.ndarray:
-        """The numbers of the comparable steps or rounds."""
         every = np.unique(self._rounds[self._rounds >= 0])
         settled = np.setdiff1d(every, self._rounds[~self.settled])
         if self.periodic:
@@ -60,7 +59,7 @@ class Side:
 
 
 def side_before(tl: Timeline, stop: int, floor: int, window: int = WINDOW) -> Side:
-    """Returns the last steps before `stop`, from `floor` on; more of them if rounds are long."""
+    """Returns the last steps before `stop`, from `floor` on; more if rounds are long."""
     for wide in WIDER:
         first = max(stop - wide * window, floor)
         side = Side(tl, first, stop, begins=floor)
@@ -70,7 +69,7 @@ def side_before(tl: Timeline, stop: int, floor: int, window: int = WINDOW) -> Si
 
 
 def side_after(tl: Timeline, first: int, ceiling: int, window: int = WINDOW) -> Side:
-    """Returns the first steps from `first` to `ceiling`; more of them if rounds are long."""
+    """Returns the first steps from `first` to `ceiling`; more if rounds are long."""
     for wide in WIDER:
         stop = min(first + 1 + wide * window, ceiling)
         side = Side(tl, first, stop, begins=first)
@@ -80,7 +79,7 @@ def side_after(tl: Timeline, first: int, ceiling: int, window: int = WINDOW) -> 
 
 
 def unsettled_steps(tl: Timeline, w: Window) -> np.ndarray:
-    """A mask over steps at the beginning, or just after a change, new buckets or a pause."""
+    """A mask over steps just after a beginning, a change, new buckets or a pause."""
     marks, begun = tl.marks.rows(), last_steps(tl)[0]
     new = marks.step[marks.equal("name", "buckets")] if len(marks) else np.empty(0, np.int64)
     fresh = np.concatenate([[begun], change_steps(tl), new])[:, None] + np.arange(SETTLE)
@@ -88,7 +87,7 @@ def unsettled_steps(tl: Timeline, w: Window) -> np.ndarray:
 
 
 def _stalled_steps(tl: Timeline) -> np.ndarray:
-    """The steps before which the run was paused, or a fault stalled a rank."""
+    """The steps after a pause, or after a fault that stalled a rank."""
     rows = tl.marks.rows()
     if not len(rows):
         return np.empty(0, np.int64)

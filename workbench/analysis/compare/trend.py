@@ -1,7 +1,7 @@
 """Whether the loss falls or rises: its slope over some steps, with an interval.
 
-The slope is the Theil-Sen estimator, the median of all pairs' slopes. Its interval comes from Kendall's variance (Sen,
-JASA 1968). It grows if the residuals of neighbouring steps are alike (`compare.clear` explains this and the 99 %).
+The slope is the Theil-Sen estimator, the median of all pairs' slopes. Its interval is from Kendall's variance (Sen,
+JASA 1968), wider if neighbouring residuals are alike (see `compare.clear`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ NOTHING = Estimate(float("nan"), float("nan"), float("nan"), 0)
 class Trend(NamedTuple):
     """The loss's slope per 100 steps with its 99 % interval.
 
-    lacks:  why there is no verdict, or ""
-    odd:    number of excluded steps, in which a rank's loss was not finite
+    lacks: why there is no verdict, or ""
+    odd:   number of excluded steps, with a loss that was not finite
     """
 
     slope: Estimate
@@ -44,7 +44,7 @@ class Trend(NamedTuple):
 
 
 def find_trend(tl: Timeline, side: Side) -> Trend:
-    """The trend of the training loss, mean over ranks, in the settled steps of a side."""
+    """The training loss's trend, mean over ranks, in a side's settled steps."""
     w = side.window
     rows = tl.samples.rows()
     within = (rows.step >= w.first) & (rows.step < w.stop)
@@ -79,7 +79,7 @@ def estimate_slope(steps: np.ndarray, losses: np.ndarray) -> Estimate:
     slopes = np.sort(PER * (losses[j] - losses[i]) / (steps[j] - steps[i]))
     middle = float(np.median(slopes))
     r = rank_correlation(losses - middle / PER * steps)
-    alone = max(3.0, n * (1 - r) / (1 + r))  # corrects for the uncertain r of few values
+    alone = max(3.0, n * (1 - r) / (1 + r))  # corrects for the uncertain r
     reach = 2.576 * (1 + 1.5 / alone) * np.sqrt(n * (n - 1) * (2 * n + 5) / 18 * (1 + r) / (1 - r))
     low, high = (len(slopes) - reach) / 2, (len(slopes) + reach) / 2
     at = np.clip([int(low), int(np.ceil(high))], 0, len(slopes) - 1)

@@ -3,7 +3,7 @@
 Holistic Trace Analysis (HTA) 0.5 reads a folder with a file per rank. It needs a space after the colon in
 `"distributedInfo": {"rank": 0, ...}`. Kernels (`cat` "kernel") have a stream, and the `correlation` of their launch.
 Collectives are kernels like `nccl...Kernel`, and steps have names like `ProfilerStep#3`. Evaluations, hand-overs and
-measurements are annotations outside of steps. So HTA's `get_comm_comp_overlap` agrees with `analysis.overlap`.
+measurements are annotations outside of steps, so that HTA's `get_comm_comp_overlap` agrees with `analysis.overlap`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COLLECTIVES = {"all_reduce": "AllReduce", "all_gather": "AllGather", "reduce_sc
 
 
 def to_chrome(run: Run, folder: Path | str) -> Path:
-    """Writes `rank-0.json.gz`, ... into `folder`, which it creates. Raises RunError on failure."""
+    """Writes `rank-0.json.gz`, ... into the new `folder`. Raises RunError on failure."""
     folder, (first, stop) = Path(folder), last_steps(run.timeline)
     w = Window(run.timeline, first, stop)
     try:
@@ -46,7 +46,7 @@ def to_chrome(run: Run, folder: Path | str) -> Path:
 
 
 def _make_header(run: Run, rank: int, ranks: int) -> dict[str, Any]:
-    """The fields that HTA reads before the events."""
+    """The fields that HTA reads first."""
     return {
         "schemaVersion": 1, "deviceProperties": [{"id": rank, "name": "a rank of training-workbench"}],
         "distributedInfo": {"backend": "gloo", "rank": rank, "world_size": ranks}, "traceName": run.name,

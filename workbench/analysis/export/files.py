@@ -25,7 +25,7 @@ from workbench.settings import short
 if TYPE_CHECKING:
     from workbench.record.run import Run
 
-SUFFIX = {"perfetto": ".json.gz"}  # of single files; other formats are folders
+SUFFIX = {"perfetto": ".json.gz"}  # of single files
 
 
 def export_run(run: Run, to: str, out: Path | str | None = None) -> Path:
@@ -41,12 +41,12 @@ def export_run(run: Run, to: str, out: Path | str | None = None) -> Path:
 
 
 def to_parquet(run: Run, folder: Path) -> Path:
-    """Writes the 3 tables of the record as Parquet."""
+    """Writes the record's 3 tables as Parquet."""
     return _write_tables(run, folder, "parquet", lambda table, path: parquet.write_table(table, path))
 
 
 def to_csv(run: Run, folder: Path) -> Path:
-    """Writes the 3 tables of the record as CSV."""
+    """Writes the record's 3 tables as CSV."""
     return _write_tables(run, folder, "csv", lambda table, path: csv.write_csv(table, path))
 
 

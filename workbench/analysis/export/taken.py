@@ -8,8 +8,8 @@
     wait      communication without compute: exposed
     offload   copies between host and device
 
-Events less than `GAP` apart become one span, so that a timeline has hundreds of boxes instead of a million. Overlap is
-accurate to that gap. Bytes are the size of a collective's input tensor, if the trace has it.
+Events less than `GAP` apart become one span: a timeline has hundreds of boxes, not a million. Overlap is accurate to
+that gap. Bytes are those of a collective's input tensor, if the trace has it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from workbench.record.kineto import Event, Trace
 from workbench.record.timeline import Mark, Span, Timeline
 
 GAP = {True: 5e-6, False: 50e-6}  # seconds, on a GPU and on a CPU (with Python between operators)
-APART = 60.0  # seconds between the begins of 2 ranks above which their clocks are not trusted
+APART = 60.0  # seconds between 2 ranks' begins that make their clocks doubtful
 KERNELS, COPIES = "kernel", ("gpu_memcpy", "gpu_memset")
 _STEP = re.compile(r"ProfilerStep#([0-9]{1,9})")
 _GPU_COMM = re.compile(r"^(nccl|rccl|mscclpp?|oneccl)", re.I)
@@ -38,7 +38,7 @@ _OPS = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "
 
 
 class TracePiece(NamedTuple):
-    """Work of a rank: its lane, name and step."""
+    """A rank's work: lane, name and step."""
 
     step: int
     lane: str
@@ -101,14 +101,14 @@ def convert_events(events: Sequence[Event]) -> list[TracePiece]:
 
 
 def _find_steps(host: Sequence[Event], events: Sequence[Event]) -> np.ndarray:
-    """(n, 2) begin and end of each profiler step on the host; without any, the whole trace."""
+    """(n, 2) begin and end of each profiler step on the host, or of the whole trace."""
     said = {e.name: (e.t0, e.t1) for e in host if _STEP.fullmatch(e.name) and e.cat == "user_annotation"}
     whole = [(events[0].t0, max([e.t1 for e in events]))]
     return np.array(sorted(said.values()) or whole)
 
 
 def _find_ends(steps: np.ndarray, found: list[list[TracePiece]]) -> list[tuple[float, float]]:
-    """Begin and end of steps on a device: from one step's last kernel to the next step's."""
+    """Begin and end of steps on a device, between their last kernels."""
     out: list[tuple[float, float]] = []
     for (begun, ended), mine in zip(steps.tolist(), found, strict=True):
         begin = out[-1][1] if out else min([p.t0 for p in mine], default=begun)
@@ -117,7 +117,7 @@ def _find_ends(steps: np.ndarray, found: list[list[TracePiece]]) -> list[tuple[f
 
 
 def _of_step(step: int, t0: float, t1: float, mine: list[TracePiece], gap: float) -> list[TracePiece]:
-    """The pieces of a step: neighbours merged, exposed communication and the step itself."""
+    """A step's pieces: merged neighbours, exposed communication and the step."""
     out: list[TracePiece] = []
     computed = _cover_pieces((p for p in mine if p.lane == "compute"), gap)
     free = computed
@@ -142,7 +142,6 @@ def _cover_pieces(found: Iterable[TracePiece], gap: float) -> Cover:
 
 
 def _subtract_cover(cover: Cover, other: Cover) -> list[tuple[float, float]]:
-    """The parts of `cover` outside `other`."""
     cuts = np.unique(np.concatenate([cover.begin, cover.end, other.begin, other.end]))
     middle = (cuts[1:] + cuts[:-1]) / 2
     keep = _is_inside(cover, middle) & ~_is_inside(other, middle)
@@ -151,7 +150,6 @@ def _subtract_cover(cover: Cover, other: Cover) -> list[tuple[float, float]]:
 
 
 def _intersect_covers(cover: Cover, other: Cover) -> list[tuple[float, float]]:
-    """The parts of `cover` inside `other`."""
     return _subtract_cover(cover, Cover(*_to_arrays(_subtract_cover(cover, other))))
 
 
@@ -179,7 +177,7 @@ def _is_compute(e: Event) -> bool:
 
 
 def _name_collective(e: Event, gpu: bool) -> str:
-    """The name of a collective, such as "all_reduce". "" for other events."""
+    """A collective's name, such as "all_reduce", or ""."""
     if gpu:
         if not _GPU_COMM.match(e.name):
             return ""
@@ -192,7 +190,7 @@ def _name_collective(e: Event, gpu: bool) -> str:
 
 
 def _read_nbytes(e: Event) -> int:
-    """The bytes of the input tensor or the copy; 0 if the trace lacks them."""
+    """Bytes of the input tensor or the copy; 0 if unrecorded."""
     count, item = e.args.get("In msg nelems"), _ITEM.get(str(e.args.get("dtype")).lower(), 0)
     said = e.args.get("bytes") if count is None else count
     if isinstance(said, bool) or not isinstance(said, int) or not 0 <= said < 2**48:

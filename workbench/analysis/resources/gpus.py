@@ -1,4 +1,4 @@
-"""How busy each rank's GPU is, its power and its link traffic. Empty if no GPU was read."""
+"""Each rank's GPU use, power and link traffic. Empty if no GPU was read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RankGpu(NamedTuple):
 
 
 def measure_gpus(tl: Timeline, seconds: float = 10.0) -> list[RankGpu]:
-    """Returns the means over the last `seconds` of the record."""
+    """Returns the means over the record's last `seconds`."""
     rows = tl.samples.rows()
     if not len(rows):
         return []

@@ -9,19 +9,19 @@ import numpy as np
 from workbench.analysis.steps.window import list_generations, ranks_during
 from workbench.record.timeline import Timeline
 
-PREFIX = "memory "  # of the Samples' names; then a category, or one of the names below
+PREFIX = "memory "  # of the Samples' names, before a category or a name below
 PEAK, ALLOCATED, ALLOCATED_PEAK = "peak", "allocated", "allocated peak"
-PASSING = "in passing"  # peak minus the sum of all categories: memory used only for a moment
+PASSING = "in passing"  # peak minus all categories: brief uses
 AWAY = ("on host", "on disk")
 
 
 class RankMemory(NamedTuple):
     """One rank's memory in some steps, in bytes.
 
-    most:           by category, its maximum over the steps; categories reach it at different times. Memory of no
-                    category, such as gradients between 2 layers or data of a hand-over, is "in passing"
+    most:           maxima by category, at different times. Memory of no category, such as gradients between 2 layers or
+                    data of a hand-over, is "in passing"
     peak:           maximum of all categories together: at least the largest, at most their sum
-    allocated:      bytes in use in the GPU's allocator at the end of a step, with temporaries; None without a GPU
+    allocated:      bytes in use in the GPU's allocator at a step's end, with temporaries; None without a GPU
     allocated_peak: their maximum since the process began
     """
 
@@ -38,9 +38,9 @@ class RankMemory(NamedTuple):
 
 
 def measure_memory(tl: Timeline, first: int = 0, stop: int | None = None) -> list[RankMemory]:
-    """Returns each rank's memory in steps [first, stop). Empty if the record lacks it.
+    """Returns each rank's memory in steps [first, stop). Empty if unrecorded.
 
-    A Sample holds from its step until the next Sample of its name. Ranks that were lost earlier hold nothing.
+    A Sample holds until the next of its name. Ranks lost earlier hold nothing.
     """
     found = _find_maxima(tl, first, stop)
     categories = [name for name in found if name not in (PEAK, ALLOCATED, ALLOCATED_PEAK)]
@@ -59,14 +59,14 @@ def measure_memory(tl: Timeline, first: int = 0, stop: int | None = None) -> lis
 
 
 def _beyond_categories(most: dict[str, int], peak: int) -> int:
-    """Bytes of the peak beyond all categories; 0 if an evaluation may have caused the peak."""
+    """The peak's bytes beyond all categories; 0 if an evaluation may have caused the peak."""
     every = sum(nbytes for name, nbytes in most.items() if name not in AWAY)
     step = every - most.get("evaluation", 0)
     return peak - step if peak > max(step, every - most.get("activations", 0)) else 0
 
 
 def _find_maxima(tl: Timeline, first: int, stop: int | None) -> dict[str, dict[int, int]]:
-    """The maximum by name (without the prefix, in the order of the record) and by rank."""
+    """The maximum by name (without the prefix, in the record's order) and by rank."""
     rows = tl.samples.rows()
     found: dict[str, dict[int, int]] = {}
     if not len(rows):

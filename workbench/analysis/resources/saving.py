@@ -1,4 +1,4 @@
-"""A checkpoint that is being written, and how long that usually takes."""
+"""A checkpoint that ranks are writing, and its usual time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from workbench.record.timeline import Timeline
 class CheckpointProgress(NamedTuple):
     """A checkpoint under way.
 
-    step:  the step that it is of
-    since: when ranks began to write, in seconds of the run
-    usual: seconds that the last checkpoint took
+    step:  its step
+    since: begin, in seconds of the run
+    usual: seconds of the last checkpoint
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""Requests without effect: a pace that is not met, a fault that does nothing."""
+"""Requests without effect: an unmet pace, an idle fault."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from workbench.record.timeline import Timeline
 
 
 def list_unheeded(timeline: Timeline) -> list[str]:
-    """Returns a sentence for each present request without effect. Hosts mark its begin and end."""
+    """Returns a sentence for each present request without effect. Hosts mark begin and end."""
     rows = timeline.marks.rows()
     rows = rows[rows.equal("name", "pace") | rows.equal("name", "no effect")]
-    late: dict[int, tuple[float, float]] = {}  # rank -> seconds that its compute takes, and should take
+    late: dict[int, tuple[float, float]] = {}  # by rank: seconds of compute, and target
     idle: list[str] = []
     for rank, name, detail in zip(rows.rank.tolist(), rows.name, rows.detail, strict=True):
         said = json.loads(detail)

@@ -18,7 +18,7 @@ class RankClock(NamedTuple):
     """One rank's clock when the run began, in seconds.
 
     offset: its host's clock minus rank 0's. Recorded times are corrected for it. NaN: not recorded
-    error:  possible error of the offset: half the quickest of 16 round trips; 0 if both ranks are on one host
+    error:  of the offset, at most: half the quickest of 16 round trips; 0 on rank 0's host
     """
 
     rank: int
@@ -28,7 +28,7 @@ class RankClock(NamedTuple):
 
 
 class RankCost(NamedTuple):
-    """CPU seconds of one rank's process while it trained, and the recorder's part of them."""
+    """CPU seconds of one rank's training process, and the recorder's part."""
 
     rank: int
     process: float
@@ -36,7 +36,7 @@ class RankCost(NamedTuple):
 
 
 def list_clocks(run: Run) -> list[RankClock]:
-    """Returns the clock of every rank that has begun."""
+    """Returns the clocks of ranks that have begun."""
     ranks = run.environment.get("ranks", {})
     apart = {
         r: (_to_number(said.get("clock_offset")), _to_number(said.get("clock_error"))) for r, said in ranks.items()
@@ -45,7 +45,7 @@ def list_clocks(run: Run) -> list[RankClock]:
 
 
 def recording_costs(tl: Timeline) -> list[RankCost]:
-    """Returns the costs by rank. Ranks record them every few seconds and at the end."""
+    """Returns the costs by rank, which ranks record every few seconds and at the end."""
     rows = tl.samples.rows()
     found = []
     for rank in ranks_of(rows) if len(rows) else ():
@@ -57,7 +57,7 @@ def recording_costs(tl: Timeline) -> list[RankCost]:
 
 
 def describe_upkeep(found: list[RankClock], costs: list[RankCost]) -> str:
-    """Describes clocks and costs in words. "" if nothing is known yet.
+    """Describes clocks and costs. "" if both are unknown.
 
     >>> describe_upkeep([RankClock(0, "a", 0.0, 0.0), RankClock(1, "b", 0.0031, 4e-5)], [])
     "Clocks are known to 0.04 ms or better; rank 1's was 3.1 ms ahead of rank 0's."

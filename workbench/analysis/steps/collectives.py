@@ -1,6 +1,6 @@
 """Lines collectives up across ranks: when each rank arrived and how long it waited.
 
-The k-th communication span with a name in a step is the same collective on every rank. Data move when the last rank has
+The k-th communication span with a name in a step is the same collective on every rank. Data move once the last rank has
 arrived.
 """
 
@@ -15,32 +15,32 @@ from workbench.record.timeline import Rows, Timeline
 
 
 class Arrivals(NamedTuple):
-    """One row per collective, one column per rank. NaN if a rank's span has not arrived."""
+    """One row per collective, one column per rank. NaN if a rank's span is missing."""
 
     ranks: np.ndarray  # (p,)
     step: np.ndarray  # (c,)
     name: np.ndarray  # (c,) names
-    asked: np.ndarray  # (c, p) when each rank requested it
-    t0: np.ndarray  # (c, p) when each rank arrived
-    t1: np.ndarray  # (c, p) when it ended on each rank
+    asked: np.ndarray  # (c, p) each rank's request
+    t0: np.ndarray  # (c, p) each rank's arrival
+    t1: np.ndarray  # (c, p) its end on each rank
     nbytes: np.ndarray  # (c, p) bytes sent
-    port: np.ndarray  # (c, p) seconds that the rank's own port was busy; NaN without a Link
+    port: np.ndarray  # (c, p) seconds of the rank's own port; NaN without a Link
 
     @property
     def last(self) -> np.ndarray:
-        """(c,) when the last rank arrived."""
+        """(c,) the last arrival."""
         out: np.ndarray = np.fmax.reduce(self.t0, axis=1) if len(self.t0) else np.empty(0)
         return out
 
     @property
     def full(self) -> np.ndarray:
-        """(c,) mask: the spans of all ranks are known."""
+        """(c,) whether all ranks' spans are known."""
         out: np.ndarray = ~np.isnan(self.t0).any(axis=1)
         return out
 
     @property
     def waiting(self) -> np.ndarray:
-        """(c, p) seconds each rank waited for the last to arrive."""
+        """(c, p) seconds each rank waited for the last arrival."""
         out: np.ndarray = np.minimum(self.last[:, None], self.t1) - self.t0
         return out.clip(min=0)
 
@@ -57,12 +57,12 @@ class Arrivals(NamedTuple):
 
 
 def line_up(tl: Timeline, first: int, stop: int) -> Arrivals:
-    """Returns all collectives of steps [first, stop), lined up, in order of last arrival."""
+    """Returns all collectives of steps [first, stop), in order of last arrival."""
     return lined_up(Window(tl, first, stop))
 
 
 def lined_up(w: Window, lane: str = "comm", *, outside: bool = False) -> Arrivals:
-    """Like `line_up`, for an existing window. Leaves messages out.
+    """`line_up` for an existing window, without messages.
 
     outside: includes the collectives of evaluations and hand-overs
     """
@@ -87,14 +87,14 @@ def lined_up(w: Window, lane: str = "comm", *, outside: bool = False) -> Arrival
 
 
 def is_message(rows: Rows) -> np.ndarray:
-    """Returns a mask over `rows`: messages from one rank to another."""
+    """Returns a mask over `rows`: messages between 2 ranks."""
     names = rows.coded("name")
     kinds = np.array([str(text).startswith("send") for text in names.words.texts], bool)
     return kinds[names.codes] if len(names) else np.zeros(0, bool)
 
 
 def last_arrivals(tl: Timeline, rows: Rows) -> np.ndarray:
-    """Like `last_arrival`, for rows of a timeline. Includes evaluations and hand-overs."""
+    """`last_arrival` for rows of a timeline, also in evaluations and hand-overs."""
     if not len(rows):
         return np.empty(0)
     w = Window(tl, int(rows.step.min()), int(rows.step.max()) + 1)
@@ -102,7 +102,7 @@ def last_arrivals(tl: Timeline, rows: Rows) -> np.ndarray:
 
 
 def last_arrival(rows: Rows, c: Arrivals) -> np.ndarray:
-    """(n,) when the last rank arrived at each row's collective. NaN for other rows."""
+    """(n,) the last arrival at each row's collective, or NaN."""
     out, comm = np.full(len(rows), np.nan), rows.equal("lane", "comm")
     last = c.last
     for column, rank in enumerate(c.ranks):
@@ -122,9 +122,9 @@ def moving_since(rows: Rows, last: np.ndarray) -> np.ndarray:
 
 
 def send_rates(rows: Rows, last: np.ndarray) -> np.ndarray:
-    """(n,) Mbit/s at which each row sent, without waits. NaN if it sent nothing.
+    """(n,) Mbit/s at which each row sent its own bytes, without waits. NaN if it sent nothing.
 
-    last: as from `last_arrival`. Counts the bytes that the rank sent.
+    last: as from `last_arrival`
     """
     seconds = rows.t1 - moving_since(rows, last)
     sent = (rows.nbytes > 0) & (seconds > 0)
@@ -141,7 +141,7 @@ def against_others(values: np.ndarray) -> np.ndarray:
 def of_others(values: np.ndarray) -> np.ndarray:
     """(..., p): each value's median of the other values. NaN if another value is NaN.
 
-    If a value is removed from n sorted values, the middle moves by one for the values before it.
+    Without one of n sorted values, the middle moves by one for the values before it.
 
     >>> of_others(np.array([1.0, 2.0, 4.0, 8.0])).tolist()
     [4.0, 4.0, 2.0, 2.0]
@@ -158,7 +158,7 @@ def of_others(values: np.ndarray) -> np.ndarray:
 
 
 def _make_keys(rows: Rows) -> np.ndarray:
-    """One number per span (step, name, occurrence), equal for a collective on all ranks."""
+    """One number per span (step, name, occurrence), equal on all ranks."""
     name = rows.coded("name").codes.astype(np.int64)
     step, n = rows.step.astype(np.int64), len(rows)
     if not n:

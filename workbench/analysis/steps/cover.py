@@ -1,4 +1,4 @@
-"""Unions of intervals and the places of each rank in a column."""
+"""Unions of intervals; places of each rank in a column."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Cover:
-    """A union of intervals that measures how much of it is between 2 times.
+    """A union of intervals, to measure parts of it.
 
     >>> cover = Cover(np.array([0.0, 1.0, 5.0]), np.array([2.0, 3.0, 6.0]))
     >>> cover.total_length, float(cover.length_between(2.0, 5.5))
@@ -33,7 +33,7 @@ class Cover:
         return float(self._sum[-1]) if len(self._sum) else 0.0
 
     def length_until(self, t: np.ndarray) -> np.ndarray:
-        """How much of the union is before `t`."""
+        """The union's length before `t`."""
         out: np.ndarray = np.interp(t, self._at, self._sum) if len(self._at) else np.zeros(np.shape(t))
         return out
 
@@ -46,7 +46,7 @@ NOTHING = Cover(np.empty(0), np.empty(0))
 
 
 def by_rank(ranks: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields each rank of a column and its places there, in order. Faster than a mask per rank.
+    """Yields each rank of a column and its places, in order. Faster than a mask per rank.
 
     >>> [(rank, at.tolist()) for rank, at in by_rank(np.array([3, 0, 3]))]
     [(0, [1]), (3, [0, 2])]

@@ -1,4 +1,4 @@
-"""Counts the examples that ranks train on per second."""
+"""Counts the examples that ranks train on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workbench.record.timeline import Timeline
 
 
 def examples_per_second(tl: Timeline, first: int, stop: int) -> float | None:
-    """Returns the examples per second of all ranks in steps [first, stop), summed over ranks.
+    """Returns the examples per second of all ranks together in steps [first, stop).
 
     Evaluations, hand-overs and steps with measurements do not count. None if the record lacks the examples per step (a
     task that makes its own batches, or an old run).
@@ -33,10 +33,7 @@ def examples_per_second(tl: Timeline, first: int, stop: int) -> float | None:
 
 
 def examples_made(tl: Timeline, steps: np.ndarray) -> np.ndarray:
-    """(n,) examples of all ranks by the end of each step, counted from the first of `steps`.
-
-    Empty if the record lacks the examples per step.
-    """
+    """(n,) examples of all ranks by the end of each step, counted from the first of `steps`, or empty if unrecorded."""
     samples = tl.samples.rows()
     said = samples[samples.equal("name", "examples")] if len(samples) else samples
     if not len(said) or not len(steps):
@@ -64,13 +61,13 @@ def recent_steps(tl: Timeline, last: int) -> tuple[int, int]:
 
 
 def serving_ranks(tl: Timeline) -> list[int]:
-    """Returns the ranks that serve at the end of the record, without a step since they began."""
+    """Returns the ranks that serve at the record's end, and have made no step since they began."""
     rows, marks = tl.spans.rows(), tl.marks.rows()
     for at in np.flatnonzero(marks.equal("name", "roles"))[-1:] if len(marks) else ():
         ended = rows[rows.equal("lane", "step") & (rows.step >= marks.step[at])] if len(rows) else rows
         since = newest_generation(tl)
         serve = json.loads(marks.detail[at])["serve"]
-        if since is not None and marks.t[at] >= since.t:  # then `serve` holds places, not ids
+        if since is not None and marks.t[at] >= since.t:  # `serve` holds places, not ids
             serve = [since.members[place] for place in serve if place < len(since.members)]
         return [rank for rank in serve if not (ended.rank == rank).any()]
     return []

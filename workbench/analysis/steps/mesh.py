@@ -1,4 +1,4 @@
-"""How a run's ranks are arranged: the mesh's dimensions, each rank's place, and the servers."""
+"""The mesh of a run's ranks: dimensions, places, and servers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Arrangement(NamedTuple):
     """The last mesh of a record.
 
     dims:   (name, size), outermost first; ranks of the last dimension are neighbours
-    ranks:  the training ranks, in the order in which they fill the mesh
-    inside: the dimensions that one replica of the model is spread over
+    ranks:  the training ranks, in the order of the mesh
+    inside: the dimensions within one replica of the model
     serve:  servers, outside of the mesh
     """
 
@@ -24,7 +24,7 @@ class Arrangement(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The sizes in words: "data 2 × stage 2, 1 serves"."""
+        """The sizes: "data 2 × stage 2, 1 serves"."""
         serving = f", {len(self.serve)} serve{'s' if len(self.serve) == 1 else ''}" if self.serve else ""
         return " × ".join(f"{name} {size}" for name, size in self.dims) + serving
 
@@ -41,7 +41,7 @@ def _last_mark(tl: Timeline, name: str, since: float) -> tuple[dict[str, Any], f
 def find_arrangement(tl: Timeline, ranks: int) -> Arrangement:
     """Returns the arrangement at the record's end, by default one line of `ranks` replicas."""
     members, since = _last_mark(tl, "members", float("-inf"))
-    there = tuple(members.get("members", range(ranks)))  # the rank at each place, also after a loss of ranks
+    there = tuple(members.get("members", range(ranks)))  # the rank at each place, also after losses
     found = Arrangement((("data", len(there)),), there)
     said, _ = _last_mark(tl, "mesh", since)
     if said:

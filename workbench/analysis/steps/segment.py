@@ -1,4 +1,4 @@
-"""Cuts consecutive steps out of a run as a run of their own."""
+"""Makes consecutive steps of a run a run of their own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from workbench.record.timeline import Rows, Table, Timeline
 
-STANDING = ("examples", "lr", "memory ")  # beginnings of samples that ranks record only when the value changes
+STANDING = ("examples", "lr", "memory ")  # begin the names of samples that ranks record only when they change
 
 
 def cut_segment(tl: Timeline, first: int, stop: int) -> Timeline:

@@ -1,7 +1,4 @@
-"""Which settings were in force when: a run's settings and changes as plain JSON.
-
-Needs neither knobs nor torch, so it works wherever a recorded run is opened.
-"""
+"""A run's settings at each step, from plain JSON, without knobs or torch."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ EXACT = ("Dense", "ErrorFeedback")  # lossless
 
 
 class Stretch(NamedTuple):
-    """Steps [first, stop) between 2 changes and the settings in force in them."""
+    """Steps [first, stop) between 2 changes, and their settings."""
 
     first: int
     stop: int
@@ -27,13 +24,13 @@ class Stretch(NamedTuple):
 
     @property
     def compressor(self) -> str:
-        """The lossy compressor in words: `TopK(density=0.01)`. "" without one."""
+        """The lossy compressor in words: `TopK(density=0.01)`, or ""."""
         plain = self.settings.get("compressor")
         return _name_member(plain) if set(_list_members(plain)) - set(EXACT) else ""
 
 
 def list_stretches(run: Run) -> list[Stretch]:
-    """Returns the stretches between a run's changes, in order. The last one has no end yet."""
+    """Returns the stretches between a run's changes, in order. The last has no end yet."""
     found: list[Stretch] = []
     for step, settings in fold(run.settings, run.changes, with_value):
         first = max(step, found[-1].first if found else 0)
@@ -89,17 +86,17 @@ def _put_value(settings: Plain, path: list[str], value: Any) -> Plain:
     if rest:
         ((name, knobs),) = present.items()
         return {**settings, head: {name: _put_value(knobs, rest, value)}}
-    named = isinstance(value, str) and _is_member(present)  # `value` is the name of a member without knobs
+    named = isinstance(value, str) and _is_member(present)  # `value` names a member without knobs
     return {**settings, head: {value: {}} if named else value}
 
 
 def _is_member(value: Any) -> bool:
-    """Whether it is a member of a family with its knobs, as {"TopK": {"density": 0.01}}."""
+    """Whether it is a family's member with knobs, as {"TopK": {"density": 0.01}}."""
     return isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value.values())), dict)
 
 
 def _list_members(value: Any) -> Iterator[str]:
-    """Yields the names of a member and of the members in its knobs; accepts a bare name."""
+    """Yields the names of a member and of members in its knobs; accepts a bare name."""
     if isinstance(value, str):
         yield value
     elif _is_member(value):
@@ -111,7 +108,7 @@ def _list_members(value: Any) -> Iterator[str]:
 
 
 def _name_member(plain: Any) -> str:
-    """A member in words. A lossless wrapper is skipped."""
+    """A member in words, without a lossless wrapper."""
     if _is_member(plain):
         ((name, knobs),) = plain.items()
         if name in EXACT and set(knobs) == {"of"}:

@@ -15,7 +15,7 @@ PHASES = ("forward", "backward", "update")
 
 
 class StepTimes(NamedTuple):
-    """How long each step lasted on each rank. NaN if it has not ended."""
+    """Each step's seconds on each rank. NaN if it has not ended."""
 
     ranks: np.ndarray  # (p,)
     steps: np.ndarray  # (n,)
@@ -25,13 +25,13 @@ class StepTimes(NamedTuple):
 class Breakdown(NamedTuple):
     """Mean seconds per step on each rank, over steps that ended on all ranks; no measurements.
 
-    A step is compute + exposed + other. Exposed communication is the time for which the step was stalled. `held` is its
-    part before the last rank arrived, and `packing_seconds` its part in which the rank itself encoded or decoded.
-    `waiting`, `transferring` and `codec` count all communication, including the part hidden behind compute.
+    A step is compute + exposed + other. `exposed` communication stalls the step: `held` is its part before the last
+    rank arrived, `packing_seconds` its part in which the rank itself encoded or decoded. `waiting`, `transferring` and
+    `codec` include what compute hides.
     """
 
     ranks: np.ndarray
-    steps: int  # the number of steps in the means
+    steps: int  # in the means
     seconds: np.ndarray
     compute: np.ndarray
     exposed: np.ndarray
@@ -48,20 +48,20 @@ class Overlap(NamedTuple):
 
     ranks: np.ndarray
     communication: np.ndarray
-    hidden: np.ndarray  # the part during compute
-    exposed: np.ndarray  # the part outside of compute
-    behind: dict[str, np.ndarray]  # the hidden part, by forward, backward and update
+    hidden: np.ndarray
+    exposed: np.ndarray
+    behind: dict[str, np.ndarray]  # the hidden part, by phase
 
     @property
     def share(self) -> np.ndarray:
-        """Hidden communication as a share of all communication. NaN without any."""
+        """Hidden communication as a share of all communication, or NaN."""
         out = np.full(len(self.ranks), np.nan)
         np.divide(self.hidden, self.communication, out=out, where=self.communication > 0)
         return out
 
 
 class RankRow(NamedTuple):
-    """One rank in the data table next to the charts. Milliseconds and bytes are means per step."""
+    """One rank in the data table. Milliseconds and bytes are means per step."""
 
     rank: int
     steps: int
@@ -71,7 +71,7 @@ class RankRow(NamedTuple):
     waiting_ms: float
     transferring_ms: float
     nbytes: float
-    loss: float  # training loss of its last step in the window
+    loss: float  # of its last training step
 
 
 def step_times(tl: Timeline, last: int | None = None, before: int | None = None) -> StepTimes:
@@ -86,7 +86,7 @@ def break_down(tl: Timeline, first: int, stop: int) -> Breakdown:
 
 
 def broken_down(w: Window, only: np.ndarray | None = None) -> Breakdown:
-    """Like `break_down`, but takes a window. only: a mask over its steps"""
+    """`break_down` for a window. only: a mask over its steps"""
     over = w.usual if only is None else w.usual & only
     c = lined_up(w)
 
@@ -111,7 +111,7 @@ def broken_down(w: Window, only: np.ndarray | None = None) -> Breakdown:
 
 
 def held_seconds(w: Window, c: Arrivals) -> np.ndarray:
-    """(c, p) seconds of each rank's stall in each collective before the last rank arrived."""
+    """(c, p) seconds of each rank's stall in each collective before the last arrival."""
     out = np.zeros(c.t0.shape)
     for i, rank in enumerate(w.ranks):
         still, begin = w.cover(rank, "wait"), np.nan_to_num(c.t0[:, i])
@@ -121,7 +121,7 @@ def held_seconds(w: Window, c: Arrivals) -> np.ndarray:
 
 
 def packing_seconds(w: Window) -> np.ndarray:
-    """(steps, ranks) seconds of encoding and decoding while the rank's own step was stalled."""
+    """(steps, ranks) seconds of encoding and decoding that stalled the rank's own step."""
     rows = w.lane("codec")
     rows = rows[~w.is_outside(rows)]
     shown = np.zeros(len(rows))
@@ -131,7 +131,7 @@ def packing_seconds(w: Window) -> np.ndarray:
 
 
 def measure_overlap(tl: Timeline, first: int, stop: int) -> Overlap:
-    """Measures how much communication is hidden behind compute. Overlapping spans count once."""
+    """Measures communication hidden behind compute. Overlapping spans count once."""
     w = Window(tl, first, stop)
     comm, hidden = np.zeros(len(w.ranks)), np.zeros(len(w.ranks))
     behind = {phase: np.zeros(len(w.ranks)) for phase in PHASES}
@@ -150,7 +150,7 @@ def measure_overlap(tl: Timeline, first: int, stop: int) -> Overlap:
 
 
 def bytes_per_step(tl: Timeline, first: int, stop: int) -> np.ndarray:
-    """(steps, ranks) bytes sent per step, without hand-overs, evaluations and measurements."""
+    """(steps, ranks) bytes sent, without hand-overs, evaluations and measurements."""
     w = Window(tl, first, stop)
     rows = w.lane("comm")
     rows = rows[~w.is_outside(rows)]
@@ -168,7 +168,7 @@ def sent_bytes(sent: np.ndarray, first: int, before: int) -> tuple[np.ndarray, n
 
 
 def per_rank(tl: Timeline, first: int, stop: int) -> list[RankRow]:
-    """Returns the data table next to the charts: one row per rank."""
+    """Returns the data table: one row per rank."""
     w = Window(tl, first, stop)
     b, n = broken_down(w), int(w.usual.sum())
     rows = w.lane("comm")
@@ -180,7 +180,6 @@ def per_rank(tl: Timeline, first: int, stop: int) -> list[RankRow]:
 
 
 def _last_losses(tl: Timeline, w: Window) -> list[float]:
-    """The last training loss of each rank in the window."""
     rows = tl.samples.rows()
     rows = rows[rows.equal("name", "loss") & (rows.step >= w.first) & (rows.step < w.stop)] if len(rows) else rows
     newest = {int(r): float(v) for r, v in zip(rows.rank, rows.value, strict=True)}
@@ -188,7 +187,7 @@ def _last_losses(tl: Timeline, w: Window) -> list[float]:
 
 
 def _by_step(w: Window, c: Arrivals, values: np.ndarray) -> np.ndarray:
-    """(steps, ranks): adds a (collectives, ranks) matrix up per step; NaN counts as 0."""
+    """(steps, ranks) sums of a (collectives, ranks) matrix; NaN counts as 0."""
     out = np.zeros(w.shape)
     np.add.at(out, c.step - w.first, np.nan_to_num(values))
     return out

@@ -1,4 +1,4 @@
-"""Cuts consecutive steps out of a timeline, so that analyses are sums over small arrays."""
+"""Cuts consecutive steps out of a timeline, for analyses of small arrays."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from workbench.analysis.steps.cover import NOTHING, Cover, by_rank
 from workbench.record.timeline import Rows, Timeline
 
 OUTSIDE = ("eval", "switch")  # lanes outside of steps
-MEASURING = "measuring"  # the lane of work that only measures the effect of compression
-MANY = 50_000  # rows that can be searched without care for time
+MEASURING = "measuring"  # the lane that measures compression
+MANY = 50_000  # rows that are quick to search
 
 
 class Generation(NamedTuple):
-    """The step and the time since which these ranks train, in the order of their places."""
+    """From this step and time these ranks train, in the order of their places."""
 
     step: int
     t: float
@@ -27,7 +27,7 @@ class Generation(NamedTuple):
 class Window:
     """The spans of steps [first, stop) on all ranks that trained then; matrices (steps, ranks).
 
-    Missing steps are NaN. If the ranks made a step again after a loss, only the second time counts.
+    Missing steps are NaN. Of a step repeated after a loss, only the second time counts.
     """
 
     def __init__(self, tl: Timeline, first: int, stop: int) -> None:
@@ -35,13 +35,13 @@ class Window:
         rows = tl.spans.rows()
         self.rows = _cut_rows(rows, self.first, self.stop)
         self.ranks = np.union1d(ranks_of(rows), self.rows.rank).astype(np.int64)
-        self._lanes: dict[tuple[str | None, ...], Rows] = {}  # a cache
+        self._lanes: dict[tuple[str | None, ...], Rows] = {}
         self._covers: dict[tuple[str, ...], dict[int, Cover]] = {}
         if since := list_generations(tl):
             self._of_those_there(since)
 
     def _of_those_there(self, since: list[Generation]) -> None:
-        """Drops ranks that were lost before or joined later, and rows of steps that were made again."""
+        """Drops ranks lost before or joined later, and rows of repeated steps."""
         rows = self.rows
         counts = np.ones(len(rows), bool)
         for generation in since:
@@ -60,7 +60,6 @@ class Window:
         return np.arange(self.first, self.stop)
 
     def lane(self, *lanes: str, name: str | None = None) -> Rows:
-        """Returns the spans of some lanes."""
         if (name, *lanes) not in self._lanes:
             self._lanes[name, *lanes] = self._read_lane(lanes, name)
         return self._lanes[name, *lanes]
@@ -74,11 +73,11 @@ class Window:
         return self.rows[mask]
 
     def column_of(self, ranks: np.ndarray) -> np.ndarray:
-        """Returns each rank's column in a matrix."""
+        """Returns each rank's column."""
         return np.searchsorted(self.ranks, ranks)
 
     def sum_rows(self, rows: Rows, values: np.ndarray) -> np.ndarray:
-        """Adds `values` of `rows` up per step and rank."""
+        """Sums `values` of `rows` by step and rank."""
         where = (rows.step.astype(np.int64) - self.first) * len(self.ranks) + self.column_of(rows.rank)
         n, p = self.shape
         return np.bincount(where, values, minlength=n * p)[: n * p].reshape(n, p)
@@ -86,7 +85,7 @@ class Window:
     def seconds(self, *lanes: str, name: str | None = None) -> np.ndarray:
         """Returns seconds in some lanes, per step and rank, without evaluations and hand-overs.
 
-        A stall during a measurement does not count as waiting.
+        Stalls during measurements are no waiting.
         """
         rows = self.lane(*lanes, name=name)
         rows = rows[~self.is_outside(rows)] if not set(lanes) & set(OUTSIDE) else rows
@@ -95,35 +94,32 @@ class Window:
 
     @cached_property
     def step_seconds(self) -> np.ndarray:
-        """How long each step lasted on each rank. NaN if it has not ended, or lacks rows.
-
-        Excludes stalls during a measurement.
-        """
+        """Each step's seconds on each rank, without stalls during measurements. NaN if unfinished or without rows."""
         rows = self.lane("step")
         out = self.sum_rows(rows, rows.t1 - rows.t0) - self.stood
         return np.where(self.sum_rows(rows, np.ones(len(rows))) > 0, out, np.nan)
 
     @cached_property
     def complete(self) -> np.ndarray:
-        """A mask over steps that ended on every rank."""
+        """(n,) steps that ended on every rank."""
         return ~np.isnan(self.step_seconds).any(axis=1) if len(self.ranks) else np.zeros(self.shape[0], bool)
 
     @cached_property
     def disturbed(self) -> np.ndarray:
-        """A mask over steps in which any rank evaluated, handed over or measured."""
+        """(n,) steps in which any rank evaluated, handed over or measured."""
         return self._has_lane(*OUTSIDE, MEASURING)
 
     @cached_property
     def measured(self) -> np.ndarray:
-        """A mask over steps in which any rank measured."""
+        """(n,) steps in which any rank measured."""
         return self._has_lane(MEASURING)
 
     @cached_property
     def usual(self) -> np.ndarray:
-        """A mask over steps for means: they ended on every rank, and no rank measured in them.
+        """(n,) steps for means: they ended on every rank, and no rank measured in them.
 
-        Includes steps with measurements if no other step is left, or with a periodic strategy, because a meeting
-        belongs to its whole round.
+        Includes steps with measurements if there is no other, or with a periodic strategy, whose meetings belong to
+        whole rounds.
         """
         met = self._has_lane("comm") & self.complete
         left = self.complete & ~self.measured
@@ -131,9 +127,9 @@ class Window:
 
     @cached_property
     def stood(self) -> np.ndarray:
-        """(steps, ranks) seconds of a step's stalls during measurements."""
+        """(steps, ranks) seconds of stalls during measurements."""
         out, waits = np.zeros(self.shape), self.lane("wait")
-        waits = waits[~self.is_outside(waits)]  # the evaluation of a sharded model gathers it, which belongs to no step
+        waits = waits[~self.is_outside(waits)]  # a sharded model's evaluation gathers it, outside of steps
         for rank in np.unique(self.lane(MEASURING).rank):
             mine = waits[waits.rank == rank]
             measuring = self.cover(rank, MEASURING).length_between(mine.t0, mine.t1)
@@ -141,13 +137,13 @@ class Window:
         return out
 
     def _has_lane(self, *lanes: str) -> np.ndarray:
-        """A mask over steps with a span in some lanes on any rank."""
+        """(n,) steps with a span in some lanes on any rank."""
         out = np.zeros(self.shape[0], bool)
         out[self.lane(*lanes).step - self.first] = True
         return out
 
     def is_outside(self, rows: Rows) -> np.ndarray:
-        """A mask over `rows` within an evaluation or a hand-over of their rank."""
+        """A mask over `rows` within their rank's evaluations and hand-overs."""
         breaks, out = self.lane(*OUTSIDE), np.zeros(len(rows), bool)
         if not len(breaks) or not len(rows):
             return out
@@ -162,7 +158,6 @@ class Window:
         return self._cover_ranks(*lanes).get(int(rank), NOTHING)
 
     def _cover_ranks(self, *lanes: str) -> dict[int, Cover]:
-        """Returns the unions of all ranks that have spans in these lanes."""
         if lanes not in self._covers:
             rows = self.lane(*lanes)
             self._covers[lanes] = {rank: Cover(rows.t0[mine], rows.t1[mine]) for rank, mine in by_rank(rows.rank)}
@@ -170,7 +165,7 @@ class Window:
 
 
 def ranks_of(rows: Rows) -> np.ndarray:
-    """Returns the ranks that wrote these rows, in order. Skips the middle of very many rows."""
+    """Returns the ranks of these rows, in order. Skips the middle of very many rows."""
     if len(rows) > 2 * MANY:
         return np.union1d(ranks_of(rows[:MANY]), ranks_of(rows[-MANY:]))
     return np.flatnonzero(np.bincount(rows.rank, minlength=1)) if len(rows) else np.empty(0, np.int64)
@@ -207,12 +202,12 @@ def last_steps(tl: Timeline, last: int | None = None, before: int | None = None)
 
 
 def list_generations(tl: Timeline) -> list[Generation]:
-    """Returns the generations since ranks were first lost, joined or left; none if unchanged."""
+    """Returns the generations since the ranks first changed; none if unchanged."""
     rows = tl.marks.rows()
     rows = rows[rows.equal("name", "members")] if len(rows) else rows
     found = []
     for step, t, detail in zip(rows.step, rows.t, rows.detail, strict=True):
-        members = json.loads(detail).get("members")  # absent in a mark that explains why the run ends
+        members = json.loads(detail).get("members")  # absent if the run ends
         if isinstance(members, list) and members and all(type(rank) is int for rank in members):
             found.append(Generation(int(step), float(t), tuple(members)))
     return sorted(found, key=lambda one: one.t)
@@ -233,7 +228,7 @@ def newest_generation(tl: Timeline) -> Generation | None:
 
 
 def _last_ended(rows: Rows, ranks: np.ndarray) -> np.ndarray:
-    """The last step that ended on each rank; -1 for none."""
+    """Each rank's last ended step, or -1."""
     ended = np.flatnonzero(rows.equal("lane", "step"))
     out = np.full(len(ranks), -1)
     np.maximum.at(out, np.searchsorted(ranks, rows.rank[ended]), rows.step[ended])
@@ -241,7 +236,7 @@ def _last_ended(rows: Rows, ranks: np.ndarray) -> np.ndarray:
 
 
 def change_steps(tl: Timeline) -> np.ndarray:
-    """Returns the steps from which changes took effect, in order."""
+    """Returns the first steps with changes, in order."""
     rows = tl.marks.rows()
     return np.unique(rows.step[rows.equal("name", "change")]) if len(rows) else np.empty(0, np.int64)
 

@@ -1,6 +1,6 @@
-"""How many steps ranks had trained alone when something was measured.
+"""How many steps ranks had trained alone at a measurement.
 
-With a periodic strategy, ranks drift apart within a round and agree again at its end. A line through measurements at
+With a periodic strategy, ranks drift apart within a round and agree at its end. A line through measurements at
 different places in a round would show the places, not the drift.
 """
 
@@ -13,13 +13,13 @@ from workbench.analysis.steps.collectives import is_message
 from workbench.analysis.steps.window import Window
 from workbench.record.timeline import Timeline
 
-REACH = 512  # how many steps back to look for a meeting
+REACH = 512  # steps back to look for a meeting
 
 
 def since_met(tl: Timeline, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns (n,) steps alone before each of `steps`, and (n,) the previous round's length.
 
-    -1 if no meeting is known, for example if ranks only exchange messages. A hand-over counts as a meeting.
+    -1 if no meeting is known, as with messages only. A hand-over is a meeting.
     """
     if not len(steps):
         return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -27,7 +27,7 @@ def since_met(tl: Timeline, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     rows, _ = list_buckets(w.lane("comm"))
     met = np.unique(rows.step[~w.is_outside(rows) & ~is_message(rows)]).astype(np.int64)
     agreed = np.union1d(met, w.lane("switch").step.astype(np.int64) - 1)
-    at = np.searchsorted(agreed, steps) - 1  # the last meeting before each step
+    at = np.searchsorted(agreed, steps) - 1
     since = np.where(at >= 0, steps - 1 - agreed[at], -1) if len(agreed) else np.full(len(steps), -1)
     rounds = np.diff(met)
     if not len(rounds):

@@ -1,8 +1,8 @@
 """The cost of a late rank: replays a step's collectives as if the rank were on time.
 
-Waits cannot simply be added up, because a delay at the first bucket may be hidden there and still delay the last. A
-rank's harm is how much earlier the last collective ends in the replay. In it, the rank is ready, encodes and sends no
-later than the median of the other ranks. No rank gains more than the stall of its step.
+Sums of waits would mislead: a delay hidden at the first bucket may still delay the last. A rank's harm is how much
+earlier the last collective ends in a replay in which it is ready, encodes and sends no later than the other ranks'
+median. No rank gains more than its step's stall.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def blame_ranks(w: Window, c: Arrivals) -> tuple[np.ndarray, np.ndarray]:
 def measure_relief(w: Window, c: Arrivals, ranks: list[int]) -> np.ndarray:
     """Returns (meetings,) seconds that the last collective would gain if `ranks` were on time.
 
-    ranks: columns, replayed with the median of the other ranks
+    ranks: columns, replayed with the other ranks' median
 
     The result is at most the other ranks' stall.
     """

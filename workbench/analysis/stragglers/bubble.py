@@ -11,19 +11,19 @@ from workbench.analysis.steps.window import Window, last_steps, since_change
 from workbench.analysis.steps.words import format_seconds
 from workbench.record.timeline import Rows, Timeline
 
-UNLIKE = 1.15  # times the mean: reports a stage that takes longer
-SLOW = 1.25  # times the usual of its stage: reports a rank that takes longer
+UNLIKE = 1.15  # times the mean, to report a stage
+SLOW = 1.25  # times its stage's usual, to report a rank
 
 
 class Bubble(NamedTuple):
     """The idle time of a pipeline over some steps.
 
     share:     mean idle share of a stage, between a replica's first pass and its last
-    pieces:    pieces of the model on each stage, v
-    least:     share that fill and drain alone cause if all passes take equally long: (p-1) / (v m + p-1), or with
-               backwards in 2 halves (p-1) / (3 v m + p-1); 0 if the pipeline is never drained
+    pieces:    of the model on each stage, v
+    least:     share of fill and drain alone, if all passes take equally long: (p-1) / (v m + p-1), or with backwards in
+               2 halves (p-1) / (3 v m + p-1); 0 if the pipeline is never drained
     busy:      (ranks,) median seconds per step in passes, with the waits inside a pass if ranks share a stage
-    in_flight: (ranks,) the most passes of micro-batches between begin of forward and end of backward
+    in_flight: (ranks,) the most micro-batches between begin of forward and end of backward
     """
 
     stages: int
@@ -33,13 +33,13 @@ class Bubble(NamedTuple):
     least: float
     busy: np.ndarray
     in_flight: np.ndarray
-    slices: int = 1  # ranks that compute a stage together
-    flushes: bool = True  # whether every micro-batch goes back in the step of its forward
-    ranks: tuple[int, ...] = ()  # ids of the ranks; empty: 0, 1, 2, ...
+    slices: int = 1  # ranks that share a stage
+    flushes: bool = True  # whether each micro-batch's passes are in one step
+    ranks: tuple[int, ...] = ()  # ids; empty: 0, 1, 2, ...
 
     @property
     def text(self) -> str:
-        """The idle share and its causes, in sentences."""
+        """The idle share and its causes."""
         p, m = self.stages, self.micros
         pieces = f" through {self.pieces} pieces each" if self.pieces > 1 else ""
         least = (
@@ -100,11 +100,11 @@ def measure_bubble(tl: Timeline, last: int = 20, before: int | None = None) -> B
     np.maximum.at(ended, place, rows.t1)
     flights = [_in_flight(rows[rows.rank == rank]) for rank in w.ranks]
     flushes = not any(ahead for _, ahead in flights)
-    if not flushes:  # then stages make a step at different times, each from its own beginning
+    if not flushes:  # stages make a step at different times
         steps = w.lane("step")
         began[(steps.step - w.first) * len(w.ranks) + w.column_of(steps.rank)] = steps.t0
     spread = [each.reshape(-1, len(w.ranks) // (p * t), p * t)[w.complete] for each in (began, ended)]
-    lasts = spread[1].max(axis=2) - spread[0].min(axis=2)  # (steps, replicas)
+    lasts = spread[1].max(axis=2) - spread[0].min(axis=2)
     if not flushes:
         lasts = (spread[1] - spread[0]).mean(axis=2)
     share = 1.0 - busy.reshape(len(busy), -1, p * t).mean(axis=2) / lasts
@@ -113,7 +113,7 @@ def measure_bubble(tl: Timeline, last: int = 20, before: int | None = None) -> B
     flying = np.array([most for most, _ in flights])
     halves = 3 if rows.phase("backward weights").any() else 1  # a forward and both halves, all of the same length
     least = (p - 1) / (halves * v * micros + p - 1)
-    if not flushes:  # pass numbers continue from batch to batch
+    if not flushes:  # pass numbers continue across batches
         one = rows[(rows.rank == rows.rank[0]) & (rows.step == rows.step[-1])]
         micros, least = len(np.unique(one.name[one.phase("backward")])), 0.0
     ranks = tuple(map(int, w.ranks))
@@ -121,7 +121,7 @@ def measure_bubble(tl: Timeline, last: int = 20, before: int | None = None) -> B
 
 
 def _merge_passes(rows: Rows) -> Rows:
-    """Merges the rows of each pass into one, because ranks of a stage meet inside a pass."""
+    """Merges the rows of each pass, because ranks of a stage meet inside a pass."""
     keys = [rows.rank, rows.step, np.unique(rows.name, return_inverse=True)[1]]
     order = np.lexsort([rows.t0, *keys])
     rows = rows[order]
@@ -132,11 +132,11 @@ def _merge_passes(rows: Rows) -> Rows:
 def _in_flight(rows: Rows) -> tuple[int, bool]:
     """Returns one rank's most passes in flight, and whether a backward is in a later step.
 
-    Names repeat if a step has several batches, and an interrupted backward has several rows. If the pipeline is never
-    drained, a forward may precede these rows.
+    Names repeat if a step has several batches. An interrupted backward has several rows. Without drains, a forward may
+    precede these rows.
     """
     rows = rows[np.argsort(rows.t0, kind="stable")]
-    open_: dict[str, tuple[int, float]] = {}  # by pass: the step of its forward, the end of its backward so far
+    open_: dict[str, tuple[int, float]] = {}  # by pass: step of its forward, end of its backward so far
     events: list[tuple[float, int]] = []
     forward, ahead = rows.phase("forward"), False
     for step, name, t0, t1, goes in zip(rows.step, rows.name, rows.t0, rows.t1, forward, strict=True):

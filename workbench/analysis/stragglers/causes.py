@@ -1,10 +1,10 @@
 """Causes of a step's time beyond the compute that all ranks share, most expensive first.
 
-A rank is a culprit if it exceeds the median of the other ranks beyond its noise, in most steps, and it stalls other
-ranks. The cost is how much earlier the last collective would end if all culprits were on time (`blame.measure_relief`).
-If all ranks stall alike (for the network, packing, or before a forward), the cause has no rank. A cause needs `SHARE`
-of a step. For a rank that is behind by `SHARE`, a cost of `FELT` is enough. If all ranks' steps vary, some rank is late
-anyway: with 8 ranks that vary by 5 %, the other ranks feel half of a delay of 10 %.
+A culprit exceeds the other ranks' median beyond its noise, in most steps, and stalls other ranks. The cost is how much
+earlier the last collective would end with all culprits on time (`blame.measure_relief`). If all ranks stall alike
+(network, packing, before a forward), the cause has no rank. A cause needs `SHARE` of a step. For a rank behind by
+`SHARE`, a cost of `FELT` is enough: with 8 ranks that vary by 5 %, some rank is late anyway, and the other ranks feel
+half of a delay of 10 %.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from workbench.analysis.stragglers.straggler import FEWEST, PERSISTENT, SHARE
 from workbench.record.timeline import Timeline
 
 CAUSES = ("input", "forward", "backward", "optimizer", "network", "codec", "frozen", "outside", "bubble")
-OF_STAGES = ("input", "forward", "backward", "optimizer", "codec", "outside")  # causes that a pipeline's rank has alone
+OF_STAGES = ("input", "forward", "backward", "optimizer", "codec", "outside")  # a pipeline's rank has these alone
 STAGE = " in stage "  # part of the name of a message between stages
 LAST = 40  # steps to analyse
 SURE = 3.5  # standard errors above zero
-NEAR = 16  # the newest steps are also analysed alone, to find a recent cause
-FELT = 0.005  # share of a step that other ranks lose: enough if the rank is clearly behind by SHARE
-RARE = 0.3  # share of the steps, at most: a rarer delay is a pause, not slowness
+NEAR = 16  # newest steps, also analysed alone for recent causes
+FELT = 0.005  # share of a step that other ranks lose to a rank behind by SHARE
+RARE = 0.3  # share of the steps; a rarer delay is a pause
 WHOLE = 1.0  # in steps: a longer delay in one step is a pause
 OWN = {"input": "before its forward (input) it takes", "forward": "its forward takes", "backward": "its backward takes",
        "optimizer": "its update takes", "codec": "its packing takes", "network": "its port is busy",
@@ -48,7 +48,7 @@ class Cause(NamedTuple):
 
     ranks:   the culprits; empty if all ranks are alike
     seconds: mean cost per step for the other ranks
-    share:   the cost as a share of the measured step
+    share:   of the measured step
     """
 
     cause: str  # of CAUSES
@@ -59,7 +59,7 @@ class Cause(NamedTuple):
 
 
 class _AnalysedSteps(NamedTuple):
-    """The analysed steps and their collectives, a mask over the steps, each rank's own time."""
+    """Analysed steps and collectives, a mask over the steps, each rank's own time."""
 
     w: Window
     c: Arrivals
@@ -71,15 +71,15 @@ class _OwnTimes(NamedTuple):
     """How each rank spent its own time: seconds per step, (n, p)."""
 
     phases: dict[str, np.ndarray]
-    packed: np.ndarray  # all packing, also behind compute: on a lane it delays the next transfer
-    step: float  # the median step, or the mean if ranks do not meet in every step
+    packed: np.ndarray  # also behind compute: on a lane it delays the next transfer
+    step: float  # the median step, or the mean for rarer meetings
     everyday: bool  # whether ranks meet in every step
 
 
 def find_causes(tl: Timeline, last: int = LAST) -> list[Cause]:
     """Returns the causes in the last `last` steps since the last change, most expensive first.
 
-    Empty if no cause reaches its limit, or if fewer than `FEWEST` steps have ended.
+    Empty without a clear cause, or with fewer than `FEWEST` steps.
     """
     w, over = _steps_of(tl, last)
     if over.sum() < FEWEST:
@@ -87,14 +87,14 @@ def find_causes(tl: Timeline, last: int = LAST) -> list[Cause]:
     c = lined_up(w)
     looked = _AnalysedSteps(w, c, over, _own_times(w, over))
     stages, slices = spread_at(tl, w.stop - 1)
-    if stages > 1:  # of replicas that lack a rank nobody can tell who stands where
+    if stages > 1:  # an incomplete replica hides the ranks' places
         return [] if len(w.ranks) % (stages * slices) else _rank_causes([*_of_stages(tl, looked, stages, slices)])
     ours = [*_to_blame(looked)] if len(w.ranks) > 1 and c.full.any() else []
     return _rank_causes([*ours, *_of_all(looked, ours)])
 
 
 def why_unjudged(tl: Timeline, last: int = LAST) -> str:
-    """Why `find_causes` can say nothing of these steps; "" if it can."""
+    """Returns why `find_causes` cannot judge these steps, or ""."""
     w, over = _steps_of(tl, last)
     if (known := int(over.sum())) < FEWEST:
         return (f"Too few steps to say what costs a step most: {known} of the last {last} ended on every rank since "
@@ -106,14 +106,14 @@ def why_unjudged(tl: Timeline, last: int = LAST) -> str:
 
 
 def _steps_of(tl: Timeline, last: int) -> tuple[Window, np.ndarray]:
-    """The steps that `find_causes` looks at, and a mask of those that count."""
+    """The steps for `find_causes`, and a mask over them."""
     first, stop = last_steps(tl, last)
-    w = Window(tl, max(first, since_change(tl, 0, stop)) - 1, stop)  # with the one before, which says when it ended
+    w = Window(tl, max(first, since_change(tl, 0, stop)) - 1, stop)  # with the one before, for its end
     return w, w.complete & (w.steps > max(w.first, _first_step(tl)))
 
 
 def _first_step(tl: Timeline) -> int:
-    """The first step of the run, which is slow because it allocates what later steps reuse."""
+    """The run's first step, slow because it allocates what later steps reuse."""
     steps = tl.spans.rows().step
     return int(steps.min()) if len(steps) else -1
 
@@ -124,13 +124,13 @@ def _rank_causes(found: list[Cause]) -> list[Cause]:
 
 
 def _own_times(w: Window, over: np.ndarray) -> _OwnTimes:
-    """Measures each rank's own time. A step counts from the end of the step before."""
+    """Measures each rank's own time. A step counts from the previous step's end."""
     n, p = w.shape
     begin, end, forward = (np.full((n, p), np.nan) for _ in range(3))
     steps, passes = w.lane("step"), w.lane("compute", name="forward")
     begin[steps.step - w.first, w.column_of(steps.rank)] = steps.t0
     end[steps.step - w.first, w.column_of(steps.rank)] = steps.t1
-    passes = passes[np.argsort(-passes.t0, kind="stable")]  # so that the first pass of a step is assigned last
+    passes = passes[np.argsort(-passes.t0, kind="stable")]  # assigns a step's first pass last
     forward[passes.step - w.first, w.column_of(passes.rank)] = passes.t0
     since = np.fmin(np.vstack([begin[:1], end[:-1]]), begin)
     total, lead = end - since, forward - begin
@@ -152,7 +152,7 @@ def _own_times(w: Window, over: np.ndarray) -> _OwnTimes:
 
 
 def _to_blame(looked: _AnalysedSteps) -> Iterator[Cause]:
-    """Yields what single ranks do longer than the other ranks, if other ranks wait for it."""
+    """Yields what single ranks do longer than the other ranks, if these wait for them."""
     w, c, over, own = looked
     late: dict[str, dict[int, float]] = {}
     seldom: dict[int, tuple[int, float, int, float]] = {}
@@ -173,7 +173,7 @@ def _to_blame(looked: _AnalysedSteps) -> Iterator[Cause]:
             seldom[r] = int(long.sum()), float(excess[at, r]), int(steps[at]), float(excess[long, r].sum()) / len(long)
     everyone = sorted({r for found in late.values() for r in found})
     gained = measure_relief(w, c, everyone)
-    every = max(1.0, len(steps) / max(len(gained), 1))  # steps between meetings
+    every = max(1.0, len(steps) / max(len(gained), 1))  # between meetings
     most = max(float(np.median(gained)), float(np.median(gained[-NEAR:]))) / every if len(gained) else 0.0
     if most >= FELT * own.step:
         for cause, those in late.items():
@@ -185,8 +185,8 @@ def _to_blame(looked: _AnalysedSteps) -> Iterator[Cause]:
 def excess_seconds(values: np.ndarray, step: float) -> np.ndarray:
     """Returns (p,) seconds by which each rank exceeds the other ranks in (n, p) `values`.
 
-    0 if the excess is below `SHARE` of a `step`, absent in many of the n steps, or within its noise. The noise is that
-    of a median, with fewer than n independent values if neighbouring steps are alike (see `clear`).
+    0 if the excess is below `SHARE` of a `step`, absent in many of the n steps, or within its noise. The noise is a
+    median's, with fewer than n independent values if neighbouring steps are alike (see `clear`).
     """
     n = len(values)
     if n < FEWEST:
@@ -228,7 +228,7 @@ def _blame_frozen(looked: _AnalysedSteps, seldom: dict[int, tuple[int, float, in
 def _of_stages(tl: Timeline, looked: _AnalysedSteps, stages: int, slices: int) -> Iterator[Cause]:
     """Yields a pipeline's causes: compares ranks with their stage, stages with their mean.
 
-    The cost is the excess, as far as the critical path leads through it.
+    The cost is the excess on the critical path.
     """
     w, _, over, own = looked
     path = [p for p in critical_path(tl, w.first, w.stop) if over[p.step - w.first]]
@@ -266,7 +266,7 @@ def _of_stages(tl: Timeline, looked: _AnalysedSteps, stages: int, slices: int) -
 
 
 def _of_all(looked: _AnalysedSteps, ours: list[Cause]) -> Iterator[Cause]:
-    """Yields what all ranks have in common: the median rank's time, less what culprits cause."""
+    """Yields what all ranks share: the median rank's time, less what culprits cause."""
     w, c, over, own = looked
     still = np.zeros(w.shape)
     np.add.at(still, c.step - w.first, np.nan_to_num(held_seconds(w, c)))

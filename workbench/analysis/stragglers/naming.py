@@ -1,7 +1,7 @@
 """The phase in which a rank is slow, and the sentence about it.
 
-If forward, backward and update are longer by about the same factor, the processor is slower or shared. Then compute as
-a whole is reported, because the longest phase alone would mislead.
+If forward, backward and update slow by about the same factor, the processor is slower or shared: then the phase is
+compute as a whole.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import NamedTuple
 import numpy as np
 
 COMPUTE = ("forward", "backward", "update")
-STEADY = (*COMPUTE, "outside its phases")  # in every step
+STEADY = (*COMPUTE, "outside its phases")
 MEETING = ("codec", "link")  # only when ranks meet
 WHOLE = "compute"
-ALIKE = (0.4, 2.5)  # a phase's slowdown over that of all compute: within these limits, all of compute is slow
-SMALL = 0.02  # share of all compute: a shorter phase is not compared
-BESIDE = 0.4  # share of the longest excess: a phase above it is reported too
+ALIKE = (0.4, 2.5)  # limits of a phase's slowdown over all compute's within which all compute is slow
+SMALL = 0.02  # of all compute: shorter phases are not compared
+BESIDE = 0.4  # of the longest excess: also report larger ones
 
 
 class Slowness(NamedTuple):
-    """The seconds by which one rank exceeds the other ranks, and the phases."""
+    """One rank's excess over the other ranks, and its phases."""
 
-    phase: str  # the phase with the longest excess, or "compute"
-    phases: tuple[str, ...]  # the phases that `seconds` covers
+    phase: str  # with the longest excess, or "compute"
+    phases: tuple[str, ...]  # covered by `seconds`
     seconds: float  # per step
 
 
@@ -50,7 +50,7 @@ def find_slowness(excess: np.ndarray, usual: np.ndarray) -> Slowness:
 
 
 def describe_straggler(rank: int, s: Slowness, share: float, harm: float, victims: tuple[int, ...]) -> str:
-    """Describes the slow rank: in which phase, by how much and which ranks wait.
+    """Describes the slow rank: phase, excess and waiting ranks.
 
     >>> describe_straggler(2, Slowness("forward", ("forward",), 0.04), 0.29, 0.04, (0,))[:79]
     "Rank 2 is the cause: its forward takes 40 ms longer than the others', 29 % of i"

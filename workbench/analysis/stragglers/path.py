@@ -1,12 +1,12 @@
 """The critical path of a step across ranks: the chain of work that the step waited for.
 
-The walk begins at the last rank's end and goes backwards. A collective takes from the last arrival to its end. Before
-that, the path is on the rank that arrived last: in its lane's earlier work (a collective, packing) or in the compute
-before its request. A message leads to its sender in the same way. If work on the path were shorter, the step would be
-shorter, until other work is as late. All other work has slack. A wait is never on the path, only its reason.
+The walk goes back from the last rank's end. A collective takes from the last arrival to its end. Before that, the path
+is on the rank that arrived last: in its lane's earlier work (a collective, packing) or in the compute before its
+request. A message leads to its sender. Shorter work on the path would shorten the step, until other work is as late.
+All other work has slack. A wait is never on the path, only its reason.
 
 References: Kelley and Walker, "Critical-path planning and scheduling", 1959. For traces of one rank: "Holistic Trace
-Analysis", facebookresearch/HolisticTraceAnalysis.
+    Analysis", facebookresearch/HolisticTraceAnalysis.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from workbench.analysis.steps.words import format_seconds
 from workbench.analysis.stragglers.naming import join_names
 from workbench.record.timeline import Rows, Timeline
 
-CAUSES = {"forward": "forward", "backward": "backward", "update": "optimizer"}  # cause of each phase
+CAUSES = {"forward": "forward", "backward": "backward", "update": "optimizer"}  # of each phase
 EPS = 1e-7  # seconds that count as zero
-MOST = 100_000  # the most pieces of one step's path
-RESUMED = 1e-3  # seconds after a collective's end within which the same child requests its next one
-SLOW_PORT = 1.2  # times the median of the other ports: a collective waited for a busier port
+MOST = 100_000  # pieces of one step's path
+RESUMED = 1e-3  # seconds from a collective's end to the same child's next request
+SLOW_PORT = 1.2  # times the other ports' median: the collective waited for this port
 
 
 class PathPiece(NamedTuple):
-    """A piece of one step's path, from `begin` to `end`. rank: -1 if all ranks took part."""
+    """A piece of a step's path. rank: -1 if all ranks took part."""
 
     step: int
     rank: int
-    cause: str  # one of `causes.CAUSES`, except "frozen"
+    cause: str  # of `causes.CAUSES`, except "frozen"
     begin: float
     end: float
 
@@ -42,8 +42,7 @@ class PathPiece(NamedTuple):
 def critical_path(tl: Timeline, first: int, stop: int) -> list[PathPiece]:
     """Returns the path of each step in [first, stop) that ended on every rank, in order of time.
 
-    A step's pieces have no gaps. They begin when the first piece's rank began the step, and end with the last rank's
-    step.
+    A step's pieces have no gaps, from the first piece's rank's begin of the step to the last rank's end.
     """
     w = Window(tl, first, stop)
     if not len(w.ranks):
@@ -53,7 +52,7 @@ def critical_path(tl: Timeline, first: int, stop: int) -> list[PathPiece]:
 
 
 def describe_path(found: list[PathPiece]) -> str:
-    """Describes in a sentence what bounds these steps, longest first. "" if no path was found.
+    """Describes what bounds these steps, longest first, or "".
 
     >>> describe_path([PathPiece(3, 1, "backward", 0.0, 0.06), PathPiece(3, -1, "network", 0.06, 0.1)])
     "Step 3 was as long as rank 1's backward (60 ms, 60 % of the step) and the network (40 ms, 40 % of it)."
@@ -85,7 +84,7 @@ def _name_place(rank: int, cause: str) -> str:
 
 
 class _SpanIndex:
-    """One rank's spans of a kind, ordered by begin. They do not overlap."""
+    """One rank's disjoint spans of a kind, ordered by begin."""
 
     def __init__(self, rows: Rows, number: np.ndarray | None = None) -> None:
         order = np.argsort(rows.t0, kind="stable")
@@ -118,8 +117,6 @@ class _SpanIndex:
 
 
 class _PathWalk:
-    """Walks back through a window's spans."""
-
     def __init__(self, w: Window) -> None:
         self.w, self.c = w, lined_up(w)
         rows, waits, compute = w.lane("comm"), w.lane("wait"), w.lane("compute")
@@ -163,7 +160,7 @@ class _PathWalk:
         """Returns the work before `t`: (next rank, collective or -1, cause, piece's rank, begin)."""
         waits, compute = self.waits[r], self.compute[r]
         i, j = waits.last_before(t), compute.last_before(t)
-        still = max(begin, waits.t1[i]) if i >= 0 else begin  # end of the rank's last stall
+        still = max(begin, waits.t1[i]) if i >= 0 else begin  # end of the last stall
         if i >= 0 and waits.t1[i] >= t - EPS:
             return self._follow_wait(r, i, t, begin)
         if j >= 0 and compute.t1[j] >= t - EPS:
@@ -186,7 +183,7 @@ class _PathWalk:
         k = self.comm[r].last_ended(t, since, name)
         if k < 0:
             return r, -1, "outside", r, since
-        return r, k, "codec", r, self.comm[r].t1[k]  # unpacking and waking up
+        return r, k, "codec", r, self.comm[r].t1[k]  # unpacking and waking
 
     def _find_sent(self, s: int, name: str, t: float) -> int:
         sent = self.sent[s]
@@ -196,7 +193,7 @@ class _PathWalk:
         return -1
 
     def _follow_collective(self, r: int, k: int, t: float) -> tuple[int, int, str, int, float]:
-        """A collective on rank `r` before `t`: the transfer, else the last rank's earlier work."""
+        """Returns a transfer on rank `r` before `t`, or else the last rank's earlier work."""
         c = self.comm[r].number[k]
         last = float(self.c.last[c])
         q = int(np.nanargmax(self.c.t0[c]))
@@ -205,13 +202,13 @@ class _PathWalk:
         asked, name = float(self.c.asked[c, q]), split_name(str(self.c.name[c]))[1]
         mine = int(np.flatnonzero(np.asarray(self.comm[q].number) == c)[0])
         p = self.comm[q].last_ended(t, asked, but=mine)
-        if p < 0:  # a child requests its second collective when the first is over
+        if p < 0:  # a child requests its second collective after the first
             p = self.comm[q].last_ended(t, asked - RESUMED, name, but=mine)
             p = p if p >= 0 and split_name(self.comm[q].name[p])[1] == name else -1
         return (q, p, "codec", q, self.comm[q].t1[p]) if p >= 0 else (q, -1, "codec", q, asked)
 
     def _find_port(self, c: int) -> int:
-        """Returns the rank if its port alone kept the collective busy, else -1."""
+        """Returns the rank whose port alone kept the collective busy, or -1."""
         port = self.c.port[c]
         if np.isnan(port).sum() > len(port) - 2:
             return -1
@@ -220,7 +217,7 @@ class _PathWalk:
 
 
 def _number_collectives(rows: Rows, t0: np.ndarray, step: np.ndarray, name: np.ndarray, w: Window) -> np.ndarray:
-    """Returns the collective of each row, or -1. No 2 collectives of a rank begin together."""
+    """Returns each row's collective, or -1. A rank's collectives begin at different times."""
     known = {(int(s), str(n), int(r), float(t0[c, r])): c for c, (s, n) in enumerate(zip(step, name, strict=True))
              for r in np.flatnonzero(~np.isnan(t0[c]))}  # fmt: skip
     keys = zip(rows.step, rows.name, w.column_of(rows.rank), rows.t0, strict=True)

@@ -4,13 +4,13 @@ Collective k begins when every rank is ready for it and collective k-1 is over,
 
     begin_k = max_r (max(asked_rk, end_{k-1}) + encode_rk),     end_k = begin_k + service_k
 
-A rank requests k at a moment own_rk of its own clock, which stops while the rank waits. Let own_rw be the moment of an
-earlier wait w that ended with collective j(w). Then
+A rank requests k at moment own_rk of its own clock, which stops in waits. Let own_rw be the moment of an earlier wait w
+that ended with collective j(w). Then
 
     asked_rk = own_rk + max(0, max_{w before k} (end_{j(w)} - own_rw))
 
-So a gather of parameters after gradients is earlier if the gradients are. Some collectives follow an earlier one of the
-same bucket: values after indices, a second factor, a second hop. Their own time counts from its end.
+So a gather of parameters is earlier if the gradients are. A collective that follows one of the same bucket (values
+after indices, a second factor, a second hop) counts its own time from that one's end.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ import numpy as np
 from workbench.analysis.steps.collectives import Arrivals, of_others
 from workbench.analysis.steps.window import Window
 
-INSTANT = 1e-6  # seconds: a request so soon after a collective's end was caused by it
+INSTANT = 1e-6  # seconds: a request so soon after a collective was caused by it
 
-Stack = np.ndarray  # (meetings, collectives per meeting, ranks); NaN if a meeting has fewer collectives
+Stack = np.ndarray  # (meetings, collectives per meeting, ranks); NaN pads
 
 
 class Replay(NamedTuple):
-    """The inputs of a replay: the collectives at meetings of all ranks, ordered by last arrival."""
+    """A replay's inputs: the collectives at meetings of all ranks, ordered by last arrival."""
 
-    own: Stack  # when each rank requests, by its own clock, or after the previous collective of a chain
-    waited: Stack  # seconds that each rank had been stalled by then
-    fixed: Stack  # of these, the waits that no collective of the meeting ended
-    after: Stack  # int: the collective that ended the last wait before; -1: none
-    woke: Stack  # when that wait was, by the rank's own clock
+    own: Stack  # each rank's request, by its own clock or after the previous collective of a chain
+    waited: Stack  # seconds that the rank had been stalled by then
+    fixed: Stack  # the waits among these that no collective of the meeting ended
+    after: Stack  # int: the collective that ended the last wait; -1: none
+    woke: Stack  # that wait, by the rank's own clock
     encode: Stack
     service: np.ndarray  # (meetings, collectives)
-    slower: Stack  # seconds by which each rank's own port was busier than the other ranks'
-    chained: np.ndarray  # (meetings, collectives) int: the collective of the same bucket before it, or -1
+    slower: Stack  # seconds by which each rank's port was busier than the other ranks'
+    chained: np.ndarray  # (meetings, collectives) int: the same bucket's previous collective, or -1
 
     def as_usual(self, rest: np.ndarray | None = None) -> Replay:
         """As if no rank came or encoded later than the other ranks' median, or that of `rest`."""
@@ -50,7 +50,7 @@ class Replay(NamedTuple):
         return self._replace(own=of(self.own), woke=of(self.woke), encode=of(self.encode))
 
     def without_ranks(self, ranks: list[int], usual: Replay) -> Replay:
-        """As if `ranks` (columns) came and encoded as in `usual`, and their ports were no slower."""
+        """As if `ranks` (columns) came and encoded as in `usual`, with usual ports."""
         own, woke, encode = self.own.copy(), self.woke.copy(), self.encode.copy()
         for quick, mine in ((usual.own, own), (usual.woke, woke), (usual.encode, encode)):
             mine[:, :, ranks] = quick[:, :, ranks]
@@ -58,7 +58,7 @@ class Replay(NamedTuple):
         return self._replace(own=own, woke=woke, encode=encode, service=np.clip(self.service - spared, 0, None))
 
     def find_ends(self) -> np.ndarray:
-        """Returns (meetings,) when the last collective of each ends."""
+        """Returns (meetings,) ends of the last collectives."""
         end, shift = np.full(len(self.own), -np.inf), np.zeros((len(self.own), self.own.shape[2]))
         ends = np.full(self.own.shape[:2], -np.inf)
         for k in range(self.own.shape[1]):
@@ -95,7 +95,7 @@ def make_replay(w: Window, c: Arrivals, slower: np.ndarray) -> tuple[np.ndarray,
 
 
 def _read_waits(w: Window, meetings: np.ndarray, asked: Stack, t1: Stack) -> tuple[Stack, Stack, Stack, Stack]:
-    """Returns the fields waited, fixed, after and woke of a `Replay`."""
+    """Returns a `Replay`'s fields waited, fixed, after and woke."""
     _, k, p = asked.shape
     rows = w.lane("wait")
     rows = rows[~w.is_outside(rows) & np.isin(rows.step, meetings)]
@@ -111,7 +111,7 @@ def _read_waits(w: Window, meetings: np.ndarray, asked: Stack, t1: Stack) -> tup
     stood, after = sums[:-1] - sums[first], sums[1:] - sums[first]
     alone = np.where(known, 0.0, after)
     at = np.flatnonzero(~known)
-    last = np.searchsorted(at, np.arange(len(mine)), side="right") - 1  # the last wait that no collective ended
+    last = np.searchsorted(at, np.arange(len(mine)), side="right") - 1
     if len(at):
         alone = np.where((last >= 0) & (at[last] >= first), after[at[last]], 0.0)
     woke = begins - stood - np.where(known, stops - t1.ravel()[ended], 0.0)
@@ -143,7 +143,7 @@ def _last_before(group: np.ndarray, time: np.ndarray, whose: np.ndarray, until: 
 
 
 def _chain_buckets(c: Arrivals, full: np.ndarray, at: np.ndarray, place: np.ndarray) -> np.ndarray:
-    """(meetings, most collectives): returns the previous one in its bucket's chain, or -1."""
+    """(meetings, most collectives): each one's predecessor in its bucket's chain, or -1."""
     out = np.full((int(at.max()) + 1, int(place.max()) + 1), -1)
     texts, code = np.unique(c.name[full].astype(str), return_inverse=True)
     bucket = np.unique([text.partition(" ")[2] for text in texts], return_inverse=True)[1][code]
@@ -156,7 +156,7 @@ def _chain_buckets(c: Arrivals, full: np.ndarray, at: np.ndarray, place: np.ndar
 
 
 def _number_places(at: np.ndarray) -> np.ndarray:
-    """Numbers the collectives within each step. `at` is the meeting of each."""
+    """Numbers the collectives within each step, by their meetings `at`."""
     order = np.argsort(at, kind="stable")
     counts = np.bincount(at)
     place = np.empty(len(at), np.int64)

@@ -1,8 +1,8 @@
 """Finds the slow rank and separates cause from victim by arrival at the collectives.
 
-An all-reduce makes all ranks' steps equally long, so step times do not show the cause. The cause arrives last and waits
-least. `blame_ranks` measures its cost to other ranks. Its phases and port show why it is late, compared with the
-median of the other ranks. Medians and a noise threshold keep single outliers from being reported.
+An all-reduce makes all ranks' steps equally long, which hides the cause. The cause arrives last and waits least.
+`blame_ranks` measures its cost. Its phases and port, against the other ranks' median, show why it is late. Medians and
+a noise threshold reject outliers.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ from workbench.analysis.stragglers.bubble import spread_at
 from workbench.analysis.stragglers.naming import COMPUTE, STEADY, Slowness, describe_straggler, find_slowness
 from workbench.record.timeline import Timeline
 
-SHARE = 0.05  # share of a step: less harm is not reported
-FELT = 0.005  # share of a step: harm that is enough if the rank itself is clearly slow
+SHARE = 0.05  # of a step: least reported harm
+FELT = 0.005  # of a step: least harm of a clearly slow rank
 SIGMAS = 4.5  # standard errors above zero
-PERSISTENT = 0.7  # share of the steps or rounds in which the rank must be slow
+PERSISTENT = 0.7  # share of steps or rounds in which the rank is slow
 FEWEST = 6  # steps before a verdict
-REACH = 4  # with a periodic strategy, looks this many times further back for meetings
-EXPLAINED = 0.4  # share of the harm that one phase must explain to be reported
+REACH = 4  # times further back for a periodic strategy's meetings
+EXPLAINED = 0.4  # share of the harm that a reported phase explains
 
 
 class Verdict(NamedTuple):
     """A slow rank that other ranks wait for."""
 
     rank: int
-    side: str  # "compute" or "link"
+    side: str
     phase: str  # forward, backward, update, "compute" (all three), codec, link, or "outside its phases"
-    phases: tuple[str, ...]  # the phases that `seconds` covers
-    seconds: float  # per step by which these phases exceed the other ranks'
+    phases: tuple[str, ...]  # covered by `seconds`
+    seconds: float  # per step, beyond the other ranks'
     share: float  # `seconds` as a share of the rank's own measured step
-    harm: float  # seconds per step that it stalls the other ranks
+    harm: float  # seconds per step of other ranks' stalls
     victims: tuple[int, ...]
-    relative: float  # the other ranks' compute over its own; 1: equally fast (NVRx's relative score)
+    relative: float  # other ranks' compute over its own; 1: equally fast (NVRx's relative score)
     individual: float  # its own earlier compute over its compute now; NaN without earlier steps
     text: str
     cause: bool = True
 
 
 class _StragglerFacts(NamedTuple):
-    """The inputs of a verdict, in seconds per step."""
+    """A verdict's inputs, in seconds per step."""
 
-    step: float  # the median step, or the mean of the median round
-    own: np.ndarray  # (p,) the same for each rank
-    usual: np.ndarray  # (compute phases, p) the other ranks' seconds in each
-    excess: np.ndarray  # (phases, p) by which each phase exceeds the other ranks', STEADY then MEETING
-    noise: float  # of the sum of the steady phases
-    ahead: np.ndarray  # (p,) share of steps whose steady phases exceed the other ranks'
-    met: bool  # whether the ranks met in every step
+    step: float  # median step, or mean of the median round
+    own: np.ndarray  # (p,) the same by rank
+    usual: np.ndarray  # (compute phases, p) the other ranks' seconds
+    excess: np.ndarray  # (phases, p) beyond the other ranks', STEADY then MEETING
+    noise: float  # of the steady phases' sum
+    ahead: np.ndarray  # (p,) share of steps with slower steady phases
+    met: bool  # whether ranks met in every step
     cost: np.ndarray  # (rounds, victim, culprit)
-    net: np.ndarray  # (rounds, p) a rank's cost to other ranks, less the worst cost to it
+    net: np.ndarray  # (rounds, p) a rank's cost to other ranks, less the worst to it
 
     @property
     def harm(self) -> np.ndarray:
-        """(p,) cost of each rank to its median victim: mean over rounds, trimmed by 10 % per end."""
+        """(p,) cost to the median victim: mean over rounds, trimmed by 10 % per end."""
         rounds = np.sort(_of_others(self.cost), axis=0)
         cut = len(rounds) // 10
         return rounds[cut : len(rounds) - cut].mean(axis=0) if len(rounds) else np.zeros(self.cost.shape[-1])
@@ -73,7 +73,7 @@ class _StragglerFacts(NamedTuple):
 def find_straggler(tl: Timeline, last: int = 20) -> Verdict | None:
     """Returns the rank that other ranks wait for in the last steps since a change, or None.
 
-    With a periodic strategy, judges by how far each rank has fallen behind since the last meeting.
+    With a periodic strategy, judges each rank's delay since the last meeting.
     """
     first, stop = last_steps(tl, last)
     floor = since_change(tl, 0, stop)
@@ -103,7 +103,7 @@ def why_silent(tl: Timeline) -> str:
     first, stop = last_steps(tl)
     w = Window(tl, since_change(tl, max(first, stop - FEWEST), stop), stop)
     early = w.complete.sum() < FEWEST
-    if len(w.ranks) == 1 and not early:  # at first, one rank's rows may arrive before the other ranks' rows
+    if len(w.ranks) == 1 and not early:  # one rank's rows may arrive first
         return "alone" if stands_for(tl) == 1 else "alike"
     if spread_at(tl, stop - 1)[0] > 1:
         return "stages"
@@ -111,7 +111,7 @@ def why_silent(tl: Timeline) -> str:
 
 
 def _periodic_facts(w: Window, last: int) -> _StragglerFacts:
-    """The facts for a periodic strategy, from the newest rounds, at least one."""
+    """A periodic strategy's facts, from its newest rounds, at least one."""
     met, cost = blame_ranks(w, lined_up(w))
     size = np.diff(np.concatenate([[w.first - 1], met]))
     recent = met >= w.stop - last
@@ -147,7 +147,7 @@ def _gather_facts(w: Window, over: np.ndarray, met: np.ndarray, cost: np.ndarray
 
 
 def _find_guilty(f: _StragglerFacts) -> int | None:
-    """Returns the rank that does harm beyond doubt, or None."""
+    """Returns the rank that clearly does harm, or None."""
     worth = SHARE * f.step
     behind, choked = f.excess[:4].sum(axis=0), f.excess[4:].sum(axis=0)
     slow = (behind > max(worth, SIGMAS * f.noise)) & (f.ahead >= PERSISTENT)
@@ -169,7 +169,7 @@ def _make_verdict(tl: Timeline, w: Window, f: _StragglerFacts, rank: int, last: 
     if f.met and found.seconds < EXPLAINED * harm:
         found = Slowness(STEADY[-1], STEADY[-1:], harm)
     if not f.met:
-        harm = min(harm, found.seconds)  # one round contains other delays too
+        harm = min(harm, found.seconds)  # a round contains other delays too
     share = min(found.seconds / max(float(f.own[rank]), 1e-9), 1.0)
     suffers = _median_or_zero(f.cost)[:, rank]
     victims = tuple(int(w.ranks[v]) for v in others if suffers[v] > 0.25 * harm > 0)
@@ -192,7 +192,7 @@ def _compare_scores(tl: Timeline, w: Window, rank: int, last: int) -> tuple[floa
 
 
 def _of_others(cost: np.ndarray) -> np.ndarray:
-    """(rounds, culprit): the cost of each culprit to its median victim."""
+    """(rounds, culprit) cost of each culprit to its median victim."""
     return np.diagonal(of_others(cost.swapaxes(1, 2)), axis1=1, axis2=2)
 
 
@@ -202,5 +202,5 @@ def _median_or_zero(values: np.ndarray) -> np.ndarray:
 
 
 def _robust_sigma(values: np.ndarray) -> float:
-    """Robust noise of single values: 1.4826 times the median distance from the median."""
+    """Robust noise: 1.4826 times the median distance from the median."""
     return 1.4826 * float(np.median(np.abs(values - np.median(values, axis=0)))) if len(values) else 0.0

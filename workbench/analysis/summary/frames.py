@@ -1,6 +1,6 @@
-"""What a record says of its timeline, as frames: the methods that every Run has, each a question of this package.
+"""A record's analyses as frames, in methods of every Run.
 
-An empty answer shows why it is empty, and has the sentence in `attrs["why"]`. See `workbench.analysis.summary.reasons`.
+An empty answer shows why, also in `attrs["why"]`. See `workbench.analysis.summary.reasons`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class RunFrames(Run):
     def lateness(self, last: int | None = None) -> pd.DataFrame:
         """Returns each rank's arrival after the other ranks' median, in seconds (negative: before).
 
-        A row per rank, a column per step, of the last so many or of all; NaN where ranks did not meet. If they met in
-        none of these steps, the frame shows why. See `workbench.analysis.communication.lateness`.
+        A row per rank, a column per step, of the last `last` or of all; NaN if ranks did not meet. Without any meeting,
+        the frame shows why. See `workbench.analysis.communication.lateness`.
 
         >>> RunFrames({"ranks": 2}).lateness().shape
         (0, 0)
@@ -51,9 +51,9 @@ class RunFrames(Run):
     def collectives(self, last: int | None = None) -> pd.DataFrame:
         """Returns collectives by operation, group and bucket: count, bytes, bandwidths.
 
-        Covers the last `last` steps (None: all). Seconds count from the last rank's arrival. Bandwidths are in Mbit/s
-        as in nccl-tests, median and worst. The wait for the last rank is separate.
-        `workbench.analysis.communication.bandwidth` explains each column.
+        Covers the last `last` steps (None: all). Seconds count from the last arrival; waits are separate. Bandwidths
+        are in Mbit/s as in nccl-tests, median and worst. `workbench.analysis.communication.bandwidth` explains each
+        column.
 
         >>> RunFrames({"ranks": 2}).collectives().empty
         True
@@ -64,8 +64,8 @@ class RunFrames(Run):
     def critical_path(self, last: int | None = None) -> pd.DataFrame:
         """Returns the critical path of each step: a row per piece, in order of time.
 
-        Covers the last `last` steps (None: all). Columns are step, rank (-1: all ranks took part), cause, begin and end
-        (in seconds since the run began). See `workbench.analysis.stragglers.path`.
+        Covers the last `last` steps (None: all). Columns are step, rank (-1: all ranks), cause, begin and end (seconds
+        since the run began). See `workbench.analysis.stragglers.path`.
 
         >>> RunFrames({"ranks": 2}).critical_path().columns.tolist()
         ['step', 'rank', 'cause', 'begin', 'end']
@@ -76,7 +76,7 @@ class RunFrames(Run):
     def overlap(self, last: int | None = None) -> pd.DataFrame:
         """Returns each rank's communication, hidden behind compute or exposed, in seconds per step.
 
-        A row per rank: communication, its hidden part, this part by phase, and the exposed part. Covers the last `last`
+        A row per rank: communication, its hidden part, this part by phase, and the exposed part, over the last `last`
         steps (None: all). Overlapping spans count once.
 
         >>> RunFrames({"ranks": 2}).overlap().columns.tolist()
@@ -94,8 +94,7 @@ class RunFrames(Run):
     def entered(self) -> pd.DataFrame:
         """Returns the collectives that a live run's ranks wait in, and the missing ranks.
 
-        Based on the ranks' last reports, at most a second old. Empty if no rank waits. See
-        `workbench.analysis.communication.entered`.
+        Based on reports of at most a second ago. See `workbench.analysis.communication.entered`.
 
         >>> RunFrames({"ranks": 2}).entered().columns.tolist()
         ['step', 'collective', 'entered', 'seconds', 'missing']
@@ -137,7 +136,7 @@ class RunFrames(Run):
 
     @staticmethod
     def _frame_of(rows: Sequence[Any], kind: Any, why: str) -> pd.DataFrame:
-        """A frame of rows of a kind. why: what it shows if there are none"""
+        """why: what an empty frame shows"""
         import pandas as pd
 
         frame = pd.DataFrame(rows, columns=pd.Index(kind._fields))

@@ -1,4 +1,4 @@
-"""Summarises a run in a few plain values and in one line."""
+"""Summarises a run in plain values and in one line."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ RECENT = 50  # steps
 def summarise_run(run: Run) -> dict[str, Any]:
     """Returns progress, speed (over the last 50 steps) and quality. Times are in seconds.
 
-    strategy, compressor: in force after the last change
+    strategy, compressor: after the last change
     ranks:      at the start
     steps:      that have ended on every training rank (servers make none)
     stands_for: ranks that each recorded rank stands for; 1: all ranks are recorded
-    examples_per_second: of all ranks together; None if the record lacks the examples per step
+    examples_per_second: of all ranks together; None if unrecorded
     missing, unwritten: lost rows and rows in memory that the run directory lacks
-    memory_peak: bytes of the rank with the highest peak; None if the record lacks it
+    memory_peak: bytes of the rank with the highest peak; None if unrecorded
     """
     tl, now = run.timeline, list_stretches(run)[-1].settings
     first, stop = _trained_steps(tl)
     w = Window(tl, first, stop)
-    seconds = w.step_seconds[w.usual | ~w.complete]  # if a rank skipped a step, the ranks that made it count
+    seconds = w.step_seconds[w.usual | ~w.complete]  # if a rank skipped a step, other ranks count
     times = np.fmax.reduce(seconds, axis=1) if seconds.size else np.empty(0)
-    times = times[~np.isnan(times)]  # the median needs steps that some rank made
+    times = times[~np.isnan(times)]
     sent, eps = bytes_per_step(tl, first, stop), examples_per_second(tl, *recent_steps(tl, RECENT))
     return {
         "name": run.name,
@@ -88,7 +88,7 @@ def summary_line(run: Run) -> str:
 
 
 def _name_member(plain: Any) -> str:
-    """The name of a family member in plain JSON, with the member that it wraps."""
+    """A member's name in plain JSON, with the member that it wraps."""
     if not isinstance(plain, dict) or len(plain) != 1:
         return str(plain or "?")
     ((name, rest),) = plain.items()

@@ -1,4 +1,4 @@
-"""Why an answer about a run is empty, in a sentence; and a frame that shows the sentence."""
+"""Why an answer about a run is empty, and a frame that shows it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNSEEN = ("TorchDDP", "TorchFSDP")  # torch makes their exchange
 
 
 def why_no_step(run: Run, last: int | None = None) -> str:
-    """Why there is no step to look at; "" if there is one. last: as for `last_steps`"""
+    """Why there is no step, or "". last: as for `last_steps`"""
     first, stop = last_steps(run.timeline, last)
     if stop > first:
         return ""
@@ -28,7 +28,7 @@ def why_no_step(run: Run, last: int | None = None) -> str:
 
 
 def why_no_meeting(run: Run, last: int | None = None) -> str:
-    """Why no collective of the last steps is on the record; "" if one is."""
+    """Why the last steps have no recorded collective, or ""."""
     if why := why_no_step(run, last):
         return why
     first, stop = last_steps(run.timeline, last)
@@ -46,7 +46,7 @@ def why_no_meeting(run: Run, last: int | None = None) -> str:
 
 
 def strategy_at(run: Run, step: int) -> str:
-    """The name of the strategy in force at a step."""
+    """The strategy's name at a step."""
     now: Any = next((s.settings for s in reversed(list_stretches(run)) if s.first <= step), run.settings).get(
         "strategy"
     )
@@ -54,14 +54,12 @@ def strategy_at(run: Run, step: int) -> str:
 
 
 def explain_empty(frame: Any, why: str) -> Any:
-    """The frame, which shows below itself why it says nothing. `attrs["why"]` has the sentence, too."""
+    """A frame that shows why it is empty, also in `attrs["why"]`."""
     if not why:
         return frame
     import pandas as pd
 
     class Silent(pd.DataFrame):
-        """A frame that says why it is empty."""
-
         def __repr__(self) -> str:
             return f"{super().__repr__()}\n{self.attrs.get('why', '')}"
 
