@@ -17,20 +17,19 @@ def adopt(
 ) -> Task:  # fmt: skip
     """Returns a `Task` of a script's own objects: `lab.run(Experiment(task=adopt(model, optimizer, loader, loss)))`.
 
-    model:     a Module, which is copied. Ranks begin with its present weights. Wrappers of torch's
-               DistributedDataParallel or compile are removed
+    model:     a Module, which is copied with its present weights, without torch's DistributedDataParallel or compile
     optimizer: a torch Optimizer of its parameters. Each rank makes one of the same class, settings and groups, with
-               empty optimizer state. Several optimizers of one class step together. Parameters without an optimizer are
-               frozen
-    loader:    a DataLoader. Ranks take its examples by index in the sampler's order, each example once per pass,
-               `batch_size` per rank and batch. A batch may continue into the next pass, so none is shorter. Ranks take
-               the batches of a batch sampler in turn. Every rank reads all batches of an IterableDataset or a list and
-               keeps its turn's. A Dataset is shuffled and needs `batch`. The rank itself reads the examples and ignores
-               `num_workers`
+        empty
+               state. Several optimizers of one class step together. Parameters without an optimizer are frozen
+    loader:    a DataLoader. Ranks take its examples by index in the sampler's order, each once per pass, `batch_size`
+        per
+               rank and batch. A batch may continue into the next pass, so none is shorter. Ranks take the batches of a
+               batch sampler in turn. Every rank reads all batches of an IterableDataset or a list, and keeps its own. A
+               Dataset is shuffled and needs `batch`. Ranks ignore `num_workers`
     loss:      (model, batch) -> scalar Tensor, or a criterion (output, target) -> scalar of batches (input, target)
     evaluate:  (model) -> held-out loss, or {"loss": ..., "accuracy": ...}
-    scheduler: a scheduler of torch.optim.lr_scheduler for this optimizer, stepped after `scheduler_every` steps. It may
-               change only learning rates, by the same factor in all groups
+    scheduler: of torch.optim.lr_scheduler for this optimizer, stepped after `scheduler_every` steps. It may change only
+               learning rates, by the same factor in all groups
     accumulate: batches of the loader per step and rank, with averaged gradients, from one backward
     autocast:  "bf16": forward and loss under torch.autocast
     batch:     examples per rank and batch, for a Dataset

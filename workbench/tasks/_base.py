@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.settings import Family
 
-EPOCHS = 1_000_000  # epochs that `used` may skip: 15 s for 1,797 examples
+EPOCHS = 1_000_000  # skippable by `used`: 15 s for 1,797 examples
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -24,25 +24,29 @@ class TaskError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Learner:
-    """A task as the engine uses it: five functions, and how the model may be split over ranks.
+    """A task's functions for the engine.
 
     model:      () -> Module, the same on every rank (the engine seeds torch before, and checks)
     data:       (rank, ranks, batch, seed) -> an endless iterable of batches, each of `batch` examples. With `indexed`
-                it also takes `used`
+        it
+                also takes `used`
     loss:       (model, batch) -> scalar Tensor
-    optimizer:  (params, lr) -> Optimizer; lr = 0 keeps the rates of the optimizer's maker
-    evaluate:   (model) -> held-out loss as a float, or a dict of floats with "loss" in it; None: no evaluation
-    parts:      (model) -> Modules that hold the model's parameters. Each takes the output of the one before. Together
-                they compute the model. None: only a Sequential or a decoder of transformers can be cut
+    optimizer:  (params, lr) -> Optimizer; lr = 0 keeps its own rates
+    evaluate:   (model) -> held-out loss as a float, or a dict of floats with "loss"; None: no evaluation
+    parts:      (model) -> Modules that hold the model's parameters and compute it in sequence. None: only a Sequential
+        or
+                a decoder of transformers can be cut
     split:      (model) -> {module name: Colwise(), Rowwise(), ...}, for tensor parallelism. None: the model's own
-                `_tp_plan`, or the layers of a Sequential. A sub-model can leave out features between a Colwise() and a
+                `_tp_plan`, or a Sequential's layers. A sub-model can leave out features between a Colwise() and a
                 Rowwise() Linear
-    lookups:    (batch) -> {name of an embedding's weight: the rows that the batch reads}, int64 of any shape. It names
-                all tables for every batch, and the batch reads no other rows. None: unknown
+    lookups:    (batch) -> {name of an embedding's weight: the rows that the batch reads}, int64 of any shape, always
+        with
+                all tables and all rows. None: unknown
     indexed:    examples have one order over all epochs that depends on the seed alone. `data` skips its first `used`
-                examples and deals the following ones to the ranks one by one
-    pure:       these functions and the model keep no state between calls except parameters and buffers, so a step may
-                be traced beforehand
+        and
+                deals the following ones to the ranks one by one
+    pure:       these functions and the model keep no state between calls except parameters and buffers, so a trace of a
+                step is possible
     schedule:   (step) -> the factor of that step's learning rate; None: 1
     """
 
@@ -68,23 +72,22 @@ class TaskBase(Family):
     batch: ClassVar[int] = 8
     metric: ClassVar[str] = "held-out loss"
     keeps: ClassVar[bool] = False  # whether the run's end saves a checkpoint, if the ranks have a step in common
-    looks_up: ClassVar[bool] = False  # whether the task names the rows of embedding tables that a batch reads
-    leads: ClassVar[bool] = False  # whether the task's own loop makes the steps, and the strategy follows
+    looks_up: ClassVar[bool] = False  # whether it names a batch's rows of embedding tables
+    leads: ClassVar[bool] = False  # whether its own loop makes the steps
 
     def build(self) -> Learner:
         """Returns the functions that the engine calls on each rank."""
         raise TypeError(f"{type(self).__name__} does not say how it is built")
 
     def refuses(self, batch: int) -> str | None:
-        """Returns why this task is invalid, or invalid with `batch` examples per rank, and a remedy; else None."""
+        """Returns why this task is invalid (with `batch` examples per rank), and a remedy; else None."""
         return None
 
 
 def at_rate(optimizer: Optimizer, lr: float) -> None:
-    """Sets the learning rate of the first group to `lr` and scales the rates of the other groups with it.
+    """Sets the first group's learning rate to `lr` and scales the other groups with it.
 
-    So groups keep their ratio. They keep it even through a rate of 0 if they have the `initial_lr` of torch's
-    schedulers.
+    Groups keep their ratio, with the `initial_lr` of torch's schedulers even through a rate of 0.
     """
     groups = optimizer.param_groups
     own = [group.get("initial_lr", group["lr"]) for group in groups]
@@ -93,14 +96,14 @@ def at_rate(optimizer: Optimizer, lr: float) -> None:
 
 
 def stands_for(made: Any, of: Any) -> Any:
-    """Returns `made` in the same optimizer group as `of`. `made` replaces parameter `of`, as its slice or its size."""
+    """Returns `made`, a replacement of parameter `of` (a slice or its size), in the same optimizer group."""
     if (group := getattr(of, "optimizer_group", None)) is not None:
         made.optimizer_group = group
     return made
 
 
 def same_groups(made: Any, of: nn.Module) -> Any:
-    """Returns `made`, a copy of Module `of`, with the optimizer groups of `of`. Copying a Module loses them."""
+    """Returns `made`, a copy of Module `of`, with its optimizer groups, which copying loses."""
     for name, p in of.named_parameters():
         stands_for(made.get_parameter(name), p)
     return made
@@ -114,11 +117,10 @@ def rate(optimizer: Optimizer) -> float:
 def shuffled(examples: int, rank: int, ranks: int, batch: int, seed: int, used: int = 0) -> Iterator[Tensor]:
     """Yields indices of one rank's batches without end: (batch,) int64 each.
 
-    All ranks shuffle each epoch in the same way and skip the `used` first examples of the endless order. They take the
-    following examples one by one in turn. So no two ranks see the same example within an epoch, and none sees a used
-    one. The result depends on the arguments alone.
+    All ranks shuffle each epoch alike, skip the `used` first examples, and take the following ones in turn. So no two
+    ranks see the same example within an epoch, and none sees a used one. The result depends on the arguments alone.
 
-    Raises ValueError if `used` is negative or exceeds `EPOCHS` epochs, because each skipped epoch costs time.
+    Raises ValueError if `used` is negative or exceeds `EPOCHS` epochs, because skipping costs time.
     """
     import torch
 
@@ -136,7 +138,7 @@ def in_turn(epochs: Iterator[Tensor], rank: int, ranks: int, batch: int, used: i
     """
     import torch
 
-    gone, turn = used, rank  # turn: offset of this rank's next index in the next epoch
+    gone, turn = used, rank  # offset of this rank's next index in the next epoch
     hand = torch.empty(0, dtype=torch.int64)
     for epoch in epochs:
         left, gone = epoch[gone:], max(0, gone - len(epoch))

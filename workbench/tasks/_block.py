@@ -20,7 +20,7 @@ B = TypeVar("B")
 
 
 class Block:
-    """The object that `training` gives to its block. Rank `rank` of `ranks` runs it; a process alone is rank 0 of 1."""
+    """The object that `training` gives to its block, on rank `rank` of `ranks`; a process alone is rank 0 of 1."""
 
     def __init__(self, model: nn.Module, led: Led | None) -> None:
         self._model, self._led, self._over = model, led, False
@@ -32,13 +32,13 @@ class Block:
 
     @property
     def changes(self) -> tuple[Any, ...]:
-        """The knob changes so far, in order, each with the step before which all ranks made it."""
+        """The knob changes so far, in order, each with its first step."""
         return tuple(self._led.changes) if self._led is not None else ()
 
     def model(self) -> nn.Module:
         """Returns the trained model after the block: the same on all ranks.
 
-        If replicas drifted apart, it is their mean. Raises TaskError inside the block and after a block that failed.
+        Replicas that drifted apart are averaged. Raises TaskError inside the block and after a block that failed.
         """
         if not self._over:
             raise TaskError("model(): is there once the block of workbench.training is over; in it each rank has its "
@@ -72,8 +72,8 @@ def training(model: nn.Module, *optimizers: Optimizer) -> Iterator[Block]:
 
     In a process alone the loop runs unchanged. Under `workbench run train.py`, or in a `Loop`, `run.steps` deals
     batches as `workbench.steps` does. Training ends with the block, or earlier by `Experiment(steps=...)` or
-    `lab.stop()`. Then `model` holds the common result of all ranks, and each rank runs the lines after the block by
-    itself. An exception that leaves the block ends the run.
+    `lab.stop()`. Then `model` holds the common result, and each rank runs the lines after the block by itself. An
+    exception that leaves the block ends the run.
 
     model:      the Module that the loop calls. A run has one model and one block
     optimizers: the optimizers that step it
@@ -95,7 +95,7 @@ def training(model: nn.Module, *optimizers: Optimizer) -> Iterator[Block]:
 
 
 def _check(model: Any, optimizers: tuple[Any, ...]) -> None:
-    """Raises KnobError if the model and the optimizers do not belong together."""
+    """Raises KnobError if the optimizers do not step the model."""
     if not callable(getattr(model, "parameters", None)):
         raise KnobError(f"model={short(model)}: must be the Module that the loop calls")
     mine = {id(p) for p in model.parameters()}

@@ -12,12 +12,11 @@ Numbers = tuple[Any, Any, Any]  # states of torch's, numpy's and Python's genera
 
 
 def numbers() -> Numbers:
-    """Returns the present states of the process's generators."""
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
 class Chance:
-    """Random states of its own: inside the context, torch, numpy and Python draw from them, and continue afterwards."""
+    """Random states of its own: inside the context, torch, numpy and Python draw from them."""
 
     def __init__(self, seed: int | Numbers) -> None:
         self._mine: Numbers = seed if isinstance(seed, tuple) else (
@@ -28,7 +27,6 @@ class Chance:
 
     @property
     def numbers(self) -> Numbers:
-        """The states from which the next context continues."""
         return self._mine
 
     def begin(self) -> None:

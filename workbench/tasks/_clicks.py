@@ -14,8 +14,7 @@ Batch = tuple[Tensor, Tensor, Tensor]  # ids (B, fields) int64, numbers (B, numb
 class ClickNet(nn.Module):
     """Embeds each id, appends the numbers, and applies two hidden layers: (B,) log odds of a click.
 
-    Each field has its own table. The table's gradient has a dense shape and is zero in rows that the batch does not
-    read.
+    Each field has its own table. The gradient has a dense shape and is zero in unread rows.
     """
 
     def __init__(self, fields: int, ids: int, numbers: int, width: int, hidden: int) -> None:
@@ -50,14 +49,14 @@ def log_loss(model: nn.Module, batch: Batch) -> Tensor:
 def of_rate(rate: float) -> float:
     """Returns the entropy of clicks at this rate, in nats per example: the loss of a model that knows only the rate.
 
-    Clamps the rate so that the result stays above 0 if all or no examples are clicks.
+    Clamps the rate, to stay above 0 if all or no examples are clicks.
     """
     p = min(max(rate, 1e-12), 1 - 1e-12)
     return -p * math.log(p) - (1 - p) * math.log(1 - p)
 
 
 def auc(scores: Tensor, clicked: Tensor) -> float:
-    """How often an example with a click scores higher than one without. Ties count half; a single class gives 0.5."""
+    """How often a click scores above a non-click. Ties count half; a single class gives 0.5."""
     _, place, counts = scores.unique(return_inverse=True, return_counts=True)  # sorted
     ends = counts.cumsum(0).double()
     ranks = (ends - (counts - 1) / 2)[place]

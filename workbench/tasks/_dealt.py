@@ -1,4 +1,4 @@
-"""Adopts a script's own loader as a task's data and deals its batches to ranks."""
+"""Adopts a script's own loader, and deals its batches to ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.settings import KnobError
 from workbench.tasks._base import TaskError, in_turn
 from workbench.tasks._chance import Chance
 
-_ALONE = threading.RLock()  # ranks that are threads share the random numbers of their process
+_ALONE = threading.RLock()  # ranks as threads share their process's random numbers
 
 Order = torch_data.Sampler[Any] | torch_data.BatchSampler
 
@@ -29,7 +29,7 @@ class Micros(list[Any]):
 class Epochs:
     """Endless passes of a sampler, the same on all ranks: as in a process with this seed.
 
-    dataset, generator: the loader's, which its passes draw from
+    dataset, generator: of the loader
     """
 
     def __init__(self, dataset: Any, sampler: Any, generator: torch.Generator | None) -> None:
@@ -40,15 +40,15 @@ class Epochs:
         return copy.deepcopy(of, {id(self._dataset): self._dataset})
 
     def of(self, seed: int) -> Iterator[list[Any]]:
-        """Yields each pass of the sampler as a list. A sampler with its own random numbers continues with them."""
+        """Yields each pass as a list. A sampler continues its own random numbers."""
         sampler, generator = self._copied(self._sampler, self._generator)
-        if isinstance(sampler, torch_data.DistributedSampler):  # ranks share what one replica reads
+        if isinstance(sampler, torch_data.DistributedSampler):  # ranks share one replica's examples
             first, was = sampler.epoch, sampler
             sampler = torch_data.DistributedSampler(was.dataset, num_replicas=1, rank=0, shuffle=was.shuffle,
                                                     seed=was.seed, drop_last=was.drop_last)  # fmt: skip
         else:
             first = 0
-        process = torch.Generator().manual_seed(seed)  # draws as a process with this seed would
+        process = torch.Generator().manual_seed(seed)  # draws as a process with this seed
         bare = getattr(sampler, "generator", process) is None
         known = type(sampler).__module__.startswith("torch.utils.data")
         chance = nullcontext() if known else Chance(seed)
@@ -67,7 +67,7 @@ class Epochs:
 
 
 def _of_its_own(process: torch.Generator) -> torch.Generator:
-    """Returns the generator that a RandomSampler without one makes for a pass."""
+    """Returns the generator that a bare RandomSampler makes for a pass."""
     return torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_(generator=process)))
 
 
@@ -100,7 +100,6 @@ class Examples:
         return self.collate(together(indices) if together else [self.dataset[i] for i in indices])
 
     def refuses(self, batch: int) -> str | None:
-        """Returns why a step cannot have this many examples per rank, with a remedy; else None."""
         if batch % self.micros:
             return f"batch={batch}: a step has {self.micros} batches (accumulate); give a multiple of {self.micros}"
         return None
@@ -110,9 +109,9 @@ class Examples:
 
 
 class Whole:
-    """(rank, ranks, seed) -> a rank's endless batches: one in `ranks` batches of a loader is its own.
+    """(rank, ranks, seed) -> a rank's endless batches: every `ranks`-th batch of a loader.
 
-    Every rank reads all batches and keeps its own. With a sampler of indices (`Sampled`) it reads only its own.
+    Every rank reads all batches; with a sampler of indices (`Sampled`) only its own.
     """
 
     def __init__(self, source: Any, micros: int) -> None:
@@ -133,7 +132,7 @@ class Whole:
             while True:
                 with _ALONE, chance:
                     batch = next(source, Epochs)
-                if batch is Epochs:  # the pass is over
+                if batch is Epochs:
                     break
                 empty = False
                 if turn % ranks == rank:
@@ -143,7 +142,6 @@ class Whole:
                 return
 
     def refuses(self, batch: int) -> str | None:
-        """Returns why a step cannot have this many examples per rank, with a remedy; else None."""
         if not batch:
             return None
         return f"batch={batch}: the adopted loader makes its own batches; leave 0, or adopt one with a batch_size"
@@ -153,7 +151,7 @@ class Whole:
 
 
 class Sampled(Whole):
-    """Like `Whole`, for a batch sampler: each batch is a list of its indices."""
+    """`Whole` for a batch sampler: each batch is a list of its indices."""
 
     def __init__(self, loader: Any, micros: int) -> None:
         super().__init__(loader.dataset, micros)
@@ -172,7 +170,7 @@ class Sampled(Whole):
 def dealt(loader: Any, batch: int, micros: int) -> Examples | Whole:
     """Returns a DataLoader, a Dataset or an iterable of batches as a task's data. Raises KnobError.
 
-    batch:  examples per batch of a Dataset; 0 for a DataLoader, which has its own
+    batch:  examples per batch of a Dataset; 0 for a DataLoader
     micros: batches per step
     """
     if isinstance(loader, torch_data.Dataset) and not isinstance(loader, torch_data.IterableDataset):

@@ -1,4 +1,4 @@
-"""Cuts a transformers decoder into its embedding, each of its layers, and its norm with the head."""
+"""Cuts a transformers decoder into its embedding, layers, and head with norm."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ if TYPE_CHECKING:
 
 
 def decoder_parts(model: nn.Module) -> list[nn.Module] | None:
-    """Returns the parts of a causal language model that is built like transformers' Llama; None for other models.
+    """Returns the parts of a causal language model built like transformers' Llama; None for other models.
 
-    The parts take token ids, as `model(ids)` or `model(input_ids=ids)`. They return the model's output with only
-    `logits` filled. They ignore padding, caches and custom positions. Before a cut the caller checks on a batch that
-    the parts compute the same as the model.
+    The parts take token ids, as `model(ids)` or `model(input_ids=ids)`. They return only `logits`, and ignore padding,
+    caches and custom positions. The caller first checks on a batch that they compute the same as the model.
     """
     inner: Any = getattr(model, "model", None)
     outer: Any = model

@@ -21,9 +21,9 @@ NOT_SETTINGS = {"defaults", "state", "param_groups", "step", "_opt_called", "_ze
 
 
 class Groups:
-    """(params) -> an Optimizer with the class and settings of the given one, and with empty optimizer state.
+    """(params) -> an Optimizer with the given one's class and settings, and empty state.
 
-    of: by parameter name, the index of its group
+    of: group index by parameter name
     """
 
     def __init__(self, given: Any, model: nn.Module) -> None:
@@ -43,7 +43,7 @@ class Groups:
                 )
             self.of |= {names[id(p)]: len(self.groups) for p in group["params"]}
             kept = {k: copy.deepcopy(x) for k, x in group.items() if k not in ("params", "param_names")}
-            own = kept.get("initial_lr", kept["lr"])  # the rate before any scheduler step
+            own = kept.get("initial_lr", kept["lr"])  # before any scheduler step
             self.groups.append({**kept, "lr": float(own), "initial_lr": float(own)})
         if any(one.state for one in every):
             warnings.warn(f"optimizer={self.kind.__name__}: what it remembers of steps so far is not adopted; ranks "
@@ -91,7 +91,7 @@ class Schedule:
     """(step) -> the factor of an optimizer's rates, as its scheduler gives if it steps every `every` steps."""
 
     def __init__(self, scheduler: Any, given: Any, every: int) -> None:
-        """every: steps between two steps of the scheduler. Raises KnobError if the schedule is not supported."""
+        """Raises KnobError if the schedule is not supported."""
         name, owner = type(scheduler).__name__, _optimizers(given)[0]
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise KnobError(f"scheduler={name}: is stepped by a measured loss; take one of steps, or a Policy")
@@ -104,10 +104,10 @@ class Schedule:
         self._name, self._every, self._lock = name, every, threading.Lock()
         self._known = [self._factor(self._twin(scheduler, owner))]
         self._scheduler = self._twin(scheduler, owner)
-        self(2 * every)  # raises early if a first step shows that it is not supported
+        self(2 * every)  # raises early if a first step shows no support
 
     def _twin(self, scheduler: Any, owner: Any) -> Any:
-        """Returns a copy that steps rates alone. Its optimizer has the groups of `owner`, without parameters."""
+        """Returns a copy that steps rates alone, of the groups of `owner` without parameters."""
         made: Any = torch.optim.SGD([torch.zeros(1)], lr=0.0)
         made.param_groups = [{**{k: copy.deepcopy(x) for k, x in group.items() if k != "params"}, "params": []}
                              for group in owner.param_groups]  # fmt: skip
@@ -145,6 +145,5 @@ class Schedule:
 
 
 def _rest(scheduler: Any) -> list[dict[str, Any]]:
-    """Returns the settings of each group except its rates and parameters."""
     groups = scheduler.optimizer.param_groups
     return [{k: x for k, x in group.items() if k not in ("lr", "initial_lr", "params")} for group in groups]

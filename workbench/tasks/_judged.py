@@ -16,10 +16,7 @@ from workbench.tasks._dealt import Examples, Micros, Whole
 
 
 class Model:
-    """() -> a new copy, on the CPU, of the Module as it was at adoption.
-
-    Freezes parameters that the optimizer lacks.
-    """
+    """() -> a new CPU copy of the Module at adoption. Freezes parameters that the optimizer lacks."""
 
     def __init__(self, model: nn.Module, groups: dict[str, int]) -> None:
         self.kind, self.groups = type(model).__name__, groups
@@ -49,7 +46,7 @@ def _copied(model: nn.Module) -> nn.Module:
 class Loss:
     """(model, batch) -> scalar: the script's own function, or its criterion of output and target.
 
-    micros: micro-batches per step; the loss is their mean; autocast: dtype for torch.autocast, or None
+    micros: micro-batches per step, whose losses are averaged; autocast: dtype for torch.autocast, or None
     """
 
     def __init__(self, loss: Any, judges: bool, micros: int, autocast: torch.dtype | None) -> None:
@@ -68,7 +65,7 @@ class Loss:
             if not isinstance(batch, tuple | list) or len(batch) < 2:
                 raise TypeError(f"a batch is a {type(batch).__name__}, and a criterion needs (input, target)")
             if isinstance(self.loss, nn.Module) and device.type == "cuda":
-                self.loss.to(device)  # a criterion may hold class weights
+                self.loss.to(device)  # it may hold class weights
             return self.loss(model(*batch[:-1]), batch[-1])
 
     def _precision(self, device: str) -> AbstractContextManager[Any]:
@@ -81,7 +78,7 @@ class Loss:
 
 
 def fitting(model: nn.Module, data: Examples | Whole, loss: Any, micros: int, autocast: torch.dtype | None) -> Loss:
-    """Returns the loss after a trial on a model copy and a first batch; draws no random numbers. Raises KnobError."""
+    """Returns the loss, tried on a model copy and a first batch without random numbers. Raises KnobError."""
     device = next(model.parameters()).device
     tried = _copied(model).train()
     with Chance(0):

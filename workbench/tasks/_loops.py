@@ -1,4 +1,4 @@
-"""The interface between a user's own training loop and the rank that runs it."""
+"""The interface between a user's own training loop and its rank."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ B = TypeVar("B")
 
 
 class Led(Protocol):
-    """The rank to which a loop belongs, as the loop sees it.
+    """A loop's rank, as the loop sees it.
 
     rank_and_size: its rank and the number of ranks
     changes:       the changes made so far
-    settled:       whether its steps are over and its model is the common result of all ranks
+    settled:       whether its steps are over and its model is the common result
     """
 
     changes: list[Any]
@@ -29,32 +29,29 @@ class Led(Protocol):
         """Returns this rank's share of one pass; `model` is the model that it trains."""
 
     def enter_block(self) -> None:
-        """Begins a block. At the block's end `model` becomes the common result of all ranks."""
+        """Begins a block, whose end makes `model` the common result of all ranks."""
 
     def leave_block(self, error: BaseException | None) -> bool:
-        """Ends the block, by this `error` if any, and waits for the end. Returns whether `error` only stops
-        the loop.
-        """
+        """Ends the block, by this `error` if any. Returns whether `error` only stops the loop."""
 
 
 LEADS: dict[int, Led] = {}  # by thread, the rank whose loop runs on it
 
 
 def leads() -> Any:
-    """Returns the rank whose loop runs on this thread; None without one."""
+    """Returns the rank whose loop runs on this thread, or None."""
     return LEADS.get(threading.get_ident())
 
 
 def steps(loader: Iterable[B], model: Any, accumulate: int = 1) -> Iterator[B]:
     """Returns one pass over `loader` in your own loop, which ranks run together: `for x, y in steps(loader, model):`.
 
-    In a process alone this is `loader` itself. Under `workbench run train.py`, or in a `Loop`, each rank gets every
-    n-th batch of the pass in rank 0's order, with n ranks. The ranks exchange what `model` learns at backward and at
-    the step of its optimizers, which the loop calls as usual. At the end of a pass, batches that do not suffice for all
-    ranks are dropped.
+    In a process alone this is `loader` itself. Under `workbench run train.py`, or in a `Loop`, each of n ranks gets
+    every n-th batch of the pass in rank 0's order. The ranks exchange what `model` learns at backward and at its
+    optimizers' steps, which the loop calls as usual. A pass drops last batches that do not suffice for all ranks.
 
     loader:     a DataLoader, or an iterable that can be read again and yields the same on every rank
-    model:      the Module that the loop calls; every call must pass the same one
+    model:      the Module that the loop calls, the same in every call
     accumulate: batches per step of the loop's optimizers; ranks exchange only in the last one's backward
     """
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or not 1 <= accumulate <= 10**6:

@@ -21,9 +21,9 @@ def dirichlet(labels: Tensor, ranks: int, alpha: float, seed: int) -> list[Tenso
     """Returns shards by rank. Each rank has its own mix of labels: q_r ~ Dirichlet(alpha * prior).
 
     Shards are equally large, and each example belongs to one rank. Ranks take turns: each draws a label by its q, then
-    an example of that label. A used-up label drops out. A rank draws a new q when all its labels are used up. Ranks
-    that want the same label share its examples and fill up with other labels. So the variance of shares is about 33 %
-    below that of q at alpha = 1 with 10 even labels.
+    an example of that label. A used-up label drops out; a rank whose labels are all used up draws a new q. Ranks that
+    want the same label share its examples and fill up with others, so at alpha = 1 with 10 even labels the variance of
+    shares is about 33 % below that of q.
     """
     if len(labels) < ranks:
         raise TaskError(f"{len(labels)} examples cannot be dealt to {ranks} ranks: take at most {len(labels)} ranks")
@@ -53,7 +53,7 @@ def mixes(counts: np.ndarray, ranks: int, alpha: float, seed: int) -> np.ndarray
 
 
 def by_files(owners: Tensor, ranks: int) -> list[Tensor]:
-    """Returns shards by rank of whole files, about equally large; `owners` is the file of each example, (n,) int64.
+    """Returns shards of whole files by rank, about equally large; `owners` is each example's file, (n,) int64.
 
     The largest remaining file goes to the rank with the fewest examples.
     """

@@ -18,12 +18,12 @@ EVERY = 10  # one file in this many is held out
 
 
 def source(held_out: bool) -> Tensor:
-    """Returns the training or held-out text: (n,) uint8. A process reads it once."""
+    """Returns the training or held-out text: (n,) uint8, read once."""
     return _read(held_out)[0]
 
 
 def ends(held_out: bool) -> Tensor:
-    """Returns where each file of that text ends: (files,) int64, rising."""
+    """Returns each file's end in that text: (files,) int64, rising."""
     return _read(held_out)[1]
 
 
@@ -46,7 +46,7 @@ def _read(held_out: bool) -> tuple[Tensor, Tensor]:
 
 @cache
 def _files() -> tuple[Path, ...]:
-    """Returns the library's modules by name, the same on all machines with the same Python."""
+    """Returns the library's modules by name, equal on all machines with the same Python."""
     found: list[Path] = []
     for folder, inside, names in os.walk(sysconfig.get_path("stdlib")):
         inside[:] = sorted(set(inside) - SKIPPED)

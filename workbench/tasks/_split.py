@@ -1,4 +1,4 @@
-"""Plans of tensor parallelism, with torch's names: how a task's layers are split over ranks."""
+"""Plans of tensor parallelism, with torch's names."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Colwise:
     """Each rank has some of a Linear's outputs: columns of A in Y = X A, which torch keeps as rows of `weight`.
 
     packed:   number of matrices in the weight, such as a fused q, k and v; each is split
-    together: number of outputs that stay on one rank, such as those of an attention head
-    gather:   whether every rank gets the outputs of all ranks
+    together: number of outputs that stay on one rank, such as an attention head's
+    gather:   whether every rank gets all outputs
 
     Reference: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
     2019, https://arxiv.org/abs/1909.08053
@@ -25,7 +25,7 @@ class Colwise:
 
 @dataclass(frozen=True, kw_only=True)
 class Rowwise:
-    """Each rank has some of a Linear's inputs, from a Colwise one before. The ranks add up their outputs.
+    """Each rank has some of a Linear's inputs, from a Colwise before; the ranks add up their outputs.
 
     In an Embedding each rank has some rows of the vocabulary. Reference: as `Colwise`.
     """
@@ -33,10 +33,9 @@ class Rowwise:
 
 @dataclass(frozen=True, kw_only=True)
 class Partial:
-    """Every rank has the whole module and applies it to its own heads or features.
+    """Every rank applies the whole module to its own heads or features, as a norm of each head's queries.
 
-    An example is a norm of each head's queries. The gradients of its parameters are partial sums, which DTensor calls
-    partial. The ranks add them up.
+    The gradients of its parameters are partial sums (DTensor's "partial"), which the ranks add up.
     """
 
 
@@ -44,8 +43,8 @@ class Partial:
 class Sequence:
     """Under sequence parallelism the module computes each rank's own positions: a norm, or dropout, between layers.
 
-    Else the module stays whole, like a module outside the plan. Reference: Korthikanti et al., "Reducing Activation
-    Recomputation in Large Transformer Models", MLSys 2023, https://arxiv.org/abs/2205.05198
+    Else the module stays whole. Reference: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+    Models", MLSys 2023, https://arxiv.org/abs/2205.05198
     """
 
 
@@ -53,9 +52,8 @@ class Sequence:
 class Scatter:
     """Under sequence parallelism each rank takes its own positions of the module's input: the first block.
 
-    Modules from here to a Colwise that gathers receive only this rank's positions. So a model must take sizes from a
-    layer's output and not from its own input. Its first argument is (batch, positions, features). Reference: as
-    `Sequence`.
+    Modules from here to a gathering Colwise receive only this rank's positions. So a model must take sizes from a
+    layer's output. The module's first argument is (batch, positions, features). Reference: as `Sequence`.
     """
 
 
@@ -76,7 +74,7 @@ _SAID: dict[str, Way] = {
 
 
 def way_of(said: object) -> Way | None:
-    """Returns a plan's entry for a module as a Way; None if it is unknown."""
+    """Returns a plan's entry for a module as a Way, or None."""
     if isinstance(said, Way):
         return said
     return _SAID.get(said) if isinstance(said, str) else None

@@ -1,4 +1,4 @@
-"""Splits Linear layers into tiles that compute one after the other, to save memory."""
+"""Splits Linear layers into sequential tiles, to save memory."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from math import ceil
 import torch
 from torch import Tensor, nn
 
-HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # torch's containers, which do not read their members by name
+HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # torch's containers, which do not read members by name
 
 
 class TiledLinear(nn.Module):
     """A Linear of `tiles` Linears, each with a share of the outputs; (..., in) -> (..., out).
 
-    A strategy that gathers parameters when they are read (ZeRO3, ZeROInfinity) holds at most one tile's weight and
-    gradient at a time, 1/tiles of the layer. Outputs and gradients may differ from the Linear's in the last bits,
-    because a product of fewer rows may use another order.
+    A strategy that gathers parameters on demand (ZeRO3, ZeROInfinity) holds one tile's weight and gradient at a time,
+    1/tiles of the layer. The last bits of outputs and gradients may differ from the Linear's, because a product of
+    fewer rows may use another order.
 
     Raises ValueError if `tiles` is below 1 or exceeds the outputs.
 
-    Reference: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning",
-    SC 2021, https://arxiv.org/abs/2104.07857, section 5.1.3 (memory-centric tiling)
+    Reference: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", SC
+        2021, https://arxiv.org/abs/2104.07857, section 5.1.3 (memory-centric tiling)
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True, tiles: int = 2) -> None:
@@ -54,11 +54,11 @@ class TiledLinear(nn.Module):
 def tiled(model: nn.Module, largest_mb: float) -> nn.Module:
     """Splits every plain Linear of more than `largest_mb` MB in place, into tiles of at most that size.
 
-    Use it for a task's own model if a layer with its gradient exceeds `memory_mb`:
-    `Task(model=lambda: tiled(Big(), 4.0), ...)`. A layer needs at least as many outputs as tiles; else its tiles stay
-    larger. A layer used twice stays shared. Weights tied to another layer stay whole, as do layers inside torch's own
-    transformer modules, which read them by name. Returns `model`, or the TiledLinear if `model` itself is such a
-    Linear. Raises ValueError if `largest_mb` is not above 0.
+    Use it for a task's own model if a layer with its gradient exceeds `memory_mb`: `Task(model=lambda: tiled(Big(),
+    4.0), ...)`. A layer needs as many outputs as tiles; else its tiles stay larger. A layer used twice stays shared.
+    Weights tied to another layer stay whole, as do layers in torch's transformer modules, which read them by name.
+    Returns `model`, or the TiledLinear if `model` itself is such a Linear. Raises ValueError if `largest_mb` is not
+    above 0.
 
     >>> [name for name, _ in tiled(nn.Sequential(nn.Linear(500, 1000), nn.Linear(1000, 3)), 1.0).named_children()]
     ['0', '1']

@@ -29,7 +29,7 @@ def written(path: Path | str, made: Callable[[], Mapping[str, Any]]) -> Path:
     try:
         save(state, str(part))
         part.replace(path)
-    except Exception as error:  # safetensors' own error is neither an OSError nor a RuntimeError
+    except Exception as error:  # safetensors' own error is no OSError or RuntimeError
         part.unlink(missing_ok=True)
         raise Unwritable(f"path={path}: the model cannot be written ({error}); give another path") from None
     return path
@@ -48,7 +48,7 @@ def _safe(path: Path) -> Callable[[Mapping[str, Any], str], None]:
         raise Unwritable(f"path={path}: needs safetensors, which is not installed; install it, or give "
                          f"'{path.stem}.pt'") from None  # fmt: skip
 
-    def save(state: Mapping[str, Any], to: str) -> None:  # safetensors refuses tied weights, so each name gets a copy
+    def save(state: Mapping[str, Any], to: str) -> None:  # safetensors refuses tied weights
         save_file({name: x.contiguous().clone() for name, x in state.items()}, to)
 
     return save

@@ -1,4 +1,4 @@
-"""A small GPT on the bytes of Python's own standard library, which every machine here has."""
+"""A small GPT on the bytes of Python's own standard library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.tasks._source import ends, source
 from workbench.tasks._split import Colwise, Plan, Rowwise, Scatter, Sequence
 
 HELD_OUT = 48  # windows of an evaluation
-AT_ONCE = 8  # windows per forward, so that an evaluation takes no more memory than a step
+AT_ONCE = 8  # windows per forward, so that an evaluation needs no more memory than a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +26,13 @@ class ByteGPT(TaskBase):
     """A small GPT that reads Python source, byte by byte.
 
     It begins at log(256) = 5.5 nats per byte, knows the letters' frequencies at 3.2, common words at 2. One in 10 files
-    of the standard library is held out. Nothing is downloaded. With `shards` = "files" each rank keeps its own files
-    for the whole run, with about equally many bytes. Else the ranks share each epoch's examples.
+    of the standard library is held out. Nothing is downloaded. With `shards` = "files" each rank keeps its own files,
+    of about equally many bytes. Else the ranks share each epoch's examples.
 
     When to use it: by default. It is a transformer, and its held-out loss still falls after hundreds of steps.
 
     Reference: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019,
-    https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
+        https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
     """
 
     layers: int = knob(2, 1, 48, live=False, doc="transformer blocks")
@@ -64,7 +64,7 @@ class ByteGPT(TaskBase):
         return None
 
     def _batches(self, rank: int, ranks: int, batch: int, seed: int, used: int = 0) -> Iterator[Tensor]:
-        """Returns the windows of one rank: (batch, context + 1) uint8."""
+        """Returns one rank's windows: (batch, context + 1) uint8."""
         windows = _windows(self.context, held_out=False)
         if self.shards == "iid":
             order = shuffled(len(windows), rank, ranks, batch, seed, used)
@@ -87,7 +87,7 @@ class GPT(nn.Module):
         self._begin(blocks)
 
     def _begin(self, blocks: list[Block]) -> None:
-        """Initialises every block as the identity and the head as zero, so that the loss falls fast at once."""
+        """Initialises every block as the identity and the head as zero, so that the loss falls fast."""
         nn.init.normal_(self.byte.weight, std=0.5)
         nn.init.normal_(self.place.weight, std=0.1)
         nn.init.zeros_(self.head.weight)
@@ -111,7 +111,7 @@ def _parts(model: nn.Module) -> list[nn.Module]:
 
 
 def _split(features: int, model: nn.Module) -> Plan:
-    """Returns the tensor-parallel plan: heads of `features` features, hidden features and the vocabulary are split."""
+    """Returns the tensor-parallel plan: splits heads of `features` features, hidden features and the vocabulary."""
     return {
         "byte": Rowwise(),
         "blocks.0": Scatter(),
@@ -135,7 +135,7 @@ def _predicted(holds: GPT | Next, h: Tensor) -> Tensor:  # (B, T, width) -> (B, 
 
 
 class Bytes(nn.Module):
-    """The layers of a GPT before its blocks, with the GPT's own parameters."""
+    """A GPT's layers before its blocks, with its own parameters."""
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Bytes(nn.Module):
 
 
 class Next(nn.Module):
-    """The layers of a GPT after its blocks, with the GPT's own parameters."""
+    """A GPT's layers after its blocks, with its own parameters."""
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def _windows(context: int, held_out: bool) -> Tensor:
 
 @cache
 def _filed(context: int, ranks: int) -> list[Tensor]:
-    """Returns windows by rank. A window that reaches into the next file belongs to the file of its first byte."""
+    """Returns windows by rank, each with the file of its first byte."""
     begin = torch.arange(len(_windows(context, held_out=False))) * context
     return by_files(torch.searchsorted(ends(held_out=False), begin, right=True), ranks)
 

@@ -1,4 +1,4 @@
-"""Synthetic clicks on advertisements from a planted model, so that the best loss is known."""
+"""Synthetic clicks on advertisements from a planted model with a known best loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.tasks._base import Learner, TaskBase, TaskError
 from workbench.tasks._clicks import Batch, ClickNet, auc, log_loss, lookups, of_rate
 
 HELD_OUT = 8192  # examples of an evaluation
-FACTORS = 4  # length of an id's vector; ids of neighbouring fields interact by the product of their vectors
+FACTORS = 4  # length of an id's vector; those of neighbouring fields' ids interact by their product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,23 +28,23 @@ class ClickThrough(TaskBase):
         chance of a click = sigmoid(bias + sum_f a_f[id_f] + sum_f <v_f[id_f], v_(f+1)[id_(f+1)]> + <w, numbers>)
 
     A batch reads few rows of the large tables, so almost all of a gradient is zero, as in recommenders: see Zen. In
-    each field the j-th id has a probability in proportion to j^-skew. So ranks share the frequent ids, which have
-    neighbouring rows. Each rank draws its own examples, and none comes twice, so the model cannot memorise them.
+    each field the j-th id has a probability in proportion to j^-skew, so ranks share the frequent ids, in neighbouring
+    rows. Each rank draws its own examples, each only once, so the model cannot memorise them.
 
-    The held-out loss is the mean cross-entropy of 8192 examples against their planted chances, so it has no noise of
-    drawn clicks. "entropy" is its minimum, the loss of the planted model itself. The difference is the mean divergence
-    from the truth. The loss begins at log 2 = 0.693. "normalised entropy" is the loss divided by the entropy of the
-    mean click rate. Below 1 the model knows more than this rate (He et al., "Practical Lessons from Predicting Clicks
-    on Ads at Facebook", 2014, https://doi.org/10.1145/2648584.2648589). "auc" is how often a drawn click scores above a
-    drawn non-click.
+    The held-out loss is the mean cross-entropy of 8192 examples against their planted chances, without the noise of
+    drawn clicks. "entropy" is its minimum, the planted model's own loss. The difference is the mean divergence from the
+    truth. The loss begins at log 2 = 0.693. "normalised entropy" is the loss divided by the entropy of the mean click
+    rate: below 1 the model knows more than this rate (He et al., "Practical Lessons from Predicting Clicks on Ads at
+    Facebook", 2014, https://doi.org/10.1145/2648584.2648589). "auc" is how often a drawn click scores above a drawn
+    non-click.
 
     With `shards` = "ids" no two ranks see the same ids of the first field. The ids' probabilities add up to about the
-    same on each rank. The most frequent id may exceed an even share, and its rank gets few other ids.
+    same on each rank. The most frequent id may exceed an even share; its rank then gets few other ids.
 
     When to use it: for sparse gradients (Zen, Hogwild), or to compare a loss with the best possible one.
 
-    Reference: Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems",
-    2019, https://arxiv.org/abs/1906.00091
+    Reference: Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems", 2019,
+        https://arxiv.org/abs/1906.00091
     """
 
     fields: int = knob(8, 1, 64, live=False, doc="categorical features, each with a table of its own")
@@ -89,7 +89,7 @@ class ClickThrough(TaskBase):
 
 
 class About(NamedTuple):
-    """The settings on which a planted model depends."""
+    """The settings of a planted model."""
 
     fields: int
     ids: int
@@ -101,7 +101,7 @@ class About(NamedTuple):
 class World(NamedTuple):
     """A planted model.
 
-    frequency: of the ids of a field, (ids,) float64; below: their running sum
+    frequency: of a field's ids, (ids,) float64; below: their running sum
     alone:     each id's own addition to the log odds, (fields, ids)
     factors:   each id's vector, multiplied with that of the next field's id, (fields, ids, FACTORS)
     weights:   of the numbers, (numbers,)
@@ -116,9 +116,7 @@ class World(NamedTuple):
     bias: float = -1.0
 
     def draw(self, n: int, generator: torch.Generator, below: Tensor) -> tuple[Tensor, Tensor]:
-        """Draws n examples: (n, fields) int64, (n, numbers) float32. `below` is the first field's cumulative
-        frequency.
-        """
+        """Draws n examples: (n, fields) int64, (n, numbers) float32. below: the first field's cumulative frequency"""
         fields, ids = self.alone.shape
         u = torch.rand(fields, n, generator=generator, dtype=torch.float64)
         drawn = torch.searchsorted(self.below, u)
@@ -135,7 +133,7 @@ class World(NamedTuple):
 
 @cache
 def planted(about: About) -> World:
-    """Returns the planted model; with the default settings the log odds vary by about 1.5 among examples."""
+    """Returns the planted model; by default the log odds vary by about 1.5 among examples."""
     generator = torch.Generator().manual_seed(about.seed)
     frequency = torch.arange(1, about.ids + 1, dtype=torch.float64) ** -about.skew
     frequency /= frequency.sum()
@@ -160,7 +158,7 @@ def dealt_ids(frequency: Tensor, ranks: int, rank: int) -> Tensor:
 
 
 class HeldOut(NamedTuple):
-    """Held-out examples, their chances of a click, clicks drawn by them, and the loss of the planted model."""
+    """Held-out examples, their chances of a click, drawn clicks, and the planted model's loss."""
 
     ids: Tensor
     numbers: Tensor

@@ -1,4 +1,4 @@
-"""Clicks from the user's own file in Criteo's format, with 40 fields per line."""
+"""Clicks from the user's own file in Criteo's format."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CriteoTSV(TaskBase):
 
     Each line has 40 fields separated by tabs: 1 for a click or 0, 13 integers, 26 categories as text. A missing value
     is an empty field. The file is plain or gzip. Integers x become sign(x) log(1 + |x|), each with a flag for a missing
-    value. Each category's text is hashed (CRC-32) to one of rows 1 to ids - 1 of its column's table, so some texts
+    value. A hash (CRC-32) of each category's text gives one of rows 1 to ids - 1 of its column's table, so some texts
     share a row. Row 0 stands for missing texts. Lines are in order of time, so the last 10 % of the lines read are held
     out. A format error names its line and column. The file must exist on every machine with ranks.
 
@@ -38,7 +38,7 @@ class CriteoTSV(TaskBase):
 
     Reference: Criteo, "Display Advertising Challenge", 2014, https://www.kaggle.com/c/criteo-display-ad-challenge;
     hashing: Weinberger et al., "Feature Hashing for Large Scale Multitask Learning", ICML 2009,
-    https://arxiv.org/abs/0902.2206
+        https://arxiv.org/abs/0902.2206
     """
 
     path: str = knob("", live=False, doc="the file, plain or gzip")
@@ -100,14 +100,14 @@ class Table(NamedTuple):
     clicked: Tensor
 
     def part(self, held_out: bool) -> Table:
-        """Returns the last 10 % of the lines, or all before."""
+        """Returns the last 10 % of the lines, or the rest."""
         cut = len(self.clicked) - len(self.clicked) // EVERY
         return Table(*(x[cut:] if held_out else x[:cut] for x in self))
 
 
 @cache
 def read(path: Path, changed: int, lines: int, ids: int) -> Table:
-    """Reads the file as a Table. `changed`, its modification time, is part of the cache's key."""
+    """Reads the file as a Table. changed: its modification time, for the cache"""
     labels, integers, categories = array("f"), array("d"), array("i")
     known: list[dict[str, int]] = [{"": 0} for _ in range(CATEGORIES)]
     for number, line in enumerate(_lines(path), 1):

@@ -26,18 +26,18 @@ class Digits(TaskBase):
     """A small convolutional network that reads handwritten digits.
 
     1,797 images of 8 x 8 pixels, 20 % of them held out. It begins at log(10) = 2.3 nats and 10 % accuracy. Almost all
-    parameters are in one layer, so it makes much traffic for little compute.
+    parameters are in one layer: much traffic for little compute.
 
     With `shards` = "iid" ranks share each epoch's examples and see the same mix of digits. With "dirichlet" each rank
-    keeps its own examples for the whole run, equally many. Its mix of digits is q_r ~ Dirichlet(alpha * the mix of
-    all): at alpha = 100 nearly alike, at 1 some digits are rare, at 0.1 two or three make up most.
+    keeps its own examples, equally many. Its mix of digits is q_r ~ Dirichlet(alpha * the mix of all): at alpha = 100
+    nearly alike, at 1 some digits are rare, at 0.1 two or three make up most.
 
     When to use it: for a quick answer in accuracy; for ranks with different data; for much traffic and little compute.
 
-    Reference: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", Proc. IEEE 1998; data:
-    Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI 1998, https://doi.org/10.24432/C50P49;
+    Reference: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", Proc. IEEE 1998; data: Alpaydin
+        and Kaynak, "Optical Recognition of Handwritten Digits", UCI 1998, https://doi.org/10.24432/C50P49;
     shards: Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
-    Classification", 2019, https://arxiv.org/abs/1909.06335
+        Classification", 2019, https://arxiv.org/abs/1909.06335
     """
 
     width: int = knob(32, 4, 512, live=False, doc="channels of the first layer; the second has twice as many")
@@ -91,7 +91,7 @@ def _images(held_out: bool) -> tuple[Tensor, Tensor]:
 def _table() -> Tensor:
     """Returns (1797, 65) float32: 64 pixels from 0 to 16, and the digit.
 
-    Reads the file without importing scikit-learn, which would take each rank more than a second.
+    Importing scikit-learn would take each rank more than a second, so this reads the file.
     """
     found = find_spec("sklearn")
     if found is None or not found.submodule_search_locations:

@@ -27,7 +27,7 @@ class Loop(TaskBase):
         lab.run(Experiment(task=Loop(run=train)))
 
     Each rank calls it once. As in a `Script`, a step ends when the optimizers of all parameters have stepped. The run
-    ends with the function. On every rank the experiment's `seed` seeds torch's and Python's random numbers. Put lines
+    ends with the function. The experiment's `seed` seeds torch's and Python's random numbers on every rank. Put lines
     that need the result of all ranks after a block of `workbench.training`.
 
     run: () -> None
@@ -43,7 +43,7 @@ class Loop(TaskBase):
     keeps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not callable(self.run) and not isinstance(self.run, str):  # a record has only the function's name
+        if not callable(self.run) and not isinstance(self.run, str):  # a record has only its name
             raise KnobError("run: must be a function () -> None that trains (a record keeps only its name)")
         super().__post_init__()
 

@@ -32,9 +32,8 @@ class Task(TaskBase):
     loss:       (model, batch) -> scalar Tensor
     optimizer:  (params) -> Optimizer; it keeps its own learning rates until the knob is set
     evaluate:   (model) -> held-out loss, or {"loss": ..., "accuracy": ...}; without it the page shows no held-out loss
-    parts:      (model) -> a list of Modules that hold the model's own parameters. Each takes the output of the one
-                before; together they compute the model. A Pipeline may cut between them. A Sequential and transformers
-                decoders built like Llama need none
+    parts:      (model) -> a list of Modules that hold the model's own parameters and compute it in sequence. A Pipeline
+                may cut between them. A Sequential and transformers decoders built like Llama need none
     split:      (model) -> {"blocks.*.up": Colwise(), "blocks.*.down": Rowwise()}: how a Tensor partition splits layers;
                 `*` stands for one part of a name. A model of transformers and a Sequential need none
     lookups:    (batch) -> {"table.weight": ids}: by name of each embedding's weight, the only rows that a batch reads;
@@ -42,10 +41,8 @@ class Task(TaskBase):
     pure:       the functions and the model keep no state between calls except parameters and buffers: no counter, no
                 cached mask, no data that can be read only once. Then buckets follow the order of the gradients from the
                 first step on, else from the second
-    schedule:   (step) -> the factor of that step's learning rate, such as a warm-up and a decay; without it `lr` and
-                `lr_warmup` set the rate
-    keeps:      whether the run's end saves a checkpoint, so that `run.model()` has the trained model; not if ranks end
-                at different steps
+    schedule:   (step) -> the factor of that step's learning rate; without it `lr` and `lr_warmup` set the rate
+    keeps:      whether the run's end saves a checkpoint for `run.model()`; not if ranks end at different steps
 
     `workbench.adopt(model, optimizer, loader, loss)` makes a Task of a script's own objects.
 
@@ -68,7 +65,7 @@ class Task(TaskBase):
 
     @property
     def batch(self) -> int:  # type: ignore[override]
-        """The preferred batch size of data that makes batches of any size; else 0."""
+        """The preferred batch size of data with batches of any size; else 0."""
         return int(getattr(self.data, "batch", 0))
 
     @property

@@ -59,7 +59,6 @@ class Script(TaskBase):
 
     @property
     def path(self) -> Path:
-        """The absolute path of the file."""
         return Path(self.folder) / self.file
 
     def refuses(self, batch: int) -> str | None:
