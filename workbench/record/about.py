@@ -1,6 +1,6 @@
-"""Checks run.json field by field. The file may be hand-made or malicious.
+"""Checks run.json field by field, because the file may be hand-made or malicious.
 
-Needs no torch, so it knows the kinds of settings but not their ranges. An Experiment checks the ranges.
+Without torch, it knows the kinds of settings. An Experiment checks their ranges.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from workbench.settings import short
 
 FAMILIES = ("task", "strategy", "compressor", "fabric", "optimizer")
 DEEPEST = 40  # levels of JSON; settings need 10
-LARGEST = 2**63  # limit of the size of a number
-MOST_RANKS = 4096  # ranks in a run
+LARGEST = 2**63  # limit of numbers
+MOST_RANKS = 4096
 COUNTS = ("ranks", "steps", "seed", "batch", "eval_every", "measure_every", "lr_base", "lr_warmup", "save_every",
           "saves")  # fmt: skip
 
@@ -26,14 +26,14 @@ class RunError(ValueError):
 
 
 class Rule(NamedTuple):
-    """The test of a value and the same condition in words."""
+    """A test of a value, and its condition in words."""
 
     good: Callable[[Any], bool]
     words: str
 
 
 def number(value: Any) -> bool:
-    """Whether `value` is a finite number that a float can hold. Booleans are not numbers."""
+    """Whether `value` is a finite number that a float can hold. Booleans are not."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) < LARGEST if isinstance(value, int) else math.isfinite(value)
@@ -45,7 +45,7 @@ def count(value: Any) -> bool:
 
 
 def shallow(value: Any) -> bool:
-    """Whether JSON nests at most `DEEPEST` levels deep, so that recursive code can walk it."""
+    """Whether JSON nests at most `DEEPEST` levels deep, for recursive code."""
     level = [value]
     for _ in range(DEEPEST):
         holders = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
@@ -62,13 +62,13 @@ def member(value: Any) -> bool:
 
 
 def name_of_code(name: Any) -> bool:
-    """Whether `name` is safe to write into a program as a name."""
+    """Whether `name` is safe as a name in a program."""
     plain = isinstance(name, str) and name.isascii() and name.isidentifier()
     return plain and not keyword.iskeyword(name) and not name.startswith("__")
 
 
 def name_of_class(name: Any) -> bool:
-    """Whether `name` can be a settings class. Python's built-in names cannot."""
+    """Whether `name` can be a settings class, unlike Python's built-in names."""
     return name_of_code(name) and not hasattr(builtins, name)
 
 
@@ -87,7 +87,7 @@ RULES = {
 
 
 def wrong(about: Any) -> str | None:
-    """Returns the first fault of a run.json, with field and value, or None."""
+    """Returns a run.json's first fault, with field and value, or None."""
     if not isinstance(about, Mapping):
         return f"it holds {short(about)}, which must be an object"
     if not shallow(about):

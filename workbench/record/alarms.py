@@ -1,4 +1,4 @@
-"""Describes the marks "nan" and "diverged" in words: the bad value and its layer."""
+"""Describes the marks "nan" and "diverged": the bad value and its layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def met(name: str, detail: Mapping[str, Any]) -> str:
 
 
 def place(detail: Mapping[str, Any]) -> str:
-    """Names the layer and the reason to suspect it. "" if the record lacks both."""
+    """Names the layer and why it is suspect, or ""."""
     layer, why = detail.get("layer"), detail.get("why")
     if layer:
         return f", in layer {str(layer)!r}" + (f" ({why})" if why else "")

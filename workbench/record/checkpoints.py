@@ -1,4 +1,4 @@
-"""Reads checkpoints on disk, checks their manifests and decides which checkpoints to keep.
+"""Reads checkpoints on disk, checks their manifests and decides which to keep.
 
     step-00000010/        gets this name when it is complete; until then it is `.step-00000010.part`
         manifest.json     step, settings, the place of every tensor's bytes, each rank's own values, SHA-256 of files;
@@ -6,8 +6,7 @@
         __3_0.distcp      written by rank 3, in the tensor layout of torch.distributed.checkpoint
         .metadata         a pickle for torch.distributed.checkpoint alone; the workbench never opens it
 
-Readers use only the manifest's JSON and the raw bytes of tensors. Nothing is unpickled, so no content becomes code.
-Needs no torch.
+Readers use only the manifest's JSON and the raw bytes of tensors: nothing is unpickled, so no content becomes code.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from workbench.record.folders import remove_folder
 from workbench.record.store import RunError
 from workbench.settings import short
 
-SCHEMA = 2  # schema 1 has neither boxes nor a SHA-256 of the manifest, and is still readable
+SCHEMA = 2  # schema 1, without boxes and a SHA-256 of the manifest, is still readable
 FOLDER, MANIFEST, METADATA = "checkpoints", "manifest.json", ".metadata"  # of a run; of a checkpoint
-REPLACED = ".replaced"  # ends the name of the checkpoint that a new one of the same step replaces
+REPLACED = ".replaced"  # ends the name of a checkpoint that a new one of its step replaces
 _NAMED = re.compile(r"step-(\d{8,10})")
 _FILES = re.compile(r"__\d{1,4}_0\.distcp|\.metadata")
 _SEAL = re.compile(rb'\{"sha256": "([0-9a-f]{64})", ')
-LARGEST = 2**28  # bytes of a manifest
+LARGEST = 2**28
 LONGEST = 2**48  # elements along a dimension
 CHUNK = 2**22  # bytes to hash at a time
 WIDTHS = {
@@ -60,7 +59,7 @@ def name(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """Returns the step in a folder name made by `name`."""
+    """Returns the step in such a name."""
     return int(path.name[5:])
 
 
@@ -73,7 +72,7 @@ class _Told(NamedTuple):
 
 
 class Checkpoint:
-    """A checkpoint as its manifest describes it. Opening reads no tensors; `CheckpointFiles` does.
+    """A checkpoint by its manifest. Opening reads no tensors; `CheckpointFiles` does.
 
     step:  the step that follows the checkpoint
     ranks: number of ranks that trained
@@ -89,7 +88,7 @@ class Checkpoint:
         self.asked = bool(said.get("asked"))
         self.run = str(said.get("run") or "")
         self.planned: list[dict[str, Any]] = list(said.get("planned") or ())
-        # changes before `step`; in old files, each rank's own are in `each`
+        # changes before `step`; old files have each rank's own in `each`
         self.made: list[dict[str, Any]] = list(said.get("made") or ())
         self.each: list[dict[str, Any]] = list(said["each"])
         self.blobs = [Blob(file, at, nbytes, dtype, tuple(sizes)) for file, at, nbytes, dtype, sizes in said["blobs"]]
@@ -101,7 +100,7 @@ class Checkpoint:
             raise RunError(f"resume={short(path)}: must be a checkpoint's folder or a run's directory, such as "
                            f"'runs/first/checkpoints/step-00000100'")  # fmt: skip
         path = Path(path)
-        with suppress(OSError):  # of a folder that cannot be written to
+        with suppress(OSError):  # the folder may be read-only
             restore_replaced(path.parent)
         there = [path] if (path / MANIFEST).exists() else [*found(path), *found(path / FOLDER)]
         if not there:
@@ -117,16 +116,16 @@ class Checkpoint:
 
 
 class CheckpointFiles:
-    """The open files of a checkpoint. Hashes a file, and reads it through the same descriptor."""
+    """A checkpoint's open files. Hashes and reads a file through one descriptor."""
 
-    damage = RunError  # what `read` raises if a file is missing or changed
+    damage = RunError
 
     def __init__(self, of: Checkpoint) -> None:
         self._of = of
         self._open: dict[str, int] = {}
 
     def read(self, blob: Blob) -> bytearray:
-        """Returns the bytes of a tensor. Raises RunError if its file is missing or changed."""
+        """Returns a tensor's bytes. Raises RunError if its file is missing or changed."""
         if blob.file not in self._open:
             self._open[blob.file] = self._checked(blob.file)
         data, fd = bytearray(blob.nbytes), self._open[blob.file]
@@ -176,7 +175,7 @@ def sealed(said: Mapping[str, Any]) -> bytes:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """Reads the manifest in a folder. Raises RunError if it is damaged or invalid."""
+    """Reads a folder's manifest. Raises RunError if it is damaged or invalid."""
     try:
         with os.fdopen(_opened(path / MANIFEST), "rb") as file:
             text = file.read(LARGEST + 1)
@@ -198,7 +197,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _older(path: Path) -> str:
-    """Suggests a checkpoint instead of the damaged one at `path`, as the end of a sentence."""
+    """Suggests an older checkpoint, to end a sentence."""
     for other in reversed(found(path.parent)):
         if _NAMED.fullmatch(path.name) and step_of(other) < step_of(path):
             with suppress(RunError):
@@ -211,7 +210,7 @@ def _older(path: Path) -> str:
 
 
 def found(folder: Path) -> list[Path]:
-    """Returns the complete checkpoints in a folder, newest last. Restores those that a killed writer left hidden."""
+    """Returns a folder's complete checkpoints, newest last. Restores those that a killed writer left hidden."""
     with suppress(OSError):
         restore_replaced(folder)
     with suppress(OSError):
@@ -223,7 +222,7 @@ def found(folder: Path) -> list[Path]:
 def restore_replaced(folder: Path) -> None:
     """Shows each replaced checkpoint again if its writer died before the new one was in its place.
 
-    Raises OSError if a checkpoint stays hidden.
+    Raises OSError if one stays hidden.
     """
     for hidden in folder.glob(f".step-*{REPLACED}"):
         shown = hidden.with_name(hidden.name[1:].removesuffix(REPLACED))
@@ -234,8 +233,8 @@ def restore_replaced(folder: Path) -> None:
 def prune(folder: Path, keep: int) -> list[Path]:
     """Removes all but the `keep` newest, the best (held-out loss) and the requested checkpoints.
 
-    Keeps checkpoints that cannot be opened, because the workbench did not write them. Keeps checkpoints behind a
-    symbolic link, because they may belong to another run. Returns the removed paths. Raises OSError.
+    Keeps unreadable checkpoints, which the workbench did not write, and those behind a symbolic link, which may belong
+    to another run. Returns the removed paths. Raises OSError.
     """
     every: list[_Told] = []
     for path in [] if folder.is_symlink() else found(folder):
@@ -243,7 +242,7 @@ def prune(folder: Path, keep: int) -> list[Path]:
             continue
         with suppress(RunError):
             one = Checkpoint.open(path)
-            every.append(_Told(path, one.held_out, one.asked))  # holds one manifest at a time
+            every.append(_Told(path, one.held_out, one.asked))  # one manifest at a time
     rated = [c for c in every if c.held_out is not None]
     stay = {c.path for c in every[-keep:]} | {c.path for c in every if c.asked}
     stay |= {min(rated, key=lambda c: float(c.held_out or 0.0)).path} if rated else set()
@@ -257,7 +256,7 @@ def prune(folder: Path, keep: int) -> list[Path]:
 
 
 def wrong(said: Any) -> str | None:
-    """Returns the first fault of a manifest, with field and value, or None."""
+    """Returns a manifest's first fault, with field and value, or None."""
     return next(_wrongs(said), None)
 
 
@@ -318,10 +317,7 @@ def _good_sizes(sizes: Any) -> bool:
 
 
 def _good_item(item: list[Any], blobs: int) -> bool:
-    """Checks an item: [name, its blobs in order, its shape, the box that each blob fills].
-
-    Schema 1 has no boxes.
-    """
+    """Checks an item: [name, its blobs in order, its shape, the box that each blob fills (not in schema 1)]."""
     if len(item) not in (3, 4) or not isinstance(item[0], str) or not _list_of(item[1], int):
         return False
     if not _good_sizes(item[2]) or not all(count(n) and n < blobs for n in item[1]):
@@ -330,5 +326,5 @@ def _good_item(item: list[Any], blobs: int) -> bool:
 
 
 def _good_box(box: list[Any]) -> bool:
-    """Checks a box: [offsets, sizes]."""
+    """Checks [offsets, sizes]."""
     return len(box) == 2 and all(map(_good_sizes, box)) and len(box[0]) == len(box[1])

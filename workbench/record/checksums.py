@@ -1,7 +1,7 @@
 """Checksums of a record's batches. Each also covers the file before its batch.
 
-The metadata of a batch's Arrow message hold the checksum, so other Arrow libraries can read the files. CRC-32 costs
-about 1 ns per byte and detects every burst error of up to 32 bits.
+A batch's Arrow metadata hold its checksum, so other Arrow libraries can read the files. CRC-32 costs about 1 ns per
+byte and detects every burst error of up to 32 bits.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from zlib import crc32
 import numpy as np
 import pyarrow as pa
 
-NAME = b"crc32"  # key in the metadata of a batch
-MARK = b"checksums"  # key in the metadata of a schema: every batch of the file has a checksum
+NAME = b"crc32"  # in a batch's metadata
+MARK = b"checksums"  # in a schema's metadata: every batch has a checksum
 
 
 class Damaged(ValueError):
-    """A batch differs from the one that was written."""
+    """A batch is not as written."""
 
 
 def begin(metadata: Mapping[bytes, bytes] | None) -> int:
@@ -36,14 +36,14 @@ def extend(before: int, batch: pa.RecordBatch) -> int:
 
 
 def written(checksum: int) -> dict[bytes, bytes]:
-    """Returns the metadata of a batch with its checksum."""
+    """Returns a batch's metadata with its checksum."""
     return {NAME: b"%08x" % checksum}
 
 
 def check(batch: pa.RecordBatch, metadata: Mapping[bytes, bytes] | None, before: int, required: bool) -> int:
-    """Returns the checksum up to this batch. Raises Damaged for a wrong or missing one.
+    """Returns the checksum up to this batch. Raises Damaged if it is wrong or, if `required`, missing.
 
-    A missing one is an error only if `required`, because old records have none.
+    Old records have none.
     """
     said = (metadata or {}).get(NAME)
     if said is None and not required:

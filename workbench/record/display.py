@@ -31,7 +31,7 @@ def show(name: str, thing: Any) -> None:
             break
         if hasattr(shown, "_ipython_display_"):
             return shown._ipython_display_()
-    raise NotImplementedError  # makes IPython try the next representation
+    raise NotImplementedError  # IPython then tries the next representation
 
 
 def dashboard(name: str, thing: Any, read_only: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Writes a checkpoint into a hidden folder and renames the folder when all of it is on disk.
+"""Writes a checkpoint into a hidden folder, and renames it when complete.
 
 Each rank writes one file. Rank 0 adds the manifest and renames the folder.
 """
@@ -18,18 +18,18 @@ from workbench.record.checkpoints import MANIFEST, REPLACED, name, restore_repla
 from workbench.record.folders import make_private_folder, remove_folder
 from workbench.record.store import private
 
-SHOWN_AGAIN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # errors if a reader restored the old checkpoint
+SHOWN_AGAIN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # a reader restored the old checkpoint
 
 
 class Draft:
-    """A checkpoint under construction. Rank 0 begins and ends it; each rank writes one file."""
+    """A checkpoint under construction. Rank 0 begins and ends it."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self.path, self._to = folder / f".{name(step)}.part", folder / name(step)
         self._replaced = folder / f".{name(step)}{REPLACED}"
 
     def begin(self) -> None:
-        """Creates the hidden folder, and removes or restores hidden folders of killed runs. Raises OSError."""
+        """Creates the hidden folder, and removes or restores those of killed runs. Raises OSError."""
         make_private_folder(self.path.parent)
         _clear_replaced(self.path.parent)
         for old in self.path.parent.glob(".step-*.part"):
@@ -42,7 +42,7 @@ class Draft:
     def commit(self, manifest: Mapping[str, Any]) -> Path:
         """Seals and renames the complete checkpoint, safe against a power cut. Raises OSError.
 
-        A checkpoint of the same step is hidden until the new one is in its place. Readers restore it after a crash.
+        Until then, a checkpoint of the same step is hidden. Readers restore it after a crash.
         """
         with Written(self.path / MANIFEST) as file:
             file.write(sealed(manifest))
@@ -55,7 +55,7 @@ class Draft:
         return self._to
 
     def _take_place(self) -> None:
-        """Renames the draft. Hides a checkpoint of the same step before that, and again if a reader restores it."""
+        """Renames the draft. Hides a checkpoint of the same step first, and again if a reader restores it."""
         if os.path.lexists(self._to):
             os.rename(self._to, self._replaced)
         try:
@@ -67,7 +67,7 @@ class Draft:
             os.rename(self.path, self._to)
 
     def give_up(self) -> None:
-        """Removes the draft, and shows the checkpoint that it was to replace again. Raises nothing."""
+        """Removes the draft, and shows the checkpoint that it was to replace. Raises nothing."""
         with contextlib.suppress(OSError):
             _clear_replaced(self.path.parent)
         shutil.rmtree(self.path, ignore_errors=True)
@@ -78,7 +78,7 @@ class Written:
 
     def __init__(self, path: Path) -> None:
         self.nbytes, self._hash = 0, hashlib.sha256()
-        self._file = open(path, "xb", buffering=0, opener=private)  # closed by `close`
+        self._file = open(path, "xb", buffering=0, opener=private)
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -104,13 +104,13 @@ class Written:
 
 
 def _clear_replaced(folder: Path) -> None:
-    """Restores replaced checkpoints without a new one, and removes the other ones.
+    """Restores replaced checkpoints without a new one, and removes other replaced ones.
 
-    Raises OSError if a checkpoint stays hidden.
+    Raises OSError if one stays hidden.
     """
     restore_replaced(folder)
     for old in folder.glob(f".step-*{REPLACED}"):
-        with contextlib.suppress(OSError):  # the new checkpoint is complete, so the old one does no harm
+        with contextlib.suppress(OSError):  # harmless, because the new checkpoint is complete
             remove_folder(old)
 
 

@@ -25,7 +25,7 @@ def make_private_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder with its content, or a symbolic link without its target. Raises OSError."""
+    """Removes a folder with its content, or a symbolic link alone. Raises OSError."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -33,7 +33,7 @@ def remove_folder(path: Path) -> None:
 
 
 def is_allowed() -> bool:
-    """Whether the user allows folders of other users."""
+    """Whether the user allows other users' folders."""
     return os.environ.get(ALLOW, "") == "1"
 
 
@@ -67,7 +67,7 @@ def reason_to_refuse(path: Path) -> str:
 
 
 def _is_private_group(about: os.stat_result) -> bool:
-    with contextlib.suppress(ImportError, KeyError):  # no such group or user, or another operating system
+    with contextlib.suppress(ImportError, KeyError):  # no such group or user, or another system
         import grp
         import pwd
 

@@ -1,7 +1,7 @@
 """Finds how much of an Arrow IPC stream is safe to give to Arrow.
 
-A stream is safe up to the first message that is cut off or claims too much. Arrow allocates the size that a message
-claims to unpack to, so these claims are added up first, from the bytes alone.
+A stream is safe up to the first message that is cut off or claims too much. Arrow allocates the claimed size, so these
+claims are first added up from the bytes.
 
 Reference: Apache Arrow's columnar format, "Serialization and Interprocess Communication", and its Message.fbs.
 """
@@ -12,8 +12,8 @@ import struct
 from collections.abc import Iterator
 
 ALWAYS = 64 << 20  # bytes to which any stream may unpack
-TIMES = 20  # and this many times its own size; rows of real runs take 2 to 5 times as much
-BUFFERS = 64  # in a batch, at most; 9 columns with 3 buffers each need 27
+TIMES = 20  # and times its own size; real rows take 2 to 5
+BUFFERS = 64  # per batch; 9 columns with 3 buffers each need 27
 CONTINUES = 0xFFFFFFFF
 DICTIONARY, BATCH = 2, 3  # kinds of a message's header; 1 is the schema
 
@@ -50,7 +50,7 @@ def _messages(data: bytes) -> Iterator[tuple[int, int, int]]:
         if length == 0 and at + 8 < len(data):
             raise Refused("goes on behind its end")
         if length == 0:
-            return  # the end of the stream
+            return  # end of the stream
         meta, body = at + 8, at + 8 + length
         if length < 0 or body > len(data):
             raise Refused("is cut off")
@@ -62,7 +62,7 @@ def _messages(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _unpacked(data: bytes, meta: int, body: int, after: int) -> Iterator[int]:
-    """Yields the bytes that each buffer of a message claims to unpack to."""
+    """Yields the bytes that each buffer of a message claims."""
     message = _root(data, meta)
     kind, header = _number(data, _field(data, message, 1), "<B"), _table(data, message, 2)
     if kind == DICTIONARY and header:
@@ -103,11 +103,11 @@ def _field(data: bytes, table: int, number: int) -> int:
 
 
 def _table(data: bytes, table: int, number: int) -> int:
-    """The position of the table or vector that a field refers to; 0 if it is absent."""
+    """The position of a field's table or vector; 0 if it is absent."""
     at = _field(data, table, number)
     return at + _number(data, at, "<I") if at else 0
 
 
 def _number(data: bytes, at: int, form: str) -> int:
-    """A number of the metadata; 0 if the field is absent."""
+    """A number of the metadata; 0 if it is absent."""
     return int(struct.unpack_from(form, data, at)[0]) if at else 0

@@ -1,4 +1,4 @@
-"""Finds a run's checkpoint: asks a live run for one and searches an ended run."""
+"""Finds a run's checkpoint, and requests one of a live run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOOK = 0.05  # seconds
 def kept(run: Run, step: int | None, timeout: float) -> Path:
     """Returns a checkpoint: before `step`, or at a live run's next boundary, or at the end.
 
-    Raises RunError if no such checkpoint exists, and TimeoutError if a live run makes none within `timeout` seconds.
+    Raises RunError if none exists, and TimeoutError if a live run makes none within `timeout` seconds.
     """
     there = found(run.path / FOLDER) if run.path else []
     if step is not None:
@@ -49,7 +49,7 @@ class PendingCheckpoint:
         run.keep()
 
     def wait(self, timeout: float = 60.0) -> Path:
-        """Returns the checkpoint's directory when all of it is on disk.
+        """Returns the complete checkpoint's directory.
 
         Raises RunError if it cannot be made or the run ends first, and TimeoutError after `timeout` seconds.
         """
@@ -58,11 +58,11 @@ class PendingCheckpoint:
         raise RunError(f"{self._run.name} is {self._run.state}: it ended before a checkpoint was made")
 
     def found(self, timeout: float) -> Path | None:
-        """Like `wait`, but returns None if the run ends first."""
+        """`wait`, but returns None if the run ends first."""
         run, until = self._run, time.monotonic() + timeout
         while True:
             over = not run.live
-            for number, (_, _, one) in enumerate(run.details("saved")):  # only requested ones are sure to stay
+            for number, (_, _, one) in enumerate(run.details("saved")):  # only requested ones surely stay
                 if one.get("asked") and (number >= self._before or one["step"] >= self._began):
                     return Path(one["path"])
             if len(told := run.details("not saved")) > self._refused:

@@ -1,7 +1,6 @@
-"""Reads and checks traces of torch.profiler (Kineto's Chrome traces, .json or .json.gz).
+"""Reads and checks traces of torch.profiler (Kineto's Chrome traces, .json or .json.gz), from anyone.
 
-Nothing in them is executed. A file may come from anyone. Events without a finite time or a name are skipped and
-counted. A file that would not fit in memory is refused.
+It executes nothing. It skips and counts events without a finite time or a name. It refuses a file too large for memory.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from workbench.record.about import RunError, count, number
 from workbench.settings import short
 
 LARGEST = 400 << 20  # bytes of JSON in one file; Python's objects take about 8 times as much
-LONGEST = 200  # characters to keep of a name
+LONGEST = 200  # characters of a name
 LATEST = 1e10  # seconds
 RANKS = 32767
 _RANK = re.compile(r"rank[-_ ]?([0-9]{1,5})")
@@ -35,7 +34,7 @@ class Event(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The content of one file: a rank's events, ordered by begin. odd: number of skipped events"""
+    """One file: a rank's events, ordered by begin. odd: number of skipped events"""
 
     path: Path
     rank: int | None  # from the file or its name
@@ -116,7 +115,7 @@ def _device(about: dict[str, Any]) -> str:
 
 
 def by_rank(traces: Iterable[Trace]) -> dict[int, Trace]:
-    """Maps traces by rank. Others get free numbers, in order. Raises RunError for duplicates."""
+    """Maps traces by rank. Traces without one get free numbers. Raises RunError for duplicates."""
     found: dict[int, Trace] = {}
     silent = []
     for trace in traces:

@@ -1,4 +1,4 @@
-"""Checks the details of marks that analyses compute with, because a record may be hand-made."""
+"""Checks the details of marks for analyses, because a record may be hand-made."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _or_none(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 ASKED: Rules = {"path": _text, "id": _text, "by": _text, "reason": _text, "requested_at": _or_none(number)}
-MUST: dict[str, tuple[str, ...]] = {  # required fields
+MUST: dict[str, tuple[str, ...]] = {
     "change": ("path",), "refused": ("path", "reason"), "policy": ("text",), "state": ("state",), "end": ("state",),
     "error": ("rank", "step", "op", "type", "text"), "stood still": ("seconds",), "buckets": ("nbytes",),
     "roles": ("serve",), "mesh": ("dims", "ranks"), "pace": ("met",), "no effect": ("texts",),
@@ -74,7 +74,7 @@ FIELDS: dict[str, Rules] = {
 
 
 def once(details: Sequence[dict[str, Any]]) -> list[bool]:
-    """Returns which marks count. A repeated mark does not count if its request is already known."""
+    """Returns which marks count. A repeated mark of a known request does not."""
     known = {d.get("id") for d in details if "again" not in d}
     count = []
     for d in details:
@@ -84,7 +84,7 @@ def once(details: Sequence[dict[str, Any]]) -> list[bool]:
 
 
 def well_formed(name: str, detail: str) -> bool:
-    """Whether `detail` is valid for a mark `name`. Marks of unknown names may have any fields."""
+    """Whether `detail` is valid for a mark `name`. Unknown names may have any fields."""
     try:
         found = json.loads(detail)
     except (ValueError, RecursionError):

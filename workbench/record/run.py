@@ -1,7 +1,6 @@
 """An experiment, its timeline and its environment, for live, recorded and simulated runs.
 
-Only `experiment` needs torch. A Run knows no processes: the trainer passes rows to `append`. `workbench.run.Run` adds
-the analyses.
+Only `experiment` needs torch. A Run knows no processes. `workbench.run.Run` adds the analyses.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ hearers: list[Callable[[Any], Any]] = []  # called with every run that a lab or 
 
 
 class Standing(NamedTuple):
-    """The operation of a live run's rank, its duration, and whether only other ranks can end it."""
+    """A live rank's operation, its duration, and whether only other ranks can end it."""
 
     rank: int
     step: int
@@ -42,10 +41,10 @@ class Standing(NamedTuple):
 
 
 class Control(Protocol):
-    """Controls a live run. A Lab provides it.
+    """Controls a live run; by Lab.
 
     holdup:   the ranks that delay the run now, in words
-    standing: the present operation of every rank
+    standing: every rank's present operation
     """
 
     @property
@@ -66,13 +65,13 @@ class Control(Protocol):
 
 
 class Run:
-    """The record of an experiment's run, as far as it got.
+    """The record of an experiment's run so far.
 
     spans, samples, marks: pandas frames
     timeline:  the same rows, readable while they grow
     live:      whether rows still arrive
     missing:   number of rows known to be lost
-    unwritten: number of rows in memory that the run directory lacks; `save` writes them elsewhere
+    unwritten: number of rows that the run directory lacks; `save` writes them elsewhere
     warnings:  other problems
 
     >>> Run({"strategy": {"LocalSGD": {"every": 8}}, "ranks": 2}, name="tour")
@@ -100,9 +99,9 @@ class Run:
         self.started = started or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.epoch = epoch
         self.live = live
-        self.parent: dict[str, Any] = dict(parent or {})  # "checkpoint", "step" and "run" that it resumed from
-        self.secret = ""  # in a riddle: shown instead of verdicts and faults until the riddle is solved
-        self.beside: Run | None = None  # another run, which views show next to this one
+        self.parent: dict[str, Any] = dict(parent or {})  # "checkpoint", "step" and "run" of the origin
+        self.secret = ""  # in a riddle: hides verdicts and faults until it is solved
+        self.beside: Run | None = None  # another run, shown next to this one
         self.missing = self.unwritten = self.duplicates = 0
         self.warnings: tuple[str, ...] = ()
         self._environment = dict(environment or {})
@@ -132,8 +131,8 @@ class Run:
     def save(self, path: Path | str | None = None) -> Path:
         """Writes the run directory (`path`, or the run's own) with run.json and the present rows.
 
-        A live run's ranks write into its directory. If it is saved elsewhere, `save` copies the rows so far, and the
-        run keeps its directory (see `lab.notes`). `Run.open` reads both. Raises RunError if writing fails.
+        Saved elsewhere, a live run copies its rows so far and keeps its directory (see `lab.notes`). `Run.open` reads
+        both. Raises RunError if writing fails.
         """
         where = Path(path or self.path or self.name)
         about = {"experiment": self.settings, "environment": self._environment, "epoch": self.epoch}
@@ -188,21 +187,21 @@ class Run:
 
     @property
     def settings_today(self) -> dict[str, Any]:
-        """`settings` under their current names. Unknown settings stay as they are."""
+        """`settings` under their current names. Unknown settings stay."""
         try:
             from workbench.experiment import Experiment
-        except ImportError:  # members can be read only with torch
+        except ImportError:  # members need torch
             return dict(self.settings)
         now = dict(self.settings)
         for k in knobs(Experiment):
             if k.family and k.name in now:
-                with contextlib.suppress(KnobError, TypeError):  # the record lacks the code of a user's own Task
+                with contextlib.suppress(KnobError, TypeError):  # a user's own Task may lack its code
                     now[k.name] = to_plain(from_plain(now[k.name], k.family, k.name))
         return now
 
     @property
     def experiment(self) -> Experiment:
-        """The experiment at the run's start. Needs torch, because its tasks do."""
+        """The experiment at the run's start. Needs torch for its tasks."""
         if self._experiment is None:
             from workbench.experiment import Experiment
 
@@ -211,7 +210,6 @@ class Run:
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """The changes of knobs, in order."""
         said = [(step, d) for step, _, d in self.details("change") if {"path", "value"} <= d.keys()]
         counts = once([d for _, d in said])
         return tuple(Change.read(d, step) for (step, d), count in zip(said, counts, strict=True) if count)
@@ -230,7 +228,7 @@ class Run:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Versions and machine; under "ranks", the report of each rank."""
+        """Versions and machine; under "ranks", each rank's report."""
         rows = self.timeline.marks.rows()
         rows = rows[rows.equal("name", "start")]
         said = {int(r): _read(d) for r, d in zip(rows.rank, rows.detail, strict=True)}
@@ -245,12 +243,12 @@ class Run:
 
     @property
     def holdup(self) -> str:
-        """Which stalled ranks delay other ranks of a live run, in words, or ""."""
+        """The stalled ranks that delay a live run, in words, or ""."""
         return self._control.holdup if self.live and self._control else ""
 
     @property
     def standing(self) -> list[Standing]:
-        """The operation of every rank of a live run, at most a second old. Empty for other runs."""
+        """Every live rank's operation, at most a second old; else empty."""
         return self._control.standing if self.live and self._control else []
 
     # -- control a live run
@@ -258,7 +256,7 @@ class Run:
     def profile(self, rank: int = 0, steps: int = 5) -> Path:
         """Records the next `steps` steps of `rank` by operator with torch.profiler. The run goes on.
 
-        Returns the path of the future Chrome trace, next to the run on the rank's host. A Mark "profile" announces it.
+        Returns the future path of the Chrome trace, next to the run on the rank's host. A Mark "profile" announces it.
         Other ranks are not affected. Raises RunError if the run is not live, and KnobError for a bad argument.
         """
         if not self.live or self._control is None:
@@ -279,7 +277,7 @@ class Run:
 
     @property
     def made(self) -> int:
-        """The number of completed steps: the last one's number plus 1."""
+        """The number of completed steps."""
         rows = self.timeline.spans.rows()
         ended = rows[rows.equal("lane", "step")] if len(rows) else rows  # an evaluation has the next step's number
         return int(ended.step.max()) + 1 if len(ended) else 0
@@ -289,7 +287,7 @@ class Run:
 
 
 def _read(detail: str) -> dict[str, Any]:
-    """Returns a mark's detail. Empty if a hand-made record holds another type."""
+    """Returns a mark's detail, or {} for another type in a hand-made record."""
     try:
         found = json.loads(detail)
     except (ValueError, RecursionError):

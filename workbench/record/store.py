@@ -4,9 +4,9 @@
     spans-0.arrow       rank 0's spans, next to samples-0.arrow and marks-0.arrow
     spans-0.1.arrow     its next part, begun after a failed write (a full disk)
 
-A stream needs no footer, so flushed rows are readable after SIGKILL. A torn last batch, and all rows from a wrong
-checksum on, are skipped with a warning. This module knows neither torch nor threads nor the meaning of rows. Any Arrow
-library opens the streams.
+A stream needs no footer, so flushed rows are readable after SIGKILL. Readers skip a torn last batch, and all rows from
+a wrong checksum on, with a warning. Any Arrow library opens the streams. This module knows neither torch, threads nor
+the meaning of rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from workbench.record.timeline import KINDS, SCHEMA, Timeline, Words
 from workbench.settings import short
 
 _PART = re.compile(r"(spans|samples|marks)-([0-9]{1,5})(?:\.([0-9]{1,9}))?\.arrow")
-LARGEST = 16 << 20  # bytes of a run.json
+LARGEST = 16 << 20
 _OPTIONS = {"compression": "lz4", "emit_dictionary_deltas": True, "use_threads": False}
 
 
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The content of a run directory: tables, next row per (kind, rank), lost rows, warnings."""
+    """A run directory's content: tables, next row per (kind, rank), lost rows, warnings."""
 
     timeline: Timeline
     following: dict[tuple[str, int], int]
@@ -81,7 +81,7 @@ def create(path: Path, about: Mapping[str, Any]) -> None:
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """Yields the path of a draft. It takes the place of `path` after the block; an error or an interrupt removes it."""
+    """Yields a draft's path. It replaces `path` after the block; an error or an interrupt removes it."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield draft
@@ -93,18 +93,18 @@ def replace_file(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that readers see all of it or nothing. Raises OSError."""
+    """Writes a file that readers see whole or not at all. Raises OSError."""
     with replace_file(path) as draft, open(draft, "w", opener=private) as file:
         file.write(text)
 
 
 def private(path: str, flags: int) -> int:
-    """An `opener` for `open`: only this user can read a file that it creates."""
+    """An `opener` for `open`: only this user can read new files."""
     return os.open(path, flags, 0o600)
 
 
 def about(path: Path) -> dict[str, Any]:
-    """Returns the content of run.json. Raises RunError if this version cannot read a run there."""
+    """Returns run.json's content. Raises RunError if this version cannot read a run there."""
     try:
         there, whole = path.exists(), (path / "run.json").is_file()
     except OSError as error:
@@ -135,7 +135,7 @@ def about(path: Path) -> dict[str, Any]:
 
 
 def parts(path: Path) -> list[Part]:
-    """Returns all stream files of a run directory, in the order in which they were written."""
+    """Returns a run directory's stream files, in the order of writing."""
     found = [(m, file) for file in path.iterdir() if (m := _PART.fullmatch(file.name))]
     return sorted(Part(m[1], int(m[2]), int(m[3] or 0), file) for m, file in found)
 
@@ -144,23 +144,23 @@ class Writer:
     """Appends batches to a new part, one write each, so that a file holds only whole batches."""
 
     def __init__(self, path: Path, kind: str, rank: int, first: int = 0, number: int | None = None) -> None:
-        if number is None:  # the one after the existing parts
+        if number is None:  # after the existing parts
             taken = [p.number for p in parts(path) if (p.kind, p.rank) == (kind, rank)]
             number = max(taken) + 1 if taken else 0
         self.path = path / f"{kind}-{rank}{f'.{number}' if number else ''}.arrow"
         self.nbytes = 0
         plain = schema(kind, rank, first)
         self._schema = plain.with_metadata({**plain.metadata, checksums.MARK: b"1"})
-        self._checksum = checksums.begin(self._schema.metadata)  # of the file up to the last batch
+        self._checksum = checksums.begin(self._schema.metadata)
         self._words = {f.name: Words() for f in self._schema if pa.types.is_dictionary(f.type)}
         self._buffer = io.BytesIO()
         self._stream = ipc.new_stream(self._buffer, self._schema, options=ipc.IpcWriteOptions(**_OPTIONS))
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         made = os.fstat(self._fd)
-        self.identity = made.st_dev, made.st_ino  # to notice later whether this file was replaced
+        self.identity = made.st_dev, made.st_ino  # tells whether this file was replaced
 
     def append(self, columns: Mapping[str, Any]) -> None:
-        """Writes one batch. If that fails, cuts the file back to whole batches and raises OSError."""
+        """Writes one batch. A failure cuts the file back to whole batches and raises OSError."""
         batch = self._batch(columns)
         checksum = checksums.extend(self._checksum, batch)
         self._stream.write_batch(batch, custom_metadata=checksums.written(checksum))
@@ -208,7 +208,7 @@ class Writer:
 def keep(path: Path, about: Mapping[str, Any], timeline: Timeline) -> int:
     """Writes a whole record into a new run directory and returns its rows.
 
-    Raises RunError if it does not fit. An error or an interrupt leaves nothing that could be removed.
+    Raises RunError if it does not fit. An error or an interrupt leaves nothing removable.
     """
     is_new = not path.exists()
     create(path, about)
@@ -223,7 +223,7 @@ def keep(path: Path, about: Mapping[str, Any], timeline: Timeline) -> int:
 
 
 def _remove_record(path: Path, written: Collection[Part], is_new: bool) -> None:
-    """Removes `run.json` and the `written` parts, and the folder if it `is_new` and holds nothing else."""
+    """Removes `run.json` and the `written` parts, and the folder if it `is_new` and otherwise empty."""
     for file in [path / "run.json", *(part.path for part in written)]:
         with suppress(OSError):
             file.unlink()
@@ -252,7 +252,7 @@ def write(path: Path, timeline: Timeline) -> int:
 
 
 def counts(path: Path) -> dict[tuple[str, int], int]:
-    """Returns how many rows of each (kind, rank) a run directory holds."""
+    """Returns a run directory's rows by (kind, rank)."""
     held: dict[tuple[str, int], int] = {}
     for part in parts(path):
         _, columns, _ = read_part(part.path)
@@ -263,7 +263,7 @@ def counts(path: Path) -> dict[tuple[str, int], int]:
 
 
 def _array(values: Any, kind: pa.DataType) -> pa.Array:
-    """Makes an Arrow array from buffers. `pa.array` would import pandas into every engine."""
+    """Makes an Arrow array from buffers, because `pa.array` would import pandas into every engine."""
     if kind != pa.string():
         data = np.ascontiguousarray(values, kind.to_pandas_dtype())
         return pa.Array.from_buffers(kind, len(data), [None, pa.py_buffer(data)])

@@ -1,7 +1,6 @@
-"""Reads one stream file of a run directory.
+"""Reads one stream file of a run directory, which may be torn, damaged, hand-made or malicious.
 
-A file may be torn, damaged, hand-made or malicious. The bytes are checked before Arrow parses them, and the batches
-before anyone uses them.
+It checks the bytes before Arrow parses them, and then the batches.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from workbench.record.about import RunError
 from workbench.record.marks import well_formed
 from workbench.record.timeline import SCHEMA, Coded, Table, Words
 
-_READING = ipc.IpcReadOptions(use_threads=False)  # several files are read in parallel instead
-HOLES = 1 << 20  # bytes that a file may be longer than its blocks on disk
+_READING = ipc.IpcReadOptions(use_threads=False)  # files are read in parallel instead
+HOLES = 1 << 20  # bytes that a file may exceed its blocks on disk
 LATEST = 1e10  # seconds: about 300 years
 MOST = 2**53  # rows and bytes: floats are exact up to here
 
@@ -30,7 +29,7 @@ Part = tuple[int, dict[str, Any] | None, str]  # (number of its first row, its c
 
 
 def schema(kind: str, rank: int = 0, first: int = 0) -> pa.Schema:
-    """Returns the Arrow schema of a kind, with the rank and the first row's number as metadata."""
+    """Returns a kind's Arrow schema, with the rank and the first row's number as metadata."""
     table = Table(kind)
     names = {"i2": pa.int16(), "i4": pa.int32(), "i8": pa.int64(), "f8": pa.float64(), "O": pa.string()}
     few = pa.dictionary(pa.int32(), pa.string())
@@ -93,7 +92,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _checked_batches(stream: Any) -> Iterator[pa.RecordBatch]:
-    """The batches of a stream. Raises Damaged, ArrowException or ValueError at the first that is not as written."""
+    """A stream's batches. Raises Damaged, ArrowException or ValueError at the first bad one."""
     checksum, required = checksums.begin(stream.schema.metadata), checksums.MARK in _metadata(stream)
     for batch, metadata in stream.iter_batches_with_custom_metadata():
         _check(batch)
@@ -113,7 +112,7 @@ def _whole(text: str) -> int:
 
 
 def _check(batch: pa.RecordBatch) -> None:
-    """Raises ArrowException or ValueError for invalid offsets, codes or text, or for nulls."""
+    """Raises ArrowException or ValueError for invalid offsets, codes, text or nulls."""
     batch.validate(full=True)
     for array in batch.columns:
         if array.null_count or (isinstance(array, pa.DictionaryArray) and array.dictionary.null_count):
@@ -124,7 +123,7 @@ def _good(kind: str, columns: Mapping[str, Any], rank: int) -> np.ndarray:
     """A mask over rows that a rank may have written. Losses may have any value, times may not."""
     good = (columns["step"] >= 0) & (columns["rank"] == rank)
     for name in {"t", "asked", "t0", "t1"} & set(columns):
-        good &= np.abs(columns[name]) < LATEST  # False for NaN
+        good &= np.abs(columns[name]) < LATEST
     if kind == "spans":
         good &= (columns["nbytes"] >= 0) & (columns["nbytes"] < MOST) & (columns["t1"] >= columns["t0"])
     if kind == "marks":

@@ -1,4 +1,4 @@
-"""Gives memory back to the operating system that allocators keep after use."""
+"""Returns memory that allocators keep after use to the operating system."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import time
 
 import pyarrow as pa
 
-EVERY = 30.0  # seconds, for ranks
-OFTEN = 5.0  # for readers of the record, because a view's temporary memory grows with the record
+EVERY = 30.0
+OFTEN = 5.0  # for readers: a view's temporary memory grows with the record
 TRIM, MMAP = -1, -3  # mallopt's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
-MOST = 32 << 20  # bytes: glibc's own limit of the second; the limit of the first is twice that
+MOST = 32 << 20  # bytes: glibc's own limit of the second; the first's is twice that
 
 
 def give_back() -> None:
-    """Gives all free memory back. Allocators would keep as much as the record itself, or more."""
+    """Gives all free memory back, which can exceed the record itself."""
     pa.default_memory_pool().release_unused()
     with contextlib.suppress(AttributeError, OSError):  # glibc only
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def give_back_own() -> None:
-    """Gives back the free memory at the end of the arena of this thread.
+    """Gives back the free memory at the end of this thread's arena.
 
     Except in the first thread, malloc_trim keeps it (glibc 2.36): tens of MB per thread after one large use. A free
-    with a low threshold returns it. Afterwards the thresholds are glibc's own maxima.
+    with a low threshold returns it. The thresholds end at glibc's own maxima.
     """
     with contextlib.suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)
@@ -37,7 +37,7 @@ def give_back_own() -> None:
 
 
 class Tidy:
-    """Gives memory back from time to time, in a loop that runs for hours. Takes 1 to 2 ms.
+    """Gives memory back regularly, in a loop that runs for hours. Takes 1 to 2 ms.
 
     own: also at the end of this thread's arena
     """

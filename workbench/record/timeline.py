@@ -1,7 +1,7 @@
 """The record of a run: 3 append-only tables.
 
 A Span is an operation with a duration, a Sample is a number at a time, a Mark is an event. Times are float seconds
-since the run began. Only hosts write. Needs no torch and knows neither files nor charts.
+since the run began. Only hosts write. Needs no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA = 1  # increases when a column changes its meaning
-MAPPED = 1 << 20  # bytes of a column from which it is mapped directly from the operating system
+MAPPED = 1 << 20  # bytes above which a column is mapped
 
 
 class Span(NamedTuple):
@@ -54,12 +54,12 @@ class Mark(NamedTuple):
 
 _TYPES: dict[Any, np.dtype[Any]] = {int: np.dtype("i8"), float: np.dtype("f8"), str: np.dtype("O")}
 _NARROW: dict[str, np.dtype[Any]] = {"rank": np.dtype("i2"), "step": np.dtype("i4")}
-_FEW = {"lane", "name"}  # text columns with few distinct values, stored as numbers and a word list
+_FEW = {"lane", "name"}  # text of few distinct values, stored as numbers and a word list
 KINDS: dict[str, type] = {"spans": Span, "samples": Sample, "marks": Mark}
 
 
 class Words:
-    """The distinct texts of a column, numbered in order of appearance. It only grows."""
+    """A column's distinct texts, numbered in order of appearance. It only grows."""
 
     def __init__(self) -> None:
         self._code: dict[str, int] = {}
@@ -79,7 +79,7 @@ class Words:
         return self._texts
 
     def code(self, text: str) -> int:
-        """Returns the number of `text`, or -1 if it never appeared."""
+        """Returns the number of `text`, or -1."""
         return self._code.get(text, -1)
 
     def encode(self, values: Coded | Iterable[str]) -> np.ndarray:
@@ -119,7 +119,6 @@ class Rows:
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """All columns by name, as plain arrays."""
         return {k: getattr(self, k) for k in self._columns}
 
     def __getattr__(self, name: str) -> np.ndarray:
@@ -136,11 +135,10 @@ class Rows:
         return Rows({k: v[which] for k, v in self._columns.items()})
 
     def replaced(self, **columns: np.ndarray) -> Rows:
-        """Returns the same rows with some columns replaced."""
         return Rows({**self._columns, **columns})
 
     def equal(self, name: str, text: str) -> np.ndarray:
-        """A mask of the rows with `text` in column `name`. Much faster than comparing decoded text."""
+        """A mask of the rows with `text` in column `name`. Much faster than on decoded text."""
         column = self._columns[name]
         if isinstance(column, Coded):
             return np.asarray(column.codes == column.words.code(text))
@@ -208,7 +206,7 @@ class Table:
     def gather(self, pieces: Sequence[Mapping[str, Any]], by: str) -> None:
         """Fills the empty table with all `pieces` (arrays by column), sorted by column `by`.
 
-        Touching new memory costs more than copying, so all columns pass through one buffer.
+        All columns pass through one buffer, because touching new memory costs more than copying.
         """
         count = sum(len(piece[by]) for piece in pieces)
         stretch = np.empty(count, "i8")
@@ -235,7 +233,6 @@ class Table:
         return out
 
     def add(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Appends Span, Sample or Mark tuples."""
         rows = list(rows)
         if rows:
             self.extend(columns_of(self.kind, rows))
@@ -247,7 +244,7 @@ class Table:
         return Rows({k: Coded(v, self.words[k]) if k in self.words else v for k, v in cut.items()})
 
     def frame(self) -> pd.DataFrame:
-        """Returns the table as a pandas frame. Columns of few distinct texts are categorical."""
+        """Returns a pandas frame. Columns of few distinct texts are categorical."""
         import pandas as pd
 
         rows, columns = self.rows(), {}
