@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 NEVER = float("inf")
-MAX_KEPT = 50
+MAX_KEPT = 50  # cuts per count
 
 Numbers = tuple[float, ...]
 
@@ -21,7 +21,7 @@ class StageCut(NamedTuple):
 
 
 class _PartialCut(NamedTuple):
-    """A way to cut the first parts.
+    """The first parts' cut.
 
     costs: the slowest complete stage, the cost of crossings, and the time so far of each incomplete stage
     """

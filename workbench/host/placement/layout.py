@@ -30,9 +30,9 @@ class ParameterPlace:
         self.bucket = 0
         self.alone = False  # is a bucket
         self.grad: Tensor | None = None  # in the bucket
-        self.small = False  # copied together with others
+        self.small = False  # copied together
         self.round = 0  # of the backward that made its gradient
-        self.filled = False  # its gradient is zeros
+        self.filled = False  # zeros so far
 
 
 class ParameterLayout:
@@ -53,8 +53,8 @@ class ParameterLayout:
         self.held = 0  # bytes of parameters
         self.lying: dict[int, int] = {}  # buckets by storage
         self.keeps_values = False  # released parameters keep their values (simulator)
-        self.roomy = False  # has memory for gradients
-        self.gives_back = False  # buckets release it once they are summed
+        self.roomy = False  # has gradients' memory
+        self.gives_back = False  # releases summed buckets
         self.unused: set[str] = set()  # that no rank used in this step
         self._place_parameters()
 
@@ -74,7 +74,7 @@ class ParameterLayout:
         held: False if this rank has no values
         """
         self.order = [ParameterPlace(n, p) for n, p in reversed(list(model.named_parameters())) if n in names]
-        self._slices, self.weights = [], []  # they belong to other parameters
+        self._slices, self.weights = [], []  # of other parameters
         self._place_parameters(held)
 
     def resize_buckets(self, bucket_mb: float) -> None:
@@ -91,7 +91,7 @@ class ParameterLayout:
         self._slices, self.buckets, self.roomy = [], [], False
         self._absent: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by bucket: NaN for it and its parameters
         for place in self.order:
-            place.grad = None  # frees the vector first
+            place.grad = None  # frees memory first
         self.groups = group_parameters(self.order, self.bucket_mb * 1e6)
         at: dict[torch.dtype, int] = {}
         for index, group in enumerate(self.groups):

@@ -21,8 +21,8 @@ from workbench.host.placement.layout import ParameterLayout, ParameterPlace
 from workbench.optimizers import elementwise
 from workbench.rank import Bucket, StrategyError
 
-Settings = list[dict[str, Any]]  # groups without their parameters
-Remembered = dict[tuple[str, str], Any]  # by (parameter name, slot)
+Settings = list[dict[str, Any]]  # without parameters
+Remembered = dict[tuple[str, str], Any]  # by (parameter, slot)
 
 
 def read_slots(layout: ParameterLayout, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from workbench.host.placement.placement import Placement
 from workbench.host.placement.slices import StridedSlice, deal_slices, refine_slices
 
-MAX_SHOWN = 3
+MAX_SHOWN = 3  # tensors per error
 
 Wanted = tuple[int, str, StridedSlice]  # (rank that needs it, name, elements)
 

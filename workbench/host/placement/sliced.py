@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-_WHOLE = "_workbench_whole"
+_WHOLE = "_workbench_whole"  # whole shape's attribute
 
 
 def whole_shape(param: Tensor) -> tuple[int, ...]:

@@ -141,7 +141,7 @@ def _list_parts(low: int, high: int, period: int, present: set[_PeriodicBlock]) 
     if all(b.high - b.low == period for b in present):
         yield StridedSlice(low, high - low), _join_members(present)
         return
-    first, last = -(-low // period) * period, high // period * period  # whole periods
+    first, last = -(-low // period) * period, high // period * period  # whole periods between
     stretches = [(low, first), (first, last), (last, high)] if first <= last else [(low, high)]
     for begin, end in stretches:
         rows = (end - begin) // period or 1
