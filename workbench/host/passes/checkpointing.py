@@ -1,7 +1,8 @@
 """Activation checkpointing: backward computes activations of some units of a model again.
 
 A *unit* is a part between which stages may be cut, such as a transformer's block. It must be a Module of the model, or
-hold one such Module, which has children. Ranks that meet inside a unit meet again.
+hold one such Module, which has children. torch repeats a unit with the same random numbers. Ranks that meet inside a
+unit meet again.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class CheckpointedUnits:
     def __init__(self, units: list[nn.Module], what: str, draws: bool = True) -> None:
         self._units = [(unit, unit.__dict__.get("forward")) for unit in units]
         for unit, own in self._units:
-            unit.__dict__["forward"] = _UnitForward(unit, own, what, draws)  # shadows the class's forward
+            unit.__dict__["forward"] = _UnitForward(unit, own, what, draws)  # before the class's
 
     def restore_forwards(self) -> None:
         for unit, own in reversed(self._units):

@@ -15,7 +15,7 @@ from workbench.settings import KnobError
 from workbench.tasks import Colwise, Learner, Rowwise, TaskError, Way
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_BY_CHANNEL = (  # each channel by itself
+_BY_CHANNEL = (  # channel by channel
     nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
     nn.AdaptiveMaxPool2d, nn.Dropout1d, nn.Dropout2d, nn.Upsample,
 )  # fmt: skip
@@ -78,8 +78,8 @@ def _make_units(firsts: list[tuple[str, nn.Linear, Colwise]], last: nn.Linear, o
 
 def _find_sequential(model: nn.Sequential) -> Iterator[Units]:
     own, names = _list_unshared(model), {id(p): name for name, p in model.named_parameters()}
-    made: tuple[str, Any, int] | None = None  # and its number of units
-    flat = False
+    made: tuple[str, Any, int] | None = None  # layer before, units
+    flat = False  # a Flatten follows
     views: dict[str, tuple[int, ...]] = {}
     found: list[tuple[str, int, list[tuple[str, int]]]] = []
     layers: Iterator[tuple[str, Any]] = list_leaves(model)
@@ -97,7 +97,7 @@ def _find_sequential(model: nn.Sequential) -> Iterator[Units]:
         out, into, *kernel = whole_shape(module.weight)
         views[weight] = (out, into, *kernel)
         if made is not None and type(made[1]) is not type(module) and flat and not kernel and into % made[2] == 0:
-            views[weight] = (out, made[2], into // made[2])  # last dimension: one channel's places
+            views[weight] = (out, made[2], into // made[2])  # a channel's places
         if made is not None and views[weight][1] == made[2] and (flat or type(made[1]) is type(module)):
             first = [(names[id(p)], 0) for p in (made[1].weight, made[1].bias) if p is not None]
             found.append((made[0], made[2], [*first, (weight, 1)]))

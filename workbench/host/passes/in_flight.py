@@ -32,6 +32,7 @@ class InFlight:
     inputs:   by number, a micro-batch's examples; empty with sizes only
     coming:   returns the batch after so many batches
     buffers:  the buffers that this stage's forwards change
+    forget:   drops the state of these forwards, by number
     """
 
     crossing: StageMessages
@@ -43,10 +44,10 @@ class InFlight:
         self.coming, self.buffers, self._forget = coming, buffers, forget
         self.versions = WeightVersions(layout)
         self.partition: Partition = Whole()
-        self.batches = self.left = 0  # batches that the run still makes
+        self.batches = self.left = 0  # left: to make
         self.inputs: dict[int, Any] = {}
-        self._open: deque[tuple[Any, list[Any]]] = deque()  # batches with their micro-batches
-        self._before: dict[int, list[Tensor]] = {}  # buffers before later forwards
+        self._open: deque[tuple[Any, list[Any]]] = deque()  # their micro-batches
+        self._before: dict[int, list[Tensor]] = {}  # before later forwards
 
     # -- both hosts --
 

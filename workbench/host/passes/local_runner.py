@@ -23,7 +23,9 @@ class _PassAborted(BaseException):
 
 
 class _LocalRank:
-    """turn: released when the pass may run
+    """One rank's pass.
+
+    turn: released when the pass may run
     rest: released when the pass has asked, ended or failed
     """
 

@@ -27,7 +27,7 @@ from workbench.partitions import Partition
 from workbench.rank import Op, Rank, StrategyError
 from workbench.tasks import TaskError
 
-WEIGHT_HALF = "backward weights"
+WEIGHT_HALF = "backward weights"  # second half's name
 LOSS_MESSAGE = "loss"
 
 
@@ -104,7 +104,7 @@ async def evaluate_pipeline(rank: Rank, pieces: Sequence[Sequence[nn.Module]], *
         if number or rank.index:
             inputs, named = (await receive_tensor(rank, (rank.index - 1) % rank.size, "activation"),), {}
             count_arrived(inputs)
-        x = await Op("do", partial(run_parts, parts, *inputs, **named))  # tensor-parallel ranks also meet here
+        x = await Op("do", partial(run_parts, parts, *inputs, **named))  # also tensor-parallel meetings
         if rank.index < last or number < len(pieces) - 1:
             await rank.send(x, (rank.index + 1) % rank.size, "activation")
     if rank.index < last:

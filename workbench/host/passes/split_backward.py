@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
 class SplitBackward:
-    """First to `x`, later to `params`."""
+    """Runs to `x`, later to `params`."""
 
     def __init__(self, made: Tensor, x: Tensor, params: Iterable[nn.Parameter]) -> None:
         self._made, self._x = made, x
@@ -38,7 +38,7 @@ class SplitBackward:
 
     def of_params(self) -> None:
         """Adds to the parameters' `grad`."""
-        if self._hanging is None:  # parameters branch off several times
+        if self._hanging is None:  # several branches each
             if self._params:
                 self._made.backward(self._grad, inputs=self._params)
             return
@@ -48,7 +48,7 @@ class SplitBackward:
             if edges:
                 torch.autograd.backward([edge for edge, _ in edges], [grad for _, grad in edges], inputs=params)
         beside = [p for p in self._params if not any(p is q for some in self._hanging.values() for q in some)]
-        if beside:  # not on the way to `x`
+        if beside:  # off the way
             self._made.backward(self._grad, inputs=beside)
 
     def _note_gradients(self, node: Node, grads: Sequence[Tensor | None]) -> None:

@@ -16,7 +16,7 @@ from workbench.host.passes.coded_exchange import require_floats
 from workbench.partitions import Partition
 from workbench.rank import Op, Rank
 
-Entry = tuple[int, int]  # micro-batch, and receiving piece
+Entry = tuple[int, int]  # micro-batch, receiving piece
 
 
 class StageMessages:
@@ -25,7 +25,7 @@ class StageMessages:
     def __init__(self, rank: Rank, partition: Partition) -> None:
         self.rank, self.pieces = rank, partition.pieces
         self._there, self._back, self.masks = partition.between(rank.memory)
-        self._chosen: dict[Entry, Coder] = {}  # parts of activations that crossed
+        self._chosen: dict[Entry, Coder] = {}  # of crossed activations
         self._shapes: dict[Entry, torch.Size] = {}  # on the sender
 
     async def send_activation(self, x: Tensor, to: int, entry: Entry) -> None:

@@ -39,7 +39,7 @@ class StageModule:
         self.model, self.pieces, self.stage, self.stages = model, pieces, stage, stages
         self.opened: dict[Pass, Tensor] = {}
         self._came: dict[Pass, Tensor] = {}
-        self._halves: dict[Pass, SplitBackward | Tensor] = {}  # waiting for their second half
+        self._halves: dict[Pass, SplitBackward | Tensor] = {}  # half done
 
     def run_forward(self, loss: Loss, batch: Any, x: Tensor | None, micro: int, chunk: int = 0) -> Tensor:
         """Returns a piece's detached output, or the loss.
@@ -74,7 +74,7 @@ class StageModule:
         if (micro, chunk) not in self.opened:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         made = self.opened.pop((micro, chunk))
-        if made.requires_grad:
+        if made.requires_grad:  # otherwise nothing learns
             made.backward(grad if isinstance(grad, Tensor) else torch.full_like(made, grad))
         x = self._came.pop((micro, chunk), None)
         if x is None:
@@ -87,7 +87,7 @@ class StageModule:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         grad = grad if isinstance(grad, Tensor) else torch.full_like(made, grad)
         x = self._came.pop((micro, chunk), None)
-        if x is None:  # no stage needs this gradient
+        if x is None:
             self._halves[micro, chunk] = grad
             return None
         if not (made.requires_grad and x.requires_grad):
@@ -140,7 +140,7 @@ class _EnterGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor, x: Tensor) -> Tensor:
-        return x.clone()  # in-place layers write it
+        return x.clone()  # in-place layers write
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -25,7 +25,7 @@ from workbench.host.passes.coded_exchange import (
 from workbench.rank import Rank
 
 NOTHING = MeetingKind("", "")
-PARTIAL = "gradient partial"
+PARTIAL = "gradient partial"  # partial gradients' sum
 
 
 class _GroupMeeting(torch.autograd.Function):
@@ -129,7 +129,7 @@ class _GradientSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        came = [grad for grad in grads if grad is not None]  # the same ones on all ranks
+        came = [grad for grad in grads if grad is not None]  # the same everywhere
         for dtype in dict.fromkeys(grad.dtype for grad in came):
             some = [k for k, grad in enumerate(came) if grad.dtype == dtype]
             flat = torch.cat([came[k].reshape(-1) for k in some])

@@ -57,8 +57,8 @@ class TensorParallelGroup:
         self._ask, self._draws = ask, draws
         self._seed, self._passes = seed, 0
         self._modules = [(name, model.get_submodule(name), way) for name, way in split.modules]
-        self._outside: tuple[torch.Generator, Tensor] | None = None  # with its state before
-        self._own: dict[int, None] = {}  # latest seeds of own numbers
+        self._outside: tuple[torch.Generator, Tensor] | None = None  # and its state
+        self._own: dict[int, None] = {}  # latest own seeds
         for name, module, way in self._modules:
             if isinstance(way, Colwise):
                 run: Callable[..., Any] = partial(self._run_colwise, name, way.gather)
@@ -68,7 +68,7 @@ class TensorParallelGroup:
                 run = partial(self._look_up_rows if isinstance(module, nn.Embedding) else self._run_rowwise, name)
             else:
                 continue
-            module.__dict__["forward"] = _ReplacedForward(module, run)  # shadows the class's forward
+            module.__dict__["forward"] = _ReplacedForward(module, run)  # before the class's
         self.common = list_common(model, split)
         others = [p for owner, each in enumerate(self.common) for p in each if owner != index]
         self._hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in others if p.requires_grad]
@@ -124,7 +124,7 @@ class TensorParallelGroup:
         views = dict(zip(map(id, some), sum_gradients_at_end(some, self._plain_peers), strict=True))
         read = [(module, kind, views[which]) for module, kind, which in self._read if which in views]
         for module, kind, view in read:
-            module.__dict__[kind] = view  # found before the parameter
+            module.__dict__[kind] = view  # found before it
         try:
             yield
         finally:
@@ -137,7 +137,7 @@ class TensorParallelGroup:
 
     @property
     def _plain_peers(self) -> GroupPeers:
-        """For embeddings and the last output."""
+        """Serves embeddings and the last output."""
         return GroupPeers(self._ask, self.split.ways)
 
     def _run_scatter(self, name: str, module: Any, x: Tensor, *more: Any, **named: Any) -> Any:
@@ -167,7 +167,7 @@ class TensorParallelGroup:
         """Other ranks' rows are zeros."""
         rows = module.weight.shape[0]
         own = x - self.index * rows
-        elsewhere = ((own < 0) | (own >= rows)) & (x >= 0) & (x < rows * self.split.ways)
+        elsewhere = ((own < 0) | (own >= rows)) & (x >= 0) & (x < rows * self.split.ways)  # torch refuses others
         pad = module.padding_idx - self.index * rows if module.padding_idx is not None else -1
         found = F.embedding(own.masked_fill(elsewhere, 0), module.weight, pad if 0 <= pad < rows else None)
         return sum_forward(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._plain_peers, name)

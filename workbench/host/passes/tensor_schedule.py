@@ -34,7 +34,9 @@ from workbench.tasks import Learner
 
 
 class PlannedMeeting(NamedTuple):
-    """share:  the part of the pass before it, 0 to 1
+    """A planned meeting.
+
+    share:  the part of the pass before it, 0 to 1
     brings: a tensor like each rank's
     """
 
@@ -44,7 +46,9 @@ class PlannedMeeting(NamedTuple):
 
 
 class CodecWork(NamedTuple):
-    """how:    "encode" or "decode"
+    """A codec's work.
+
+    how:    "encode" or "decode"
     what:   "activation" or "gradient"
     """
 
@@ -55,7 +59,7 @@ class CodecWork(NamedTuple):
 
 
 class PassPlan(NamedTuple):
-    """The meetings of a pass through a model or one piece of it.
+    """The meetings of a pass through a model or a piece.
 
     forward:  in order, with shares of floating-point operations
     backward: in order, with shares of parameter elements that have their gradients

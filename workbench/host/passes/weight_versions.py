@@ -38,7 +38,7 @@ class WeightVersion:
 
     @contextmanager
     def read_in_forward(self) -> Iterator[None]:
-        """For a forward and its backward."""
+        """Lets a forward and its backward read this version."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack_tensor, _unpack_tensor), self.read_in_backward():
             yield
 
@@ -115,8 +115,8 @@ class WeightVersions:
     def __init__(self, layout: Callable[[], ParameterLayout]) -> None:
         self._layout = layout
         self._now: WeightVersion | None = None
-        self._own: WeightVersion | None = None  # if the whole batch reads it
-        self._next: WeightVersion | None = None
+        self._own: WeightVersion | None = None  # the current batch's
+        self._next: WeightVersion | None = None  # the next batch's
         self.reads: dict[int, WeightVersion] = {}
 
     @property
