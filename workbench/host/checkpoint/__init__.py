@@ -1,1 +1,1 @@
-"""Checkpoints: what a rank holds, as files, and back."""
+"""Saves a rank's state as files, and restores it."""

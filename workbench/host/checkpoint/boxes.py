@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from workbench.host.placement.slices import StridedSlice
 
-MAX_BOXES = 4096  # per tensor and rank; with more, its part is a separate tensor
+MAX_BOXES = 4096  # with more, the part is a separate tensor
 
 
 class Box(NamedTuple):
-    """Where a box begins, and its size."""
+    """Offsets and sizes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -49,7 +49,6 @@ def _convert_slice(shape: tuple[int, ...], s: StridedSlice) -> list[Box]:
 
 
 def _list_run_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """For a contiguous run of elements."""
     if start >= stop:
         return
     if len(shape) < 2:

@@ -1,4 +1,4 @@
-"""Takes a run back to a checkpoint while it runs, after a loss that is not finite or has diverged.
+"""Takes a run back to a checkpoint after a loss that is not finite or has diverged.
 
 Ranks restore the model and the state of optimizer, strategy and compressor. Step numbers and data continue, because the
 same steps on the same examples would meet the same loss again.
@@ -15,7 +15,7 @@ from workbench.host.passes.pipelining import drain_pipeline
 from workbench.rank import Op
 from workbench.settings import KnobError
 
-MAX_TIMES = 3  # to the same checkpoint
+MAX_TIMES = 3  # to one checkpoint
 MAX_CHECKPOINTS = 4  # the newest ones
 FIXED_SETTINGS = (
     "strategy",
@@ -24,33 +24,33 @@ FIXED_SETTINGS = (
     "optimizer",
     "bucket_mb",
     "ranks",
-)  # these must be unchanged
+)  # unchanged ones
 
 
 class StoreView(Protocol):
-    """The checkpoints of a run, as one rank sees them."""
+    """A run's checkpoints."""
 
     def list_steps(self) -> list[int]:
-        """Returns the steps of complete checkpoints, the newest first."""
+        """Lists them, newest first."""
 
     def open_checkpoint(self, step: int, rank: int) -> tuple[dict[str, Any], RestoredState]:
-        """Returns its settings and a rank's image. Raises KnobError if it cannot be read."""
+        """Returns settings and a rank's image. Raises KnobError if it cannot."""
 
 
 class DivergenceRecovery:
-    """One rank's part in going back."""
+    """One rank's part in rollbacks."""
 
     def __init__(self, run: CheckpointView, kept: StoreView) -> None:
         self.run, self.kept = run, kept
-        self._since = -1  # its last return; earlier losses are settled
-        self._to, self._times = -1, 0  # the last checkpoint's step; how often it returned to it
+        self._since = -1  # before its return
+        self._to, self._times = -1, 0  # the last checkpoint; how many returns to it
 
     async def restore_checkpoint(self, met: int) -> bool:
         """Takes all ranks back after a loss in step `met`. Returns False, with a Mark, if that fails."""
         run = self.run
         if met < self._since:
             return True
-        await Op("do", run.saving.end)  # a checkpoint that is being written counts
+        await Op("do", run.saving.end)  # it may be writing one
         listed = json.loads(
             await run.broadcast_text(json.dumps(self.kept.list_steps()[:MAX_CHECKPOINTS]) if run.rank.id == 0 else "")
         )
@@ -74,7 +74,7 @@ class DivergenceRecovery:
         return False
 
     def _open_image(self, step: int) -> tuple[RestoredState | None, str]:
-        """Returns this rank's image, or the reason why it cannot go back to it."""
+        """Returns this rank's image, or a reason."""
         run, saved, which = self.run, None, f"the checkpoint before step {step}"
         try:
             then, saved = self.kept.open_checkpoint(step, run.rank.id)

@@ -1,7 +1,7 @@
 """Writes the images of all ranks into files, each tensor once, in torch.save's format.
 
 Ranks exchange the hashes of their pieces, and each computes which rank writes which piece. Rank 0 writes the manifest.
-The bytes are those of torch.distributed.checkpoint. A reader needs no zip or pickle, only the manifest's offsets.
+The bytes are those of torch.distributed.checkpoint. The manifest has offsets, so a reader needs no zip or pickle.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from workbench.host.checkpoint.image import RankImage
 
 PieceSizes = dict[str, int]  # bytes by hash
-VALUES = "/data/0"  # torch.save's zip entry of values
-LOCAL = 30  # bytes before a zip entry's name
+VALUES = "/data/0"  # values' zip entry
+LOCAL = 30  # zip header bytes
 
 
 def hash_pieces(image: RankImage) -> list[list[tuple[str, Tensor]]]:
-    """Returns (hash, values) of each item's boxes."""
+    """Hashes each item's boxes."""
     return [
         [(_hash_tensor(x), x) for x in _cut_boxes(item.values, [box.sizes for box in item.boxes])]
         for item in image.items
@@ -43,12 +43,12 @@ def _hash_tensor(x: Tensor) -> str:
 
 
 def measure_pieces(found: list[list[tuple[str, Tensor]]]) -> PieceSizes:
-    """Returns the bytes of each piece."""
+    """Returns bytes by piece."""
     return {name: x.numel() * x.element_size() for item in found for name, x in item}
 
 
 def assign_writers(tables: Sequence[PieceSizes]) -> list[set[str]]:
-    """Assigns each piece to the owner with the fewest bytes so far."""
+    """Assigns each piece to the least loaded owner."""
     mine: list[set[str]] = [set() for _ in tables]
     load = Counter[int]()
     have: dict[str, list[int]] = {}
@@ -63,8 +63,9 @@ def assign_writers(tables: Sequence[PieceSizes]) -> list[set[str]]:
 
 
 def write_pieces(found: list[list[tuple[str, Tensor]]], mine: set[str], file: Any) -> dict[str, list[Any]]:
-    """Writes the pieces in `mine`. Returns by hash [start, bytes, start of the values, their bytes, dtype, sizes].
+    """Returns by hash [start, bytes, start of the values, their bytes, dtype, sizes].
 
+    mine: the pieces to write
     file: opens a file with `write` and with `nbytes`, the bytes written; called for the first piece
     """
     todo, places, opened = set(mine), dict[str, list[Any]](), None
@@ -74,7 +75,7 @@ def write_pieces(found: list[list[tuple[str, Tensor]]], mine: set[str], file: An
         todo.remove(piece)
         opened = opened or file()
         buffer = io.BytesIO()
-        torch.save(x.clone(), buffer)  # so that torch does not save the storage behind the view
+        torch.save(x.clone(), buffer)  # without the storage behind the view
         begins, raw = opened.nbytes, buffer.getbuffer()
         nbytes = x.numel() * x.element_size()
         places[piece] = [begins, len(raw), begins + _find_values(buffer), nbytes, str(x.dtype)[6:], list(x.shape)]
@@ -83,7 +84,7 @@ def write_pieces(found: list[list[tuple[str, Tensor]]], mine: set[str], file: An
 
 
 def _find_values(buffer: io.BytesIO) -> int:
-    """Returns the offset of the values."""
+    """Returns the values' offset."""
     with zipfile.ZipFile(buffer) as archive:
         at = next(info.header_offset for info in archive.infolist() if info.filename.endswith(VALUES))
     header = buffer.getbuffer()[at : at + LOCAL]
@@ -92,14 +93,14 @@ def _find_values(buffer: io.BytesIO) -> int:
 
 def make_report(image: RankImage, found: list[list[tuple[str, Tensor]]], places: dict[str, list[Any]],
            file: dict[str, Any] | None) -> dict[str, Any]:  # fmt: skip
-    """Makes a rank's report to rank 0."""
+    """Makes a rank's report."""
     items = [[item.name, list(item.shape), [[*map(list, box)] for box in item.boxes], [piece for piece, _ in each]]
              for item, each in zip(image.items, found, strict=True)]  # fmt: skip
     return {"items": items, "said": image.entries, "places": places, "file": file}
 
 
 def make_manifest(about: dict[str, Any], reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Joins `about` and all ranks' reports."""
+    """Joins all reports."""
     files, blobs, number = {}, list[list[Any]](), dict[str, int]()
     for rank, told in enumerate(reports):
         if told["file"] is not None:
@@ -125,7 +126,7 @@ def name_file(rank: int) -> str:
 def list_boxes(reports: Sequence[dict[str, Any]]) -> list[tuple[str, tuple[int, ...], list[list[int]], list[Any]]]:
     """Returns (name, whole shape, offsets, [rank, start, bytes, ..., dtype, sizes]) of every box.
 
-    The name includes the rank if ranks have different values, or if it is a rank's own.
+    The name includes the rank if values differ, or if the tensor is a rank's own.
     """
     where = {piece: [rank, *place] for rank, told in enumerate(reports) for piece, place in told["places"].items()}
     seen: dict[str, dict[Any, set[str]]] = {}

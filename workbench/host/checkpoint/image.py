@@ -1,6 +1,6 @@
 """A copy of a rank's state between two steps: tensors in the host's memory, everything else as JSON.
 
-The rank neither leaves its strategy nor gathers anything, so a resumed rank is bit-identical.
+The rank neither leaves its strategy nor gathers, so a resumed rank is bit-identical.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from workbench.host.placement.slices import StridedSlice
 from workbench.host.placement.spread import place_replica
 from workbench.host.transfer.handover import find_shards, place_slots
 
-TensorPlace = tuple[tuple[int, ...], tuple[StridedSlice, ...]]  # (whole shape, this rank's slices)
+TensorPlace = tuple[tuple[int, ...], tuple[StridedSlice, ...]]  # whole shape, own slices
 
 
 class ImageTensor(NamedTuple):
@@ -59,7 +59,7 @@ class RankImage:
         return sum(item.values.numel() * item.values.element_size() for item in self.items)
 
     def add_tensor(self, name: str, x: Tensor, shape: tuple[int, ...], slices: tuple[StridedSlice, ...] = ()) -> int:
-        """Copies a tensor, whole or in slices of that shape, and returns its number."""
+        """Copies a tensor, or slices of that shape, and returns its number."""
         flat = x.detach().reshape(-1).to("cpu", copy=True, memory_format=torch.contiguous_format)
         lies = (
             convert_slices(shape, slices or (StridedSlice(0, flat.numel()),))
@@ -72,13 +72,13 @@ class RankImage:
         return len(self.items) - 1
 
     def add_own(self, x: Tensor) -> int:
-        """For a tensor that belongs to this rank alone."""
+        """Adds this rank's own tensor."""
         with unmaterialized.prevent_fetches():
             return self.add_tensor("", x, tuple(x.shape))
 
 
 def make_rank_image(run: CheckpointView) -> RankImage:
-    """Copies the rank's state, with nothing in flight. Raises UnsavableValue for other values."""
+    """Call it with nothing in flight. Raises UnsavableValue for other values."""
     image = RankImage(run.rank.step)
     said = image.entries
     said["step"] = image.step
@@ -106,7 +106,7 @@ def make_rank_image(run: CheckpointView) -> RankImage:
 
 
 def locate_parameters(run: RankView) -> Iterator[tuple[str, Tensor, TensorPlace]]:
-    """Yields (name, this rank's elements, (whole shape, their slices)) of each parameter."""
+    """Yields (name, this rank's elements, (whole shape, their slices))."""
     layout = run.layout
     for bucket, own, begin in zip(layout.list_params(), layout.weights, layout.begins, strict=True):
         for place, part in zip(layout.groups[bucket.index], bucket.parts, strict=True):
@@ -125,7 +125,7 @@ def _locate_slices(run: RankView, name: str, param: nn.Parameter, slices: tuple[
     ]
     if slices == (StridedSlice(0, _count_elements(local)),):
         return shape, whole
-    return local, slices  # boxes within the slice
+    return local, slices
 
 
 def _count_elements(shape: tuple[int, ...]) -> int:
@@ -145,7 +145,6 @@ def list_untrained(run: RankView) -> Iterator[tuple[str, Tensor]]:
 
 
 def _locate_slots(run: RankView) -> Iterator[tuple[str, Tensor, TensorPlace]]:
-    """Yields optimizer state, as `locate_parameters` does."""
     here, params = read_slots(run.layout, run.optimizer), {place.name: place.param for place in run.layout.order}
     shards = find_shards(run, run.experiment.strategy)
     lies: Held = {}
@@ -180,7 +179,7 @@ def _encode_position(reads: BatchReader | None, image: RankImage) -> Any:
 
 
 def encode_rng_states(states: Numbers | None) -> Any:
-    """Converts random states into tensors and numbers."""
+    """Encodes random states."""
     if states is None:
         return None
     torchs, numpys, pythons = states

@@ -1,7 +1,7 @@
 """Makes one image of the whole run, to resume it on another number of ranks.
 
-All ranks leave their strategy and gather the whole model, as in a live switch. The first rank's image has it. Heirs
-inherit the ranks' compression residuals by their owner's rule (see "The hand-over" in workbench/DESIGN.md).
+All ranks leave their strategy and gather the whole model. The first rank's image has it. Heirs inherit the ranks'
+compression residuals by their owner's rule (see "The hand-over" in workbench/DESIGN.md).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from workbench.host.transfer.repartition import repartition_state
 from workbench.host.transfer.state_layout import WHOLE, StateLayout
 from workbench.partitions import Whole
 
-Shares = dict[str, dict[str, Tensor]]  # by buffer and parameter
+Shares = dict[str, dict[str, Tensor]]  # by buffer, parameter
 
 
 async def gather_model(run: CheckpointView) -> tuple[Any, dict[str, str], Shares]:
@@ -57,7 +57,7 @@ async def gather_model(run: CheckpointView) -> tuple[Any, dict[str, str], Shares
 
 def make_whole_image(run: CheckpointView, momentum: Any, rules: dict[str, str], shares: Sequence[Shares], size: int,
              used: int) -> RankImage:  # fmt: skip
-    """Returns the image of a rank with the whole model, for `size` ranks to resume from.
+    """Returns an image for `size` ranks to resume from.
 
     shares: of each former rank
     used:   how many examples of the data's order were used up
@@ -85,7 +85,7 @@ def find_heir(number: int, count: int, size: int) -> int:
 
 
 def inherit_shares(rank: int, size: int, rules: dict[str, str], shares: Sequence[Shares]) -> Shares:
-    """Returns the shares that rank `rank` of `size` inherits.
+    """Returns the shares of rank `rank` of `size`.
 
     rules:  by buffer
     shares: of each former replica

@@ -1,6 +1,6 @@
 """A checkpoint of the model alone, for a user's own training loop. No run resumes from it.
 
-If replicas have drifted apart, the model is their mean.
+Drifted replicas become their mean.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KIND = "model"  # of a checkpoint
 
 
 async def make_model_image(run: RankView) -> RankImage:
-    """Returns the model, equal on all ranks. Raises UnsavableValue for state other than tensors."""
+    """Returns the same on all ranks. Raises UnsavableValue for state other than tensors."""
     state = dict(run.model.state_dict())
     if other := next((name for name, x in state.items() if not isinstance(x, Tensor)), None):
         raise UnsavableValue(f"{other} of the model's state is no tensor")
@@ -35,7 +35,7 @@ async def make_model_image(run: RankView) -> RankImage:
 
 
 async def average_model(run: RankView) -> None:
-    """Sets `run`'s model to the mean that `make_model_image` saves."""
+    """Averages `run`'s own model."""
     state = {name: x.detach() for name, x in run.model.state_dict().items() if isinstance(x, Tensor)}
     with torch.no_grad():
         await _average_drifted(run, state)
@@ -43,7 +43,7 @@ async def average_model(run: RankView) -> None:
 
 async def _average_drifted(run: RankView, state: dict[str, Tensor]) -> None:
     learned = {name for name, _ in run.model.named_parameters(remove_duplicate=False)}
-    for here in (learned, state.keys() - learned):  # ranks may have their own statistics
+    for here in (learned, state.keys() - learned):  # ranks may have own statistics
         mine = [x for name, x in state.items() if name in here and x.numel()]
         if len(set(await run.gather(_compute_digest(mine)))) > 1:
             await average_tensors(run.rank, mine, "model")
@@ -58,7 +58,7 @@ def _compute_digest(every: list[Tensor]) -> int:
 
 
 def read_model_state(image: RestoredState) -> dict[str, Tensor]:
-    """Returns the state dict. Raises KnobError if the image has none."""
+    """Raises KnobError if the image has none."""
     with image.refuse_misfits():
         return {
             str(name): image.read_tensor(int(number)).clone() for name, number in image.entries["parameters"].items()

@@ -1,4 +1,4 @@
-"""Assembles a model from the pieces in a manifest, without running or tracing the model."""
+"""Assembles a model from the pieces in a manifest, without running or tracing it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from workbench.host.checkpoint.restore import read_blob
 
-Places = dict[tuple[tuple[int, ...], tuple[int, ...]], int]  # the blob of each box (offsets, sizes)
+Places = dict[tuple[tuple[int, ...], tuple[int, ...]], int]  # blobs by (offsets, sizes)
 
 
 def read_whole_model(checkpoint: Any, files: Any) -> dict[str, Tensor] | None:
-    """Returns every parameter and buffer of the model by name, each of its whole shape.
+    """Returns every parameter and buffer by name, each of its whole shape.
 
     Returns None if ranks hold different values of an element, if an element is missing, or if an older version wrote
     the manifest without places. Raises RunError if a file is damaged.
@@ -34,7 +34,7 @@ def read_whole_model(checkpoint: Any, files: Any) -> dict[str, Tensor] | None:
 
 
 def _list_model_items(checkpoint: Any) -> Iterator[tuple[str, Any]]:
-    """Yields each rank's (name, item); the item is None if it has no place."""
+    """An item without a place is None."""
     for each in checkpoint.each:
         numbers = {**dict(each["said"]["parameters"]), **dict(each["said"]["beside"])}
         for name, number in numbers.items():
@@ -43,7 +43,7 @@ def _list_model_items(checkpoint: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _join_boxes(checkpoint: Any, files: Any, shape: tuple[int, ...], places: Places) -> Tensor | None:
-    """Returns None if boxes overlap or leave a gap."""
+    """Returns None for overlaps or gaps."""
     blobs = [checkpoint.blobs[number] for number in places.values()]
     whole = torch.zeros(shape, dtype=getattr(torch, blobs[0].dtype))
     times = torch.zeros(shape, dtype=torch.uint8)

@@ -1,7 +1,7 @@
 """Reads a whole model from a checkpoint of ranks that each held a part, after the loss of a rank.
 
 Each remaining rank reads everything. Drifted replicas become their mean. Heirs inherit compression residuals by their
-owner's rule. An outer momentum is reset, and so is optimizer state of another optimizer.
+owner's rule. An outer momentum is reset, and so is another optimizer's state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from workbench.rank import Memory, can_average
 
 
 class _SourceRank(NamedTuple):
-    """One rank's image, and by name the numbers of its tensors and their slices."""
+    """One rank's image.
+
+    numbers, held: by name, numbers of tensors, and their slices
+    """
 
     image: RestoredState
     numbers: dict[str, int]
@@ -40,25 +43,25 @@ class _SourceRank(NamedTuple):
 
 
 class RecoveryCheckpoint(NamedTuple):
-    """A checkpoint that all ranks go back to."""
+    """Settings and all ranks' images."""
 
     settings: Mapping[str, Any]
     images: Sequence[RestoredState]
 
     @property
     def used(self) -> int:
-        """How many examples of the data's order were used up."""
+        """Examples used up."""
         return max(image.used for image in self.images)
 
 
 def open_images(checkpoint: Any, files: Any) -> RecoveryCheckpoint:
-    """Opens all ranks' images. Raises RunError if it cannot read them."""
+    """Raises RunError if it cannot read an image."""
     images = [open_image(checkpoint, files, place, alone=True) for place in range(checkpoint.ranks)]
     return RecoveryCheckpoint(checkpoint.settings, images)
 
 
 def load_whole_state(run: RankView, former: RecoveryCheckpoint) -> None:
-    """Fills `run`'s rank, which has memory for the whole model, with the checkpoint's state.
+    """Fills a rank that has memory for the whole model.
 
     Raises RunError if the checkpoint cannot be read, and KnobError if it is of another model.
     """
@@ -97,7 +100,7 @@ def _load_whole_state(run: RankView, was: Experiment, images: Sequence[RestoredS
 
 
 def _inherit_residuals(run: RankView, was: Experiment, images: Sequence[RestoredState]) -> None:
-    """Gives this rank its part of the former residuals, if they still mean the same."""
+    """Former residuals must still mean the same."""
     e, kept = run.experiment, {c.residual for c in inside(run.experiment.compressor) if c.residual}
     rules = {name: rule for one in inside(was.compressor) for name, rule in one.own.items()
              if rule in MOVED and name in kept}  # fmt: skip
@@ -109,7 +112,7 @@ def _inherit_residuals(run: RankView, was: Experiment, images: Sequence[Restored
     shares: list[Shares] = []
     for number in range(count := len(replicas) // ways):
         if "mean" not in rules.values() and find_heir(number, count, size) != me:
-            shares.append({})  # another rank inherits it
+            shares.append({})  # another rank's
             continue
         share: Shares = {}
         for place in replicas[number * ways : (number + 1) * ways]:
@@ -135,7 +138,7 @@ def _list_untrained(run: RankView) -> Iterator[tuple[str, Tensor]]:
 
 def _list_sources(run: RankView, was: Experiment, images: Sequence[RestoredState],
              like: Mapping[str, Tensor]) -> Iterator[_SourceRank]:  # fmt: skip
-    """Yields the ranks that trained or owned a table."""
+    """Only ranks that trained or owned a table."""
     numel = {place.name: place.numel for place in run.layout.order}
     sizes = numel | {name: x.numel() for name, x in _list_untrained(run)}
     for name, x in like.items():
@@ -161,7 +164,6 @@ def _list_sources(run: RankView, was: Experiment, images: Sequence[RestoredState
 
 
 def _find_former_shards(run: RankView, was: Experiment, first: RestoredState) -> ShardLayout | None:
-    """Buckets are in their former order."""
     strategy = was.strategy
     if strategy.opaque or "optimizer state" not in strategy.shards:
         return None

@@ -27,9 +27,9 @@ from workbench.settings.describe_error import text_of
 from workbench.tasks import at_rate
 
 MISFIT_ERRORS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)
-CLEAR_ERRORS = (OutOfMemory, torch.OutOfMemoryError)  # they name their own cause
+CLEAR_ERRORS = (OutOfMemory, torch.OutOfMemoryError)  # their cause is clear
 MACHINE_ERRORS = ("can't allocate memory", "CUDA error", "NCCL error")  # in torch's RuntimeError
-OUTER, OWED = "outer", "owed"  # an outer momentum; residuals by heir
+OUTER, OWED = "outer", "owed"  # momentum; residuals by heir
 
 
 class RestoredState:
@@ -51,7 +51,7 @@ class RestoredState:
 
     @contextmanager
     def refuse_misfits(self) -> Iterator[None]:
-        """Inside, an image that does not fit raises KnobError with the checkpoint's name.
+        """Inside, a misfit raises KnobError with the checkpoint's name.
 
         Errors of memory and of damaged files pass unchanged.
         """
@@ -68,7 +68,7 @@ class RestoredState:
 
     @property
     def used(self) -> int:
-        """How many examples of the data's order were used up."""
+        """Examples used up."""
         with self.refuse_misfits():
             return int(self.entries.get("used", 0))
 
@@ -80,10 +80,10 @@ class RestoredState:
     # -- before shards are cut --
 
     def begin_restore(self, run: CheckpointView) -> None:
-        """Before the strategy starts: restores the step, and a whole image's state.
+        """Restores the step, and a whole image's state, before the strategy starts.
 
-        Shards are cut by the order in which a step reads parameters. The checkpoint has it, because a loss that reads a
-        tensor's value cannot be traced before the first step.
+        Shards are cut by the order in which a step reads parameters. The checkpoint has it, because some losses cannot
+        be traced before the first step.
         """
         with self.refuse_misfits():
             run.rank.step = int(self.entries["step"])
@@ -98,7 +98,7 @@ class RestoredState:
                 run.mark("data", describe_repeats(NO_INDEX))
 
     async def restore_order(self, run: CheckpointView) -> None:
-        """Restores the order of buckets before shards are cut."""
+        """Call it before shards are cut."""
         if self.whole:
             return
         with self.refuse_misfits():
@@ -115,7 +115,7 @@ class RestoredState:
     # -- before the first step --
 
     async def restore_state(self, run: CheckpointView, anew: bool = True) -> None:
-        """Before the first step: restores all state except random numbers.
+        """Restores all state except random numbers.
 
         anew: the run begins with it; else the learning rate and the position in the data stay
         """
@@ -139,7 +139,7 @@ class RestoredState:
         if e.strategy.opaque:
             run.enter_opaque()
         run.choose_lane()
-        await run.gather(0)  # no rank may read another's memory before it is restored
+        await run.gather(0)  # else another rank could read stale memory
 
     def _restore_position(self, run: CheckpointView, reader: ValueDecoder) -> None:
         vars(run.rate).update(_keep_known(reader.decode_value(self.entries["rate"]), vars(run.rate)))
@@ -155,7 +155,7 @@ class RestoredState:
             run.mark("data", describe_repeats(why))
 
     def _restore_inherited(self, run: CheckpointView, reader: ValueDecoder) -> None:
-        """Restores an outer momentum and compression residuals of another number of ranks."""
+        """Takes an outer momentum and compression residuals."""
         rank, more = run.rank, reader.decode_value(self.entries["more"])
         if more[OUTER] is not None:
             run.experiment.strategy.takes(rank.replicas, run.state, more[OUTER])
@@ -166,7 +166,7 @@ class RestoredState:
         run.finite.take_first_loss(reader.decode_value(self.entries.get("first")))
 
     def finish_restore(self, run: CheckpointView) -> None:
-        """Last before the first step: restores the policy and random numbers."""
+        """Restores the policy and random numbers, last."""
         if self.whole:
             return
         with self.refuse_misfits():
@@ -225,7 +225,7 @@ def _restore_optimizer(run: RankView, saved: RestoredState) -> None:
 
 
 def _restore_data(run: CheckpointView, said: Any) -> bool:
-    """Returns whether the last batches are equal."""
+    """Returns whether last batches are equal."""
     if said is None or run.reads is None:
         return True
     stands = {
@@ -233,7 +233,7 @@ def _restore_data(run: CheckpointView, said: Any) -> bool:
         for client, (total, drawn, early, opened, began, last) in said["stands"]
     }
     written = tuple(map(int, said["began"]))
-    batch, seed, step, used = written if len(written) != 3 else (*written, 0)  # an older version wrote 3
+    batch, seed, step, used = written if len(written) != 3 else (*written, 0)  # older versions wrote 3
     same = run.reads.restore_positions((batch, seed, step, used), _decode_rng_states(said["chance"]), stands)
     run.reads.taken = int(said["taken"])
     return same
@@ -249,7 +249,7 @@ def _decode_rng_states(said: Any) -> Numbers | None:
 
 
 def open_image(checkpoint: Any, files: Any, rank: int, alone: bool = False) -> RestoredState:
-    """Returns the image that rank `rank` resumes from.
+    """Opens a rank's image.
 
     checkpoint, files: a Checkpoint of workbench.record.checkpoints and its CheckpointFiles. If `alone`, the rank
                        closes the files.
@@ -267,7 +267,7 @@ def open_image(checkpoint: Any, files: Any, rank: int, alone: bool = False) -> R
 
 
 def read_blob(blob: Any, files: Any) -> Tensor:
-    """Returns a Blob's tensor. Raises RunError if its file is damaged."""
+    """Raises RunError if its file is damaged."""
     dtype = getattr(torch, blob.dtype)
     if not blob.nbytes:
         return torch.zeros(blob.sizes, dtype=dtype)

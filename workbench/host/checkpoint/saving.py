@@ -1,7 +1,7 @@
 """When checkpoints are made: every `save_every` steps, and on request.
 
-The next checkpoint is a planned change. All ranks reach it before the same step, or meet for it if they keep no common
-step. With nothing in flight, each rank copies its state, which a CheckpointWriter writes while training goes on.
+The next checkpoint is a planned change. All ranks reach it before the same step, or meet for it. With nothing in
+flight, each rank copies its state, which a CheckpointWriter writes while training goes on.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CheckpointableRank(ABC):
     @property
     @abstractmethod
     def rng_states(self) -> Numbers | None:
-        """The states of the random numbers of this rank's forwards."""
+        """Random states of forwards."""
 
     @abstractmethod
     def restore_rng(self, states: Numbers | None) -> None:
@@ -63,7 +63,7 @@ class CheckpointableRank(ABC):
     @property
     @abstractmethod
     def slice_rng(self) -> tuple[int, int] | None:
-        """`random_position` of its TensorParallelGroup, if any."""
+        """`random_position` of a TensorParallelGroup."""
 
     @abstractmethod
     def restore_slice_rng(self, at: tuple[int, int] | None) -> None:
@@ -80,7 +80,7 @@ class WriterView(Protocol):
 
 
 class Checkpointer:
-    """One rank's part in making checkpoints and in resuming from one.
+    """One rank's part in making checkpoints and in resuming.
 
     keeper: None if there is no directory for checkpoints
     saved:  the image that the rank resumes from, until it has
@@ -92,7 +92,7 @@ class Checkpointer:
         self.run, self.keeper, self.saved = run, keeper, saved
         self._every = 0  # the last `save_every`
         self._next: CheckpointEvent | None = None
-        self._last, self._stays = -1, False  # step and kind of the last one
+        self._last, self._stays = -1, False  # its step and kind
 
     # -- resuming --
 
@@ -102,12 +102,12 @@ class Checkpointer:
             await self.saved.restore_order(self.run)
 
     async def restore_state(self) -> None:
-        """Call it once all state is placed."""
+        """Call it after all state is placed."""
         if self.saved is not None:
             await self.saved.restore_state(self.run)
 
     def finish_restore(self) -> None:
-        """Last before the first step: also plans a checkpoint."""
+        """Call it last. Plans a checkpoint."""
         if self.saved is not None:
             self.saved.finish_restore(self.run)
             self.saved.close()
@@ -117,9 +117,9 @@ class Checkpointer:
     # -- saving --
 
     def plan_next(self, step: int | None = None) -> None:
-        """Plans the next checkpoint, behind the changes that are due by then. Call it after every change.
+        """Plans a checkpoint, behind the changes that are due by then. Call it after every change.
 
-        step: rank 0's, if ranks keep no common step, so that all ranks plan the same; None: this rank's
+        step: rank 0's, if ranks keep no common step; None: this rank's
         """
         run, every = self.run, self.run.experiment.save_every
         if every == self._every and (self._next is not None or not every):
@@ -135,12 +135,12 @@ class Checkpointer:
             run.planned.insert(bisect_right([change.at_step for change in run.planned], at), self._next)
 
     def end(self, patience: float | None = None) -> None:
-        """Waits at most `patience` seconds until the checkpoint is written."""
+        """Waits at most `patience` seconds."""
         if self.keeper is not None:
             self.keeper.close(patience)
 
     async def make_planned(self, save: CheckpointEvent) -> None:
-        """Call it once all ranks have reached the step."""
+        """Call it once all ranks have reached it."""
         if isinstance(save, GatherEvent):
             await save.gather(self.run)
         elif save is self._next:
@@ -158,10 +158,10 @@ class Checkpointer:
         if run.layout.order[0].param.is_meta or (self.keeper is None and not asked):
             return
         step = (await run.gather(run.rank.step))[0]
-        if step == self._last and (self._stays or not asked):  # repeated on request, so that it is not pruned
+        if step == self._last and (self._stays or not asked):  # so it is never pruned
             return
         able = await run.gather(0 if self.keeper is None else 1 + self.keeper.is_busy)
-        if 2 in able and 0 not in able and (asked or last or step == run.experiment.steps):
+        if 2 in able and 0 not in able and (asked or last or step == run.experiment.steps):  # waits for it
             await Op("do", self.end)
             able = [1]
         if self.keeper is None or set(able) != {1}:
@@ -179,7 +179,7 @@ class Checkpointer:
         self.keeper.write_image(image, self._describe_run(asked, step))
 
     async def _make_image(self) -> tuple[RankImage | None, str]:
-        """Copies this rank's state with nothing in flight. Returns (None, reason) if it cannot be written."""
+        """Returns (None, reason) if state cannot be written."""
         run = self.run
         strategy, replicas = run.experiment.strategy, run.rank.replicas
         if run.experiment.task.leads:

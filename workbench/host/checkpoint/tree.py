@@ -1,7 +1,7 @@
 """Converts the state of strategies, compressors, optimizers and policies to JSON and tensors, and back.
 
-An object is written as its class name and attributes. The ValueDecoder makes only classes of workbench's families, or
-of the modules of the run's own members. It runs none of their code, only `object.__new__`.
+An object becomes its class name and attributes. The ValueDecoder makes only classes of workbench's families, or of the
+modules of the run's own members. It runs none of their code, only `object.__new__`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Keep = Callable[[Tensor], int]
 
 
 class UnsavableValue(TypeError):
-    """Raised for a value that cannot be written; names the value and its place."""
+    """Raised for a value that cannot be written; names its place."""
 
 
 def encode_value(x: Any, keep: Keep, where: str) -> Any:
@@ -64,7 +64,7 @@ def encode_value(x: Any, keep: Keep, where: str) -> Any:
 
 
 def _encode_memory(x: Memory, keep: Keep, where: str) -> Any:
-    """Leaves out the joined buffers, which it rebuilds."""
+    """Leaves out joined buffers."""
     said = {"buffers": x.buffers, "parts": x.parts, "seed": x.seed, "_generator": x._generator}
     return {"memory": {name: encode_value(value, keep, f"{where}.{name}") for name, value in said.items()}}
 
@@ -86,7 +86,7 @@ def _encode_object(x: Any, keep: Keep, where: str) -> Any:
 
 
 def list_attributes(x: Any) -> dict[str, Any]:
-    """Returns attributes by name, also those in slots."""
+    """Includes those in slots."""
     slots = [n for kind in type(x).__mro__ for n in _list_slots(kind) if n not in ("__dict__", "__weakref__")]
     return {**getattr(x, "__dict__", {}), **{n: getattr(x, n) for n in slots if hasattr(x, n)}}
 
@@ -97,7 +97,7 @@ def _list_slots(kind: type) -> tuple[str, ...]:
 
 
 def _is_plain_class(kind: type) -> bool:
-    """Whether values of this class hide no state, and none of its code runs on creation or deletion."""
+    """Whether values hide no state, and run no code on creation or deletion."""
     named = issubclass(kind, tuple) and hasattr(kind, "_fields")
     bases = [base for base in kind.__mro__ if base.__module__ == "builtins"]
     others = [base for base in kind.__mro__ if base.__module__ != "builtins"]
@@ -118,7 +118,7 @@ class ValueDecoder:
         self._tensor, self._modules = tensor, modules
 
     def decode_value(self, said: Any) -> Any:
-        """Raises ValueError if `encode_value` cannot have written `said`."""
+        """Raises ValueError if `said` is invalid."""
         if type(said) in PLAIN:
             return said
         if not isinstance(said, dict) or not said:
@@ -173,7 +173,6 @@ class ValueDecoder:
         return self.load_memory(Memory(), said)
 
     def load_memory(self, memory: Memory, said: dict[str, Any]) -> Memory:
-        """Replaces the content of `memory`."""
         values = {name: self.decode_value(value) for name, value in said["memory"].items()}
         memory.buffers, memory.parts = values["buffers"], values["parts"]
         memory.seed, memory._generator, memory._joined = values["seed"], values["_generator"], {}

@@ -1,4 +1,4 @@
-"""One rank of a run, as its checkpoints see it."""
+"""A rank's view for checkpoints."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ class CheckpointerView(Protocol):
     """A rank's Checkpointer."""
 
     def end(self, patience: float | None = None) -> None:
-        """Waits at most `patience` seconds."""
+        """As in Checkpointer."""
 
 
 class CheckpointView(ChangeView, Protocol):
-    """planned:         future changes, in the order of their steps
-    held_out:        the last held-out loss that this rank knows
-    rng_states:      the states of the random numbers of this rank's forwards
-    slice_rng:       `random_position` of its TensorParallelGroup, if any
+    """A checkpointed rank; see CheckpointableRank.
+
+    planned:         future changes, in the order of their steps
     is_asynchronous: whether ranks make steps without a meeting in every round
     """
 
