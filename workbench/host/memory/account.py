@@ -1,13 +1,14 @@
 """The MemoryAccount of one rank: its bytes by category, recorded whenever they change.
 
 Samples are called "memory CATEGORY", in bytes: the category's peak in a step. "memory peak" is the device's peak,
-"memory on host" and "memory on disk" are state that a strategy keeps there. Looking at activations and gradients costs
-time, so the account looks in the first steps, after a change, and then every LOOK_EVERY steps.
+"memory on host" and "memory on disk" are state that a strategy keeps there. A look at activations and gradients costs
+time, so the account looks in the first steps, after a change, and then every LOOK_EVERY steps. It looks at evaluations
+after a change, and as often.
 
 A storage belongs to the first category that has it. The peak assumes that buffers in flight coincide with the worst
 moment. A batch is the last one drawn. Gradients between two nodes of the graph count. Temporaries inside a node or call
 (of a layer, an optimizer, gloo) do not. An evaluation counts every tensor that torch's calls make. The peak includes it
-if more evaluations follow.
+if more follow.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from workbench.rank import Memory
 
 CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "batches", "strategy state",
               "compressor state", "buffers in flight", "evaluation")  # fmt: skip
-PASSING = ("gradients", "activations")  # only within a step
-ALONE = "evaluation"  # only between two steps
-LOOK_EVERY = 32  # steps between two looks at activations
-FRESH_STEPS = 3  # steps to look at after the start or a change
+PASSING = ("gradients", "activations")  # within a step
+ALONE = "evaluation"  # between two steps
+LOOK_EVERY = 32  # steps between looks
+FRESH_STEPS = 3  # after a change
 NOTICED_SHARE = 0.01  # of a category; smaller changes are not recorded
-_MadeOf = tuple[bool, int | None, int, int, dict[str, int]]  # the key of a record
+_MadeOf = tuple[bool, int | None, int, int, dict[str, int]]  # a record's key
 
 
 class MemoryAccount:
-    """One rank's bytes by category.
+    """One rank's bytes.
 
     away:   the state that it keeps away from its device
     beside: gets a chip allocator's own figures, by name
@@ -50,31 +51,31 @@ class MemoryAccount:
                  beside: Callable[[], dict[str, int]] = dict) -> None:  # fmt: skip
         self._run, self._counts, self.away, self._beside = run, counts, away, beside
         self.buffers = BufferCounter(run)
-        self.due = True
+        self.due = True  # looks this step
         self._fresh, self._last = FRESH_STEPS, 0
         self._inputs: list[Any] = []
         self._standing: dict[str, int] = {}
-        self._memories: list[Memory] = []  # of strategy and compressor
-        self._seen: tuple[int | tuple[int, ...], ...] | None = None  # key of the last recount
-        self._most: dict[str, int] = {}  # peaks in the last measured step
-        self._together = 0  # of activations and gradients
+        self._memories: list[Memory] = []  # strategy's and compressor's
+        self._seen: tuple[int | tuple[int, ...], ...] | None = None  # the recount's key
+        self._most: dict[str, int] = {}  # peaks, last look
+        self._together = 0  # activations plus gradients
         self._written: dict[str, int] = {}
-        self._holds: int | None = None  # bytes of parameters, if a strategy says so: now,
-        self._held: int | None = None  # and at most in the step
+        self._holds: int | None = None  # parameters' bytes now
+        self._held: int | None = None  # the step's most
         self._counted = 0  # bytes of parameters that stay
-        self._surge = 0  # a hand-over's additional bytes
-        self._told: tuple[_MadeOf, dict[str, int]] | None = None  # the last record and its key
-        self._following: StorageTracker | None = None
-        self._evaluated = 0  # the last peak, if more follow
-        self._evaluated_at = -1  # its step; -1: no look since a change
-        self._step = 0, 0  # extra bytes of parameters, and of buffers in flight
+        self._surge = 0  # a hand-over's bytes
+        self._told: tuple[_MadeOf, dict[str, int]] | None = None  # the last record
+        self._following: StorageTracker | None = None  # the present evaluation
+        self._evaluated = 0  # its last peak
+        self._evaluated_at = -1  # -1: no look since a change
+        self._step = 0, 0  # parameters' extra bytes, and bytes in flight
 
     # -- between steps --
 
     def recount_standing(self) -> None:
         """After a change, or when the run begins: recounts what stays, and looks at the next steps.
 
-        Raises OutOfMemory if what stays exceeds `memory_mb`, or the change itself did.
+        Raises OutOfMemory if what stays exceeds `memory_mb`, or the change did.
         """
         self._fresh, self._seen = FRESH_STEPS, None
         self._evaluated, self._evaluated_at = 0, -1
@@ -83,7 +84,6 @@ class MemoryAccount:
         self._surge = 0
 
     def note_surge(self, nbytes: int) -> None:
-        """Notes a hand-over's additional bytes."""
         self._surge = max(self._surge, nbytes)
 
     @property
@@ -91,7 +91,7 @@ class MemoryAccount:
         return bool(self._counts.list_standing()["optimizer state"])
 
     def note_model_cut(self) -> None:
-        """Call it once this rank keeps only its part of the model, which was built in the host's memory."""
+        """The host's memory held the whole model until now."""
         self._held = self._holds
 
     def begin_step(self) -> None:
@@ -160,11 +160,11 @@ class MemoryAccount:
                 self.note_evaluation(made, moved, "or more ")
 
     def exclude_fetched(self) -> AbstractContextManager[None]:
-        """Inside, new tensors are fetched parameters, not the evaluation's."""
+        """Inside, fetched parameters do not count."""
         return self._following.pause_counting() if self._following is not None else nullcontext()
 
     def note_evaluation(self, nbytes: int, moved: int | None = None, more: str = "") -> None:
-        """Notes the peak bytes of an evaluation.
+        """Notes an evaluation's peak.
 
         moved: bytes in flight for it; None: as in a step, and shards as well
 
@@ -184,7 +184,6 @@ class MemoryAccount:
     # -- in a step --
 
     def note_forward(self, inputs: Any = None) -> None:
-        """Call it after a forward."""
         if self.due:
             self._inputs.append(inputs)
             self._note_peak("batches", self._counts.count_batch())
@@ -194,7 +193,6 @@ class MemoryAccount:
             self._note_joint_peak(self._counts.count_gradients() + (kept or 0))
 
     def measure_backward(self, exchanged: bool) -> AbstractContextManager[None]:
-        """Inside, one backward runs."""
         return self._measure_backward(exchanged) if self.due else nullcontext()
 
     @contextmanager
@@ -206,14 +204,12 @@ class MemoryAccount:
         self._note_joint_peak(max(most(), gradients + self._counts.count_activations()))
 
     def note_held(self, nbytes: int | None) -> None:
-        """nbytes: parameters that this rank holds now; None: no strategy shards them"""
+        """None: no strategy shards parameters."""
         self._holds, self._held = nbytes, None if nbytes is None else max(self._held or 0, nbytes)
         self._require_now(0)
 
     def note_submodel(self, params: Iterable[Tensor], state: Any = None) -> None:
-        """Notes a sub-model that is trained in this step.
-
-        params: its own parameters
+        """params: its own parameters
         state:  its optimizer state, or the bytes of it
         """
         self._held = max(self._held or 0, self._run.layout.held + sum(p.nbytes for p in params))
@@ -253,7 +249,7 @@ class MemoryAccount:
             alike[key] = self._sort_storages(standing | own)
         found = alike[key]
         self._standing, self._counted, self._told = dict(found.nbytes), run.layout.held, None
-        self._standing["parameters"] += stashed  # for a later backward or drain
+        self._standing["parameters"] += stashed  # for later backwards
         self.buffers.known, self.buffers.buckets, self.buffers.rooms = found[1:]
 
     def _sort_storages(self, every: dict[str, memory.Storages]) -> SortedBytes:
@@ -267,14 +263,13 @@ class MemoryAccount:
         return SortedBytes(nbytes, {where: weakref.ref(s) for where, s in known.items()}, list(buckets), rooms)
 
     def _count_between_steps(self, moved: int) -> dict[str, int]:
-        """moved: bytes in flight"""
         now = self._standing | {"buffers in flight": moved}
         if self._held is not None:
             now["parameters"] += self._held - self._counted
         return now
 
     def _record_changes(self, between: bool = False) -> dict[str, int]:
-        """Records changed categories, and returns all. between: nothing is computed"""
+        """between: nothing is computed"""
         self._recount_standing()
         moved, away = self.buffers.take_peak(stepping=False), self.away.take_peaks()
         made_of = between, self._held, self._surge, moved, away

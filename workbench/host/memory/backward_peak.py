@@ -1,4 +1,4 @@
-"""Measures the peak memory of activations and gradients together during one backward."""
+"""Measures the peak of activations and gradients together during one backward."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Ends = tuple[Tensor | None, ...]
 
 
 class GraphHooks:
-    """Hooks at the end of each node of a loss's graph, which call the listener of a backward.
+    """Hooks at the end of each node of a loss's graph.
 
-    Nodes that accumulate a parameter's gradient get no hook, because autograd would then copy the gradient.
+    Nodes that accumulate a parameter's gradient get none, because autograd would then copy the gradient.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class GraphHooks:
         self._heard: Callable[[Ends, Ends], None] | None = None
 
     def hook_graphs(self, losses: Iterable[Tensor]) -> None:
-        """Replaces the hooks by those of these losses."""
+        """Replaces earlier hooks."""
         while self._removers:
             self._removers.pop().remove()
         self._removers = [
@@ -43,7 +43,6 @@ class GraphHooks:
 
     @contextmanager
     def listen_to_backward(self, passing: BackwardMeter) -> Iterator[BackwardMeter]:
-        """Inside, `passing` listens to a backward."""
         try:
             with passing:
                 self._heard = passing.end
@@ -64,19 +63,19 @@ class BackwardMeter:
     looks:       (gradients that have arrived, peak bytes of activations and of gradients between nodes)
     most:        peak bytes of activations and new gradients together
 
-    A gradient between two nodes counts from the end of the first until it is freed. If buckets release gradients during
-    the backward, gradients are recounted up to MAX_LOOKS times.
+    A gradient between two nodes counts from the end of the first until it is freed. If buckets release gradients, they
+    are recounted up to MAX_LOOKS times.
     """
 
     def __init__(self, layout: ParameterLayout, activations: Alive, comes: Callable[[ParameterPlace], int]) -> None:
         self._layout, self._comes = layout, comes
         self._activations = activations
-        self._lies: dict[int, weakref.ref[UntypedStorage]] = {}  # from before the backward
+        self._lies: dict[int, weakref.ref[UntypedStorage]] = {}  # storages before it
         self._there: dict[int, weakref.ref[UntypedStorage]] = {}  # storages in _now
-        self._gone: list[int] = []  # freed by any thread
+        self._gone: list[int] = []  # bytes freed lately
         self._now = self._came = 0
         self._removers: list[RemovableHandle] = []
-        self.names: list[str] = []  # in the order of their gradients
+        self.names: list[str] = []  # in gradients' order
         self.looks: list[tuple[int, int]] = []
         self.most = 0
 
@@ -112,7 +111,7 @@ class BackwardMeter:
             self._gone.append(size)
 
     def end(self, handed: Ends, given: Ends) -> None:
-        """Counts the gradients that an ended node received (`given`) and passes on (`handed`)."""
+        """given: gradients that the node received; handed: gradients that it passes on"""
         for x in (*handed, *given):
             if x is not None:
                 self._watch_storage(get_storage(x))
@@ -129,7 +128,7 @@ class BackwardMeter:
         self.most = max(self.most, self._came + self._now)
 
     def _count_gradient(self, place: ParameterPlace) -> None:
-        """The gradient may be the tensor that a node returned."""
+        """A node may have returned this tensor."""
         if place.param.grad is not None and (storage := get_storage(place.param.grad)) is not None:
             self._forget_storage(storage._cdata, storage.nbytes())
         self.names.append(place.name)

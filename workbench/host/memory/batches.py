@@ -20,11 +20,11 @@ from workbench.tasks._chance import Chance as Chance
 from workbench.tasks._chance import Numbers as Numbers
 from workbench.tasks._chance import numbers as numbers
 
-MAX_BOUNDARIES = 64
+MAX_BOUNDARIES = 64  # boundaries kept
 
 
 class ReaderPosition(NamedTuple):
-    """A reader's position in the data.
+    """A reader's position.
 
     total:         batches drawn since it began
     drawn:         those of this pass of the data
@@ -42,7 +42,7 @@ class ReaderPosition(NamedTuple):
 
 
 def count_batch_bytes(batch: Any) -> int:
-    """Counts the tensors, not the storages behind them."""
+    """Counts tensors, not their storages."""
     return sum(x.numel() * x.element_size() for x in find_tensors(batch))
 
 
@@ -57,17 +57,17 @@ class BatchReader:
         self._iterator: Iterator[Any] = iter(())
         self._drawn = 0
         self._total = 0  # including earlier passes
-        self._last = 0  # a hash of part of the last batch
-        self._opened: Numbers | None = None  # at the start of the data and of this pass
+        self._last = 0  # last batch's hash
+        self._opened: Numbers | None = None  # of the data and pass
         self._pass_began: Numbers | None = None
         self.taken = 0  # returned by `next_batch`
-        self.nbytes = 0  # of the last batch
-        self._early: deque[Any] = deque()  # before their turn
+        self.nbytes = 0  # of last batch
+        self._early: deque[Any] = deque()  # drawn too early
         self._chance: Chance | None = None
-        self._began = 0, 0, 0, 0  # the last restart's arguments
-        self._used: dict[int, int] = {}  # by step, examples used up before it
+        self._began = 0, 0, 0, 0  # last restart's arguments
+        self._used: dict[int, int] = {}  # examples used, by step
         self._client = 0, 1
-        self._clients: dict[tuple[int, int], tuple[Any, ...]] = {}  # positions of other clients
+        self._clients: dict[tuple[int, int], tuple[Any, ...]] = {}  # other clients' positions
 
     def set_share(self, rank: int, size: int, seed: int | None = None) -> None:
         """From the next restart on, draws the data of `rank` of `size`.
@@ -78,7 +78,7 @@ class BatchReader:
         self._chance = None if seed is None else Chance(seed)
 
     def restart_reading(self, batch: int, seed: int, step: int, used: int = 0) -> None:
-        """Draws batches of `batch` examples from now on. With an index, it skips the first `used` examples.
+        """Draws batches of `batch` examples. With an index, it skips the first `used` examples.
 
         Without an index, a later restart draws other examples.
         """
@@ -88,7 +88,7 @@ class BatchReader:
         self._open_reader()
 
     def select_client(self, index: int, count: int) -> None:
-        """Draws for client `index` of `count` on this rank, from its last position; (0, 1) is the rank."""
+        """Draws for client `index` of `count`, from its last position; (0, 1) is the rank."""
         if not 0 <= index < count:
             raise StrategyError(f"client {index} of {count}: there are 0 to {count - 1}")
         if (index, count) == self._client:
@@ -122,7 +122,6 @@ class BatchReader:
         return batch
 
     def peek_batch(self, after: int) -> Any:
-        """after: number of batches before it"""
         while len(self._early) <= after:
             self._early.append(self._draw_batch())
         return self._early[after]
@@ -154,27 +153,26 @@ class BatchReader:
 
     @property
     def used(self) -> int:
-        """Examples used up by all ranks, if each has drawn as often as this rank."""
+        """Examples used up if each rank has drawn as often as this one."""
         batch, _, _, used = self._began
         here = [(self._client, self._total, self._early)]
         here += [(client, kept[4], kept[3]) for client, kept in self._clients.items()]
         return used + batch * self._size * max((total - len(early)) * count for (_, count), total, early in here)
 
     def note_boundary(self, step: int) -> None:
-        """Notes the examples used up."""
         self._used[step] = self.used
         if len(self._used) > MAX_BOUNDARIES:
             del self._used[min(self._used)]
 
     def list_boundaries(self, step: int) -> list[tuple[int, int]]:
-        """Returns (step, examples used up before it), up to `step`."""
+        """Returns (step, examples used up before it)."""
         self._used.setdefault(step, self.used)
         return [(at, n) for at, n in self._used.items() if at <= step]
 
     # -- positions --
 
     def list_positions(self) -> dict[tuple[int, int], ReaderPosition]:
-        """Returns each client's position, the present one last."""
+        """The present client is last."""
         mine, found = self._client, dict[tuple[int, int], ReaderPosition]()
         for client in (*self._clients, mine):
             self.select_client(*client)
@@ -185,12 +183,11 @@ class BatchReader:
 
     @property
     def restart_arguments(self) -> tuple[int, int, int, int]:
-        """The last restart's batch, seed, step, and examples used up."""
+        """Batch, seed, step, used."""
         return self._began
 
     @property
     def own_randomness(self) -> Chance | None:
-        """Separate random numbers, if any."""
         return self._chance
 
     def restore_positions(self, began: tuple[int, int, int, int], chance: Numbers | None,
@@ -225,7 +222,7 @@ class BatchReader:
 
 
 def hash_batch(batch: Any) -> int:
-    """Hashes a few bytes of a batch's first tensors; 0 without tensors on a CPU."""
+    """Hashes a few bytes; 0 without tensors on a CPU."""
     found = 0
     for x in islice(find_tensors(batch), 2):
         if x.device.type == "cpu" and x.layout == torch.strided and x.numel():
@@ -235,9 +232,9 @@ def hash_batch(batch: Any) -> int:
 
 
 def make_example(learner: Learner, e: Experiment, device: str) -> Any:
-    """Returns a batch, the same on all ranks, without using random numbers of training.
+    """Returns a batch, the same on all ranks, without using training's random numbers.
 
-    Training still gets this batch, unless `data` gives each batch only once to all callers.
+    Training still gets this batch, unless `data` gives each batch only once.
     """
     with Chance(e.seed):
         batches = BatchReader(learner.data, 0, e.ranks, device)
@@ -246,7 +243,7 @@ def make_example(learner: Learner, e: Experiment, device: str) -> Any:
 
 
 def move_to_device(batch: Any, device: str) -> Any:
-    """Moves tensors, also inside tuples, lists and dicts. Other values stay as they are."""
+    """Also inside tuples, lists and dicts."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):

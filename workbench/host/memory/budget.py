@@ -1,4 +1,4 @@
-"""The memory budget of a rank's device, and its error."""
+"""The memory budget of a rank's device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEP, BETWEEN, EVALUATED = "in a step", "between two steps", "while the model is
 
 
 class OutOfMemory(RuntimeError):
-    """Raised if a rank needs more memory on its device than `memory_mb`."""
+    """Raised if a rank's device needs more than `memory_mb`."""
 
     lack: MemoryShortage | None = None
 
@@ -37,7 +37,7 @@ class MemoryShortage:
     when: str
 
     def make_message(self, now: Experiment | None = None, fits: Callable[[str, object], bool] | None = None) -> str:
-        """Returns the message, with settings that need less.
+        """Names settings that need less.
 
         now:  the experiment in force
         fits: whether a setting fits, if that can be tried
@@ -47,7 +47,7 @@ class MemoryShortage:
 
 
 def require_fits(run: RankView, needed: int, of: Mapping[str, int], when: str) -> None:
-    """Raises OutOfMemory if a rank's `needed` bytes exceed its budget; of: bytes by category.
+    """Raises OutOfMemory if `needed` bytes exceed a rank's budget; of: bytes by category.
 
     Before the first step has ended, the message names no sufficient budget.
     """

@@ -1,4 +1,4 @@
-"""Counts buffers in flight: bytes that a rank holds for children and messages until they end."""
+"""Counts buffers in flight: bytes for children and messages until they end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from workbench.rank import Bucket, Op
 _MADE: dict[str, Callable[[int, int], int]] = {  # of (bytes, ranks)
     "all_gather": lambda nbytes, size: size * nbytes,
     "all_to_all": lambda nbytes, size: nbytes,
-    "reduce_scatter": lambda nbytes, size: nbytes + nbytes // size,  # every rank's piece, and their sum
+    "reduce_scatter": lambda nbytes, size: nbytes + nbytes // size,  # pieces, and their sum
 }
 
 
 class BufferCounter:
-    """Bytes that a rank's children hold only in flight: tensors made to send, and received ones.
+    """Bytes that a rank's children hold only in flight.
 
     A collective counts from the request to the end of the child, a message from sending to the end of the step. Lanes
     call from their own threads.
@@ -30,15 +30,14 @@ class BufferCounter:
         self._run = run
         self._lock = threading.Lock()
         self._held: dict[Hashable, int] = {}
-        self.known: dict[int, weakref.ref[UntypedStorage]] = {}  # storages of other categories
-        self.rooms: dict[int, weakref.ref[Tensor]] = {}  # by id, bucket vectors that stay
-        self.buckets: list[Bucket] = []  # some move in every backward
+        self.known: dict[int, weakref.ref[UntypedStorage]] = {}  # of other categories
+        self.rooms: dict[int, weakref.ref[Tensor]] = {}  # vectors that stay, by id
+        self.buckets: list[Bucket] = []  # some move in backwards
         self.now = self.most = 0
         self.stepping = False
-        self.measured = False  # also measuring ops, such as an evaluation's gathered shards
+        self.measured = False  # counts measuring ops
 
     def note_request(self, who: Hashable, op: Op) -> None:
-        """Notes that the child `who` requests a collective."""
         if op.measures and not self.measured:
             return
         room = self.rooms.get(id(op.args[0]))  # ids are reused
@@ -54,7 +53,7 @@ class BufferCounter:
             self.most = max(self.most, self.now)
 
     def note_end(self, who: Hashable, value: Any = None) -> None:
-        """The result of `who` counts until a second call takes it."""
+        """The result counts until a second call."""
         if self._held and who in self._held:
             kept = value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
             with self._lock:
@@ -63,12 +62,12 @@ class BufferCounter:
                     self._held[who] = kept
 
     def note_message(self, x: Tensor) -> None:
-        """A server's messages outside its steps do not count."""
+        """Outside its steps a server's messages do not count."""
         if self.stepping:
             self._add_bytes("messages", x.numel() * x.element_size())
 
     def take_peak(self, stepping: bool) -> int:
-        """Returns the peak since the last call. stepping: whether a step begins here, or has ended"""
+        """stepping: whether a step begins here, or has ended"""
         self.note_end("messages")
         self.stepping = stepping
         with self._lock:
@@ -76,10 +75,10 @@ class BufferCounter:
         return most
 
     def _count_needed(self, op: Op) -> int:
-        """Counts an op's results, and inputs that count nowhere else."""
+        """Counts results, and inputs that count nowhere else."""
         x, rank, group = op.args[0], self._run.rank, op.group
         me, size = (rank.id, rank.size) if group is None else (group.index(rank.id), len(group))
-        if op.verb == "all_to_allv":  # one vector is sent, another received
+        if op.verb == "all_to_allv":  # one sent, one received
             width = x[0].element_size()
             rows = sum(row.numel() for row in x)
             return int(width * (rows + rows + sum(row[me] for row in op.args[1])))
@@ -89,7 +88,7 @@ class BufferCounter:
 
     def _is_owned(self, x: Tensor) -> bool:
         where = x.untyped_storage()._cdata
-        if where in self.known and self.known[where]() is not None:  # still the same storage
+        if where in self.known and self.known[where]() is not None:  # the same storage
             return True
         if where in self._run.layout.lying:
             return True

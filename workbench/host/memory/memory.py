@@ -1,4 +1,4 @@
-"""The memory of a rank's tensors: bytes of storages, each counted once, however many tensors share it.
+"""The memory of a rank's tensors: bytes of storages, each counted once.
 
 It reads saved tensors off the loss's graph. No forward hook runs, so a measured step computes the same as any other.
 """
@@ -22,34 +22,33 @@ from workbench.rank import Handle, Memory
 
 Storages = dict[int, UntypedStorage]  # by address
 Alive = list[tuple[weakref.ref[UntypedStorage], int]]  # (storage, bytes)
-MAX_LOOKS = 8  # most recounts of gradients in a backward
-_BARE = str | bytes | int | float | type | FunctionType | ModuleType | None
-_NUMBERS = {int, float, bool, str, type(None)}  # the most frequent of these
+MAX_LOOKS = 8  # recounts per backward
+_BARE = str | bytes | int | float | type | FunctionType | ModuleType | None  # without content
+_NUMBERS = {int, float, bool, str, type(None)}  # the most frequent ones
 _SAVED = "_raw_saved_"
-_slots: dict[type, list[str]] = {}  # attributes for saved tensors, by type of node
+_slots: dict[type, list[str]] = {}  # attributes, by type
 
 
 def pack_tensor(x: Tensor) -> Tensor:
     """Returns what a saved-tensor hook gives autograd to keep `x` unchanged.
 
     An operation that saves its own result would keep itself alive until the backward. Only without hooks does torch
-    detach the result from the operation.
+    detach the result.
     """
     return x if x.grad_fn is None else x.detach()
 
 
 def find_tensors(thing: Any) -> Iterator[Tensor]:
-    """Yields tensors in lists, tuples, sets, dicts and plain objects at any depth."""
+    """Looks into lists, tuples, sets, dicts and plain objects at any depth."""
     return (x for x in _walk_objects(thing) if isinstance(x, Tensor))
 
 
 def find_memories(thing: Any) -> list[Memory]:
-    """Finds Memory objects, also empty ones."""
+    """Also finds empty ones."""
     return [x for x in _walk_objects(thing) if isinstance(x, Memory)]
 
 
 def _walk_objects(thing: Any) -> Iterator[Any]:
-    """Yields every reachable object once."""
     todo, seen = deque([thing]), set()
     while todo:
         x = todo.popleft()
@@ -59,7 +58,7 @@ def _walk_objects(thing: Any) -> Iterator[Any]:
         seen.add(id(x))
         yield x
         if not is_tensor:
-            todo += [y for y in _list_members(x) if type(y) not in _NUMBERS]  # a rank may have thousands, one per rank
+            todo += [y for y in _list_members(x) if type(y) not in _NUMBERS]  # maybe thousands
 
 
 def _list_members(x: Any) -> Iterable[Any]:
@@ -67,7 +66,7 @@ def _list_members(x: Any) -> Iterable[Any]:
         return x.values()
     if isinstance(x, list | tuple | set | frozenset | deque):
         return x
-    if isinstance(x, Handle):  # a running child reaches its whole host
+    if isinstance(x, Handle):  # it reaches its whole host
         return ()
     if isinstance(x, nn.Module):
         return [*x.parameters(), *x.buffers()]
@@ -76,13 +75,13 @@ def _list_members(x: Any) -> Iterable[Any]:
 
 
 def find_storages(thing: Any) -> Storages:
-    """Returns every storage of the tensors in `thing`."""
+    """Finds all tensors' storages."""
     every = map(get_storage, find_tensors(thing))
     return {storage._cdata: storage for storage in every if storage is not None}
 
 
 def get_storage(x: Tensor) -> UntypedStorage | None:
-    """Returns None if a tensor has no storage, as a sparse one."""
+    """Returns None for a sparse tensor."""
     x = getattr(x, "_local_tensor", x)  # of torch's DTensor
     return x.untyped_storage() if x.layout == torch.strided else None
 
@@ -93,7 +92,7 @@ def count_bytes(found: Storages) -> int:
 
 
 def watch_storages(found: Storages) -> Alive:
-    """Returns weak references with bytes."""
+    """Returns weak references, with bytes."""
     return [(weakref.ref(storage), storage.nbytes()) for storage in found.values()]
 
 
@@ -112,13 +111,13 @@ def find_parameters(model: nn.Module, layout: ParameterLayout, followed: Iterabl
 
 
 def find_gradients(layout: ParameterLayout) -> Storages:
-    """Returns the gradients, and their buckets' memory."""
+    """Includes their buckets' memory."""
     kept = [bucket.kept for bucket in layout.buckets]
     return find_storages([[place.param.grad for place in layout.order], list_bucket_vectors(layout), kept])
 
 
 def list_bucket_vectors(layout: ParameterLayout) -> list[Tensor]:
-    """Only buckets of several parameters need vectors."""
+    """A lone parameter needs no vector."""
     return [bucket.data for bucket in layout.buckets if len(bucket.parts) > 1] if layout.roomy else []
 
 
@@ -128,7 +127,7 @@ def find_optimizer_state(optimizer: Optimizer) -> Storages:
 
 
 def walk_nodes(losses: Iterable[Tensor]) -> Iterator[Node]:
-    """Yields each node once."""
+    """Yields each once."""
     todo, seen = [loss.grad_fn for loss in losses], set()
     while todo:
         node = todo.pop()
@@ -140,7 +139,7 @@ def walk_nodes(losses: Iterable[Tensor]) -> Iterator[Node]:
 
 
 def find_saved(losses: Iterable[Tensor]) -> Storages:
-    """Returns the storages that autograd keeps for the backward of `losses`."""
+    """Returns what autograd keeps for the backward."""
     found: Storages = {}
     for node in walk_nodes(losses):
         for kept in _list_kept(node):
@@ -150,7 +149,7 @@ def find_saved(losses: Iterable[Tensor]) -> Storages:
 
 
 def _list_kept(node: Node) -> Iterator[Any]:
-    """Yields the tensors that a node saves, or what a hook packed instead; it unpacks nothing."""
+    """Yields tensors, or packed values, without unpacking."""
     kind = type(node)
     if kind not in _slots:
         _slots[kind] = [name for name in dir(kind) if name.startswith(_SAVED)]
@@ -159,26 +158,26 @@ def _list_kept(node: Node) -> Iterator[Any]:
             held = getattr(node, name)
             for one in held if isinstance(held, list | tuple) else (held,):
                 yield one.data
-        except RuntimeError:  # its backward has already run
+        except RuntimeError:  # after its backward
             continue
 
 
 def count_look_interval(layout: ParameterLayout) -> int:
-    """Returns the number of gradients between two looks."""
+    """Counts gradients between looks."""
     return -(-len(layout.order) // MAX_LOOKS)
 
 
 def count_alive_bytes(kept: Alive) -> int:
-    """Counts storages that still exist."""
+    """Counts existing storages."""
     return sum(nbytes for storage, nbytes in kept if storage() is not None)
 
 
 def make_gradient_counter(layout: ParameterLayout, exchanged: bool) -> Callable[[ParameterPlace], int]:
-    """Returns a function of a Place: the bytes that its gradient adds, 0 if it has one."""
+    """Returns a function for a gradient's additional bytes, 0 if it exists."""
     there = {place.name for place in layout.order if place.param.grad is not None}
     return lambda place: 0 if place.name in there else count_gradient_bytes(place, exchanged)
 
 
 def count_gradient_bytes(place: ParameterPlace, exchanged: bool) -> int:
-    """Counts bytes beyond the bucket's memory. Autograd frees its own copy."""
+    """Beyond the bucket's memory. Autograd frees its own copy."""
     return 0 if exchanged and not place.alone else place.numel * place.param.element_size()

@@ -1,4 +1,4 @@
-"""A MemoryAccount's numbers: from a rank's real tensors, or a host's other knowledge of sizes."""
+"""A MemoryAccount's numbers: from real tensors, or a host's other knowledge of sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.rank import Bucket
 
 
 class SortedBytes(NamedTuple):
-    """What stays from step to step.
+    """Bytes that stay.
 
     nbytes:  bytes by category, each storage in its first one
     known:   weak references by address to the storages
@@ -31,7 +31,7 @@ class SortedBytes(NamedTuple):
 
 
 class MemoryCounts(Protocol):
-    """A host's source of memory figures for one replica.
+    """A host's memory figures for one replica.
 
     shared_counts: results shared by ranks that hold the same tensors; empty if each rank has its own
     """
@@ -41,17 +41,17 @@ class MemoryCounts(Protocol):
     @property
     def has_gradient_memory(self) -> bool: ...
     def list_standing(self) -> dict[str, memory.Storages]: ...  # "parameters", "gradients" (vectors), "optimizer state"
-    def measure_forward(self, inputs: Any) -> int | None: ...  # kept for backwards to come; None: unknown
+    def measure_forward(self, inputs: Any) -> int | None: ...  # bytes for backwards; None: unknown
     def measure_backward(self, exchanged: bool) -> AbstractContextManager[Callable[[], int]]: ...  # yields its peak
     def count_gradients(self) -> int: ...
-    def count_activations(self) -> int: ...  # kept for backwards to come
-    def count_batch(self) -> int: ...  # of the forward's batch
+    def count_activations(self) -> int: ...
+    def count_batch(self) -> int: ...  # its bytes
 
 
 class FullyShardedView(Protocol):
-    """torch's fully_shard, while it trains."""
+    """torch's fully_shard."""
 
-    def list_whole(self) -> list[Tensor]: ...
+    def list_whole(self) -> list[Tensor]: ...  # gathered parameters
     def gradients(self) -> int: ...  # their bytes
     def measure_backward(self, activations: Callable[[], int]) -> AbstractContextManager[Callable[[], int]]: ...
 
@@ -62,7 +62,7 @@ class RealMemoryCounts:
     opened: the losses with a backward to come
     batch:  bytes of the last batch
     fully:  torch's fully_shard, while it trains
-    part:   the parameters of a sub-model, while it trains, that are not the whole model's
+    part:   the parameters that only a sub-model has, while it trains
     """
 
     def __init__(self, run: AccountView, opened: Callable[[], Iterable[Tensor]], batch: Callable[[], int],
@@ -89,7 +89,7 @@ class RealMemoryCounts:
         }
 
     def measure_forward(self, inputs: Any) -> int:
-        """Returns the bytes that the open losses keep, without parameters and inputs."""
+        """Without parameters and inputs."""
         run, fully = self._run, self._fully()
         others = memory.find_parameters(run.model, run.layout) | memory.find_storages([inputs, run.flow.versions.kept])
         others |= memory.find_storages(fully.list_whole()) if fully else memory.find_storages(self._part())

@@ -1,7 +1,7 @@
 """State that a rank keeps away from its device, in its host's memory or on disk, by kind and bucket.
 
-A rank keeps its own shard of a bucket. Parameters kept away are a copy. Gradients and optimizer state exist only there.
-The host's processor steps a shard in its memory. On a CPU, device and host are one memory with two names.
+Parameters kept away are a copy. Gradients and optimizer state exist only there. The host's processor steps a shard in
+its memory. On a CPU, device and host are one memory.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from workbench.host.placement.layout import ParameterLayout
 from workbench.host.placement.optimizer_slots import Settings, step_apart, swap_bucket_slots
 from workbench.rank import Bucket, Op, StrategyError
 
-OFFLOAD_LANES = ("offload", "fetch")  # these do not use the network
+OFFLOAD_LANES = ("offload", "fetch")  # without the network
 Key = tuple[str, str]  # (parameter, slot)
-VALUES_KEY = "", "values"  # the key of parameters or gradients
-Held = dict[Key, Any]  # also an optimizer's other values
+VALUES_KEY = "", "values"  # of parameters or gradients
+Held = dict[Key, Any]  # with other values
 Devices = dict[Key, torch.device]
-Hops = list[tuple[str, int]]  # ("host" or "disk", bytes), to or from there
+Hops = list[tuple[str, int]]  # ("host" or "disk", bytes)
 
 
 def name_span(op: Op) -> str:
@@ -35,10 +35,9 @@ def name_span(op: Op) -> str:
 
 
 class OffloadedItem(NamedTuple):
-    """State kept away: tensors and other values by name.
+    """State kept away.
 
     devices: the original devices of its tensors
-    nbytes:  their bytes
     extent:  their place on the disk, in the order of `devices`; then `values` has no tensors
     """
 
@@ -68,9 +67,9 @@ class OffloadStore:
     # -- amounts --
 
     def take_peaks(self) -> dict[str, int]:
-        """Returns the peak bytes since the last call, by place."""
+        """Returns the peaks since the last call, by place."""
         with self._lock:
-            if not self._most and not self._now:  # a Counter is slow to make
+            if not self._most and not self._now:  # a Counter is slow
                 return {}
             most, self._most = self._most, Counter(self._now)
         return dict(most)
@@ -83,21 +82,20 @@ class OffloadStore:
         return any(kind == what for kind, _ in self._items)
 
     def list_slots(self) -> set[str]:
-        """Returns "exp_avg/NAME"."""
         found = [{*item.values, *item.devices} for (what, _), item in self._items.items() if what == "optimizer state"]
         return {f"{slot}/{name}" for keys in found for name, slot in keys}
 
     def renumber_items(self) -> None:
-        """Before buckets are cut again: renumbers the items of the old buckets as ~index."""
+        """Renumbers old buckets' items as ~index before new buckets are cut."""
         self._items = {(what, ~index): item for (what, index), item in self._items.items()}
 
     def drop_old_items(self) -> None:
-        """Those left are shards of no elements."""
+        """They have no elements."""
         for what, index in [key for key in self._items if key[1] < 0]:
             self._drop_item(what, index)
 
     def read_parameters(self, index: int) -> Tensor | None:
-        """Returns this rank's shard, if it is kept away."""
+        """Returns None if they are here."""
         item = self._items.get(("parameters", index))
         if item is None:
             return None
@@ -109,7 +107,7 @@ class OffloadStore:
     def offload_state(
         self, layout: ParameterLayout, optimizer: Optimizer, shard: Bucket, what: str, where: str
     ) -> Hops:
-        """Stores `what` of this shard on "host" or "disk". Returns the hops of its bytes."""
+        """Stores `what` on "host" or "disk". Returns the hops."""
         item = self._items.get((what, shard.index))
         if item is not None:
             return self._move_item(shard.index, what, item, where)
@@ -122,7 +120,7 @@ class OffloadStore:
 
     def fetch_state(self, layout: ParameterLayout, optimizer: Optimizer, shard: Bucket, what: str, where: str,
               keep: bool) -> tuple[Tensor | None, Hops]:  # fmt: skip
-        """Brings `what` of this shard to "host" or "device". Returns (n,) values for the device, and the hops.
+        """Brings `what` to "host" or "device". Returns (n,) values for the device, and the hops.
 
         keep: leave a copy in the old place
         """
@@ -140,15 +138,15 @@ class OffloadStore:
 
     def step_shard(self, layout: ParameterLayout, optimizer: Optimizer, shard: Bucket, settings: Settings,
              unused: Collection[str] = ()) -> None:  # fmt: skip
-        """Makes one optimizer step of this shard in the host's memory, and uses up its gradients.
+        """Steps this shard in the host's memory, and uses up its gradients.
 
-        unused: names of parameters that no rank used: they are not stepped
+        unused: parameters that no rank used: they are not stepped
         """
         values, grads = (self._require_in_memory(what, shard)[VALUES_KEY] for what in ("parameters", "gradients"))
         state = self._require_in_memory("optimizer state", shard)
         stepped = self._step_values(layout, optimizer, shard, values, grads, state, settings, unused)
         home = self._items["parameters", shard.index].devices[VALUES_KEY]
-        devices = {key: home if x.numel() > 1 or values.numel() == 1 else x.device  # counters stay on the host
+        devices = {key: home if x.numel() > 1 or values.numel() == 1 else x.device  # counters stay
                    for key, x in stepped.items() if isinstance(x, Tensor)}  # fmt: skip
         self._drop_item("gradients", shard.index)
         self._drop_item("optimizer state", shard.index)
@@ -169,7 +167,7 @@ class OffloadStore:
         return item.values
 
     def _take_state(self, layout: ParameterLayout, optimizer: Optimizer, shard: Bucket, what: str) -> Held:
-        """The device loses the state, except for parameters."""
+        """The device keeps only parameters."""
         if what == "parameters":
             start = shard.offset - layout.weight_bucket(shard.index).offset - layout.begins[shard.index]
             return {VALUES_KEY: layout.weights[shard.index][start : start + shard.data.numel()]}

@@ -1,7 +1,7 @@
 """A file for the state that a rank keeps on disk, accessed with `pwrite` and `pread`.
 
-A mapped file would stay in memory. Writes are synced, and pages leave the system's cache after each access. So the next
-read comes from the disk.
+A mapped file would stay in memory. Here pages leave the system's cache after each access, so a read comes from the
+disk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FileExtent(NamedTuple):
 
 
 class ScratchFile:
-    """One rank's file, created at the first write in the directory for temporary files (TMPDIR).
+    """One rank's file, created at the first write in TMPDIR.
 
     It has no name, so it disappears with this object or its process. Threads may access different extents at once.
     Raises OSError if the disk is full or fails.
@@ -40,11 +40,11 @@ class ScratchFile:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._fd = -1
-        self._end = self._used = 0  # bytes of the file; extents in use
-        self._free: dict[int, list[int]] = defaultdict(list)  # free extents by length
+        self._end = self._used = 0  # file's bytes; used extents
+        self._free: dict[int, list[int]] = defaultdict(list)  # by length
 
     def write_tensors(self, tensors: list[Tensor]) -> FileExtent:
-        """Writes tensors from the host's memory, and syncs them."""
+        """Writes and syncs tensors."""
         pieces, nbytes = list[tuple[torch.Size, torch.dtype, int]](), 0
         for x in tensors:
             pieces.append((x.shape, x.dtype, nbytes))
@@ -71,7 +71,7 @@ class ScratchFile:
         return FileExtent(at, nbytes, tuple(pieces))
 
     def read_tensors(self, place: FileExtent) -> list[Tensor]:
-        """Returns tensors in new memory."""
+        """Reads into new memory."""
         joined = torch.empty(place.nbytes, dtype=torch.uint8)
         left, at = _view_bytes(joined), place.at
         while left:
@@ -87,16 +87,16 @@ class ScratchFile:
         with self._lock:
             self._free[place.nbytes].append(place.at)
             self._used -= 1
-            if not self._used:  # because new extents may have other lengths
+            if not self._used:  # new extents may have other lengths
                 self._free.clear()
                 self._end = 0
                 os.ftruncate(self._fd, 0)
 
     def _drop_pages(self, at: int, nbytes: int) -> None:
-        if hasattr(os, "posix_fadvise"):  # not on every system
+        if hasattr(os, "posix_fadvise"):  # not everywhere
             os.posix_fadvise(self._fd, at, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _view_bytes(x: Tensor) -> memoryview:
-    """Writing into the bytes changes the tensor."""
+    """Writing changes the tensor."""
     return memoryview(x.numpy())  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Counts the bytes that torch's calls make while they exist: the memory of an evaluation.
 
-It does not see temporaries inside one call, such as a convolution's.
+It does not see temporaries inside one call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workbench.host.core.operators import make_operators_once
 from workbench.host.memory.memory import get_storage
 
 make_operators_once()
-_READ = torch.ops.aten._local_scalar_dense.default  # reads a number out of a tensor
+_READ = torch.ops.aten._local_scalar_dense.default  # reads a number
 
 
 class StorageTracker(TorchDispatchMode):
@@ -43,12 +43,12 @@ class StorageTracker(TorchDispatchMode):
         self.aside = self.read = False
         self.most, self._now = [0] * ranks, [0] * ranks
         self._sizes = sizes
-        self._there: dict[tuple[int, int], weakref.ref[UntypedStorage]] = {}  # by rank and storage
-        self._gone: list[tuple[int, int]] = []  # (rank, bytes) freed since the last look
+        self._there: dict[tuple[int, int], weakref.ref[UntypedStorage]] = {}  # by (rank, storage)
+        self._gone: list[tuple[int, int]] = []  # freed (rank, bytes)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """If it is True, torch spends seconds to load its compiler, only to exclude it."""
+        """torch would load its compiler for seconds, only to exclude it."""
         return False
 
     def __torch_dispatch__(self, func: OpOverload, types: Collection[type], args: tuple[Any, ...] = (),
@@ -67,7 +67,6 @@ class StorageTracker(TorchDispatchMode):
 
     @contextmanager
     def pause_counting(self) -> Iterator[None]:
-        """Inside, new storages do not count."""
         was, self.aside = self.aside, True
         try:
             yield
@@ -75,7 +74,7 @@ class StorageTracker(TorchDispatchMode):
             self.aside = was
 
     def count_tensor(self, x: Tensor, rank: int | None = None) -> None:
-        """Counts a tensor until it is freed, for `rank` or for the ranks that compute now."""
+        """rank: None: the ranks that compute now"""
         storage, rank = get_storage(x), self.at if rank is None else rank
         if storage is None:
             return
@@ -97,7 +96,7 @@ class StorageTracker(TorchDispatchMode):
 
     @contextmanager
     def measure_apart(self) -> Iterator[list[int]]:
-        """Yields a list; on exit it receives, by rank, the peak bytes inside beyond those before."""
+        """Yields a list; on exit it receives the peak bytes beyond those before, by rank."""
         self._subtract_freed()
         before, most, beyond = list(self._now), self.most, list[int]()
         self.most = list(before)
@@ -106,7 +105,7 @@ class StorageTracker(TorchDispatchMode):
         self.most = [max(both) for both in zip(most, self.most, strict=True)]
 
     def count_repetition(self, beyond: list[int]) -> None:
-        """Counts a repetition with these peaks that leaves nothing behind."""
+        """The repetition leaves nothing behind."""
         self._subtract_freed()
         self.most = [max(n, now + more) for n, now, more in zip(self.most, self._now, beyond, strict=True)]
 
@@ -120,7 +119,7 @@ class StorageTracker(TorchDispatchMode):
 
 
 def count_arrived(x: Any) -> None:
-    """Counts another rank's tensors, for the ranks that compute now."""
+    """Counts another rank's tensors."""
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, StorageTracker):
             for one in _find_tensors(x):
@@ -146,7 +145,6 @@ def _identify_storage(x: Tensor) -> int:
 
 @cache
 def _import_fake_class() -> type[Tensor]:
-    """Its import is slow."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return FakeTensor

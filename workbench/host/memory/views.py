@@ -1,4 +1,4 @@
-"""One rank of a run, as its memory account sees it."""
+"""A rank's view for its memory account."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class KeptWeights(Protocol):
 
 
 class InFlightView(Protocol):
-    """Micro-batches in flight. stashed: what they keep besides their activations"""
+    """Micro-batches in flight. stashed: their tensors without activations"""
 
     @property
     def stashed(self) -> Iterable[Tensor]: ...
@@ -27,14 +27,14 @@ class InFlightView(Protocol):
 
 
 class ShardedView(Protocol):
-    """Whether parameters are in shards now."""
+    """Whether parameters are sharded."""
 
     @property
     def sharded(self) -> bool: ...
 
 
 class AccountView(RankView, Protocol):
-    """A rank whose bytes are counted."""
+    """A rank with counted bytes."""
 
     @property
     def flow(self) -> InFlightView: ...
