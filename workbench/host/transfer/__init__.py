@@ -1,1 +1,1 @@
-"""Hands state from one strategy, partition or rank to another."""
+"""Hands state to another strategy, partition or rank."""

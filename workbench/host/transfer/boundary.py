@@ -1,6 +1,6 @@
 """A copy of one rank's state between 2 steps: its pieces by name, and the placement that they belong to.
 
-Ranks can assemble such copies to the whole state, even if the model's placement has changed since.
+Ranks can assemble such copies even if the model's placement has changed since.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workbench.host.transfer.handover import find_shards, place_slots
 from workbench.host.transfer.shards import ShardLayout
 from workbench.host.transfer.views import ChangeView
 
-Bound = tuple[int, int]  # the next step, and how many changes came before it
+Bound = tuple[int, int]  # the next step, and earlier changes
 
 
 class Boundary(NamedTuple):
@@ -47,9 +47,9 @@ class Boundary(NamedTuple):
     apart: int = 0
 
     def widen_memory(self, model: nn.Module, compressor: Compressor) -> dict[str, State]:
-        """Returns the compressor's memory for whole parameters: 0 for elements of another rank.
+        """Returns the memory for whole parameters: 0 for elements of another rank.
 
-        If the model is in stages or slices, only buffers with the rule "sum" are returned.
+        If the model is in stages or slices, it returns only buffers with the rule "sum".
         """
         if self.spread is None:
             return self.memory
@@ -62,7 +62,7 @@ class Boundary(NamedTuple):
 
 
 def widen_slices(name: str, x: Tensor, n: int, spread: ReplicaSpread | None, place: int, size: int) -> Tensor:
-    """Returns (n,): a whole parameter with the elements `x` of the rank at `place`, else 0."""
+    """Returns (n,): the elements `x` of the rank at `place`, else 0."""
     made, slices = x.new_zeros(n), place_replica(((name, n),), spread, size).slices_of_rank(place)[name]
     at = 0
     for s in slices:
@@ -72,7 +72,7 @@ def widen_slices(name: str, x: Tensor, n: int, spread: ReplicaSpread | None, pla
 
 
 def make_boundary(run: ChangeView, bound: Bound, spare: Boundary | None = None, copied: bool = True) -> Boundary:
-    """Returns the current state of `run`'s rank.
+    """Copies a rank's state.
 
     spare:  an old boundary, whose memory may be reused
     copied: if False, only buffers are copied; for a rank that changes nothing any more
@@ -92,7 +92,7 @@ def make_boundary(run: ChangeView, bound: Bound, spare: Boundary | None = None, 
 
 
 def count_steps_apart(run: ChangeView) -> int:
-    """Counts steps since all ranks last had the same parameters; -1: unknown."""
+    """Since all ranks last had the same parameters; -1: unknown."""
     strategy = run.experiment.strategy
     since = strategy.steps_apart(run.state) if strategy.periodic else 0
     return -1 if since is None else since
@@ -106,11 +106,11 @@ def copy_boundary(b: Boundary) -> Boundary:
 
 
 def list_own_elements(layout: ParameterLayout, lies: ShardLayout | None, place: int) -> State:
-    """Returns this rank's flat elements of each parameter. lies: how parameters are sharded, or None"""
+    """Returns this rank's flat elements. lies: how parameters are sharded, or None"""
     found = dict[str, Tensor]()
     for bucket, own, begin in zip(layout.list_params(), layout.weights, layout.begins, strict=True):
         first, last = begin, begin + own.numel()
-        if lies is not None:  # an interrupted pass may have gathered more, and left some of it invalid
+        if lies is not None:  # an interrupted pass may have gathered invalid elements
             first, last = _find_range(bucket.data.numel(), lies, place)
         for part in bucket.parts:
             low, high = max(part.start, first), min(part.stop, last)
@@ -120,7 +120,6 @@ def list_own_elements(layout: ParameterLayout, lies: ShardLayout | None, place: 
 
 
 def _find_range(total: int, lies: ShardLayout, place: int) -> tuple[int, int]:
-    """Returns (start, stop) of a bucket's elements for the rank at `place`."""
     group = next(group for group in lies.groups if place in group)
     chunk = -(-total // len(group))
     begin = chunk * group.index(place)
@@ -148,7 +147,7 @@ def list_held_slices(
     cut: ShardLayout | None,
     sharded: bool,
 ) -> Held:
-    """Returns by name the slices that the rank at `place` of `size` holds.
+    """Returns the slices that the rank at `place` of `size` holds.
 
     sizes: elements of parameters, buffers and optimizer state
     kept:  by name of optimizer state, whether it is one number for any size of its parameter

@@ -1,11 +1,11 @@
 """Hands the state of a run over from one strategy to the next.
 
 First, `consolidate_state` averages buffers and optimizer state over the ranks that trained, if these have drifted
-apart. Then `spread_state` moves the state to its placement under the next strategy. A rank that only served has the
-parameters, but no buffers and no optimizer state.
+apart. Then `spread_state` moves the state to its placement under the next strategy. A rank that only served has only
+parameters.
 
-The state is a dict by name. Optimizer state has names such as "exp_avg/NAME" and "step/NAME". Frozen parameters are not
-in it because they are equal on all ranks. Neither is each rank's own memory, such as residuals.
+The state is a dict by name. Optimizer state has names such as "exp_avg/NAME". Frozen parameters are equal on all ranks,
+so it leaves them out. Each rank's own memory, such as residuals, is not in it, either.
 """
 
 from __future__ import annotations
@@ -43,34 +43,34 @@ if TYPE_CHECKING:
 
 
 def list_parameters(layout: ParameterLayout) -> State:
-    """Returns views: writing into them changes the model."""
+    """Returns views of the model."""
     return {place.name: place.param.data for place in layout.order}
 
 
 def list_trainer_state(run: RankView) -> State:
-    """Returns the state that only training ranks have."""
+    """Only training ranks have it."""
     return {**{name: b.data for name, b in run.model.named_buffers()}, **read_slots(run.layout, run.optimizer)}
 
 
 def pick_replicas(run: RankView, numbers: list[int]) -> list[int]:
-    """Picks from a list by rank the ranks that hold the same part of the model."""
+    """Picks from a list by rank the ranks with the same part of the model."""
     who = run.rank.replicas.within
     return numbers if who is None else [numbers[rank] for rank in who.ranks]
 
 
 def list_replicas(run: RankView) -> list[int]:
-    """Returns these ranks' numbers in the run."""
+    """Returns their numbers in the run."""
     return pick_replicas(run, [run.rank.number(place) for place in range(run.rank.size)])
 
 
 def list_owners(run: RankView, strategy: Strategy) -> dict[str, int]:
-    """Returns each table's owner, if `strategy` keeps tables on single ranks."""
+    """Returns each table's owner, if `strategy` has owners."""
     names = run.rank.tables if strategy.tables else ()
     return {table: strategy.owner(k, run.rank.size) for k, table in enumerate(names)}
 
 
 async def consolidate_state(run: RankView, strategy: Strategy) -> None:
-    """Averages buffers and optimizer state over the ranks that trained under `strategy`.
+    """Averages buffers and optimizer state over the ranks that trained.
 
     Diverged momenta would pull replicas apart again. The first rank gives its integers (counters, quantised moments).
     Raises RankDisagreement if optimizer states differ in size.
@@ -80,7 +80,7 @@ async def consolidate_state(run: RankView, strategy: Strategy) -> None:
         return
     own, apart = _count_elements(list_trainer_state(run)), list_owners(run, strategy)
     most = max(pick_replicas(run, await run.gather(own)))
-    if own < most or (apart and most):  # no optimizer state yet, or other ranks' tables lacking
+    if own < most or (apart and most):  # no optimizer state yet, or missing tables
         create_optimizer_state(run.layout, run.optimizer)
     check_same(
         pick_replicas(run, await run.gather(_count_elements(list_trainer_state(run)))),
@@ -95,7 +95,7 @@ async def consolidate_state(run: RankView, strategy: Strategy) -> None:
 
 
 def list_drifting(run: RankView, optimizer: OptimizerSetting, apart: Collection[str] = ()) -> list[torch.Tensor]:
-    """Lists trainer state without tables `apart`. Zeroes slots with the rule "drop", which have no mean."""
+    """Leaves out tables `apart`. Zeroes slots with the rule "drop", which have no mean."""
     found = []
     for name, x in list_trainer_state(run).items():
         slot, _, of = name.rpartition("/")
@@ -125,7 +125,7 @@ async def average_tensors(group: Rank, drifted: list[torch.Tensor], name: str, a
 
 
 async def spread_state(run: RankView, strategy: Strategy) -> None:
-    """Gives every rank the state that it lacks. Call it after `consolidate_state`."""
+    """Call it after `consolidate_state`."""
     trained = mesh(strategy, run.rank.size).ranks
     if len(trained) < run.rank.size:
         await send_missing(
@@ -135,7 +135,7 @@ async def spread_state(run: RankView, strategy: Strategy) -> None:
 
 async def send_missing(run: RankView, holders: tuple[int, ...], everywhere: int = 0,
                 apart: tuple[tuple[str, int], ...] = ()) -> None:  # fmt: skip
-    """Gives every rank the state of `holders` that it lacks; see `_place_state`."""
+    """Completes all ranks' state. holders: ranks that have it; see `_place_state`"""
     rank, state = run.rank, _drop_empty(list_parameters(run.layout)) | _drop_empty(list_trainer_state(run))
     sizes, everyone = tuple((name, x.numel()) for name, x in state.items()), tuple(range(rank.size))
     was = _place_state(sizes, everywhere, holders, rank.size, apart)
@@ -154,7 +154,7 @@ def _drop_empty(state: State) -> State:
 
 
 async def require_agreement(run: RankView) -> None:
-    """Raises RankDisagreement unless all ranks hold the same parameters and the same optimizer state.
+    """Raises RankDisagreement unless all ranks hold the same parameters and optimizer state.
 
     It skips optimizer state in shards.
     """
@@ -167,10 +167,10 @@ async def require_agreement(run: RankView) -> None:
         )
 
 
-@lru_cache(maxsize=8)  # simulated ranks share it
+@lru_cache(maxsize=8)  # for simulated ranks
 def _place_state(sizes: tuple[tuple[str, int], ...], everywhere: int, trained: tuple[int, ...], size: int,
             apart: tuple[tuple[str, int], ...] = ()) -> Placement:  # fmt: skip
-    """Places the first `everywhere` tensors on every rank, and the other tensors on the ranks that `trained`.
+    """Places the first `everywhere` tensors on every rank, the other ones on the ranks that `trained`.
 
     apart: the owner of each table. Only the owner holds the table and its optimizer state.
     """
@@ -194,7 +194,7 @@ def _count_elements(state: State) -> int:
 
 
 def find_shards(run: RankView, strategy: Strategy) -> ShardLayout | None:
-    """Returns how `strategy` shards optimizer state. None: it is whole on every rank, or torch keeps it."""
+    """Returns the shards of optimizer state. None: it is whole on every rank, or torch keeps it."""
     if strategy.opaque or "optimizer state" not in strategy.shards:
         return None
     if len((groups := sharers(strategy, run.rank.size))[0]) == 1:
@@ -203,7 +203,7 @@ def find_shards(run: RankView, strategy: Strategy) -> ShardLayout | None:
 
 
 async def reshard_slots(run: ChangeView, was: ShardLayout | None, to: ShardLayout | None) -> None:
-    """Moves optimizer state from the shards `was` to the shards `to`. None: whole on every rank.
+    """Moves optimizer state between shards. None: whole on every rank.
 
     From whole to shards it sends nothing. Raises RankDisagreement if the hash of the state has changed.
     """
@@ -216,21 +216,21 @@ async def reshard_slots(run: ChangeView, was: ShardLayout | None, to: ShardLayou
     kept = await list_slots(run, like, here)
     sizes = tuple((place.name, place.numel) for place in layout.order)
     slots_of = tuple((name, bool(like[name].numel())) for name in kept)
-    if was is None and layout.has_sizes_only:  # no values to move or to hash
+    if was is None and layout.has_sizes_only:  # without values
         if run.ledger.has_optimizer_state:
             run.ledger.note_surge(
                 sum(n * like[name].element_size() for name, n in _count_slot_elements(dict(sizes), slots_of).items())
             )
         return run.sharded(to)
     lies, comes = (place_slots(sizes, slots_of, one, rank.size) for one in (was, to))
-    if layout.has_sizes_only:  # one optimizer stands for all ranks, and keeps its state
+    if layout.has_sizes_only:  # it keeps its state
         here = {name: like[name].new_empty(lies.count_elements(rank.id, name)) for name in lies.slices_of_rank(rank.id)}
     before = await sum_hashes(run, here, lies)
     given = await move_state(
         rank, {name: here[name] for name in lies.slices_of_rank(rank.id)}, lies, comes, range(rank.size), like
     )
     if run.ledger.has_optimizer_state:
-        run.ledger.note_surge(_count_bytes(here))  # in addition to `given`
+        run.ledger.note_surge(_count_bytes(here))  # in addition
     if await sum_hashes(run, given, comes) != before:
         raise RankDisagreement("the optimizer's state is not what it was before it was shared out anew")
     if not layout.has_sizes_only:
@@ -239,7 +239,7 @@ async def reshard_slots(run: ChangeView, was: ShardLayout | None, to: ShardLayou
 
 
 async def sum_hashes(run: RankView, state: State, lies: Placement) -> int:
-    """Hashes all ranks' state. Each replica counts once, on the first rank that has it."""
+    """Each replica counts once, on the first rank that has it."""
     return sum(await run.gather(hash_state(run, state, lies))) & MASK
 
 
@@ -254,14 +254,14 @@ def hash_state(run: RankView, state: State, lies: Placement) -> int:
 
 
 def count_slot_bytes(layout: ParameterLayout, optimizer: Optimizer, cut: ShardLayout, rank: int) -> int:
-    """Counts a rank's sharded optimizer state after the first step."""
+    """Counts sharded state after the first step."""
     like, numel = make_slot_likes(layout.order, optimizer), {place.name: place.numel for place in layout.order}
     mine = _find_shard(numel, tuple((name, bool(x.numel())) for name, x in like.items()), cut, rank)
     return sum(s.element_count * like[name].element_size() for name, slices in mine.items() for s in slices)
 
 
 async def list_slots(run: RankView, like: State, here: State) -> list[str]:
-    """Returns the slots that at least one rank has."""
+    """Lists slots of any rank."""
     if not like:
         return []
     has = [name in here for name in like]
@@ -273,10 +273,10 @@ async def list_slots(run: RankView, like: State, here: State) -> list[str]:
     return [names[i] for i in told.nonzero().view(-1).tolist()]
 
 
-@lru_cache(maxsize=8)  # simulated ranks share it
+@lru_cache(maxsize=8)  # for simulated ranks
 def place_slots(sizes: tuple[tuple[str, int], ...], kept: tuple[tuple[str, bool], ...], cut: ShardLayout | None,
                size: int) -> Placement:  # fmt: skip
-    """Returns the placement of slots: whole on every rank if `cut` is None, else in shards of buckets.
+    """Places slots whole on every rank if `cut` is None, else in shards of buckets.
 
     A slot of one element, such as a counter, is on every rank with a piece of its parameter.
     """
@@ -288,12 +288,12 @@ def place_slots(sizes: tuple[tuple[str, int], ...], kept: tuple[tuple[str, bool]
 
 
 def _count_slot_elements(numel: Mapping[str, int], kept: Iterable[tuple[str, bool]]) -> dict[str, int]:
-    """kept: (slot, True if it has one element, else as many as its parameter)"""
+    """kept: (slot, whether it has one element)"""
     return {name: 1 if whole else numel[name.partition("/")[2]] for name, whole in kept}
 
 
 def _find_shard(numel: Mapping[str, int], kept: Iterable[tuple[str, bool]], cut: ShardLayout, rank: int) -> Held:
-    """Returns one rank's slice of each bucket, cut as in `Bucket.shard`."""
+    """Cuts buckets as `Bucket.shard` does."""
     group = next(group for group in cut.groups if rank in group)
     place, mine = group.index(rank), {}
     for parts in cut.buckets:

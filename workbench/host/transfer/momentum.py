@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def subtract_gradients(layout: ParameterLayout, optimizer: Optimizer, memory: Memory) -> None:
-    """Subtracts a step's gradients from the optimizer's momentum, if a compressor has the momentum of gradients."""
+    """Subtracts gradients from the optimizer's momentum if a compressor has them."""
     kept = memory.buffers.get(MOMENTUM)
     if not kept or not plain(optimizer):
         return
@@ -34,7 +34,7 @@ def subtract_gradients(layout: ParameterLayout, optimizer: Optimizer, memory: Me
 
 
 async def move_momentum(run: ChangeView) -> None:
-    """Moves the momentum to the compressor or back, if the new compressor needs it."""
+    """Moves the momentum if the new compressor needs it."""
     memory = run.rank.memory
     here = MOMENTUM in memory.buffers
     wanted = any(c.carries for c in inside(run.rank.compressor))
@@ -58,7 +58,7 @@ def _take_momentum(run: ChangeView) -> None:
 
 
 async def return_momentum(run: ChangeView) -> None:
-    """Adds the uncompressed sum of all ranks' shares to the optimizer's momentum."""
+    """Adds the uncompressed sum of shares to the optimizer's momentum."""
     kept = run.rank.memory.buffers[MOMENTUM]
     places = [place for place in run.layout.order if place.name in kept]
     flat = flatten_tensors([kept[place.name] for place in places])

@@ -1,8 +1,8 @@
 """Moves each rank's own compression memory when the model's partition changes.
 
-`Compressor.own` declares a rule by name; see "The hand-over" in workbench/DESIGN.md. A "sum" moves as shares: each
-replica's share is a tensor of its own, so the sum over ranks stays the same for each element. The sum of a "mean" is
-taken first and moves as the model does. A "keep" stays on its rank. All other memory is dropped.
+`Compressor.own` declares a rule by name; see "The hand-over" in workbench/DESIGN.md. A "sum" moves as shares, one
+tensor for each replica, so the sum over ranks stays the same. A "mean" is summed first and moves as the model does. A
+"keep" stays on its rank. All other memory is dropped.
 """
 
 from __future__ import annotations
@@ -30,15 +30,12 @@ from workbench.host.transfer.views import ChangeView
 from workbench.rank import Rank
 from workbench.settings import Json
 
-Named = tuple[tuple[str, int], ...]  # (name, elements) of trained parameters of one dtype, in the model's order
-MOVED = ("sum", "mean")  # memory moves with the parameters
+Named = tuple[tuple[str, int], ...]  # (name, elements), of one dtype
+MOVED = ("sum", "mean")  # with the parameters
 
 
 async def migrate_rank_state(run: ChangeView, was: ReplicaSpread | None, to: ReplicaSpread | None) -> None:
-    """Moves each rank's compression memory from the partition `was` to `to`.
-
-    All ranks call it together before the model moves. Raises RankDisagreement if a sum has changed.
-    """
+    """All ranks call it together before the model moves. Raises RankDisagreement if a sum has changed."""
     memory, nbytes = run.rank.memory, 0
     rules = {buffer: rule for of in (run.rank.compressor, run.experiment.compressor) for one in inside(of)
              for buffer, rule in one.own.items()}  # fmt: skip
@@ -46,7 +43,7 @@ async def migrate_rank_state(run: ChangeView, was: ReplicaSpread | None, to: Rep
     stays = {name for name in here if rules.get(name) == "keep"}
     kept: dict[str, dict[str, Tensor]] = {}
     for buffer, rule in sorted((buffer, rule) for buffer, rule in rules.items() if rule in MOVED):
-        if not any(await run.gather(int(buffer in memory.buffers))):  # it comes with the first exchange
+        if not any(await run.gather(int(buffer in memory.buffers))):  # none before the first exchange
             continue
         pieces = memory.buffers.get(buffer, {})
         kept[buffer] = {}
@@ -76,7 +73,6 @@ def _describe_move(rules: dict[str, str], nbytes: int) -> dict[str, Json]:
 
 
 def _group_by_dtype(run: ChangeView) -> dict[torch.dtype, Named]:
-    """Groups trained parameters by the dtype of their compression memory."""
     found: dict[torch.dtype, list[tuple[str, int]]] = defaultdict(list)
     for name, p in run.model.named_parameters():
         if p.requires_grad:
@@ -85,7 +81,7 @@ def _group_by_dtype(run: ChangeView) -> dict[torch.dtype, Named]:
 
 
 def _join_pieces(pieces: State, lies: Placement, rank: Rank, like: Tensor) -> Tensor:
-    """Returns (n,), with zeros for missing pieces."""
+    """Returns (n,), zeros if missing."""
     parts = []
     for name in lies.slices_of_rank(rank.id):
         n = lies.count_elements(rank.id, name)
@@ -107,7 +103,7 @@ async def _move_checked(
 ) -> tuple[State, int]:
     """Returns (this rank's new part, the bytes that all ranks have sent).
 
-    Raises RankDisagreement if the hash over all ranks has changed.
+    Raises RankDisagreement if the hash has changed.
     """
     likes = dict.fromkeys(to.sizes, like)
     before = await sum_hashes(run, state, was)
@@ -124,7 +120,7 @@ async def _move_checked(
 
 async def _move_mean(run: ChangeView, pieces: State, named: Named, like: Tensor,
                  ways: tuple[ReplicaSpread | None, ReplicaSpread | None]) -> tuple[State, int]:  # fmt: skip
-    """Each of q new replicas gets 1/q of the sum over replicas."""
+    """Each of q new replicas gets 1/q of the sum."""
     rank = run.rank
     lies, comes = (place_replica(named, way, rank.size) for way in ways)
     line = _join_pieces(pieces, lies, rank, like)
@@ -142,10 +138,7 @@ async def _move_mean(run: ChangeView, pieces: State, named: Named, like: Tensor,
 
 async def _move_sum(run: ChangeView, pieces: State, named: Named, like: Tensor,
                  ways: tuple[ReplicaSpread | None, ReplicaSpread | None]) -> tuple[State, int]:  # fmt: skip
-    """A rank keeps its share of elements that it still holds. Heirs add the shares of all other elements.
-
-    Elements without a share begin at 0.
-    """
+    """A rank keeps its share of elements that it still holds. Heirs add all other shares. New elements begin at 0."""
     me = run.rank.id
     lies, comes = (place_replica(named, way, run.rank.size) for way in ways)
     was, to = _place_shares(named, *ways, run.rank.size)
@@ -163,7 +156,7 @@ async def _move_sum(run: ChangeView, pieces: State, named: Named, like: Tensor,
     return _split_pieces(total, comes, me), sent
 
 
-@lru_cache(maxsize=8)  # simulated ranks share it
+@lru_cache(maxsize=8)  # for simulated ranks
 def _place_shares(
     named: Named, was: ReplicaSpread | None, to: ReplicaSpread | None, size: int
 ) -> tuple[Placement, Placement]:
@@ -194,17 +187,17 @@ def _make_placement(sizes: dict[str, int], held: list[dict[str, list[StridedSlic
 
 def _find_heirs(slices: tuple[StridedSlice, ...], after: Placement, name: str,
            ranks: tuple[int, ...]) -> Iterator[tuple[int, StridedSlice]]:  # fmt: skip
-    """Yields (rank, part of `slices`): the first of `ranks` that will hold this part."""
+    """Yields (the first of `ranks` that will hold it, part of `slices`)."""
     holding = [(rank, its) for rank in ranks if (its := after.slices_of_rank(rank).get(name))]
     for s, who in _refine_slices(slices, tuple(its for _, its in holding)):
         yield holding[who][0], s
 
 
-@lru_cache(maxsize=1024)  # many replicas and parameters have the same slices
+@lru_cache(maxsize=1024)  # many have the same slices
 def _refine_slices(
     slices: tuple[StridedSlice, ...], others: tuple[tuple[StridedSlice, ...], ...]
 ) -> list[tuple[StridedSlice, int]]:
-    """Returns the parts of `slices`, each with the index of the first of `others` that holds it."""
+    """Returns parts of `slices`, each with the first of `others` that holds it."""
     return [(s, (members >> 1 & -(members >> 1)).bit_length() - 1) for s, members in refine_slices([slices, *others])
             if members & 1]  # fmt: skip
 

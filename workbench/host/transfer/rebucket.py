@@ -1,8 +1,8 @@
 """Cuts new buckets. State in shards of the old ones stays sharded: no rank gathers the whole model for it.
 
-If parameters are sharded, each new bucket takes one `move_state` of its parameters' shards and optimizer state. A rank
-frees an old bucket's shard when all of it has moved. So it holds its own shards plus those of a few buckets. With
-offload, a rank fetches an old shard when its first parameter moves, and offloads a new shard at once.
+If parameters are sharded, each new bucket takes one `move_state`. A rank frees an old bucket's shard when all of it has
+moved, so it holds its own shards plus those of a few buckets. With offload, a rank fetches an old shard when its first
+parameter moves, and offloads a new shard at once.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from workbench.rank import Bucket
 if TYPE_CHECKING:
     from workbench.strategies import Strategy
 
-Sizes = tuple[tuple[str, int], ...]  # elements of each parameter
-KeptSlots = tuple[tuple[str, bool], ...]  # "exp_avg/NAME", and "/NAME" for a parameter; True if it has one element
+Sizes = tuple[tuple[str, int], ...]  # by parameter
+KeptSlots = tuple[tuple[str, bool], ...]  # "exp_avg/NAME", and "/NAME" for a parameter; whether it has one element
 
 
 async def recut_buckets(run: ChangeView, strategy: Strategy, anew: Callable[[], Awaitable[None]]) -> None:
-    """Moves state from shards of old buckets to shards of new ones, which `anew` cuts."""
+    """Calls `anew`, which cuts buckets, and moves sharded state."""
     if run.reading.sharded:
         if not (away := strategy.aside(run.state)):
             await strategy.recall(run.rank.replicas, run.state)
@@ -49,7 +49,7 @@ async def recut_buckets(run: ChangeView, strategy: Strategy, anew: Callable[[], 
 
 
 class _OldShards(NamedTuple):
-    """The state in shards of the old buckets.
+    """State in old shards.
 
     sizes, kept: the sizes on all ranks
     state: this rank's part, by name
@@ -68,7 +68,7 @@ class _OldShards(NamedTuple):
 
 async def _move_buckets(run: ChangeView, strategy: Strategy, away: list[Bucket],
                       anew: Callable[[], Awaitable[None]]) -> None:  # fmt: skip
-    run.ledger.note_model_cut()  # no bucket is whole now, as some were in the last step
+    run.ledger.note_model_cut()  # some buckets were whole in the last step
     was = _find_parameter_shards(run, strategy)
     old = await _collect_state(run, was, away)
     room, sums, given = _MoveMemory(was), [0, 0], dict[str, Tensor]()
@@ -110,7 +110,7 @@ async def _move_buckets(run: ChangeView, strategy: Strategy, away: list[Bucket],
 
 
 def _find_parameter_shards(run: ChangeView, strategy: Strategy) -> ShardLayout:
-    """Even a single rank may offload its shards."""
+    """Even a single rank may offload."""
     return ShardLayout(tuple(bucket.parts for bucket in run.layout.buckets), sharers(strategy, run.rank.size))
 
 
@@ -122,7 +122,7 @@ async def _collect_state(run: ChangeView, was: ShardLayout, away: list[Bucket]) 
     like, here = ({name: x for name, x in each.items() if name.partition("/")[2] in some} for each in both)
     gone: set[str] = run.ledger.away.list_slots() if away else set()
     if layout.has_sizes_only and not (run.ledger.has_optimizer_state or run.ledger.away.has_kind("optimizer state")):
-        here = {}  # one optimizer, as if it had stepped, stands for all ranks
+        here = {}  # as if the one optimizer had stepped
     known = [n for n in await list_slots(run, like, here | {n: x for n, x in like.items() if n in gone}) if n in like]
     sizes = tuple((place.name, place.numel) for place in layout.order)
     kept = (*((f"/{name}", False) for name, n in sizes if n), *((name, bool(like[name].numel())) for name in known))
@@ -143,7 +143,7 @@ async def _collect_state(run: ChangeView, was: ShardLayout, away: list[Bucket]) 
 
 
 async def _fetch_shards(run: ChangeView, old: _OldShards, bucket: Bucket) -> State:
-    """Fetches the offloaded shards of all old buckets that `bucket` overlaps."""
+    """Fetches the old shards that `bucket` overlaps."""
     names, found = {part.name for part in bucket.parts}, State()
     for shard in [one for one in old.away.values() if any(part.name in names for part in one.parts)]:
         del old.away[shard.index]
@@ -176,7 +176,7 @@ async def _fetch_slots(run: ChangeView, old: _OldShards, shard: Bucket) -> State
 async def _move_bucket(
     run: ChangeView, old: _OldShards, cuts: tuple[ShardLayout, ShardLayout], bucket: Bucket, sums: list[int]
 ) -> State:
-    """Returns this rank's part, and adds the hashes before and after to `sums`."""
+    """Adds the hashes before and after to `sums`."""
     rank, names = run.rank, _list_names(old.kept, bucket)
     lies, comes = (_place_bucket(old.sizes, old.kept, each, rank.size, names) for each in cuts)
     here = {name: old.state[name] for name in lies.slices_of_rank(rank.id)}
@@ -191,17 +191,17 @@ def _list_names(kept: KeptSlots, bucket: Bucket) -> tuple[str, ...]:
     return tuple(name for name, _ in kept if name.partition("/")[2] in here)
 
 
-@lru_cache(maxsize=8)  # simulated ranks share it
+@lru_cache(maxsize=8)  # for simulated ranks
 def _place_bucket(sizes: Sizes, kept: KeptSlots, cut: ShardLayout, size: int, names: tuple[str, ...]) -> Placement:
     return place_slots(sizes, kept, cut, size).select_names(set(names))
 
 
 class _MoveMemory:
-    """Counts the bytes that a rank holds while buckets move. surge_bytes: the peak above the bytes at the end."""
+    """Counts a rank's bytes while buckets move. surge_bytes: the peak above the end"""
 
     def __init__(self, was: ShardLayout) -> None:
         self._bucket = {f"/{part.name}": index for index, parts in enumerate(was.buckets) for part in parts}
-        self._left = Counter[int]()  # parameters that an old bucket still holds
+        self._left = Counter[int]()  # parameters in an old bucket
         self._nbytes = Counter[int]()
         self.now = self.most = 0
 
@@ -221,7 +221,7 @@ class _MoveMemory:
         return self.most - self.now
 
     def count_move(self, given: State, gone: State, shard: Bucket) -> None:
-        """Counts a new `shard` of the state `given`. Old state (`gone`) is freed when its bucket is empty."""
+        """Old state (`gone`) is freed when its bucket is empty."""
         new = [x for name, x in given.items() if gone.get(name) is not x]
         self.most = max(self.most, self.now + _count_bytes(new) + shard.nbytes)
         self.now += shard.nbytes + _count_bytes(x for name, x in given.items() if name not in self._bucket)

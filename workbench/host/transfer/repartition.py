@@ -29,11 +29,11 @@ from workbench.host.transfer.views import ChangeView
 from workbench.rank import StrategyError
 from workbench.tasks import at_rate, rate
 
-OUTER = "outer"  # the prefix of an outer momentum's names
+OUTER = "outer"  # a name's prefix
 
 
 class _MovedState(NamedTuple):
-    """The state that moves.
+    """State that moves.
 
     sizes: the elements of each tensor, the same on every rank
     like:  a tensor of each one's dtype
@@ -48,7 +48,7 @@ class _MovedState(NamedTuple):
 
 
 class UnplacedState(NamedTuple):
-    """The state that the caller of `repartition_state` still has to place.
+    """State that the caller still has to place.
 
     outer:  the outer momentum of this rank's parameters, by name
     pieces: this rank's shard of each parameter, flat, if parameters are sharded now
@@ -61,7 +61,7 @@ class UnplacedState(NamedTuple):
 async def repartition_state(
     run: ChangeView, was: StateLayout, to: StateLayout, outer: State | None = None
 ) -> UnplacedState:
-    """Moves the state from `was` to `to`. All ranks call it at the same boundary. Replicas must be equal.
+    """All ranks call it at the same boundary. Replicas must be equal.
 
     outer: the outer momentum of this rank's parameters, by name
 
@@ -108,7 +108,7 @@ async def repartition_state(
 
 
 def _group_names(run: ChangeView, what: _MovedState) -> Iterator[set[str]]:
-    """Yields names that move together: about a bucket of whole tensors, to bound each rank's memory."""
+    """Groups are about a bucket, to bound each rank's memory."""
     limit, names, nbytes = run.layout.bucket_mb * 1e6, set[str](), 0
     for name, n in what.sizes.items():
         names.add(name)
@@ -123,7 +123,7 @@ def _group_names(run: ChangeView, what: _MovedState) -> Iterator[set[str]]:
 async def _cut_sizes(
     run: ChangeView, trained: dict[str, nn.Parameter], what: _MovedState, to: StateLayout, began: float
 ) -> UnplacedState:
-    """With sizes only, ranks send nothing, because each has its part."""
+    """Each rank has its part, so ranks send nothing."""
     rank, spread = run.rank, to.spread
     assert spread is not None
     wants = place_replica(tuple(what.sizes.items()), spread, len(spread)).slices_of_rank(rank.id % len(spread))
@@ -171,13 +171,13 @@ async def _collect_state(
     places = [ParameterPlace(name, p) for name, p in trained.items()]
     like = make_slot_likes(places, run.make_optimizer(run.experiment, list(trained.values())))
     kept = await list_slots(run, like, here)
-    if run.layout.has_sizes_only:  # one optimizer stands for all ranks
+    if run.layout.has_sizes_only:  # for all ranks
         kept = list(like) if any(await run.gather(int(run.ledger.has_optimizer_state))) else []
     sizes = {name: whole_numel(p) for name, p in trained.items()} | {name: b.numel() for name, b in buffers.items()}
     sizes |= {name: like[name].numel() or whole_numel(trained[name.partition("/")[2]]) for name in kept}
     like = {**{name: unmaterialized.read_data(p) for name, p in trained.items()}, **buffers, **like}
     here = list_own_elements(run.layout, was.shards if was.sharded else None, run.rank.id) | buffers | here
-    if any(await run.gather(int(bool(outer)))):  # a rank may have none yet
+    if any(await run.gather(int(bool(outer)))):  # on some ranks
         wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in trained.items()}
         sizes |= {f"{OUTER}/{name}": whole_numel(p) for name, p in trained.items()}
         like |= {f"{OUTER}/{name}": torch.empty(0, dtype=wide[name], device=p.device) for name, p in trained.items()}
@@ -189,7 +189,7 @@ async def _collect_state(
 
 async def _place_state(run: ChangeView, trained: dict[str, nn.Parameter], given: State, mine: set[str], to: StateLayout,
                   what: _MovedState) -> None:  # fmt: skip
-    """The caller places sharded parameters."""
+    """Leaves sharded parameters to the caller."""
     spread = to.spread
     run.reading.release_shards()
     if not run.layout.has_sizes_only:
@@ -218,7 +218,7 @@ async def _place_state(run: ChangeView, trained: dict[str, nn.Parameter], given:
 
 def _place_parameters(trained: dict[str, nn.Parameter], given: State, mine: set[str], to: ReplicaSpread | None,
          followed: set[str]) -> None:  # fmt: skip
-    """Sets this rank's parameters (`mine`), and makes all other parameters absent.
+    """Sets `mine`, and makes all other parameters absent.
 
     followed: present, too, but another rank trains them
     """

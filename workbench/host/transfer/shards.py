@@ -8,7 +8,9 @@ from workbench.rank import Part
 
 
 class ShardLayout(NamedTuple):
-    """buckets: by bucket, the places of its parameters
+    """How state is cut.
+
+    buckets: by bucket, the places of its parameters
     groups:  groups of ranks, in order; each group shards all buckets over its ranks
     """
 

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 
 class StateLayout(NamedTuple):
-    """spread:  the stages and slices of a replica; None: each rank has a whole replica
+    """A placement of state.
+
+    spread:  the stages and slices of a replica; None: each rank has a whole replica
     shards:  the buckets that shard optimizer state, if replicas are whole; None: it is not sharded
     sharded: whether parameters are sharded in these buckets, too
     order:   the parameters' order for buckets, if it is not the reverse of registration

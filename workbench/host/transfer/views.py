@@ -1,4 +1,4 @@
-"""One rank of a run, as hand-overs and changes see it."""
+"""A rank's view for hand-overs and changes."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class ChangeView(RankView, Protocol):
     def reading(self) -> Unsharder: ...
 
     def make_optimizer(self, wanted: Experiment, params: list[nn.Parameter] | None = None) -> Optimizer:
-        """params: None: the parameters that this rank holds"""
+        """Makes one for `params`, or for all."""
 
     def use_optimizer(self, optimizer: Optimizer) -> None:
         """Steps with it."""
 
     def choose_lane(self) -> None:
-        """Chooses where children run, after the compressor or the network may have changed."""
+        """Call it after changes of compressor or network."""
 
     def lay_out_parameters(self, names: set[str], spread: ReplicaSpread | None, held: bool = True) -> None:
         """held: False if their values come later, as shards"""
@@ -78,22 +78,22 @@ class ChangeView(RankView, Protocol):
         """Sets links and faults. was: None at the start of a run"""
 
     def tune_partition(self) -> None:
-        """Applies changed knobs, while the model's layout stays."""
+        """Keeps the model's layout."""
 
     def restart_data(self, used: int) -> None:
-        """Begins the data again, after `used` examples."""
+        """used: the first examples to skip"""
 
     async def resize_buckets(self, bucket_mb: float) -> None:
         """Cuts new buckets."""
 
     async def leave_opaque(self) -> None:
-        """Ends torch's own wrapper."""
+        """Ends torch's wrapper."""
 
     def enter_opaque(self) -> None:
-        """Wraps the model in torch's own."""
+        """Wraps the model."""
 
     def record_switch(self, was: Experiment, wanted: Experiment) -> AbstractContextManager[None]:
-        """Inside, the strategy or the partition is switched, as one span."""
+        """Inside, the strategy or partition is switched."""
 
     async def leave(self, strategy: Strategy) -> None:
         """Ends all operations in flight."""
