@@ -1,1 +1,1 @@
-"""Small rules that every other part of host needs."""
+"""Rules for all parts of host."""

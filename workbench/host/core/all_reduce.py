@@ -1,4 +1,4 @@
-"""All-reduces by messages, on both hosts: choice of the algorithm, and one rank's part."""
+"""All-reduces by messages: choice of the algorithm, and one rank's part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workbench.rank import Op, Rank
 def choose_algorithm(fabric: Fabric, size: int, op: Op) -> Algorithm | None:
     """Returns the Fabric's algorithm for the all-reduce `op` in a run of `size` ranks.
 
-    None if the backend performs it. The backend also performs measurements, so that they show on no timeline.
+    None if the backend performs it. The backend also performs measurements, so that no timeline shows them.
     """
     if fabric.algorithm.native or op.verb != "all_reduce" or op.measures or not op.args[0].numel():
         return None

@@ -9,7 +9,7 @@ from workbench.settings import Json
 
 
 class RequestAnswer(NamedTuple):
-    """The result of a request: the Mark's name, step, time and detail."""
+    """The Mark's name, step, time and detail."""
 
     name: str
     step: int
@@ -17,13 +17,13 @@ class RequestAnswer(NamedTuple):
     detail: Mapping[str, Json]
 
 
-Done = dict[str, Sequence[Any] | None]  # the last completed requests by name, some with their RequestAnswers
-KNOWN_KIND = "known"  # the kind of a request that carries another request's RequestAnswer
-NAMES, ANSWERS = 256, 16  # how many names are kept, and how many of the newest have RequestAnswers
+Done = dict[str, Sequence[Any] | None]  # latest requests, named
+KNOWN_KIND = "known"  # of another request's RequestAnswer
+NAMES, ANSWERS = 256, 16  # kept names, and RequestAnswers
 
 
 def remember_answer(done: Done, name: str, answer: RequestAnswer | None) -> None:
-    """Notes a completed request, and forgets old ones."""
+    """Also forgets old requests."""
     done.pop(name, None)
     done[name] = answer
     names = list(done)

@@ -1,7 +1,7 @@
 """Continues indexed data after the ranks or the batch size have changed.
 
-The order of examples depends only on the seed, and ranks draw from it in turn. So ranks need to agree only on one
-number: how many examples are used up.
+The order of examples depends only on the seed, and ranks draw from it in turn. So ranks need to agree only on the
+number of used examples.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from workbench.tasks import Learner
 
 
 class ReaderView(Protocol):
-    """Draws a rank's batches. used: how many examples all ranks have used up"""
+    """used: how many examples all ranks have used up"""
 
     @property
     def used(self) -> int: ...
 
 
 class LearningView(Protocol):
-    """A rank that learns from a task's data. reads: None if it draws no examples"""
+    """reads: None if this rank draws no examples"""
 
     @property
     def learner(self) -> Learner: ...
@@ -29,9 +29,9 @@ class LearningView(Protocol):
 
 
 async def count_used_up(run: LearningView) -> int:
-    """Returns how many examples are used up at a common boundary; 0 if data have no index.
+    """Counts used examples at a common boundary; 0 if data have no index.
 
-    Also 0 if no rank draws. If some ranks are behind, the run leaves out the examples that they have not drawn.
+    Also 0 if no rank draws. The run leaves out examples that slower ranks have not drawn.
     """
     if not run.learner.indexed:
         return 0
@@ -39,7 +39,7 @@ async def count_used_up(run: LearningView) -> int:
 
 
 def describe_repeats(why: str) -> dict[str, str]:
-    """Returns the detail of a Mark "data" if an example may come twice in an epoch."""
+    """Describes that examples may come twice in an epoch."""
     return {"text": f"{why}, so examples may come again or be left out"}
 
 

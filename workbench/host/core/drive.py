@@ -1,6 +1,5 @@
 """Drives a coroutine to its end: performs each Op that it awaits, and sends the answer in.
 
-The engine drives every coroutine by this loop: a step, its background, a child on a lane, a step from inside autograd.
 In the simulator an answer may take time, so a fiber is the loop (workbench/sim/clock/fiber.py).
 """
 
@@ -53,6 +52,6 @@ def drive_coroutine(
             ended: T = end.value
             return ended
         except (StrategyError, StopAsyncIteration) as answer:
-            if getattr(coro, "cr_frame", coro) is None:  # the coroutine has ended with this error
+            if getattr(coro, "cr_frame", coro) is None:  # it has ended with this error
                 raise
             error = answer

@@ -1,7 +1,6 @@
 """Applies the owners' rules for a rank's state when it leaves a strategy, and records them.
 
-Owners declare rules by name: `Strategy.own`, `Optimizer.own`, `Compressor.own`. `host/transfer/rank_state.py` carries
-the state of compression. See "The hand-over" in workbench/DESIGN.md.
+Owners declare rules by name: `Strategy.own`, `Optimizer.own`, `Compressor.own`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from workbench.host.core.views import RankView
 from workbench.host.placement.optimizer_slots import read_slots
 from workbench.rank import Memory
 
-BY_BUCKET = "by bucket"  # names the state that a dict holds by bucket number
+BY_BUCKET = "by bucket"  # dicts by bucket
 UNDECLARED = "undeclared"
 SAID = {
     UNDECLARED: "was dropped, for nobody declares it",
@@ -27,7 +26,7 @@ SAID = {
 
 
 def list_state_names(state: Any) -> set[str]:
-    """Returns the names of a strategy's state: attributes, and buffers and parts of Memories."""
+    """Lists attributes, and buffers and parts of Memories."""
     if state is None:
         return set()
     if isinstance(state, Memory):
@@ -41,16 +40,14 @@ def list_state_names(state: Any) -> set[str]:
 
 
 def find_rule(own: Mapping[str, str], name: str) -> str:
-    """Returns the rule for `name`, by exact name or the first pattern that fits; else ""."""
+    """Returns the rule by exact name or the first pattern that fits; else ""."""
     return own.get(name) or next((said for pattern, said in own.items() if fnmatchcase(name, pattern)), "")
 
 
 def report_dropped_state(
     run: RankView, was: Experiment, to: Experiment, remembered: Iterable[str], handed: bool
 ) -> None:
-    """Records in a Mark "own" what becomes of the state of `was.strategy` after a switch.
-
-    Rank 0 records it, and servers, which have other state.
+    """Records in a Mark "own" what becomes of `was.strategy`'s state. Rank 0 records it, and servers.
 
     remembered: names of the state
     handed:     whether it includes an outer momentum for the next strategy

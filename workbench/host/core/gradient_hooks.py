@@ -20,7 +20,7 @@ Hook = Callable[[Tensor], Tensor | None]
 
 @contextmanager
 def own_loss(params: Iterable[nn.Parameter], share: float | None) -> Iterator[None]:
-    """Inside, hooks of the model on these parameters' gradients see them as if the loss had not been scaled by `share`.
+    """Inside, the model's hooks on these parameters' gradients see them as if `share` had not scaled the loss.
 
     share: the factor of the loss in the backward that runs inside; None: 1
     """
@@ -47,7 +47,7 @@ def own_loss(params: Iterable[nn.Parameter], share: float | None) -> Iterator[No
 
 
 def require_gradient(name: str, p: Tensor) -> None:
-    """Raises StrategyError if a hook of the model has set the gradient to None, as an optimizer in a hook does."""
+    """Raises StrategyError if a hook has set the gradient to None, as an optimizer in a hook does."""
     if p.grad is None:
         raise StrategyError(
             f"parameter {name}: a hook of the model has set its gradient to None before ranks could exchange it; let "
@@ -56,7 +56,7 @@ def require_gradient(name: str, p: Tensor) -> None:
 
 
 def _move_hosts_behind(held: dict[int, Hook]) -> list[tuple[int, Hook]]:
-    """Moves the host's hooks behind those of the model, and returns those of the model."""
+    """Moves the host's hooks behind the model's, and returns the model's."""
     hosts = [number for number, hook in held.items() if _is_hosts(hook)]
     if len(hosts) == len(held):
         return []

@@ -1,4 +1,4 @@
-"""What ranks do between two steps besides changes of settings."""
+"""Events between two steps other than changes of settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workbench.settings import Change
 
 @dataclass(frozen=True)
 class PlannedEvent:
-    """Something that all ranks do before step `at_step`. It stands among the planned changes and changes no setting."""
+    """All ranks do it before step `at_step`."""
 
     at_step: int
 

@@ -1,4 +1,4 @@
-"""One rank's learning rate while it trains: warmup, changes, and how ranks agree on it."""
+"""One rank's learning rate while it trains."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from workbench.experiment.rates import factor
 from workbench.host.core.views import RankView
 from workbench.tasks import at_rate, rate
 
-FIXED_POINT = 2**40  # a factor of 1 as a whole number, for ranks to agree on
+FIXED_POINT = 2**40  # a factor of 1
 
 
 class Rate:
-    """One rank's learning rate. At a start or a change its factor rises linearly.
+    """Raises the learning rate's factor linearly at a start or a change.
 
     own:   the optimizer's rate, used if the experiment sets none
     begun: the step from which the factor rises
@@ -27,25 +27,24 @@ class Rate:
         self._said: float | None = None
 
     def compute_factor(self, e: Experiment, step: int) -> float:
-        """Returns the factor of `step`, which rises from `first` over `lr_warmup` steps."""
         if not e.lr_warmup:
             return factor(e)
         risen = min(1.0, (step - self.begun) / e.lr_warmup)
         return self.first + (factor(e) - self.first) * risen
 
     def change_factor(self, was: Experiment, wanted: Experiment, step: int) -> None:
-        """Lets a different factor or warmup begin at the current factor, before `step`."""
+        """A different factor or warmup begins at the current factor, before `step`."""
         if (factor(was), was.lr_warmup) != (factor(wanted), wanted.lr_warmup):
             self.first, self.begun = self.compute_factor(was, step), step
 
     def compute_rate(self, run: RankView, step: int | None = None) -> float:
-        """Returns the learning rate of `step`, or of the current step."""
+        """Returns the rate of `step`, or now."""
         e, step = run.experiment, run.rank.step if step is None else step
         scheduled = run.learner.schedule(step) if run.learner.schedule else 1.0
         return (e.lr or self.own) * self.compute_factor(e, step) * scheduled
 
     def set_rate(self, run: RankView, due: float | None = None) -> None:
-        """Sets the due rate before a step or after a change, and records a new rate."""
+        """Sets and records the due rate."""
         rank, due = run.rank, self.compute_rate(run) if due is None else due
         if due != rank.lr:
             at_rate(run.optimizer, due)
@@ -56,7 +55,7 @@ class Rate:
             run.sample("lr", due)
 
     async def agree_on_factor(self, run: RankView) -> None:
-        """Makes ranks that counted their own steps rise together like rank 0."""
+        """Makes all ranks rise like rank 0."""
         step, e = run.rank.step, run.experiment
         present = round(self.compute_factor(e, step) * FIXED_POINT)
         self.first, self.begun = (await run.gather(present))[0] / FIXED_POINT, step

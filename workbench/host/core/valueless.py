@@ -34,7 +34,7 @@ def make_outline(learner: Learner, built: bool = True) -> nn.Module:
 
     built: whether it may be built with values; if not, raises the model's error on the meta device
 
-    Raises `copy.deepcopy`'s error if it cannot copy. The model may be the one that is training, so a copy is necessary.
+    Raises `copy.deepcopy`'s error if it cannot copy. The model may be training, so it must.
     """
     try:
         with torch.device("meta"), _NoFills():
@@ -51,7 +51,7 @@ def make_outline(learner: Learner, built: bool = True) -> nn.Module:
     known: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
-            if p is not None:  # tied parameters stay tied
+            if p is not None:
                 empty = known.setdefault(id(p), _empty_parameter(p))
                 module._parameters[name] = empty
                 known[id(empty)] = empty
@@ -61,7 +61,6 @@ def make_outline(learner: Learner, built: bool = True) -> nn.Module:
 
 
 def _make_empty(x: Tensor) -> Tensor:
-    """Returns a tensor or parameter like `x` on the meta device."""
     return _empty_parameter(x) if isinstance(x, nn.Parameter) else torch.empty_like(x, device="meta")
 
 
@@ -83,7 +82,7 @@ def put_on_cpu(model: nn.Module) -> None:
 
 
 def make_like(x: Any) -> Any:
-    """Replaces the tensors in `x` by CPU tensors of the same sizes without values."""
+    """Replaces tensors by CPU tensors without values."""
     if isinstance(x, Tensor):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
     if isinstance(x, dict):

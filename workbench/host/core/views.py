@@ -1,7 +1,6 @@
 """One rank of a run, as the other parts of host see it.
 
-A host implements every view by its Session. A view lists what its users read or call, and no more. `RankView` is the
-smallest. Sub-packages that need more extend it in their own `views.py`.
+A view lists what its users read or call. Sub-packages extend `RankView` in their own `views.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class RankView(Protocol):
-    """One rank: what it trains, and how it talks to the others.
+    """One rank: its training, and its exchanges.
 
     state:  the strategy's state, which only the strategy reads
     spread: how a replica lies on several ranks; None: each rank has a whole replica
@@ -51,10 +50,10 @@ class RankView(Protocol):
     def now(self) -> float: ...
 
     async def gather(self, number: int) -> list[int]:
-        """Returns every rank's number, by rank."""
+        """Gathers by rank."""
 
     def mark(self, name: str, detail: Mapping[str, Json]) -> None:
-        """Records an event of this rank, with details as JSON."""
+        """Records an event."""
 
     def sample(self, name: str, value: float) -> None:
-        """Records one number of this rank."""
+        """Records one number."""
