@@ -1,1 +1,1 @@
-"""How a run goes on when ranks are lost, leave or join."""
+"""Keeps a run going when ranks are lost, leave or join."""

@@ -1,4 +1,4 @@
-"""Prepares a rank for its next generation: takes it back to a boundary and keeps its own state."""
+"""Prepares a rank for its next generation."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from workbench.host.transfer.boundary import Boundary, copy_boundary, make_bound
 from workbench.rank import Memory, Rank
 from workbench.tasks import at_rate
 
-RequestState = tuple[list[dict[str, Any]], Done, bool, int]  # asked, done, paused, credit, as in RankReport
+RequestState = tuple[list[dict[str, Any]], Done, bool, int]  # as in RankReport
 NOTHING: RequestState = [], {}, False, 0
 
 
 def explain_refusal(run: GenerationView, saved: Sequence[int], alive: bool = False) -> str:
     """Returns why `run`'s rank could not go on without another; "" if it could.
 
-    saved: as in RankReport; alive: whether perhaps only a wire is lost and no rank. The vote finds out.
+    saved: as in RankReport; alive: whether perhaps only a wire is lost
     """
     e, rollback = run.experiment, run.rollback
     if rollback is None:
@@ -48,19 +48,19 @@ def explain_refusal(run: GenerationView, saved: Sequence[int], alive: bool = Fal
 
 
 def return_to_boundary(run: GenerationView) -> bool:
-    """Puts `run`'s rank at a boundary if it is not at one. Returns whether it holds only a part of the state."""
+    """Returns whether the rank holds only a part of the state."""
     parts, run.bounds, rollback = False, [], run.rollback
     if rollback is not None:
         run.rank.step += rollback.go_back()
         run.outer = rollback.outer
         parts, run.bounds = rollback.is_void or has_parts(run.experiment), rollback.list_bounds()
-    run.optimizer.zero_grad(set_to_none=True)  # from a step that does not count
+    run.optimizer.zero_grad(set_to_none=True)  # of a lost step
     return parts
 
 
 def make_rank_report(run: GenerationView, member: int, parts: bool, saved: Sequence[int], asked: RequestState = NOTHING,
          process: Sequence[Any] = ()) -> RankReport:  # fmt: skip
-    """Returns the report of a rank that went back. saved: the steps of checkpoints that it sees if it holds `parts`"""
+    """Call it after `return_to_boundary`. saved: the steps of checkpoints that the rank sees if it holds `parts`"""
     e, rank, rollback = run.experiment, run.rank, run.rollback
     used = run.reads.list_boundaries(rank.step) if run.reads is not None else ()
     return RankReport(
@@ -83,8 +83,7 @@ def make_rank_report(run: GenerationView, member: int, parts: bool, saved: Seque
 class StateBefore:
     """A rank's state before it enters a generation, until the generation has formed.
 
-    A generation changes parameters, buffers, optimizer state, settings and plans. `restore` puts all of it back. Make
-    this before `hand_down_state`.
+    A generation changes parameters, buffers, optimizer state, settings and plans. Make this before `hand_down_state`.
     """
 
     def __init__(self, run: GenerationView, to: NextGeneration) -> None:
@@ -94,15 +93,14 @@ class StateBefore:
         self.settings |= {name: list(getattr(run, name)) for name in ("planned", "taken", "bounds")}
         self.settings["rate"], self.optimizer = copy(run.rate), run.optimizer
         self.whole: Boundary | None = None
-        if to.came.salvaged is not None:  # no one changes the values in `bounds`
+        if to.came.salvaged is not None:
             return
-        if has_parts(run.experiment):  # the ranks have come together, and the newest boundary is whole
+        if has_parts(run.experiment):  # the newest boundary is whole
             self.settings["bounds"] = [copy_boundary(b) for b in run.bounds]
         else:
             self.whole = make_boundary(run, (run.rank.step, run.obeyed))
 
     def restore_state(self) -> None:
-        """Gives the rank that state again."""
         run = self.run
         if run.experiment.bucket_mb != self.settings["experiment"].bucket_mb:
             run.resize_own_buckets(self.settings["experiment"].bucket_mb)
@@ -118,7 +116,6 @@ class StateBefore:
 
 
 def _load_state(run: RankView, state: State) -> None:
-    """Copies these flat values by name into the whole model and optimizer of `run`."""
     layout, optimizer = run.layout, run.optimizer
     with torch.no_grad():
         for name, x in [*handover.list_parameters(layout).items(), *run.model.named_buffers()]:
@@ -135,7 +132,7 @@ def _load_state(run: RankView, state: State) -> None:
 
 
 def hand_down_state(before: GenerationView, rank: Rank, to: NextGeneration) -> None:
-    """Gives `rank` the state of `before`, the same rank in the previous generation."""
+    """Hands down `before`, the same rank in the previous generation."""
     rank.memory = before.rank.memory.copied()
     before.replan_changes(to.changes)
     if (salvaged := to.came.salvaged) is None:
@@ -145,7 +142,7 @@ def hand_down_state(before: GenerationView, rank: Rank, to: NextGeneration) -> N
     before.bounds = [copy_boundary(b) for b in (_find_boundary(before, salvaged, rank.id),) if b is not None]
     own = before.bounds[0] if before.bounds else None
     rank.memory = Memory(rank.memory.seed)
-    if own is not None:  # whole even if it had slices
+    if own is not None:  # even if it had slices
         rank.memory.buffers.update(own.widen_memory(before.model, before.experiment.compressor))
     _allocate_model(before, to.experiment, to.came.step)
 
@@ -153,7 +150,7 @@ def hand_down_state(before: GenerationView, rank: Rank, to: NextGeneration) -> N
 def _count_ranks_behind(run: RankView, came: Membership) -> None:
     """Counts each rank that lacks the newest mean of all ranks as if it stood at that mean.
 
-    So a step that `run`'s rank has made since then weighs as much in the next mean as if all ranks were that far.
+    So a step that `run`'s rank has made since then weighs as much as if all ranks were that far.
     """
     anchor = run.experiment.strategy.anchor(run.state)
     if not came.behind or anchor is None:
@@ -166,7 +163,7 @@ def _count_ranks_behind(run: RankView, came: Membership) -> None:
 
 
 def _adopt_settings(run: GenerationView, e: Experiment, step: int) -> None:
-    """Adopts settings of the furthest rank that affect what a rank keeps."""
+    """Adopts the furthest rank's settings."""
     was = run.experiment
     run.rate.change_factor(was, e, step)
     if e.bucket_mb != was.bucket_mb:
@@ -177,7 +174,7 @@ def _adopt_settings(run: GenerationView, e: Experiment, step: int) -> None:
 
 
 def _allocate_model(run: GenerationView, e: Experiment, step: int) -> None:
-    """Gives the model memory for all parameters without values, and drops its earlier layout."""
+    """Gives the model memory without values."""
     was = run.experiment
     run.rate.change_factor(was, e, run.rank.step)
     run.rate.begun = min(run.rate.begun, step)
@@ -194,7 +191,7 @@ def _allocate_model(run: GenerationView, e: Experiment, step: int) -> None:
 
 
 def _find_boundary(run: GenerationView, salvaged: RecoverySource, place: int) -> Boundary | None:
-    """Returns the boundary to which this rank goes back; None if it holds nothing that counts."""
+    """Returns None without a valid state."""
     if salvaged.saved or salvaged.steps[place] < 0:
         return None
     return next(b for b in run.bounds if b.bound == (salvaged.steps[place], salvaged.changes))

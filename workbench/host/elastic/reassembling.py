@@ -1,8 +1,6 @@
 """Reassembles a model that was divided among ranks after some of them were lost.
 
-One `move` serves all ranks. It takes the pieces that ranks hold of one boundary (`host/elastic/recovery_sources.py`
-chooses it). Then every rank of a complete group holds the whole model. A new generation begins from there, as with
-whole replicas.
+Every rank of a complete group gets the whole model from the pieces of one boundary.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from workbench.host.transfer.views import ChangeView
 async def assemble_model(
     run: ChangeView, came: Membership, bounds: Sequence[Boundary], former: RecoveryCheckpoint | None
 ) -> None:
-    """Puts the model together on all ranks of a new generation. Their models have memory but no values.
+    """All ranks of a new generation call it. Their models have memory but no values.
 
     bounds: the boundary that this rank goes back to, if any; former: the checkpoint that all go back to instead
     """
@@ -59,10 +57,7 @@ async def assemble_model(
 
 
 async def _measure_tensors(run: ChangeView, mine: Boundary | None) -> tuple[dict[str, int], State, list[str]]:
-    """Returns the size of each tensor by name, an empty tensor of its dtype, and the slots' names.
-
-    All are equal on all ranks.
-    """
+    """Returns sizes, empty tensors, and the slots' names, alike on all ranks."""
     layout: ParameterLayout = run.layout
     like = {place.name: place.param.data.new_empty(0) for place in layout.order}
     sizes = {place.name: place.numel for place in sorted(layout.order, key=lambda place: place.name)}
@@ -75,21 +70,20 @@ async def _measure_tensors(run: ChangeView, mine: Boundary | None) -> tuple[dict
 
 
 async def _list_slots(run: ChangeView, like: State, here: State) -> list[str]:
-    """Returns the slots that any rank has. With sizes only: all slots if any rank has one."""
+    """With sizes only, returns all or none."""
     if not run.layout.has_sizes_only:
         return await handover.list_slots(run, like, here)
     return list(like) if any(await run.gather(int(any(name in here for name in like)))) else []
 
 
 def _find_values(mine: Boundary | None, name: str, n: int, like: State) -> torch.Tensor:
-    """Returns this rank's `n` values; zeros if its optimizer has no state yet or there are no values."""
+    """Returns zeros for missing values."""
     of = name.partition(":")[2]
     found = mine.state.get(of) if mine is not None else None
     return like[of].new_zeros(n) if found is None or found.is_meta else found
 
 
 def _load_values(run: ChangeView, given: State, slots: set[str], like: State) -> None:
-    """Copies the given values into the model, its buffers and the optimizer."""
     with torch.no_grad():
         for place in run.layout.order:
             place.param.data.copy_(given[place.name].view(place.param.shape))

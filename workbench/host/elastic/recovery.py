@@ -1,7 +1,7 @@
 """Decides how the remaining ranks of a generation go on. All ranks use the same votes and decide alike.
 
-Whole replicas go on from the step of the furthest rank. Ranks that held parts go on from the pieces that they have
-together (`host/elastic/recovery_sources.py`), or from a checkpoint.
+Whole replicas go on from the furthest rank's step. Ranks that held parts go on from the pieces that they have together
+(`host/elastic/recovery_sources.py`), or from a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ class RemainingRank:
     """A remaining rank, as its host knows it.
 
     member, place, size: its number in the run and its place among `size` ranks of the ended generation
-    run:                 its training loop; mark: writes a Mark
     find_missing:        returns the counted ranks that are not in these members: lost ranks, and new ranks that still
                          run
     checkpoint_path:     returns the path of the checkpoint before a step
@@ -42,10 +41,7 @@ class RemainingRank:
 
 
 def plan_shrink(who: RemainingRank, heard: Quorum) -> NextGeneration:
-    """Returns how the remaining ranks go on.
-
-    Raises KnobError if so few cannot train under these settings, and records that.
-    """
+    """Raises KnobError if so few cannot train under these settings, and records that."""
     try:
         return (_plan_from_parts if any(said.parts for said in heard.by_place.values()) else _plan_from_replicas)(
             who, heard
@@ -57,7 +53,6 @@ def plan_shrink(who: RemainingRank, heard: Quorum) -> NextGeneration:
 
 
 def _plan_from_replicas(who: RemainingRank, heard: Quorum) -> NextGeneration:
-    """The same as `plan_shrink` if each remaining rank has the whole model."""
     first = heard.furthest_report
     e, places = fit_survivors(_read_experiment(who, heard, first), heard.remaining_places)
     came = heard.make_membership(places)
@@ -88,13 +83,13 @@ def _plan_from_replicas(who: RemainingRank, heard: Quorum) -> NextGeneration:
 
 
 def mark_end_reason(mark: Callable[[str, Mapping[str, Json]], None], why: object) -> None:
-    """Records in a Mark why the run does not go on."""
+    """Records why the run ends."""
     lost = "a rank, or a wire to it, is lost"
     mark("members", {"text": f"{lost}, and the run cannot go on without it: {why}"})
 
 
 def _plan_from_parts(who: RemainingRank, heard: Quorum) -> NextGeneration:
-    """The same as `plan_shrink` if ranks held parts. Raises KnobError without a checkpoint if a piece is missing."""
+    """Raises KnobError if a piece and a checkpoint are missing."""
     said, reason = heard.by_place, ""
     if any(one.whole for one in said.values()):
         return _plan_from_gathered(who, heard)
@@ -122,7 +117,7 @@ def _plan_from_parts(who: RemainingRank, heard: Quorum) -> NextGeneration:
 
 
 def _plan_from_gathered(who: RemainingRank, heard: Quorum) -> NextGeneration:
-    """Goes on from the ranks that have everything: a rank was lost while they assembled the state."""
+    """A rank was lost while ranks assembled the state."""
     whole = {place: one for place, one in heard.by_place.items() if one.whole}
     first = max(whole.values(), key=lambda one: (*one.progress_key, -one.member))
     holders = tuple(sorted(place for place, one in whole.items() if one.progress_key == first.progress_key))
@@ -132,14 +127,14 @@ def _plan_from_gathered(who: RemainingRank, heard: Quorum) -> NextGeneration:
 
 
 def _read_experiment(who: RemainingRank, heard: Quorum, of: RankReport) -> Experiment:
-    """Returns a rank's experiment. To read it may need files of every family."""
+    """Reading may need many files."""
     same = of.settings == heard.by_place[who.place].settings
     known: Experiment = who.run.experiment
     return known if same else Experiment.read(of.settings, known.task)
 
 
 def explain_missing(e: Experiment, reason: str = "") -> str:
-    """Returns why the run cannot go on and which setting would have let it."""
+    """Explains which setting would have let the run go on."""
     strategy, way = type(e.strategy).__name__, type(e.partition).__name__
     if reason:
         return f"{reason}; and there is no checkpoint to go back to: take save_every=100, or more replicas"
@@ -165,9 +160,9 @@ def _plan_from_pieces(
     at: recovery_sources.PieceMap,
     how: str,
 ) -> NextGeneration:
-    """Goes on from the pieces. Raises KnobError if so many ranks cannot train or lack a piece."""
+    """Raises KnobError if ranks cannot train or lack a piece."""
     left = recovery_sources.sort_by_need(found, at.at, heard.remaining_places)
-    if e.strategy.shards and at.ways > 1:  # a rank without this boundary does not know how shards were laid out
+    if e.strategy.shards and at.ways > 1:  # needed to know the shards' layout
         left = [place for place in left if place in found.steps]
     to, places = fit_survivors(e, left, who.run.require_trainable)
     new = {place: number for number, place in enumerate(places)}
@@ -193,7 +188,6 @@ def _plan_from_pieces(
 
 
 def _plan_from_checkpoint(who: RemainingRank, heard: Quorum, e: Experiment, step: int) -> NextGeneration:
-    """Goes back to a checkpoint on all ranks."""
     to, places = fit_survivors(e, heard.remaining_places, who.run.require_trainable)
     everyone = tuple(range(len(places)))
     came = Membership(
@@ -253,12 +247,11 @@ def _make_generation(
 
 
 def _describe_left_out(left_out: list[int]) -> str:
-    """Returns the text about new ranks that do not take part."""
     return f", and {name_ranks(left_out)}, to come then, {choose_are(left_out)} left out" if left_out else ""
 
 
 def _mark_unread(who: RemainingRank, gone: list[int], first: RankReport) -> None:
-    """Records once that the lost ranks' position in their data is unknown, if so."""
+    """Records if lost ranks' positions in their data are unknown."""
     run = who.run
     if gone and run.learner.indexed and not has_common_step(run.experiment) and who.member == first.member:
         why = f"nobody knows how much {name_ranks(gone)} had read, for ranks keep no step in common"

@@ -1,10 +1,8 @@
 """Finds the parts of a run's state that are left after a loss, with their steps and ranks.
 
-If ranks are whole replicas, every remaining rank has the whole state. Under a partition or a sharding strategy a rank
-holds one of several pieces. It may be a step ahead of another rank. It keeps the last boundaries at which it stood
-(`host/elastic/rollback.py`). The remaining ranks go back to the newest boundary at which they have every piece
-together. If replicas drift apart, each complete replica goes back to a boundary of its own. The ranks take the mean of
-the replicas that have the newest mean of all ranks.
+If ranks hold pieces, one rank may be a step ahead of another. Each keeps its last boundaries. The remaining ranks go
+back to the newest boundary at which they have every piece together. If replicas drift apart, each complete replica goes
+back to its own boundary. The ranks take the mean of the replicas that have the newest mean of all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class PieceMap(NamedTuple):
-    """The number of pieces that the state is cut into, and the piece of each place."""
+    """The number of pieces (ways), and each place's piece."""
 
     ways: int
     at: tuple[int, ...]
@@ -37,15 +35,15 @@ class PieceSources(NamedTuple):
 
 
 def has_parts(e: Experiment) -> bool:
-    """Whether a rank holds only a part of the model or of its state."""
+    """Whether a rank holds only a part of the state."""
     return e.partition.size > 1 or bool(e.strategy.shards) or e.strategy.tables
 
 
 def map_pieces(e: Experiment, size: int, remembers: bool) -> PieceMap:
-    """Returns how the state of `size` ranks is cut under `e`. remembers: whether the optimizer has any state"""
+    """Maps pieces. remembers: whether the optimizer has any state"""
     if (ways := e.partition.size) > 1:
         return PieceMap(ways, tuple(place % ways for place in range(size)))
-    if e.strategy.tables:  # each server has rows of its own, and each rank that trains reads all tables
+    if e.strategy.tables:  # each server has its own rows, and trainers read all
         return PieceMap(size, tuple(range(size)))
     if "parameters" in e.strategy.shards or (remembers and e.strategy.shards):
         groups = sharers(e.strategy, size)
@@ -55,7 +53,7 @@ def map_pieces(e: Experiment, size: int, remembers: bool) -> PieceMap:
 
 
 def count_copies(e: Experiment, size: int, remembers: bool) -> int:
-    """Returns how many ranks have the rarest piece."""
+    """Counts the rarest piece's ranks."""
     count, at = map_pieces(e, size, remembers)
     return min(at.count(piece) for piece in range(count))
 
@@ -69,7 +67,7 @@ def find_agreed_step(bound: Sequence[int]) -> int | None:
 def find_newest(at: Mapping[Key, int | None]) -> set[Key]:
     """Returns the ranks or replicas that have the newest mean of all ranks; all of them if one is unknown.
 
-    at: by rank or replica, the step before which all ranks last had the same parameters
+    at: by rank or replica, the result of `find_agreed_step`
     """
     known = [step for step in at.values() if step is not None]
     if len(known) < len(at):
@@ -80,10 +78,10 @@ def find_newest(at: Mapping[Key, int | None]) -> set[Key]:
 def find_sources(
     e: Experiment, size: int, remembers: bool, there: Mapping[int, Mapping[int, int | None]]
 ) -> PieceSources | None:
-    """Returns where the whole state is at the newest step with all pieces; None if it is nowhere.
+    """Returns the sources at the newest step with all pieces; None without any.
 
-    there: for each remaining place, the steps of its boundaries after the same changes; for each step, the step before
-    which all ranks last had the same parameters (None: unknown)
+    there: for each remaining place, the steps of its boundaries after the same changes; for each step, the result of
+    `find_agreed_step`
     """
     count, at = map_pieces(e, size, remembers)
     if e.strategy.periodic:
@@ -98,7 +96,7 @@ def find_sources(
 def _find_replica_sources(
     count: int, at: tuple[int, ...], there: Mapping[int, Mapping[int, int | None]]
 ) -> PieceSources | None:
-    """For replicas that differ: returns the complete ones with the newest mean, or one made of incomplete ones."""
+    """Returns the complete replicas with the newest mean, or one made of incomplete ones."""
     sources, steps = [], dict[int, int]()
     for first in range(0, len(at), count):
         ranks = tuple(range(first, first + count))
@@ -122,7 +120,7 @@ def _find_replica_sources(
 
 
 def sort_by_need(found: PieceSources, at: tuple[int, ...], left: Collection[int]) -> list[int]:
-    """Returns the remaining places; first come places without which a piece would be missing."""
+    """Puts indispensable places first."""
     needed: list[int] = []
     if len(found.sources) > 1:
         needed = [place for group in found.sources for place in group]
@@ -134,7 +132,6 @@ def sort_by_need(found: PieceSources, at: tuple[int, ...], left: Collection[int]
 
 
 def _put_complete_first(places: tuple[int, ...], at: tuple[int, ...]) -> list[int]:
-    """Returns the places of complete replicas first."""
     ways = len(set(at))
     whole = [p for p in places if all(p - p % ways + k in places for k in range(ways))]
     return [*whole, *(p for p in places if p not in whole)]

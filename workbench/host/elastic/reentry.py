@@ -2,8 +2,8 @@
 
 No strategy takes part, because its `leave` may need a lost rank. If replicas are equal after each step, a rank that is
 behind takes the state of a furthest rank. If replicas drift apart, all ranks take the mean of the ranks that trained. A
-rank that lacks the newest mean of all ranks counts as if it stood at that mean, which contains its steps. Each rank's
-own state follows the rules of its owner ("The hand-over" in workbench/DESIGN.md). A strategy begins as after a switch.
+rank that lacks the newest mean counts as if it stood at that mean, which contains its steps. Each rank's own state
+follows its owner's rules ("The hand-over" in workbench/DESIGN.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from workbench.settings import KnobError
 
 
 class RecoverySource(NamedTuple):
-    """Where the ranks of a new generation find a state that was in parts, if some parts are lost.
+    """Where a new generation finds a state that was in parts, if some parts are lost.
 
     was:     the experiment under which the state was laid out, on `size` ranks
     changes: how many changes had been made then
@@ -48,8 +48,7 @@ class Membership(NamedTuple):
     members:  the ranks' numbers in the run, by place from now on
     places:   their places in the previous generation, by place from now on
     furthest: the places with the most steps and changes
-    trained:  the places that trained and have the newest mean of all ranks; other ranks only served or lack it
-    step:     the next step
+    trained:  the places that trained and have the newest mean of all ranks
     salvaged: how a state in parts is put together again; None if nothing was in parts
     behind:   how many ranks trained and lack the newest mean
     """
@@ -74,8 +73,7 @@ def fit_survivors(
 
     left: places in the previous generation, preferred ones first; able: raises KnobError if the model cannot be trained
 
-    A partition that needs more ranks than are left becomes one that needs fewer or none. Raises KnobError if no number
-    of ranks can train.
+    If too few are left, a smaller partition or none replaces the old one. Raises KnobError if no number can train.
     """
     reason: KnobError | None = None
     for way in _list_partitions(e.partition):
@@ -89,7 +87,7 @@ def fit_survivors(
 
 
 def _list_partitions(way: Partition) -> Iterator[Partition]:
-    """Yields the partition, and then smaller ones in its place."""
+    """Yields smaller ones later."""
     yield way
     yield from way.fewer()
     if way.size > 1:
@@ -98,7 +96,7 @@ def _list_partitions(way: Partition) -> Iterator[Partition]:
 
 
 def resize_experiment(e: Experiment, places: tuple[int, ...], ranks: int = 0) -> Experiment:
-    """Returns `e` for the ranks at the previous `places`, and for new ones: `ranks` in all (0: no new ones).
+    """Resizes `e`. places: previous places of ranks that stay; ranks: how many in all (0: no new ones)
 
     Raises KnobError if so many cannot train under `e`.
     """
@@ -113,11 +111,11 @@ def _move_fault(fault: Any, places: tuple[int, ...]) -> Fault:
 
 
 async def agree_on_state(run: ChangeView, came: Membership) -> None:
-    """Gives all ranks of the new generation one state. All ranks call it before their next step."""
+    """All ranks of the new generation call it before their next step."""
     strategy = run.experiment.strategy
     residual.start_compressor(run)
     await rank_state.migrate_rank_state(run, None, find_spread(run.experiment, run.model, run.learner))
-    if any(await run.gather(int(bool(run.optimizer.state)))):  # some ranks may have made no step
+    if any(await run.gather(int(bool(run.optimizer.state)))):  # some may have made no step
         create_optimizer_state(run.layout, run.optimizer)
     if strategy.periodic:
         state = [*handover.list_parameters(run.layout).values(), *handover.list_drifting(run, run.experiment.optimizer)]
@@ -128,7 +126,7 @@ async def agree_on_state(run: ChangeView, came: Membership) -> None:
 
 
 async def broadcast_momentum(run: ChangeView, momentum: dict[str, Tensor] | None, first: int) -> None:
-    """Gives all ranks the outer momentum of the rank `first`, if any. The strategy has entered by then."""
+    """Broadcasts the outer momentum of rank `first`. Call it after the strategy has entered."""
     if not (await run.gather(int(bool(momentum))))[first]:
         return
     given = {}

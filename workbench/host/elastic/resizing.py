@@ -1,7 +1,6 @@
-"""The first half of a resize: assembles the state while all old ranks are still present.
+"""The first half of a resize: assembles the state while all old ranks are present.
 
-It is the leaving half of a switch of strategy. Then a generation begins (`host/elastic/reentry.py`): the ranks that
-stay hold the whole state, and new ranks receive it.
+Then a generation begins (`host/elastic/reentry.py`), and new ranks receive the state.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from workbench.rank import Bucket
 
 
 async def gather_state(run: ChangeView, stay: tuple[int, ...]) -> None:
-    """Gives every rank the whole model and completes what its strategy has in flight. stay: places that go on"""
+    """Gives every rank the whole model, with nothing in flight. stay: places that go on"""
     was = run.experiment
     await drain_pipeline(run.flow)
     if was.strategy.in_flight:
@@ -43,7 +42,7 @@ async def gather_state(run: ChangeView, stay: tuple[int, ...]) -> None:
 
 
 async def bequeath_residuals(run: ChangeView, stay: tuple[int, ...]) -> None:
-    """Moves the residuals of leaving ranks, which are parts of a sum, to the ranks that `stay` in turn."""
+    """Moves leaving ranks' residuals, which are parts of a sum, to the ranks that `stay` in turn."""
     rank, memory = run.rank, run.rank.memory
     rules = {buffer: rule for one in inside(run.experiment.compressor) for buffer, rule in one.own.items()}
     for buffer in sorted(name for name, rule in rules.items() if rule == "sum"):
@@ -58,7 +57,7 @@ async def bequeath_residuals(run: ChangeView, stay: tuple[int, ...]) -> None:
 
 
 def _copy_residual(pieces: dict[str, Tensor], bucket: Bucket) -> Tensor:
-    """Returns a copy of this rank's part of a buffer for a bucket: (n,) in fp32 at least; 0 if it has none."""
+    """Returns (n,) in fp32 at least."""
     whole = torch.zeros_like(bucket.data, dtype=wide(bucket.data.dtype))
     for part in bucket.parts:
         if part.name in pieces:

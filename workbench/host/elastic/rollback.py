@@ -2,12 +2,11 @@
 
 A step that ends in one update of everything, after all exchanges, needs no copy. Before the update the model is
 unchanged, and an update needs no peer. All other strategies write parameters between or during exchanges. A broken
-exchange leaves invalid values, and so does a broken change of strategy. Such strategies need copies of parameters,
-optimizer state and the model's buffers at each boundary. A compressor's state (a residual) changes while gradients are
-sent, so it is copied under every strategy.
+exchange or switch leaves invalid values. So they need copies of parameters, optimizer state and buffers at each
+boundary. A compressor's residual changes while gradients are sent, so it is copied under every strategy.
 
-Copies are made only if the run goes on after losses. If a rank needs no copies, it can go back under any settings,
-because a person may remove a rank that hangs.
+Copies are made only if the run goes on after losses. A rank that needs none can go back under any settings, because a
+person may remove a rank that hangs.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ Key = tuple[str, str]  # kind and name
 
 
 def has_final_update(strategy: Strategy) -> bool:
-    """Whether a step of `strategy` ends in one update of everything, without an exchange after or a write before it."""
+    """Whether a step ends in one update of everything, without other exchanges or writes."""
     apart = strategy.periodic or strategy.late_update or strategy.has_background or strategy.shared
     return bool(strategy.clips and not apart and not strategy.shards)
 
 
 class RollbackView(ChangeView, Protocol):
-    """A rank that can go back to a boundary. obeyed: the number of changes made or refused so far"""
+    """A rank with a way back. obeyed: the number of changes made or refused so far"""
 
     experiment: Experiment
 
@@ -49,7 +48,7 @@ class RollbackView(ChangeView, Protocol):
     def obeyed(self) -> int: ...
     @property
     def offloaded_state(self) -> OffloadStore:
-        """The state that this rank has offloaded from its device."""
+        """State off the device."""
 
 
 class Rollback:
@@ -69,11 +68,11 @@ class Rollback:
     def __init__(self, run: RollbackView) -> None:
         self.run = run
         self.kept: deque[Boundary] = deque()
-        self._parts = False  # whether ranks held parts when the present step began
+        self._parts = False  # held parts before the step
         self._kept: dict[Key, Tensor] = {}
-        self._was: tuple[Experiment, Optimizer] | None = None  # experiment and optimizer, while a step goes on
+        self._was: tuple[Experiment, Optimizer] | None = None  # during a step
         self._updated = False
-        self._apart = 0  # as in Boundary, at the last boundary
+        self._apart = 0  # of the last boundary
         self.is_void = False
         self.outer: dict[str, Tensor] | None = None
         self.open = self.is_gathering = False
@@ -92,20 +91,19 @@ class Rollback:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all copies."""
         kept = [x for b in self.kept for state in (b.state, *b.memory.values()) for x in state.values()]
         return sum(x.nbytes for x in (*self._kept.values(), *kept))
 
     @property
     def has_slots(self) -> bool:
-        """Whether this rank's optimizer has any state, here or off its device."""
+        """Also off the device."""
         run = self.run
         return bool(read_slots(run.layout, run.optimizer)) or bool(run.offloaded_state.item_count)
 
     @contextmanager
     def guard_step(self, changes: bool = False) -> Iterator[None]:
-        """Encloses a step or something that `changes` the whole rank. After an error inside, `back` can undo it."""
-        if self._was is not None:  # nested in a step or change
+        """Encloses a step or something that `changes` the whole rank. After an error inside, `go_back` can undo it."""
+        if self._was is not None:  # nested
             yield
             return
         self._parts, self.is_gathering, self.whole_state = has_parts(self.run.experiment), False, None
@@ -129,9 +127,9 @@ class Rollback:
         self._was = None
 
     def _keep_boundary(self) -> None:
-        """Keeps this boundary: another rank may have the lost rank's parts, or only a wire is lost.
+        """Another rank may have the lost rank's parts, or only a wire is lost.
 
-        Tables are too large to be copied in each step because of a wire alone.
+        Tables are too large to be copied because of a wire alone.
         """
         run = self.run
         self.copies = count_copies(run.experiment, run.rank.size, self.has_slots)
@@ -144,7 +142,7 @@ class Rollback:
 
     @property
     def _is_elsewhere(self) -> bool:
-        """Whether a part of this rank's state is neither in its model nor in its optimizer, where it can be copied."""
+        """Whether state is outside the model and the optimizer."""
         return self.run.experiment.strategy.opaque or bool(self.run.offloaded_state.item_count)
 
     @property
@@ -152,11 +150,11 @@ class Rollback:
         return self.run.rank.step, self.run.obeyed
 
     def note_update(self) -> None:
-        """Notes that the optimizer is about to update everything."""
+        """Call it before the update."""
         self._updated = True
 
     def note_whole_state(self, stays: bool) -> None:
-        """Notes that this rank has the whole model. stays: False if an heir already has its compressor's residual"""
+        """Call it once this rank is whole. stays: False if an heir already has its compressor's residual"""
         if self._parts and not self.run.experiment.strategy.tables:
             here = make_boundary(self.run, self._current_bound, copied=False)._replace(
                 spread=None, cut=None, sharded=False
@@ -164,23 +162,20 @@ class Rollback:
             self.whole_state = here if stays else here._replace(memory={})
 
     def end_guard(self) -> None:
-        """Ends what was going on. It succeeded, although by an exception, so no rank goes back from it."""
+        """For a change that succeeded, although by an exception."""
         self._was, self.open = None, False
         if self.whole_state is not None:
             self.is_void, self.kept = True, deque([self.whole_state])
 
     def go_back(self) -> int:
-        """Puts this rank at a boundary if it is not at one. Returns 1 if the step that it was in counts, else 0.
-
-        While `open`, a rank cannot go back.
-        """
+        """Returns 1 if the rank's present step counts, else 0. While `open`, a rank cannot go back."""
         if self._was is None:
             self._apart = count_steps_apart(self.run)
             self.outer = None if has_parts(self.run.experiment) else self._find_momentum()
             return 0
         run = self.run
         (e, optimizer), self._was = self._was, None
-        if self._parts or has_parts(run.experiment):  # the state here is invalid, in any layout
+        if self._parts or has_parts(run.experiment):  # the state is invalid
             if not self._parts:
                 self.kept = deque([self._make_boundary()])
             elif self.whole_state is not None:
@@ -199,19 +194,17 @@ class Rollback:
         return 0
 
     def _find_momentum(self) -> dict[str, Tensor] | None:
-        """Returns the present outer momentum."""
         run, strategy = self.run, self.run.experiment.strategy
         return dict(strategy.hands_on(run.rank.replicas, run.state) or {}) if strategy.has_outer else None
 
     def list_bounds(self) -> list[Boundary]:
-        """Returns the boundaries from which this rank can go on after it went `back`, the newest last."""
+        """Returns the boundaries that this rank can use, the newest last."""
         if self.is_void or (has_parts(self.run.experiment) and self._is_elsewhere):
             return list(self.kept)
         kept = [b for b in self.kept if b.bound != self._current_bound]
         return [*kept, make_boundary(self.run, self._current_bound, copied=False)._replace(apart=self._apart)]
 
     def _make_boundary(self) -> Boundary:
-        """Returns the boundary of the copies, if the model was whole."""
         state, memory = dict[str, Tensor](), dict[str, dict[str, Tensor]]()
         for (kind, name), x in self._kept.items():
             if kind.startswith("residual "):
@@ -233,7 +226,7 @@ class Rollback:
         return found
 
     def _copy_state(self, state: dict[Key, Tensor]) -> None:
-        """Copies `state`, if possible into earlier copies of the same shape."""
+        """Reuses earlier copies."""
         for key in self._kept.keys() - state.keys():
             del self._kept[key]
         with torch.no_grad():

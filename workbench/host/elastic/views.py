@@ -1,4 +1,4 @@
-"""One rank of a run, as those see it who take it to its next generation."""
+"""A rank's view between generations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.tasks import Learner
 
 
 class SurvivorView(Protocol):
-    """A rank that is left, for the decision how the run goes on."""
+    """A remaining rank."""
 
     @property
     def experiment(self) -> Experiment: ...
@@ -26,11 +26,11 @@ class SurvivorView(Protocol):
     def learner(self) -> Learner: ...
 
     def require_trainable(self, wanted: Experiment) -> Experiment:
-        """Returns `wanted`. Raises KnobError if this host cannot train it."""
+        """Raises KnobError if this host cannot train `wanted`."""
 
 
 class GenerationView(ChangeView, PolicyView, Protocol):
-    """A rank that leaves a generation, and takes its state into the next.
+    """A rank that takes its state into the next generation.
 
     bounds, outer: as in `ElasticMember` (`host/loop/elastic_member.py`)
     """
@@ -47,13 +47,13 @@ class GenerationView(ChangeView, PolicyView, Protocol):
     def steering(self) -> PolicyRunner: ...
 
     def replan_changes(self, changes: int) -> None:
-        """Makes `changes` the number of made changes."""
+        """As in ElasticMember."""
 
     def resize_own_buckets(self, bucket_mb: float) -> None:
-        """Cuts buckets of another size, between 2 generations."""
+        """Only between 2 generations."""
 
     def release_state(self, seed: int) -> None:
-        """Drops this rank's part of the model and its placement. Seeds the random numbers with `seed`."""
+        """As in ElasticMember."""
 
     def reallocate_state(self) -> None:
-        """Puts the whole model, which has memory again, into buckets, and makes its optimizer."""
+        """As in ElasticMember."""

@@ -1,6 +1,6 @@
-"""The reports of remaining ranks to each other at the end of a generation, and their consequences.
+"""The reports of remaining ranks to each other at the end of a generation.
 
-The furthest of these ranks decides what counts. Each host exchanges the reports in its own way.
+The furthest rank decides what counts. Each host exchanges the reports in its own way.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RankReport(NamedTuple):
 
     @property
     def agreed_step(self) -> int | None:
-        """The step before which all ranks last had the same parameters, by its newest boundary."""
+        """See `find_agreed_step`."""
         return find_agreed_step(self.bounds[-1]) if self.bounds else None
 
     @property
@@ -74,18 +74,18 @@ class RankReport(NamedTuple):
 
 
 class Quorum(NamedTuple):
-    """The reports of all remaining ranks, by place in the ended generation."""
+    """Reports by place in the ended generation."""
 
     by_place: dict[int, RankReport]
 
     @property
     def furthest_report(self) -> RankReport:
-        """The report of the furthest rank, which counts."""
+        """The report that counts."""
         return max(self.by_place.values(), key=lambda said: (*said.progress_key, -said.member))
 
     @property
     def remaining_places(self) -> list[int]:
-        """The places of the remaining ranks, the furthest first."""
+        """The furthest come first."""
         return sorted(
             self.by_place,
             key=lambda place: (self.by_place[place].progress_key != self.furthest_report.progress_key, place),
@@ -93,19 +93,19 @@ class Quorum(NamedTuple):
 
     @property
     def vote_rows(self) -> list[list[int]]:
-        """The vote as recorded: each remaining member, and the step that it makes next."""
+        """Rows of [member, its next step]."""
         return sorted([said.member, said.step] for said in self.by_place.values())
 
     @property
     def vote_text(self) -> str:
-        """The vote as a sentence, the furthest ranks first."""
+        """The furthest come first."""
         steps = sorted({step for _, step in self.vote_rows}, reverse=True)
         who = [name_ranks([member for member, at in self.vote_rows if at == step]) for step in steps]
         return ", ".join(f"{one} {'' if n else 'stood '}before step {step}"
                          for n, (one, step) in enumerate(zip(who, steps, strict=True)))  # fmt: skip
 
     def make_membership(self, places: tuple[int, ...]) -> Membership:
-        """Returns how the ranks at these `places` come to the next generation in this order."""
+        """Takes the places in their new order."""
         said = [self.by_place[place] for place in places]
         furthest = tuple(i for i, one in enumerate(said) if one.progress_key == self.furthest_report.progress_key)
         trained = find_newest({i: one.agreed_step for i, one in enumerate(said) if one.trained})
@@ -120,11 +120,11 @@ class Quorum(NamedTuple):
         )
 
     def used(self, step: int) -> int:
-        """Returns how many examples of the data's order all steps before `step` have used up."""
+        """Counts used examples before `step`."""
         return max((n for said in self.by_place.values() for at, n in said.used if at <= step), default=0)
 
     def list_requests(self, first: RankReport | None = None) -> list[dict[str, Any]]:
-        """Returns each request that any rank has received and the deciding rank has not obeyed."""
+        """Lists requests that the deciding rank has not obeyed."""
         found: dict[str, dict[str, Any]] = {}
         for said in self.by_place.values():
             found |= {what.get("id", ""): what for what in said.asked}
@@ -163,5 +163,5 @@ def choose_are(ranks: Sequence[int]) -> str:
 
 
 def describe_loss(gone: Sequence[int]) -> str:
-    """Returns what has ended a generation: the ranks that are `gone`, or a connection if all are alive."""
+    """Describes a loss of ranks, or of a connection if none is `gone`."""
     return f"{name_ranks(gone)} {choose_are(gone)} lost" if gone else "a connection between ranks was lost"
