@@ -1,1 +1,1 @@
-"""The loop of a rank, the same on both hosts."""
+"""The loop of a rank."""

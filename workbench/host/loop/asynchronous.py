@@ -1,7 +1,6 @@
 """Decides when ranks meet that do not meet in every round.
 
-Each host announces a meeting in its own way: the engine by messages (see [Note: Two ways of hearing] there), a
-simulation at once.
+The engine announces a meeting by messages (see [Note: Two ways of hearing] there), a simulation at once.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from workbench.rank import Rank
 
 
 def is_idle(e: Experiment, rank: Rank) -> bool:
-    """Whether this rank only waits for a meeting, as a server or after its last step."""
+    """Whether this rank only waits, as a server or after its last step."""
     return rank.role == "server" or (not e.strategy.lockstep and 0 < e.steps <= rank.step)
 
 
 def choose_meeting_step(e: Experiment, rank: Rank, state: Any) -> int:
-    """Returns the step of the next meeting, late enough for every rank to know it by then. Only for rank 0."""
+    """Chooses a step late enough for every rank to know it. Only for rank 0."""
     strategy = e.strategy
     return max(rank.step, strategy.newest(rank, state)) + strategy.propagation_in(rank.size, rank.step)

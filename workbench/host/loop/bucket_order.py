@@ -15,10 +15,10 @@ from workbench.settings import KnobError
 
 
 class BucketOrdering(ABC):
-    """The part of a RankLoop that cuts its buckets."""
+    """A RankLoop's buckets."""
 
     async def split_state(self: LoopView, ahead: bool = False) -> None:
-        """Splits state that is whole on every rank as the partition and the strategy need it.
+        """Splits whole state for the partition and the strategy.
 
         ahead: orders the buckets first
         """
@@ -37,7 +37,7 @@ class BucketOrdering(ABC):
     async def foresee_order(self: LoopView) -> None:
         """Cuts buckets in the order of gradients, if a trial can foresee it.
 
-        A trial that serves only this order must be cheap: the task is pure, and the model is not built again.
+        A trial only for this order must be cheap: the task is pure, and the model is not built again.
         """
         strategy = self.experiment.strategy
         shards = "parameters" in strategy.shards
@@ -53,7 +53,6 @@ class BucketOrdering(ABC):
             await self.reorder_parameters(names)
 
     async def reorder_buckets(self: LoopView, names: list[str]) -> None:
-        """Cuts buckets in the order `names`, unless they have it already."""
         strategy = self.experiment.strategy
         if names == _list_names(self):
             return
@@ -63,15 +62,15 @@ class BucketOrdering(ABC):
 
     @abstractmethod
     async def agree_on_order(self, names: list[str]) -> list[str]:
-        """Returns `names` of the first of the ranks that hold the same part of the model."""
+        """Returns `names` of the first rank with the same part of the model."""
 
     @abstractmethod
     async def reorder_parameters(self, names: list[str]) -> None:
-        """Puts the parameters into this order, and cuts new buckets."""
+        """Also cuts new buckets."""
 
 
 def _find_sliced_order(run: RankView) -> list[str]:
-    """Returns the order of gradients with sliced matrices, because backward adds some of them up at its end."""
+    """Backward adds sliced gradients up at its end."""
     split = run.spread.split if run.spread else None
     if split is None:
         return []
@@ -82,5 +81,4 @@ def _find_sliced_order(run: RankView) -> list[str]:
 
 
 def _list_names(run: RankView) -> list[str]:
-    """Returns the names of the parameters in the layout's order."""
     return [place.name for place in run.layout.order]

@@ -1,4 +1,4 @@
-"""Lets a rank go on when other ranks are lost: it goes back from a step, and enters a new generation."""
+"""Lets a rank go on when other ranks are lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from workbench.host.transfer.boundary import Boundary
 from workbench.rank import Rank
 from workbench.settings import Json
 
-MAX_UNDONE = 16  # made changes that a rank can still undo
+MAX_UNDONE = 16  # that a rank can undo
 
 
 class ElasticMember:
@@ -55,7 +55,7 @@ class ElasticMember:
     _made: Sequence[Planned | None] = ()
 
     async def pass_boundary(self) -> None:
-        """Takes what is due at this boundary. A rank that a fault crashes ends here."""
+        """A crashing rank ends here."""
         await self._crash_if_due()
         await self.make_due_changes()
         await self._crash_if_due()
@@ -68,7 +68,7 @@ class ElasticMember:
             await self.crash_rank(mine)
 
     async def train_in_generation(self: LoopView, came: Membership) -> None:
-        """Trains in a new generation, after ranks were lost or came, to the last step."""
+        """Trains to the last step."""
         if came.salvaged is not None:
             await assemble_model(self, came, self.bounds, self.former)
         self.bounds, self.former = [], None
@@ -88,7 +88,7 @@ class ElasticMember:
         await self.run_steps()
 
     async def align_order(self: LoopView) -> None:
-        """Gives all ranks rank 0's order of parameters, because a new rank does not know the order of gradients."""
+        """All ranks take rank 0's order, because new ranks know none."""
         here = [place.name for place in self.layout.order]
         names = json.loads(await self.broadcast_text(json.dumps(here) if self.rank.id == 0 else ""))
         unfreeze_parameters(self, names)
@@ -96,27 +96,26 @@ class ElasticMember:
             await self.reorder_parameters(names)
 
     def guard_step(self, changes: bool = False) -> AbstractContextManager[None]:
-        """A context for a step or a change. If a rank is lost inside, this one can go back."""
+        """Encloses a step or a change. If a rank is lost inside, this one can go back."""
         return nullcontext() if self.rollback is None else self.rollback.guard_step(changes)
 
     async def make_changes(self, changes: list[Planned]) -> None:
-        """Makes planned changes one after another. The remaining ones stay in `taken`."""
+        """Remaining changes stay in `taken`."""
         self.taken = changes
         while self.taken:
             await self.execute_change(self.taken[0])
             self.count_obeyed(self.taken.pop(0))
-            await self._crash_if_due()  # the next change may end the generation
+            await self._crash_if_due()  # the next change may end it
 
     def count_obeyed(self, planned: Planned | None = None) -> None:
-        """Counts a change that was made or refused. planned: the change, if it was a planned one"""
+        """planned: None for other changes"""
         self.obeyed += 1
         self._made = (*self._made, planned)[-MAX_UNDONE:]
 
     def replan_changes(self, changes: int) -> None:
         """Makes `changes` the number of made changes.
 
-        If other ranks have made more than this one, it skips them. If this one has made more, it plans the planned ones
-        among the rest again.
+        A rank with fewer skips the missing ones. A rank with more plans its planned ones again.
         """
         todo, undone = [*self.taken, *self.planned], self.obeyed - changes
         again = [change for change in list(self._made)[-undone:] if change is not None] if undone > 0 else []
@@ -126,28 +125,28 @@ class ElasticMember:
 
     @abstractmethod
     async def confirm_formed(self) -> None:
-        """Waits until every rank of the generation holds the full state. If one does not, no generation forms."""
+        """Waits until every rank holds the full state. If one does not, no generation forms."""
 
     @property
     @abstractmethod
     def offloaded_state(self) -> OffloadStore:
-        """The state that this rank has offloaded from its device."""
+        """State off the device."""
 
     @abstractmethod
     def resize_own_buckets(self, bucket_mb: float) -> None:
-        """Cuts buckets of another size, between 2 generations."""
+        """Only between 2 generations."""
 
     @abstractmethod
     def release_state(self, seed: int) -> None:
-        """Drops this rank's part of the model and its placement. Seeds the random numbers with `seed`."""
+        """Drops this rank's part of the model. Seeds the random numbers."""
 
     @abstractmethod
     def reallocate_state(self) -> None:
-        """Puts the whole model, which has memory again, into buckets, and makes its optimizer."""
+        """Puts the whole model into buckets."""
 
     @abstractmethod
     async def crash_rank(self, mine: bool) -> None:
-        """Crashes this rank if `mine`, or another one, once all ranks have made the change that brought the fault."""
+        """Crashes a rank, this one if `mine`, once all ranks have made the change that brought the fault."""
 
     @abstractmethod
     def mark(self, name: str, detail: Mapping[str, Json]) -> None: ...
@@ -157,7 +156,7 @@ class ElasticMember:
     async def execute_change(self, change: Planned) -> bool: ...
 
     def begin_generation(self: LoopView) -> None:
-        """Begins a generation, when its ranks can reach each other and have exchanged nothing yet."""
+        """Call it before ranks exchange anything."""
         e = self.experiment
         self.set_fabric(e, e)
         take_role(self, e)
@@ -167,7 +166,7 @@ class ElasticMember:
 
 
 def _start_strategy(run: LoopView) -> None:
-    """Starts the strategy, from a state that all ranks have."""
+    """Call it with equal states."""
     run.rate.set_rate(run)
     run.enter_strategy(None, run.experiment)
     if run.experiment.strategy.opaque:

@@ -1,8 +1,4 @@
-"""The loop of a rank on either host: boundary, step, evaluation, again.
-
-The loop is a coroutine like a strategy's step, and the same host drives it. Each host implements the abstract methods,
-which need a clock, a connection or a person.
-"""
+"""The loop of a rank on either host: boundary, step, evaluation, again."""
 
 from __future__ import annotations
 
@@ -46,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
-    """The part of a rank that goes from boundary to boundary. Each `views.py` says what others use of it.
+    """The part of a rank that goes from boundary to boundary. Hosts implement its abstract methods.
 
     planned:       future changes, in the order of their steps
     pending_pause: seconds of a fault's pause before this rank's next step
@@ -65,10 +61,10 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
     spread: ReplicaSpread | None = None
     flushing = 0
     pending_pause = 0.0
-    _examples = -1  # of the last step, as recorded
-    _laid = False  # whether all state is placed for the first step
+    _examples = -1
+    _laid = False  # for the first step
 
-    if TYPE_CHECKING:  # attributes in the engine, properties in the simulator
+    if TYPE_CHECKING:  # the engine has attributes, the simulator properties
 
         @property
         def learner(self) -> Learner: ...
@@ -81,19 +77,17 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether ranks make steps without a meeting in every round."""
+        """Whether ranks make steps without meeting every round."""
         strategy = self.experiment.strategy
-        if self.rank.mesh.inside:  # a replica's stages exchange each batch, and all ranks get each ticket
+        if self.rank.mesh.inside:  # stages exchange each batch
             return False
         return not strategy.lockstep or strategy.propagation_in(self.rank.size, self.rank.step) > 0
 
     @property
     def due_count(self) -> int:
-        """The number of planned changes that are due at this rank's step."""
         return sum(change.at_step <= self.rank.step for change in self.planned)
 
     async def train_from_start(self) -> None:
-        """Trains from the first evaluation to the last step."""
         await self.place_state()
         await self.saving.restore_state()
         self.steering.plan_first()
@@ -104,11 +98,10 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
         await self.run_steps()
 
     async def run_steps(self) -> None:
-        """Makes steps and evaluations until the run is over."""
         self.start_background()
         while not await self.check_ended():
             before = self.rank.step
-            if not asynchronous.is_idle(self.experiment, self.rank):  # an idle rank only takes changes
+            if not asynchronous.is_idle(self.experiment, self.rank):  # it only takes changes
                 await self.make_step()
             if self.experiment.evaluates(before, self.rank.step):
                 await self._agree_on_unfrozen()
@@ -124,20 +117,20 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
         await self.finish_run()
 
     async def place_state(self) -> None:
-        """Places all sharded state before the first step."""
+        """Call it before the first step."""
         await self.split_state(ahead=True)
         self._laid = True
         self.mark_buckets()
         self.ledger.note_model_cut()
 
     async def check_ended(self) -> bool:
-        """Takes what is due at this boundary. Returns whether this rank has made its last step."""
+        """Returns whether this rank has made its last step."""
         await self.pass_boundary()
         e = self.experiment
         return self.is_ended or (e.strategy.lockstep and 0 < e.steps <= self.rank.step)
 
     async def make_due_changes(self) -> None:
-        """Makes the changes that are due before the next step. Ranks that are `apart` meet for them first."""
+        """Asynchronous ranks meet first."""
         apart = self.is_asynchronous
         if apart:
             if not await self.check_meeting():
@@ -148,14 +141,14 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
         due = self.called_count if apart else self.due_count
         taken, self.planned = self.planned[:due], self.planned[due:]
         await self.make_changes(taken)
-        while self.due_count and not self.is_asynchronous:  # ranks that met late are past their steps
+        while self.due_count and not self.is_asynchronous:  # late ranks are past their steps
             await self.make_changes([self.planned.pop(0)])
         await self.take_requests(apart)
         if apart or self.is_asynchronous:
             self.start_background()
 
     async def execute_change(self, change: Planned) -> bool:
-        """Makes or refuses one change, asks the policy, or makes a checkpoint. Returns whether a change was made."""
+        """Also asks the policy, or makes a checkpoint. Returns whether a change was made."""
         if isinstance(change, CheckpointEvent):
             await self.saving.make_planned(change)
             return False
@@ -170,7 +163,6 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
         return made
 
     async def make_step(self) -> None:
-        """Makes one step, and the work that a step can cause."""
         if self.pending_pause:
             seconds, self.pending_pause = self.pending_pause, 0.0
             stood = await Op("stand", seconds)
@@ -201,7 +193,7 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
         self.note_steps(made)
 
     async def _train_unfrozen(self) -> None:
-        """A parameter that the model has unfrozen joins, if the ranks have met in this step."""
+        """Unfrozen parameters join if the ranks have met."""
         if names := list(self.usage.unfrozen):
             await train_unfrozen(self, names)
         elif not (self.is_asynchronous or self.usage.settled or self.usage.step is not None):
@@ -209,7 +201,7 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
                 await agree_on_unfrozen(self)
 
     def _note_examples(self, count: int) -> None:
-        """Records the number of this step's examples if it has changed; only on a replica's first rank."""
+        """Only first ranks record it."""
         first = not self.rank.mesh.inside or self.rank.inside.index == 0
         if first and self.experiment.batch and count != self._examples:
             self._examples = count
@@ -235,18 +227,17 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
             self.sample("held_out" if name == "loss" else f"held_out:{name}", value)
 
     async def _agree_on_unfrozen(self) -> None:
-        """What some rank has unfrozen joins, if ranks keep a step in common and have not agreed on it in that step."""
         if self.experiment.strategy.lockstep and not self.usage.settled:
             await agree_on_unfrozen(self)
 
     async def _make_late_updates(self) -> None:
-        """Makes late updates of earlier steps, while the rate still is the one of their step."""
+        """Call it before the rate changes."""
         strategy = self.experiment.strategy
         if strategy.late_update:
             await strategy.drain(self.rank.replicas, self.state)
 
     def mark_buckets(self) -> None:
-        """Records the size of each bucket in bytes, on rank 0, from the first step on."""
+        """Begins at the first step."""
         if self.rank.id == 0 and self._laid:
             self.mark("buckets", {"nbytes": [b.nbytes for b in self.layout.buckets]})
 
@@ -255,62 +246,62 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
     @property
     @abstractmethod
     def now(self) -> float:
-        """Seconds since the run began."""
+        """Seconds since start."""
 
     @property
     @abstractmethod
     def sent_bytes(self) -> int:
-        """Bytes that this rank has sent over its links."""
+        """Counts bytes over its links."""
 
     @property
     @abstractmethod
     def drawn_batches(self) -> int:
-        """The number of batches that this rank has drawn."""
+        """Counts drawn batches."""
 
     @property
     @abstractmethod
     def is_ended(self) -> bool:
-        """Whether the run is over, at any step."""
+        """Whether the run ended."""
 
     @property
     @abstractmethod
     def has_met(self) -> bool:
-        """Whether all ranks have exchanged something in this step."""
+        """Whether all ranks have exchanged data in this step."""
 
     @property
     @abstractmethod
     def called_count(self) -> int:
-        """The number of planned changes that are due on rank 0, after a meeting."""
+        """Counts rank 0's due changes, after a meeting."""
 
     @abstractmethod
     async def step_strategy(self) -> int:
-        """Makes the strategy's step. Returns the number of steps that it counts for."""
+        """Returns how many steps it counts for."""
 
     @abstractmethod
     async def broadcast_text(self, text: str, by: int = 0) -> str:
-        """Broadcasts `text` of rank `by` to every rank."""
+        """Sends `by`'s text."""
 
     @abstractmethod
     def tune_partition(self) -> None:
-        """Applies new knobs of the partition, without moving the model."""
+        """Does not move the model."""
 
     @property
     @abstractmethod
     def has_new_order(self) -> bool:
-        """Whether the first exchanged backward has just shown the order of gradients."""
+        """Whether the first exchanged backward has just shown it."""
 
     @abstractmethod
     async def learn_order(self) -> list[str]:
-        """Returns the order of gradients, the same on all ranks that hold the same part of the model."""
+        """Returns the order of gradients, the same on all ranks with the same part."""
 
     @property
     @abstractmethod
     def usage(self) -> ParameterUsage:
-        """What this rank's steps use, and what the model has unfrozen."""
+        """Its steps' parameters."""
 
     @property
     def access_trace(self) -> AccessTrace | None:
-        """The parameters that a step reads, if the host knows them without its Unsharder."""
+        """A step's reads, if known without an Unsharder."""
         return None
 
     @abstractmethod
@@ -319,31 +310,31 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
 
     @abstractmethod
     async def evaluate_known(self, known: list[Bucket]) -> Evaluated:
-        """Returns the held-out numbers of the parameters in `known`, without waiting for other ranks."""
+        """Waits for no rank."""
 
     @abstractmethod
     async def check_meeting(self) -> bool:
-        """Returns whether there is a meeting now. An idle rank waits for one."""
+        """An idle rank waits."""
 
     @abstractmethod
     async def assemble_ranks(self) -> None:
-        """Waits for all ranks, and for the end of their backgrounds."""
+        """Waits for all backgrounds."""
 
     async def take_requests(self, apart: bool) -> None:
-        """Takes the requests of people."""
+        """Takes people's requests."""
 
     async def await_background(self) -> None:
-        """Waits until the background has ended."""
+        """Waits for its end."""
 
     async def finish_run(self) -> None:
-        """Reports how the run has ended on this rank."""
+        """Reports the end."""
 
     def note_steps(self, made: int) -> None:
-        """Notes that the rank has made `made` steps."""
+        """Notes made steps."""
 
     @abstractmethod
     def start_background(self) -> None:
-        """Starts the background, or starts it again after a meeting."""
+        """Also restarts it."""
 
     @abstractmethod
     async def gather(self, number: int) -> list[int]: ...
@@ -384,7 +375,7 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
 
     @abstractmethod
     def span(self, lane: str, name: str, began: float, nbytes: int = 0) -> None:
-        """Records a span from `began` to now."""
+        """Records until now."""
 
     @abstractmethod
     def sample(self, name: str, value: float) -> None: ...

@@ -1,4 +1,4 @@
-"""One rank of a run, as the parts of its loop see each other."""
+"""A rank's view within its loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.host.transfer.views import ChangeView
 
 
 class LoopView(ChangeView, Protocol):
-    """A rank that makes steps, and goes on in a new generation. For the attributes see `ElasticMember`."""
+    """A rank that makes steps; see `ElasticMember`."""
 
     planned: list[Planned]
     taken: list[Planned]
@@ -36,22 +36,22 @@ class LoopView(ChangeView, Protocol):
     def steering(self) -> PolicyRunner: ...
 
     async def foresee_order(self) -> None:
-        """Cuts buckets in the order of gradients, if a trial can foresee it."""
+        """As in BucketOrdering."""
 
     async def agree_on_order(self, names: list[str]) -> list[str]:
-        """Returns `names` of the first of the ranks that hold the same part of the model."""
+        """As in BucketOrdering."""
 
     async def align_order(self) -> None:
-        """Gives all ranks rank 0's order of parameters."""
+        """As in ElasticMember."""
 
     async def split_state(self, ahead: bool = False) -> None:
-        """Splits state that is whole on every rank as the partition and the strategy need it."""
+        """As in BucketOrdering."""
 
     async def confirm_formed(self) -> None:
-        """Waits until every rank of the generation holds the full state."""
+        """As in ElasticMember."""
 
     async def run_steps(self) -> None:
-        """Makes steps and evaluations until the run is over."""
+        """As in RankLoop."""
 
     def set_phase(self, phase: str) -> None:
-        """Records what the run does now, such as "running"."""
+        """For example "running"."""
