@@ -1,1 +1,1 @@
-"""Measures and watches a rank while it trains."""
+"""Measures a rank while it trains."""

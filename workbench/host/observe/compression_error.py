@@ -1,8 +1,7 @@
-"""Measures the error of compression, at the same steps on every rank and both hosts.
+"""Measures the error of compression, at the same steps on every rank.
 
-Every `measure_every` steps a stand-in replaces the compressor for one step. It never measures two exchanges in a row,
-so that there are unmeasured ones to compare. For each measured step rank 0 records the Samples "compression_error",
-"compression_cosine" and "residual_ratio".
+Every `measure_every` steps a stand-in replaces the compressor, but never in two exchanges in a row. Rank 0 records the
+Samples "compression_error", "compression_cosine" and "residual_ratio".
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from workbench.rank import Op
 
 
 class CompressionErrorProbe:
-    """Decides when one rank measures, by steps and exchanges only: the same on ranks in step."""
+    """Decides by steps and exchanges only: the same on ranks in step."""
 
     def __init__(self) -> None:
-        self.last = 0  # the last measured step
-        self.rests = False  # whether the last exchange was measured
+        self.last = 0  # last measured step
+        self.rests = False  # just measured
 
     def measure_step(self, run: MeasuringView) -> Coroutine[Op, Any, int | None]:
-        """Returns a step of the run's strategy, measured if it is due."""
+        """Returns the strategy's step, measured if it is due."""
         e = run.experiment
         step = e.strategy.step(run.rank.replicas, run.state)
         if run.flushing:
@@ -53,7 +52,7 @@ class CompressionErrorProbe:
 
 
 async def _run_weighed(run: MeasuringView, step: Coroutine[Op, Any, int | None]) -> int | None:
-    """Runs a step, and records for a policy how much of its gradient this rank sends."""
+    """Records for a policy how much this rank sends."""
     rank = run.rank
     stand_in = rank.compressor = Gain(rank.compressor, feeds(run.experiment.compressor))
     try:
@@ -66,11 +65,10 @@ async def _run_weighed(run: MeasuringView, step: Coroutine[Op, Any, int | None])
 
 
 def _exchanges_in_step(e: Experiment) -> bool:
-    """Whether all ranks exchange in the same steps."""
     s = e.strategy
     return s.lockstep and not (s.in_flight or s.opaque) and s.workers == 1
 
 
 def is_measurable(e: Experiment) -> bool:
-    """Whether `e` asks for measurements, and all ranks use a lossy compressor in the same steps."""
+    """Whether all ranks use a lossy compressor in the same steps."""
     return bool(e.measure_every) and _exchanges_in_step(e) and lossy(e.compressor)

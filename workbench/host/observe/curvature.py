@@ -1,6 +1,6 @@
 """Estimates curvature on one rank: second moments of its layers, and Gauss-Newton products.
 
-Both hosts use it. It does not communicate: strategies sum over ranks. It has hooks only while a strategy uses them.
+Strategies sum over ranks. Hooks exist only while a strategy uses them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from workbench.host.observe.kronecker import (
 from workbench.host.placement.layout import ParameterLayout
 from workbench.rank import Factors, StrategyError
 
-_LOCK, _OPEN = threading.Lock(), list[ExitStack]()  # one stack per open block
+_LOCK, _OPEN = threading.Lock(), list[ExitStack]()
 
 
 @contextmanager
 def _twice_differentiable() -> Iterator[None]:
     """Computes attention by the only kernel that has a second derivative.
 
-    The setting is process-wide: the first of several threads makes it, and the last one restores it.
+    The setting is process-wide: the first thread makes it, and the last one restores it.
     """
     with _LOCK:
         held = ExitStack()
@@ -48,11 +48,11 @@ def _twice_differentiable() -> Iterator[None]:
             if len(_OPEN) == 1:
                 _OPEN.pop().close()
             else:
-                _OPEN.pop()  # the first stack holds the setting and stays
+                _OPEN.pop()  # the first stack holds the setting
 
 
 def outline_factors(model: nn.Module, layout: ParameterLayout) -> list[Factors]:
-    """Returns the Factors of `FactorCollector.take_factors`, with sizes only."""
+    """Makes Factors without values."""
     found = []
     for name, layer in find_layers(model, {place.name for place in layout.order}).items():
         kind = torch.promote_types(layer.weight.dtype, torch.float32)
@@ -62,7 +62,7 @@ def outline_factors(model: nn.Module, layout: ParameterLayout) -> list[Factors]:
 
 
 class _LayerSums:
-    """One layer's sums of a a^T (inputs) and g g^T (slopes), and of how many terms and slopes."""
+    """Sums of a a^T (inputs) and g g^T (slopes), and their counts."""
 
     def __init__(self, layer: Layer) -> None:
         kind, like = torch.promote_types(layer.weight.dtype, torch.float32), layer.weight
@@ -71,12 +71,12 @@ class _LayerSums:
 
 
 class FactorCollector:
-    """Collects inputs and slopes of Linear layers and convolutions, from now until `factors`.
+    """Collects inputs and slopes of Linear layers and convolutions, from now until `take_factors`.
 
     It assumes that the loss is the mean over the N rows of a Linear layer, or the N images of a convolution. So the
-    gradient of one example's loss is N times autograd's. A convolution's inputs are summed over the T places of an
-    image, and its slopes are averaged. All batches have equal weight. A layer that is called again in a pass adds rows
-    of inputs, and gradients of the same N terms.
+    gradient of one example's loss is N times autograd's. It sums a convolution's inputs over the T places of an image,
+    and averages its slopes. All batches have equal weight. A layer that is called again in a pass adds rows of inputs,
+    and gradients of the same N terms.
 
     scale: the factor of the loss in the current backward
     """
@@ -84,14 +84,14 @@ class FactorCollector:
     def __init__(self, model: nn.Module, layout: ParameterLayout) -> None:
         self._layers = find_layers(model, {place.name for place in layout.order})
         self._sums = {name: _LayerSums(layer) for name, layer in self._layers.items()}
-        self._called: set[str] = set()  # layers called in this pass
+        self._called: set[str] = set()  # in this pass
         self.scale = 1.0
         self._removers: list[Any] = [model.register_forward_pre_hook(lambda *_: self._called.clear())]
         for name, layer in self._layers.items():
             self._removers.append(layer.register_forward_hook(partial(self._add_inputs, name)))
 
     def take_factors(self) -> list[Factors]:
-        """Returns the layers' factors in the model's order, zeros without a call. Removes the hooks."""
+        """Zeros without a call. Removes the hooks."""
         for remover in self._removers:
             remover.remove()
         found = []
@@ -102,7 +102,7 @@ class FactorCollector:
         return found
 
     def _add_inputs(self, name: str, layer: Layer, given: tuple[Tensor, ...], made: Tensor) -> None:
-        if not made.requires_grad:  # an evaluation, or a pass that backward computes again
+        if not made.requires_grad:  # an evaluation, or a repeated pass
             return
         sums = self._sums[name]
         with torch.no_grad():
@@ -131,12 +131,12 @@ class GaussNewtonProducts:
     def __init__(self, model: nn.Module, loss: Callable[..., Tensor], batch: Any, layout: ParameterLayout) -> None:
         self._buckets, by_name = layout.buckets, {place.name: place.param for place in layout.order}
         params = [by_name[part.name] for bucket in self._buckets for part in bucket.parts]
-        self._trains = [p.requires_grad for p in params]  # torch differentiates by no frozen one
+        self._trains = [p.requires_grad for p in params]  # not by frozen ones
         self._trained = [p for p in params if p.requires_grad]
         calls: list[list[Tensor]] = []
 
         def cut(module: nn.Module, given: Any, made: Any) -> Any:
-            """Detaches the model's outputs, so that the loss has a graph of its own."""
+            """Gives the loss its own graph."""
             flat, spec = tree_flatten(made)
             through = [isinstance(x, Tensor) and x.requires_grad for x in flat]
             self._made = [x for x, is_one in zip(flat, through, strict=True) if is_one]
@@ -146,7 +146,7 @@ class GaussNewtonProducts:
 
         hook = model.register_forward_hook(cut)
         try:
-            with torch.enable_grad(), _twice_differentiable():  # other kernels have no second derivative
+            with torch.enable_grad(), _twice_differentiable():
                 value = loss(model, batch)
         finally:
             hook.remove()
@@ -171,12 +171,12 @@ class GaussNewtonProducts:
         self._back = [(i, b) for i, b in enumerate(back) if b is not None and b.requires_grad]
 
     def _to_params(self, given: Any, **how: bool) -> list[Tensor | None]:
-        """Takes gradients of what the model made on to the parameters; a frozen one has None."""
+        """Frozen ones have None."""
         found = iter(torch.autograd.grad(self._made, self._trained, given, allow_unused=True, **how))
         return [next(found) if trains else None for trains in self._trains]
 
     def multiply_vector(self, vector: list[Tensor]) -> list[Tensor]:
-        """Returns the product with `vector`. Both are lists of (n,), by bucket."""
+        """vector: (n,) by bucket"""
         v = [x.view(shape) for flat, bucket in zip(vector, self._buckets, strict=True)
              for x, shape in _cut_parts(flat, bucket.parts)]  # fmt: skip
         with _twice_differentiable():
@@ -199,25 +199,22 @@ def _cut_parts(flat: Tensor, parts: Any) -> list[tuple[Tensor, tuple[int, ...]]]
 
 
 class CurvatureEstimator:
-    """One rank's curvature estimates. Hosts report passes and updates; a strategy asks."""
+    """One rank's estimates."""
 
     def __init__(self, model: nn.Module, loss: Callable[..., Tensor], layout: ParameterLayout) -> None:
         self._model, self._loss, self._layout = model, loss, layout
-        self._batch: Any = None  # the last forward's batch, until the next update
+        self._batch: Any = None  # until the next update
         self._collecting: FactorCollector | None = None
         self._products: GaussNewtonProducts | None = None
 
     def note_forward(self, batch: Any) -> None:
-        """Notes the batch of a forward that begins or ends."""
         self._batch, self._products = batch, None
 
     def note_backward(self, grad: float | None) -> None:
-        """Notes that a backward of the loss times `grad` begins."""
         if self._collecting is not None:
             self._collecting.scale = 1.0 if grad is None else grad
 
     def note_update(self) -> None:
-        """Forgets the batch and its products after an update."""
         self._batch = self._products = None
 
     def collect_factors(self) -> None:
@@ -252,7 +249,7 @@ class CurvatureEstimator:
             raise StrategyError("a batch's loss was asked for again before its forward, or after the update")
         where = next(self._model.parameters()).device
         kept = [(m, name, b) for m in self._model.modules() for name, b in m._buffers.items() if b is not None]
-        for module, name, buffer in kept:  # autograd has saved the buffers, so write to copies
+        for module, name, buffer in kept:  # autograd has saved the originals
             module._buffers[name] = buffer.clone()
         try:
             with torch.random.fork_rng([where] if where.type == "cuda" else []):

@@ -1,4 +1,4 @@
-"""Evaluates a model's held-out loss, and compares a rank's parameters with other values."""
+"""Evaluates a model's held-out loss, and compares parameters with other values."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from workbench.rank import as_real
 if TYPE_CHECKING:
     from workbench.strategies import Strategy
 
-CHUNK_ELEMENTS = 65_536  # elements compared at a time
-Evaluated = tuple[dict[str, float], float | None]  # numbers by name; this rank's RMS distance, None for sizes only
+CHUNK_ELEMENTS = 65_536
+Evaluated = tuple[dict[str, float], float | None]  # numbers; RMS distance, or None
 
 
 def compute_numbers(
     evaluate: Callable[[nn.Module], float | dict[str, float]] | None, model: nn.Module
 ) -> dict[str, float]:
-    """Runs a task's `evaluate` without gradients. Returns its numbers by name, or {}."""
+    """Runs `evaluate` without gradients. Returns numbers by name."""
     if evaluate is None:
         return {}
     was = model.training
@@ -35,19 +35,19 @@ def compute_numbers(
 
 
 def compute_distance(own: Iterable[Tensor], others: Iterable[Tensor], numel: int) -> float:
-    """Returns the root mean square difference over `numel` elements."""
+    """Returns the RMS difference."""
     return compute_rms(sum(sum_squares(x, y) for x, y in zip(own, others, strict=True)), numel)
 
 
 def sum_squares(own: Tensor, other: Tensor) -> float:
-    """Returns the sum of squared differences, computed in pieces to save memory."""
+    """Works in pieces to save memory."""
     own, other = as_real(own), as_real(other)
     pairs = zip(own.reshape(-1).split(CHUNK_ELEMENTS), other.reshape(-1).split(CHUNK_ELEMENTS), strict=True)
     return sum(float((x - y).float().square().sum()) for x, y in pairs)
 
 
 def compute_rms(squares: float, numel: int) -> float:
-    """Returns the root mean square from the sum of squares of `numel` elements."""
+    """Returns the root mean square."""
     return float((squares / max(1, numel)) ** 0.5)
 
 
@@ -57,8 +57,7 @@ def count_kept_bytes(strategy: Strategy, ranks: int, held: int, others: int) -> 
     held:   bytes of its parameters
     others: bytes of running statistics, which differ between ranks
 
-    A mean of 2 or 4 equal numbers is exact, so equal parameters need no copy. With other counts rounding may change
-    them.
+    A mean of 2 or 4 equal numbers is exact, so equal parameters need no copy.
     """
     if ranks == 1:
         return 0
@@ -67,7 +66,7 @@ def count_kept_bytes(strategy: Strategy, ranks: int, held: int, others: int) -> 
 
 @contextmanager
 def hold_values(tensors: list[Tensor], values: list[Tensor], kept: list[Tensor] | None = None) -> Iterator[None]:
-    """Gives the tensors these values within the block, and then their own, from `kept` if given."""
+    """Inside, the tensors have these values."""
     kept = [x.detach().clone() for x in tensors] if kept is None else kept
     for x, value in zip(tensors, values, strict=True):
         x.data.copy_(value)

@@ -32,8 +32,7 @@ class InputRows(NamedTuple):
 def find_layers(model: nn.Module, trained: set[str]) -> dict[str, Layer]:
     """Returns the layers that have factors, by name: their parameters are trained and unshared.
 
-    Derived classes have none, because they may compute something else. Grouped convolutions have none, because their
-    weight is several matrices. Convolutions that pad with anything but zeros have none.
+    Derived classes may compute something else. Grouped convolutions have several matrices.
     """
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     found: dict[str, Layer] = {}
@@ -51,17 +50,17 @@ def _is_plain_convolution(layer: nn.Module) -> bool:
 
 
 def name_parameters(name: str, layer: Layer) -> tuple[str, str]:
-    """Returns the names of a layer's weight and bias in the model."""
+    """Names weight and bias."""
     return f"{name}.weight".lstrip("."), f"{name}.bias".lstrip(".") if layer.bias is not None else ""
 
 
 def factor_sizes(layer: Layer) -> tuple[int, int]:
-    """Returns the sizes of a layer's two factors: of inputs, with the bias's 1, and of outputs."""
+    """Sizes: of inputs, with the bias's 1, and of outputs."""
     return layer.weight[0].numel() + (layer.bias is not None), len(layer.weight)
 
 
 def make_input_rows(layer: Layer, x: Tensor, kind: torch.dtype) -> InputRows:
-    """Returns the input `x` as rows of dtype `kind`."""
+    """Makes rows of dtype `kind`."""
     x = x.detach().to(kind)
     if isinstance(layer, nn.Linear):
         rows = x.reshape(-1, layer.in_features)
@@ -75,7 +74,7 @@ def make_input_rows(layer: Layer, x: Tensor, kind: torch.dtype) -> InputRows:
 
 
 def make_slope_rows(layer: Layer, grad: Tensor, kind: torch.dtype) -> Tensor:
-    """Returns the gradient of the output as (n, o), one row for each input row."""
+    """Returns (n, o), by input row."""
     grad = grad.detach().to(kind)
     if not isinstance(layer, nn.Linear):
         grad = _add_batch_dim(layer, grad).movedim(1, -1)
@@ -83,15 +82,15 @@ def make_slope_rows(layer: Layer, grad: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def _add_batch_dim(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
-    """Adds the batch dimension, because a convolution accepts one example without it."""
+    """One example may lack it."""
     return x if x.dim() == layer.weight.dim() else x[None]
 
 
 def _cut_patches(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
-    """Returns the patches (B T, i) under the window at each of T places."""
+    """Returns (B T, i): the window at each of T places."""
     window, dilation, padding, stride = (tuple(each) for each in (
         layer.kernel_size, layer.dilation, layer.padding, layer.stride))  # fmt: skip
-    if isinstance(layer, nn.Conv1d):  # torch unfolds only images
+    if isinstance(layer, nn.Conv1d):  # unfold takes images
         x = x[:, :, None]
         window, dilation, padding, stride = (1, *window), (1, *dilation), (0, *padding), (1, *stride)
     found = F.unfold(x, window, dilation, padding, stride)  # type: ignore[arg-type]

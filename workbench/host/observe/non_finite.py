@@ -1,8 +1,8 @@
 """Watches one rank's losses for non-finite values, and its gradients if it skips bad steps.
 
-A step costs only a check of its loss. If that is not finite, the rank computes the batch again to find the layer. To
-skip steps, it reads all gradients once before each update. Whole replicas need no exchange for that, because they
-update by one sum, so a non-finite number reaches all. The ranks of a partition reduce one number, as for `clip`.
+If a step's loss is not finite, the rank computes the batch again to find the layer. To skip steps, it reads all
+gradients before each update. Whole replicas need no exchange for that: they update by one sum, so a non-finite number
+reaches all. The ranks of a partition reduce one number.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from workbench.host.placement.canonical_state import list_buffers
 from workbench.rank import Op, StrategyError
 from workbench.settings import Json
 
-WINDOW_LOSSES = 10  # losses in the mean that is compared with the best mean so far
-MAX_SKIPPED = 20  # more skipped steps in a row are an alarm
+WINDOW_LOSSES = 10  # in a mean
+MAX_SKIPPED = 20  # steps before alarm
 R = TypeVar("R")
 
 
 class NonFiniteGuard:
-    """One rank's watch for non-finite and diverging losses.
+    """One rank's watch for bad losses.
 
     alarmed: asks the host to "pause", "stop" or "roll back" the run, as far as it can
     first:   the loss of the run's first step, None before; lower losses never count as diverged
@@ -46,38 +46,36 @@ class NonFiniteGuard:
 
     def __init__(self, run: WatchedView, alarmed: Callable[[str], None], first: float | None = None) -> None:
         self.run, self.alarmed, self.first = run, alarmed, first
-        self._skipped = -1  # the last skipped step
-        self._row = 0  # how many steps were skipped in a row
+        self._skipped = -1
+        self._row = 0  # consecutive skips
         self.forget_losses()
 
     def forget_losses(self) -> None:
-        """Forgets earlier losses and alarms, when the run continues after a pause."""
-        self._found: NonFiniteOrigin | None = None  # the cause in the current step
+        """Call it after a pause."""
+        self._found: NonFiniteOrigin | None = None  # this step's cause
         self._said = False
         self._losses: deque[float] = deque(maxlen=WINDOW_LOSSES)
         self._best = math.inf
 
     def take_first_loss(self, first: float | None) -> None:
-        """Takes the run's first loss, if known, on a rank that joined later."""
         self.first = self.first if first is None else float(first)
 
     async def agree_on_first_loss(self) -> None:
-        """Gives all ranks the largest first loss of any rank, after ranks have joined."""
+        """Takes the largest of all ranks."""
         place = self.run.layout.order[0].param.device
         mine = torch.tensor([-math.inf if self.first is None else self.first], dtype=torch.float64, device=place)
         largest = await self.run.rank.all_reduce(mine, "max", "first loss")
-        if not largest.is_meta:  # with sizes only there are no losses
+        if not largest.is_meta:  # with sizes only
             self.take_first_loss(float(largest[0]) if math.isfinite(largest[0]) else None)
 
     # -- losses --
 
     def check_forward(self, loss: Tensor, batch: Any) -> None:
-        """Checks a forward's loss. If it is not finite, finds the cause before an update hides it."""
+        """Finds the cause before an update hides it."""
         if self._found is None and not math.isfinite(float(loss)):
             self._found = self._find_cause(batch)
 
     def check_step_loss(self, step: int, loss: float) -> None:
-        """Checks the mean of a step's losses on this rank, and may raise an alarm."""
         found, self._found = self._found, None
         if step == self._skipped:
             return
@@ -101,7 +99,7 @@ class NonFiniteGuard:
         return 0 < times * self._best < mean and mean > self.first
 
     def _raise_alarm(self, name: str, detail: dict[str, Json]) -> None:
-        """Records an alarm and acts by `on_nan`, once until a good loss or the end of a pause."""
+        """Only once until a good loss or a pause's end."""
         if not self._said:
             self._said = True
             self.run.mark(name, {"rank": self.run.rank.number(), **detail})
@@ -109,7 +107,6 @@ class NonFiniteGuard:
             self.alarmed(policy if policy in ("stop", "roll back") else "pause")
 
     def _find_cause(self, batch: Any) -> NonFiniteOrigin:
-        """Finds the layer that made a loss non-finite, or that the batch is empty."""
         if has_no_rows(batch):
             return NonFiniteOrigin("", NO_ROWS)
         if self._can_recompute:
@@ -118,14 +115,13 @@ class NonFiniteGuard:
 
     @property
     def _can_recompute(self) -> bool:
-        """Whether this rank can compute a batch again by itself."""
         run = self.run
         return self.again and run.spread is None and not run.reading.sharded and run.experiment.strategy.workers == 1
 
     # -- skipped steps --
 
     def guard_step(self, step: Coroutine[Op, Any, R]) -> Coroutine[Op, Any, R]:
-        """Returns `step`, which skips its update for a non-finite gradient if `on_nan` is "skip"."""
+        """Returns `step`, which skips bad updates if `on_nan` is "skip"."""
         return self._run_guarded(step) if self.run.experiment.on_nan == "skip" and self._has_values else step
 
     @property
@@ -133,8 +129,7 @@ class NonFiniteGuard:
         return not any(p.is_meta for p in self.run.model.parameters() if p.requires_grad and p.numel())
 
     async def _run_guarded(self, step: Coroutine[Op, Any, R]) -> R:
-        """Passes on the Ops of a step, but replaces the update if a gradient is not finite."""
-        before = [(b, b.clone()) for b in list_buffers(self.run.model)]  # a bad batch spoils running statistics, too
+        before = [(b, b.clone()) for b in list_buffers(self.run.model)]  # it spoils statistics
         batch: Any = None
         value: Any = None
         error: Exception | None = None
@@ -160,7 +155,6 @@ class NonFiniteGuard:
             step.close()
 
     async def _has_bad_gradient(self) -> bool:
-        """Whether a gradient of this rank's replica is not finite."""
         bad = not is_finite(p.grad for p in self.run.model.parameters())
         rank = self.run.rank
         if rank.mesh.inside:
@@ -169,10 +163,7 @@ class NonFiniteGuard:
         return bad
 
     def _skip_update(self, batch: Any, before: list[tuple[Tensor, Tensor]]) -> None:
-        """Restores the buffers, and records why the update is skipped, as far as this rank knows.
-
-        After more than MAX_SKIPPED skipped steps it raises an alarm.
-        """
+        """Restores the buffers, and records the reason."""
         run, step = self.run, self.run.rank.step
         self._row = self._row + 1 if self._skipped == step - 1 else 1
         self._skipped = step
@@ -183,7 +174,7 @@ class NonFiniteGuard:
         if own is None and batch is not None and self._can_recompute:
             own = find_in_backward(run.model, run.learner.loss, batch)
         if self._row > MAX_SKIPPED:
-            self._skipped = -1  # skipping did not help
+            self._skipped = -1
             return self._raise_alarm(
                 "nan", {"loss": "", **(own or find_in_gradients(run.model)).to_json(), "row": MAX_SKIPPED}
             )
@@ -193,17 +184,17 @@ class NonFiniteGuard:
 
 
 def is_finite(grads: Iterable[Tensor | None]) -> bool:
-    """Whether all numbers of these gradients (or None) are finite. On a GPU this synchronizes."""
+    """On a GPU this synchronizes."""
     there = [g.detach() for g in grads if g is not None and g.numel()]
     if not there:
         return True
     real = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in there]
-    sums = torch.stack([g.sum(dtype=torch.float32) for g in real])  # a sum is the fastest way to read all numbers
+    sums = torch.stack([g.sum(dtype=torch.float32) for g in real])  # the fastest check
     return bool(sums.isfinite().all()) or all(bool(g.isfinite().all()) for g in there)
 
 
 def has_no_rows(batch: Any) -> bool:
-    """Whether a tensor of the batch, at any depth, has a first dimension of 0."""
+    """Whether a tensor's first dimension is 0."""
     if isinstance(batch, Tensor):
         return batch.dim() > 0 and batch.shape[0] == 0
     if isinstance(batch, Mapping):
@@ -212,7 +203,6 @@ def has_no_rows(batch: Any) -> bool:
 
 
 def _zero_gradients(model: nn.Module) -> None:
-    """Replaces the optimizer's step: zeroes gradients for code that still reads them."""
     for p in model.parameters():
         if p.grad is not None:
             p.grad.zero_()

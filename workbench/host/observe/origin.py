@@ -1,4 +1,4 @@
-"""Finds the layer of a non-finite number, by computing a batch again or from current values."""
+"""Finds the layer of a non-finite number, from a repeated batch or from current values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class NonFiniteOrigin(NamedTuple):
-    """A layer's name ("" if it is no layer, or unknown), and why it is that one."""
+    """A layer ("": unknown), and the reason."""
 
     layer: str
     why: str
@@ -28,12 +28,12 @@ UNKNOWN = NonFiniteOrigin("", "")
 def find_in_forward(model: nn.Module, loss: Loss, batch: Any) -> NonFiniteOrigin:
     """Returns the layer that makes the loss of `batch` non-finite.
 
-    If parameters are not finite, it is the layer that an earlier backward spoiled first. Gradients go from there to the
-    layers before it. Else it is the first innermost layer with finite inputs and a non-finite output.
+    If parameters are not finite, it is the layer that an earlier backward spoiled first. Else it is the first innermost
+    layer with finite inputs and a non-finite output.
     """
     called: list[str] = []
     bad: list[str] = []
-    fed: list[str] = []  # modules with non-finite inputs
+    fed: list[str] = []  # with non-finite inputs
     sound: dict[str, list[bool]] = {}
 
     def enter(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -63,7 +63,7 @@ def find_in_forward(model: nn.Module, loss: Loss, batch: Any) -> NonFiniteOrigin
 
 
 def find_in_backward(model: nn.Module, loss: Loss, batch: Any) -> NonFiniteOrigin | None:
-    """Returns the first layer in backward order with a non-finite gradient of `batch`, or None."""
+    """Returns the first layer in backward order with a non-finite gradient."""
     called: list[str] = []
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
@@ -82,10 +82,7 @@ def find_in_backward(model: nn.Module, loss: Loss, batch: Any) -> NonFiniteOrigi
 
 
 def find_in_gradients(model: nn.Module) -> NonFiniteOrigin:
-    """Returns the first layer in backward order with a non-finite gradient now.
-
-    The gradient may be the sum over ranks.
-    """
+    """Gradients may be sums over ranks."""
     wrong = {name for name, p in model.named_parameters() if p.grad is not None and not _is_finite(p.grad)}
     return _find_last_layer(
         list(_list_layers(model)), wrong, "the first in backward order whose gradient, of all ranks, is not finite"
@@ -93,7 +90,7 @@ def find_in_gradients(model: nn.Module) -> NonFiniteOrigin:
 
 
 def find_in_parameters(model: nn.Module, called: Iterable[str] = ()) -> NonFiniteOrigin:
-    """Returns the layer whose parameters an update has spoiled first.
+    """Returns the layer that an update has spoiled first.
 
     called: names of modules in forward order, if known
     """
@@ -103,7 +100,6 @@ def find_in_parameters(model: nn.Module, called: Iterable[str] = ()) -> NonFinit
 
 
 def _find_last_layer(called: list[str], wrong: set[str], why: str) -> NonFiniteOrigin:
-    """Returns the last called layer that holds one of the parameters `wrong`."""
     holders = {name.rpartition(".")[0] for name in wrong}
     if not wrong:
         return UNKNOWN
@@ -115,7 +111,7 @@ def _list_layers(model: nn.Module) -> Iterator[str]:
 
 
 def _is_finite(x: Any) -> bool:
-    """Whether all floating-point tensors in `x`, at any depth, are finite."""
+    """Ignores integers."""
     if isinstance(x, Tensor):
         return x.is_meta or not (x.is_floating_point() or x.is_complex()) or bool(x.isfinite().all())
     if isinstance(x, Mapping):
@@ -124,7 +120,7 @@ def _is_finite(x: Any) -> bool:
 
 
 def _try_computing(what: Callable[[], Any]) -> Any:
-    """Returns the result; None if the model fails, because hooks have noted enough by then."""
+    """Returns None if the model fails: hooks know enough."""
     try:
         return what()
     except Exception:
@@ -133,7 +129,6 @@ def _try_computing(what: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _hook_modules(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
-    """Calls `enter` before and `leave` after each module's forward, with its name."""
     handles: list[Any] = []
     try:
         for name, module in model.named_modules():
@@ -151,7 +146,7 @@ def _hook_modules(model: nn.Module, enter: Callable[..., None], leave: Callable[
 def _preserve_state(model: nn.Module) -> Iterator[None]:
     """Restores buffers and torch's random state after the block.
 
-    It keeps the buffers' version counters, because autograd may still need the original forward.
+    Version counters stay, because autograd may need the original forward.
     """
     state, before = torch.get_rng_state(), [(b, b.clone()) for b in model.buffers()]
     with torch.autograd._unsafe_preserve_version_counter(tuple(b for b, _ in before)):

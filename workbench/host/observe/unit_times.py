@@ -1,4 +1,4 @@
-"""Times each part of a model forward and backward, in one process of this machine."""
+"""Times each part of a model forward and backward, in one process."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from workbench.settings import KnobError
 from workbench.settings.describe_error import text_of
 from workbench.tasks import Learner
 
-WARMUP_PASSES = 3  # passes before the timed ones
+WARMUP_PASSES = 3  # untimed ones
 
 
 class TimedUnit(NamedTuple):
-    """A part between two possible cuts, and its seconds per micro-batch forward and backward.
+    """A part between two possible cuts, and its seconds per micro-batch.
 
     The first part includes the work before the model's call, and the last part the loss.
     """
@@ -34,16 +34,16 @@ class TimedUnit(NamedTuple):
 
 
 def measure_unit_times(e: Experiment, learner: Learner, rounds: int) -> tuple[TimedUnit, ...]:
-    """Returns median times over `rounds` passes of one micro-batch, after WARMUP_PASSES untimed passes.
+    """Returns median times over `rounds` passes of one micro-batch, after WARMUP_PASSES.
 
-    It uses one thread, like a rank, and computes the parts in sequence, like stages of one part each. Raises KnobError
-    if the task defines no parts, or if an output cannot cross between ranks.
+    It uses one thread, like a rank. Raises KnobError if the task defines no parts, or if an output cannot cross between
+    ranks.
     """
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     try:
         torch.set_num_threads(1)
         torch.manual_seed(e.seed)
-        model = copy.deepcopy(learner.model()).train()  # the task may have only one model
+        model = copy.deepcopy(learner.model()).train()  # the task may have only one
         parts = list_parts(model, learner)
         batch = cut_batch(make_example(learner, e, "cpu"), e.partition.micro_batches)[0]
         each = StageCuts(1, tuple((part,) for part in parts), (), ())
@@ -73,7 +73,7 @@ def measure_unit_times(e: Experiment, learner: Learner, rounds: int) -> tuple[Ti
 def measure_outputs(e: Experiment, learner: Learner) -> tuple[int, ...]:
     """Returns the bytes of each part's output for one micro-batch, without the last part's.
 
-    Computes no values. Raises KnobError if the parts do not run on the meta device.
+    Raises KnobError if the parts do not run on the meta device.
     """
     try:
         with torch.random.fork_rng(), torch.enable_grad():
@@ -90,7 +90,7 @@ def measure_outputs(e: Experiment, learner: Learner) -> tuple[int, ...]:
 
 
 def _time_passes(passes: PiecePasses) -> list[tuple[float, float]]:
-    """Returns, by part, the seconds of one forward and of its backward."""
+    """Returns seconds by part."""
     there, back = [0.0] * passes.count, [0.0] * passes.count
     for number in range(passes.count):
         began = time.perf_counter()

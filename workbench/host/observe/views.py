@@ -1,4 +1,4 @@
-"""One rank of a run, as those see it who measure and watch it."""
+"""A rank's view for measurements."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from workbench.host.memory.views import ShardedView
 
 
 class WantedNames(Protocol):
-    """What a policy asks for. names: the Samples that it reads"""
+    """The Samples that a policy reads."""
 
     @property
     def names(self) -> tuple[str, ...]: ...
 
 
 class MeasuringView(RankView, Protocol):
-    """A rank that measures its compression. flushing: uncompressed steps left"""
+    """A measured rank. flushing: uncompressed steps left"""
 
     @property
     def flushing(self) -> int: ...
@@ -25,7 +25,7 @@ class MeasuringView(RankView, Protocol):
 
 
 class WatchedView(RankView, Protocol):
-    """A rank whose losses and gradients are watched."""
+    """A watched rank."""
 
     @property
     def reading(self) -> ShardedView: ...
