@@ -1,8 +1,7 @@
 """Applies a change between two steps on every rank, and hands over between strategies.
 
-A hand-over is a coroutine of a step's verbs, so either host drives it, too. Leaving a strategy brings every rank to the
-canonical state: one value of parameters and optimizer state. Entering starts there. So S strategies need 2 S adapters,
-not S squared. Afterwards a hash of the parameters must be equal on all ranks.
+Leaving a strategy brings every rank to the canonical state, where the next one begins. So S strategies need 2 S
+adapters, not S squared. Afterwards a hash of the parameters must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ if TYPE_CHECKING:
 async def execute_change(run: ChangeView, change: Change) -> bool:
     """Makes or refuses one change on all ranks between the same two steps.
 
-    Returns whether it was made. A Mark "change" or "refused" records the result.
+    Returns whether it was made. A Mark "change" or "refused" records it.
     """
     wanted, reason = None, ""
     try:
         wanted = _require_ready(run, run.require_trainable(run.experiment.set(change.path, change.value)))
     except KnobError as error:
         reason = str(error)
-    refusing = await run.gather(int(wanted is None))  # one rank's refusal is enough
+    refusing = await run.gather(int(wanted is None))  # one refusal is enough
     if wanted is None or any(refusing):
         first = refusing.index(1)
         reason = reason or f"rank {run.rank.number(first)} cannot make it, and why was not heard"
@@ -66,7 +65,7 @@ async def execute_change(run: ChangeView, change: Change) -> bool:
 
 
 async def find_refused_change(run: PolicyView, together: Sequence[Change]) -> Change | None:
-    """Returns the first joint change that some rank cannot make, and records it; else None."""
+    """Returns the first joint change that some rank cannot make, and records it."""
     wanted, mine, reason = run.experiment, 0, ""
     for number, change in enumerate(together, 1):
         try:
@@ -89,14 +88,14 @@ def _describe_refusal(change: Change, reason: str) -> dict[str, Json]:
 
 
 def _record_answer(run: ChangeView, by: int, name: str, detail: dict[str, Json]) -> None:
-    """Records a change's result by rank `by`. All ranks keep it, because that rank may be lost."""
+    """All ranks keep it, because rank `by` may be lost."""
     run.answer = RequestAnswer(name, run.rank.step, run.now, detail)
     if run.rank.id == by:
         run.mark(name, detail)
 
 
 def _require_ready(run: ChangeView, wanted: Experiment) -> Experiment:
-    """Returns `wanted`. Raises KnobError if it must wait until an earlier change has completed."""
+    """Raises KnobError if an earlier change must complete first."""
     if wanted.strategy.shards and MOMENTUM in run.rank.memory.buffers:
         raise KnobError(
             f"strategy={type(wanted.strategy).__name__}: a compressor still hands the momentum back to the optimizer, "
@@ -106,7 +105,7 @@ def _require_ready(run: ChangeView, wanted: Experiment) -> Experiment:
 
 
 async def apply_experiment(run: ChangeView, wanted: Experiment) -> None:
-    """Changes `run` to `wanted`. All ranks are at the same step boundary."""
+    """All ranks are at one boundary."""
     was = run.experiment
     await drain_pipeline(run.flow)
     if was.strategy.in_flight:
@@ -122,7 +121,7 @@ async def apply_experiment(run: ChangeView, wanted: Experiment) -> None:
     if wanted.optimizer != was.optimizer:
         await was.strategy.recall(run.rank.replicas, run.state)
         shards = handover.find_shards(run, was.strategy)
-        await handover.reshard_slots(run, shards, None)  # a new optimizer may begin with whole state
+        await handover.reshard_slots(run, shards, None)  # it may begin with whole state
         _renew_optimizer(run, wanted)
         await handover.reshard_slots(run, None, shards)
     run.rate.set_rate(run)
@@ -138,7 +137,7 @@ async def apply_experiment(run: ChangeView, wanted: Experiment) -> None:
         await residual.change_compressor(run, was, wanted)
     elif wanted.strategy != was.strategy and arrange_mesh(run, wanted):
         run.reset_groups()
-        await run.gather(0)  # all ranks must have closed the old groups
+        await run.gather(0)  # all ranks have closed old groups
     if anew:
         run.enter_opaque()
     if wanted.partition.recompute != was.partition.recompute:
@@ -151,17 +150,17 @@ async def apply_experiment(run: ChangeView, wanted: Experiment) -> None:
 
 
 def _list_wrapper_settings(e: Experiment) -> tuple[float, Fabric, Optimizer, Partition, Strategy]:
-    """Returns the settings that an opaque strategy reads when torch wraps the model."""
+    """An opaque strategy's wrapper reads them."""
     return e.bucket_mb, e.fabric, e.optimizer, e.partition, e.strategy
 
 
 def take_role(run: ChangeView, wanted: Experiment) -> None:
-    """Sets this rank's role, trainer or server, and its mesh. Rank 0 records the servers."""
+    """Sets this rank's role and mesh."""
     rank, strategy = run.rank, wanted.strategy
     arrange_mesh(run, wanted)
     rank.role = "trainer" if strategy.trains(rank.id, rank.size) else "server"
     rank.tables = list_tables(run.learner, wanted, run.layout)
-    run.layout.gives_back = "gradients" in strategy.shards  # else the first step allocates all of them
+    run.layout.gives_back = "gradients" in strategy.shards  # else the first step allocates
     serve = [r for r in range(rank.size) if not strategy.trains(r, rank.size)] if rank.id == 0 else []
     if serve:
         text = f"{rank.size - len(serve)} of {rank.size} ranks train; {len(serve)} serve"
@@ -169,7 +168,7 @@ def take_role(run: ChangeView, wanted: Experiment) -> None:
 
 
 def arrange_mesh(run: ChangeView, wanted: Experiment) -> bool:
-    """Arranges the training ranks as `wanted` says. Returns whether the mesh is new."""
+    """Returns whether the mesh is new."""
     rank = run.rank
     made = mesh(wanted.strategy, rank.size, rank.mesh.generation + 1, wanted.partition)
     if (made.dims, made.ranks) == (rank.mesh.dims, rank.mesh.ranks):
@@ -182,7 +181,7 @@ def arrange_mesh(run: ChangeView, wanted: Experiment) -> bool:
 
 
 def mark_idle_faults(run: ChangeView, was: Experiment | None = None) -> None:
-    """Records which faults have no effect now, if the change altered that."""
+    """Records faults without effect if they have changed."""
     if run.rank.id:
         return
     found, before = _list_idle_faults(run.experiment), _list_idle_faults(was) if was else []
@@ -191,7 +190,7 @@ def mark_idle_faults(run: ChangeView, was: Experiment | None = None) -> None:
 
 
 def mark_recomputed(run: ChangeView) -> None:
-    """Records which units backward computes again."""
+    """Records recomputed units."""
     e, split = run.experiment, run.spread.split if run.spread else None
     if run.rank.id:
         return
@@ -206,7 +205,7 @@ def _list_idle_faults(e: Experiment) -> list[str]:
 
 
 def _renew_optimizer(run: ChangeView, wanted: Experiment) -> None:
-    """Replaces the optimizer at the current rate. A Mark records which state the new one gets."""
+    """A Mark records its state."""
     made = run.make_optimizer(wanted)
     if rate(made) != run.rank.lr:
         at_rate(made, run.rank.lr)
@@ -219,8 +218,7 @@ def _renew_optimizer(run: ChangeView, wanted: Experiment) -> None:
 def needs_switch(was: Strategy, wanted: Strategy, size: int) -> bool:
     """Whether going from strategy `was` to `wanted` needs a hand-over.
 
-    It does if the types differ, or the ranks that share state. It also does if a knob of a strategy with a background
-    task differs, because its state depends on its knobs.
+    It does if types differ, or the ranks that share state. State with a background task also depends on knobs.
     """
     other = bool(wanted.has_background) or (bool(wanted.shards) and sharers(wanted, size) != sharers(was, size))
     return type(wanted) is not type(was) or (wanted != was and other)
@@ -258,7 +256,7 @@ async def _switch_strategy(run: ChangeView, was: Experiment, wanted: Experiment)
 
 async def make_state_canonical(run: ChangeView, was: Experiment, wanted: Experiment, shards: ShardLayout | None,
                 stays: Collection[str]) -> None:  # fmt: skip
-    """Leaves the strategy: each rank gets its part of the canonical state as whole tensors.
+    """Gives each rank its part of the canonical state as whole tensors.
 
     shards: the cut of the optimizer state now
     stays:  the kinds of state that remain in shards
@@ -281,7 +279,7 @@ async def make_state_canonical(run: ChangeView, was: Experiment, wanted: Experim
 
 
 async def spread_model(run: ChangeView) -> None:
-    """Lays out the model by the partition before the first step. Each rank has built it whole."""
+    """Each rank has built the model whole."""
     began = run.experiment
     await repartition_state(run, WHOLE, StateLayout(find_spread(began, run.model, run.learner)))
     run.enter_strategy(began, began)
@@ -291,7 +289,7 @@ async def spread_model(run: ChangeView) -> None:
 def has_foreign_residuals(was: Experiment, wanted: Experiment) -> bool:
     """Whether residuals lose their meaning in the switch.
 
-    A residual of gradients has no meaning for displacements. A residual of moments belongs to one strategy's moments.
+    Residuals of gradients mean nothing for displacements. Moments belong to one strategy.
     """
     kinds = {was.strategy.exchanges, wanted.strategy.exchanges}
     return len(kinds) > 1 or "moments" in kinds

@@ -1,9 +1,8 @@
-"""Asks a policy and makes its decisions, the same on both hosts.
+"""Asks a policy and makes its decisions.
 
-A *look* is the boundary at which rank 0 asks the policy. It is planned like a change: all ranks reach it before the
-same step, or meet for it if they keep no common step. The ranks report the numbers noted since the last look, rank 0
-asks the policy, and all ranks make its decisions as ordinary changes. Only rank 0 runs the policy, so a policy may be
-any code.
+A *look* is the boundary at which rank 0 asks the policy. All ranks reach it before the same step, or meet for it. They
+report the numbers noted since the last look, and make the policy's decisions as ordinary changes. Only rank 0 runs the
+policy, so a policy may be any code.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from workbench.policies import Policy, Seen
 from workbench.settings import Change, KnobError, resolved, to_plain
 from workbench.settings.describe_error import said
 
-KEPT = ("steps", "_noted", "_state", "_known", "_held", "_refused", "_said")  # attributes that a checkpoint stores
-FAILURES = (Exception, SystemExit)  # a policy must not end the process; a person may, by KeyboardInterrupt
+KEPT = ("steps", "_noted", "_state", "_known", "_held", "_refused", "_said")  # in a checkpoint
+FAILURES = (Exception, SystemExit)  # a person may end the process, by KeyboardInterrupt
 
 
 @dataclass(frozen=True)
 class PolicyTick(PlannedEvent):
-    """Rank 0 asks the policy."""
+    """A look."""
 
 
 class PolicyRunner:
@@ -47,42 +46,41 @@ class PolicyRunner:
         self.steps = 0
         self._noted: dict[str, list[float]] = {}
         self._state: Any = None
-        self._known = False  # whether the policy has its state
-        self._given = False  # whether the plan holds its decisions, as in a replay; then it only looks
-        self._next: PolicyTick | None = None  # the next one; every other tick is void
-        self._held: dict[str, int] = {}  # held paths: set by people, with the step that followed
+        self._known = False
+        self._given = False  # the plan has its decisions
+        self._next: PolicyTick | None = None  # other ticks are void
+        self._held: dict[str, int] = {}  # set by people; with steps
         self.made: list[Change] = []
-        self._after: list[int] = []  # by change in `made`, the number of changes obeyed before it
-        self._refused: set[str] = set()  # refused decisions, not tried again until a change is made
+        self._after: list[int] = []  # changes obeyed before each
+        self._refused: set[str] = set()  # until a change is made
         self._said: set[str] = set()
 
     @property
     def policy(self) -> Policy | None:
-        """The policy, paused or not; None if only people decide."""
+        """None if only people decide."""
         policy = self.run.experiment.policy
         return policy if isinstance(policy, Policy) else None
 
     def receive_sample(self, name: str, value: float) -> None:
-        """Notes a value for the record, if the policy reads it."""
         if name in self.names:
             self._noted.setdefault(name, []).append(float(value))
 
     def plan_first(self) -> None:
-        """Plans the first look, on all ranks before the first step."""
+        """Call it before the first step."""
         self._given = any(isinstance(change, Change) and change.by for change in self.run.planned)
         if self._given and self.policy:
             self._mark_once("given", "its decisions are those of another run, given as changes; it makes no others")
         self._plan_tick(-1)
 
     def restart_plan(self) -> None:
-        """Plans a new look after the run's ranks have changed. All are at the same step."""
+        """Call it after ranks have changed."""
         self._drop_values()
         self._plan_tick(self.run.rank.step - 1)
 
     def _plan_tick(self, after: int, at: int | None = None) -> None:
-        """Plans the next look, later than `after` or before step `at`, behind changes due by then.
+        """Plans a look, later than `after` or before step `at`, behind changes due by then.
 
-        Plans none without an active policy, or after the run's last step.
+        Plans none without an active policy, or after the last step.
         """
         run, policy = self.run, self.policy
         run.planned = [change for change in run.planned if not isinstance(change, PolicyTick)]
@@ -97,23 +95,23 @@ class PolicyRunner:
             run.planned.insert(bisect_right(steps, at), self._next)
 
     def kept(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint, without `made`, which grows and is equal on all ranks."""
+        """Returns state for a checkpoint, without `made`, which is equal on all ranks."""
         return {name: getattr(self, name) for name in KEPT} | {"next": self._next and self._next.at_step}
 
     def restore_state(self, kept: dict[str, Any], made: list[Change]) -> None:
-        """Restores a checkpoint's state and changes, after `begin`."""
+        """Call it after `plan_first`."""
         following, self.made, self._after = kept.pop("next"), made, [-1] * len(made)
         vars(self).update({name: kept[name] for name in KEPT})
         if self._next is not None and following is not None:
             self._plan_tick(following - 1, following)
 
     def undo_changes(self, changes: int) -> None:
-        """Drops the changes made after the run's first `changes` obeyed ones."""
+        """Keeps the first `changes` obeyed ones."""
         count = bisect_left(self._after, changes)
         del self.made[count:], self._after[count:]
 
     async def agree_on_changes(self) -> None:
-        """Takes `made` and held paths from the rank that knows most. Some ranks are new or behind."""
+        """Takes them from the rank that knows most."""
         by = (counts := await self.run.gather(len(self.made))).index(max(counts))
         mine = [(n, change.at_step, change.plain()) for n, change in zip(self._after, self.made, strict=True)]
         said = await self.run.broadcast_text(
@@ -123,7 +121,7 @@ class PolicyRunner:
         self._after, self.made = [n for n, *_ in known], [Change.read(plain, step) for _, step, plain in known]
 
     def _choose_step(self, policy: Policy, after: int) -> int:
-        """Returns the step of the next look, later than `after`; by `look_every` if the policy fails."""
+        """A failing policy looks every `look_every` steps."""
         try:
             at = int(policy.next_look(self.run.experiment, after))
         except FAILURES as error:
@@ -134,7 +132,6 @@ class PolicyRunner:
         return max(at, after + 1)
 
     async def follow_change(self, change: Change, obeyed: Awaitable[bool]) -> bool:
-        """Awaits whether a change is made, updates the policy's state, and returns the result."""
         change = self._complete_paths(change)
         if made := await obeyed:
             await self._note_change(change)
@@ -143,11 +140,10 @@ class PolicyRunner:
         return made
 
     async def _note_change(self, change: Change) -> None:
-        """Updates the state after a change with full paths. If it set the policy, plans a new look."""
         self._refused.clear()
         self.made.append(change)
         self._after.append(self.run.obeyed)
-        if "policy" in change.settings:  # even to the same value: the policy may set all paths again
+        if "policy" in change.settings:  # even to the same value
             self._held.clear()
             self._said.clear()
             self._known = False
@@ -159,7 +155,7 @@ class PolicyRunner:
             self._plan_tick((await self.run.gather(self.run.rank.step))[0])
 
     def _complete_paths(self, change: Change) -> Change:
-        """Returns `change` with full paths; unchanged if they do not resolve."""
+        """Keeps `change` if they do not resolve."""
         try:
             return resolved(self.run.experiment, change)[0]
         except KnobError:
@@ -171,7 +167,7 @@ class PolicyRunner:
     async def run_tick(self, look: PolicyTick) -> bool:
         """Asks the policy and makes its decisions, on all ranks. Returns whether a change was made.
 
-        Does nothing if an earlier change at this boundary has paused or replaced the policy.
+        Does nothing if an earlier change here has paused or replaced the policy.
         """
         run, made = self.run, len(self.made)
         if look is not self._next:
@@ -187,16 +183,15 @@ class PolicyRunner:
         return len(self.made) > made
 
     async def _make_decision(self, decision: list[Change]) -> None:
-        """Makes all changes of a decision, or none if some rank cannot make one."""
+        """Makes all changes, or none if some rank cannot."""
         if part := await find_refused_change(self.run, decision):
             self._refused.add(_make_key(part))
             return
         for part in decision:
             if not await self.run.execute_change(part):
-                break  # it must wait until an earlier part has completed
+                break  # it must wait
 
     async def _gather_observation(self) -> Seen:
-        """Gathers all ranks' numbers since the last look."""
         run, numbers = self.run, {}
         steps = await run.gather(run.rank.step)
         for name in self.names:
@@ -208,7 +203,7 @@ class PolicyRunner:
         return Seen(experiment=run.experiment, step=steps[0], seconds=run.now, numbers=numbers, changes=made)
 
     def _ask_policy(self, seen: Seen) -> str:
-        """On rank 0: returns the policy's decisions as JSON; if it fails, a change that pauses it."""
+        """Returns JSON; if the policy fails, a change that pauses it."""
         policy, name = self.policy, type(self.policy).__name__
         if self._given or policy is None:
             return "[]"
@@ -233,13 +228,13 @@ class PolicyRunner:
             return json.dumps([[Change(0, "policy.paused", True, by=name, reason=text).plain()]])
 
     def _list_decisions(self, policy: Policy, seen: Seen) -> Iterator[list[dict[str, Any]]]:
-        """Yields decisions that are new, were not refused before, and touch no path set by people."""
+        """Yields decisions that are new, not refused before, and touch no path set by people."""
         name, now = type(policy).__name__, seen.experiment
         for reason, changes in policy.decide(seen, self._state):
             after, decision = now, []
             for path, value in changes.items():
                 change, wanted = Change(0, path, value, by=name, reason=reason), None
-                with suppress(KnobError):  # an invalid change is refused when it is made
+                with suppress(KnobError):  # refused when it is made
                     change, wanted = resolved(after, change)
                 if wanted != after:
                     decision.append(change)
@@ -257,7 +252,7 @@ class PolicyRunner:
                 yield [change.plain() for change in decision]
 
     def _mark_once(self, what: str, text: str, named: bool = False) -> None:
-        """Records a Mark "policy" on rank 0, once until a change sets the policy."""
+        """Only on rank 0, once for each setting of the policy."""
         if self.run.rank.id == 0 and what not in self._said:
             self._said.add(what)
             name = type(self.policy).__name__
@@ -265,7 +260,7 @@ class PolicyRunner:
 
 
 class TappedRecorder:
-    """A recorder that also passes samples and compute times to a PolicyRunner."""
+    """Also passes samples and compute times to a PolicyRunner."""
 
     def __init__(self, record: Any, steering: PolicyRunner) -> None:
         self._record, self._receive = record, steering.receive_sample
@@ -284,7 +279,7 @@ class TappedRecorder:
 
 
 def _mean_or_nan(noted: list[float], count: int) -> float:
-    """Returns the mean; NaN for no numbers, an overflow, or infinities of both signs."""
+    """Returns NaN for no numbers, overflow, or both infinities."""
     try:
         return math.fsum(noted) / count if count and noted else math.nan
     except (OverflowError, ValueError):
@@ -292,7 +287,7 @@ def _mean_or_nan(noted: list[float], count: int) -> float:
 
 
 def _has_overlap(one: str, other: str) -> bool:
-    """Whether one path equals or contains the other."""
+    """Whether one path contains the other."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
@@ -301,7 +296,7 @@ def _make_key(change: Change) -> str:
 
 
 def _as_int(x: float) -> int:
-    """Returns the bits of `x`, because ranks gather integers."""
+    """Ranks gather integers."""
     return int(struct.unpack("<q", struct.pack("<d", x))[0])
 
 

@@ -22,7 +22,7 @@ from workbench.tasks import Learner
 Again = Callable[[Callable[[], Tensor]], Tensor]
 
 PIPELINE = "partition=Pipeline"
-# The micro-batches' mean loss may differ by this share from the batch's, because their numbers of targets differ.
+# A share; the micro-batches' numbers of targets may differ.
 MEAN_TOLERANCE = 0.2
 
 
@@ -41,7 +41,7 @@ def check_spread(model: nn.Module, learner: Learner, spread: ReplicaSpread, batc
 def check_parts(model: nn.Module, learner: Learner, batch: Any, said: str) -> None:
     """Raises KnobError if `model`, passed part by part, would not learn the same.
 
-    A model without declared parts is passed whole. `said` names the setting in the message.
+    A model without declared parts is passed whole. `said` names the setting.
     """
     try:
         parts = list_parts(model, learner)
@@ -63,7 +63,7 @@ def _check_stages(model: nn.Module, learner: Learner, stages: StageCuts, batch: 
             whole, pieces, calls = _compute_losses(again, model, parts, learner, batch)
             with replace_forward(model, partial(run_parts, parts)):
                 micros = cut_batch(batch, count)
-                micros = micros[:1] if whole.is_meta else micros  # without values all are alike
+                micros = micros[:1] if whole.is_meta else micros  # all alike
                 means = [again(partial(learner.loss, model, micro)) for micro in micros]
             with torch.enable_grad():
                 _run_pieces(model, learner, stages, micros[0])
@@ -79,7 +79,7 @@ def _check_stages(model: nn.Module, learner: Learner, stages: StageCuts, batch: 
 
 def _compute_losses(again: Again, model: nn.Module, parts: list[nn.Module], learner: Learner,
               batch: Any) -> tuple[Tensor, Tensor, int]:  # fmt: skip
-    """Returns the model's loss, its parts' loss, and how often the loss calls the model."""
+    """Returns both losses, and how often the loss calls the model."""
     calls: list[int] = []
 
     def composed(*inputs: Any, **named: Any) -> Any:
@@ -98,7 +98,7 @@ def _require_once(calls: int, said: str, why: str) -> None:
 
 
 def _compare_losses(whole: float, pieces: float, said: str) -> None:
-    if math.isfinite(whole) and whole != pieces:  # else nothing can be compared
+    if math.isfinite(whole) and whole != pieces:  # otherwise incomparable
         raise KnobError(
             f"{said}: the model's parts one after the other have loss {pieces:.6g} where the model has "
             f"{whole:.6g}; let `parts` return Modules that together compute what the model does"
@@ -116,7 +116,6 @@ def _compare_means(whole: float, means: list[float]) -> None:
 
 
 def _run_pieces(model: nn.Module, learner: Learner, stages: StageCuts, micro: Any) -> None:
-    """Runs one micro-batch forward and backward through all pieces."""
     count = len(stages)
     ways = [StageModule(model, stages.pieces_of_stage(stage), stage, count) for stage in range(count)]
     x: Tensor | None = None
@@ -129,7 +128,7 @@ def _run_pieces(model: nn.Module, learner: Learner, stages: StageCuts, micro: An
 
 @contextmanager
 def _preserve_model(model: nn.Module) -> Iterator[Again]:
-    """Yields a function that computes with fixed random numbers. Restores the model afterwards."""
+    """Yields a function with fixed random numbers."""
     was, grads, state = model.training, [p.grad for p in model.parameters()], torch.get_rng_state()
 
     def again(compute: Callable[[], Tensor]) -> Tensor:
@@ -137,7 +136,7 @@ def _preserve_model(model: nn.Module) -> Iterator[Again]:
         with torch.no_grad():
             return compute()
 
-    model.eval()  # no part draws random numbers or changes a buffer
+    model.eval()  # without random numbers and buffer changes
     try:
         with torch.random.fork_rng():
             yield again

@@ -1,7 +1,7 @@
 """Tries one batch before a model is sliced: all slices must learn what the whole model does.
 
-Double precision keeps rounding from hiding errors. A model that cannot compute in it keeps its own precision. The trial
-runs on the CPU, because there a pass can wait for another pass in the middle of autograd.
+Double precision keeps rounding from hiding errors. Some models cannot compute in it. On the CPU a pass can wait for
+another pass in the middle of autograd.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from workbench.settings import KnobError
 from workbench.settings.describe_error import text_of
 from workbench.tasks import Learner
 
-# Keys: double precision or not. A gradient may differ by NEAR times its norm plus LEAST times all gradients' norm.
+# By double precision: a gradient may differ by NEAR times its norm plus LEAST times all gradients' norm.
 NEAR = {True: 1e-6, False: 2e-2}
 LEAST = {True: 1e-9, False: 1e-5}
-STIR = 0.02  # scale of noise on parameters: a layer of zeros would hide errors of layers before it
+STIR = 0.02  # noise, because zeros would hide errors
 
 
 class _NoRandomness(TorchFunctionMode):
-    """Removes randomness, because slices draw other numbers than the whole model."""
+    """Slices draw other numbers."""
 
     NAMES = frozenset("rand randn rand_like randn_like normal bernoulli normal_ uniform_ bernoulli_".split())
 
@@ -53,7 +53,7 @@ def check_slices(model: nn.Module, learner: Learner, split: TensorSplit, batch: 
         for p in twin.parameters():
             if p.is_floating_point():
                 p.add_(STIR * torch.randn(p.shape, generator=rng).to(p))
-    parts = [copy_slice(twin, split, k) for k in range(split.ways)]  # before any pass: a model may keep state of it
+    parts = [copy_slice(twin, split, k) for k in range(split.ways)]  # a pass may change the model
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         double, (loss, whole), batch = _compute_whole(twin, learner, batch)
         works = [partial(_compute_slices, part.double() if double else part, learner, split, k, batch)
@@ -66,10 +66,7 @@ def check_slices(model: nn.Module, learner: Learner, split: TensorSplit, batch: 
 
 
 def _compute_whole(twin: nn.Module, learner: Learner, batch: Any) -> tuple[bool, tuple[float, dict[str, Tensor]], Any]:
-    """Computes the whole model's loss and gradients, in double precision if it can.
-
-    Returns whether it can, the results, and the batch used.
-    """
+    """Returns whether double precision works, the results, and the batch."""
     dtypes = [x.dtype for x in (*twin.parameters(), *twin.buffers())]
     try:
         wide = move_to_cpu(batch, torch.float64)
@@ -94,7 +91,7 @@ def _compute_gradients(model: nn.Module, learner: Learner, batch: Any) -> tuple[
 
 def _compute_slices(part: nn.Module, learner: Learner, split: TensorSplit, k: int, batch: Any,
                ask: Ask) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
-    """Returns rank k's loss, and the gradients of its slices and of the parameters that it owns."""
+    """Returns rank k's loss and gradients."""
     with compute_together(part, split, k, ask, draws=False) as slices, slices.sum_partials():
         return _compute_gradients(part, learner, batch)
 
@@ -107,7 +104,7 @@ def _compare_gradients(
     found: list[dict[str, Tensor]],
     double: bool,
 ) -> None:
-    """Raises KnobError if the slices' results differ. Skips results that are not finite in the whole model, either."""
+    """Skips results that are not finite in the whole model."""
     near, ways = NEAR[double], f"dealt out over {split.ways} ranks"
     norms = {name: float(as_real(grad).float().norm()) for name, grad in whole.items()}
     compared = {name: whole[name] for name, norm in norms.items() if math.isfinite(norm)}
@@ -132,7 +129,7 @@ def _compare_gradients(
 
 
 def _join_gradient(name: str, split: TensorSplit, found: list[dict[str, Tensor]], like: Tensor) -> Tensor:
-    """Returns a parameter's whole gradient from its slices or its owner; zero for a missing one."""
+    """Missing ones are zero."""
     if name not in split.sliced:
         return found[split.owners[name]].get(name, torch.zeros_like(like))
     made = split.sliced[name]
@@ -142,7 +139,7 @@ def _join_gradient(name: str, split: TensorSplit, found: list[dict[str, Tensor]]
 
 
 def move_to_cpu(batch: Any, dtype: torch.dtype | None) -> Any:
-    """Moves a batch's tensors to the CPU, and converts floats to `dtype` if it is not None."""
+    """Converts floats to `dtype`."""
     if isinstance(batch, Tensor):
         return batch.to("cpu", dtype if dtype and batch.is_floating_point() else batch.dtype)
     if isinstance(batch, dict):

@@ -22,15 +22,15 @@ from workbench.settings import KnobError
 from workbench.settings.describe_error import text_of
 from workbench.tasks import Learner
 
-STIR = 0.02  # scale of noise on parameters: a layer of zeros would hide errors of layers before it
-NEAR = {True: 1e-9, False: 2e-2}  # by double precision: relative change of the loss that the units' order may cause
-_TRIED: WeakKeyDictionary[Learner, dict[Any, str]] = WeakKeyDictionary()  # by task: the reason of a refusal, or ""
+STIR = 0.02  # noise, because zeros would hide errors
+NEAR = {True: 1e-9, False: 2e-2}  # relative loss change
+_TRIED: WeakKeyDictionary[Learner, dict[Any, str]] = WeakKeyDictionary()  # the refusal, or ""
 
 
 def require_submodels(run: TryingView, wanted: Experiment) -> None:
     """Raises KnobError if `wanted`'s strategy trains sub-models and this model has none.
 
-    Tries one batch once on a separate model: with the units in another order the loss must be the same.
+    One batch must have the same loss with the units in another order.
     """
     if not wanted.strategy.narrows:
         return
@@ -50,7 +50,7 @@ def require_submodels(run: TryingView, wanted: Experiment) -> None:
 def _try_units(learner: Learner, units: list[Units], batch: Any, seed: int) -> None:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = copy.deepcopy(learner.model()).cpu().eval()  # the task may return the model that is training
+        model = copy.deepcopy(learner.model()).cpu().eval()  # it may be training
         for p in model.parameters():
             if p.is_floating_point():
                 p.add_(STIR * torch.randn_like(p))
@@ -75,10 +75,7 @@ def _try_units(learner: Learner, units: list[Units], batch: Any, seed: int) -> N
 
 
 def _make_loss(model: nn.Module, learner: Learner, batch: Any) -> tuple[bool, Callable[[], float]]:
-    """Converts the model to double precision if it can compute in it.
-
-    Returns whether it can, and a function for the loss with fixed random numbers.
-    """
+    """Returns whether double precision works, and the loss."""
     state = torch.get_rng_state()
 
     def loss(inputs: Any) -> float:

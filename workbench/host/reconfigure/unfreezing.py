@@ -1,8 +1,8 @@
-"""Parameters that a model unfreezes while it is trained: all ranks lay them out in the same step, and train them.
+"""Parameters that a model unfreezes while it is trained: all ranks train them from the same step on.
 
-Ranks that exchange gradients in a step learn there which parameters some rank has unfrozen (`host/sharding/usage.py`).
-All other ranks train such a parameter by themselves until they meet next. Then they compare names and take the mean of
-the parameter and of what the optimizer remembers of it. Ranks without a common step are called together for that.
+Ranks that exchange gradients learn in a step which parameters some rank has unfrozen (`host/sharding/usage.py`). All
+other ranks train such a parameter by themselves until they meet. Then they take the mean of the parameter and of its
+optimizer state. Ranks without a common step meet for that.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from workbench.rank import StrategyError
 
 
 def unfreeze_parameters(run: ChangeView, names: Collection[str]) -> None:
-    """These parameters are trained elsewhere: those of them that are frozen here are trained and laid out from now on.
+    """Trains and lays out these parameters if they are frozen here.
 
-    Of a model that lies on several ranks, or whose parameters are others, it changes nothing.
+    Changes nothing if the model lies on several ranks.
     """
     here = {place.name for place in run.layout.order}
     frozen = {name: p for name, p in run.model.named_parameters() if name in names and not p.requires_grad}
@@ -37,9 +37,9 @@ def unfreeze_parameters(run: ChangeView, names: Collection[str]) -> None:
 
 
 async def agree_on_unfrozen(run: ChangeView) -> None:
-    """Between steps, when all ranks have met: trains on all ranks what some rank has unfrozen by itself.
+    """Between steps, when all ranks have met: all train what some rank has unfrozen.
 
-    run: a RankLoop. Nothing is asked of other ranks if no parameter is frozen.
+    run: a RankLoop
     """
     usage = run.usage
     if not usage.frozen:
@@ -55,10 +55,11 @@ async def agree_on_unfrozen(run: ChangeView) -> None:
 
 
 async def train_unfrozen(run: ChangeView, names: Sequence[str], apart: bool = False) -> None:
-    """The model has unfrozen these parameters: from now on they are exchanged, averaged and saved as others are.
+    """Ranks exchange, average and save these parameters like all others.
 
-    apart: have ranks trained them each by itself? Then their mean is what all go on from. The strategy is left and
-    entered again, so that what ranks share out is cut anew. Raises StrategyError if the model lies on several ranks.
+    apart: whether ranks have trained them by themselves; then all take their mean
+
+    The strategy is left and entered again. Raises StrategyError if the model lies on several ranks.
     """
     e = run.experiment
     if run.spread is not None:
@@ -89,10 +90,10 @@ async def train_unfrozen(run: ChangeView, names: Sequence[str], apart: bool = Fa
 
 
 async def average_new(run: ChangeView, names: Collection[str]) -> None:
-    """Parameters that are new in the layout become the mean of the ranks that train, with their optimizer's state."""
+    """Averages new parameters and their optimizer state."""
     rank, new = run.rank, [place for place in run.layout.order if place.name in names]
     for place in new:
-        place.param.grad = None  # gradients of steps in which nothing was updated
+        place.param.grad = None  # without an update
     stepped = await run.gather(sum(bool(run.optimizer.state.get(place.param)) for place in new))
     if any(stepped) and min(stepped) < len(new):
         create_optimizer_state(run.layout, run.optimizer)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def refuses_model(e: Experiment, model: nn.Module, learner: Learner) -> str | None:
-    """Returns why `e` cannot train the model or a rank's part of it, and what to do; or None."""
+    """Returns why `e` cannot train the model, and what to do; or None."""
     shapes = {name: whole_shape(p) for name, p in model.named_parameters() if p.requires_grad}
     if reason := refuses_dtypes(e, {n: str(p.dtype)[6:] for n, p in model.named_parameters() if p.requires_grad}):
         return reason
@@ -54,7 +54,7 @@ def refuses_model(e: Experiment, model: nn.Module, learner: Learner) -> str | No
 
 
 def refuses_dtypes(e: Experiment, dtypes: Mapping[str, str]) -> str | None:
-    """Returns why a member of `e` cannot train parameters of these dtypes, by name; or None."""
+    """Returns why a member of `e` cannot train these dtypes; or None."""
     wrapped = [("compressor=Dense", compressor) for compressor in inside(e.compressor)]
     every: list[tuple[str, Strategy | Compressor]] = [("strategy=DDP", e.strategy), *wrapped]
     for other, member in every:
@@ -79,7 +79,7 @@ def _explain_barren_slice(e: Experiment, spread: ReplicaSpread, rank: int) -> st
 
 
 def require_trainable(run: TryingView, wanted: Experiment) -> None:
-    """Raises KnobError if `wanted` cannot lay out or train `run`'s model."""
+    """Raises KnobError if `wanted` cannot train `run`'s model."""
     if reason := refuses_model(wanted, run.model, run.learner):
         raise KnobError(reason)
     here = {
@@ -110,7 +110,6 @@ _TRIED: WeakKeyDictionary[Learner, dict[tuple[Hashable, int], str]] = WeakKeyDic
 
 
 def _require_tried(run: TryingView, wanted: Experiment) -> None:
-    """Tries one batch, whole and spread, once for each way to spread."""
     way = wanted.partition
 
     def tried(model: nn.Module, batch: Any) -> None:
@@ -123,13 +122,12 @@ def _require_tried(run: TryingView, wanted: Experiment) -> None:
 
 
 def _require_parts(run: TryingView, wanted: Experiment) -> None:
-    """Tries one batch, whole and part by part."""
     said = f"strategy={type(wanted.strategy).__name__}"
     _try_once(run, wanted, said, lambda model, batch: check_parts(model, run.learner, batch, said))
 
 
 def _try_once(run: TryingView, wanted: Experiment, what: Hashable, tried: Callable[[nn.Module, Any], None]) -> None:
-    """Runs a trial on a separate whole model, or repeats the KnobError of an earlier trial."""
+    """Uses a separate model, or repeats an earlier KnobError."""
     made = _TRIED.setdefault(run.learner, {})
     if (key := (what, wanted.batch)) not in made:
         made[key] = _run_trial(run, wanted, tried)
@@ -150,8 +148,8 @@ def _run_trial(run: TryingView, wanted: Experiment, tried: Callable[[nn.Module, 
 
 
 def _require_movable_slots(run: TryingView, wanted: Experiment) -> None:
-    """Raises KnobError for optimizer state whose shape does not show how to move it."""
-    if find_shards(run, run.experiment.strategy) is not None:  # shards exist only for elementwise optimizers
+    """Raises KnobError if a shape does not show how to move state."""
+    if find_shards(run, run.experiment.strategy) is not None:  # elementwise optimizers only
         return
     shapes = {place.name: place.param.shape for place in run.layout.order}
     for name, x in read_slots(run.layout, run.optimizer).items():
@@ -163,6 +161,6 @@ def _require_movable_slots(run: TryingView, wanted: Experiment) -> None:
 
 
 def has_other_layout(was: Experiment, wanted: Experiment) -> bool:
-    """Whether the two experiments lay out a replica differently over ranks."""
+    """Whether replicas get another layout."""
     one, other = ((way.dims(), way.pieces, way.cuts, way.sequences) for way in (was.partition, wanted.partition))
     return one != other

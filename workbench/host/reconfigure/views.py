@@ -1,4 +1,4 @@
-"""One rank of a run, as changes and policies see it."""
+"""A rank's view for changes and policies."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from workbench.host.core.views import RankView
 
 
 class TryingView(RankView, Protocol):
-    """A rank that tries whether its model can be trained otherwise."""
+    """A rank in a trial."""
 
     def make_example(self, wanted: Experiment) -> Any:
-        """Returns a batch that is equal on all ranks and not taken from the training data's order."""
+        """Returns a batch, equal on all ranks and not from training's order."""
 
 
 class PolicyView(RankView, Protocol):
     """A rank that asks a policy.
 
-    planned: future changes, in the order of their steps
-    obeyed:  the number of changes made or refused so far
+    planned, obeyed: as in RankLoop and ElasticMember
     """
 
     planned: list[Planned]
@@ -29,10 +28,10 @@ class PolicyView(RankView, Protocol):
     def obeyed(self) -> int: ...
 
     def require_trainable(self, wanted: Experiment) -> Experiment:
-        """Returns `wanted`. Raises KnobError if this host cannot train it."""
+        """Raises KnobError if not."""
 
     async def execute_change(self, change: Planned) -> bool:
-        """Makes or refuses one change. Returns whether a change was made."""
+        """Returns whether it was made."""
 
     async def broadcast_text(self, text: str, by: int = 0) -> str:
-        """Returns the text of rank `by`, on every rank."""
+        """Returns rank `by`'s text."""
