@@ -1,1 +1,1 @@
-"""Passes over parameters that lie in shards."""
+"""Passes over sharded parameters."""

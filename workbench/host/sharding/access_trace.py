@@ -1,7 +1,6 @@
 """The order in which a pass reads parameters, and in which their gradients arrive.
 
-It is learned by listening to one forward and backward. A strategy that shards parameters then knows the next bucket,
-and the last use of each.
+A strategy that shards parameters then knows the next bucket, and each last use.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from workbench.host.placement.layout import ParameterLayout
 from workbench.settings import Json
 
 Names = tuple[str, ...]
-Packed = Tensor | tuple[Tensor, str]  # what autograd keeps: a tensor, and the parameter that it is a view of
-EVENT_KINDS = {"read", "grad"}  # the kinds of event in a backward
+Packed = Tensor | tuple[Tensor, str]  # also the parameter of a view
+EVENT_KINDS = {"read", "grad"}  # in a backward
 
 
 class AccessTrace(NamedTuple):
@@ -38,16 +37,15 @@ class AccessTrace(NamedTuple):
 
     @property
     def gradient_order(self) -> list[str]:
-        """Names in the order of gradients."""
         return [name for kind, names in self.backward for name in names if kind == "grad"]
 
     def to_json(self) -> Json:
-        """Returns the trial as JSON, for a checkpoint's manifest."""
+        """Makes a manifest's JSON."""
         return [[list(names) for names in self.forward], [[kind, list(names)] for kind, names in self.backward]]
 
     @classmethod
     def from_json(cls, said: Any) -> AccessTrace:
-        """Returns the trial that `plain` wrote. Raises ValueError for anything else."""
+        """Raises ValueError for other JSON."""
         try:
             forward, backward = said
             found = cls(tuple(map(tuple, forward)), tuple((kind, tuple(names)) for kind, names in backward))
@@ -61,7 +59,7 @@ class AccessTrace(NamedTuple):
         return found
 
     def names(self) -> list[str]:
-        """Returns every parameter name in it, once per mention."""
+        """Lists every mention."""
         return [name for names in (*self.forward, *(names for _, names in self.backward)) for name in names]
 
 
@@ -80,39 +78,36 @@ class PassEvent(NamedTuple):
 
 
 def assume_trace(names: Iterable[str]) -> AccessTrace:
-    """Returns the trial of a stack of layers that are registered as `names`."""
+    """Assumes a stack of layers."""
     forward = tuple((name,) for name in names)
     return AccessTrace(forward, tuple((kind, one) for one in reversed(forward) for kind in ("read", "grad")))
 
 
 class TraceListener:
-    """Listens to one forward and one backward of a whole model."""
+    """Listens to a whole model's forward and backward."""
 
     def __init__(self, named: dict[str, nn.Parameter]) -> None:
         self._named = named
         self._names = {id(p): name for name, p in named.items()}
-        lies: dict[int, list[tuple[int, str]]] = defaultdict(list)  # by storage, each parameter's offset
+        lies: dict[int, list[tuple[int, str]]] = defaultdict(list)  # offsets by storage
         for name, p in named.items():
             lies[p.untyped_storage()._cdata].append((int(p.storage_offset()), name))
         self._lies = {where: sorted(begins) for where, begins in lies.items()}
         self._forward: list[Names] = []
         self._backward: list[tuple[str, Names]] = []
-        self._turned = False  # a backward has begun
+        self._turned = False  # a backward began
 
     @property
     def heard_trace(self) -> AccessTrace | None:
-        """The trial, once a backward has begun."""
         return AccessTrace(tuple(self._forward), tuple(self._backward)) if self._turned else None
 
     @contextmanager
     def listen_to_forward(self) -> Iterator[None]:
-        """Inside, a forward runs."""
         with self._intercept_reads(), torch.autograd.graph.saved_tensors_hooks(self._pack_tensor, self._unpack_tensor):
             yield
 
     @contextmanager
     def listen_to_backward(self) -> Iterator[None]:
-        """Inside, its backward runs."""
         self._turned = True
         hooks = [p.register_post_accumulate_grad_hook(partial(self._note_gradient, name))
                  for name, p in self._named.items() if p.requires_grad]  # fmt: skip
@@ -160,7 +155,7 @@ class TraceListener:
 
 
 def list_forward_events(layout: ParameterLayout, trial: AccessTrace) -> list[PassEvent]:
-    """Returns when buckets are first read in a forward, and which are over by then."""
+    """Returns first reads of buckets, and which are over."""
     bucket, numel = _map_places(layout)
     last = {bucket[name]: at for at, names in enumerate(trial.forward) for name in names}
     found: list[PassEvent] = []
@@ -178,7 +173,7 @@ def list_forward_events(layout: ParameterLayout, trial: AccessTrace) -> list[Pas
 
 
 def list_backward_events(layout: ParameterLayout, trial: AccessTrace) -> list[PassEvent]:
-    """Returns when a backward first reads buckets, and when their gradients arrive, by index."""
+    """Returns first reads of buckets, and when gradients arrive, by index."""
     bucket, numel = _map_places(layout)
     left = [len(b.parts) for b in layout.buckets]
     found: list[PassEvent] = []
@@ -201,11 +196,10 @@ def list_backward_events(layout: ParameterLayout, trial: AccessTrace) -> list[Pa
                 done += numel[name]
                 left[bucket[name]] -= 1
             tell()
-    left, done = [0] * len(left), layout.element_count  # parameters without a gradient
+    left, done = [0] * len(left), layout.element_count  # no gradient
     tell()
     return found
 
 
 def _map_places(layout: ParameterLayout) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns the bucket and the number of elements of each parameter, by name."""
     return {p.name: p.bucket for p in layout.order}, {p.name: p.numel for p in layout.order}

@@ -1,7 +1,6 @@
 """Foresees a step's reads and its order of gradients, from a step that computes nothing.
 
-Its model has shapes and no memory, so no rank needs to hold all of it. If a model cannot run on such tensors, the order
-is unknown before the first step. Such a model looks at values, or calls code outside torch.
+If a model looks at values, or calls code outside torch, the order is unknown before the first step.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from workbench.host.passes.checkpointing import checkpoint_units
 from workbench.host.sharding.access_trace import AccessTrace, TraceListener
 from workbench.tasks import Learner
 
-_Key = tuple[int, tuple[str, int], bool]  # what a trial depends on besides the task's functions
+_Key = tuple[int, tuple[str, int], bool]
 _SEEN: WeakKeyDictionary[Learner, dict[_Key, AccessTrace | None]] = WeakKeyDictionary()
 
 
 def foresee_trace(learner: Learner, e: Experiment, cheaply: bool = False) -> AccessTrace | None:
-    """Returns how one step of `learner`'s model uses its parameters; None if that cannot be found.
+    """Returns a step's use of parameters; None if unknown.
 
     cheaply: call only `pure` functions, and do not build the model again
 

@@ -1,20 +1,18 @@
 """Passes over a model in shards: buckets are gathered before they are read, and released afterwards.
 
-[Note: Reading shards] A pass is a forward, a backward or an evaluation. Before it reads a bucket that is not whole on
-this rank, the Unsharder calls the strategy's `unshard`, with the buckets that the pass reads next. After the last read
-it calls `reshard`. In a forward that is when the pass first reads another bucket, so tied weights stay from their first
-use to their last. In a backward it is when the bucket's gradients have arrived.
+[Note: Reading shards] A pass is a forward, a backward or an evaluation. Before it reads a bucket that is not whole, the
+Unsharder calls the strategy's `unshard`, with the buckets that the pass reads next. After the last read it calls
+`reshard`. In a forward that is when the pass first reads another bucket, so tied weights stay until their last use. In
+a backward it is when the bucket's gradients have arrived.
 
-A step that computes nothing shows order and last use before the first step (`read_order.py`). If a model cannot run so,
-the first step shows them: parameters are whole, and Unsharder listens (`AccessTrace`). An absent parameter asks for
-itself when it is read. But a gather is a collective, so all ranks must gather in the same order. They compare it in
-the steps in which the ledger looks at memory.
+A step that computes nothing shows order and last use (`read_order.py`). If a model cannot run so, the first step shows
+them: parameters are whole, and Unsharder listens. A gather is a collective, so all ranks must gather in the same order.
+They compare it in the steps in which the memory account looks.
 
 [Note: Straying] A model that branches by rank or by step reads other parameters than foreseen. So in a forward every
-rank gathers all buckets in the foreseen order, even those that it does not read. A rank that needs a bucket early
-gathers the buckets before it first, and from then on releases none. After the forward each rank gathers the remaining
-buckets, and all ranks exchange whether they have strayed. If one has, all ranks gather the whole model, and the
-backward has nothing to gather.
+rank gathers all buckets in the foreseen order. A rank that needs a bucket early gathers the buckets before it first,
+and from then on releases none. After the forward each rank gathers the remaining buckets, and all ranks exchange
+whether they have strayed. If one has, all ranks gather the whole model, and the backward has nothing to gather.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class LentView(NamedTuple):
-    """The place of a view in its bucket, which autograd keeps instead of the view."""
+    """A view's place in its bucket, which autograd keeps instead."""
 
     bucket: int
     size: torch.Size
@@ -58,7 +56,7 @@ class LentView(NamedTuple):
 
 
 class PassEvents(NamedTuple):
-    """The events of a pass. By bucket, the events before its first read and after its last."""
+    """By bucket, the events before its first read and after its last."""
 
     events: list[PassEvent]
     first: dict[int, int]
@@ -81,21 +79,21 @@ class Unsharder:
 
     def __init__(self, run: ReadView, ask: Callable[..., None] | None, listens: bool) -> None:
         self._run, self._ask, self._listens = run, ask, listens
-        self.by: Strategy | None = None  # the strategy that shards parameters
+        self.by: Strategy | None = None  # it shards parameters
         self.trial: AccessTrace | None = None
-        self.learning = False  # everything is whole, to listen to this step
+        self.learning = False  # learns this step
         self.listening: TraceListener | None = None
         self.phase = ""
-        self.sharded = False  # parameters are in shards
+        self.sharded = False
         self.whole: set[int] = set()
-        self._offered: set[int] = set()  # buckets that may be whole, or on their way
-        self._queue: list[int] | None = None  # in a forward, the buckets still to gather
-        self._strays = False  # this rank has strayed in this forward
-        self._plans: tuple[list[Bucket] | None, dict[str, PassEvents]] = None, {}  # a layout's buckets, and its plans
+        self._offered: set[int] = set()  # possibly whole
+        self._queue: list[int] | None = None  # still to gather
+        self._strays = False  # in this forward
+        self._plans: tuple[list[Bucket] | None, dict[str, PassEvents]] = None, {}  # by a layout's buckets
         self._known: tuple[list[Bucket] | None, dict[int, ParameterPlace]] = (
             None,
             {},
-        )  # a layout's buckets, places by id
+        )  # by a layout's buckets
 
     # -- sharding and unsharding --
 
@@ -123,26 +121,26 @@ class Unsharder:
         await self.reshard_all()
 
     async def foresee_trace(self, cheaply: bool = False) -> AccessTrace | None:
-        """Between steps: finds a step's reads in advance, if all ranks can; `cheaply` as in `foresee_reads`."""
+        """Between steps: finds a step's reads in advance, if all ranks can."""
         if self.trial is None:
             seen = self._run.foresee_reads(cheaply)
             self.trial = seen if all(await self._run.gather(int(seen is not None))) else None
         return self.trial
 
     async def unshard_all(self) -> None:
-        """Between steps: makes every bucket whole on every rank."""
+        """Only between steps."""
         if self.sharded:
             await self.gather_buckets(range(len(self._parameter_layout.buckets)))
-            self._offered.clear()  # bucket numbers may change before the next shards
+            self._offered.clear()
         self.sharded = self.learning = False
 
     def note_new_buckets(self) -> None:
-        """Between steps: buckets have been cut again, and none is whole here yet."""
+        """Call it between steps."""
         self.whole.clear()
-        self._offered.clear()  # bucket numbers have changed
+        self._offered.clear()
 
     def release_shards(self) -> None:
-        """Between steps: the shards get another layout, and their old buckets are not gathered again."""
+        """Call it between steps."""
         self.note_new_buckets()
         self.sharded = self.learning = False
         self._run.ledger.note_held(None)
@@ -155,13 +153,13 @@ class Unsharder:
             await self.shard_parameters()
 
     async def learn_trace(self, shown: AccessTrace | None) -> None:
-        """After a step: keeps the trial that it has shown. shown: the host's trial"""
+        """After a step: keeps its trace. shown: the host's trace"""
         if self.learning and (heard := shown or (self.listening and self.listening.heard_trace)):
             self.trial, self.listening = await self._agree_on_trace(heard), None
             await self.shard_parameters()
 
     async def _agree_on_trace(self, heard: AccessTrace) -> AccessTrace:
-        """Returns the trial if all ranks have the same; else a stack of layers in the order of registration."""
+        """If ranks differ, takes the order of registration."""
         if self._ask is None:
             return heard
         digest = hashlib.blake2b(repr(heard).encode(), digest_size=7).digest()
@@ -175,7 +173,6 @@ class Unsharder:
 
     @contextmanager
     def run_pass(self, phase: str) -> Iterator[None]:
-        """Inside, torch runs a forward, a backward or an evaluation of the model."""
         self.phase = self._run.rank.phase = phase
         if phase == "forward" and self.sharded and self._ask is not None:
             self._queue, self._strays = self._list_gather_order(), False
@@ -196,12 +193,12 @@ class Unsharder:
         return nullcontext()
 
     async def gather_buckets(self, buckets: Iterable[int], beside: Iterable[int] = ()) -> None:
-        """Gathers these buckets before a read. It keeps those in `beside`, which the same call reads."""
+        """Gathers buckets before a read. It keeps those in `beside`, which the same call reads."""
         asked = set(buckets)
         plan = self._plan_pass(self.phase) if self.phase else NO_PLAN
         first = min((plan.first[i] for i in asked if i in plan.first), default=len(plan.events))
         left = self.whole - asked - set(beside)
-        if first or self.phase == "backward":  # else the pass begins, and the one before left these
+        if first or self.phase == "backward":  # else the pass before left them
             left = {i for i in left if plan.over.get(i, first + 1) <= first}
         wanted = self._add_preceding(sorted(asked - self.whole, key=lambda i: (plan.first.get(i, -1), -i)), plan)
         for index in sorted(left) if not self._strays or self.phase != "forward" else ():
@@ -210,7 +207,7 @@ class Unsharder:
             await self._gather_bucket(index, plan)
 
     async def _gather_bucket(self, index: int, plan: PassEvents) -> None:
-        if self.phase and self._ask is not None and self._run.ledger.due:  # ranks in another order would mix up buckets
+        if self.phase and self._ask is not None and self._run.ledger.due:  # another order would mix up buckets
             check_same(await self._run.gather(index), f"the parameters that {self.phase} reads next",
                        [self._run.rank.number(place) for place in range(self._run.rank.size)])  # fmt: skip
         self._offered.add(index)
@@ -220,13 +217,13 @@ class Unsharder:
         self._mark_whole(index)
 
     def _list_gather_order(self) -> list[int]:
-        """Returns all buckets in a forward's gather order: as foreseen, then the unforeseen ones."""
+        """Foreseen buckets come first."""
         first = self._plan_pass("forward").first
         planned = sorted(first, key=lambda i: (first[i], -i))
         return planned + [i for i in range(len(self._parameter_layout.buckets)) if i not in first]
 
     def _add_preceding(self, wanted: list[int], plan: PassEvents) -> list[int]:
-        """Returns these buckets, in a forward behind the ones that precede them. See [Note: Straying]."""
+        """See [Note: Straying]."""
         found = []
         for index in wanted:
             if self._queue is None or index not in self._queue:
@@ -240,7 +237,7 @@ class Unsharder:
         return list(dict.fromkeys(found))
 
     async def end_forward(self) -> None:
-        """After a forward: gathers the remaining buckets, and all if a rank has strayed. See [Note: Straying]."""
+        """See [Note: Straying]."""
         if self._queue is None:
             return
         plan, left, self._queue = self._plan_pass("forward"), self._queue, None
@@ -254,9 +251,9 @@ class Unsharder:
             await self._gather_bucket(index, NO_PLAN)
 
     async def gather_unforeseen(self, phase: str) -> list[int]:
-        """Gathers the buckets that this pass was not foreseen to read, and returns them.
+        """Returns the gathered buckets.
 
-        Models may branch. For a host that computes a pass at once, after the foreseen buckets.
+        For a host that computes a pass at once, after the foreseen buckets.
         """
         plan = self._plan_pass(phase)
         more = [i for i in range(len(self._parameter_layout.buckets)) if i not in plan.first and i not in self.whole]
@@ -265,12 +262,10 @@ class Unsharder:
         return more
 
     async def reshard_buckets(self, buckets: Iterable[int]) -> None:
-        """Reshards these buckets."""
         for index in buckets:
             await self._reshard_bucket(index)
 
     def _list_next_buckets(self, plan: PassEvents, index: int) -> Iterator[Bucket]:
-        """Yields the buckets to read next that are not whole. `unshard` may begin to gather one."""
         for event in plan.events[plan.first[index] :]:
             for other in event.buckets if event.kind == "read" else ():
                 if other != index and other not in self.whole:
@@ -278,7 +273,7 @@ class Unsharder:
                     yield self._parameter_layout.weight_bucket(other)
 
     def require_sharded(self) -> None:
-        """Raises StrategyError if a strategy holds a shard that nothing would gather before its next read."""
+        """Raises StrategyError if a strategy holds a shard that nothing would gather."""
         if not self.sharded:
             raise StrategyError(
                 "hold: parameters are all here; a strategy that keeps parts of them claims 'parameters' in `shards` "
@@ -286,12 +281,12 @@ class Unsharder:
             )
 
     async def note_filled(self, index: int) -> None:
-        """Reshards a bucket whose gradients have arrived: the backward does not read it again."""
+        """A backward does not read it again."""
         if self.sharded and index in self.whole:
             await self._reshard_bucket(index)
 
     async def reshard_all(self) -> None:
-        """After a backward or an evaluation: reshards every bucket."""
+        """Call it after a backward or an evaluation."""
         if not self.sharded:
             return
         for index in sorted(self.whole | self._offered):
@@ -314,7 +309,7 @@ class Unsharder:
                 unmaterialized.make_present(place.param)
 
     def _fetch_parameters(self, params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
-        """Fetches absent parameters that torch is about to read, together with present ones."""
+        """Fetches parameters before torch reads them."""
         if self._known[0] is not self._parameter_layout.buckets:
             self._known = (
                 self._parameter_layout.buckets,
@@ -337,7 +332,7 @@ class Unsharder:
         self._ask(wanted, beside, 0.0 if at is None else plan.events[at].share)
 
     def _pack_tensor(self, x: Tensor) -> Tensor | LentView:
-        """Returns what autograd keeps in place of `x`: its place, if its bucket will be released."""
+        """Returns a place instead of `x` if its bucket will be released."""
         if x.layout != torch.strided or x.is_conj() or x.is_neg():
             return pack_tensor(x)
         bucket = self._parameter_layout.lying.get(x.untyped_storage()._cdata)
@@ -362,7 +357,6 @@ class Unsharder:
         return layout
 
     def list_events(self, phase: str) -> list[PassEvent]:
-        """Returns the events of such a pass, in order."""
         return self._plan_pass(phase).events
 
     def _plan_pass(self, phase: str) -> PassEvents:

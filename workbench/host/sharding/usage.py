@@ -1,11 +1,11 @@
-"""Which parameters a step used, and which the model has unfrozen: what ranks compare, the same on both hosts.
+"""Which parameters a step used, and which the model has unfrozen.
 
-[Note: The raised hand] Every parameter of a bucket is exchanged, and one without a gradient counts as zero. If no rank
-has a gradient, torch's DDP leaves `grad` at None, and the optimizer does not move the parameter. To know that, ranks
-have to compare notes, and a comparison in every step would cost each step a round trip. So a rank that left a parameter
-out raises a hand first: it writes the step's number into memory that all ranks of the host share, and hands out the
-bucket afterwards. A rank whose last exchange of that step is over has data of all ranks, so it sees every hand. All
-ranks then decide alike, without a word. Ranks of several hosts share no memory and compare notes in every step.
+[Note: The raised hand] Ranks exchange every parameter of a bucket, and one without a gradient counts as zero. If no
+rank has a gradient, torch's DDP leaves `grad` at None, and the optimizer does not move the parameter. To compare usage
+in every step would cost each step a round trip. So a rank that left a parameter out raises a hand first: it writes the
+step's number into memory that all ranks of the host share, and hands out the bucket afterwards. A rank that has
+completed the step's last exchange has data of all ranks, so it sees every hand. All ranks then decide alike. Ranks of
+several hosts share no memory and compare usage in every step.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class RaisedView(Protocol):
 
 
 class ParameterUsage:
-    """One rank's notes on what its steps use.
+    """One rank's notes on its steps' usage.
 
-    hands:    None if ranks share no memory: they compare notes in every step
-    step:     of an exchanged backward that is over, while the ranks have not agreed on its parameters; else None
-    last:     the child that was started last in that backward; once it is over the ranks can agree
-    listening: whether a backward is under way that is exchanged, where the host does not note that by itself
-    settled:  whether the ranks agreed in this step on what it unfroze
+    hands:    None if ranks share no memory: they compare usage in every step
+    step:     of a completed exchanged backward, until the ranks agree on its parameters; else None
+    last:     the last child of that backward; once it is over the ranks can agree
+    listening: whether an exchanged backward runs, if the host does not note that by itself
+    settled:  whether the ranks agreed in this step on unfrozen parameters
     unfrozen: parameters that train on some rank and are not in the layout, by name, agreed among the ranks
     """
 
@@ -51,11 +51,11 @@ class ParameterUsage:
         self.listening = False
         self.settled = False
         self.unfrozen: dict[str, nn.Parameter] = {}
-        self.frozen: dict[str, nn.Parameter] = {}  # outside of the layout when that was made
-        self._trained: list[ParameterPlace] = []  # of the layout, what was trained then
+        self.frozen: dict[str, nn.Parameter] = {}  # outside the layout
+        self._trained: list[ParameterPlace] = []  # then trained
 
     def take_layout(self, model: nn.Module, layout: ParameterLayout, whole: bool = True) -> None:
-        """The layout is a new one. whole: does all that is trained lie here?"""
+        """whole: whether all trained parameters are here"""
         here = {id(place.param) for place in layout.order}
         named = model.named_parameters()
         self.frozen = {name: p for name, p in named if id(p) not in here and (whole or not p.requires_grad)}
@@ -63,7 +63,7 @@ class ParameterUsage:
         self._trained = [place for place in layout.order if place.param.requires_grad]
 
     def require_trained(self, strategy: Strategy) -> None:
-        """Raises StrategyError if the model has frozen a parameter that `strategy` would go on moving."""
+        """Raises StrategyError if `strategy` would move a frozen parameter."""
         frozen = (place.name for place in self._trained if not place.param.requires_grad)
         if strategy.moves_frozen and (name := next(frozen, "")):
             raise StrategyError(
@@ -72,22 +72,22 @@ class ParameterUsage:
             )
 
     def list_unfrozen(self) -> list[str]:
-        """Parameters that this rank's model has unfrozen and that are not in the layout."""
+        """Lists parameters outside the layout."""
         return [name for name, p in self.frozen.items() if p.requires_grad]
 
     def begin_backward(self, step: int) -> None:
-        """Before a backward: raises a hand if the model has unfrozen a parameter."""
+        """Raises a hand for unfrozen parameters."""
         self.settled = False
         if self.list_unfrozen():
             self.raise_hand(step)
 
     def raise_hand(self, step: int) -> None:
-        """Before a bucket is handed out that has a parameter without a gradient."""
+        """Before a bucket that lacks a gradient."""
         if self.hands is not None:
             self.hands.raise_in(step)
 
     def note_handed_out(self, step: int) -> None:
-        """The strategy has been given all buckets of the backward that this was `listening` to."""
+        """Call it once the strategy has all buckets."""
         if self.listening:
             self.listening, self.step = False, step
 
@@ -95,6 +95,7 @@ class ParameterUsage:
         """After the last exchange of a backward: `layout.unused` names the parameters that no rank used.
 
         Gradients of unfrozen parameters become the sum over ranks, as if they had been in a bucket.
+
         host: has the rank, and its layout, model, module, optimizer, lock and strategy
         """
         step, self.step, self.last = self.step, None, None
@@ -112,7 +113,7 @@ class ParameterUsage:
             self._update_unfrozen(host)
 
     async def _compare_usage(self, host: Any, rank: Rank, layout: ParameterLayout) -> None:
-        """0: frozen or without a gradient; 1: unfrozen, and not used in this step; 2: used."""
+        """0: frozen or without a gradient; 1: unfrozen and unused; 2: used."""
         mine = [0 if place.name in layout.unused else 2 for place in layout.order]
         mine += [p.requires_grad + (p.requires_grad and p.grad is not None) for p in self.frozen.values()]
         noted = torch.empty(len(mine), dtype=torch.int32, device=layout.order[0].param.device)
@@ -122,28 +123,28 @@ class ParameterUsage:
         layout.unused = {place.name for place, use in zip(layout.order, of_layout, strict=True) if not use}
         uses = dict(zip(self.frozen, others, strict=True))
         self.unfrozen = {name: p for name, p in self.frozen.items() if uses[name]}
-        how = "sum" if host.module is host.model else "mean"  # torch's own has not scaled the loss
+        how = "sum" if host.module is host.model else "mean"  # torch has not scaled it
         for name, p in self.unfrozen.items():
             if uses[name] == 2:
                 grad = torch.zeros_like(p) if p.grad is None else p.grad.to_dense().contiguous()
                 p.grad = (await rank.all_reduce(grad.view(-1), how, f"unfrozen {name}")).view(p.shape)
 
     def _update_unfrozen(self, host: Any) -> None:
-        """One step of the optimizer on these alone, if the strategy updates bucket by bucket and so misses them."""
+        """Updates by bucket miss these parameters."""
         with host.alone, restrict_optimizer(host.optimizer, self.unfrozen.values()):
             host.optimizer.step()
         for p in self.unfrozen.values():
             p.grad = None
 
     def close_flags(self) -> None:
-        """Gives the shared memory back."""
+        """Frees the shared memory."""
         if self.hands is not None:
             self.hands.close()
 
 
 @contextmanager
 def restrict_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, the optimizer has no parameters but these."""
+    """Inside, the optimizer has only these parameters."""
     wanted, before = {id(p) for p in params}, [group["params"] for group in optimizer.param_groups]
     try:
         for group in optimizer.param_groups:

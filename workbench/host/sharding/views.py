@@ -1,4 +1,4 @@
-"""One rank of a run, as passes over its shards see it."""
+"""A rank's view for sharded passes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from workbench.host.sharding.access_trace import AccessTrace
 
 
 class ReadView(RankView, Protocol):
-    """A rank whose passes read parameters that may be in shards."""
+    """A rank with parameters in shards."""
 
     @property
     def ledger(self) -> MemoryAccount: ...
 
     def foresee_reads(self, cheaply: bool) -> AccessTrace | None:
-        """Returns what a step will read; None if that is unknown. cheaply: the model is not built for it"""
+        """Returns a step's reads; None if unknown. cheaply: the model is not built for it"""
