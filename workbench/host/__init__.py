@@ -1,1 +1,1 @@
-"""What engine and simulator share: the rules of a rank's life that do not depend on which clock it lives by."""
+"""The rules of a rank that engine and simulator share."""
