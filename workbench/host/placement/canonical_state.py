@@ -69,7 +69,7 @@ def sum_rows(rows: Tensor) -> Tensor:
 
 
 def clip_gradients(layout: ParameterLayout, longest: float, of_replica: Callable[[float], float] = float) -> float:
-    """Returns the gradients' norm, and scales them down to `longest`.
+    """Returns the gradients' norm, and scales them down to at most `longest`.
 
     of_replica: turns this rank's sum of squares into that of its replica
     """

@@ -1,6 +1,6 @@
 """A hash of state that adds up: equal however tensors are cut, spread over ranks or put into buckets.
 
-Each element's bits count times a number of its name and place. The sum over all ranks' slices, with replicas counted
+Each element's bits count times a number from its name and place. The sum over all ranks' slices, with replicas counted
 once, is the hash.
 """
 
@@ -50,7 +50,7 @@ def _view_words(x: Tensor) -> Words:
 
 
 def _sum_words(words: Words, start: int, seed: int) -> int:
-    """start: the number of the first word"""
+    """start: the first word's number"""
     total = at = 0
     while at < words.size:
         chunk, low = divmod(start + at, CHUNK)

@@ -144,7 +144,6 @@ class ParameterLayout:
                 place.param.data = view
 
     def _make_absent_data(self, index: int) -> Tensor:
-        """Returns NaN expanded from one element."""
         if index not in self._absent:
             bucket = self._slices[index]
             one = bucket.data.new_full((), torch.nan)
@@ -195,7 +194,7 @@ class ParameterLayout:
             place.grad = bucket.data[part.start : part.stop].view(place.param.shape)
 
     def _release_gradients(self, index: int) -> None:
-        """A stream that still reads them has its own reference. Autograd may share the storage."""
+        """A stream that still reads them has its own reference. Autograd may share the storage, so no code frees it."""
         self.gives_back = True
         group = self.groups[index]
         for place in group:

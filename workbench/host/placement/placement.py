@@ -87,7 +87,7 @@ class Placement:
     # -- combined placements --
 
     def copy_to_groups(self, groups: Mapping[int, Collection[int]]) -> Placement:
-        """Gives the elements of rank r to each rank of groups[r]."""
+        """Gives the elements of rank r to each rank of groups[r]. Ranks without a group keep theirs."""
         return self._divide_elements(groups, lambda here, count: [here] * count)
 
     def shard_to_groups(self, groups: Mapping[int, Sequence[int]], shares: Sequence[int] = ()) -> Placement:
