@@ -60,7 +60,7 @@ class CheckpointedUnits:
     def __init__(self, units: list[nn.Module], what: str, draws: bool = True) -> None:
         self._units = [(unit, unit.__dict__.get("forward")) for unit in units]
         for unit, own in self._units:
-            unit.__dict__["forward"] = _UnitForward(unit, own, what, draws)  # before the class's
+            unit.__dict__["forward"] = _UnitForward(unit, own, what, draws)  # precedes the class's
 
     def restore_forwards(self) -> None:
         for unit, own in reversed(self._units):
@@ -165,7 +165,7 @@ class _DiscardedBuffers:
 
 
 def explain_second_gradient(name: str) -> StrategyError:
-    """torch's DDP refuses a second gradient, too."""
+    """Explains a second gradient in one exchanged backward, which torch's DDP refuses, too."""
     return StrategyError(
         f"parameter {name} received a gradient twice in one backward (re-entrant checkpointing?): "
         f"use_reentrant=False, or a strategy that does not exchange gradients (LocalSGD)"

@@ -52,10 +52,11 @@ def run_unrecorded(name: str, work: Callable[[], Any], nbytes: int) -> Any:
 
 
 class GroupPeers(NamedTuple):
-    """The tensor-parallel group, as one rank sees it.
+    """The tensor-parallel group.
 
     ask:    performs a meeting and returns its answer
     ways:   the number of ranks
+    coding: codecs of activations and of their gradients
     """
 
     ask: Ask

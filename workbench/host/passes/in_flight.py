@@ -46,7 +46,7 @@ class InFlight:
         self.partition: Partition = Whole()
         self.batches = self.left = 0  # left: to make
         self.inputs: dict[int, Any] = {}
-        self._open: deque[tuple[Any, list[Any]]] = deque()  # their micro-batches
+        self._open: deque[tuple[Any, list[Any]]] = deque()  # (batch, micro-batches)
         self._before: dict[int, list[Tensor]] = {}  # before later forwards
 
     # -- both hosts --

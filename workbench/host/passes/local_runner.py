@@ -76,7 +76,7 @@ class _LocalRank:
 
 
 def run_together(works: Sequence[Work]) -> list[Any]:
-    """Runs all passes, each with a function that performs meetings, and returns their results.
+    """Runs all passes, each with a function that performs meetings.
 
     Raises the first error of a pass, or RuntimeError if passes ask for different meetings.
     """

@@ -30,7 +30,7 @@ Pass = tuple[int, int]  # micro-batch, piece of this stage
 
 
 class StageModule:
-    """One stage: its pieces of the model, and its micro-batches between forward and backward.
+    """One stage's pieces, and micro-batches between forward and backward.
 
     opened: by micro-batch and piece, the output, whose graph holds what backward needs
     """

@@ -41,7 +41,7 @@ MAX_SEEDS = 10_000  # more than open passes
 
 
 class TensorParallelGroup:
-    """A model whose matrices are sliced over a group's ranks, as one rank computes it.
+    """One rank's model with matrices sliced over a group.
 
     index:  this rank's number in the group
     draws:  whether each rank draws its own random numbers between a pair of layers
@@ -57,7 +57,7 @@ class TensorParallelGroup:
         self._ask, self._draws = ask, draws
         self._seed, self._passes = seed, 0
         self._modules = [(name, model.get_submodule(name), way) for name, way in split.modules]
-        self._outside: tuple[torch.Generator, Tensor] | None = None  # and its state
+        self._outside: tuple[torch.Generator, Tensor] | None = None  # generator and state
         self._own: dict[int, None] = {}  # latest own seeds
         for name, module, way in self._modules:
             if isinstance(way, Colwise):
@@ -68,7 +68,7 @@ class TensorParallelGroup:
                 run = partial(self._look_up_rows if isinstance(module, nn.Embedding) else self._run_rowwise, name)
             else:
                 continue
-            module.__dict__["forward"] = _ReplacedForward(module, run)  # before the class's
+            module.__dict__["forward"] = _ReplacedForward(module, run)  # precedes the class's
         self.common = list_common(model, split)
         others = [p for owner, each in enumerate(self.common) for p in each if owner != index]
         self._hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in others if p.requires_grad]
@@ -124,7 +124,7 @@ class TensorParallelGroup:
         views = dict(zip(map(id, some), sum_gradients_at_end(some, self._plain_peers), strict=True))
         read = [(module, kind, views[which]) for module, kind, which in self._read if which in views]
         for module, kind, view in read:
-            module.__dict__[kind] = view  # found before it
+            module.__dict__[kind] = view  # precedes the parameter
         try:
             yield
         finally:

@@ -1,7 +1,7 @@
 """The versions of a stage's weights that its passes read: current weights, or older copies.
 
 Autograd keeps a reference to a version, which is copied only if a pass will still read it when the weights change.
-During such a pass the parameters' data points into the copy. Other code still writes to the weights.
+During such a pass the parameters' data points into the copy. Other code still writes to the weights' memory.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _unpack_tensor(kept: Any) -> Tensor:
 
 
 class WeightVersions:
-    """The versions of one stage's weights that passes will still read.
+    """Versions that passes still read.
 
     reads: by number of a micro-batch in flight, the version that its forward reads
     """
