@@ -24,7 +24,7 @@ FIXED_SETTINGS = (
     "optimizer",
     "bucket_mb",
     "ranks",
-)  # unchanged ones
+)  # must be unchanged
 
 
 class StoreView(Protocol):
@@ -42,7 +42,7 @@ class DivergenceRecovery:
 
     def __init__(self, run: CheckpointView, kept: StoreView) -> None:
         self.run, self.kept = run, kept
-        self._since = -1  # before its return
+        self._since = -1  # last return's step
         self._to, self._times = -1, 0  # the last checkpoint; how many returns to it
 
     async def restore_checkpoint(self, met: int) -> bool:

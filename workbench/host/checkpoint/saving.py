@@ -158,10 +158,10 @@ class Checkpointer:
         if run.layout.order[0].param.is_meta or (self.keeper is None and not asked):
             return
         step = (await run.gather(run.rank.step))[0]
-        if step == self._last and (self._stays or not asked):  # so it is never pruned
+        if step == self._last and (self._stays or not asked):  # a request repeats it, so it is not pruned
             return
         able = await run.gather(0 if self.keeper is None else 1 + self.keeper.is_busy)
-        if 2 in able and 0 not in able and (asked or last or step == run.experiment.steps):  # waits for it
+        if 2 in able and 0 not in able and (asked or last or step == run.experiment.steps):  # wait for it
             await Op("do", self.end)
             able = [1]
         if self.keeper is None or set(able) != {1}:

@@ -20,11 +20,7 @@ class CheckpointerView(Protocol):
 
 
 class CheckpointView(ChangeView, Protocol):
-    """A checkpointed rank; see CheckpointableRank.
-
-    planned:         future changes, in the order of their steps
-    is_asynchronous: whether ranks make steps without a meeting in every round
-    """
+    """A checkpointed rank; see CheckpointableRank and RankLoop."""
 
     state: Any
     planned: list[Planned]
