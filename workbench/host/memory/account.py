@@ -209,7 +209,9 @@ class MemoryAccount:
         self._require_now(0)
 
     def note_submodel(self, params: Iterable[Tensor], state: Any = None) -> None:
-        """params: its own parameters
+        """Notes a sub-model.
+
+        params: its own parameters
         state:  its optimizer state, or the bytes of it
         """
         self._held = max(self._held or 0, self._run.layout.held + sum(p.nbytes for p in params))

@@ -75,7 +75,7 @@ def _list_members(x: Any) -> Iterable[Any]:
 
 
 def find_storages(thing: Any) -> Storages:
-    """Finds all tensors' storages."""
+    """Finds tensors' storages."""
     every = map(get_storage, find_tensors(thing))
     return {storage._cdata: storage for storage in every if storage is not None}
 

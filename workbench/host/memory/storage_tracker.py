@@ -74,7 +74,7 @@ class StorageTracker(TorchDispatchMode):
             self.aside = was
 
     def count_tensor(self, x: Tensor, rank: int | None = None) -> None:
-        """rank: None: the ranks that compute now"""
+        """Counts a tensor until it is freed. rank: None: the ranks that compute now"""
         storage, rank = get_storage(x), self.at if rank is None else rank
         if storage is None:
             return
