@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def subtract_gradients(layout: ParameterLayout, optimizer: Optimizer, memory: Memory) -> None:
-    """Subtracts gradients from the optimizer's momentum if a compressor has them."""
+    """Subtracts gradients from the optimizer's momentum if a compressor keeps it."""
     kept = memory.buffers.get(MOMENTUM)
     if not kept or not plain(optimizer):
         return
