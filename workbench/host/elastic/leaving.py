@@ -93,7 +93,7 @@ class StateBefore:
         self.settings |= {name: list(getattr(run, name)) for name in ("planned", "taken", "bounds")}
         self.settings["rate"], self.optimizer = copy(run.rate), run.optimizer
         self.whole: Boundary | None = None
-        if to.came.salvaged is not None:
+        if to.came.salvaged is not None:  # `bounds` keep values
             return
         if has_parts(run.experiment):  # the newest boundary is whole
             self.settings["bounds"] = [copy_boundary(b) for b in run.bounds]

@@ -40,7 +40,7 @@ def has_final_update(strategy: Strategy) -> bool:
 
 
 class RollbackView(ChangeView, Protocol):
-    """A rank with a way back. obeyed: the number of changes made or refused so far"""
+    """A rank with a way back. obeyed: as in ElasticMember"""
 
     experiment: Experiment
 
