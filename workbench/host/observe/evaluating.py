@@ -66,7 +66,7 @@ def count_kept_bytes(strategy: Strategy, ranks: int, held: int, others: int) -> 
 
 @contextmanager
 def hold_values(tensors: list[Tensor], values: list[Tensor], kept: list[Tensor] | None = None) -> Iterator[None]:
-    """Inside, the tensors have these values."""
+    """Inside, the tensors have these values. kept: their own values, if already copied"""
     kept = [x.detach().clone() for x in tensors] if kept is None else kept
     for x, value in zip(tensors, values, strict=True):
         x.data.copy_(value)
