@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.test_ending import Clock, first, status
+from tests.unit.test_ending import Clock, first, lost, status
 from workbench.cluster.run.ending import LEAVE, REUNION, Ending
+from workbench.cluster.run.errors import RankError
 
 
 def ending(ranks: int, outlives: bool = True) -> Ending:
@@ -96,3 +97,25 @@ def test_a_rank_that_dies_after_its_last_step_fails_no_run(heard_first: str) -> 
     assert it.next_action() == "" and it.dead_ranks == {0}
     it.gone(1, "done")
     assert (it.next_action(), it.find_outcome()) == ("over", ("done", []))
+
+
+@pytest.mark.parametrize("heard_first", ["end", "death"])
+def test_a_death_after_the_last_step_is_the_cause_if_another_rank_loses_its_peer(heard_first: str) -> None:
+    it = ending(3, outlives=False)
+    for event in (lambda: it.gone(0, "done"), lambda: kill(it, 0))[:: 1 if heard_first == "end" else -1]:
+        event()
+    it.failed(1, lost(1))
+    for rank, state in ((1, "failed"), (2, "done")):
+        it.gone(rank, state)
+    state, errors = it.find_outcome()
+    error = RankError(errors)
+    assert (state, error.type, error.rank, error.freed) == ("failed", "EngineDied", 0, [1])
+
+
+def test_a_death_after_the_last_step_is_not_the_cause_of_another_ranks_own_error() -> None:
+    it = ending(2, outlives=False)
+    it.gone(0, "done")
+    kill(it, 0)
+    it.failed(1, {"rank": 1, "step": 5, "op": "", "type": "OSError", "text": "No space left on device"})
+    it.gone(1, "failed")
+    assert [error["rank"] for error in it.find_outcome()[1]] == [1]

@@ -199,9 +199,12 @@ class Ending:
         """Returns (done, stopped, preempted or failed; the errors).
 
         After a stop, neither a peer's closed connection is a failure, nor a rank's death before the ranks agreed to
-        continue.
+        continue. A death after a rank's last step is one only if the other errors are its
+        consequences.
         """
         errors = [e for e in self.errors.values() if not (self.asked and (is_consequence(e) or self._was_outlived(e)))]
+        if errors and all(map(is_consequence, errors)):
+            errors += self._list_late_deaths()
         if errors and not self.asked:
             errors += [_make_released(rank, step) for rank, step in self._list_released()]
         if self.unwatched is not None:
@@ -218,6 +221,10 @@ class Ending:
         """Whether a rank died, and another trained rank could continue until the stop."""
         stopped = {rank for rank in self.ranks - self.coming if self.left.get(rank) == "stopped"}
         return error["type"] == "EngineDied" and self.outlives() and bool(stopped)
+
+    def _list_late_deaths(self) -> list[Error]:
+        """Returns the deaths of ranks after their last step. Other ranks may have lost a peer because of one."""
+        return [e for r, e in sorted(self.lost.items()) if r in self.ranks and self._ended_after(r, e) and e]
 
     def _list_released(self) -> list[tuple[int, int]]:
         """Returns (rank, step) of ranks that left unaware of the failure."""
