@@ -149,3 +149,54 @@ def test_a_lab_that_ends_while_a_kernel_attaches_is_named(
     monkeypatch.setattr(Cluster, "_connect_client", connect)
     with pytest.raises(ClusterError, match=f"the lab in {place.path} has ended"):
         Cluster.attach_to(LabPlace(place.path))
+
+
+@pytest.mark.parametrize("when", ["before its state is read", "before its connection file is read"])
+def test_a_lab_that_vanishes_between_listing_and_attaching_is_named(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = detached(tmp_path, monkeypatch)
+
+    def connect(self: Cluster, connection: str) -> Client:
+        place.remove_folder()
+        raise FileNotFoundError(f"{connection} is no file")
+
+    monkeypatch.setattr(Cluster, "_connect_client", connect)
+    if when == "before its state is read":
+        place.remove_folder()
+    with pytest.raises(ClusterError, match=f"the lab in {place.path} has ended; start one"):
+        Cluster.attach_to(LabPlace(place.path))
+
+
+def test_a_living_lab_without_its_controller_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(self: Cluster, connection: str) -> Client:
+        raise TimeoutError("Hub connection request timed out")
+
+    place = detached(tmp_path, monkeypatch)
+    monkeypatch.setattr(Cluster, "_connect_client", connect)
+    with pytest.raises(ClusterError, match="none: no controller answers there"):
+        Cluster.attach_to(place)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["written", "the disk is full"])
+def test_engines_hear_of_a_detach_before_another_kernel_can_own_them(
+    full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that dies in between owns the lab, so its guard ends it."""
+    events: list[tuple[str, Any]] = []
+    lab = Cluster("left", 1)
+    lab.place = detached(tmp_path, monkeypatch, owner=this_process())
+
+    def write(self: LabPlace, **fields: Any) -> None:
+        events.append(("file", fields["owner"]))
+        if full:
+            raise OSError("No space left on device")
+
+    monkeypatch.setattr(LabPlace, "write_state", write)
+    monkeypatch.setattr(Cluster, "_tell_owner", lambda self, owner: events.append(("engines", owner)))
+    if full:
+        with pytest.raises(OSError, match="No space left"):
+            lab.detach()
+    else:
+        lab.detach()
+    assert events == [("engines", None), ("file", None)] + [("engines", this_process())] * full

@@ -141,7 +141,7 @@ class Cluster(ClusterState):
         try:
             self.client = self._connect_client(connection)
         except (TimeoutError, OSError) as error:
-            raise ClusterError(f"{connection}: no controller answers there ({error})") from None
+            raise _explain_silence(connection, error) from None
         if not wait_for(lambda: len(self.client.ids) >= self.ranks, FIND_TIMEOUT):
             there = len(self.client.ids)
             raise ClusterError(
@@ -196,11 +196,18 @@ class Cluster(ClusterState):
     # -- the end
 
     def detach(self) -> None:
-        """Leaves engines and controller running for good."""
+        """Leaves engines and controller running for good.
+
+        If this kernel dies before it writes the file, its guard ends the lab, and no other kernel owns it yet.
+        """
         if self.relay:
             self.relay.close()  # frees a descriptor
-        self.place.write_state(owner=None)
         self._tell_owner(None)
+        try:
+            self.place.write_state(owner=None)
+        except BaseException:
+            self._tell_owner(this_process())
+            raise
         let_go(self.owned)
         self._disconnect_client()
 
@@ -257,15 +264,20 @@ class Cluster(ClusterState):
     def attach_to(cls, place: LabPlace) -> Cluster:
         """Returns the cluster of a detached lab or, as a guest, of a lab that another kernel owns.
 
-        Raises ClusterError if another kernel attaches to the detached lab first.
+        Raises ClusterError if the lab has ended, or if another kernel attaches to the detached lab first.
         """
-        state = place.read_state()
+        if not (state := place.read_state()):
+            raise place.explain_end()
         self = cls(state["name"], state["ranks"], state["device"], None if state["here"] else state["connection"])
         self.place, self.keys = place, CurveKeys(*state["keys"])
         self.guest, self.owner = alive(state["owner"]), state["owner"]
         self.engines = [Engine(**e) for e in state["engines"]]
         self.devices, self.kind = state["devices"], state["kind"]
-        self.client = self._connect_client(state["connection"])
+        try:
+            self.client = self._connect_client(state["connection"])
+        except (TimeoutError, OSError) as error:
+            self._disconnect_client()
+            raise _explain_silence(state["connection"], error) if place.read_state() else place.explain_end() from None
         self._open_sockets()
         if not self.guest:
             try:
@@ -280,3 +292,7 @@ class Cluster(ClusterState):
         self.progress = "ready"
         self._ready.set()
         return self
+
+
+def _explain_silence(connection: Path | str, error: Exception) -> ClusterError:
+    return ClusterError(f"{connection}: no controller answers there ({error})")

@@ -116,7 +116,11 @@ class LabPlace:
         try:
             self._change(_replace_owner)
         except FileNotFoundError:
-            raise ClusterError(f"the lab in {self.path} has ended; start one with Lab(ranks=4)") from None
+            raise self.explain_end() from None
+
+    def explain_end(self) -> ClusterError:
+        """Returns the error for a kernel that attaches to a lab that is gone."""
+        return ClusterError(f"the lab in {self.path} has ended; start one with Lab(ranks=4)")
 
     def add_process(self, process: list[float], what: str) -> None:
         self._change(lambda state: {"processes": [*state["processes"], [*process, what]]})

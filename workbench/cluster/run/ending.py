@@ -199,8 +199,7 @@ class Ending:
         """Returns (done, stopped, preempted or failed; the errors).
 
         After a stop, neither a peer's closed connection is a failure, nor a rank's death before the ranks agreed to
-        continue. A death after a rank's last step is one only if the other errors are its
-        consequences.
+        continue. A death after a rank's last step is one if it caused all errors.
         """
         errors = [e for e in self.errors.values() if not (self.asked and (is_consequence(e) or self._was_outlived(e)))]
         if errors and all(map(is_consequence, errors)):
