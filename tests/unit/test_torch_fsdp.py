@@ -352,6 +352,34 @@ def test_what_was_frozen_under_it_stays_frozen_after_a_switch() -> None:
     torch.testing.assert_close(weights(again[0]), weights(stayed[0]), rtol=1e-5, atol=1e-6)
 
 
+class FreezesItself(nn.Linear):
+    """Freezes itself in the forward in which torch has gathered it."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = super().forward(x)
+        self.calls += 1
+        if self.calls == 4:
+            self.requires_grad_(False)
+        return made
+
+
+def test_a_unit_that_freezes_itself_while_it_is_whole_stays_frozen() -> None:
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b = FreezesItself(64, 64)
+
+    e = experiment(2, 8, task=toy(model=partial(net, Model)))
+    theirs, ours = run(e.set("strategy", TorchFSDP())), run(e)
+    torch.testing.assert_close(weights(theirs[0]), weights(ours[0]), rtol=1e-5, atol=1e-6)
+    simulated = simulate(e.set("pace", 1.0), real=True).samples.query("name == 'loss'").value.tolist()
+    measured = [x for losses in zip(*(seen(s, "loss") for s in ours), strict=True) for x in losses]
+    assert simulated == pytest.approx(measured, rel=1e-5)
+    assert not theirs[0].model.get_parameter("b.weight").requires_grad
+
+
 class Trained(Net):
     """Its layer b is frozen on the way here."""
 
@@ -372,3 +400,39 @@ def test_an_unfrozen_parameter_keeps_its_optimizer_state() -> None:
     torch.testing.assert_close(weights(theirs[0]), weights(ours[0]), rtol=1e-5, atol=1e-6)
     steps = {name: x for name, x in remembered(theirs[0]).items() if name.startswith("step/")}
     assert steps and steps == {name: x for name, x in remembered(ours[0]).items() if name in steps}
+
+
+def freeze(model: nn.Module) -> float:
+    """Held-out numbers whose second computation freezes layer b, and whose fourth thaws it."""
+    model.evaluations = getattr(model, "evaluations", 0) + 1  # type: ignore[assignment, operator]
+    model.b.requires_grad_(model.evaluations not in (2, 3))  # type: ignore[union-attr, operator]
+    return 0.0
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_an_evaluation_freezes_and_thaws_parameters_as_under_ddp(every: int) -> None:
+    e = experiment(2, 12, task=toy(evaluate=freeze), eval_every=every)
+    theirs, ours = run(e.set("strategy", TorchFSDP())), run(e)
+    assert all(p.requires_grad for s in theirs for p in s.model.parameters())
+    torch.testing.assert_close(weights(theirs[0]), weights(ours[0]), rtol=1e-5, atol=1e-6)
+
+
+class Grows(Net):
+    """Its first forward adds a module without parameters and an attribute, in front of other modules."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "extra"):
+            extra = nn.Dropout(0.0)
+            extra.calls = 0  # type: ignore[assignment]
+            self._modules = {"extra": extra, **self._modules}
+        self.extra.calls += 1  # type: ignore[operator, union-attr]
+        return super().forward(self.extra(x))
+
+
+def test_a_forward_may_add_a_module_as_under_ddp() -> None:
+    e = experiment(2, 8, task=toy(model=partial(net, Grows)), eval_every=3)
+    theirs = run(e.set("strategy", TorchFSDP()), Change(5, "strategy", "DDP"))
+    ours = run(e)
+    torch.testing.assert_close(weights(theirs[0]), weights(ours[0]), rtol=1e-5, atol=1e-6)
+    calls = [s.model.get_submodule("extra").calls for s in (theirs[0], ours[0])]
+    assert calls[0] == calls[1]

@@ -11,7 +11,7 @@ run's own model at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,28 +29,42 @@ class GradientListener:
     used: names of the parameters that this rank has used since the last update
     """
 
-    def __init__(self, own: dict[str, nn.Parameter]) -> None:
+    def __init__(self, own: dict[str, nn.Parameter], trained: Iterable[str]) -> None:
         self.own = own
+        self._trained = {name: own[name].requires_grad for name in trained}  # not frozen since then
         self.made: dict[str, nn.Parameter] = {}
         self.used: set[str] = set()
         self._handles: dict[str, list[Any]] = {}  # of this rank's hooks, by parameter
 
-    def attach_hooks(self) -> None:
+    def attach_hooks(self, shards: Mapping[str, Tensor]) -> None:
         """Before a backward: puts hooks on the parameters that are trained now.
 
         A parameter that this rank has frozen gets a gradient of zeros, because other ranks may train it.
+
+        shards: the copy's parameters, by name
         """
+        self.settle_frozen(shards)
         for name, p in self.made.items():
             if p.requires_grad and name not in self._handles:
                 self._handles[name] = _attach_listener(name, p, self.own[name], self.used.add)
             elif not p.requires_grad and p.grad is None:
                 give_gradient(p, torch.zeros_like(p))
 
-    def copy_frozen(self) -> None:
-        """After a backward: the run's own parameters are trained or frozen as the model has left the copy's."""
-        for name, p in self.made.items():
-            if self.own[name].requires_grad != p.requires_grad:
-                self.own[name].requires_grad_(p.requires_grad)
+    def settle_frozen(self, shards: Mapping[str, Tensor]) -> None:
+        """Trains or freezes a parameter in all its forms, as the user's code has left one of them.
+
+        An evaluation changes the run's own parameters, and a forward the copy's, whole or in shards. torch gives a
+        whole parameter the flag of its shard each time it gathers.
+
+        shards: the copy's parameters, by name
+        """
+        with unmaterialized.prevent_fetches():
+            for name, trained in self._trained.items():
+                forms = [p for p in (self.own[name], shards[name], self.made.get(name)) if p is not None]
+                if any(p.requires_grad != trained for p in forms):
+                    self._trained[name] = not trained
+                    for p in forms:
+                        p.requires_grad_(not trained)
 
     def return_hooks(self) -> None:
         """Moves hooks that the copy's forward has registered to the run's own parameters."""
@@ -89,8 +103,8 @@ def _attach_listener(name: str, p: nn.Parameter, own: nn.Parameter, note: Callab
     def receive(p: Tensor) -> None:
         for hook in (*after.values(),):
             hook(p)
-        require_gradient(name, p)
-        note(name)
+        if require_gradient(name, p) and p.requires_grad:  # a frozen one has a gradient of zeros
+            note(name)
         if p.grad is not None and p.grad.is_sparse:
             give_gradient(p, p.grad.to_dense())
 
@@ -99,8 +113,18 @@ def _attach_listener(name: str, p: nn.Parameter, own: nn.Parameter, note: Callab
 
 
 def copy_attributes(of: nn.Module, to: nn.Module) -> None:
-    """Copies the plain attributes that a forward may change, such as a count of its calls, to the same modules."""
-    for theirs, ours in zip(of.modules(), to.modules(), strict=True):
-        for name, value in vars(theirs).items():
-            if not name.startswith("_") and name != "training" and isinstance(value, bool | int | float | str | None):
-                setattr(ours, name, value)
+    """Copies the plain attributes that a forward may change, such as a count of its calls, to the same modules.
+
+    Both models share modules that a forward has added, and lose modules that it has removed.
+    """
+    for name, theirs in of.named_modules():
+        ours = to.get_submodule(name)
+        for child in ours._modules.keys() - theirs._modules.keys():
+            del ours._modules[child]
+        for child, added in theirs._modules.items():
+            if child not in ours._modules:
+                setattr(ours, child, added)
+        for attribute, value in vars(theirs).items():
+            if not attribute.startswith("_") and attribute != "training":
+                if isinstance(value, bool | int | float | str | None):
+                    setattr(ours, attribute, value)

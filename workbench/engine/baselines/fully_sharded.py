@@ -63,7 +63,7 @@ class FullySharded:
         self.module = copy.deepcopy(model, {**trained, **others})
         self._name: Any = f"fully_shard {id(self)}"
         self._mesh = _make_mesh(wire, self._name)
-        self._listener = GradientListener(dict(model.named_parameters()))
+        self._listener = GradientListener(dict(model.named_parameters()), names)
         self._units: list[list[str]] = []  # by unit, the names of its parameters in torch's order
         self._whole_names: list[str] = []  # names; see [Note: Parameters that stay whole]
         found = [*find_units(self.module, run.experiment.bucket_mb), self.module]
@@ -208,20 +208,20 @@ class FullySharded:
         """
         if unit is self.module:  # before this rank takes part in sums of the step
             self._listener.used.intersection_update([n for n, p in self._shards.items() if p.grad is not None])
-        for name in self._units[number]:
-            if name not in self._listener.made:
-                self._listener.made[name] = self.module.get_parameter(name)
+            self._listener.settle_frozen(self._shards)
+        for name in [name for name in self._units[number] if name not in self._listener.made]:
+            self._listener.made[name] = self.module.get_parameter(name)
 
     def begin_backward(self) -> None:
         """Before a backward."""
-        self._listener.attach_hooks()
+        self._listener.attach_hooks(self._shards)
 
     def end_backward(self) -> None:
         """Ends a backward: all ranks have summed all gradients, and nothing is whole any more."""
         self._rounds.end()
         self._run.layout.unused = self._shards.keys() - self._listener.used
         self._average_whole()
-        self._listener.copy_frozen()
+        self._listener.settle_frozen(self._shards)
         self._run.ledger.note_held(self._peak)
         self._run.ledger.note_held(self._kept)
 

@@ -117,7 +117,8 @@ class GradientHooks:
                 return
             if place.round == now:
                 raise explain_second_gradient(place.name)
-            require_gradient(place.name, param)
+            if not require_gradient(place.name, param):
+                return
             place.round = now
             if learn:
                 self._arrived.append(place.name)

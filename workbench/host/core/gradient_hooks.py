@@ -46,13 +46,17 @@ def own_loss(params: Iterable[nn.Parameter], share: float | None) -> Iterator[No
                 held[number] = hook
 
 
-def require_gradient(name: str, p: Tensor) -> None:
-    """Raises StrategyError if a hook has set the gradient to None, as an optimizer in a hook does."""
-    if p.grad is None:
+def require_gradient(name: str, p: Tensor) -> bool:
+    """Returns whether a backward made a gradient. It makes none if the model has frozen `p` since its forward.
+
+    Raises StrategyError if a hook has set the gradient to None, as an optimizer in a hook does.
+    """
+    if p.grad is None and p.requires_grad:
         raise StrategyError(
             f"parameter {name}: a hook of the model has set its gradient to None before ranks could exchange it; let "
             f"the hook keep the gradient, and leave the update to the task's optimizer"
         )
+    return p.grad is not None
 
 
 def _move_hosts_behind(held: dict[int, Hook]) -> list[tuple[int, Hook]]:

@@ -254,9 +254,9 @@ class RankTensors(RenewableTensors, ModelPortion):
         names: list[str] = []
 
         def hear(p: Tensor, place: ParameterPlace) -> None:
-            require_gradient(place.name, p)
-            names.append(place.name)
-            place.filled = False
+            if require_gradient(place.name, p):
+                names.append(place.name)
+                place.filled = False
 
         hooks = [
             place.param.register_post_accumulate_grad_hook(partial(hear, place=place))
