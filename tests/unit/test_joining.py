@@ -6,10 +6,13 @@ test tries one moment after the other, until no moment is left.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -21,6 +24,8 @@ from workbench.engine.control.peers import Peers
 from workbench.engine.rank import resizing
 from workbench.engine.rank.session import Session
 from workbench.engine.wire.collectives import Aborted, Wire
+from workbench.host.elastic.leaving import StateBefore
+from workbench.host.elastic.views import GenerationView
 from workbench.host.loop import elastic_member
 from workbench.host.placement.canonical_state import RankDisagreement, check_same
 from workbench.host.placement.optimizer_slots import read_slots
@@ -224,3 +229,11 @@ def test_messages_name_ranks_by_their_number_in_the_run() -> None:
         rank_state._join_pieces(
             {"w": torch.zeros(3)}, Placement({"w": 2}, {1: {"w": (StridedSlice(0, 2),)}}), rank, torch.zeros(0)
         )
+
+
+def test_the_view_has_every_attribute_that_a_failed_generation_gives_back() -> None:
+    run, to = MagicMock(), MagicMock()
+    run.steering = SimpleNamespace(run=run)
+    run.planned, run.taken, run.bounds = [], [], []
+    settable = {name for cls in GenerationView.__mro__ for name in inspect.get_annotations(cls)}
+    assert StateBefore(run, to).settings.keys() <= settable

@@ -89,7 +89,8 @@ class StateBefore:
     def __init__(self, run: GenerationView, to: NextGeneration) -> None:
         self.run = run
         self.steering = {name: copy(value) for name, value in vars(run.steering).items() if name != "run"}
-        self.settings = {name: getattr(run, name) for name in ("experiment", "obeyed", "_made", "outer", "former")}
+        kept = ("experiment", "obeyed", "made_changes", "outer", "former")
+        self.settings = {name: getattr(run, name) for name in kept}
         self.settings |= {name: list(getattr(run, name)) for name in ("planned", "taken", "bounds")}
         self.settings["rate"], self.optimizer = copy(run.rate), run.optimizer
         self.whole: Boundary | None = None

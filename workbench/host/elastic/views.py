@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from workbench.experiment import Experiment
+from workbench.host.checkpoint.recovery import RecoveryCheckpoint
+from workbench.host.core.planned import Planned
+from workbench.host.core.rate import Rate
 from workbench.host.elastic.rollback import Rollback
 from workbench.host.memory.batches import BatchReader
 from workbench.host.placement.spread import ReplicaSpread
@@ -32,12 +36,18 @@ class SurvivorView(Protocol):
 class GenerationView(ChangeView, PolicyView, Protocol):
     """A rank that takes its state into the next generation.
 
-    bounds, outer: as in `ElasticMember` (`host/loop/elastic_member.py`)
+    rate: the rate that the rank trains with
+    obeyed, taken, made_changes, bounds, outer, former: as in `ElasticMember` (`host/loop/elastic_member.py`)
     """
 
     spread: ReplicaSpread | None
+    rate: Rate
+    obeyed: int
+    taken: list[Planned]
+    made_changes: Sequence[Planned | None]
     bounds: list[Boundary]
     outer: dict[str, Tensor] | None
+    former: RecoveryCheckpoint | None
 
     @property
     def rollback(self) -> Rollback | None: ...

@@ -39,6 +39,7 @@ class ElasticMember:
     former:   the checkpoint to which all ranks go back, or None
     crashing: the ranks that a fault ends at this boundary or the next
     answer:   the result of the last change, the same on every rank
+    made_changes: the last changes, each None if it was not planned
     """
 
     rank: Rank
@@ -52,7 +53,7 @@ class ElasticMember:
     former: RecoveryCheckpoint | None = None
     crashing: Collection[int] = frozenset()
     answer: RequestAnswer | None = None
-    _made: Sequence[Planned | None] = ()
+    made_changes: Sequence[Planned | None] = ()
 
     async def pass_boundary(self) -> None:
         """A crashing rank ends here."""
@@ -110,7 +111,7 @@ class ElasticMember:
     def count_obeyed(self, planned: Planned | None = None) -> None:
         """planned: None for other changes"""
         self.obeyed += 1
-        self._made = (*self._made, planned)[-MAX_UNDONE:]
+        self.made_changes = (*self.made_changes, planned)[-MAX_UNDONE:]
 
     def replan_changes(self, changes: int) -> None:
         """Makes `changes` the number of made changes.
@@ -118,7 +119,7 @@ class ElasticMember:
         A rank with fewer skips the missing ones. A rank with more plans its planned ones again.
         """
         todo, undone = [*self.taken, *self.planned], self.obeyed - changes
-        again = [change for change in list(self._made)[-undone:] if change is not None] if undone > 0 else []
+        again = [change for change in list(self.made_changes)[-undone:] if change is not None] if undone > 0 else []
         self.taken, self.planned = [], [*again, *todo[max(0, -undone) :]]
         if undone > 0:
             self.steering.undo_changes(changes)
