@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from tests.benched import benched
 from tests.ranks import experiment
+from workbench.engine.rank import session
 from workbench.engine.rank.session import Session
 from workbench.rank import Rank
 from workbench.strategies import Strategy
@@ -39,14 +41,32 @@ def test_what_a_rank_prints_last_is_recorded_before_its_end(tmp_path: Path, monk
         marked(self, name, detail, t)
 
     monkeypatch.setattr(Session, "mark", note)
-    (tmp_path / "run.json").write_text("{}")
     with benched(0) as (bench, _):
-        store = bench.host_store("workbench.engine.rank.session:Session", "127.0.0.1")
-        bench.secret = b"ours".hex()
-        job = {"session": "workbench.engine.rank.session:Session", "generation": uuid.uuid4().hex, "epoch": 0.0,
-               "run_dir": str(tmp_path), "rank": 0, "size": 1, "store": store, "device": "cpu", "kind": "gloo",
-               "loopback": True}  # fmt: skip
-        bench.begin_session(job, cloudpickle.dumps((experiment(1, 2, strategy=Prints()), (), [])))
+        begin_session(bench, tmp_path)
         assert bench.session.join(60) and bench.session.error is None
     said = [detail["text"] if name == "log" else name for name, detail in marks if name in ("log", "end")]
     assert said[-2:] == ["step 0;step 1;", "end"]
+
+
+def test_a_session_that_does_not_start_keeps_no_recorder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(session, "lighten", fail)
+    with benched(0) as (bench, _):
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            begin_session(bench, tmp_path)
+        assert not any(thread.name == "rank 0 recorder" for thread in threading.enumerate()) and not bench.is_busy
+    assert not caplog.records
+
+
+def begin_session(bench: Any, run_dir: Path) -> None:
+    """Begins a run of one rank on this engine."""
+    (run_dir / "run.json").write_text("{}")
+    bench.secret = b"ours".hex()
+    job = {"session": "workbench.engine.rank.session:Session", "generation": uuid.uuid4().hex, "epoch": 0.0,
+           "run_dir": str(run_dir), "rank": 0, "size": 1, "device": "cpu", "kind": "gloo", "loopback": True,
+           "store": bench.host_store("workbench.engine.rank.session:Session", "127.0.0.1")}  # fmt: skip
+    bench.begin_session(job, cloudpickle.dumps((experiment(1, 2, strategy=Prints()), (), [])))

@@ -128,8 +128,12 @@ class Session:
     host_store = staticmethod(host_store)
 
     def start(self) -> None:
-        lighten()
-        self._thread.start()
+        try:
+            lighten()
+            self._thread.start()
+        except BaseException:
+            self.record.close()  # its thread would stay, and publish rows under the job of another run
+            raise
 
     def request(self, what: dict[str, Any]) -> None:
         """Queues a change, pause, resume, step or stop on rank 0. The next ticket carries it to all ranks."""
