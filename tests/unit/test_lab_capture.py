@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import multiprocessing
 import sys
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -90,3 +93,27 @@ def test_a_line_without_end_keeps_a_bounded_beginning() -> None:
         run_as("rank 0 training", lambda: [print("x" * 1000, end="\r") for _ in range(100)])
         assert all(len(text) <= capture.LONGEST for text in vars(sys.stdout)["_begun"].values())
     assert [len(text) for text in said] == [capture.LONGEST]
+
+
+def test_a_forked_child_neither_repeats_nor_loses_text(tmp_path: Path) -> None:
+    """No thread of the child hands its lines on, so they go to the stream that it inherited."""
+    said: list[tuple[str, str]] = []
+    usual = open(tmp_path / "usual", "w")
+
+    def say() -> None:
+        print("child line")
+        print("child tail", end="")
+
+    def train() -> None:
+        print("begun", end=" ")
+        child = multiprocessing.get_context("fork").Process(target=say)
+        child.start()
+        child.join()
+        print("and ended")
+
+    with contextlib.redirect_stdout(usual), OutputCapture("rank ", lambda *row: said.append(row)):
+        run_as("MainThread", lambda: print("parent", flush=True))
+        run_as("rank 0 training", train)
+    usual.close()
+    assert said == [("stdout", "begun and ended")]
+    assert (tmp_path / "usual").read_text() == "parent\nchild line\nchild tail"

@@ -1,11 +1,12 @@
 """Captures prints, warnings and log messages of a rank's training threads, by their names' prefix.
 
-Other output goes its usual way, such as that of `%%px`.
+Other output goes its usual way, such as that of `%%px` and of forked children, which lack the thread that records.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -25,12 +26,13 @@ class OutputCapture:
     def __init__(self, prefix: str, sink: Sink) -> None:
         self.prefix = prefix
         self.sink = sink
+        self._pid = os.getpid()
         self._second, self._taken, self._left = 0, 0, 0
         self._lock = threading.Lock()
 
     def is_captured(self) -> bool:
         name = threading.current_thread().name
-        return name.startswith(self.prefix) and not name.endswith("recorder")
+        return name.startswith(self.prefix) and not name.endswith("recorder") and os.getpid() == self._pid
 
     def hand_on(self, stream: str, text: str) -> None:
         """Passes one line on, up to the limit per second."""
