@@ -89,6 +89,16 @@ def test_a_closed_socket_of_other_code_is_no_lost_peer(foreign: list[socket.sock
     assert not any(end.has_lost_peer() for end in ends)
 
 
+def test_a_rank_without_a_known_listener_makes_no_foreign_socket_the_groups() -> None:
+    class Store:
+        def get(self, key: str) -> bytes:
+            return b"" if key == "listener 0" else b"127.0.0.1 5"
+
+    with socket.socket() as unconnected:
+        taken = {fd for fd, _ in gloo._find_group_sockets(Store(), 0, 2, set())}
+        assert unconnected.fileno() not in taken
+
+
 @pytest.mark.parametrize("precise", [False, True], ids=["plain", "precise"])
 def test_a_cut_ends_the_wait_of_the_peer_if_descriptors_are_above_1024(precise: bool) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -147,9 +147,9 @@ def _open_device(here: str) -> tuple[Any, str]:
 def _find_group_sockets(store: Any, rank: int, size: int, before: set[tuple[int, int]]) -> set[tuple[int, int]]:
     """Returns this rank's sockets to the other ranks, among the sockets opened since `before`.
 
-    See [Note: Which sockets are gloo's].
+    See [Note: Which sockets are gloo's]. A rank that did not see its own listener names none.
     """
-    listeners = {each for other in range(size) for each in store.get(f"listener {other}").decode().split("\n")}
+    listeners = {each for other in range(size) for each in store.get(f"listener {other}").decode().splitlines()}
     return {key for key, (own, peer) in _list_sockets().items()
             if key not in before and peer != LISTENS and (own in listeners or peer in listeners)}  # fmt: skip
 
