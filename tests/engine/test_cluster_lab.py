@@ -342,9 +342,11 @@ def test_private_files_are_private(lab: Lab) -> None:
 
 
 def test_ranks_resend_rows_if_the_kernel_cannot_see_their_disk(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = launch.begin
+    begin = launch.begin_sessions
     unseen = {"run_dir": "/nowhere/at/all"}
-    monkeypatch.setattr(launch, "begin", lambda at, job, *rest, **more: begin(at, {**job, **unseen}, *rest, **more))
+    monkeypatch.setattr(
+        launch, "begin_sessions", lambda at, job, *rest, **more: begin(at, {**job, **unseen}, *rest, **more)
+    )
     take, came, lost = RunController.take_batch, [], []
 
     def loses(live: RunController, batch: RowBatch) -> None:
