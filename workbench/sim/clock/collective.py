@@ -6,7 +6,7 @@ tensors are computed in rank order, so they are deterministic.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +17,7 @@ from workbench.host.placement.canonical_state import sum_rows
 from workbench.rank import Op, StrategyError, collective
 from workbench.sim.clock.fiber import ChildFiber, Fiber
 from workbench.sim.clock.record import iterate_numbers
-
-if TYPE_CHECKING:
-    from workbench.sim.clock.world import VirtualWorld
+from workbench.sim.clock.state import WorldState
 
 
 class Mismatch(StrategyError):
@@ -48,7 +46,7 @@ class Collective:
         "xs",
     )
 
-    def __init__(self, world: VirtualWorld, lane: str, number: int, fiber: Fiber, op: Op) -> None:
+    def __init__(self, world: WorldState, lane: str, number: int, fiber: Fiber, op: Op) -> None:
         self.group = op.group
         self.p = world.size if op.group is None else len(op.group)
         self.here = world.list_simulated_ranks(op.group)

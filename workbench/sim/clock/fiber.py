@@ -7,21 +7,101 @@ fibers. See "The trampoline" in workbench/DESIGN.md.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from workbench.rank import Group, Op
 
 if TYPE_CHECKING:
-    from workbench.sim.clock.collective import Collective
-    from workbench.sim.compute.host import Host
+    from workbench.experiment import Experiment
+    from workbench.host.memory.account import MemoryAccount
+    from workbench.host.sharding.usage import ParameterUsage
+    from workbench.rank import Rank
+    from workbench.sim.clock.clock import VirtualClock
+    from workbench.sim.clock.ports import Ports
+    from workbench.sim.clock.record import Record
+    from workbench.sim.costs.replay import ChanceReplay
 
 PARK = object()  # a verb's answer: the fiber goes on later
 END = object()  # a verb's answer: the loop over buckets is over
 _PERFORM = object()
 ROOM = 32  # as on the engine: the most children that rank 0 chooses at a time
 MANY = 1_000_000  # answers in a row without time passing that count as an endless loop
+
+
+class MeetingView(Protocol):
+    """A collective under way. left: ranks that have not arrived"""
+
+    left: int
+
+    def add_rank(self, fiber: Fiber, op: Op) -> None:
+        """Adds a rank. Raises Mismatch if its request differs from the first rank's."""
+
+
+class WorldView(Protocol):
+    """The simulated world, as fibers and lanes see it. open: collectives under way, by lane"""
+
+    @property
+    def ports(self) -> Ports: ...
+    @property
+    def replay(self) -> ChanceReplay | None: ...
+    @property
+    def open(self) -> dict[str, dict[tuple[Group | None, int], MeetingView]]: ...
+    @property
+    def orders(self) -> dict[str, ChildOrder]: ...
+
+    def raise_endless_loop(self, fiber: Fiber, op: Op) -> None:
+        """Raises Deadlock for a fiber whose requests take no time and never end."""
+
+    def answer_round(self, fiber: Fiber, group: Group | None = None) -> Any:
+        """Gathers ranks, and answers each with its newest step, or 0 if every rank is idle."""
+
+
+class RankState(Protocol):
+    """One virtual rank: its state on the clock."""
+
+    sent_bytes: int
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def rank(self) -> Rank: ...
+    @property
+    def experiment(self) -> Experiment: ...
+    @property
+    def clock(self) -> VirtualClock: ...
+    @property
+    def record(self) -> Record: ...
+    @property
+    def ledger(self) -> MemoryAccount: ...
+    @property
+    def usage(self) -> ParameterUsage: ...
+    @property
+    def leaving(self) -> bool: ...
+
+
+class HostView(RankState, Protocol):
+    """The host of one virtual rank, as its fibers see it. ended: takes a fiber that has ended"""
+
+    @property
+    def world(self) -> WorldView: ...
+    @property
+    def verbs(self) -> Mapping[str, Callable[[Fiber, Op], Any]]: ...
+    @property
+    def ended(self) -> Callable[[Fiber], None]: ...
+
+    def span(self, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int, step: int = -1) -> None:
+        """Records a span of this rank. step: -1 for the present step"""
+
+    def note(self, name: str, value: float) -> None:
+        """Records one number."""
+
+    def stretch_seconds(self, number: int, nbytes: int) -> float:
+        """Returns the seconds of a stretch of the compressor's work on `nbytes` bytes that begins now."""
+
+    def end_requests(self) -> None:
+        """Ends everything under way on this rank at its next request, because the rank has crashed."""
 
 
 class Fiber:
@@ -43,7 +123,7 @@ class Fiber:
         "waiter",
     )
 
-    def __init__(self, host: Host, coro: Coroutine[Op, Any, Any], name: str, origin: str = "") -> None:
+    def __init__(self, host: HostView, coro: Coroutine[Op, Any, Any], name: str, origin: str = "") -> None:
         self.host, self.coro, self.name, self.origin = host, coro, name, origin
         self.resumed = host.clock.now
         self.step = host.rank.step
@@ -99,7 +179,7 @@ class ChildFiber(Fiber):
     __slots__ = ("by", "number", "priority", "share")
 
     def __init__(
-        self, host: Host, coro: Coroutine[Op, Any, Any], name: str, origin: str, priority: int, share: float
+        self, host: HostView, coro: Coroutine[Op, Any, Any], name: str, origin: str, priority: int, share: float
     ) -> None:
         self.host, self.coro, self.name, self.origin, self.priority = host, coro, name, origin, priority
         self.share, self.number = share, 0
@@ -130,7 +210,7 @@ class CodedChildFiber(ChildFiber):
 
     def __init__(
         self,
-        host: Host,
+        host: HostView,
         coro: Coroutine[Op, Any, Any],
         name: str,
         origin: str,
@@ -194,13 +274,13 @@ class Lane:
 
     __slots__ = ("begun", "busy", "host", "met", "name", "open", "order", "queue", "started")
 
-    def __init__(self, host: Host, name: str) -> None:
+    def __init__(self, host: HostView, name: str) -> None:
         self.host, self.name = host, name
         self.busy: ChildFiber | None = None
         self.queue: deque[ChildFiber] = deque()
         self.met: dict[Group | None, int] = {}  # collectives requested so far, by group
         # collectives under way, by group and number
-        self.open: dict[tuple[Group | None, int], Collective] = host.world.open.setdefault(name, {})
+        self.open: dict[tuple[Group | None, int], MeetingView] = host.world.open.setdefault(name, {})
         self.order = host.world.orders.setdefault(name, ChildOrder())
         self.order.lanes.append(self)
         self.started = self.begun = 0

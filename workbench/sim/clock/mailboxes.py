@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from workbench.rank import StrategyError, message_name
 from workbench.sim.clock.fiber import PARK, Fiber
+from workbench.sim.clock.state import WorldState
 from workbench.sim.costs.even_ranks import EVEN
-
-if TYPE_CHECKING:
-    from workbench.sim.clock.world import VirtualWorld
 
 
 class Message(NamedTuple):
@@ -42,7 +40,7 @@ class _PendingReceive(NamedTuple):
 class Mailboxes:
     """All messages of a simulated run."""
 
-    def __init__(self, world: VirtualWorld) -> None:
+    def __init__(self, world: WorldState) -> None:
         self.world = world
         self._come: dict[tuple[int, str], deque[Message]] = {}
         self.waiting: dict[tuple[int, str], list[_PendingReceive]] = {}

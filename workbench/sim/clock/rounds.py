@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from workbench.rank import Group, Op, StrategyError
-from workbench.sim.clock.fiber import PARK, Fiber
-
-if TYPE_CHECKING:
-    from workbench.sim.compute.host import Host
+from workbench.sim.clock.fiber import PARK, Fiber, HostView
 
 
 class BackgroundRounds:
     """One rank's `again` verb. A replay answers it after the same steps as the engine did."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: HostView) -> None:
         self.host = host
         self.is_idle = False  # whether the step waits for a meeting and moves no further
         self._steps = 0  # steps made so far

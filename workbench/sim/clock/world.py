@@ -10,13 +10,10 @@ from typing import Any
 from workbench.host.core.planned import Planned
 from workbench.host.elastic.reentry import Membership
 from workbench.rank import Group, Op
-from workbench.sim.clock.clock import VirtualClock
-from workbench.sim.clock.collective import Collective
 from workbench.sim.clock.deadlock import Deadlock, explain_deadlock, explain_endless_loop, explain_standstill
-from workbench.sim.clock.fiber import PARK, ChildOrder, Fiber
+from workbench.sim.clock.fiber import PARK, ChildOrder, Fiber, MeetingView
 from workbench.sim.clock.mailboxes import Mailboxes
-from workbench.sim.clock.ports import Ports
-from workbench.sim.clock.record import Record
+from workbench.sim.clock.state import WorldState
 from workbench.sim.costs.costs import Costs
 from workbench.sim.costs.replay import ChanceReplay
 
@@ -29,7 +26,7 @@ class SimulationStopped(BaseException):
     """A rank ends the simulation for all ranks before its last step, as `on_nan` demands."""
 
 
-class VirtualWorld:
+class VirtualWorld(WorldState):
     """State that the ranks of one simulation share.
 
     first:   how many of the `size` ranks are simulated; each stands for the ranks at its position in the other replicas
@@ -49,20 +46,13 @@ class VirtualWorld:
         members: Sequence[int] = (),
         now: float = 0.0,
     ) -> None:
-        self.size, self.costs, self.seed, self.planned = size, costs, seed, planned
-        self.real, self.replay = real, replay
-        self.first = first or size
-        self.members = members or range(self.first)
-        self.clock = VirtualClock(now)
-        self.record = Record(self.members)
-        self.ports = Ports(size, costs, seed)
+        super().__init__(size, costs, seed, replay, first, members, now)
+        self.planned, self.real = planned, real
         self.mail = Mailboxes(self)
         self.sessions: list[Any] = []
         self.lives: list[Fiber] = []
-        self._hosts: list[Any] = []
-        self.open: dict[str, dict[tuple[Group | None, int], Collective]] = {}  # collectives under way, by lane
+        self.open: dict[str, dict[tuple[Group | None, int], MeetingView]] = {}  # collectives under way, by lane
         self.orders: dict[str, ChildOrder] = {}
-        self._here: dict[Group, tuple[int, ...]] = {}
         self._gathered: dict[tuple[str, Group | None], dict[int, tuple[Fiber, Any]]] = {}
         # by what is said and to which group: what the first rank has said, how often each asked, and who waits
         self._said: dict[tuple[str, Group | None], tuple[list[Any], Counter[int], list[Fiber]]] = {}
@@ -78,12 +68,8 @@ class VirtualWorld:
         self.saved: Any = None  # by rank, what it goes on from
         self.mortal = False  # may ranks crash?
         self.fallen: set[int] = set()
-        self.missed = self.stopped = False  # whether ranks know of a crash; whether a rank ended the simulation
+        self.stopped = False  # whether a rank ended the simulation
         self.parted: Any = None
-
-    @property
-    def hosts(self) -> list[Any]:
-        return self._hosts
 
     def run_ranks(self, sessions: list[Any], came: Membership | None = None) -> None:
         """Runs all ranks until they end, are lost or others join. came: how these ranks came together.
@@ -158,19 +144,6 @@ class VirtualWorld:
                 if isinstance(fiber.on, Fiber):
                     fiber.on.coro.close()
                 fiber.coro.close()
-
-    def list_simulated_ranks(self, group: Group | None) -> Sequence[int]:
-        """Returns the simulated ranks of a group, or of all ranks."""
-        if group is None:
-            return range(self.first)
-        found = self._here.get(group)
-        if found is None:
-            found = self._here[group] = tuple(r for r in group.ranks if r < self.first)
-        return found
-
-    def find_position(self, group: Group, rank: int) -> int:
-        """Returns the position of `rank` among the simulated ranks of a group."""
-        return group.index(rank) if self.first == self.size else self.list_simulated_ranks(group).index(rank)
 
     # -- meetings outside the network --
 
