@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,15 +34,13 @@ from torch.nn.functional import pad
 
 from workbench.engine.baselines.fsdp_hooks import GradientListener, copy_attributes, give_gradient
 from workbench.engine.baselines.units import UnitRounds, find_units, find_unshardable, list_packed
+from workbench.engine.baselines.views import BaselineView
 from workbench.engine.wire.collectives import Wire
 from workbench.engine.wire.lane import Lane
 from workbench.host.placement import unmaterialized
 from workbench.host.placement.layout import ParameterPlace
 from workbench.rank import Op, StrategyError, as_real
 from workbench.tasks import at_rate, rate, same_groups
-
-if TYPE_CHECKING:
-    from workbench.engine.rank.changes import Reconfigurable
 
 
 class FullySharded:
@@ -53,7 +51,7 @@ class FullySharded:
     alive:     returns the bytes of live activations, if the ledger measures this backward
     """
 
-    def __init__(self, run: Reconfigurable, wire: Wire, lane: Lane | None) -> None:
+    def __init__(self, run: BaselineView, wire: Wire, lane: Lane | None) -> None:
         self._run, self._wire, self._lane, self._own = run, wire, lane, run.optimizer
         model: nn.Module = run.model
         layout = run.layout

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from workbench.engine.baselines.views import BaselineView
 from workbench.engine.control.canonical import gather_lists, gather_numbers
 from workbench.rank import StrategyError
-
-if TYPE_CHECKING:
-    from workbench.engine.rank.changes import Reconfigurable
 
 HALF = 0.5  # of a bucket's size: a module at least as large is gathered and freed by itself
 OVER = -1  # announced by a rank whose backward is over
@@ -94,7 +91,7 @@ class UnitRounds:
     count: returns the elements of a rank's input to the sum of a whole unit
     """
 
-    def __init__(self, run: Reconfigurable, names: list[str], serve: Callable[[int, bool, int], None],
+    def __init__(self, run: BaselineView, names: list[str], serve: Callable[[int, bool, int], None],
                  count: Callable[[int], int]) -> None:  # fmt: skip
         self._control, self._names, self._serve, self._count = run.control, names, serve, count
         self.needed = any(gather_numbers(run.control, int(run.foresee_reads(cheaply=True) is None)))

@@ -6,11 +6,15 @@ The training thread writes this at every operation, and any thread may read it.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from workbench.engine.rank.session import Session
-
+from workbench.engine.control.script_position import ScriptLine
+from workbench.engine.record.recorder import Recorder
+from workbench.engine.wire.collectives import Wire
+from workbench.engine.wire.shaping import PacedSleep
+from workbench.experiment import Experiment
+from workbench.rank import Rank
 
 STACK_AFTER = 1.0  # seconds in one operation after which the script's stack is read
 
@@ -36,7 +40,62 @@ class Activity:
         self.now = (op, waits, time.monotonic())
 
 
-def describe_rank(run: Session) -> dict[str, Any]:
+class LanesView(Protocol):
+    """A rank's lanes. current_collective: the name of the collective under way on them; "" if there is none"""
+
+    @property
+    def current_collective(self) -> str: ...
+
+
+class HostView(Protocol):
+    """A rank's host. at: its activity; op: its operation"""
+
+    @property
+    def at(self) -> Activity: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def lanes(self) -> LanesView: ...
+
+
+class TrainingView(Protocol):
+    """A rank's training. step_seconds: the lengths of its last steps; longest_evaluation: in seconds"""
+
+    @property
+    def host(self) -> HostView: ...
+    @property
+    def step_seconds(self) -> deque[float]: ...
+    @property
+    def longest_evaluation(self) -> float: ...
+
+    def locate_script(self) -> ScriptLine | None:
+        """Returns the line at which the script of this rank is; None if it runs none."""
+
+
+class SessionView(Protocol):
+    """A rank's session. training: None while it is set up; born: when that began, on the monotonic clock"""
+
+    @property
+    def training(self) -> TrainingView | None: ...
+    @property
+    def experiment(self) -> Experiment: ...
+    @property
+    def rank(self) -> Rank: ...
+    @property
+    def phase(self) -> str: ...
+    @property
+    def error(self) -> dict[str, Any] | None: ...
+    @property
+    def naps(self) -> PacedSleep: ...
+    @property
+    def record(self) -> Recorder: ...
+    @property
+    def wires(self) -> list[Wire]: ...
+    @property
+    def born(self) -> float: ...
+
+
+def describe_rank(run: SessionView) -> dict[str, Any]:
     """Returns where a rank is.
 
     busy: its operation; waits: whether only peers can end it; still: seconds in it; asleep: by its settings
@@ -56,7 +115,7 @@ def describe_rank(run: Session) -> dict[str, Any]:
     return {**where, "waits": waits or own, "own": own, "still": round(still, 3), **more}
 
 
-def current_op(run: Session) -> str:
+def current_op(run: SessionView) -> str:
     """Returns a rank's own operation, or the operation of the lane for which it waits."""
     if run.training is None:
         return "set-up"
@@ -64,7 +123,7 @@ def current_op(run: Session) -> str:
     return (host.lanes.current_collective if host.at.is_waiting else "") or host.op
 
 
-def measure_wait(run: Session) -> tuple[bool, float]:
+def measure_wait(run: SessionView) -> tuple[bool, float]:
     """Returns whether a rank's training thread waits for peers, and the seconds since it or its wire moved."""
     op, waits, moved = run.training.host.at.now if run.training is not None else ("set-up", False, run.born)
     for wire in run.wires:

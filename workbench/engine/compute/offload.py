@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from workbench.engine.compute.views import OffloadView
 from workbench.fabric import Ways
 from workbench.fabric.load import stretch
 from workbench.fabric.pace import SHARES, lasts
@@ -16,17 +17,13 @@ from workbench.host.memory.offload import OffloadStore, name_span
 from workbench.host.placement.optimizer_slots import Settings, read_settings, require_steppable
 from workbench.rank import Bucket, Op
 
-if TYPE_CHECKING:
-    from workbench.engine.rank.components import RankComponents
-
-
 UpdateSettings = tuple[Settings, frozenset[str]]  # an optimizer's settings, and the parameters that no rank used
 
 
 class OffloadPerformer:
     """One rank's values off the device. Each transfer takes at least as long as the Fabric says."""
 
-    def __init__(self, run: RankComponents) -> None:
+    def __init__(self, run: OffloadView) -> None:
         self._run = run
         self.kept = OffloadStore(self._copy_out, self._copy_in)
         self._ways, self._lock = Ways(), threading.Lock()

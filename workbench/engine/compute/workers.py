@@ -11,24 +11,33 @@ import copy
 import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from workbench.engine.compute.host import Host
+from workbench.engine.compute.views import ClockedView
 from workbench.engine.wire.shaping import ComputePace
 from workbench.host.core.drive import drive_coroutine
+from workbench.host.memory.batches import BatchReader
 from workbench.host.transfer.tables import take_named_gradients
 from workbench.rank import Op, Rank, StrategyError, message_name
 
-if TYPE_CHECKING:
-    from workbench.engine.rank.components import RankComponents
+
+class WorkerView(ClockedView, Protocol):
+    """A rank with several workers."""
+
+    @property
+    def batches(self) -> BatchReader: ...
+    @property
+    def host(self) -> Host: ...
 
 
 class WorkerModel:
     """One of a rank's workers. number: from 0; batches: draws the rank's next batch, for one worker at a time"""
 
-    def __init__(self, run: RankComponents, number: int, batches: Callable[[], Any]) -> None:
+    def __init__(self, run: WorkerView, number: int, batches: Callable[[], Any]) -> None:
         self.run, self.number, self._batches = run, number, batches
         self.model = copy.deepcopy(run.model)
         self.params = dict(self.model.named_parameters())
@@ -138,7 +147,7 @@ class _Phase:
 class WorkerPool:
     """All workers of one rank."""
 
-    def __init__(self, run: RankComponents) -> None:
+    def __init__(self, run: WorkerView) -> None:
         self.run = run
         self._lock = threading.Lock()
         self._all: list[WorkerModel] = []

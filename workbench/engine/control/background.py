@@ -10,22 +10,20 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from workbench.engine.control.canonical import gather_lists
+from workbench.engine.control.group_wires import make_opener
+from workbench.engine.control.views import BackgroundView
 from workbench.engine.p2p.mailbox import BACKGROUND, SLICE
 from workbench.engine.wire.collectives import Aborted, Wire
 from workbench.engine.wire.lane import Lane
 from workbench.engine.wire.shaping import LinkShaper
-from workbench.engine.wire.wires import GroupWires, make_opener
+from workbench.engine.wire.wires import GroupWires
 from workbench.host.core.drive import drive_coroutine
 from workbench.rank import Group, Op, StrategyError, message_name
-
-if TYPE_CHECKING:
-    from workbench.engine.rank.components import RankComponents
-
 
 STEPS = ("forward", "backward", "backward_buckets", "update", "grads", "slots", "batch", "client", "narrow")
 
@@ -33,7 +31,7 @@ STEPS = ("forward", "backward", "backward_buckets", "update", "grads", "slots", 
 class Background:
     """One rank's background, for one strategy's stay. All ranks make theirs at once; `name` prefixes its wires."""
 
-    def __init__(self, run: RankComponents, name: str, wire: Wire | None, shaper: LinkShaper) -> None:
+    def __init__(self, run: BackgroundView, name: str, wire: Wire | None, shaper: LinkShaper) -> None:
         self.run, self.wire, self._name = run, wire, name
         open = make_opener(run.peers, run.port, name, "gloo")
         self.lane = Lane("background", run.port, run.watch, run.chip, open, GroupWires(wire, shaper, wire))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,14 +19,43 @@ from workbench.engine.control.messages import RequestFlag
 from workbench.engine.control.unused_flags import UnusedFlags
 from workbench.engine.p2p.listener import find_own_address
 from workbench.engine.wire.clocks import agree_on_time
-from workbench.engine.wire.collectives import LOOPBACK, Aborted, Wire, connect_store
-from workbench.engine.wire.shaping import ArrivalTable
-
-if TYPE_CHECKING:
-    from workbench.engine.rank.session import Session
+from workbench.engine.wire.collectives import LOOPBACK, Aborted, LeaveEvent, Wire, connect_store
+from workbench.engine.wire.shaping import ArrivalTable, Clock
+from workbench.experiment import Experiment
+from workbench.rank import Rank
 
 POLL_SECONDS = 0.02  # seconds between two looks
 GRACE = 3.0  # seconds in which a message may still arrive after its sender has left
+
+
+class SessionView(Protocol):
+    """A rank's session, as its connections see it. wires, files: those that the session closes and removes
+
+    where: the address of the store; generation: its name, which differs from those of earlier generations
+    """
+
+    @property
+    def rank(self) -> Rank: ...
+    @property
+    def experiment(self) -> Experiment: ...
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def leaving(self) -> LeaveEvent: ...
+    @property
+    def where(self) -> tuple[str, int]: ...
+    @property
+    def generation(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def loopback(self) -> bool: ...
+    @property
+    def wires(self) -> list[Wire]: ...
+    @property
+    def files(self) -> list[Path]: ...
 
 
 class Peers:
@@ -38,7 +67,7 @@ class Peers:
     offset:        seconds by which this host's clock was ahead of rank 0's
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: SessionView) -> None:
         self.session, self.rank, self.leaving = session, session.rank, session.leaving
         self.store: Any = None
         self.control: Wire | None = None

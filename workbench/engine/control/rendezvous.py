@@ -8,16 +8,14 @@ stand still. The backgrounds receive what was sent and end. They begin again whe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from workbench.engine.control.background import Background
 from workbench.engine.control.canonical import gather_lists, gather_numbers
+from workbench.engine.control.views import MeetingView
 from workbench.engine.wire.collectives import Aborted
 from workbench.engine.wire.shaping import LinkShaper
 from workbench.host.loop import asynchronous
-
-if TYPE_CHECKING:
-    from workbench.engine.rank.components import RankComponents
 
 IDLE = "a meeting"  # an idle rank's operation
 UNFROZEN = "unfrozen"  # the message to rank 0 after a parameter was unfrozen
@@ -31,7 +29,7 @@ class Rendezvous:
     has_ended:   whether the run has ended
     """
 
-    def __init__(self, run: RankComponents) -> None:
+    def __init__(self, run: MeetingView) -> None:
         self.run = run
         self.latest_step, self.has_ended = 0, False
         self.background: Background | None = None

@@ -17,6 +17,7 @@ from workbench.engine.compute.host import Host
 from workbench.engine.compute.offload import OffloadPerformer
 from workbench.engine.compute.parts import ComputeParts
 from workbench.engine.control.canonical import broadcast_model, check_model
+from workbench.engine.control.group_wires import make_opener
 from workbench.engine.control.messages import ControlChannel
 from workbench.engine.control.peers import Peers
 from workbench.engine.control.rendezvous import Rendezvous
@@ -28,7 +29,7 @@ from workbench.engine.wire.job import ChildJob
 from workbench.engine.wire.lane import Lane
 from workbench.engine.wire.shaping import ComputePace, LinkShaper, Port
 from workbench.engine.wire.timing import make_stopwatch
-from workbench.engine.wire.wires import GroupWires, make_opener
+from workbench.engine.wire.wires import GroupWires
 from workbench.experiment import Experiment, closures, momentum, partitioned, sharding, sparse
 from workbench.host.checkpoint.divergence import DivergenceRecovery
 from workbench.host.checkpoint.saving import Checkpointer
@@ -75,6 +76,8 @@ class RankComponents(RankLoop):
     model: nn.Module
     layout: ParameterLayout
     optimizer: Optimizer
+    lane: Lane
+    host: Host
 
     def __init__(self, session: Session, before: RankComponents | None = None) -> None:
         """before: the same rank in the previous generation, from which it takes over its own parts"""

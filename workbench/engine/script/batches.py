@@ -7,17 +7,15 @@ import json
 import queue
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
 from workbench.engine.script.interception import DDPShim, LoopEnded
+from workbench.engine.script.views import ScriptView
 from workbench.settings import Change, KnobError
-
-if TYPE_CHECKING:
-    from workbench.engine.rank.script_training import ScriptTraining
 
 
 class ScriptBatches:
@@ -29,7 +27,7 @@ class ScriptBatches:
     exits:    whether the loop has left the block by SystemExit
     """
 
-    run: ScriptTraining
+    run: ScriptView
     model: nn.Module | None
     in_block = settled = exits = False
     _last = True  # whether this is the last of `accumulate` batches

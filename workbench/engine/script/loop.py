@@ -15,7 +15,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -26,15 +26,13 @@ from workbench.engine.script.batches import ScriptBatches
 from workbench.engine.script.interception import DDPShim, LoopEnded, install_hooks, join_losses
 from workbench.engine.script.optimizers import ScriptOptimizer, list_params
 from workbench.engine.script.torchrun import prepare_main
+from workbench.engine.script.views import ScriptView
 from workbench.engine.wire.collectives import Aborted
 from workbench.host.memory.batches import numbers
 from workbench.settings import KnobError
 from workbench.tasks import Learner, TaskError
 from workbench.tasks._chance import Chance, Numbers
 from workbench.tasks._loops import LEADS
-
-if TYPE_CHECKING:
-    from workbench.engine.rank.script_training import ScriptTraining
 
 POLL_SECONDS = 0.2  # seconds between 2 checks whether this rank must leave
 PATIENCE = 5.0  # seconds that the rank waits for the loop's thread at the end
@@ -55,7 +53,7 @@ class ScriptLoop(ScriptBatches):
     began:      when the loop began to prepare the coming step
     """
 
-    def __init__(self, run: ScriptTraining) -> None:
+    def __init__(self, run: ScriptView) -> None:
         super().__init__()
         install_hooks()
         self.run, self.task = run, run.experiment.task

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from workbench.host.core.rate import Rate
 from workbench.tasks import rate
 
-if TYPE_CHECKING:
-    from workbench.engine.script.loop import ScriptLoop
+
+class LoopView(Protocol):
+    """A loop with its optimizers."""
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]: ...
+
+    def run_update(self) -> None:
+        """Runs the loop until it has stepped every parameter with a gradient, or goes on without an update."""
 
 
 class ScriptOptimizer:
     """The optimizers of a loop as one optimizer. Its step lets the loop step them."""
 
-    def __init__(self, led: ScriptLoop) -> None:
+    def __init__(self, led: LoopView) -> None:
         self._led = led
         self.defaults: dict[str, Any] = {}
 

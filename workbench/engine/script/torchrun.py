@@ -9,25 +9,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from workbench.engine.p2p.listener import find_own_address
+from workbench.engine.script.views import ScriptView
 from workbench.engine.wire.collectives import LOOPBACK
 from workbench.tasks import TaskError
 
-if TYPE_CHECKING:
-    from workbench.engine.rank.script_training import ScriptTraining
 
-
-def make_environment(run: ScriptTraining) -> dict[str, str]:
+def make_environment(run: ScriptView) -> dict[str, str]:
     """Returns torchrun's environment variables for this rank. All ranks call it together."""
     rank, size, session = run.rank.id, run.rank.size, run.session
     here = LOOPBACK if run.peers.local else find_own_address(session.where)
     if rank == 0:  # opens the store as torchrun's agent does: otherwise another process might take the port
         run.script_store = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False)
-    where, port = run.broadcast_text_now(f"{here} {run.script_store.port if rank == 0 else 0}").split()
+    opened = run.script_store.port if run.script_store is not None else 0
+    where, port = run.broadcast_text_now(f"{here} {opened}").split()
     hosts = [run.broadcast_text_now(here, r) for r in range(size)]
     names = list(dict.fromkeys(hosts))
     local, on, number = hosts[:rank].count(here), hosts.count(here), names.index(here)
@@ -41,7 +40,7 @@ def make_environment(run: ScriptTraining) -> dict[str, str]:
 
 
 @contextmanager
-def prepare_main(run: ScriptTraining, script: Any) -> Iterator[Callable[[], Any]]:
+def prepare_main(run: ScriptView, script: Any) -> Iterator[Callable[[], Any]]:
     """A context with the process as torchrun prepares it. Yields a function that runs the script.
 
     Raises TaskError if there is no such script, or if a process group is open already.

@@ -1,27 +1,14 @@
-"""The lines of one lane: one for all ranks, and one for each group, opened at its first collective.
-
-[Note: Opening beside training] Ranks of a group reach its first collective at different times, and one may never reach
-it. Opening a process group cannot be interrupted. So each rank first registers in the store and waits until all ranks
-of the group have. While it waits, it checks whether it must leave or a peer is gone. The store holds one verdict,
-written once: by the first rank if all have registered, or by a rank that leaves. Otherwise a rank could leave after
-another rank has counted it. Each opening uses a store connection of its own, because a torch store lets only one thread
-wait at a time.
-"""
+"""The lines of one lane: one for all ranks, and one for each group, opened at its first collective."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-from workbench.engine.wire.collectives import Wire, connect_store, make_meeting_path
+from workbench.engine.wire.collectives import Wire
 from workbench.engine.wire.shaping import LinkShaper
 from workbench.rank import Group
-
-if TYPE_CHECKING:
-    from workbench.engine.control.peers import Peers
-    from workbench.engine.wire.shaping import Port
 
 
 class GroupWires(NamedTuple):
@@ -71,58 +58,3 @@ def _close_tables(lines: Iterable[GroupWires]) -> None:
     for line in lines:
         if line.shaper.table is not None:
             line.shaper.table.close()
-
-
-def make_opener(peers: Peers, port: Port, lane: str, kind: str) -> Callable[[Group | None], GroupWires]:
-    """Returns a function that opens a group's line of `lane`, over gloo or NCCL. All ranks of the group call it."""
-
-    def opened(group: Group | None) -> GroupWires:
-        if len(group or range(port.size)) == 1:
-            return GroupWires(None, LinkShaper(port, None, group), None)
-        session = peers.session
-        tag = f"{lane} {group or 'all'} {group.generation if group else ''}".rstrip()
-        ranks = group.ranks if group else tuple(range(port.size))
-        (host, at), name = session.where, f"{session.generation} {tag}"
-        store = connect_store(host, at, name)
-        _await_group(store, tag, session.rank.id, ranks, peers.check_peers)
-        wire = peers.open_wire(
-            tag,
-            ranks=ranks,
-            store=store,
-            precise=session.experiment.precise,
-            kind=kind,
-            on=session.device,
-            beside=peers.has_lost_peer,
-        )
-        aside = wire
-        if kind != "gloo" and not peers.local:
-            aside = peers.open_wire(f"{tag} arrivals", ranks=ranks, store=store)
-        file = f"-{lane}" if group is None else f"-{lane}-{'+'.join(group.dims)}-{group.generation}-{ranks[0]}"
-        met = None if group is None or at else Path(make_meeting_path(host, name))
-        return GroupWires(wire, LinkShaper(port, peers.make_arrival_table(file, ranks), group), aside, met)
-
-    return opened
-
-
-def _await_group(store: Any, tag: str, rank: int, ranks: tuple[int, ...], look: Callable[[], None]) -> None:
-    """Waits until all `ranks` have registered. `look` raises if this rank must leave.
-
-    Raises ConnectionError if another rank left first. See [Note: Opening beside training].
-    """
-    store.set(f"{tag} {rank}", b"here")
-    keys, verdict, rest = [f"{tag} {other}" for other in ranks], f"{tag} verdict", 0.001
-    while True:
-        if rank == ranks[0] and store.check(keys):
-            store.compare_set(verdict, "", "open")
-        if store.check([verdict]):
-            if store.get(verdict) == b"open":
-                return
-            raise ConnectionError("Connection closed by peer before it had opened its end of a group")
-        try:
-            look()
-        except Exception:
-            if store.compare_set(verdict, "", "left") == b"open":
-                return  # the other ranks now count on this one: it leaves at the group's first collective
-            raise
-        time.sleep(rest)
-        rest = min(2 * rest, 0.05)

@@ -1,0 +1,20 @@
+"""One rank on the engine, as torch's own baselines see it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from workbench.engine.wire.collectives import Wire
+from workbench.host.transfer.views import ChangeView
+
+if TYPE_CHECKING:
+    from workbench.engine.compute.host import Host
+
+
+class BaselineView(ChangeView, Protocol):
+    """A rank that torch's own wrapper trains. control: the wire of the training thread; None in a run of one rank"""
+
+    @property
+    def control(self) -> Wire | None: ...
+    @property
+    def host(self) -> Host: ...

@@ -1,0 +1,41 @@
+"""One rank on the engine, as its performers see it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from workbench.engine.wire.shaping import Clock, ComputePace, PacedSleep, Port
+from workbench.host.core.views import RankView
+from workbench.host.reconfigure.policy_runner import TappedRecorder
+
+if TYPE_CHECKING:
+    from workbench.engine.device import Chip
+
+
+class ClockedView(RankView, Protocol):
+    """A rank on a real clock. naps: the waits that last as long as the settings say"""
+
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def naps(self) -> PacedSleep: ...
+    @property
+    def chip(self) -> Chip: ...
+    @property
+    def record(self) -> TappedRecorder: ...
+
+
+class PacedHost(Protocol):
+    """A host whose phases last as long as its pace says."""
+
+    @property
+    def pace(self) -> ComputePace: ...
+
+
+class OffloadView(ClockedView, Protocol):
+    """A rank that keeps values off its device."""
+
+    @property
+    def port(self) -> Port: ...
+    @property
+    def host(self) -> PacedHost: ...

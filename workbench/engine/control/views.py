@@ -1,0 +1,83 @@
+"""One rank on the engine, as its meetings and its background see it."""
+
+from __future__ import annotations
+
+import queue
+from typing import TYPE_CHECKING, Any, Protocol
+
+from workbench.engine.control.peers import Peers
+from workbench.engine.p2p.mailbox import Mailbox
+from workbench.engine.wire.collectives import LeaveEvent, Wire
+from workbench.engine.wire.lane import Lane
+from workbench.engine.wire.shaping import Clock, Port
+from workbench.engine.wire.timing import Stopwatch
+from workbench.host.core.views import RankView
+from workbench.host.memory.account import MemoryAccount
+from workbench.host.reconfigure.policy_runner import TappedRecorder
+from workbench.host.sharding.usage import ParameterUsage
+from workbench.rank import Op
+
+if TYPE_CHECKING:
+    from workbench.engine.compute.host import Host
+    from workbench.engine.device import Chip
+
+
+class BackgroundView(RankView, Protocol):
+    """A rank with a background. leaving: set when the rank must leave"""
+
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def chip(self) -> Chip: ...
+    @property
+    def record(self) -> TappedRecorder: ...
+    @property
+    def watch(self) -> Stopwatch: ...
+    @property
+    def peers(self) -> Peers: ...
+    @property
+    def port(self) -> Port: ...
+    @property
+    def mailbox(self) -> Mailbox: ...
+    @property
+    def lane(self) -> Lane: ...
+    @property
+    def ledger(self) -> MemoryAccount: ...
+    @property
+    def host(self) -> Host: ...
+    @property
+    def leaving(self) -> LeaveEvent: ...
+
+    def perform_hop(self, op: Op, step: int) -> Any:
+        """Sends or receives a message of an all-reduce on a lane."""
+
+
+class StoppingView(Protocol):
+    """A session. stopping: whether the run ends before its last step"""
+
+    @property
+    def stopping(self) -> bool: ...
+
+
+class MeetingView(BackgroundView, Protocol):
+    """A rank that meets the other ranks.
+
+    paused, credit: whether the ranks make no steps; how many steps they make before they pause again
+    due_count:      planned changes that are due
+    """
+
+    paused: bool
+    credit: int
+
+    @property
+    def control(self) -> Wire | None: ...
+    @property
+    def inbox(self) -> queue.SimpleQueue[dict[str, Any]]: ...
+    @property
+    def usage(self) -> ParameterUsage: ...
+    @property
+    def due_count(self) -> int: ...
+    @property
+    def is_asynchronous(self) -> bool: ...
+    @property
+    def session(self) -> StoppingView: ...

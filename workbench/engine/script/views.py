@@ -1,0 +1,51 @@
+"""One rank on the engine, as the loop of a script sees it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+from torch.distributed import TCPStore
+
+from workbench.engine.wire.collectives import LeaveEvent
+from workbench.host.core.views import RankView
+
+if TYPE_CHECKING:
+    from workbench.engine.compute.host import Host
+    from workbench.engine.control.peers import Peers
+
+
+class ChildrenView(Protocol):
+    """The processes that the loop of a rank starts."""
+
+    def collect_started(self) -> AbstractContextManager[None]:
+        """Collects every process that this thread starts inside the block."""
+
+
+class SessionView(Protocol):
+    """The session of a rank. where: the address of the store; children: the processes that the loop starts"""
+
+    @property
+    def where(self) -> tuple[str, int]: ...
+    @property
+    def generation(self) -> str: ...
+    @property
+    def children(self) -> ChildrenView: ...
+
+
+class ScriptView(RankView, Protocol):
+    """A rank that a loop leads. script_store: on rank 0, the store in which the script's process group meets"""
+
+    script_store: TCPStore | None
+
+    @property
+    def session(self) -> SessionView: ...
+    @property
+    def peers(self) -> Peers: ...
+    @property
+    def host(self) -> Host: ...
+    @property
+    def leaving(self) -> LeaveEvent: ...
+
+    def broadcast_text_now(self, text: str, by: int = 0) -> str:
+        """Returns the text of rank `by`, on every rank."""
