@@ -1,7 +1,4 @@
-"""The demo without a browser: 4 ranks on a slow link, live changes, and the effect of each.
-
-It starts real ranks through a Lab, sets knobs as a user would, and prints only values from the record.
-"""
+"""The demo without a browser: 4 real ranks on a slow link, live changes, and their effects, from the record."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from workbench.record.run import FINAL, Run, RunError
 if TYPE_CHECKING:
     from workbench.lab import Lab
 
-PATIENCE = 180.0  # seconds to wait for the first step
+PATIENCE = 180.0  # seconds before the first step
 
 
 class TourStop(NamedTuple):
@@ -40,9 +37,9 @@ class TourRow(NamedTuple):
     title: str
     steps: int
     rate: float  # steps per second, without evaluations
-    nbytes: float  # sent per step and rank
-    exposed: float  # seconds per step that ranks wait for communication
-    before: float  # held-out loss
+    nbytes: float  # per step and rank
+    exposed: float  # seconds per step of waiting for communication
+    before: float
     after: float
 
 
@@ -77,7 +74,7 @@ def run_tour(out: Path, ranks: int, seconds: float) -> list[TourRow]:
 
 
 def make_stops(lab: Lab, run: Run, seconds: float) -> list[int]:
-    """Makes the stops while the ranks train; returns the step at which each began."""
+    """Makes the stops while the ranks train; returns their first steps."""
     begins = [0]
     shape = "{desc} {bar} {n:.0f}/{total_fmt} s{postfix}"
     pause = 0.2 if sys.stderr.isatty() else 10.0
@@ -94,7 +91,7 @@ def make_stops(lab: Lab, run: Run, seconds: float) -> list[int]:
 
 
 def apply_stop(lab: Lab, stop: TourStop) -> int:
-    """Sets the stop's knob and waits for the step from which it holds."""
+    """Sets the stop's knob and returns its first step."""
     change = lab.set(stop.path, stop.value)
     change.wait(60)
     if change.refused or change.applied_at is None:
@@ -103,7 +100,7 @@ def apply_stop(lab: Lab, stop: TourStop) -> int:
 
 
 def follow_run(run: Run, bar: tqdm, seconds: float, until_first: bool = False) -> None:
-    """Moves the bar for `seconds`, or until the first step is done. Raises RunError if the run ends early."""
+    """Moves the bar for `seconds`, or until the first step. Raises RunError if the run ends early."""
     began = time.monotonic()
     while (passed := time.monotonic() - began) < seconds:
         step = analysis.last_steps(run.timeline)[1]
@@ -127,7 +124,7 @@ def measure_rows(run: Run, begins: list[int]) -> list[TourRow]:
 
 
 def measure_row(run: Run, title: str, first: int, end: int) -> TourRow:
-    """Returns the figures of steps [first, end), from the record."""
+    """Returns the figures of steps [first, end)."""
     b = analysis.break_down(run.timeline, first, end)
     sent = analysis.bytes_per_step(run.timeline, first, end)
     mean = float(np.mean(b.seconds)) if b.steps else float("nan")
@@ -145,7 +142,7 @@ def find_held_out(run: Run, step: int) -> float:
 
 
 def format_table(found: list[TourRow]) -> str:
-    """Returns the rows as text; speed is relative to the first row."""
+    """Returns the rows as text; speed is relative to the first."""
     head = f"{'steps':>5} {'steps/s':>8} {'speed':>6} {'MB/step/rank':>13} {'exposed ms':>11} {'held-out loss':>15}"
     lines = [f"{'':<20} {head}"]
     for r in found:

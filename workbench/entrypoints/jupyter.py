@@ -1,4 +1,4 @@
-"""Opens JupyterLab on the first notebook, for users who do not know its options."""
+"""Opens JupyterLab on the first notebook."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def open_lab(port: int, browser: bool) -> NoReturn:
 
 
 def make_command(folder: Path, port: int, opens: bool) -> list[str]:
-    """Returns the command line that starts JupyterLab."""
+    """Returns JupyterLab's command line."""
     words = [sys.executable, "-m", "jupyterlab", str(folder / FIRST), f"--ServerApp.root_dir={folder.parent}"]
     words += [f"--port={port}", "--ServerApp.port_retries=50", "--log-level=WARN"]
-    words += ["--LabApp.news_url=None"]  # else its question about news covers a corner of the page
+    words += ["--LabApp.news_url=None"]  # else its question covers a corner of the page
     words += [] if opens else ["--no-browser"]
     return words + (["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else [])
 
 
 def find_notebooks() -> Path:
-    """Returns the folder of the lessons: that of the clone, or a copy of the installed files in the current folder."""
+    """Returns the lessons' folder: the clone's, or a copy of the installed files in the current folder."""
     cloned = Path(workbench.__file__).parents[1] / "notebooks"
     if (cloned / FIRST).exists():
         return cloned
@@ -60,7 +60,7 @@ def find_notebooks() -> Path:
 
 
 def find_free_port(port: int) -> int:
-    """Returns `port` if it is free, else the next free one."""
+    """Returns `port`, or the next free one."""
     for candidate in range(port, min(port + 50, 65536)):
         with socket.socket() as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -73,7 +73,7 @@ def find_free_port(port: int) -> int:
 
 
 def can_open_browser() -> bool:
-    """Whether there is a screen and a browser to open."""
+    """Whether a screen and a browser exist."""
     if sys.platform.startswith("linux") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Writes a run as one self-contained page. An entry point, such as our widgets', draws it."""
+"""Writes a run as one self-contained page, which an entry point draws."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def report(path: Path | str) -> Iterator[list[Run]]:
             lab.run(experiment).wait()
 
     The first run's page is `path`, the second one's `out-2.html`, and so on. Simulations count as runs. The block gets
-    the list of the runs so far. If a run is still live at the end of the block, its page shows it up to that point.
-    Raises RunError if no run began, or if a page cannot be written.
+    the list of the runs so far. A run that is still live at the end appears up to that point. Raises RunError if no run
+    began, or if a page cannot be written.
     """
     if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
         raise RunError(f"path={str(path)[:60]!r}: must be a page to write, such as 'out.html'")

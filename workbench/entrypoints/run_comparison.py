@@ -1,4 +1,4 @@
-"""Compares two recorded runs, or segments of them, on the command line."""
+"""Compares recorded runs, or segments of them, on the command line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def print_comparison(a: Run, b: Run, metric: str | None, tolerance: float, out: 
 
 
 def format_table(rows: list[Compared]) -> str:
-    """Returns the rows as text; less of each metric is better."""
+    """Returns the rows as text; less is better."""
     lines = [f"{'':<25} {'a':>11} {'b':>11} {'b - a':>11}  {'99 % interval':<25} b is"]
     for row in rows:
         interval = "" if row.verdict == UNKNOWN else f"[{row.low:+.3g}, {row.high:+.3g}]"

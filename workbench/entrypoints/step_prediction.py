@@ -1,4 +1,4 @@
-"""Predicts a step's cost from the experiment alone: nothing starts, nothing is measured."""
+"""Predicts a step's cost from the experiment alone."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from workbench.sim import simulate
 
 
 class StepPrediction(NamedTuple):
-    """A step's parts from its description: milliseconds of requested compute and of communication."""
+    """A step's parts by its description: milliseconds of requested compute and of communication."""
 
     compute: int
     wire: int
-    sent: float  # MB that each rank sends
+    sent: float  # MB per rank
     messages: int  # consecutive, over all buckets
 
 

@@ -1,7 +1,4 @@
-"""Handles SIGTERM: the run keeps a checkpoint and stops.
-
-A scheduler sends SIGTERM some time before it ends a job.
-"""
+"""Handles SIGTERM, by which a scheduler announces a job's end: the run keeps a checkpoint and stops."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ from workbench.record.store import RunError
 if TYPE_CHECKING:
     from workbench.lab import Lab
 
-PATIENCE = 20.0  # seconds to write a checkpoint; schedulers allow 30 before SIGKILL
+PATIENCE = 20.0  # seconds for a checkpoint; schedulers allow 30 before SIGKILL
 CODE = 128 + signal.SIGTERM  # exit code of a process that SIGTERM ended
 
 
 class SigtermHandler:
-    """Counts the SIGTERMs that this process received, and reacts to them."""
+    """Counts and handles this process's SIGTERMs."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -43,14 +40,14 @@ class SigtermHandler:
     @staticmethod
     def _stop_with_checkpoint(lab: Lab) -> None:
         try:
-            with suppress(RunError, TimeoutError):  # the run itself reports why no checkpoint exists
+            with suppress(RunError, TimeoutError):  # the run reports why none exists
                 lab.checkpoint().wait(PATIENCE)
         finally:
             lab.stop()
 
 
 def describe_end(out: Path) -> str:
-    """Returns a sentence on how to continue a run that SIGTERM ended."""
+    """Returns how to continue a run that SIGTERM ended."""
     kept = found(out / FOLDER)
     if not kept:
         return "ended by SIGTERM; no checkpoint is kept"

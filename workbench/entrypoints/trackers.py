@@ -3,8 +3,8 @@
     sink = log_to(run, "mlflow", project="wires")   # or "wandb", "trackio"; returns at once, and follows the run
     sink.wait()
 
-A tracker is an optional package, imported on use. If it fails, the sink ends with its message in `sink.error`, and the
-run continues. `log_to` also sends the steps before its call, so it works for a recorded run too.
+A tracker is an optional package. If it fails, the sink ends with its message in `sink.error`, and the run continues.
+`log_to` also sends earlier steps, so it works for a recorded run too.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from workbench.analysis.steps.settings import settings_words
 from workbench.analysis.steps.window import Window, last_steps
 from workbench.record.run import Run, RunError
 
-PERIOD = 2.0  # seconds between two looks at a live run
-MOST = 500  # steps in one batch
+PERIOD = 2.0  # seconds between checks of a live run
+MOST = 500  # steps per batch
 SAMPLES = ("loss", "held_out", "lr")
 
 
 class Tracker(Protocol):
-    """The interface of a tracker: metrics of steps, and the end."""
+    """A tracker's interface."""
 
     def log(self, rows: list[tuple[int, float, dict[str, float]]]) -> None:
         """Takes rows of step, seconds since 1970, and metrics by name."""
@@ -33,7 +33,7 @@ class Tracker(Protocol):
 
 
 class Sink:
-    """Sends a run to a tracker from a thread of its own; `told` counts the steps sent."""
+    """Sends a run to a tracker from its own thread; `told` counts the steps sent."""
 
     def __init__(self, run: Run, tracker: Tracker) -> None:
         self.run, self.tracker = run, tracker
@@ -62,7 +62,7 @@ class Sink:
                 if ended:
                     return self.tracker.finish(self.run.state not in ("preempted", "failed"))
                 self._stop.wait(PERIOD)
-        except Exception as error:  # an error of a foreign package must not stop training
+        except Exception as error:  # a foreign package must not stop training
             self.error = f"{type(error).__name__}: {error}"
 
     def _fresh(self) -> list[tuple[int, float, dict[str, float]]]:
@@ -74,10 +74,7 @@ class Sink:
 
 
 def list_metrics(run: Run, first: int, stop: int) -> list[tuple[int, float, dict[str, float]]]:
-    """Returns (step, seconds since 1970, metrics) for steps [first, stop). Metrics are means over ranks.
-
-    It omits unknown metrics.
-    """
+    """Returns (step, seconds since 1970, known metrics) for steps [first, stop). Metrics are means over ranks."""
     w, samples = Window(run.timeline, first, stop), run.timeline.samples.rows()
     ended = w.lane("step")
     rows = w.lane("comm")
@@ -111,7 +108,7 @@ def log_to(run: Run, tracker: str, project: str = "training-workbench") -> Sink:
 
 
 class MLflow:
-    """A run of MLflow in the experiment `project`. MLflow's own settings choose where it is stored."""
+    """A run of MLflow in the experiment `project`, stored by MLflow's own settings."""
 
     def __init__(self, run: Run, project: str) -> None:
         from mlflow.entities import Metric, Param

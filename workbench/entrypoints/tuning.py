@@ -13,13 +13,13 @@ from workbench.experiment import Experiment
 from workbench.lab import Lab
 from workbench.sim.plan.space import space_of
 
-SETTLED = 20  # steps before the first trial, until compute is at full speed and the loss has a trend
-LOOK = 0.2  # seconds between two looks at the trials
+SETTLED = 20  # steps before the first trial, for full speed and a trend of the loss
+LOOK = 0.2  # seconds between checks of the trials
 
 
 def tune_run(e: Experiment, space: dict[str, Any] | None, trials: int | None, worse: float, out: Path | None) -> Any:
     """Returns the result of the search. Raises the errors of `lab.tune`; always closes the lab."""
-    space_of(e.checked(), space, {})  # refuses an invalid space before anything starts
+    space_of(e.checked(), space, {})  # refuses an invalid space first
     with Lab(ranks=e.ranks, name="tune") as lab:
         run = lab.run(e, out=out)
         while run.live and last_steps(run.timeline)[1] < SETTLED:

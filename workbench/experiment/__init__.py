@@ -1,4 +1,4 @@
-"""Experiment, which describes a run completely, and the checks that refuse an invalid one."""
+"""Experiment, which describes a run completely, and its checks."""
 
 from workbench.experiment.experiment import Experiment as Experiment
 

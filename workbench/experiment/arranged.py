@@ -1,4 +1,4 @@
-"""The mesh in which a strategy arranges the ranks that train."""
+"""The mesh of a strategy's training ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MADE: WeakKeyDictionary[Any, dict[tuple[Any, ...], Mesh]] = WeakKeyDictionary()
 
 
 def mesh(strategy: Any, size: int, generation: int = 0, partition: Partition = WHOLE) -> Mesh:
-    """Returns the mesh of the ranks that train: the strategy's dimensions, then the partition's.
+    """Returns the mesh of the training ranks: the strategy's dimensions, then the partition's.
 
-    All ranks of a process share it, because copies for thousands of ranks would take much memory. Raises StrategyError
-    if the dimensions do not fit.
+    A process's ranks share it, because copies for thousands of ranks take much memory. Raises StrategyError if the
+    dimensions do not fit.
     """
     made = _MADE.setdefault(strategy, {})
     inside = partition.dims()

@@ -81,7 +81,7 @@ class Experiment:
             settings["policy"] = ByHand()
         return with_values(self, settings.items()).checked()
 
-    turn = set  # the old name, for one release
+    turn = set
 
     def checked(self) -> Experiment:
         """Returns this experiment if every knob and their combination are valid. Raises KnobError."""
@@ -125,7 +125,7 @@ class Experiment:
 
     @property
     def replicas(self) -> int:
-        """The number of replicas of the model. A strategy sees it as the number of ranks that train."""
+        """The number of replicas of the model, a strategy's number of training ranks."""
         return partitioned.replicas(self)
 
     def filled(self) -> Experiment:
@@ -137,12 +137,12 @@ class Experiment:
         return bool(self.eval_every) and step // self.eval_every > before // self.eval_every
 
     def plain(self) -> dict[str, Any]:
-        """Returns it as JSON; `Experiment.read` reads it back."""
+        """Returns it as JSON for `Experiment.read`."""
         return to_plain(self)["Experiment"]
 
     @classmethod
     def read(cls, plain: dict[str, Any], task: TaskBase | None = None) -> Experiment:
-        """Returns the experiment that `plain` wrote. Raises KnobError.
+        """Reads what `plain` wrote. Raises KnobError.
 
         task: the original task, because `plain` keeps only the names of your own functions
         """

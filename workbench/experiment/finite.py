@@ -12,7 +12,7 @@ ON_NAN = ("when a loss is no number, or has run away; auto: pause if somebody wa
           "then; roll back: to the last checkpoint")  # fmt: skip
 DIVERGED = "a loss so many times the best of before, and above the first, has run away; 0 is off"
 
-NO_ROWS = "the batch has no rows"  # why such a loss is NaN: it is a mean over no rows
+NO_ROWS = "the batch has no rows"  # such a loss is a mean over no rows
 
 
 def refused(e: Settings) -> str | None:

@@ -1,4 +1,4 @@
-"""Checks user input at the public entry points before anything starts. Each error says what to do instead."""
+"""Checks user input at the public entry points. Each error says what to do instead."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from workbench.settings import Change, KnobError, knobs, resolved, short, with_v
 from workbench.strategies import TorchDDP
 from workbench.tasks.script import Script
 
-MAX_RANKS = 64  # ranks that a lab starts
-LIMIT = next(int(k.high or 0) for k in knobs(Experiment) if k.name == "ranks")  # ranks of a simulation
-LONGEST = 10**9  # steps of a run
+MAX_RANKS = 64
+LIMIT = next(int(k.high or 0) for k in knobs(Experiment) if k.name == "ranks")
+LONGEST = 10**9
 LONGEST_PATH, LONGEST_NAME = 1024, 200  # characters
 
 
@@ -29,7 +29,7 @@ def system() -> None:
 
 
 def ranks(value: Any) -> int:
-    """Checks a number of ranks that a lab can start."""
+    """Checks a lab's number of ranks."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANKS:
         raise KnobError(f"ranks={short(value)}: must be an integer in [1, {MAX_RANKS}]: as many ranks as a lab starts "
                         f"as processes; simulate(experiment) takes up to {LIMIT} ranks")  # fmt: skip
@@ -51,7 +51,7 @@ def text(value: Any, field: str, example: str) -> str:
 
 
 def device(value: Any) -> str | int:
-    """Checks a device or a number of GPUs. Only the engines can tell whether enough GPUs exist."""
+    """Checks a device or a number of GPUs. Only engines can tell whether enough exist."""
     good = value in ("auto", "cpu", "cuda") if isinstance(value, str) else isinstance(value, int) and value >= 1
     if not good or isinstance(value, bool):
         raise KnobError(f"device={short(value)}: must be one of auto, cpu, cuda, or how many GPUs to use")
@@ -106,7 +106,7 @@ def changes(value: Any) -> tuple[Change, ...]:
 
 
 def planned(experiment: Experiment, changes: Sequence[Change]) -> tuple[Change, ...]:
-    """Returns the changes sorted by step, each checked against the settings in force before it."""
+    """Returns the changes sorted by step, each checked against the settings before it."""
     out = []
     for change in sorted(changes, key=lambda change: change.at_step):
         if (step := change.at_step) < 0:

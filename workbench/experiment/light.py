@@ -3,8 +3,8 @@
 In a notebook, importing it would delay the first change that inspects an optimizer by seconds.
 
 Every optimizer of torch imports `torch._dynamo`, about 300 modules, for 2 calls that do nothing without a compiler.
-Fake tensors, which inspect a model, import it for its settings. `lighten` puts a stand-in module in its place, with the
-settings and these 2 calls. Any other use replaces the stand-in with the real module, so `torch.compile` works as usual.
+Fake tensors, which inspect a model, import it for its settings. `lighten` puts in its place a module with the settings
+and these calls. Any other use loads the real module, so `torch.compile` works as usual.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Light(types.ModuleType):
     config: types.ModuleType
 
     def graph_break(self, *_: Any, **__: Any) -> None:
-        """Does nothing: outside of a graph there is nothing to break."""
+        """Outside of a graph there is nothing to break."""
 
     def disable(self, fn: Callable[..., Any], *how: Any, **more: Any) -> Callable[..., Any]:
-        """Returns `fn` wrapped: called unchanged while nobody compiles, then by the real `disable`."""
+        """Returns `fn` wrapped: called unchanged until something compiles, then by the real `disable`."""
         made: list[Callable[..., Any]] = []
 
         @functools.wraps(fn)
@@ -48,7 +48,7 @@ class Light(types.ModuleType):
         return called
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # tools that scan modules read these of every module
+        if name.startswith("__") and name != "__path__":  # tools that scan modules read these
             raise AttributeError(name)
         with _SWAP:
             if sys.modules.get(NAME) is self:
@@ -58,7 +58,7 @@ class Light(types.ModuleType):
 
 
 def lighten() -> None:
-    """Installs the stand-in, unless the real module is already loaded."""
+    """Installs the stand-in, unless the real module is loaded."""
     place = Path(torch.__file__).parent / "_dynamo" / "config.py"
     spec = importlib.util.spec_from_file_location(f"{NAME}.config", place) if place.exists() else None
     if NAME in sys.modules or spec is None or spec.loader is None:

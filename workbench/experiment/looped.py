@@ -1,4 +1,4 @@
-"""Settings that a run cannot have if the task's own loop makes its steps."""
+"""Settings that exclude a task's own loop."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def refused(e: Settings, made: Callable[[], Any] | None = None) -> str | None:
     """Returns why `e`'s compressor cannot keep the momentum, and what to do instead; or None.
 
-    made: makes `e`'s optimizer for its model; without it, a task's own optimizer passes unchecked
+    made: makes `e`'s optimizer for its model; without it, a task's own optimizer passes
     """
     name = next((type(c).__name__ for c in inside(e.compressor) if c.carries), None)
     if name is None:

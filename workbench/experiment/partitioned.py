@@ -10,20 +10,20 @@ if TYPE_CHECKING:
 
 
 def replicas(e: Settings) -> int:
-    """Returns the number of replicas of the model; each reads its own batches."""
+    """Returns the number of replicas; each reads its own batches."""
     return e.ranks // e.partition.size
 
 
 def replica(e: Settings, rank: int) -> tuple[int, int]:
-    """Returns the replica of rank `rank` of the run, and the rank's place in it."""
+    """Returns a rank's replica, and its place in it."""
     return divmod(rank, e.partition.size)
 
 
 def dealt(e: Settings, rank: int) -> tuple[int, int, int | None]:
     """Returns the rank's data shard, the number of shards, and a seed for random numbers or None.
 
-    Without a partition every rank reads its own shard and uses the process's random numbers (None). With one, all ranks
-    of a replica read the same shard by the replica's seed.
+    Without a partition every rank reads its own shard and uses the process's random numbers (None). With one, a
+    replica's ranks read the same shard by the replica's seed.
     """
     if e.partition.size == 1:
         return rank, e.ranks, None
@@ -68,7 +68,7 @@ def refused(e: Settings) -> str | None:
 
 
 def unfit(strategy: Strategy, size: int) -> str:
-    """Returns which property of a strategy rules out replicas on several ranks; "" if none does."""
+    """Returns the property of a strategy that rules out replicas on several ranks, or ""."""
     said = {
         "torch's own exchange needs the whole model on every rank": strategy.opaque,
         "ranks share out what those hold alike": strategy.shards,

@@ -1,11 +1,11 @@
 """The learning rate of a step, on both hosts: the experiment's `lr` times a factor.
 
-`lr_scaled` makes the rate follow the global batch (linear scaling): k times the batch, k times the rate. The reason: k
-small steps in about the same direction add up to one step that is k times as long. This fails in the first steps, when
-the gradient turns quickly. Therefore the factor may rise in `lr_warmup` equal parts.
+`lr_scaled` makes the rate follow the global batch (linear scaling), because k small steps in about the same direction
+add up to one step k times as long. In the first steps the gradient turns quickly and this fails, so the factor may rise
+in `lr_warmup` equal parts.
 
 Reference: Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017,
-https://arxiv.org/abs/1706.02677
+    https://arxiv.org/abs/1706.02677
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recipes: functions that return experiments to begin with. A recipe starts nothing."""
+"""Recipes: functions that return experiments to begin with, and start nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suggests settings that need less device memory than an experiment."""
+"""Suggests settings that need less device memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def roomier(e: Experiment, standing: bool = False, now: Experiment | None = None
     """Returns alternatives to set instead, as text.
 
     standing: memory runs out between steps or in an evaluation, so neither the batch nor activations are the cause
-    now:  the settings in force; suggestions must differ from them and need less
+    now:  the settings in force; suggestions must differ and need less
     fits: whether a value of the knob at a path would fit; without it, every valid value counts
     """
     return list(_ways(e, standing, now or e, fits))

@@ -1,4 +1,4 @@
-"""An experiment, as the checks and rules in this package see it that `Experiment` itself calls."""
+"""An experiment as this package's checks and rules see it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workbench.tasks import TaskBase
 
 
 class Settings(Protocol):
-    """The settings that rules read. For their meaning see `Experiment`."""
+    """The settings that rules read; see `Experiment`."""
 
     @property
     def task(self) -> TaskBase: ...

@@ -1,4 +1,4 @@
-"""Change, which sets knobs to values, and the settings in force after several changes."""
+"""Change, which sets knobs, and the settings in force after several changes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ FIELDS = ("id", "path", "value", "requested_at", "by", "reason")  # of its JSON 
 class Change:
     """Sets one knob, or several checked together, on every rank before step `at_step`.
 
-    path: the knob's path. A dict of values by path sets several; then `path` becomes the paths joined by ", " and
-          `value` becomes the dict
+    path: the knob's path. For several, a dict of values by path; then `path` becomes the paths joined by ", " and
+        `value`
+          the dict
     value: a setting, or its plain JSON
     id, requested_at: identify the change in the answer; requested_at is in seconds since 1970
-    by, reason: the policy that decided it, and why; empty if a person did
+    by, reason: the deciding policy, and why; empty for a person
 
     >>> Change(8, "strategy.every", 4)
     Change(at_step=8, path='strategy.every', value=4)
@@ -48,11 +49,11 @@ class Change:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The values that it sets, by path."""
+        """Its values by path."""
         return each(self.path, self.value)
 
     def plain(self) -> dict[str, Any]:
-        """Returns it as JSON, without the step: the record or the ranks add that."""
+        """Returns it as JSON, without the step."""
         number = self.id or f"planned {self.at_step}"
         decided = {"by": self.by, "reason": self.reason} if self.by else {}
         found = {path: to_plain(value) for path, value in self.settings.items()}
@@ -62,20 +63,20 @@ class Change:
 
     @classmethod
     def read(cls, plain: Mapping[str, Any], at_step: int = NEXT) -> Change:
-        """Returns the change that `plain` wrote."""
+        """Reads what `plain` wrote."""
         rest = {name: plain[name] for name in FIELDS if plain.get(name) is not None}
         return cls(at_step, **{"path": "", "value": None} | rest)
 
     @property
     def text(self) -> str:
-        """The change as a person would write it: `compressor = TopK(density=0.01)`."""
+        """The change as a person writes it: `compressor = TopK(density=0.01)`."""
         return AND.join(f"{path} = {in_words(to_plain(value))}" for path, value in self.settings.items())
 
 
 def resolved(now: Any, change: Change, would: str = "") -> tuple[Change, Any]:
     """Returns `change` with full paths and plain values, and `now` with the change applied.
 
-    would: text for the error: what to do instead
+    would: for the error: what to do instead
 
     Raises KnobError if the change is invalid, or if a knob cannot change while a run is live.
     """

@@ -1,7 +1,6 @@
-"""Finds the members of a family: a file in the family's folder is enough.
+"""Finds the members of a family: a file in the family's folder, or a class in a notebook cell, is enough.
 
-There is no registration call. A class from a notebook cell is found in the same way. Another installed package adds
-members by an entry point of the group `workbench.members` that names its module.
+Another installed package adds members by an entry point of the group `workbench.members` that names its module.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MEMBER = re.compile(r"^@dataclass\(frozen=True, kw_only=True\)\nclass ([A-Z]\w*)
 
 
 def members(base: type[M]) -> dict[str, type[M]]:
-    """Returns the concrete members of a family by name; a class defined again replaces the old."""
+    """Returns a family's concrete members by name; a class defined again replaces the old."""
     if not getattr(base, "__family__", False):
         return {base.__name__: base}
     if home := getattr(base, "home", ""):
@@ -43,7 +42,7 @@ def members(base: type[M]) -> dict[str, type[M]]:
 
 @cache
 def _look(home: str) -> None:
-    """Imports every file of a package once, so that its classes are subclasses of their family."""
+    """Imports every file of a package once, to register its classes."""
     package = importlib.import_module(home)
     for info in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{home}.{info.name}")
@@ -51,7 +50,7 @@ def _look(home: str) -> None:
 
 @cache
 def _look_elsewhere() -> None:
-    """Imports the modules that other packages name, once. A module that fails only causes a warning."""
+    """Imports the modules that other packages name, once. Failures only cause a warning."""
     for entry in entry_points(group="workbench.members"):
         try:
             entry.load()
@@ -64,7 +63,7 @@ def _look_elsewhere() -> None:
 def shipped(home: str) -> Mapping[str, str]:
     """Returns the members in the files of package `home`: name -> module. Imports none of them.
 
-    A member is a frozen, keyword-only dataclass in a file without a leading `_`. The files are read once.
+    A member is a frozen, keyword-only dataclass in a file without a leading `_`. Reads the files once.
     """
     found = {name: f"{home}.{path.stem}" for path in _files(home) for name in MEMBER.findall(path.read_text("utf8"))}
     return MappingProxyType(found)
@@ -72,7 +71,7 @@ def shipped(home: str) -> Mapping[str, str]:
 
 @cache
 def renamed(home: str) -> Mapping[str, str]:
-    """Returns old name -> new name for the members of package `home` (`formerly_called`). Imports none of them."""
+    """Returns old name -> new name for the members of package `home` (`formerly_called`), without imports."""
     found = dict[str, str]()
     for path in _files(home):
         _, *members = MEMBER.split(path.read_text("utf8"))
@@ -82,14 +81,14 @@ def renamed(home: str) -> Mapping[str, str]:
 
 
 def _files(home: str) -> list[Path]:
-    """Returns the files of a package that may hold members."""
+    """Returns a package's files that may hold members."""
     spec = importlib.util.find_spec(home)
     folders = map(Path, (spec and spec.submodule_search_locations) or ())
     return sorted(path for folder in folders for path in folder.glob("[!_]*.py"))
 
 
 def member(home: str, name: str) -> Any:
-    """Returns the member `name` of package `home`, for that package's `__getattr__`. Raises AttributeError."""
+    """Returns the member `name` of package `home`, for its `__getattr__`. Raises AttributeError."""
     if name[:1].isupper() and name in (files := shipped(home)):
         return getattr(importlib.import_module(files[name]), name)
     raise AttributeError(f"module {home!r} has no attribute {name!r}")
@@ -107,4 +106,4 @@ def short(value: Any, most: int = 100) -> str:
 class KnobError(ValueError):
     """An invalid setting. The message gives the field, the value and the allowed range."""
 
-    __module__ = "workbench"  # the name that tracebacks show
+    __module__ = "workbench"  # for tracebacks

@@ -15,7 +15,7 @@ class Family(ABC):
 
     __family__: ClassVar[bool] = True
     home: ClassVar[str] = ""
-    known_as: ClassVar[tuple[str, ...]] = ()  # other names of a member in the field, only for hints
+    known_as: ClassVar[tuple[str, ...]] = ()  # other names of a member in the field, for hints
     old: ClassVar[tuple[str, ...]] = ()  # names of knobs in earlier versions; see `formerly`
     renamed: ClassVar[dict[str, str]] = {}  # old name of an overridable method -> its name today
 
@@ -27,7 +27,7 @@ class Family(ABC):
         _check_hooks(cls)
 
     def __post_init__(self) -> None:
-        """Checks the values when the object is made. Raises KnobError for one that is not allowed."""
+        """Raises KnobError for an invalid value."""
         normalise(self)
 
     @classmethod
@@ -62,7 +62,7 @@ def _check_hooks(cls: type) -> None:
 
 
 def _takes(mine: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
-    """Whether `mine` accepts the arguments that `theirs` takes."""
+    """Whether `mine` accepts the arguments of `theirs`."""
     given = inspect.signature(theirs).parameters.values()
     try:
         inspect.signature(mine).bind(*[None for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)])

@@ -1,7 +1,6 @@
 """Knobs: the settings that a user may change, with their checks.
 
-A frozen dataclass declares a knob with `knob(...)`. Controls, the command line and the engine read the same
-description. This module knows neither torch nor widgets nor processes.
+A frozen dataclass declares a knob with `knob(...)`. Controls, the command line and the engine read that description.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ class Knob:
     live: bool = True
     log: bool = False
     choices: tuple[Any, ...] = ()
-    element: type | None = None  # the type of a tuple's elements
+    element: type | None = None  # of a tuple's elements
 
     @property
     def family(self) -> type | None:
-        """The family that this knob takes members of; None for a plain setting."""
+        """The family that this knob takes members of, or None."""
         base = self.element or self.kind
         return base if getattr(base, "__family__", False) else None
 
     @property
     def allowed(self) -> str:
-        """The allowed values as text, for errors and hints."""
+        """The allowed values, for errors and hints."""
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
         if self.kind in (int, float) and self.low is not None:
@@ -55,7 +54,7 @@ class Knob:
         return f"{a_member(self.kind)}, such as {next(iter(members(self.kind)), 'one')}()"
 
     def _allowed_instead(self, value: Any) -> str:
-        """Returns `allowed` with what the user probably meant by `value`: a class without (), or another family."""
+        """Returns `allowed` with the probable meaning of `value`: a class without (), or another family."""
         cls = value if isinstance(value, type) else type(value)
         if not (self.family and self.kind is self.family):
             return self.allowed
@@ -109,7 +108,7 @@ class Knob:
 
 
 def a_member(family: type) -> str:
-    """Returns the words for a member of a family: "a strategy"."""
+    """Returns the words for a family's member: "a strategy"."""
     word = family.__name__.removesuffix("Base").lower()
     return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
 
@@ -175,7 +174,7 @@ _known: WeakKeyDictionary[type, list[tuple[Knob, Callable[[], Any] | None]]] = W
 
 
 def _with(k: Knob, default: Any) -> Knob:
-    """Does `replace(k, default=default)` 10 times as fast: a panel needs it thousands of times."""
+    """Does `replace(k, default=default)` 10 times as fast, for panels."""
     if default is k.default:
         return k
     made = object.__new__(Knob)
@@ -184,10 +183,10 @@ def _with(k: Knob, default: Any) -> Knob:
 
 
 def field_types(owner: type) -> dict[str, Any]:
-    """Returns the types of a class's fields. Resolving them is slow, so it happens once per class.
+    """Returns the types of a class's fields, resolved once per class because that is slow.
 
-    The class stores them, so a notebook's class carries them to the engines. An engine cannot resolve the names in its
-    annotations: only names that its functions use travel with the class.
+    The class stores them, so a notebook's class carries them to the engines, which cannot resolve names in annotations:
+    only names that its functions use travel with the class.
     """
     if "_field_types" not in vars(owner):
         hints = typing.get_type_hints(owner)
@@ -201,7 +200,7 @@ def _plain_type(hint: Any) -> type:
 
 
 def checked(thing: Any, path: str = "") -> Any:
-    """Returns `thing` with every knob checked, including nested settings objects. Raises KnobError."""
+    """Returns `thing` with every knob checked, also in nested settings. Raises KnobError."""
     found = {}
     for k in knobs(thing):
         where = f"{path}.{k.name}" if path else k.name
@@ -211,7 +210,7 @@ def checked(thing: Any, path: str = "") -> Any:
 
 
 def walk(thing: Any, prefix: str = "") -> Iterator[tuple[str, Knob]]:
-    """Yields (dotted path, knob) for all knobs of `thing` and of the settings that it holds."""
+    """Yields (dotted path, knob) for all knobs of `thing` and of its settings."""
     for k in knobs(thing):
         path = prefix + k.name
         yield path, k
@@ -220,6 +219,6 @@ def walk(thing: Any, prefix: str = "") -> Iterator[tuple[str, Knob]]:
 
 
 def describe(member: type) -> dict[str, Any]:
-    """Returns what the controls need of a family member: name, first doc line and knobs."""
+    """Returns a member's name, first doc line and knobs, for controls."""
     doc = (member.__doc__ or "").strip().splitlines()
     return {"name": member.__name__, "doc": doc[0] if doc else "", "knobs": knobs(member)}

@@ -1,6 +1,6 @@
-"""Finds members by name. For an unknown name it suggests the member or the knob that the user probably meant.
+"""Finds members by name, and suggests the member or knob that the user probably meant.
 
-Hints are made only after something was refused, so they may import every file of a family.
+Only refusals make hints, so these may import every file of a family.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from workbench.settings.knobs import Knob, a_member, knobs
 
 M = TypeVar("M")
 
-MOST = 12  # names in one hint
+MOST = 12
 # the word for a member of a family -> the experiment's setting that holds one
 HOLDERS = {word: word for word in ("task", "strategy", "partition", "compressor", "optimizer", "policy")}
 HOLDERS |= {"algorithm": "fabric.algorithm", "schedule": "partition.schedule", "fault": "fabric.faults"}
 
 
 def find(base: type[M], name: str) -> type[M]:
-    """The member called `name`. Raises KnobError for an unknown name, with a suggestion."""
+    """The member called `name`. Raises KnobError with a suggestion for an unknown name."""
     every = members(base)
     word = word_of(base)
     if not isinstance(name, str):
@@ -81,7 +81,7 @@ def hint_for_knob(path: str, every: Mapping[str, Knob]) -> str:
 
 
 def _owned(owners: Mapping[str, list[str]], families: Mapping[str, Knob]) -> str:
-    """Names the members that have the knob and the members set now, and says what to do."""
+    """Names the members with the knob and the present members, and what to do."""
     have = " and of ".join(f"{full}={_either(own)}" for full, own in owners.items())
     now = ", ".join(f"{full} is {type(families[full].default).__name__}" for full in owners)
     return f"{have}; here {now}: set {_either(owners)} first, or both in one dict"

@@ -1,4 +1,4 @@
-"""Finds a knob by its path, and returns settings with one or several knobs changed."""
+"""Finds knobs by path, and returns settings with knobs changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workbench.settings.knobs import Knob, checked, walk
 from workbench.settings.named import hint_for_knob
 from workbench.settings.plain import from_plain, read_value, to_plain
 
-AND = ", "  # between the paths of knobs that are set at once
+AND = ", "  # between paths set at once
 
 
 def each(path: Any, value: Any) -> dict[str, Any]:
@@ -33,14 +33,14 @@ def each(path: Any, value: Any) -> dict[str, Any]:
 
 
 def joined(settings: Mapping[str, Any]) -> tuple[str, Any]:
-    """Returns `path` and `value` from which `each` makes these settings again."""
+    """Returns `path` and `value` for `each`."""
     if len(settings) == 1:
         return next(iter(settings.items()))
     return AND.join(settings), dict(settings)
 
 
 def resolve(thing: Any, path: str) -> tuple[str, Knob]:
-    """Returns the full path and the knob that `path` means. A part of the dotted path is enough if it is unique.
+    """Returns the full path and the knob that `path` means. A unique part of the dotted path is enough.
 
     `density` and `compressor.density` both find `compressor.of.density`. Raises KnobError.
     """
@@ -81,7 +81,7 @@ def with_value(thing: Any, path: str, value: Any) -> Any:
 def with_values(thing: Any, settings: Iterable[tuple[str, Any]]) -> Any:
     """Returns `thing` with several knobs set at once, in any order.
 
-    Outer settings are set first, so `density` may precede the compressor that has it.
+    Outer settings come first, so `density` may precede its compressor.
     """
     now, left = thing, list(settings)
     while len(left) > 1:
@@ -101,7 +101,7 @@ def _depth(now: Any, where: str) -> int:
 
 
 def _formerly(thing: Any, path: str, value: Any) -> Any:
-    """Returns `thing` with a knob of an earlier version set to `value`; None if it had none."""
+    """Returns `thing` with an earlier version's knob set to `value`, or None."""
     *holder, name = path.split(".")
     for full, k in walk(thing):
         held: Any = k.default

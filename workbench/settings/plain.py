@@ -13,7 +13,7 @@ from workbench.settings.discovery import KnobError, short
 from workbench.settings.knobs import Knob, field_types, knobs
 from workbench.settings.named import find
 
-Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"  # what JSON can hold
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 
 
 def to_plain(value: Any) -> Any:
@@ -28,7 +28,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(plain: Any, base: type, path: str = "") -> Any:
-    """Returns the value that `to_plain` wrote. A bare name means that member of the family as its `usual()`."""
+    """Reads what `to_plain` wrote. A bare name means that member of the family as its `usual()`."""
     if isinstance(plain, (list, tuple)):
         return tuple(from_plain(p, base, path) for p in plain)
     if not is_dataclass(base):
@@ -47,7 +47,7 @@ def from_plain(plain: Any, base: type, path: str = "") -> Any:
     if not isinstance(settings, dict):
         told = f"must be one name with its settings, such as {{{name!r}: {{}}}}"
         raise KnobError(f"{path or name}={short(plain)}: {told}")
-    if (unknown := set(settings) - set(own)) and unknown <= set(getattr(member, "old", ())):  # earlier names
+    if (unknown := set(settings) - set(own)) and unknown <= set(getattr(member, "old", ())):
         name, settings = member.formerly(settings)
         member = find(base, name)
         types, own = field_types(member), [f.name for f in fields(member) if f.init]
@@ -69,7 +69,7 @@ def normalise(thing: Any, path: str | None = None) -> None:
 
 
 def read_value(k: Knob, value: Any, path: str) -> Any:
-    """Converts names and plain JSON into members for knob `k`; returns any other value unchanged."""
+    """Converts names and plain JSON into members for knob `k`; other values stay."""
     if k.element is not None and isinstance(value, (list, tuple)):
         return from_plain(value, k.element, path)
     return from_plain(value, k.kind, path) if isinstance(value, (str, dict)) and is_dataclass(k.kind) else value
@@ -82,7 +82,7 @@ def _field_from_plain(plain: Any, hint: Any, path: str) -> Any:
 
 
 def in_words(plain: Any) -> str:
-    """Returns a plain value as a person would write it: `TopK(density=0.01)`."""
+    """Returns a plain value as a person writes it: `TopK(density=0.01)`."""
     if isinstance(plain, dict) and len(plain) == 1:
         ((name, rest),) = plain.items()
         inner = ", ".join(f"{k}={in_words(v)}" for k, v in rest.items())

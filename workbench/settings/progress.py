@@ -5,8 +5,8 @@
             ...
             work.step()
 
-Work on the main thread that lasts over `SOON` seconds draws a bar, in a notebook or at a terminal. Dashboards show the
-list of `under_way`. A nested block on the same thread counts as part of the outer one.
+Work on the main thread that lasts over `SOON` seconds draws a bar, in a notebook or at a terminal. Dashboards list
+`under_way`. A nested block on the same thread counts as part of the outer one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-SOON = 2.0  # seconds after which progress is shown
-OFTEN = 0.1  # least seconds between two updates of the bar
+SOON = 2.0  # seconds before progress is shown
+OFTEN = 0.1  # seconds between two updates of the bar
 
 _every: list[Doing] = []
 _lock = threading.Lock()
@@ -29,8 +29,8 @@ _mine = threading.local()
 class Doing:
     """One piece of work under way.
 
-    total: its number of parts; None if unknown
-    usual: seconds that it took last time, for work without parts; None if unknown
+    total: its number of parts, or None
+    usual: seconds that it took last time, for work without parts, or None
     """
 
     def __init__(self, what: str, total: float | None, usual: float | None, within: Doing | None = None) -> None:
@@ -42,16 +42,13 @@ class Doing:
         self._shown = self._most = 0.0
 
     def step(self, parts: float = 1.0) -> None:
-        """Adds `parts` to the parts done."""
         self.at(self.done + parts)
 
     def at(self, done: float) -> None:
-        """Sets the number of parts done."""
         self.done = done
         self.tell()
 
     def tell(self) -> None:
-        """Updates the bar at the prompt."""
         outer = self
         while outer.within is not None:
             outer = outer.within
@@ -59,12 +56,11 @@ class Doing:
 
     @property
     def seconds(self) -> float:
-        """Seconds since it began."""
         return time.monotonic() - self.began
 
     @property
     def share(self) -> float | None:
-        """The share done, from 0 to 1; None if unknown."""
+        """The share done, from 0 to 1, or None."""
         if not self.total:
             return min(self.seconds / self.usual, 0.99) if self.usual else None
         part = (self.inner.share or 0.0) if self.inner is not None else 0.0
@@ -73,7 +69,7 @@ class Doing:
 
     @property
     def to_go(self) -> float | None:
-        """Seconds to go at the present speed; None if unknown."""
+        """Seconds to go at the present speed, or None."""
         share = self.share
         if self.usual and not self.total:
             return max(self.usual - self.seconds, 1.0)
@@ -83,7 +79,7 @@ class Doing:
         if self._line is not None and time.monotonic() - self._shown > OFTEN and self.share is not None:
             self._shown = time.monotonic()
             self._line.n = round(self.share, 4)
-            self._line.update(0)  # redraws the bar if tqdm finds that due
+            self._line.update(0)  # redraws the bar when due
 
     def __repr__(self) -> str:
         share = self.share
@@ -118,13 +114,13 @@ def doing(what: str, total: float | None = None, usual: float | None = None) -> 
 
 
 def under_way() -> list[Doing]:
-    """Returns the work of this process that has lasted over `SOON` seconds, oldest first."""
+    """Returns this process's work of over `SOON` seconds, oldest first."""
     with _lock:
         return [work for work in _every if work.seconds > SOON]
 
 
 def left(seconds: float | None) -> str:
-    """Returns the time to go as text; "" if unknown.
+    """Returns the time to go as text, or "".
 
     >>> left(0.4), left(34.2), left(130), left(7300), left(None)
     ('1 s to go', '34 s to go', '2 min 10 s to go', '2 h 2 min to go', '')
@@ -141,14 +137,14 @@ def left(seconds: float | None) -> str:
 
 
 def seen() -> bool:
-    """Whether a user can see this thread's output: main thread, and a notebook or a terminal."""
+    """Whether a user sees this thread's output: main thread, and a notebook or a terminal."""
     in_notebook = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)() is not None
     here = threading.current_thread() is threading.main_thread()
     return here and (in_notebook or sys.stderr.isatty())
 
 
 def _line(what: str) -> Any:
-    """Returns a bar that appears after `SOON` seconds; None if nobody can see it."""
+    """Returns a bar that appears after `SOON` seconds; None if nobody sees it."""
     if not seen():
         return None
     from tqdm.auto import tqdm
