@@ -1,4 +1,4 @@
-"""Pictures and handles: the dashboard of a Lab or a Run, in a notebook.
+"""The dashboard of a Lab or a Run, in a notebook.
 
 Knows labs, runs, analyses and knobs; never the engine, the cluster, a strategy or torch.
 """

@@ -1,4 +1,4 @@
-"""The parts of lessons. A notebook's first cell imports them.
+"""The parts of lessons, for a notebook's first cell.
 
 You write predictions down before a run and compare them with its record. Exercises check themselves. A worksheet at the
 end lists your results. `lesson(X)` teaches one member of a family.

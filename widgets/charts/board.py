@@ -3,10 +3,10 @@
     board = Board(run)                 # or Board() and board.show(run) later
     refresh = RefreshTimer(board); refresh.start()
 
-The page sends "hello" when it shows the board and acknowledges each message that it has drawn. The board sends only
-while a page shows it, and at most one message is unacknowledged, so a slow browser has no backlog. After "hello" (also
-after a reload), the page gets the run from its first step. plotly.js is not in the widget's state: a page without it
-requests it once. The board finds charts in `widgets/views` and knows none of them by name.
+A page sends "hello" when it shows the board and acknowledges each drawn message. The board sends only while a page
+shows it, with at most one unacknowledged message, so a slow browser has no backlog. After "hello" (also after a
+reload), the page gets the run from its first step. A page without plotly.js requests it once. The board finds charts in
+`widgets/views`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from widgets.static import read_static
 from widgets.views._base import Setter, View
 from workbench.record.tidy import OFTEN, Tidy
 
-_ELSEWHERE = 600.0  # seconds without a page during which a person still counts as watching
-_SILENCE = 6.0  # seconds of silence after which a page counts as gone
-_PATIENCE = 3.0  # seconds after which an unacknowledged message no longer delays the next
+_ELSEWHERE = 600.0  # seconds without a page during which a person still watches
+_SILENCE = 6.0  # seconds of silence before a page is gone
+_PATIENCE = 3.0  # seconds for which an unacknowledged message delays the next
 PAGE_JS = read_static("hearing.js", "chart.js", "panel.js", "pulse.js", "keys.js", "player.js", "board.js")
 PAGE_CSS = read_static("board.css")
 
 
 @cache
 def plotly_js() -> bytes:
-    """plotly.js as plotly ships it, gzip-compressed."""
+    """plotly's own plotly.js, gzip-compressed."""
     source = importlib.resources.files("plotly").joinpath("package_data/plotly.min.js")
     return gzip.compress(source.read_bytes(), 6)
 
@@ -43,14 +43,13 @@ def plotly_js() -> bytes:
 class Board(anywidget.AnyWidget):
     """All charts of one run as a DOM widget. It takes the whole width of any ipywidgets layout.
 
-    run:    the Run to show (live or recorded), or None until `show` is called
+    run:    the Run to show (live or recorded), or None until `show`
     views:  the View classes to show; None: every view in `widgets/views`
-    setter: sets a knob of the run's lab (path, value), for views that offer it; None: no setting
+    setter: sets a knob of the run's lab (path, value), for views that offer it, or None
     looks:  choices on a page: `tables` (open ones), `rank` (with highlighted curves), `pin` (a box of the timeline),
             `theme` ("light", "dark"; none: the page's own)
 
-    A live run needs a `RefreshTimer`, which calls `send_news`. Without one the board only answers its page's messages,
-    which is enough for a recorded run.
+    A live run needs a `RefreshTimer`, which calls `send_news`. For a recorded run, answers to its page are enough.
     """
 
     _esm = PAGE_JS
@@ -63,22 +62,21 @@ class Board(anywidget.AnyWidget):
         self._kinds = views
         self._setter = setter
         self._run = run
-        self.window: dict[str, Any] = {}  # the steps that a person chose: {"at": the first, "steps": number of steps}
+        self.window: dict[str, Any] = {}  # chosen steps: {"at": the first, "steps": number of steps}
         self._feed: Feed | None = None  # None: the pages lack this run's charts
-        self._pages: dict[str, float] = {}  # page -> time of its last message
-        self._waiting: set[str] = set()  # pages that have not acknowledged the last message
-        self._heard = float("-inf")  # time of the last message of any page
+        self._pages: dict[str, float] = {}  # page -> last message
+        self._waiting: set[str] = set()  # pages with an unacknowledged message
+        self._heard = float("-inf")  # any page's last message
         self._number, self._sent_at = 0, 0.0
         self._tables: dict[str, float] = {}  # open tables -> when last sent
-        self.woken = threading.Event()  # set after a page's message, so that a RefreshTimer may send earlier
-        self._tidy = Tidy(OFTEN, own=True)  # charts are computed on the thread that ticks
+        self.woken = threading.Event()  # set after a page's message, so that a RefreshTimer sends earlier
+        self._tidy = Tidy(OFTEN, own=True)  # charts are computed on the ticking thread
         self.refreshing = False
         super().__init__(**more)
         self.on_msg(self._receive_message)
 
     @property
     def run(self) -> Any:
-        """The shown run, or None."""
         return self._run
 
     def show(self, run: Any) -> None:
@@ -90,7 +88,7 @@ class Board(anywidget.AnyWidget):
             self.window.pop("at", None)
             self._waiting.clear()
         if self.looks.get("pin"):
-            self.looks = {**self.looks, "pin": None}  # a box of the previous run
+            self.looks = {**self.looks, "pin": None}
         self._request_send()
 
     def look(self, looks: dict[str, Any], window: dict[str, Any]) -> None:
@@ -101,7 +99,7 @@ class Board(anywidget.AnyWidget):
         self._request_send()
 
     def draw_again(self) -> None:
-        """Draws the run again from its first step, after the run next to it has changed."""
+        """Draws the run again after the run next to it has changed."""
         with self._lock:
             self._feed = None
             self._waiting.clear()
@@ -109,7 +107,6 @@ class Board(anywidget.AnyWidget):
 
     @property
     def shown(self) -> bool:
-        """Whether a page shows this board."""
         limit = time.monotonic() - _SILENCE
         with self._lock:
             self._pages = {page: at for page, at in self._pages.items() if at > limit}
@@ -121,7 +118,7 @@ class Board(anywidget.AnyWidget):
         return self.shown or time.monotonic() - self._heard < _ELSEWHERE
 
     def send_news(self) -> bool:
-        """Sends new rows if a page is ready for them. Returns whether it sent."""
+        """Sends new rows if a page is ready. Returns whether it sent."""
         self._tidy.due()
         with self._lock:
             if not self.shown or self._run is None or self._is_drawing:
@@ -141,12 +138,11 @@ class Board(anywidget.AnyWidget):
         return True
 
     def report_trouble(self, text: str) -> None:
-        """Reports to the pages that a chart cannot be drawn. Training is not affected."""
+        """Reports to the pages that a chart cannot be drawn."""
         self.send({"kind": "trouble", "trouble": text})
 
     @property
     def _is_drawing(self) -> bool:
-        """Whether a page still draws the last message."""
         return bool(self._waiting & set(self._pages)) and time.monotonic() - self._sent_at < _PATIENCE
 
     def _due_tables(self) -> dict[str, Any]:
@@ -161,7 +157,7 @@ class Board(anywidget.AnyWidget):
         with self._lock:
             self._pages[page] = self._heard = time.monotonic()
             if said.get("kind") in ("hello", "here"):
-                self.send({"kind": "alive"})  # without an answer, the page would assume that the kernel is gone
+                self.send({"kind": "alive"})  # else the page would assume that the kernel is gone
             match said.get("kind"):
                 case "hello":
                     self._feed = None
@@ -191,7 +187,7 @@ class Board(anywidget.AnyWidget):
             self.send({"kind": "tables", "tables": {name: self._feed.make_table(name)}})
 
     def _request_send(self) -> None:
-        """Lets the RefreshTimer send at once. Without one, sends here."""
+        """Lets the RefreshTimer, if any, send at once."""
         self.woken.set()
         if not self.refreshing:
             self.send_news()

@@ -1,6 +1,6 @@
 """Converts spans to boxes on the timeline, each with a kind, a lane and a look.
 
-All boxes of a kind form one closed outline with gaps (one plotly trace), so 1,000 boxes cost little more than one. A
+All boxes of a kind form one outline with gaps (one plotly trace), so 1,000 boxes cost little more than one. A
 collective becomes 2 boxes: the wait for the last rank, then the transfer.
 """
 
@@ -30,12 +30,12 @@ class BoxKind(NamedTuple):
     bottom: float
     fill: str
     pattern: str = ""
-    text: str = ""  # colour of names inside boxes; empty: no names
+    text: str = ""  # of names inside boxes; empty: no names
     listed: bool = True
-    edge: str = theme.PAPER  # of a solid box; darker than a light fill, to be visible on white
+    edge: str = theme.PAPER  # darker than a light fill, to be visible on white
 
     def make_trace(self) -> go.Scatter:
-        """An empty trace. The page makes the outlines of its boxes (`meta.lane`)."""
+        """An empty trace. The page outlines its boxes (`meta.lane`)."""
         pattern = {"shape": self.pattern, "fgcolor": self.fill, "bgcolor": "rgba(0,0,0,0)", "size": 6, "solidity": 0.45}
         return go.Scatter(
             x=[], y=[], mode="lines", fill="toself", fillcolor=self.fill, fillpattern=pattern if self.pattern else None,
@@ -63,8 +63,8 @@ KINDS = (
     BoxKind("stepped", "update on the host", 0.42, 0.50, theme.GREEN),
     BoxKind("path", "critical path", -0.06, 0.0, theme.INK, edge=theme.INK),
 )
-STAGES = " in stage "  # part of the name of a message between pipeline stages
-SENDING = ("transfer", "odd", "measuring", "port", "offload")  # kinds of boxes that have bytes
+STAGES = " in stage "  # part of messages' names between pipeline stages
+SENDING = ("transfer", "odd", "measuring", "port", "offload")  # kinds with bytes
 _NUMBER = {kind.key: i for i, kind in enumerate(KINDS)}
 _LANES = {"wait": "exposed", "eval": "eval", "switch": "switch", "codec": "codec", "port": "port",
           "measuring": "measuring", "offload": "offload"}  # fmt: skip
@@ -88,7 +88,7 @@ def boxes_of(
 
     index: (n,) each row's number in the table of spans
     last_arrival: (n,) when the last rank arrived at the row's collective; NaN for other rows
-    dense: (n,) mask of rows in steps without compression; spans of lane "codec" are then no compression
+    dense: (n,) rows in steps without compression, where lane "codec" is no compression
     """
     kinds, names = _find_kinds(rows), _NameTable(rows)
     if dense is not None:
@@ -110,7 +110,7 @@ def boxes_of(
 
 
 def add_path(found: Boxes, path: list[PathPiece], rank: np.ndarray, row: int) -> None:
-    """Adds the critical path. rank: the row for each piece; row: any drawn span
+    """Adds the critical path. rank: each piece's row; row: any drawn span
 
     >>> boxes = Boxes({}, ["forward"])
     >>> add_path(boxes, [PathPiece(3, -1, "network", 1.0, 2.0)], np.array([1]), 7)
@@ -131,7 +131,7 @@ def _make_columns(rows: Rows, index: np.ndarray, at: np.ndarray, x0: np.ndarray,
 
 
 def _find_kinds(rows: Rows) -> np.ndarray:
-    """The number of each row's kind; -1 for rows that are not drawn."""
+    """The number of each row's kind; -1: not drawn."""
     out = np.full(len(rows), -1)
     for lane, key in _LANES.items():
         out[rows.equal("lane", lane)] = _NUMBER[key]
@@ -148,7 +148,7 @@ def _find_kinds(rows: Rows) -> np.ndarray:
 
 
 def _between_stages(rows: Rows) -> np.ndarray:
-    """A mask of rows named after a message between pipeline stages."""
+    """Rows named after a message between pipeline stages."""
     names = rows.coded("name")
     found = np.array([STAGES in text for text in names.words.texts], bool)
     return found[names.codes]
@@ -160,8 +160,6 @@ def _is_odd(name: str) -> bool:
 
 
 class _NameTable:
-    """The shown names, numbered in order of appearance."""
-
     def __init__(self, rows: Rows) -> None:
         self._coded = rows.coded("name")
         self._number: dict[str, int] = {}

@@ -1,7 +1,4 @@
-"""Converts a run to messages for the page: first the charts' specs, then only new rows.
-
-The live board and the self-contained report send the same messages. A Feed knows neither widgets nor clocks.
-"""
+"""Converts a run to messages for the live board and the report: first the charts' specs, then only new rows."""
 
 from __future__ import annotations
 
@@ -17,21 +14,21 @@ from widgets.views import all_views
 from widgets.views._base import Patch, Setter, View
 from workbench.settings.describe_error import said
 
-Message = tuple[dict[str, Any], list[bytes]]  # the content, and its binary buffers
+Message = tuple[dict[str, Any], list[bytes]]  # content and binary buffers
 
 
 class Feed:
-    """One run as messages, from its first row. Views keep their positions in the record."""
+    """One run as messages, from its first row."""
 
     def __init__(self, run: Any, kinds: tuple[type[View], ...] | None = None, setter: Setter | None = None) -> None:
         self.run = run
-        self._plays = kinds is None  # a board with selected charts is part of another widget and does not play
-        self.key = uuid.uuid4().hex  # a page with another key must send "hello" again
+        self._plays = kinds is None  # a board with selected charts does not play
+        self.key = uuid.uuid4().hex  # a page with another key must send "hello"
         self._setter = setter
         self.views = [self._make_view(kind) for kind in (all_views().values() if kinds is None else kinds)]
-        self.troubles: list[str] = []  # each error once
+        self.troubles: list[str] = []
         self._marks: list[ChangeMark] = []
-        self._hushed: dict[str, str] = {}  # muted views, and the sentence shown instead
+        self._hushed: dict[str, str] = {}  # muted views, and their sentences
 
     def make_opening(self) -> Message:
         """Returns the charts' specs and the run so far."""
@@ -43,12 +40,12 @@ class Feed:
         """Returns the data to play the run. None for a live run, or to keep a riddle's secret."""
         try:
             return None if self.run.secret or not self._plays else make_film(self.run)
-        except Exception as error:  # a record that cannot be played can still be shown
+        except Exception as error:  # such a record can still be shown
             self.troubles.append(f"The run cannot be played: {said(error)}")
             return None
 
     def make_news(self) -> Message | None:
-        """Returns the new rows of each view since the last call. None if there are none."""
+        """Returns each view's new rows since the last call, or None."""
         patches, trouble = self._collect_patches()
         marks = all_marks(self.run)
         if not patches and not trouble and marks == self._marks:
@@ -61,7 +58,7 @@ class Feed:
         return content, buffers
 
     def _collect_patches(self) -> tuple[dict[str, Patch], str]:
-        """Returns each view's patch and the failures. A failing chart does not affect other charts."""
+        """Returns each view's patch and the failures, which affect only their charts."""
         patches, trouble = {}, []
         for view in self.views:
             try:
@@ -90,7 +87,7 @@ class Feed:
         return Patch() if said == self.run.secret else Patch(html=f'<p class="wb-empty">{escape(self.run.secret)}</p>')
 
     def _restore_view(self, view: View) -> View:
-        """Returns the view. A view that was muted is created again, so that it sends all its rows."""
+        """Returns the view, created again if it was muted, to send all its rows."""
         if self._hushed.pop(view.name, None) is None:
             return view
         at = self.views.index(view)
@@ -98,7 +95,6 @@ class Feed:
         return self.views[at]
 
     def pack_message(self, patches: dict[str, Patch]) -> Message:
-        """Packs patches by view name into one message."""
         packing = MessagePacker()
         views = {name: packing.pack_patch(patch) for name, patch in patches.items()}
         content = {"kind": "tick", "run": self.key, "views": views, "epoch": self.run.epoch}
@@ -108,7 +104,7 @@ class Feed:
         return next((view for view in self.views if view.name == name), None)
 
     def make_table(self, name: str) -> dict[str, Any]:
-        """Returns a view's data table. Empty if it has none, or if it would reveal a riddle."""
+        """Returns a view's data table, or {} if it has none or would reveal a riddle."""
         view = self.find_view(name)
         if view and view.tells and self.run.secret:
             return {}
@@ -117,7 +113,6 @@ class Feed:
 
 
 def _make_spec(view: View, run: Any) -> dict[str, Any]:
-    """Returns a view's spec, which the page needs before any row."""
     figure = view.figure(run)
     said = ("name", "title", "about", "empty", "width", "axes", "labelled", "tools", "spoken", "quiet")
     return {

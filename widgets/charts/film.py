@@ -1,4 +1,4 @@
-"""The data to play a recorded run: the end of each step and the settings in force.
+"""The data to play a recorded run: the end of each step and its settings.
 
 The page advances time itself (player.js): curves grow, marks appear and the timeline shows the current step.
 """
@@ -13,7 +13,7 @@ from workbench.analysis import list_stretches
 from workbench.analysis.steps.settings import with_value
 from workbench.settings import in_words
 
-POINTS = 600  # steps to send; the page interpolates between them
+POINTS = 600  # steps to send; the page interpolates
 ELSE = "something else"  # a value that no setting has
 ALWAYS = ("strategy", "compressor", "partition", "optimizer", "policy", "lr", "batch", "bucket_mb")
 
@@ -39,8 +39,7 @@ def make_film(run: Any) -> dict[str, Any] | None:
 def list_settings(run: Any) -> list[list[Any]]:
     """Returns [seconds, step, [[name, words, since], ...]] for each stretch between changes.
 
-    Lists the most important settings and settings that ever changed. `since` is the step of a setting's last change, or
-    null.
+    Lists important settings and those that ever changed. `since` is the step of a setting's last change, or null.
     """
     at = {step: t for step, t, _ in reversed(run.details("change"))}
     every = list_stretches(run)
@@ -48,7 +47,7 @@ def list_settings(run: Any) -> list[list[Any]]:
     shown = [name for name in settings[0] if name in ALWAYS or any(
         s.get(name) != settings[0][name] for s in settings)]  # fmt: skip
     since: dict[str, int | None] = dict.fromkeys(shown)
-    inner: dict[str, list[Any]] = {}  # changes of knobs that the record's settings lack
+    inner: dict[str, list[Any]] = {}  # changed knobs that the record's settings lack
     out: list[list[Any]] = []
     for number, stretch in enumerate(every):
         for name in shown if number else ():
@@ -64,7 +63,7 @@ def list_settings(run: Any) -> list[list[Any]]:
 
 
 def _list_knobs(settings: dict[str, Any]) -> dict[str, Any]:
-    """Lists the fabric's knobs one by one, because the whole fabric is too wide for a phone."""
+    """Lists the fabric's knobs one by one, because the whole is too wide for a phone."""
     out = {name: value for name, value in settings.items() if name != "fabric"}
     for name, value in _read_knobs(settings.get("fabric")).items():
         link = {f"link.{inner}": v for inner, v in _read_knobs(value).items()} if name == "link" else {}
@@ -73,6 +72,6 @@ def _list_knobs(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_knobs(plain: Any) -> dict[str, Any]:
-    """Returns the knobs of a member in the form {name: knobs}. Empty for any other value."""
+    """Returns the knobs of {name: knobs}, else {}."""
     (knobs,) = plain.values() if isinstance(plain, dict) and len(plain) == 1 else ({},)
     return knobs if isinstance(knobs, dict) else {}

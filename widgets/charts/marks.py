@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from workbench.settings import AND, each
 
-EVENTS = ("asked", "hang", "preempted", "members", "rolled back")  # marks to show in addition to changes
-SIGN = "!"  # in place of a number
+EVENTS = ("asked", "hang", "preempted", "members", "rolled back")  # marked in addition to changes
+SIGN = "!"
 
 
 class ChangeMark(NamedTuple):
@@ -20,7 +20,7 @@ class ChangeMark(NamedTuple):
 
 
 def change_marks(run: Any) -> list[ChangeMark]:
-    """Returns the changes of a run in order of time, numbered from 1."""
+    """Returns a run's changes in order of time, numbered from 1."""
     return [
         ChangeMark(n, label_change(detail), step, t)
         for n, (step, t, detail) in enumerate(run.details("change"), start=1)
@@ -28,14 +28,14 @@ def change_marks(run: Any) -> list[ChangeMark]:
 
 
 def all_marks(run: Any) -> list[ChangeMark]:
-    """Returns the changes of a run and the events of its ranks, in order of time."""
+    """Returns a run's changes and its ranks' events, in order of time."""
     events = [ChangeMark(SIGN, describe_event(name, detail), step, t) for name in EVENTS
               for step, t, detail in run.details(name) if describe_event(name, detail)]  # fmt: skip
     return sorted([*change_marks(run), *events], key=lambda mark: mark.t)
 
 
 def describe_event(name: str, detail: dict[str, Any]) -> str:
-    """Describes an event of ranks in a few characters. "" if charts do not show it.
+    """Describes an event of ranks in a few characters, or "" if charts do not show it.
 
     >>> describe_event("hang", {"ranks": [2], "text": "rank 2 has said nothing for 12 s"})
     'rank 2 hangs'
@@ -66,7 +66,7 @@ def _name_ranks(ranks: list[int]) -> str:
 
 
 def label_change(detail: dict[str, Any]) -> str:
-    """Describes a change in a few characters, with the policy that decided it, if any.
+    """Describes a change, and its policy if any, in a few characters.
 
     >>> label_change({"path": "strategy", "value": {"LocalSGD": {"every": 8}}})
     'LocalSGD(every=8)'
@@ -104,7 +104,7 @@ def _list_nested(value: dict[str, Any]) -> list[str]:
 
 
 def format_value(value: Any) -> str:
-    """Writes a settings value as a person would type it."""
+    """Writes a settings value as a person types it."""
     if isinstance(value, dict) and len(value) == 1:
         ((name, knobs),) = value.items()
         if isinstance(knobs, dict):

@@ -1,7 +1,7 @@
-"""Paints the figures of our views with matplotlib, for pictures without a browser.
+"""Paints our views' figures with matplotlib, for pictures without a browser.
 
-The live charts and the picture have one source, the figure of a view with its data (`views._base.drawn`). So colours,
-axes and units are the same. This module knows neither runs nor views.
+Their source is that of the live charts, the figure of a view with its data (`views._base.draw_view`), so colours, axes
+and units are the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DASHES: dict[str, Any] = {"solid": "-", "dash": (0, (5, 3)), "dot": (0, (1, 2)),
 
 
 def resolve_colour(value: Any) -> str:
-    """Returns a colour for matplotlib. Stand-ins become the colours of a light page."""
+    """Returns a colour for matplotlib, for stand-ins that of a light page."""
     return STANDINS.get(str(value), str(value))
 
 
@@ -61,19 +61,19 @@ def _paint_line(axes: Axes, trace: Any) -> Any:
 
 
 def _paint_boxes(axes: Axes, trace: Any) -> Any:
-    """Paints closed outlines with gaps from `views._base.drawn`, 6 points per box."""
+    """Paints closed outlines with gaps, 6 points per box."""
     x, y = (np.asarray(v, float).reshape(-1, 6)[:, :4] for v in (trace.x, trace.y))
     look = _choose_look(trace.fillpattern.shape if trace.fillpattern else "", trace.fillcolor)
     look |= (
         {"linewidth": 0.5} if look.get("hatch") else {"linewidth": 0.5, "edgecolor": resolve_colour(trace.line.color)}
     )
-    corners: Any = np.stack([x, y], axis=2)  # (boxes, 4, 2) in one array, although the type stub wants a list of boxes
+    corners: Any = np.stack([x, y], axis=2)  # (boxes, 4, 2) in one array, although the type stub wants a list
     axes.add_collection(PolyCollection(corners, **look), autolim=False)
     return Patch(label=trace.name, **look)
 
 
 def _paint_bars(axes: Axes, trace: Any) -> Any:
-    """Paints one part of each stacked bar, on top of the parts in the axes."""
+    """Paints one part of each stacked bar, on top of earlier parts."""
     left = np.zeros(len(trace.x))
     for other in axes.containers:
         left += [bar.get_width() for bar in other]
@@ -88,7 +88,6 @@ def _choose_look(shape: str | None, fill: Any) -> dict[str, Any]:
 
 
 def _dress_axes(axes: Axes, layout: Any, panel: str) -> None:
-    """Sets titles, ranges, ticks and grid of the panel from the layout."""
     x, y = layout["xaxis" + panel[1:]], layout["yaxis" + panel[1:]]
     axes.set_xlabel(x.title.text or "")
     axes.set_ylabel(y.title.text or "")

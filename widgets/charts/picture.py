@@ -1,6 +1,6 @@
 """Draws a run as one still picture (PNG), for saved notebooks, GitHub and nbconvert.
 
-The kernel draws the live charts' views, without a browser: the last steps, the loss and the changes.
+It shows live charts' views: the last steps, the loss and the changes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from widgets.views.timeline import Timeline
 from workbench.analysis import last_steps, stands_for
 
 WIDTH = 10.0  # inches
-DPI = (100, 72, 50, 36)  # the first that gives a small enough file is used
+DPI = (100, 72, 50, 36)  # the first that gives a small file
 LARGEST = 300_000  # bytes
-LISTED = 12  # changes to list below the charts
-MOST = 32  # ranks to show; more would be too fine to read, and take a minute to draw
-ROOM = 0.06  # share of an axis that a number takes
+LISTED = 12  # changes listed below the charts
+MOST = 32  # ranks shown; more would be illegible and take a minute
+ROOM = 0.06  # of an axis, for a number
 _one = threading.Lock()  # matplotlib's text rendering is not thread-safe
 
 
 def draw_png(run: Any) -> bytes:
-    """Returns the picture of a run, under 300 kB, up to 1000 px wide."""
-    with _one, matplotlib.style.context("default"):  # the user's dark style or TeX must not apply
+    """Returns a run's picture, under 300 kB, up to 1000 px wide."""
+    with _one, matplotlib.style.context("default"):  # without the user's dark style or TeX
         figure = paint_run(run)
         for dpi in DPI:
             file = io.BytesIO()
@@ -47,14 +47,14 @@ def draw_png(run: Any) -> bytes:
 
 
 def describe_picture(run: Any) -> str:
-    """Describes the picture in words, for readers who cannot see it."""
+    """Describes the picture for readers who cannot see it."""
     changes = "; ".join(_name_mark(mark) for mark in change_marks(run)[-LISTED:])
     shown = "its last steps on each rank, its loss, where its time goes, its bytes per step"
     return f"{_make_title(run)}. Charts: {shown}. Changes: {changes or 'none'}."
 
 
 def paint_run(run: Any) -> Figure:
-    """Returns the picture as a figure."""
+    """Paints the picture."""
     ranks, marks = min(ranks_of(run) // stands_for(run.timeline), MOST), change_marks(run)
     tall = 0.75 + min(0.4 * ranks, 6.0)
     below = [_name_mark(mark) for mark in marks[-LISTED:]]

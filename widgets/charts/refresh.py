@@ -1,4 +1,4 @@
-"""The timer of a dashboard. It only sends: it never prints, displays or computes."""
+"""The timer of a dashboard. It only sends."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ class RefreshTimer:
 
     also: functions to call on the same thread, as often; they may only set widget traits
 
-    Without a page the thread sleeps until a page sends a message.
+    Without a page the thread sleeps until a message.
     """
 
     def __init__(self, board: Board, *also: Callable[[], None], hz: float = 6.0) -> None:
         self.board = board
         self.also = also
         self.period = 1.0 / hz
-        self.errors: list[str] = []  # each error once; also shown on the page
+        self.errors: list[str] = []  # each once; also shown on the page
         self._also_at = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Starts the timer unless it runs."""
         if self._thread is None or not self._thread.is_alive():
             self._stop.clear()
             self.board.refreshing = True
@@ -51,7 +50,7 @@ class RefreshTimer:
             self.board.woken.clear()
             if self._tick_once():
                 due = max(due + self.period, time.monotonic() + 0.5 * self.period)
-            else:  # no news, or the page still draws: looks again soon, or after a page's message
+            else:  # looks again soon, or after a page's message
                 self.board.woken.wait(0.5 * self.period if self.board.shown else 1.0)
 
     def _tick_once(self) -> bool:

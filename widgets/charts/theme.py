@@ -1,8 +1,7 @@
 """Colours, hatches and plain layouts of all charts.
 
-Colours that follow the page (light or dark) are the stand-ins INK, MUTED, FAINT, GRID and PAPER: valid near-black and
-near-white colours, which the page replaces. All other colours are Okabe and Ito's palette. Colour is never the only
-difference between 2 categories.
+INK, MUTED, FAINT, GRID and PAPER are stand-ins: valid colours that the page, light or dark, replaces. Other colours are
+Okabe and Ito's palette. Colour is never the only difference between 2 categories.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import plotly.graph_objects as go
 INK, MUTED, FAINT, GRID, PAPER = "#010101", "#5f5f61", "#9b9b9d", "#d9d9db", "#fefefe"
 SKY, BLUE, GREEN, ORANGE = "#56B4E9", "#0072B2", "#009E73", "#E69F00"
 VERMILLION, PURPLE, YELLOW, GREY = "#D55E00", "#CC79A7", "#F0E442", "#8c8c8c"
-TEXT = 14  # px, the smallest text on a chart
+TEXT = 14  # px, the smallest text
 
 _RANK_COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY, INK)
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "5px,2px", "2px,4px")
@@ -22,18 +21,18 @@ _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", 
 
 
 def rank_line(rank: int, width: float = 1.5) -> dict[str, Any]:
-    """A line for a rank. Colour and dash together are unique up to 64 ranks."""
+    """A rank's line. Colour and dash together are unique up to 64 ranks."""
     n = len(_RANK_COLOURS)
     return {"color": _RANK_COLOURS[rank % n], "dash": _DASHES[(rank + rank // n) % n], "width": width}
 
 
 def rank_symbol(rank: int) -> str:
-    """A marker for a rank."""
+    """A rank's marker."""
     return _SYMBOLS[rank % len(_SYMBOLS)]
 
 
 def make_layout(height: int, **more: Any) -> go.Layout:
-    """A plain layout with 14 px text, without template, title or legend (the page writes them)."""
+    """A plain layout with 14 px text, without template, title or legend."""
     base: dict[str, Any] = {
         "template": go.layout.Template(),
         "height": height,
@@ -43,14 +42,14 @@ def make_layout(height: int, **more: Any) -> go.Layout:
         "plot_bgcolor": "rgba(0,0,0,0)",
         "hoverlabel": {"font": {"size": TEXT}},
         "hovermode": "closest",
-        "showlegend": False,  # the page writes the legend in its own font, with line breaks
+        "showlegend": False,  # the page writes it in its own font, with line breaks
         "uirevision": "keep",
     }
     return go.Layout(**{**base, **more})
 
 
 def make_axis(title: str, **more: Any) -> dict[str, Any]:
-    """An axis whose title has its unit."""
+    """An axis. title: with its unit"""
     base: dict[str, Any] = {
         "title": {"text": title, "standoff": 8, "font": {"size": TEXT}},
         "tickfont": {"size": TEXT},

@@ -1,7 +1,7 @@
 """Packs patches into a JSON header and one binary buffer, for `unpack` in chart.js.
 
-Numbers are float32 or small unsigned integers relative to a base, so that late times in a long run keep their
-microseconds: [offset, count, type, base]. Text is JSON. This module knows neither views nor widgets.
+Numbers are float32 or small unsigned integers relative to a base, which keeps the microseconds of late times: [offset,
+count, type, base]. Text is JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MessagePacker:
         return b"".join(self._parts)
 
     def pack_patch(self, patch: Patch) -> dict[str, Any]:
-        """Returns the header of a patch and adds its numbers to the buffer."""
+        """Returns a patch's header and adds its numbers to the buffer."""
         header: dict[str, Any] = {}
         if patch.append:
             header["append"] = {i: self._pack_columns(c) for i, c in patch.append.items()}

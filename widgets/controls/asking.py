@@ -11,7 +11,7 @@ from widgets.charts import theme
 from workbench.analysis.steps.words import format_seconds
 from workbench.settings import KnobError
 
-UNLIMITED = 5.0  # the slider's upper end, log10 of Mbit/s: no limit
+UNLIMITED = 5.0  # slider's upper end, log10 of Mbit/s: no limit
 WIDE, HIGH, LEFT, LOW = 520, 190, 64, 34  # of the curve, and its margins
 
 
@@ -46,7 +46,7 @@ def slider_bandwidth(position: float) -> float:
 
 
 def slider_position(bandwidth: float) -> float:
-    """Returns the slider's position for a bandwidth in Mbit/s."""
+    """Returns the slider's position for Mbit/s."""
     return min(max(math.log10(bandwidth), 0.0), UNLIMITED) if bandwidth else UNLIMITED
 
 

@@ -1,12 +1,11 @@
 """Shows the knobs of a lab's experiment as inputs on the page.
 
-`rows` makes the inputs. Requests go to `lab.set`, and a refusal is shown next to its control. This module knows no
-strategy, compressor or fault by name.
+`rows` makes the inputs. Requests go to `lab.set`, and a refusal appears next to its control.
 
 [Note: When a model is asked] A model can make a setting impossible, such as a partition that cannot cut it. To check
-this, the task's own function is called once, for the model's sizes. It may draw random numbers, and the generators'
-state is restored. So the call is made on the kernel's main thread when no other code draws: in answer to a page, or at
-the end of a cell. It also waits for the first rows, because the simulator takes a second to import.
+this, the task's own function is called once, for the model's sizes. It may draw random numbers; afterwards the
+generators' state is restored. So the call is made on the kernel's main thread when no other code draws: in answer to a
+page, or at the end of a cell. It also waits for the first rows, because the simulator takes a second to import.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from workbench.settings import KnobError, each, fold, from_plain, resolve, with_
 
 
 class Controls(anywidget.AnyWidget):
-    """The inputs for `lab.experiment`. `refresh()` updates them and sends only changes."""
+    """The inputs for `lab.experiment`. `refresh()` sends only changes."""
 
     _esm = read_static("hearing.js", "controls.js")
     _css = read_static("look.css")
@@ -49,7 +48,7 @@ class Controls(anywidget.AnyWidget):
         self.refresh()
 
     def refresh(self) -> None:
-        """Shows the experiment as it will be after all requested changes."""
+        """Shows the experiment after all requested changes."""
         with self._lock:
             waiting = [t for t in self.lab.changes if t.applied_at is None and t.refused is None]
             experiment = shown_experiment(self.lab)
@@ -129,7 +128,7 @@ def cell_ended(controls: Any) -> Callable[..., None]:
 
 
 def shown_experiment(lab: Any) -> Any:
-    """Returns the lab's experiment to show: without faults during a riddle."""
+    """Returns the lab's experiment, without faults during a riddle."""
     run, experiment = lab.run_now, lab.experiment
     return experiment.set("fabric.faults", []) if run is not None and run.secret else experiment
 

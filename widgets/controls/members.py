@@ -1,7 +1,4 @@
-"""Actions on single ranks of a lab's run: evict one, or inject a real fault for teaching.
-
-The faults act on processes that this lab started. The charts mark the effects.
-"""
+"""Actions on single ranks of a lab's run: evict one, or inject a real fault into a process of this lab."""
 
 from __future__ import annotations
 
@@ -49,12 +46,11 @@ class Members(anywidget.AnyWidget):
         self.refresh()
 
     def refresh(self) -> None:
-        """Reads which ranks train."""
         with self.hold_trait_notifications():
             self.ranks, self.most = list(self.lab.members), self.lab.ranks
 
     def handle_button(self, message: dict[str, Any]) -> None:
-        """Handles a button on a thread, because it may take seconds and must not block the kernel."""
+        """Handles a button on a thread, because it may take seconds."""
         threading.Thread(target=self.execute_request, args=(message,), name="dashboard request", daemon=True).start()
 
     def execute_request(self, message: dict[str, Any]) -> None:
@@ -67,6 +63,6 @@ class Members(anywidget.AnyWidget):
                 self.lab.resize(int(message["ranks"]))
             else:
                 verbs[message["do"]](int(message["rank"]))
-        except Exception as error:  # the person who pressed the button must see any error
+        except Exception as error:  # shown to the person who pressed the button
             self.error = str(error) if isinstance(error, (KnobError, RuntimeError)) else said(error)
         self.refresh()

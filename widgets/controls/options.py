@@ -1,8 +1,7 @@
 """The options of a dropdown for a knob with a family (a strategy, a compressor, a task).
 
 An option means what its bare name means. `TopK` implies error feedback, so its text is "TopK + ErrorFeedback", and
-`TopK` alone is a second option. If a family has `kinds`, members are grouped by kind, after the starters. This module
-knows no member by name.
+`TopK` alone is a second option. In a family with `kinds`, members are grouped by kind, after the starters.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def list_options(base: type, *, bare: bool = False, present: Any = None) -> list
 
 
 def find_group(base: type, member: type, *, usual: bool = True) -> str:
-    """Returns the group of `member`: START, its kind, or OTHERS. "" in a family without kinds.
+    """Returns the group of `member`: START, its kind, or OTHERS; "" in a family without kinds.
 
     usual: whether the bare name is meant; otherwise the member is no starter
     """
@@ -99,13 +98,13 @@ def find_chosen(found: list[DropdownOption], value: Any) -> int:
 
 
 def is_covered(found: list[DropdownOption], value: Any) -> bool:
-    """Whether the chosen option includes the inner member, which needs no dropdown then."""
+    """Whether the chosen option includes the inner member, which then needs no dropdown."""
     index = find_chosen(found, value)
     return index >= 0 and isinstance(found[index].value, str) and found[index].shape == nested_names(value)
 
 
 def describe_member(value: Any) -> str:
-    """Describes a member in a few words: `Slow: rank 2, factor 3, phase backward`."""
+    """Describes a member: `Slow: rank 2, factor 3, phase backward`."""
     said = [(k.name, f"{k.default:g}" if isinstance(k.default, float) else k.default) for k in knobs(value)]
     parts = [f"{name} {text}" for name, text in said]
     return f"{type(value).__name__}: {', '.join(parts)}" if parts else type(value).__name__

@@ -1,4 +1,4 @@
-"""Describes in one line what a run does, from its record and its lab."""
+"""Describes in one line what a run does."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from workbench.analysis.steps.window import MEASURING, Window, newest_generation
 from workbench.record.alarms import NAMES, met, place
 from workbench.settings.progress import SOON, left, under_way
 
-PATIENCE = 2.0  # seconds without a step after which the line explains the delay
-WINDOW = 20  # steps for the speed
+PATIENCE = 2.0  # seconds without a step before the line explains the delay
+WINDOW = 20
 
 
 class RunProgress:
@@ -27,12 +27,12 @@ class RunProgress:
         self.cursor = 0
         self.first = 0  # the rank
         self.step = -1
-        self.seen = time.monotonic()  # when the last step ended
+        self.seen = time.monotonic()
         self.lengths: deque[float] = deque(maxlen=WINDOW)
-        self.measures = False  # whether any step of this run was measured
+        self.measures = False  # whether any step was measured
 
     def follow_run(self, run: Any) -> RunProgress:
-        """Reads new rows. Starts again at the first row for another run."""
+        """Reads new rows, of another run from the first."""
         if run is not self.run:
             self.__init__()  # type: ignore[misc]
             self.run = run
@@ -55,7 +55,6 @@ class RunProgress:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether no step has ended for `PATIENCE` seconds."""
         return time.monotonic() - self.seen > PATIENCE
 
     @property
@@ -66,7 +65,7 @@ class RunProgress:
 
     @property
     def last_step(self) -> int:
-        """The planned number of steps, including changes of it; 0 if unknown."""
+        """The planned number of steps, with changes; 0 if unknown."""
         if self.run is None:
             return 0
         changed = [change.value for change in self.run.changes if change.path == "steps"]
@@ -74,7 +73,7 @@ class RunProgress:
 
     @property
     def to_go(self) -> float | None:
-        """Estimated seconds until the last step ends. None if unknown."""
+        """Estimated seconds until the last step ends, or None."""
         if not self.last_step or self.step < 0 or not self.step_rate:
             return None
         return max(self.last_step - self.step - 1, 0) / self.step_rate
@@ -153,7 +152,7 @@ def _describe_pause(run: Any) -> dict[str, str]:
 
 
 def _describe_error(errors: list[tuple[int, float, dict[str, Any]]]) -> dict[str, str]:
-    """Describes the first error, with all ranks that failed in the same way."""
+    """Describes the first error, with all ranks that failed alike."""
     step, _, first = errors[0]
     same = sorted({int(d.get("rank", 0)) for _, _, d in errors if d.get("text") == first.get("text")})
     who = f"rank {same[0]}" if len(same) == 1 else f"ranks {', '.join(map(str, same))}"

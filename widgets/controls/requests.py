@@ -13,8 +13,8 @@ from widgets.charts.marks import label_change
 from widgets.static import read_static
 from workbench.settings import to_plain
 
-BEFORE = "before the run"  # the id of a change made before any run
-KEPT = 40  # the newest changes to list; the record has all of them
+BEFORE = "before the run"  # id of such a change
+KEPT = 40  # newest changes to list; the record has all
 
 
 class Requests(anywidget.AnyWidget):

@@ -1,7 +1,4 @@
-"""Generates the controls of an experiment as plain rows from its knobs.
-
-A row is a dict, sent to the page as JSON. This module knows neither widgets nor threads nor labs.
-"""
+"""Generates the controls of an experiment from its knobs, as plain rows: dicts for the page's JSON."""
 
 from __future__ import annotations
 
@@ -19,18 +16,18 @@ PAIR = ("strategy", "partition")  # the one may refuse a value of the other
 LATER = "can be set only before Start; stop this run first"
 
 Row = dict[str, Any]
-Asks = Callable[[Any], str]  # returns why the task's model refuses an experiment, in a sentence, or ""
+Asks = Callable[[Any], str]  # returns why the task's model refuses an experiment, or ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControlState:
-    """The state that the controls show in addition to the experiment."""
+    """What the controls show in addition to the experiment."""
 
-    live: bool = False  # whether a run is under way
-    ranks: int = 4096  # number of engines
-    waiting: frozenset[str] = frozenset()  # paths of changes that are requested and not yet applied
+    live: bool = False
+    ranks: int = 4096
+    waiting: frozenset[str] = frozenset()  # paths of requested changes, not yet applied
     errors: tuple[tuple[str, str], ...] = ()  # (path, why the request was refused)
-    drafts: tuple[tuple[str, Any], ...] = ()  # (path of a tuple knob, the member to be added to it)
+    drafts: tuple[tuple[str, Any], ...] = ()  # (path of a tuple knob, the next member)
     asks: Asks | None = None  # None: not now
 
 
@@ -74,7 +71,7 @@ def _rows_under(whole: Any, thing: Any, prefix: str, level: int, settled: bool, 
 
 
 def _member_rows(whole: Any, path: str, k: Knob, level: int, turnable: bool, now: ControlState) -> list[Row]:
-    """Returns a dropdown of the family's members and, below it, the knobs of the chosen one."""
+    """Returns a dropdown of the family's members and, below it, the chosen one's knobs."""
     nested = level > 0
     found = list_options(cast(type, k.family), bare=nested, present=k.default)
     row = _knob_row(path, k, level, turnable, now)
@@ -89,7 +86,7 @@ def _member_rows(whole: Any, path: str, k: Knob, level: int, turnable: bool, now
 
 
 def _option_row(whole: Any, path: str, option: DropdownOption, present: bool, now: ControlState) -> Row:
-    """Returns one line of a dropdown. Its doc is the reason if the option would be refused now."""
+    """Returns one line of a dropdown. If the option would be refused now, its doc says why."""
     why, text = "", option.text
     if not present and path:
         try:
@@ -158,7 +155,7 @@ def _describe_allowed(k: Knob) -> str:
 
 
 def _choose_form(k: Knob) -> Row:
-    """Chooses the form of a knob: checkbox, dropdown, slider with entry box, or the box alone."""
+    """Chooses checkbox, dropdown, slider with entry box, or the box alone."""
     if k.kind is bool:
         return {"kind": "check", "value": k.default}
     if k.choices:
@@ -201,7 +198,6 @@ def _button_row(path: str, kind: str, group: str, doc: str) -> Row:
 
 
 def _bound_rank(k: Knob, whole: Any) -> Knob:
-    """Limits a knob for a rank to the last rank."""
     return replace(k, high=whole.ranks - 1) if k.name == "rank" else k
 
 

@@ -1,7 +1,4 @@
-"""Stops of a slider: a short list of good values for a knob. The entry box takes any value.
-
-Pure numbers: this module knows neither widgets nor experiments.
-"""
+"""Stops of a slider: a short list of good values for a knob. The entry box takes any value."""
 
 from __future__ import annotations
 
@@ -9,13 +6,13 @@ import math
 
 from workbench.settings import Knob
 
-MOST = 100  # stops of a linear slider, at most
-DECADES = {True: 7, False: 5}  # decades below its upper end that a scale from 0 covers, by knob.log
-HUGE = 1e8  # larger integers are names (a seed), not sizes, and have no slider
+MOST = 100  # of a linear slider, at most
+DECADES = {True: 7, False: 5}  # below its upper end, covered by a scale from 0, by knob.log
+HUGE = 1e8  # larger integers are names (a seed) without a slider
 
 
 def list_stops(knob: Knob) -> list[float]:
-    """Returns the slider stops for `knob` in rising order. Empty if only typing makes sense.
+    """Returns the slider stops for `knob` in rising order, or [] if only typing makes sense.
 
     >>> list_stops(Knob("every", int, 8, 1, 256, log=True))
     [1, 2, 4, 8, 16, 32, 64, 128, 256]
@@ -71,7 +68,7 @@ def nearest_stop(values: list[float], value: float) -> int:
 
 
 def format_number(value: float) -> str:
-    """Formats a number as a person would type it.
+    """Formats a number as a person types it.
 
     >>> format_number(1e6), format_number(0.01), format_number(8)
     ('1000000', '0.01', '8')

@@ -43,7 +43,7 @@ lab
 
 
 class Transport(anywidget.AnyWidget):
-    """The bar at the top of the dashboard. `refresh()` updates it and sends only changes.
+    """The bar at the top of the dashboard. `refresh()` sends only changes.
 
     read_only: whether the bar ignores all buttons except docking
     dock:      shows the dashboard next to the notebook, or None
@@ -69,7 +69,6 @@ class Transport(anywidget.AnyWidget):
         self.refresh()
 
     def refresh(self) -> None:
-        """Reads the lab's state and the new rows of its run."""
         run, state = self.lab.run_now, self.lab.state
         self.progress.follow_run(run)
         early = state == "starting" and not self.lab.live  # engines are still starting, but a run may be requested
@@ -99,7 +98,6 @@ class Transport(anywidget.AnyWidget):
         return {"title": title, "text": notes[-1], "more": "", **held} if notes else {}
 
     def handle_button(self, what: str) -> None:
-        """Handles a button on the page."""
         self._refused = ""
         if what == "dock":
             return self._open_dock()
@@ -111,14 +109,14 @@ class Transport(anywidget.AnyWidget):
         if what == "copy":
             self.send({"python": run_code(self.lab)})
             return self.refresh()
-        if what == "stacks":  # a hanging rank may take seconds, which must not block the kernel
+        if what == "stacks":  # a hanging rank may take seconds
             threading.Thread(target=self._show_stacks, name="dashboard request", daemon=True).start()
             return self.refresh()
         verbs = {"start": self.lab.run, "pause": self.lab.pause, "resume": self.lab.resume, "step": self.lab.step,
                  "checkpoint": self.lab.checkpoint}  # fmt: skip
         try:
             verbs.get(what, self.lab.stop)()
-        except Exception as error:  # the person who pressed the button must see any error
+        except Exception as error:  # shown to the person who pressed the button
             self._refused = said(error)
         self.refresh()
 
@@ -139,6 +137,6 @@ class Transport(anywidget.AnyWidget):
 
 
 def run_code(lab: Any) -> str:
-    """Returns the lab's run as code; before the first run, the experiment's code."""
+    """Returns the lab's run as code, or else the experiment's code."""
     run = lab.run_now
     return as_python(run) if run is not None else FRESH.format(ranks=lab.experiment.ranks)

@@ -1,7 +1,4 @@
-"""The tuner panel: settings that are tried during training, with a row and a bar each.
-
-It shows `lab.tuning` and passes requests to it. It knows no strategy by name.
-"""
+"""The tuner panel: the trials of `lab.tuning`, with a row and a bar each."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ HINT = (
     "<b>Tune</b> tries bucket, compressor and its ratio, strategy and period while the ranks train: the simulator says "
     "what first. What harms the loss is not used. <code>lab.tune({...})</code> tries what you say."
 )
-BAR = 240  # pixels of the longest bar
+BAR = 240
 
 
 class Tuner(ipywidgets.VBox):
-    """Buttons and the trials of a lab's last search. `refresh()` redraws changes."""
+    """Buttons and the trials of a lab's last search."""
 
     def __init__(self, lab: Any) -> None:
         self.lab = lab
@@ -46,7 +43,7 @@ class Tuner(ipywidgets.VBox):
         return getattr(self.lab, "tuning", None)
 
     def _run_request(self, asked: Any, *args: Any) -> None:
-        """Runs a request on a thread, because it may wait for ranks and must not block the kernel."""
+        """Runs a request on a thread, because it may wait for ranks."""
 
         def work() -> None:
             self._failed = ""
@@ -64,7 +61,6 @@ class Tuner(ipywidgets.VBox):
         self.pause.description = "Pause" if self.pause.description == "Go on" else "Go on"
 
     def refresh(self) -> None:
-        """Reads the search's results so far."""
         tuning, live = self._current_search, bool(self.lab.live)
         searching = tuning is not None and tuning.live
         trials = list(tuning.trials) if tuning is not None else []

@@ -1,7 +1,7 @@
 """The What-if panel: simulates other ranks and links, calibrated by the present run.
 
-The sliders start a simulation on its own thread. Then a line and the live view's chart show the result. Until the panel
-is opened it costs nothing.
+The sliders start a simulation on its own thread. A line and the live view's chart show the result. A closed panel costs
+nothing.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class WhatIf(ipywidgets.VBox):
         self.board: Board | None = None
         self.working: threading.Thread | None = None
         self._again = self._over = False
-        self._following = True  # whether the sliders still follow the run
+        self._following = True  # whether the sliders follow the run
         self._setting = False
         wrap = ipywidgets.Layout(flex_flow="row wrap")
         below = ipywidgets.HBox([self.curve, self.assumed], layout=wrap)
@@ -93,7 +93,7 @@ class WhatIf(ipywidgets.VBox):
         self._name_speed()
 
     def follow_run(self) -> None:
-        """Sets the sliders to the run's values. Called when the panel opens."""
+        """Sets the sliders to the run's values when the panel opens."""
         run = self.present()
         if run is None or not self._following:
             return
@@ -195,13 +195,12 @@ class WhatIf(ipywidgets.VBox):
 
 
 def _list_members(name: str) -> dict[str, Any]:
-    """Returns the members of a family, by name."""
     found: dict[str, Any] = members(resolve(Experiment(), name)[1].kind)
     return found
 
 
 def _present_link(run: Any) -> dict[str, float]:
-    """Returns the present link: the initial one with every change since."""
+    """Returns the initial link with every change since."""
     fabric = run.settings.get("fabric", {}).get("Fabric", {})
     link = {"bandwidth": 0.0, "latency": 0.0, **fabric.get("link", {}).get("Link", {})}
     for path, value in [one for change in run.changes for one in change.settings.items()]:

@@ -1,7 +1,4 @@
-"""Exports the run to files, or compares it with another recorded run, from the dashboard.
-
-Both use their own thread, so that a long run or a slow disk does not block the kernel.
-"""
+"""Exports the run to files, or compares it with a recorded run, on their own thread."""
 
 from __future__ import annotations
 
@@ -62,7 +59,7 @@ class FilesPanel(ipywidgets.VBox):
         self.said.value = "<p>at work…</p>"
         try:
             self.said.value = f"<p>{escape(what(run))}</p>"
-        except Exception as error:  # the person who pressed the button must see any error
+        except Exception as error:  # shown to the person who pressed the button
             self.said.value = f"<p>{escape(said(error))}</p>"
         finally:
             self.export.disabled = self.compare.disabled = False

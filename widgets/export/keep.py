@@ -2,7 +2,7 @@
 
 [Note: Two outputs] A cell with a dashboard has 2 outputs: the widget and then this picture. If the widget works,
 look.css hides the output after it. Without a kernel (GitHub, nbconvert, a reopened notebook), the picture is visible.
-One output cannot hold both, because a page prefers the widget even if its kernel is gone.
+One output cannot hold both, because a page prefers the widget even without its kernel.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from IPython.display import display, update_display
 from workbench.settings.describe_error import said
 
 SOON = "A picture of the run's charts stays here once the run has ended."
-WIDTH = 1000  # px of the picture on a page, at any resolution
+WIDTH = 1000  # px on a page, at any resolution
 
 
 class KeptPicture:
     """One picture per dashboard, in every cell that shows it. Drawn once per run, at the end.
 
     run:  returns the shown run, or None
-    once: whether the run never changes, so that the hook is removed after the picture
+    once: whether the run never changes, so that the picture removes the hook
     """
 
     def __init__(self, run: Callable[[], Any], once: bool = False) -> None:
         self._run, self._once = run, once
-        self._leave: Callable[[], Any] = lambda: None  # removes the hook at a cell's end
+        self._leave: Callable[[], Any] = lambda: None
         self._id = uuid.uuid4().hex
         self._drawn: Any = None  # the run in the picture
         self._bundle: tuple[dict[str, Any], dict[str, Any]] = {"text/plain": SOON}, {}
@@ -55,26 +55,25 @@ class KeptPicture:
         display(self._bundle[0], metadata=self._bundle[1], raw=True, display_id=self._id)
 
     def start_drawing(self) -> None:
-        """Starts to draw if a run has ended and has no picture. Returns at once."""
+        """Starts to draw if a run has ended and has no picture."""
         if self.is_due and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self.draw_picture, name="picture of a run", daemon=True)
             self._thread.start()
 
     @property
     def is_due(self) -> bool:
-        """Whether a run has ended and still needs its picture."""
         run = self._run()
         return self.shown and run is not None and not run.live and run is not self._drawn
 
     def draw_picture(self) -> None:
-        """Draws the picture if it is due and updates every cell that shows the dashboard."""
+        """Draws the picture if due and updates every cell that shows the dashboard."""
         with self._lock:
             if not self.is_due:
                 return
             self._drawn = run = self._run()
             try:
                 self._bundle = make_bundle(run)
-            except Exception as error:  # a failed picture must not break the dashboard or the cell
+            except Exception as error:  # must not break the dashboard or the cell
                 self.trouble = f"The picture could not be drawn: {said(error)}"
                 self._bundle = {"text/plain": self.trouble}, {}
             update_display(self._bundle[0], metadata=self._bundle[1], raw=True, display_id=self._id)
@@ -98,8 +97,8 @@ def _cell_ended(kept: ref[KeptPicture]) -> Callable[..., None]:
 
 
 def make_bundle(run: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the picture of a run as a mimebundle with metadata."""
-    from widgets.charts.picture import (  # matplotlib takes a second to load, so it is imported only to draw
+    """Returns a run's picture as a mimebundle with metadata."""
+    from widgets.charts.picture import (  # matplotlib takes a second to load
         describe_picture,
         draw_png,
     )

@@ -1,8 +1,8 @@
 """Writes a run as one page that works without a network: charts, cards and settings.
 
-The page uses the live board's JavaScript (chart.js, panel.js, board.js), with data from the file instead of a kernel
-(replay.js), so live and recorded views are the same. The page cannot compute, so this module chooses the windows of
-steps that a reader can select. The site's lessons also use `pack_run` and `REPLAY_JS`.
+The page uses the live board's JavaScript (chart.js, panel.js, board.js), with data from the file (replay.js). It cannot
+compute, so this module chooses the windows of steps that a reader can select. The site's lessons also use `pack_run`
+and `REPLAY_JS`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from widgets.charts.feed import Feed, Message
 from widgets.static import read_static
 from workbench.analysis import last_steps
 
-WINDOWS = 40  # windows of steps that a reader can select
+WINDOWS = 40  # windows of steps to select
 REPLAY_JS = PAGE_JS.replace("export default", "const board =") + read_static("replay.js")
 
 PAGE = """<!DOCTYPE html>
@@ -88,7 +88,7 @@ def pack_run(run: Any, windows: int = WINDOWS, steps: int | None = None) -> str:
 
 
 def _choose_windows(feed: Feed, windows: int, steps: int | None) -> list[dict[str, Any]]:
-    """Returns windows of steps that the reader can select: evenly spread and around each change."""
+    """Returns windows of steps to select: evenly spread and around each change."""
     view, (first, stop) = feed.find_view("timeline"), last_steps(feed.run.timeline)
     if view is None or stop <= first:
         return []

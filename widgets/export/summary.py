@@ -9,7 +9,7 @@ from workbench.analysis import summarise_run
 
 
 def summary_table(run: Any) -> str:
-    """Returns the summary of a run as an HTML table with 2 columns."""
+    """Returns a run's summary as an HTML table with 2 columns."""
     rows = "".join(
         f"<tr>{_make_cell('th', str(k))}{_make_cell('td', _format_value(v))}</tr>"
         for k, v in summarise_run(run).items()

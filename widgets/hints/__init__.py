@@ -1,4 +1,4 @@
-"""Hints to the exercises of the lessons, a file for each, the vaguest first: out of sight of who reads a notebook."""
+"""Hints to the lessons' exercises, a file for each, the vaguest first, hidden from readers of a notebook."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 
 
 def find_hints(hints: Sequence[str] | str) -> tuple[str, ...]:
-    """Hints themselves, or those of the lesson of such a number. Raises KnobError where it has none.
+    """Returns the hints, or those of the lesson with that number. Raises KnobError if it has none.
 
     >>> find_hints(["It is even."]), len(find_hints("05"))
     (('It is even.',), 4)

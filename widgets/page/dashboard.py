@@ -66,7 +66,7 @@ class Dashboard(ipywidgets.Box):
             shown.watchers.append(lambda: self.board.watched)
 
     def _make_handles(self, lab: Any) -> tuple[Any, ...]:
-        """Returns the handles: all of them, or only status and changes for viewers."""
+        """Returns the handles, for viewers only status and changes."""
         bar = Transport(lab, read_only=self.read_only, dock=self.dock if has_sidecar() else None)
         if self.read_only:
             return bar, Requests(lab)

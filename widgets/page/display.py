@@ -8,17 +8,17 @@ from widgets.page.dashboard import Dashboard
 
 
 def lab(shown: Any, read_only: bool = False) -> Dashboard:
-    """Returns the dashboard of a lab, always the same one."""
+    """Returns a lab's dashboard, always the same one."""
     return _keep_dashboard(shown, read_only)
 
 
 def run(shown: Any, read_only: bool = False) -> Dashboard:
-    """Returns the dashboard of a run."""
+    """Returns a run's dashboard."""
     return _keep_dashboard(shown, read_only)
 
 
 def _keep_dashboard(shown: Any, read_only: bool) -> Dashboard:
-    """Keeps 2 dashboards with their owner, which end with it: one with controls, one read-only."""
+    """Keeps 2 dashboards with their owner: one with controls, one read-only."""
     name = "_watched" if read_only else "_dashboard"
     found: Dashboard | None = vars(shown).get(name)
     if found is None:

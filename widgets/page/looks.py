@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 
 def read_state(dashboard: Any) -> dict[str, Any]:
-    """Returns the state of a Dashboard, as described at the top of this file."""
+    """Returns a Dashboard's state, as described above."""
     looks, window, panel = dashboard.board.looks, dashboard.board.window, dashboard.what_if
     groups = [name for part in dashboard.handles for name in _open_groups(part)]
     asked = {
@@ -44,7 +44,7 @@ def read_state(dashboard: Any) -> dict[str, Any]:
 
 
 def restore_state(dashboard: Any, state: dict[str, Any] | str) -> None:
-    """Applies `state`. Parts that it lacks stay as they are. Raises KnobError."""
+    """Applies `state`. Parts that it lacks stay. Raises KnobError."""
     said = _check_state(state)
     looks = {k: said[k] for k in ("tables", "rank", "pin", "theme") if k in said}
     window = {k: said[k] for k in ("at", "steps") if k in said}

@@ -23,7 +23,7 @@ class SidePanel:
         self._panel: Any = None
 
     def open_panel(self, title: str, anchor: str) -> None:
-        """Opens the panel, again if it is open or was closed by hand. Raises KnobError."""
+        """Opens the panel, again if it was closed by hand. Raises KnobError."""
         if anchor not in ANCHORS:
             raise KnobError(f"anchor={short(anchor)}: must be one of {', '.join(ANCHORS)}")
         if not has_sidecar():
@@ -38,7 +38,6 @@ class SidePanel:
         self._panel.outputs = ({"output_type": "display_data", "data": data, "metadata": about},)
 
     def close(self) -> None:
-        """Closes the panel."""
         if self._panel is not None:
             self._panel.close()
             self._panel = None

@@ -1,4 +1,4 @@
-"""The scripts and style sheets of the page, as files of this folder."""
+"""The page's scripts and style sheets, as files of this folder."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _HERE = Path(__file__).parent
 
 
 def read_static(*names: str) -> str:
-    """Returns the text of these files, one after the other. Raises OSError if one cannot be read."""
+    """Returns these files' text, one after the other. Raises OSError."""
     return "".join((_HERE / name).read_text("utf8") for name in names)

@@ -1,4 +1,4 @@
-"""Exercises that are checked by runs instead of typed answers. They give one hint at a time."""
+"""Exercises that runs check instead of typed answers. They give one hint at a time."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from workbench.run import Run, simulate
 from workbench.settings import in_words, resolve, short
 
 PHASES = ("forward", "backward")
-FACTOR = 2.5  # how much longer the riddle's phase takes: easy to see on the timeline
+FACTOR = 2.5  # the riddle's slow phase: easy to see on the timeline
 ASKED = {"longest_waiting": "'cause' or 'victim'", "phase": "'forward' or 'backward'"}  # in addition to the rank
 HUSH = "A riddle is on: what would give it away is said here once it is answered, or given up."
 NO_MORE = "That was the last hint."
 SHOWS, HIDES, WAYS = 0.25, 0.15, 2  # shares of a step that waits for the network (much, hardly any); number of ways
-LEAST, SETTLE = 8, 2  # steps that are enough, after the steps that a change disturbs
+LEAST, SETTLE = 8, 2  # steps that suffice, after those that a change disturbs
 SAME, MAY = ("fabric", "pace"), ("strategy", "compressor", "bucket_mb", "partition")
 
 Verdict = tuple[bool, str]  # whether it is solved, and the reply
@@ -37,7 +37,7 @@ Verdict = tuple[bool, str]  # whether it is solved, and the reply
 class Exercise:
     """A question. `judge` gets the answer of `check` and returns whether it is right and why.
 
-    hints: sentences, vaguest first; or the number of the lesson that has the hints
+    hints: sentences, vaguest first; or their lesson's number
 
     >>> half = Exercise("Half of four?", lambda n: (n == 2, "Right." if n == 2 else "Not that."), ["It is even."])
     >>> half.check(3)
@@ -53,9 +53,7 @@ class Exercise:
         store_note("exercise", question)
 
     def check(self, *answer: Any, **named: Any) -> str:
-        """Judges an answer.
-
-        You may try as often as you like. An answer with a None is incomplete and does not count.
+        """Judges an answer, as often as you like. An answer with a None does not count.
 
         >>> Exercise("Half of four?", lambda n: (n == 2, "Right.")).check(n=None)
         'Write down your answer first: n is None.'
@@ -101,10 +99,9 @@ class Riddle(Exercise):
         self._rank, self._phase = generator.randrange(lab.ranks), generator.choice(PHASES)
         fault = {"Slow": {"rank": self._rank, "factor": FACTOR, "phase": self._phase}}
         self.run = lab.run(experiment.set("ranks", lab.ranks).set("fabric.faults", [fault]), secret=HUSH)
-        self.run.secret = HUSH  # also if the cell runs again and the run existed
+        self.run.secret = HUSH  # also if the cell runs again
 
     def show(self) -> Board:
-        """Shows only the timeline."""
         views = tuple(v for v in all_views().values() if v.name == "timeline")
         board = Board(self.run, views=views)
         RefreshTimer(board).start()
@@ -131,7 +128,7 @@ class Riddle(Exercise):
         return True, f"Right, on both counts. {found.text}"
 
     def give_up(self) -> str:
-        """Returns the answer. Dashboards no longer hide it."""
+        """Returns the answer, and reveals it to dashboards."""
         self.run.secret = ""
         slow = f"its {self._phase} took {FACTOR:g} times as long"
         return ShownText(f"Rank {self._rank} was the cause: {slow}. The others were its victims.")
@@ -149,7 +146,7 @@ class Challenge(Exercise):
         self.run, self.given, self.at_most = run, given, at_most
 
     def _look(self, settings: dict[str, Any]) -> Verdict:
-        """Simulates your settings. The given settings, except the strategy, cannot be changed."""
+        """Simulates your settings. Only the strategy among the given ones can change."""
         if fixed := [path for path in settings if path in self.given and path != "strategy"]:
             return False, f"{', '.join(fixed)} cannot be changed here: it is what makes the riddle."
         try:
@@ -238,7 +235,7 @@ class Hidden(Exercise):
     run: live or not; its record is the judge
 
     A way is a set of changed settings: a strategy, a compressor, the size of buckets. Of a live run, ways count since
-    the exercise was first made, so that the lesson's own demonstration is no answer.
+    the exercise began, so that the lesson's own demonstration is no answer.
     """
 
     _begun: ClassVar[WeakKeyDictionary[Any, int]] = WeakKeyDictionary()
@@ -252,7 +249,7 @@ class Hidden(Exercise):
         self.since = self._begun.setdefault(run, analysis.last_steps(run.timeline)[1] if run.live else 0)
 
     def _look(self) -> Verdict:
-        shown: dict[str, dict[str, str]] = {}  # by network and pace, the settings under which the step was stalled
+        shown: dict[str, dict[str, str]] = {}  # by network and pace, the settings of stalled steps
         ways: dict[frozenset[str], str] = {}  # by changed settings, the last values that hid the communication
         for same, may, share, first in self._list_shares():
             if share > SHOWS:
@@ -272,8 +269,8 @@ class Hidden(Exercise):
     def _list_shares(self) -> Iterator[tuple[str, dict[str, str], float, int]]:
         """Yields (network and pace, changeable settings, share, first step) of each stretch.
 
-        The share is the part of a step that waits for the network. Waits for late ranks and packing do not count,
-        because a busy machine causes them under any settings.
+        The share is the part of a step that waits for the network, without late ranks and packing, which a busy machine
+        causes under any settings.
         """
         tl = self.run.timeline
         until = analysis.last_steps(tl)[1]

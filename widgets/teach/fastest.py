@@ -1,4 +1,4 @@
-"""The exercise to make a step nearly as fast as the judge's best. Also a step's cost."""
+"""The exercise to make a step nearly as fast as the judge's best, and a step's cost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Fastest(Exercise):
         return min(seconds for seconds in map(self._try_settings, self.tried) if seconds)
 
     def _try_settings(self, settings: Mapping[str, Any]) -> float:
-        """Like `took`, but returns 0 for impossible settings."""
+        """`took`, but 0 for impossible settings."""
         try:
             return self.took(settings)
         except ValueError:
@@ -62,10 +62,7 @@ class Fastest(Exercise):
 
 
 def what_it_takes(run: Any, last: int = 5) -> dict[str, float]:
-    """Measures rank 0 in the last steps: most MB held by category, MB sent and ms per step.
-
-    Leaves evaluations out, because they are not part of a step.
-    """
+    """Measures rank 0 in the last steps, without evaluations: most MB held by category, MB sent and ms per step."""
     first, stop = analysis.last_steps(run.timeline, last)
     held = analysis.measure_memory(run.timeline, first, stop)[0]
     most = {name: nbytes / 1e6 for name, nbytes in held.most.items() if nbytes >= 5e4 and name != "evaluation"}

@@ -1,4 +1,4 @@
-"""A prediction that you make before the run. It is locked when its result becomes visible."""
+"""A prediction before the run, locked when its result becomes visible."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ FIRST = "Predict first: choose an answer above, then run this cell again. Until 
 class PredictionGuess:
     """The answer to a question and its lock."""
 
-    before: Any  # a weak reference to the run that had ended before the question, or None
+    before: Any  # weak reference to the run that had ended before the question, or None
     said: str | None = None
-    late: bool = False  # whether a run was visible before the answer
-    shown: str = ""  # the true answer, once it is shown
+    late: bool = False  # a run was visible before the answer
+    shown: str = ""  # the true answer, once visible
 
 
 # A cell that runs again makes a new widget. The lab keeps the guess, so that no one guesses twice.
@@ -35,8 +35,8 @@ _guesses: WeakKeyDictionary[Any, dict[tuple[str, ...], PredictionGuess]] = WeakK
 class Prediction(ipywidgets.VBox):
     """A question with answers to choose from. `against(...)` compares the guess later.
 
-    A guess is locked when the answer is shown, and when a run of `lab` has begun since the question. Without a guess
-    nothing is shown, so running all cells gives nothing away. A question to the same lab keeps its guess and lock.
+    A guess is locked when the answer is shown, and when a run of `lab` has begun since the question. Running all cells
+    gives nothing away: without a guess nothing is shown. A question to the same lab keeps its guess and lock.
 
     during: the question is about a change to the present run, so only the answer locks the guess
 
@@ -76,12 +76,11 @@ class Prediction(ipywidgets.VBox):
 
     @property
     def said(self) -> str | None:
-        """The guess, or None."""
         return self._guess.said
 
     @property
     def locked(self) -> str:
-        """Why the guess is locked, in words. "" if it is not."""
+        """Why the guess is locked, or ""."""
         if self._guess.shown:
             return "the answer has been shown"
         return "the run has begun" if self.said is not None and self._has_begun and not self._guess.late else ""

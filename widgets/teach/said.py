@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ShownText(str):
-    """A text that is shown without quotes if it is a cell's only output."""
+    """A text without quotes, if it is a cell's only output."""
 
     __slots__ = ()
 
@@ -15,5 +15,5 @@ class ShownText(str):
         printer.text(str(self) if len(printer.stack) == 1 else repr(str(self)))
 
     def _repr_html_(self) -> str:
-        """Returns HTML, because JupyterLab breaks plain text in the middle of words."""
+        """JupyterLab breaks plain text in the middle of words."""
         return "<br>".join(escape(str(self), quote=False).split("\n"))

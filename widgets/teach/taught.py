@@ -2,7 +2,7 @@
 
     lesson(LocalSGD)       # or lesson("LocalSGD")
 
-The text comes from the docstring, the source is the running code, and the runs are simulated on demand.
+The text is the docstring, the source is the running code, and the runs are simulated on demand.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from workbench.settings import KnobError, knobs, to_plain
 from workbench.settings.parsed_docstring import Told, is_code, source, told
 from workbench.settings.plain import in_words
 
-LAST = 8  # steps in the mean of a step's time
+LAST = 8  # steps in the mean step time
 STYLE = """<style>
 .twb-taught { --jp-widgets-font-size: 14px; max-width: 1400px; }
 .twb-taught .widget-html-content { line-height: 1.5; white-space: normal; overflow: visible; }
@@ -81,7 +81,7 @@ def _show_runs(pair: MemberComparison) -> list[ipywidgets.Widget]:
 
 
 def _describe_outcome(run: Any, view: str) -> str:
-    """The result of a run in words, as its view shows it. "" if ranks made no common step."""
+    """A run's result in words, as its view shows it. "" if ranks made no common step."""
     if view == "loss":
         rows = run.timeline.samples.rows()
         held_out = rows[rows.equal("name", "held_out")]
@@ -92,7 +92,6 @@ def _describe_outcome(run: Any, view: str) -> str:
 
 
 def _format_setting(run: Any, path: str) -> str:
-    """The setting at `path` in a run."""
     value: Any = run.experiment
     for name in path.split("."):
         value = getattr(value, name)
@@ -107,7 +106,7 @@ def _knob_table(kind: type[Any]) -> str:
 
 
 def _remaining_parts(said: Told) -> str:
-    """The other parts of its docstring, folded, and its reference."""
+    """The rest of its docstring, folded, and its reference."""
     rest = (
         f"<pre>{escape(textwrap.dedent(p))}</pre>" if is_code(p) else f"<p>{_format_prose(p)}</p>" for p in said.rest
     )

@@ -4,7 +4,7 @@
     worksheet("05 Talk less often").hand_in("Ada")        # 05_talk_less_often-ada.json next to the notebook
     handed_in("homework")                                 # the teacher's table, of such files and of notebooks
 
-One kernel serves one lesson. The kernel remembers the work and identifies a question by its text.
+One kernel serves one lesson, remembers the work, and identifies a question by its text.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from workbench.settings import KnobError, short
 if TYPE_CHECKING:
     import pandas as pd
 
-KEY = "training-workbench"  # key of the sheet in the metadata of a cell's output
+KEY = "training-workbench"  # in the metadata of a cell's output
 LARGEST = 20 << 20  # bytes of a readable file; notebooks contain pictures
-TRIES = 20  # last tries of an exercise to keep; all are counted
+TRIES = 20  # last tries to keep; all are counted
 LEFT = 'style="text-align: left"'  # pages align tables to the right, for numbers
 COLUMNS = ("student", "lesson", "kind", "question", "said", "answer", "right", "tries", "hints")
 
@@ -38,7 +38,7 @@ def store_note(kind: str, question: str, **what: Any) -> dict[str, Any]:
 
 
 def count_try(question: str, answer: str, right: bool) -> None:
-    """Counts one more try at an exercise."""
+    """Counts a try at an exercise."""
     known = store_note("exercise", question)
     known["tries"] = known.get("tries", 0) + 1
     known["answers"] = [*known.get("answers", []), answer][-TRIES:]
@@ -124,7 +124,7 @@ def handed_in(folder: Path | str) -> pd.DataFrame:
 
 
 def _read_sheets(path: Path) -> list[dict[str, Any]]:
-    """Returns the sheet of a file; of a notebook, each lesson's last one."""
+    """Returns a file's sheet; of a notebook, each lesson's last one."""
     if not path.is_file() or path.stat().st_size > LARGEST:
         return []
     try:
@@ -140,7 +140,7 @@ def _read_sheets(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_valid(sheet: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether it is a valid sheet. It may come from anyone."""
+    """Whether a sheet, from anyone, is valid."""
     return (isinstance(sheet, dict) and isinstance(sheet.get("lesson"), str) and isinstance(sheet.get("items"), list)
             and all(isinstance(i, dict) and isinstance(i.get("kind"), str) for i in sheet["items"]))  # fmt: skip
 

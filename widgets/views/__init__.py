@@ -1,4 +1,4 @@
-"""The charts and texts of the dashboard, one file each. This folder's files are found by listing it."""
+"""The charts and texts of the dashboard, one file each, found by listing this folder."""
 
 from __future__ import annotations
 

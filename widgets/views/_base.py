@@ -1,8 +1,7 @@
 """The contract of a view, which is a chart or a text about a run.
 
-A view draws what `workbench.analysis` computes or what the record holds; it never computes a statistic.
-It describes its figure once; afterwards it returns only new data. To add a view, add a file to this folder.
-Nothing here depends on the browser.
+A view draws what `workbench.analysis` computes or the record holds; it computes no statistic. It describes its figure
+once; afterwards it returns only new data. To add a view, add a file to this folder.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from workbench.record.timeline import Rows, Table
 
 Setter = Callable[[str, Any], Any]  # (path, value) of a knob
 Columns = dict[str, Any]  # name -> numpy array of numbers, or list of text
-LIMIT = 600  # points of a curve, if its past is sent
+LIMIT = 600  # of a curve, if its past is sent
 
 
 @dataclass
@@ -28,8 +27,9 @@ class Patch:
     """The new content of a view since the last call.
 
     append:  trace number -> columns (x, y, ...) to append to the trace
-    replace: trace number -> columns that replace the trace's. Columns x0, x1, rank are boxes in the lane
-             that the trace's `meta` names
+    replace: trace number -> columns that replace the trace's. Columns x0, x1, rank are boxes in the lane that the
+        trace's
+             `meta` names
     layout:  layout keys to set, dotted as plotly takes them ("xaxis.range")
     html:    the complete text of a view without a figure
     facts:   plain values for the page: names of boxes, the step shown, ...
@@ -46,7 +46,7 @@ class Patch:
 
 
 class Grid(NamedTuple):
-    """A data table with the content of a chart, for readers and screen readers."""
+    """A chart's data as a table, for readers and screen readers."""
 
     head: tuple[str, ...]
     rows: list[tuple[Any, ...]]
@@ -57,16 +57,16 @@ class View(ABC):
     """A chart or a text. An instance follows one run for one board, from the run's first row on.
 
     name:   short name; the page marks the chart with data-view=name
-    title:  heading; about: a sentence on what the chart shows, for readers who cannot see it
-    empty:  the text that is shown before the first data
+    title:  heading; about: what the chart shows, for readers who cannot see it
+    empty:  the text before the first data
     order:  place on the board; width: its share of 12 columns (wide board, narrow board)
     axes:   plotly axis ("x", "x2") -> "step" or "t": the axes that show the marks of changes
     labelled: marks have names; else only numbers
     tools:  "steps" for a chart of some steps: follow, hold still, choose the step (answered by `ask`)
     spoken: screen readers announce a change of the text
     quiet:  the page hides the view while it is empty
-    tells:  names what is wrong and which rank causes it; hidden while the run is a riddle (`run.secret`)
-    most:   the number of ranks that are drawn, for the picture of a large run; None for all
+    tells:  names faults and culprits; hidden while the run is a riddle (`run.secret`)
+    most:   the number of ranks drawn, for the picture of a large run; None for all
     setter: sets a knob of the live lab; None without a lab, and for read-only dashboards
     """
 
@@ -99,7 +99,7 @@ class View(ABC):
         """Returns the new content since the last call. The first call returns everything."""
 
     def table(self, run: Any) -> Grid | None:
-        """Returns the data table of the chart; None if the view is a text or a table."""
+        """Returns the chart's data table; None if the view is a text or a table."""
         return None
 
     def ranks(self, run: Any) -> int:
@@ -111,14 +111,14 @@ class View(ABC):
         """Handles a reader's request, such as another window of steps."""
 
     def fresh(self, table: Table) -> Rows:
-        """Returns the rows of `table` that are new since the last call."""
+        """Returns the new rows of `table` since the last call."""
         rows = table.rows(self.cursor)
         self.cursor += len(rows)
         return rows
 
 
 def ranks_of(run: Any) -> int:
-    """Returns how many ranks the run has had, with ranks that joined later."""
+    """Returns how many ranks the run has had, with later ones."""
     said = int(run.settings.get("ranks", 0) or 0)
     came = [max(detail.get("members") or [0]) + 1 for _, _, detail in run.details("members")]
     said = max([said, *came]) if said else 0
@@ -139,7 +139,7 @@ def thin_points(columns: Columns, limit: int = LIMIT) -> Columns:
 
 
 def draw_view(view: View, run: Any) -> go.Figure | None:
-    """Returns the view's figure with its data, without a browser: for Python and for tests."""
+    """Returns the view's figure with its data, without a browser."""
     figure = view.figure(run)
     patch = view.update(run)
     if figure is None:

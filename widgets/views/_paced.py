@@ -1,4 +1,4 @@
-"""A text that takes long to compute. The longer it takes, the less often a live run updates it."""
+"""A text that a live run updates less often, the longer it takes to compute."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from widgets.views._base import Patch, View
 
-PAUSE = 2.0  # the least seconds between two computations for a live run
-SHARE = 0.03  # the largest share of time for computing
+PAUSE = 2.0  # least seconds between two computations for a live run
+SHARE = 0.03  # largest share of time for computing
 
 
 class PacedView(View):
@@ -26,7 +26,7 @@ class PacedView(View):
 
     @abstractmethod
     def result_html(self) -> str:
-        """Returns the last result as HTML; "" if it is empty."""
+        """Returns the last result as HTML, or ""."""
 
     def update(self, run: Any) -> Patch:
         now, spans = time.monotonic(), len(run.timeline.spans)

@@ -13,7 +13,7 @@ from workbench.analysis import loss_curve, step_times
 
 PANELS = ("x", "x2", "x3")
 LINES = ({"color": theme.INK, "width": 2}, {"color": theme.VERMILLION, "width": 2, "dash": "dash"})
-MORE = 1.02  # a live run is drawn again once its rows have grown by this factor
+MORE = 1.02  # growth of a live run's rows before it is drawn again
 
 
 class Beside(View):

@@ -1,4 +1,4 @@
-"""The effect of each change: a card with the values before and after, and their intervals."""
+"""A card for each change, with the values before and after, and their intervals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from widgets.charts.marks import ChangeMark, change_marks
 from widgets.views._base import Patch, View
 from workbench.analysis import Card, Effect, Estimate, before_after, last_steps
 
-SHOWN = 6  # the newest cards; the page folds older ones
+SHOWN = 6  # newest cards; the page folds older ones
 EMPTY = '<p class="wb-empty">A card for each change appears here: the steps before it against the steps after it.</p>'
 HEAD = "<tr><th>median of steps</th><th>before</th><th>after</th>"
 HEAD += '<th style="text-align: left">change</th></tr>'
@@ -38,7 +38,7 @@ class Cards(View):
     def __init__(self) -> None:
         super().__init__()
         self._at = 0.0
-        self._html: dict[int, str] = {}  # step of the change -> card
+        self._html: dict[int, str] = {}  # by the change's step
         self._over: set[int] = set()  # final cards: a later change has ended their steps
         self._said = ""
 
@@ -104,14 +104,14 @@ def _loss_row(effect: Effect) -> str:
 
 
 def _lacking_row(effect: Effect) -> str:
-    """Returns the reason why all rows lack a verdict."""
+    """Returns why all rows lack a verdict."""
     if not effect.change.lacks:
         return ""
     return f"<tr>{_wide_cell(4, f'No verdict. {escape(effect.change.lacks)}.')}</tr>"
 
 
 def _wide_cell(columns: int, html: str) -> str:
-    """Returns a cell over several columns. Its sentences wrap and do not widen the table."""
+    """Returns a cell over several columns, whose sentences wrap and do not widen the table."""
     inner = f'<div style="width: 0; min-width: 100%; white-space: normal">{html}</div>'
     return f'<td colspan="{columns}" style="text-align: left">{inner}</td>'
 

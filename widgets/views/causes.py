@@ -68,7 +68,7 @@ class Causes(PacedView):
     def _ask_simulator(self) -> None:
         try:
             self._advised, self._tried = self._run.advice(), ""
-        except Exception as error:  # whoever pressed the button must see any error
+        except Exception as error:  # shown to the person who pressed the button
             self._advised, self._tried = None, f"It cannot be told what to try next: {said(error)}"
 
     def _try_suggestion(self, suggestion: Any) -> None:

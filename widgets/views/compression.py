@@ -41,7 +41,7 @@ class Compressed(View):
         super().__init__()
         self._at = 0.0
         self._step = 0  # the first step whose ratio is not drawn
-        self._ends: dict[str, tuple[float, float]] = {}  # logarithmic axis -> its least and greatest value
+        self._ends: dict[str, tuple[float, float]] = {}  # by logarithmic axis, its least and greatest value
 
     def figure(self, run: Any) -> go.Figure:
         figure = go.Figure(layout=_make_layout())

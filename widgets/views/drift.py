@@ -29,7 +29,7 @@ class Drift(View):
 
     def __init__(self) -> None:
         super().__init__()
-        self._since: set[int] = set()  # steps since the ranks met, for all unconnected points
+        self._since: set[int] = set()  # of all unconnected points
 
     def figure(self, run: Any) -> go.Figure:
         figure = go.Figure(layout=theme.make_layout(
@@ -62,7 +62,7 @@ class Drift(View):
         if within.any():
             self._since |= set(since[within].tolist())
             patch.layout["xaxis.title.text"] = f"step<br>points: {_describe_points(self._since)}"
-            patch.layout["margin.b"] = 64  # room for the second line
+            patch.layout["margin.b"] = 64
         return patch
 
     def table(self, run: Any) -> Grid:

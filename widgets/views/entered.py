@@ -1,4 +1,4 @@
-"""The ranks that wait in a collective and the places of the missing ranks."""
+"""The ranks that wait in a collective, and the missing ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from widgets.views._base import Patch, View
 from workbench.analysis import list_open
 from workbench.analysis.communication.entered import OpenCollective
 
-LONG = 1.5  # shorter waits are not shown, because the kernel asks the ranks once a second
+LONG = 1.5  # the kernel asks the ranks once a second, so shorter waits are not shown
 STACKS = "The button Stacks, above, shows what every thread of every rank is in."
 
 
 class InCollective(View):
-    """A row for each collective in which some ranks wait for other ranks."""
+    """A row for each collective in which ranks wait for other ranks."""
 
     name: ClassVar[str] = "entered"
     title: ClassVar[str] = "Waiting in a collective"

@@ -1,4 +1,4 @@
-"""Each rank's GPU: use, power and link traffic. Hidden if no GPU is read."""
+"""Each rank's GPU: use, power and link traffic. Hidden without a GPU."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from widgets.views._base import Patch, View
 from workbench.record.alarms import NAMES, met
 from workbench.settings import Change
 
-MOST = 100  # the largest number of different lines
-WRONG = ("error", "refused", *NAMES)  # streams that are shown first and never folded
+MOST = 100  # different lines, at most
+WRONG = ("error", "refused", *NAMES)  # streams shown first and never folded
 EMPTY = '<p class="wb-empty">What the ranks print, warn and log appears here, equal lines folded.</p>'
 
 
@@ -79,7 +79,7 @@ class Log(View):
 
 
 def _read_mark(name: str, detail: dict[str, Any]) -> tuple[str, str] | None:
-    """Returns (stream, text) of a mark with a text; None for other marks."""
+    """Returns (stream, text) of a mark with a text, or None."""
     match name:
         case "log":
             text = str(detail.get("text", "")).rstrip()

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from widgets.charts import theme
 from widgets.views._base import Grid, Patch, View, thin_points
 
-NAMED = 8  # the legend lists at most so many single ranks
+NAMED = 8  # single ranks in the legend, at most
 
 
 class Loss(View):
@@ -30,7 +30,7 @@ class Loss(View):
 
     def __init__(self) -> None:
         super().__init__()
-        self._saved = 0  # the largest number of checkpoints
+        self._saved = 0
 
     def figure(self, run: Any) -> go.Figure:
         figure = go.Figure(layout=_make_layout())

@@ -14,7 +14,7 @@ from widgets.views._base import Grid, Patch, View
 from workbench.analysis import RankMemory, format_bytes, last_steps, measure_memory
 from workbench.analysis.resources.memory import AWAY, PASSING
 
-STEPS = 20  # maxima over the last so many steps
+STEPS = 20
 PARTS = (
     ("parameters", theme.BLUE, ""),
     ("gradients", theme.ORANGE, "/"),
@@ -29,7 +29,7 @@ PARTS = (
 )
 MARKED = (("peak of all together", "line-ns-open", 20), ("GPU's allocator", "diamond-open", 12),
           (AWAY[0], "triangle-up-open", 12), (AWAY[1], "triangle-down-open", 12))  # fmt: skip
-OTHER = ("other", theme.YELLOW, "x")  # the colour of a category that this file does not know
+OTHER = ("other", theme.YELLOW, "x")  # for unknown categories
 
 
 class Memory(View):

@@ -1,4 +1,4 @@
-"""Each rank's gradient norm, which the record has if gradients are clipped."""
+"""Each rank's gradient norm, recorded if gradients are clipped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from widgets.charts import theme
 from widgets.views._base import Grid, Patch, View, thin_points
 
-NAMED = 8  # the legend lists at most so many single ranks
+NAMED = 8  # single ranks in the legend, at most
 
 
 class Norms(View):

@@ -1,4 +1,4 @@
-"""The critical path of the last steps in words: the ranks and phases that bound them."""
+"""The critical path of the last steps in words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from widgets.views._paced import PacedView
 from workbench.analysis import critical_path, last_steps
 from workbench.analysis.stragglers.path import describe_path, path_shares
 
-STEPS = 20  # the number of last steps
+STEPS = 20
 
 
 class Path(PacedView):

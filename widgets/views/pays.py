@@ -11,7 +11,7 @@ from widgets.views._base import Patch, View, ranks_of
 from workbench.analysis import BreakEven, Compression, break_even, last_steps, list_stretches, measure_compression
 from workbench.analysis.steps.words import format_seconds
 
-LOOKED = 200  # measurements are taken from at most so many last steps
+LOOKED = 200  # last steps with measurements, at most
 OFF = "Nothing is compressed: every element crosses the wire. Choose a compressor to see here what it saves and costs."
 EARLY = "What {name} saves and costs is said here after a few steps."
 UNMEASURED = "not measured: set measure_every to 20"

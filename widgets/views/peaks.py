@@ -1,4 +1,4 @@
-"""Each rank's peak memory over the run, to see when it grew and after which change."""
+"""Each rank's peak memory over the run, to see its growth and the change before."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from widgets.views._base import Grid, Patch, View, thin_points
 from workbench.analysis import format_bytes
 from workbench.analysis.resources.memory import PEAK, PREFIX
 
-NAMED = 8  # the legend lists at most so many single ranks
-PERIOD = 1.0  # seconds between two updates of a live run
+NAMED = 8  # single ranks in the legend, at most
+PERIOD = 1.0  # seconds between updates of a live run
 
 
 class Peaks(View):
@@ -85,11 +85,11 @@ class _PeakLine:
     """One rank's line: the maximum of each step, continued by the last value."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, float]] = []  # (step, bytes) of steps that are not drawn
+        self.told: list[tuple[int, float]] = []  # (step, bytes) of undrawn steps
         self.newest = 0
         self.x: list[float] = []
         self.y: list[float] = []
-        self._end = self._since = 0  # the first step that is not drawn; the step since which `_now` holds
+        self._end = self._since = 0  # the first undrawn step; the step since which `_now` holds
         self._now: float | None = None
         self._shown: float | None = None
 
@@ -111,7 +111,6 @@ class _PeakLine:
         return not level
 
     def take_points(self) -> tuple[list[float], list[float]]:
-        """Returns and forgets the new points."""
         new, self.x, self.y = (self.x, self.y), [], []
         return new
 
@@ -122,7 +121,7 @@ class _PeakLine:
         return self._add_point(self._since, self._now)
 
     def _add_point(self, step: int, value: float) -> bool:
-        """Adds a point. Returns whether its value equals the previous one."""
+        """Returns whether the value equals the previous one."""
         before, self._shown = self._shown, value
         self.x.append(float(step))
         self.y.append(value)

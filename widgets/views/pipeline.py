@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from widgets.views._base import Patch, View
 from workbench.analysis import measure_bubble
 
-AGAIN = 3.0  # seconds between two updates
+AGAIN = 3.0
 
 
 class Pipeline(View):

@@ -1,7 +1,6 @@
 """Bytes that each rank sends: a mean per step since its previous exchange.
 
-If ranks exchange only every few steps, a point for every step would jump between 0 and the whole, a solid block on a
-chart of some hundred steps.
+With rare exchanges, a point for every step would jump between 0 and the whole: a solid block on the chart.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Sent(View):
     def __init__(self) -> None:
         super().__init__()
         self._at = 0.0
-        self._sent: dict[int, int] = {}  # rank -> the last step in which it sent
+        self._sent: dict[int, int] = {}  # by rank, the last step in which it sent
 
     def figure(self, run: Any) -> go.Figure:
         figure = go.Figure(layout=theme.make_layout(

@@ -17,7 +17,7 @@ SILENT = {
     "early": "Which rank holds the others up is said here a few steps after the start and after each change.",
 }
 OVER = "Too few steps since the start or the last change to say which rank held the others up."
-AGAIN = 5.0  # seconds between two updates of the same verdict's numbers
+AGAIN = 5.0  # seconds between updates of a verdict's numbers
 
 
 class Slow(View):

@@ -1,7 +1,6 @@
 """The timeline: a row per rank with a lane for compute and a lane for communication.
 
-It shows whole steps: the last few that ended on all ranks, or the steps that the reader chose. Long steps are shown
-while they grow.
+It shows whole steps: the last few that ended on all ranks, or chosen ones, and long steps while they grow.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from workbench.analysis import critical_path, list_stretches
 from workbench.analysis.steps.collectives import last_arrivals, send_rates
 from workbench.record.timeline import Rows
 
-BOXES = 3000  # the largest number of steps
-SLOW = 0.2  # longer steps are shown while they grow
+BOXES = 3000
+SLOW = 0.2  # seconds of a step that is shown while it grows
 FEW = 16  # a live path of more ranks would take too long
-GONE = 1.0  # a rank without rows for so many seconds does not delay the chart
+GONE = 1.0  # seconds after which a rank without rows does not delay the chart
 
 
 class Timeline(View):
@@ -44,10 +43,10 @@ class Timeline(View):
 
     def __init__(self) -> None:
         super().__init__()
-        self.at: int | None = None  # the first step; None to follow the run
-        self.steps: int | None = None  # the number of steps; None: by their length
-        self._ended: dict[int, int] = {}  # rank -> last step that ended
-        self._heard: dict[int, float] = {}  # rank -> end of its newest span
+        self.at: int | None = None  # the first step; None to follow
+        self.steps: int | None = None  # their number; None: by their length
+        self._ended: dict[int, int] = {}  # by rank, the last step that ended
+        self._heard: dict[int, float] = {}  # by rank, the end of its newest span
         self._seconds = 0.1  # of the newest step
         self._shown: tuple[Any, ...] = ()
 
@@ -87,7 +86,7 @@ class Timeline(View):
         if not len(steps):
             return Patch(facts=facts)
         low, high = float(steps.t0.min()), float(steps.t1.max())
-        if grows:  # room for the present step, as long as the last one
+        if grows:  # room for the present step
             high += 1.02 * self._seconds
         inside = (rows.t1 >= low) & (rows.asked <= high)
         arrived = last_arrivals(run.timeline, rows)  # of all ranks, drawn or not
@@ -118,7 +117,7 @@ class Timeline(View):
             self._seconds = float((ended.t1 - ended.t0)[-1])
 
     def _latest_step(self) -> int:
-        """Returns the last step that ended on every rank that still sends rows; -1 before the first."""
+        """Returns the last step that ended on every rank that still sends rows, or -1."""
         newest = max(self._heard.values())
         awake = [rank for rank, t in self._heard.items() if t > newest - GONE - 3 * self._seconds]
         return min(self._ended.get(rank, -1) for rank in awake)
@@ -150,7 +149,7 @@ class Timeline(View):
 
 
 def _mark_path(found: Boxes, run: Any, first: int, last: int, ranks: int, row: int) -> None:
-    """Marks the critical path. Work of all ranks is drawn in the row of the rank that continues the path."""
+    """Marks the critical path. Work of all ranks is in the row of the rank that continues it."""
     path = critical_path(run.timeline, first, last + 1)
     where = np.array([p.rank for p in path], np.int64)
     for i in range(len(path) - 1, -1, -1):
@@ -162,7 +161,7 @@ def _mark_path(found: Boxes, run: Any, first: int, last: int, ranks: int, row: i
 
 
 def _find_rows(rows: Rows, first: int, last: int, tail: int | None) -> tuple[Rows, int]:
-    """Returns the rows of steps [first, last] and the index of the first. tail: search from the end"""
+    """Returns the rows of steps [first, last] and the first's index. tail: search from the end"""
     n, begin = len(rows), 0
     if tail is not None:
         size = tail * (last - first + 6)

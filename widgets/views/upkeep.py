@@ -1,4 +1,4 @@
-"""The errors of the ranks' clocks and the cost of recording, in words. The table lists every rank."""
+"""The errors of the ranks' clocks and the cost of recording, in words."""
 
 from __future__ import annotations
 

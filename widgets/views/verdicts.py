@@ -9,7 +9,7 @@ from widgets.views._base import Patch, View
 from workbench.analysis import Compared, compare_runs, list_differences
 
 SIGN = {"worse": "▲ worse", "better": "▼ better", "alike": "= alike", "unknown": "? unknown"}
-MORE = 1.1  # a live run is compared again once its rows have grown by this factor
+MORE = 1.1  # growth of a live run's rows before another comparison
 
 
 class Verdicts(View):
