@@ -1,4 +1,4 @@
-"""The network and its faults, as descriptions that the engine and the simulator both read."""
+"""The network and its faults, as descriptions for the engine and the simulator."""
 
 from typing import Any
 

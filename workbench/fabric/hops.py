@@ -24,7 +24,7 @@ class Ways:
     def occupy(self, fabric: Fabric, now: float, hops: Iterable[Hop], out: bool) -> float:
         """Returns when bytes that start at `now` or later have passed these hops in order.
 
-        Between device and host, in and out do not disturb each other. A disk serves one transfer at a time.
+        Device and host exchange in both directions at once. A disk serves one transfer at a time.
         """
         at = now
         for hop in hops:

@@ -90,7 +90,7 @@ def traffic(verb: str, nbytes: int, size: int) -> tuple[int, int]:
             return (p - 1) * nbytes // p, p - 1
         case "all_gather":
             return (p - 1) * nbytes, p - 1
-        case "all_to_allv":  # this rank sends `nbytes`
+        case "all_to_allv":
             return nbytes, p - 1
         case "send":
             return nbytes, 1

@@ -21,7 +21,6 @@ def idle(fabric: Fabric, servers: Collection[int] = (), ranks: int = 2) -> list[
     """Returns a sentence for each fault without effect: why, and what to do instead.
 
     servers: ranks that do not train, so they compute nothing that a fault could slow
-    ranks: the number of ranks
     """
     found = []
     for fault in fabric.faults:
@@ -34,7 +33,7 @@ def idle(fabric: Fabric, servers: Collection[int] = (), ranks: int = 2) -> list[
 
 
 def _of_compute(fault: Fault) -> bool:
-    """Whether the fault only affects the compute of one rank."""
+    """Whether the fault only affects one rank's compute."""
     rank = getattr(fault, "rank", None)
     return rank is not None and fault.choke(rank) == 1.0 and not fault.crashes(rank)
 
@@ -48,7 +47,7 @@ def choke(faults: Iterable[Fault], rank: int) -> float:
 
 
 def pauses(old: Iterable[Fault], new: Iterable[Fault], rank: int) -> float:
-    """Returns the seconds that `rank` stalls because of faults in `new` that were not in `old`."""
+    """Returns the seconds that `rank` stalls by faults in `new`, but not in `old`."""
     return sum(fault.pause(rank) for fault in begun(old, new))
 
 

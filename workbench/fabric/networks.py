@@ -26,7 +26,7 @@ class Network(NamedTuple):
     between_latency: float = 0.0
 
     def settings(self, ranks: int) -> dict[str, Any]:
-        """Returns the knobs of an Experiment with `ranks` ranks on this network, without jitter or faults."""
+        """Returns the knobs of an Experiment on this network, without jitter or faults."""
         site = -(-ranks // 2) if self.site < 0 else self.site
         return {
             "fabric.link.bandwidth": self.bandwidth, "fabric.link.latency": self.latency, "fabric.link.jitter": 0.0,
@@ -36,7 +36,7 @@ class Network(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Its figures: alpha is the time of a message, beta the time of a byte."""
+        """Its figures: alpha is the time of a message, beta of a byte."""
         near = _figures(self.latency, self.bandwidth)
         far = _figures(self.between_latency, self.between_bandwidth) if self.site else ""
         apart = f"; to other {'sites' if self.site < 0 else 'hosts'} {far}" if far else ""

@@ -12,7 +12,7 @@ from typing import Any
 
 SHARES = {"forward": 0.3, "backward": 0.6, "update": 0.1}  # of a step's compute under a `pace`
 LATE = 1.2  # times the pace's time: beyond this a pace is not met
-AGAIN = 1.25  # times the last reported value: beyond this it reports again
+AGAIN = 1.25  # times the last reported value, for another report
 
 
 def lasts(asked: float, computed: float, factor: float = 1.0) -> float:
@@ -25,9 +25,9 @@ def lasts(asked: float, computed: float, factor: float = 1.0) -> float:
 
 
 class Kept:
-    """Tracks whether one rank keeps its pace, and reports when that changes.
+    """Tracks whether one rank keeps its pace, and reports changes.
 
-    It uses the median of the last `STEPS` steps, so a single slow step causes no report.
+    It uses the median of the last `STEPS` steps, to ignore a single slow one.
     """
 
     STEPS = 5
@@ -35,8 +35,8 @@ class Kept:
     def __init__(self) -> None:
         self._pace = 0.0
         self._last: deque[float] = deque(maxlen=self.STEPS)  # took / asked
-        self._said = 0.0  # compute seconds of the last report; 0: no report to withdraw
-        self._is_same = True  # whether that report was about this pace
+        self._said = 0.0  # compute seconds of the last report; 0: none to withdraw
+        self._is_same = True  # whether it was about this pace
 
     def step(self, pace: float, asked: float, took: float) -> dict[str, Any] | None:
         """Takes the times of a finished step at `pace` seconds (0 for none); returns a report or None.
@@ -52,7 +52,7 @@ class Kept:
             self._last.append(took / asked)
         if len(self._last) < self.STEPS:
             return None
-        if not self._said and max(self._last) <= LATE:  # then the median is not late either, and there is no report
+        if not self._said and max(self._last) <= LATE:  # then the median is not late either
             return None
         middle = median(self._last)
         takes = asked * middle

@@ -1,4 +1,4 @@
-"""The interface of an optimizer as a setting. It knows neither ranks nor records."""
+"""The interface of an optimizer as a setting."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class Optimizer(Family):
 
 def built(wanted: Optimizer, own: Callable[[Iterable[Any], float], torch.optim.Optimizer], params: Iterable[Any],
           lr: float) -> torch.optim.Optimizer:  # fmt: skip
-    """Returns the optimizer of an experiment; `own` makes the task's."""
+    """Returns an experiment's optimizer; `own` makes the task's."""
     trained = list(params)
     return wanted.make(trained, lr, lambda rate: own(trained, rate))
 
 
 def chosen(lr: float, own: Own) -> float:
-    """Returns `lr`; if it is 0, the rate of the first group of the task's own optimizer."""
+    """Returns `lr`, or if it is 0 the first rate of the task's own optimizer."""
     return lr or float(own(0.0).param_groups[0]["lr"])
 
 
 def by_layers(params: list[Any], weight_decay: float) -> list[dict[str, Any]]:
-    """Returns two groups: weights, and biases with normalisations, without trust ratio and decay.
+    """Returns two groups: weights; and biases with normalisations, without trust ratio and decay.
 
     Parameters with at most one dimension belong to the second group.
     """

@@ -24,7 +24,7 @@ def elementwise(optimizer: Any) -> bool:
     """Whether `optimizer` steps each element by itself, so that ZeRO can cut its state anywhere.
 
     A class of your own declares it by an attribute `elementwise = True`. Its state must then be tensors of the
-    parameter's shape, or of one number. LARS and LAMB use the norm of a whole tensor, so they cannot.
+    parameter's shape, or of one number. LARS and LAMB use whole tensors' norms, so they cannot.
     """
     return type(optimizer) in ELEMENTWISE or bool(getattr(type(optimizer), "elementwise", False))
 
@@ -42,8 +42,8 @@ def slots(optimizer: Any) -> tuple[str, ...]:
 def carry(old: Any, new: Any) -> dict[str, Any]:
     """Gives `new` the slots of `old` with the same meaning; other slots start empty. Both have the same parameters.
 
-    Returns the names of the slots that are "carried", that start "fresh" and that are "dropped", and a "text" such as
-    `carried: momentum_buffer; fresh: none`.
+    Returns the names of slots that are "carried", start "fresh" or are "dropped", and a "text" such as `carried:
+    momentum_buffer; fresh: none`.
     """
     there = {name for held in old.state.values() for name, x in held.items() if isinstance(x, Tensor)}
     shared = set(slots(old)) & set(slots(new)) & there

@@ -19,17 +19,17 @@ class LAMB(Optimizer):
         u <- m_hat / (sqrt(v_hat) + eps) + weight_decay w                     m, v and hat as in Adam
         w <- w - lr (|w| / |u|) u                                             for each weight tensor w
 
-    |w| / |u| is the trust ratio. Adam makes the steps of all elements about equally long. With the ratio, a layer's
-    step has the norm lr |w|, so `lr` is relative to its weights. If |w| = |u|, it is AdamW. Biases and normalisations
+    |w| / |u| is the trust ratio. Adam makes all elements' steps about equally long; with the ratio, a layer's step has
+    the norm lr |w|, so `lr` is relative to its weights. If |w| = |u|, it is AdamW. Biases and normalisations
     (parameters of one dimension) take Adam's steps and do not decay. A tensor that is zero, or does not move, has ratio
-    1. The paper allows a function of |w| in place of |w|; this is the identity. Norms are of whole tensors on one rank,
-    so ranks send nothing more. Its state is Adam's and has the same meaning.
+    1. The paper allows a function of |w|; here it is the identity. Norms are of whole tensors on one rank, so ranks
+    send nothing more. Its state is Adam's and has the same meaning.
 
     When to use it: for transformers with batches of many thousands, with a warm-up (`lr_warmup`). In the paper BERT
     keeps its quality up to batches of 32,868 and trains in 76 minutes.
 
     Reference: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020,
-    https://arxiv.org/abs/1904.00962
+        https://arxiv.org/abs/1904.00962
     """
 
     beta1: float = knob(0.9, 0.0, 0.9999, doc="decay of the first moment, the mean gradient")

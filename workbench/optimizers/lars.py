@@ -11,7 +11,7 @@ from torch import Tensor
 from workbench.optimizers._base import Optimizer, Own, by_layers, chosen
 from workbench.settings import knob
 
-TINY = 1e-8  # keeps the ratio finite if gradient and parameter are almost zero
+TINY = 1e-8  # for a finite ratio if gradient and parameter are almost zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class LARS(Optimizer):
         ratio <- trust |w| / (|grad| + weight_decay |w|)                      for each weight tensor w
         v <- momentum v + ratio (grad + weight_decay w);   w <- w - lr v
 
-    |grad| / |w| differs between layers by orders of magnitude, above all early. So a rate that suits a large batch is
+    |grad| / |w| differs between layers by orders of magnitude, above all early, so a rate that suits a large batch is
     too large for some layer. The ratio removes the gradient's length from the step: without decay, a gradient c times
     as large moves a weight equally far. Biases and normalisations (parameters of one dimension) take plain steps and do
     not decay. A tensor that is zero, or has no gradient, has ratio 1. Norms are of whole tensors on one rank, so ranks
@@ -32,7 +32,7 @@ class LARS(Optimizer):
     larger `lr` than SGD, because `trust` makes each step small: a step moves a layer by about lr trust of its length.
 
     Reference: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017,
-    https://arxiv.org/abs/1708.03888
+        https://arxiv.org/abs/1708.03888
     """
 
     momentum: float = knob(0.9, 0.0, 0.999, doc="momentum: decay rate of the running sum of gradients")

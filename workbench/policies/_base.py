@@ -1,4 +1,4 @@
-"""The interface of a policy. It knows no clock, message or tensor, only values from the record."""
+"""The interface of a policy, which knows only values from the record."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Policy(PolicyBase):
     began.
 
     reads:  names of Samples; the policy gets each rank's mean since the last look. "compute" is no Sample: it is the
-            seconds that the rank computed per step, without waiting
+            rank's seconds of compute per step, without waiting
     """
 
     paused: bool = knob(False, doc="it looks no more and leaves everything as it is")
@@ -86,4 +86,4 @@ class Policy(PolicyBase):
 
     @abstractmethod
     def decide(self, seen: Seen, state: Any) -> Iterable[Decision]:
-        """Returns the changes for the next step. A value that is already in force changes nothing."""
+        """Returns the changes for the next step. A value already in force changes nothing."""

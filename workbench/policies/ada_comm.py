@@ -14,7 +14,7 @@ PATH = "strategy.every"
 
 
 class _State:
-    """The loss and the period at the first look that had a loss."""
+    """The loss and the period at the first look with a loss."""
 
     loss = 0.0
     every = 0
@@ -32,13 +32,13 @@ class AdaComm(Policy):
     is far above its floor, and long periods save waiting. Later, shorter periods lower the floor.
 
     The paper looks every 60 seconds. Here the interval is `look_every` steps, so the same loss gives the same periods
-    on either clock. The paper's variants for a falling learning rate are not implemented. Losses must be positive.
+    on either clock. The paper's variants for a falling learning rate are missing. Losses must be positive.
 
     When to use it: with LocalSGD, DiLoCo and similar strategies over a slow link. Begin with the longest period that
     the model tolerates.
 
     Reference: Wang and Joshi, "Adaptive Communication Strategies to Achieve the Best Error-Runtime Trade-off in
-    Local-Update SGD", MLSys 2019, https://arxiv.org/abs/1810.08313
+        Local-Update SGD", MLSys 2019, https://arxiv.org/abs/1810.08313
     """
 
     decay: float = knob(0.5, 0.1, 1.0, doc="g: what the period is multiplied by where the loss does not lower it")

@@ -16,10 +16,8 @@ FEEDS = ("", "residual")  # the unsent part: dropped, or added to the next gradi
 
 
 class _State:
-    """The gain that a further step down needs."""
-
-    bar = 0.0  # least gain for a step down: the gain before a step that led below the threshold
-    before = 0.0  # the gain before the last step down
+    bar = 0.0  # the gain before a step that led below the threshold, which a step down must exceed
+    before = 0.0  # before the last step down
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +29,15 @@ class GraVAC(Policy):
         density <- density f, at most `most`      if not, with f = `factor`
 
     The means are over all ranks and the steps since the last look; a gain of 1 means that nothing is missing. If a step
-    down led below the threshold, the next one needs a gain above the gain before that step. This keeps the density from
-    oscillating.
+    down led below the threshold, the next one needs a gain above the gain before that step, so that the density does
+    not oscillate.
 
-    It is a part of the paper's GraVAC. That one compresses twice in each step: by the present ratio and by the next
-    candidate. It sends a step uncompressed if neither is good enough, and ends its search when throughput times gain no
-    longer grows. Here one ratio holds between two looks, `most` stands for uncompressed, and speed plays no role. The
-    paper's ratios are 1 / density. Its released code uses norms, not their squares.
+    The paper's GraVAC does more. It compresses twice in each step: by the present ratio and by the next candidate. It
+    sends a step uncompressed if neither is good enough, and ends its search when throughput times gain no longer grows.
+    Here one ratio holds between two looks, `most` stands for uncompressed, and speed plays no role. The paper's ratios
+    are 1 / density. Its released code uses norms, not their squares.
 
-    Compressors that send enlarged entries to be unbiased (Wangni, a scaled RandomK) have no such gain. Neither has DGC,
+    Compressors that send enlarged entries to be unbiased (Wangni, a scaled RandomK) have no such gain, nor has DGC,
     which sends what its own momentum has gathered. For these the policy reports this and waits.
 
     When to use it: with TopK and similar compressors over a slow link, if you do not know which density the model
@@ -47,7 +45,7 @@ class GraVAC(Policy):
     exchange gradients in the same steps (DDP). A simulation with sizes only has no gain, so the policy decides nothing.
 
     Reference: Tyagi and Swany, "GraVAC: Adaptive Compression for Communication-Efficient Distributed DL Training",
-    CLOUD 2023, https://arxiv.org/abs/2305.12201
+        CLOUD 2023, https://arxiv.org/abs/2305.12201
     """
 
     threshold: float = knob(0.75, 0.0, 1.0, doc="share of the gradient's squares that has to be sent")

@@ -18,9 +18,9 @@ ROUNDING = 1e-9
 class _State:
     """The settings before the policy replaced a strategy, and each rank's streak of slow looks."""
 
-    was: Any = None  # the strategy before, as plain JSON
-    put: Any = None  # the strategy that replaced it
-    lr: float = 0.0  # the learning rate before
+    was: Any = None  # as plain JSON
+    put: Any = None
+    lr: float = 0.0
     streak: dict[int, int] = field(default_factory=dict)  # consecutive looks: above 0 slow, below 0 not slow
     late: set[int] = field(default_factory=set)
 
@@ -47,16 +47,16 @@ class SyncSwitch(Policy):
                    usual learning rate; back when no straggler is left
         nothing    the ranks wait for it
 
-    The margin and the way back are ours. With few, equally fast ranks the slowest is nearly always more than a standard
-    deviation behind. Only compute counts, not communication. Under "elastic" the paper removes the straggler from the
-    cluster. Here it continues to compute gradients that arrive too late to count: in every step the order of arrival
+    The margin and the way back are ours, because among few, equally fast ranks the slowest is nearly always more than a
+    standard deviation behind. Only compute counts, not communication. Under "elastic" the paper removes the straggler
+    from the cluster. Here it continues to compute gradients that arrive too late: in every step the order of arrival
     decides, not the rank. When ranks return to lockstep, those behind skip the steps that they missed: the budget
     counts steps, not examples.
 
     When to use it: if a parameter server is as fast as an all-reduce (fast links), and ranks are slow for a while.
 
     Reference: Li, Mangoubi, Xu and Guo, "Sync-Switch: Hybrid Parameter Synchronization for Distributed Deep Learning",
-    ICDCS 2021, https://arxiv.org/abs/2104.08364
+        ICDCS 2021, https://arxiv.org/abs/2104.08364
     """
 
     fraction: float = knob(0.0625, 0.0, 1.0, doc="share of all steps that are made synchronously, at the beginning")
@@ -75,7 +75,6 @@ class SyncSwitch(Policy):
         return switch if after < switch < usual else usual
 
     def _switch(self, experiment: Any) -> int:
-        """Returns the first asynchronous step."""
         return math.ceil(self.fraction * experiment.steps - ROUNDING)
 
     def needs(self, experiment: Any) -> str | None:
@@ -109,14 +108,13 @@ class SyncSwitch(Policy):
         yield Decision(reason, {"strategy": wanted} | ({"lr": state.lr * share} if scales else {}))
 
     def _said(self, late: set[int], seen: Seen) -> str:
-        """Names the slow ranks and their speeds."""
         rates = {rank: 1 / s for rank, s in enumerate(seen.numbers["compute"]) if s > 0}
         mean = fmean(rates.values())
         told = [f"rank {r} at {rates[r] / mean:.2f} of the mean speed" for r in sorted(late) if r in rates]
         return f"slow in {self.windows} looks in a row: {', '.join(told) or 'a rank that is silent now'}"
 
     def _late(self, seconds: Sequence[float], state: _State) -> set[int]:
-        """Returns the stragglers after this look, from the seconds that each rank computed per step."""
+        """Returns the stragglers after this look, from each rank's compute seconds per step."""
         slow = slower(seconds, self.margin)
         for rank, known in enumerate(seconds):
             if known > 0:
@@ -128,10 +126,9 @@ class SyncSwitch(Policy):
 
 
 def slower(seconds: Sequence[float], margin: float) -> set[int]:
-    """Returns the slow ranks, from seconds per step.
+    """Returns the slow ranks, from seconds per step; NaN for a rank that computed nothing.
 
-    Their steps per second are below mean minus standard deviation, and below 1 - `margin` of the mean. NaN stands for a
-    rank that computed nothing.
+    Their steps per second are below mean minus standard deviation, and below 1 - `margin` of the mean.
     """
     rates = {rank: 1 / s for rank, s in enumerate(seconds) if s > 0}
     if len(rates) < 2:

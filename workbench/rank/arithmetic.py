@@ -1,4 +1,4 @@
-"""The verbs of a Rank for curvature, and for long arithmetic of a strategy's own."""
+"""The verbs of a Rank for curvature, and for a strategy's own long arithmetic."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Arithmetic:
     def factors(self) -> Op:
         """Returns a list of Factors: for each Linear layer, the statistics of all passes since `collect`.
 
-        The order is the same on all ranks. A layer that was not called has zeros. The list excludes layers that share
-        parameters with another module. The gradients are those of the loss itself, whatever factor `backward` applied.
+        The order is the same on all ranks. A layer that was not called has zeros. Layers that share parameters with
+        another module are excluded. Gradients are of the loss itself, whatever factor `backward` applied.
         """
         return Op("factors")
 
     def curve(self, vector: list[Tensor]) -> Op:
         """Returns the Gauss-Newton matrix of the last forward's batch times `vector`, (n,) per bucket.
 
-        Use it between that forward and the next change of the parameters. Raises StrategyError if the loss does not
-        depend on the output of one call of the model.
+        Use it before the next change of the parameters. Raises StrategyError if the loss does not depend on the output
+        of one call of the model.
         """
         return Op("curve", vector)
 
@@ -42,7 +42,7 @@ class Arithmetic:
     def work(self, of: Callable[[], Any], flops: float, name: str) -> Op:
         """Returns `of()`: long arithmetic of about `flops` floating-point operations, recorded as a Span.
 
-        A Sample "flops NAME" accompanies the Span. From both, the simulator derives seconds per operation for other
-        sizes and numbers of ranks. A child may use it too.
+        From this Span and a Sample "flops NAME", the simulator derives seconds per operation for other sizes and
+        numbers of ranks. A child may use it too.
         """
         return Op("work", of, flops, name)

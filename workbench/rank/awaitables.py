@@ -1,8 +1,7 @@
 """The awaitables that a Rank's verbs return, and the names of their Spans.
 
-A verb builds an `Op`. Awaiting it hands the Op to the host that drives the coroutine; the host resumes the coroutine
-with its answer. The engine is a host on the wall clock, the simulator on a virtual one. See "The trampoline" in
-workbench/DESIGN.md. This module has no clock, process group or thread.
+A verb builds an `Op`. Awaiting it hands the Op to the host that drives the coroutine and resumes it with the answer.
+The engine is a host on the wall clock, the simulator on a virtual one. See "The trampoline" in workbench/DESIGN.md.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from workbench.rank.mesh import Group
 
 
-@lru_cache(1 << 16)  # a server of 1,000 ranks needs the same few names in every step
+@lru_cache(1 << 16)  # a server of 1,000 ranks needs few names
 def message_name(verb: str, kind: str, **other: int | None) -> str:
     """Returns the name of a message's Span: `message_name("send", "ask", to=2)` is "send ask to 2"."""
     ends = [f"{end} {rank}" for end, rank in other.items() if rank is not None]
@@ -69,9 +68,9 @@ class Handle:
 class Forward:
     """The forward pass: await it for the loss, or iterate over parameter buckets.
 
-    Iterating yields the parameters bucket by bucket, in the order in which layers use them (the last bucket first). The
-    layers of a bucket run when the next bucket is requested. Awaiting after that computes the remaining layers. The
-    host sets `loss` at the end.
+    Iterating yields the parameters bucket by bucket, in the order in which layers use them (the last bucket first).
+    Requesting the next bucket runs the layers of the present one. Awaiting after that computes the remaining layers.
+    The host sets `loss` at the end.
     """
 
     __slots__ = ("_begun", "_state", "loss", "micro", "x")

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from torch import Generator, Tensor, dtype
 
-MOMENTUM = "momentum"  # the buffer of a compressor's Memory that replaces the optimizer's
+MOMENTUM = "momentum"  # of a compressor's Memory; replaces the optimizer's
 
 
 class Part(NamedTuple):
@@ -25,8 +25,8 @@ class Part(NamedTuple):
 class Bucket:
     """A flat, named slice of the model's gradients or parameters.
 
-    `data` is 1-D and contiguous; `offset` is its start in the model's flat vector. State that belongs to a bucket is in
-    a `Memory`, by place in the model, so it survives a change of bucket size.
+    `data` is 1-D and contiguous; `offset` is its start in the model's flat vector. A bucket's state is in a `Memory`,
+    by place in the model, and survives a change of bucket size.
 
     kept:   the part of a gradient bucket that is left after `give_back`; else None
     forget: for a bucket of gradients, releases them from its layout; else None
@@ -37,7 +37,7 @@ class Bucket:
     def __init__(self, index: int, data: Tensor, parts: tuple[Part, ...], offset: int) -> None:
         self.index = index
         self.name = f"bucket {index}"
-        self.data = data  # (n,) of one dtype; buckets never mix dtypes
+        self.data = data  # (n,) of one dtype
         self.parts = parts
         self.offset = offset
         self.kept: Tensor | None = None
@@ -46,7 +46,7 @@ class Bucket:
 
     @property
     def places(self) -> str:
-        """The names of its parameters, joined; a Memory uses them as a key."""
+        """The names of its parameters, joined, as a Memory's key."""
         if not self._places:
             self._places = "/".join([part.name for part in self.parts])
         return self._places
@@ -83,8 +83,8 @@ class Memory:
     """The state that a compressor or a strategy keeps per element or per parameter on one rank.
 
     `flat` keeps one value per element of the model, such as an error-feedback residual or an anchor. `parts` keeps one
-    object per parameter, such as a PowerSGD factor. Both use places in the model as keys, never buckets. `generator`
-    draws this rank's own random numbers and affects no other generator.
+    object per parameter, such as a PowerSGD factor. Their keys are places in the model, never buckets. `generator`
+    draws this rank's own random numbers.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -155,7 +155,6 @@ class Memory:
             self.drop(name)
 
     def drop(self, name: str) -> None:
-        """Drops the buffer `name`."""
         self.buffers.pop(name, None)
         self.parts.pop(name, None)
         self._joined = {k: v for k, v in self._joined.items() if k[0] != name}

@@ -37,7 +37,7 @@ class Data:
     def update_rows(self, table: str, rows: Tensor, grad: Tensor, lr: float) -> Op:
         """Steps these rows of a table by their gradient (n, width) at rate `lr`.
 
-        The optimizer state of other rows stays unchanged; the step counter belongs to the whole table. A background of
-        a rank that only serves may use it. It takes no time under a pace.
+        The optimizer state of other rows stays; the step counter is the whole table's. A background of a rank that only
+        serves may use it. It takes no time under a pace.
         """
         return Op("update_rows", table, rows, grad, lr)

@@ -12,7 +12,7 @@ COMPLEX = ("complex64", "complex128")
 
 
 def can_average(kind: dtype) -> bool:
-    """Whether numbers of this type have a mean of the same type: integers do not."""
+    """Whether numbers of this type have a mean of the same type, unlike integers."""
     return kind.is_floating_point or kind.is_complex
 
 

@@ -1,4 +1,4 @@
-"""The verbs of a Rank for state that it keeps off its device: in host memory or on disk."""
+"""The verbs of a Rank for state in host memory or on disk."""
 
 from __future__ import annotations
 

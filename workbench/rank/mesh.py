@@ -1,7 +1,7 @@
 """A mesh: ranks in a grid of named dimensions, and the groups along these dimensions.
 
-The layout is that of torch's DeviceMesh: ranks of the last dimension are neighbours. Ranks that serve are outside the
-mesh. Each host chooses the process groups for these groups.
+The layout is that of torch's DeviceMesh: ranks of the last dimension are neighbours. Serving ranks are outside the
+mesh.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Group:
 
     dims:       the mesh's dimensions in which they differ
     ranks:      their numbers in the run
-    generation: the generation of the ranks and their mesh; a group of an earlier one is invalid
+    generation: of the ranks and their mesh; a group of an earlier one is invalid
     parallel:   the number of groups of these dimensions; they may communicate at the same time
     """
 
@@ -32,7 +32,7 @@ class Group:
     def __len__(self) -> int:
         return len(self.ranks)
 
-    def __hash__(self) -> int:  # cached: lanes look up groups of thousands of ranks in every operation
+    def __hash__(self) -> int:  # cached for lanes of thousands of ranks
         return self._hash
 
     def __str__(self) -> str:
@@ -61,8 +61,7 @@ class Group:
 class Mesh:
     """Named dimensions and their sizes, outermost first; `ranks` fill it in order.
 
-    inside: the dimensions over which one replica of the model is spread; along the other dimensions, ranks hold the
-            same part
+    inside: the dimensions of one replica of the model; along the other dimensions, ranks hold the same part
 
     >>> Mesh((("between", 2), ("within", 2)), (0, 1, 2, 3)).group(("within",), 2).ranks
     (2, 3)

@@ -1,8 +1,8 @@
 """Helpers for tensors that have shapes and no values.
 
 A simulation without values runs algorithms on tensors of torch's meta device. Shapes follow from the operations, at
-some microseconds each. A function whose result depends on values needs `outlined`. Code that reads numbers out of a
-tensor needs `values_of`. This module knows no host.
+some microseconds each. A function whose result depends on values needs `outlined`; code that reads numbers needs
+`values_of`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def each(every: Tensor) -> Tensor:
 
 
 def sizes_of(x: Tensor) -> Tensor:
-    """Returns `x` without its values, to find the shape of a function's result."""
+    """Returns `x` without its values, to find a result's shape."""
     return x.new_empty(x.shape, device="meta")
 
 

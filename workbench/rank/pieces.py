@@ -17,8 +17,7 @@ class Pieces:
     def pieces(self, most: int) -> Op:
         """Returns how many pieces `rise` and `fall` can cut the model into, at most `most`, at least 1.
 
-        Cuts are between the parts that a Pipeline deals out to stages. Pieces have as equal a number of parts as
-        possible.
+        Cuts are between the parts for a Pipeline's stages. Pieces have as equal a number of parts as possible.
         """
         return Op("pieces", most)
 

@@ -1,8 +1,7 @@
 """Hidden units that a sub-model can omit, and the entries of parameters that it keeps.
 
 A unit is an output of one layer that only the next one reads: a feature, a channel, an attention head. Without it both
-layers' matrices have fewer rows or columns: the result is a smaller model. This module knows only buckets and the names
-in them.
+layers' matrices have fewer rows or columns: a smaller model.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Units(NamedTuple):
 class Entries:
     """The entries of all parameters that a sub-model keeps.
 
-    kept: for each of the `units`, the indices that the sub-model keeps, (k,) int64 each
+    kept: for each of the `units`, the kept indices, (k,) int64 each
     """
 
     def __init__(self, units: Sequence[Units], kept: Sequence[Tensor]) -> None:
@@ -72,7 +71,7 @@ class Entries:
         for cut, index in self._cuts[name]:
             kept[cut.dim] = index.numel()
         found, at = [], 0
-        for n in whole:  # each axis is 1 dimension of the view, or several consecutive ones
+        for n in whole:  # each axis is 1 or several dimensions of the view
             axis, size = view[at], kept[at]
             at += 1
             while axis < n:
@@ -95,7 +94,6 @@ class Entries:
         return parts[0].clone() if len(parts) == 1 else _cat(parts)
 
     def numel(self, bucket: Bucket) -> int:
-        """Returns the length m of `pick`."""
         return sum(self._numel(p.name, p.stop - p.start) for p in bucket.parts)
 
     @outlined(lambda *_: None)

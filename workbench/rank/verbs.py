@@ -1,7 +1,7 @@
-"""All verbs: what a coroutine may ask of its host, in one table that engine and simulator share.
+"""All verbs that a coroutine may ask of its host, in one table for engine and simulator.
 
-A method of Rank makes an Op, which has a verb and the arguments that stand here. `engine/compute/host.py` and
-`sim/compute/host.py` perform each of them. The rules of `workbench.host` ask a few more, of the host alone.
+A method of Rank makes an Op, with a verb and these arguments. `engine/compute/host.py` and `sim/compute/host.py`
+perform them. `workbench.host` asks a few more, of the host alone.
 """
 
 from __future__ import annotations

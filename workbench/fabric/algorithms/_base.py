@@ -51,7 +51,7 @@ class Among:
         self.index, self.size = ranks.index(rank.id), len(ranks)
 
     def few(self, ranks: Sequence[int], name: str) -> Among:
-        """Returns this rank among some of the ranks. Their messages have a name of their own."""
+        """Returns this rank among some of the ranks, with message names of their own."""
         return Among(self.rank, ranks, self.op, f"{self.name} {name}")
 
     async def send(self, x: Tensor, to: int) -> None:
@@ -85,8 +85,8 @@ class Among:
 class Algorithm(Family):
     """The way in which ranks perform an all-reduce. Every rank gets the same bits, in any order of messages.
 
-    Times assume ports that send one message and receive one at a time (full duplex). A message takes alpha + n beta:
-    the Link's latency, plus the time of n bytes at its bandwidth. Adding a byte takes gamma.
+    Times assume full-duplex ports that send one message and receive one at a time. A message takes alpha + n beta: the
+    Link's latency, plus the time of n bytes at its bandwidth. Adding a byte takes gamma.
 
     native: whether the backend itself performs it; the host then does not call `all_reduce`
     """
@@ -106,7 +106,7 @@ class Algorithm(Family):
         """
 
     def chosen(self, fabric: FabricView, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
-        """Returns the algorithm that sums `nbytes` among `ranks`. It is the same on every rank.
+        """Returns the algorithm that sums `nbytes` among `ranks`, the same on every rank.
 
         group: None if `ranks` are all ranks of the run
         """

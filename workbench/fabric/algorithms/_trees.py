@@ -1,4 +1,4 @@
-"""Two binary trees over the same ranks, and the rounds of messages up and down them."""
+"""Two binary trees over the same ranks, and the rounds of messages along them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Hop(NamedTuple):
 
 @lru_cache(maxsize=256)
 def trees(size: int) -> tuple[Tree, Tree]:
-    """Returns 2 trees; inner ranks of one tree are leaves of the other as far as possible.
+    """Returns 2 trees; inner ranks of one are leaves of the other as far as possible.
 
-    In the first tree odd ranks are leaves, and rank 0 is the root with 1 child. The second is its mirror image; with an
-    odd number of ranks it is the first, shifted by 1 rank.
+    In the first, odd ranks are leaves, and rank 0 is the root with 1 child. The second is its mirror image; with an odd
+    number of ranks it is the first, shifted by 1 rank.
     """
     first = tuple(_parent(i, size) for i in range(size))
     there = [size - 1 - i if size % 2 == 0 else (i - 1) % size for i in range(size)]
@@ -40,13 +40,13 @@ def _parent(i: int, size: int) -> int | None:
 
 @lru_cache(maxsize=256)
 def rounds(size: int, pieces: int) -> tuple[tuple[Hop, ...], ...]:
-    """Returns the messages of each round. In a round a rank sends at most 1 message and receives at most 1.
+    """Returns the messages of each round, in which a rank sends and receives at most 1.
 
-    Of the possible messages, early pieces come first, and on the way up those farther from the root.
+    Early pieces come first, and on the way up those farther from the root.
     """
     both, found = trees(size), []
     waits = [[[tree.count(i)] * pieces for i in range(size)] for tree in both]  # children that have not sent yet
-    has = [[[False] * pieces for _ in range(size)] for _ in both]  # whether it has the sum
+    has = [[[False] * pieces for _ in range(size)] for _ in both]
     # for each edge and direction the next piece: pieces keep their order
     todo = [(0, not up, -deep if up else deep, Hop(*((i, p) if up else (p, i)), t, 0, up))
             for t, tree in enumerate(both) for i, p in enumerate(tree) if p is not None

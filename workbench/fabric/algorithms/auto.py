@@ -27,14 +27,14 @@ class Auto(Algorithm):
     """For each size and group, chooses the algorithm whose cost model predicts the shortest time.
 
     The prediction uses the Link and the settings between sites. If no network is emulated, give the measured latency
-    and bandwidth (`Costs.measured(run).wire`); otherwise it takes the first algorithm, Ring. Every rank chooses the
-    same algorithm, because all have the same numbers.
+    and bandwidth (`Costs.measured(run).wire`); otherwise it takes the first algorithm, Ring. Every rank chooses alike,
+    from the same numbers.
 
     When to use it: for mixed sizes, such as a small last bucket or norms, and to see at which size another algorithm
     wins.
 
     Reference: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA
-    2005, https://doi.org/10.1177/1094342005051521, which switches by size in this way
+        2005, https://doi.org/10.1177/1094342005051521, which switches by size in this way
     """
 
     latency: float = knob(0.0, 0.0, 1000.0, unit="ms", doc="of a message, as measured; 0: the Link's")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from workbench.rank import Group
 
-MOST = 4096  # limit of ranks times pieces, which bounds the time to order hops
+MOST = 4096  # limit of ranks times pieces, for the time to order hops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +27,16 @@ class DoubleTree(Algorithm):
         time = R (alpha + n/2k beta) + n gamma         R = R1 with one piece (9, 10 and 14 for 7, 8 and 16 ranks),
                                                        about R1 + 6.5 (k-1) with more
 
-    Inner ranks of one tree are leaves of the other, so all ports are busy. With k pieces the rounds would be about R1 +
-    4 (k-1). But ranks that have nothing to receive run ahead and delay each other. R is the measured number for 4 to 17
-    ranks on a Link, within 20 %. With one piece it is exact.
+    Inner ranks of one tree are leaves of the other, so all ports are busy. Ideally k pieces need about R1 + 4 (k-1)
+    rounds, but ranks that have nothing to receive run ahead and delay each other. R is the measured number for 4 to 17
+    ranks on a Link, within 20 %; with one piece it is exact.
 
     When to use it: for many ranks, whose number is no power of two, and a large latency. With a power of two
     HalvingDoubling is always faster on a Link, because its ports receive one message at a time.
 
     Reference: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan",
-    Parallel Computing 2009, https://doi.org/10.1016/j.parco.2009.09.001; the trees are those of NCCL 2.4
-    (https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/)
+        Parallel Computing 2009, https://doi.org/10.1016/j.parco.2009.09.001; the trees are those of NCCL 2.4
+        (https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/)
     """
 
     pieces: int = knob(0, 0, 256, doc="k: pieces of each half, which follow each other; 0: as many as are quickest")
@@ -75,6 +75,6 @@ class DoubleTree(Algorithm):
 
 
 def _rounds(size: int) -> tuple[int, float]:
-    """Returns the rounds of one piece, and about the rounds of each further piece. See DoubleTree."""
+    """Returns the rounds of one piece, and about those of each further piece. See DoubleTree."""
     first = len(rounds(size, 1))
     return first, min(first, 6.5)

@@ -29,8 +29,8 @@ class HalvingDoubling(Algorithm):
     When to use it: for tensors of medium size on a number of ranks that is a power of two.
 
     Reference: Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004; Thakur, Rabenseifner and
-    Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 2005,
-    https://doi.org/10.1177/1094342005051521
+        Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 2005,
+        https://doi.org/10.1177/1094342005051521
     """
 
     async def all_reduce(self, rank: Among, x: Tensor) -> None:
@@ -70,7 +70,7 @@ class HalvingDoubling(Algorithm):
 
 
 def _powers(size: int) -> list[int]:
-    """Returns the ranks that take part, a power of two: all except the first odd ranks."""
+    """Returns the participants, a power of two: all except the first odd ranks."""
     extra = size - (1 << size.bit_length() - 1)
     return [*range(0, 2 * extra, 2), *range(2 * extra, size)]
 

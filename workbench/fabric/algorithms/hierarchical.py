@@ -30,18 +30,18 @@ class Hierarchical(Algorithm):
     port in TwoLevel sends g times as many.
 
     If the sites have different sizes, the tensor has as many parts as the smallest site has ranks, k, and n/k replaces
-    n/g. The ranks that own no part still pass parts around the ring. A site of one rank makes k = 1: then every message
+    n/g. Ranks without a part still pass parts around the ring. A site of one rank makes k = 1: then every message
     carries the whole tensor. Small sites begin to send between sites early, and can block a port that a larger site
-    still needs. The simulator showed up to one message between sites more than the formula. With a single site this
-    is a Ring.
+    still needs: up to one message between sites more than the formula in the simulator. With a single site this is a
+    Ring.
 
     When to use it: large tensors, and machines of equal size with fast wires inside. If the number of ranks and the
     size of a site are powers of two, HalvingDoubling sends the same bytes in fewer messages.
 
     Reference: Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash", 2018,
-    https://arxiv.org/abs/1811.05233 (2D-Torus all-reduce: the same three phases); Jia et al., "Highly Scalable Deep
-    Learning Training System with Mixed-Precision: Training ImageNet in Four Minutes", 2018,
-    https://arxiv.org/abs/1807.11205, describes the variant with one leader per group, which is TwoLevel here
+        https://arxiv.org/abs/1811.05233 (2D-Torus all-reduce: the same three phases); Jia et al., "Highly Scalable Deep
+        Learning Training System with Mixed-Precision: Training ImageNet in Four Minutes", 2018,
+        https://arxiv.org/abs/1807.11205, describes the variant with one leader per group, which is TwoLevel here
     """
 
     between: Algorithm = knob(Ring(), doc="how the owners of a part sum it between sites")

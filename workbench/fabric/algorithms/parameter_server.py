@@ -21,12 +21,12 @@ class ParameterServer(Algorithm):
 
     The servers train as well. One server's port carries the tensors of p - 1 ranks, in both directions. As many servers
     as ranks take as long as a ring. In round t rank i sends to rank i + t, so no two ranks send to one port at a time.
-    The strategies SyncServer and AsyncServer have servers that do not train.
+    SyncServer and AsyncServer have servers that do not train.
 
     When to use it: to see the bottleneck that rings remove, and the effect of several servers.
 
     Reference: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014,
-    https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu
+        https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu
     """
 
     every: bool = knob(False, doc="each rank serves a part of its own, instead of the first rank all")

@@ -27,14 +27,14 @@ class TwoLevel(Algorithm):
         time = 2 ceil(log2 g) (alpha + n beta + n gamma / 2) + that of n bytes among m leaders
 
     Only the m leaders send to other sites. A ring of them pays the latency between sites 2 (m-1) times, a flat ring of
-    all p ranks 2 (p-1) times. But every message carries the whole tensor, inside a site and through a leader's port. To
-    split the tensor inside the site first, as Horovod's hierarchical all-reduce does, use Hierarchical.
+    all p ranks 2 (p-1) times. But every message carries the whole tensor. To split the tensor inside the site first, as
+    Horovod's hierarchical all-reduce does, use Hierarchical.
 
     When to use it: for small tensors, sites of four or more ranks, and a large latency between sites. On smaller sites
     Hierarchical is at least as fast for every size. `fabric.site` sets the size of a site.
 
     Reference: Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision: Training ImageNet in
-    Four Minutes", 2018, https://arxiv.org/abs/1807.11205 (hierarchical all-reduce with one master per group)
+        Four Minutes", 2018, https://arxiv.org/abs/1807.11205 (hierarchical all-reduce with one master per group)
     """
 
     between: Algorithm = knob(Ring(), doc="how leaders sum among themselves")
