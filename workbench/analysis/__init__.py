@@ -1,4 +1,4 @@
-"""Pure functions from the rows of a timeline to numbers and tables. Nothing here draws."""
+"""Pure functions from a timeline's rows to numbers and tables. Nothing here draws."""
 
 import warnings
 from typing import Any
@@ -74,7 +74,7 @@ from workbench.analysis.stragglers.straggler import why_silent as why_silent
 from workbench.analysis.summary.overview import summarise_run as summarise_run
 from workbench.analysis.summary.overview import summary_line as summary_line
 
-bubble, compression = measure_bubble, measure_compression  # as the lessons call them
+bubble, compression = measure_bubble, measure_compression  # as lessons call them
 FORMER_NAMES = {  # of version 0.1; they work through 0.2, except `compare` and `summary`, which are packages now
     "Curve": "LossCurve",
     "Entered": "OpenCollective",
@@ -109,7 +109,7 @@ FORMER_NAMES = {  # of version 0.1; they work through 0.2, except `compare` and 
 
 
 def __getattr__(name: str) -> Any:
-    """Returns what an old name meant, and warns of its new name."""
+    """Returns what an old name meant, with a warning."""
     if name not in FORMER_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     now = FORMER_NAMES[name]

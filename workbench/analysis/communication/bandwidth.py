@@ -1,13 +1,11 @@
-"""Collectives by operation, group and bucket: count, size, speed, and ranks' waits.
+"""Collectives by operation, group and bucket: count, size, speed, and waits.
 
 A collective takes from the last arrival to the last end, so that a late rank does not slow the network. Bandwidths are
 those of nccl-tests (doc/PERFORMANCE.md there). For n ranks and S bytes in t seconds, the algorithm bandwidth is S / t.
-S is the tensor of an all-reduce or broadcast, and otherwise all ranks' chunks together. The bus bandwidth multiplies
-this by
+S is the tensor of an all-reduce or broadcast, else all ranks' chunks. The bus bandwidth, a port's load in one direction
+like a Link's, multiplies this by
 
     all-reduce 2 (n - 1) / n,    all-gather, reduce-scatter, all-to-all (n - 1) / n,    broadcast 1
-
-This is a port's load in one direction, to compare with a Link's bandwidth.
 """
 
 from __future__ import annotations
@@ -24,13 +22,13 @@ from workbench.record.timeline import Timeline
 class ByCollective(NamedTuple):
     """All collectives of one operation, group and bucket. Mbit/s, seconds; NaN without data.
 
-    bucket:  the content: "bucket 3", or a strategy's or compressor's name for it
-    group:   the group's ranks, by their place in the mesh; "" for all ranks
+    bucket:  "bucket 3", or a strategy's or compressor's name
+    group:   the ranks' group in the mesh; "" for all ranks
     times:   number of collectives
     nbytes:  mean S of one; for an uneven all-to-all, as if all ranks sent the mean
     sent:    mean bytes that a rank sends for one
     seconds: from the last arrival to the last end, median
-    waiting: a rank's wait for the last to arrive, mean over ranks and collectives
+    waiting: a rank's mean wait for the last arrival
     longest: longest wait of a rank
     """
 
@@ -52,7 +50,7 @@ class ByCollective(NamedTuple):
 
 
 def by_collective(tl: Timeline, first: int, stop: int) -> list[ByCollective]:
-    """Returns the collectives of steps [first, stop), in order of their first occurrence.
+    """Returns the collectives of steps [first, stop), by first occurrence.
 
     Omits hand-overs, evaluations, messages, and all-reduces made of messages.
     """
@@ -116,7 +114,7 @@ def split_name(name: str) -> tuple[str, str, str]:
 
 
 def _bytes_sent(operation: str, ranks: int) -> float:
-    """Bytes that a rank sends, over S. A broadcast counts as a scatter's mean, as hosts record it."""
+    """Bytes that a rank sends, over S. A broadcast counts as a scatter's mean."""
     return bus_factor("all_to_all" if operation == "broadcast" else operation, ranks)
 
 

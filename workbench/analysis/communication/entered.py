@@ -1,7 +1,4 @@
-"""Which ranks of a live run have entered which collective, from each rank's last report.
-
-Waits for an evaluation, a message or between steps count too.
-"""
+"""A live run's collectives (also evaluations, messages, waits between steps) and the ranks in them, by last reports."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ _RANKS = re.compile(r"\[([\d, ]+)\]$")
 
 
 class OpenCollective(NamedTuple):
-    """A collective that some ranks wait in. missing: other ranks and their operations"""
+    """A collective with waiting ranks. missing: other ranks and their operations"""
 
     step: int
     collective: str
@@ -27,7 +24,7 @@ class OpenCollective(NamedTuple):
 
 
 def list_open(standing: Iterable[Standing]) -> list[OpenCollective]:
-    """Returns the collectives that ranks wait in, ordered by number of ranks.
+    """Returns collectives with waiting ranks, ordered by their number.
 
     >>> here = [Standing(0, 7, "all_reduce bucket 1", True, 3.0), Standing(1, 7, "backward", False, 4.0)]
     >>> list_open(here)[0].missing
@@ -49,6 +46,6 @@ def list_open(standing: Iterable[Standing]) -> list[OpenCollective]:
 
 
 def describe_standing(one: Standing) -> str:
-    """Describes a rank's present operation and its duration."""
+    """Describes a rank's operation and its duration."""
     what = one.op or "nothing that it told"
     return f"{what} of step {one.step}, for {one.seconds:.0f} s"

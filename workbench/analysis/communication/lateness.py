@@ -1,8 +1,7 @@
 """How late each rank arrives at the meetings of all ranks, step by step.
 
-A rank that is late to a step's first meeting is on time at the second. So lateness counts a rank's own time between
-steps' last meetings. It excludes waits, except packing in them. Lateness is own time minus the other ranks' median.
-Clocks need not agree.
+A rank that is late to a step's first meeting is on time at the second. So lateness is a rank's own time between steps'
+last meetings (without waits, except packing in them) minus the other ranks' median. Clocks need not agree.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ from workbench.analysis.steps.collectives import Arrivals, against_others, lined
 from workbench.analysis.steps.window import OUTSIDE, Window, last_steps, since_change
 from workbench.record.timeline import Timeline
 
-REACH = (1, 8, 64, 512)  # steps back to look for the previous meeting
+REACH = (1, 8, 64, 512)  # steps back for the previous meeting
 
 
 class Lateness(NamedTuple):
     """Seconds by which each rank arrived after the other ranks' median (negative: before).
 
-    NaN if ranks did not meet in a step, or a rank was absent. A periodic strategy's meeting has the sum since the last
-    one.
+    NaN without a meeting, or for an absent rank. A periodic strategy's meeting has the sum since the last.
     """
 
     ranks: np.ndarray  # (p,)
@@ -32,13 +30,13 @@ class Lateness(NamedTuple):
 
     @property
     def met(self) -> np.ndarray:
-        """(n,) steps in which ranks met."""
+        """(n,) mask: steps with a meeting."""
         out: np.ndarray = ~np.isnan(self.seconds).all(axis=1)
         return out
 
 
 def measure_lateness(tl: Timeline, first: int = 0, stop: int | None = None) -> Lateness:
-    """Measures the steps of [first, stop) that ended on every rank. stop: None for all"""
+    """Measures the steps of [first, stop) (None: all) that ended on every rank."""
     begun, ended = last_steps(tl)
     first = max(first, begun)
     stop = max(first, ended if stop is None else min(stop, ended))
@@ -55,7 +53,7 @@ def measure_lateness(tl: Timeline, first: int = 0, stop: int | None = None) -> L
 
 
 def _own_clocks(w: Window, begun: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the steps with meetings, and (m, p) ranks' own clocks at the last meeting of each.
+    """Returns the steps with meetings, and (m, p) ranks' own clocks at each one's last meeting.
 
     If the run began here, the first row is its start, as step `begun` - 1.
     """
@@ -75,7 +73,7 @@ def _own_clocks(w: Window, begun: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _last_meetings(w: Window, c: Arrivals) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (steps, (m, p) arrivals) of each step's last collective of all ranks."""
+    """Returns (steps, (m, p) arrivals) of each step's last common collective."""
     there = ~np.isnan(c.t0)
     needed = ~np.isnan(w.step_seconds)[c.step - w.first]
     whole = np.flatnonzero((there.sum(axis=1) > 1) & ~(needed & ~there).any(axis=1))
@@ -94,44 +92,43 @@ def _compare_known(values: np.ndarray) -> np.ndarray:
 
 
 class LatenessStrips:
-    """Lateness of a growing record as at most `MOST` strips of equally many steps. Reads each step once.
+    """Lateness of a growing record as at most `MOST` equal strips of steps. Reads each step once.
 
-    A strip has the mean of its steps' meetings. A step without one counts with the next, which gives a periodic
-    strategy's rounds their true width.
+    A strip has the mean of its meetings. A step without one counts with the next, for the true width of a periodic
+    strategy's rounds.
     """
 
     MOST = 120
-    LAST = 20  # meetings kept one by one
+    LAST = 20
 
     def __init__(self, ranks: int) -> None:
-        self.first, self.next = -1, 0  # first step read, next to read
+        self.first, self.next = -1, 0  # first step read; next
         self.size = 1  # steps per strip
         self.last = -1
-        self.recent = np.full((0, ranks), np.nan)  # (at most LAST, p) newest meetings since the last change
+        self.recent = np.full((0, ranks), np.nan)  # (at most LAST, p) newest since the last change
         self.most, self.most_at = np.full(ranks, np.nan), np.zeros(ranks, np.int64)
         self._sum, self._count = np.zeros((0, ranks)), np.zeros((0, ranks))
-        self._drawn = 0  # first step that may still join a meeting
+        self._drawn = 0  # first step of an open meeting
 
     @property
     def seconds(self) -> np.ndarray:
-        """(strips, p) mean lateness. NaN if ranks did not meet."""
+        """(strips, p) means; NaN without meetings."""
         out = np.full(self._sum.shape, np.nan)
         return np.divide(self._sum, self._count, out=out, where=self._count > 0)
 
     @property
     def mean(self) -> np.ndarray:
-        """(p,) mean over meetings, weighted by their steps, or NaN."""
+        """(p,) mean over meetings, weighted by steps, or NaN."""
         count = self._count.sum(axis=0)
         return np.divide(self._sum.sum(axis=0), count, out=np.full(len(count), np.nan), where=count > 0)
 
     @property
     def steps(self) -> np.ndarray:
-        """(strips,) middle steps."""
         out: np.ndarray = self.first + self.size * np.arange(len(self._sum)) + (self.size - 1) / 2
         return out
 
     def add_steps(self, tl: Timeline, held_back: int = 0) -> bool:
-        """Reads new steps, except the newest `held_back`. Returns whether ranks met in them."""
+        """Reads new steps, except the newest `held_back`. Returns whether ranks met."""
         begun, ended = last_steps(tl)
         if ended - held_back <= max(self.next, begun):
             return False
@@ -148,7 +145,7 @@ class LatenessStrips:
         return bool(len(met))
 
     def _add_meetings(self, steps: np.ndarray, seconds: np.ndarray, changed: int) -> None:
-        """Adds meetings. steps: (n,); seconds: (n, p) lateness; changed: step of the last change"""
+        """steps: (n,); seconds: (n, p) lateness; changed: step of the last change"""
         recent = seconds
         if self.last < changed <= steps[-1]:
             self.recent, recent = self.recent[:0], seconds[steps >= changed]

@@ -2,10 +2,10 @@
 
     encode + decode + stall now    against    stall with Dense
 
-Encoding that stalls its own rank's step counts once. Compression during compute costs between nothing (idle cores) and
-its full time (busy cores); between these the verdict is open. Whole steps are compared only if the run has steps with
-Dense under the same settings. Otherwise Dense is predicted from dense all-reduces of measurements on this network
-(`measure_every`), bucket after bucket:
+Encoding that stalls its own rank's step counts once. Compression during compute costs nothing on idle cores and its
+full time on busy ones; in between the verdict is open. Whole steps are compared only with Dense steps under the same
+settings. Without any, Dense is predicted from measured dense all-reduces on this network (`measure_every`), bucket
+after bucket:
 
     end_k = max(end_{k-1}, ready_k) + took_k;     stall = end_last - (when the rank began to wait)
 """
@@ -30,24 +30,24 @@ from workbench.record.timeline import Timeline
 if TYPE_CHECKING:
     from workbench.record.run import Run
 
-SAME = ("strategy", "fabric", "pace", "batch", "bucket_mb")  # must be equal in the steps with Dense
-MEASURED = 400  # steps back to look for measurements
-SHORT = 1e-4  # seconds: smaller differences do not matter
+SAME = ("strategy", "fabric", "pace", "batch", "bucket_mb")  # must be equal in Dense steps
+MEASURED = 400  # steps back to measurements
+SHORT = 1e-4  # seconds: the least difference that matters
 
 
 class BreakEven(NamedTuple):
     """Medians per step in seconds. NaN if unknown.
 
     verdict: "pays", "costs", "depends" (on idle cores), "even" (no clear difference), "short" (too few steps) or
-             "unknown". `workbench.analysis.compare.clear` defines a clear difference
+             "unknown"
     known:   source of the values with Dense: "measured", "predicted" or ""
     """
 
     name: str
     steps: tuple[int, int]  # [first, stop)
     codec: float
-    beside: float  # its part without a stall
-    exposed: float  # stall without the rank's own packing
+    beside: float
+    exposed: float  # without the rank's own packing
     dense: float  # stall with Dense
     verdict: str
     known: str
@@ -64,7 +64,7 @@ class _DenseCost(NamedTuple):
 
 
 def break_even(run: Run, last: int = WINDOW) -> BreakEven | None:
-    """Judges the present compression by the last steps. None without compression or steps."""
+    """Judges the present compression, or returns None without compression or steps."""
     every = list_stretches(run)
     now, tl = every[-1], run.timeline
     first, stop = last_steps(tl)
@@ -92,7 +92,7 @@ def break_even(run: Run, last: int = WINDOW) -> BreakEven | None:
 
 
 def _measure_dense(tl: Timeline, every: list[Stretch], last: int) -> _DenseCost | None:
-    """From the newest steps without compression and with the same `SAME` settings."""
+    """From the newest uncompressed steps with the same `SAME` settings."""
     now = every[-1]
     for s in reversed(every[:-1]):
         if s.compressor or any(s.settings.get(k) != now.settings.get(k) for k in SAME):
@@ -105,12 +105,12 @@ def _measure_dense(tl: Timeline, every: list[Stretch], last: int) -> _DenseCost 
 
 
 def _used_steps(side: Side, begin: int) -> tuple[int, int]:
-    """[first, stop) of the used steps, after those that follow a change at `begin`."""
+    """[first, stop) without the steps just after a change at `begin`."""
     return max(side.steps[0], begin + SETTLE), side.steps[1]
 
 
 def _predict_dense(tl: Timeline, side: Side, now: Stretch) -> _DenseCost | None:
-    """From dense all-reduces of measurements under the present settings."""
+    """From measurements under the present settings."""
     stop = side.steps[1]
     took, n = _bucket_seconds(Window(tl, max(now.first, stop - MEASURED), stop))
     if not took:
@@ -125,7 +125,7 @@ def _bucket_seconds(w: Window) -> tuple[dict[int, float], int]:
     rows, number = list_buckets(w.lane(MEASURING))
     names = {str(name): int(k) for name, k in zip(rows.name, number, strict=True)}
     found: dict[int, list[float]] = {}
-    sent = c.full & (c.nbytes > 0).all(axis=1)  # without the local arithmetic that follows
+    sent = c.full & (c.nbytes > 0).all(axis=1)  # without the later local arithmetic
     for name, seconds in zip(c.name[sent], lasted[sent], strict=True):
         if str(name) in names:
             found.setdefault(names[str(name)], []).append(float(seconds))
@@ -172,7 +172,6 @@ def _judge_codec(found: dict[str, np.ndarray], side: Side, dense: _DenseCost | N
 
 
 def _compare_range(low: np.ndarray, high: np.ndarray, dense: np.ndarray) -> str:
-    """Compares `dense` with the range from `low` to `high`."""
     if compare_values(high, dense, least=SHORT).more:
         return "pays"
     if compare_values(dense, low, least=SHORT).more:

@@ -1,7 +1,7 @@
 """The rule for a clear difference.
 
-The ratio of 2 medians gets an interval by bootstrap over steps. Neighbouring steps are alike, because a busy machine
-stays busy. So n steps count as n' independent steps. The draws' distances from their median grow by
+The ratio of 2 medians gets an interval by bootstrap over steps. A busy machine stays busy, so neighbouring steps are
+alike, and n steps count as n' independent ones. The draws' distances from their median grow by
 
     sqrt(n / n') (1 + 1.5 / n'),     n' = n (1 - r) / (1 + r)
 
@@ -10,10 +10,10 @@ factor corrects for the uncertain spread of few values. Of pairs of equal series
 with r = 0.8, and 1 % with r = 0.3 or less (`tests/unit/test_clear.py`).
 
 A difference is clear if the ratio's 99 % interval excludes 1, the ratio is not within `WORTH` of 1, and both sides have
-enough steps. A user makes dozens of comparisons, and 95 % intervals would fail in 5 % of them. 0 to 0 counts as 1.
+enough steps. 95 % intervals would fail in 5 % of a user's dozens of comparisons. 0 to 0 counts as 1.
 
 References: Efron, "Bootstrap methods", Ann. Statist. 1979; n' of a first-order autoregressive series: Bartlett, JRSS B
-    1946; the bias of r: Kendall, "Note on bias in the estimation of autocorrelation", Biometrika 1954.
+1946; the bias of r: Kendall, "Note on bias in the estimation of autocorrelation", Biometrika 1954.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import numpy as np
 DRAWS = 800
 LEAST_STEPS = 20  # steps per side for a verdict
 LEAST_ROUNDS = 5  # or whole rounds
-WORTH = 0.01  # distance of the ratio from 1 that matters
-MOST = 0.9  # upper limit of r
+WORTH = 0.01  # the ratio's least distance from 1 that matters
+MOST = 0.9
 
 
 class Estimate(NamedTuple):
-    """A number with its 95 % interval (a slope: 99 %), from `n` values. NaN if they are too few."""
+    """A number from `n` values, with its 95 % interval (a slope: 99 %). NaN if they are too few."""
 
     value: float
     low: float
@@ -39,10 +39,10 @@ class Estimate(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """The median after over the median before, with its 99 % interval. NaN without values.
+    """The median after over before, with its 99 % interval. NaN without values.
 
     clear: whether it differs clearly from 1
-    lacks: why there is no verdict yet, or ""
+    lacks: why there is no verdict, or ""
     """
 
     value: float
@@ -64,7 +64,7 @@ def compare_values(before: np.ndarray, after: np.ndarray, lacks: str = "", least
     """Compares (n,) values of steps or rounds before with (m,) after.
 
     lacks: why no verdict is possible, or ""
-    least: the smallest difference of the medians that matters
+    least: the least difference of the medians that matters
     """
     before, after = (values[np.isfinite(values)] for values in (before, after))
     if not len(before) or not len(after):
@@ -81,7 +81,7 @@ def compare_values(before: np.ndarray, after: np.ndarray, lacks: str = "", least
 
 
 def estimate_median(values: np.ndarray) -> Estimate:
-    """The median of (n,) values, bootstrapped over steps, reproducibly."""
+    """The median of (n,) values, bootstrapped reproducibly."""
     values = values[np.isfinite(values)]
     n = len(values)
     if n < 2:
@@ -91,7 +91,7 @@ def estimate_median(values: np.ndarray) -> Estimate:
 
 
 def draw_medians(values: np.ndarray, seed: int = 0) -> np.ndarray:
-    """(DRAWS,) medians of resampled values, spread as for (n,) consecutive steps."""
+    """(DRAWS,) medians of resampled values, as for (n,) consecutive steps."""
     n, middle = len(values), np.median(values)
     every = np.median(values[np.random.default_rng(seed).integers(0, n, (DRAWS, n))], axis=1)
     r = rank_correlation(values)
@@ -100,7 +100,7 @@ def draw_medians(values: np.ndarray, seed: int = 0) -> np.ndarray:
 
 
 def rank_correlation(values: np.ndarray) -> float:
-    """Correlation r of neighbouring values' ranks, 0 to `MOST`, robust to outliers."""
+    """Correlation r of neighbouring values' ranks, 0 to `MOST`."""
     n = len(values)
     rank = np.unique(values, return_inverse=True)[1].astype(float)
     rank -= rank.mean() if n else 0.0
@@ -114,7 +114,7 @@ def rank_correlation(values: np.ndarray) -> float:
 def why_few(n: int, steps: int, *, rounds: bool, seen: int | None = None) -> str:
     """Returns why `n` values of `steps` steps are too few for a verdict, or "".
 
-    rounds: whether the values are of rounds, not of steps
+    rounds: whether the values are of rounds
     seen:   the number of values with the excluded ones
 
     >>> why_few(2, 2, rounds=False), why_few(3, 24, rounds=True)
@@ -138,7 +138,7 @@ def _count_noun(n: int, noun: str) -> str:
 
 
 def _divide_values(after: np.ndarray | float, before: np.ndarray | float) -> np.ndarray:
-    """after / before; infinite if only `before` is 0, and 1 if both are 0."""
+    """after / before; infinite if only `before` is 0; 1 if both are 0."""
     after, before = np.asarray(after, float), np.asarray(before, float)
     endless = np.full(np.broadcast_shapes(after.shape, before.shape), np.inf)
     out = np.divide(after, before, out=endless, where=before > 0)

@@ -1,12 +1,11 @@
 """Compares 2 runs, or 2 segments of one: is the second better, worse or alike?
 
-Step time, exposed communication and bytes are medians over the comparable steps (`compare.sides`). Training losses are
-means over ranks. They are compared at equal steps, examples or seconds, as medians over the last 10 % of the common
-range without their slope. Less is better.
+Step time, exposed communication and bytes are medians over the comparable steps (`compare.sides`). Training losses,
+means over ranks, are compared at equal steps, examples or seconds: as medians over the last 10 % of the common range
+without their slope. Less is better.
 
-A difference's 99 % interval is that of `compare.clear`. It separates noise within runs from a difference between runs,
-whatever the reason: equal runs differ if the machine is busier during one. Each of the 6 metrics is a separate
-question.
+The 99 % intervals are those of `compare.clear`. They separate noise within runs from a difference between runs, whose
+cause may also be a busier machine. Each of the 6 metrics is a separate question.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ if TYPE_CHECKING:
     from workbench.record.run import Run
     from workbench.record.timeline import Timeline
 
-MOST = 4000  # values per side in draws
-LAST = 0.1  # of the common range, to compare losses
-SHORT = 1e-4  # seconds: smaller differences do not matter
+MOST = 4000
+LAST = 0.1  # of the common range
+SHORT = 1e-4  # seconds: the least difference that matters
 WORSE, BETTER, ALIKE, UNKNOWN = "worse", "better", "alike", "unknown"
 ALIGNED = ("steps", "examples", "seconds")  # axes of losses
 
@@ -36,8 +35,8 @@ ALIGNED = ("steps", "examples", "seconds")  # axes of losses
 class Compared(NamedTuple):
     """One quantity of 2 runs. Less is better.
 
-    a, b:       medians; NaN if a run has none
-    difference: b - a, with its 99 % interval [low, high]; NaN if there are too few values
+    a, b:       medians, or NaN
+    difference: b - a, with its 99 % interval [low, high]; NaN for too few values
     verdict:    on b: "worse", "better", "alike" or "unknown" (see `why`)
     """
 
@@ -58,15 +57,15 @@ class LossCurve(NamedTuple):
     loss: np.ndarray  # (n,)
     steps: np.ndarray  # steps so far
     seconds: np.ndarray  # since the first step began
-    examples: np.ndarray  # of all ranks together; empty if the record lacks them
+    examples: np.ndarray  # of all ranks; empty if unrecorded
 
     def progress_along(self, aligned: str) -> np.ndarray:
-        """(n,) the progress on the axis `aligned`. Empty if unknown."""
+        """(n,) progress along `aligned`, or empty."""
         return np.asarray(getattr(self, aligned))
 
 
 def compare_runs(a: Run, b: Run, tolerance: float = 0.0) -> list[Compared]:
-    """Compares `b` with `a`, quantity by quantity. Raises RunError for a bad `tolerance`.
+    """Compares `b` with `a`. Raises RunError for a bad `tolerance`.
 
     tolerance: share of a's value by which b may be worse, 0 to 10; "worse" needs the whole interval beyond it
     """
@@ -94,7 +93,7 @@ def judge_metric(
 ) -> Compared:
     """Compares (n,) values of one run with (m,) of the other.
 
-    least: the smallest difference that matters
+    least: the least difference that matters
     """
     before, after = (values[np.isfinite(values)] for values in (before, after))
     a, b = (float(np.median(values)) if len(values) else float("nan") for values in (before, after))
@@ -111,7 +110,7 @@ def judge_metric(
 
 
 def loss_curve(tl: Timeline) -> LossCurve:
-    """Returns the training loss per step, without steps in which no rank's loss was finite."""
+    """Returns the training loss per step, without steps in which no loss was finite."""
     rows = tl.samples.rows()
     rows = rows[rows.equal("name", "loss") & np.isfinite(rows.value)] if len(rows) else rows
     if not len(rows):
@@ -126,14 +125,14 @@ def loss_curve(tl: Timeline) -> LossCurve:
 
 
 def list_differences(a: Run, b: Run) -> list[str]:
-    """Returns the initial settings that differ, in words: "strategy: DDP(), LocalSGD(every=8)"."""
+    """Returns different initial settings, in words: "strategy: DDP(), LocalSGD(every=8)"."""
     was, now = a.settings_today, b.settings_today
     names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     return [f"{name}: {in_words(was.get(name))}, {in_words(now.get(name))}" for name in names]
 
 
 def _compare_losses(before: LossCurve, after: LossCurve, aligned: str, tolerance: float) -> Compared:
-    """Compares losses in the last 10 % of the common range, or its last `LEAST_STEPS` steps."""
+    """Uses the last 10 % of the common range, or its last `LEAST_STEPS` steps."""
     metric, along = f"loss at equal {aligned}", (before.progress_along(aligned), after.progress_along(aligned))
     if not all(map(len, along)):
         nothing = "no loss on the record"
@@ -152,7 +151,7 @@ def _compare_losses(before: LossCurve, after: LossCurve, aligned: str, tolerance
 
 
 def _remove_trend(x: np.ndarray, losses: np.ndarray, at: float) -> np.ndarray:
-    """Removes the trend from (n,) losses, as if measured at `at`."""
+    """Removes the trend from (n,) losses, as if at `at`."""
     if len(x) < LEAST_STEPS:
         return losses
     slope = np.polynomial.Polynomial.fit(x, losses, 1).deriv()(at)
@@ -164,7 +163,7 @@ def _join_reasons(a: str, b: str) -> str:
 
 
 def _thin_values(values: np.ndarray) -> np.ndarray:
-    """Returns at most `MOST` evenly spread values, to bound the draws' memory."""
+    """Returns at most `MOST` evenly spread values, for the draws' memory."""
     if len(values) <= MOST:
         return values
     return values[np.linspace(0, len(values) - 1, MOST).astype(int)]

@@ -1,7 +1,4 @@
-"""Bytes saved against error added: the effect of compression over some steps.
-
-Spans give the bytes. The error was measured in some steps (`measure_every`).
-"""
+"""Bytes saved (from spans) against error added (measured in some steps, see `measure_every`)."""
 
 from __future__ import annotations
 
@@ -21,16 +18,16 @@ _BUCKET = re.compile(r"\bbucket (\d+)$")
 class Compression(NamedTuple):
     """The effect of compression in steps [first, stop). NaN if unknown.
 
-    Bytes include indices, scales and headers, and are means over ranks and the steps with an exchange. Error, cosine
-    and residual are medians over measurements.
+    Bytes include indices, scales and headers; they are means over ranks and steps with an exchange. Error, cosine and
+    residual are medians over measurements.
     """
 
     steps: tuple[int, int]
     dense: float  # of a ring all-reduce in fp32
     sent: float
-    error: float  # ||out - sum|| / ||sum||: the result against the sum of inputs
+    error: float  # ||out - sum|| / ||sum||
     cosine: float  # between result and sum
-    residual: float  # ||sum of e|| / ||sum||: all ranks' residual
+    residual: float  # ||sum of e|| / ||sum||
     measured: int  # number of measurements
 
     @property
@@ -40,7 +37,7 @@ class Compression(NamedTuple):
 
 
 def measure_compression(tl: Timeline, first: int, stop: int) -> Compression:
-    """Returns the effect of compression in steps [first, stop)."""
+    """Measures steps [first, stop)."""
     dense, sent = exchanged_bytes(tl, first, stop)
     met = dense > 0
     whole, took = (float(values[met].mean()) if met.any() else float("nan") for values in (dense, sent))
@@ -51,14 +48,14 @@ def measure_compression(tl: Timeline, first: int, stop: int) -> Compression:
 
 
 def compression_ratios(tl: Timeline, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the steps with an exchange and their dense fp32 bytes over bytes sent."""
+    """Returns the steps with an exchange, and dense fp32 bytes over bytes sent."""
     dense, sent = (values.sum(axis=1) for values in exchanged_bytes(tl, first, stop))
     met = (dense > 0) & (sent > 0)
     return np.arange(first, first + len(met))[met], dense[met] / sent[met]
 
 
 def exchanged_bytes(tl: Timeline, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, ranks): the buckets' bytes in dense fp32, and the bytes that they took."""
+    """(steps, ranks): the buckets' bytes in dense fp32, and as sent."""
     w = Window(tl, first, stop)
     rows, number = list_buckets(w.lane("comm"))
     inside = ~w.is_outside(rows)
@@ -85,7 +82,7 @@ def list_buckets(rows: Rows) -> tuple[Rows, np.ndarray]:
 
 
 def _bucket_sizes(tl: Timeline, w: Window) -> np.ndarray:
-    """(steps, buckets) bytes in each bucket's own dtype. New buckets hold from the next step."""
+    """(steps, buckets) bytes in each one's own dtype. New buckets hold from the next step."""
     marks = tl.marks.rows()
     marks = marks[marks.equal("name", "buckets")]
     every = [json.loads(d)["nbytes"] for d in marks.detail]

@@ -1,4 +1,4 @@
-"""The effect of a change: the steps before and after it, up to the next change."""
+"""The effect of a change, up to the next one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SHORT = 0.1  # ms: smaller differences do not matter
 
 
 class Effect(NamedTuple):
-    """One row of the card: a quantity before and after the change.
+    """One row of the card: a quantity before and after.
 
     change: after over before; for a slope, only `clear` and `lacks`
-    trends: for the loss: the slopes before and after
+    trends: the loss's slopes before and after
     """
 
     name: str
@@ -48,7 +48,7 @@ class Effect(NamedTuple):
 
 
 class Card(NamedTuple):
-    """The effect of the change before step `step`, which `text` describes.
+    """The effect of the change before step `step`.
 
     nbytes, seconds: cost of the change for all ranks; 0 in an old record
     """
@@ -104,7 +104,7 @@ def _compare_slopes(was: Trend, now: Trend) -> Effect:
 
 
 def _list_changes(tl: Timeline, step: int) -> list[dict[str, Any]]:
-    """Returns the details of the changes before step `step`."""
+    """Returns details of the changes before step `step`."""
     rows = tl.marks.rows()
     rows = rows[rows.equal("name", "change") & (rows.step == step)] if len(rows) else rows
     said = [json.loads(d) for d in rows.detail]

@@ -1,8 +1,7 @@
-"""The comparable steps on one side of a change: settled, undisturbed and enough of them.
+"""The comparable steps on one side of a change.
 
-Excludes steps after the run's beginning, a change, a re-bucketing or a pause, and next to an evaluation, a hand-over or
-a measurement. With a periodic strategy it compares whole rounds, which spread a meeting's cost; an evaluation in them
-hardly matters.
+Excludes steps after a beginning, a change, a re-bucketing or a pause, and next to an evaluation, a hand-over or a
+measurement. A periodic strategy's whole rounds spread a meeting's cost; an evaluation in them hardly matters.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from workbench.analysis.steps.collectives import lined_up
 from workbench.analysis.steps.window import Window, change_steps, last_steps
 from workbench.record.timeline import Timeline
 
-SETTLE = 2  # steps to skip after a beginning, a change or new buckets
+SETTLE = 2  # steps after a beginning, a change or new buckets
 WINDOW = 50  # steps to analyse
-WIDER = (1, 4, 40)  # windows to try, until there are enough rounds
-RARE = 4  # with fewer than 1 in 4 undisturbed, all steps count
+WIDER = (1, 4, 40)  # windows to try for enough rounds
+RARE = 4  # with fewer than 1 in 4 undisturbed, all count
 
 
 class Side:
-    """Steps [first, stop) of one side. A value per step, or per round of a periodic strategy.
+    """Steps [first, stop) of one side, with a value per step, or per round of a periodic strategy.
 
-    begins: a step at which a round begins
-    lacks:  why these steps give no verdict, or ""
+    begins: a round's first step
+    lacks:  why there is no verdict, or ""
     """
 
     def __init__(self, tl: Timeline, first: int, stop: int, begins: int) -> None:
@@ -46,7 +45,7 @@ class Side:
         self.seconds, self.exposed = self.average_each(w.step_seconds), self.average_each(w.seconds("wait"))
 
     def average_each(self, values: np.ndarray) -> np.ndarray:
-        """(n,) means of a (steps, ranks) matrix, one per step or round in use."""
+        """(n,) means of a (steps, ranks) matrix, per used step or round."""
         return np.array([values[self._rounds == k].mean() for k in self._kept])
 
     def _list_comparable(self) -> np.ndarray:
@@ -59,7 +58,7 @@ class Side:
 
 
 def side_before(tl: Timeline, stop: int, floor: int, window: int = WINDOW) -> Side:
-    """Returns the last steps before `stop`, from `floor` on; more if rounds are long."""
+    """Returns the last steps before `stop`, from `floor` on; more for long rounds."""
     for wide in WIDER:
         first = max(stop - wide * window, floor)
         side = Side(tl, first, stop, begins=floor)
@@ -69,7 +68,7 @@ def side_before(tl: Timeline, stop: int, floor: int, window: int = WINDOW) -> Si
 
 
 def side_after(tl: Timeline, first: int, ceiling: int, window: int = WINDOW) -> Side:
-    """Returns the first steps from `first` to `ceiling`; more if rounds are long."""
+    """Returns the first steps from `first` to `ceiling`; more for long rounds."""
     for wide in WIDER:
         stop = min(first + 1 + wide * window, ceiling)
         side = Side(tl, first, stop, begins=first)
@@ -79,7 +78,7 @@ def side_after(tl: Timeline, first: int, ceiling: int, window: int = WINDOW) -> 
 
 
 def unsettled_steps(tl: Timeline, w: Window) -> np.ndarray:
-    """A mask over steps just after a beginning, a change, new buckets or a pause."""
+    """Mask of steps just after a beginning, a change, new buckets or a pause."""
     marks, begun = tl.marks.rows(), last_steps(tl)[0]
     new = marks.step[marks.equal("name", "buckets")] if len(marks) else np.empty(0, np.int64)
     fresh = np.concatenate([[begun], change_steps(tl), new])[:, None] + np.arange(SETTLE)
@@ -87,7 +86,7 @@ def unsettled_steps(tl: Timeline, w: Window) -> np.ndarray:
 
 
 def _stalled_steps(tl: Timeline) -> np.ndarray:
-    """The steps after a pause, or after a fault that stalled a rank."""
+    """Steps after a pause, or after a fault that stalled a rank."""
     rows = tl.marks.rows()
     if not len(rows):
         return np.empty(0, np.int64)
@@ -97,7 +96,7 @@ def _stalled_steps(tl: Timeline) -> np.ndarray:
 
 
 def _number_rounds(w: Window, meetings: np.ndarray, begins: int) -> np.ndarray:
-    """(steps,) the round of each step; -1 if it is unfinished or began before the window."""
+    """(steps,) rounds; -1: unfinished, or begun before the window."""
     at = np.searchsorted(meetings, w.steps)
     whole = (at < len(meetings)) & ((at > 0) | (begins == w.first))
     rounds = np.where(whole, at, -1)

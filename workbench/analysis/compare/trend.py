@@ -1,4 +1,4 @@
-"""Whether the loss falls or rises: its slope over some steps, with an interval.
+"""Whether the loss falls or rises: its slope over some steps.
 
 The slope is the Theil-Sen estimator, the median of all pairs' slopes. Its interval is from Kendall's variance (Sen,
 JASA 1968), wider if neighbouring residuals are alike (see `compare.clear`).
@@ -24,7 +24,7 @@ class Trend(NamedTuple):
     """The loss's slope per 100 steps with its 99 % interval.
 
     lacks: why there is no verdict, or ""
-    odd:   number of excluded steps, with a loss that was not finite
+    odd:   number of excluded steps without a finite loss
     """
 
     slope: Estimate
@@ -44,7 +44,7 @@ class Trend(NamedTuple):
 
 
 def find_trend(tl: Timeline, side: Side) -> Trend:
-    """The training loss's trend, mean over ranks, in a side's settled steps."""
+    """The mean training loss's trend in settled steps."""
     w = side.window
     rows = tl.samples.rows()
     within = (rows.step >= w.first) & (rows.step < w.stop)
@@ -68,7 +68,7 @@ def find_trend(tl: Timeline, side: Side) -> Trend:
 
 
 def estimate_slope(steps: np.ndarray, losses: np.ndarray) -> Estimate:
-    """The Theil-Sen slope of (n,) losses per `PER` steps, with 99 % interval; NaN if n < 5."""
+    """The Theil-Sen slope of (n,) losses per `PER` steps; NaN if n < 5."""
     n = len(steps)
     if n < 5:
         return NOTHING._replace(n=n)

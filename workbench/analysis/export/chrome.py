@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from workbench.record.run import Run
 
 STREAMS = {"compute": 7, "comm": 20}
-HOST = 100_000  # number of rank 0's host process; its device process has number 0
+HOST = 100_000  # rank 0's host process; its device process is 0
 PREFIX = "ncclDevKernel_"
 _COLLECTIVES = {"all_reduce": "AllReduce", "all_gather": "AllGather", "reduce_scatter": "ReduceScatter",
                 "broadcast": "Broadcast", "all_to_all": "AllToAll"}  # fmt: skip
 
 
 def to_chrome(run: Run, folder: Path | str) -> Path:
-    """Writes `rank-0.json.gz`, ... into the new `folder`. Raises RunError on failure."""
+    """Writes `rank-0.json.gz`, ... into `folder`. Raises RunError on failure."""
     folder, (first, stop) = Path(folder), last_steps(run.timeline)
     w = Window(run.timeline, first, stop)
     try:
@@ -46,7 +46,7 @@ def to_chrome(run: Run, folder: Path | str) -> Path:
 
 
 def _make_header(run: Run, rank: int, ranks: int) -> dict[str, Any]:
-    """The fields that HTA reads first."""
+    """Fields that HTA reads first."""
     return {
         "schemaVersion": 1, "deviceProperties": [{"id": rank, "name": "a rank of training-workbench"}],
         "distributedInfo": {"backend": "gloo", "rank": rank, "world_size": ranks}, "traceName": run.name,

@@ -29,7 +29,7 @@ _FIELDS = {
 def to_perfetto(run: Run, path: Path | str) -> Path:
     """Writes a Chrome trace: a process per rank, a thread per lane; .gz compresses.
 
-    ui.perfetto.dev opens it. All ranks use the run's clock, with an error of up to `metadata.clock_error_s`.
+    For ui.perfetto.dev. All ranks use the run's clock, with an error of up to `metadata.clock_error_s`.
     """
     path = Path(path)
     ranks = run.environment.get("ranks", {})
@@ -109,11 +109,11 @@ def _to_microseconds(seconds: float) -> float:
 
 
 def as_python(run: Run) -> str:
-    """Returns Python code that repeats the experiment, with the same changes at the same steps.
+    """Returns Python code that repeats the experiment and its changes at the same steps.
 
     Two such runs of a lockstep strategy on one machine have bit-identical losses. Without a planned end, the code has
-    the steps made so far. It resumes the run's checkpoint, if any. It names only classes that ship with the project.
-    Other classes stay data, in which `Experiment.read` finds the user's classes. Raises RunError for invalid names.
+    the steps made so far. It resumes the run's checkpoint, if any. It names only classes that ship with the project;
+    other classes stay data, for `Experiment.read`. Raises RunError for invalid names.
     """
     from workbench.analysis import last_steps
 
@@ -127,7 +127,7 @@ def as_python(run: Run) -> str:
         settings["steps"] = last_steps(run.timeline)[1]
         comment["steps"] = "  # as far as this run got"
     texts: dict[str, str] = {}
-    theirs = False  # some classes do not ship
+    theirs = False
     for field, value in settings.items():
         home, used, own = field in _FIELDS, set[str](), set[str]()
         texts[field] = _format_call(value, ships, used, own) if home else _format_literal(value)
@@ -158,7 +158,7 @@ def _format_change(change: Change) -> str:
 
 
 def _format_decider(change: Change) -> str:
-    """The argument `by` of a policy's decision, so that the policy makes none of its own."""
+    """The argument `by` of a policy's decision, so that the policy makes no more."""
     return f", by={change.by!r}" if change.by else ""
 
 
@@ -169,9 +169,9 @@ def _find_package(module: str) -> str:
 
 
 def _format_call(value: Any, ships: Collection[str], used: set[str], own: set[str]) -> str:
-    """Returns the Python for a settings value: a call if all its classes ship (added to `used`).
+    """Returns a settings value as a call if all its classes ship (added to `used`).
 
-    Otherwise (classes in `own`) it stays plain data, so that it calls no unknown class.
+    Otherwise (classes in `own`) it stays plain data, so that no unknown class is called.
     """
     if isinstance(value, list):
         inner = [_format_call(v, ships, used, own) for v in value]
@@ -189,7 +189,7 @@ def _format_call(value: Any, ships: Collection[str], used: set[str], own: set[st
 
 
 def _format_literal(value: Any) -> str:
-    """Returns Python for plain JSON; any other value as its quoted text."""
+    """Returns Python for plain JSON; any other value as quoted text."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_format_literal(k)}: {_format_literal(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Exports a run to files for other tools, by the name of the format.
+"""Exports a run to files for other tools, by format.
 
 perfetto:     one merged trace, for ui.perfetto.dev
 chrome:       a folder with a trace per rank, like torch.profiler's, for Holistic Trace Analysis and chrome://tracing

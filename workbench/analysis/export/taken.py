@@ -25,7 +25,7 @@ from workbench.record.kineto import Event, Trace
 from workbench.record.timeline import Mark, Span, Timeline
 
 GAP = {True: 5e-6, False: 50e-6}  # seconds, on a GPU and on a CPU (with Python between operators)
-APART = 60.0  # seconds between 2 ranks' begins that make their clocks doubtful
+APART = 60.0  # seconds between 2 ranks' begins: more make their clocks doubtful
 KERNELS, COPIES = "kernel", ("gpu_memcpy", "gpu_memset")
 _STEP = re.compile(r"ProfilerStep#([0-9]{1,9})")
 _GPU_COMM = re.compile(r"^(nccl|rccl|mscclpp?|oneccl)", re.I)
@@ -50,7 +50,7 @@ class TracePiece(NamedTuple):
 
 
 def convert_traces(traces: dict[int, Trace]) -> tuple[Timeline, list[str]]:
-    """Merges all ranks' traces into one timeline that begins at 0. Also returns notes."""
+    """Merges all ranks' traces into one timeline from 0. Also returns notes."""
     timeline, notes = Timeline(), []
     begins = {rank: trace.events[0].t0 for rank, trace in traces.items()}
     zero = dict.fromkeys(begins, min(begins.values()))
@@ -71,7 +71,7 @@ def convert_traces(traces: dict[int, Trace]) -> tuple[Timeline, list[str]]:
 
 
 def convert_events(events: Sequence[Event]) -> list[TracePiece]:
-    """Converts one rank's events, ordered by begin."""
+    """Converts one rank's events, in order."""
     host = [e for e in events if e.cat not in (KERNELS, *COPIES)]
     kernels = [e for e in events if e.cat == KERNELS]
     copies = [e for e in events if e.cat in COPIES]
@@ -101,14 +101,14 @@ def convert_events(events: Sequence[Event]) -> list[TracePiece]:
 
 
 def _find_steps(host: Sequence[Event], events: Sequence[Event]) -> np.ndarray:
-    """(n, 2) begin and end of each profiler step on the host, or of the whole trace."""
+    """(n, 2) begin and end of profiler steps on the host, or of the whole trace."""
     said = {e.name: (e.t0, e.t1) for e in host if _STEP.fullmatch(e.name) and e.cat == "user_annotation"}
     whole = [(events[0].t0, max([e.t1 for e in events]))]
     return np.array(sorted(said.values()) or whole)
 
 
 def _find_ends(steps: np.ndarray, found: list[list[TracePiece]]) -> list[tuple[float, float]]:
-    """Begin and end of steps on a device, between their last kernels."""
+    """Begin and end of steps on a device, between last kernels."""
     out: list[tuple[float, float]] = []
     for (begun, ended), mine in zip(steps.tolist(), found, strict=True):
         begin = out[-1][1] if out else min([p.t0 for p in mine], default=begun)
@@ -117,7 +117,7 @@ def _find_ends(steps: np.ndarray, found: list[list[TracePiece]]) -> list[tuple[f
 
 
 def _of_step(step: int, t0: float, t1: float, mine: list[TracePiece], gap: float) -> list[TracePiece]:
-    """A step's pieces: merged neighbours, exposed communication and the step."""
+    """A step's merged pieces, exposed communication and the step."""
     out: list[TracePiece] = []
     computed = _cover_pieces((p for p in mine if p.lane == "compute"), gap)
     free = computed
@@ -135,7 +135,7 @@ def _of_step(step: int, t0: float, t1: float, mine: list[TracePiece], gap: float
 
 
 def _cover_pieces(found: Iterable[TracePiece], gap: float) -> Cover:
-    """The union of some pieces, with gaps up to `gap` closed."""
+    """The union of pieces, closing gaps up to `gap`."""
     every = list(found)
     wide = Cover(np.array([p.t0 for p in every]), np.array([p.t1 for p in every]) + gap)
     return Cover(wide.begin, wide.end - gap)
@@ -163,7 +163,7 @@ def _to_arrays(parts: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray
 
 
 def _find_phases(host: Sequence[Event], t: np.ndarray) -> list[str]:
-    """The host's phase at these times: backward in autograd, update in an optimizer, or forward."""
+    """The host's phases: backward in autograd, update in an optimizer, or forward."""
     out = np.full(len(t), "forward", "O")
     for name, begins in (("backward", _BACKWARD), ("update", _UPDATE)):
         some = [e for e in host if e.name.startswith(begins)]
@@ -172,7 +172,7 @@ def _find_phases(host: Sequence[Event], t: np.ndarray) -> list[str]:
 
 
 def _is_compute(e: Event) -> bool:
-    """On a CPU, whether the event is an operator or an optimizer's step."""
+    """Whether a CPU event is an operator or an optimizer's step."""
     return (e.cat == "cpu_op" and not e.name.startswith("c10d::")) or e.name.startswith(_UPDATE)
 
 
@@ -190,7 +190,7 @@ def _name_collective(e: Event, gpu: bool) -> str:
 
 
 def _read_nbytes(e: Event) -> int:
-    """Bytes of the input tensor or the copy; 0 if unrecorded."""
+    """Bytes of the input tensor or the copy, or 0."""
     count, item = e.args.get("In msg nelems"), _ITEM.get(str(e.args.get("dtype")).lower(), 0)
     said = e.args.get("bytes") if count is None else count
     if isinstance(said, bool) or not isinstance(said, int) or not 0 <= said < 2**48:

@@ -1,4 +1,4 @@
-"""Writes a run as TensorBoard event files, in a folder per rank to share a chart."""
+"""Writes TensorBoard event files, in a folder per rank to share a chart."""
 
 from __future__ import annotations
 
@@ -56,6 +56,6 @@ def _rank_column(seconds: np.ndarray, ranks: np.ndarray, rank: int) -> np.ndarra
 
 
 def _make_tag(name: str) -> str:
-    """Converts a sample's name to a TensorBoard tag that groups names like `memory peak`."""
+    """Makes a tag that groups names like `memory peak`."""
     first, _, rest = name.partition(" ")
     return f"{first}/{rest.replace(' ', '_')}" if rest else name

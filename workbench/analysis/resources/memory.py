@@ -9,7 +9,7 @@ import numpy as np
 from workbench.analysis.steps.window import list_generations, ranks_during
 from workbench.record.timeline import Timeline
 
-PREFIX = "memory "  # of the Samples' names, before a category or a name below
+PREFIX = "memory "  # of Samples' names, before a category or a name below
 PEAK, ALLOCATED, ALLOCATED_PEAK = "peak", "allocated", "allocated peak"
 PASSING = "in passing"  # peak minus all categories: brief uses
 AWAY = ("on host", "on disk")
@@ -20,7 +20,7 @@ class RankMemory(NamedTuple):
 
     most:           maxima by category, at different times. Memory of no category, such as gradients between 2 layers or
                     data of a hand-over, is "in passing"
-    peak:           maximum of all categories together: at least the largest, at most their sum
+    peak:           maximum of the sum: at least the largest category, at most all
     allocated:      bytes in use in the GPU's allocator at a step's end, with temporaries; None without a GPU
     allocated_peak: their maximum since the process began
     """
@@ -59,14 +59,14 @@ def measure_memory(tl: Timeline, first: int = 0, stop: int | None = None) -> lis
 
 
 def _beyond_categories(most: dict[str, int], peak: int) -> int:
-    """The peak's bytes beyond all categories; 0 if an evaluation may have caused the peak."""
+    """The peak's bytes beyond all categories; 0 if an evaluation may be the cause."""
     every = sum(nbytes for name, nbytes in most.items() if name not in AWAY)
     step = every - most.get("evaluation", 0)
     return peak - step if peak > max(step, every - most.get("activations", 0)) else 0
 
 
 def _find_maxima(tl: Timeline, first: int, stop: int | None) -> dict[str, dict[int, int]]:
-    """The maximum by name (without the prefix, in the record's order) and by rank."""
+    """The maximum by name (without prefix, in the record's order) and rank."""
     rows = tl.samples.rows()
     found: dict[str, dict[int, int]] = {}
     if not len(rows):

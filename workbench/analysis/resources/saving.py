@@ -21,7 +21,7 @@ class CheckpointProgress(NamedTuple):
 
 
 def checkpoint_progress(tl: Timeline) -> CheckpointProgress | None:
-    """Returns the checkpoint under way, from the ranks' copies to the Mark of its result."""
+    """Returns it from the ranks' copies to the Mark of its result."""
     samples, marks = tl.samples.rows(), tl.marks.rows()
     began = samples[samples.equal("name", "checkpoint_copied")]
     if not len(began):

@@ -9,7 +9,7 @@ from workbench.record.timeline import Timeline
 
 
 def list_unheeded(timeline: Timeline) -> list[str]:
-    """Returns a sentence for each present request without effect. Hosts mark begin and end."""
+    """Returns a sentence for each present one. Hosts mark begin and end."""
     rows = timeline.marks.rows()
     rows = rows[rows.equal("name", "pace") | rows.equal("name", "no effect")]
     late: dict[int, tuple[float, float]] = {}  # by rank: seconds of compute, and target

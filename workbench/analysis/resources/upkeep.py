@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class RankClock(NamedTuple):
     """One rank's clock when the run began, in seconds.
 
-    offset: its host's clock minus rank 0's. Recorded times are corrected for it. NaN: not recorded
+    offset: its host's clock minus rank 0's, which recorded times are corrected for. NaN: not recorded
     error:  of the offset, at most: half the quickest of 16 round trips; 0 on rank 0's host
     """
 
@@ -45,7 +45,7 @@ def list_clocks(run: Run) -> list[RankClock]:
 
 
 def recording_costs(tl: Timeline) -> list[RankCost]:
-    """Returns the costs by rank, which ranks record every few seconds and at the end."""
+    """Returns the costs by rank, recorded every few seconds and at the end."""
     rows = tl.samples.rows()
     found = []
     for rank in ranks_of(rows) if len(rows) else ():

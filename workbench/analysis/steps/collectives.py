@@ -1,4 +1,4 @@
-"""Lines collectives up across ranks: when each rank arrived and how long it waited.
+"""Lines collectives up across ranks.
 
 The k-th communication span with a name in a step is the same collective on every rank. Data move once the last rank has
 arrived.
@@ -15,7 +15,7 @@ from workbench.record.timeline import Rows, Timeline
 
 
 class Arrivals(NamedTuple):
-    """One row per collective, one column per rank. NaN if a rank's span is missing."""
+    """A row per collective, a column per rank. NaN for a missing span."""
 
     ranks: np.ndarray  # (p,)
     step: np.ndarray  # (c,)
@@ -52,19 +52,19 @@ class Arrivals(NamedTuple):
 
     @property
     def late(self) -> np.ndarray:
-        """(c, p) seconds from the other ranks' median arrival to each rank's (negative: before)."""
+        """(c, p) seconds from the other ranks' median arrival (negative: before)."""
         return against_others(self.t0)
 
 
 def line_up(tl: Timeline, first: int, stop: int) -> Arrivals:
-    """Returns all collectives of steps [first, stop), in order of last arrival."""
+    """Returns the collectives of steps [first, stop), by last arrival."""
     return lined_up(Window(tl, first, stop))
 
 
 def lined_up(w: Window, lane: str = "comm", *, outside: bool = False) -> Arrivals:
-    """`line_up` for an existing window, without messages.
+    """`line_up` for a window, without messages.
 
-    outside: includes the collectives of evaluations and hand-overs
+    outside: with those of evaluations and hand-overs
     """
     rows, ports = w.lane(lane), w.lane("port")
     if not outside:
@@ -94,7 +94,7 @@ def is_message(rows: Rows) -> np.ndarray:
 
 
 def last_arrivals(tl: Timeline, rows: Rows) -> np.ndarray:
-    """`last_arrival` for rows of a timeline, also in evaluations and hand-overs."""
+    """`last_arrival` for a timeline's rows, also in evaluations and hand-overs."""
     if not len(rows):
         return np.empty(0)
     w = Window(tl, int(rows.step.min()), int(rows.step.max()) + 1)
@@ -102,7 +102,7 @@ def last_arrivals(tl: Timeline, rows: Rows) -> np.ndarray:
 
 
 def last_arrival(rows: Rows, c: Arrivals) -> np.ndarray:
-    """(n,) the last arrival at each row's collective, or NaN."""
+    """(n,) last arrivals at each row's collective, or NaN."""
     out, comm = np.full(len(rows), np.nan), rows.equal("lane", "comm")
     last = c.last
     for column, rank in enumerate(c.ranks):
@@ -116,15 +116,15 @@ def last_arrival(rows: Rows, c: Arrivals) -> np.ndarray:
 
 
 def moving_since(rows: Rows, last: np.ndarray) -> np.ndarray:
-    """(n,) when data began to move in each row; in a collective, at the last arrival."""
+    """(n,) when each row's data began to move: in a collective, at the last arrival."""
     out: np.ndarray = np.fmax(rows.t0, np.fmin(last, rows.t1))
     return out
 
 
 def send_rates(rows: Rows, last: np.ndarray) -> np.ndarray:
-    """(n,) Mbit/s at which each row sent its own bytes, without waits. NaN if it sent nothing.
+    """(n,) Mbit/s at which each row sent its own bytes, without waits, or NaN.
 
-    last: as from `last_arrival`
+    last: from `last_arrival`
     """
     seconds = rows.t1 - moving_since(rows, last)
     sent = (rows.nbytes > 0) & (seconds > 0)
@@ -132,14 +132,14 @@ def send_rates(rows: Rows, last: np.ndarray) -> np.ndarray:
 
 
 def against_others(values: np.ndarray) -> np.ndarray:
-    """Subtracts from each value the median of the other columns, row by row."""
+    """Subtracts from each value its row's median of the other columns."""
     if values.shape[1] < 2:
         return np.zeros_like(values)
     return np.asarray(values - of_others(values))
 
 
 def of_others(values: np.ndarray) -> np.ndarray:
-    """(..., p): each value's median of the other values. NaN if another value is NaN.
+    """(..., p): each value's median of the other values, or NaN.
 
     Without one of n sorted values, the middle moves by one for the values before it.
 
@@ -158,7 +158,7 @@ def of_others(values: np.ndarray) -> np.ndarray:
 
 
 def _make_keys(rows: Rows) -> np.ndarray:
-    """One number per span (step, name, occurrence), equal on all ranks."""
+    """A number per span (step, name, occurrence), equal on all ranks."""
     name = rows.coded("name").codes.astype(np.int64)
     step, n = rows.step.astype(np.int64), len(rows)
     if not n:

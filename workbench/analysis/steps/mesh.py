@@ -30,7 +30,7 @@ class Arrangement(NamedTuple):
 
 
 def _last_mark(tl: Timeline, name: str, since: float) -> tuple[dict[str, Any], float]:
-    """Returns the detail and the time of the last Mark `name` since `since`."""
+    """Returns the last Mark `name` since `since`: detail and time."""
     rows = tl.marks.rows()
     mine = rows[rows.equal("name", name) & (rows.t >= since)] if len(rows) else rows
     found = [(float(t), json.loads(text)) for t, text in zip(mine.t, mine.detail, strict=True)]
@@ -39,9 +39,9 @@ def _last_mark(tl: Timeline, name: str, since: float) -> tuple[dict[str, Any], f
 
 
 def find_arrangement(tl: Timeline, ranks: int) -> Arrangement:
-    """Returns the arrangement at the record's end, by default one line of `ranks` replicas."""
+    """Returns the last arrangement, by default one line of `ranks` replicas."""
     members, since = _last_mark(tl, "members", float("-inf"))
-    there = tuple(members.get("members", range(ranks)))  # the rank at each place, also after losses
+    there = tuple(members.get("members", range(ranks)))  # rank by place, also after losses
     found = Arrangement((("data", len(there)),), there)
     said, _ = _last_mark(tl, "mesh", since)
     if said:

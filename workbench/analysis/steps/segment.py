@@ -6,7 +6,7 @@ import numpy as np
 
 from workbench.record.timeline import Rows, Table, Timeline
 
-STANDING = ("examples", "lr", "memory ")  # begin the names of samples that ranks record only when they change
+STANDING = ("examples", "lr", "memory ")  # begin the names of samples recorded only when they change
 
 
 def cut_segment(tl: Timeline, first: int, stop: int) -> Timeline:

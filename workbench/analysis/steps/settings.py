@@ -30,7 +30,7 @@ class Stretch(NamedTuple):
 
 
 def list_stretches(run: Run) -> list[Stretch]:
-    """Returns the stretches between a run's changes, in order. The last has no end yet."""
+    """Returns the stretches in order. The last has no end yet."""
     found: list[Stretch] = []
     for step, settings in fold(run.settings, run.changes, with_value):
         first = max(step, found[-1].first if found else 0)
@@ -42,7 +42,7 @@ def list_stretches(run: Run) -> list[Stretch]:
 
 
 def settings_words(settings: Plain, longest: int = 500) -> dict[str, str]:
-    """Returns settings as texts of at most `longest` characters each.
+    """Returns settings as texts of at most `longest` characters.
 
     >>> settings_words({"ranks": 2, "strategy": {"LocalSGD": {"every": 8}}})
     {'ranks': '2', 'strategy': 'LocalSGD(every=8)'}
@@ -51,9 +51,9 @@ def settings_words(settings: Plain, longest: int = 500) -> dict[str, str]:
 
 
 def with_value(settings: Plain, path: str, value: Any) -> Plain:
-    """Sets the value at `path` in `settings`; returns them unchanged if no setting matches.
+    """Sets the value at `path`; returns `settings` unchanged if nothing matches.
 
-    path: as much of the path as makes it unique
+    path: as much of it as is unique
 
     >>> with_value({"compressor": {"TopK": {"density": 0.01}}}, "density", 0.1)
     {'compressor': {'TopK': {'density': 0.1}}}
@@ -91,12 +91,12 @@ def _put_value(settings: Plain, path: list[str], value: Any) -> Plain:
 
 
 def _is_member(value: Any) -> bool:
-    """Whether it is a family's member with knobs, as {"TopK": {"density": 0.01}}."""
+    """Whether it is a member with knobs, as {"TopK": {"density": 0.01}}."""
     return isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value.values())), dict)
 
 
 def _list_members(value: Any) -> Iterator[str]:
-    """Yields the names of a member and of members in its knobs; accepts a bare name."""
+    """Yields the names of a member (also bare) and of members in its knobs."""
     if isinstance(value, str):
         yield value
     elif _is_member(value):

@@ -25,9 +25,9 @@ class StepTimes(NamedTuple):
 class Breakdown(NamedTuple):
     """Mean seconds per step on each rank, over steps that ended on all ranks; no measurements.
 
-    A step is compute + exposed + other. `exposed` communication stalls the step: `held` is its part before the last
-    rank arrived, `packing_seconds` its part in which the rank itself encoded or decoded. `waiting`, `transferring` and
-    `codec` include what compute hides.
+    A step is compute + exposed + other. `exposed` communication stalls the step: `held` before the last rank arrived,
+    `packing_seconds` while the rank itself encoded or decoded. `waiting`, `transferring` and `codec` include what
+    compute hides.
     """
 
     ranks: np.ndarray
@@ -44,7 +44,7 @@ class Breakdown(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """Communication against compute, in seconds per rank over a window."""
+    """Communication against compute, in seconds per rank."""
 
     ranks: np.ndarray
     communication: np.ndarray
@@ -54,14 +54,14 @@ class Overlap(NamedTuple):
 
     @property
     def share(self) -> np.ndarray:
-        """Hidden communication as a share of all communication, or NaN."""
+        """Hidden over all communication, or NaN."""
         out = np.full(len(self.ranks), np.nan)
         np.divide(self.hidden, self.communication, out=out, where=self.communication > 0)
         return out
 
 
 class RankRow(NamedTuple):
-    """One rank in the data table. Milliseconds and bytes are means per step."""
+    """One rank in the data table: means per step, in ms and bytes."""
 
     rank: int
     steps: int
@@ -75,7 +75,7 @@ class RankRow(NamedTuple):
 
 
 def step_times(tl: Timeline, last: int | None = None, before: int | None = None) -> StepTimes:
-    """Returns durations of the last `last` steps (None: all) on all ranks, up to step `before`."""
+    """Returns durations of the last `last` steps (None: all), up to step `before`."""
     w = Window(tl, *last_steps(tl, last, before))
     return StepTimes(w.ranks, w.steps, w.step_seconds)
 
@@ -111,7 +111,7 @@ def broken_down(w: Window, only: np.ndarray | None = None) -> Breakdown:
 
 
 def held_seconds(w: Window, c: Arrivals) -> np.ndarray:
-    """(c, p) seconds of each rank's stall in each collective before the last arrival."""
+    """(c, p) seconds of stall before the last arrival."""
     out = np.zeros(c.t0.shape)
     for i, rank in enumerate(w.ranks):
         still, begin = w.cover(rank, "wait"), np.nan_to_num(c.t0[:, i])
@@ -121,7 +121,7 @@ def held_seconds(w: Window, c: Arrivals) -> np.ndarray:
 
 
 def packing_seconds(w: Window) -> np.ndarray:
-    """(steps, ranks) seconds of encoding and decoding that stalled the rank's own step."""
+    """(steps, ranks) seconds of packing that stalled the rank's own step."""
     rows = w.lane("codec")
     rows = rows[~w.is_outside(rows)]
     shown = np.zeros(len(rows))
@@ -131,7 +131,7 @@ def packing_seconds(w: Window) -> np.ndarray:
 
 
 def measure_overlap(tl: Timeline, first: int, stop: int) -> Overlap:
-    """Measures communication hidden behind compute. Overlapping spans count once."""
+    """Measures hidden communication. Overlapping spans count once."""
     w = Window(tl, first, stop)
     comm, hidden = np.zeros(len(w.ranks)), np.zeros(len(w.ranks))
     behind = {phase: np.zeros(len(w.ranks)) for phase in PHASES}
@@ -158,7 +158,7 @@ def bytes_per_step(tl: Timeline, first: int, stop: int) -> np.ndarray:
 
 
 def sent_bytes(sent: np.ndarray, first: int, before: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the steps in which a rank sent, and bytes per step since it last sent.
+    """Returns the steps in which a rank sent, and bytes per step since the last.
 
     sent:   (n,) bytes in each step from `first` on
     before: the last earlier step in which it sent, or -1
@@ -168,7 +168,7 @@ def sent_bytes(sent: np.ndarray, first: int, before: int) -> tuple[np.ndarray, n
 
 
 def per_rank(tl: Timeline, first: int, stop: int) -> list[RankRow]:
-    """Returns the data table: one row per rank."""
+    """Returns the data table, a row per rank."""
     w = Window(tl, first, stop)
     b, n = broken_down(w), int(w.usual.sum())
     rows = w.lane("comm")

@@ -17,7 +17,7 @@ MANY = 50_000  # rows that are quick to search
 
 
 class Generation(NamedTuple):
-    """From this step and time these ranks train, in the order of their places."""
+    """From this step and time these ranks train, in the order of places."""
 
     step: int
     t: float
@@ -25,7 +25,7 @@ class Generation(NamedTuple):
 
 
 class Window:
-    """The spans of steps [first, stop) on all ranks that trained then; matrices (steps, ranks).
+    """The spans of steps [first, stop) on the ranks of that time; matrices (steps, ranks).
 
     Missing steps are NaN. Of a step repeated after a loss, only the second time counts.
     """
@@ -73,7 +73,6 @@ class Window:
         return self.rows[mask]
 
     def column_of(self, ranks: np.ndarray) -> np.ndarray:
-        """Returns each rank's column."""
         return np.searchsorted(self.ranks, ranks)
 
     def sum_rows(self, rows: Rows, values: np.ndarray) -> np.ndarray:
@@ -83,7 +82,7 @@ class Window:
         return np.bincount(where, values, minlength=n * p)[: n * p].reshape(n, p)
 
     def seconds(self, *lanes: str, name: str | None = None) -> np.ndarray:
-        """Returns seconds in some lanes, per step and rank, without evaluations and hand-overs.
+        """Returns seconds in lanes, per step and rank, without evaluations and hand-overs.
 
         Stalls during measurements are no waiting.
         """
@@ -94,32 +93,32 @@ class Window:
 
     @cached_property
     def step_seconds(self) -> np.ndarray:
-        """Each step's seconds on each rank, without stalls during measurements. NaN if unfinished or without rows."""
+        """Each step's seconds on each rank, without stalls in measurements. NaN if unfinished or without rows."""
         rows = self.lane("step")
         out = self.sum_rows(rows, rows.t1 - rows.t0) - self.stood
         return np.where(self.sum_rows(rows, np.ones(len(rows))) > 0, out, np.nan)
 
     @cached_property
     def complete(self) -> np.ndarray:
-        """(n,) steps that ended on every rank."""
+        """(n,) mask: steps that ended on every rank."""
         return ~np.isnan(self.step_seconds).any(axis=1) if len(self.ranks) else np.zeros(self.shape[0], bool)
 
     @cached_property
     def disturbed(self) -> np.ndarray:
-        """(n,) steps in which any rank evaluated, handed over or measured."""
+        """(n,) mask: any rank evaluated, handed over or measured."""
         return self._has_lane(*OUTSIDE, MEASURING)
 
     @cached_property
     def measured(self) -> np.ndarray:
-        """(n,) steps in which any rank measured."""
+        """(n,) mask: any rank measured."""
         return self._has_lane(MEASURING)
 
     @cached_property
     def usual(self) -> np.ndarray:
-        """(n,) steps for means: they ended on every rank, and no rank measured in them.
+        """(n,) mask: steps for means, which ended on every rank without measurements.
 
-        Includes steps with measurements if there is no other, or with a periodic strategy, whose meetings belong to
-        whole rounds.
+        Includes measurements if no other step is left, or with a periodic strategy, whose meetings belong to whole
+        rounds.
         """
         met = self._has_lane("comm") & self.complete
         left = self.complete & ~self.measured
@@ -127,7 +126,7 @@ class Window:
 
     @cached_property
     def stood(self) -> np.ndarray:
-        """(steps, ranks) seconds of stalls during measurements."""
+        """(steps, ranks) seconds of stalls in measurements."""
         out, waits = np.zeros(self.shape), self.lane("wait")
         waits = waits[~self.is_outside(waits)]  # a sharded model's evaluation gathers it, outside of steps
         for rank in np.unique(self.lane(MEASURING).rank):
@@ -137,7 +136,7 @@ class Window:
         return out
 
     def _has_lane(self, *lanes: str) -> np.ndarray:
-        """(n,) steps with a span in some lanes on any rank."""
+        """(n,) mask: steps with a span in these lanes on any rank."""
         out = np.zeros(self.shape[0], bool)
         out[self.lane(*lanes).step - self.first] = True
         return out
@@ -165,14 +164,14 @@ class Window:
 
 
 def ranks_of(rows: Rows) -> np.ndarray:
-    """Returns the ranks of these rows, in order. Skips the middle of very many rows."""
+    """Returns these rows' ranks, in order. Skips the middle of very many rows."""
     if len(rows) > 2 * MANY:
         return np.union1d(ranks_of(rows[:MANY]), ranks_of(rows[-MANY:]))
     return np.flatnonzero(np.bincount(rows.rank, minlength=1)) if len(rows) else np.empty(0, np.int64)
 
 
 def stands_for(tl: Timeline) -> int:
-    """Returns how many ranks each recorded rank stands for: see `simulate(alike=True)`."""
+    """Returns how many ranks a recorded one stands for: see `simulate(alike=True)`."""
     marks = tl.marks.rows()
     told = marks.detail[marks.equal("name", "start")][:1] if len(marks) else []
     return max(1, int(json.loads(told[0])["stands_for"])) if len(told) and '"stands_for"' in told[0] else 1
@@ -181,7 +180,7 @@ def stands_for(tl: Timeline) -> int:
 def last_steps(tl: Timeline, last: int | None = None, before: int | None = None) -> tuple[int, int]:
     """Returns [first, stop) of the last `last` steps (None: all) ended by all present ranks.
 
-    before: only steps before this one
+    before: only earlier steps
     """
     rows = tl.spans.rows()
     ranks, since = ranks_of(rows), newest_generation(tl)
@@ -202,7 +201,7 @@ def last_steps(tl: Timeline, last: int | None = None, before: int | None = None)
 
 
 def list_generations(tl: Timeline) -> list[Generation]:
-    """Returns the generations since the ranks first changed; none if unchanged."""
+    """Returns the generations since the ranks first changed."""
     rows = tl.marks.rows()
     rows = rows[rows.equal("name", "members")] if len(rows) else rows
     found = []
@@ -242,7 +241,7 @@ def change_steps(tl: Timeline) -> np.ndarray:
 
 
 def since_change(tl: Timeline, first: int, stop: int) -> int:
-    """Returns `first`, or the last change of settings or ranks before `stop`, if later."""
+    """Returns `first`, or a later last change of settings or ranks before `stop`."""
     earlier = [*(int(s) for s in change_steps(tl)), *(generation.step for generation in list_generations(tl))]
     return max([first, *(step for step in earlier if step < stop)])
 

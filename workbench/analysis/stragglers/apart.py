@@ -1,7 +1,7 @@
 """How many steps ranks had trained alone at a measurement.
 
-With a periodic strategy, ranks drift apart within a round and agree at its end. A line through measurements at
-different places in a round would show the places, not the drift.
+A periodic strategy's ranks drift apart within a round and agree at its end. A line through measurements at different
+places in a round would show the places, not the drift.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REACH = 512  # steps back to look for a meeting
 def since_met(tl: Timeline, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns (n,) steps alone before each of `steps`, and (n,) the previous round's length.
 
-    -1 if no meeting is known, as with messages only. A hand-over is a meeting.
+    -1 without a known meeting, as with messages only. A hand-over is a meeting.
     """
     if not len(steps):
         return np.empty(0, np.int64), np.empty(0, np.int64)

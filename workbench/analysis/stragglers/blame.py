@@ -1,8 +1,8 @@
-"""The cost of a late rank: replays a step's collectives as if the rank were on time.
+"""The cost of a late rank, from a replay with the rank on time.
 
 Sums of waits would mislead: a delay hidden at the first bucket may still delay the last. A rank's harm is how much
-earlier the last collective ends in a replay in which it is ready, encodes and sends no later than the other ranks'
-median. No rank gains more than its step's stall.
+earlier the last collective ends if it is ready, encodes and sends no later than the other ranks' median. No rank gains
+more than its step's stall.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from workbench.analysis.stragglers.replay import make_replay
 
 
 def blame_ranks(w: Window, c: Arrivals) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the steps at which all ranks met, and seconds[meeting, victim, culprit]."""
+    """Returns the steps of all ranks' meetings, and seconds[meeting, victim, culprit]."""
     p = len(w.ranks)
     meetings, played = make_replay(w, c, np.clip(np.nan_to_num(against_others(c.port)), 0, None))
     if played is None:
@@ -27,11 +27,8 @@ def blame_ranks(w: Window, c: Arrivals) -> tuple[np.ndarray, np.ndarray]:
 
 
 def measure_relief(w: Window, c: Arrivals, ranks: list[int]) -> np.ndarray:
-    """Returns (meetings,) seconds that the last collective would gain if `ranks` were on time.
-
-    ranks: columns, replayed with the other ranks' median
-
-    The result is at most the other ranks' stall.
+    """Returns (meetings,) seconds gained, up to the other ranks' stall, if `ranks` (columns) had the other ranks'
+    median.
     """
     rest = np.setdiff1d(np.arange(len(w.ranks)), ranks)
     if not len(rest) or not len(ranks):

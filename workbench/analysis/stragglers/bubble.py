@@ -11,8 +11,8 @@ from workbench.analysis.steps.window import Window, last_steps, since_change
 from workbench.analysis.steps.words import format_seconds
 from workbench.record.timeline import Rows, Timeline
 
-UNLIKE = 1.15  # times the mean, to report a stage
-SLOW = 1.25  # times its stage's usual, to report a rank
+UNLIKE = 1.15  # times the mean
+SLOW = 1.25  # times its stage's usual
 
 
 class Bubble(NamedTuple):
@@ -20,9 +20,9 @@ class Bubble(NamedTuple):
 
     share:     mean idle share of a stage, between a replica's first pass and its last
     pieces:    of the model on each stage, v
-    least:     share of fill and drain alone, if all passes take equally long: (p-1) / (v m + p-1), or with backwards in
-               2 halves (p-1) / (3 v m + p-1); 0 if the pipeline is never drained
-    busy:      (ranks,) median seconds per step in passes, with the waits inside a pass if ranks share a stage
+    least:     share of fill and drain alone, for equal passes: (p-1) / (v m + p-1), or with backwards in 2 halves
+               (p-1) / (3 v m + p-1); 0 if the pipeline is never drained
+    busy:      (ranks,) median seconds per step in passes, with inner waits if ranks share a stage
     in_flight: (ranks,) the most micro-batches between begin of forward and end of backward
     """
 
@@ -34,7 +34,7 @@ class Bubble(NamedTuple):
     busy: np.ndarray
     in_flight: np.ndarray
     slices: int = 1  # ranks that share a stage
-    flushes: bool = True  # whether each micro-batch's passes are in one step
+    flushes: bool = True  # each micro-batch's passes are in one step
     ranks: tuple[int, ...] = ()  # ids; empty: 0, 1, 2, ...
 
     @property
@@ -79,7 +79,7 @@ def spread_at(tl: Timeline, step: int) -> tuple[int, int]:
 def measure_bubble(tl: Timeline, last: int = 20, before: int | None = None) -> Bubble | None:
     """Measures the last `last` steps since the last change, up to step `before`.
 
-    None if replicas are whole, or if no step has ended since the change.
+    None if replicas are whole, or before the first step's end.
     """
     first, stop = last_steps(tl, last, before)
     p, t = spread_at(tl, stop - 1)
@@ -121,7 +121,7 @@ def measure_bubble(tl: Timeline, last: int = 20, before: int | None = None) -> B
 
 
 def _merge_passes(rows: Rows) -> Rows:
-    """Merges the rows of each pass, because ranks of a stage meet inside a pass."""
+    """Merges each pass's rows, because ranks of a stage meet inside a pass."""
     keys = [rows.rank, rows.step, np.unique(rows.name, return_inverse=True)[1]]
     order = np.lexsort([rows.t0, *keys])
     rows = rows[order]
@@ -132,7 +132,7 @@ def _merge_passes(rows: Rows) -> Rows:
 def _in_flight(rows: Rows) -> tuple[int, bool]:
     """Returns one rank's most passes in flight, and whether a backward is in a later step.
 
-    Names repeat if a step has several batches. An interrupted backward has several rows. Without drains, a forward may
+    Names repeat in a step of several batches. An interrupted backward has several rows. Without drains, a forward may
     precede these rows.
     """
     rows = rows[np.argsort(rows.t0, kind="stable")]

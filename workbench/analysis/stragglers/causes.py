@@ -28,12 +28,12 @@ from workbench.analysis.stragglers.straggler import FEWEST, PERSISTENT, SHARE
 from workbench.record.timeline import Timeline
 
 CAUSES = ("input", "forward", "backward", "optimizer", "network", "codec", "frozen", "outside", "bubble")
-OF_STAGES = ("input", "forward", "backward", "optimizer", "codec", "outside")  # a pipeline's rank has these alone
-STAGE = " in stage "  # part of the name of a message between stages
+OF_STAGES = ("input", "forward", "backward", "optimizer", "codec", "outside")
+STAGE = " in stage "  # part of names of messages between stages
 LAST = 40  # steps to analyse
-SURE = 3.5  # standard errors above zero
-NEAR = 16  # newest steps, also analysed alone for recent causes
-FELT = 0.005  # share of a step that other ranks lose to a rank behind by SHARE
+SURE = 3.5
+NEAR = 16  # newest steps, analysed alone too
+FELT = 0.005  # share of a step that a rank behind by SHARE costs other ranks
 RARE = 0.3  # share of the steps; a rarer delay is a pause
 WHOLE = 1.0  # in steps: a longer delay in one step is a pause
 OWN = {"input": "before its forward (input) it takes", "forward": "its forward takes", "backward": "its backward takes",
@@ -46,7 +46,7 @@ ALL = {"input": "before the forward (input)", "network": "standing still while d
 class Cause(NamedTuple):
     """One reason why a step takes longer than its compute.
 
-    ranks:   the culprits; empty if all ranks are alike
+    ranks:   culprits; empty if all ranks are alike
     seconds: mean cost per step for the other ranks
     share:   of the measured step
     """
@@ -59,7 +59,7 @@ class Cause(NamedTuple):
 
 
 class _AnalysedSteps(NamedTuple):
-    """Analysed steps and collectives, a mask over the steps, each rank's own time."""
+    """Analysed steps and collectives, their mask, and each rank's own time."""
 
     w: Window
     c: Arrivals
@@ -68,10 +68,10 @@ class _AnalysedSteps(NamedTuple):
 
 
 class _OwnTimes(NamedTuple):
-    """How each rank spent its own time: seconds per step, (n, p)."""
+    """Each rank's own time: seconds per step, (n, p)."""
 
     phases: dict[str, np.ndarray]
-    packed: np.ndarray  # also behind compute: on a lane it delays the next transfer
+    packed: np.ndarray  # also behind compute: delays the lane's next transfer
     step: float  # the median step, or the mean for rarer meetings
     everyday: bool  # whether ranks meet in every step
 
@@ -106,14 +106,14 @@ def why_unjudged(tl: Timeline, last: int = LAST) -> str:
 
 
 def _steps_of(tl: Timeline, last: int) -> tuple[Window, np.ndarray]:
-    """The steps for `find_causes`, and a mask over them."""
+    """The steps for `find_causes`, and their mask."""
     first, stop = last_steps(tl, last)
     w = Window(tl, max(first, since_change(tl, 0, stop)) - 1, stop)  # with the one before, for its end
     return w, w.complete & (w.steps > max(w.first, _first_step(tl)))
 
 
 def _first_step(tl: Timeline) -> int:
-    """The run's first step, slow because it allocates what later steps reuse."""
+    """The run's first step, slow because it allocates for later steps."""
     steps = tl.spans.rows().step
     return int(steps.min()) if len(steps) else -1
 
@@ -124,7 +124,7 @@ def _rank_causes(found: list[Cause]) -> list[Cause]:
 
 
 def _own_times(w: Window, over: np.ndarray) -> _OwnTimes:
-    """Measures each rank's own time. A step counts from the previous step's end."""
+    """Measures own time, from the previous step's end."""
     n, p = w.shape
     begin, end, forward = (np.full((n, p), np.nan) for _ in range(3))
     steps, passes = w.lane("step"), w.lane("compute", name="forward")
@@ -152,7 +152,7 @@ def _own_times(w: Window, over: np.ndarray) -> _OwnTimes:
 
 
 def _to_blame(looked: _AnalysedSteps) -> Iterator[Cause]:
-    """Yields what single ranks do longer than the other ranks, if these wait for them."""
+    """Yields what single ranks do longer than the ranks that wait for them."""
     w, c, over, own = looked
     late: dict[str, dict[int, float]] = {}
     seldom: dict[int, tuple[int, float, int, float]] = {}
@@ -185,8 +185,8 @@ def _to_blame(looked: _AnalysedSteps) -> Iterator[Cause]:
 def excess_seconds(values: np.ndarray, step: float) -> np.ndarray:
     """Returns (p,) seconds by which each rank exceeds the other ranks in (n, p) `values`.
 
-    0 if the excess is below `SHARE` of a `step`, absent in many of the n steps, or within its noise. The noise is a
-    median's, with fewer than n independent values if neighbouring steps are alike (see `clear`).
+    0 if below `SHARE` of a `step`, absent in many steps, or within its noise: that of a median, with fewer than n
+    independent values if neighbouring steps are alike (see `clear`).
     """
     n = len(values)
     if n < FEWEST:
@@ -226,7 +226,7 @@ def _blame_frozen(looked: _AnalysedSteps, seldom: dict[int, tuple[int, float, in
 
 
 def _of_stages(tl: Timeline, looked: _AnalysedSteps, stages: int, slices: int) -> Iterator[Cause]:
-    """Yields a pipeline's causes: compares ranks with their stage, stages with their mean.
+    """Yields a pipeline's causes: ranks against their stage, stages against their mean.
 
     The cost is the excess on the critical path.
     """
@@ -280,9 +280,9 @@ def _of_all(looked: _AnalysedSteps, ours: list[Cause]) -> Iterator[Cause]:
 
 
 def _usual_mean(values: np.ndarray, own: _OwnTimes, blamed: Collection[int] = ()) -> float:
-    """Returns the median rank's mean; if ranks meet in every step, trimmed by 10 % at each end.
+    """Returns the median rank's mean; if ranks meet in every step, trimmed by 10 % per end.
 
-    blamed: columns of ranks to leave out, unless no other rank remains
+    blamed: columns to leave out, unless no rank remains
     """
     rest = [column for column in range(values.shape[1]) if column not in blamed]
     values = np.sort(values[:, rest] if rest else values, axis=0)

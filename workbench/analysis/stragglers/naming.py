@@ -1,7 +1,7 @@
 """The phase in which a rank is slow, and the sentence about it.
 
-If forward, backward and update slow by about the same factor, the processor is slower or shared: then the phase is
-compute as a whole.
+If forward, backward and update slow by about the same factor, the processor is slower or shared, and the phase is
+"compute".
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ COMPUTE = ("forward", "backward", "update")
 STEADY = (*COMPUTE, "outside its phases")
 MEETING = ("codec", "link")  # only when ranks meet
 WHOLE = "compute"
-ALIKE = (0.4, 2.5)  # limits of a phase's slowdown over all compute's within which all compute is slow
+ALIKE = (0.4, 2.5)  # limits of a phase's slowdown over all compute's, for all compute to be slow
 SMALL = 0.02  # of all compute: shorter phases are not compared
 BESIDE = 0.4  # of the longest excess: also report larger ones
 
@@ -30,7 +30,7 @@ class Slowness(NamedTuple):
 def find_slowness(excess: np.ndarray, usual: np.ndarray) -> Slowness:
     """Finds the phases in which a rank is slow.
 
-    excess: (6,) seconds per step by which each of STEADY and MEETING exceeds the other ranks'
+    excess: (6,) seconds per step of STEADY and MEETING beyond the other ranks'
     usual:  (3,) the other ranks' seconds in each phase of compute
     """
     k = int(np.argmax(excess))
@@ -50,7 +50,7 @@ def find_slowness(excess: np.ndarray, usual: np.ndarray) -> Slowness:
 
 
 def describe_straggler(rank: int, s: Slowness, share: float, harm: float, victims: tuple[int, ...]) -> str:
-    """Describes the slow rank: phase, excess and waiting ranks.
+    """Describes the slow rank.
 
     >>> describe_straggler(2, Slowness("forward", ("forward",), 0.04), 0.29, 0.04, (0,))[:79]
     "Rank 2 is the cause: its forward takes 40 ms longer than the others', 29 % of i"

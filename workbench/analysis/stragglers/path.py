@@ -2,11 +2,11 @@
 
 The walk goes back from the last rank's end. A collective takes from the last arrival to its end. Before that, the path
 is on the rank that arrived last: in its lane's earlier work (a collective, packing) or in the compute before its
-request. A message leads to its sender. Shorter work on the path would shorten the step, until other work is as late.
-All other work has slack. A wait is never on the path, only its reason.
+request. A message leads to its sender. Shorter work on the path would shorten the step, until other work is as late. A
+wait is never on the path, only its reason.
 
 References: Kelley and Walker, "Critical-path planning and scheduling", 1959. For traces of one rank: "Holistic Trace
-    Analysis", facebookresearch/HolisticTraceAnalysis.
+Analysis", facebookresearch/HolisticTraceAnalysis.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from workbench.record.timeline import Rows, Timeline
 CAUSES = {"forward": "forward", "backward": "backward", "update": "optimizer"}  # of each phase
 EPS = 1e-7  # seconds that count as zero
 MOST = 100_000  # pieces of one step's path
-RESUMED = 1e-3  # seconds from a collective's end to the same child's next request
-SLOW_PORT = 1.2  # times the other ports' median: the collective waited for this port
+RESUMED = 1e-3  # seconds from a collective's end to the child's next request
+SLOW_PORT = 1.2  # times the other ports' median: the collective waited for it
 
 
 class PathPiece(NamedTuple):
@@ -42,7 +42,7 @@ class PathPiece(NamedTuple):
 def critical_path(tl: Timeline, first: int, stop: int) -> list[PathPiece]:
     """Returns the path of each step in [first, stop) that ended on every rank, in order of time.
 
-    A step's pieces have no gaps, from the first piece's rank's begin of the step to the last rank's end.
+    Without gaps, from the begin of the step on the first piece's rank to the last rank's end.
     """
     w = Window(tl, first, stop)
     if not len(w.ranks):
@@ -84,7 +84,7 @@ def _name_place(rank: int, cause: str) -> str:
 
 
 class _SpanIndex:
-    """One rank's disjoint spans of a kind, ordered by begin."""
+    """One rank's disjoint spans of a kind, by begin."""
 
     def __init__(self, rows: Rows, number: np.ndarray | None = None) -> None:
         order = np.argsort(rows.t0, kind="stable")
@@ -98,11 +98,11 @@ class _SpanIndex:
         self.begins = rows.t0[order]
 
     def last_before(self, t: float) -> int:
-        """Returns the last span that began before `t`, or -1."""
+        """Returns the last span begun before `t`, or -1."""
         return int(np.searchsorted(self.begins, t - EPS, "left")) - 1
 
     def last_ended(self, t: float, since: float, bucket: str | None = None, but: int = -1) -> int:
-        """Returns the last span that ended in (since, t], or -1; prefers spans of `bucket`."""
+        """Returns the last span ended in (since, t], or -1; prefers `bucket`."""
         found = -1
         for at in range(int(np.searchsorted(self.ends, t + EPS, "right")) - 1, -1, -1):
             i = self.ended[at]
@@ -193,7 +193,7 @@ class _PathWalk:
         return -1
 
     def _follow_collective(self, r: int, k: int, t: float) -> tuple[int, int, str, int, float]:
-        """Returns a transfer on rank `r` before `t`, or else the last rank's earlier work."""
+        """Returns a transfer before `t`, or else the last rank's earlier work."""
         c = self.comm[r].number[k]
         last = float(self.c.last[c])
         q = int(np.nanargmax(self.c.t0[c]))
@@ -208,7 +208,7 @@ class _PathWalk:
         return (q, p, "codec", q, self.comm[q].t1[p]) if p >= 0 else (q, -1, "codec", q, asked)
 
     def _find_port(self, c: int) -> int:
-        """Returns the rank whose port alone kept the collective busy, or -1."""
+        """Returns the rank whose port alone kept it busy, or -1."""
         port = self.c.port[c]
         if np.isnan(port).sum() > len(port) - 2:
             return -1
@@ -217,7 +217,7 @@ class _PathWalk:
 
 
 def _number_collectives(rows: Rows, t0: np.ndarray, step: np.ndarray, name: np.ndarray, w: Window) -> np.ndarray:
-    """Returns each row's collective, or -1. A rank's collectives begin at different times."""
+    """Returns each row's collective, or -1."""
     known = {(int(s), str(n), int(r), float(t0[c, r])): c for c, (s, n) in enumerate(zip(step, name, strict=True))
              for r in np.flatnonzero(~np.isnan(t0[c]))}  # fmt: skip
     keys = zip(rows.step, rows.name, w.column_of(rows.rank), rows.t0, strict=True)

@@ -22,22 +22,22 @@ import numpy as np
 from workbench.analysis.steps.collectives import Arrivals, of_others
 from workbench.analysis.steps.window import Window
 
-INSTANT = 1e-6  # seconds: a request so soon after a collective was caused by it
+INSTANT = 1e-6  # seconds: a collective's end causes a request so soon
 
 Stack = np.ndarray  # (meetings, collectives per meeting, ranks); NaN pads
 
 
 class Replay(NamedTuple):
-    """A replay's inputs: the collectives at meetings of all ranks, ordered by last arrival."""
+    """A replay's inputs: the collectives at all ranks' meetings, by last arrival."""
 
-    own: Stack  # each rank's request, by its own clock or after the previous collective of a chain
-    waited: Stack  # seconds that the rank had been stalled by then
-    fixed: Stack  # the waits among these that no collective of the meeting ended
-    after: Stack  # int: the collective that ended the last wait; -1: none
-    woke: Stack  # that wait, by the rank's own clock
+    own: Stack  # requests, by own clocks or after a chain's previous collective
+    waited: Stack  # seconds of earlier stalls
+    fixed: Stack  # waits among these that no collective of the meeting ended
+    after: Stack  # int: the collective that ended the last wait, or -1
+    woke: Stack  # that wait, by the own clock
     encode: Stack
     service: np.ndarray  # (meetings, collectives)
-    slower: Stack  # seconds by which each rank's port was busier than the other ranks'
+    slower: Stack  # seconds by which the port was busier than the other ranks'
     chained: np.ndarray  # (meetings, collectives) int: the same bucket's previous collective, or -1
 
     def as_usual(self, rest: np.ndarray | None = None) -> Replay:
@@ -73,7 +73,7 @@ class Replay(NamedTuple):
 
 
 def make_replay(w: Window, c: Arrivals, slower: np.ndarray) -> tuple[np.ndarray, Replay | None]:
-    """Returns the steps at which all ranks met, and their replay (None without any).
+    """Returns the steps of all ranks' meetings, and their replay or None.
 
     slower: (collectives, ranks) seconds
     """
@@ -102,7 +102,7 @@ def _read_waits(w: Window, meetings: np.ndarray, asked: Stack, t1: Stack) -> tup
     mine = np.searchsorted(meetings, rows.step) * p + w.column_of(rows.rank)
     order = np.lexsort((rows.t1, mine))
     mine, begins, stops = mine[order], rows.t0[order], rows.t1[order]
-    # of each wait: its rank's earlier stalls in this step, and the collective that ended it, if any
+    # of each wait: the rank's earlier stalls in this step, and the collective that ended it
     whose = np.broadcast_to(np.arange(len(meetings))[:, None, None] * p + np.arange(p), asked.shape).ravel()
     ended = _last_before(whose, t1.ravel(), mine, stops + INSTANT)
     known = (ended >= 0) & (t1.ravel()[ended] > begins)
@@ -143,7 +143,7 @@ def _last_before(group: np.ndarray, time: np.ndarray, whose: np.ndarray, until: 
 
 
 def _chain_buckets(c: Arrivals, full: np.ndarray, at: np.ndarray, place: np.ndarray) -> np.ndarray:
-    """(meetings, most collectives): each one's predecessor in its bucket's chain, or -1."""
+    """(meetings, most collectives): predecessors in the bucket's chain, or -1."""
     out = np.full((int(at.max()) + 1, int(place.max()) + 1), -1)
     texts, code = np.unique(c.name[full].astype(str), return_inverse=True)
     bucket = np.unique([text.partition(" ")[2] for text in texts], return_inverse=True)[1][code]
@@ -156,7 +156,7 @@ def _chain_buckets(c: Arrivals, full: np.ndarray, at: np.ndarray, place: np.ndar
 
 
 def _number_places(at: np.ndarray) -> np.ndarray:
-    """Numbers the collectives within each step, by their meetings `at`."""
+    """Numbers a step's collectives. at: their meetings"""
     order = np.argsort(at, kind="stable")
     counts = np.bincount(at)
     place = np.empty(len(at), np.int64)

@@ -1,8 +1,8 @@
-"""Finds the slow rank and separates cause from victim by arrival at the collectives.
+"""Finds the slow rank by arrival at the collectives.
 
-An all-reduce makes all ranks' steps equally long, which hides the cause. The cause arrives last and waits least.
-`blame_ranks` measures its cost. Its phases and port, against the other ranks' median, show why it is late. Medians and
-a noise threshold reject outliers.
+An all-reduce makes all ranks' steps equally long. The cause arrives last and waits least. `blame_ranks` measures its
+cost; its phases and port, against the other ranks' median, show the reason. Medians and a noise threshold reject
+outliers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from workbench.record.timeline import Timeline
 SHARE = 0.05  # of a step: least reported harm
 FELT = 0.005  # of a step: least harm of a clearly slow rank
 SIGMAS = 4.5  # standard errors above zero
-PERSISTENT = 0.7  # share of steps or rounds in which the rank is slow
+PERSISTENT = 0.7  # share of slow steps or rounds
 FEWEST = 6  # steps before a verdict
-REACH = 4  # times further back for a periodic strategy's meetings
-EXPLAINED = 0.4  # share of the harm that a reported phase explains
+REACH = 4  # times further back, for a periodic strategy's meetings
+EXPLAINED = 0.4  # share of the harm in a reported phase
 
 
 class Verdict(NamedTuple):
@@ -36,11 +36,11 @@ class Verdict(NamedTuple):
     phase: str  # forward, backward, update, "compute" (all three), codec, link, or "outside its phases"
     phases: tuple[str, ...]  # covered by `seconds`
     seconds: float  # per step, beyond the other ranks'
-    share: float  # `seconds` as a share of the rank's own measured step
+    share: float  # of the rank's own measured step
     harm: float  # seconds per step of other ranks' stalls
     victims: tuple[int, ...]
     relative: float  # other ranks' compute over its own; 1: equally fast (NVRx's relative score)
-    individual: float  # its own earlier compute over its compute now; NaN without earlier steps
+    individual: float  # its earlier compute over the present, or NaN
     text: str
     cause: bool = True
 
@@ -73,7 +73,7 @@ class _StragglerFacts(NamedTuple):
 def find_straggler(tl: Timeline, last: int = 20) -> Verdict | None:
     """Returns the rank that other ranks wait for in the last steps since a change, or None.
 
-    With a periodic strategy, judges each rank's delay since the last meeting.
+    With a periodic strategy, judges delays since the last meeting.
     """
     first, stop = last_steps(tl, last)
     floor = since_change(tl, 0, stop)
@@ -111,7 +111,7 @@ def why_silent(tl: Timeline) -> str:
 
 
 def _periodic_facts(w: Window, last: int) -> _StragglerFacts:
-    """A periodic strategy's facts, from its newest rounds, at least one."""
+    """From the newest rounds, at least one."""
     met, cost = blame_ranks(w, lined_up(w))
     size = np.diff(np.concatenate([[w.first - 1], met]))
     recent = met >= w.stop - last
@@ -192,12 +192,12 @@ def _compare_scores(tl: Timeline, w: Window, rank: int, last: int) -> tuple[floa
 
 
 def _of_others(cost: np.ndarray) -> np.ndarray:
-    """(rounds, culprit) cost of each culprit to its median victim."""
+    """(rounds, culprit) cost to the median victim."""
     return np.diagonal(of_others(cost.swapaxes(1, 2)), axis1=1, axis2=2)
 
 
 def _median_or_zero(values: np.ndarray) -> np.ndarray:
-    """The median over the first axis; zeros if it is empty."""
+    """The median over the first axis, or zeros."""
     return np.median(values, axis=0) if len(values) else np.zeros(values.shape[1:])
 
 

@@ -1,7 +1,4 @@
-"""A record's analyses as frames, in methods of every Run.
-
-An empty answer shows why, also in `attrs["why"]`. See `workbench.analysis.summary.reasons`.
-"""
+"""A record's analyses as frames, in methods of every Run. An empty one has the reason in `attrs["why"]`."""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ class RunFrames(Run):
     def lateness(self, last: int | None = None) -> pd.DataFrame:
         """Returns each rank's arrival after the other ranks' median, in seconds (negative: before).
 
-        A row per rank, a column per step, of the last `last` or of all; NaN if ranks did not meet. Without any meeting,
-        the frame shows why. See `workbench.analysis.communication.lateness`.
+        A row per rank, a column per step, of the last `last` or of all; NaN without a meeting. See
+        `workbench.analysis.communication.lateness`.
 
         >>> RunFrames({"ranks": 2}).lateness().shape
         (0, 0)
@@ -52,8 +49,7 @@ class RunFrames(Run):
         """Returns collectives by operation, group and bucket: count, bytes, bandwidths.
 
         Covers the last `last` steps (None: all). Seconds count from the last arrival; waits are separate. Bandwidths
-        are in Mbit/s as in nccl-tests, median and worst. `workbench.analysis.communication.bandwidth` explains each
-        column.
+        are in Mbit/s, median and worst. See `workbench.analysis.communication.bandwidth`.
 
         >>> RunFrames({"ranks": 2}).collectives().empty
         True

@@ -33,7 +33,7 @@ def summarise_run(run: Run) -> dict[str, Any]:
     tl, now = run.timeline, list_stretches(run)[-1].settings
     first, stop = _trained_steps(tl)
     w = Window(tl, first, stop)
-    seconds = w.step_seconds[w.usual | ~w.complete]  # if a rank skipped a step, other ranks count
+    seconds = w.step_seconds[w.usual | ~w.complete]  # other ranks count for a skipped step
     times = np.fmax.reduce(seconds, axis=1) if seconds.size else np.empty(0)
     times = times[~np.isnan(times)]
     sent, eps = bytes_per_step(tl, first, stop), examples_per_second(tl, *recent_steps(tl, RECENT))
@@ -60,7 +60,7 @@ def summarise_run(run: Run) -> dict[str, Any]:
 
 
 def _trained_steps(tl: Timeline) -> tuple[int, int]:
-    """[first, stop) of the last steps that ended on every rank, except servers."""
+    """[first, stop) of the last steps that ended on every rank except servers."""
     first, stop = last_steps(tl, RECENT)
     if not (servers := serving_ranks(tl)):
         return first, stop
@@ -88,7 +88,7 @@ def summary_line(run: Run) -> str:
 
 
 def _name_member(plain: Any) -> str:
-    """A member's name in plain JSON, with the member that it wraps."""
+    """A member's name, with the member that it wraps."""
     if not isinstance(plain, dict) or len(plain) != 1:
         return str(plain or "?")
     ((name, rest),) = plain.items()
@@ -103,7 +103,7 @@ def _newest_sample(run: Run, name: str) -> float | None:
 
 
 def _mean_of_last(run: Run, name: str, stop: int) -> float | None:
-    """The mean over ranks at the last step that ended on all ranks."""
+    """The mean over ranks at the last common step."""
     rows = run.timeline.samples.rows()
     hit = rows.equal("name", name) & (rows.step == stop - 1) if len(rows) else np.empty(0, bool)
     return float(rows.value[hit].mean()) if hit.any() else None
