@@ -28,8 +28,7 @@ class Patch:
 
     append:  trace number -> columns (x, y, ...) to append to the trace
     replace: trace number -> columns that replace the trace's. Columns x0, x1, rank are boxes in the lane that the
-        trace's
-             `meta` names
+             trace's `meta` names
     layout:  layout keys to set, dotted as plotly takes them ("xaxis.range")
     html:    the complete text of a view without a figure
     facts:   plain values for the page: names of boxes, the step shown, ...

@@ -5,7 +5,7 @@ add up to one step k times as long. In the first steps the gradient turns quickl
 in `lr_warmup` equal parts.
 
 Reference: Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017,
-    https://arxiv.org/abs/1706.02677
+https://arxiv.org/abs/1706.02677
 """
 
 from __future__ import annotations

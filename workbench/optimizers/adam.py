@@ -24,7 +24,7 @@ class Adam(Optimizer):
     When to use it: for most models, at a rate that needs little search. For weight decay take AdamW.
 
     Reference: Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015, https://arxiv.org/abs/1412.6980;
-        torch.optim.Adam
+    torch.optim.Adam
     """
 
     beta1: float = knob(0.9, 0.0, 0.9999, doc="decay of the first moment, the mean gradient")

@@ -23,7 +23,7 @@ class AdamW(Optimizer):
     When to use it: for transformers, and whenever you want Adam with weight decay.
 
     Reference: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019,
-        https://arxiv.org/abs/1711.05101; torch.optim.AdamW
+    https://arxiv.org/abs/1711.05101; torch.optim.AdamW
     """
 
     beta1: float = knob(0.9, 0.0, 0.9999, doc="decay of the first moment, the mean gradient")

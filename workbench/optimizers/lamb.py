@@ -29,7 +29,7 @@ class LAMB(Optimizer):
     keeps its quality up to batches of 32,868 and trains in 76 minutes.
 
     Reference: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020,
-        https://arxiv.org/abs/1904.00962
+    https://arxiv.org/abs/1904.00962
     """
 
     beta1: float = knob(0.9, 0.0, 0.9999, doc="decay of the first moment, the mean gradient")

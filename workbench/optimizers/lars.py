@@ -32,7 +32,7 @@ class LARS(Optimizer):
     larger `lr` than SGD, because `trust` makes each step small: a step moves a layer by about lr trust of its length.
 
     Reference: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017,
-        https://arxiv.org/abs/1708.03888
+    https://arxiv.org/abs/1708.03888
     """
 
     momentum: float = knob(0.9, 0.0, 0.999, doc="momentum: decay rate of the running sum of gradients")

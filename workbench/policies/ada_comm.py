@@ -38,7 +38,7 @@ class AdaComm(Policy):
     the model tolerates.
 
     Reference: Wang and Joshi, "Adaptive Communication Strategies to Achieve the Best Error-Runtime Trade-off in
-        Local-Update SGD", MLSys 2019, https://arxiv.org/abs/1810.08313
+    Local-Update SGD", MLSys 2019, https://arxiv.org/abs/1810.08313
     """
 
     decay: float = knob(0.5, 0.1, 1.0, doc="g: what the period is multiplied by where the loss does not lower it")

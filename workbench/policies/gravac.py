@@ -45,7 +45,7 @@ class GraVAC(Policy):
     exchange gradients in the same steps (DDP). A simulation with sizes only has no gain, so the policy decides nothing.
 
     Reference: Tyagi and Swany, "GraVAC: Adaptive Compression for Communication-Efficient Distributed DL Training",
-        CLOUD 2023, https://arxiv.org/abs/2305.12201
+    CLOUD 2023, https://arxiv.org/abs/2305.12201
     """
 
     threshold: float = knob(0.75, 0.0, 1.0, doc="share of the gradient's squares that has to be sent")

@@ -56,7 +56,7 @@ class SyncSwitch(Policy):
     When to use it: if a parameter server is as fast as an all-reduce (fast links), and ranks are slow for a while.
 
     Reference: Li, Mangoubi, Xu and Guo, "Sync-Switch: Hybrid Parameter Synchronization for Distributed Deep Learning",
-        ICDCS 2021, https://arxiv.org/abs/2104.08364
+    ICDCS 2021, https://arxiv.org/abs/2104.08364
     """
 
     fraction: float = knob(0.0625, 0.0, 1.0, doc="share of all steps that are made synchronously, at the beginning")

@@ -20,7 +20,7 @@ class TiledLinear(nn.Module):
     Raises ValueError if `tiles` is below 1 or exceeds the outputs.
 
     Reference: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", SC
-        2021, https://arxiv.org/abs/2104.07857, section 5.1.3 (memory-centric tiling)
+    2021, https://arxiv.org/abs/2104.07857, section 5.1.3 (memory-centric tiling)
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True, tiles: int = 2) -> None:

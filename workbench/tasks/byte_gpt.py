@@ -32,7 +32,7 @@ class ByteGPT(TaskBase):
     When to use it: by default. It is a transformer, and its held-out loss still falls after hundreds of steps.
 
     Reference: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019,
-        https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
+    https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
     """
 
     layers: int = knob(2, 1, 48, live=False, doc="transformer blocks")

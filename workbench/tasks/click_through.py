@@ -44,7 +44,7 @@ class ClickThrough(TaskBase):
     When to use it: for sparse gradients (Zen, Hogwild), or to compare a loss with the best possible one.
 
     Reference: Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems", 2019,
-        https://arxiv.org/abs/1906.00091
+    https://arxiv.org/abs/1906.00091
     """
 
     fields: int = knob(8, 1, 64, live=False, doc="categorical features, each with a table of its own")

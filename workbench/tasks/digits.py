@@ -35,7 +35,7 @@ class Digits(TaskBase):
     When to use it: for a quick answer in accuracy; for ranks with different data; for much traffic and little compute.
 
     Reference: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", Proc. IEEE 1998; data: Alpaydin
-        and Kaynak, "Optical Recognition of Handwritten Digits", UCI 1998, https://doi.org/10.24432/C50P49;
+    and Kaynak, "Optical Recognition of Handwritten Digits", UCI 1998, https://doi.org/10.24432/C50P49;
     shards: Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
         Classification", 2019, https://arxiv.org/abs/1909.06335
     """

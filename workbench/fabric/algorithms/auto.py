@@ -34,7 +34,7 @@ class Auto(Algorithm):
     wins.
 
     Reference: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA
-        2005, https://doi.org/10.1177/1094342005051521, which switches by size in this way
+    2005, https://doi.org/10.1177/1094342005051521, which switches by size in this way
     """
 
     latency: float = knob(0.0, 0.0, 1000.0, unit="ms", doc="of a message, as measured; 0: the Link's")

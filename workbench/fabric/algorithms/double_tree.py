@@ -35,8 +35,8 @@ class DoubleTree(Algorithm):
     HalvingDoubling is always faster on a Link, because its ports receive one message at a time.
 
     Reference: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan",
-        Parallel Computing 2009, https://doi.org/10.1016/j.parco.2009.09.001; the trees are those of NCCL 2.4
-        (https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/)
+    Parallel Computing 2009, https://doi.org/10.1016/j.parco.2009.09.001; the trees are those of NCCL 2.4
+    (https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/)
     """
 
     pieces: int = knob(0, 0, 256, doc="k: pieces of each half, which follow each other; 0: as many as are quickest")

@@ -39,9 +39,9 @@ class Hierarchical(Algorithm):
     size of a site are powers of two, HalvingDoubling sends the same bytes in fewer messages.
 
     Reference: Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash", 2018,
-        https://arxiv.org/abs/1811.05233 (2D-Torus all-reduce: the same three phases); Jia et al., "Highly Scalable Deep
-        Learning Training System with Mixed-Precision: Training ImageNet in Four Minutes", 2018,
-        https://arxiv.org/abs/1807.11205, describes the variant with one leader per group, which is TwoLevel here
+    https://arxiv.org/abs/1811.05233 (2D-Torus all-reduce: the same three phases); Jia et al., "Highly Scalable Deep
+    Learning Training System with Mixed-Precision: Training ImageNet in Four Minutes", 2018,
+    https://arxiv.org/abs/1807.11205, describes the variant with one leader per group, which is TwoLevel here
     """
 
     between: Algorithm = knob(Ring(), doc="how the owners of a part sum it between sites")

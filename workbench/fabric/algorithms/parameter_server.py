@@ -26,7 +26,7 @@ class ParameterServer(Algorithm):
     When to use it: to see the bottleneck that rings remove, and the effect of several servers.
 
     Reference: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014,
-        https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu
+    https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu
     """
 
     every: bool = knob(False, doc="each rank serves a part of its own, instead of the first rank all")

@@ -34,7 +34,7 @@ class TwoLevel(Algorithm):
     Hierarchical is at least as fast for every size. `fabric.site` sets the size of a site.
 
     Reference: Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision: Training ImageNet in
-        Four Minutes", 2018, https://arxiv.org/abs/1807.11205 (hierarchical all-reduce with one master per group)
+    Four Minutes", 2018, https://arxiv.org/abs/1807.11205 (hierarchical all-reduce with one master per group)
     """
 
     between: Algorithm = knob(Ring(), doc="how leaders sum among themselves")
