@@ -21,8 +21,7 @@ class Change:
     """Sets one knob, or several checked together, on every rank before step `at_step`.
 
     path: the knob's path. For several, a dict of values by path; then `path` becomes the paths joined by ", " and
-        `value`
-          the dict
+          `value` the dict
     value: a setting, or its plain JSON
     id, requested_at: identify the change in the answer; requested_at is in seconds since 1970
     by, reason: the deciding policy, and why; empty for a person

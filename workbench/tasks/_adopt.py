@@ -19,13 +19,11 @@ def adopt(
 
     model:     a Module, which is copied with its present weights, without torch's DistributedDataParallel or compile
     optimizer: a torch Optimizer of its parameters. Each rank makes one of the same class, settings and groups, with
-        empty
-               state. Several optimizers of one class step together. Parameters without an optimizer are frozen
+               empty state. Several optimizers of one class step together. Parameters without an optimizer are frozen
     loader:    a DataLoader. Ranks take its examples by index in the sampler's order, each once per pass, `batch_size`
-        per
-               rank and batch. A batch may continue into the next pass, so none is shorter. Ranks take the batches of a
-               batch sampler in turn. Every rank reads all batches of an IterableDataset or a list, and keeps its own. A
-               Dataset is shuffled and needs `batch`. Ranks ignore `num_workers`
+               per rank and batch. A batch may continue into the next pass, so none is shorter. Ranks take the batches
+               of a batch sampler in turn. Every rank reads all batches of an IterableDataset or a list, and keeps its
+               own. A Dataset is shuffled and needs `batch`. Ranks ignore `num_workers`
     loss:      (model, batch) -> scalar Tensor, or a criterion (output, target) -> scalar of batches (input, target)
     evaluate:  (model) -> held-out loss, or {"loss": ..., "accuracy": ...}
     scheduler: of torch.optim.lr_scheduler for this optimizer, stepped after `scheduler_every` steps. It may change only

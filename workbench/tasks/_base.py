@@ -28,23 +28,19 @@ class Learner:
 
     model:      () -> Module, the same on every rank (the engine seeds torch before, and checks)
     data:       (rank, ranks, batch, seed) -> an endless iterable of batches, each of `batch` examples. With `indexed`
-        it
-                also takes `used`
+                it also takes `used`
     loss:       (model, batch) -> scalar Tensor
     optimizer:  (params, lr) -> Optimizer; lr = 0 keeps its own rates
     evaluate:   (model) -> held-out loss as a float, or a dict of floats with "loss"; None: no evaluation
     parts:      (model) -> Modules that hold the model's parameters and compute it in sequence. None: only a Sequential
-        or
-                a decoder of transformers can be cut
+                or a decoder of transformers can be cut
     split:      (model) -> {module name: Colwise(), Rowwise(), ...}, for tensor parallelism. None: the model's own
                 `_tp_plan`, or a Sequential's layers. A sub-model can leave out features between a Colwise() and a
                 Rowwise() Linear
     lookups:    (batch) -> {name of an embedding's weight: the rows that the batch reads}, int64 of any shape, always
-        with
-                all tables and all rows. None: unknown
+                with all tables and all rows. None: unknown
     indexed:    examples have one order over all epochs that depends on the seed alone. `data` skips its first `used`
-        and
-                deals the following ones to the ranks one by one
+                and deals the following ones to the ranks one by one
     pure:       these functions and the model keep no state between calls except parameters and buffers, so a trace of a
                 step is possible
     schedule:   (step) -> the factor of that step's learning rate; None: 1
