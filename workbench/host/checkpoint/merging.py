@@ -60,7 +60,7 @@ def make_whole_image(run: CheckpointView, momentum: Any, rules: dict[str, str], 
     """Returns an image for `size` ranks to resume from.
 
     shares: of each former rank
-    used:   how many examples of the data's order were used up
+    used:   examples used up
     """
     image = RankImage(run.rank.step)
     said, optimizer = image.entries, run.optimizer

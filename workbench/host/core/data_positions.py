@@ -12,14 +12,14 @@ from workbench.tasks import Learner
 
 
 class ReaderView(Protocol):
-    """used: how many examples all ranks have used up"""
+    """A data reader. used: examples that all ranks used"""
 
     @property
     def used(self) -> int: ...
 
 
 class LearningView(Protocol):
-    """reads: None if this rank draws no examples"""
+    """A learning rank. reads: None if it draws no examples"""
 
     @property
     def learner(self) -> Learner: ...

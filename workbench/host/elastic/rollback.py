@@ -58,11 +58,11 @@ class Rollback:
     is_free:      whether going back needs no copies
     open:         whether the rank is in something that cannot be undone
     kept:         boundaries at which this rank stood if ranks hold parts, the newest last
-    is_void:      after this rank went back: whether the state that it holds is invalid
-    outer:        after it went back: its whole outer momentum at that time, as `Strategy.hands_on` gives it
+    is_void:      after this rank went back: whether its state is invalid
+    outer:        after it went back: its whole outer momentum, as `Strategy.hands_on` gives it
     is_gathering: whether ranks are assembling the whole state for a resize
     whole_state:  this rank's whole state in a resize if ranks held parts before; other ranks may lack theirs
-    copies:       how many ranks had each piece at the last boundary if they hold parts; 0: not known yet
+    copies:       how many ranks had each piece at the last boundary if they hold parts; 0: unknown
     """
 
     def __init__(self, run: RollbackView) -> None:

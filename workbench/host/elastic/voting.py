@@ -18,7 +18,7 @@ class ResizeSignal(Exception):
     """Raised once the ranks have come together, before a generation of other ranks begins.
 
     members: of that generation by place; experiment: for them; number: the request's
-    used:    how many examples of the data's order are used up; preempted: ranks that leave because of preemption
+    used:    how many examples are used up; preempted: ranks that leave because of preemption
     """
 
     def __init__(self, members: tuple[int, ...], experiment: Experiment, number: str, used: int,
@@ -43,7 +43,7 @@ class RankReport(NamedTuple):
     remembers: whether its optimizer has any state
     saved:    the steps before which it sees checkpoints of this run
     whole:    whether it holds everything because ranks with parts were coming together
-    used:     at its last boundaries: the next step, and how many examples of the data's order were used up
+    used:     at its last boundaries: the next step, and how many examples were used up
     """
 
     member: int
@@ -137,7 +137,7 @@ class NextGeneration(NamedTuple):
     experiment: for these ranks; changes, done, paused, credit: as in RankReport, of the furthest rank
     asked:      requests that are not obeyed yet; processes: by place
     mark:       its Mark in the record
-    used:       how many examples of the data's order are used up
+    used:       how many examples are used up
     """
 
     came: Membership

@@ -1,4 +1,4 @@
-"""Strided runs of a flat tensor's elements, with arithmetic without tensors.
+"""Strided runs of a flat tensor's elements, as numbers.
 
 A column of a matrix, or one rank's heads of a fused qkv, is thousands of intervals but one StridedSlice.
 """

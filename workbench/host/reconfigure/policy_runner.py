@@ -37,7 +37,7 @@ class PolicyRunner:
 
     names: the Samples that the policy reads
     steps: the number of steps since the last look
-    made:  all changes so far, by people and by policies, the same on all ranks
+    made:  all changes so far, the same on all ranks
     """
 
     def __init__(self, run: PolicyView) -> None:

@@ -4,8 +4,8 @@ First, `consolidate_state` averages buffers and optimizer state over the ranks t
 apart. Then `spread_state` moves the state to its placement under the next strategy. A rank that only served has only
 parameters.
 
-The state is a dict by name. Optimizer state has names such as "exp_avg/NAME". Frozen parameters are equal on all ranks,
-so it leaves them out. Each rank's own memory, such as residuals, is not in it, either.
+The state is a dict by name. Optimizer state has names such as "exp_avg/NAME". It leaves out frozen parameters, which
+are equal on all ranks, and each rank's own memory, such as residuals.
 """
 
 from __future__ import annotations

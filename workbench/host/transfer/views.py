@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class ChangeView(RankView, Protocol):
     """A rank whose state moves because settings or ranks change.
 
-    flushing:   uncompressed steps left, which send a residual that no error feedback uses any more
-    answer:     the result of the last change
+    flushing:   uncompressed steps left, which send an unused residual
+    answer:     as in ElasticMember
     sent_bytes: bytes that this rank has sent over its links
     """
 
