@@ -1,8 +1,4 @@
-"""The parts of lessons, for a notebook's first cell.
-
-You write predictions down before a run and compare them with its record. Exercises check themselves. A worksheet at the
-end lists your results. `lesson(X)` teaches one member of a family.
-"""
+"""The parts of lessons: predictions, exercises that check themselves, a worksheet, and `lesson(X)` for a member."""
 
 from __future__ import annotations
 

@@ -3,10 +3,9 @@
     board = Board(run)                 # or Board() and board.show(run) later
     refresh = RefreshTimer(board); refresh.start()
 
-A page sends "hello" when it shows the board and acknowledges each drawn message. The board sends only while a page
-shows it, with at most one unacknowledged message, so a slow browser has no backlog. After "hello" (also after a
-reload), the page gets the run from its first step. A page without plotly.js requests it once. The board finds charts in
-`widgets/views`.
+A page sends "hello" when it shows the board and acknowledges each drawn message. Sending needs a page, and stops at one
+unacknowledged message, so a slow browser has no backlog. After "hello" (also after a reload), the page gets the run
+from its first step. A page without plotly.js requests it once.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from widgets.static import read_static
 from widgets.views._base import Setter, View
 from workbench.record.tidy import OFTEN, Tidy
 
-_ELSEWHERE = 600.0  # seconds without a page during which a person still watches
-_SILENCE = 6.0  # seconds of silence before a page is gone
-_PATIENCE = 3.0  # seconds for which an unacknowledged message delays the next
+_ELSEWHERE = 600.0  # seconds for which an absent person still watches
+_SILENCE = 6.0  # seconds before a silent page is gone
+_PATIENCE = 3.0  # seconds that an unacknowledged message delays the next
 PAGE_JS = read_static("hearing.js", "chart.js", "panel.js", "pulse.js", "keys.js", "player.js", "board.js")
 PAGE_CSS = read_static("board.css")
 
@@ -41,15 +40,15 @@ def plotly_js() -> bytes:
 
 
 class Board(anywidget.AnyWidget):
-    """All charts of one run as a DOM widget. It takes the whole width of any ipywidgets layout.
+    """All charts of one run as a DOM widget of its layout's whole width.
 
     run:    the Run to show (live or recorded), or None until `show`
-    views:  the View classes to show; None: every view in `widgets/views`
-    setter: sets a knob of the run's lab (path, value), for views that offer it, or None
+    views:  the View classes to show; None: all
+    setter: sets a knob of the run's lab (path, value), or None
     looks:  choices on a page: `tables` (open ones), `rank` (with highlighted curves), `pin` (a box of the timeline),
             `theme` ("light", "dark"; none: the page's own)
 
-    A live run needs a `RefreshTimer`, which calls `send_news`. For a recorded run, answers to its page are enough.
+    A live run needs a `RefreshTimer`, which calls `send_news`.
     """
 
     _esm = PAGE_JS
@@ -62,15 +61,15 @@ class Board(anywidget.AnyWidget):
         self._kinds = views
         self._setter = setter
         self._run = run
-        self.window: dict[str, Any] = {}  # chosen steps: {"at": the first, "steps": number of steps}
-        self._feed: Feed | None = None  # None: the pages lack this run's charts
+        self.window: dict[str, Any] = {}  # {"at": the first step, "steps": number of steps}
+        self._feed: Feed | None = None  # None: pages lack this run's charts
         self._pages: dict[str, float] = {}  # page -> last message
         self._waiting: set[str] = set()  # pages with an unacknowledged message
         self._heard = float("-inf")  # any page's last message
         self._number, self._sent_at = 0, 0.0
         self._tables: dict[str, float] = {}  # open tables -> when last sent
-        self.woken = threading.Event()  # set after a page's message, so that a RefreshTimer sends earlier
-        self._tidy = Tidy(OFTEN, own=True)  # charts are computed on the ticking thread
+        self.woken = threading.Event()  # set after a page's message, for an earlier send
+        self._tidy = Tidy(OFTEN, own=True)  # this thread computes charts
         self.refreshing = False
         super().__init__(**more)
         self.on_msg(self._receive_message)
@@ -80,7 +79,7 @@ class Board(anywidget.AnyWidget):
         return self._run
 
     def show(self, run: Any) -> None:
-        """Shows another run from its first step. With None, the pages keep the present charts."""
+        """Shows another run. With None, the pages keep the present charts."""
         with self._lock:
             if run is self._run:
                 return
@@ -92,14 +91,13 @@ class Board(anywidget.AnyWidget):
         self._request_send()
 
     def look(self, looks: dict[str, Any], window: dict[str, Any]) -> None:
-        """Applies `looks` and `window` and sends the run from its first step."""
         with self._lock:
             self.looks, self.window, self._feed = looks, window, None
             self._waiting.clear()
         self._request_send()
 
     def draw_again(self) -> None:
-        """Draws the run again after the run next to it has changed."""
+        """For a change of the run next to it."""
         with self._lock:
             self._feed = None
             self._waiting.clear()
@@ -114,11 +112,11 @@ class Board(anywidget.AnyWidget):
 
     @property
     def watched(self) -> bool:
-        """Whether a page shows this board, or did in the last 10 minutes."""
+        """Whether a page shows this board, or recently did."""
         return self.shown or time.monotonic() - self._heard < _ELSEWHERE
 
     def send_news(self) -> bool:
-        """Sends new rows if a page is ready. Returns whether it sent."""
+        """Returns whether it sent."""
         self._tidy.due()
         with self._lock:
             if not self.shown or self._run is None or self._is_drawing:
@@ -138,7 +136,6 @@ class Board(anywidget.AnyWidget):
         return True
 
     def report_trouble(self, text: str) -> None:
-        """Reports to the pages that a chart cannot be drawn."""
         self.send({"kind": "trouble", "trouble": text})
 
     @property
@@ -187,7 +184,6 @@ class Board(anywidget.AnyWidget):
             self.send({"kind": "tables", "tables": {name: self._feed.make_table(name)}})
 
     def _request_send(self) -> None:
-        """Lets the RefreshTimer, if any, send at once."""
         self.woken.set()
         if not self.refreshing:
             self.send_news()

@@ -1,4 +1,4 @@
-"""Converts spans to boxes on the timeline, each with a kind, a lane and a look.
+"""Converts spans to boxes on the timeline.
 
 All boxes of a kind form one outline with gaps (one plotly trace), so 1,000 boxes cost little more than one. A
 collective becomes 2 boxes: the wait for the last rank, then the transfer.
@@ -30,9 +30,9 @@ class BoxKind(NamedTuple):
     bottom: float
     fill: str
     pattern: str = ""
-    text: str = ""  # of names inside boxes; empty: no names
+    text: str = ""  # of names inside boxes; empty: none
     listed: bool = True
-    edge: str = theme.PAPER  # darker than a light fill, to be visible on white
+    edge: str = theme.PAPER  # darker than a light fill
 
     def make_trace(self) -> go.Scatter:
         """An empty trace. The page outlines its boxes (`meta.lane`)."""
@@ -71,10 +71,10 @@ _LANES = {"wait": "exposed", "eval": "eval", "switch": "switch", "codec": "codec
 
 
 class Boxes(NamedTuple):
-    """The boxes as columns per trace and the names that `code` refers to.
+    """Columns per trace, and the names that `code` refers to.
 
-    Each trace has x0, x1, rank, row, code, step and asked. Kinds that send also have nbytes and mbit (Mbit/s as in the
-    table; 0: no data).
+    Each trace has x0, x1, rank, row, code, step and asked. Kinds that send also have nbytes and mbit (Mbit/s; 0: no
+    data).
     """
 
     traces: dict[int, Columns]
@@ -87,8 +87,8 @@ def boxes_of(
     """Returns the boxes of `rows`, at most `limit` per kind.
 
     index: (n,) each row's number in the table of spans
-    last_arrival: (n,) when the last rank arrived at the row's collective; NaN for other rows
-    dense: (n,) rows in steps without compression, where lane "codec" is no compression
+    last_arrival: (n,) at the row's collective; NaN for other rows
+    dense: (n,) mask: steps without compression, where lane "codec" is none
     """
     kinds, names = _find_kinds(rows), _NameTable(rows)
     if dense is not None:
@@ -148,7 +148,6 @@ def _find_kinds(rows: Rows) -> np.ndarray:
 
 
 def _between_stages(rows: Rows) -> np.ndarray:
-    """Rows named after a message between pipeline stages."""
     names = rows.coded("name")
     found = np.array([STAGES in text for text in names.words.texts], bool)
     return found[names.codes]

@@ -1,4 +1,4 @@
-"""Converts a run to messages for the live board and the report: first the charts' specs, then only new rows."""
+"""Converts a run to messages for the live board and the report."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Feed:
 
     def __init__(self, run: Any, kinds: tuple[type[View], ...] | None = None, setter: Setter | None = None) -> None:
         self.run = run
-        self._plays = kinds is None  # a board with selected charts does not play
-        self.key = uuid.uuid4().hex  # a page with another key must send "hello"
+        self._plays = kinds is None  # a board of selected charts does not
+        self.key = uuid.uuid4().hex  # pages with another key must send "hello"
         self._setter = setter
         self.views = [self._make_view(kind) for kind in (all_views().values() if kinds is None else kinds)]
         self.troubles: list[str] = []
@@ -58,7 +58,7 @@ class Feed:
         return content, buffers
 
     def _collect_patches(self) -> tuple[dict[str, Patch], str]:
-        """Returns each view's patch and the failures, which affect only their charts."""
+        """Returns each view's patch and the failures."""
         patches, trouble = {}, []
         for view in self.views:
             try:
@@ -104,7 +104,7 @@ class Feed:
         return next((view for view in self.views if view.name == name), None)
 
     def make_table(self, name: str) -> dict[str, Any]:
-        """Returns a view's data table, or {} if it has none or would reveal a riddle."""
+        """Returns a view's data table, or {} if it has none or is muted."""
         view = self.find_view(name)
         if view and view.tells and self.run.secret:
             return {}
@@ -118,5 +118,5 @@ def _make_spec(view: View, run: Any) -> dict[str, Any]:
     return {
         **{k: getattr(view, k) for k in said},
         "figure": None if figure is None else json.loads(figure.to_json()),
-        "table": type(view).table is not View.table,  # for a long run, a table takes as long as the chart
+        "table": type(view).table is not View.table,  # a table takes as long as the chart
     }

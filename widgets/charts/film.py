@@ -1,7 +1,4 @@
-"""The data to play a recorded run: the end of each step and its settings.
-
-The page advances time itself (player.js): curves grow, marks appear and the timeline shows the current step.
-"""
+"""The data to play a recorded run. The page itself advances time (player.js)."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ def make_film(run: Any) -> dict[str, Any] | None:
 def list_settings(run: Any) -> list[list[Any]]:
     """Returns [seconds, step, [[name, words, since], ...]] for each stretch between changes.
 
-    Lists important settings and those that ever changed. `since` is the step of a setting's last change, or null.
+    Lists important settings and those that ever changed. `since`: step of the last change, or null.
     """
     at = {step: t for step, t, _ in reversed(run.details("change"))}
     every = list_stretches(run)
@@ -63,7 +60,7 @@ def list_settings(run: Any) -> list[list[Any]]:
 
 
 def _list_knobs(settings: dict[str, Any]) -> dict[str, Any]:
-    """Lists the fabric's knobs one by one, because the whole is too wide for a phone."""
+    """Lists the fabric's knobs singly, because the whole is too wide for a phone."""
     out = {name: value for name, value in settings.items() if name != "fabric"}
     for name, value in _read_knobs(settings.get("fabric")).items():
         link = {f"link.{inner}": v for inner, v in _read_knobs(value).items()} if name == "link" else {}

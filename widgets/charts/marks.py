@@ -1,4 +1,4 @@
-"""The changes of a run as vertical marks in its charts: number, label, step and time."""
+"""The changes of a run as vertical marks in its charts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ChangeMark(NamedTuple):
 
 
 def change_marks(run: Any) -> list[ChangeMark]:
-    """Returns a run's changes in order of time, numbered from 1."""
+    """Returns a run's changes in order, numbered from 1."""
     return [
         ChangeMark(n, label_change(detail), step, t)
         for n, (step, t, detail) in enumerate(run.details("change"), start=1)
@@ -28,7 +28,7 @@ def change_marks(run: Any) -> list[ChangeMark]:
 
 
 def all_marks(run: Any) -> list[ChangeMark]:
-    """Returns a run's changes and its ranks' events, in order of time."""
+    """Returns a run's changes and events in order."""
     events = [ChangeMark(SIGN, describe_event(name, detail), step, t) for name in EVENTS
               for step, t, detail in run.details(name) if describe_event(name, detail)]  # fmt: skip
     return sorted([*change_marks(run), *events], key=lambda mark: mark.t)
@@ -97,7 +97,6 @@ def label_change(detail: dict[str, Any]) -> str:
 
 
 def _list_nested(value: dict[str, Any]) -> list[str]:
-    """Returns the names of a partition and its nested partitions, except Whole."""
     ((name, knobs),) = value.items()
     inner = _list_nested(knobs["of"]) if isinstance(knobs.get("of"), dict) else []
     return [name, *(one for one in inner if one != "Whole")]

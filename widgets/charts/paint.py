@@ -1,8 +1,4 @@
-"""Paints our views' figures with matplotlib, for pictures without a browser.
-
-Their source is that of the live charts, the figure of a view with its data (`views._base.draw_view`), so colours, axes
-and units are the same.
-"""
+"""Paints the live charts' figures (`views._base.draw_view`) with matplotlib, without a browser."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ DASHES: dict[str, Any] = {"solid": "-", "dash": (0, (5, 3)), "dot": (0, (1, 2)),
 
 
 def resolve_colour(value: Any) -> str:
-    """Returns a colour for matplotlib, for stand-ins that of a light page."""
+    """Returns a colour for matplotlib; a stand-in's is that of a light page."""
     return STANDINS.get(str(value), str(value))
 
 
@@ -67,13 +63,12 @@ def _paint_boxes(axes: Axes, trace: Any) -> Any:
     look |= (
         {"linewidth": 0.5} if look.get("hatch") else {"linewidth": 0.5, "edgecolor": resolve_colour(trace.line.color)}
     )
-    corners: Any = np.stack([x, y], axis=2)  # (boxes, 4, 2) in one array, although the type stub wants a list
+    corners: Any = np.stack([x, y], axis=2)  # one array, although the type stub wants a list
     axes.add_collection(PolyCollection(corners, **look), autolim=False)
     return Patch(label=trace.name, **look)
 
 
 def _paint_bars(axes: Axes, trace: Any) -> Any:
-    """Paints one part of each stacked bar, on top of earlier parts."""
     left = np.zeros(len(trace.x))
     for other in axes.containers:
         left += [bar.get_width() for bar in other]

@@ -1,7 +1,4 @@
-"""Draws a run as one still picture (PNG), for saved notebooks, GitHub and nbconvert.
-
-It shows live charts' views: the last steps, the loss and the changes.
-"""
+"""Draws a run as a PNG, for saved notebooks, GitHub and nbconvert: last steps, loss and changes."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ WIDTH = 10.0  # inches
 DPI = (100, 72, 50, 36)  # the first that gives a small file
 LARGEST = 300_000  # bytes
 LISTED = 12  # changes listed below the charts
-MOST = 32  # ranks shown; more would be illegible and take a minute
+MOST = 32  # ranks; more would be illegible and take a minute
 ROOM = 0.06  # of an axis, for a number
 _one = threading.Lock()  # matplotlib's text rendering is not thread-safe
 
@@ -76,7 +73,7 @@ def paint_run(run: Any) -> Figure:
 
 
 def _draw_row(place: Any, run: Any, marks: list[ChangeMark], views: list[tuple[View, tuple[str, ...]]]) -> None:
-    """Draws views side by side with titles and legends. A view's panels share the y axis."""
+    """A view's panels share the y axis."""
     parts = place.subfigures(1, len(views)) if len(views) > 1 else [place]
     for part, (view, panels) in zip(parts, views, strict=True):
         view.most = MOST
@@ -96,7 +93,7 @@ def _draw_row(place: Any, run: Any, marks: list[ChangeMark], views: list[tuple[V
 
 
 def _draw_marks(axes: Axes, marks: list[ChangeMark], column: str | None) -> None:
-    """Draws a numbered dotted line at each change. Overlapping numbers become a range."""
+    """Overlapping numbers become a range."""
     if column is None:
         return
     low, high = sorted(axes.get_xlim())

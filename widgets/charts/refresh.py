@@ -13,9 +13,7 @@ from workbench.settings.describe_error import said
 class RefreshTimer:
     """Ticks a board at most `hz` times a second on its own thread, while a page shows it.
 
-    also: functions to call on the same thread, as often; they may only set widget traits
-
-    Without a page the thread sleeps until a message.
+    also: functions to call as often; they may only set widget traits
     """
 
     def __init__(self, board: Board, *also: Callable[[], None], hz: float = 6.0) -> None:
@@ -35,7 +33,6 @@ class RefreshTimer:
             self._thread.start()
 
     def stop(self) -> None:
-        """Stops the timer. The board then only answers its page."""
         self._stop.set()
         self.board.woken.set()
         self.board.refreshing = False

@@ -1,7 +1,7 @@
 """Colours, hatches and plain layouts of all charts.
 
-INK, MUTED, FAINT, GRID and PAPER are stand-ins: valid colours that the page, light or dark, replaces. Other colours are
-Okabe and Ito's palette. Colour is never the only difference between 2 categories.
+INK, MUTED, FAINT, GRID and PAPER are valid colours that the page, light or dark, replaces. Other colours are Okabe and
+Ito's palette. Colour is never the only difference between 2 categories.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def make_layout(height: int, **more: Any) -> go.Layout:
         "plot_bgcolor": "rgba(0,0,0,0)",
         "hoverlabel": {"font": {"size": TEXT}},
         "hovermode": "closest",
-        "showlegend": False,  # the page writes it in its own font, with line breaks
+        "showlegend": False,  # the page writes it
         "uirevision": "keep",
     }
     return go.Layout(**{**base, **more})

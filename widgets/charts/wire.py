@@ -1,7 +1,7 @@
 """Packs patches into a JSON header and one binary buffer, for `unpack` in chart.js.
 
-Numbers are float32 or small unsigned integers relative to a base, which keeps the microseconds of late times: [offset,
-count, type, base]. Text is JSON.
+Numbers are float32 or small unsigned integers relative to a base, for the microseconds of late times: [offset, count,
+type, base].
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class MessagePacker:
         return b"".join(self._parts)
 
     def pack_patch(self, patch: Patch) -> dict[str, Any]:
-        """Returns a patch's header and adds its numbers to the buffer."""
         header: dict[str, Any] = {}
         if patch.append:
             header["append"] = {i: self._pack_columns(c) for i, c in patch.append.items()}

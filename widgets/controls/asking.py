@@ -1,4 +1,4 @@
-"""Input and output of the What-if panel: settings, answers and the curve over ranks."""
+"""Input and output of the What-if panel."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def list_assumptions(sentences: tuple[str, ...]) -> str:
 
 
 def slider_bandwidth(position: float) -> float:
-    """Returns Mbit/s at a position of the slider; 0 (unlimited) at its upper end."""
+    """Returns a position's Mbit/s; 0 (unlimited) at the upper end."""
     return 0.0 if position >= UNLIMITED else float(f"{10**position:.3g}")
 
 

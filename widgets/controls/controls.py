@@ -1,11 +1,11 @@
 """Shows the knobs of a lab's experiment as inputs on the page.
 
-`rows` makes the inputs. Requests go to `lab.set`, and a refusal appears next to its control.
+Requests go to `lab.set`, and a refusal appears next to its control.
 
-[Note: When a model is asked] A model can make a setting impossible, such as a partition that cannot cut it. To check
-this, the task's own function is called once, for the model's sizes. It may draw random numbers; afterwards the
-generators' state is restored. So the call is made on the kernel's main thread when no other code draws: in answer to a
-page, or at the end of a cell. It also waits for the first rows, because the simulator takes a second to import.
+[Note: When a model is asked] A model can make a setting impossible, such as a partition that cannot cut it. A call of
+the task's own function for the model's sizes shows this. It may draw random numbers; the generators' state is restored.
+So the call happens on the kernel's main thread when no other code draws: in answer to a page, or at the end of a cell.
+It also waits for the first rows, because the simulator takes a second to import.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Controls(anywidget.AnyWidget):
     _esm = read_static("hearing.js", "controls.js")
     _css = read_static("look.css")
     rows = traitlets.List(traitlets.Dict()).tag(sync=True)
-    opened = traitlets.List(traitlets.Unicode()).tag(sync=True)  # groups that a person has unfolded
+    opened = traitlets.List(traitlets.Unicode()).tag(sync=True)
 
     def __init__(self, lab: Any) -> None:
         super().__init__()
@@ -48,7 +48,6 @@ class Controls(anywidget.AnyWidget):
         self.refresh()
 
     def refresh(self) -> None:
-        """Shows the experiment after all requested changes."""
         with self._lock:
             waiting = [t for t in self.lab.changes if t.applied_at is None and t.refused is None]
             experiment = shown_experiment(self.lab)
@@ -76,13 +75,13 @@ class Controls(anywidget.AnyWidget):
                 self._edit_draft(path, parse_value(message))
             else:
                 self._set_knob(path, parse_value(message))
-            self.errors.clear()  # an earlier refusal may be outdated
+            self.errors.clear()  # refusals may be outdated
         except (KnobError, RuntimeError) as error:
             self.errors[path] = str(error)
         self.refresh()
 
     def _set_knob(self, path: str, value: Any) -> None:
-        """Sets a knob. Raises KnobError if the model refuses it, before the ranks would."""
+        """Raises KnobError if the model refuses, before the ranks would."""
         experiment = apply_pending(self.lab.experiment, self.lab.changes)
         settings = at_once(experiment, path, value)
         if why := refused_anew(experiment, settings, self._find_check(experiment.task)):
@@ -95,7 +94,7 @@ class Controls(anywidget.AnyWidget):
         return refused_by_model if now or outlined(task) else None
 
     def _edit_draft(self, path: str, value: Any) -> None:
-        """Edits the next fault, which is no setting until it is injected."""
+        """The next fault is no setting until it is injected."""
         home, _, name = path.partition(".new")
         if name:
             self.drafts[home] = with_value(self.drafts[home], name.removeprefix("."), value)
@@ -118,7 +117,7 @@ class Controls(anywidget.AnyWidget):
 
 
 def cell_ended(controls: Any) -> Callable[..., None]:
-    """Returns a hook for the end of a cell. It holds the controls weakly."""
+    """Returns a hook that holds the controls weakly."""
 
     def ended(*_: Any) -> None:
         if (kept := controls()) is not None:
@@ -128,7 +127,7 @@ def cell_ended(controls: Any) -> Callable[..., None]:
 
 
 def shown_experiment(lab: Any) -> Any:
-    """Returns the lab's experiment, without faults during a riddle."""
+    """Returns the experiment, without faults during a riddle."""
     run, experiment = lab.run_now, lab.experiment
     return experiment.set("fabric.faults", []) if run is not None and run.secret else experiment
 
@@ -140,7 +139,7 @@ def apply_pending(experiment: Any, asked: Any) -> Any:
 
 
 def parse_value(message: dict[str, Any]) -> Any:
-    """Returns the requested value. Converts text to a number for numeric knobs if possible."""
+    """Converts text to a number for numeric knobs if possible."""
     value = message["value"]
     if not message.get("number"):
         return value

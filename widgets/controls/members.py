@@ -1,4 +1,4 @@
-"""Actions on single ranks of a lab's run: evict one, or inject a real fault into a process of this lab."""
+"""Actions on single ranks: evict one, or inject a real fault into this lab's process."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class Members(anywidget.AnyWidget):
             self.ranks, self.most = list(self.lab.members), self.lab.ranks
 
     def handle_button(self, message: dict[str, Any]) -> None:
-        """Handles a button on a thread, because it may take seconds."""
+        """Uses a thread, because it may take seconds."""
         threading.Thread(target=self.execute_request, args=(message,), name="dashboard request", daemon=True).start()
 
     def execute_request(self, message: dict[str, Any]) -> None:
-        """Carries out a request: {"do": a key of WHY, "rank": a rank, "ranks": a number of ranks}."""
+        """message: {"do": a key of WHY, "rank": a rank, "ranks": a number of ranks}"""
         self.error = ""
         verbs = {"evict": self.lab.evict, "freeze": self.lab.freeze, "thaw": self.lab.thaw, "kill": self.lab.kill,
                  "preempt": self.lab.preempt, "profile": lambda rank: self.lab.run_now.profile(rank)}  # fmt: skip

@@ -1,7 +1,7 @@
 """The options of a dropdown for a knob with a family (a strategy, a compressor, a task).
 
 An option means what its bare name means. `TopK` implies error feedback, so its text is "TopK + ErrorFeedback", and
-`TopK` alone is a second option. In a family with `kinds`, members are grouped by kind, after the starters.
+`TopK` alone is a second option. In a family with `kinds`, the kinds follow the starters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ START, OTHERS = "to start with", "others"
 
 
 class DropdownOption(NamedTuple):
-    """One line of a dropdown: its text, the value to send, its doc, its shape and its group."""
+    """One line of a dropdown: text, value to send, doc, shape and group."""
 
     text: str
     value: Any
@@ -32,10 +32,10 @@ def nested_names(value: Any) -> Shape:
 
 
 def list_options(base: type, *, bare: bool = False, present: Any = None) -> list[DropdownOption]:
-    """Returns an option for every member of the family `base` that needs no arguments.
+    """Returns an option for every member of `base` that needs no arguments.
 
     bare:     leaves out wrappers
-    present:  the present value, listed even if it needs arguments (a user's own task)
+    present:  the present value, listed even if it needs arguments
     """
     found = []
     member: Any
@@ -88,7 +88,7 @@ def _needs_nothing(member: type) -> bool:
 
 
 def find_chosen(found: list[DropdownOption], value: Any) -> int:
-    """Returns the index of the option with the shape of `value`, else with its type, else -1."""
+    """Returns the index of the option of this shape, else of this type, else -1."""
     shapes = [o.shape for o in found]
     here = nested_names(value)
     if here in shapes:
@@ -98,7 +98,7 @@ def find_chosen(found: list[DropdownOption], value: Any) -> int:
 
 
 def is_covered(found: list[DropdownOption], value: Any) -> bool:
-    """Whether the chosen option includes the inner member, which then needs no dropdown."""
+    """Whether the chosen option includes the inner member."""
     index = find_chosen(found, value)
     return index >= 0 and isinstance(found[index].value, str) and found[index].shape == nested_names(value)
 

@@ -15,12 +15,12 @@ from workbench.analysis.steps.window import MEASURING, Window, newest_generation
 from workbench.record.alarms import NAMES, met, place
 from workbench.settings.progress import SOON, left, under_way
 
-PATIENCE = 2.0  # seconds without a step before the line explains the delay
+PATIENCE = 2.0  # seconds before the line explains a delay
 WINDOW = 20
 
 
 class RunProgress:
-    """Follows the first training rank through a run's record: its step and its speed."""
+    """Follows the first training rank's step and speed."""
 
     def __init__(self) -> None:
         self.run: Any = None
@@ -59,13 +59,13 @@ class RunProgress:
 
     @property
     def step_rate(self) -> float | None:
-        """Steps per second over the last steps, without evaluations, pauses and measurements."""
+        """Steps per second, without evaluations, pauses and measurements."""
         total = sum(self.lengths)
         return len(self.lengths) / total if total else None
 
     @property
     def last_step(self) -> int:
-        """The planned number of steps, with changes; 0 if unknown."""
+        """The planned number of steps; 0 if unknown."""
         if self.run is None:
             return 0
         changed = [change.value for change in self.run.changes if change.path == "steps"]
@@ -101,7 +101,7 @@ def status_line(state: str, progress: RunProgress, ranks: int, detail: str = "")
 
 
 def list_activities(run: Any, state: str, progress: RunProgress) -> list[dict[str, Any]]:
-    """Returns long activities for the page: name, share (negative: unknown) and both in words."""
+    """Returns long activities: name, share (negative: unknown) and both in words."""
     found = [{"what": d.what, "share": _round_share(d.share), "said": repr(d)} for d in under_way()]
     if run is not None and run.live and (kept := checkpoint_progress(run.timeline)) is not None:
         lasted = time.time() - run.epoch - kept.since

@@ -1,4 +1,4 @@
-"""Generates the controls of an experiment from its knobs, as plain rows: dicts for the page's JSON."""
+"""Generates an experiment's controls as plain rows: dicts for the page's JSON."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_rows(experiment: Any, now: ControlState) -> list[Row]:
 
 
 GROUPS = ["faults", "network", "memory", "learning", "before the run"]
-MEMORY = ("memory_mb", "fabric.host", "fabric.disk")  # the amount of memory and the links to offloaded state
+MEMORY = ("memory_mb", "fabric.host", "fabric.disk")
 
 
 def _find_group(path: str, live: bool) -> str:
@@ -71,7 +71,7 @@ def _rows_under(whole: Any, thing: Any, prefix: str, level: int, settled: bool, 
 
 
 def _member_rows(whole: Any, path: str, k: Knob, level: int, turnable: bool, now: ControlState) -> list[Row]:
-    """Returns a dropdown of the family's members and, below it, the chosen one's knobs."""
+    """Returns a dropdown of members and, below it, the chosen one's knobs."""
     nested = level > 0
     found = list_options(cast(type, k.family), bare=nested, present=k.default)
     row = _knob_row(path, k, level, turnable, now)
@@ -86,7 +86,7 @@ def _member_rows(whole: Any, path: str, k: Knob, level: int, turnable: bool, now
 
 
 def _option_row(whole: Any, path: str, option: DropdownOption, present: bool, now: ControlState) -> Row:
-    """Returns one line of a dropdown. If the option would be refused now, its doc says why."""
+    """Returns one line of a dropdown. If refused now, its doc says why."""
     why, text = "", option.text
     if not present and path:
         try:
@@ -170,7 +170,7 @@ def _choose_form(k: Knob) -> Row:
 
 
 def _fault_rows(whole: Any, path: str, k: Knob, now: ControlState) -> list[Row]:
-    """Returns present faults with buttons to clear them, and a draft with a button to inject."""
+    """Returns present faults and a draft, with buttons."""
 
     def line(name: str, kind: str, doc: str, **more: Any) -> Row:
         return _button_row(f"{path}.{name}", kind, _find_group(path + ".", True), doc) | more
@@ -191,7 +191,7 @@ def _fault_rows(whole: Any, path: str, k: Knob, now: ControlState) -> list[Row]:
 
 
 def _button_row(path: str, kind: str, group: str, doc: str) -> Row:
-    """Returns a row that is no knob: a button, or the choice of the next fault."""
+    """Returns a row that is no knob."""
     empty = {"label": "", "unit": "", "allowed": "", "why": "", "error": "", "level": 0}
     no = {"disabled": False, "waiting": False, "family": False}
     return {"path": path, "kind": kind, "group": group, "doc": doc} | empty | no

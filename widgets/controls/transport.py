@@ -43,7 +43,7 @@ lab
 
 
 class Transport(anywidget.AnyWidget):
-    """The bar at the top of the dashboard. `refresh()` sends only changes.
+    """The bar at the top of the dashboard.
 
     read_only: whether the bar ignores all buttons except docking
     dock:      shows the dashboard next to the notebook, or None
@@ -71,7 +71,7 @@ class Transport(anywidget.AnyWidget):
     def refresh(self) -> None:
         run, state = self.lab.run_now, self.lab.state
         self.progress.follow_run(run)
-        early = state == "starting" and not self.lab.live  # engines are still starting, but a run may be requested
+        early = state == "starting" and not self.lab.live  # a run may be requested before engines are up
         with self.hold_trait_notifications():
             self.state = state
             self.may = {} if self.read_only else dict.fromkeys(("start",) if early else MAY[state], True)
@@ -80,7 +80,6 @@ class Transport(anywidget.AnyWidget):
             self.error = self._describe_error(run)
 
     def _describe_detail(self, state: str) -> str:
-        """Returns the engines' progress; if the run is stuck, the ranks that delay it."""
         if state == "starting":
             return str(self.lab.progress)
         if state != "running" or not self.progress.is_stuck:

@@ -1,7 +1,6 @@
-"""The What-if panel: simulates other ranks and links, calibrated by the present run.
+"""The What-if panel: simulates other ranks and links, calibrated by the present run, on its own thread.
 
-The sliders start a simulation on its own thread. A line and the live view's chart show the result. A closed panel costs
-nothing.
+A closed panel costs nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class WhatIf(ipywidgets.VBox):
 
     def __init__(self, present: Callable[[], Any]) -> None:
         self.present = present
-        row = ipywidgets.Layout(width="min(100% - 4px, 560px)")  # leaves room for margins
+        row = ipywidgets.Layout(width="min(100% - 4px, 560px)")
         plain = {"style": WIDE, "layout": row}
         same = {"continuous_update": False, **plain}
         self.ranks = ipywidgets.SelectionSlider(options=RANKS, value=4, description="ranks", **same)
@@ -58,7 +57,7 @@ class WhatIf(ipywidgets.VBox):
         self.more = ipywidgets.Text(
             "", placeholder="strategy.every=16, partition.stages=4", description="other knobs", **same
         )
-        # the speed in words is to the right of the slider, or below it
+        # the speed in words is right of the slider, or below
         beside = ipywidgets.Layout(flex="1 1 300px", width="auto", max_width="560px")
         self.bandwidth = ipywidgets.FloatSlider(UNLIMITED, min=0.0, max=UNLIMITED, step=0.05, readout=False,
                                                 description="bandwidth", **{**same, "layout": beside})  # fmt: skip
@@ -72,7 +71,7 @@ class WhatIf(ipywidgets.VBox):
         self.board: Board | None = None
         self.working: threading.Thread | None = None
         self._again = self._over = False
-        self._following = True  # whether the sliders follow the run
+        self._following = True
         self._setting = False
         wrap = ipywidgets.Layout(flex_flow="row wrap")
         below = ipywidgets.HBox([self.curve, self.assumed], layout=wrap)
@@ -93,7 +92,6 @@ class WhatIf(ipywidgets.VBox):
         self._name_speed()
 
     def follow_run(self) -> None:
-        """Sets the sliders to the run's values when the panel opens."""
         run = self.present()
         if run is None or not self._following:
             return
@@ -101,7 +99,6 @@ class WhatIf(ipywidgets.VBox):
         self._set_sliders(int(run.settings.get("ranks", 4)), slider_position(link["bandwidth"]), float(link["latency"]))
 
     def set_fixed(self, ranks: float, bandwidth: float, latency: float) -> None:
-        """Sets the sliders to fixed values, without a simulation."""
         self._following = False
         self._set_sliders(ranks, bandwidth, latency)
 
@@ -125,7 +122,7 @@ class WhatIf(ipywidgets.VBox):
         self.speed.value = describe_bandwidth(slider_bandwidth(self.bandwidth.value))
 
     def chosen_settings(self) -> dict[str, Any]:
-        """Returns the chosen knobs and values. Raises KnobError for unreadable input."""
+        """Raises KnobError for unreadable input."""
         found: dict[str, Any] = {"ranks": self.ranks.value}
         if self.network.value == OWN:
             found |= {"link.bandwidth": slider_bandwidth(self.bandwidth.value), "link.latency": self.latency.value}
@@ -137,7 +134,7 @@ class WhatIf(ipywidgets.VBox):
     def start_simulation(self, over: bool = False) -> None:
         """Simulates on its own thread. Further requests cause one more, with the last values.
 
-        over: also simulates the curve over ranks
+        over: with the curve over ranks
         """
         self._over = self._over or over
         if self.working is not None and self.working.is_alive():

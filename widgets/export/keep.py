@@ -1,8 +1,8 @@
 """Keeps a picture of the charts in the notebook after the run has ended.
 
-[Note: Two outputs] A cell with a dashboard has 2 outputs: the widget and then this picture. If the widget works,
-look.css hides the output after it. Without a kernel (GitHub, nbconvert, a reopened notebook), the picture is visible.
-One output cannot hold both, because a page prefers the widget even without its kernel.
+[Note: Two outputs] A cell with a dashboard has 2 outputs: the widget and this picture. If the widget works, look.css
+hides the output after it. Without a kernel (GitHub, nbconvert, a reopened notebook), the picture is visible. One output
+cannot hold both, because a page prefers even a dead widget.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WIDTH = 1000  # px on a page, at any resolution
 
 
 class KeptPicture:
-    """One picture per dashboard, in every cell that shows it. Drawn once per run, at the end.
+    """One picture per dashboard, in every cell that shows it, drawn once at a run's end.
 
     run:  returns the shown run, or None
     once: whether the run never changes, so that the picture removes the hook
@@ -42,7 +42,7 @@ class KeptPicture:
         self.trouble = ""
 
     def add_output(self) -> None:
-        """Adds the second output to the cell. Does nothing without a kernel (IPython in a terminal)."""
+        """Adds the second output. Does nothing without a kernel (IPython in a terminal)."""
         shell = get_ipython()
         if shell is None or not hasattr(shell, "kernel"):
             return
@@ -55,7 +55,6 @@ class KeptPicture:
         display(self._bundle[0], metadata=self._bundle[1], raw=True, display_id=self._id)
 
     def start_drawing(self) -> None:
-        """Starts to draw if a run has ended and has no picture."""
         if self.is_due and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self.draw_picture, name="picture of a run", daemon=True)
             self._thread.start()
@@ -66,7 +65,6 @@ class KeptPicture:
         return self.shown and run is not None and not run.live and run is not self._drawn
 
     def draw_picture(self) -> None:
-        """Draws the picture if due and updates every cell that shows the dashboard."""
         with self._lock:
             if not self.is_due:
                 return
@@ -81,7 +79,6 @@ class KeptPicture:
                 self._leave()
 
     def close(self) -> None:
-        """Removes the hook. The picture stays."""
         self.shown = False
         self._leave()
 

@@ -1,8 +1,7 @@
 """Writes a run as one page that works without a network: charts, cards and settings.
 
-The page uses the live board's JavaScript (chart.js, panel.js, board.js), with data from the file (replay.js). It cannot
-compute, so this module chooses the windows of steps that a reader can select. The site's lessons also use `pack_run`
-and `REPLAY_JS`.
+The page uses the live board's JavaScript, with data from the file (replay.js). It cannot compute, so this module
+chooses the windows of steps to select. The site's lessons also use `pack_run` and `REPLAY_JS`.
 """
 
 from __future__ import annotations
@@ -71,16 +70,16 @@ def write_report(run: Any, path: str | Path) -> Path:
 
 
 def pack_run(run: Any, windows: int = WINDOWS, steps: int | None = None) -> str:
-    """Returns the run's charts, tables and windows of steps as base64 text for a page.
+    """Returns the run's charts, tables and windows of steps as base64 text.
 
-    windows: number of windows, spread evenly over the steps (at most one per step)
+    windows: number of windows, evenly spread (at most one per step)
     steps:   steps per window; None: chosen by the view
     """
     feed = Feed(run)
     content, buffers = feed.make_opening()
     for spec in content["specs"]:
-        spec["tools"] = spec["tools"] and "at"  # the reader selects one of the windows below
-        spec["quiet"] |= bool(len(run.timeline.spans))  # no more rows will arrive
+        spec["tools"] = spec["tools"] and "at"  # the reader selects a window
+        spec["quiet"] |= bool(len(run.timeline.spans))
     held: dict[str, Any] = {"open": _to_text((content, buffers))}
     held["tables"] = {view.name: table for view in feed.views if (table := feed.make_table(view.name))}
     held["windows"] = _choose_windows(feed, windows, steps)

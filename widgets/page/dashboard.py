@@ -4,7 +4,7 @@
     Dashboard(run)     # the same charts of a recorded run
     Dashboard(lab, read_only=True)  # for viewers: without controls, and requests have no effect
 
-One timer updates everything while a page shows the dashboard. It only sets traits.
+One timer updates everything while a page shows it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Dashboard(ipywidgets.Box):
             shown.watchers.append(lambda: self.board.watched)
 
     def _make_handles(self, lab: Any) -> tuple[Any, ...]:
-        """Returns the handles, for viewers only status and changes."""
+        """Returns only status and changes for viewers."""
         bar = Transport(lab, read_only=self.read_only, dock=self.dock if has_sidecar() else None)
         if self.read_only:
             return bar, Requests(lab)
@@ -89,15 +89,14 @@ class Dashboard(ipywidgets.Box):
         self.side.open_panel(self._title, anchor)
 
     def state(self) -> dict[str, Any]:
-        """Returns the open, chosen and pinned items as JSON for `restore`. See page/looks.py."""
+        """Returns the open, chosen and pinned items as JSON. See page/looks.py."""
         return looks.read_state(self)
 
     def restore(self, state: dict[str, Any] | str) -> None:
-        """Applies a result of `state()`, as a dict or JSON text. Raises KnobError if it is invalid."""
+        """Applies a `state()`, also as JSON text. Raises KnobError if it is invalid."""
         looks.restore_state(self, state)
 
     def refresh(self) -> None:
-        """Updates the handles and shows the lab's present run."""
         for handle in self.handles:
             handle.refresh()
         if self.handles:
@@ -114,14 +113,14 @@ class Dashboard(ipywidgets.Box):
         super().close()
 
     def _ipython_display_(self) -> None:
-        """Shows the widget and then the permanent picture; see [Note: Two outputs] in keep.py."""
+        """Shows the widget and the picture; see [Note: Two outputs] in keep.py."""
         shown = self._repr_mimebundle_()
         data, about = shown if isinstance(shown, tuple) else (shown, {})
         display(data, metadata=about, raw=True)
         self.keep.add_output()
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        """Returns the live widget, with a line of text and a small table for pages without widgets."""
+        """Adds a line of text and a small table for pages without widgets."""
         shown = super()._repr_mimebundle_(**kwargs)
         bundle = shown[0] if isinstance(shown, tuple) else shown
         run = self.shown if isinstance(self.shown, Run) else self.shown.run_now
@@ -135,7 +134,6 @@ class Dashboard(ipywidgets.Box):
 
 
 def _fold_panel(panel: Any, title: str) -> Any:
-    """Returns the panel under a title that opens it."""
     fold = ipywidgets.Accordion([panel], titles=[title], selected_index=None)
     if isinstance(panel, WhatIf):
         fold.observe(lambda change: panel.follow_run() if change["new"] == 0 else None, "selected_index")

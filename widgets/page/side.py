@@ -23,7 +23,7 @@ class SidePanel:
         self._panel: Any = None
 
     def open_panel(self, title: str, anchor: str) -> None:
-        """Opens the panel, again if it was closed by hand. Raises KnobError."""
+        """Raises KnobError."""
         if anchor not in ANCHORS:
             raise KnobError(f"anchor={short(anchor)}: must be one of {', '.join(ANCHORS)}")
         if not has_sidecar():

@@ -1,7 +1,7 @@
 """The contract of a view, which is a chart or a text about a run.
 
-A view draws what `workbench.analysis` computes or the record holds; it computes no statistic. It describes its figure
-once; afterwards it returns only new data. To add a view, add a file to this folder.
+A view draws what `workbench.analysis` computes or the record holds. It describes its figure once, then returns only new
+data. To add a view, add a file to this folder.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class View(ABC):
         return min(there, self.most or there)
 
     def ask(self, request: dict[str, Any]) -> None:
-        """Handles a reader's request, such as another window of steps."""
+        """Handles a reader's request."""
 
     def fresh(self, table: Table) -> Rows:
         """Returns the new rows of `table` since the last call."""
@@ -138,7 +138,7 @@ def thin_points(columns: Columns, limit: int = LIMIT) -> Columns:
 
 
 def draw_view(view: View, run: Any) -> go.Figure | None:
-    """Returns the view's figure with its data, without a browser."""
+    """Returns the figure with its data."""
     figure = view.figure(run)
     patch = view.update(run)
     if figure is None:

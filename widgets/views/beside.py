@@ -13,7 +13,7 @@ from workbench.analysis import loss_curve, step_times
 
 PANELS = ("x", "x2", "x3")
 LINES = ({"color": theme.INK, "width": 2}, {"color": theme.VERMILLION, "width": 2, "dash": "dash"})
-MORE = 1.02  # growth of a live run's rows before it is drawn again
+MORE = 1.02  # growth of a live run before another drawing
 
 
 class Beside(View):
@@ -56,7 +56,7 @@ class Beside(View):
         return Patch(replace=found)
 
     def table(self, run: Any) -> Grid:
-        """Returns each run's loss at 10 evenly spread steps."""
+        """At 10 evenly spread steps."""
         out: list[tuple[Any, ...]] = []
         for one in (run, run.beside) if run.beside is not None else ():
             c = loss_curve(one.timeline)

@@ -16,7 +16,7 @@ SHOWN = 6  # newest cards; the page folds older ones
 EMPTY = '<p class="wb-empty">A card for each change appears here: the steps before it against the steps after it.</p>'
 HEAD = "<tr><th>median of steps</th><th>before</th><th>after</th>"
 HEAD += '<th style="text-align: left">change</th></tr>'
-SHORT = {"exposed communication": "exposed", "sent per step and rank": "sent"}  # all columns must fit into half a page
+SHORT = {"exposed communication": "exposed", "sent per step and rank": "sent"}  # all columns fit into half a page
 MEANS = {
     "step": "how long a step lasts",
     "exposed communication": "for how long communication stalls a step",
@@ -39,7 +39,7 @@ class Cards(View):
         super().__init__()
         self._at = 0.0
         self._html: dict[int, str] = {}  # by the change's step
-        self._over: set[int] = set()  # final cards: a later change has ended their steps
+        self._over: set[int] = set()  # final: a later change has ended their steps
         self._said = ""
 
     def update(self, run: Any) -> Patch:
@@ -96,7 +96,6 @@ def _make_row(effect: Effect) -> str:
 
 
 def _loss_row(effect: Effect) -> str:
-    """Returns a row with a sentence for each slope of the loss, and the verdict."""
     assert effect.trends is not None
     lines = [escape(f"{when}: {trend}") for when, trend in zip(("before", "after"), effect.trends, strict=True)]
     lines += [words] if (words := _describe_slopes(effect)) else []
@@ -104,14 +103,13 @@ def _loss_row(effect: Effect) -> str:
 
 
 def _lacking_row(effect: Effect) -> str:
-    """Returns why all rows lack a verdict."""
     if not effect.change.lacks:
         return ""
     return f"<tr>{_wide_cell(4, f'No verdict. {escape(effect.change.lacks)}.')}</tr>"
 
 
 def _wide_cell(columns: int, html: str) -> str:
-    """Returns a cell over several columns, whose sentences wrap and do not widen the table."""
+    """Returns a cell over several columns that does not widen the table."""
     inner = f'<div style="width: 0; min-width: 100%; white-space: normal">{html}</div>'
     return f'<td colspan="{columns}" style="text-align: left">{inner}</td>'
 
@@ -163,7 +161,6 @@ def _format_ratio(value: float, low: float, high: float) -> str:
 
 
 def _describe_slopes(effect: Effect) -> str:
-    """Returns how the loss's slope changed, if that is clear."""
     if effect.verdict in ("", "same"):
         return "&asymp; no clear change of the slope" if effect.verdict else ""
     was, now = (trend.sign for trend in effect.trends or ())

@@ -1,7 +1,4 @@
-"""The costs of a step beyond the shared compute: a ranked list in words, with suggestions.
-
-A button asks the simulator on a thread. Then each line has a button for each suggested change.
-"""
+"""The costs of a step beyond the shared compute, with the simulator's suggestions on request."""
 
 from __future__ import annotations
 
@@ -41,9 +38,9 @@ class Causes(PacedView):
         super().__init__()
         self._run: Any = None
         self._found: list[Cause] = []
-        self._advised: Any = None  # the simulator's advice on the present settings
+        self._advised: Any = None
         self._asking: threading.Thread | None = None
-        self._tried = ""  # the last attempt, or why it failed
+        self._tried = ""
 
     def update(self, run: Any) -> Patch:
         self._run = run
@@ -53,7 +50,7 @@ class Causes(PacedView):
         self._found = find_causes(run.timeline)
 
     def ask(self, request: dict[str, Any]) -> None:
-        """Handles `advise`, which asks the simulator, and `try`, which makes the change [line, suggestion]."""
+        """Handles `advise` and `try`: [line, suggestion]."""
         if "advise" in request and self._run is not None and not self._is_asking:
             self._asking = threading.Thread(target=self._ask_simulator, name="advice", daemon=True)
             self._asking.start()
@@ -121,7 +118,7 @@ def _describe_cause(found: Any) -> str:
 
 
 def _make_button(line: int, number: int, suggestion: Any) -> str:
-    """Returns a button whose label also describes the change to screen readers."""
+    """Returns a button whose label describes the change to screen readers."""
     ask = escape(json.dumps({"try": [line, number]}), quote=True)
     label = escape(f"Try this: {suggestion}", quote=True)
     named = "Try this" if number == 0 else "Try the other"

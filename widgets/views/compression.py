@@ -41,7 +41,7 @@ class Compressed(View):
         super().__init__()
         self._at = 0.0
         self._step = 0  # the first step whose ratio is not drawn
-        self._ends: dict[str, tuple[float, float]] = {}  # by logarithmic axis, its least and greatest value
+        self._ends: dict[str, tuple[float, float]] = {}  # by axis: least and greatest value
 
     def figure(self, run: Any) -> go.Figure:
         figure = go.Figure(layout=_make_layout())
@@ -77,7 +77,7 @@ class Compressed(View):
         return patch
 
     def _extend_axis(self, patch: Patch, axis: str, y: np.ndarray) -> None:
-        """Ends an axis at round values around its data, so that a few labels fit."""
+        """Ends an axis at round values, for a few labels."""
         low, high = self._ends.get(axis, (np.inf, -np.inf))
         ends = min(low, float(y.min())), max(high, float(y.max()))
         if ends != (low, high):
@@ -85,7 +85,7 @@ class Compressed(View):
             patch.layout |= {f"{axis}.{k}": v for k, v in _round_range(*ends).items()}
 
     def _append_ratios(self, run: Any, patch: Patch) -> None:
-        """Appends the ratios from the first compression on. Before it all are 1."""
+        """Begins at the first compression. Before it all are 1."""
         begun = next((s.first for s in list_stretches(run) if s.compressor), None)
         stop = last_steps(run.timeline)[1]
         if begun is None or stop <= max(self._step, begun):
@@ -109,7 +109,7 @@ class Compressed(View):
 
 
 def _round_range(low: float, high: float) -> dict[str, Any]:
-    """Returns range and ticks of a logarithmic axis for values from `low` to `high`."""
+    """Returns range and ticks of a logarithmic axis."""
     below = max((i for i, g in enumerate(GRID) if g <= low * (1 + 1e-9)), default=0)
     above = min((i for i, g in enumerate(GRID) if g >= high * (1 - 1e-9)), default=len(GRID) - 1)
     below -= below == above and below > 0

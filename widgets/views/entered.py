@@ -9,7 +9,7 @@ from widgets.views._base import Patch, View
 from workbench.analysis import list_open
 from workbench.analysis.communication.entered import OpenCollective
 
-LONG = 1.5  # the kernel asks the ranks once a second, so shorter waits are not shown
+LONG = 1.5  # shorter waits are not shown, because the kernel asks once a second
 STACKS = "The button Stacks, above, shows what every thread of every rank is in."
 
 

@@ -12,11 +12,11 @@ from widgets.charts import theme
 from widgets.views._base import Grid, Patch, View
 from workbench.analysis import LatenessStrips, step_times
 
-LEAST = 0.2  # of a step: the scale's least end, so that noise stays pale
-TYPICAL = 0.95  # of the columns are within the scale, so that one long pause does not set it
+LEAST = 0.2  # of a step: the scale's least end, so that noise is pale
+TYPICAL = 0.95  # of the columns: one long pause does not set the scale
 BYTES = 9  # of a cell in a message
 PER_SECOND = 20_000  # bytes on average
-WAYS = (1.0, 2.0, 5.0, 10.0)  # a scale ends at one of these times a power of 10
+WAYS = (1.0, 2.0, 5.0, 10.0)  # times a power of 10
 
 
 class Late(View):
@@ -102,7 +102,6 @@ class Late(View):
 
 
 def _make_ticks(ranks: int) -> dict[str, Any]:
-    """Returns a label for each rank, or for every n-th of many ranks."""
     every = max(1, -(-ranks // 32))
     shown = list(range(0, ranks, every))
     texts = [f"rank {r}" for r in shown]

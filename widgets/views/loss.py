@@ -95,7 +95,7 @@ def _make_layout() -> go.Layout:
 
 
 def _training_trace(rank: int, panel: str, ranks: int) -> go.Scatter:
-    """Returns a rank's training loss. The legend lists each rank, or all of many ranks once."""
+    """The legend lists each rank, or all of many ranks once."""
     name = f"training loss, rank {rank}" if rank == 0 else f"rank {rank}"
     return go.Scatter(
         x=[], y=[], xaxis=panel, yaxis=panel.replace("x", "y"), mode="lines", opacity=0.75,
@@ -116,7 +116,6 @@ def _held_out(panel: str) -> go.Scatter:
 
 
 def _checkpoint_trace(panel: str) -> go.Scatter:
-    """Returns the marks of checkpoints, on the held-out loss at their time."""
     return go.Scatter(
         x=[], y=[], xaxis=panel, yaxis=panel.replace("x", "y"), mode="markers", showlegend=False, name="checkpoint",
         marker={"symbol": "diamond-open", "size": 13, "color": theme.INK, "line": {"width": 2}},

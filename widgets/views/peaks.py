@@ -1,4 +1,4 @@
-"""Each rank's peak memory over the run, to see its growth and the change before."""
+"""Each rank's peak memory over the run."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class _PeakLine:
         self._shown: float | None = None
 
     def add_steps(self, end: int) -> bool:
-        """Adds the complete steps before `end`. Returns whether the line has changed its level."""
+        """Adds the steps before `end`. Returns whether the line has changed its level."""
         level = True
         for step, several in groupby(self.told, itemgetter(0)):
             if step >= end:
@@ -115,7 +115,7 @@ class _PeakLine:
         return new
 
     def _hold_value(self, step: int) -> bool:
-        """Adds the last value if it holds before `step` and the line does not show it."""
+        """Adds the last value if it holds and the line does not show it."""
         if self._now is None or step <= self._since or self._now == self._shown:
             return True
         return self._add_point(self._since, self._now)

@@ -19,9 +19,9 @@ from workbench.analysis.steps.collectives import last_arrivals, send_rates
 from workbench.record.timeline import Rows
 
 BOXES = 3000
-SLOW = 0.2  # seconds of a step that is shown while it grows
-FEW = 16  # a live path of more ranks would take too long
-GONE = 1.0  # seconds after which a rank without rows does not delay the chart
+SLOW = 0.2  # seconds; slower steps are shown while they grow
+FEW = 16  # more ranks would take too long
+GONE = 1.0  # seconds for which a rank without rows delays the chart
 
 
 class Timeline(View):
@@ -57,7 +57,7 @@ class Timeline(View):
         return figure
 
     def ask(self, request: dict[str, Any]) -> None:
-        """Handles `at`, the first step to show (None: follow), and `steps`, their number (None: automatic)."""
+        """Handles `at`, the first step (None: follow), and `steps`, their number (None: automatic)."""
         if "at" in request:
             self.at = None if request["at"] is None else max(0, int(request["at"]))
         if "steps" in request:
@@ -89,7 +89,7 @@ class Timeline(View):
         if grows:  # room for the present step
             high += 1.02 * self._seconds
         inside = (rows.t1 >= low) & (rows.asked <= high)
-        arrived = last_arrivals(run.timeline, rows)  # of all ranks, drawn or not
+        arrived = last_arrivals(run.timeline, rows)
         inside &= rows.rank < self.ranks(run)
         rows, index = rows[inside], begin + np.flatnonzero(inside)
         found = boxes_of(rows, index, arrived[inside], BOXES, _is_dense(run, rows))
@@ -149,7 +149,7 @@ class Timeline(View):
 
 
 def _mark_path(found: Boxes, run: Any, first: int, last: int, ranks: int, row: int) -> None:
-    """Marks the critical path. Work of all ranks is in the row of the rank that continues it."""
+    """Work of all ranks is in the row of the rank that continues it."""
     path = critical_path(run.timeline, first, last + 1)
     where = np.array([p.rank for p in path], np.int64)
     for i in range(len(path) - 1, -1, -1):
@@ -175,7 +175,7 @@ def _find_rows(rows: Rows, first: int, last: int, tail: int | None) -> tuple[Row
 
 
 def _is_dense(run: Any, rows: Rows) -> np.ndarray:
-    """Returns a mask over `rows`: steps without compression."""
+    """Returns a mask of steps without compression."""
     out = np.zeros(len(rows), bool)
     for s in list_stretches(run):
         if not s.compressor:
@@ -189,7 +189,7 @@ def _format_rate(mbit: float) -> str:
 
 
 def _short_names(name: str) -> dict[str, Any]:
-    """Returns a span's name and its shorter forms for narrow boxes."""
+    """Returns a span's name and shorter forms."""
     bucket = re.search(r"bucket (\d+)", name)
     brief = {"forward": ["fwd", "F"], "backward": ["bwd", "B"], "backward weights": ["W"], "update": ["upd", "U"]}
     phase, _, micro = name.rpartition(" ")
