@@ -1,7 +1,4 @@
-"""Checks run.json field by field, because the file may be hand-made or malicious.
-
-Without torch, it knows the kinds of settings. An Experiment checks their ranges.
-"""
+"""Checks run.json field by field, because it may be hand-made or malicious. An Experiment checks ranges."""
 
 from __future__ import annotations
 
@@ -22,30 +19,30 @@ COUNTS = ("ranks", "steps", "seed", "batch", "eval_every", "measure_every", "lr_
 
 
 class RunError(ValueError):
-    """A run directory that cannot be read. The message names the path and the problem."""
+    """An unreadable run directory. The message names the path and the problem."""
 
 
 class Rule(NamedTuple):
-    """A test of a value, and its condition in words."""
+    """A test of a value, and its condition."""
 
     good: Callable[[Any], bool]
     words: str
 
 
 def number(value: Any) -> bool:
-    """Whether `value` is a finite number that a float can hold. Booleans are not."""
+    """Whether a float can hold this finite number. Booleans are none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) < LARGEST if isinstance(value, int) else math.isfinite(value)
 
 
 def count(value: Any) -> bool:
-    """Whether `value` is a whole number, at least 0 and below `LARGEST`."""
+    """Whether `value` is a whole number in [0, `LARGEST`)."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST
 
 
 def shallow(value: Any) -> bool:
-    """Whether JSON nests at most `DEEPEST` levels deep, for recursive code."""
+    """Whether JSON has at most `DEEPEST` levels, for recursive code."""
     level = [value]
     for _ in range(DEEPEST):
         holders = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
@@ -54,7 +51,7 @@ def shallow(value: Any) -> bool:
 
 
 def member(value: Any) -> bool:
-    """Whether `value` is a member of a family as JSON, such as {"TopK": {"density": 0.1}}."""
+    """Whether `value` is a family's member as JSON, such as {"TopK": {"density": 0.1}}."""
     if not isinstance(value, dict) or len(value) != 1:
         return False
     ((name, knobs),) = value.items()
@@ -87,7 +84,7 @@ RULES = {
 
 
 def wrong(about: Any) -> str | None:
-    """Returns a run.json's first fault, with field and value, or None."""
+    """Returns the first fault, with field and value, or None."""
     if not isinstance(about, Mapping):
         return f"it holds {short(about)}, which must be an object"
     if not shallow(about):

@@ -1,4 +1,4 @@
-"""Describes the marks "nan" and "diverged": the bad value and its layer."""
+"""Describes the marks "nan" and "diverged"."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ from workbench.record.folders import remove_folder
 from workbench.record.store import RunError
 from workbench.settings import short
 
-SCHEMA = 2  # schema 1, without boxes and a SHA-256 of the manifest, is still readable
+SCHEMA = 2  # schema 1, without boxes and a manifest's SHA-256, is still readable
 FOLDER, MANIFEST, METADATA = "checkpoints", "manifest.json", ".metadata"  # of a run; of a checkpoint
-REPLACED = ".replaced"  # ends the name of a checkpoint that a new one of its step replaces
+REPLACED = ".replaced"  # names a checkpoint during its replacement
 _NAMED = re.compile(r"step-(\d{8,10})")
 _FILES = re.compile(r"__\d{1,4}_0\.distcp|\.metadata")
 _SEAL = re.compile(rb'\{"sha256": "([0-9a-f]{64})", ')
@@ -74,9 +74,9 @@ class _Told(NamedTuple):
 class Checkpoint:
     """A checkpoint by its manifest. Opening reads no tensors; `CheckpointFiles` does.
 
-    step:  the step that follows the checkpoint
+    step:  the step that follows it
     ranks: number of ranks that trained
-    kind:  "ranks": each rank had its own state; "whole": all ranks had the same state; "model": the model alone
+    kind:  "ranks": each rank had its own state; "whole": all had the same; "model": the model alone
     each:  each rank's state, for `host/checkpoint/`
     """
 
@@ -88,14 +88,14 @@ class Checkpoint:
         self.asked = bool(said.get("asked"))
         self.run = str(said.get("run") or "")
         self.planned: list[dict[str, Any]] = list(said.get("planned") or ())
-        # changes before `step`; old files have each rank's own in `each`
+        # changes before `step`; in old files, in `each`
         self.made: list[dict[str, Any]] = list(said.get("made") or ())
         self.each: list[dict[str, Any]] = list(said["each"])
         self.blobs = [Blob(file, at, nbytes, dtype, tuple(sizes)) for file, at, nbytes, dtype, sizes in said["blobs"]]
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """Opens a checkpoint's folder, or a run directory's newest checkpoint. Raises RunError."""
+        """Opens a checkpoint's folder, or a run directory's newest one. Raises RunError."""
         if not isinstance(path, str | os.PathLike) or not str(path) or "\0" in str(path):
             raise RunError(f"resume={short(path)}: must be a checkpoint's folder or a run's directory, such as "
                            f"'runs/first/checkpoints/step-00000100'")  # fmt: skip
@@ -116,7 +116,7 @@ class Checkpoint:
 
 
 class CheckpointFiles:
-    """A checkpoint's open files. Hashes and reads a file through one descriptor."""
+    """A checkpoint's open files. One descriptor hashes and reads a file."""
 
     damage = RunError
 
@@ -160,7 +160,7 @@ class CheckpointFiles:
 
 
 def _opened(path: Path) -> int:
-    """Opens a regular file. Follows no link and waits for no pipe. Raises OSError."""
+    """Opens a regular file, never a link or a pipe. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -169,13 +169,13 @@ def _opened(path: Path) -> int:
 
 
 def sealed(said: Mapping[str, Any]) -> bytes:
-    """Returns a manifest's bytes: JSON that begins with the SHA-256 of its other fields."""
+    """Returns a manifest's bytes, which begin with the SHA-256 of its other fields."""
     body = json.dumps({"schema": SCHEMA, **said}).encode()
     return b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'", ' + body[1:]
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """Reads a folder's manifest. Raises RunError if it is damaged or invalid."""
+    """Raises RunError if the manifest is damaged or invalid."""
     try:
         with os.fdopen(_opened(path / MANIFEST), "rb") as file:
             text = file.read(LARGEST + 1)
@@ -197,7 +197,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _older(path: Path) -> str:
-    """Suggests an older checkpoint, to end a sentence."""
+    """Suggests an older checkpoint."""
     for other in reversed(found(path.parent)):
         if _NAMED.fullmatch(path.name) and step_of(other) < step_of(path):
             with suppress(RunError):
@@ -210,7 +210,7 @@ def _older(path: Path) -> str:
 
 
 def found(folder: Path) -> list[Path]:
-    """Returns a folder's complete checkpoints, newest last. Restores those that a killed writer left hidden."""
+    """Returns a folder's complete checkpoints, newest last, also those that a killed writer left hidden."""
     with suppress(OSError):
         restore_replaced(folder)
     with suppress(OSError):
@@ -220,7 +220,7 @@ def found(folder: Path) -> list[Path]:
 
 
 def restore_replaced(folder: Path) -> None:
-    """Shows each replaced checkpoint again if its writer died before the new one was in its place.
+    """Shows replaced checkpoints again if their writer died before the new one was in place.
 
     Raises OSError if one stays hidden.
     """
@@ -231,10 +231,10 @@ def restore_replaced(folder: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> list[Path]:
-    """Removes all but the `keep` newest, the best (held-out loss) and the requested checkpoints.
+    """Removes all but the `keep` newest, the best (held-out loss) and the requested checkpoints. Returns their paths.
 
-    Keeps unreadable checkpoints, which the workbench did not write, and those behind a symbolic link, which may belong
-    to another run. Returns the removed paths. Raises OSError.
+    Keeps unreadable ones, which the workbench did not write, and those behind a symbolic link, which may be another
+    run's. Raises OSError.
     """
     every: list[_Told] = []
     for path in [] if folder.is_symlink() else found(folder):
@@ -317,7 +317,7 @@ def _good_sizes(sizes: Any) -> bool:
 
 
 def _good_item(item: list[Any], blobs: int) -> bool:
-    """Checks an item: [name, its blobs in order, its shape, the box that each blob fills (not in schema 1)]."""
+    """Checks [name, its blobs in order, its shape, the box that each blob fills (not in schema 1)]."""
     if len(item) not in (3, 4) or not isinstance(item[0], str) or not _list_of(item[1], int):
         return False
     if not _good_sizes(item[2]) or not all(count(n) and n < blobs for n in item[1]):

@@ -1,7 +1,7 @@
-"""Checksums of a record's batches. Each also covers the file before its batch.
+"""Checksums of a record's batches, each also over the file before it.
 
-A batch's Arrow metadata hold its checksum, so other Arrow libraries can read the files. CRC-32 costs about 1 ns per
-byte and detects every burst error of up to 32 bits.
+They are in the batches' Arrow metadata, so other Arrow libraries can read the files. CRC-32 costs about 1 ns per byte
+and detects every burst error of up to 32 bits.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Damaged(ValueError):
 
 
 def begin(metadata: Mapping[bytes, bytes] | None) -> int:
-    """Returns the checksum of a schema's metadata, the start of the chain."""
+    """Returns the first checksum, of a schema's metadata."""
     return crc32(repr(sorted((metadata or {}).items())).encode())
 
 
 def extend(before: int, batch: pa.RecordBatch) -> int:
-    """Returns the checksum of a file up to this batch. before: that of the previous batch"""
+    """Returns the checksum up to this batch. before: the previous one"""
     found = crc32(batch.num_rows.to_bytes(8, "little"), before)
     for array in batch.columns:
         for buffer in _values(array):
@@ -41,9 +41,8 @@ def written(checksum: int) -> dict[bytes, bytes]:
 
 
 def check(batch: pa.RecordBatch, metadata: Mapping[bytes, bytes] | None, before: int, required: bool) -> int:
-    """Returns the checksum up to this batch. Raises Damaged if it is wrong or, if `required`, missing.
-
-    Old records have none.
+    """Returns the checksum up to this batch. Raises Damaged if it is wrong or, if `required`, missing, as in old
+    records.
     """
     said = (metadata or {}).get(NAME)
     if said is None and not required:

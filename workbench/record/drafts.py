@@ -1,7 +1,4 @@
-"""Writes a checkpoint into a hidden folder, and renames it when complete.
-
-Each rank writes one file. Rank 0 adds the manifest and renames the folder.
-"""
+"""Writes a checkpoint into a hidden folder, and renames it when complete. Each rank writes one file."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ class Draft:
         self._replaced = folder / f".{name(step)}{REPLACED}"
 
     def begin(self) -> None:
-        """Creates the hidden folder, and removes or restores those of killed runs. Raises OSError."""
+        """Creates the folder, and removes or restores those of killed runs. Raises OSError."""
         make_private_folder(self.path.parent)
         _clear_replaced(self.path.parent)
         for old in self.path.parent.glob(".step-*.part"):
@@ -40,9 +37,9 @@ class Draft:
         return Written(self.path / called)
 
     def commit(self, manifest: Mapping[str, Any]) -> Path:
-        """Seals and renames the complete checkpoint, safe against a power cut. Raises OSError.
+        """Seals and renames the checkpoint, safe against a power cut. Raises OSError.
 
-        Until then, a checkpoint of the same step is hidden. Readers restore it after a crash.
+        Until then, one of the same step is hidden. Readers restore it after a crash.
         """
         with Written(self.path / MANIFEST) as file:
             file.write(sealed(manifest))
@@ -50,12 +47,12 @@ class Draft:
         self._take_place()
         _synced(self._to.parent)
         if os.path.lexists(self._replaced):
-            with contextlib.suppress(OSError):  # a reader may hold its files; the next `begin` tries again
+            with contextlib.suppress(OSError):  # a reader may hold its files; `begin` tries again
                 remove_folder(self._replaced)
         return self._to
 
     def _take_place(self) -> None:
-        """Renames the draft. Hides a checkpoint of the same step first, and again if a reader restores it."""
+        """First hides a checkpoint of the same step, and again if a reader restores it."""
         if os.path.lexists(self._to):
             os.rename(self._to, self._replaced)
         try:
@@ -67,7 +64,7 @@ class Draft:
             os.rename(self.path, self._to)
 
     def give_up(self) -> None:
-        """Removes the draft, and shows the checkpoint that it was to replace. Raises nothing."""
+        """Removes the draft, and shows the old checkpoint. Raises nothing."""
         with contextlib.suppress(OSError):
             _clear_replaced(self.path.parent)
         shutil.rmtree(self.path, ignore_errors=True)
@@ -90,7 +87,7 @@ class Written:
         return done
 
     def close(self) -> dict[str, Any]:
-        """Syncs and closes the file. Returns its entry for the manifest."""
+        """Syncs the file. Returns its entry for the manifest."""
         os.fsync(self._file.fileno())
         self._file.close()
         return {"sha256": self._hash.hexdigest(), "nbytes": self.nbytes}
@@ -104,13 +101,13 @@ class Written:
 
 
 def _clear_replaced(folder: Path) -> None:
-    """Restores replaced checkpoints without a new one, and removes other replaced ones.
+    """Restores replaced checkpoints without a new one, and removes the rest.
 
     Raises OSError if one stays hidden.
     """
     restore_replaced(folder)
     for old in folder.glob(f".step-*{REPLACED}"):
-        with contextlib.suppress(OSError):  # harmless, because the new checkpoint is complete
+        with contextlib.suppress(OSError):  # harmless: the new checkpoint is complete
             remove_folder(old)
 
 

@@ -13,9 +13,9 @@ ALLOW = "WORKBENCH_ALLOW_SHARED_FOLDERS"  # set to 1 by a user who trusts all us
 
 
 def make_private_folder(path: Path) -> None:
-    """Creates a folder and its missing parents with mode 0700.
+    """Creates a folder and missing parents with mode 0700.
 
-    Raises OSError; FileNotFoundError for a symbolic link whose target is missing.
+    Raises OSError; FileNotFoundError for a link without a target.
     """
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
@@ -25,7 +25,7 @@ def make_private_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder with its content, or a symbolic link alone. Raises OSError."""
+    """Removes a folder, or a symbolic link alone. Raises OSError."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -38,7 +38,7 @@ def is_allowed() -> bool:
 
 
 def others_can_write(about: os.stat_result) -> bool:
-    """Whether other users can write to a file or folder, because everyone or its group can.
+    """Whether other users can write, because everyone or the group can.
 
     A group with the owner's name and no other member is private.
     """
@@ -48,9 +48,9 @@ def others_can_write(about: os.stat_result) -> bool:
 
 
 def reason_to_refuse(path: Path) -> str:
-    """Returns why `path` cannot hold private files (another owner, other writers), or "".
+    """Returns why `path` cannot be private (another owner, other writers), or "".
 
-    A missing folder is good, because its creator will own it.
+    A missing folder is good: its creator will own it.
     """
     if is_allowed() or not hasattr(os, "getuid"):
         return ""

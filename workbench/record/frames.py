@@ -1,7 +1,7 @@
 """Finds how much of an Arrow IPC stream is safe to give to Arrow.
 
-A stream is safe up to the first message that is cut off or claims too much. Arrow allocates the claimed size, so these
-claims are first added up from the bytes.
+That is up to the first message that is cut off or claims too much. Arrow allocates claimed sizes, so these are first
+added up from the bytes.
 
 Reference: Apache Arrow's columnar format, "Serialization and Interprocess Communication", and its Message.fbs.
 """
@@ -23,7 +23,7 @@ class Refused(ValueError):
 
 
 def whole(data: bytes) -> tuple[int, str]:
-    """Returns how many bytes of `data` are good messages, and the next message's fault, or ""."""
+    """Returns how many bytes are good messages, and the next one's fault, or ""."""
     left, end = ALWAYS + TIMES * len(data), 0
     try:
         for meta, body, after in _messages(data):
@@ -62,7 +62,7 @@ def _messages(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _unpacked(data: bytes, meta: int, body: int, after: int) -> Iterator[int]:
-    """Yields the bytes that each buffer of a message claims."""
+    """Yields each buffer's claimed bytes."""
     message = _root(data, meta)
     kind, header = _number(data, _field(data, message, 1), "<B"), _table(data, message, 2)
     if kind == DICTIONARY and header:
@@ -92,7 +92,7 @@ def _root(data: bytes, at: int) -> int:
 
 
 def _field(data: bytes, table: int, number: int) -> int:
-    """The position of a table's field with this number; 0 if it is absent."""
+    """The position of a table's field; 0 if absent."""
     vtable = table - _number(data, table, "<i")
     if vtable < 0:
         raise Refused("is damaged")
@@ -103,11 +103,11 @@ def _field(data: bytes, table: int, number: int) -> int:
 
 
 def _table(data: bytes, table: int, number: int) -> int:
-    """The position of a field's table or vector; 0 if it is absent."""
+    """The position of a field's table or vector; 0 if absent."""
     at = _field(data, table, number)
     return at + _number(data, at, "<I") if at else 0
 
 
 def _number(data: bytes, at: int, form: str) -> int:
-    """A number of the metadata; 0 if it is absent."""
+    """A number of the metadata; 0 if absent."""
     return int(struct.unpack_from(form, data, at)[0]) if at else 0

@@ -18,7 +18,7 @@ LOOK = 0.05  # seconds
 def kept(run: Run, step: int | None, timeout: float) -> Path:
     """Returns a checkpoint: before `step`, or at a live run's next boundary, or at the end.
 
-    Raises RunError if none exists, and TimeoutError if a live run makes none within `timeout` seconds.
+    Raises RunError if none exists, and TimeoutError after `timeout` seconds.
     """
     there = found(run.path / FOLDER) if run.path else []
     if step is not None:

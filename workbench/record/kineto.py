@@ -1,6 +1,6 @@
 """Reads and checks traces of torch.profiler (Kineto's Chrome traces, .json or .json.gz), from anyone.
 
-It executes nothing. It skips and counts events without a finite time or a name. It refuses a file too large for memory.
+It skips and counts events without a finite time or a name, and refuses files too large for memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RANK = re.compile(r"rank[-_ ]?([0-9]{1,5})")
 
 
 class Event(NamedTuple):
-    """An event with a duration, in seconds since 1970 (since another time without a base)."""
+    """An event, in seconds since 1970 (since another time without a base)."""
 
     t0: float
     t1: float
@@ -115,7 +115,7 @@ def _device(about: dict[str, Any]) -> str:
 
 
 def by_rank(traces: Iterable[Trace]) -> dict[int, Trace]:
-    """Maps traces by rank. Traces without one get free numbers. Raises RunError for duplicates."""
+    """Maps traces by rank; others get free numbers. Raises RunError for duplicates."""
     found: dict[int, Trace] = {}
     silent = []
     for trace in traces:

@@ -1,4 +1,4 @@
-"""Checks the details of marks for analyses, because a record may be hand-made."""
+"""Checks the details of marks, because a record may be hand-made."""
 
 from __future__ import annotations
 

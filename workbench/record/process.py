@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import psutil
 
-TOLERANCE = 5.0  # seconds that 2 readings of a create time may differ if the clock is set between them
+TOLERANCE = 5.0  # seconds that 2 readings of a create time may differ, if the clock was set
 _known: dict[tuple[int, float], psutil.Process] = {}
 _timeouts = threading.Lock()
 
@@ -23,7 +23,7 @@ def this_process() -> list[float]:
 def alive(process: list[float] | None) -> bool:
     """Whether the process [pid, create time] still runs. A zombie does not.
 
-    Compares the time only once. Then psutil identifies the process despite clock changes.
+    Compares the time once, then relies on psutil, despite clock changes.
     """
     if process is None:
         return False
@@ -41,9 +41,9 @@ def alive(process: list[float] | None) -> bool:
 
 @contextmanager
 def borrow_socket(fd: int) -> Iterator[socket.socket]:
-    """Yields a socket object for a descriptor, which stays as it is. Raises OSError.
+    """Yields a socket object for an unchanged descriptor. Raises OSError.
 
-    After `socket.setdefaulttimeout`, Python would make it non-blocking, against its owner's expectation.
+    After `socket.setdefaulttimeout`, Python would make it non-blocking.
     """
     with _timeouts:
         default = socket.getdefaulttimeout()

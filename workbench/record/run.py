@@ -1,6 +1,6 @@
 """An experiment, its timeline and its environment, for live, recorded and simulated runs.
 
-Only `experiment` needs torch. A Run knows no processes. `workbench.run.Run` adds the analyses.
+Only `experiment` needs torch. `workbench.run.Run` adds the analyses.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class Run:
     def save(self, path: Path | str | None = None) -> Path:
         """Writes the run directory (`path`, or the run's own) with run.json and the present rows.
 
-        Saved elsewhere, a live run copies its rows so far and keeps its directory (see `lab.notes`). `Run.open` reads
-        both. Raises RunError if writing fails.
+        Elsewhere, a live run copies its rows so far and keeps its directory (see `lab.notes`). Raises RunError if
+        writing fails.
         """
         where = Path(path or self.path or self.name)
         about = {"experiment": self.settings, "environment": self._environment, "epoch": self.epoch}
@@ -150,7 +150,7 @@ class Run:
     def append(self, kind: str, rank: int, seq: int, columns: Mapping[str, Any]) -> int:
         """Adds rows of one rank. seq: the first row's number in that rank's table of that kind
 
-        Drops rows seen before and counts lost rows in `missing`. Returns the number of new rows.
+        Drops known rows and counts lost rows in `missing`. Returns the number of new rows.
         """
         n = len(columns["rank"])
         with self._lock:
@@ -215,11 +215,11 @@ class Run:
         return tuple(Change.read(d, step) for (step, d), count in zip(said, counts, strict=True) if count)
 
     def details(self, name: str, rank: int | None = None) -> list[tuple[int, float, dict[str, Any]]]:
-        """Returns (step, t, detail) of every mark `name`, in order of time."""
+        """Returns (step, t, detail) of every mark `name`, in order."""
         return [(step, t, detail) for by, step, t, _, detail in self.said(name) if rank in (None, by)]
 
     def said(self, *names: str) -> list[tuple[int, int, float, str, dict[str, Any]]]:
-        """Returns (rank, step, t, name, detail) of every mark with these names, in order of time."""
+        """Returns (rank, step, t, name, detail) of every mark with these names, in order."""
         rows = self.timeline.marks.rows()
         rows = rows[np.logical_or.reduce([rows.equal("name", name) for name in names])]
         columns = rows.rank.tolist(), rows.step.tolist(), rows.t.tolist(), list(rows.name), list(rows.detail)
@@ -243,7 +243,7 @@ class Run:
 
     @property
     def holdup(self) -> str:
-        """The stalled ranks that delay a live run, in words, or ""."""
+        """The stalled ranks that delay a live run, or ""."""
         return self._control.holdup if self.live and self._control else ""
 
     @property
@@ -256,15 +256,15 @@ class Run:
     def profile(self, rank: int = 0, steps: int = 5) -> Path:
         """Records the next `steps` steps of `rank` by operator with torch.profiler. The run goes on.
 
-        Returns the future path of the Chrome trace, next to the run on the rank's host. A Mark "profile" announces it.
-        Other ranks are not affected. Raises RunError if the run is not live, and KnobError for a bad argument.
+        Returns the Chrome trace's future path, next to the run on the rank's host; a Mark "profile" announces it.
+        Raises RunError if the run is not live, and KnobError for a bad argument.
         """
         if not self.live or self._control is None:
             raise RunError(f"{self!r}: it is not live, and torch.profiler records steps while they are made")
         return self._control.profile(rank, steps)
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Waits until a live run ends. Returns at once for a recorded run."""
+        """Waits until a live run ends."""
         return self._control.wait(timeout) if self._control else None
 
     def stop(self) -> Any:
@@ -287,7 +287,7 @@ class Run:
 
 
 def _read(detail: str) -> dict[str, Any]:
-    """Returns a mark's detail, or {} for another type in a hand-made record."""
+    """Returns a mark's detail, or {} for another type."""
     try:
         found = json.loads(detail)
     except (ValueError, RecursionError):

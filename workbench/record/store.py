@@ -4,9 +4,8 @@
     spans-0.arrow       rank 0's spans, next to samples-0.arrow and marks-0.arrow
     spans-0.1.arrow     its next part, begun after a failed write (a full disk)
 
-A stream needs no footer, so flushed rows are readable after SIGKILL. Readers skip a torn last batch, and all rows from
-a wrong checksum on, with a warning. Any Arrow library opens the streams. This module knows neither torch, threads nor
-the meaning of rows.
+A stream needs no footer, so flushed rows are readable after SIGKILL, by any Arrow library. Readers skip a torn last
+batch, and all rows from a wrong checksum on, with a warning.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ class Loaded(NamedTuple):
 
 
 def create(path: Path, about: Mapping[str, Any]) -> None:
-    """Creates the run directory `path` with its run.json.
+    """Creates the run directory `path`.
 
-    Raises RunError if it already holds a run, belongs to another user, or is writable for other users.
+    Raises RunError if it holds a run, belongs to another user, or is writable for other users.
 
     about: plain values: experiment, environment, started, epoch, name.
     """
@@ -81,7 +80,7 @@ def create(path: Path, about: Mapping[str, Any]) -> None:
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """Yields a draft's path. It replaces `path` after the block; an error or an interrupt removes it."""
+    """Yields a draft that replaces `path` after the block. An error or an interrupt removes it."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield draft
@@ -104,7 +103,7 @@ def private(path: str, flags: int) -> int:
 
 
 def about(path: Path) -> dict[str, Any]:
-    """Returns run.json's content. Raises RunError if this version cannot read a run there."""
+    """Returns run.json's content. Raises RunError if this version cannot read it."""
     try:
         there, whole = path.exists(), (path / "run.json").is_file()
     except OSError as error:
@@ -135,13 +134,13 @@ def about(path: Path) -> dict[str, Any]:
 
 
 def parts(path: Path) -> list[Part]:
-    """Returns a run directory's stream files, in the order of writing."""
+    """Returns a run directory's stream files, by age."""
     found = [(m, file) for file in path.iterdir() if (m := _PART.fullmatch(file.name))]
     return sorted(Part(m[1], int(m[2]), int(m[3] or 0), file) for m, file in found)
 
 
 class Writer:
-    """Appends batches to a new part, one write each, so that a file holds only whole batches."""
+    """Appends batches to a new part by one write each, so that a file holds only whole batches."""
 
     def __init__(self, path: Path, kind: str, rank: int, first: int = 0, number: int | None = None) -> None:
         if number is None:  # after the existing parts
@@ -160,7 +159,7 @@ class Writer:
         self.identity = made.st_dev, made.st_ino  # tells whether this file was replaced
 
     def append(self, columns: Mapping[str, Any]) -> None:
-        """Writes one batch. A failure cuts the file back to whole batches and raises OSError."""
+        """Writes one batch, or cuts the file back and raises OSError."""
         batch = self._batch(columns)
         checksum = checksums.extend(self._checksum, batch)
         self._stream.write_batch(batch, custom_metadata=checksums.written(checksum))
@@ -176,7 +175,7 @@ class Writer:
             self.abandon()
 
     def abandon(self) -> None:
-        """Closes the file without ending the stream, which stays readable."""
+        """Leaves the stream without an end, but readable."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
@@ -208,7 +207,7 @@ class Writer:
 def keep(path: Path, about: Mapping[str, Any], timeline: Timeline) -> int:
     """Writes a whole record into a new run directory and returns its rows.
 
-    Raises RunError if it does not fit. An error or an interrupt leaves nothing removable.
+    Raises RunError if it does not fit. A failure leaves nothing removable.
     """
     is_new = not path.exists()
     create(path, about)
@@ -223,7 +222,7 @@ def keep(path: Path, about: Mapping[str, Any], timeline: Timeline) -> int:
 
 
 def _remove_record(path: Path, written: Collection[Part], is_new: bool) -> None:
-    """Removes `run.json` and the `written` parts, and the folder if it `is_new` and otherwise empty."""
+    """Removes `run.json` and the `written` parts, and an empty folder that `is_new`."""
     for file in [path / "run.json", *(part.path for part in written)]:
         with suppress(OSError):
             file.unlink()
@@ -233,7 +232,7 @@ def _remove_record(path: Path, written: Collection[Part], is_new: bool) -> None:
 
 
 def write(path: Path, timeline: Timeline) -> int:
-    """Writes a record into an empty run directory, a stream per rank and kind. Returns its rows."""
+    """Writes a record, a stream per rank and kind. Returns its rows."""
     written = 0
     for kind in KINDS:
         table = timeline.table(kind)
@@ -263,7 +262,7 @@ def counts(path: Path) -> dict[tuple[str, int], int]:
 
 
 def _array(values: Any, kind: pa.DataType) -> pa.Array:
-    """Makes an Arrow array from buffers, because `pa.array` would import pandas into every engine."""
+    """Makes an Arrow array from buffers: `pa.array` would import pandas into every engine."""
     if kind != pa.string():
         data = np.ascontiguousarray(values, kind.to_pandas_dtype())
         return pa.Array.from_buffers(kind, len(data), [None, pa.py_buffer(data)])

@@ -1,7 +1,4 @@
-"""Reads one stream file of a run directory, which may be torn, damaged, hand-made or malicious.
-
-It checks the bytes before Arrow parses them, and then the batches.
-"""
+"""Reads a run directory's stream file, perhaps torn, damaged, hand-made or malicious: checks bytes, then batches."""
 
 from __future__ import annotations
 
@@ -25,11 +22,11 @@ HOLES = 1 << 20  # bytes that a file may exceed its blocks on disk
 LATEST = 1e10  # seconds: about 300 years
 MOST = 2**53  # rows and bytes: floats are exact up to here
 
-Part = tuple[int, dict[str, Any] | None, str]  # (number of its first row, its columns or None, the problem or "")
+Part = tuple[int, dict[str, Any] | None, str]  # (number of its first row, columns or None, the problem or "")
 
 
 def schema(kind: str, rank: int = 0, first: int = 0) -> pa.Schema:
-    """Returns a kind's Arrow schema, with the rank and the first row's number as metadata."""
+    """Returns a kind's Arrow schema; metadata: rank and first row's number."""
     table = Table(kind)
     names = {"i2": pa.int16(), "i4": pa.int32(), "i8": pa.int64(), "f8": pa.float64(), "O": pa.string()}
     few = pa.dictionary(pa.int32(), pa.string())
@@ -39,9 +36,9 @@ def schema(kind: str, rank: int = 0, first: int = 0) -> pa.Schema:
 
 
 def read_part(path: Path, rank: int | None = None) -> Part:
-    """Reads one file. With `rank`, drops rows that this rank cannot have written.
+    """Reads one file. With `rank`, drops rows that cannot be of this rank.
 
-    Raises RunError for a file of a later version.
+    Raises RunError for a later version.
     """
     kind = path.name.split("-")[0]
     try:
@@ -82,7 +79,7 @@ def read_part(path: Path, rank: int | None = None) -> Part:
 
 
 def _bytes(path: Path) -> bytes:
-    """Reads a regular file; of a sparse file, the beginning. Raises OSError or ValueError."""
+    """Reads a regular file; of a sparse one, the beginning. Raises OSError or ValueError."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
@@ -120,7 +117,7 @@ def _check(batch: pa.RecordBatch) -> None:
 
 
 def _good(kind: str, columns: Mapping[str, Any], rank: int) -> np.ndarray:
-    """A mask over rows that a rank may have written. Losses may have any value, times may not."""
+    """Mask of rows that a rank may have written: losses may have any value, times may not."""
     good = (columns["step"] >= 0) & (columns["rank"] == rank)
     for name in {"t", "asked", "t0", "t1"} & set(columns):
         good &= np.abs(columns[name]) < LATEST

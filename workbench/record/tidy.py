@@ -25,7 +25,7 @@ def give_back_own() -> None:
     """Gives back the free memory at the end of this thread's arena.
 
     Except in the first thread, malloc_trim keeps it (glibc 2.36): tens of MB per thread after one large use. A free
-    with a low threshold returns it. The thresholds end at glibc's own maxima.
+    with a low threshold returns it. The thresholds end at glibc's maxima.
     """
     with contextlib.suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)
@@ -37,7 +37,7 @@ def give_back_own() -> None:
 
 
 class Tidy:
-    """Gives memory back regularly, in a loop that runs for hours. Takes 1 to 2 ms.
+    """Gives memory back regularly. Takes 1 to 2 ms.
 
     own: also at the end of this thread's arena
     """
@@ -47,7 +47,6 @@ class Tidy:
         self._at = time.monotonic()
 
     def due(self) -> None:
-        """Gives memory back if the last time was more than `every` seconds ago."""
         if time.monotonic() - self._at > self.every:
             self._at = time.monotonic()
             give_back()

@@ -1,7 +1,7 @@
 """The record of a run: 3 append-only tables.
 
-A Span is an operation with a duration, a Sample is a number at a time, a Mark is an event. Times are float seconds
-since the run began. Only hosts write. Needs no torch.
+A Span is an operation with a duration, a Sample a number at a time, a Mark an event. Times are float seconds since the
+run began. Only hosts write.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Mark(NamedTuple):
 
 _TYPES: dict[Any, np.dtype[Any]] = {int: np.dtype("i8"), float: np.dtype("f8"), str: np.dtype("O")}
 _NARROW: dict[str, np.dtype[Any]] = {"rank": np.dtype("i2"), "step": np.dtype("i4")}
-_FEW = {"lane", "name"}  # text of few distinct values, stored as numbers and a word list
+_FEW = {"lane", "name"}  # text of few values, stored as numbers and a word list
 KINDS: dict[str, type] = {"spans": Span, "samples": Sample, "marks": Mark}
 
 
 class Words:
-    """A column's distinct texts, numbered in order of appearance. It only grows."""
+    """A column's distinct texts, numbered by appearance."""
 
     def __init__(self) -> None:
         self._code: dict[str, int] = {}
@@ -70,7 +70,7 @@ class Words:
 
     @property
     def texts(self) -> np.ndarray:
-        """All words in order, as an object array."""
+        """All words in order, as objects."""
         if len(self._texts) != len(self._code):
             words = list(self._code)
             texts = np.empty(len(words), "O")
@@ -112,7 +112,7 @@ class Coded:
 
 
 class Rows:
-    """Some rows of a table by column: `rows.t0`, `rows.rank`. Text columns are object arrays."""
+    """Some rows by column: `rows.t0`, `rows.rank`. Text columns are object arrays."""
 
     def __init__(self, columns: Mapping[str, np.ndarray | Coded]) -> None:
         self._columns = columns
@@ -138,20 +138,20 @@ class Rows:
         return Rows({**self._columns, **columns})
 
     def equal(self, name: str, text: str) -> np.ndarray:
-        """A mask of the rows with `text` in column `name`. Much faster than on decoded text."""
+        """Mask of rows with `text` in column `name`, much faster than on decoded text."""
         column = self._columns[name]
         if isinstance(column, Coded):
             return np.asarray(column.codes == column.words.code(text))
         return np.array([v == text for v in column], bool)
 
     def phase(self, text: str) -> np.ndarray:
-        """A mask of names that begin with `text`: "backward", "backward 3.1", "backward weights 3"."""
+        """Mask of names that begin with `text`: "backward", "backward 3.1", "backward weights 3"."""
         names = self.coded("name")
         alike = np.array([word == text or word.startswith(f"{text} ") for word in names.words.texts], bool)
         return alike[names.codes] if len(names) else np.zeros(0, bool)
 
     def coded(self, name: str) -> Coded:
-        """Returns a text column as numbers into its word list, for grouping."""
+        """Returns a text column as numbers into its word list."""
         column = self._columns[name]
         if isinstance(column, Coded):
             return column
@@ -160,10 +160,7 @@ class Rows:
 
 
 def _room(n: int, of: np.dtype[Any]) -> np.ndarray:
-    """Allocates `n` values. A large array is mapped, to occupy memory only while in use.
-
-    Otherwise malloc keeps up to 10 % of the record from outgrown columns.
-    """
+    """Maps a large array. Otherwise malloc keeps up to 10 % of the record from outgrown columns."""
     if of == np.dtype("O") or n * of.itemsize < MAPPED:
         return np.empty(n, of)
     return np.frombuffer(mmap.mmap(-1, n * of.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), of)
@@ -206,7 +203,7 @@ class Table:
     def gather(self, pieces: Sequence[Mapping[str, Any]], by: str) -> None:
         """Fills the empty table with all `pieces` (arrays by column), sorted by column `by`.
 
-        All columns pass through one buffer, because touching new memory costs more than copying.
+        One buffer serves all columns, because touching new memory costs more than copying.
         """
         count = sum(len(piece[by]) for piece in pieces)
         stretch = np.empty(count, "i8")
@@ -218,7 +215,7 @@ class Table:
         self._n = count
 
     def _together(self, pieces: Sequence[Mapping[str, Any]], name: str, stretch: np.ndarray) -> np.ndarray:
-        """Concatenates column `name` of all `pieces`, in the buffer `stretch` unless of objects."""
+        """Concatenates column `name`, in the buffer `stretch` unless of objects."""
         kind, count = self._columns[name].dtype, len(stretch)
         out = np.empty(count, kind) if kind == "O" else stretch.view(kind)[:count]
         end = 0
