@@ -373,14 +373,8 @@ def test_circles_of_imports_for_type_checkers_become_fewer() -> None:
 BASES = {(module(p), n.name): [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in n.bases]
          for p in SOURCES for n in ast.walk(parse(p)) if isinstance(n, ast.ClassDef)}  # fmt: skip
 LONG_CHAINS = {
-    "engine.rank.changes.Reconfigurable",
     "engine.rank.script_training.ScriptTraining",
     "engine.rank.training.RankTraining",
-    "sim.compute.model.ModelPerformer",
-    "sim.compute.host.Host",
-    "sim.compute.piecewise.PiecewisePerformer",
-    "sim.rank.mortal.MortalRank",
-    "sim.rank.session.Session",
 }
 
 
@@ -415,7 +409,7 @@ def count_foreign_assignments(package: str) -> int:
     )
 
 
-@pytest.mark.parametrize(("package", "most"), [("engine", 163), ("sim", 171), ("host", 137)])
+@pytest.mark.parametrize(("package", "most"), [("engine", 160), ("sim", 160), ("host", 135)])
 def test_few_attributes_are_set_from_outside(package: str, most: int) -> None:
     assert count_foreign_assignments(f"workbench.{package}") <= most
 

@@ -26,7 +26,7 @@ from workbench.engine.rank.session import Session
 from workbench.engine.wire.collectives import Aborted, Wire
 from workbench.host.elastic.leaving import StateBefore
 from workbench.host.elastic.views import GenerationView
-from workbench.host.loop import elastic_member
+from workbench.host.loop import generation
 from workbench.host.placement.canonical_state import RankDisagreement, check_same
 from workbench.host.placement.optimizer_slots import read_slots
 from workbench.host.placement.placement import Placement
@@ -110,9 +110,9 @@ class Crowded(Crowd):
         super().__init__(setting(strategy, **{"on_death": "go on", "eval_every": 0, **more}))
         self.had: dict[int, Values] = {}
         self.now: dict[int, Values] = {}
-        self._come, self._put = resizing.gather_state, elastic_member.agree_on_state
+        self._come, self._put = resizing.gather_state, generation.agree_on_state
         patch.setattr(resizing, "gather_state", self._comes)
-        patch.setattr(elastic_member, "agree_on_state", self._reenters)
+        patch.setattr(generation, "agree_on_state", self._reenters)
         faults.crowd = None
         self.reach(4)
         self.first.request({"kind": "pause", "id": "p"})
@@ -234,6 +234,5 @@ def test_messages_name_ranks_by_their_number_in_the_run() -> None:
 def test_the_view_has_every_attribute_that_a_failed_generation_gives_back() -> None:
     run, to = MagicMock(), MagicMock()
     run.steering = SimpleNamespace(run=run)
-    run.planned, run.taken, run.bounds = [], [], []
     settable = {name for cls in GenerationView.__mro__ for name in inspect.get_annotations(cls)}
     assert StateBefore(run, to).settings.keys() <= settable

@@ -22,7 +22,7 @@ from workbench.experiment import Experiment
 from workbench.host.elastic import reassembling
 from workbench.host.elastic.recovery_sources import has_parts
 from workbench.host.elastic.reentry import Membership
-from workbench.host.loop import elastic_member
+from workbench.host.loop import generation
 from workbench.host.placement.move import view_slice
 from workbench.host.placement.optimizer_slots import read_slots
 from workbench.host.placement.slices import StridedSlice
@@ -65,7 +65,7 @@ class Seen(dict[int, Put]):
                 owed = {name: x.clone() for name, x in run.rank.memory.buffers.get(ErrorFeedback.residual, {}).items()}
                 self[run.session.member] = Put(came.step, params, kept, owed)
 
-        patch.setattr(elastic_member, "assemble_model", put_together)
+        patch.setattr(generation, "assemble_model", put_together)
 
 
 @pytest.fixture

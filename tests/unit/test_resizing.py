@@ -16,7 +16,7 @@ from workbench.engine.control import membership
 from workbench.engine.rank import resizing
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host.loop import elastic_member
+from workbench.host.loop import generation
 from workbench.host.placement.canonical_state import hash_model_state
 from workbench.host.placement.optimizer_slots import read_slots
 from workbench.partitions import Pipeline, Tensor, Whole
@@ -255,7 +255,7 @@ def test_a_run_goes_on_without_a_lost_rank_whose_part_the_others_already_have(
     """No checkpoint exists, and no other rank had its part before they came together, bit-identically."""
     gone_before_it_meets(monkeypatch, 1, "together")
     had, hashes = {}, {}
-    come, put = resizing.gather_state, elastic_member.assemble_model
+    come, put = resizing.gather_state, generation.assemble_model
 
     def held(run: Any) -> dict[str, torch.Tensor]:
         params = {place.name: place.param.detach().clone().view(-1) for place in run.layout.order}
@@ -270,7 +270,7 @@ def test_a_run_goes_on_without_a_lost_rank_whose_part_the_others_already_have(
         hashes[run.session.member] = held(run)
 
     monkeypatch.setattr(resizing, "gather_state", comes)
-    monkeypatch.setattr(elastic_member, "assemble_model", puts)
+    monkeypatch.setattr(generation, "assemble_model", puts)
     task = {"task": ByteGPT(width=32, context=16)} if "partition" in more else {}
     e = setting(**task, **more, on_death="go on")
     with Crowd(e) as crowd:

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from workbench.experiment import Experiment
+from workbench.host.core.change_queue import ChangeQueue
+from workbench.host.elastic.leaving import replan_changes
 from workbench.host.elastic.recovery_sources import count_copies, find_sources, map_pieces, sort_by_need
 from workbench.host.elastic.reentry import fit_survivors
-from workbench.host.loop.elastic_member import ElasticMember
 from workbench.host.reconfigure.policy_runner import PolicyRunner
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.rank import Rank
@@ -99,34 +100,37 @@ def test_a_partition_shrinks_to_the_ranks_that_are_left(
 
 def test_made_changes_are_not_repeated_and_undone_changes_are_planned_again() -> None:
     one, two, three = (Change(at, "lr", 0.1 * at) for at in (1, 2, 3))
-    run = SimpleNamespace(taken=[two], planned=[three], obeyed=1, _made=[], steering=PolicyRunner(None))
-    ElasticMember.replan_changes(run, 2)  # type: ignore[arg-type]
-    assert (run.taken, run.planned) == ([], [three])
-    run = SimpleNamespace(taken=[], planned=[three], obeyed=3, _made=[one, None, two], steering=PolicyRunner(None))
-    ElasticMember.replan_changes(run, 1)  # type: ignore[arg-type]
-    assert run.planned == [two, three], "the one between was asked for, and who is behind asks again"
+    queue = ChangeQueue([two, three], 1)
+    queue.take_changes(1)
+    assert not queue.undo_changes(2)
+    assert (queue.taken, queue.planned) == ([], [three])
+    queue = ChangeQueue([three])
+    for change in (one, None, two):
+        queue.count_obeyed(change)
+    assert queue.undo_changes(1)
+    assert queue.planned == [two, three], "the one between was asked for, and who is behind asks again"
 
 
 def test_a_policy_sees_a_repeated_change_once() -> None:
     """One of the obeyed changes is a decision of two parts; a refused one precedes it, an applied one follows."""
     one, parts, last = Change(1, "lr", 0.1), [Change(4, "lr", 0.2), Change(4, "bucket_mb", 1.0)], Change(5, "lr", 0.3)
-    run = SimpleNamespace(taken=[], planned=[], obeyed=0, _made=[None] * 4, experiment=setting(), rank=Rank(0, 4, 0))
+    run = SimpleNamespace(queue=ChangeQueue(), experiment=setting(), rank=Rank(0, 4, 0))
     run.steering = PolicyRunner(run)
     for made in ([one], [], parts, [last]):
         for change in made:
             assert asyncio.run(run.steering.follow_change(change, asyncio.sleep(0, True)))
-        run.obeyed += 1
+        run.queue.count_obeyed()
     for counts, known in ((4, [one, *parts, last]), (3, [one, *parts]), (2, [one]), (1, [one]), (0, [])):
-        ElasticMember.replan_changes(run, counts)  # type: ignore[arg-type]
+        replan_changes(run, counts)  # type: ignore[arg-type]
         assert run.steering.made == known, counts
 
 
 def test_a_policys_applied_change_stays_if_a_rank_is_lost_during_the_look() -> None:
-    run = SimpleNamespace(taken=[], planned=[], obeyed=3, _made=[None] * 3, experiment=setting(), rank=Rank(0, 4, 0))
+    run = SimpleNamespace(queue=ChangeQueue(obeyed=3), experiment=setting(), rank=Rank(0, 4, 0))
     run.steering = PolicyRunner(run)
     part = Change(4, "bucket_mb", 1.0, by="AdaComm")
     assert asyncio.run(run.steering.follow_change(part, asyncio.sleep(0, True)))
-    ElasticMember.replan_changes(run, 3)  # type: ignore[arg-type]
+    replan_changes(run, 3)  # type: ignore[arg-type]
     assert run.steering.made == [part]
 
 
@@ -144,11 +148,13 @@ def test_after_a_checkpoint_the_rank_with_most_changes_informs_the_others() -> N
             told.update({rank: text} if text else {})
             return told[by]
 
-        run = SimpleNamespace(obeyed=0, experiment=setting(), rank=Rank(rank, 3, 0), gather=gather, broadcast_text=tell)
+        run = SimpleNamespace(
+            queue=ChangeQueue(), experiment=setting(), rank=Rank(rank, 3, 0), gather=gather, broadcast_text=tell
+        )
         made = PolicyRunner(run)
         for change in changes[:count]:
             asyncio.run(made.follow_change(change, asyncio.sleep(0, True)))
-            run.obeyed += 1
+            run.queue.count_obeyed()
         return made
 
     for one in (each := [steering(1, 3), steering(0, 2), steering(2, 0)]):

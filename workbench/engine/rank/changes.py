@@ -24,7 +24,6 @@ from workbench.engine.rank.components import RankComponents
 from workbench.experiment import Experiment
 from workbench.experiment.partitioned import drawn
 from workbench.fabric.load import crashed, pauses
-from workbench.host.memory.offload import OffloadStore
 from workbench.host.passes.checkpointing import list_units
 from workbench.host.passes.recomputing import find_recomputed
 from workbench.host.passes.tensor_schedule import PassPlan, find_plans
@@ -56,10 +55,6 @@ class Reconfigurable(RankComponents):
         quick = self.rank.compressor.immediate and not self.port.is_active and not self.experiment.strategy.offloads
         quick = quick and self.port.fabric.algorithm.native
         self.lane.eager = quick and alone
-
-    @property
-    def offloaded_state(self) -> OffloadStore:
-        return self.away.kept
 
     def resize_own_buckets(self, bucket_mb: float) -> None:
         self.layout.resize_buckets(bucket_mb)

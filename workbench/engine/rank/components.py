@@ -33,14 +33,14 @@ from workbench.engine.wire.wires import GroupWires
 from workbench.experiment import Experiment, closures, momentum, partitioned, sharding, sparse
 from workbench.host.checkpoint.divergence import DivergenceRecovery
 from workbench.host.checkpoint.saving import Checkpointer
-from workbench.host.core.planned import Planned
+from workbench.host.core.change_queue import ChangeQueue
 from workbench.host.core.rate import Rate
 from workbench.host.elastic.rollback import Rollback
 from workbench.host.loop.rank_loop import RankLoop
 from workbench.host.memory.account import MemoryAccount
 from workbench.host.memory.batches import BatchReader, Chance, Numbers, make_example, numbers
 from workbench.host.memory.memory_counts import RealMemoryCounts
-from workbench.host.memory.offload import OFFLOAD_LANES
+from workbench.host.memory.offload import OFFLOAD_LANES, OffloadStore
 from workbench.host.observe.compression_error import CompressionErrorProbe
 from workbench.host.observe.non_finite import NonFiniteGuard
 from workbench.host.passes.submodel_training import SubModelTraining
@@ -86,7 +86,7 @@ class RankComponents(RankLoop):
         self.clock, self.naps, self.leaving, self.inbox = session.clock, session.naps, session.leaving, session.inbox
         self.steering = before.steering if before else PolicyRunner(self)
         self.steering.run, self.record = self, TappedRecorder(session.record, self.steering)
-        self.planned: list[Planned] = before.planned if before else [*session.planned]
+        self.queue = ChangeQueue(before.queue.planned if before else session.planned)
         self.chip = make_chip(session.device)
         self.chip.bind_thread()
         self.peers = Peers(session)
@@ -154,6 +154,10 @@ class RankComponents(RankLoop):
     def make_example(self, wanted: Experiment) -> Any:
         """Returns a batch that is equal on all ranks and not taken from the training data's order."""
         return make_example(self.learner, wanted, self.session.device)
+
+    @property
+    def offloaded_state(self) -> OffloadStore:
+        return self.away.kept
 
     @property
     def reads(self) -> BatchReader:

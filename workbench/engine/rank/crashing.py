@@ -34,7 +34,7 @@ def crash_rank(session: Session, mine: bool) -> None:
 def _pass_change(session: Session, waits: bool) -> None:
     """Reports that this rank is past the change. If it `waits`, waits until all living ranks are."""
     store = connect_store(*session.where, session.generation)
-    what, ranks = f"past {session.set_up_already.obeyed}", range(session.rank.size)
+    what, ranks = f"past {session.set_up_already.queue.obeyed}", range(session.rank.size)
     store.set(f"{what} {session.rank.id}", "1")
     while waits and any(is_rank_alive(store, other) and not store.check([f"{what} {other}"]) for other in ranks):
         if session.leaving.is_set():

@@ -110,7 +110,7 @@ def arrange_generation(session: Session, asked: ResizeSignal) -> NextGeneration:
     mark |= {"settings": asked.experiment.plain(), "id": asked.number}
     made = RequestAnswer("resized", came.step, training.now, {"id": asked.number, "text": mark["text"]})
     done = {**training.known_answers, asked.number: made}
-    to = NextGeneration(came, asked.experiment, training.obeyed, done, training.paused, training.credit, rest,
+    to = NextGeneration(came, asked.experiment, training.queue.obeyed, done, training.paused, training.credit, rest,
               processes, mark, asked.used)  # fmt: skip
     if session.rank.id == 0:
         for m in members[len(stay) :]:
@@ -128,8 +128,8 @@ def _check_leaving(session: Session, store: Any = None) -> None:
 
 
 def _make_invitation(session: Session, training: RankTraining, to: NextGeneration) -> dict[str, Any]:
-    planned = [change.plain() for change in training.planned if isinstance(change, Change)]
-    steps = [change.at_step for change in training.planned if isinstance(change, Change)]
+    planned = [change.plain() for change in training.queue.planned if isinstance(change, Change)]
+    steps = [change.at_step for change in training.queue.planned if isinstance(change, Change)]
     return {**to._asdict(), "came": to.came._asdict(), "experiment": to.experiment.plain(), "turn": session.turn,
             "asked": [], "planned": planned, "steps": steps}  # fmt: skip
 

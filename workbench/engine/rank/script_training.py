@@ -87,7 +87,7 @@ class ScriptTraining(RankTraining):
         if cap is not None and not self.has_new_size:
             size = min(max(cap * 2**20 / 1e6, 0.01), 1024.0)  # the knob's range
             self._asked_by_script = Change(0, "bucket_mb", size)
-            self.planned = [self._asked_by_script, *self.planned]
+            self.queue.planned.insert(0, self._asked_by_script)
 
     def locate_script(self) -> ScriptLine | None:
         return locate_script(self.led.thread_id) if hasattr(self, "led") else None

@@ -16,10 +16,12 @@ from workbench.engine.rank.survivor_state import list_saved, make_survivor, open
 from workbench.engine.rank.training import RankTraining
 from workbench.engine.wire.collectives import LeaveEvent, connect_store, is_own_error, is_peer_loss
 from workbench.host.elastic import leaving
+from workbench.host.elastic.carried_state import CarriedState
 from workbench.host.elastic.leaving import StateBefore
 from workbench.host.elastic.recovery import mark_end_reason, plan_shrink
 from workbench.host.elastic.reentry import Membership
 from workbench.host.elastic.voting import NextGeneration, Quorum, RankReport
+from workbench.host.loop import generation
 from workbench.rank import Rank
 from workbench.settings.describe_error import text_of
 
@@ -137,13 +139,11 @@ def begin_generation(session: Session, to: NextGeneration) -> Membership:
     back = open_former(to.came.salvaged.saved) if to.came.salvaged and to.came.salvaged.saved else None
     session.used = back.used if back else to.used
     session.training = training = RankTraining(session, before)
-    training.obeyed, training.has_begun = to.changes, True
+    training.queue.obeyed, training.has_begun = to.changes, True
     training.paused, training.credit = to.paused, to.credit
     training.known_answers.update(to.done)
     if before is not None:
-        training.bounds, before.bounds = before.bounds, []
-        training.former = back
-        training.outer, before.outer = before.outer, None
+        training.carried, before.carried = before.carried._replace(former=back), CarriedState()
         training.step_seconds, training.longest_evaluation = before.step_seconds, before.longest_evaluation
-    training.begin_generation()
+    generation.begin_generation(training)
     return to.came

@@ -25,6 +25,7 @@ from workbench.engine.wire.collectives import Aborted
 from workbench.host.core.answers import KNOWN_KIND, Done, RequestAnswer, remember_answer
 from workbench.host.core.planned import Planned
 from workbench.host.elastic.reentry import Membership
+from workbench.host.loop.generation import train_in_generation
 from workbench.host.observe.evaluating import Evaluated
 from workbench.host.reconfigure import changes
 from workbench.host.sharding.usage import ParameterUsage
@@ -98,7 +99,7 @@ class RankTraining(Reconfigurable):
 
     async def train_in_generation(self, came: Membership) -> None:
         self.cost.restart_count()
-        await super().train_in_generation(came)
+        await train_in_generation(self, came)
 
     async def step_strategy(self) -> int:
         host, strategy = self.host, self.experiment.strategy
@@ -297,7 +298,7 @@ class RankTraining(Reconfigurable):
             remember_answer(self.known_answers, what.get("id", ""), self.answer)
             del self.pending_requests[0]
             if what["kind"] == "change":
-                self.count_obeyed()
+                self.queue.count_obeyed()
                 await self._crash_if_due()
 
     def _answer_again(self, name: str) -> None:

@@ -6,8 +6,6 @@ flight, each rank copies its state, which a CheckpointWriter writes while traini
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,7 +16,6 @@ from workbench.host.checkpoint.restore import RestoredState
 from workbench.host.checkpoint.tree import UnsavableValue
 from workbench.host.checkpoint.views import CheckpointView
 from workbench.host.core.planned import PlannedEvent
-from workbench.host.memory.batches import BatchReader, Numbers
 from workbench.host.observe.non_finite import is_finite
 from workbench.host.passes.pipelining import drain_pipeline
 from workbench.rank import Op
@@ -35,39 +32,6 @@ class GatherEvent(CheckpointEvent):
     """Gathers the state, to resume on another number of ranks. gather: is called with each rank's loop"""
 
     gather: Callable[[Any], Awaitable[None]]
-
-
-class CheckpointableRank(ABC):
-    """The part of a RankLoop that checkpoints read and restore.
-
-    held_out: the last held-out loss that this rank knows
-    """
-
-    saving: Checkpointer
-    held_out: float | None = None
-
-    @property
-    @abstractmethod
-    def reads(self) -> BatchReader | None:
-        """None without values."""
-
-    @property
-    @abstractmethod
-    def rng_states(self) -> Numbers | None:
-        """Random states of forwards."""
-
-    @abstractmethod
-    def restore_rng(self, states: Numbers | None) -> None:
-        """Restores those states."""
-
-    @property
-    @abstractmethod
-    def slice_rng(self) -> tuple[int, int] | None:
-        """`random_position` of a TensorParallelGroup."""
-
-    @abstractmethod
-    def restore_slice_rng(self, at: tuple[int, int] | None) -> None:
-        """Restores that."""
 
 
 class WriterView(Protocol):
@@ -124,7 +88,7 @@ class Checkpointer:
         run, every = self.run, self.run.experiment.save_every
         if every == self._every and (self._next is not None or not every):
             return
-        run.planned = [change for change in run.planned if not isinstance(change, CheckpointEvent)]
+        run.queue.drop_events(CheckpointEvent)
         self._every, self._next = every, None
         if not every:
             return
@@ -132,7 +96,7 @@ class Checkpointer:
         at = (step // every + 1) * every
         if not steps or at <= steps:
             self._next = CheckpointEvent(at)
-            run.planned.insert(bisect_right([change.at_step for change in run.planned], at), self._next)
+            run.queue.plan_event(self._next)
 
     def end(self, patience: float | None = None) -> None:
         """Waits at most `patience` seconds."""
@@ -206,7 +170,7 @@ class Checkpointer:
 
     def _describe_run(self, asked: bool, step: int) -> dict[str, Any]:
         run = self.run
-        to_come = [change for change in run.planned if isinstance(change, Change)]
+        to_come = [change for change in run.queue.planned if isinstance(change, Change)]
         planned, made = (
             [change.plain() | {"at_step": change.at_step} for change in changes]
             for changes in (to_come, run.steering.made)

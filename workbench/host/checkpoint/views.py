@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from workbench.host.core.planned import Planned
+from workbench.host.core.change_queue import ChangeQueue
 from workbench.host.memory.batches import BatchReader, Numbers
 from workbench.host.observe.compression_error import CompressionErrorProbe
 from workbench.host.observe.non_finite import NonFiniteGuard
@@ -20,11 +20,17 @@ class CheckpointerView(Protocol):
 
 
 class CheckpointView(ChangeView, Protocol):
-    """A checkpointed rank; see CheckpointableRank and RankLoop."""
+    """queue:           its planned changes
+    held_out:        the last held-out loss that this rank knows
+    rng_states:      the states of the random numbers of this rank's forwards
+    slice_rng:       `random_position` of its TensorParallelGroup, if any
+    is_asynchronous: whether ranks make steps without a meeting in every round
+    """
 
     state: Any
-    planned: list[Planned]
 
+    @property
+    def queue(self) -> ChangeQueue: ...
     @property
     def held_out(self) -> float | None: ...
     @property

@@ -48,13 +48,14 @@ def explain_refusal(run: GenerationView, saved: Sequence[int], alive: bool = Fal
 
 
 def return_to_boundary(run: GenerationView) -> bool:
-    """Returns whether the rank holds only a part of the state."""
-    parts, run.bounds, rollback = False, [], run.rollback
+    """Puts `run`'s rank at a boundary if it is not at one. Returns whether it holds only a part of the state."""
+    parts, carried, rollback = False, run.carried._replace(bounds=()), run.rollback
     if rollback is not None:
         run.rank.step += rollback.go_back()
-        run.outer = rollback.outer
-        parts, run.bounds = rollback.is_void or has_parts(run.experiment), rollback.list_bounds()
-    run.optimizer.zero_grad(set_to_none=True)  # of a lost step
+        parts = rollback.is_void or has_parts(run.experiment)
+        carried = carried._replace(bounds=rollback.list_bounds(), outer=rollback.outer)
+    run.carried = carried
+    run.optimizer.zero_grad(set_to_none=True)  # from a step that does not count
     return parts
 
 
@@ -66,13 +67,13 @@ def make_rank_report(run: GenerationView, member: int, parts: bool, saved: Seque
     return RankReport(
         member,
         rank.step,
-        run.obeyed,
+        run.queue.obeyed,
         e.strategy.trains(rank.id, rank.size),
         *asked,
         e.plain(),
         list(process),
         parts,
-        [(*b.bound, b.apart) for b in run.bounds],
+        [(*b.bound, b.apart) for b in run.carried.bounds],
         bool(rollback and rollback.has_slots),
         saved,
         bool(rollback and rollback.is_void and rollback.whole_state is not None),
@@ -89,17 +90,17 @@ class StateBefore:
     def __init__(self, run: GenerationView, to: NextGeneration) -> None:
         self.run = run
         self.steering = {name: copy(value) for name, value in vars(run.steering).items() if name != "run"}
-        kept = ("experiment", "obeyed", "made_changes", "outer", "former")
-        self.settings = {name: getattr(run, name) for name in kept}
-        self.settings |= {name: list(getattr(run, name)) for name in ("planned", "taken", "bounds")}
-        self.settings["rate"], self.optimizer = copy(run.rate), run.optimizer
+        self.settings = {name: getattr(run, name) for name in ("experiment", "carried")}
+        self.settings |= {"queue": run.queue.copy(), "rate": copy(run.rate)}
+        self.optimizer = run.optimizer
         self.whole: Boundary | None = None
         if to.came.salvaged is not None:  # `bounds` keep values
             return
-        if has_parts(run.experiment):  # the newest boundary is whole
-            self.settings["bounds"] = [copy_boundary(b) for b in run.bounds]
+        if has_parts(run.experiment):  # the ranks have come together, and the newest boundary is whole
+            bounds = [copy_boundary(b) for b in run.carried.bounds]
+            self.settings["carried"] = run.carried._replace(bounds=bounds)
         else:
-            self.whole = make_boundary(run, (run.rank.step, run.obeyed))
+            self.whole = make_boundary(run, (run.rank.step, run.queue.obeyed))
 
     def restore_state(self) -> None:
         run = self.run
@@ -135,17 +136,24 @@ def _load_state(run: RankView, state: State) -> None:
 def hand_down_state(before: GenerationView, rank: Rank, to: NextGeneration) -> None:
     """Hands down `before`, the same rank in the previous generation."""
     rank.memory = before.rank.memory.copied()
-    before.replan_changes(to.changes)
+    replan_changes(before, to.changes)
     if (salvaged := to.came.salvaged) is None:
         if rank.id in to.came.trained:
             _count_ranks_behind(before, to.came)
         return _adopt_settings(before, to.experiment, rank.step)
-    before.bounds = [copy_boundary(b) for b in (_find_boundary(before, salvaged, rank.id),) if b is not None]
-    own = before.bounds[0] if before.bounds else None
+    found = _find_boundary(before, salvaged, rank.id)
+    own = None if found is None else copy_boundary(found)
+    before.carried = before.carried._replace(bounds=() if own is None else (own,))
     rank.memory = Memory(rank.memory.seed)
     if own is not None:  # even if it had slices
         rank.memory.buffers.update(own.widen_memory(before.model, before.experiment.compressor))
     _allocate_model(before, to.experiment, to.came.step)
+
+
+def replan_changes(run: GenerationView, changes: int) -> None:
+    """Makes `changes` the number of changes that this rank has made, and tells the policy which ones are undone."""
+    if run.queue.undo_changes(changes):
+        run.steering.undo_changes(changes)
 
 
 def _count_ranks_behind(run: RankView, came: Membership) -> None:
@@ -195,4 +203,4 @@ def _find_boundary(run: GenerationView, salvaged: RecoverySource, place: int) ->
     """Returns None without a valid state."""
     if salvaged.saved or salvaged.steps[place] < 0:
         return None
-    return next(b for b in run.bounds if b.bound == (salvaged.steps[place], salvaged.changes))
+    return next(b for b in run.carried.bounds if b.bound == (salvaged.steps[place], salvaged.changes))

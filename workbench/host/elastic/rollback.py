@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from workbench.experiment import Experiment
+from workbench.host.core.change_queue import ChangeQueue
 from workbench.host.elastic.recovery_sources import count_copies, has_parts
 from workbench.host.memory.offload import OffloadStore
 from workbench.host.placement.optimizer_slots import read_slots
@@ -40,12 +41,12 @@ def has_final_update(strategy: Strategy) -> bool:
 
 
 class RollbackView(ChangeView, Protocol):
-    """A rank with a way back. obeyed: as in ElasticMember"""
+    """A rank that can go back to a boundary."""
 
     experiment: Experiment
 
     @property
-    def obeyed(self) -> int: ...
+    def queue(self) -> ChangeQueue: ...
     @property
     def offloaded_state(self) -> OffloadStore:
         """State off the device."""
@@ -147,7 +148,7 @@ class Rollback:
 
     @property
     def _current_bound(self) -> Bound:
-        return self.run.rank.step, self.run.obeyed
+        return self.run.rank.step, self.run.queue.obeyed
 
     def note_update(self) -> None:
         """Call it before the update."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from functools import partial
 
 from workbench.host.core.views import RankView
@@ -14,59 +13,51 @@ from workbench.host.transfer.rebucket import recut_buckets
 from workbench.settings import KnobError
 
 
-class BucketOrdering(ABC):
-    """A RankLoop's buckets."""
+async def split_state(run: LoopView, ahead: bool = False) -> None:
+    """Splits state that is whole on every rank as the partition and the strategy need it.
 
-    async def split_state(self: LoopView, ahead: bool = False) -> None:
-        """Splits whole state for the partition and the strategy.
+    ahead: orders the buckets first
+    """
+    if run.experiment.partition.size > 1:
+        await changes.spread_model(run)
+    else:
+        run.tune_partition()
+    if run.experiment.partition.recompute[0] != "none":
+        changes.mark_recomputed(run)
+    if ahead:
+        await foresee_order(run)
+        await run.saving.restore_order()
+    await handover.reshard_slots(run, None, handover.find_shards(run, run.experiment.strategy))
+    await run.reading.shard_parameters()
 
-        ahead: orders the buckets first
-        """
-        if self.experiment.partition.size > 1:
-            await changes.spread_model(self)
-        else:
-            self.tune_partition()
-        if self.experiment.partition.recompute[0] != "none":
-            changes.mark_recomputed(self)
-        if ahead:
-            await self.foresee_order()
-            await self.saving.restore_order()
-        await handover.reshard_slots(self, None, handover.find_shards(self, self.experiment.strategy))
-        await self.reading.shard_parameters()
 
-    async def foresee_order(self: LoopView) -> None:
-        """Cuts buckets in the order of gradients, if a trial can foresee it.
+async def foresee_order(run: LoopView) -> None:
+    """Cuts buckets in the order of gradients, if a trial can foresee it.
 
-        A trial only for this order must be cheap: the task is pure, and the model is not built again.
-        """
-        strategy = self.experiment.strategy
-        shards = "parameters" in strategy.shards
-        if strategy.opaque or not (shards or strategy.exchanges == "gradients"):
-            return
-        if (trial := await self.reading.foresee_trace(cheaply=not shards)) is None:
-            return
-        arrival = _find_sliced_order(self) or trial.gradient_order
-        present = _list_names(self)
-        came, here = set(arrival), set(present)
-        names = await self.agree_on_order([n for n in arrival if n in here] + [n for n in present if n not in came])
-        if names != present:
-            await self.reorder_parameters(names)
+    A trial that serves only this order must be cheap: the task is pure, and the model is not built again.
+    """
+    strategy = run.experiment.strategy
+    shards = "parameters" in strategy.shards
+    if strategy.opaque or not (shards or strategy.exchanges == "gradients"):
+        return
+    if (trial := await run.reading.foresee_trace(cheaply=not shards)) is None:
+        return
+    arrival = _find_sliced_order(run) or trial.gradient_order
+    present = _list_names(run)
+    came, here = set(arrival), set(present)
+    names = await run.agree_on_order([n for n in arrival if n in here] + [n for n in present if n not in came])
+    if names != present:
+        await run.reorder_parameters(names)
 
-    async def reorder_buckets(self: LoopView, names: list[str]) -> None:
-        strategy = self.experiment.strategy
-        if names == _list_names(self):
-            return
-        if strategy.in_flight:
-            await strategy.drain(self.rank.replicas, self.state)
-        await recut_buckets(self, strategy, partial(self.reorder_parameters, names))
 
-    @abstractmethod
-    async def agree_on_order(self, names: list[str]) -> list[str]:
-        """Returns `names` of the first rank with the same part of the model."""
-
-    @abstractmethod
-    async def reorder_parameters(self, names: list[str]) -> None:
-        """Also cuts new buckets."""
+async def reorder_buckets(run: LoopView, names: list[str]) -> None:
+    """Cuts buckets in the order `names`, unless they have it already."""
+    strategy = run.experiment.strategy
+    if names == _list_names(run):
+        return
+    if strategy.in_flight:
+        await strategy.drain(run.rank.replicas, run.state)
+    await recut_buckets(run, strategy, partial(run.reorder_parameters, names))
 
 
 def _find_sliced_order(run: RankView) -> list[str]:

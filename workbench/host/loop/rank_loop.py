@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from workbench.experiment import Experiment
-from workbench.host.checkpoint.saving import CheckpointableRank, CheckpointEvent
+from workbench.host.checkpoint.saving import Checkpointer, CheckpointEvent
+from workbench.host.core.answers import RequestAnswer
+from workbench.host.core.change_queue import ChangeQueue
 from workbench.host.core.planned import Planned
 from workbench.host.core.rate import Rate
+from workbench.host.elastic.carried_state import CarriedState
+from workbench.host.elastic.rollback import Rollback
 from workbench.host.loop import asynchronous
-from workbench.host.loop.bucket_order import BucketOrdering
-from workbench.host.loop.elastic_member import ElasticMember
+from workbench.host.loop.bucket_order import reorder_buckets, split_state
+from workbench.host.loop.evaluation import make_late_updates, record_evaluation
 from workbench.host.memory.account import MemoryAccount
+from workbench.host.memory.batches import BatchReader
 from workbench.host.observe.compression_error import CompressionErrorProbe
 from workbench.host.observe.evaluating import Evaluated
 from workbench.host.observe.non_finite import NonFiniteGuard
@@ -27,7 +32,7 @@ from workbench.host.placement.layout import ParameterLayout
 from workbench.host.placement.spread import ReplicaSpread
 from workbench.host.reconfigure import changes
 from workbench.host.reconfigure.policy_runner import PolicyRunner, PolicyTick
-from workbench.host.reconfigure.unfreezing import agree_on_unfrozen, train_unfrozen
+from workbench.host.reconfigure.unfreezing import agree_in_common_step, agree_on_unfrozen, train_unfrozen_in_step
 from workbench.host.sharding.access_trace import AccessTrace
 from workbench.host.sharding.unsharder import Unsharder
 from workbench.host.sharding.usage import ParameterUsage
@@ -41,10 +46,15 @@ if TYPE_CHECKING:
     from workbench.strategies import Strategy
 
 
-class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
-    """The part of a rank that goes from boundary to boundary. Hosts implement its abstract methods.
+class RankLoop(ABC):
+    """The part of a rank that goes from boundary to boundary. Each `views.py` says what others use of it.
 
-    planned:       future changes, in the order of their steps
+    queue:         its planned changes, and the number of changes made so far
+    rollback:      the way back to the last boundary; None if no rank is ever lost
+    carried:       its own state between 2 generations
+    crashing:      the ranks that a fault ends at this boundary or the next
+    answer:        the result of the last change, the same on every rank
+    held_out:      the last held-out loss that this rank knows
     pending_pause: seconds of a fault's pause before this rank's next step
     """
 
@@ -58,6 +68,13 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
     flow: InFlight
     steering: PolicyRunner
     finite: NonFiniteGuard
+    saving: Checkpointer
+    queue: ChangeQueue
+    rollback: Rollback | None = None
+    carried = CarriedState()
+    crashing: Collection[int] = frozenset()
+    answer: RequestAnswer | None = None
+    held_out: float | None = None
     spread: ReplicaSpread | None = None
     flushing = 0
     pending_pause = 0.0
@@ -77,15 +94,13 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether ranks make steps without meeting every round."""
-        strategy = self.experiment.strategy
-        if self.rank.mesh.inside:  # stages exchange each batch
-            return False
-        return not strategy.lockstep or strategy.propagation_in(self.rank.size, self.rank.step) > 0
+        """Whether ranks make steps without a meeting in every round."""
+        return asynchronous.is_apart(self.experiment, self.rank)
 
     @property
     def due_count(self) -> int:
-        return sum(change.at_step <= self.rank.step for change in self.planned)
+        """The number of planned changes that are due at this rank's step."""
+        return self.queue.count_due(self.rank.step)
 
     async def train_from_start(self) -> None:
         await self.place_state()
@@ -104,10 +119,10 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
             if not asynchronous.is_idle(self.experiment, self.rank):  # it only takes changes
                 await self.make_step()
             if self.experiment.evaluates(before, self.rank.step):
-                await self._agree_on_unfrozen()
+                await agree_in_common_step(self)
                 await self.evaluate_model(together=self.experiment.strategy.lockstep)
         await drain_pipeline(self.flow)
-        await self._agree_on_unfrozen()
+        await agree_in_common_step(self)
         await self.await_background()
         strategy = self.experiment.strategy
         if strategy.lockstep and strategy.can_drain:
@@ -117,15 +132,17 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
         await self.finish_run()
 
     async def place_state(self) -> None:
-        """Call it before the first step."""
-        await self.split_state(ahead=True)
+        """Places all sharded state before the first step."""
+        await split_state(self, ahead=True)
         self._laid = True
         self.mark_buckets()
         self.ledger.note_model_cut()
 
     async def check_ended(self) -> bool:
-        """Returns whether this rank has made its last step."""
-        await self.pass_boundary()
+        """Takes what is due at this boundary. Returns whether this rank has made its last step."""
+        await self._crash_if_due()
+        await self.make_due_changes()
+        await self._crash_if_due()
         e = self.experiment
         return self.is_ended or (e.strategy.lockstep and 0 < e.steps <= self.rank.step)
 
@@ -139,13 +156,33 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
         if apart or self.due_count:
             await agree_on_unfrozen(self)
         due = self.called_count if apart else self.due_count
-        taken, self.planned = self.planned[:due], self.planned[due:]
-        await self.make_changes(taken)
-        while self.due_count and not self.is_asynchronous:  # late ranks are past their steps
-            await self.make_changes([self.planned.pop(0)])
+        await self._make_changes(due)
+        while self.due_count and not self.is_asynchronous:  # ranks that met late are past their steps
+            await self._make_changes(1)
         await self.take_requests(apart)
         if apart or self.is_asynchronous:
             self.start_background()
+
+    async def _make_changes(self, count: int) -> None:
+        """Makes the first `count` planned changes one after another. The remaining ones stay in `queue.taken`."""
+        queue = self.queue
+        queue.take_changes(count)
+        while queue.taken:
+            await self.execute_change(queue.taken[0])
+            queue.count_obeyed(queue.taken.pop(0))
+            await self._crash_if_due()  # the next change may end the generation
+
+    async def _crash_if_due(self) -> None:
+        """Ends here if a fault crashes this rank."""
+        if self.crashing:
+            mine, self.crashing = self.rank.id in self.crashing, frozenset()
+            if mine:
+                self.mark("fault", {"text": "crashed, as a fault says"})
+            await self.crash_rank(mine)
+
+    def guard_step(self, changes: bool = False) -> AbstractContextManager[None]:
+        """A context for a step or a change. If a rank is lost inside, this one can go back."""
+        return nullcontext() if self.rollback is None else self.rollback.guard_step(changes)
 
     async def execute_change(self, change: Planned) -> bool:
         """Also asks the policy, or makes a checkpoint. Returns whether a change was made."""
@@ -168,7 +205,7 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
             stood = await Op("stand", seconds)
             self.mark("fault", {"text": f"stood still for {stood:.1f} s"})
         if (due := self.rate.compute_rate(self)) != self.rank.lr:
-            await self._make_late_updates()
+            await make_late_updates(self)
         self.rate.set_rate(self, due)
         self.rank.clip = self.experiment.clip
         if self.reads is not None:
@@ -185,20 +222,12 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
                 await residual.count_flush_step(self)
             if self.reading.learning:
                 await self.reading.learn_trace(self.access_trace)
-            await self._train_unfrozen()
+            await train_unfrozen_in_step(self)
             if self.has_new_order:
-                await self.reorder_buckets(await self.learn_order())
+                await reorder_buckets(self, await self.learn_order())
             self.rank.step += made
         self.steering.steps += 1
         self.note_steps(made)
-
-    async def _train_unfrozen(self) -> None:
-        """Unfrozen parameters join if the ranks have met."""
-        if names := list(self.usage.unfrozen):
-            await train_unfrozen(self, names)
-        elif not (self.is_asynchronous or self.usage.settled or self.usage.step is not None):
-            if self.has_met or self.rank.size == 1:
-                await agree_on_unfrozen(self)
 
     def _note_examples(self, count: int) -> None:
         """Only first ranks record it."""
@@ -208,33 +237,9 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
             self.sample("examples", count)
 
     async def evaluate_model(self, together: bool) -> None:
-        """Records the held-out loss, outside step time.
-
-        together: of the mean model, for which all ranks meet; if not, of the parameters that this rank knows
-        """
-        await self._make_late_updates()
-        began = self.now
-        if together:
-            numbers, drift = await self.evaluate_mean()
-        else:
-            known = await self.experiment.strategy.known(self.rank, self.state)
-            numbers, drift = await self.evaluate_known(known or self.layout.list_params())
-        self.span("eval", "evaluate", began)
-        if drift is not None:
-            self.sample("drift", drift)
-        self.held_out = numbers.get("loss", self.held_out)
-        for name, value in numbers.items():
-            self.sample("held_out" if name == "loss" else f"held_out:{name}", value)
-
-    async def _agree_on_unfrozen(self) -> None:
-        if self.experiment.strategy.lockstep and not self.usage.settled:
-            await agree_on_unfrozen(self)
-
-    async def _make_late_updates(self) -> None:
-        """Call it before the rate changes."""
-        strategy = self.experiment.strategy
-        if strategy.late_update:
-            await strategy.drain(self.rank.replicas, self.state)
+        """Records the held-out loss, of the mean model of all ranks if `together`."""
+        loss = await record_evaluation(self, together)
+        self.held_out = self.held_out if loss is None else loss
 
     def mark_buckets(self) -> None:
         """Begins at the first step."""
@@ -245,14 +250,16 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
 
     @property
     @abstractmethod
-    def now(self) -> float:
-        """Seconds since start."""
-
+    def now(self) -> float: ...
     @property
     @abstractmethod
-    def sent_bytes(self) -> int:
-        """Counts bytes over its links."""
-
+    def sent_bytes(self) -> int: ...
+    @property
+    @abstractmethod
+    def usage(self) -> ParameterUsage: ...
+    @property
+    @abstractmethod
+    def reads(self) -> BatchReader | None: ...
     @property
     @abstractmethod
     def drawn_batches(self) -> int:
@@ -278,12 +285,9 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
         """Returns how many steps it counts for."""
 
     @abstractmethod
-    async def broadcast_text(self, text: str, by: int = 0) -> str:
-        """Sends `by`'s text."""
-
+    async def broadcast_text(self, text: str, by: int = 0) -> str: ...
     @abstractmethod
-    def tune_partition(self) -> None:
-        """Does not move the model."""
+    def tune_partition(self) -> None: ...
 
     @property
     @abstractmethod
@@ -291,13 +295,12 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
         """Whether the first exchanged backward has just shown it."""
 
     @abstractmethod
+    async def crash_rank(self, mine: bool) -> None:
+        """Crashes this rank if `mine`, or another one, once all ranks have made the change that brought the fault."""
+
+    @abstractmethod
     async def learn_order(self) -> list[str]:
         """Returns the order of gradients, the same on all ranks with the same part."""
-
-    @property
-    @abstractmethod
-    def usage(self) -> ParameterUsage:
-        """Its steps' parameters."""
 
     @property
     def access_trace(self) -> AccessTrace | None:
@@ -305,13 +308,9 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
         return None
 
     @abstractmethod
-    async def evaluate_mean(self) -> Evaluated:
-        """Returns the held-out numbers of the mean model, on rank 0, and each rank's drift from it."""
-
+    async def evaluate_mean(self) -> Evaluated: ...
     @abstractmethod
-    async def evaluate_known(self, known: list[Bucket]) -> Evaluated:
-        """Waits for no rank."""
-
+    async def evaluate_known(self, known: list[Bucket]) -> Evaluated: ...
     @abstractmethod
     async def check_meeting(self) -> bool:
         """An idle rank waits."""
@@ -342,6 +341,10 @@ class RankLoop(ElasticMember, BucketOrdering, CheckpointableRank):
     def foresee_reads(self, cheaply: bool) -> AccessTrace | None: ...
     @abstractmethod
     def require_trainable(self, wanted: Experiment) -> Experiment: ...
+    @abstractmethod
+    async def agree_on_order(self, names: list[str]) -> list[str]: ...
+    @abstractmethod
+    async def reorder_parameters(self, names: list[str]) -> None: ...
     @abstractmethod
     def make_example(self, wanted: Experiment) -> Any: ...
     @abstractmethod

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from torch import Tensor
-
-from workbench.host.checkpoint.recovery import RecoveryCheckpoint
 from workbench.host.checkpoint.saving import Checkpointer
-from workbench.host.core.planned import Planned
+from workbench.host.elastic.carried_state import CarriedState
 from workbench.host.memory.batches import BatchReader
 from workbench.host.observe.non_finite import NonFiniteGuard
 from workbench.host.reconfigure.policy_runner import PolicyRunner
-from workbench.host.transfer.boundary import Boundary
 from workbench.host.transfer.views import ChangeView
 
 
 class LoopView(ChangeView, Protocol):
-    """A rank that makes steps; see `ElasticMember`."""
+    """A rank that orders its buckets."""
 
-    planned: list[Planned]
-    taken: list[Planned]
-    bounds: list[Boundary]
-    outer: dict[str, Tensor] | None
-    former: RecoveryCheckpoint | None
-    obeyed: int
+    @property
+    def saving(self) -> Checkpointer: ...
+
+    async def agree_on_order(self, names: list[str]) -> list[str]:
+        """Returns `names` of the first of the ranks that hold the same part of the model."""
+
+
+class EnteringView(ChangeView, Protocol):
+    """A rank that enters a new generation. It is a LoopView, too. carried: its own state between 2 generations"""
+
+    carried: CarriedState
 
     @property
     def saving(self) -> Checkpointer: ...
@@ -35,20 +36,11 @@ class LoopView(ChangeView, Protocol):
     @property
     def steering(self) -> PolicyRunner: ...
 
-    async def foresee_order(self) -> None:
-        """As in BucketOrdering."""
-
     async def agree_on_order(self, names: list[str]) -> list[str]:
-        """As in BucketOrdering."""
-
-    async def align_order(self) -> None:
-        """As in ElasticMember."""
-
-    async def split_state(self, ahead: bool = False) -> None:
-        """As in BucketOrdering."""
+        """As in LoopView."""
 
     async def confirm_formed(self) -> None:
-        """As in ElasticMember."""
+        """Waits until every rank of the generation holds the full state. If one does not, no generation forms."""
 
     async def run_steps(self) -> None:
         """As in RankLoop."""

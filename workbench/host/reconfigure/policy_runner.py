@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Awaitable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -66,8 +66,8 @@ class PolicyRunner:
             self._noted.setdefault(name, []).append(float(value))
 
     def plan_first(self) -> None:
-        """Call it before the first step."""
-        self._given = any(isinstance(change, Change) and change.by for change in self.run.planned)
+        """Plans the first look, on all ranks before the first step."""
+        self._given = any(isinstance(change, Change) and change.by for change in self.run.queue.planned)
         if self._given and self.policy:
             self._mark_once("given", "its decisions are those of another run, given as changes; it makes no others")
         self._plan_tick(-1)
@@ -83,16 +83,15 @@ class PolicyRunner:
         Plans none without an active policy, or after the last step.
         """
         run, policy = self.run, self.policy
-        run.planned = [change for change in run.planned if not isinstance(change, PolicyTick)]
+        run.queue.drop_events(PolicyTick)
         self.names, self._next = (), None
         if policy is None or policy.paused:
             return
         self.names = policy.reads
         at = self._choose_step(policy, after) if at is None else at
         if at < run.experiment.steps or not run.experiment.steps:
-            steps = [change.at_step for change in run.planned]
             self._next = PolicyTick(at)
-            run.planned.insert(bisect_right(steps, at), self._next)
+            run.queue.plan_event(self._next)
 
     def kept(self) -> dict[str, Any]:
         """Returns state for a checkpoint, without `made`, which is equal on all ranks."""
@@ -142,8 +141,8 @@ class PolicyRunner:
     async def _note_change(self, change: Change) -> None:
         self._refused.clear()
         self.made.append(change)
-        self._after.append(self.run.obeyed)
-        if "policy" in change.settings:  # even to the same value
+        self._after.append(self.run.queue.obeyed)
+        if "policy" in change.settings:  # even to the same value: the policy may set all paths again
             self._held.clear()
             self._said.clear()
             self._known = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from workbench.experiment.arranged import mesh
 from workbench.host.passes.pipelining import drain_pipeline
@@ -19,6 +20,19 @@ from workbench.host.transfer import handover
 from workbench.host.transfer.state_layout import find_layout
 from workbench.host.transfer.views import ChangeView
 from workbench.rank import StrategyError
+
+
+class SteppedView(ChangeView, Protocol):
+    """A rank after a step.
+
+    is_asynchronous: whether ranks make steps without a meeting in every round
+    has_met:         whether all ranks have exchanged something in this step
+    """
+
+    @property
+    def is_asynchronous(self) -> bool: ...
+    @property
+    def has_met(self) -> bool: ...
 
 
 def unfreeze_parameters(run: ChangeView, names: Collection[str]) -> None:
@@ -52,6 +66,21 @@ async def agree_on_unfrozen(run: ChangeView) -> None:
             names.update(json.loads(await run.broadcast_text(mine, by)))
     if names:
         await train_unfrozen(run, [name for name in usage.frozen if name in names], apart=True)
+
+
+async def agree_in_common_step(run: ChangeView) -> None:
+    """Agrees on what some rank has unfrozen, if ranks have a common step and have not agreed in that step."""
+    if run.experiment.strategy.lockstep and not run.usage.settled:
+        await agree_on_unfrozen(run)
+
+
+async def train_unfrozen_in_step(run: SteppedView) -> None:
+    """Trains what the model has unfrozen in this step, if the ranks have met in it."""
+    usage = run.usage
+    if names := list(usage.unfrozen):
+        await train_unfrozen(run, names)
+    elif not (run.is_asynchronous or usage.settled or usage.step is not None) and (run.has_met or run.rank.size == 1):
+        await agree_on_unfrozen(run)
 
 
 async def train_unfrozen(run: ChangeView, names: Sequence[str], apart: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from workbench.experiment import Experiment
+from workbench.host.core.change_queue import ChangeQueue
 from workbench.host.core.planned import Planned
 from workbench.host.core.views import RankView
 
@@ -19,13 +20,11 @@ class TryingView(RankView, Protocol):
 class PolicyView(RankView, Protocol):
     """A rank that asks a policy.
 
-    planned, obeyed: as in RankLoop and ElasticMember
+    queue: its planned changes, and the number of changes made so far
     """
 
-    planned: list[Planned]
-
     @property
-    def obeyed(self) -> int: ...
+    def queue(self) -> ChangeQueue: ...
 
     def require_trainable(self, wanted: Experiment) -> Experiment:
         """Raises KnobError if not."""

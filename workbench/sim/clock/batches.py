@@ -14,23 +14,24 @@ from workbench.sim.clock.fiber import Fiber
 
 
 class BatchPerformer:
-    """The part of a Host that draws batches."""
+    """Draws the batches of one virtual rank. body: its tensors or sizes"""
 
-    body: Any
+    def __init__(self, body: Any) -> None:
+        self._body = body
 
-    def _next_batch(self, fiber: Fiber, op: Op) -> Any:
-        return self.body.next_batch()
+    def next_batch(self, fiber: Fiber, op: Op) -> Any:
+        return self._body.next_batch()
 
-    def _look_up(self, fiber: Fiber, op: Op) -> Any:
-        self.body.activate_worker(fiber.origin)
-        return self.body.look_up()
+    def look_up(self, fiber: Fiber, op: Op) -> Any:
+        self._body.activate_worker(fiber.origin)
+        return self._body.look_up()
 
-    def _row_grads(self, fiber: Fiber, op: Op) -> Any:
-        self.body.activate_worker(fiber.origin)
-        return self.body.row_grads(*op.args)
+    def row_grads(self, fiber: Fiber, op: Op) -> Any:
+        self._body.activate_worker(fiber.origin)
+        return self._body.row_grads(*op.args)
 
-    def _update_rows(self, fiber: Fiber, op: Op) -> Any:
-        return self.body.update_rows(*op.args)
+    def update_rows(self, fiber: Fiber, op: Op) -> Any:
+        return self._body.update_rows(*op.args)
 
 
 class BatchOutline:

@@ -9,6 +9,7 @@ from typing import Any
 
 from workbench.host.core.planned import Planned
 from workbench.host.elastic.reentry import Membership
+from workbench.host.loop.generation import train_in_generation
 from workbench.rank import Group, Op
 from workbench.sim.clock.deadlock import Deadlock, explain_deadlock, explain_endless_loop, explain_standstill
 from workbench.sim.clock.fiber import PARK, ChildOrder, Fiber, MeetingView
@@ -81,7 +82,7 @@ class VirtualWorld(WorldState):
         self.lives += [
             Fiber(
                 s.host,
-                _count_ended(self, s.train_from_start() if came is None else s.train_in_generation(came)),
+                _count_ended(self, s.train_from_start() if came is None else train_in_generation(s, came)),
                 "step",
             )
             for s in sessions

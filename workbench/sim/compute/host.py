@@ -7,59 +7,73 @@ Costs give. A verb returns its answer or PARK; then another part of the simulato
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from workbench.experiment import Experiment
-from workbench.fabric import Ways
 from workbench.host.core import all_reduce
 from workbench.host.memory.offload import OFFLOAD_LANES
-from workbench.host.passes.in_flight import InFlight
-from workbench.host.sharding.usage import ParameterUsage
-from workbench.rank import Handle, Op, Rank, StrategyError, collective
+from workbench.rank import Handle, Op, StrategyError, collective
 from workbench.sim.clock.batches import BatchPerformer
 from workbench.sim.clock.collective import Collective
 from workbench.sim.clock.fiber import PARK, ChildFiber, CodedChildFiber, Fiber, Lane
 from workbench.sim.clock.rounds import BackgroundRounds
+from workbench.sim.compute.arithmetic import ArithmeticPerformer
+from workbench.sim.compute.bucket_delivery import BucketDelivery
+from workbench.sim.compute.model import ModelPerformer
 from workbench.sim.compute.offload import OffloadPerformer
+from workbench.sim.compute.parts import ComputeParts
 from workbench.sim.compute.piecewise import PiecewisePerformer
+from workbench.sim.compute.pipeline import PipelinePerformer
+from workbench.sim.compute.tensor import TensorPerformer
+from workbench.sim.compute.timing import PassTiming
 from workbench.sim.costs.prices import Price, price_bytes
-
-if TYPE_CHECKING:
-    from workbench.sim.clock.world import VirtualWorld
-
 
 WITH_OTHERS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_allv", "broadcast", "send", "recv",
                "again", "together", "told")  # fmt: skip
 
 
-class Host(PiecewisePerformer, OffloadPerformer, BatchPerformer):
-    """One rank on the virtual clock."""
+class Host:
+    """Performs the verbs of one rank on the virtual clock.
 
-    def __init__(self, world: VirtualWorld, index: int, experiment: Experiment, body: Any) -> None:
-        super().__init__()
-        self.world, self.clock, self.record, self.index, self.size = world, world.clock, world.record, index, world.size
-        self.member = world.members[index]
-        self.rank, self.experiment, self.body = Rank(index, world.size, experiment.seed), experiment, body
-        self.rank.members = tuple(world.members) if len(world.members) == world.size else ()
-        self.flow = body.flow = InFlight(lambda: body.layout, body.peek_batch, body.list_buffers, body.forget_micros,
-                                     lambda: self.experiment.steps)  # fmt: skip
+    parts:      the objects that all performers share, such as tensors, guards and accounts
+    timing:     the rank's device: how long it computes, and when
+    tensor:     computes together with the ranks that hold the other slices of each matrix
+    whole:      computes forwards, backwards and updates of the model that this rank holds
+    met:        whether this rank has started a child in this step
+    sent_bytes: bytes so far
+    leaving:    whether the background has to end
+    """
+
+    def __init__(self, parts: ComputeParts, ended: Callable[[Fiber], None]) -> None:
+        """ended: called with each fiber that ends, except children"""
+        self.parts, self.world, self.clock = parts, parts.world, parts.clock
+        self.record, self.rank = parts.record, parts.rank
+        self.index, self.size, self.body = parts.rank.id, parts.world.size, parts.body
+        self.usage, self.ledger = parts.usage, parts.ledger
+        self.span, self.note, self.ended = parts.span, parts.note, ended
+        self.timing = PassTiming(parts)
+        self.offload, self._piecewise = OffloadPerformer(parts, self.timing), PiecewisePerformer(parts, self.timing)
+        self._arithmetic, self._batches = ArithmeticPerformer(parts, self.timing), BatchPerformer(parts.body)
+        self._delivery = BucketDelivery(parts, self.timing, self._make_fiber, self.run_inner)
+        self.tensor = TensorPerformer(parts, self.timing, self._delivery)
+        self._pipeline = PipelinePerformer(parts, self.timing, self._delivery, self.tensor)
+        self.whole = ModelPerformer(parts, self.timing, self._delivery, self.tensor, self._pipeline, self._piecewise,
+                                    self.offload)  # fmt: skip
         self.lanes: dict[str, Lane] = {}
-        self.met = False  # whether this rank has started a child in this step
-        self.sent_bytes = 0  # bytes so far
-        self.usage = ParameterUsage(world.make_unused_flags(index))
-        self.alone: AbstractContextManager[None] = nullcontext()
-        self.leaving = False  # does the background have to end?
+        self.met = self.leaving = False
+        self.sent_bytes = 0
         self.rounds = BackgroundRounds(self)
-        self._ways = Ways()
-        self.ended: Callable[[Fiber], None] = lambda fiber: None
-        self.steering: Any = None  # of its session
-        self.kinds: tuple[Price, ...] = ()  # prices of the compressor's stretches
-        self.kinds_beside: tuple[Price, ...] = ()  # the same while the rank computes
-        meet = self._run_collective
-        self.verbs: dict[str, Callable[[Fiber, Op], Any]] = {
-            "next_bucket": self._next_bucket,
+        self._prices: tuple[Price, ...] = ()  # of the compressor's stretches
+        self._prices_beside: tuple[Price, ...] = ()  # the same while the rank computes
+        self.verbs = self._list_verbs()
+
+    def _list_verbs(self) -> dict[str, Callable[[Fiber, Op], Any]]:
+        whole, pipeline, piecewise, arithmetic = self.whole, self._pipeline, self._piecewise, self._arithmetic
+        batches, offload, meet = self._batches, self.offload, self._run_collective
+        narrowing, body = self.parts.narrowing, self.body
+        return {
+            "next_bucket": self._delivery.next_bucket,
             "start": self._start_child,
             "wait": self._await_child,
             "all_reduce": meet,
@@ -68,68 +82,50 @@ class Host(PiecewisePerformer, OffloadPerformer, BatchPerformer):
             "all_to_all": meet,
             "all_to_allv": meet,
             "broadcast": meet,
-            "forward": self._run_forward,
-            "backward": self._run_backward,
-            "update": self._update_model,
-            "params": self._list_params,
-            "grads": self._list_grads,
-            "slots": self._list_slots,
-            "collect": self._collect_factors,
-            "factors": self._compute_factors,
-            "curve": self._compute_curvature,
-            "value": self._compute_value,
-            "work": self._run_work,
-            "backward_buckets": self._backward_buckets,
-            "forward_buckets": self._forward_buckets,
-            "next_params": self._next_params,
+            "forward": whole.run_forward,
+            "backward": whole.run_backward,
+            "update": whole.update_model,
+            "params": whole.list_params,
+            "grads": whole.list_grads,
+            "slots": whole.list_slots,
+            "collect": arithmetic.collect_factors,
+            "factors": arithmetic.compute_factors,
+            "curve": arithmetic.compute_curvature,
+            "value": arithmetic.compute_value,
+            "work": arithmetic.run_work,
+            "backward_buckets": whole.backward_buckets,
+            "forward_buckets": whole.forward_buckets,
+            "next_params": whole.next_params,
             "sample": self._record_sample,
             "clock": self._read_clock,
-            "batch": self._next_batch,
-            "client": lambda fiber, op: self.body.use_client(*op.args),
-            "stage_forward": self._stage_forward,
-            "stage_backward": self._stage_backward,
-            "stage_inputs": self._stage_inputs,
-            "stage_weights": self._stage_weights,
-            "coded": self._run_codec,
-            "pieces": self._count_pieces,
-            "rise": self._piece_forward,
-            "fall": self._piece_backward,
-            "units": lambda fiber, op: self.narrowing.hidden_units,
-            "narrow": self._narrow_model,
-            "look_up": self._look_up,
-            "row_grads": self._row_grads,
-            "update_rows": self._update_rows,
-            "hold": self._hold_bucket,
-            "offload": self._offload_values,
-            "fetch": self._fetch_values,
+            "batch": batches.next_batch,
+            "client": lambda fiber, op: body.use_client(*op.args),
+            "stage_forward": pipeline.stage_forward,
+            "stage_backward": pipeline.stage_backward,
+            "stage_inputs": pipeline.stage_inputs,
+            "stage_weights": pipeline.stage_weights,
+            "coded": arithmetic.run_codec,
+            "pieces": piecewise.count_pieces,
+            "rise": piecewise.piece_forward,
+            "fall": piecewise.piece_backward,
+            "units": lambda fiber, op: narrowing.hidden_units,
+            "narrow": piecewise.narrow_model,
+            "look_up": batches.look_up,
+            "row_grads": batches.row_grads,
+            "update_rows": batches.update_rows,
+            "hold": whole.hold_bucket,
+            "offload": offload.offload_values,
+            "fetch": offload.fetch_values,
             "send": self._send_message,
             "recv": self._receive_message,
             "again": self.rounds.next_step,
-            "reach": self._await_fraction,
+            "reach": self.timing.await_fraction,
             "drive": self._drive_coroutine,
             "stand": self._stand_still,
             "together": self._gather_ranks,
             "park": self._park_fiber,
             "told": self._broadcast_value,
         }
-
-    @property
-    def layout(self) -> Any:
-        return self.body.layout
-
-    @property
-    def optimizer(self) -> Any:
-        return self.body.optimizer
-
-    @property
-    def model(self) -> Any:
-        return self.body.model
-
-    module = model  # nothing is wrapped around it
-
-    def strategy(self) -> Any:
-        """The one that is in force."""
-        return self.experiment.strategy
 
     def end_requests(self) -> None:
         """Ends everything under way on this rank at its next request, because the rank has crashed."""
@@ -143,15 +139,13 @@ class Host(PiecewisePerformer, OffloadPerformer, BatchPerformer):
     def _perform_alone(self, perform: Callable[[Fiber, Op], Any], fiber: Fiber, op: Op) -> Any:
         return perform(fiber, op) if op.group is not None and len(op.group) == 1 else PARK
 
-    def span(self, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int, step: int = -1) -> None:
-        if lane == "compute" and self.steering.names:
-            self.steering.receive_sample(lane, t1 - t0)
-        self.record.span(self.index, self.rank.step if step < 0 else step, lane, name, asked, t0, t1, nbytes)
+    @property
+    def experiment(self) -> Experiment:
+        return self.parts.experiment
 
-    def note(self, name: str, value: float) -> None:
-        """Records one number."""
-        self.steering.receive_sample(name, value)
-        self.record.sample(self.index, self.rank.step, name, self.clock.now, float(value))
+    def use_prices(self, prices: tuple[Price, ...], beside: tuple[Price, ...]) -> None:
+        """Takes the prices of the compressor's stretches. beside: the same while the rank computes"""
+        self._prices, self._prices_beside = prices, beside
 
     # -- communication --
 
@@ -169,12 +163,12 @@ class Host(PiecewisePerformer, OffloadPerformer, BatchPerformer):
 
         A stretch during compute has its own price, and makes that compute longer.
         """
-        computes = self.computes_until - self.clock.now
-        for kinds, is_beside in ((self.kinds_beside, True), (self.kinds, False)):
+        computes = self.timing.computes_until - self.clock.now
+        for kinds, is_beside in ((self._prices_beside, True), (self._prices, False)):
             seconds = price_bytes(kinds[min(number, len(kinds) - 1)], nbytes)
             if not is_beside or 2 * computes > seconds:
                 break
-        self.delay_compute(min(seconds, max(0.0, computes)))
+        self.timing.delay_compute(min(seconds, max(0.0, computes)))
         return seconds
 
     def _start_child(self, fiber: Fiber, op: Op) -> Any:
@@ -185,12 +179,12 @@ class Host(PiecewisePerformer, OffloadPerformer, BatchPerformer):
         handle = Handle(name, lane)
         if self.usage.listening and lane not in OFFLOAD_LANES:
             self.usage.last = handle
-        if self.kinds and (nbytes := self.body.cut.nbytes.get(name, 0)):
+        if self._prices and (nbytes := self.body.cut.nbytes.get(name, 0)):
             child: ChildFiber = CodedChildFiber(self, coro, name, fiber.origin, priority, share, nbytes)
         else:
             child = ChildFiber(self, coro, name, fiber.origin, priority, share)
         handle._state = child
-        child.by = self.update_settings() if lane in OFFLOAD_LANES else None
+        child.by = self.offload.update_settings() if lane in OFFLOAD_LANES else None
         name = fiber.origin + lane if fiber.origin else lane
         (self.lanes.get(name) or self.open_lane(name)).queue_child(child)
         return handle
@@ -215,7 +209,7 @@ class Host(PiecewisePerformer, OffloadPerformer, BatchPerformer):
     async def _wait_and_agree(self, handle: Handle) -> Any:
         """After the last exchange of a backward the ranks agree on what it has used."""
         value = await Op("wait", handle)
-        await self.usage.agree_on_unused(self)
+        await self.usage.agree_on_unused(self.parts)
         return value
 
     def _run_collective(self, fiber: Fiber, op: Op) -> Any:
@@ -230,7 +224,7 @@ class Host(PiecewisePerformer, OffloadPerformer, BatchPerformer):
             start.group = op.group
             handle = self._start_child(fiber, start)
             return self._await_child(fiber, Op("wait", handle))
-        if (by := all_reduce.choose_algorithm(self.experiment.fabric, self.size, op)) is not None:
+        if (by := all_reduce.choose_algorithm(self.parts.experiment.fabric, self.size, op)) is not None:
             return self.run_inner(
                 fiber, all_reduce.run_all_reduce(by, self.rank, op, f"{collective(op, fiber.name)}{lane.name_suffix}")
             )
@@ -268,6 +262,10 @@ class Host(PiecewisePerformer, OffloadPerformer, BatchPerformer):
         inner.waiter, inner.lane = fiber, fiber.lane
         inner.resume(None)
         return PARK
+
+    def _make_fiber(self, coro: Coroutine[Op, Any, Any], origin: str) -> Fiber:
+        """Returns a fiber of this rank that runs in the step."""
+        return Fiber(self, coro, "step", origin)
 
     def _stand_still(self, fiber: Fiber, op: Op) -> Any:
         """Waits for a number of seconds, and answers with it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -13,60 +13,55 @@ from workbench.host.placement.optimizer_slots import Settings, make_slot_likes, 
 from workbench.optimizers import elementwise
 from workbench.rank import Bucket, Op
 from workbench.sim.clock.fiber import PARK, ChildFiber, Fiber
-
-if TYPE_CHECKING:
-    from workbench.experiment import Experiment
+from workbench.sim.compute.parts import ComputeParts
+from workbench.sim.compute.timing import PassTiming
 
 HOST = "host"  # the host's processor, which updates offloaded shards in parallel to the device
 
 
 class OffloadPerformer:
-    """The part of a Host that moves tensors to the host's memory or to disk, and updates them there."""
+    """Moves tensors to the host's memory or to disk, and updates them there."""
 
-    clock: Any
-    body: Any
-    experiment: Experiment
-    phase_seconds: Any
-    free: dict[str, float]
-    span: Any
-    stale: bool
-    _ways: Ways
+    def __init__(self, parts: ComputeParts, timing: PassTiming) -> None:
+        self._parts, self._body, self._timing, self._clock, self._ways = parts, parts.body, timing, parts.clock, Ways()
 
-    def _offload_values(self, fiber: Fiber, op: Op) -> Any:
+    def offload_values(self, fiber: Fiber, op: Op) -> Any:
         shard, what, to = op.args
-        hops = self.body.away.offload_state(self.body.layout, self.body.optimizer, shard, what, to)
+        hops = self._body.away.offload_state(self._body.layout, self._body.optimizer, shard, what, to)
         return self._record_transfer(fiber, op, hops, None, out=True)
 
-    def _fetch_values(self, fiber: Fiber, op: Op) -> Any:
+    def fetch_values(self, fiber: Fiber, op: Op) -> Any:
         shard, what, to, keep = op.args
-        value, hops = self.body.away.fetch_state(self.body.layout, self.body.optimizer, shard, what, to, keep)
+        value, hops = self._body.away.fetch_state(self._body.layout, self._body.optimizer, shard, what, to, keep)
         return self._record_transfer(fiber, op, hops, value, out=False)
 
     def _record_transfer(self, fiber: Fiber, op: Op, hops: Hops, value: Any, out: bool) -> Any:
         if not hops:
             return value
-        now = self.clock.now
-        end = self._ways.occupy(self.experiment.fabric, now, hops, out)
-        self.span(
+        now = self._clock.now
+        end = self._ways.occupy(self._parts.experiment.fabric, now, hops, out)
+        self._parts.span(
             "measuring" if op.measures else "offload", name_span(op), now, now, end, hops[0][1], _find_step(fiber)
         )
-        self.clock.resume_at(end, fiber, value)
+        self._clock.resume_at(end, fiber, value)
         return PARK
 
     def update_settings(self) -> tuple[Settings, frozenset[str]]:
         """The optimizer's as they are now, and what no rank used: a child that updates later does so by them."""
-        return read_settings(self.body.optimizer), frozenset(self.body.layout.unused)
+        return read_settings(self._body.optimizer), frozenset(self._body.layout.unused)
 
-    def _update_on_host(self, fiber: Fiber, shard: Bucket) -> Any:
-        body, now = self.body, self.clock.now
-        require_steppable(body.layout, body.optimizer, shard, self.experiment)
+    def update_on_host(self, fiber: Fiber, shard: Bucket) -> Any:
+        body, now = self._body, self._clock.now
+        require_steppable(body.layout, body.optimizer, shard, self._parts.experiment)
         by = getattr(fiber, "by", None) or self.update_settings()
         body.away.step_shard(body.layout, body.optimizer, shard, *by)
         body.note_shard_step()
-        began = max(now, self.free.get(HOST, 0.0))
-        end = self.free[HOST] = began + self.phase_seconds("update", shard.data.numel() / body.layout.element_count)
-        self.span("offload", f"update {shard.index}", now, began, end, 0, _find_step(fiber))
-        self.clock.resume_at(end, fiber)
+        began = max(now, self._timing.free.get(HOST, 0.0))
+        end = self._timing.free[HOST] = began + self._timing.phase_seconds(
+            "update", shard.data.numel() / body.layout.element_count
+        )
+        self._parts.span("offload", f"update {shard.index}", now, began, end, 0, _find_step(fiber))
+        self._clock.resume_at(end, fiber)
         return PARK
 
 

@@ -14,75 +14,77 @@ import torch
 from workbench.host.memory import memory
 from workbench.host.passes.piecewise import PiecewisePass
 from workbench.host.passes.pipelining import name_pass
-from workbench.host.passes.submodel_training import SubModelTraining
 from workbench.rank import Op, StrategyError
 from workbench.sim.clock.fiber import Fiber
-from workbench.sim.compute.model import ModelPerformer
+from workbench.sim.compute.parts import ComputeParts
+from workbench.sim.compute.timing import PassTiming
 
 
-class PiecewisePerformer(ModelPerformer):
-    """The part of a Host that computes parts of a model. narrowing: of its session"""
+class PiecewisePerformer:
+    """Computes parts of a model: batches that rise and fall piece by piece, and sub-models."""
 
-    narrowing: SubModelTraining
-    _counted: tuple[Any, int, int] = None, 0, 0  # a state, its number of entries, and their bytes
+    def __init__(self, parts: ComputeParts, timing: PassTiming) -> None:
+        self._parts, self._body, self._timing = parts, parts.body, timing
+        self._ledger, self._narrowing = parts.ledger, parts.narrowing
+        self._counted: tuple[Any, int, int] = None, 0, 0  # a state, its number of entries, and their bytes
 
     @cached_property
     def piecewise_pass(self) -> PiecewisePass:
-        return PiecewisePass(self.body.model, self.body.learner)
+        return PiecewisePass(self._body.model, self._body.learner)
 
-    def _count_pieces(self, fiber: Fiber, op: Op) -> Any:
+    def count_pieces(self, fiber: Fiber, op: Op) -> Any:
         return self.piecewise_pass.count_pieces(*op.args)
 
-    def _piece_forward(self, fiber: Fiber, op: Op) -> Any:
+    def piece_forward(self, fiber: Fiber, op: Op) -> Any:
         micro, piece, of, falls = op.args
         loss = None
-        if self.world.real:
-            loss = self.body.piece_forward(self.piecewise_pass, micro, piece, of, falls)
+        if self._parts.world.real:
+            loss = self._body.piece_forward(self.piecewise_pass, micro, piece, of, falls)
         else:
-            self.body.taken_batches += piece == 0
-            self.body.opened[0] += 1 / of
-            self.ledger.note_forward()
+            self._body.taken_batches += piece == 0
+            self._body.opened[0] += 1 / of
+            self._ledger.note_forward()
         return self._run_piece(fiber, "forward", loss, micro, piece, of)
 
-    def _piece_backward(self, fiber: Fiber, op: Op) -> Any:
+    def piece_backward(self, fiber: Fiber, op: Op) -> Any:
         micro, piece, of, grad = op.args
-        if self.world.real:
-            with self.ledger.measure_backward(False), torch.enable_grad():
+        if self._parts.world.real:
+            with self._ledger.measure_backward(False), torch.enable_grad():
                 self.piecewise_pass.piece_backward(micro, piece, of, grad)
         else:
-            self.body.opened[0] -= 1 / of
-            self.body.came = False
+            self._body.opened[0] -= 1 / of
+            self._body.came = False
         return self._run_piece(fiber, "backward", None, micro, piece, of)
 
     def _run_piece(self, fiber: Fiber, phase: str, value: Any, micro: int, piece: int, of: int) -> Any:
-        return self._run_phase(
+        return self._timing.run_phase(
             fiber, phase, value, self.piecewise_pass.estimate_share(piece, of), name_pass(phase, micro, piece, of)
         )
 
-    def _narrow_model(self, fiber: Fiber, op: Op) -> Any:
-        if self.world.real and self.body.list_open():
+    def narrow_model(self, fiber: Fiber, op: Op) -> Any:
+        if self._parts.world.real and self._body.list_open():
             raise StrategyError("narrow: a forward is open; ask for its backward first")
-        share = self.narrowing.switch_to(*op.args)
-        self.ledger.note_submodel(self.narrowing.own_params)
+        share = self._narrowing.switch_to(*op.args)
+        self._ledger.note_submodel(self._narrowing.own_params)
         return share
 
-    def _step_narrow(self, clip: float, by: Callable[[], None] | None) -> float | None:
+    def step_narrow(self, clip: float, by: Callable[[], None] | None) -> float | None:
         """Steps a sub-model's optimizer. Returns the norm of its gradient if that is clipped."""
-        if self.world.real:
+        if self._parts.world.real:
             with torch.enable_grad():
-                norm = self.narrowing.step_optimizer(clip, by)
-            self.ledger.note_submodel(self.narrowing.own_params, self.narrowing.optimizer_state)
+                norm = self._narrowing.step_optimizer(clip, by)
+            self._ledger.note_submodel(self._narrowing.own_params, self._narrowing.optimizer_state)
             return norm
-        self.body.came = None
-        self.ledger.note_submodel(
-            self.narrowing.own_params, round(self._count_slot_bytes() * self.narrowing.compute_share("update"))
+        self._body.came = None
+        self._ledger.note_submodel(
+            self._narrowing.own_params, round(self._count_slot_bytes() * self._narrowing.compute_share("update"))
         )
         return None
 
     def _count_slot_bytes(self) -> int:
         """Returns the bytes of the whole model's optimizer state. Counts again if the state has changed."""
-        state = self.body.optimizer.state
+        state = self._body.optimizer.state
         entries = sum(map(len, state.values()))
         if self._counted[0] is not state or self._counted[1] != entries:
-            self._counted = state, entries, memory.count_bytes(memory.find_optimizer_state(self.body.optimizer))
+            self._counted = state, entries, memory.count_bytes(memory.find_optimizer_state(self._body.optimizer))
         return self._counted[2]

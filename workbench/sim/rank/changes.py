@@ -41,11 +41,11 @@ class Reconfigurable(RankLoop):
 
     @property
     def experiment(self) -> Experiment:
-        return self.host.experiment
+        return self.host.parts.experiment
 
     @experiment.setter
     def experiment(self, wanted: Experiment) -> None:
-        self.host.experiment = wanted
+        self.host.parts.experiment = wanted
 
     @property
     def layout(self) -> Any:
@@ -76,8 +76,10 @@ class Reconfigurable(RankLoop):
     def choose_lane(self) -> None:
         """Looks up the prices of the compressor, and records its assumptions. Children run as on the engine."""
         costs, compressor = self.world.costs, self.rank.compressor
-        self.host.kinds = costs.list_codec_prices(compressor) if costs else ()
-        self.host.kinds_beside = costs.list_prices_beside(compressor) if costs else ()
+        if costs is None:
+            self.host.use_prices((), ())
+        else:
+            self.host.use_prices(costs.list_codec_prices(compressor), costs.list_prices_beside(compressor))
         held = list(inside(compressor))
         taken = "; ".join(dict.fromkeys(f"{type(c).__name__}: {c.assumes}" for c in held if c.assumes))
         if not self.world.real and self.rank.id == 0 and (taken or any(c.varies for c in held)):
@@ -124,7 +126,8 @@ class Reconfigurable(RankLoop):
         seed = drawn(self.experiment, self.rank.id, self.rank.step)
         if (spread and spread.split) or (self.spread and self.spread.split):
             self.body.reseed_rng(seed)
-        self.spread, self.host.stale = spread, True
+        self.spread = spread
+        self.host.tensor.mark_stale()
         self.body.lay_out_parameters(names, spread, self.rank.id, self.experiment, seed, held)
         if not self.world.real:
             self.body.take_optimizer(self.body.make_optimizer(self.experiment))

@@ -22,7 +22,7 @@ from workbench.record import checkpoints
 from workbench.settings import Change, KnobError
 from workbench.sim.clock.world import TimedCall, VirtualWorld
 from workbench.sim.rank.checkpoints import CheckpointStore
-from workbench.sim.rank.mortal import JoinEvent
+from workbench.sim.rank.joining import JoinEvent
 from workbench.sim.rank.session import Session
 
 VOTED = 0.27  # seconds from noticing a crash until ranks train again: the median of the kills behind `NOTICED`
@@ -133,7 +133,7 @@ class Generations:
         """Plans that the ready replacements join before the next step that no rank has begun."""
         world = self.world
         count = sum(at <= world.clock.now for at in self._coming)
-        known = [c for session in world.sessions for c in session.planned if isinstance(c, JoinEvent)]
+        known = [c for session in world.sessions for c in session.queue.planned if isinstance(c, JoinEvent)]
         if not count or world.fallen or world.parted is not None or 0 < len(known) < len(world.sessions):
             return  # some ranks are at a planned join already; these replacements join after it
         self._coming = [at for at in self._coming if at > world.clock.now]
@@ -141,8 +141,8 @@ class Generations:
         self._next += count
         join = JoinEvent(known[0].at_step, new=(*known[0].new, *new)) if known else JoinEvent(step, new=new)
         for session in world.sessions:
-            others = [c for c in session.planned if not isinstance(c, JoinEvent)]
-            session.planned = sorted([*others, join], key=lambda change: change.at_step)
+            session.queue.drop_events(JoinEvent)
+            session.queue.plan_event(join)
 
     def _plan_growth(self) -> NextGeneration:
         """Returns how the ranks continue together with the new ones, after they have met."""
@@ -154,13 +154,13 @@ class Generations:
         text = f"{name_ranks(new)} {choose_are(new)} added; {name_ranks(came.members)} train from step {came.step}"
         mark = {"members": came.members, "gone": [], "spare": [], "new": new, "step": came.step, "text": text,
                 "settings": e.plain()}  # fmt: skip
-        return NextGeneration(came, e, first.obeyed, {}, False, 0, [], [], mark, used)
+        return NextGeneration(came, e, first.queue.obeyed, {}, False, 0, [], [], mark, used)
 
     # -- the next generation --
 
     def _begin_generation(self, to: NextGeneration) -> list[Session]:
         before, came = self.world, to.came
-        planned = [c for c in before.sessions[came.places[0]].planned if isinstance(c, Change)]
+        planned = [c for c in before.sessions[came.places[0]].queue.planned if isinstance(c, Change)]
         lost = before.parted is None
         world = VirtualWorld(len(came.members), before.costs, before.seed, planned, before.real, members=came.members,
                       now=before.clock.now + (VOTED if lost else 0.0))  # fmt: skip
@@ -184,5 +184,5 @@ class Generations:
         checkpoint = checkpoints.Checkpoint.open(path)
         former = open_images(checkpoint, checkpoints.CheckpointFiles(checkpoint))
         session = Session(world, place, e, was.body, was, to._replace(used=former.used))
-        session.former = former
+        session.carried = session.carried._replace(former=former)
         return session

@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.experiment import Experiment
 from workbench.host.checkpoint.saving import Checkpointer
+from workbench.host.core.change_queue import ChangeQueue
+from workbench.host.core.planned import Planned
 from workbench.host.core.rate import Rate
+from workbench.host.elastic.leaving import hand_down_state, make_rank_report, return_to_boundary
 from workbench.host.elastic.rollback import Rollback
-from workbench.host.elastic.voting import NextGeneration
-from workbench.host.loop import asynchronous
+from workbench.host.elastic.voting import NextGeneration, RankReport
+from workbench.host.loop.generation import begin_generation
 from workbench.host.memory.account import MemoryAccount
 from workbench.host.memory.memory_counts import RealMemoryCounts
 from workbench.host.observe.compression_error import CompressionErrorProbe
 from workbench.host.observe.evaluating import Evaluated
 from workbench.host.observe.non_finite import NonFiniteGuard
+from workbench.host.passes.in_flight import InFlight
 from workbench.host.passes.submodel_training import SubModelTraining
 from workbench.host.reconfigure import changes
 from workbench.host.reconfigure.policy_runner import PolicyRunner
@@ -29,20 +33,24 @@ from workbench.host.sharding.unsharder import Unsharder
 from workbench.host.sharding.usage import ParameterUsage
 from workbench.host.transfer import residual
 from workbench.host.transfer.momentum import subtract_gradients
-from workbench.rank import Bucket, Op
-from workbench.sim.clock.fiber import Fiber
+from workbench.rank import Bucket, Op, Rank
+from workbench.settings import Json
+from workbench.sim.clock.world import SimulationStopped
 from workbench.sim.compute.host import Host
+from workbench.sim.compute.parts import ComputeParts
 from workbench.sim.model.evaluation import count_evaluation_bytes
 from workbench.sim.model.known_memory import KnownMemory
+from workbench.sim.rank.changes import Reconfigurable
 from workbench.sim.rank.evaluate import evaluate_known, evaluate_mean
-from workbench.sim.rank.mortal import MortalRank
+from workbench.sim.rank.joining import JoinEvent, end_generation
+from workbench.sim.rank.rendezvous import Rendezvous
 from workbench.tasks import at_rate, rate
 
 if TYPE_CHECKING:
     from workbench.sim.clock.world import VirtualWorld
 
 
-class Session(MortalRank):
+class Session(Reconfigurable):
     """A run on one virtual rank. Changes use part of it (`host/transfer/views.py`).
 
     member: this rank's number in the run
@@ -59,41 +67,46 @@ class Session(MortalRank):
     ) -> None:
         """before: the same rank in the generation before; to: how this generation begins, if it is not the first"""
         self.world, self.body, self.member = world, body, world.members[index]
-        self.host = Host(world, index, experiment, body)
-        self.rank, self.flow = self.host.rank, self.host.flow
+        self.rank = Rank(index, world.size, experiment.seed)
+        self.rank.members = tuple(world.members) if len(world.members) == world.size else ()
         self.rank.density = (world.costs and world.costs.density) or self.rank.density
         self.rank.lr = experiment.lr or rate(body.optimizer)
-        self.rate, self.planned = Rate(experiment, body.optimizer), list(world.planned)
+        self.rate = Rate(experiment, body.optimizer)
+        self.queue = ChangeQueue(world.planned, to.changes if to else 0)
         if to is not None:
-            self.enter_generation(before, to)
-        self.steering = self.host.steering = before.steering if before else PolicyRunner(self)
+            self._enter_generation(before, to)
+        self.steering = before.steering if before else PolicyRunner(self)
         self.steering.run = self
         self.stepped: Callable[[int], None] = before.stepped if before else lambda steps: None  # gets the step count
         self.state: Any = None
         self.measuring = CompressionErrorProbe()
-        self.rollback = self.host.rollback = Rollback(self) if world.mortal else None
+        self.rollback = Rollback(self) if world.mortal else None
         self.saving = Checkpointer(
             self, world.keeper and world.keeper.make_writer(self), world.saved and world.saved(index)
         )
-        self.narrowing = self.host.narrowing = body.narrowing = SubModelTraining(
+        self.narrowing = body.narrowing = SubModelTraining(
             body.model, body.learner, self._make_for, lambda: self.experiment, lies=world.real
         )
-        self.ledger = self.host.ledger = body.ledger = MemoryAccount(self, self._make_counts(), body.away)
-        self.reading = self.host.reading = body.reading = Unsharder(self, None, listens=world.real)
+        self.ledger = body.ledger = MemoryAccount(self, self._make_counts(), body.away)
+        self.reading = body.reading = Unsharder(self, None, listens=world.real)
         self.finite = body.finite = NonFiniteGuard(self, self.handle_alarm, before.finite.first if before else None)
-        self.background: Fiber | None = None
-        self.host.ended = self._handle_end
-        self._awaiting: Fiber | None = None  # waits until workers or the background end
-        self._workers = 0
+        self.flow = body.flow = InFlight(lambda: body.layout, body.peek_batch, body.list_buffers, body.forget_micros,
+                                         lambda: self.experiment.steps)  # fmt: skip
+        self.meeting = Rendezvous(self)
+        usage = ParameterUsage(world.make_unused_flags(index))
+        parts = ComputeParts(world, self.rank, experiment, body, self.flow, usage, self.steering, self.rollback,
+                             self.narrowing, self.ledger, self.reading)  # fmt: skip
+        self.host = Host(parts, self.meeting.handle_end)
         body.examples = lambda: self.experiment.batch
         if world.real:
             body.memory = self.rank.memory
             body.step_now = lambda: self.rank.step
-            body.usage, body.strategy_now = self.host.usage, self.host.strategy
-            self.host.usage.take_layout(body.model, body.layout)
+            body.usage, body.strategy_now = usage, parts.strategy
+            usage.take_layout(body.model, body.layout)
             body.stepped = lambda: subtract_gradients(body.layout, body.optimizer, self.rank.memory)
         if to is not None:
-            return self.begin_generation()
+            self.restart_data(to.used)
+            return begin_generation(self)
         self.set_fabric(None, experiment)
         residual.start_compressor(self)
         self.choose_lane()
@@ -112,6 +125,37 @@ class Session(MortalRank):
         optimizer = self.body.make_optimizer(self.experiment, params)
         at_rate(optimizer, self.rank.lr)
         return optimizer
+
+    # -- generations --
+
+    def _enter_generation(self, before: Session | None, to: NextGeneration) -> None:
+        """Enters a generation. before: this rank in the generation before, None for a new rank"""
+        self.rank.step = to.came.step
+        if before is not None:
+            self.rank.lr, self.rate = before.rank.lr, before.rate
+            hand_down_state(before, self.rank, to)
+            self.queue.planned, self.carried = before.queue.planned, before.carried._replace(former=None)
+            self.held_out = before.held_out
+            self.body.discard_step()
+
+    def leave_generation(self, saved: list[int]) -> RankReport:
+        """Undoes the generation's state, and returns this rank's report. saved: the steps that have checkpoints"""
+        if self.common and self.world.real:
+            self.body.unshare_memory()
+        self.common = False
+        parts = return_to_boundary(self)
+        return make_rank_report(self, self.member, parts, saved if parts else ())
+
+    async def confirm_formed(self) -> None:
+        """Passes all ranks at one time, so none crashes before every rank holds the full state."""
+        await self.gather(0)
+        self.body.forget_order()  # a new rank has not seen it, so all ranks learn it again, as real ranks do
+
+    async def execute_change(self, change: Planned) -> bool:
+        if not isinstance(change, JoinEvent):
+            return await super().execute_change(change)
+        await end_generation(self, change)
+        return False
 
     # -- the loop of a rank --
 
@@ -153,12 +197,12 @@ class Session(MortalRank):
         host.met = False
         began, made = clock.now, None
         if strategy.workers > 1:
-            await self._run_workers()
+            await self.meeting.run_workers()
         else:
             made = await Op("drive", self.finite.guard_step(self.measuring.measure_step(self)))
         if (costs := self.world.costs) is not None and costs.between:
             await Op("stand", costs.between)
-        if said := host.take_pace_news():
+        if said := host.timing.take_pace_news():
             self.mark("pace", said)
         host.span("step", type(strategy).__name__, began, began, clock.now, 0)
         self.stepped(self.rank.step + (made or 1))
@@ -197,79 +241,17 @@ class Session(MortalRank):
     def note_steps(self, made: int) -> None:
         self.host.rounds.note_step()
 
-    async def _run_workers(self) -> None:
-        """Runs the step on every worker of this rank, and waits for all of them."""
-        strategy, rank = self.experiment.strategy, self.rank
-        self._workers = strategy.workers
-        for worker in range(strategy.workers):
-            mine = type(rank)(rank.id, rank.size)
-            mine.__dict__.update(rank.__dict__, worker=worker, _groups={})
-            Fiber(self.host, strategy.step(mine, self.state), f"worker {worker}", f"worker {worker} ").resume(None)
-        if self._workers:
-            await Op("park", self._store_waiting, "its workers")
-
     async def check_meeting(self) -> bool:
-        """Returns whether a meeting takes place now. An idle rank waits for one. See the engine's meeting."""
-        world, strategy, step = self.world, self.experiment.strategy, self.rank.step
-        if world.missed:
-            await Op("park", lambda fiber: None, "those who are left")
-        due = bool(self.due_count)
-        if strategy.lockstep:
-            return due
-        idle = asynchronous.is_idle(self.experiment, self.rank)
-        propagation = strategy.propagation_in(self.rank.size, step)
-        if idle:
-            world.done.add(self.rank.id)
-            self.host.rounds.note_idle()
-            if len(world.done) == self.rank.size:
-                world.over = True
-                world.call_meeting(step)
-        if not world.wanted and self.usage.list_unfrozen():
-            world.request_meeting()
-        while True:
-            if self.rank.id == 0 and (due or world.wanted) and world.meets < 0:
-                world.call_meeting(asynchronous.choose_meeting_step(self.experiment, self.rank, self.state))
-            if world.meets >= 0 and (not propagation or step == world.meets or idle):
-                return True
-            if not idle:
-                return False
-            await Op("park", world.add_listener, "a meeting or the end")
+        return await self.meeting.check_meeting()
 
     async def assemble_ranks(self) -> None:
-        """Waits for all ranks, and for their backgrounds to end."""
-        world = self.world
-
-        def joint(steps: list[int]) -> list[None]:
-            world.latest, world.meets = max(steps), -1
-            world.done.clear()
-            world.wanted = False
-            world.due = sum(c.at_step <= steps[0] for c in self.planned)
-            return [None] * len(steps)
-
-        propagation = self.experiment.strategy.propagation_in(world.size, self.rank.step)
-        await Op("together", "meet between steps", self.rank.step, joint, 0.0)
-        if propagation and self.rank.role == "server":  # a server makes no steps of its own
-            self.rank.step = world.latest
-        await self.await_background()
-        await self.gather(0)
+        await self.meeting.assemble_ranks()
 
     async def await_background(self) -> None:
-        self.host.rounds.note_idle()
-        self.host.leaving = True
-        if self.background is not None:
-            await Op("park", self._store_waiting, "its background")
-        self.host.leaving = False
+        await self.meeting.await_background()
 
     def start_background(self) -> None:
-        """Starts the background, at the beginning or after a meeting."""
-        strategy = self.experiment.strategy
-        if self.background is not None or not strategy.has_background or self.world.over:
-            return
-        host = self.host
-        host.leaving = host.rounds.is_idle = False
-        self.background = Fiber(host, strategy.background(self.rank, self.state), "background", "background ")
-        self.background.lane = host.open_lane("background ")
-        host.clock.resume_at(host.clock.now, self.background)
+        self.meeting.start_background()
 
     async def evaluate_mean(self) -> Evaluated:
         lasts = costs.evaluate if (costs := self.world.costs) else 0.0
@@ -293,19 +275,28 @@ class Session(MortalRank):
         ):
             self.ledger.note_evaluation(nbytes)
 
-    def _store_waiting(self, fiber: Fiber) -> None:
-        self._awaiting = fiber
+    # -- ends --
 
-    def _handle_end(self, fiber: Fiber) -> None:
-        """Handles the end of a worker or of the background."""
-        if fiber.waiter is not None:
-            fiber.waiter.resumed = self.host.clock.now
-            return fiber.waiter.resume(fiber.value)
-        if fiber is self.background:
-            self.background = None
-        elif fiber.origin.startswith("worker"):
-            self._workers -= 1
-        if self._awaiting is not None and not self._workers and (not self.host.leaving or self.background is None):
-            waiting, self._awaiting = self._awaiting, None
-            waiting.on = None
-            waiting.resume(None)
+    async def crash_rank(self, mine: bool) -> None:
+        if not mine:
+            return
+        text = f"rank {self.member} crashed before step {self.rank.step}"
+        about: dict[str, Json] = {"rank": self.member, "step": self.rank.step, "op": "between two steps",
+                                  "type": "Crash", "text": text}  # fmt: skip
+        self.mark("error", about)
+        self.mark_end("failed")
+        await Op("park", self.world.note_crash, "nothing, for it has crashed")
+
+    def mark_end(self, state: str) -> None:
+        """Records that this rank's part in the run is over."""
+        self.mark("end", {"rank": self.member, "state": state})
+
+    def handle_alarm(self, does: str) -> None:
+        """Handles a loss that is not finite or has diverged: raises SimulationStopped if the run must stop."""
+        if does == "stop":
+            raise SimulationStopped
+
+    def mark_stopped(self) -> None:
+        """Records that the simulation stopped before its last step."""
+        self.set_phase("stopped")
+        self.mark_end("stopped")

@@ -1,0 +1,115 @@
+"""Answers a strategy with the buckets of a pass, each at the time when it is full."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.host.passes.tensor_schedule import PlannedMeeting
+from workbench.rank import Op
+from workbench.sim.clock.fiber import END, PARK, Fiber
+from workbench.sim.compute.bucket_pass import BucketPass
+from workbench.sim.compute.parts import ComputeParts
+from workbench.sim.compute.timing import PassTiming
+
+MakeFiber = Callable[[Coroutine[Op, Any, Any], str], Fiber]  # (coroutine, origin) -> a fiber of this rank
+
+
+class BucketDelivery:
+    """Takes the passes of one virtual rank from bucket to bucket.
+
+    make_fiber: makes a fiber that runs in the step
+    run_inner:  answers a fiber with the result of a coroutine
+    """
+
+    def __init__(self, parts: ComputeParts, timing: PassTiming, make_fiber: MakeFiber,
+                 run_inner: Callable[[Fiber, Coroutine[Op, Any, Any]], Any]) -> None:  # fmt: skip
+        self._parts, self._body, self._timing = parts, parts.body, timing
+        self._reading, self._rank = parts.reading, parts.rank
+        self.make_fiber, self.run_inner = make_fiber, run_inner
+
+    def next_bucket(self, fiber: Fiber, op: Op) -> Any:
+        """Answers with the next full bucket, at the time when it is full."""
+        passing: BucketPass = fiber.passing
+        if passing.events is not None:
+            turn = passing.then is not None  # one micro-batch's pass; another fiber waits for its end
+            return self.next_in_turn(fiber, passing) if turn else self.run_inner(fiber, self.next_full(passing))
+        index = passing.next
+        if index == len(passing.shares):
+            return self._timing.end_pass(fiber, passing)
+        passing.next = index + 1
+        reached = self._timing.reach_fraction(fiber, passing, passing.shares[index])
+        self._parts.clock.resume_at(reached, fiber, self._body.get_full_bucket(index))
+        return PARK
+
+    def next_in_turn(self, takes: Fiber, passing: BucketPass) -> Any:
+        """Answers `takes` with the next full bucket. If none is left, resumes the fiber that waits for the pass."""
+        takes.on = inner = self.make_fiber(self.next_full(passing), takes.origin)
+        inner.waiter = _BucketTurn(takes, passing)  # type: ignore[assignment]
+        inner.resume(None)
+        return PARK
+
+    async def next_full(self, passing: BucketPass) -> Any:
+        """Returns the next full bucket in a pass of sharded or sliced parameters, or END."""
+        reading, events = self._reading, passing.events
+        assert events is not None
+        reading.phase = self._rank.phase = passing.phase
+        while events:
+            event = events.popleft()
+            await Op("reach", passing, event.share)
+            if isinstance(event, PlannedMeeting):
+                await self._perform_meeting(event)
+                continue
+            if event.kind == "full":
+                await reading.note_filled(event.buckets[0])
+                return self._body.get_full_bucket(event.buckets[0])
+            if not reading.whole.issuperset(event.buckets):
+                await reading.gather_buckets(event.buckets)
+        await Op("reach", passing, 1.0)
+        self._timing.record_stretch(passing)
+        if passing.phase == "backward":
+            await reading.reshard_all()
+        reading.phase = self._rank.phase = ""
+        return END
+
+    async def pass_events(self, passing: BucketPass, events: Iterable[Any]) -> None:
+        """Takes a pass through these events to its end, without handing out buckets."""
+        passing.events = deque(events)
+        while await self.next_full(passing) is not END:
+            pass
+
+    async def _perform_meeting(self, planned: PlannedMeeting) -> None:
+        """Performs a meeting in the middle of a pass. Its values are already known; its bytes cross the network now."""
+        meeting, group = planned.meeting, self._rank.group("tensor")
+        brings = _make_flat(planned.brings.numel(), planned.brings.dtype)
+        if meeting.what == "sum":
+            await group.all_reduce(brings, "sum", meeting.name)
+        elif meeting.what == "gather":
+            await group.all_gather(brings, meeting.name)
+        elif meeting.what == "scatter":
+            await group.reduce_scatter(brings, meeting.name)
+        elif meeting.what == "swap":
+            await group.all_to_all(brings.view(group.size, -1), meeting.name)
+
+
+@cache
+def _make_flat(numel: int, dtype: torch.dtype) -> Tensor:
+    """Returns `numel` numbers without values, shared by all ranks."""
+    return torch.empty(numel, dtype=dtype, device="meta")
+
+
+class _BucketTurn:
+    """Resumes the fiber that takes a bucket, or at the end of the pass the fiber that waits for it."""
+
+    def __init__(self, takes: Fiber, passing: BucketPass) -> None:
+        self._takes, self._passing = takes, passing
+
+    def resume(self, value: Any) -> None:
+        assert self._passing.then is not None
+        fiber, came = self._passing.then
+        self._takes.resume(value) if value is not END else fiber.resume(came)

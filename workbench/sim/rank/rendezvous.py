@@ -1,0 +1,114 @@
+"""How virtual ranks that do not meet in every round come together, and what each does between meetings.
+
+The rules are the engine's, see [Note: Two ways of hearing] in engine/control/rendezvous.py. Here rank 0 announces a
+meeting at once, without messages.
+"""
+
+from __future__ import annotations
+
+from workbench.host.loop import asynchronous
+from workbench.rank import Op
+from workbench.sim.clock.fiber import Fiber
+from workbench.sim.rank.changes import Reconfigurable
+
+
+class Rendezvous:
+    """One rank's meetings, and its background and workers between them."""
+
+    def __init__(self, run: Reconfigurable) -> None:
+        self.run = run
+        self.background: Fiber | None = None
+        self._awaiting: Fiber | None = None  # waits until workers or the background end
+        self._workers = 0
+
+    async def run_workers(self) -> None:
+        """Runs the step on every worker of this rank, and waits for all of them."""
+        run, strategy, rank = self.run, self.run.experiment.strategy, self.run.rank
+        self._workers = strategy.workers
+        for worker in range(strategy.workers):
+            mine = type(rank)(rank.id, rank.size)
+            mine.__dict__.update(rank.__dict__, worker=worker, _groups={})
+            name = f"worker {worker}"
+            Fiber(run.host, strategy.step(mine, run.state), name, f"{name} ").resume(None)
+        if self._workers:
+            await Op("park", self._store_waiting, "its workers")
+
+    async def check_meeting(self) -> bool:
+        """Returns whether a meeting takes place now. An idle rank waits for one. See the engine's meeting."""
+        world, strategy, step = self.run.world, self.run.experiment.strategy, self.run.rank.step
+        if world.missed:
+            await Op("park", lambda fiber: None, "those who are left")
+        due = bool(self.run.due_count)
+        if strategy.lockstep:
+            return due
+        idle = asynchronous.is_idle(self.run.experiment, self.run.rank)
+        propagation = strategy.propagation_in(self.run.rank.size, step)
+        if idle:
+            world.done.add(self.run.rank.id)
+            self.run.host.rounds.note_idle()
+            if len(world.done) == self.run.rank.size:
+                world.over = True
+                world.call_meeting(step)
+        if not world.wanted and self.run.usage.list_unfrozen():
+            world.request_meeting()
+        while True:
+            if self.run.rank.id == 0 and (due or world.wanted) and world.meets < 0:
+                world.call_meeting(asynchronous.choose_meeting_step(self.run.experiment, self.run.rank, self.run.state))
+            if world.meets >= 0 and (not propagation or step == world.meets or idle):
+                return True
+            if not idle:
+                return False
+            await Op("park", world.add_listener, "a meeting or the end")
+
+    async def assemble_ranks(self) -> None:
+        """Waits for all ranks, and for their backgrounds to end."""
+        world = self.run.world
+
+        def joint(steps: list[int]) -> list[None]:
+            world.latest, world.meets = max(steps), -1
+            world.done.clear()
+            world.wanted = False
+            world.due = self.run.queue.count_due(steps[0])
+            return [None] * len(steps)
+
+        propagation = self.run.experiment.strategy.propagation_in(world.size, self.run.rank.step)
+        await Op("together", "meet between steps", self.run.rank.step, joint, 0.0)
+        if propagation and self.run.rank.role == "server":  # a server makes no steps of its own
+            self.run.rank.step = world.latest
+        await self.await_background()
+        await self.run.gather(0)
+
+    async def await_background(self) -> None:
+        self.run.host.rounds.note_idle()
+        self.run.host.leaving = True
+        if self.background is not None:
+            await Op("park", self._store_waiting, "its background")
+        self.run.host.leaving = False
+
+    def start_background(self) -> None:
+        """Starts the background, at the beginning or after a meeting."""
+        strategy = self.run.experiment.strategy
+        if self.background is not None or not strategy.has_background or self.run.world.over:
+            return
+        host = self.run.host
+        host.leaving = host.rounds.is_idle = False
+        self.background = Fiber(host, strategy.background(self.run.rank, self.run.state), "background", "background ")
+        self.background.lane = host.open_lane("background ")
+        host.clock.resume_at(host.clock.now, self.background)
+
+    def _store_waiting(self, fiber: Fiber) -> None:
+        self._awaiting = fiber
+
+    def handle_end(self, fiber: Fiber) -> None:
+        """Handles the end of a worker or of the background."""
+        if fiber.waiter is not None:
+            fiber.waiter.resumed = self.run.host.clock.now
+            return fiber.waiter.resume(fiber.value)
+        if fiber is self.background:
+            self.background = None
+        elif fiber.origin.startswith("worker"):
+            self._workers -= 1
+        if self._awaiting is not None and not self._workers and (not self.run.host.leaving or self.background is None):
+            waiting, self._awaiting = self._awaiting, None
+            waiting.on = None
+            waiting.resume(None)
