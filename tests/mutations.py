@@ -315,7 +315,7 @@ _FABRIC = (
     ),
     Mutant(
         "sites: a collective is where its first two ranks are",
-        "fabric/link.py",
+        "fabric/fabric.py",
         "ranks[-1] // self.site",
         "ranks[1] // self.site",
         SITES,
@@ -323,7 +323,7 @@ _FABRIC = (
     ),
     Mutant(
         "sites: of two latencies the smaller",
-        "fabric/link.py",
+        "fabric/fabric.py",
         "max(self.link.latency, self.between_latency)",
         "min(self.link.latency, self.between_latency)",
         SITES,

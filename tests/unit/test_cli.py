@@ -19,7 +19,7 @@ import workbench
 from workbench.cli import app, setting
 from workbench.entrypoints import jupyter
 from workbench.entrypoints.demo import TOUR
-from workbench.entrypoints.termination import SigtermHandler
+from workbench.entrypoints.termination import Termination
 from workbench.experiment import Experiment
 from workbench.experiment.recipes import recipe
 from workbench.run import Run, RunError, simulate
@@ -89,7 +89,7 @@ def test_a_terminated_run_stops_after_its_checkpoint_is_written_or_failed(error:
             raise error
 
     lab = types.SimpleNamespace(checkpoint=lambda: types.SimpleNamespace(wait=wait), stop=lambda: done.append("stop"))
-    SigtermHandler._stop_with_checkpoint(lab)  # type: ignore[arg-type]
+    Termination._stop_with_checkpoint(lab)  # type: ignore[arg-type]
     assert done == ["waited", "stop"]
 
 

@@ -19,7 +19,7 @@ PATIENCE = 20.0  # seconds for a checkpoint; schedulers allow 30 before SIGKILL
 CODE = 128 + signal.SIGTERM  # exit code of a process that SIGTERM ended
 
 
-class SigtermHandler:
+class Termination:
     """Counts and handles this process's SIGTERMs."""
 
     def __init__(self) -> None:
@@ -56,9 +56,9 @@ def describe_end(out: Path) -> str:
 
 
 @contextmanager
-def handle_sigterm() -> Iterator[SigtermHandler]:
+def handle_sigterm() -> Iterator[Termination]:
     """Handles SIGTERM inside the block, on the main thread."""
-    it = SigtermHandler()
+    it = Termination()
     before = signal.signal(signal.SIGTERM, it.handle_signal)
     try:
         yield it

@@ -72,7 +72,7 @@ class TrainingView(Protocol):
         """Returns the line at which the script of this rank is; None if it runs none."""
 
 
-class SessionView(Protocol):
+class ActivityView(Protocol):
     """A rank's session. training: None while it is set up; born: when that began, on the monotonic clock"""
 
     @property
@@ -95,7 +95,7 @@ class SessionView(Protocol):
     def born(self) -> float: ...
 
 
-def describe_rank(run: SessionView) -> dict[str, Any]:
+def describe_rank(run: ActivityView) -> dict[str, Any]:
     """Returns where a rank is.
 
     busy: its operation; waits: whether only peers can end it; still: seconds in it; asleep: by its settings
@@ -115,7 +115,7 @@ def describe_rank(run: SessionView) -> dict[str, Any]:
     return {**where, "waits": waits or own, "own": own, "still": round(still, 3), **more}
 
 
-def current_op(run: SessionView) -> str:
+def current_op(run: ActivityView) -> str:
     """Returns a rank's own operation, or the operation of the lane for which it waits."""
     if run.training is None:
         return "set-up"
@@ -123,7 +123,7 @@ def current_op(run: SessionView) -> str:
     return (host.lanes.current_collective if host.at.is_waiting else "") or host.op
 
 
-def measure_wait(run: SessionView) -> tuple[bool, float]:
+def measure_wait(run: ActivityView) -> tuple[bool, float]:
     """Returns whether a rank's training thread waits for peers, and the seconds since it or its wire moved."""
     op, waits, moved = run.training.host.at.now if run.training is not None else ("set-up", False, run.born)
     for wire in run.wires:

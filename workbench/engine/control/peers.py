@@ -28,7 +28,7 @@ POLL_SECONDS = 0.02  # seconds between two looks
 GRACE = 3.0  # seconds in which a message may still arrive after its sender has left
 
 
-class SessionView(Protocol):
+class PeeringView(Protocol):
     """A rank's session, as its connections see it. wires, files: those that the session closes and removes
 
     where: the address of the store; generation: its name, which differs from those of earlier generations
@@ -67,7 +67,7 @@ class Peers:
     offset:        seconds by which this host's clock was ahead of rank 0's
     """
 
-    def __init__(self, session: SessionView) -> None:
+    def __init__(self, session: PeeringView) -> None:
         self.session, self.rank, self.leaving = session, session.rank, session.leaving
         self.store: Any = None
         self.control: Wire | None = None
