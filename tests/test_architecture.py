@@ -415,7 +415,7 @@ def test_few_attributes_are_set_from_outside(package: str, most: int) -> None:
 
 
 def test_few_types_in_host_are_any() -> None:
-    assert count_any("workbench.host") <= 368
+    assert count_any("workbench.host") <= 250
 
 
 def test_few_references_to_a_rank_in_host_are_any() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from workbench.host.checkpoint.restore import read_blob
 
+if TYPE_CHECKING:
+    from workbench.record.checkpoints import Checkpoint, CheckpointFiles
+
 Places = dict[tuple[tuple[int, ...], tuple[int, ...]], int]  # blobs by (offsets, sizes)
 
 
-def read_whole_model(checkpoint: Any, files: Any) -> dict[str, Tensor] | None:
+def read_whole_model(checkpoint: Checkpoint, files: CheckpointFiles) -> dict[str, Tensor] | None:
     """Returns every parameter and buffer by name, each of its whole shape.
 
     Returns None if ranks hold different values of an element, if an element is missing, or if an older version wrote
@@ -33,7 +36,7 @@ def read_whole_model(checkpoint: Any, files: Any) -> dict[str, Tensor] | None:
     return None if any(x is None for x in found.values()) else {name: x for name, x in found.items() if x is not None}
 
 
-def _list_model_items(checkpoint: Any) -> Iterator[tuple[str, Any]]:
+def _list_model_items(checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:
     """An item without a place is None."""
     for each in checkpoint.each:
         numbers = {**dict(each["said"]["parameters"]), **dict(each["said"]["beside"])}
@@ -42,7 +45,9 @@ def _list_model_items(checkpoint: Any) -> Iterator[tuple[str, Any]]:
             yield name, item if len(item) == 4 and item[0] == f"model.{name}" else None
 
 
-def _join_boxes(checkpoint: Any, files: Any, shape: tuple[int, ...], places: Places) -> Tensor | None:
+def _join_boxes(
+    checkpoint: Checkpoint, files: CheckpointFiles, shape: tuple[int, ...], places: Places
+) -> Tensor | None:
     """Returns None for overlaps or gaps."""
     blobs = [checkpoint.blobs[number] for number in places.values()]
     whole = torch.zeros(shape, dtype=getattr(torch, blobs[0].dtype))

@@ -7,7 +7,7 @@ owner's rule. An outer momentum is reset, and so is another optimizer's state.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from workbench.host.transfer.boundary import list_held_slices, widen_slices
 from workbench.host.transfer.rank_state import MOVED
 from workbench.host.transfer.shards import ShardLayout
 from workbench.rank import Memory, can_average
+
+if TYPE_CHECKING:
+    from workbench.record.checkpoints import Checkpoint, CheckpointFiles
 
 
 class _SourceRank(NamedTuple):
@@ -54,7 +57,7 @@ class RecoveryCheckpoint(NamedTuple):
         return max(image.used for image in self.images)
 
 
-def open_images(checkpoint: Any, files: Any) -> RecoveryCheckpoint:
+def open_images(checkpoint: Checkpoint, files: CheckpointFiles) -> RecoveryCheckpoint:
     """Raises RunError if it cannot read an image."""
     images = [open_image(checkpoint, files, place, alone=True) for place in range(checkpoint.ranks)]
     return RecoveryCheckpoint(checkpoint.settings, images)

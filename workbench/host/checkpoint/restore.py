@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from workbench.host.sharding.access_trace import AccessTrace
 from workbench.settings import Change, KnobError
 from workbench.settings.describe_error import text_of
 from workbench.tasks import at_rate
+
+if TYPE_CHECKING:
+    from workbench.record.checkpoints import Blob, Checkpoint, CheckpointFiles
 
 MISFIT_ERRORS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 CLEAR_ERRORS = (OutOfMemory, torch.OutOfMemoryError)  # their cause is clear
@@ -248,7 +251,7 @@ def _decode_rng_states(said: Any) -> Numbers | None:
     return torchs, numpys, (version, tuple(numbers.tolist()), gauss)
 
 
-def open_image(checkpoint: Any, files: Any, rank: int, alone: bool = False) -> RestoredState:
+def open_image(checkpoint: Checkpoint, files: CheckpointFiles, rank: int, alone: bool = False) -> RestoredState:
     """Opens a rank's image.
 
     checkpoint, files: a Checkpoint of workbench.record.checkpoints and its CheckpointFiles. If `alone`, the rank
@@ -266,7 +269,7 @@ def open_image(checkpoint: Any, files: Any, rank: int, alone: bool = False) -> R
                     checkpoint.said.get("reads"), files.damage)  # fmt: skip
 
 
-def read_blob(blob: Any, files: Any) -> Tensor:
+def read_blob(blob: Blob, files: CheckpointFiles) -> Tensor:
     """Raises RunError if its file is damaged."""
     dtype = getattr(torch, blob.dtype)
     if not blob.nbytes:

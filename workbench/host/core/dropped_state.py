@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
 
 from workbench.experiment import Experiment
 from workbench.host.core.views import RankView
@@ -25,7 +24,7 @@ SAID = {
 }
 
 
-def list_state_names(state: Any) -> set[str]:
+def list_state_names(state: object) -> set[str]:
     """Lists attributes, and buffers and parts of Memories."""
     if state is None:
         return set()

@@ -25,7 +25,7 @@ def make_operators_once() -> None:
             kind.__getattr__ = _guard_maker(kind.__getattr__)  # type: ignore[method-assign]
 
 
-def _guard_maker(make: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+def _guard_maker(make: Callable[[Any, str], object]) -> Callable[[Any, str], Any]:
     @wraps(make)
     def find_or_make(space: Any, name: str) -> Any:
         with _LOCK:

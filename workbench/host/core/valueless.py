@@ -20,7 +20,7 @@ FILL_FUNCTIONS = frozenset(
 class _NoFills(TorchFunctionMode):
     """Skips random fills of meta tensors, because torch would import 300 modules for them."""
 
-    def __torch_function__(self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (),
+    def __torch_function__(self, func: Callable[..., object], types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:  # fmt: skip
         named = kwargs or {}
         into = args[0] if args else named.get("tensor")
@@ -81,7 +81,7 @@ def put_on_cpu(model: nn.Module) -> None:
             module._buffers[name] = None if b is None else make_like(b)
 
 
-def make_like(x: Any) -> Any:
+def make_like(x: object) -> Any:
     """Replaces tensors by CPU tensors without values."""
     if isinstance(x, Tensor):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")

@@ -5,8 +5,6 @@ The engine announces a meeting by messages (see [Note: Two ways of hearing] ther
 
 from __future__ import annotations
 
-from typing import Any
-
 from workbench.experiment import Experiment
 from workbench.rank import Rank
 
@@ -23,7 +21,7 @@ def is_idle(e: Experiment, rank: Rank) -> bool:
     return rank.role == "server" or (not e.strategy.lockstep and 0 < e.steps <= rank.step)
 
 
-def choose_meeting_step(e: Experiment, rank: Rank, state: Any) -> int:
+def choose_meeting_step(e: Experiment, rank: Rank, state: object) -> int:
     """Chooses a step late enough for every rank to know it. Only for rank 0."""
     strategy = e.strategy
     return max(rank.step, strategy.newest(rank, state)) + strategy.propagation_in(rank.size, rank.step)

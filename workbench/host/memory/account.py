@@ -53,7 +53,7 @@ class MemoryAccount:
         self.buffers = BufferCounter(run)
         self.due = True  # looks this step
         self._fresh, self._last = FRESH_STEPS, 0
-        self._inputs: list[Any] = []
+        self._inputs: list[object] = []
         self._standing: dict[str, int] = {}
         self._memories: list[Memory] = []  # strategy's and compressor's
         self._seen: tuple[int | tuple[int, ...], ...] | None = None  # the recount's key
@@ -183,7 +183,7 @@ class MemoryAccount:
 
     # -- in a step --
 
-    def note_forward(self, inputs: Any = None) -> None:
+    def note_forward(self, inputs: object = None) -> None:
         if self.due:
             self._inputs.append(inputs)
             self._note_peak("batches", self._counts.count_batch())

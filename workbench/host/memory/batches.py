@@ -41,7 +41,7 @@ class ReaderPosition(NamedTuple):
     last: int
 
 
-def count_batch_bytes(batch: Any) -> int:
+def count_batch_bytes(batch: object) -> int:
     """Counts tensors, not their storages."""
     return sum(x.numel() * x.element_size() for x in find_tensors(batch))
 
@@ -221,7 +221,7 @@ class BatchReader:
             self._early.append(move_to_device(batch, self._device))
 
 
-def hash_batch(batch: Any) -> int:
+def hash_batch(batch: object) -> int:
     """Hashes a few bytes; 0 without tensors on a CPU."""
     found = 0
     for x in islice(find_tensors(batch), 2):
@@ -242,7 +242,7 @@ def make_example(learner: Learner, e: Experiment, device: str) -> Any:
         return batches.next_batch()
 
 
-def move_to_device(batch: Any, device: str) -> Any:
+def move_to_device(batch: object, device: str) -> Any:
     """Also inside tuples, lists and dicts."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
 
 from torch import Tensor, UntypedStorage
 
@@ -52,7 +51,7 @@ class BufferCounter:
             self.now += nbytes
             self.most = max(self.most, self.now)
 
-    def note_end(self, who: Hashable, value: Any = None) -> None:
+    def note_end(self, who: Hashable, value: object = None) -> None:
         """The result counts until a second call."""
         if self._held and who in self._held:
             kept = value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0

@@ -9,7 +9,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -38,17 +37,17 @@ def pack_tensor(x: Tensor) -> Tensor:
     return x if x.grad_fn is None else x.detach()
 
 
-def find_tensors(thing: Any) -> Iterator[Tensor]:
+def find_tensors(thing: object) -> Iterator[Tensor]:
     """Looks into lists, tuples, sets, dicts and plain objects at any depth."""
     return (x for x in _walk_objects(thing) if isinstance(x, Tensor))
 
 
-def find_memories(thing: Any) -> list[Memory]:
+def find_memories(thing: object) -> list[Memory]:
     """Also finds empty ones."""
     return [x for x in _walk_objects(thing) if isinstance(x, Memory)]
 
 
-def _walk_objects(thing: Any) -> Iterator[Any]:
+def _walk_objects(thing: object) -> Iterator[object]:
     todo, seen = deque([thing]), set()
     while todo:
         x = todo.popleft()
@@ -61,7 +60,7 @@ def _walk_objects(thing: Any) -> Iterator[Any]:
             todo += [y for y in _list_members(x) if type(y) not in _NUMBERS]  # maybe thousands
 
 
-def _list_members(x: Any) -> Iterable[Any]:
+def _list_members(x: object) -> Iterable[object]:
     if isinstance(x, dict):
         return x.values()
     if isinstance(x, list | tuple | set | frozenset | deque):
@@ -74,7 +73,7 @@ def _list_members(x: Any) -> Iterable[Any]:
     return [*slots, *getattr(x, "__dict__", {}).values()]
 
 
-def find_storages(thing: Any) -> Storages:
+def find_storages(thing: object) -> Storages:
     """Finds tensors' storages."""
     every = map(get_storage, find_tensors(thing))
     return {storage._cdata: storage for storage in every if storage is not None}
@@ -148,7 +147,7 @@ def find_saved(losses: Iterable[Tensor]) -> Storages:
     return found
 
 
-def _list_kept(node: Node) -> Iterator[Any]:
+def _list_kept(node: Node) -> Iterator[object]:
     """Yields tensors, or packed values, without unpacking."""
     kind = type(node)
     if kind not in _slots:

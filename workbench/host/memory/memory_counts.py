@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, UntypedStorage, nn
 
@@ -41,7 +41,7 @@ class MemoryCounts(Protocol):
     @property
     def has_gradient_memory(self) -> bool: ...
     def list_standing(self) -> dict[str, memory.Storages]: ...  # "parameters", "gradients" (vectors), "optimizer state"
-    def measure_forward(self, inputs: Any) -> int | None: ...  # bytes for backwards; None: unknown
+    def measure_forward(self, inputs: object) -> int | None: ...  # bytes for backwards; None: unknown
     def measure_backward(self, exchanged: bool) -> AbstractContextManager[Callable[[], int]]: ...  # yields its peak
     def count_gradients(self) -> int: ...
     def count_activations(self) -> int: ...
@@ -88,7 +88,7 @@ class RealMemoryCounts:
             "optimizer state": memory.find_optimizer_state(self._run.optimizer),
         }
 
-    def measure_forward(self, inputs: Any) -> int:
+    def measure_forward(self, inputs: object) -> int:
         """Without parameters and inputs."""
         run, fully = self._run, self._fully()
         others = memory.find_parameters(run.model, run.layout) | memory.find_storages([inputs, run.flow.versions.kept])

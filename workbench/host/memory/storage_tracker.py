@@ -118,7 +118,7 @@ class StorageTracker(TorchDispatchMode):
             self._gone.append((key[0], nbytes))
 
 
-def count_arrived(x: Any) -> None:
+def count_arrived(x: object) -> None:
     """Counts another rank's tensors."""
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, StorageTracker):
@@ -134,7 +134,7 @@ def _reads_values(func: OpOverload) -> bool:
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
-def _find_tensors(thing: Any) -> Iterator[Tensor]:
+def _find_tensors(thing: object) -> Iterator[Tensor]:
     return (x for x in tree_iter(thing) if isinstance(x, Tensor))
 
 

@@ -6,7 +6,7 @@ Strategies sum over ranks. Hooks exist only while a strategy uses them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from workbench.host.observe.kronecker import (
     Layer,
@@ -26,6 +27,7 @@ from workbench.host.observe.kronecker import (
 )
 from workbench.host.placement.layout import ParameterLayout
 from workbench.rank import Factors, StrategyError
+from workbench.rank.bucket import Part
 
 _LOCK, _OPEN = threading.Lock(), list[ExitStack]()
 
@@ -86,7 +88,7 @@ class FactorCollector:
         self._sums = {name: _LayerSums(layer) for name, layer in self._layers.items()}
         self._called: set[str] = set()  # in this pass
         self.scale = 1.0
-        self._removers: list[Any] = [model.register_forward_pre_hook(lambda *_: self._called.clear())]
+        self._removers: list[RemovableHandle] = [model.register_forward_pre_hook(lambda *_: self._called.clear())]
         for name, layer in self._layers.items():
             self._removers.append(layer.register_forward_hook(partial(self._add_inputs, name)))
 
@@ -128,14 +130,14 @@ class GaussNewtonProducts:
     Raises StrategyError if the loss does not call the model exactly once, or is linear in its output.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], batch: Any, layout: ParameterLayout) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], batch: object, layout: ParameterLayout) -> None:
         self._buckets, by_name = layout.buckets, {place.name: place.param for place in layout.order}
         params = [by_name[part.name] for bucket in self._buckets for part in bucket.parts]
         self._trains = [p.requires_grad for p in params]  # not by frozen ones
         self._trained = [p for p in params if p.requires_grad]
         calls: list[list[Tensor]] = []
 
-        def cut(module: nn.Module, given: Any, made: Any) -> Any:
+        def cut(module: nn.Module, given: object, made: Any) -> Any:
             """Gives the loss its own graph."""
             flat, spec = tree_flatten(made)
             through = [isinstance(x, Tensor) and x.requires_grad for x in flat]
@@ -170,7 +172,7 @@ class GaussNewtonProducts:
             back = self._to_params(self._along, create_graph=True)
         self._back = [(i, b) for i, b in enumerate(back) if b is not None and b.requires_grad]
 
-    def _to_params(self, given: Any, **how: bool) -> list[Tensor | None]:
+    def _to_params(self, given: Sequence[Tensor], **how: bool) -> list[Tensor | None]:
         """Frozen ones have None."""
         found = iter(torch.autograd.grad(self._made, self._trained, given, allow_unused=True, **how))
         return [next(found) if trains else None for trains in self._trains]
@@ -194,7 +196,7 @@ class GaussNewtonProducts:
         return flat
 
 
-def _cut_parts(flat: Tensor, parts: Any) -> list[tuple[Tensor, tuple[int, ...]]]:
+def _cut_parts(flat: Tensor, parts: Iterable[Part]) -> list[tuple[Tensor, tuple[int, ...]]]:
     return [(flat[part.start : part.stop], part.shape) for part in parts]
 
 
@@ -207,7 +209,7 @@ class CurvatureEstimator:
         self._collecting: FactorCollector | None = None
         self._products: GaussNewtonProducts | None = None
 
-    def note_forward(self, batch: Any) -> None:
+    def note_forward(self, batch: object) -> None:
         self._batch, self._products = batch, None
 
     def note_backward(self, grad: float | None) -> None:

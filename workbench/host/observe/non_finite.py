@@ -70,7 +70,7 @@ class NonFiniteGuard:
 
     # -- losses --
 
-    def check_forward(self, loss: Tensor, batch: Any) -> None:
+    def check_forward(self, loss: Tensor, batch: object) -> None:
         """Finds the cause before an update hides it."""
         if self._found is None and not math.isfinite(float(loss)):
             self._found = self._find_cause(batch)
@@ -106,7 +106,7 @@ class NonFiniteGuard:
             policy = self.run.experiment.on_nan
             self.alarmed(policy if policy in ("stop", "roll back") else "pause")
 
-    def _find_cause(self, batch: Any) -> NonFiniteOrigin:
+    def _find_cause(self, batch: object) -> NonFiniteOrigin:
         if has_no_rows(batch):
             return NonFiniteOrigin("", NO_ROWS)
         if self._can_recompute:
@@ -162,7 +162,7 @@ class NonFiniteGuard:
             bad = bool(await rank.inside.all_reduce(flag, "max", "finite"))
         return bad
 
-    def _skip_update(self, batch: Any, before: list[tuple[Tensor, Tensor]]) -> None:
+    def _skip_update(self, batch: object, before: list[tuple[Tensor, Tensor]]) -> None:
         """Restores the buffers, and records the reason."""
         run, step = self.run, self.run.rank.step
         self._row = self._row + 1 if self._skipped == step - 1 else 1
@@ -193,7 +193,7 @@ def is_finite(grads: Iterable[Tensor | None]) -> bool:
     return bool(sums.isfinite().all()) or all(bool(g.isfinite().all()) for g in there)
 
 
-def has_no_rows(batch: Any) -> bool:
+def has_no_rows(batch: object) -> bool:
     """Whether a tensor's first dimension is 0."""
     if isinstance(batch, Tensor):
         return batch.dim() > 0 and batch.shape[0] == 0

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -25,7 +26,7 @@ class NonFiniteOrigin(NamedTuple):
 UNKNOWN = NonFiniteOrigin("", "")
 
 
-def find_in_forward(model: nn.Module, loss: Loss, batch: Any) -> NonFiniteOrigin:
+def find_in_forward(model: nn.Module, loss: Loss, batch: object) -> NonFiniteOrigin:
     """Returns the layer that makes the loss of `batch` non-finite.
 
     If parameters are not finite, it is the layer that an earlier backward spoiled first. Else it is the first innermost
@@ -36,11 +37,11 @@ def find_in_forward(model: nn.Module, loss: Loss, batch: Any) -> NonFiniteOrigin
     fed: list[str] = []  # with non-finite inputs
     sound: dict[str, list[bool]] = {}
 
-    def enter(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(name: str, _: nn.Module, args: object, kwargs: object) -> None:
         sound.setdefault(name, []).append(_is_finite((args, kwargs)))
         fed.extend([name] * (not sound[name][-1]))
 
-    def leave(name: str, module: nn.Module, _: Any, out: Any) -> None:
+    def leave(name: str, module: nn.Module, _: object, out: object) -> None:
         called.append(name)
         if sound[name].pop() and not bad and not _is_finite(out):
             bad.append(name)
@@ -62,12 +63,12 @@ def find_in_forward(model: nn.Module, loss: Loss, batch: Any) -> NonFiniteOrigin
     return NonFiniteOrigin("", "every layer's output is finite, and the loss that is made of them is not")
 
 
-def find_in_backward(model: nn.Module, loss: Loss, batch: Any) -> NonFiniteOrigin | None:
+def find_in_backward(model: nn.Module, loss: Loss, batch: object) -> NonFiniteOrigin | None:
     """Returns the first layer in backward order with a non-finite gradient."""
     called: list[str] = []
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
-    def leave(name: str, *_: Any) -> None:
+    def leave(name: str, *_: object) -> None:
         called.append(name)
 
     def grads() -> Any:
@@ -110,7 +111,7 @@ def _list_layers(model: nn.Module) -> Iterator[str]:
     return (name for name, _ in model.named_modules())
 
 
-def _is_finite(x: Any) -> bool:
+def _is_finite(x: object) -> bool:
     """Ignores integers."""
     if isinstance(x, Tensor):
         return x.is_meta or not (x.is_floating_point() or x.is_complex()) or bool(x.isfinite().all())
@@ -119,7 +120,7 @@ def _is_finite(x: Any) -> bool:
     return all(map(_is_finite, x)) if isinstance(x, (list, tuple)) else True
 
 
-def _try_computing(what: Callable[[], Any]) -> Any:
+def _try_computing(what: Callable[[], object]) -> Any:
     """Returns None if the model fails: hooks know enough."""
     try:
         return what()
@@ -129,7 +130,7 @@ def _try_computing(what: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _hook_modules(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
-    handles: list[Any] = []
+    handles: list[RemovableHandle] = []
     try:
         for name, module in model.named_modules():
             handles.append(

@@ -88,7 +88,7 @@ class _UnitForward:
         run = self._recompute_attention if what == "attention" else self._recompute_unit
         self._run = run if "torch._dynamo" not in sys.modules else torch.compiler.disable(run)
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
+    def __call__(self, *inputs: object, **named: object) -> Any:
         call = self._own or partial(type(self._unit).forward, self._unit)
         return self._run(call, *inputs, **named) if torch.is_grad_enabled() else call(*inputs, **named)
 
@@ -96,13 +96,13 @@ class _UnitForward:
         own = self._own.__deepcopy__(memo) if hasattr(self._own, "__deepcopy__") else self._own
         return _UnitForward(memo.get(id(self._unit), self._unit), own, self._what, self._draws)
 
-    def _recompute_unit(self, call: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    def _recompute_unit(self, call: Callable[..., object], *inputs: object, **named: object) -> Any:
         def context() -> tuple[Any, Any]:
             return nullcontext(), _DiscardedBuffers(self._unit)
 
         return _run_checkpoint(call, self._draws, inputs, named, context_fn=context)
 
-    def _recompute_attention(self, call: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    def _recompute_attention(self, call: Callable[..., object], *inputs: object, **named: object) -> Any:
         with _AttentionRecompute(self._draws):
             return call(*inputs, **named)
 
@@ -133,13 +133,15 @@ class _SavedInput(torch.autograd.Function):
         return grad
 
 
-def _run_checkpoint(call: Callable[..., Any], draws: bool, inputs: Any, named: Any, **more: Any) -> Any:
-    inputs = [_save_input(x) for x in inputs]
+def _run_checkpoint(
+    call: Callable[..., object], draws: bool, inputs: tuple[object, ...], named: dict[str, object], **more: Any
+) -> Any:
+    saved = [_save_input(x) for x in inputs]
     named = {name: _save_input(x) for name, x in named.items()}
-    return checkpoint(partial(call, **named), *inputs, use_reentrant=False, preserve_rng_state=draws, **more)
+    return checkpoint(partial(call, **named), *saved, use_reentrant=False, preserve_rng_state=draws, **more)
 
 
-def _save_input(x: Any) -> Any:
+def _save_input(x: object) -> Any:
     return _SavedInput.apply(x) if isinstance(x, Tensor) and x.requires_grad else x  # type: ignore[no-untyped-call]
 
 

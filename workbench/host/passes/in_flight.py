@@ -119,7 +119,7 @@ class InFlight:
 
     # -- with values --
 
-    def cut_batch(self, batch: Any, partition: Partition) -> None:
+    def cut_batch(self, batch: object, partition: Partition) -> None:
         """Raises StrategyError if another batch went forward ahead of its step."""
         if self._open and self._open[0][0] is not batch:
             raise StrategyError(

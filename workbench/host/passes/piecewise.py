@@ -30,7 +30,7 @@ class _OpenBatch:
     grad:   the gradient of the output of the next piece to fall
     """
 
-    def __init__(self, batch: Any, of: int, falls: bool) -> None:
+    def __init__(self, batch: object, of: int, falls: bool) -> None:
         self.batch, self.of, self.falls = batch, of, falls
         self.made: Any = None
         self.graphs: list[tuple[GradientEdge | None, Tensor | None]] = []
@@ -138,12 +138,12 @@ class PiecewisePass:
         n = len(self.model_parts)
         return self.model_parts[piece * n // of : (piece + 1) * n // of]
 
-    def _run_piece(self, batch: Any, x: Any, piece: int, of: int) -> Any:
+    def _run_piece(self, batch: object, x: object, piece: int, of: int) -> Any:
         if of == 1:
             return self._learner.loss(self._model, batch)
         parts, last = self._list_parts(piece, of), piece == of - 1
 
-        def mine(*inputs: Any, **named: Any) -> Any:
+        def mine(*inputs: object, **named: object) -> Any:
             given = run_parts(parts, x) if piece else run_parts(parts, *inputs, **named)
             if last:
                 return given

@@ -31,7 +31,7 @@ WEIGHT_HALF = "backward weights"  # second half's name
 LOSS_MESSAGE = "loss"
 
 
-async def require_same_batch(rank: Rank, batch: Any, device: torch.device) -> None:
+async def require_same_batch(rank: Rank, batch: object, device: torch.device) -> None:
     """Raises StrategyError if a replica's stages drew different batches."""
     told = compute_checksum({str(number): x for number, x in enumerate(list_tensors(batch))})
     mine = torch.tensor([told], device=device)
@@ -96,7 +96,7 @@ async def drain_pipeline(flow: InFlight) -> None:
     flow.drop_micros()
 
 
-async def evaluate_pipeline(rank: Rank, pieces: Sequence[Sequence[nn.Module]], *inputs: Any, **named: Any) -> Any:
+async def evaluate_pipeline(rank: Rank, pieces: Sequence[Sequence[nn.Module]], *inputs: object, **named: object) -> Any:
     """Returns the whole model's output on all stages."""
     last = rank.size - 1
     x: Any = None
@@ -125,7 +125,7 @@ class NamedOutput(dict[str, Any]):
         return self[name]
 
 
-async def _send_output(rank: Rank, x: Any, to: int) -> None:
+async def _send_output(rank: Rank, x: object, to: int) -> None:
     several = dict(x) if isinstance(x, Mapping) else {}
     named = {"": x} if isinstance(x, Tensor) else {k: v for k, v in several.items() if isinstance(v, Tensor)}
     if not named:

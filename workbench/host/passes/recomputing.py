@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from workbench.settings.describe_error import text_of
 from workbench.tasks import Learner
 
 Shares = tuple[float, ...]
-_FOUND: WeakKeyDictionary[Learner, dict[Any, Shares | str]] = WeakKeyDictionary()
+_FOUND: WeakKeyDictionary[Learner, dict[Hashable, Shares | str]] = WeakKeyDictionary()
 
 
 def find_recomputed(e: Experiment, learner: Learner, split: TensorSplit | None) -> Shares:
@@ -82,7 +83,7 @@ def _try_passes(e: Experiment, learner: Learner, split: TensorSplit | None) -> S
 
 
 def _count_operations(
-    model: nn.Module, learner: Learner, batch: Any, stages: StageCuts | None, split: TensorSplit | None
+    model: nn.Module, learner: Learner, batch: object, stages: StageCuts | None, split: TensorSplit | None
 ) -> list[Any]:
     """Returns operations by piece, forward and backward."""
     counted: list[Any] = []

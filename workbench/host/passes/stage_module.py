@@ -41,7 +41,7 @@ class StageModule:
         self._came: dict[Pass, Tensor] = {}
         self._halves: dict[Pass, SplitBackward | Tensor] = {}  # half done
 
-    def run_forward(self, loss: Loss, batch: Any, x: Tensor | None, micro: int, chunk: int = 0) -> Tensor:
+    def run_forward(self, loss: Loss, batch: object, x: Tensor | None, micro: int, chunk: int = 0) -> Tensor:
         """Returns a piece's detached output, or the loss.
 
         x: the previous piece's output; None on the first piece
@@ -51,7 +51,7 @@ class StageModule:
         last = self.stage == self.stages - 1 and chunk == len(self.pieces) - 1
         parts = self.pieces[chunk]
 
-        def mine(*inputs: Any, **named: Any) -> Any:
+        def mine(*inputs: object, **named: object) -> Any:
             given = run_parts(parts, *inputs, **named) if x is None else run_parts(parts, x)
             if last:
                 return given
@@ -156,7 +156,7 @@ def enter_graph(x: Tensor) -> tuple[Tensor, Tensor]:
     return entered, stand_in
 
 
-def cut_batch(batch: Any, count: int) -> list[Any]:
+def cut_batch(batch: object, count: int) -> list[Any]:
     """Cuts along the first dimension. Raises TaskError if parts cannot be equal."""
     if count == 1:
         return [batch]
@@ -172,7 +172,7 @@ def cut_batch(batch: Any, count: int) -> list[Any]:
     return [_take_part(batch, number, count, next(iter(sizes))) for number in range(count)]
 
 
-def list_tensors(batch: Any) -> list[Tensor]:
+def list_tensors(batch: object) -> list[Tensor]:
     """Lists tensors in order."""
     if isinstance(batch, Tensor):
         return [batch]
@@ -181,7 +181,7 @@ def list_tensors(batch: Any) -> list[Tensor]:
     return [x for each in batch for x in list_tensors(each)] if isinstance(batch, list | tuple) else []
 
 
-def _take_part(batch: Any, number: int, count: int, rows: int) -> Any:
+def _take_part(batch: object, number: int, count: int, rows: int) -> Any:
     if isinstance(batch, Tensor):
         return batch.chunk(count)[number] if batch.dim() else batch
     if isinstance(batch, Mapping):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Hashable, Iterable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +16,7 @@ from workbench.rank import Entries, Units
 from workbench.tasks import Learner, stands_for
 
 _SIZED: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], list[SmallerParameter]]] = WeakKeyDictionary()
-_COUNTED: WeakKeyDictionary[Learner, dict[Any, int | None]] = WeakKeyDictionary()
+_COUNTED: WeakKeyDictionary[Learner, dict[Hashable, int | None]] = WeakKeyDictionary()
 
 
 class SmallerParameter:

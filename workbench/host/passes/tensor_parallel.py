@@ -140,7 +140,7 @@ class TensorParallelGroup:
         """Serves embeddings and the last output."""
         return GroupPeers(self._ask, self.split.ways)
 
-    def _run_scatter(self, name: str, module: Any, x: Tensor, *more: Any, **named: Any) -> Any:
+    def _run_scatter(self, name: str, module: Any, x: Tensor, *more: Any, **named: object) -> Any:
         own = take_positions(x, self._coded_peers, name)
         self.use_own_randomness(own)
         return type(module).forward(module, own, *more, **named)
@@ -199,7 +199,7 @@ class _ReplacedForward:
         self._module = module
         self._run = run if "torch._dynamo" not in sys.modules else torch.compiler.disable(run)
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
+    def __call__(self, *inputs: object, **named: object) -> Any:
         return self._run(self._module, *inputs, **named)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ReplacedForward:

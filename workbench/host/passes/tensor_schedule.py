@@ -114,7 +114,7 @@ def find_arrival_order(plans: tuple[PassPlan, ...]) -> list[str]:
     return list(dict.fromkeys(name for plan in reversed(plans) for name in plan.come))
 
 
-def plan_meetings(part: nn.Module, learner: Learner, split: TensorSplit, batch: Any, stages: StageCuts | None = None,
+def plan_meetings(part: nn.Module, learner: Learner, split: TensorSplit, batch: object, stages: StageCuts | None = None,
             count: int = 1, layers: Partition = Whole()) -> tuple[PassPlan, ...]:  # noqa: B008  # fmt: skip
     """Returns the meetings by piece of the model, from the first of `count` micro-batches.
 
@@ -182,7 +182,7 @@ def _normalize_shares(seen: list[PlannedMeeting], whole: float) -> tuple[Planned
 class PiecePasses:
     """Runs a model or its pieces in one process."""
 
-    def __init__(self, model: nn.Module, learner: Learner, stages: StageCuts | None, batch: Any) -> None:
+    def __init__(self, model: nn.Module, learner: Learner, stages: StageCuts | None, batch: object) -> None:
         self._model, self._learner, self._batch = model, learner, batch
         self._ways = (
             [StageModule(model, stages.pieces_of_stage(k), k, len(stages)) for k in range(len(stages))]

@@ -136,7 +136,7 @@ def find_bound_parts(parts: Sequence[nn.Module]) -> tuple[set[int], set[int]]:
     return together, barren
 
 
-def run_parts(parts: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
+def run_parts(parts: Sequence[nn.Module], *inputs: object, **named: object) -> Any:
     """Calls the parts in order."""
     x = parts[0](*inputs, **named)
     for part in parts[1:]:
@@ -145,7 +145,7 @@ def run_parts(parts: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
 
 
 @contextmanager
-def replace_forward(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def replace_forward(model: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
     """Inside, `model` calls `forward`."""
     own = model.__dict__.get("forward")
     model.__dict__["forward"] = forward  # found before the class's forward

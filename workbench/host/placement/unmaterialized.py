@@ -31,7 +31,7 @@ class UnmaterializedParameter:
     ask: Ask
 
     @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (),
+    def __torch_function__(cls, func: Callable[..., object], types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:  # fmt: skip
         kwargs = kwargs or {}
         if _reads_no_values(func):
@@ -49,7 +49,7 @@ class UnmaterializedParameter:
         with prevent_fetches():  # `ask` only listens
             return func(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
         kind = self.was
         self.ask([self], [])  # type: ignore[list-item]
         copied = kind(read_data(self).clone(), self.requires_grad)  # type: ignore
@@ -87,14 +87,14 @@ def read_data(param: nn.Parameter) -> Tensor:
         return param.data
 
 
-def _reads_no_values(func: Callable[..., Any]) -> bool:
+def _reads_no_values(func: Callable[..., object]) -> bool:
     name = func.__name__
     if name == "__get__":
         return getattr(func, "__self__", None) not in _SHOWS
     return name in ("__set__", "__delete__") or name in _SAYS
 
 
-def _find_parameters(x: Any) -> Iterator[nn.Parameter]:
+def _find_parameters(x: object) -> Iterator[nn.Parameter]:
     seen: set[int] = set()
     todo = [x]
     while todo:

@@ -26,7 +26,7 @@ PIPELINE = "partition=Pipeline"
 MEAN_TOLERANCE = 0.2
 
 
-def check_spread(model: nn.Module, learner: Learner, spread: ReplicaSpread, batch: Any, count: int) -> None:
+def check_spread(model: nn.Module, learner: Learner, spread: ReplicaSpread, batch: object, count: int) -> None:
     """Raises KnobError if `model`, spread this way, would not learn the same.
 
     model: whole; the trial may change it
@@ -38,7 +38,7 @@ def check_spread(model: nn.Module, learner: Learner, spread: ReplicaSpread, batc
         check_slices(model, learner, spread.split, batch)
 
 
-def check_parts(model: nn.Module, learner: Learner, batch: Any, said: str) -> None:
+def check_parts(model: nn.Module, learner: Learner, batch: object, said: str) -> None:
     """Raises KnobError if `model`, passed part by part, would not learn the same.
 
     A model without declared parts is passed whole. `said` names the setting.
@@ -56,7 +56,7 @@ def check_parts(model: nn.Module, learner: Learner, batch: Any, said: str) -> No
     _compare_losses(float(whole), float(pieces), said)
 
 
-def _check_stages(model: nn.Module, learner: Learner, stages: StageCuts, batch: Any, count: int) -> None:
+def _check_stages(model: nn.Module, learner: Learner, stages: StageCuts, batch: object, count: int) -> None:
     try:
         parts = list_parts(model, learner)
         with _preserve_model(model) as again:
@@ -78,11 +78,11 @@ def _check_stages(model: nn.Module, learner: Learner, stages: StageCuts, batch: 
 
 
 def _compute_losses(again: Again, model: nn.Module, parts: list[nn.Module], learner: Learner,
-              batch: Any) -> tuple[Tensor, Tensor, int]:  # fmt: skip
+              batch: object) -> tuple[Tensor, Tensor, int]:  # fmt: skip
     """Returns both losses, and how often the loss calls the model."""
     calls: list[int] = []
 
-    def composed(*inputs: Any, **named: Any) -> Any:
+    def composed(*inputs: object, **named: object) -> Any:
         calls.append(1)
         return run_parts(parts, *inputs, **named)
 
@@ -115,7 +115,7 @@ def _compare_means(whole: float, means: list[float]) -> None:
         )
 
 
-def _run_pieces(model: nn.Module, learner: Learner, stages: StageCuts, micro: Any) -> None:
+def _run_pieces(model: nn.Module, learner: Learner, stages: StageCuts, micro: object) -> None:
     count = len(stages)
     ways = [StageModule(model, stages.pieces_of_stage(stage), stage, count) for stage in range(count)]
     x: Tensor | None = None

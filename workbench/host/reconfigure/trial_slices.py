@@ -43,7 +43,7 @@ class _NoRandomness(TorchFunctionMode):
         return made.fill_(0.5) if name in self.NAMES and isinstance(made, Tensor) else made
 
 
-def check_slices(model: nn.Module, learner: Learner, split: TensorSplit, batch: Any) -> None:
+def check_slices(model: nn.Module, learner: Learner, split: TensorSplit, batch: object) -> None:
     """Raises KnobError if ranks with slices would compute other gradients or another loss.
 
     model: whole; the trial changes it
@@ -65,7 +65,9 @@ def check_slices(model: nn.Module, learner: Learner, split: TensorSplit, batch: 
     _compare_gradients(split, loss, whole, [one[0] for one in found], [one[1] for one in found], double)
 
 
-def _compute_whole(twin: nn.Module, learner: Learner, batch: Any) -> tuple[bool, tuple[float, dict[str, Tensor]], Any]:
+def _compute_whole(
+    twin: nn.Module, learner: Learner, batch: object
+) -> tuple[bool, tuple[float, dict[str, Tensor]], Any]:
     """Returns whether double precision works, the results, and the batch."""
     dtypes = [x.dtype for x in (*twin.parameters(), *twin.buffers())]
     try:
@@ -81,7 +83,7 @@ def _compute_whole(twin: nn.Module, learner: Learner, batch: Any) -> tuple[bool,
         raise KnobError(said) from error
 
 
-def _compute_gradients(model: nn.Module, learner: Learner, batch: Any) -> tuple[float, dict[str, Tensor]]:
+def _compute_gradients(model: nn.Module, learner: Learner, batch: object) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad()
     with _NoRandomness():
         loss = learner.loss(model, batch)
@@ -89,7 +91,7 @@ def _compute_gradients(model: nn.Module, learner: Learner, batch: Any) -> tuple[
     return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _compute_slices(part: nn.Module, learner: Learner, split: TensorSplit, k: int, batch: Any,
+def _compute_slices(part: nn.Module, learner: Learner, split: TensorSplit, k: int, batch: object,
                ask: Ask) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
     """Returns rank k's loss and gradients."""
     with compute_together(part, split, k, ask, draws=False) as slices, slices.sum_partials():
@@ -138,7 +140,7 @@ def _join_gradient(name: str, split: TensorSplit, found: list[dict[str, Tensor]]
     return torch.cat([each.get(name, zero).reshape(view) for each in found], made.dim).view(made.shape)
 
 
-def move_to_cpu(batch: Any, dtype: torch.dtype | None) -> Any:
+def move_to_cpu(batch: object, dtype: torch.dtype | None) -> Any:
     """Converts floats to `dtype`."""
     if isinstance(batch, Tensor):
         return batch.to("cpu", dtype if dtype and batch.is_floating_point() else batch.dtype)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,7 +23,7 @@ from workbench.tasks import Learner
 
 STIR = 0.02  # noise, because zeros would hide errors
 NEAR = {True: 1e-9, False: 2e-2}  # relative loss change
-_TRIED: WeakKeyDictionary[Learner, dict[Any, str]] = WeakKeyDictionary()  # the refusal, or ""
+_TRIED: WeakKeyDictionary[Learner, dict[Hashable, str]] = WeakKeyDictionary()  # the refusal, or ""
 
 
 def require_submodels(run: TryingView, wanted: Experiment) -> None:
@@ -47,7 +46,7 @@ def require_submodels(run: TryingView, wanted: Experiment) -> None:
         raise KnobError(f"strategy={type(wanted.strategy).__name__}: {made[key]}")
 
 
-def _try_units(learner: Learner, units: list[Units], batch: Any, seed: int) -> None:
+def _try_units(learner: Learner, units: list[Units], batch: object, seed: int) -> None:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = copy.deepcopy(learner.model()).cpu().eval()  # it may be training
@@ -74,11 +73,11 @@ def _try_units(learner: Learner, units: list[Units], batch: Any, seed: int) -> N
         )
 
 
-def _make_loss(model: nn.Module, learner: Learner, batch: Any) -> tuple[bool, Callable[[], float]]:
+def _make_loss(model: nn.Module, learner: Learner, batch: object) -> tuple[bool, Callable[[], float]]:
     """Returns whether double precision works, and the loss."""
     state = torch.get_rng_state()
 
-    def loss(inputs: Any) -> float:
+    def loss(inputs: object) -> float:
         torch.set_rng_state(state)
         return float(learner.loss(model, inputs))
 

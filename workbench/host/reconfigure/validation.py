@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -112,7 +112,7 @@ _TRIED: WeakKeyDictionary[Learner, dict[tuple[Hashable, int], str]] = WeakKeyDic
 def _require_tried(run: TryingView, wanted: Experiment) -> None:
     way = wanted.partition
 
-    def tried(model: nn.Module, batch: Any) -> None:
+    def tried(model: nn.Module, batch: object) -> None:
         spread = find_spread(wanted, model, run.learner)
         assert spread is not None
         check_spread(model, run.learner, spread, batch, way.micro_batches)
@@ -126,7 +126,7 @@ def _require_parts(run: TryingView, wanted: Experiment) -> None:
     _try_once(run, wanted, said, lambda model, batch: check_parts(model, run.learner, batch, said))
 
 
-def _try_once(run: TryingView, wanted: Experiment, what: Hashable, tried: Callable[[nn.Module, Any], None]) -> None:
+def _try_once(run: TryingView, wanted: Experiment, what: Hashable, tried: Callable[[nn.Module, object], None]) -> None:
     """Uses a separate model, or repeats an earlier KnobError."""
     made = _TRIED.setdefault(run.learner, {})
     if (key := (what, wanted.batch)) not in made:
@@ -135,7 +135,7 @@ def _try_once(run: TryingView, wanted: Experiment, what: Hashable, tried: Callab
         raise KnobError(made[key])
 
 
-def _run_trial(run: TryingView, wanted: Experiment, tried: Callable[[nn.Module, Any], None]) -> str:
+def _run_trial(run: TryingView, wanted: Experiment, tried: Callable[[nn.Module, object], None]) -> str:
     batch, learner = run.make_example(wanted), run.learner
     with torch.random.fork_rng():
         torch.manual_seed(wanted.seed)

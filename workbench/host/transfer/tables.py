@@ -6,7 +6,6 @@ A table is a parameter of shape (rows, width). The strategy decides which rank o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ def list_tables(learner: Learner, e: Experiment, layout: ParameterLayout) -> tup
     return tuple(find_rows(learner, make_example(learner, e, "cpu"), layout))
 
 
-def find_rows(learner: Learner, batch: Any, layout: ParameterLayout) -> dict[str, Tensor]:
+def find_rows(learner: Learner, batch: object, layout: ParameterLayout) -> dict[str, Tensor]:
     """Returns the rows that a batch reads, by table: (n,) int64, distinct and ascending.
 
     Raises StrategyError if a table or a row does not exist.

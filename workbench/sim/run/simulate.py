@@ -126,7 +126,7 @@ def _run_simulation(
         world.keeper = CheckpointStore(checkpoints, experiment.ranks) if checkpoints is not None and real else None
         world.mortal = can_crash(experiment, planned)
         files = CheckpointFiles(resume) if resume is not None else None
-        world.saved = partial(open_image, resume, files) if files is not None else None
+        world.saved = None if resume is None or files is None else partial(open_image, resume, files)
         bodies = _make_rank_tensors(experiment, learner) if real else _make_rank_sizes(experiment, learner, first, seen)
         body = next(bodies)
         if reason := explain_refusal(experiment, costs, lambda: body.optimizer):
