@@ -330,6 +330,30 @@ def test_hooks_on_gradients_act_as_under_ddp_and_after_a_switch() -> None:
     torch.testing.assert_close(ends[0][0], ends[1][0], rtol=1e-5, atol=1e-6)
 
 
+class HooksLate(Net):
+    """Registers hooks in its 3rd forward, on a unit that torch has not gathered yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def clamp(p: Any) -> None:
+            p.grad.clamp_(-1e-3, 1e-3)
+
+        self.forwards += 1
+        if self.forwards == 3:
+            self.b.weight.register_hook(lambda grad: 3 * grad)
+            self.b.weight.register_post_accumulate_grad_hook(clamp)
+        return super().forward(x)
+
+
+def test_hooks_registered_while_a_unit_is_in_shards_act_as_under_ddp() -> None:
+    e = experiment(2, 8, task=toy(model=partial(net, HooksLate)))
+    theirs, ours = run(e.set("strategy", TorchFSDP()), Change(5, "strategy", "DDP")), run(e)
+    torch.testing.assert_close(weights(theirs[0]), weights(ours[0]), rtol=1e-5, atol=1e-6)
+
+
 class Freezes(Net):
     """Freezes a layer in its 4th forward of a step, and never thaws it."""
 

@@ -44,11 +44,26 @@ class GradientListener:
         shards: the copy's parameters, by name
         """
         self.settle_frozen(shards)
+        self._move_hooks(shards)
         for name, p in self.made.items():
             if p.requires_grad and name not in self._handles:
                 self._handles[name] = _attach_listener(name, p, self.own[name], self.used.add)
             elif not p.requires_grad and p.grad is None:
                 give_gradient(p, torch.zeros_like(p))
+
+    def _move_hooks(self, shards: Mapping[str, Tensor]) -> None:
+        """Moves hooks that a forward put on shards to the whole parameters, which are the ones with gradients."""
+        for name, p in self.made.items():
+            if (shard := shards[name]) is p:
+                continue
+            before, after = _find_hooks(shard)
+            for hook in before.values() if p.requires_grad else ():
+                p.register_hook(hook)
+            for hook in after.values() if p.requires_grad else ():
+                p.register_post_accumulate_grad_hook(hook)
+            if p.requires_grad:
+                before.clear()
+                after.clear()
 
     def settle_frozen(self, shards: Mapping[str, Tensor]) -> None:
         """Trains or freezes a parameter in all its forms, as the user's code has left one of them.
