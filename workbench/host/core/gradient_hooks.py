@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,13 +29,10 @@ def own_loss(params: Iterable[nn.Parameter], share: float | None) -> Iterator[No
     scale = 1.0 if share is None else float(share)
     with unmaterialized.prevent_fetches():
         for p in params:
-            held_by: list[tuple[dict[int, Hook] | None, Callable[..., Tensor | None]]] = [
-                (p._backward_hooks, _run_hook), (p._post_accumulate_grad_hooks, _run_final_hook),
-            ]  # fmt: skip
-            for held, wrapped in held_by:
-                if not held:
-                    continue
-                for number, hook in _move_hosts_behind(held):
+            before: Any = p._backward_hooks
+            after: Any = p._post_accumulate_grad_hooks
+            for held, wrapped in ((before, _run_hook), (after, _run_final_hook)) if before or after else ():
+                for number, hook in _move_hosts_behind(held) if held else ():
                     changed.append((held, number, hook))
                     if scale != 1.0:
                         held[number] = partial(wrapped, hook=hook, scale=scale)
@@ -61,6 +59,8 @@ def require_gradient(name: str, p: Tensor) -> bool:
 
 def _move_hosts_behind(held: dict[int, Hook]) -> list[tuple[int, Hook]]:
     """Moves the host's hooks behind the model's, and returns the model's."""
+    if len(held) == 1 and _is_hosts(*held.values()):  # the usual case, in every backward
+        return []
     hosts = [number for number, hook in held.items() if _is_hosts(hook)]
     if len(hosts) == len(held):
         return []
