@@ -165,6 +165,30 @@ def test_a_script_without_remaining_steps_ends_as_done(lab: Lab, tmp_path: Path)
     assert "found it finished" in "".join(line["text"] for _, _, line in run.details("log"))
 
 
+SAVES = """
+model = DDP(nn.Sequential(first, second))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(2, 4)).mean().backward()
+    optimizer.step(), optimizer.zero_grad()
+state = model.state_dict()
+if rank == 0:
+    print("parts", len({x.untyped_storage().data_ptr() for x in state.values()}), "of", len(state), end=";")
+    print("sizes", {x.untyped_storage().nbytes() - x.nbytes for x in second.state_dict().values()}, end=";")
+    state["module.0.bias"].fill_(7.0)
+    print("bias", set(first.bias.tolist()))
+"""
+
+
+def test_a_scripts_state_dict_holds_tensors_with_memory_of_their_own(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(BEGINNING + SAVES)
+    task = Script(file="script.py", folder=str(tmp_path))
+    for strategy in (TorchDDP(), DDP()):
+        run = lab.run(Experiment(task=task, ranks=2, strategy=strategy, eval_every=0)).wait(120)
+        said = "".join(line["text"] for _, _, line in run.details("log"))
+        assert "parts 4 of 4;sizes {0};bias {7.0}" in said  # safetensors refuses or drops tensors that share memory
+
+
 def refusal(lab: Lab, task: Script, strategy: Strategy) -> str:
     """Returns the error with which a run of this script ends."""
     run = lab.run(Experiment(task=task, ranks=2, strategy=strategy, eval_every=0))

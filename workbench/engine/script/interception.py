@@ -1,4 +1,4 @@
-"""Intercepts a loop's calls of torch: DistributedDataParallel, backward, and the steps of optimizers.
+"""Intercepts a loop's calls of torch: DistributedDataParallel, backward, state dicts, and the steps of optimizers.
 
 Threads without a loop (see workbench.tasks.LEADS), such as the engine's, still get torch's own functions.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -140,9 +140,14 @@ def hook_name(hook: tuple[object, Callable[..., Any]]) -> str:
 def install_hooks() -> None:
     """Replaces torch's functions in this process, for good. Threads without a loop notice no difference."""
     DistributedDataParallel.__new__ = staticmethod(_new_ddp)  # type: ignore[method-assign]
-    torch.autograd.backward = _wrap_backward(torch.autograd.backward)
-    torch.amp.grad_scaler.GradScaler.scale = _wrap_scale(torch.amp.grad_scaler.GradScaler.scale)  # type: ignore[method-assign]
-    torch.multiprocessing.spawn = _wrap_spawn(torch.multiprocessing.spawn)
+    owners: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch.autograd, "backward", _wrap_backward),
+        (torch.amp.grad_scaler.GradScaler, "scale", _wrap_scale),
+        (nn.Module, "_save_to_state_dict", _wrap_save),
+        (torch.multiprocessing, "spawn", _wrap_spawn),
+    ]
+    for owner, name, wrap in owners:
+        setattr(owner, name, wrap(getattr(owner, name)))
     register_optimizer_step_pre_hook(_on_step_begin)
     register_optimizer_step_post_hook(_on_step_end)
 
@@ -190,6 +195,18 @@ def _wrap_scale(really: Callable[..., Any]) -> Callable[..., Any]:
         return made
 
     return scale
+
+
+def _wrap_save(really: Callable[..., None]) -> Callable[..., None]:
+    @wraps(really)
+    def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        really(self, destination, prefix, keep_vars)
+        if (led := leads()) is not None and not keep_vars:
+            for name in self._parameters:
+                if (x := destination.get(prefix + name)) is not None:
+                    destination[prefix + name] = led.separate_storage(x)
+
+    return save
 
 
 def _wrap_spawn(really: Callable[..., Any]) -> Callable[..., Any]:

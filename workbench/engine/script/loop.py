@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
-from weakref import ref
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,7 @@ class ScriptLoop(ScriptBatches):
         self._kept: list[tuple[nn.Parameter, Tensor]] = []  # gradients of earlier exchanges, to which the loop adds
         self._stepped: set[int] = set()  # parameters that optimizers have stepped in this update
         self._updated = False  # whether an optimizer of the loop has begun an update
+        self._saved: WeakValueDictionary[tuple[Any, ...], Tensor] = WeakValueDictionary()  # tied parameters share one
         self._chance: Numbers | None = None
         self._thread = threading.Thread(target=self._run_loop, name=f"rank {run.rank.id} loop", daemon=True)
 
@@ -296,6 +297,16 @@ class ScriptLoop(ScriptBatches):
             for p, _ in self._kept:
                 p.grad = None
         self._summed = False
+
+    def separate_storage(self, x: Tensor) -> Tensor:
+        """Returns a parameter of a state dict with the same memory, but a storage of its own.
+
+        Parameters lie in the storage of their bucket, and safetensors leaves out tensors that share a storage.
+        """
+        layout = getattr(self.run, "layout", None)
+        if layout is None or x.untyped_storage()._cdata not in layout.lying or not x.numel():
+            return x
+        return self._saved.setdefault((x.data_ptr(), x.dtype, x.shape), torch.from_dlpack(x))
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises KnobError at the first update of a script that no strategy can follow."""
