@@ -16,6 +16,7 @@ Only copies in a temporary folder change. Exits with 1 if a mutant has survived 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import queue
 import re
@@ -39,6 +40,7 @@ COPIED = ("workbench", "widgets", "tests", "pyproject.toml")
 HANGS = 4.0  # times the duration of its tests on the unchanged package
 PATIENCE = 60.0  # seconds, at least
 PASSED, FAILED = 0, 1  # pytest's exit codes; any other means that the tests did not run
+OPERATORS = {"and", "or", "not"}  # of -k
 KILLED, SURVIVED, EQUIVALENT, WRONG = "killed", "survived", "equivalent", "wrong"
 
 
@@ -159,6 +161,15 @@ class Trials:
         return found
 
 
+def find_idle_words(tests: Sequence[str], root: Path = ROOT) -> list[str]:
+    """Returns the words after -k that select nothing: no test's name or decorators have them."""
+    files = [ast.parse((root / test.partition("::")[0]).read_text()) for test in tests if ".py" in test]
+    functions = [node for file in files for node in ast.walk(file) if isinstance(node, ast.FunctionDef)]
+    found = [" ".join([f.name, *map(ast.unparse, f.decorator_list)]) for f in functions if f.name.startswith("test_")]
+    asked = re.findall(r"\w+", tests[tests.index("-k") + 1]) if "-k" in tests else []
+    return [word for word in asked if word not in OPERATORS and word.lower() not in " ".join(found).lower()]
+
+
 def chosen(words: Sequence[str]) -> list[Mutant]:
     """Returns mutants with one of these words in their names; all without words."""
     return [m for m in MUTANTS if not words or any(word.lower() in m.name.lower() for word in words)]
@@ -182,6 +193,8 @@ def main() -> int:
     mutants, began = chosen(a.only), time.monotonic()
     if not mutants:
         ask.error(f"--only {' '.join(a.only)}: no mutant has that in its name; --list says which there are")
+    if idle := {word: " ".join(m.tests) for m in mutants for word in find_idle_words(m.tests)}:
+        ask.error("; ".join(f"-k {word} selects no test: {tests}" for word, tests in idle.items()))
     if a.list:
         print("\n".join(f"{m.name} ({m.file}): {m.why}" for m in mutants))
         return 0

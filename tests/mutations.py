@@ -41,13 +41,13 @@ SWITCHED = ("tests/laws/test_partitions.py", "-k", "ordered and AdamW")
 WAVES = ("tests/unit/test_wavelet.py",)
 PRIORITIES = ("tests/unit/test_byte_scheduler.py", "-k", "piece or overtake or credit or urgent or order")
 SERVERS = ("tests/unit/test_async_server.py", "tests/unit/test_async_server_card.py", "-k",
-           "in_step or synchronous_server or sums")  # fmt: skip
+           "synchronous_server or sums")  # fmt: skip
 RULES = ("tests/unit/test_policies.py", "-k", "period or numpy or gain_is or slower or noise or equally_many_looks "
          "or first_asynchronous")  # fmt: skip
 STEERED = ("tests/unit/test_policies.py", "-k", "same_losses or sync_switch or user or may_only_set or no_rank_waits "
            "or neither_hangs or seconds_per_step or measuring_the_gain")  # fmt: skip
 SUMS = ("tests/unit/test_algorithms.py", "-m", "not ranks")
-SITES = ("tests/unit/test_sites.py", "tests/unit/test_between_sites.py", "-k", "not real_ranks and not live")
+SITES = ("tests/unit/test_sites.py", "tests/unit/test_between_sites.py", "-k", "not real_ranks")
 WATCHED = ("tests/unit/test_tuning_watched.py",)
 
 _STRATEGIES = (

@@ -8,7 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import EQUIVALENT, KILLED, ROOT, SURVIVED, WRONG, Copy, Tried, chosen, judged, planted
+from tests.mutants import (
+    EQUIVALENT,
+    KILLED,
+    ROOT,
+    SURVIVED,
+    WRONG,
+    Copy,
+    Tried,
+    chosen,
+    find_idle_words,
+    judged,
+    planted,
+)
 from tests.mutations import MUTANTS, Mutant
 
 
@@ -33,6 +45,17 @@ def test_the_tests_that_must_notice_a_mistake_exist(tests: tuple[str, ...]) -> N
         file, _, name = test.partition("::")
         if file.endswith(".py"):
             assert re.search(rf"^def {name or 'test_'}", (ROOT / file).read_text(), re.MULTILINE), test
+
+
+@pytest.mark.parametrize("tests", sorted({m.tests for m in MUTANTS if "-k" in m.tests}), ids=lambda tests: tests[-1])
+def test_each_word_that_chooses_tests_selects_one(tests: tuple[str, ...]) -> None:
+    assert not find_idle_words(tests)
+
+
+def test_a_word_that_selects_no_test_is_found(tmp_path: Path) -> None:
+    text = "@mark.parametrize('kind', ['AdamW'])\ndef test_one(): word = 'idle'\ndef helper_of_two(): pass\n"
+    (tmp_path / "test_it.py").write_text(text)
+    assert find_idle_words(("test_it.py", "-k", "one and not adamw or idle or two"), tmp_path) == ["idle", "two"]
 
 
 def small(folder: Path, test: str) -> Copy:
