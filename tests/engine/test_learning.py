@@ -106,7 +106,7 @@ def test_an_unmodified_transformers_gpt2_trains(lab: Lab, tmp_path: Path, strate
     e = Experiment(task=Task(model=gpt2, data=tokens, loss=causal, optimizer=adamw), steps=8).set("strategy", strategy)
     run = lab.run(e, out=tmp_path / strategy)
     run.wait(90)
-    assert run.state == "done", (run, lab.status())  # the run once hung at its end for an unknown reason
+    assert run.state == "done", (run, lab.status)  # the run once hung at its end for an unknown reason
     loss = run.samples.query("name == 'loss' and rank == 0").sort_values("step").value
     assert loss.iloc[-1] < loss.iloc[0]
 

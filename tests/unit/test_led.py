@@ -286,12 +286,17 @@ def test_a_loop_runs_on_whole_real_ranks_only() -> None:
             Script(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", sorted(name for name, cls in shipped(Strategy).items() if cls.follows))
+FOLLOWING = {name: cls for name, cls in sorted(shipped(Strategy).items()) if cls.follows}
+
+
+def test_one_strategy_that_follows_a_loop_lets_torch_make_its_passes() -> None:
+    assert {"DDP", "LocalSGD", "DiLoCo"} < FOLLOWING.keys()
+    assert [name for name, cls in FOLLOWING.items() if cls.opaque] == ["TorchDDP"]  # test_scripts_live.py runs it
+
+
+@pytest.mark.parametrize("name", [name for name, cls in FOLLOWING.items() if not cls.opaque])
 def test_a_following_strategy_makes_forward_backward_and_update_in_order(name: str) -> None:
-    cls = shipped(Strategy)[name]
-    if cls.opaque:
-        assert cls is TorchDDP
-        return
+    cls = FOLLOWING[name]
     asked: list[str] = []
     really = cls.step
 
