@@ -42,14 +42,23 @@ def drawn(schedule: Schedule, stages: int, micros: int, steps: int = 1) -> list[
     raise AssertionError(f"{schedule}: stages wait for each other for ever: {todo}")
 
 
-@pytest.mark.parametrize("cls", SCHEDULES)
-@pytest.mark.parametrize(("stages", "micros"), [(2, 1), (2, 4), (3, 4), (4, 2), (4, 16), (7, 5), (4, 4), (3, 9)])
+SIZES = [(2, 1), (2, 4), (3, 4), (4, 2), (4, 16), (7, 5), (4, 4), (3, 9)]  # stages, micro-batches
+FLUSH = [(cls, *s) for cls in SCHEDULES for s in SIZES if not cls().refuses(*s) and not cls().ahead(0, s[0])]
+
+
+def test_schedules_refuse_only_the_sizes_that_they_cannot_order() -> None:
+    names = {cls.__name__ for cls, *_ in FLUSH}
+    assert names >= {"GPipe", "OneFOneB", "Interleaved", "ZeroBubble"}
+    for name in names:
+        whole = [s for s in SIZES if s[1] % s[0] == 0] if name == "Interleaved" else SIZES
+        assert [tuple(s) for cls, *s in FLUSH if cls.__name__ == name] == whole, name
+
+
+@pytest.mark.parametrize(("cls", "stages", "micros"), FLUSH)
 def test_every_micro_batch_goes_forward_and_back_once_without_a_deadlock(
     cls: type[Schedule], stages: int, micros: int
 ) -> None:
     schedule = cls()
-    if schedule.refuses(stages, micros) or schedule.ahead(0, stages):
-        return
     for stage, row in enumerate(drawn(schedule, stages, micros)):
         passes = [cell for cell in row if cell != "."]
         kinds, back = ("FIW", "I") if schedule.halves else ("FB", "B")
@@ -95,13 +104,21 @@ def test_zb_h1_has_a_third_of_the_bubble_and_keeps_at_most_as_much_as_1f1b(stage
 NEVER_FLUSH = [cls for cls in SCHEDULES if cls().ahead(0, 2)]
 
 
-@pytest.mark.parametrize("cls", NEVER_FLUSH)
-@pytest.mark.parametrize(("stages", "micros"), [(2, 1), (3, 1), (4, 1), (2, 2), (3, 4), (4, 4), (4, 16)])
+FEW = [(2, 1), (3, 1), (4, 1), (2, 2), (3, 4), (4, 4), (4, 16)]
+TAKEN = {"PipeDream": [s for s in FEW if s[1] == 1], "PipeDream2BW": [s for s in FEW if s[1] >= s[0]]}
+ONGOING = [(cls, *s) for cls in NEVER_FLUSH for s in FEW if not cls().refuses(*s)]
+
+
+def test_schedules_without_flushes_take_the_sizes_of_their_papers() -> None:
+    assert {cls.__name__ for cls in NEVER_FLUSH} >= TAKEN.keys()
+    for name, sizes in TAKEN.items():
+        assert [tuple(s) for cls, *s in ONGOING if cls.__name__ == name] == sizes
+
+
+@pytest.mark.parametrize(("cls", "stages", "micros"), ONGOING)
 def test_a_schedule_without_flushes_is_only_idle_while_it_fills(cls: type[Schedule], stages: int, micros: int) -> None:
     """As many are in flight as stages follow, and each micro-batch goes forward and back exactly once."""
     schedule, steps = cls(), 12
-    if schedule.refuses(stages, micros):
-        return
     for stage, row in enumerate(drawn(schedule, stages, micros, steps)):
         passes = [cell for cell in row if cell != "."]
         forward, back = ([int(cell[1:]) for cell in passes if cell[0] == what] for what in "FB")
