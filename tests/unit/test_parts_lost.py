@@ -281,24 +281,27 @@ def test_a_single_replica_goes_on_in_fewer_stages(tmp_path: Path) -> None:
     assert there[0].experiment.partition == Pipeline(stages=2) and "a replica lies on 2 ranks now" in texts[0]
 
 
-def test_a_switch_of_partition_interrupted_by_a_loss_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 2 is lost during a switch to stages. The survivors undo it, go on, and make it before the same step."""
+def test_a_switch_of_partition_interrupted_by_a_loss_is_made_by_the_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 2 and 3 are lost during a switch to stages, which ranks 0 and 1 have begun."""
     from workbench.host.reconfigure import changes
 
-    spread, broken = changes.repartition_state, list[int]()
+    spread, sessions, broken = changes.repartition_state, list[Session](), list[int]()
 
     async def breaks(run: Any, *args: Any) -> Any:
-        if run.session.member == 2 and not broken:
-            broken.append(2)
-            run.session.abort()
+        if run.session.member >= 2 and not broken:
+            broken.append(run.session.member)
+            for victim in sessions[2:]:
+                victim._must_leave = True
+            for victim in sessions[2:]:
+                victim.abort()
         return await spread(run, *args)
 
     monkeypatch.setattr(changes, "repartition_state", breaks)
-    e = setting(DDP(), partition=Whole(), ranks=3)
-    left, texts = lost(e, 2, at=3, changes=(Change(5, "partition", to_plain(Pipeline())),))
-    assert broken == [2] and len(texts) == 1
-    there = went_on(left, e)
-    assert [s.experiment.partition for s in there] == [Pipeline()] * 2
+    e = setting(DDP(), partition=Whole())
+    sessions += live(e, (Change(5, "partition", to_plain(Pipeline())),))
+    ended(sessions, 150)
+    there = went_on(sessions[:2], e)
+    assert broken and [s.experiment.partition for s in there] == [Pipeline()] * 2
     made = [(row[0], json.loads(row[3])["path"]) for row in there[0].record.noted("change")]
     assert made == [(5, "partition")]
 
