@@ -60,6 +60,8 @@ class Dynamic:
     prepare:    (model) -> None, before training
     accumulate: number of batches whose gradients are added before an update
     dtype:      in which results are compared; it sets the tolerance
+    writes: whether the model writes into its parameters: torch's fully_shard ignores some of that, and strategies that
+        step a copy elsewhere refuse it
     find_unused: whether torch's DDP gets `find_unused_parameters`, which forbids re-entrant checkpointing
     """
 
@@ -69,6 +71,7 @@ class Dynamic:
     prepare: Callable[[nn.Module], None] = lambda model: None
     accumulate: int = 1
     dtype: torch.dtype = torch.float32
+    writes: bool = False
     find_unused: bool = True
 
     def model(self) -> nn.Module:
@@ -236,6 +239,16 @@ def add_mask(model: Any) -> None:
     model.register_buffer("mask", torch.ones(WIDTH, 3).t() * torch.tensor([[1.0], [2.0], [3.0]]))
 
 
+def with_new_data(model: Any, batch: Batch) -> Tensor:
+    """Each forward replaces the data of one parameter, and clips another one in place."""
+    model.a.data = model.a.data / model.a.data.norm()
+    if batch.index % 2:
+        model.b.data = torch.full_like(model.b, 0.25)
+    with torch.no_grad():
+        model.c.clamp_(-0.2, 0.2)
+    return of_all(model, batch)
+
+
 def scaled_by_hook(model: Any) -> None:
     model.a.register_hook(lambda grad: 3 * grad)
 
@@ -325,6 +338,7 @@ CASES: dict[str, Dynamic] = {
         lambda: {"a": torch.zeros(WIDTH), "table": nn.Embedding(6, WIDTH, sparse=True)}, embedded),
     "loss that reads a value": Dynamic(layers, reads_value, adamw),
     "gradient set to None by hand": Dynamic(two, forget_by_hand, momentum, accumulate=2),
+    "data of parameters replaced": Dynamic(three, with_new_data, adamw, writes=True),
     "hook on a gradient": Dynamic(two, of_all, momentum, prepare=scaled_by_hook),
     "hooks that clip gradients": Dynamic(two, of_all, momentum, prepare=clipped_by_hooks),
 }  # fmt: skip

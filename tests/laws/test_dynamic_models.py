@@ -15,6 +15,7 @@ from tests.ranks import experiment, make_fitting, run, shipped
 from tests.thinned import thinned
 from workbench import Checkpoint, simulate
 from workbench.experiment import Experiment
+from workbench.rank import StrategyError
 from workbench.strategies import DDP, Strategy, TorchDDP
 
 EXACT = {name: cls for name, cls in shipped(Strategy).items() if cls.exact}
@@ -23,7 +24,8 @@ RANKS = 2
 
 def suits(case: Dynamic, name: str) -> bool:
     """Whether the strategy can train the model: only DDP accumulates."""
-    return case.accumulate == 1 or name == "DDP"
+    follows_writes = name != "TorchFSDP" and not EXACT[name].offloads
+    return (case.accumulate == 1 or name == "DDP") and (follows_writes or not case.writes)
 
 
 PAIRS = [(case, name) for case, name in product(CASES, EXACT) if suits(CASES[case], name)]
@@ -63,6 +65,17 @@ def test_simulated_ranks_end_with_the_parameters_of_plain_torch(case: str, name:
     simulate(e, real=True, checkpoints=tmp_path)
     (made,) = tmp_path.iterdir()
     require_same(CASES[case], ended(Checkpoint.open(made).model(CASES[case].task())), reference(CASES[case], RANKS))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", [name for name, cls in EXACT.items() if cls.offloads])
+def test_both_hosts_refuse_writes_into_parameters_whose_copy_is_stepped(name: str) -> None:
+    e = chosen(CASES["data of parameters replaced"], name, pace=2.0)
+    said = "parameter .: the model has written into it, and the strategy steps a copy of it on the host or the disk"
+    with pytest.raises(StrategyError, match=said):
+        simulate(e, real=True)
+    with pytest.raises(AssertionError, match=said):
+        run(e, within=60.0)
 
 
 def test_the_law_has_at_least_25_models() -> None:

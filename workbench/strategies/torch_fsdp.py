@@ -24,7 +24,8 @@ class TorchFSDP(Strategy):
     collectives than the other ranks. If a model's control flow may depend on examples, ranks therefore announce each
     gather and sum, and all ranks take part in each. fully_shard takes no scalars, no parameters without elements, and
     one element type in a unit. Each rank keeps the other parameters whole, and ranks average their gradients. A model
-    must not read a unit's parameter outside of this unit's forward, because it is in shards then.
+    must not read a unit's parameter outside of this unit's forward, because it is in shards then. It must not assign
+    data (`p.data = x`), which fully_shard ignores; change values in place.
 
     On gloo ranks wait for its collectives, and its reduce-scatter moves an all-reduce's bytes. A step then moves 4
     (p-1)/p of the model's bytes, and ZeRO3's 3 (p-1)/p; units that stay whole from forward to backward reduce this. The

@@ -51,7 +51,7 @@ class ZeROInfinity(ZeRO3):
     The disk is written by `pwrite` and read by `pread`, past the system's cache, in the directory for temporary files
     (TMPDIR). `fabric.host` and `fabric.disk` set the speed of host and disk. One layer and its gradient must fit on the
     device: cut a larger one into tiles (`workbench.tasks.TiledLinear`). With clipping, gradients stay on the device
-    until their norm is known.
+    until their norm is known. A model that writes into its parameters is refused.
 
     When to use it: nothing else fits. Buckets of the size of a layer work best. Prefetching hides behind compute as far
     as compute takes longer.

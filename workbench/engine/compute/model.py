@@ -158,6 +158,7 @@ class ModelPerformer:
             self._agree()
         self._before_update()
         self._at("update")
+        self._layout.adopt_replaced_data(None if bucket is None else bucket.index)
         self._mark_written()
         if on == "host":
             return self.move_values(Op("update", bucket, by, on))

@@ -109,6 +109,8 @@ class OffloadStore:
     ) -> Hops:
         """Stores `what` on "host" or "disk". Returns the hops."""
         item = self._items.get((what, shard.index))
+        if what == "parameters":
+            layout.note_copy(shard.index, True)
         if item is not None:
             return self._move_item(shard.index, what, item, where)
         found = self._take_state(layout, optimizer, shard, what)
@@ -132,6 +134,7 @@ class OffloadStore:
         values = {key: self._into(x, item.devices[key]) if isinstance(x, Tensor) else x for key, x in values.items()}
         if not keep:
             self._drop_item(what, shard.index)
+            layout.note_copy(shard.index, self.read_parameters(shard.index) is not None)
         if what == "optimizer state":
             self._return_slots(layout, optimizer, shard, values)
         return values.get(VALUES_KEY), [*hops, ("host", item.nbytes)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.host.placement.unmaterialized import UnmaterializedParameter, prevent_fetches
-from workbench.rank import Bucket, Part
+from workbench.rank import Bucket, Part, StrategyError
 
 SMALL_BYTES = 32_768  # smaller gradients are copied together in one call
 ALONE_SHARE = 0.5  # share of a bucket that makes a parameter a bucket
@@ -89,6 +89,7 @@ class ParameterLayout:
             isinstance(place.param, UnmaterializedParameter) for place in self.order
         )  # one rank's shard is the whole
         self._slices, self.buckets, self.roomy = [], [], False
+        self._copied: dict[int, dict[str, int]] = {}  # by bucket with a copy elsewhere: versions of its parameters
         self._absent: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by bucket: NaN for it and its parameters
         for place in self.order:
             place.grad = None  # frees memory first
@@ -100,9 +101,10 @@ class ParameterLayout:
             whole = torch.full((1 if gone else n,), torch.nan, dtype=dtype, device=group[0].param.device).expand(n)
             for place, part in zip(group, parts, strict=True):
                 view = whole[part.start : part.stop].view(place.param.shape)
-                if not (gone or whole.is_meta):
-                    view.copy_(place.param.data)
-                place.param.data, place.bucket = view, index
+                with prevent_fetches():
+                    if not (gone or whole.is_meta):
+                        view.copy_(place.param.data)
+                    place.param.data, place.bucket = view, index
             offset = at.get(dtype, 0)
             at[dtype] = offset + whole.numel()
             self._slices.append(Bucket(index, whole, parts, offset))
@@ -125,6 +127,7 @@ class ParameterLayout:
         elif n > own.numel():
             self._record_weights(wanted.index, wanted.data, start)
         elif n < own.numel():
+            self.adopt_replaced_data(wanted.index)
             begin = start - self.begins[wanted.index]
             if own.numel() == whole and not self.keeps_values:
                 self._point_parameters(wanted.index, self._make_absent_data(wanted.index))
@@ -149,6 +152,41 @@ class ParameterLayout:
             one = bucket.data.new_full((), torch.nan)
             self._absent[index] = one.expand(bucket.data.numel()), [one.expand(p.shape) for p in bucket.parts]
         return self._absent[index][0]
+
+    def adopt_replaced_data(self, index: int | None = None) -> None:
+        """Copies data that the model has assigned to a parameter (`p.data = x`) into its bucket, or into all buckets.
+
+        Raises StrategyError if the new data has another shape or element type, or if a copy elsewhere is stepped.
+        """
+        for bucket in self._slices if index is None else [self._slices[index]]:
+            own = self.weights[bucket.index]
+            if own is not bucket.data or own.is_meta or type(own) is not Tensor or not own.stride(0):
+                continue  # sizes only, or not whole
+            at, size, copied = own.data_ptr(), own.element_size(), self._copied.get(bucket.index, {})
+            with prevent_fetches():
+                group = self.groups[bucket.index]
+                pairs = zip((place.param.data for place in group), bucket.parts, strict=True)
+                found = [(x, part) for x, part in pairs
+                         if not x.is_contiguous() or (x.numel() and x.data_ptr() != at + size * part.start)]  # fmt: skip
+                versions = {place.name: place.param._version for place in group} if copied else {}
+            written = [part.name for _, part in found] or [n for n, seen in versions.items() if seen != copied[n]]
+            if copied and written:
+                raise StrategyError(
+                    f"parameter {written[0]}: the model has written into it, and the strategy steps a copy of it on "
+                    f"the host or the disk; take ZeRO2 or ZeRO3, or let the model only read its parameters"
+                )
+            for x, part in found:
+                _require_like(part.name, x, part, own)
+                own[part.start : part.stop].view(part.shape).copy_(x.clone())  # it may be a transposed view of `own`
+            if found:
+                self._point_parameters(bucket.index, own)
+
+    def note_copy(self, index: int, exists: bool) -> None:
+        """Notes whether a copy of this bucket's parameters elsewhere is stepped, so that writes into these are lost."""
+        self._copied.pop(index, None)
+        if exists and not self.has_sizes_only:
+            with prevent_fetches():
+                self._copied[index] = {place.name: place.param._version for place in self.groups[index]}
 
     def _record_weights(self, index: int, data: Tensor, begin: int) -> None:
         """begin: where `data` begins in its bucket"""
@@ -270,11 +308,17 @@ class ParameterLayout:
 
     def list_params(self) -> list[Bucket]:
         """Returns the parameters, cut like the gradients. Writing into whole ones changes the model."""
+        self.adopt_replaced_data()
         return [Bucket(b.index, b.data, b.parts, b.offset) for b in self._slices]
 
     @property
     def bucket_parts(self) -> list[Part]:
         return [part for bucket in self.buckets for part in bucket.parts]
+
+    @property
+    def frozen_names(self) -> list[str]:
+        """The parameters here that the model has frozen during the run."""
+        return [place.name for place in self.order if not place.param.requires_grad]
 
     @property
     def element_count(self) -> int:
@@ -283,6 +327,16 @@ class ParameterLayout:
     @property
     def byte_count(self) -> int:
         return sum(p.numel * p.param.element_size() for p in self.order)
+
+
+def _require_like(name: str, given: Tensor, part: Part, own: Tensor) -> None:
+    if given.shape != part.shape or given.dtype != own.dtype:
+        was, now = ((list(shape), str(kind).removeprefix("torch.")) for shape, kind in
+                    ((part.shape, own.dtype), (given.shape, given.dtype)))  # fmt: skip
+        raise StrategyError(
+            f"parameter {name}: the model has replaced its data of shape {was[0]} and type {was[1]} by {now[0]} and "
+            f"{now[1]}, and ranks cannot follow; keep shape and type, or let the model be made so"
+        )
 
 
 def group_parameters(order: list[ParameterPlace], limit: float) -> list[list[ParameterPlace]]:

@@ -21,6 +21,7 @@ _SAYS = set(  # functions that read no values
     "rand_like randn_like randint_like new_zeros new_ones new_empty new_full new_tensor is_same_size __len__".split()
 )
 _SHOWS = [getattr(Tensor, name) for name in ("data", "T", "mT", "H", "mH", "real", "imag")]  # these read values
+_DATA: Any = Tensor.data
 _kinds: dict[type, type] = {}  # by the class of a parameter, the class of an absent one
 
 
@@ -91,7 +92,9 @@ def _reads_no_values(func: Callable[..., object]) -> bool:
     name = func.__name__
     if name == "__get__":
         return getattr(func, "__self__", None) not in _SHOWS
-    return name in ("__set__", "__delete__") or name in _SAYS
+    if name == "__set__":  # new data goes into the whole parameter
+        return getattr(func, "__self__", None) is not _DATA
+    return name == "__delete__" or name in _SAYS
 
 
 def _find_parameters(x: object) -> Iterator[nn.Parameter]:

@@ -72,6 +72,7 @@ class ModelPerformer:
         share = 1.0 if bucket is None else bucket.data.numel() / self._body.layout.element_count
         self._body.activate_worker(fiber.origin)
         if self._parts.world.real:
+            self._body.layout.adopt_replaced_data(None if bucket is None else bucket.index)
             self._drop_gradients()
         if bucket is not None:
             require_steppable(self._body.layout, self._body.optimizer, bucket, self._parts.experiment)
