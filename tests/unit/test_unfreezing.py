@@ -6,20 +6,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.kept import twice
 from tests.laws.dynamic_models import CASES, Batch, Dynamic, batches, freeze_b, layers, pull, through, two
 from tests.ranks import ended, experiment, live, make_fitting, run, shipped
 from tests.thinned import thinned
-from workbench import simulate
+from tests.unit.test_resizing import Crowd
+from workbench import Checkpoint, simulate
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
 from workbench.rank import StrategyError
+from workbench.record.checkpoints import FOLDER, found, step_of
 from workbench.settings import Change, knobs
+from workbench.sim.run.resuming import gather_checkpoint
 from workbench.strategies import DDP, LocalSGD, Strategy, TorchDDP
 from workbench.tasks import Colwise, Rowwise, Task
 
@@ -125,6 +130,57 @@ def test_a_frozen_parameter_stays_unchanged_or_the_run_names_it(name: str) -> No
     for seen in filter(None, values.values()):  # a server saw no batch
         moved = [float((after - before).abs().max()) for before, after in pairwise(seen)]
         assert max(moved[-5:]) < (0.5 if name in APPROACH else 1e-3) * max(moved)
+
+
+def freezes_once() -> Task:
+    """The models of the first 2 ranks freeze b and unfreeze a before batch 2, and leave both so."""
+
+    def rule(model: Any, batch: Batch) -> Tensor:
+        if batch.index == 2 and batch.rank < 2:
+            model.a.requires_grad_(True)
+            model.b.requires_grad_(False)
+        return pull(model.a, batch) + pull(model.b, batch) + through(model, batch)
+
+    case = Dynamic(lambda: {**two(), **layers()}, rule, SGD, lambda model: model.a.requires_grad_(False))
+    return Task(model=case.model, data=many, loss=lambda model, batch: model(batch), optimizer=SGD)
+
+
+def require_equal_ends(first: Path, second: Path, task: Task) -> None:
+    one, other = (dict(Checkpoint.open(at).model(task).named_parameters()) for at in (first, second))
+    assert step_of(first) == step_of(second)
+    for name, p in one.items():
+        assert torch.equal(p, other[name]), name
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["DDP", "ZeRO3"])
+def test_a_resumed_run_trains_the_parameters_that_the_first_one_did(name: str, tmp_path: Path) -> None:
+    e = chosen(name, 8, task=freezes_once(), save_every=4)
+    _, (resumed, *_) = twice(e, tmp_path, 4)
+    assert not resumed.model.b.requires_grad and resumed.model.a.requires_grad
+    require_equal_ends(*(found(tmp_path / run / FOLDER)[-1] for run in ("whole", "rest")), e.task)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_resumed_simulation_trains_the_parameters_that_the_first_one_did(gathered: bool, tmp_path: Path) -> None:
+    e = chosen("DDP", 8, task=freezes_once(), save_every=4, pace=5.0)
+    simulate(e, real=True, checkpoints=tmp_path / "whole")
+    first = Checkpoint.open(found(tmp_path / "whole")[0])
+    if gathered:  # as for another number of ranks; these begin their data again
+        first = gather_checkpoint(first, e, RANKS, tmp_path / "gathered" / first.path.name)
+        e = replace(e, task=replace(e.task, data=lambda *given: many(*given)[4:]))
+    simulate(e, real=True, checkpoints=tmp_path / "rest", resume=first)
+    require_equal_ends(found(tmp_path / "whole")[-1], found(tmp_path / "rest")[-1], e.task)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_joins_does_not_train_what_the_others_have_frozen() -> None:
+    with Crowd(chosen("DDP", 0, task=freezes_once(), pace=5.0)) as crowd:
+        crowd.reach(4)
+        crowd.resize(0, 1, 2)
+        crowd.reach(crowd.first.rank.step + 2)
+        assert [s.model.b.requires_grad for s in crowd.stopped()] == [False] * 3
 
 
 @pytest.mark.ranks

@@ -89,6 +89,7 @@ def make_rank_image(run: CheckpointView) -> RankImage:
     said["slots"] = {name: [image.add_tensor(f"optimizer.{name}", x, *place), list(x.shape), x.device.type]
                      for name, x, place in _locate_slots(run)}  # fmt: skip
     said["order"] = [place.name for place in run.layout.order]
+    said["frozen"] = run.layout.frozen_names
     state, optimizer = run.optimizer.state, run.optimizer
     others = {place.name: {slot: x for slot, x in state.get(place.param, {}).items() if not isinstance(x, Tensor)}
               for place in run.layout.order}  # fmt: skip
@@ -133,11 +134,13 @@ def _count_elements(shape: tuple[int, ...]) -> int:
 
 
 def list_untrained(run: RankView) -> Iterator[tuple[str, Tensor]]:
-    """Yields buffers and frozen parameters."""
+    """Yields buffers, and frozen parameters that are in no bucket."""
     yield from run.model.named_buffers()
+    here = {id(place.param) for place in run.layout.order}
     for name, p in run.model.named_parameters():
         if (
             not p.requires_grad
+            and id(p) not in here
             and not isinstance(p, unmaterialized.UnmaterializedParameter)
             and whole_shape(p) == tuple(p.shape)
         ):

@@ -72,6 +72,7 @@ def make_whole_image(run: CheckpointView, momentum: Any, rules: dict[str, str], 
     said["slots"] = {name: [image.add_tensor(f"optimizer.{name}", x, tuple(x.shape)), list(x.shape), x.device.type]
                      for name, x in read_slots(run.layout, optimizer).items()}  # fmt: skip
     owed = {rank: inherit_shares(rank, size, rules, shares) for rank in range(size)}
+    said["frozen"] = run.layout.frozen_names
     rest = {"groups": read_settings(optimizer), "others": {}, "rate": vars(run.rate), "first": run.finite.first,
             "more": {OUTER: momentum, OWED: {rank: found for rank, found in owed.items() if found}}}  # fmt: skip
     for name, x in rest.items():

@@ -20,7 +20,7 @@ from workbench.host.core.data_positions import NO_INDEX, describe_repeats
 from workbench.host.core.views import RankView
 from workbench.host.memory.batches import Numbers, ReaderPosition
 from workbench.host.memory.budget import OutOfMemory
-from workbench.host.reconfigure.unfreezing import unfreeze_parameters
+from workbench.host.reconfigure.unfreezing import freeze_parameters, unfreeze_parameters
 from workbench.host.sharding.access_trace import AccessTrace
 from workbench.settings import Change, KnobError
 from workbench.settings.describe_error import text_of
@@ -94,6 +94,7 @@ class RestoredState:
                 run.reading.trial = _decode_trace(self.reads, run.model)
         if self.whole:
             with self.refuse_misfits(), torch.no_grad():
+                unfreeze_parameters(run, self.entries["parameters"].keys())
                 _restore_values(run, self)
                 _restore_optimizer(run, self)
                 run.restart_data(self.used)
@@ -139,6 +140,7 @@ class RestoredState:
                     self._restore_position(run, reader)
                 else:
                     at_rate(run.optimizer, run.rank.lr)
+            freeze_parameters(run, self.entries.get("frozen", ()))
         if e.strategy.opaque:
             run.enter_opaque()
         run.choose_lane()
@@ -206,8 +208,8 @@ def _restore_values(run: RankView, saved: RestoredState) -> None:
                 raise ValueError(f"{name} has {x.numel()} elements of {x.dtype} here, and {given.numel()} of "
                                  f"{given.dtype} there")  # fmt: skip
             x.copy_(given.view(x.shape))
-        if numbers:
-            raise ValueError(f"it has {_shorten_names(list(numbers))}, and this run has not")
+        if left := [name for name in numbers if name not in saved.entries["parameters"]]:  # older versions wrote both
+            raise ValueError(f"it has {_shorten_names(left)}, and this run has not")
 
 
 def _restore_optimizer(run: RankView, saved: RestoredState) -> None:

@@ -10,7 +10,7 @@ from workbench.host.elastic.reentry import Membership, agree_on_state, broadcast
 from workbench.host.loop.bucket_order import split_state
 from workbench.host.loop.views import EnteringView
 from workbench.host.reconfigure.changes import take_role
-from workbench.host.reconfigure.unfreezing import unfreeze_parameters
+from workbench.host.reconfigure.unfreezing import freeze_parameters, unfreeze_parameters
 from workbench.host.transfer import residual
 
 
@@ -46,10 +46,11 @@ async def train_in_generation(run: EnteringView, came: Membership) -> None:
 
 
 async def align_order(run: EnteringView) -> None:
-    """Gives all ranks rank 0's order of parameters, because a new rank does not know the order of gradients."""
-    here = [place.name for place in run.layout.order]
-    names = json.loads(await run.broadcast_text(json.dumps(here) if run.rank.id == 0 else ""))
+    """Gives all ranks rank 0's order of parameters and its frozen ones, because a new rank knows neither."""
+    here = [place.name for place in run.layout.order], run.layout.frozen_names
+    names, frozen = json.loads(await run.broadcast_text(json.dumps(here) if run.rank.id == 0 else ""))
     unfreeze_parameters(run, names)
+    freeze_parameters(run, frozen)
     if names != [place.name for place in run.layout.order]:
         await run.reorder_parameters(names)
 

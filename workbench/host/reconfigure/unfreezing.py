@@ -50,6 +50,13 @@ def unfreeze_parameters(run: ChangeView, names: Collection[str]) -> None:
     run.lay_out_parameters(here | set(more), None)
 
 
+def freeze_parameters(run: ChangeView, names: Collection[str]) -> None:
+    """Other ranks, or those of a checkpoint, have frozen these parameters: they are frozen here from now on."""
+    for name, p in run.model.named_parameters():
+        if name in names:
+            p.requires_grad_(False)
+
+
 async def agree_on_unfrozen(run: ChangeView) -> None:
     """Between steps, when all ranks have met: all train what some rank has unfrozen.
 
