@@ -166,8 +166,10 @@ class ParameterLayout:
             with prevent_fetches():
                 group = self.groups[bucket.index]
                 pairs = zip((place.param.data for place in group), bucket.parts, strict=True)
-                found = [(x, part) for x, part in pairs
-                         if not x.is_contiguous() or (x.numel() and x.data_ptr() != at + size * part.start)]  # fmt: skip
+                found = [
+                    (x, part) for x, part in pairs
+                    if not x.is_contiguous() or (x.numel() and x.data_ptr() != at + size * part.start)
+                ]  # fmt: skip
                 versions = {place.name: place.param._version for place in group} if copied else {}
             written = [part.name for _, part in found] or [n for n, seen in versions.items() if seen != copied[n]]
             if copied and written:
