@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -173,6 +175,86 @@ def test_unusual_backwards_give_the_same_result_as_without_ranks(every: int) -> 
     run(of(train, strategy=LocalSGD()))
     assert "forward" not in vars(models[0])
     torch.testing.assert_close(found[0], in_odd_ways(batches, models[1]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.ranks
+def test_a_copy_of_a_loops_model_computes_with_parameters_of_its_own() -> None:
+    found: list[torch.Tensor] = []
+
+    def train() -> None:
+        model, batches = made()
+        optimizer = stepped(model)
+        for batch in steps(batches[:2], model):
+            file = BytesIO()
+            torch.save(model, file)
+            file.seek(0)
+            for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+                with torch.no_grad():
+                    for p in other.parameters():
+                        p.zero_()
+                    found.append(other(batch))
+            off(model, batch).backward()
+            optimizer.step()
+
+    run(of(train))
+    assert len(found) == 4 and not any(x.any() for x in found)
+
+
+class Two(nn.Module):
+    """Two layers; forward uses the first, and the second if it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([made()[0], made()[0]])
+
+    def forward(self, x: torch.Tensor, second: bool = False) -> torch.Tensor:
+        return sum(layer(x) for layer in list(self.layers)[: 1 + second])
+
+
+@pytest.mark.ranks
+def test_torchs_own_ddp_finds_unused_parameters_in_a_loop_without_a_wrapper() -> None:
+    models: list[nn.Module] = []
+
+    def train() -> None:
+        model, batches = Two(), made()[1]
+        optimizer = stepped(model)
+        models.append(model)
+        for number, batch in enumerate(steps(batches, model)):
+            optimizer.zero_grad()
+            model(batch, number > 2).square().mean().backward()
+            optimizer.step()
+
+    run(of(train, 2, strategy=TorchDDP(find_unused_parameters=True)))
+    assert far(*models) == 0.0 and far(models[0].layers[1], made()[0]) > 0.0
+
+
+def growing(batches: Any, model: Two) -> Two:
+    """Trains a model that gets its second layer before the third batch."""
+    optimizer = stepped(model)
+    for number, batch in enumerate(batches):
+        if number == 2:
+            model.layers.append(made()[0])
+            optimizer.add_param_group({"params": model.layers[1].parameters()})
+        optimizer.zero_grad()
+        model(batch, number >= 2).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", [DDP(), TorchDDP(), LocalSGD(every=1)], ids=str)
+def test_a_layer_that_a_loop_adds_to_its_model_is_trained_on_all_ranks(strategy: Strategy) -> None:
+    models, batches = [Two() for _ in range(3)], made()[1]
+    for model in models:
+        del model.layers[1]
+    left = models[:2]
+
+    def train() -> None:
+        model = left.pop()
+        growing(steps([part for batch in batches for part in batch.split(4)], model), model)
+
+    run(of(train, 2, strategy=strategy))
+    assert far(*models[:2]) == 0.0 and far(models[0], growing(batches, models[2])) < 1e-6
 
 
 @pytest.mark.ranks

@@ -111,11 +111,13 @@ class ScriptTraining(RankTraining):
             self.host.parts.wrap_model(made)
 
     def _make_options(self) -> dict[str, Any]:
-        """Returns the arguments of torch's own wrapper: the script's, except a bucket size that a person has set."""
+        """Returns the arguments of torch's own wrapper: the script's, except settings that a person has changed."""
         options = dict(self.led.ddp_shim.options) if self.led.ddp_shim else {}
         if self.has_new_size or self.led.ddp_shim is None:
             options.pop("bucket_cap_mb_list", None)
             options["bucket_cap_mb"] = convert_to_mib(self.experiment.bucket_mb)
+        if getattr(self.experiment.strategy, "find_unused_parameters", False):
+            options["find_unused_parameters"] = True
         return options
 
     def require_trainable(self, wanted: Experiment) -> Experiment:

@@ -18,6 +18,19 @@ from workbench.engine.script.views import ScriptView
 from workbench.settings import Change, KnobError
 
 
+class LoopForward:
+    """The `forward` of a loop's model. A copy of the model, or the model in a file, has its class's `forward`."""
+
+    def __init__(self, batches: ScriptBatches, model: nn.Module, plain: Callable[..., Any]) -> None:
+        self._batches, self._model, self._plain = batches, model, plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._batches.call_model(self._model, self._plain, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._model, "forward")  # called before the copy has attributes of its own
+
+
 class ScriptBatches:
     """One rank's batches of a pass, and the block in which the loop uses them.
 
@@ -95,7 +108,7 @@ class ScriptBatches:
         """Replaces the model's `forward`, and yields every n-th batch for n ranks, in rank 0's order."""
         plain = model.forward
         if self.model is not model and not isinstance(model, DDPShim):
-            model.forward = lambda *args, **kwargs: self._call_model(model, plain, args, kwargs)
+            model.forward = LoopForward(self, model, plain)
             self.model = self.model or model
             self._patched.append(model)
         (rank, size), sampler = self.rank_and_size, getattr(loader, "batch_sampler", None)
@@ -111,7 +124,7 @@ class ScriptBatches:
             for indices in order[rank : len(order) // size * size : size]:
                 yield data.collate_fn([data.dataset[i] for i in indices])
 
-    def _call_model(self, model: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_model(self, model: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._inside:  # torch's own wrapper calls it
             return plain(*args, **kwargs)
         self._inside = True

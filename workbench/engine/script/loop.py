@@ -144,7 +144,14 @@ class ScriptLoop(ScriptBatches):
             self._let_run()
         if self.waits_at != "backward":
             raise LoopEnded
+        self._note_added()
         return self._loss[0]
+
+    def _note_added(self) -> None:
+        """Notes parameters that the loop has added to its model: ranks take them in as they do unfrozen ones."""
+        layout, frozen = self.run.layout, self.run.usage.frozen
+        known = {id(place.param) for place in layout.order} | {id(p) for p in frozen.values()}
+        frozen |= {name: p for name, p in self.run.model.named_parameters() if p.requires_grad and id(p) not in known}
 
     def recorded_loss(self, loss: Tensor) -> Tensor:
         """Returns a step's loss for the record: the unscaled sum over its backwards."""
