@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.kept import twice
+from tests.kept import lived, twice
 from tests.laws.dynamic_models import CASES, Batch, Dynamic, batches, freeze_b, layers, pull, through, two
 from tests.ranks import ended, experiment, live, make_fitting, run, shipped
 from tests.thinned import thinned
@@ -181,6 +182,32 @@ def test_a_rank_that_joins_does_not_train_what_the_others_have_frozen() -> None:
         crowd.resize(0, 1, 2)
         crowd.reach(crowd.first.rank.step + 2)
         assert [s.model.b.requires_grad for s in crowd.stopped()] == [False] * 3
+
+
+def replaces(model: Any) -> None:
+    model.a = nn.Parameter(torch.ones_like(model.a))
+
+
+def grows(model: Any) -> None:
+    model.more = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("change", "said"), [(replaces, "a was replaced or removed"), (grows, "more was added")])
+def test_no_checkpoint_is_made_of_a_model_whose_parameters_are_others(change: Any, said: str, tmp_path: Path) -> None:
+    def rule(model: Any, batch: Batch) -> Tensor:
+        if batch.index == 2:
+            change(model)
+        return pull(model.b, batch) + through(model, batch)
+
+    task = replace(freezes_once(), model=Dynamic(lambda: {**two(), **layers()}, rule).model)
+    e = chosen("DDP", 4, task=task, save_every=2)
+    sessions = lived(e, tmp_path / "real")
+    assert said in json.loads(sessions[0].record.noted("not saved")[0][3])["text"]
+    done = simulate(e.set("pace", 5.0), real=True, checkpoints=tmp_path / "simulated")
+    assert said in done.details("not saved")[0][2]["text"]
+    for folder in (tmp_path / "real" / FOLDER, tmp_path / "simulated"):
+        assert [step_of(path) for path in found(folder)] == [2]
 
 
 @pytest.mark.ranks

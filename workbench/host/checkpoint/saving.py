@@ -158,6 +158,8 @@ class Checkpointer:
         if strategy.opaque:
             await run.leave_opaque()
         try:
+            if reason := run.usage.explain_change(run.model, run.layout):
+                return None, reason
             image = make_rank_image(run)
             spoiled = next((name for name, n in image.entries["parameters"].items()
                             if not is_finite([image.items[n].values])), None)  # fmt: skip

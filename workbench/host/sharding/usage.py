@@ -53,13 +53,14 @@ class ParameterUsage:
         self.unfrozen: dict[str, nn.Parameter] = {}
         self.frozen: dict[str, nn.Parameter] = {}  # outside the layout
         self._trained: list[ParameterPlace] = []  # then trained
+        self._is_whole = True  # whether all trained parameters are here
 
     def take_layout(self, model: nn.Module, layout: ParameterLayout, whole: bool = True) -> None:
         """whole: whether all trained parameters are here"""
         here = {id(place.param) for place in layout.order}
         named = model.named_parameters()
         self.frozen = {name: p for name, p in named if id(p) not in here and (whole or not p.requires_grad)}
-        self.unfrozen = {}
+        self.unfrozen, self._is_whole = {}, whole
         self._trained = [place for place in layout.order if place.param.requires_grad]
 
     def require_trained(self, strategy: Strategy) -> None:
@@ -74,6 +75,16 @@ class ParameterUsage:
     def list_unfrozen(self) -> list[str]:
         """Lists parameters outside the layout."""
         return [name for name, p in self.frozen.items() if p.requires_grad]
+
+    def explain_change(self, model: nn.Module, layout: ParameterLayout) -> str:
+        """Returns which parameter the model has replaced, removed or added during the run, as a sentence; or ""."""
+        known = {id(place.param): place.name for place in layout.order}
+        known |= {id(p): name for name, p in self.frozen.items()}
+        now = {id(p): name for name, p in model.named_parameters()}
+        trained = [(name, id(p)) for name, p in model.named_parameters() if p.requires_grad] if self._is_whole else []
+        changed = [f"{name} was replaced or removed" for key, name in known.items() if key not in now]
+        changed += [f"{name} was added" for name, key in trained if key not in known]
+        return f"parameter {changed[0]} during the run, and a resumed run begins without that" if changed else ""
 
     def begin_backward(self, step: int) -> None:
         """Raises a hand for unfrozen parameters."""
