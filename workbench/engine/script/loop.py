@@ -149,7 +149,7 @@ class ScriptLoop(ScriptBatches):
 
     def _note_added(self) -> None:
         """Notes parameters that the loop has added to its model: ranks take them in as they do unfrozen ones."""
-        layout, frozen = self.run.layout, self.run.usage.frozen
+        layout, frozen = self.run.layout, self.run.host.usage.frozen
         known = {id(place.param) for place in layout.order} | {id(p) for p in frozen.values()}
         frozen |= {name: p for name, p in self.run.model.named_parameters() if p.requires_grad and id(p) not in known}
 
