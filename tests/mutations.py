@@ -213,8 +213,9 @@ _POLICIES = (
            "-looks >= self.windows", "-looks > self.windows", RULES, "off by one on the way back"),
     Mutant("SyncSwitch: the rate is a share of the present one", "policies/sync_switch.py",
            "state.lr * share", "e.lr * share", STEERED, "it never comes back to the usual one"),
-    Mutant("steering: a person's change of the same step comes too late", "host/reconfigure/policy_runner.py",
-           "bisect_right(steps, at)", "sum(step < at for step in steps)", STEERED,
+    Mutant("steering: a person's change of the same step comes too late", "host/core/change_queue.py",
+           "bisect_right([change.at_step for change in self.planned], event.at_step)",
+           "sum(change.at_step < event.at_step for change in self.planned)", STEERED,
            "a policy decides by what is no longer so"),
     Mutant("steering: means are since the start", "host/reconfigure/policy_runner.py",
            """        self._drop_values()
