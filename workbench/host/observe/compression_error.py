@@ -1,7 +1,7 @@
 """Measures the error of compression, at the same steps on every rank.
 
-Every `measure_every` steps a stand-in replaces the compressor, but never in two exchanges in a row. Rank 0 records the
-Samples "compression_error", "compression_cosine" and "residual_ratio".
+Every `measure_every` steps a stand-in replaces the compressor for one step, but never in two exchanges in a row. Rank 0
+records the Samples "compression_error", "compression_cosine" and "residual_ratio".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from workbench.rank import Op
 
 
 class CompressionErrorProbe:
-    """Decides by steps and exchanges only: the same on ranks in step."""
+    """Decides when to measure, by steps and exchanges only: the same on ranks in step."""
 
     def __init__(self) -> None:
         self.last = 0  # last measured step
@@ -52,7 +52,7 @@ class CompressionErrorProbe:
 
 
 async def _run_weighed(run: MeasuringView, step: Coroutine[Op, Any, int | None]) -> int | None:
-    """Records for a policy how much this rank sends."""
+    """Records for a policy how much of its gradient this rank sends."""
     rank = run.rank
     stand_in = rank.compressor = Gain(rank.compressor, feeds(run.experiment.compressor))
     try:

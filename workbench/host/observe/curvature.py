@@ -29,7 +29,7 @@ from workbench.host.placement.layout import ParameterLayout
 from workbench.rank import Factors, StrategyError
 from workbench.rank.bucket import Part
 
-_LOCK, _OPEN = threading.Lock(), list[ExitStack]()
+_LOCK, _OPEN = threading.Lock(), list[ExitStack]()  # one stack per open block
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def _twice_differentiable() -> Iterator[None]:
 
 
 def outline_factors(model: nn.Module, layout: ParameterLayout) -> list[Factors]:
-    """Makes Factors without values."""
+    """Returns Factors with sizes only."""
     found = []
     for name, layer in find_layers(model, {place.name for place in layout.order}).items():
         kind = torch.promote_types(layer.weight.dtype, torch.float32)
@@ -93,7 +93,7 @@ class FactorCollector:
             self._removers.append(layer.register_forward_hook(partial(self._add_inputs, name)))
 
     def take_factors(self) -> list[Factors]:
-        """Zeros without a call. Removes the hooks."""
+        """Returns factors, zeros for a layer without a call. Removes the hooks."""
         for remover in self._removers:
             remover.remove()
         found = []
@@ -173,12 +173,12 @@ class GaussNewtonProducts:
         self._back = [(i, b) for i, b in enumerate(back) if b is not None and b.requires_grad]
 
     def _to_params(self, given: Sequence[Tensor], **how: bool) -> list[Tensor | None]:
-        """Frozen ones have None."""
+        """Returns gradients, None for frozen parameters."""
         found = iter(torch.autograd.grad(self._made, self._trained, given, allow_unused=True, **how))
         return [next(found) if trains else None for trains in self._trains]
 
     def multiply_vector(self, vector: list[Tensor]) -> list[Tensor]:
-        """vector: (n,) by bucket"""
+        """vector and product: (n,) by bucket"""
         v = [x.view(shape) for flat, bucket in zip(vector, self._buckets, strict=True)
              for x, shape in _cut_parts(flat, bucket.parts)]  # fmt: skip
         with _twice_differentiable():
@@ -205,7 +205,7 @@ class CurvatureEstimator:
 
     def __init__(self, model: nn.Module, loss: Callable[..., Tensor], layout: ParameterLayout) -> None:
         self._model, self._loss, self._layout = model, loss, layout
-        self._batch: Any = None  # until the next update
+        self._batch: Any = None  # the last forward's, until an update
         self._collecting: FactorCollector | None = None
         self._products: GaussNewtonProducts | None = None
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from workbench.strategies import Strategy
 
 CHUNK_ELEMENTS = 65_536
-Evaluated = tuple[dict[str, float], float | None]  # numbers; RMS distance, or None
+Evaluated = tuple[dict[str, float], float | None]  # numbers by name; RMS distance, None with sizes only
 
 
 def compute_numbers(

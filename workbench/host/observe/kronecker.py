@@ -55,7 +55,7 @@ def name_parameters(name: str, layer: Layer) -> tuple[str, str]:
 
 
 def factor_sizes(layer: Layer) -> tuple[int, int]:
-    """Sizes: of inputs, with the bias's 1, and of outputs."""
+    """Returns the sizes of inputs, with the bias's 1, and of outputs."""
     return layer.weight[0].numel() + (layer.bias is not None), len(layer.weight)
 
 
@@ -82,7 +82,7 @@ def make_slope_rows(layer: Layer, grad: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def _add_batch_dim(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
-    """One example may lack it."""
+    """A convolution accepts one example without it."""
     return x if x.dim() == layer.weight.dim() else x[None]
 
 

@@ -29,13 +29,13 @@ from workbench.host.placement.canonical_state import list_buffers
 from workbench.rank import Op, StrategyError
 from workbench.settings import Json
 
-WINDOW_LOSSES = 10  # in a mean
-MAX_SKIPPED = 20  # steps before alarm
+WINDOW_LOSSES = 10  # losses in a mean
+MAX_SKIPPED = 20  # steps in a row before an alarm
 R = TypeVar("R")
 
 
 class NonFiniteGuard:
-    """One rank's watch for bad losses.
+    """One rank's watch for non-finite and diverging losses.
 
     alarmed: asks the host to "pause", "stop" or "roll back" the run, as far as it can
     first:   the loss of the run's first step, None before; lower losses never count as diverged
@@ -46,12 +46,12 @@ class NonFiniteGuard:
 
     def __init__(self, run: WatchedView, alarmed: Callable[[str], None], first: float | None = None) -> None:
         self.run, self.alarmed, self.first = run, alarmed, first
-        self._skipped = -1
-        self._row = 0  # consecutive skips
+        self._skipped = -1  # the last skipped step
+        self._row = 0  # skipped steps in a row
         self.forget_losses()
 
     def forget_losses(self) -> None:
-        """Call it after a pause."""
+        """Forgets losses and alarms after a pause."""
         self._found: NonFiniteOrigin | None = None  # this step's cause
         self._said = False
         self._losses: deque[float] = deque(maxlen=WINDOW_LOSSES)
@@ -61,7 +61,7 @@ class NonFiniteGuard:
         self.first = self.first if first is None else float(first)
 
     async def agree_on_first_loss(self) -> None:
-        """Takes the largest of all ranks."""
+        """Takes the largest first loss of all ranks."""
         place = self.run.layout.order[0].param.device
         mine = torch.tensor([-math.inf if self.first is None else self.first], dtype=torch.float64, device=place)
         largest = await self.run.rank.all_reduce(mine, "max", "first loss")
@@ -71,7 +71,7 @@ class NonFiniteGuard:
     # -- losses --
 
     def check_forward(self, loss: Tensor, batch: object) -> None:
-        """Finds the cause before an update hides it."""
+        """Finds a bad loss's cause before an update hides it."""
         if self._found is None and not math.isfinite(float(loss)):
             self._found = self._find_cause(batch)
 
@@ -99,7 +99,7 @@ class NonFiniteGuard:
         return 0 < times * self._best < mean and mean > self.first
 
     def _raise_alarm(self, name: str, detail: dict[str, Json]) -> None:
-        """Only once until a good loss or a pause's end."""
+        """Acts by `on_nan`, once until a good loss or a pause's end."""
         if not self._said:
             self._said = True
             self.run.mark(name, {"rank": self.run.rank.number(), **detail})
@@ -174,7 +174,7 @@ class NonFiniteGuard:
         if own is None and batch is not None and self._can_recompute:
             own = find_in_backward(run.model, run.learner.loss, batch)
         if self._row > MAX_SKIPPED:
-            self._skipped = -1
+            self._skipped = -1  # skipping did not help
             return self._raise_alarm(
                 "nan", {"loss": "", **(own or find_in_gradients(run.model)).to_json(), "row": MAX_SKIPPED}
             )
@@ -184,7 +184,7 @@ class NonFiniteGuard:
 
 
 def is_finite(grads: Iterable[Tensor | None]) -> bool:
-    """On a GPU this synchronizes."""
+    """Whether all are finite. On a GPU this synchronizes."""
     there = [g.detach() for g in grads if g is not None and g.numel()]
     if not there:
         return True
@@ -194,7 +194,7 @@ def is_finite(grads: Iterable[Tensor | None]) -> bool:
 
 
 def has_no_rows(batch: object) -> bool:
-    """Whether a tensor's first dimension is 0."""
+    """Whether a tensor at any depth has a first dimension of 0."""
     if isinstance(batch, Tensor):
         return batch.dim() > 0 and batch.shape[0] == 0
     if isinstance(batch, Mapping):

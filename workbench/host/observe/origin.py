@@ -14,7 +14,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class NonFiniteOrigin(NamedTuple):
-    """A layer ("": unknown), and the reason."""
+    """A layer's name ("": none or unknown), and the reason."""
 
     layer: str
     why: str
@@ -112,7 +112,7 @@ def _list_layers(model: nn.Module) -> Iterator[str]:
 
 
 def _is_finite(x: object) -> bool:
-    """Ignores integers."""
+    """Whether all floating-point tensors in `x` are finite."""
     if isinstance(x, Tensor):
         return x.is_meta or not (x.is_floating_point() or x.is_complex()) or bool(x.isfinite().all())
     if isinstance(x, Mapping):

@@ -23,7 +23,7 @@ WARMUP_PASSES = 3  # untimed ones
 
 
 class TimedUnit(NamedTuple):
-    """A part between two possible cuts, and its seconds per micro-batch.
+    """A part between two possible cuts, and its seconds per micro-batch forward and backward.
 
     The first part includes the work before the model's call, and the last part the loss.
     """
@@ -73,7 +73,7 @@ def measure_unit_times(e: Experiment, learner: Learner, rounds: int) -> tuple[Ti
 def measure_outputs(e: Experiment, learner: Learner) -> tuple[int, ...]:
     """Returns the bytes of each part's output for one micro-batch, without the last part's.
 
-    Raises KnobError if the parts do not run on the meta device.
+    Computes no values. Raises KnobError if the parts do not run on the meta device.
     """
     try:
         with torch.random.fork_rng(), torch.enable_grad():
@@ -90,7 +90,7 @@ def measure_outputs(e: Experiment, learner: Learner) -> tuple[int, ...]:
 
 
 def _time_passes(passes: PiecePasses) -> list[tuple[float, float]]:
-    """Returns seconds by part."""
+    """Returns the parts' forward and backward seconds."""
     there, back = [0.0] * passes.count, [0.0] * passes.count
     for number in range(passes.count):
         began = time.perf_counter()
