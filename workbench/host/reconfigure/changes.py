@@ -88,14 +88,14 @@ def _describe_refusal(change: Change, reason: str) -> dict[str, Json]:
 
 
 def _record_answer(run: ChangeView, by: int, name: str, detail: dict[str, Json]) -> None:
-    """All ranks keep it, because rank `by` may be lost."""
+    """All ranks keep the answer, because rank `by` may be lost."""
     run.answer = RequestAnswer(name, run.rank.step, run.now, detail)
     if run.rank.id == by:
         run.mark(name, detail)
 
 
 def _require_ready(run: ChangeView, wanted: Experiment) -> Experiment:
-    """Raises KnobError if an earlier change must complete first."""
+    """Returns `wanted`. Raises KnobError if an earlier change must complete first."""
     if wanted.strategy.shards and MOMENTUM in run.rank.memory.buffers:
         raise KnobError(
             f"strategy={type(wanted.strategy).__name__}: a compressor still hands the momentum back to the optimizer, "
@@ -105,7 +105,7 @@ def _require_ready(run: ChangeView, wanted: Experiment) -> Experiment:
 
 
 async def apply_experiment(run: ChangeView, wanted: Experiment) -> None:
-    """All ranks are at one boundary."""
+    """All ranks call it at the same step boundary."""
     was = run.experiment
     await drain_pipeline(run.flow)
     if was.strategy.in_flight:
@@ -150,12 +150,12 @@ async def apply_experiment(run: ChangeView, wanted: Experiment) -> None:
 
 
 def _list_wrapper_settings(e: Experiment) -> tuple[float, Fabric, Optimizer, Partition, Strategy]:
-    """An opaque strategy's wrapper reads them."""
+    """Lists settings that an opaque strategy's wrapper reads."""
     return e.bucket_mb, e.fabric, e.optimizer, e.partition, e.strategy
 
 
 def take_role(run: ChangeView, wanted: Experiment) -> None:
-    """Sets this rank's role and mesh."""
+    """Sets this rank's role and mesh. Rank 0 records the servers."""
     rank, strategy = run.rank, wanted.strategy
     arrange_mesh(run, wanted)
     rank.role = "trainer" if strategy.trains(rank.id, rank.size) else "server"
@@ -205,7 +205,7 @@ def _list_idle_faults(e: Experiment) -> list[str]:
 
 
 def _renew_optimizer(run: ChangeView, wanted: Experiment) -> None:
-    """A Mark records its state."""
+    """A Mark records which state the new optimizer gets."""
     made = run.make_optimizer(wanted)
     if rate(made) != run.rank.lr:
         at_rate(made, run.rank.lr)
@@ -218,7 +218,8 @@ def _renew_optimizer(run: ChangeView, wanted: Experiment) -> None:
 def needs_switch(was: Strategy, wanted: Strategy, size: int) -> bool:
     """Whether going from strategy `was` to `wanted` needs a hand-over.
 
-    It does if types differ, or the ranks that share state. State with a background task also depends on knobs.
+    It does if types differ, or the ranks that share state. The state of a strategy with a background task also depends
+    on its knobs.
     """
     other = bool(wanted.has_background) or (bool(wanted.shards) and sharers(wanted, size) != sharers(was, size))
     return type(wanted) is not type(was) or (wanted != was and other)
@@ -279,7 +280,7 @@ async def make_state_canonical(run: ChangeView, was: Experiment, wanted: Experim
 
 
 async def spread_model(run: ChangeView) -> None:
-    """Each rank has built the model whole."""
+    """Lays out the model, which each rank has built whole."""
     began = run.experiment
     await repartition_state(run, WHOLE, StateLayout(find_spread(began, run.model, run.learner)))
     run.enter_strategy(began, began)

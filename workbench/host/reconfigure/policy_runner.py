@@ -24,12 +24,12 @@ from workbench.settings import Change, KnobError, resolved, to_plain
 from workbench.settings.describe_error import said
 
 KEPT = ("steps", "_noted", "_state", "_known", "_held", "_refused", "_said")  # in a checkpoint
-FAILURES = (Exception, SystemExit)  # a person may end the process, by KeyboardInterrupt
+FAILURES = (Exception, SystemExit)  # only KeyboardInterrupt may end the process
 
 
 @dataclass(frozen=True)
 class PolicyTick(PlannedEvent):
-    """A look."""
+    """Rank 0 asks the policy."""
 
 
 class PolicyRunner:
@@ -46,13 +46,13 @@ class PolicyRunner:
         self.steps = 0
         self._noted: dict[str, list[float]] = {}
         self._state: Any = None
-        self._known = False
-        self._given = False  # the plan has its decisions
+        self._known = False  # whether the policy has its state
+        self._given = False  # the plan has its decisions, as in a replay; it only looks
         self._next: PolicyTick | None = None  # other ticks are void
-        self._held: dict[str, int] = {}  # set by people; with steps
+        self._held: dict[str, int] = {}  # paths set by people, with the step that followed
         self.made: list[Change] = []
-        self._after: list[int] = []  # changes obeyed before each
-        self._refused: set[str] = set()  # until a change is made
+        self._after: list[int] = []  # changes obeyed before each in `made`
+        self._refused: set[str] = set()  # decisions to avoid until a change is made
         self._said: set[str] = set()
 
     @property
@@ -105,7 +105,7 @@ class PolicyRunner:
             self._plan_tick(following - 1, following)
 
     def undo_changes(self, changes: int) -> None:
-        """Keeps the first `changes` obeyed ones."""
+        """Drops changes after the first `changes` obeyed ones."""
         count = bisect_left(self._after, changes)
         del self.made[count:], self._after[count:]
 
@@ -120,7 +120,7 @@ class PolicyRunner:
         self._after, self.made = [n for n, *_ in known], [Change.read(plain, step) for _, step, plain in known]
 
     def _choose_step(self, policy: Policy, after: int) -> int:
-        """A failing policy looks every `look_every` steps."""
+        """Returns the next look's step; by `look_every` if the policy fails."""
         try:
             at = int(policy.next_look(self.run.experiment, after))
         except FAILURES as error:
@@ -154,7 +154,7 @@ class PolicyRunner:
             self._plan_tick((await self.run.gather(self.run.rank.step))[0])
 
     def _complete_paths(self, change: Change) -> Change:
-        """Keeps `change` if they do not resolve."""
+        """Returns full paths, or `change` if they do not resolve."""
         try:
             return resolved(self.run.experiment, change)[0]
         except KnobError:
@@ -188,7 +188,7 @@ class PolicyRunner:
             return
         for part in decision:
             if not await self.run.execute_change(part):
-                break  # it must wait
+                break  # it must wait for an earlier part
 
     async def _gather_observation(self) -> Seen:
         run, numbers = self.run, {}
@@ -295,7 +295,7 @@ def _make_key(change: Change) -> str:
 
 
 def _as_int(x: float) -> int:
-    """Ranks gather integers."""
+    """Returns bits, because ranks gather integers."""
     return int(struct.unpack("<q", struct.pack("<d", x))[0])
 
 

@@ -22,7 +22,7 @@ from workbench.tasks import Learner
 Again = Callable[[Callable[[], Tensor]], Tensor]
 
 PIPELINE = "partition=Pipeline"
-# A share; the micro-batches' numbers of targets may differ.
+# The micro-batches' mean loss may differ by this share, because their numbers of targets differ.
 MEAN_TOLERANCE = 0.2
 
 
@@ -63,7 +63,7 @@ def _check_stages(model: nn.Module, learner: Learner, stages: StageCuts, batch: 
             whole, pieces, calls = _compute_losses(again, model, parts, learner, batch)
             with replace_forward(model, partial(run_parts, parts)):
                 micros = cut_batch(batch, count)
-                micros = micros[:1] if whole.is_meta else micros  # all alike
+                micros = micros[:1] if whole.is_meta else micros  # without values all are alike
                 means = [again(partial(learner.loss, model, micro)) for micro in micros]
             with torch.enable_grad():
                 _run_pieces(model, learner, stages, micros[0])
@@ -98,7 +98,7 @@ def _require_once(calls: int, said: str, why: str) -> None:
 
 
 def _compare_losses(whole: float, pieces: float, said: str) -> None:
-    if math.isfinite(whole) and whole != pieces:  # otherwise incomparable
+    if math.isfinite(whole) and whole != pieces:  # else nothing can be compared
         raise KnobError(
             f"{said}: the model's parts one after the other have loss {pieces:.6g} where the model has "
             f"{whole:.6g}; let `parts` return Modules that together compute what the model does"

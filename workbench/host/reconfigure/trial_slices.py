@@ -1,7 +1,7 @@
 """Tries one batch before a model is sliced: all slices must learn what the whole model does.
 
-Double precision keeps rounding from hiding errors. Some models cannot compute in it. On the CPU a pass can wait for
-another pass in the middle of autograd.
+Double precision keeps rounding from hiding errors. A model that cannot compute in it keeps its own precision. The trial
+runs on the CPU, because there a pass can wait for another pass in the middle of autograd.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from workbench.settings import KnobError
 from workbench.settings.describe_error import text_of
 from workbench.tasks import Learner
 
-# By double precision: a gradient may differ by NEAR times its norm plus LEAST times all gradients' norm.
+# Keys: double precision or not. A gradient may differ by NEAR times its norm plus LEAST times all gradients' norm.
 NEAR = {True: 1e-6, False: 2e-2}
 LEAST = {True: 1e-9, False: 1e-5}
-STIR = 0.02  # noise, because zeros would hide errors
+STIR = 0.02  # noise: a layer of zeros would hide errors before it
 
 
 class _NoRandomness(TorchFunctionMode):
-    """Slices draw other numbers."""
+    """Removes randomness, because slices draw other numbers."""
 
     NAMES = frozenset("rand randn rand_like randn_like normal bernoulli normal_ uniform_ bernoulli_".split())
 
@@ -93,7 +93,6 @@ def _compute_gradients(model: nn.Module, learner: Learner, batch: object) -> tup
 
 def _compute_slices(part: nn.Module, learner: Learner, split: TensorSplit, k: int, batch: object,
                ask: Ask) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
-    """Returns rank k's loss and gradients."""
     with compute_together(part, split, k, ask, draws=False) as slices, slices.sum_partials():
         return _compute_gradients(part, learner, batch)
 
@@ -106,7 +105,7 @@ def _compare_gradients(
     found: list[dict[str, Tensor]],
     double: bool,
 ) -> None:
-    """Skips results that are not finite in the whole model."""
+    """Raises KnobError if the slices' results differ. Skips results that are not finite in the whole model."""
     near, ways = NEAR[double], f"dealt out over {split.ways} ranks"
     norms = {name: float(as_real(grad).float().norm()) for name, grad in whole.items()}
     compared = {name: whole[name] for name, norm in norms.items() if math.isfinite(norm)}
@@ -131,7 +130,7 @@ def _compare_gradients(
 
 
 def _join_gradient(name: str, split: TensorSplit, found: list[dict[str, Tensor]], like: Tensor) -> Tensor:
-    """Missing ones are zero."""
+    """Returns a whole gradient; missing ones are zero."""
     if name not in split.sliced:
         return found[split.owners[name]].get(name, torch.zeros_like(like))
     made = split.sliced[name]
@@ -141,7 +140,7 @@ def _join_gradient(name: str, split: TensorSplit, found: list[dict[str, Tensor]]
 
 
 def move_to_cpu(batch: object, dtype: torch.dtype | None) -> Any:
-    """Converts floats to `dtype`."""
+    """Also converts floats to `dtype`."""
     if isinstance(batch, Tensor):
         return batch.to("cpu", dtype if dtype and batch.is_floating_point() else batch.dtype)
     if isinstance(batch, dict):

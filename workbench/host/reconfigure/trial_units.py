@@ -21,9 +21,9 @@ from workbench.settings import KnobError
 from workbench.settings.describe_error import text_of
 from workbench.tasks import Learner
 
-STIR = 0.02  # noise, because zeros would hide errors
-NEAR = {True: 1e-9, False: 2e-2}  # relative loss change
-_TRIED: WeakKeyDictionary[Learner, dict[Hashable, str]] = WeakKeyDictionary()  # the refusal, or ""
+STIR = 0.02  # noise: a layer of zeros would hide errors before it
+NEAR = {True: 1e-9, False: 2e-2}  # by double precision: allowed relative loss change
+_TRIED: WeakKeyDictionary[Learner, dict[Hashable, str]] = WeakKeyDictionary()  # a refusal's reason, or ""
 
 
 def require_submodels(run: TryingView, wanted: Experiment) -> None:

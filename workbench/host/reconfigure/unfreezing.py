@@ -95,7 +95,7 @@ async def train_unfrozen(run: ChangeView, names: Sequence[str], apart: bool = Fa
 
     apart: whether ranks have trained them by themselves; then all take their mean
 
-    The strategy is left and entered again. Raises StrategyError if the model lies on several ranks.
+    Leaves and enters the strategy again, to cut shards anew. Raises StrategyError if the model lies on several ranks.
     """
     e = run.experiment
     if run.spread is not None:
@@ -129,7 +129,7 @@ async def average_new(run: ChangeView, names: Collection[str]) -> None:
     """Averages new parameters and their optimizer state."""
     rank, new = run.rank, [place for place in run.layout.order if place.name in names]
     for place in new:
-        place.param.grad = None  # without an update
+        place.param.grad = None  # gradients of steps without an update
     stepped = await run.gather(sum(bool(run.optimizer.state.get(place.param)) for place in new))
     if any(stepped) and min(stepped) < len(new):
         create_optimizer_state(run.layout, run.optimizer)

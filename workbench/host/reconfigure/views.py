@@ -27,10 +27,10 @@ class PolicyView(RankView, Protocol):
     def queue(self) -> ChangeQueue: ...
 
     def require_trainable(self, wanted: Experiment) -> Experiment:
-        """Raises KnobError if not."""
+        """Returns `wanted`. Raises KnobError if this host cannot train it."""
 
     async def execute_change(self, change: Planned) -> bool:
-        """Returns whether it was made."""
+        """Makes or refuses it. Returns whether it was made."""
 
     async def broadcast_text(self, text: str, by: int = 0) -> str:
         """Returns rank `by`'s text."""
