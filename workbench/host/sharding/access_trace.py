@@ -21,8 +21,8 @@ from workbench.host.placement.layout import ParameterLayout
 from workbench.settings import Json
 
 Names = tuple[str, ...]
-Packed = Tensor | tuple[Tensor, str]  # also the parameter of a view
-EVENT_KINDS = {"read", "grad"}  # in a backward
+Packed = Tensor | tuple[Tensor, str]  # a tensor, or a view with its parameter
+EVENT_KINDS = {"read", "grad"}  # events in a backward
 
 
 class AccessTrace(NamedTuple):

@@ -16,7 +16,7 @@ from workbench.host.passes.checkpointing import checkpoint_units
 from workbench.host.sharding.access_trace import AccessTrace, TraceListener
 from workbench.tasks import Learner
 
-_Key = tuple[int, tuple[str, int], bool]
+_Key = tuple[int, tuple[str, int], bool]  # what a trace depends on
 _SEEN: WeakKeyDictionary[Learner, dict[_Key, AccessTrace | None]] = WeakKeyDictionary()
 
 

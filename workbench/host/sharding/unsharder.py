@@ -81,14 +81,14 @@ class Unsharder:
         self._run, self._ask, self._listens = run, ask, listens
         self.by: Strategy | None = None  # it shards parameters
         self.trial: AccessTrace | None = None
-        self.learning = False  # learns this step
+        self.learning = False  # everything is whole, to listen to this step
         self.listening: TraceListener | None = None
         self.phase = ""
         self.sharded = False
         self.whole: set[int] = set()
-        self._offered: set[int] = set()  # possibly whole
-        self._queue: list[int] | None = None  # still to gather
-        self._strays = False  # in this forward
+        self._offered: set[int] = set()  # buckets possibly whole
+        self._queue: list[int] | None = None  # buckets still to gather in a forward
+        self._strays = False  # whether it strayed in this forward
         self._plans: tuple[list[Bucket] | None, dict[str, PassEvents]] = None, {}  # by a layout's buckets
         self._known: tuple[list[Bucket] | None, dict[int, ParameterPlace]] = (
             None,
@@ -128,19 +128,19 @@ class Unsharder:
         return self.trial
 
     async def unshard_all(self) -> None:
-        """Only between steps."""
+        """Between steps: makes every bucket whole on every rank."""
         if self.sharded:
             await self.gather_buckets(range(len(self._parameter_layout.buckets)))
-            self._offered.clear()
+            self._offered.clear()  # bucket numbers may change
         self.sharded = self.learning = False
 
     def note_new_buckets(self) -> None:
-        """Call it between steps."""
+        """Between steps: buckets are new, and none is whole yet."""
         self.whole.clear()
         self._offered.clear()
 
     def release_shards(self) -> None:
-        """Call it between steps."""
+        """Between steps: the shards get another layout."""
         self.note_new_buckets()
         self.sharded = self.learning = False
         self._run.ledger.note_held(None)
@@ -223,7 +223,7 @@ class Unsharder:
         return planned + [i for i in range(len(self._parameter_layout.buckets)) if i not in first]
 
     def _add_preceding(self, wanted: list[int], plan: PassEvents) -> list[int]:
-        """See [Note: Straying]."""
+        """Puts preceding buckets before these. See [Note: Straying]."""
         found = []
         for index in wanted:
             if self._queue is None or index not in self._queue:
@@ -237,7 +237,7 @@ class Unsharder:
         return list(dict.fromkeys(found))
 
     async def end_forward(self) -> None:
-        """See [Note: Straying]."""
+        """Gathers the remaining buckets; see [Note: Straying]."""
         if self._queue is None:
             return
         plan, left, self._queue = self._plan_pass("forward"), self._queue, None
@@ -251,7 +251,7 @@ class Unsharder:
             await self._gather_bucket(index, NO_PLAN)
 
     async def gather_unforeseen(self, phase: str) -> list[int]:
-        """Returns the gathered buckets.
+        """Gathers and returns unforeseen buckets.
 
         For a host that computes a pass at once, after the foreseen buckets.
         """
@@ -281,12 +281,12 @@ class Unsharder:
             )
 
     async def note_filled(self, index: int) -> None:
-        """A backward does not read it again."""
+        """Reshards a bucket that the backward does not read again."""
         if self.sharded and index in self.whole:
             await self._reshard_bucket(index)
 
     async def reshard_all(self) -> None:
-        """Call it after a backward or an evaluation."""
+        """After a backward or an evaluation: reshards every bucket."""
         if not self.sharded:
             return
         for index in sorted(self.whole | self._offered):
@@ -309,7 +309,6 @@ class Unsharder:
                 unmaterialized.make_present(place.param)
 
     def _fetch_parameters(self, params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
-        """Fetches parameters before torch reads them."""
         if self._known[0] is not self._parameter_layout.buckets:
             self._known = (
                 self._parameter_layout.buckets,

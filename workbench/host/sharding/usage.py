@@ -51,7 +51,7 @@ class ParameterUsage:
         self.listening = False
         self.settled = False
         self.unfrozen: dict[str, nn.Parameter] = {}
-        self.frozen: dict[str, nn.Parameter] = {}  # outside the layout
+        self.frozen: dict[str, nn.Parameter] = {}  # outside the layout when that was made
         self._trained: list[ParameterPlace] = []  # then trained
         self._is_whole = True  # whether all trained parameters are here
 
@@ -87,13 +87,13 @@ class ParameterUsage:
         return f"parameter {changed[0]} during the run, and a resumed run begins without that" if changed else ""
 
     def begin_backward(self, step: int) -> None:
-        """Raises a hand for unfrozen parameters."""
+        """Raises a hand if the model has unfrozen parameters."""
         self.settled = False
         if self.list_unfrozen():
             self.raise_hand(step)
 
     def raise_hand(self, step: int) -> None:
-        """Before a bucket that lacks a gradient."""
+        """Call it before you hand out a bucket that lacks a gradient."""
         if self.hands is not None:
             self.hands.raise_in(step)
 
@@ -134,7 +134,7 @@ class ParameterUsage:
         layout.unused = {place.name for place, use in zip(layout.order, of_layout, strict=True) if not use}
         uses = dict(zip(self.frozen, others, strict=True))
         self.unfrozen = {name: p for name, p in self.frozen.items() if uses[name]}
-        how = "sum" if host.module is host.model else "mean"  # torch has not scaled it
+        how = "sum" if host.module is host.model else "mean"  # torch's DDP has not scaled the loss
         for name, p in self.unfrozen.items():
             if uses[name] == 2:
                 grad = torch.zeros_like(p) if p.grad is None else p.grad.to_dense().contiguous()
@@ -148,7 +148,6 @@ class ParameterUsage:
             p.grad = None
 
     def close_flags(self) -> None:
-        """Frees the shared memory."""
         if self.hands is not None:
             self.hands.close()
 
