@@ -17,8 +17,8 @@ class RequestAnswer(NamedTuple):
     detail: Mapping[str, Json]
 
 
-Done = dict[str, Sequence[Any] | None]  # latest requests, named
-KNOWN_KIND = "known"  # of another request's RequestAnswer
+Done = dict[str, Sequence[Any] | None]  # latest requests by name
+KNOWN_KIND = "known"  # carries another request's RequestAnswer
 NAMES, ANSWERS = 256, 16  # kept names, and RequestAnswers
 
 

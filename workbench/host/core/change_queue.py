@@ -37,7 +37,6 @@ class ChangeQueue:
         self.planned.insert(bisect_right([change.at_step for change in self.planned], event.at_step), event)
 
     def drop_events(self, kind: type[PlannedEvent]) -> None:
-        """Drops the planned events of this kind."""
         self.planned = [change for change in self.planned if not isinstance(change, kind)]
 
     def count_obeyed(self, planned: Planned | None = None) -> None:
@@ -57,5 +56,4 @@ class ChangeQueue:
         return undone > 0
 
     def copy(self) -> ChangeQueue:
-        """Returns an independent copy."""
         return ChangeQueue(self.planned, self.obeyed, self.taken, self._made)

@@ -9,7 +9,7 @@ from workbench.experiment.rates import factor
 from workbench.host.core.views import RankView
 from workbench.tasks import at_rate, rate
 
-FIXED_POINT = 2**40  # a factor of 1
+FIXED_POINT = 2**40  # a factor of 1 as a whole number
 
 
 class Rate:
@@ -44,7 +44,6 @@ class Rate:
         return (e.lr or self.own) * self.compute_factor(e, step) * scheduled
 
     def set_rate(self, run: RankView, due: float | None = None) -> None:
-        """Sets and records the due rate."""
         rank, due = run.rank, self.compute_rate(run) if due is None else due
         if due != rank.lr:
             at_rate(run.optimizer, due)
@@ -55,7 +54,7 @@ class Rate:
             run.sample("lr", due)
 
     async def agree_on_factor(self, run: RankView) -> None:
-        """Makes all ranks rise like rank 0."""
+        """Makes factors rise like rank 0's."""
         step, e = run.rank.step, run.experiment
         present = round(self.compute_factor(e, step) * FIXED_POINT)
         self.first, self.begun = (await run.gather(present))[0] / FIXED_POINT, step

@@ -34,7 +34,7 @@ def make_outline(learner: Learner, built: bool = True) -> nn.Module:
 
     built: whether it may be built with values; if not, raises the model's error on the meta device
 
-    Raises `copy.deepcopy`'s error if it cannot copy. The model may be training, so it must.
+    Raises `copy.deepcopy`'s error if it cannot copy. The model may be training, so it must copy.
     """
     try:
         with torch.device("meta"), _NoFills():
@@ -52,7 +52,7 @@ def make_outline(learner: Learner, built: bool = True) -> nn.Module:
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None:
-                empty = known.setdefault(id(p), _empty_parameter(p))
+                empty = known.setdefault(id(p), _empty_parameter(p))  # tied ones stay tied
                 module._parameters[name] = empty
                 known[id(empty)] = empty
         for name, b in module._buffers.items():

@@ -50,7 +50,7 @@ class RankView(Protocol):
     def now(self) -> float: ...
 
     async def gather(self, number: int) -> list[int]:
-        """Gathers by rank."""
+        """Returns every rank's number."""
 
     def mark(self, name: str, detail: Mapping[str, Json]) -> None:
         """Records an event."""
