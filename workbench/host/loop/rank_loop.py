@@ -78,8 +78,8 @@ class RankLoop(ABC):
     spread: ReplicaSpread | None = None
     flushing = 0
     pending_pause = 0.0
-    _examples = -1
-    _laid = False  # for the first step
+    _examples = -1  # of the last step, as recorded
+    _laid = False  # whether state is placed for the first step
 
     if TYPE_CHECKING:  # the engine has attributes, the simulator properties
 
@@ -116,7 +116,7 @@ class RankLoop(ABC):
         self.start_background()
         while not await self.check_ended():
             before = self.rank.step
-            if not asynchronous.is_idle(self.experiment, self.rank):  # it only takes changes
+            if not asynchronous.is_idle(self.experiment, self.rank):  # an idle rank only takes changes
                 await self.make_step()
             if self.experiment.evaluates(before, self.rank.step):
                 await agree_in_common_step(self)
@@ -230,7 +230,7 @@ class RankLoop(ABC):
         self.note_steps(made)
 
     def _note_examples(self, count: int) -> None:
-        """Only first ranks record it."""
+        """Only a replica's first rank records it."""
         first = not self.rank.mesh.inside or self.rank.inside.index == 0
         if first and self.experiment.batch and count != self._examples:
             self._examples = count
@@ -242,7 +242,7 @@ class RankLoop(ABC):
         self.held_out = self.held_out if loss is None else loss
 
     def mark_buckets(self) -> None:
-        """Begins at the first step."""
+        """Records bucket sizes in bytes, from the first step."""
         if self.rank.id == 0 and self._laid:
             self.mark("buckets", {"nbytes": [b.nbytes for b in self.layout.buckets]})
 
@@ -292,7 +292,7 @@ class RankLoop(ABC):
     @property
     @abstractmethod
     def has_new_order(self) -> bool:
-        """Whether the first exchanged backward has just shown it."""
+        """Whether the first exchanged backward has just shown an order."""
 
     @abstractmethod
     async def crash_rank(self, mine: bool) -> None:
@@ -313,11 +313,11 @@ class RankLoop(ABC):
     async def evaluate_known(self, known: list[Bucket]) -> Evaluated: ...
     @abstractmethod
     async def check_meeting(self) -> bool:
-        """An idle rank waits."""
+        """Returns whether ranks meet now. An idle rank waits."""
 
     @abstractmethod
     async def assemble_ranks(self) -> None:
-        """Waits for all backgrounds."""
+        """Waits for all ranks and their backgrounds."""
 
     async def take_requests(self, apart: bool) -> None:
         """Takes people's requests."""
@@ -333,7 +333,7 @@ class RankLoop(ABC):
 
     @abstractmethod
     def start_background(self) -> None:
-        """Also restarts it."""
+        """Starts or restarts it."""
 
     @abstractmethod
     async def gather(self, number: int) -> list[int]: ...
