@@ -35,7 +35,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "batc
 PASSING = ("gradients", "activations")  # within a step
 ALONE = "evaluation"  # between two steps
 LOOK_EVERY = 32  # steps between looks
-FRESH_STEPS = 3  # after a change
+FRESH_STEPS = 3  # steps after a change
 NOTICED_SHARE = 0.01  # of a category; smaller changes are not recorded
 _MadeOf = tuple[bool, int | None, int, int, dict[str, int]]  # a record's key
 
@@ -57,17 +57,17 @@ class MemoryAccount:
         self._standing: dict[str, int] = {}
         self._memories: list[Memory] = []  # strategy's and compressor's
         self._seen: tuple[int | tuple[int, ...], ...] | None = None  # the recount's key
-        self._most: dict[str, int] = {}  # peaks, last look
+        self._most: dict[str, int] = {}  # peaks at the last look
         self._together = 0  # activations plus gradients
         self._written: dict[str, int] = {}
         self._holds: int | None = None  # parameters' bytes now
         self._held: int | None = None  # the step's most
         self._counted = 0  # bytes of parameters that stay
         self._surge = 0  # a hand-over's bytes
-        self._told: tuple[_MadeOf, dict[str, int]] | None = None  # the last record
+        self._told: tuple[_MadeOf, dict[str, int]] | None = None  # the last record and its key
         self._following: StorageTracker | None = None  # the present evaluation
         self._evaluated = 0  # its last peak
-        self._evaluated_at = -1  # -1: no look since a change
+        self._evaluated_at = -1  # its step; -1: no look since a change
         self._step = 0, 0  # parameters' extra bytes, and bytes in flight
 
     # -- between steps --
@@ -128,7 +128,7 @@ class MemoryAccount:
 
     @property
     def is_evaluation_measured(self) -> bool:
-        """Nearly all evaluations are like the one before."""
+        """Nearly all evaluations are like the one before: few are measured."""
         return self._evaluated_at < 0 or self._run.rank.step - self._evaluated_at >= LOOK_EVERY
 
     @contextmanager
@@ -204,7 +204,7 @@ class MemoryAccount:
         self._note_joint_peak(max(most(), gradients + self._counts.count_activations()))
 
     def note_held(self, nbytes: int | None) -> None:
-        """None: no strategy shards parameters."""
+        """nbytes: of held parameters; None: no strategy shards them"""
         self._holds, self._held = nbytes, None if nbytes is None else max(self._held or 0, nbytes)
         self._require_now(0)
 
@@ -276,7 +276,7 @@ class MemoryAccount:
         moved, away = self.buffers.take_peak(stepping=False), self.away.take_peaks()
         made_of = between, self._held, self._surge, moved, away
         if not self.due and self._told is not None and self._told[0] == made_of:
-            return self._told[1]  # nearly all steps
+            return self._told[1]  # nearly all steps are alike
         room = self._standing["gradients"]
         now = self._count_between_steps(moved) | self._most
         now["gradients"] = max(room, now["gradients"])

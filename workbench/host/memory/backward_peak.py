@@ -72,7 +72,7 @@ class BackwardMeter:
         self._activations = activations
         self._lies: dict[int, weakref.ref[UntypedStorage]] = {}  # storages before it
         self._there: dict[int, weakref.ref[UntypedStorage]] = {}  # storages in _now
-        self._gone: list[int] = []  # bytes freed lately
+        self._gone: list[int] = []  # bytes freed since the last look
         self._now = self._came = 0
         self._removers: list[RemovableHandle] = []
         self.names: list[str] = []  # in gradients' order

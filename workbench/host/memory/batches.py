@@ -58,11 +58,11 @@ class BatchReader:
         self._drawn = 0
         self._total = 0  # including earlier passes
         self._last = 0  # last batch's hash
-        self._opened: Numbers | None = None  # of the data and pass
+        self._opened: Numbers | None = None  # random numbers when data and pass began
         self._pass_began: Numbers | None = None
         self.taken = 0  # returned by `next_batch`
         self.nbytes = 0  # of last batch
-        self._early: deque[Any] = deque()  # drawn too early
+        self._early: deque[Any] = deque()  # drawn before their turn
         self._chance: Chance | None = None
         self._began = 0, 0, 0, 0  # last restart's arguments
         self._used: dict[int, int] = {}  # examples used, by step
@@ -243,7 +243,7 @@ def make_example(learner: Learner, e: Experiment, device: str) -> Any:
 
 
 def move_to_device(batch: object, device: str) -> Any:
-    """Also inside tuples, lists and dicts."""
+    """Moves tensors, also inside tuples, lists and dicts."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):

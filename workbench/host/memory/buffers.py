@@ -11,7 +11,7 @@ from torch import Tensor, UntypedStorage
 from workbench.host.core.views import RankView
 from workbench.rank import Bucket, Op
 
-_MADE: dict[str, Callable[[int, int], int]] = {  # of (bytes, ranks)
+_MADE: dict[str, Callable[[int, int], int]] = {  # bytes made of (bytes, ranks)
     "all_gather": lambda nbytes, size: size * nbytes,
     "all_to_all": lambda nbytes, size: nbytes,
     "reduce_scatter": lambda nbytes, size: nbytes + nbytes // size,  # pieces, and their sum

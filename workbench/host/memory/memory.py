@@ -25,7 +25,7 @@ MAX_LOOKS = 8  # recounts per backward
 _BARE = str | bytes | int | float | type | FunctionType | ModuleType | None  # without content
 _NUMBERS = {int, float, bool, str, type(None)}  # the most frequent ones
 _SAVED = "_raw_saved_"
-_slots: dict[type, list[str]] = {}  # attributes, by type
+_slots: dict[type, list[str]] = {}  # saved tensors' attributes, by type
 
 
 def pack_tensor(x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def _list_members(x: object) -> Iterable[object]:
         return x.values()
     if isinstance(x, list | tuple | set | frozenset | deque):
         return x
-    if isinstance(x, Handle):  # it reaches its whole host
+    if isinstance(x, Handle):  # its tensors are buffers in flight
         return ()
     if isinstance(x, nn.Module):
         return [*x.parameters(), *x.buffers()]
@@ -178,5 +178,5 @@ def make_gradient_counter(layout: ParameterLayout, exchanged: bool) -> Callable[
 
 
 def count_gradient_bytes(place: ParameterPlace, exchanged: bool) -> int:
-    """Beyond the bucket's memory. Autograd frees its own copy."""
+    """Counts bytes beyond the bucket's memory. Autograd frees its own copy."""
     return 0 if exchanged and not place.alone else place.numel * place.param.element_size()

@@ -44,7 +44,7 @@ class MemoryCounts(Protocol):
     def measure_forward(self, inputs: object) -> int | None: ...  # bytes for backwards; None: unknown
     def measure_backward(self, exchanged: bool) -> AbstractContextManager[Callable[[], int]]: ...  # yields its peak
     def count_gradients(self) -> int: ...
-    def count_activations(self) -> int: ...
+    def count_activations(self) -> int: ...  # bytes for backwards
     def count_batch(self) -> int: ...  # its bytes
 
 
@@ -89,7 +89,7 @@ class RealMemoryCounts:
         }
 
     def measure_forward(self, inputs: object) -> int:
-        """Without parameters and inputs."""
+        """Counts what open losses keep, without parameters and inputs."""
         run, fully = self._run, self._fully()
         others = memory.find_parameters(run.model, run.layout) | memory.find_storages([inputs, run.flow.versions.kept])
         others |= memory.find_storages(fully.list_whole()) if fully else memory.find_storages(self._part())

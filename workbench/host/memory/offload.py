@@ -23,7 +23,7 @@ from workbench.rank import Bucket, Op, StrategyError
 OFFLOAD_LANES = ("offload", "fetch")  # without the network
 Key = tuple[str, str]  # (parameter, slot)
 VALUES_KEY = "", "values"  # of parameters or gradients
-Held = dict[Key, Any]  # with other values
+Held = dict[Key, Any]  # tensors and other values
 Devices = dict[Key, torch.device]
 Hops = list[tuple[str, int]]  # ("host" or "disk", bytes)
 
@@ -90,7 +90,7 @@ class OffloadStore:
         self._items = {(what, ~index): item for (what, index), item in self._items.items()}
 
     def drop_old_items(self) -> None:
-        """They have no elements."""
+        """Old buckets' items have no elements."""
         for what, index in [key for key in self._items if key[1] < 0]:
             self._drop_item(what, index)
 
@@ -149,7 +149,7 @@ class OffloadStore:
         state = self._require_in_memory("optimizer state", shard)
         stepped = self._step_values(layout, optimizer, shard, values, grads, state, settings, unused)
         home = self._items["parameters", shard.index].devices[VALUES_KEY]
-        devices = {key: home if x.numel() > 1 or values.numel() == 1 else x.device  # counters stay
+        devices = {key: home if x.numel() > 1 or values.numel() == 1 else x.device  # counters stay on the host
                    for key, x in stepped.items() if isinstance(x, Tensor)}  # fmt: skip
         self._drop_item("gradients", shard.index)
         self._drop_item("optimizer state", shard.index)

@@ -71,7 +71,6 @@ class ScratchFile:
         return FileExtent(at, nbytes, tuple(pieces))
 
     def read_tensors(self, place: FileExtent) -> list[Tensor]:
-        """Reads into new memory."""
         joined = torch.empty(place.nbytes, dtype=torch.uint8)
         left, at = _view_bytes(joined), place.at
         while left:
