@@ -59,7 +59,7 @@ def pick_replicas(run: RankView, numbers: list[int]) -> list[int]:
 
 
 def list_replicas(run: RankView) -> list[int]:
-    """Returns their numbers in the run."""
+    """Returns these ranks' numbers in the run."""
     return pick_replicas(run, [run.rank.number(place) for place in range(run.rank.size)])
 
 
@@ -72,7 +72,8 @@ def list_owners(run: RankView, strategy: Strategy) -> dict[str, int]:
 async def consolidate_state(run: RankView, strategy: Strategy) -> None:
     """Averages buffers and optimizer state over the ranks that trained.
 
-    Diverged momenta would pull replicas apart again. The first rank gives its integers (counters, quantised moments).
+    Otherwise diverged momenta would pull replicas apart again. The first rank gives its integers (counters, quantised
+    moments).
     Raises RankDisagreement if optimizer states differ in size.
     """
     rank, who = run.rank, mesh(strategy, run.rank.size)
@@ -125,7 +126,7 @@ async def average_tensors(group: Rank, drifted: list[torch.Tensor], name: str, a
 
 
 async def spread_state(run: RankView, strategy: Strategy) -> None:
-    """Call it after `consolidate_state`."""
+    """Gives ranks missing state, after `consolidate_state`."""
     trained = mesh(strategy, run.rank.size).ranks
     if len(trained) < run.rank.size:
         await send_missing(
@@ -223,14 +224,14 @@ async def reshard_slots(run: ChangeView, was: ShardLayout | None, to: ShardLayou
             )
         return run.sharded(to)
     lies, comes = (place_slots(sizes, slots_of, one, rank.size) for one in (was, to))
-    if layout.has_sizes_only:  # it keeps its state
+    if layout.has_sizes_only:  # one optimizer stands for all ranks
         here = {name: like[name].new_empty(lies.count_elements(rank.id, name)) for name in lies.slices_of_rank(rank.id)}
     before = await sum_hashes(run, here, lies)
     given = await move_state(
         rank, {name: here[name] for name in lies.slices_of_rank(rank.id)}, lies, comes, range(rank.size), like
     )
     if run.ledger.has_optimizer_state:
-        run.ledger.note_surge(_count_bytes(here))  # in addition
+        run.ledger.note_surge(_count_bytes(here))  # held in addition to `given`
     if await sum_hashes(run, given, comes) != before:
         raise RankDisagreement("the optimizer's state is not what it was before it was shared out anew")
     if not layout.has_sizes_only:

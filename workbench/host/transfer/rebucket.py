@@ -30,7 +30,7 @@ from workbench.rank import Bucket
 if TYPE_CHECKING:
     from workbench.strategies import Strategy
 
-Sizes = tuple[tuple[str, int], ...]  # by parameter
+Sizes = tuple[tuple[str, int], ...]  # elements by parameter
 KeptSlots = tuple[tuple[str, bool], ...]  # "exp_avg/NAME", and "/NAME" for a parameter; whether it has one element
 
 

@@ -171,13 +171,13 @@ async def _collect_state(
     places = [ParameterPlace(name, p) for name, p in trained.items()]
     like = make_slot_likes(places, run.make_optimizer(run.experiment, list(trained.values())))
     kept = await list_slots(run, like, here)
-    if run.layout.has_sizes_only:  # one for all ranks
+    if run.layout.has_sizes_only:  # one optimizer for all ranks
         kept = list(like) if any(await run.gather(int(run.ledger.has_optimizer_state))) else []
     sizes = {name: whole_numel(p) for name, p in trained.items()} | {name: b.numel() for name, b in buffers.items()}
     sizes |= {name: like[name].numel() or whole_numel(trained[name.partition("/")[2]]) for name in kept}
     like = {**{name: unmaterialized.read_data(p) for name, p in trained.items()}, **buffers, **like}
     here = list_own_elements(run.layout, was.shards if was.sharded else None, run.rank.id) | buffers | here
-    if any(await run.gather(int(bool(outer)))):  # some have none
+    if any(await run.gather(int(bool(outer)))):  # some have none yet
         wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in trained.items()}
         sizes |= {f"{OUTER}/{name}": whole_numel(p) for name, p in trained.items()}
         like |= {f"{OUTER}/{name}": torch.empty(0, dtype=wide[name], device=p.device) for name, p in trained.items()}

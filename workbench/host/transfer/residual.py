@@ -68,7 +68,6 @@ async def change_compressor(run: ChangeView, was: Experiment, wanted: Experiment
 
 
 def _plan_sending(run: ChangeView, steps: int, whole: Compressor) -> None:
-    """Plans `steps` uncompressed steps by `whole`."""
     run.flushing = steps
     run.rank.compressor = Leaving(share=1.0 / steps, of=whole) if steps else run.experiment.compressor
 
@@ -89,7 +88,7 @@ async def count_flush_step(run: ChangeView) -> None:
 
 
 def _mark_sent(run: ChangeView) -> None:
-    """Records the norms of residual and gradient after the first of these steps."""
+    """Records the norms of residual and gradient after the first of these steps.Warns of long steps."""
     found = run.rank.memory.parts.pop(Leaving.asked, {})
     owed = found.pop("", None)
     if not found:
@@ -147,5 +146,4 @@ def has_error_feedback(compressor: Compressor) -> bool:
 
 
 def _find_feedback(compressor: Compressor) -> Any:
-    """Returns the outermost compressor with error feedback."""
     return next((c for c in inside(compressor) if c.residual == ErrorFeedback.residual), None)

@@ -88,6 +88,5 @@ async def plan_layout(run: ChangeView, wanted: Experiment) -> StateLayout:
 
 
 def _make_outline(param: nn.Parameter) -> nn.Parameter:
-    """Returns a whole parameter on meta."""
     made = torch.empty(whole_shape(param), dtype=unmaterialized.read_data(param).dtype, device="meta")
     return nn.Parameter(made, requires_grad=False)
