@@ -15,8 +15,8 @@ from workbench.host.passes.pipelining import drain_pipeline
 from workbench.rank import Op
 from workbench.settings import KnobError
 
-MAX_TIMES = 3  # to one checkpoint
-MAX_CHECKPOINTS = 4  # the newest ones
+MAX_TIMES = 3  # returns to one checkpoint
+MAX_CHECKPOINTS = 4  # newest ones to try
 FIXED_SETTINGS = (
     "strategy",
     "partition",
@@ -31,10 +31,10 @@ class StoreView(Protocol):
     """A run's checkpoints."""
 
     def list_steps(self) -> list[int]:
-        """Lists them, newest first."""
+        """Lists complete steps, newest first."""
 
     def open_checkpoint(self, step: int, rank: int) -> tuple[dict[str, Any], RestoredState]:
-        """Returns settings and a rank's image. Raises KnobError if it cannot."""
+        """Returns settings and a rank's image. Raises KnobError if it cannot read them."""
 
 
 class DivergenceRecovery:
@@ -42,7 +42,7 @@ class DivergenceRecovery:
 
     def __init__(self, run: CheckpointView, kept: StoreView) -> None:
         self.run, self.kept = run, kept
-        self._since = -1  # last return's step
+        self._since = -1  # step of the last return
         self._to, self._times = -1, 0  # the last checkpoint; how many returns to it
 
     async def restore_checkpoint(self, met: int) -> bool:

@@ -20,7 +20,7 @@ from workbench.host.checkpoint.image import RankImage
 
 PieceSizes = dict[str, int]  # bytes by hash
 VALUES = "/data/0"  # values' zip entry
-LOCAL = 30  # zip header bytes
+LOCAL = 30  # zip header bytes before the name
 
 
 def hash_pieces(image: RankImage) -> list[list[tuple[str, Tensor]]]:
@@ -84,7 +84,6 @@ def write_pieces(found: list[list[tuple[str, Tensor]]], mine: set[str], file: An
 
 
 def _find_values(buffer: io.BytesIO) -> int:
-    """Returns the values' offset."""
     with zipfile.ZipFile(buffer) as archive:
         at = next(info.header_offset for info in archive.infolist() if info.filename.endswith(VALUES))
     header = buffer.getbuffer()[at : at + LOCAL]

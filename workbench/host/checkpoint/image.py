@@ -72,7 +72,6 @@ class RankImage:
         return len(self.items) - 1
 
     def add_own(self, x: Tensor) -> int:
-        """Adds this rank's own tensor."""
         with unmaterialized.prevent_fetches():
             return self.add_tensor("", x, tuple(x.shape))
 
@@ -126,7 +125,7 @@ def _locate_slices(run: RankView, name: str, param: nn.Parameter, slices: tuple[
     ]
     if slices == (StridedSlice(0, _count_elements(local)),):
         return shape, whole
-    return local, slices
+    return local, slices  # a shard of a slice
 
 
 def _count_elements(shape: tuple[int, ...]) -> int:

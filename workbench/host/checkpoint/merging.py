@@ -86,7 +86,7 @@ def find_heir(number: int, count: int, size: int) -> int:
 
 
 def inherit_shares(rank: int, size: int, rules: dict[str, str], shares: Sequence[Shares]) -> Shares:
-    """Returns the shares of rank `rank` of `size`.
+    """Returns the shares that rank `rank` of `size` inherits.
 
     rules:  by buffer
     shares: of each former replica

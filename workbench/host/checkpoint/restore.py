@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MISFIT_ERRORS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 CLEAR_ERRORS = (OutOfMemory, torch.OutOfMemoryError)  # their cause is clear
 MACHINE_ERRORS = ("can't allocate memory", "CUDA error", "NCCL error")  # in torch's RuntimeError
-OUTER, OWED = "outer", "owed"  # momentum; residuals by heir
+OUTER, OWED = "outer", "owed"  # outer momentum; residuals by heir
 
 
 class RestoredState:
@@ -160,7 +160,6 @@ class RestoredState:
             run.mark("data", describe_repeats(why))
 
     def _restore_inherited(self, run: CheckpointView, reader: ValueDecoder) -> None:
-        """Takes an outer momentum and compression residuals."""
         rank, more = run.rank, reader.decode_value(self.entries["more"])
         if more[OUTER] is not None:
             run.experiment.strategy.takes(rank.replicas, run.state, more[OUTER])

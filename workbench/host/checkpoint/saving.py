@@ -56,7 +56,7 @@ class Checkpointer:
         self.run, self.keeper, self.saved = run, keeper, saved
         self._every = 0  # the last `save_every`
         self._next: CheckpointEvent | None = None
-        self._last, self._stays = -1, False  # its step and kind
+        self._last, self._stays = -1, False  # the last one's step; whether it was requested
 
     # -- resuming --
 

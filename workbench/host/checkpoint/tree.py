@@ -86,7 +86,7 @@ def _encode_object(x: Any, keep: Keep, where: str) -> Any:
 
 
 def list_attributes(x: Any) -> dict[str, Any]:
-    """Includes slots."""
+    """Returns attributes, also those in slots."""
     slots = [n for kind in type(x).__mro__ for n in _list_slots(kind) if n not in ("__dict__", "__weakref__")]
     return {**getattr(x, "__dict__", {}), **{n: getattr(x, n) for n in slots if hasattr(x, n)}}
 

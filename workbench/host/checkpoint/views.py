@@ -20,7 +20,9 @@ class CheckpointerView(Protocol):
 
 
 class CheckpointView(ChangeView, Protocol):
-    """queue:           its planned changes
+    """A rank with saved state.
+
+    queue:           its planned changes
     held_out:        the last held-out loss that this rank knows
     rng_states:      the states of the random numbers of this rank's forwards
     slice_rng:       `random_position` of its TensorParallelGroup, if any
