@@ -94,7 +94,7 @@ class StateBefore:
         self.settings |= {"queue": run.queue.copy(), "rate": copy(run.rate)}
         self.optimizer = run.optimizer
         self.whole: Boundary | None = None
-        if to.came.salvaged is not None:  # `bounds` keep values
+        if to.came.salvaged is not None:  # nothing changes the values in `bounds`
             return
         if has_parts(run.experiment):  # the ranks have come together, and the newest boundary is whole
             bounds = [copy_boundary(b) for b in run.carried.bounds]
@@ -172,7 +172,6 @@ def _count_ranks_behind(run: RankView, came: Membership) -> None:
 
 
 def _adopt_settings(run: GenerationView, e: Experiment, step: int) -> None:
-    """Adopts the furthest rank's settings."""
     was = run.experiment
     run.rate.change_factor(was, e, step)
     if e.bucket_mb != was.bucket_mb:

@@ -87,7 +87,6 @@ def fit_survivors(
 
 
 def _list_partitions(way: Partition) -> Iterator[Partition]:
-    """Yields smaller ones later."""
     yield way
     yield from way.fewer()
     if way.size > 1:

@@ -69,7 +69,7 @@ class Rollback:
     def __init__(self, run: RollbackView) -> None:
         self.run = run
         self.kept: deque[Boundary] = deque()
-        self._parts = False  # held parts before the step
+        self._parts = False  # whether ranks held parts before the step
         self._kept: dict[Key, Tensor] = {}
         self._was: tuple[Experiment, Optimizer] | None = None  # during a step
         self._updated = False
@@ -97,7 +97,7 @@ class Rollback:
 
     @property
     def has_slots(self) -> bool:
-        """Also off the device."""
+        """Whether the optimizer has state, also off the device."""
         run = self.run
         return bool(read_slots(run.layout, run.optimizer)) or bool(run.offloaded_state.item_count)
 
