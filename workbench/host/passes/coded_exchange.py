@@ -43,7 +43,7 @@ class MeetingKind(NamedTuple):
 
 
 Ask = Callable[[MeetingKind, Tensor], Tensor]
-Coded = Callable[[str, Callable[[], Any], int], Any]  # its name, work, bytes
+Coded = Callable[[str, Callable[[], Any], int], Any]  # given a codec's name, work, bytes
 
 
 def run_unrecorded(name: str, work: Callable[[], Any], nbytes: int) -> Any:

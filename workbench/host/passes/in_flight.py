@@ -44,10 +44,10 @@ class InFlight:
         self.coming, self.buffers, self._forget = coming, buffers, forget
         self.versions = WeightVersions(layout)
         self.partition: Partition = Whole()
-        self.batches = self.left = 0  # left: to make
+        self.batches = self.left = 0  # left: batches to make
         self.inputs: dict[int, Any] = {}
         self._open: deque[tuple[Any, list[Any]]] = deque()  # (batch, micro-batches)
-        self._before: dict[int, list[Tensor]] = {}  # before later forwards
+        self._before: dict[int, list[Tensor]] = {}  # buffers before later forwards
 
     # -- both hosts --
 

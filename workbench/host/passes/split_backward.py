@@ -38,7 +38,7 @@ class SplitBackward:
 
     def of_params(self) -> None:
         """Adds to the parameters' `grad`."""
-        if self._hanging is None:  # several branches each
+        if self._hanging is None:  # parameters branch off from several nodes
             if self._params:
                 self._made.backward(self._grad, inputs=self._params)
             return
@@ -48,7 +48,7 @@ class SplitBackward:
             if edges:
                 torch.autograd.backward([edge for edge, _ in edges], [grad for _, grad in edges], inputs=params)
         beside = [p for p in self._params if not any(p is q for some in self._hanging.values() for q in some)]
-        if beside:  # off the way
+        if beside:  # parameters off the way to `x`
             self._made.backward(self._grad, inputs=beside)
 
     def _note_gradients(self, node: Node, grads: Sequence[Tensor | None]) -> None:

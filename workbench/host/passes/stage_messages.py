@@ -25,8 +25,8 @@ class StageMessages:
     def __init__(self, rank: Rank, partition: Partition) -> None:
         self.rank, self.pieces = rank, partition.pieces
         self._there, self._back, self.masks = partition.between(rank.memory)
-        self._chosen: dict[Entry, Coder] = {}  # of crossed activations
-        self._shapes: dict[Entry, torch.Size] = {}  # on the sender
+        self._chosen: dict[Entry, Coder] = {}  # sent parts of activations, until their gradients cross
+        self._shapes: dict[Entry, torch.Size] = {}  # of whole activations, on the sender
 
     async def send_activation(self, x: Tensor, to: int, entry: Entry) -> None:
         name = self._name_message("activation", entry)

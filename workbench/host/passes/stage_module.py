@@ -39,7 +39,7 @@ class StageModule:
         self.model, self.pieces, self.stage, self.stages = model, pieces, stage, stages
         self.opened: dict[Pass, Tensor] = {}
         self._came: dict[Pass, Tensor] = {}
-        self._halves: dict[Pass, SplitBackward | Tensor] = {}  # half done
+        self._halves: dict[Pass, SplitBackward | Tensor] = {}  # backwards without their second half
 
     def run_forward(self, loss: Loss, batch: object, x: Tensor | None, micro: int, chunk: int = 0) -> Tensor:
         """Returns a piece's detached output, or the loss.
@@ -74,7 +74,7 @@ class StageModule:
         if (micro, chunk) not in self.opened:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         made = self.opened.pop((micro, chunk))
-        if made.requires_grad:  # otherwise nothing learns
+        if made.requires_grad:  # else no parameter before it learns
             made.backward(grad if isinstance(grad, Tensor) else torch.full_like(made, grad))
         x = self._came.pop((micro, chunk), None)
         if x is None:

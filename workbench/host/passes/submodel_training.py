@@ -57,7 +57,6 @@ class SubModelTraining:
         return self._entries is not None
 
     def compute_share(self, phase: str) -> float:
-        """Returns a share of the whole model."""
         return 1.0 if self._entries is None else self._shares[phase]
 
     def require_awaited(self, exchanged: bool) -> None:

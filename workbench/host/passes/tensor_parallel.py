@@ -57,7 +57,7 @@ class TensorParallelGroup:
         self._ask, self._draws = ask, draws
         self._seed, self._passes = seed, 0
         self._modules = [(name, model.get_submodule(name), way) for name, way in split.modules]
-        self._outside: tuple[torch.Generator, Tensor] | None = None  # generator and state
+        self._outside: tuple[torch.Generator, Tensor] | None = None  # generator, and its former state
         self._own: dict[int, None] = {}  # latest own seeds
         for name, module, way in self._modules:
             if isinstance(way, Colwise):
