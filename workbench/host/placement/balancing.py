@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 NEVER = float("inf")
-MAX_KEPT = 50  # cuts per count
+MAX_KEPT = 50  # cuts per number of parts
 
 Numbers = tuple[float, ...]
 

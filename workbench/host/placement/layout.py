@@ -29,10 +29,10 @@ class ParameterPlace:
         self.name, self.param, self.numel = name, param, param.numel()
         self.bucket = 0
         self.alone = False  # is a bucket
-        self.grad: Tensor | None = None  # in the bucket
-        self.small = False  # copied together
+        self.grad: Tensor | None = None  # gradient's place in the bucket
+        self.small = False  # gradient is copied with others
         self.round = 0  # of the backward that made its gradient
-        self.filled = False  # zeros so far
+        self.filled = False  # gradient is zeros so far
 
 
 class ParameterLayout:
@@ -74,7 +74,7 @@ class ParameterLayout:
         held: False if this rank has no values
         """
         self.order = [ParameterPlace(n, p) for n, p in reversed(list(model.named_parameters())) if n in names]
-        self._slices, self.weights = [], []  # of other parameters
+        self._slices, self.weights = [], []  # the storage of other parameters
         self._place_parameters(held)
 
     def resize_buckets(self, bucket_mb: float) -> None:
@@ -209,7 +209,6 @@ class ParameterLayout:
             self._point_parameters(index, whole)
 
     def _make_stand_in(self, group: list[ParameterPlace]) -> Tensor:
-        """Returns a vector without memory."""
         for place in group:
             nbytes = place.param.element_size() * place.numel
             place.grad, place.alone, place.small = None, len(group) == 1, len(group) > 1 and nbytes <= SMALL_BYTES

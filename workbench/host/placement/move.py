@@ -16,7 +16,7 @@ from workbench.host.placement.plan import Transfer, plan_transfers
 from workbench.host.placement.slices import StridedSlice, refine_slices
 from workbench.rank import Rank
 
-State = dict[str, Tensor]  # own tensors, flat
+State = dict[str, Tensor]  # a rank's tensors by name, flat
 WIDEST = 16  # bytes of complex128, the widest dtype
 
 

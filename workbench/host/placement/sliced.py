@@ -23,7 +23,7 @@ def whole_numel(param: Tensor) -> int:
 def set_slice(param: nn.Parameter, data: Tensor, shape: tuple[int, ...]) -> None:
     """Sets `param` to `data`: the whole tensor, or a slice of a tensor of that shape."""
     param.grad = None
-    if param.shape != data.shape:  # so that torch drops an earlier graph's metadata
+    if param.shape != data.shape:  # another dtype first, so that torch drops an earlier graph's metadata
         other = torch.float32 if data.dtype == torch.float64 else torch.float64
         param.data = data.new_empty(0, dtype=other)
     param.data = data

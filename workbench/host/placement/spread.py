@@ -38,7 +38,6 @@ class ReplicaSpread:
         return f"{len(self.stages)} stages: {self.stages}{', and ' if ways else ''}{ways}" if self.stages else ways
 
     def locate_rank(self, rank: int) -> tuple[int, int]:
-        """Returns the rank's stage and slice."""
         return divmod(rank % len(self), self.split.ways if self.split else 1)
 
     def select_trained(self, rank: int, names: set[str]) -> set[str]:
@@ -96,7 +95,6 @@ def place_replica(named: tuple[tuple[str, int], ...], spread: ReplicaSpread | No
 
 
 def _list_slices(split: TensorSplit) -> dict[str, list[tuple[StridedSlice, ...]]]:
-    """Returns each rank's slices by name."""
     found: dict[str, list[tuple[StridedSlice, ...]]] = {}
     for dim in {made.dim for made in split.sliced.values()}:
         views = {name: made.view for name, made in split.sliced.items() if made.dim == dim}
