@@ -6,7 +6,23 @@ import pytest
 import torch
 
 from tests.ranks import exchange, placed, together
-from workbench.compressors import ACPSGD, Compressor, Dense, ErrorFeedback, OneBit, PowerSGD, ScaleCom, TopK
+from workbench.compressors import (
+    ACPSGD,
+    DGC,
+    QSGD,
+    Compressor,
+    Dense,
+    EFSignSGD,
+    ErrorFeedback,
+    GTopK,
+    Layers,
+    OkTopK,
+    OneBit,
+    PowerSGD,
+    ScaleCom,
+    SIDCo,
+    TopK,
+)  # fmt: skip
 from workbench.compressors.error_feedback import wide
 from workbench.rank import Bucket, Memory, Rank
 
@@ -34,6 +50,31 @@ def test_narrow_gradients_lose_nothing(of: Compressor, dtype: torch.dtype) -> No
     left = torch.cat([memory.buffers["residual"][p.name] for p in parts])
     assert left.dtype == torch.float32
     assert (sent + left - owed).norm() < 1e-5 * owed.norm()
+
+
+@pytest.mark.parametrize("of", [TopK(density=0.1), SIDCo(density=0.1), GTopK(density=0.1), OkTopK(density=0.1), QSGD(),
+                                EFSignSGD(), OneBit(), Layers(of=TopK(density=0.1), rest=QSGD(), smallest=100),
+                                DGC(density=0.1, momentum=0.0)], ids=str)  # fmt: skip
+def test_what_a_narrow_sum_cannot_hold_stays_in_the_residuals(of: Compressor) -> None:
+    """The sum of 6 ranks rounds in bf16, and exceeds the range of fp16: outputs plus residuals equal the inputs."""
+    for dtype, scale in ((torch.bfloat16, 1.0), (torch.float16, 25_000.0)):
+        parts, memories = placed((4, 15), (12, 15)), [Memory(r) for r in range(6)]
+        sent = owed = torch.zeros(240, dtype=torch.float64)
+        for step in range(12):
+            g = gradients(step, 240, 6).clamp(-2, 2) if step < 3 or scale == 1.0 else torch.zeros(6, 240)
+            owed = owed + (g := (g * scale).to(dtype)).double().sum(0)
+            sent = sent + exchange(ErrorFeedback(of=of), g, parts, memories)
+        kept = "velocity" if isinstance(of, DGC) else "residual"
+        left = sum(torch.cat([m.buffers[kept][p.name] for p in parts]).double() for m in memories)
+        assert bool(sent.isfinite().all()) and (sent + left - owed).norm() < 1e-5 * owed.norm()
+
+
+def test_a_sum_of_scale_com_that_overflows_leaves_the_residual() -> None:
+    memories, parts, of = [Memory(r) for r in range(2)], placed((4,)), ScaleCom(density=0.25)
+    exchange(of, torch.tensor([[8000.0, 4096.0, 0.0, 0.0]] * 2).half(), parts, memories)
+    out = exchange(of, torch.tensor([[0.0, 60_000.0, 0.0, 0.0]] * 2).half(), parts, memories)
+    assert out.tolist() == [0.0, INF, 0.0, 0.0]
+    assert [m.buffers["residual"]["p0"].tolist() for m in memories] == [[0.0, 4096.0, 0.0, 0.0]] * 2
 
 
 def lost_with_a_residual_in(kind: torch.dtype, density: float, steps: int) -> float:

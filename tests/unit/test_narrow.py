@@ -8,7 +8,20 @@ import pytest
 import torch
 
 from tests.ranks import exchange, experiment, placed, together
-from workbench.compressors import ALQ, AMQ, DGC, QSGD, Compressor, GTopK, OkTopK, RandomK, SignSGD, TopK, Wangni
+from workbench.compressors import (
+    ALQ,
+    AMQ,
+    DGC,
+    QSGD,
+    Compressor,
+    GTopK,
+    OkTopK,
+    RandomK,
+    SignSGD,
+    TernGrad,
+    TopK,
+    Wangni,
+)  # fmt: skip
 from workbench.compressors._range import within
 from workbench.host.elastic.resizing import bequeath_residuals
 from workbench.rank import Bucket, Memory, Rank
@@ -33,6 +46,18 @@ def test_a_compressed_sum_is_finite_in_fp16_if_the_dense_sum_is(of: Compressor) 
         g = (g * (15_000 / g.abs().max())).half()
         assert bool(g.sum(0).isfinite().all())
         assert bool(exchange(of, g, placed((n,)), memories).isfinite().all()), step
+
+
+@pytest.mark.parametrize("of", [SignSGD(), TernGrad(), TernGrad(one_scale=False)], ids=str)
+def test_a_result_beyond_fp16_is_clamped_if_the_dense_sum_is_finite(of: Compressor) -> None:
+    g = torch.full((4, 1024), 20_000.0)
+    if isinstance(of, SignSGD):
+        g[0] = -g[0]
+    else:
+        g[:, 1:] /= 2  # some sums of draws are 4 times 20,000
+        g[0, 0] = -g[0, 0]
+    assert bool(g.half().sum(0).isfinite().all())
+    assert bool(exchange(of, g.half(), placed((1024,)), [Memory(r) for r in range(4)]).isfinite().all())
 
 
 def test_ok_topk_adds_up_narrow_numbers_in_fp32_and_rounds_once() -> None:

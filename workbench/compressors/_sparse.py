@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._base import Compressor
-from workbench.compressors._range import wide, within
+from workbench.compressors._range import deliver, wide
 from workbench.compressors._uneven import gathered
 from workbench.rank import Bucket, Memory, Rank, outlined
 
@@ -44,19 +44,21 @@ class Sparse(Compressor):
         return index, values
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
-        x = bucket.data
-        if not x.numel():
+        if not bucket.data.numel():
             return None
-        index, values = await self._chosen(rank, bucket, memory)
-        every = await gathered(rank, message(index, values), bucket.name)
-        own = torch.zeros_like(x).index_add_(0, index, values)
+        return (await self.exchanged(rank, bucket, memory))[1]
+
+    async def exchanged(self, rank: Rank, bucket: Bucket, memory: Memory) -> tuple[Tensor, Tensor]:
+        """Writes the sum into a bucket with elements. Returns this rank's indices (k,) and its contribution (n,)."""
+        x = bucket.data
+        mine, values = await self._chosen(rank, bucket, memory)
+        every = await gathered(rank, message(mine, values), bucket.name)
+        own = torch.zeros_like(x).index_add_(0, mine, values)
         total = x.zero_() if wide(x.dtype) == x.dtype else torch.zeros_like(x, dtype=wide(x.dtype))
         for one in every:
             index, values = opened(one, x.dtype)
             total.index_add_(0, index, values.to(total.dtype))
-        if total is not x:
-            x.copy_(within(total, x.dtype))
-        return own
+        return mine, deliver(total, x, own, rank.size)
 
 
 def message(index: Tensor, values: Tensor) -> Tensor:

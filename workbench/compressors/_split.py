@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._base import Compressor, inside
+from workbench.compressors._range import wide
 from workbench.rank import Bucket, Memory, Part, Rank
 
 
@@ -29,7 +30,7 @@ async def by_part(chosen: Sequence[Compressor], rank: Rank, bucket: Bucket, memo
         done.append((parts, await of.reduce(rank, piece, memory), piece.data))
     own = None
     if any(share is not None for _, share, _ in done):
-        own = bucket.data.clone()  # still the input
+        own = bucket.data.to(wide(bucket.data.dtype), copy=True)  # still the input
         for parts, share, _ in done:
             if share is not None:
                 _put_back(own, parts, share)

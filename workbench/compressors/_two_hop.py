@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workbench.compressors._base import Coder, Compressor, Payload
 from workbench.compressors._pack import packed, unpacked
-from workbench.compressors._range import within
+from workbench.compressors._range import deliver, wide, within
 from workbench.rank import Bucket, Memory, Rank, each, outlined, sizes_of
 from workbench.settings import knob
 
@@ -28,7 +28,7 @@ class Coded(Compressor):
 
     The owner of a chunk counts the second hop's error as its own. So the ranks' contributions add up to the result, and
     under ErrorFeedback the residual holds the errors of both hops. Sums are in float32. In a bucket of a narrower type
-    finite values stay finite, clamped to the type's range.
+    finite values stay finite, clamped to the type's range; the owner counts that error, too.
     """
 
     block: int = knob(0, choices=(0, 64, 256, 1024), unit="elements", doc="elements that share a scale; 0: a chunk")
@@ -64,9 +64,12 @@ class Coded(Compressor):
         total = self._opened(came, x, memory).sum(0)
         every = await rank.all_gather(self._message(total[None], memory)[0], bucket.name)
         out = self._opened(every, x, memory)
+        flat = out.view(-1)[:n]
+        bucket.data.copy_(within(flat, bucket.data.dtype))
+        if bucket.data.element_size() < 4:
+            flat.copy_(bucket.data)
         own[rank.index] += out[rank.index] - total
-        bucket.data.copy_(within(out.view(-1)[:n], bucket.data.dtype))
-        return within(own.view(-1)[:n], bucket.data.dtype)
+        return own.view(-1)[:n].to(wide(bucket.data.dtype))
 
     async def gathered(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         """One hop instead of 2: every rank sends its whole bucket's codes to all ranks, which add up in rank order."""
@@ -80,8 +83,7 @@ class Coded(Compressor):
             one = self._opened(row[None], x, memory)
             total += one
             own = one if j == rank.index else own
-        bucket.data.copy_(within(total.view(-1)[:n], bucket.data.dtype))
-        return within(own.view(-1)[:n], bucket.data.dtype)
+        return deliver(total.view(-1)[:n], bucket.data, own.view(-1)[:n], rank.size)
 
     def _chunks(self, x: Tensor, size: int) -> Tensor:
         """(n,) -> (size, blocks, elements of a block)."""

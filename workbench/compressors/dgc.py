@@ -82,17 +82,16 @@ class DGC(Sparse):
             _clip(bucket, self.local_clip * rank.size**-1.5)  # a share is 1 / p of a gradient
         u, v = self._gathered(bucket, memory)
         x.copy_(within(v, x.dtype))
-        own: Tensor | None
         if self.density < 1:
-            own = await super().reduce(rank, bucket, memory)
+            sent, own = await self.exchanged(rank, bucket, memory)
         else:
             own = x.clone()
             await rank.all_reduce(x, "sum", bucket.name)
-        assert own is not None
+            sent = own != 0
         v.sub_(own).nan_to_num_(0.0, 0.0, 0.0)
         if u is not None:
             if self.masking:
-                u.masked_fill_(own != 0, 0.0)
+                u[sent] = 0.0
             u.nan_to_num_(0.0, 0.0, 0.0)
         return None
 

@@ -69,13 +69,15 @@ class GTopK(Compressor):
         bit = 1
         while bit < q:
             if came := await _passed(rank, bucket, held.message(), tuple((r, r ^ bit) for r in range(q))):
-                held.take_in(*opened(came[0], x.dtype), me_first=not me & bit)
+                held.take_in(*opened(came[0], x.dtype), me_first=not me & bit, share=0.5 / bit)
             bit *= 2
         if came := await _passed(rank, bucket, held.answer(), tuple((r - q, r) for r in beyond)):
             held.replace(came[0], x.dtype)
         x.zero_()
         x[held.index] = held.values
-        return torch.zeros_like(x).index_copy_(0, index, torch.where(held.alive[0], mine, 0.0))
+        own = torch.zeros_like(x, dtype=held.lost.dtype)
+        own.index_copy_(0, index, torch.where(held.alive[0], mine, 0.0).to(own.dtype))
+        return own.index_add_(0, held.index, held.lost, alpha=-1)
 
 
 class _Held:
@@ -83,6 +85,7 @@ class _Held:
 
     def __init__(self, index: Tensor, values: Tensor) -> None:
         self.index, self.values = index, values
+        self.lost = torch.zeros_like(values, dtype=wide(values.dtype))  # this rank's share of what `values` cannot hold
         self.began = [index]  # this rank's own entries, and those of a rank beyond q that joined it
         self.alive = [torch.ones_like(index, dtype=torch.bool)]
 
@@ -93,17 +96,23 @@ class _Held:
         """Adds the entries of a rank beyond q, which later receives an `answer`."""
         self.began.append(index)
         self.alive.append(torch.ones_like(index, dtype=torch.bool))
-        self.take_in(index, values, me_first=True)
+        self.take_in(index, values, me_first=True, share=1.0)
 
-    @outlined(lambda self, index, values, me_first: None)  # the number stays the same
-    def take_in(self, index: Tensor, values: Tensor, me_first: bool) -> None:
-        """Adds another rank's entries and keeps the k largest. The lower rank's come first: bit-identical results."""
+    @outlined(lambda self, index, values, me_first, share: None)  # the number stays the same
+    def take_in(self, index: Tensor, values: Tensor, me_first: bool, share: float) -> None:
+        """Adds another rank's entries and keeps the k largest. The lower rank's come first: bit-identical results.
+
+        share: 1 / the number of ranks that get this sum and count what its dtype cannot hold
+        """
         both = [(self.index, self.values), (index, values)][:: 1 if me_first else -1]
         places, where = torch.cat([i for i, _ in both]).unique(return_inverse=True)
         added = torch.cat([v for _, v in both]).to(wide(values.dtype))
-        sums = within(added.new_zeros(len(places)).index_add_(0, where, added), values.dtype)
+        exact = added.new_zeros(len(places)).index_add_(0, where, added)
+        sums = within(exact, values.dtype)
+        lost = torch.where(sums.isfinite(), exact - sums, 0.0).mul_(share)
+        lost.index_add_(0, torch.searchsorted(places, self.index), self.lost)
         best = sums.abs().sort(descending=True, stable=True).indices[: len(values)].sort().values
-        self.index, self.values = places[best], sums[best]
+        self.index, self.values, self.lost = places[best], sums[best], lost[best]
         self.alive = [a & torch.isin(b, self.index) for a, b in zip(self.alive, self.began, strict=True)]
 
     def answer(self) -> Tensor:
@@ -116,6 +125,7 @@ class _Held:
         k = len(self.index)
         pairs, bits = answer.split([k * (4 + dtype.itemsize), -(-k // 8)])
         self.index, self.values = opened(pairs, dtype)
+        self.lost = torch.zeros_like(self.lost)  # its partner counts that
         self.alive = [unpacked(bits[None], 1, k)[0].bool()]
 
 

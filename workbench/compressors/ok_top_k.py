@@ -100,15 +100,16 @@ class OkTopK(Compressor):
         if known.steps % self.region_every == 0 and rank.size > 1:
             known.cuts = await _cuts(rank, bucket, chosen)
         known.steps, known.density = known.steps + 1, self.density
-        total, sent = await _added_up(rank, bucket, chosen, known.cuts)
+        total, lost, sent = await _added_up(rank, bucket, chosen, known.cuts)
         index, values, handed = await self._handed_round(rank, bucket, total, k, known, anew)
         if rank.size > 1:
             await rank.sample("density", (sent + handed) / (x.numel() * _travels(rank)))
-        own = torch.zeros_like(x)
+        own = torch.zeros_like(x, dtype=wide(x.dtype))
         arrived = torch.zeros_like(x, dtype=torch.bool)
         arrived[index] = True
         chosen = chosen[arrived[chosen]]
-        own[chosen] = x[chosen]
+        own[chosen] = x[chosen].to(own.dtype)
+        own[total.index] -= torch.where(arrived[total.index], lost, 0.0)
         x.zero_()
         x[index] = values
         return own
@@ -226,8 +227,8 @@ async def _cuts(rank: Rank, bucket: Bucket, chosen: Tensor) -> list[int]:
     return cuts
 
 
-async def _added_up(rank: Rank, bucket: Bucket, chosen: Tensor, cuts: list[int]) -> tuple[_Pairs, int]:
-    """The nonzero sums of this rank's region, and how many pairs it sent to other ranks."""
+async def _added_up(rank: Rank, bucket: Bucket, chosen: Tensor, cuts: list[int]) -> tuple[_Pairs, Tensor, int]:
+    """The nonzero sums of this rank's region, what their dtype cannot hold, and how many pairs the rank sent."""
     x, me = bucket.data, rank.index
     ends = [0, *torch.searchsorted(chosen, chosen.new_tensor(cuts)).tolist(), len(chosen)]
     counts = tuple(b - a for a, b in pairwise(ends))
@@ -240,7 +241,8 @@ async def _added_up(rank: Rank, bucket: Bucket, chosen: Tensor, cuts: list[int])
         sums.index_add_(0, index - start, values.to(sums.dtype))
     total = within(sums, x.dtype)
     found = total.ne(0).nonzero().flatten()
-    return _Pairs(found + start, total[found]), sum(counts) - counts[me]
+    lost = torch.where(total.isfinite(), sums - total, 0.0)[found]
+    return _Pairs(found + start, total[found]), lost, sum(counts) - counts[me]
 
 
 async def _balanced(rank: Rank, bucket: Bucket, some: _Pairs, counts: list[int]) -> tuple[Tensor, Tensor, int]:

@@ -61,11 +61,14 @@ class ScaleCom(Compressor):
         index = x.abs().topk(k, sorted=False).indices if rank.index == leader else x.new_empty(k, dtype=torch.int64)
         index = (await rank.broadcast(index.to(torch.int32), leader, bucket.name)).long()
         values = within(x[index], grad.dtype)
+        before = m[index]
         m.add_(grad, alpha=self.beta)
-        m[index] -= self.beta * values
+        left = m[index] - self.beta * values
+        total = await rank.all_reduce(values, "sum", bucket.name)
+        m[index] = torch.where(total.isfinite(), left, before)  # a sum that overflows delivers nothing
         m.nan_to_num_(0.0, 0.0, 0.0)
         grad.zero_()
-        grad[index] = await rank.all_reduce(values, "sum", bucket.name)
+        grad[index] = total
         return None
 
     def _turn(self, bucket: Bucket, memory: Memory) -> int:

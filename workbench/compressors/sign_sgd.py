@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._base import Compressor
-from workbench.compressors._range import wide
+from workbench.compressors._range import wide, within
 from workbench.compressors._two_hop import packed, unpacked
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import knob
@@ -68,7 +68,7 @@ class SignSGD(Compressor):
         won = torch.where(ayes == size, votes[rank.index], ayes > size)
         every = await rank.all_gather(packed(won[None].view(torch.uint8), 1)[0], bucket.name)
         signs = unpacked(every, 1, m).view(-1)[:n].float().mul_(2.0).sub_(1.0)
-        bucket.data.copy_(signs.mul_(self._magnitude(means.sum())))
+        bucket.data.copy_(within(signs.mul_(self._magnitude(means.sum())), bucket.data.dtype))
         return bucket.data / size
 
     def _averaged(self, bucket: Bucket, memory: Memory) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._base import Compressor
+from workbench.compressors._range import within
 from workbench.compressors._stochastic import dithered
 from workbench.compressors._two_hop import packed, unpacked
 from workbench.rank import Bucket, Memory, Rank
@@ -68,7 +69,7 @@ class TernGrad(Compressor):
         draws = _drawn(x, _spread(scales, layers), memory)
         own = _restored(draws, scales, layers, 1)
         total = await (self._added if self.one_scale else self._gathered)(rank, bucket.name, draws, scales, layers)
-        bucket.data.copy_(total)
+        bucket.data.copy_(within(total, bucket.data.dtype))
         return own.to(bucket.data.dtype)
 
     async def _added(self, rank: Rank, name: str, draws: Tensor, scales: Tensor, layers: list[int]) -> Tensor:

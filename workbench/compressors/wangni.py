@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._base import Compressor
-from workbench.compressors._range import wide, within
+from workbench.compressors._range import deliver, wide
 from workbench.compressors._select import above, unset
 from workbench.compressors._sparse import message, opened
 from workbench.compressors._two_hop import packed, unpacked
@@ -89,8 +89,7 @@ class Wangni(Compressor):
         total = torch.zeros_like(x, dtype=wide(x.dtype))
         for one in every:
             _add(total, one, x.dtype)
-        x.copy_(within(total, x.dtype))
-        return own
+        return deliver(total, x, own, rank.size)
 
     def _message(self, x: Tensor, memory: Memory) -> tuple[Tensor, int, int]:
         """(n,) -> uint8 of u, the whole entries and their number, the other places and signs; then both counts."""
