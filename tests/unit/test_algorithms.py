@@ -360,6 +360,24 @@ def test_a_mean_in_a_group_is_over_its_own_ranks(way: Algorithm) -> None:
     assert [set(samples(simulate(e, real=True), "mean", r)) for r in range(4)] == [{0.5}, {0.5}, {2.5}, {2.5}]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Large(Strategy):
+    """Averages numbers in fp16 that have too large a sum."""
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        x = torch.full((6,), 40_000.0 + 64 * rank.id).half()
+        await rank.all_reduce(x, "mean", "x")
+        await rank.sample("mean", float(x.mean()))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("way", [Native(), Ring()], ids=str)
+def test_a_mean_in_fp16_is_finite_though_the_sum_is_not(way: Algorithm) -> None:
+    e = experiment(2, 2, strategy=Large(), pace=1.0, fabric=Fabric(link=LINK, algorithm=way))
+    assert set(samples(simulate(e, real=True), "mean", 0)) == {40_032.0}
+    assert {value for s in run(e) for _, name, _, value in s.record.samples if name == "mean"} == {40_032.0}
+
+
 @pytest.mark.ranks
 def test_a_failing_rank_frees_ranks_that_wait_for_its_messages() -> None:
     sessions = live(summing(Ring(), ranks=4, steps=20, task=poisoned(2, 5)))

@@ -151,7 +151,8 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
     def all_reduce(self, x: Tensor, op: str = "sum", name: str = "") -> Op:
         """Replaces `x` in place by its sum over all ranks (or "mean", "max", "min") and returns it.
 
-        A mean divides the sum after the exchange, so it sends the same bytes. Raises StrategyError for another `op`,
+        A mean divides the sum after the exchange, so it sends the same bytes. In float16, where a sum overflows above
+        65504, ranks divide before. Raises StrategyError for another `op`,
         and for the mean of integers.
         """
         if op not in REDUCTIONS:

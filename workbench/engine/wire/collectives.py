@@ -146,7 +146,7 @@ class Wire:
     # -- asynchronous: each returns a Work for `wait` --
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Any:
-        """Starts a reduction. A "mean" is only summed, because gloo has no mean: the caller divides after `wait`."""
+        """Starts a reduction. A "mean" is only summed, because gloo has no mean: the caller divides."""
         if self.line.carried is not None and x.dtype not in self.line.carried:
             raise StrategyError(
                 f"all_reduce of {str(x.dtype)[6:]}: {self.kind} adds no such numbers; hand in int32 or float32, or "

@@ -55,6 +55,8 @@ class CollectiveIssuer:
 
     def _all_reduce(self, wire: Wire, op: Op) -> tuple[Any, Any]:
         x, how, _ = op.args
+        if all_reduce.divides_first(op):
+            x.div_(wire.size)
         return wire.all_reduce(x, how), x
 
     def _broadcast(self, wire: Wire, op: Op) -> tuple[Any, Any]:
@@ -102,7 +104,7 @@ class CollectiveIssuer:
                 return hold.view(like.dtype).view(like.shape)
             case "reduce_scatter":
                 return sum_rows(hold.view(like.dtype).view(wire.size, -1))
-            case "all_reduce" if op.args[1] == "mean":
+            case "all_reduce" if op.args[1] == "mean" and not all_reduce.divides_first(op):
                 return hold.div_(wire.size)
         return hold
 

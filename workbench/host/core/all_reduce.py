@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from workbench.fabric import Algorithm, Among, Fabric
@@ -24,6 +25,11 @@ def choose_algorithm(fabric: Fabric, size: int, op: Op) -> Algorithm | None:
     return None if chosen.native else chosen
 
 
+def divides_first(op: Op) -> bool:
+    """Whether each rank divides its tensor before a mean, as NCCL does, because a sum in float16 may overflow."""
+    return bool(op.verb == "all_reduce" and op.args[1] == "mean" and op.args[0].dtype == torch.float16)
+
+
 async def run_all_reduce(by: Algorithm, rank: Rank, op: Op, name: str) -> Tensor:
     """Performs one rank's part. The sum, or the mean, replaces `op`'s tensor and is returned.
 
@@ -32,8 +38,10 @@ async def run_all_reduce(by: Algorithm, rank: Rank, op: Op, name: str) -> Tensor
     x: Tensor = op.args[0]
     how, ranks = op.args[1], _list_ranks(op, rank.size)
     flat = x.contiguous().view(-1)
+    if divides_first(op):
+        flat /= len(ranks)
     await by.all_reduce(Among(rank, ranks, "sum" if how == "mean" else how, name), flat)
-    if how == "mean":
+    if how == "mean" and not divides_first(op):
         flat /= len(ranks)
     return x if x.is_contiguous() else x.copy_(flat.view(x.shape))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.fabric import Load, even, uneven
+from workbench.host.core.all_reduce import divides_first
 from workbench.host.placement.canonical_state import sum_rows
 from workbench.rank import Op, StrategyError, collective
 from workbench.sim.clock.fiber import ChildFiber, Fiber
@@ -118,10 +119,12 @@ class Collective:
         xs: list[Tensor] = self.xs
         match verb:
             case "all_reduce":
+                if divides_first(self.op):
+                    torch._foreach_div_(xs, p)
                 total = xs[0].clone()
                 for other in xs[1:]:
                     _merge_values(total, other, self.op.args[1])
-                if self.op.args[1] == "mean":
+                if self.op.args[1] == "mean" and not divides_first(self.op):
                     total /= p
                 torch._foreach_copy_(xs, [total] * p)
                 return xs
