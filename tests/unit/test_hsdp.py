@@ -87,6 +87,17 @@ def test_second_shards_keep_backward_gathers_within_groups_with_the_same_result(
         assert torch.equal(weights(one), weights(other)) and seen(one, "held_out") == seen(other, "held_out")
 
 
+def test_second_shards_count_as_parameters_on_both_hosts() -> None:
+    e, held = GPT.set({"strategy": HpZ(group=2), "pace": 10.0}), {}
+    for real in (True, False):
+        model = simulate(e, real=real)
+        held[real] = model.samples.query("rank == 0 and name == 'memory parameters'").value.iloc[-1]
+    session = run(e)[0]
+    psi, largest = session.layout.byte_count, max(b.nbytes for b in session.layout.buckets)
+    assert psi / 4 + psi / 2 < held[True] < psi / 4 + psi / 2 + 2 * largest
+    assert held[False] == held[True] == seen(session, "memory parameters")[-1]
+
+
 def test_groups_change_live() -> None:
     changes = [Change(3, "strategy", "HSDP"), Change(6, "strategy.group", 4), Change(8, "strategy.prefetch", 2),
                Change(10, "strategy.group", 1), Change(12, "bucket_mb", 0.05), Change(14, "strategy.group", 2),

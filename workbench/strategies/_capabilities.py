@@ -155,6 +155,10 @@ class Sharding:
         are cut again with nothing set `aside`.
         """
 
+    def copies(self, state: Any) -> int:
+        """Returns the bytes of parameters that it holds now in addition to whole buckets and shards."""
+        return 0
+
     def aside(self, state: Any) -> list[Bucket]:
         """Returns and forgets its offloaded parameter shards, before buckets are cut again; empty: `recall` them."""
         return []

@@ -34,7 +34,7 @@ class HpZ(ZeRO3):
 
     Each g = `group` consecutive ranks are a group. The backward's all-gather moves (g-1)/g of the model instead of
     ZeRO3's (p-1)/p, and stays within the group. So a third less crosses between groups. Second shards take 4 Psi / g
-    bytes in fp32 from the end of the forward until the backward has read them. Memory samples do not count them.
+    bytes in fp32 from the end of the forward until the backward has read them.
 
     When to use it: ZeRO3 on hosts with fast links inside and slow links between them, if another 1/g of the model fits.
     ZeRO++ also quantises what is gathered (qwZ) and reduced (qgZ); here a compressor acts on gradients only.
@@ -57,6 +57,9 @@ class HpZ(ZeRO3):
     async def step(self, rank: Rank, state: Any) -> None:
         await super().step(rank, state)
         state.seconds.clear()  # shards that backward did not need; the parameters have changed
+
+    def copies(self, state: Any) -> int:
+        return sum(x.nbytes for x in state.seconds.values())
 
     async def gathering(self, rank: Rank, state: Any, bucket: Bucket) -> Coroutine[Op, Any, Tensor]:
         if rank.phase != "backward" or bucket.index not in state.seconds:

@@ -138,7 +138,7 @@ class ModelPerformer:
         """Gives a sharded bucket memory of its own."""
         self._reading.require_sharded()
         held = self._layout.hold_bucket(bucket)
-        self._ledger.note_held(self._layout.held)
+        self._ledger.note_held(self._layout.held + self._reading.count_copies())
         return held
 
     def move_values(self, op: Op) -> Any:

@@ -272,6 +272,10 @@ class Unsharder:
                     self._offered.add(other)
                     yield self._parameter_layout.weight_bucket(other)
 
+    def count_copies(self) -> int:
+        """Returns the bytes of parameters that the strategy holds in addition to whole buckets and shards."""
+        return self.by.copies(self._run.state) if self.by is not None and self.sharded else 0
+
     def require_sharded(self) -> None:
         """Raises StrategyError if a strategy holds a shard that nothing would gather."""
         if not self.sharded:

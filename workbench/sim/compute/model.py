@@ -168,7 +168,7 @@ class ModelPerformer:
         layout = self._body.layout
         if self._parts.world.real:
             bucket = layout.hold_bucket(bucket)
-            self._ledger.note_held(layout.held)
+            self._ledger.note_held(layout.held + self._reading.count_copies())
         else:  # one layout stands for the layouts of all ranks
             if self._held[0] is not layout.buckets:
                 here = self._reading.whole
@@ -177,5 +177,5 @@ class ModelPerformer:
                     {b.index: b.nbytes for b in self._body.list_params() if b.index in here},
                 )
             self._held[1][bucket.index] = bucket.nbytes
-            self._ledger.note_held(sum(self._held[1].values()))
+            self._ledger.note_held(sum(self._held[1].values()) + self._reading.count_copies())
         return bucket
