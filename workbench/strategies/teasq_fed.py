@@ -151,10 +151,14 @@ class TEASQFed(Strategy):
             else:
                 state.running -= 1
                 await self._cache(rank, state, buckets, source, version, done)
-            while state.waiting and state.running < ceil(self.share * self.clients * rank.size):
+            while state.waiting and state.running < self._at_once(self.clients * rank.size):
                 state.running += 1
                 await rank.sample("active", state.running)
                 await self._give(rank, state, buckets, state.waiting.popleft())
+
+    def _at_once(self, n: int) -> int:
+        """Returns ceil(C n), without the rounding error of the product."""
+        return ceil(self.share * n - 1e-9)
 
     async def _give(self, rank: Rank, state: _State, buckets: list[Bucket], to: int) -> None:
         """Sends a task: the current model, as its difference from the copy of rank `to`."""
