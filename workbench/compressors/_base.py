@@ -116,7 +116,10 @@ class Compressor(Family):
 
     @abstractmethod
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
-        """Writes the sum over ranks into `bucket.data`; returns this rank's own contribution (None: all of it)."""
+        """Writes the sum over ranks into `bucket.data`; returns this rank's own contribution (None: all of it).
+
+        (n,), in the dtype of the bucket or a wider one.
+        """
 
     def coder(self, memory: Memory) -> Coder | None:
         """Returns its Coder for any tensor, with generator and levels of `memory`; None if it needs other ranks."""
