@@ -82,6 +82,12 @@ def test_a_view_shares_its_tensors_storage_and_a_result_does_not() -> None:
         assert (x + 1).untyped_storage().nbytes() == 24 and x[2:].actual_tensor.storage_offset() == 2
 
 
+def test_two_storages_at_once_have_different_identities() -> None:
+    """A storage may outlive its tensor, and another tensor may get the address of that tensor."""
+    storages = [(vector(3) + 1).untyped_storage() for _ in range(50)]
+    assert len({storage._cdata for storage in storages}) == 50
+
+
 def test_the_storage_of_a_stand_in_is_freed_with_it() -> None:
     x = vector(6) + 1
     where = weakref.ref(x.untyped_storage())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import torch
@@ -44,12 +45,13 @@ def _remember_kind(*told: Any) -> TensorKind:
 
 
 class ShapedStorage:
-    """The storage of a `ShapedTensor`, like torch's: an identity while it exists and a size in bytes."""
+    """The storage of a `ShapedTensor`, like torch's: an identity of its own and a size in bytes."""
 
     __slots__ = ("__weakref__", "_cdata", "_nbytes")
+    _numbers = count(1)
 
-    def __init__(self, where: int, nbytes: int) -> None:
-        self._cdata, self._nbytes = where, nbytes
+    def __init__(self, nbytes: int) -> None:
+        self._cdata, self._nbytes = -next(self._numbers), nbytes  # negative: no address of a torch storage
 
     def nbytes(self) -> int:
         return self._nbytes
@@ -99,7 +101,7 @@ class ShapedTensor(Tensor):
             return self.base.untyped_storage()
         if self._room is None:
             at = self._actual
-            self._room = ShapedStorage(-id(self), self.kind.nbytes) if at is None else at.untyped_storage()
+            self._room = ShapedStorage(self.kind.nbytes) if at is None else at.untyped_storage()
         return self._room
 
     # -- frequent attributes and methods --
