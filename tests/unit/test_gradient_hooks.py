@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.ranks import Net, experiment, net, run, toy
+from tests.ranks import Net, experiment, net, run, toy, weights
 from workbench import simulate
 from workbench.host.core.gradient_hooks import own_loss
 from workbench.rank import StrategyError
-from workbench.strategies import DDP, Strategy, TorchFSDP, ZeRO3
+from workbench.strategies import DDP, LocalSGD, Strategy, TorchDDP, TorchFSDP, ZeRO3
 
 
 def test_hooks_see_the_gradient_of_the_loss_before_it_was_scaled() -> None:
@@ -70,6 +70,38 @@ def test_a_hook_registered_during_training_runs_before_the_exchange(strategy: St
         before, after = (run(experiment(2, n, task=task, strategy=strategy))[0].model for n in (2, steps))
         moved = (after.b.weight - before.b.weight).detach().abs().max()
         assert float(moved) == 0 if bound is None else 0 < float(moved) <= bound * 1.001
+
+
+HEARD: list[float] = []
+
+
+class Heard(Net):
+    """A backward hook notes the gradient of an output, and another one halves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.register_full_backward_hook(lambda module, into, out: HEARD.append(float(out[0].norm())))
+        self.b.register_full_backward_pre_hook(lambda module, out: (out[0] / 2,))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", [DDP(), DDP(accumulate=2), LocalSGD(), ZeRO3()], ids=str)
+def test_backward_hooks_of_modules_see_what_they_see_under_torchs_ddp(strategy: Strategy) -> None:
+    """That is the gradient of the rank's own loss, once for each backward."""
+    e, found, moved = experiment(2, 1, task=toy(model=partial(net, Heard)), pace=2.0), [], []
+    for one in (TorchDDP(), strategy):
+        HEARD.clear()
+        sessions = run(e.set("strategy", one))
+        found.append(sorted(HEARD))
+        moved.append(weights(sessions[0]))
+    HEARD.clear()
+    simulate(e.set("strategy", strategy), real=True)
+    assert sorted(HEARD) == pytest.approx(found[1], rel=1e-5)
+    if strategy in (DDP(), ZeRO3(), LocalSGD()):
+        assert found[1] == pytest.approx(found[0], rel=1e-5) and len(found[0]) == 2
+    if strategy in (DDP(), ZeRO3()):
+        assert moved[1].tolist() == pytest.approx(moved[0].tolist(), rel=1e-5, abs=1e-7)
+    assert len(found[1]) == 2 * getattr(strategy, "accumulate", 1) and found[1][-1] >= 0.99 * found[0][-1]
 
 
 def take_away(p: Any) -> None:

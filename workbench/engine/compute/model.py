@@ -16,7 +16,7 @@ from workbench.engine.compute.pipeline import PipelinePerformer
 from workbench.engine.compute.tensor import TensorPerformer
 from workbench.engine.compute.timing import PassTiming
 from workbench.host.core.drive import drive_coroutine
-from workbench.host.core.gradient_hooks import own_loss
+from workbench.host.core.gradient_hooks import ModuleHooks, own_loss
 from workbench.host.observe.curvature import CurvatureEstimator
 from workbench.host.placement.canonical_state import clip_gradients, list_optimizer_tensors
 from workbench.host.placement.optimizer_slots import require_steppable, step_shard
@@ -42,6 +42,7 @@ class ModelPerformer:
         self._layout, self._usage, self._narrowing = parts.layout, parts.usage, parts.narrowing
         self._reading, self._ledger = parts.reading, parts.ledger
         self.curvature = CurvatureEstimator(parts.model, parts.learner.loss, parts.layout)
+        self._module_hooks = ModuleHooks(parts.model)
         self.open_losses: dict[int, Tensor] = {}  # losses without a backward so far, by micro-batch
         self._drawn_batch: Any = None  # the batch of the next forward, if its rows were looked up
 
@@ -56,7 +57,8 @@ class ModelPerformer:
         self._tensor.begin_pass("forward")
         self._at("forward")
         self._timing.begin_pass("forward", "forward", self._pipeline.share * self._narrowing.compute_share("forward"))
-        with reading.run_pass("forward"), group.run_pass(None) if group else nullcontext():
+        joint = group.run_pass(None) if group else nullcontext()
+        with reading.run_pass("forward"), joint, self._module_hooks.wrap_hooks():
             with explain_errors() if parts.module is not parts.model else nullcontext():
                 loss = parts.learner.loss(parts.module, batch)
             if reading.sharded:
@@ -112,7 +114,7 @@ class ModelPerformer:
         self._timing.begin_pass("backward", "backward", share, self._tensor.recomputed_share("backward"))
         with self._ledger.measure_backward(self._hooks.is_exchanging), reading.run_pass("backward"):
             with explain_errors() if parts.module is not parts.model else nullcontext():
-                with own_loss((place.param for place in self._layout.order), grad):
+                with own_loss((p.param for p in self._layout.order), grad), self._module_hooks.wrap_hooks(grad):
                     parts.run_loss_backward(loss, grad)
         if parts.fully is not None:
             parts.fully.end_backward()

@@ -1,4 +1,6 @@
-"""Hooks of a model on its gradients: they run before the host's, and see the gradient of a rank's own loss.
+"""Hooks of a model on gradients of parameters and modules: they see the gradient of a rank's own loss.
+
+Hooks on a parameter's gradient run before the host's.
 
 A strategy scales a rank's loss so that the sum over ranks is the mean gradient. A hook that clips would then clip a
 gradient that is smaller than the rank's own.
@@ -42,6 +44,48 @@ def own_loss(params: Iterable[nn.Parameter], share: float | None) -> Iterator[No
         for held, number, hook in changed:
             if number in held:
                 held[number] = hook
+
+
+class ModuleHooks:
+    """Lets backward hooks of a model's modules see gradients as if the loss had not been scaled.
+
+    torch reads a module's hooks in its forward and calls them in the backward.
+
+    share: the factor of the loss in the present backward
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self.share = model, 1.0
+
+    @contextmanager
+    def wrap_hooks(self, share: float | None = None) -> Iterator[None]:
+        """Encloses a forward, or a backward of the loss times `share`, which may compute forwards again."""
+        self.share = 1.0 if share is None else float(share)
+        wrapped: list[tuple[dict[int, Any], int, Any]] = []
+        for module in self._model.modules():
+            for held in (module._backward_hooks, module._backward_pre_hooks):
+                for number, hook in list(held.items()) if held else ():
+                    wrapped.append((held, number, hook))
+                    held[number] = partial(self._run_hook, hook)
+        try:
+            yield
+        finally:
+            for held, number, hook in wrapped:
+                if number in held:
+                    held[number] = hook
+
+    def _run_hook(self, hook: Any, module: nn.Module, *grads: Any) -> Any:
+        if self.share == 1.0:
+            return hook(module, *grads)
+        made = hook(module, *(_multiply_each(grad, 1 / self.share) for grad in grads))
+        return None if made is None else _multiply_each(made, self.share)
+
+
+def _multiply_each(grads: Any, by: float) -> Any:
+    """Returns a tensor, or a tuple of tensors and None, times `by`."""
+    if isinstance(grads, Tensor):
+        return grads * by
+    return tuple(None if grad is None else grad * by for grad in grads)
 
 
 def require_gradient(name: str, p: Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from workbench.experiment import Experiment
 from workbench.experiment.partitioned import dealt
-from workbench.host.core.gradient_hooks import own_loss, require_gradient
+from workbench.host.core.gradient_hooks import ModuleHooks, own_loss, require_gradient
 from workbench.host.memory.batches import BatchReader
 from workbench.host.memory.offload import OffloadStore
 from workbench.host.observe.curvature import CurvatureEstimator
@@ -44,6 +44,7 @@ class RankTensors(RenewableTensors, ModelPortion):
         random.seed(experiment.seed)
         self.learner = learner
         self.model = learner.model().train()
+        self._module_hooks = ModuleHooks(self.model)
         self.layout = ParameterLayout(self.model, experiment.bucket_mb)
         self.layout.keeps_values = True  # whole passes run at once, and gathered parts arrive one by one
         self.curvature = CurvatureEstimator(self.model, learner.loss, self.layout)
@@ -152,7 +153,7 @@ class RankTensors(RenewableTensors, ModelPortion):
         with self._use_own_rng(), torch.enable_grad():
             looked = self._looked.pop(self._worker, None) if x is None else x
             inputs = self.batches.next_batch() if looked is None else looked
-            with self.reading.run_pass("forward"), self.forward_context(None):
+            with self.reading.run_pass("forward"), self.forward_context(None), self._module_hooks.wrap_hooks():
                 loss = self.learner.loss(self.model, inputs)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TypeError("the loss must be a scalar tensor with a gradient")
@@ -204,7 +205,7 @@ class RankTensors(RenewableTensors, ModelPortion):
         if exchanged and self._worker:
             raise StrategyError("several workers have one set of buckets: await rank.backward() whole, or real=False")
         self.curvature.note_backward(grad)
-        with own_loss((place.param for place in self.layout.order), grad):
+        with own_loss((place.param for place in self.layout.order), grad), self._module_hooks.wrap_hooks(grad):
             self._collect_gradients(partial(_run_loss_backward, loss, grad), exchanged)
 
     def _collect_gradients(
