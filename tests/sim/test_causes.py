@@ -9,6 +9,7 @@ from tests.unit import synthetic
 from workbench import Experiment, simulate
 from workbench.analysis import find_causes
 from workbench.analysis.steps.collectives import of_others
+from workbench.analysis.stragglers.causes import excess_seconds
 from workbench.fabric import Fabric, Link, Noisy, Slow
 from workbench.partitions import Pipeline
 
@@ -24,6 +25,13 @@ def test_a_delay_of_10_percent_is_named_within_20_steps_although_all_8_ranks_var
         assert set(found) <= {(phase, (seed % 8,))}
         named += len(found)
     assert named >= 9
+
+
+@pytest.mark.parametrize(("ranks", "share"), [(2, 0.01), (8, 0.02), (32, 0.04)])
+def test_independent_noise_is_seldom_taken_for_a_delay(ranks: int, share: float) -> None:
+    rng = np.random.default_rng(0)
+    found = [excess_seconds(1 + 0.3 * rng.standard_normal((40, ranks)), 1.0).any() for _ in range(1000)]
+    assert np.mean(found) <= share
 
 
 def test_a_rank_with_slow_packing_is_blamed_for_the_whole_delay() -> None:

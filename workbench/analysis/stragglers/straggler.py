@@ -3,6 +3,11 @@
 An all-reduce makes all ranks' steps equally long. The cause arrives last and waits least. `blame_ranks` measures its
 cost; its phases and port, against the other ranks' median, show the reason. Medians and a noise threshold reject
 outliers.
+
+[Note: False alarms] Simulated ranks of equal speed, 20 steps, step times log-normal: if steps are independent, it named
+nobody in 3,789 windows (2, 4 and 8 ranks, spreads of 2 to 30 %). If a step is like the one before (correlation 0.8), a
+rank is slow for some 10 steps, and 14 to 38 % of the windows name one. `causes.py`, which allows for that, names one in
+6 to 16 %.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from workbench.record.timeline import Timeline
 
 SHARE = 0.05  # of a step: least reported harm
 FELT = 0.005  # of a step: least harm of a clearly slow rank
-SIGMAS = 4.5  # standard errors above zero
+SIGMAS = 4.5  # standard errors above zero; see [Note: False alarms]
 PERSISTENT = 0.7  # share of slow steps or rounds
 FEWEST = 6  # steps before a verdict
 REACH = 4  # times further back, for a periodic strategy's meetings
