@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,6 +18,7 @@ from workbench.host.placement import unmaterialized
 from workbench.rank import StrategyError
 
 Hook = Callable[[Tensor], Tensor | None]
+ModuleHook = Callable[..., object]
 
 
 @contextmanager
@@ -61,9 +61,10 @@ class ModuleHooks:
     def wrap_hooks(self, share: float | None = None) -> Iterator[None]:
         """Encloses a forward, or a backward of the loss times `share`, which may compute forwards again."""
         self.share = 1.0 if share is None else float(share)
-        wrapped: list[tuple[dict[int, Any], int, Any]] = []
+        wrapped: list[tuple[dict[int, ModuleHook], int, ModuleHook]] = []
         for module in self._model.modules():
-            for held in (module._backward_hooks, module._backward_pre_hooks):
+            every: list[dict[int, ModuleHook]] = [module._backward_hooks, module._backward_pre_hooks]
+            for held in every:
                 for number, hook in list(held.items()) if held else ():
                     wrapped.append((held, number, hook))
                     held[number] = partial(self._run_hook, hook)
@@ -74,18 +75,18 @@ class ModuleHooks:
                 if number in held:
                     held[number] = hook
 
-    def _run_hook(self, hook: Any, module: nn.Module, *grads: Any) -> Any:
+    def _run_hook(self, hook: ModuleHook, module: nn.Module, *grads: object) -> object:
         if self.share == 1.0:
             return hook(module, *grads)
         made = hook(module, *(_multiply_each(grad, 1 / self.share) for grad in grads))
         return None if made is None else _multiply_each(made, self.share)
 
 
-def _multiply_each(grads: Any, by: float) -> Any:
+def _multiply_each(grads: object, by: float) -> object:
     """Returns a tensor, or a tuple of tensors and None, times `by`."""
-    if isinstance(grads, Tensor):
-        return grads * by
-    return tuple(None if grad is None else grad * by for grad in grads)
+    if isinstance(grads, tuple | list):
+        return tuple(_multiply_each(grad, by) for grad in grads)
+    return grads * by if isinstance(grads, Tensor) else grads
 
 
 def require_gradient(name: str, p: Tensor) -> bool:
