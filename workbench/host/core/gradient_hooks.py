@@ -31,10 +31,15 @@ def own_loss(params: Iterable[nn.Parameter], share: float | None) -> Iterator[No
     scale = 1.0 if share is None else float(share)
     with unmaterialized.prevent_fetches():
         for p in params:
-            before: Any = p._backward_hooks
-            after: Any = p._post_accumulate_grad_hooks
-            for held, wrapped in ((before, _run_hook), (after, _run_final_hook)) if before or after else ():
-                for number, hook in _move_hosts_behind(held) if held else ():
+            before: dict[int, Hook] | None = p._backward_hooks
+            after: dict[int, Hook] | None = p._post_accumulate_grad_hooks
+            if not before and not after:
+                continue
+            wrappers: tuple[Callable[..., Tensor | None], ...] = (_run_hook, _run_final_hook)
+            for held, wrapped in zip((before, after), wrappers, strict=True):
+                if not held:
+                    continue
+                for number, hook in _move_hosts_behind(held):
                     changed.append((held, number, hook))
                     if scale != 1.0:
                         held[number] = partial(wrapped, hook=hook, scale=scale)
