@@ -74,7 +74,6 @@ class DivergenceRecovery:
         return False
 
     def _open_image(self, step: int) -> tuple[RestoredState | None, str]:
-        """Returns this rank's image, or a reason."""
         run, saved, which = self.run, None, f"the checkpoint before step {step}"
         try:
             then, saved = self.kept.open_checkpoint(step, run.rank.id)

@@ -103,7 +103,6 @@ def _load_whole_state(run: RankView, was: Experiment, images: Sequence[RestoredS
 
 
 def _inherit_residuals(run: RankView, was: Experiment, images: Sequence[RestoredState]) -> None:
-    """Former residuals must still mean the same."""
     e, kept = run.experiment, {c.residual for c in inside(run.experiment.compressor) if c.residual}
     rules = {name: rule for one in inside(was.compressor) for name, rule in one.own.items()
              if rule in MOVED and name in kept}  # fmt: skip

@@ -229,7 +229,6 @@ def _restore_optimizer(run: RankView, saved: RestoredState) -> None:
 
 
 def _restore_data(run: CheckpointView, said: Any) -> bool:
-    """Returns whether last batches are equal."""
     if said is None or run.reads is None:
         return True
     stands = {

@@ -108,7 +108,6 @@ def require_gradient(name: str, p: Tensor) -> bool:
 
 
 def _move_hosts_behind(held: dict[int, Hook]) -> list[tuple[int, Hook]]:
-    """Moves the host's hooks behind the model's, and returns the model's."""
     if len(held) == 1 and _is_hosts(*held.values()):  # the usual case, in every backward
         return []
     hosts = [number for number, hook in held.items() if _is_hosts(hook)]

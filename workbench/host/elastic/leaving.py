@@ -182,7 +182,6 @@ def _adopt_settings(run: GenerationView, e: Experiment, step: int) -> None:
 
 
 def _allocate_model(run: GenerationView, e: Experiment, step: int) -> None:
-    """Gives the model memory without values."""
     was = run.experiment
     run.rate.change_factor(was, e, run.rank.step)
     run.rate.begun = min(run.rate.begun, step)

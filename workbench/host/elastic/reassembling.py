@@ -77,7 +77,6 @@ async def _list_slots(run: ChangeView, like: State, here: State) -> list[str]:
 
 
 def _find_values(mine: Boundary | None, name: str, n: int, like: State) -> torch.Tensor:
-    """Returns zeros for missing values."""
     of = name.partition(":")[2]
     found = mine.state.get(of) if mine is not None else None
     return like[of].new_zeros(n) if found is None or found.is_meta else found

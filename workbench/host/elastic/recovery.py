@@ -117,7 +117,6 @@ def _plan_from_parts(who: RemainingRank, heard: Quorum) -> NextGeneration:
 
 
 def _plan_from_gathered(who: RemainingRank, heard: Quorum) -> NextGeneration:
-    """A rank was lost while ranks assembled the state."""
     whole = {place: one for place, one in heard.by_place.items() if one.whole}
     first = max(whole.values(), key=lambda one: (*one.progress_key, -one.member))
     holders = tuple(sorted(place for place, one in whole.items() if one.progress_key == first.progress_key))
@@ -127,7 +126,6 @@ def _plan_from_gathered(who: RemainingRank, heard: Quorum) -> NextGeneration:
 
 
 def _read_experiment(who: RemainingRank, heard: Quorum, of: RankReport) -> Experiment:
-    """Reading may need many files."""
     same = of.settings == heard.by_place[who.place].settings
     known: Experiment = who.run.experiment
     return known if same else Experiment.read(of.settings, known.task)
@@ -251,7 +249,6 @@ def _describe_left_out(left_out: list[int]) -> str:
 
 
 def _mark_unread(who: RemainingRank, gone: list[int], first: RankReport) -> None:
-    """Records if lost ranks' positions in their data are unknown."""
     run = who.run
     if gone and run.learner.indexed and not has_common_step(run.experiment) and who.member == first.member:
         why = f"nobody knows how much {name_ranks(gone)} had read, for ranks keep no step in common"

@@ -143,7 +143,6 @@ class Rollback:
 
     @property
     def _is_elsewhere(self) -> bool:
-        """Whether state is outside the model and the optimizer."""
         return self.run.experiment.strategy.opaque or bool(self.run.offloaded_state.item_count)
 
     @property

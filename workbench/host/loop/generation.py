@@ -56,7 +56,6 @@ async def align_order(run: EnteringView) -> None:
 
 
 def _start_strategy(run: EnteringView) -> None:
-    """Starts the strategy, from a state that all ranks have."""
     run.rate.set_rate(run)
     run.enter_strategy(None, run.experiment)
     if run.experiment.strategy.opaque:

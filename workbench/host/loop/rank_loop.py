@@ -173,7 +173,6 @@ class RankLoop(ABC):
             await self._crash_if_due()  # the next change may end the generation
 
     async def _crash_if_due(self) -> None:
-        """Ends here if a fault crashes this rank."""
         if self.crashing:
             mine, self.crashing = self.rank.id in self.crashing, frozenset()
             if mine:

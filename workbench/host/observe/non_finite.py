@@ -163,7 +163,6 @@ class NonFiniteGuard:
         return bad
 
     def _skip_update(self, batch: object, before: list[tuple[Tensor, Tensor]]) -> None:
-        """Restores the buffers, and records the reason."""
         run, step = self.run, self.run.rank.step
         self._row = self._row + 1 if self._skipped == step - 1 else 1
         self._skipped = step

@@ -90,7 +90,6 @@ def measure_outputs(e: Experiment, learner: Learner) -> tuple[int, ...]:
 
 
 def _time_passes(passes: PiecePasses) -> list[tuple[float, float]]:
-    """Returns the parts' forward and backward seconds."""
     there, back = [0.0] * passes.count, [0.0] * passes.count
     for number in range(passes.count):
         began = time.perf_counter()

@@ -85,7 +85,6 @@ def _try_passes(e: Experiment, learner: Learner, split: TensorSplit | None) -> S
 def _count_operations(
     model: nn.Module, learner: Learner, batch: object, stages: StageCuts | None, split: TensorSplit | None
 ) -> list[Any]:
-    """Returns operations by piece, forward and backward."""
     counted: list[Any] = []
     with ExitStack() as also, torch.enable_grad():
         if split:

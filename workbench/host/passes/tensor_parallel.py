@@ -137,7 +137,6 @@ class TensorParallelGroup:
 
     @property
     def _plain_peers(self) -> GroupPeers:
-        """Serves embeddings and the last output."""
         return GroupPeers(self._ask, self.split.ways)
 
     def _run_scatter(self, name: str, module: Any, x: Tensor, *more: Any, **named: object) -> Any:
@@ -164,7 +163,6 @@ class TensorParallelGroup:
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
     def _look_up_rows(self, name: str, module: Any, x: Tensor) -> Tensor:
-        """Other ranks' rows are zeros."""
         rows = module.weight.shape[0]
         own = x - self.index * rows
         elsewhere = ((own < 0) | (own >= rows)) & (x >= 0) & (x < rows * self.split.ways)  # torch refuses others

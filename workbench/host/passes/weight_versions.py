@@ -56,7 +56,6 @@ class WeightVersion:
                 param.data = data
 
     def _pack_tensor(self, x: Tensor) -> Any:
-        """Returns the object that autograd keeps in place of `x`."""
         if x.layout != torch.strided or x.is_inference():
             return x
         place = x.untyped_storage()._cdata

@@ -100,7 +100,6 @@ def find_pareto_cuts(
 
 
 def _drop_dominated(ways: Iterable[_PartialCut]) -> tuple[list[_PartialCut], bool]:
-    """Returns at most MAX_KEPT undominated cuts, and whether none was lost."""
     kept: list[_PartialCut] = []
     for way in sorted(ways, key=lambda w: (max(w.costs[0], *w.costs[2:], 0), w.costs, w.cuts[-1])):
         if not any(all(a <= b for a, b in zip(other.costs, way.costs, strict=True)) for other in kept):

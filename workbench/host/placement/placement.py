@@ -129,7 +129,6 @@ class Placement:
         return sum(s.element_count for each in ([name] if name is not None else here) for s in here.get(each, ()))
 
     def __hash__(self) -> int:
-        """The hash is the same in every process."""
         return hash((len(self.sizes), sum(self.sizes.values()), *self.held))
 
     # -- internals --

@@ -119,7 +119,6 @@ def level_loads(loads: Sequence[int], amount: int) -> list[int]:
 
 
 def _find_wanted(was: Placement, to: Placement, alive: tuple[int, ...]) -> dict[tuple[int, ...], list[Wanted]]:
-    """Returns missing elements by the ranks that have them."""
     found: dict[tuple[int, ...], list[Wanted]] = defaultdict(list)
     lost: dict[str, int] = {}
     known: dict[_Sets, list[_Missing]] = {}  # parameters and their moments mostly have the same slices

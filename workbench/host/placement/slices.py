@@ -115,7 +115,6 @@ def refine_slices(sets: Sequence[Iterable[StridedSlice]]) -> list[tuple[StridedS
 
 
 def _find_period(slices: Iterable[StridedSlice]) -> int:
-    """Returns the most stretches' stride; 0 without strides."""
     counts: Counter[int] = Counter()
     for s in slices:
         if s.times > 1:

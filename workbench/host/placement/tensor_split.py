@@ -139,7 +139,6 @@ def _find_plan(model: nn.Module, learner: Learner) -> Plan:
 
 
 def _pair_linears(model: nn.Sequential) -> dict[str, Way]:
-    """Pairs Linears with only elementwise modules between them."""
     layers = [(name, module) for name, module in list_leaves(model) if not isinstance(module, ELEMENTWISE)]
     found: dict[str, Way] = {}
     for (one, first), (other, second) in pairwise(layers):
@@ -278,7 +277,6 @@ def _make_refusal(reason: str, whose: str = "partition=Tensor") -> KnobError:
 
 
 def _assign_owners(whole: Mapping[str, int], ways: int) -> dict[str, int]:
-    """Assigns the largest parameter first, to the least loaded rank."""
     load = [0] * ways
     found: dict[str, int] = {}
     for name, numel in sorted(whole.items(), key=lambda one: -one[1]):

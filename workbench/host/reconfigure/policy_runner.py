@@ -182,7 +182,6 @@ class PolicyRunner:
         return len(self.made) > made
 
     async def _make_decision(self, decision: list[Change]) -> None:
-        """Makes all changes, or none if some rank cannot."""
         if part := await find_refused_change(self.run, decision):
             self._refused.add(_make_key(part))
             return
@@ -286,7 +285,6 @@ def _mean_or_nan(noted: list[float], count: int) -> float:
 
 
 def _has_overlap(one: str, other: str) -> bool:
-    """Whether one path contains the other."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 

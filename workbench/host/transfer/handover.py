@@ -294,7 +294,6 @@ def _count_slot_elements(numel: Mapping[str, int], kept: Iterable[tuple[str, boo
 
 
 def _find_shard(numel: Mapping[str, int], kept: Iterable[tuple[str, bool]], cut: ShardLayout, rank: int) -> Held:
-    """Cuts buckets as `Bucket.shard` does."""
     group = next(group for group in cut.groups if rank in group)
     place, mine = group.index(rank), {}
     for parts in cut.buckets:

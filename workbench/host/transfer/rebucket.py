@@ -143,7 +143,6 @@ async def _collect_state(run: ChangeView, was: ShardLayout, away: list[Bucket]) 
 
 
 async def _fetch_shards(run: ChangeView, old: _OldShards, bucket: Bucket) -> State:
-    """Fetches the old shards that `bucket` overlaps."""
     names, found = {part.name for part in bucket.parts}, State()
     for shard in [one for one in old.away.values() if any(part.name in names for part in one.parts)]:
         del old.away[shard.index]
@@ -176,7 +175,6 @@ async def _fetch_slots(run: ChangeView, old: _OldShards, shard: Bucket) -> State
 async def _move_bucket(
     run: ChangeView, old: _OldShards, cuts: tuple[ShardLayout, ShardLayout], bucket: Bucket, sums: list[int]
 ) -> State:
-    """Adds the hashes before and after to `sums`."""
     rank, names = run.rank, _list_names(old.kept, bucket)
     lies, comes = (_place_bucket(old.sizes, old.kept, each, rank.size, names) for each in cuts)
     here = {name: old.state[name] for name in lies.slices_of_rank(rank.id)}

@@ -126,7 +126,6 @@ async def _sketch_residual(run: ChangeView, buffer: str, among: Rank | None = No
 
 
 def _drop_residual(run: ChangeView, was: Experiment, buffer: str, owed: Tensor | None) -> None:
-    """Records the norms of the residual on this rank and of the mean."""
     pieces = list(run.rank.memory.buffers.get(buffer, {}).values())
     run.rank.memory.drop(buffer)
     run.rank.memory.drop(Leaving.asked)
