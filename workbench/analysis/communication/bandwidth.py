@@ -1,9 +1,9 @@
 """Collectives by operation, group and bucket: count, size, speed, and waits.
 
-A collective takes from the last arrival to the last end, so that a late rank does not slow the network. Bandwidths are
-those of nccl-tests (doc/PERFORMANCE.md there). For n ranks and S bytes in t seconds, the algorithm bandwidth is S / t.
-S is the tensor of an all-reduce or broadcast, else all ranks' chunks. The bus bandwidth, a port's load in one direction
-like a Link's, multiplies this by
+A collective takes from the last arrival to the last end, so that a late rank does not make the network look slow.
+Bandwidths are those of nccl-tests (doc/PERFORMANCE.md there). For n ranks and S bytes in t seconds, the algorithm
+bandwidth is S / t. S is the tensor of an all-reduce or broadcast, else all ranks' chunks together. The bus
+bandwidth is a port's load in one direction, so it compares with a Link's bandwidth. It is the algorithm bandwidth times
 
     all-reduce 2 (n - 1) / n,    all-gather, reduce-scatter, all-to-all (n - 1) / n,    broadcast 1
 """
@@ -92,7 +92,7 @@ def by_collective(tl: Timeline, first: int, stop: int) -> list[ByCollective]:
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth.
+    """Bus bandwidth over algorithm bandwidth, as in nccl-tests.
 
     >>> bus_factor("all_reduce", 4), bus_factor("all_gather", 4), bus_factor("broadcast", 4)
     (1.5, 0.75, 1.0)

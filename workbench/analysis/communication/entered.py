@@ -19,7 +19,7 @@ class OpenCollective(NamedTuple):
     step: int
     collective: str
     entered: tuple[int, ...]
-    seconds: float  # since these ranks' last arrival
+    seconds: float  # since the last of these ranks entered
     missing: tuple[tuple[int, str], ...]
 
 

@@ -99,12 +99,12 @@ class LatenessStrips:
     """
 
     MOST = 120
-    LAST = 20
+    LAST = 20  # meetings kept one by one
 
     def __init__(self, ranks: int) -> None:
         self.first, self.next = -1, 0  # first step read; next
         self.size = 1  # steps per strip
-        self.last = -1
+        self.last = -1  # last step with a meeting
         self.recent = np.full((0, ranks), np.nan)  # (at most LAST, p) newest since the last change
         self.most, self.most_at = np.full(ranks, np.nan), np.zeros(ranks, np.int64)
         self._sum, self._count = np.zeros((0, ranks)), np.zeros((0, ranks))

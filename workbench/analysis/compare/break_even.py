@@ -39,15 +39,15 @@ class BreakEven(NamedTuple):
     """Medians per step in seconds. NaN if unknown.
 
     verdict: "pays", "costs", "depends" (on idle cores), "even" (no clear difference), "short" (too few steps) or
-             "unknown"
+             "unknown"; see `workbench.analysis.compare.clear`
     known:   source of the values with Dense: "measured", "predicted" or ""
     """
 
     name: str
     steps: tuple[int, int]  # [first, stop)
-    codec: float
-    beside: float
-    exposed: float  # without the rank's own packing
+    codec: float  # encoding and decoding
+    beside: float  # the part of it that did not stall the step
+    exposed: float  # stall, without the rank's own encoding and decoding
     dense: float  # stall with Dense
     verdict: str
     known: str

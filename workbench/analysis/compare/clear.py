@@ -24,9 +24,9 @@ import numpy as np
 
 DRAWS = 800
 LEAST_STEPS = 20  # steps per side for a verdict
-LEAST_ROUNDS = 5  # or whole rounds
+LEAST_ROUNDS = 5  # the same for whole rounds
 WORTH = 0.01  # the ratio's least distance from 1 that matters
-MOST = 0.9
+MOST = 0.9  # upper limit of r
 
 
 class Estimate(NamedTuple):

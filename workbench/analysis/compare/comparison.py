@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from workbench.record.run import Run
     from workbench.record.timeline import Timeline
 
-MOST = 4000
+MOST = 4000  # values per side for the draws
 LAST = 0.1  # of the common range
 SHORT = 1e-4  # seconds: the least difference that matters
 WORSE, BETTER, ALIKE, UNKNOWN = "worse", "better", "alike", "unknown"
@@ -55,9 +55,9 @@ class LossCurve(NamedTuple):
     """A run's training loss per step, mean over ranks."""
 
     loss: np.ndarray  # (n,)
-    steps: np.ndarray  # steps so far
+    steps: np.ndarray  # (n,) steps so far
     seconds: np.ndarray  # since the first step began
-    examples: np.ndarray  # of all ranks; empty if unrecorded
+    examples: np.ndarray  # of all ranks, so far; empty if unrecorded
 
     def progress_along(self, aligned: str) -> np.ndarray:
         """(n,) progress along `aligned`, or empty."""

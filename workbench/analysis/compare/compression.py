@@ -23,11 +23,11 @@ class Compression(NamedTuple):
     """
 
     steps: tuple[int, int]
-    dense: float  # of a ring all-reduce in fp32
-    sent: float
-    error: float  # ||out - sum|| / ||sum||
+    dense: float  # bytes of a ring all-reduce in fp32
+    sent: float  # bytes
+    error: float  # ||out - sum|| / ||sum||: the result against the sum of the ranks' inputs
     cosine: float  # between result and sum
-    residual: float  # ||sum of e|| / ||sum||
+    residual: float  # ||sum of e|| / ||sum||: the residual e of all ranks together
     measured: int  # number of measurements
 
     @property

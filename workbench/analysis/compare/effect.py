@@ -55,7 +55,7 @@ class Card(NamedTuple):
 
     step: int
     text: str
-    before: tuple[int, int]  # [first, stop)
+    before: tuple[int, int]  # [first, stop) of the analysed steps
     after: tuple[int, int]
     rows: tuple[Effect, ...]
     nbytes: int = 0

@@ -25,7 +25,7 @@ from workbench.record.kineto import Event, Trace
 from workbench.record.timeline import Mark, Span, Timeline
 
 GAP = {True: 5e-6, False: 50e-6}  # seconds, on a GPU and on a CPU (with Python between operators)
-APART = 60.0  # seconds between 2 ranks' begins: more make their clocks doubtful
+APART = 60.0  # seconds between the begins of 2 ranks above which their clocks are not trusted
 KERNELS, COPIES = "kernel", ("gpu_memcpy", "gpu_memset")
 _STEP = re.compile(r"ProfilerStep#([0-9]{1,9})")
 _GPU_COMM = re.compile(r"^(nccl|rccl|mscclpp?|oneccl)", re.I)

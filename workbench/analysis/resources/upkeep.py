@@ -18,7 +18,7 @@ class RankClock(NamedTuple):
     """One rank's clock when the run began, in seconds.
 
     offset: its host's clock minus rank 0's, which recorded times are corrected for. NaN: not recorded
-    error:  of the offset, at most: half the quickest of 16 round trips; 0 on rank 0's host
+    error:  the offset's largest error: half the quickest of 16 round trips; 0 on rank 0's host
     """
 
     rank: int

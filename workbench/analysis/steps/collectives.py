@@ -24,7 +24,7 @@ class Arrivals(NamedTuple):
     t0: np.ndarray  # (c, p) each rank's arrival
     t1: np.ndarray  # (c, p) its end on each rank
     nbytes: np.ndarray  # (c, p) bytes sent
-    port: np.ndarray  # (c, p) seconds of the rank's own port; NaN without a Link
+    port: np.ndarray  # (c, p) seconds that the rank's own port was busy; NaN without a Link
 
     @property
     def last(self) -> np.ndarray:

@@ -48,9 +48,9 @@ class Overlap(NamedTuple):
 
     ranks: np.ndarray
     communication: np.ndarray
-    hidden: np.ndarray
-    exposed: np.ndarray
-    behind: dict[str, np.ndarray]  # the hidden part, by phase
+    hidden: np.ndarray  # the part during compute
+    exposed: np.ndarray  # the part outside of compute
+    behind: dict[str, np.ndarray]  # the hidden part, by forward, backward and update
 
     @property
     def share(self) -> np.ndarray:
@@ -71,7 +71,7 @@ class RankRow(NamedTuple):
     waiting_ms: float
     transferring_ms: float
     nbytes: float
-    loss: float  # of its last training step
+    loss: float  # training loss of its last step in the window
 
 
 def step_times(tl: Timeline, last: int | None = None, before: int | None = None) -> StepTimes:

@@ -11,8 +11,8 @@ from workbench.analysis.steps.window import Window, last_steps, since_change
 from workbench.analysis.steps.words import format_seconds
 from workbench.record.timeline import Rows, Timeline
 
-UNLIKE = 1.15  # times the mean
-SLOW = 1.25  # times its stage's usual
+UNLIKE = 1.15  # times the mean: reports a stage that takes longer
+SLOW = 1.25  # times its stage's usual: reports a rank that takes longer
 
 
 class Bubble(NamedTuple):

@@ -28,7 +28,7 @@ from workbench.analysis.stragglers.straggler import FEWEST, PERSISTENT, SHARE
 from workbench.record.timeline import Timeline
 
 CAUSES = ("input", "forward", "backward", "optimizer", "network", "codec", "frozen", "outside", "bubble")
-OF_STAGES = ("input", "forward", "backward", "optimizer", "codec", "outside")
+OF_STAGES = ("input", "forward", "backward", "optimizer", "codec", "outside")  # causes of single ranks in a pipeline
 STAGE = " in stage "  # part of names of messages between stages
 LAST = 40  # steps to analyse
 SURE = 3.5  # standard errors above zero; independent noise exceeds it in 0.2 (2 ranks) to 2.5 % (32) of windows
@@ -48,7 +48,7 @@ class Cause(NamedTuple):
 
     ranks:   culprits; empty if all ranks are alike
     seconds: mean cost per step for the other ranks
-    share:   of the measured step
+    share:   the cost as a share of the measured step
     """
 
     cause: str  # of CAUSES

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 COMPUTE = ("forward", "backward", "update")
-STEADY = (*COMPUTE, "outside its phases")
+STEADY = (*COMPUTE, "outside its phases")  # in every step
 MEETING = ("codec", "link")  # only when ranks meet
 WHOLE = "compute"
 ALIKE = (0.4, 2.5)  # limits of a phase's slowdown over all compute's, for all compute to be slow

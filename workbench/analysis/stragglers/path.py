@@ -26,7 +26,7 @@ CAUSES = {"forward": "forward", "backward": "backward", "update": "optimizer"}  
 EPS = 1e-7  # seconds that count as zero
 MOST = 100_000  # pieces of one step's path
 RESUMED = 1e-3  # seconds from a collective's end to the child's next request
-SLOW_PORT = 1.2  # times the other ports' median: the collective waited for it
+SLOW_PORT = 1.2  # times the other ports' median: the collective waited for this port
 
 
 class PathPiece(NamedTuple):

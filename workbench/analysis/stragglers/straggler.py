@@ -27,7 +27,7 @@ from workbench.record.timeline import Timeline
 SHARE = 0.05  # of a step: least reported harm
 FELT = 0.005  # of a step: least harm of a clearly slow rank
 SIGMAS = 4.5  # standard errors above zero; see [Note: False alarms]
-PERSISTENT = 0.7  # share of slow steps or rounds
+PERSISTENT = 0.7  # share of the steps or rounds in which the rank must be slow
 FEWEST = 6  # steps before a verdict
 REACH = 4  # times further back, for a periodic strategy's meetings
 EXPLAINED = 0.4  # share of the harm in a reported phase
@@ -37,15 +37,15 @@ class Verdict(NamedTuple):
     """A slow rank that other ranks wait for."""
 
     rank: int
-    side: str
+    side: str  # "compute" or "link"
     phase: str  # forward, backward, update, "compute" (all three), codec, link, or "outside its phases"
     phases: tuple[str, ...]  # covered by `seconds`
     seconds: float  # per step, beyond the other ranks'
-    share: float  # of the rank's own measured step
+    share: float  # `seconds` as a share of the rank's own measured step
     harm: float  # seconds per step of other ranks' stalls
     victims: tuple[int, ...]
     relative: float  # other ranks' compute over its own; 1: equally fast (NVRx's relative score)
-    individual: float  # its earlier compute over the present, or NaN
+    individual: float  # its own earlier compute over its present one; NaN without earlier steps
     text: str
     cause: bool = True
 
