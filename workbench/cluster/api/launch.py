@@ -34,9 +34,9 @@ from workbench.settings import Change, KnobError
 from workbench.settings.describe_error import said
 
 R = TypeVar("R", bound=Run)
-LOOK = 0.2  # seconds
-SETTLED = 3.0  # seconds to write sent rows
-ATTACH = 20.0  # seconds to answer: the engine may share a core with many
+LOOK = 0.2  # seconds between checks of engines
+SETTLED = 3.0  # seconds for ranks to write sent rows, when a kernel attaches
+ATTACH = 20.0  # seconds for an engine to answer an attaching kernel: it may share a core with many
 SESSION = "workbench.engine.rank.session:Session"  # tests use a lighter one
 
 

@@ -31,7 +31,7 @@ from workbench.cluster.transport.wire import RowBatch
 from workbench.settings.describe_error import text_of
 
 START_TIMEOUT = 120.0  # seconds to come up
-FIND_TIMEOUT = 10.0
+FIND_TIMEOUT = 10.0  # seconds to find the engines of an existing cluster
 
 
 class Cluster(ClusterState):

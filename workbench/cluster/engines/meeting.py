@@ -18,8 +18,8 @@ from workbench.cluster.processes.place import ClusterError, host_name, this_proc
 from workbench.cluster.processes.uninterruptible import whole
 from workbench.experiment.given import MAX_RANKS
 
-COME_UP = 60.0  # seconds
-LOOK = 0.05  # seconds
+COME_UP = 60.0  # seconds for an engine to come up
+LOOK = 0.05  # seconds between checks
 
 
 def admit_engines(cluster: ClusterState, ids: Sequence[int], ranks: Sequence[int] = ()) -> list[Engine]:

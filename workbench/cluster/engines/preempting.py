@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from workbench.cluster.processes.place import LabPlace
 
-AGAIN = 5.0  # seconds
+AGAIN = 5.0  # seconds within which a second SIGTERM is the same notice
 LINGER = 1.5  # seconds for the kernel to learn that the rank left
 END = 2.0  # further seconds for an orderly end; a cell may hold its main thread
 LOOK = 0.05  # seconds between two looks

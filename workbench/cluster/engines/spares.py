@@ -14,8 +14,8 @@ from workbench.settings.describe_error import text_of
 
 LOOK = 0.5  # seconds between checks
 QUIET = 3.0  # seconds for a new rank alone, before another spare starts
-TRIES = 3  # spares that may fail or end unused
-WARM = 120.0  # seconds
+TRIES = 3  # spares that may fail or end unused, before no more are started
+WARM = 120.0  # seconds for an engine to load what a rank needs
 
 
 class SpareEngines:

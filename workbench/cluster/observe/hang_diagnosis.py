@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-LEAST = 10.0  # seconds before a stall
+LEAST = 10.0  # seconds before anything is a stall
 FIRST = 30.0  # seconds before a stall in the first step, without a known length
 TIMES = 5.0  # usual step lengths before a stall
 BRIEF = 0.1  # of that patience: shorter waits are normal

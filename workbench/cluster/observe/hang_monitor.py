@@ -29,10 +29,10 @@ from workbench.cluster.observe.recording import RecordMonitor
 from workbench.record.run import Run
 from workbench.record.timeline import Rows
 
-GAP = 5.0  # seconds between checks if this kernel stood still
+GAP = 5.0  # seconds between two checks, above which this kernel itself stood still
 SLEPT = 2.0  # seconds of sleep that deserve a note
-SURE = 2.0  # seconds of silence before asking the system
-STEPS = 20  # of all ranks, for the usual length
+SURE = 2.0  # seconds of a rank's silence, after which a check asks the system about its process
+STEPS = 20  # recent steps, of all ranks, for the usual length
 
 
 def read_sleep() -> float:

@@ -14,8 +14,8 @@ from workbench.cluster.run.ending import LEAVE
 from workbench.cluster.run.errors import RankError
 from workbench.settings.describe_error import class_of, text_of
 
-TRUST_TIMEOUT = 30.0  # seconds
-BEGIN = 60.0  # seconds
+TRUST_TIMEOUT = 30.0  # seconds for all ranks to take the secret
+BEGIN = 60.0  # seconds for all ranks to begin
 LOOK = 0.2  # seconds between checks
 
 
