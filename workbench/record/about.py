@@ -13,7 +13,7 @@ from workbench.settings import short
 FAMILIES = ("task", "strategy", "compressor", "fabric", "optimizer")
 DEEPEST = 40  # levels of JSON; settings need 10
 LARGEST = 2**63  # limit of numbers
-MOST_RANKS = 4096
+MOST_RANKS = 4096  # in a run
 COUNTS = ("ranks", "steps", "seed", "batch", "eval_every", "measure_every", "lr_base", "lr_warmup", "save_every",
           "saves")  # fmt: skip
 

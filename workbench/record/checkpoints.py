@@ -33,7 +33,7 @@ REPLACED = ".replaced"  # names a checkpoint during its replacement
 _NAMED = re.compile(r"step-(\d{8,10})")
 _FILES = re.compile(r"__\d{1,4}_0\.distcp|\.metadata")
 _SEAL = re.compile(rb'\{"sha256": "([0-9a-f]{64})", ')
-LARGEST = 2**28
+LARGEST = 2**28  # bytes of a manifest
 LONGEST = 2**48  # elements along a dimension
 CHUNK = 2**22  # bytes to hash at a time
 WIDTHS = {
@@ -118,7 +118,7 @@ class Checkpoint:
 class CheckpointFiles:
     """A checkpoint's open files. One descriptor hashes and reads a file."""
 
-    damage = RunError
+    damage = RunError  # if a file is missing or changed
 
     def __init__(self, of: Checkpoint) -> None:
         self._of = of

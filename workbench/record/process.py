@@ -43,7 +43,7 @@ def alive(process: list[float] | None) -> bool:
 def borrow_socket(fd: int) -> Iterator[socket.socket]:
     """Yields a socket object for an unchanged descriptor. Raises OSError.
 
-    After `socket.setdefaulttimeout`, Python would make it non-blocking.
+    After `socket.setdefaulttimeout`, Python would make it non-blocking, but its owner expects it to block.
     """
     with _timeouts:
         default = socket.getdefaulttimeout()

@@ -35,7 +35,7 @@ from workbench.record.timeline import KINDS, SCHEMA, Timeline, Words
 from workbench.settings import short
 
 _PART = re.compile(r"(spans|samples|marks)-([0-9]{1,5})(?:\.([0-9]{1,9}))?\.arrow")
-LARGEST = 16 << 20
+LARGEST = 16 << 20  # bytes of a run.json
 _OPTIONS = {"compression": "lz4", "emit_dictionary_deltas": True, "use_threads": False}
 
 
@@ -150,7 +150,7 @@ class Writer:
         self.nbytes = 0
         plain = schema(kind, rank, first)
         self._schema = plain.with_metadata({**plain.metadata, checksums.MARK: b"1"})
-        self._checksum = checksums.begin(self._schema.metadata)
+        self._checksum = checksums.begin(self._schema.metadata)  # of the file up to the last batch
         self._words = {f.name: Words() for f in self._schema if pa.types.is_dictionary(f.type)}
         self._buffer = io.BytesIO()
         self._stream = ipc.new_stream(self._buffer, self._schema, options=ipc.IpcWriteOptions(**_OPTIONS))

@@ -120,7 +120,7 @@ def _good(kind: str, columns: Mapping[str, Any], rank: int) -> np.ndarray:
     """Mask of rows that a rank may have written: losses may have any value, times may not."""
     good = (columns["step"] >= 0) & (columns["rank"] == rank)
     for name in {"t", "asked", "t0", "t1"} & set(columns):
-        good &= np.abs(columns[name]) < LATEST
+        good &= np.abs(columns[name]) < LATEST  # False for NaN
     if kind == "spans":
         good &= (columns["nbytes"] >= 0) & (columns["nbytes"] < MOST) & (columns["t1"] >= columns["t0"])
     if kind == "marks":

@@ -8,8 +8,8 @@ import time
 
 import pyarrow as pa
 
-EVERY = 30.0
-OFTEN = 5.0  # for readers: a view's temporary memory grows with the record
+EVERY = 30.0  # seconds, for ranks
+OFTEN = 5.0  # seconds, for readers: a view's temporary memory grows with the record
 TRIM, MMAP = -1, -3  # mallopt's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
 MOST = 32 << 20  # bytes: glibc's own limit of the second; the first's is twice that
 
