@@ -25,7 +25,7 @@ from widgets.static import read_static
 from widgets.views._base import Setter, View
 from workbench.record.tidy import OFTEN, Tidy
 
-_ELSEWHERE = 600.0  # seconds for which an absent person still watches
+_ELSEWHERE = 600.0  # seconds without a page for which a person still counts as watching
 _SILENCE = 6.0  # seconds before a silent page is gone
 _PATIENCE = 3.0  # seconds that an unacknowledged message delays the next
 PAGE_JS = read_static("hearing.js", "chart.js", "panel.js", "pulse.js", "keys.js", "player.js", "board.js")
@@ -97,7 +97,7 @@ class Board(anywidget.AnyWidget):
         self._request_send()
 
     def draw_again(self) -> None:
-        """For a change of the run next to it."""
+        """Draws the run again after a change of the run next to it."""
         with self._lock:
             self._feed = None
             self._waiting.clear()
@@ -116,7 +116,7 @@ class Board(anywidget.AnyWidget):
         return self.shown or time.monotonic() - self._heard < _ELSEWHERE
 
     def send_news(self) -> bool:
-        """Returns whether it sent."""
+        """Sends new rows if a page is ready. Returns whether it sent."""
         self._tidy.due()
         with self._lock:
             if not self.shown or self._run is None or self._is_drawing:

@@ -30,9 +30,9 @@ class BoxKind(NamedTuple):
     bottom: float
     fill: str
     pattern: str = ""
-    text: str = ""  # of names inside boxes; empty: none
+    text: str = ""  # colour of names inside boxes; empty: no names
     listed: bool = True
-    edge: str = theme.PAPER  # darker than a light fill
+    edge: str = theme.PAPER  # of a solid box; darker than a light fill, to be visible on white
 
     def make_trace(self) -> go.Scatter:
         """An empty trace. The page outlines its boxes (`meta.lane`)."""
@@ -87,7 +87,7 @@ def boxes_of(
     """Returns the boxes of `rows`, at most `limit` per kind.
 
     index: (n,) each row's number in the table of spans
-    last_arrival: (n,) at the row's collective; NaN for other rows
+    last_arrival: (n,) when the last rank arrived at the row's collective; NaN for other rows
     dense: (n,) mask: steps without compression, where lane "codec" is none
     """
     kinds, names = _find_kinds(rows), _NameTable(rows)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from workbench.settings import AND, each
 
 EVENTS = ("asked", "hang", "preempted", "members", "rolled back")  # marked in addition to changes
-SIGN = "!"
+SIGN = "!"  # in place of a number
 
 
 class ChangeMark(NamedTuple):

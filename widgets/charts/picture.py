@@ -27,7 +27,7 @@ DPI = (100, 72, 50, 36)  # the first that gives a small file
 LARGEST = 300_000  # bytes
 LISTED = 12  # changes listed below the charts
 MOST = 32  # ranks; more would be illegible and take a minute
-ROOM = 0.06  # of an axis, for a number
+ROOM = 0.06  # share of an axis that a number takes
 _one = threading.Lock()  # matplotlib's text rendering is not thread-safe
 
 

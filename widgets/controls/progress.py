@@ -16,7 +16,7 @@ from workbench.record.alarms import NAMES, met, place
 from workbench.settings.progress import SOON, left, under_way
 
 PATIENCE = 2.0  # seconds before the line explains a delay
-WINDOW = 20
+WINDOW = 20  # steps for the speed
 
 
 class RunProgress:

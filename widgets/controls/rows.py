@@ -23,8 +23,8 @@ Asks = Callable[[Any], str]  # returns why the task's model refuses an experimen
 class ControlState:
     """What the controls show in addition to the experiment."""
 
-    live: bool = False
-    ranks: int = 4096
+    live: bool = False  # whether a run is under way
+    ranks: int = 4096  # number of engines
     waiting: frozenset[str] = frozenset()  # paths of requested changes, not yet applied
     errors: tuple[tuple[str, str], ...] = ()  # (path, why the request was refused)
     drafts: tuple[tuple[str, Any], ...] = ()  # (path of a tuple knob, the next member)

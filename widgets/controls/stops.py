@@ -6,8 +6,8 @@ import math
 
 from workbench.settings import Knob
 
-MOST = 100  # of a linear slider, at most
-DECADES = {True: 7, False: 5}  # below its upper end, covered by a scale from 0, by knob.log
+MOST = 100  # stops of a linear slider, at most
+DECADES = {True: 7, False: 5}  # decades below its upper end that a scale from 0 covers, by knob.log
 HUGE = 1e8  # larger integers are names (a seed) without a slider
 
 

@@ -15,7 +15,7 @@ HINT = (
     "<b>Tune</b> tries bucket, compressor and its ratio, strategy and period while the ranks train: the simulator says "
     "what first. What harms the loss is not used. <code>lab.tune({...})</code> tries what you say."
 )
-BAR = 240
+BAR = 240  # pixels of the longest bar
 
 
 class Tuner(ipywidgets.VBox):

@@ -23,7 +23,7 @@ from workbench.run import Run, simulate
 from workbench.settings import in_words, resolve, short
 
 PHASES = ("forward", "backward")
-FACTOR = 2.5  # the riddle's slow phase: easy to see on the timeline
+FACTOR = 2.5  # how much longer the riddle's phase takes: easy to see on the timeline
 ASKED = {"longest_waiting": "'cause' or 'victim'", "phase": "'forward' or 'backward'"}  # in addition to the rank
 HUSH = "A riddle is on: what would give it away is said here once it is answered, or given up."
 NO_MORE = "That was the last hint."

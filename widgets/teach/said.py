@@ -15,5 +15,5 @@ class ShownText(str):
         printer.text(str(self) if len(printer.stack) == 1 else repr(str(self)))
 
     def _repr_html_(self) -> str:
-        """JupyterLab breaks plain text in the middle of words."""
+        """Returns HTML, because JupyterLab breaks plain text in the middle of words."""
         return "<br>".join(escape(str(self), quote=False).split("\n"))

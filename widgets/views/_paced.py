@@ -8,7 +8,7 @@ from typing import Any
 
 from widgets.views._base import Patch, View
 
-PAUSE = 2.0  # least seconds between computations of a live run
+PAUSE = 2.0  # seconds, at least, between two computations of a live run
 SHARE = 0.03  # largest share of time for computing
 
 

@@ -56,7 +56,7 @@ class Beside(View):
         return Patch(replace=found)
 
     def table(self, run: Any) -> Grid:
-        """At 10 evenly spread steps."""
+        """Returns each run's loss at 10 evenly spread steps."""
         out: list[tuple[Any, ...]] = []
         for one in (run, run.beside) if run.beside is not None else ():
             c = loss_curve(one.timeline)

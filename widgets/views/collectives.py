@@ -9,8 +9,8 @@ from widgets.views._paced import PacedView
 from workbench.analysis import ByCollective, by_collective, format_bytes, last_steps
 from workbench.analysis.steps.words import format_seconds
 
-STEPS = 20
-MOST = 16  # rows; the most expensive ones
+STEPS = 20  # last steps
+MOST = 16  # rows, at most: the most expensive ones
 HEAD = ("operation", "ranks", "per step", "tensor", "takes (at worst)", "algbw", "busbw (at worst)", "waiting")
 
 

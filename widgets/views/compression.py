@@ -109,7 +109,7 @@ class Compressed(View):
 
 
 def _round_range(low: float, high: float) -> dict[str, Any]:
-    """Returns range and ticks of a logarithmic axis."""
+    """Returns range and ticks of a logarithmic axis for values from `low` to `high`."""
     below = max((i for i, g in enumerate(GRID) if g <= low * (1 + 1e-9)), default=0)
     above = min((i for i, g in enumerate(GRID) if g >= high * (1 - 1e-9)), default=len(GRID) - 1)
     below -= below == above and below > 0

@@ -12,11 +12,11 @@ from widgets.charts import theme
 from widgets.views._base import Grid, Patch, View
 from workbench.analysis import LatenessStrips, step_times
 
-LEAST = 0.2  # of a step: the scale's least end, so that noise is pale
-TYPICAL = 0.95  # of the columns: one long pause does not set the scale
-BYTES = 9  # of a cell in a message
-PER_SECOND = 20_000  # bytes on average
-WAYS = (1.0, 2.0, 5.0, 10.0)  # times a power of 10
+LEAST = 0.2  # share of a step: the scale does not end below it, so that noise stays pale
+TYPICAL = 0.95  # share of the columns within the scale, so that one long pause does not set it
+BYTES = 9  # bytes of a cell in a message
+PER_SECOND = 20_000  # bytes per second, on average
+WAYS = (1.0, 2.0, 5.0, 10.0)  # a scale ends at one of these times a power of 10
 
 
 class Late(View):

@@ -30,7 +30,7 @@ class Loss(View):
 
     def __init__(self) -> None:
         super().__init__()
-        self._saved = 0
+        self._saved = 0  # checkpoints so far
 
     def figure(self, run: Any) -> go.Figure:
         figure = go.Figure(layout=_make_layout())

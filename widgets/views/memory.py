@@ -14,7 +14,7 @@ from widgets.views._base import Grid, Patch, View
 from workbench.analysis import RankMemory, format_bytes, last_steps, measure_memory
 from workbench.analysis.resources.memory import AWAY, PASSING
 
-STEPS = 20
+STEPS = 20  # last steps for the maxima
 PARTS = (
     ("parameters", theme.BLUE, ""),
     ("gradients", theme.ORANGE, "/"),

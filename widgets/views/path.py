@@ -10,7 +10,7 @@ from widgets.views._paced import PacedView
 from workbench.analysis import critical_path, last_steps
 from workbench.analysis.stragglers.path import describe_path, path_shares
 
-STEPS = 20
+STEPS = 20  # last steps
 
 
 class Path(PacedView):

@@ -115,7 +115,7 @@ class _PeakLine:
         return new
 
     def _hold_value(self, step: int) -> bool:
-        """Adds the last value if it holds and the line does not show it."""
+        """Adds the last value if it holds before `step` and the line does not show it."""
         if self._now is None or step <= self._since or self._now == self._shown:
             return True
         return self._add_point(self._since, self._now)

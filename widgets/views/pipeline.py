@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from widgets.views._base import Patch, View
 from workbench.analysis import measure_bubble
 
-AGAIN = 3.0
+AGAIN = 3.0  # seconds between updates
 
 
 class Pipeline(View):

@@ -14,7 +14,7 @@ from widgets.views._base import Grid, Patch, View
 from workbench.analysis import last_steps, per_rank
 from workbench.analysis.steps.steps import break_down
 
-STEPS = 20  # of the mean
+STEPS = 20  # last steps in the mean
 PARTS = (
     ("compute", "compute", theme.BLUE, ""),
     ("wire", "exposed transfer", theme.ORANGE, "/"),
