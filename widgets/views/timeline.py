@@ -18,7 +18,7 @@ from workbench.analysis import critical_path, list_stretches
 from workbench.analysis.steps.collectives import last_arrivals, send_rates
 from workbench.record.timeline import Rows
 
-BOXES = 3000  # steps, at most
+BOXES = 3000  # per kind, at most
 SLOW = 0.2  # seconds; slower steps are shown while they grow
 FEW = 16  # ranks: a live path of more would take too long
 GONE = 1.0  # seconds for which a rank without rows delays the chart
