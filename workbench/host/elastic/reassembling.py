@@ -57,7 +57,6 @@ async def assemble_model(
 
 
 async def _measure_tensors(run: ChangeView, mine: Boundary | None) -> tuple[dict[str, int], State, list[str]]:
-    """Returns sizes, empty tensors, and the slots' names, alike on all ranks."""
     layout: ParameterLayout = run.layout
     like = {place.name: place.param.data.new_empty(0) for place in layout.order}
     sizes = {place.name: place.numel for place in sorted(layout.order, key=lambda place: place.name)}

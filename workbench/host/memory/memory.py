@@ -148,7 +148,6 @@ def find_saved(losses: Iterable[Tensor]) -> Storages:
 
 
 def _list_kept(node: Node) -> Iterator[object]:
-    """Yields tensors, or packed values, without unpacking."""
     kind = type(node)
     if kind not in _slots:
         _slots[kind] = [name for name in dir(kind) if name.startswith(_SAVED)]

@@ -123,7 +123,6 @@ def _add_payloads(every: list[Payload], like: Tensor, others: GroupPeers, meetin
 
 
 def _scatter_sum(x: Tensor, others: GroupPeers, meeting: MeetingKind, coder: Coder) -> tuple[Tensor, Payload]:
-    """Returns this rank's part of the sum, and the payloads of all parts."""
     parts = cut_parts(x, others.ways, meeting)
     payloads = [others.encode(part, meeting, coder) for part in parts]
     rows = [torch.stack(same) for same in zip(*payloads, strict=True)]

@@ -89,7 +89,6 @@ def _find_branches(made: Tensor, x: Tensor, params: list[nn.Parameter]) -> dict[
 
 
 def _sort_nodes(root: Node | None) -> list[Node]:
-    """Returns reachable nodes, each before its successors."""
     order: list[Node] = []
     seen: set[Node] = set()
     todo: list[tuple[Node | None, bool]] = [(root, False)]

@@ -123,7 +123,6 @@ def _find_period(slices: Iterable[StridedSlice]) -> int:
 
 
 def _list_blocks(s: StridedSlice, period: int, member: int) -> Iterator[_PeriodicBlock]:
-    """Yields blocks that begin and end with a period, or one per stretch."""
     if s.times == 1 or s.stride != period:
         for k in range(s.times):
             yield _PeriodicBlock(s.start + k * s.stride, s.start + k * s.stride + s.length, 0, period, member)
@@ -136,7 +135,6 @@ def _list_blocks(s: StridedSlice, period: int, member: int) -> Iterator[_Periodi
 
 
 def _list_parts(low: int, high: int, period: int, present: set[_PeriodicBlock]) -> Iterator[tuple[StridedSlice, int]]:
-    """Yields the parts between two elements, with the same blocks in between."""
     if all(b.high - b.low == period for b in present):
         yield StridedSlice(low, high - low), _join_members(present)
         return

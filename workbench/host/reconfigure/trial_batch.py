@@ -79,7 +79,6 @@ def _check_stages(model: nn.Module, learner: Learner, stages: StageCuts, batch: 
 
 def _compute_losses(again: Again, model: nn.Module, parts: list[nn.Module], learner: Learner,
               batch: object) -> tuple[Tensor, Tensor, int]:  # fmt: skip
-    """Returns both losses, and how often the loss calls the model."""
     calls: list[int] = []
 
     def composed(*inputs: object, **named: object) -> Any:

@@ -127,7 +127,6 @@ def _require_parts(run: TryingView, wanted: Experiment) -> None:
 
 
 def _try_once(run: TryingView, wanted: Experiment, what: Hashable, tried: Callable[[nn.Module, object], None]) -> None:
-    """Uses a separate model, or repeats an earlier KnobError."""
     made = _TRIED.setdefault(run.learner, {})
     if (key := (what, wanted.batch)) not in made:
         made[key] = _run_trial(run, wanted, tried)
