@@ -25,7 +25,7 @@ from workbench.cluster.processes.supervised_thread import SupervisedThread
 
 LOOK = 1.0  # seconds between checks
 KNOCK = 2.0  # seconds between attempts to reach a controller without a known process
-ENDING = 2.0  # seconds for a kill
+ENDING = 2.0  # seconds for a killed engine to be gone
 ASKED = 1.0  # seconds for an engine's orderly end
 SHORTLY = 0.02  # seconds between checks of ending engines
 

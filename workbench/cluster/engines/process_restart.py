@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 SOON = 0.2  # seconds for an engine to send its last answer before it restarts
-ENDING = 2.0  # seconds for a kill
+ENDING = 2.0  # seconds for a killed child to be gone
 
 _environment, _folder = dict(os.environ), os.getcwd()  # as before the first run
 _runs: set[str] = set()  # "task", "loop"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from workbench.cluster.processes.place import LabPlace
 
-PATIENCE = 6.0  # seconds for the guard
+PATIENCE = 6.0  # seconds for the guard, before a process ends itself
 DESCRIPTORS = 65_536  # per engine: soft limits of 1,024 were made for select()
 FEWER = (DESCRIPTORS, 10_240, 4_096)  # macOS does not report its limit
 COURTESY = 5  # niceness: notebook and page share the cores

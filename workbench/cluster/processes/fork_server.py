@@ -35,8 +35,8 @@ LOADED = (  # else torch and ipykernel load torch._dynamo and ipykernel.debugger
 CHIPS = ("/dev/nvidiactl", "/dev/kfd")  # a process that looked for these must not fork
 QUIET = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # or pyarrow's allocator starts a thread
 LOOK = 0.05  # seconds between checks
-TELLS = 1.0  # seconds for a report
-UNTOLD = 1  # exit code without a fork
+TELLS = 1.0  # seconds for a server to report how an engine ended
+UNTOLD = 1  # the exit code of an engine that was never forked
 
 _log = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ def _find_folder() -> str:
 def serve_forks(live: Callable[[], NoReturn]) -> None:
     """Forks engines on order; each calls `live`. Returns at SIGTERM or end of input, after all engines."""
     out = os.dup(1)
-    os.dup2(2, 1)  # modules may print
+    os.dup2(2, 1)  # keeps prints of modules out of the pipe
     gc.disable()
     for name in LOADED:
         importlib.import_module(name)

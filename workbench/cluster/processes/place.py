@@ -27,7 +27,7 @@ from workbench.record.folders import ALLOW, is_allowed, others_can_write
 from workbench.record.process import alive as alive
 from workbench.record.process import this_process as this_process
 
-PATIENCE = 10.0  # seconds for another kernel's change
+PATIENCE = 10.0  # seconds to wait for a kernel that changes the state of the same lab
 LOOK = 0.02  # seconds between tries
 
 

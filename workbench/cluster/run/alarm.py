@@ -45,7 +45,7 @@ class Alarm:
         self._first: Alarmed | None = None  # since the run began or resumed
         self._went_on = float("-inf")  # when the run last resumed
         self._pauses = True  # rather than ends
-        self._skipped: dict[int, tuple[bool, str]] = {}  # by step: (on a rank's own data, sentence)
+        self._skipped: dict[int, tuple[bool, str]] = {}  # by step: (whether a rank met it on its own data, sentence)
         self._notes: dict[str, str] = {}
 
     def went_on(self, t: float) -> None:

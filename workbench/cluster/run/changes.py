@@ -29,9 +29,9 @@ class PendingChange:
         self.requested_at = change.requested_at or time.time()
         self.applied_at = applied_at
         self.refused: str | None = None
-        self.members: Sequence[int] = ()
-        self.coming: Sequence[int] = ()
-        self.sent = False
+        self.members: Sequence[int] = ()  # of a resize: the ranks to train with
+        self.coming: Sequence[int] = ()  # of a resize: the new ranks
+        self.sent = False  # whether the ranks have received it
         self.seconds: float | None = None  # from request to answer
         self.whereabouts: Callable[[], str] = lambda: "nobody was asked"  # of the ranks
         self._answered = threading.Event()

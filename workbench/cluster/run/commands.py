@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from workbench.cluster.run.changes import PendingChange
 
 ASK_AGAIN = "ask again"
-AGAIN = 0.2  # seconds before another try
+AGAIN = 0.2  # seconds until an order is sent again if there is no first rank
 
 
 class CommandQueue:

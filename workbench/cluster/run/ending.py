@@ -48,7 +48,7 @@ class Ending:
         self._since = self._moved = 0.0  # stop requested; last step of any rank
         self._release = self._until = float("inf")
         self._waiting: float | None = None  # since when only unjoined ranks remain
-        self._phases: dict[int, str] = {}  # last reported states
+        self._phases: dict[int, str] = {}  # each rank's last reported state
         self._steps: dict[int, int] = {}
         self._lengths: dict[int, float] = {}  # longest recent step, in seconds
         self._lock = threading.Lock()

@@ -25,7 +25,7 @@ from workbench.settings import KnobError
 if TYPE_CHECKING:
     from workbench.cluster.run.changes import PendingChange
 
-TELL = 2.0  # seconds for the ranks' report
+TELL = 2.0  # seconds for the remaining ranks to report whether they can go on
 AGAIN = "ask again"  # ends a temporary refusal
 TRIES = 3  # requests after such refusals
 WORD = 2.0  # seconds from an engine's end to the ranks' report
