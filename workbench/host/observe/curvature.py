@@ -205,7 +205,7 @@ class CurvatureEstimator:
 
     def __init__(self, model: nn.Module, loss: Callable[..., Tensor], layout: ParameterLayout) -> None:
         self._model, self._loss, self._layout = model, loss, layout
-        self._batch: Any = None  # the last forward's, until an update
+        self._batch: object = None  # the last forward's, until an update
         self._collecting: FactorCollector | None = None
         self._products: GaussNewtonProducts | None = None
 
