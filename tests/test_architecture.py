@@ -374,7 +374,6 @@ BASES = {(module(p), n.name): [ast.unparse(base).partition("[")[0].rpartition(".
          for p in SOURCES for n in ast.walk(parse(p)) if isinstance(n, ast.ClassDef)}  # fmt: skip
 LONG_CHAINS = {
     "engine.rank.script_training.ScriptTraining",
-    "engine.rank.training.RankTraining",
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from abc import abstractmethod
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,21 +15,22 @@ from workbench.engine.compute import shared_parameters
 from workbench.engine.compute.host import Host
 from workbench.engine.compute.offload import OffloadPerformer
 from workbench.engine.compute.parts import ComputeParts
-from workbench.engine.control.canonical import broadcast_model, check_model
-from workbench.engine.control.group_wires import make_opener
+from workbench.engine.control.canonical import broadcast_model, broadcast_text, check_model, gather_numbers
 from workbench.engine.control.messages import ControlChannel
 from workbench.engine.control.peers import Peers
 from workbench.engine.control.rendezvous import Rendezvous
 from workbench.engine.device import make_chip
-from workbench.engine.p2p.mailbox import BACKGROUND, Mailbox
+from workbench.engine.p2p.mailbox import Mailbox
+from workbench.engine.rank import validation
 from workbench.engine.rank.checkpoints import CheckpointStore
+from workbench.engine.rank.lane_opener import LaneOpener
 from workbench.engine.wire.collectives import Aborted
-from workbench.engine.wire.job import ChildJob
 from workbench.engine.wire.lane import Lane
 from workbench.engine.wire.shaping import ComputePace, LinkShaper, Port
 from workbench.engine.wire.timing import make_stopwatch
 from workbench.engine.wire.wires import GroupWires
-from workbench.experiment import Experiment, closures, momentum, partitioned, sharding, sparse
+from workbench.experiment import Experiment, partitioned
+from workbench.fabric.load import crashed, pauses
 from workbench.host.checkpoint.divergence import DivergenceRecovery
 from workbench.host.checkpoint.saving import Checkpointer
 from workbench.host.core.change_queue import ChangeQueue
@@ -40,18 +40,20 @@ from workbench.host.loop.rank_loop import RankLoop
 from workbench.host.memory.account import MemoryAccount
 from workbench.host.memory.batches import BatchReader, Chance, Numbers, make_example, numbers
 from workbench.host.memory.memory_counts import RealMemoryCounts
-from workbench.host.memory.offload import OFFLOAD_LANES, OffloadStore
+from workbench.host.memory.offload import OffloadStore
 from workbench.host.observe.compression_error import CompressionErrorProbe
 from workbench.host.observe.non_finite import NonFiniteGuard
+from workbench.host.passes.checkpointing import list_units
+from workbench.host.passes.recomputing import find_recomputed
 from workbench.host.passes.submodel_training import SubModelTraining
+from workbench.host.passes.tensor_schedule import PassPlan, find_plans
 from workbench.host.placement.layout import ParameterLayout
 from workbench.host.placement.spread import ReplicaSpread
-from workbench.host.reconfigure import validation
 from workbench.host.reconfigure.policy_runner import PolicyRunner, TappedRecorder
+from workbench.host.sharding.read_order import foresee_trace
 from workbench.host.sharding.unsharder import Unsharder
 from workbench.host.sharding.usage import ParameterUsage
 from workbench.optimizers import built
-from workbench.rank import Op, StrategyError
 from workbench.settings import Json, KnobError
 from workbench.tasks import Learner, at_rate, rate
 
@@ -91,7 +93,7 @@ class RankComponents(RankLoop):
         self.chip.bind_thread()
         self.peers = Peers(session)
         self.control = self.peers.control
-        if reason := self.explain_refusal(self.experiment.strategy):
+        if reason := validation.explain_refusal(self, self.experiment.strategy):
             raise KnobError(reason)
         self.tickets = ControlChannel(self.control, self.rank.id, self.inbox, self.peers.make_flag())
         self.spread: ReplicaSpread | None = None
@@ -213,7 +215,10 @@ class RankComponents(RankLoop):
             lambda: narrowing.own_params,
         )
         self.ledger = MemoryAccount(self, counts, self.away.kept, self._read_allocator)
-        self.lane = self.open_lane(
+        opener = LaneOpener(session.kind, peers, self.port, self.mailbox, seen, self.chip, self.away, self.ledger,
+                                 lambda handle: self.host.lanes.wait(handle))  # fmt: skip
+        self.perform_hop = opener.perform_hop
+        self.lane = opener.open_lane(
             "comm", GroupWires(peers.data, LinkShaper(self.port, peers.make_arrival_table()), peers.arrivals)
         )
         self.lane.on_child_start = self.tickets.notify_ranks
@@ -244,7 +249,11 @@ class RankComponents(RankLoop):
             show_loss=self.show_loss,
         )
         self.host = Host(
-            parts, self.open_lane, self.before_update, lambda: self.meeting.check_background(), peers.check_with_grace
+            parts,
+            opener.open_lane,
+            self.before_update,
+            lambda: self.meeting.check_background(),
+            peers.check_with_grace,
         )
         self.flow = self.host.pipeline.flow
 
@@ -265,40 +274,6 @@ class RankComponents(RankLoop):
         here = {"allocated": self.chip.allocated_bytes(), "allocated peak": self.chip.peak_bytes()}
         return here if any(here.values()) else {}
 
-    def open_lane(self, name: str, whole: GroupWires | None = None) -> Lane:
-        """Makes one more lane; its wires open at first use."""
-        kind = self.session.kind
-        if kind != "gloo" and name not in ("comm", *OFFLOAD_LANES):
-            raise StrategyError(f"lane {name!r}: over {kind} all children run on one lane, 'comm'; start it there")
-        lane = Lane(name, self.port, self.watch, self.chip, make_opener(self.peers, self.port, name, kind), whole)
-        lane.on_collective, lane.on_child_end = self.ledger.buffers.note_request, self.ledger.buffers.note_end
-        lane.wireless = name in OFFLOAD_LANES
-        lane.wireless_verbs = dict.fromkeys(("offload", "fetch", "update"), self._perform_wireless)
-        lane.wireless_verbs["wait"] = lambda op, job: self.host.lanes.wait(*op.args)
-        lane.wireless_verbs["work"] = lane.run_work
-        lane.read_settings = self.away.update_settings if lane.wireless else lane.read_settings
-        lane.perform_hop = self.perform_hop
-        return lane
-
-    def perform_hop(self, op: Op, step: int) -> Any:
-        """Sends or receives a message of an all-reduce on a lane. It belongs to no step, so no meeting counts it."""
-        if op.verb == "send":
-            x, to, kind = op.args
-            return self.mailbox.send(x, to, kind, BACKGROUND, step=step)
-        into, source, kind = op.args
-        return self.mailbox.recv(into, source, kind, self._check_with_grace)
-
-    def _check_with_grace(self) -> bool:
-        """Raises if this rank must leave, or if a peer has been gone for a while. Nothing else ends such a wait."""
-        self.peers.check_with_grace()
-        return False
-
-    def _perform_wireless(self, op: Op, job: ChildJob) -> Any:
-        """Performs an op of a child that crosses no wire."""
-        if op.verb == "update" and op.args[2] != "host":
-            raise StrategyError("a child asked for update of what lies on the device: ask it in `step`, or on='host'")
-        return self.away.perform_op(op, job.step, job.by)
-
     def _check_peers(self) -> None:
         """Raises if this rank must leave or a peer is gone; called while the host waits for its chip."""
         if self.peers.data is not None:
@@ -306,40 +281,8 @@ class RankComponents(RankLoop):
         elif self.leaving.is_set():
             raise Aborted("told to leave")
 
-    def explain_refusal(self, strategy: Any) -> str | None:
-        """Returns why the engine cannot run `strategy` here, with an alternative; None if it can."""
-        if reason := shared_parameters.explain_refusal(strategy, self.rank.size, self.session.device, self.peers.local):
-            return reason
-        name = type(strategy).__name__
-        if strategy.opaque and strategy.shards and (self.session.kind != "gloo" or self.session.device != "cpu"):
-            return f"strategy={name}: torch's fully_shard was tried on CPUs over gloo only; take ZeRO3"
-        if strategy.late_update and self.session.kind != "gloo":
-            return (
-                f"strategy={name}: over {self.session.kind} children run in the order of their start, and it has "
-                f"priorities; take DDP"
-            )
-        if strategy.workers > 1 and self.session.device != "cpu":
-            return (
-                f"strategy={name}: workers={strategy.workers} have their parameters in the memory of their host, and "
-                f"these are on {self.session.device}; take workers=1, or a lab with device='cpu'"
-            )
-        return None
-
     def require_trainable(self, wanted: Experiment) -> Experiment:
-        """Returns `wanted`. Raises KnobError if the engine cannot run its strategy here, on this model."""
-        made = partial(self.make_optimizer, wanted)
-        if not wanted.fabric.algorithm.native and self.session.device != "cpu":
-            raise KnobError(
-                f"fabric.algorithm={type(wanted.fabric.algorithm).__name__}: its messages go through a host's memory, "
-                f"and this run is on {self.session.device}; take Native(), or device='cpu'"
-            )
-        reason = (
-            self.explain_refusal(wanted.strategy) or momentum.refused(wanted, made) or sharding.refused(wanted, made)
-        )
-        if reason := reason or sparse.refused(wanted, made) or closures.refused(wanted, made):
-            raise KnobError(reason)
-        validation.require_trainable(self, wanted)
-        return wanted
+        return validation.require_trainable(self, wanted)
 
     def handle_alarm(self, does: str) -> None:
         """On rank 0: makes all ranks pause, stop or go back after a bad loss. The kernel acts for other ranks."""
@@ -358,3 +301,99 @@ class RankComponents(RankLoop):
 
     def set_phase(self, phase: str) -> None:
         self.session.set_phase(phase)
+
+    # -- changes --
+
+    def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
+        """Sets the Link, the pace and the faults. A new fault may halt its rank for a while, or end it."""
+        self.port.fabric = wanted.fabric
+        self.host.pace.set_pace(wanted.pace * 1e-3, wanted.fabric.faults)
+        old, new = was.fabric.faults if was else (), wanted.fabric.faults
+        self.pending_pause += pauses(old, new, self.rank.id)
+        self.crashing = {*self.crashing, *crashed(old, new, self.rank.size)}
+
+    def choose_lane(self) -> None:
+        """Runs children on the caller's thread if a thread would have nothing to compute or to wait for."""
+        alone = self.session.kind == "gloo" or self.rank.mesh.flat  # else two communicators would be under way at once
+        quick = self.rank.compressor.immediate and not self.port.is_active and not self.experiment.strategy.offloads
+        quick = quick and self.port.fabric.algorithm.native
+        self.lane.eager = quick and alone
+
+    def resize_own_buckets(self, bucket_mb: float) -> None:
+        self.layout.resize_buckets(bucket_mb)
+
+    def release_state(self, seed: int) -> None:
+        self.host.take_part(None, seed)
+
+    def reallocate_state(self) -> None:
+        self.layout = ParameterLayout(self.model, self.experiment.bucket_mb)
+        self.optimizer = self.make_optimizer(self.experiment)
+        at_rate(self.optimizer, self.rank.lr)
+
+    def use_optimizer(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.host.parts.use_optimizer(optimizer)
+
+    def sample(self, name: str, value: float) -> None:
+        self.record.sample(self.rank.step, name, self.clock.now(), value)
+
+    async def resize_buckets(self, bucket_mb: float) -> None:
+        self.shared.share_again(lambda: self.layout.resize_buckets(bucket_mb))
+        self.mark_buckets()
+
+    def lay_out_parameters(self, names: set[str], spread: ReplicaSpread | None, held: bool = True) -> None:
+        """Lays out the parameters `names` here. held=False: they are to be sharded, and have no values yet."""
+        self.host.hooks.detach_hooks()
+        self.layout.take_parameters(self.model, names, held)
+        seed = partitioned.drawn(self.experiment, self.rank.id, self.rank.step)
+        self.host.take_part(spread, seed)
+        if (spread and spread.split) or (self.spread and self.spread.split):
+            torch.manual_seed(seed)
+        self.spread, self.evaluation_copy = spread, None
+        self.tune_partition()
+        self.mark_buckets()
+
+    def tune_partition(self) -> None:
+        """Applies new knobs of the partition; the model's layout stays."""
+        e, split = self.experiment, self.spread.split if self.spread else None
+        units = list_units(self.model, self.learner, e.partition)
+        self.host.pipeline.tune_partition(
+            self._plan_passes(self.spread), units, find_recomputed(e, self.learner, split)
+        )
+
+    def _plan_passes(self, spread: ReplicaSpread | None) -> tuple[PassPlan, ...]:
+        """Returns the plans by piece of the model for ranks that hold slices; () if they are unknown."""
+        if spread is None or spread.split is None:
+            return ()
+        try:
+            return find_plans(self.experiment, self.learner, spread.split)
+        except KnobError:  # the pace is then kept less finely
+            return ()
+
+    def sharded(self, buckets: Any) -> None:
+        """Does nothing: the optimizer's state is already in place."""
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.host.lanes.sent_bytes
+
+    async def gather(self, number: int) -> list[int]:
+        """Returns every rank's number, by rank."""
+        return gather_numbers(self.control, number)
+
+    async def broadcast_text(self, text: str, by: int = 0) -> str:
+        """Returns the text of rank `by`, on every rank."""
+        return self.broadcast_text_now(text, by)
+
+    def broadcast_text_now(self, text: str, by: int = 0) -> str:
+        """The same as `broadcast_text`, as a plain function."""
+        return broadcast_text(self.control, text.encode(), by).decode() if self.control is not None else text
+
+    def take_early_requests(self) -> None:
+        """Takes requests that are on their way, because another exchange follows."""
+        if self.tickets.has_pending:
+            self.early_requests = self.tickets.take_requests()
+
+    def foresee_reads(self, cheaply: bool) -> Any:
+        """Predicts what a step reads; None if that is unknown."""
+        return foresee_trace(self.learner, self.experiment, cheaply)

@@ -7,27 +7,37 @@ thread, and decides how the rank ends.
 from __future__ import annotations
 
 import json
+import os
+import platform
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from workbench.engine.compute.cpu_seconds import CpuUsage
 from workbench.engine.compute.workers import WorkerPool
 from workbench.engine.control.script_position import ScriptLine
-from workbench.engine.rank.changes import Reconfigurable
+from workbench.engine.rank.components import RankComponents
 from workbench.engine.rank.crashing import crash_rank
 from workbench.engine.rank.evaluate import evaluate_known, evaluate_mean
+from workbench.engine.rank.first_order import adopt_order, take_first_names
 from workbench.engine.rank.forming import confirm_formed
 from workbench.engine.rank.preempting import remove_preempted
 from workbench.engine.rank.resizing import resize_run
+from workbench.engine.rank.wrapping import unwrap_run_model, wrap_run_model
 from workbench.engine.record.growth import LeakDetector
 from workbench.engine.wire.collectives import Aborted
+from workbench.experiment import Experiment
 from workbench.host.core.answers import KNOWN_KIND, Done, RequestAnswer, remember_answer
 from workbench.host.core.planned import Planned
 from workbench.host.elastic.reentry import Membership
 from workbench.host.loop.generation import train_in_generation
 from workbench.host.observe.evaluating import Evaluated
 from workbench.host.reconfigure import changes
+from workbench.host.reconfigure.changes import has_common_step, take_role
 from workbench.host.sharding.usage import ParameterUsage
 from workbench.host.transfer import residual
 from workbench.rank import Bucket, Op
@@ -41,7 +51,7 @@ ANSWERED = ("change", "resize")  # kinds of requests whose sender waits for an a
 SHORT = 1e-3  # seconds; a shorter wait for the next step gets no row in the record
 
 
-class RankTraining(Reconfigurable):
+class RankTraining(RankComponents):
     """One rank that trains. The constructor waits for the other ranks, and refuses what cannot be trained here.
 
     has_begun: whether all state is in place, so that the other ranks could go on if one is lost
@@ -72,6 +82,15 @@ class RankTraining(Reconfigurable):
             self.enter_opaque()
         self.choose_lane()
         self.mark_start()
+
+    def mark_start(self) -> None:
+        """Records where this rank trains, and what."""
+        self.mark("start", {
+            "host": platform.node(), "pid": os.getpid(), "device": self.session.device, "backend": self.session.kind,
+            "torch": torch.__version__, "python": platform.python_version(), "clock_error": self.peers.doubt,
+            "clock_offset": self.peers.offset,
+            "parameters": self.layout.element_count, "nbytes": self.layout.byte_count,
+        })  # fmt: skip
 
     def locate_script(self) -> ScriptLine | None:
         """Returns where the user's own training loop is; None without one."""
@@ -149,11 +168,11 @@ class RankTraining(Reconfigurable):
         return await self.agree_on_order(self.host.hooks.take_order())
 
     async def agree_on_order(self, names: list[str]) -> list[str]:
-        found: list[str] = await Op("do", partial(self.take_first_names, names))
+        found: list[str] = await Op("do", partial(take_first_names, self, names))
         return found
 
     async def reorder_parameters(self, names: list[str]) -> None:
-        await Op("do", partial(self.adopt_order, names))
+        await Op("do", partial(adopt_order, self, names))
 
     def note_steps(self, made: int) -> None:
         self.before_update()  # if the step made no update
@@ -164,6 +183,60 @@ class RankTraining(Reconfigurable):
 
     async def crash_rank(self, mine: bool) -> None:
         await Op("do", partial(crash_rank, self.session, mine))
+
+    async def leave(self, strategy: Any) -> None:
+        await strategy.leave(self.rank.replicas, self.state)
+        self.shared.unshare_parameters()
+        self.layout.drop_gradients()
+
+    def enter_strategy(self, was: Experiment | None, wanted: Experiment) -> None:
+        """Enters another strategy."""
+        if wanted.strategy.shared:
+            self.shared.share_parameters()
+        take_role(self, wanted)
+        self.state = wanted.strategy.init(self.rank.replicas, self.layout.list_params())
+        self.reset_groups()
+        self.meeting.enter_strategy()
+
+    def reset_groups(self) -> None:
+        """Closes wires of groups that ended, and counts children from 0 again."""
+        for lane in self.host.lanes:
+            self.peers.close_wires(lane.wires.forget_groups(self.rank.mesh.generation))
+            lane.started = lane.completed = 0
+        flat = self.rank.mesh.flat and not self.rank.mesh.inside
+        self.tickets.enter_strategy(self.experiment.strategy, self.lane, flat)
+
+    @contextmanager
+    def record_switch(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
+        """Records a switch of strategy, made in the block, as one span. Ranks that fell behind take the latest step."""
+        if has_common_step(was):
+            self.meeting.latest_step = self.rank.step
+        self.rank.step = self.meeting.latest_step
+        began, sent = self.now, self.sent_bytes
+        self.lane.step = self.rank.step
+        self.host.at(f"switch from {was.strategy} to {wanted.strategy}")
+        yield
+        self.host.hooks.detach_hooks()
+        self.span("switch", type(wanted.strategy).__name__, began, self.sent_bytes - sent)
+
+    def enter_opaque(self) -> None:
+        wrap_run_model(self)
+
+    async def leave_opaque(self) -> None:
+        if self.host.parts.fully is not None:
+            await self.host.parts.fully.return_state()
+        self.unwrap_model()
+
+    def unwrap_model(self) -> None:
+        """Makes forward call the model itself again."""
+        unwrap_run_model(self)
+
+    async def drive_step(self, strategy: Any) -> int:
+        """Makes one step. Returns how many steps it counts for; 0 if none was made."""
+        if strategy.workers > 1:
+            self.host.at("workers")
+            return await Op("do", self.workers.run_steps) or 1
+        return await Op("drive", self.finite.guard_step(self.measuring.measure_step(self))) or 1
 
     async def finish_run(self) -> None:
         await self.leave_opaque()

@@ -1,0 +1,67 @@
+"""Opens the lanes of one rank, and performs what their children ask beyond collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from workbench.engine.compute.offload import OffloadPerformer
+from workbench.engine.control.group_wires import make_opener
+from workbench.engine.control.peers import Peers
+from workbench.engine.device import Chip
+from workbench.engine.p2p.mailbox import BACKGROUND, Mailbox
+from workbench.engine.wire.job import ChildJob
+from workbench.engine.wire.lane import Lane
+from workbench.engine.wire.shaping import Port
+from workbench.engine.wire.timing import Stopwatch
+from workbench.engine.wire.wires import GroupWires
+from workbench.host.memory.account import MemoryAccount
+from workbench.host.memory.offload import OFFLOAD_LANES
+from workbench.rank import Op, StrategyError
+
+
+class LaneOpener:
+    """Makes the lanes of one rank.
+
+    kind: the backend, such as "gloo"
+    wait: waits for a child's handle
+    """
+
+    def __init__(self, kind: str, peers: Peers, port: Port, mailbox: Mailbox, watch: Stopwatch, chip: Chip,
+                 away: OffloadPerformer, ledger: MemoryAccount, wait: Callable[..., Any]) -> None:  # fmt: skip
+        self._kind, self._peers, self._port, self._mailbox = kind, peers, port, mailbox
+        self._watch, self._chip, self._away, self._buffers, self._wait = watch, chip, away, ledger.buffers, wait
+
+    def open_lane(self, name: str, whole: GroupWires | None = None) -> Lane:
+        """Makes one more lane; its wires open at first use."""
+        kind = self._kind
+        if kind != "gloo" and name not in ("comm", *OFFLOAD_LANES):
+            raise StrategyError(f"lane {name!r}: over {kind} all children run on one lane, 'comm'; start it there")
+        lane = Lane(name, self._port, self._watch, self._chip, make_opener(self._peers, self._port, name, kind), whole)
+        lane.on_collective, lane.on_child_end = self._buffers.note_request, self._buffers.note_end
+        lane.wireless = name in OFFLOAD_LANES
+        lane.wireless_verbs = dict.fromkeys(("offload", "fetch", "update"), self._perform_wireless)
+        lane.wireless_verbs["wait"] = lambda op, job: self._wait(*op.args)
+        lane.wireless_verbs["work"] = lane.run_work
+        lane.read_settings = self._away.update_settings if lane.wireless else lane.read_settings
+        lane.perform_hop = self.perform_hop
+        return lane
+
+    def perform_hop(self, op: Op, step: int) -> Any:
+        """Sends or receives a message of an all-reduce on a lane. It belongs to no step, so no meeting counts it."""
+        if op.verb == "send":
+            x, to, kind = op.args
+            return self._mailbox.send(x, to, kind, BACKGROUND, step=step)
+        into, source, kind = op.args
+        return self._mailbox.recv(into, source, kind, self._check_with_grace)
+
+    def _check_with_grace(self) -> bool:
+        """Raises if this rank must leave, or if a peer has been gone for a while. Nothing else ends such a wait."""
+        self._peers.check_with_grace()
+        return False
+
+    def _perform_wireless(self, op: Op, job: ChildJob) -> Any:
+        """Performs an op of a child that crosses no wire."""
+        if op.verb == "update" and op.args[2] != "host":
+            raise StrategyError("a child asked for update of what lies on the device: ask it in `step`, or on='host'")
+        return self._away.perform_op(op, job.step, job.by)
