@@ -31,7 +31,7 @@ class StoreView(Protocol):
     """A run's checkpoints."""
 
     def list_steps(self) -> list[int]:
-        """Lists complete steps, newest first."""
+        """Lists complete checkpoints' steps, newest first."""
 
     def open_checkpoint(self, step: int, rank: int) -> tuple[dict[str, Any], RestoredState]:
         """Returns settings and a rank's image. Raises KnobError if it cannot read them."""
@@ -42,7 +42,7 @@ class DivergenceRecovery:
 
     def __init__(self, run: CheckpointView, kept: StoreView) -> None:
         self.run, self.kept = run, kept
-        self._since = -1  # step of the last return
+        self._since = -1  # the step before which it last went back
         self._to, self._times = -1, 0  # the last checkpoint; how many returns to it
 
     async def restore_checkpoint(self, met: int) -> bool:

@@ -10,7 +10,7 @@ from workbench.settings import Change
 
 @dataclass(frozen=True)
 class PlannedEvent:
-    """All ranks do it before step `at_step`."""
+    """Something that all ranks do before step `at_step`."""
 
     at_step: int
 

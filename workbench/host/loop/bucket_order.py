@@ -61,7 +61,7 @@ async def reorder_buckets(run: LoopView, names: list[str]) -> None:
 
 
 def _find_sliced_order(run: RankView) -> list[str]:
-    """Backward adds sliced gradients up at its end."""
+    """Returns the order of gradients: backward adds sliced ones up at its end."""
     split = run.spread.split if run.spread else None
     if split is None:
         return []

@@ -128,7 +128,7 @@ class MemoryAccount:
 
     @property
     def is_evaluation_measured(self) -> bool:
-        """Nearly all evaluations are like the one before: few are measured."""
+        """Whether the next evaluation is measured: nearly all are like the one before."""
         return self._evaluated_at < 0 or self._run.rank.step - self._evaluated_at >= LOOK_EVERY
 
     @contextmanager

@@ -129,7 +129,7 @@ class _GradientSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        came = [grad for grad in grads if grad is not None]  # alike on all
+        came = [grad for grad in grads if grad is not None]  # all ranks have read the same parameters
         for dtype in dict.fromkeys(grad.dtype for grad in came):
             some = [k for k, grad in enumerate(came) if grad.dtype == dtype]
             flat = torch.cat([came[k].reshape(-1) for k in some])

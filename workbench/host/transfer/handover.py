@@ -59,7 +59,7 @@ def pick_replicas(run: RankView, numbers: list[int]) -> list[int]:
 
 
 def list_replicas(run: RankView) -> list[int]:
-    """Returns these ranks' numbers in the run."""
+    """Returns the numbers in the run of ranks with the same part."""
     return pick_replicas(run, [run.rank.number(place) for place in range(run.rank.size)])
 
 
