@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import threading
 from collections import defaultdict
@@ -25,6 +26,7 @@ from workbench.optimizers import SGD, AdamW
 from workbench.rank import Bucket, Rank, StrategyError
 from workbench.settings import Change
 from workbench.strategies import ZeRO2, ZeRO3, ZeROInfinity, ZeROOffload
+from workbench.strategies._sharded import Outstanding
 
 pytestmark = pytest.mark.ranks
 
@@ -278,6 +280,28 @@ def test_a_disk_error_on_one_rank_fails_the_run_at_once_with_the_reason(
     ended(sessions)
     assert count[0] >= reads and {s.phase for s in sessions} == {"failed"}
     assert "broken disk" in sessions[0].error["text"]
+
+
+def test_a_child_that_cannot_start_is_closed() -> None:
+    class FailingRank:
+        async def start(self, child: Any, lane: str, name: str) -> str:
+            child.close()
+            return name
+
+        async def wait(self, handle: str) -> None:
+            raise OSError(handle)
+
+    async def nothing() -> None: ...
+
+    async def start_two() -> None:
+        going = Outstanding(FailingRank(), 1)  # type: ignore[arg-type]
+        await going.start(nothing(), "first")
+        await going.start(second, "second")
+
+    second = nothing()
+    with pytest.raises(OSError, match="first"):
+        start_two().send(None)
+    assert inspect.getcoroutinestate(second) == inspect.CORO_CLOSED
 
 
 def opened(fd: str) -> str:

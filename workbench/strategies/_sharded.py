@@ -28,7 +28,11 @@ class Outstanding:
 
     async def start(self, child: Coroutine[Op, Any, Any], name: str) -> None:
         if len(self._handles) == self.most:
-            await self._wait()
+            try:
+                await self._wait()
+            except BaseException:
+                child.close()  # it never starts
+                raise
         self._handles.append(await self.rank.start(child, self.lane, name))
 
     async def all(self) -> list[Any]:
