@@ -56,7 +56,7 @@ RULES = {
     "a switch of partition": ("host/transfer/repartition.py", "repartition_state"),
     "what is moved": ("host/placement/move.py", "move_state"),
     "what compression left unsent": ("host/transfer/residual.py", "change_compressor"),
-    "the learning rate": ("host/core/rate.py", "due change_factor"),
+    "the learning rate": ("host/core/rate.py", "compute_rate change_factor"),
     "clipping": ("host/placement/canonical_state.py", "clip_gradients"),
     "a loss that is no number": ("host/observe/non_finite.py", "check_forward check_step_loss"),
     "evaluation": ("host/observe/evaluating.py", "compute_numbers compute_distance"),

@@ -21,9 +21,9 @@ from workbench.engine.control.peers import Peers
 from workbench.engine.control.rendezvous import Rendezvous
 from workbench.engine.device import make_chip
 from workbench.engine.p2p.mailbox import Mailbox
-from workbench.engine.rank import validation
 from workbench.engine.rank.checkpoints import CheckpointStore
 from workbench.engine.rank.lane_opener import LaneOpener
+from workbench.engine.rank.model import explain_refusal, require_trainable
 from workbench.engine.wire.collectives import Aborted
 from workbench.engine.wire.lane import Lane
 from workbench.engine.wire.shaping import ComputePace, LinkShaper, Port
@@ -93,7 +93,7 @@ class RankComponents(RankLoop):
         self.chip.bind_thread()
         self.peers = Peers(session)
         self.control = self.peers.control
-        if reason := validation.explain_refusal(self, self.experiment.strategy):
+        if reason := explain_refusal(self, self.experiment.strategy):
             raise KnobError(reason)
         self.tickets = ControlChannel(self.control, self.rank.id, self.inbox, self.peers.make_flag())
         self.spread: ReplicaSpread | None = None
@@ -282,7 +282,7 @@ class RankComponents(RankLoop):
             raise Aborted("told to leave")
 
     def require_trainable(self, wanted: Experiment) -> Experiment:
-        return validation.require_trainable(self, wanted)
+        return require_trainable(self, wanted)
 
     def handle_alarm(self, does: str) -> None:
         """On rank 0: makes all ranks pause, stop or go back after a bad loss. The kernel acts for other ranks."""

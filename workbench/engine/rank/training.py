@@ -23,11 +23,10 @@ from workbench.engine.control.script_position import ScriptLine
 from workbench.engine.rank.components import RankComponents
 from workbench.engine.rank.crashing import crash_rank
 from workbench.engine.rank.evaluate import evaluate_known, evaluate_mean
-from workbench.engine.rank.first_order import adopt_order, take_first_names
 from workbench.engine.rank.forming import confirm_formed
+from workbench.engine.rank.model import adopt_order, take_first_names, unwrap_run_model, wrap_run_model
 from workbench.engine.rank.preempting import remove_preempted
 from workbench.engine.rank.resizing import resize_run
-from workbench.engine.rank.wrapping import unwrap_run_model, wrap_run_model
 from workbench.engine.record.growth import LeakDetector
 from workbench.engine.wire.collectives import Aborted
 from workbench.experiment import Experiment
