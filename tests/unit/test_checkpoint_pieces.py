@@ -137,3 +137,13 @@ def test_ranks_resume_shards_with_a_loss_that_reads_a_number(name: str, tmp_path
     rest = lived(e, tmp_path / "rest", found(tmp_path / "whole" / FOLDER)[0])
     late = [[v for step, kind, _, v in s.record.samples if kind == "loss" and step >= 4] for s in whole]
     assert [s.record.losses() for s in rest] == late and len(late[0]) == 4
+
+
+def test_a_simulation_resumes_only_with_values_and_as_many_ranks(tmp_path: Path) -> None:
+    simulated(2, 4, tmp_path, every=2)
+    checkpoint = Checkpoint.open(found(tmp_path)[0])
+    e = experiment(3, 4, pace=5.0)
+    with pytest.raises(KnobError, match=r"resume: the checkpoint is of 2 ranks, and the experiment has ranks=3"):
+        simulate(e, real=True, resume=checkpoint)
+    with pytest.raises(KnobError, match=r"resume: .* this simulation has sizes only; take real=True"):
+        simulate(e.set("ranks", 2), resume=checkpoint)

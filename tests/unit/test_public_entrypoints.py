@@ -64,6 +64,7 @@ DOORS: dict[str, Callable[[Any], Any]] = {
     "simulate's changes": lambda v: simulate(E, changes=v),
     "simulate's costs": lambda v: simulate(E, costs=v),
     "simulate's replay": lambda v: simulate(E, replay=v),
+    "simulate's resume": lambda v: simulate(E, real=True, resume=v),
     "what_if": lambda v: synthetic.run(steps=12).what_if(v),
 }
 

@@ -72,6 +72,9 @@ def simulate(
     given.planned(experiment, changes)  # raises the same errors as a lab
     given.instance(costs, Costs, "costs", "Costs.measured(run)")
     given.instance(replay, Run, "replay", "Run.open('runs/first')")
+    given.instance(resume, Checkpoint, "resume", "Checkpoint.open('runs/first')")
+    if resume is not None:
+        _require_resumable(experiment, resume, real)
     if reason := explain_refusal(experiment, costs):
         raise KnobError(reason)
     if not experiment.steps:
@@ -87,6 +90,15 @@ def simulate(
     with _catch_exit():
         return _run_simulation(experiment, experiment.task.build(), costs, first, None, changes, real, followed, resume,
                     checkpoints)  # fmt: skip
+
+
+def _require_resumable(experiment: Experiment, checkpoint: Checkpoint, real: bool) -> None:
+    """Raises KnobError if a simulation of `experiment` cannot continue from `checkpoint`."""
+    if not real:
+        raise KnobError("resume: a checkpoint holds values, and this simulation has sizes only; take real=True")
+    if checkpoint.ranks != experiment.ranks:
+        raise KnobError(f"resume: the checkpoint is of {checkpoint.ranks} ranks, and the experiment has "
+                        f"ranks={experiment.ranks}; take as many, or lab.run(resume=...), which changes the number")  # fmt: skip
 
 
 def simulate_sizes(experiment: Experiment, learner: Learner, costs: Costs, alike: bool,
