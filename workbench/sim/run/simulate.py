@@ -98,7 +98,7 @@ def _require_resumable(experiment: Experiment, checkpoint: Checkpoint, real: boo
         raise KnobError("resume: a checkpoint holds values, and this simulation has sizes only; take real=True")
     if checkpoint.ranks != experiment.ranks:
         raise KnobError(f"resume: the checkpoint is of {checkpoint.ranks} ranks, and the experiment has "
-                        f"ranks={experiment.ranks}; take as many, or lab.run(resume=...), which changes the number")  # fmt: skip
+                        f"ranks={experiment.ranks}; take as many, or lab.run(resume=...)")  # fmt: skip
 
 
 def simulate_sizes(experiment: Experiment, learner: Learner, costs: Costs, alike: bool,
