@@ -214,6 +214,15 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_every_function_that_the_page_sends_a_reader_to_is_in_its_file() -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.S)
+    places = re.findall(r"`([\w.]+)`\s+(?:in\s+|\()`((?:workbench|widgets|tests)/[\w/]+\.py)`", text)
+    assert len(places) > 10
+    for name, file in places:
+        source = (ROOT / file).read_text()
+        assert all(re.search(rf"\b{part}\b", source) for part in name.split(".")), (name, file)
+
+
 @pytest.mark.ranks
 @pytest.mark.long
 def test_the_view_is_drawn_and_found_by_the_tests_of_views(project: Path) -> None:
