@@ -1,7 +1,7 @@
 """Writes checkpoints on a thread and a wire of their own, so that no step waits for the disk.
 
-The images are copies, made between two steps. An error such as a full disk ends only this checkpoint. A Mark gives the
-reason, and training goes on.
+The images are copies, made between two steps. An error such as a full disk ends only this checkpoint, and a Mark gives
+the reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointStore:
-    """The checkpoints of the run in `run_dir`; None if there can be none."""
+    """The checkpoints of the run in `run_dir`; none if `run_dir` is None."""
 
     def __init__(self, run_dir: Path | None) -> None:
         self.folder = Path(run_dir) / checkpoints.FOLDER if run_dir is not None else None
@@ -61,7 +61,7 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def write_image(self, image: RankImage, about: dict[str, Any]) -> None:
-        """Begins to write. All ranks call this at the same boundary, when none is busy."""
+        """Begins to write. All ranks call this at the same boundary, when no rank is busy."""
         if self._wire is None and self.run.rank.size > 1:
             self._wire = self.run.peers.open_wire("checkpoints")
         name = f"rank {self.run.rank.id} checkpoint"
@@ -89,7 +89,7 @@ class CheckpointWriter:
                 draft.give_up()
 
     def _mark_saved(self, about: dict[str, Any], manifest: dict[str, Any], seconds: float) -> None:
-        """On rank 0: records a Mark of the new checkpoint, and of the older ones that were removed."""
+        """On rank 0: writes the Mark of the new checkpoint and of the old ones that it removes."""
         path, keep = self.folder / checkpoints.name(about["step"]), self.run.experiment.saves
         nbytes = sum(file["nbytes"] for file in manifest["files"].values())
         text = f"the checkpoint before step {about['step']} is whole: {nbytes / 1e6:.1f} MB, written in {seconds:.1f} s"
@@ -135,7 +135,7 @@ class CheckpointWriter:
         return "", manifest
 
     def _exchange_reports(self, make: Callable[[], Any]) -> Any:
-        """Returns what `make` returned on every rank, by rank; or, as text, why it failed on one."""
+        """Returns the results of `make` by rank, or a text why it failed on one rank."""
         try:
             said = {"made": make()}
         except Exception as error:  # the other ranks wait for this report
@@ -146,7 +146,6 @@ class CheckpointWriter:
         return failed[0] if failed else [one["made"] for one in every]
 
     def _gather_texts(self, text: str) -> list[str]:
-        """Returns every rank's text, by rank."""
         wire = self._wire
         if wire is None:
             return [text]
@@ -166,7 +165,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def _write_metadata(draft: Draft, reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Writes the metadata that torch.distributed.checkpoint needs: `dcp.load({"model": ...})` finds a model here.
+    """Writes torch.distributed.checkpoint's metadata, so that `dcp.load({"model": ...})` finds a model here.
 
     It is a pickle, which only other programs read.
     """

@@ -19,17 +19,13 @@ _runs: dict[int, ChildProcesses] = {}  # the children of a run, by thread id
 
 
 class ChildProcesses:
-    """The processes that one rank's threads have started.
-
-    A process that a `%%px` cell starts while the rank trains is not included, and goes on.
-    """
+    """Collects one rank's child processes. A process that a `%%px` cell starts is not included, and goes on."""
 
     def __init__(self) -> None:
         self._started: list[BaseProcess] = []
 
     @contextmanager
     def collect_started(self) -> Iterator[None]:
-        """Collects every process that this thread starts inside the block."""
         patch_process_start()
         _runs[threading.get_ident()] = self
         try:

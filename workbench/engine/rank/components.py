@@ -1,4 +1,4 @@
-"""The parts that one rank trains with: peers, model, lane, host. All ranks check that theirs are equal."""
+"""The parts that one rank trains with. All ranks check that theirs are equal."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ MESSAGE = 2**26  # bytes that a message may have in any run
 
 
 class RankComponents(RankLoop):
-    """A rank's loop with all its parts on the engine. The constructor refuses what cannot be trained here.
+    """A rank's loop with all its parts on the engine.
 
     paused, credit:     whether the ranks make no steps; how many steps they make before they pause again
     early_requests:     requests that were received before their turn
@@ -82,7 +82,7 @@ class RankComponents(RankLoop):
     host: Host
 
     def __init__(self, session: Session, before: RankComponents | None = None) -> None:
-        """before: the same rank in the previous generation, from which it takes over its own parts"""
+        """before: the same rank in the previous generation; this rank takes over its parts"""
         torch.set_num_threads(1)
         self.session, self.experiment, self.rank = session, session.experiment, session.rank
         self.clock, self.naps, self.leaving, self.inbox = session.clock, session.naps, session.leaving, session.inbox
@@ -134,27 +134,23 @@ class RankComponents(RankLoop):
         self.restart_data(self.session.used)
 
     def _take_over(self, before: RankComponents) -> None:
-        """Takes over model, optimizer, data and what was learned of them from the previous generation."""
         self.learner, self.model, self.layout = before.learner, before.model, before.layout
         self.optimizer, self.rate, self.batches = before.optimizer, before.rate, before.batches
         self.layout.drop_gradients()
         self.restart_data(self.session.used)
 
     def make_optimizer(self, wanted: Experiment, params: list[nn.Parameter] | None = None) -> Optimizer:
-        """Makes the optimizer for `params`, or for the parameters that are held here."""
         if params is None:
             here = {id(place.param) for place in self.layout.order}  # a frozen parameter may be unfrozen later
             params = [p for p in self.model.parameters() if id(p) in here or not p.requires_grad]
         return built(wanted.optimizer, self.learner.optimizer, params, wanted.lr)
 
     def _make_for(self, params: list[nn.Parameter]) -> Optimizer:
-        """Makes the run's optimizer for these parameters, at the present rate and without state."""
         optimizer = self.make_optimizer(self.experiment, params)
         at_rate(optimizer, self.rank.lr)
         return optimizer
 
     def make_example(self, wanted: Experiment) -> Any:
-        """Returns a batch that is equal on all ranks and not taken from the training data's order."""
         return make_example(self.learner, wanted, self.session.device)
 
     @property
@@ -262,15 +258,12 @@ class RankComponents(RankLoop):
         """Called before each update of the model."""
 
     def run_loss_backward(self, loss: Tensor, share: float | None) -> None:
-        """Runs backward of a loss, scaled by `share`."""
         loss.backward() if share is None or share == 1.0 else loss.backward(torch.full_like(loss, share))
 
     def show_loss(self, loss: Tensor) -> Tensor:
-        """Returns a loss as it is recorded."""
         return loss.detach()
 
     def _read_allocator(self) -> dict[str, int]:
-        """Returns what the chip's allocator reports; {} if it reports nothing."""
         here = {"allocated": self.chip.allocated_bytes(), "allocated peak": self.chip.peak_bytes()}
         return here if any(here.values()) else {}
 
@@ -313,7 +306,6 @@ class RankComponents(RankLoop):
         self.crashing = {*self.crashing, *crashed(old, new, self.rank.size)}
 
     def choose_lane(self) -> None:
-        """Runs children on the caller's thread if a thread would have nothing to compute or to wait for."""
         alone = self.session.kind == "gloo" or self.rank.mesh.flat  # else two communicators would be under way at once
         quick = self.rank.compressor.immediate and not self.port.is_active and not self.experiment.strategy.offloads
         quick = quick and self.port.fabric.algorithm.native
@@ -342,7 +334,6 @@ class RankComponents(RankLoop):
         self.mark_buckets()
 
     def lay_out_parameters(self, names: set[str], spread: ReplicaSpread | None, held: bool = True) -> None:
-        """Lays out the parameters `names` here. held=False: they are to be sharded, and have no values yet."""
         self.host.hooks.detach_hooks()
         self.layout.take_parameters(self.model, names, held)
         seed = partitioned.drawn(self.experiment, self.rank.id, self.rank.step)
@@ -354,7 +345,6 @@ class RankComponents(RankLoop):
         self.mark_buckets()
 
     def tune_partition(self) -> None:
-        """Applies new knobs of the partition; the model's layout stays."""
         e, split = self.experiment, self.spread.split if self.spread else None
         units = list_units(self.model, self.learner, e.partition)
         self.host.pipeline.tune_partition(
@@ -362,7 +352,7 @@ class RankComponents(RankLoop):
         )
 
     def _plan_passes(self, spread: ReplicaSpread | None) -> tuple[PassPlan, ...]:
-        """Returns the plans by piece of the model for ranks that hold slices; () if they are unknown."""
+        """Returns the plans by piece of the model; () if they are unknown, or if ranks hold no slices."""
         if spread is None or spread.split is None:
             return ()
         try:
@@ -378,15 +368,12 @@ class RankComponents(RankLoop):
         return self.host.lanes.sent_bytes
 
     async def gather(self, number: int) -> list[int]:
-        """Returns every rank's number, by rank."""
         return gather_numbers(self.control, number)
 
     async def broadcast_text(self, text: str, by: int = 0) -> str:
-        """Returns the text of rank `by`, on every rank."""
         return self.broadcast_text_now(text, by)
 
     def broadcast_text_now(self, text: str, by: int = 0) -> str:
-        """The same as `broadcast_text`, as a plain function."""
         return broadcast_text(self.control, text.encode(), by).decode() if self.control is not None else text
 
     def take_early_requests(self) -> None:
@@ -395,5 +382,4 @@ class RankComponents(RankLoop):
             self.early_requests = self.tickets.take_requests()
 
     def foresee_reads(self, cheaply: bool) -> Any:
-        """Predicts what a step reads; None if that is unknown."""
         return foresee_trace(self.learner, self.experiment, cheaply)

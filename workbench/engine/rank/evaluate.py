@@ -52,7 +52,7 @@ async def _await_op(op: Op) -> Any:
 
 
 def _evaluate_spread(run: RankComponents) -> Evaluated:
-    """The same if a replica spans several ranks: the ranks of the first replica evaluate together."""
+    """Evaluates together on the ranks of the first replica, if a replica spans several ranks."""
     wire, rank, piece = run.control, run.rank, run.host.pipeline.piece
     assert wire is not None
     found: dict[str, float] = {}
@@ -73,10 +73,7 @@ def _evaluate_spread(run: RankComponents) -> Evaluated:
 
 @contextmanager
 def _use_replica_mean(run: RankComponents) -> Iterator[float]:
-    """Makes the local part of the model the mean of all replicas inside the block.
-
-    Yields this rank's RMS distance from it.
-    """
+    """Makes the local part of the model the mean of all replicas inside the block; yields the RMS distance from it."""
     replicas = run.rank.replicas
     if replicas.size == 1:
         yield 0.0
@@ -95,7 +92,7 @@ def _use_replica_mean(run: RankComponents) -> Iterator[float]:
 
 
 def evaluate_known(run: RankComponents, known: list[Bucket]) -> Evaluated:
-    """Evaluates the parameters that rank 0 knows. Uses a copy, because the model itself may change."""
+    """Evaluates the parameters that rank 0 knows, in a copy, because the model itself may change."""
     kept = [] if run.evaluation_copy is None else [*run.evaluation_copy.parameters(), *run.evaluation_copy.buffers()]
     with torch.no_grad(), run.ledger.measure_evaluation(sum(x.nbytes for x in kept)):
         with run.host.alone:

@@ -63,7 +63,6 @@ class FormingGeneration:
         self.name = f"{session.base}+{session.turn}"
 
     def open_store(self, session: Session, timeout: float = 60.0) -> Any:
-        """Connects to the store in which the ranks of the next generation meet."""
         return connect_store(*session.where, self.name, timeout)
 
     def await_ranks(self, session: Session, what: str) -> None:
@@ -79,7 +78,7 @@ def check_leaving(session: Session) -> None:
 
 
 def confirm_formed(session: Session) -> None:
-    """Reports that this rank holds the full state, and waits until all ranks do. Raises what `await_ranks` raises."""
+    """Reports that this rank holds the full state, and waits until all ranks do. Raises as `await_ranks` does."""
     forming = session.forming
     assert forming is not None
     forming.await_ranks(session, "formed")
@@ -98,10 +97,10 @@ def confirm_formed(session: Session) -> None:
 
 
 def undo_forming(session: Session, error: BaseException) -> bool:
-    """Puts this rank back into the previous generation with its former state: the next did not form.
+    """Puts this rank back into the previous generation with its former state.
 
     Returns whether a rank or a connection was lost, so that the old ranks can vote again. If so, a new rank raises
-    Spare.
+    NotNeeded.
     """
     forming, session.forming = session.forming, None
     assert forming is not None
@@ -152,7 +151,7 @@ def _close_failed(training: RankTraining) -> None:
 
 
 def release_wires(session: Session) -> None:
-    """Closes the wires of a generation on a thread of its own, because a wire that was cut may take seconds."""
+    """Closes a generation's wires on a thread of its own, because this may take seconds for a wire that was cut."""
     wires, session.wires = session.wires, []
     threading.Thread(
         target=_close_wires, args=(wires,), name=f"rank {session.member} giving wires back", daemon=True
@@ -165,7 +164,6 @@ def _close_wires(wires: list[Wire]) -> None:
 
 
 def _vote_again(session: Session, forming: FormingGeneration) -> None:
-    """Prepares another vote, of the ranks that voted before."""
     before, session.voting = session.voting, f"{session.generation} after {session.turn}"
     with contextlib.suppress(RuntimeError):
         again = connect_store(*session.where, session.voting)
@@ -174,7 +172,6 @@ def _vote_again(session: Session, forming: FormingGeneration) -> None:
 
 
 def _explain_leaving(forming: FormingGeneration) -> str:
-    """Returns why a new rank leaves."""
     came = forming.to.came
     old = range(len(came.places))
     if not any(membership.is_process_alive(json.dumps(forming.to.processes[place])) for place in old):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def run_generations(session: Session) -> None:
-    """Runs from the first step to the last. Raises the error that ends this rank's part before that."""
+    """Runs from the first step to the last. Raises the error that ends this rank's part before."""
     to = await_invitation(session) if session.joins else None
     while True:
         try:
@@ -30,7 +30,7 @@ def run_generations(session: Session) -> None:
 
 
 def _run_generation(session: Session, to: NextGeneration | None) -> NextGeneration | None:
-    """Runs one generation to its end; `to` is None for the first.
+    """Runs one generation; `to` is None for the first.
 
     Returns the next generation if ranks leave or join; None at the end of the run.
     """

@@ -21,11 +21,7 @@ from workbench.rank import Op, StrategyError
 
 
 class LaneOpener:
-    """Makes the lanes of one rank.
-
-    kind: the backend, such as "gloo"
-    wait: waits for a child's handle
-    """
+    """Makes the lanes of one rank. wait: waits for a child's handle"""
 
     def __init__(self, kind: str, peers: Peers, port: Port, mailbox: Mailbox, watch: Stopwatch, chip: Chip,
                  away: OffloadPerformer, ledger: MemoryAccount, wait: Callable[..., Any]) -> None:  # fmt: skip
@@ -61,7 +57,6 @@ class LaneOpener:
         return False
 
     def _perform_wireless(self, op: Op, job: ChildJob) -> Any:
-        """Performs an op of a child that crosses no wire."""
         if op.verb == "update" and op.args[2] != "host":
             raise StrategyError("a child asked for update of what lies on the device: ask it in `step`, or on='host'")
         return self._away.perform_op(op, job.step, job.by)

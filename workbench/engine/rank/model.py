@@ -87,7 +87,6 @@ def unwrap_run_model(run: ModelView) -> None:
 
 
 def _take_first_order(run: ModelView, order: Tensor) -> Tensor:
-    """Returns the order of the first rank that holds the same part of the model as this rank."""
     assert run.control is not None
     if run.spread is None:
         run.control.wait(run.control.broadcast(order, 0))

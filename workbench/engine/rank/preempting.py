@@ -41,7 +41,7 @@ def announce_preemption(session: Session) -> None:
 
 
 class PreemptionWatch:
-    """On the first rank: looks for preempted ranks, and requests once per generation that they leave."""
+    """On the first rank: requests once per generation that preempted ranks leave."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -49,7 +49,6 @@ class PreemptionWatch:
         self._asked: set[tuple[str, int]] = set()
 
     def __call__(self) -> None:
-        """Looks once; called with every beat of the pulse."""
         session, members, generation = self.session, self.session.members, self.session.generation
         if session.rank.id or session.training is None or not session.training.has_begun or session.is_ending:
             return

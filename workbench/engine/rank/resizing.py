@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 async def resize_run(training: RankTraining, members: tuple[int, ...], number: str) -> None:
-    """Goes on with `members`, old and new. Raises ResizeSignal. If it is refused, a Mark gives the reason."""
+    """Goes on with `members`, old and new. Raises ResizeSignal. A Mark gives the reason of a refusal."""
     session = training.session
     stay = [m for m in session.members if m in members]
     new = [m for m in members if m not in stay]

@@ -1,4 +1,4 @@
-"""A rank that the user's own training loop leads: how it differs from other ranks."""
+"""A rank's training under the user's own loop."""
 
 from __future__ import annotations
 
@@ -144,7 +144,6 @@ class ScriptTraining(RankTraining):
             p.grad = grad
 
     def _note_bucket(self) -> float:
-        """Notes and returns the time at which torch asks for a bucket."""
         self._bucket_asked_at = self.clock.now()
         return self._bucket_asked_at
 
@@ -158,11 +157,10 @@ class ScriptTraining(RankTraining):
             self.host.timing.note_wait(asked, now, now - asked)
 
     def show_loss(self, loss: Tensor) -> Tensor:
-        """Returns a loss as the loop reports it."""
         return self.led.recorded_loss(loss)
 
     def _record_exchange(self, name: str, began: float, nbytes: int) -> None:
-        """Records that one of torch's own buckets has been summed, when its last byte has arrived."""
+        """Records that torch has summed one of its own buckets: the last byte has arrived."""
         sent, _ = traffic("all_reduce", nbytes, self.rank.size)
         self.record.span(self.rank.step, "comm", name, began, began, self.clock.now(), sent)
 
@@ -195,14 +193,13 @@ class ScriptTraining(RankTraining):
         return int(await Op("do", partial(self._run_to_end, self.finite.guard_step(self.measuring.measure_step(self)))))
 
     def _run_to_end(self, step: Coroutine[Op, Any, Any]) -> int:
-        """Drives the step to its end, or as far as the loop goes with it."""
         try:
             return self.host.drive_coroutine(step) or 1
         except LoopEnded:
             return 0
 
     def _find_step_begin(self) -> Any:
-        """Returns when the step began. It includes the loop's own work before its forward, such as reading a batch."""
+        """The step includes the loop's own work before its forward, such as reading a batch."""
         return self.led.began
 
     async def _execute_requests(self, requests: list[dict[str, Any]]) -> None:

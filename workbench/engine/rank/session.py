@@ -1,7 +1,6 @@
 """One run on one rank: a thread that sets up, trains, and gives everything back.
 
-A session answers requests while it trains, and ends with a reason in words if it fails. It uses no cluster, socket or
-notebook code. The training loop is in training.py.
+A session answers requests while it trains. If it fails, it ends with a reason in words.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ class Session:
         self.undone: NextGeneration | None = None
         self.words: RankReport | None = None
         self.used = 0
-        self.turn = 0  # how many generations there were before this one
+        self.turn = 0  # how many generations came before this one
         self.joins, self.ours = joins, ours
         self.device, self.kind, self.loopback = device, kind, loopback
         self.clock = Clock(epoch)
@@ -119,7 +118,7 @@ class Session:
         self.children = ChildProcesses()
         self.training: RankTraining | None = None
         self._end_asked = threading.Event()  # set once a person wants the end: a lost peer is then no failure
-        self._must_leave = False  # whether this rank must leave
+        self._must_leave = False
         self.outlives_next = False  # whether a rank is about to be removed
         self.forming: FormingGeneration | None = None  # the next generation, until it has formed
         self._over = threading.Event()
@@ -180,7 +179,7 @@ class Session:
 
     @property
     def counted_members(self) -> tuple[int, ...]:
-        """The ranks to report if they are lost: the members, and ranks whose join was undone."""
+        """The ranks to report if they are lost: the members, and ranks with a join that was undone."""
         undone = self.undone.came.members if self.undone is not None else ()
         return (*self.members, *(m for m in undone if m not in self.members))
 
@@ -190,7 +189,6 @@ class Session:
         return self.stopping or self._must_leave or self._end_asked.is_set()
 
     def cut_connections(self) -> None:
-        """Ends all communication that is under way; the peers notice."""
         for wire in self.wires:
             wire.cut_connections()
         if self.training is not None:
@@ -203,7 +201,6 @@ class Session:
         return self._over.wait(timeout)
 
     def status(self) -> dict[str, Any]:
-        """Returns where this rank is. See `activity.describe_rank`."""
         return describe_rank(self)
 
     # -- read from outside: by a cell, or a test --
@@ -227,7 +224,6 @@ class Session:
 
     @property
     def state(self) -> Any:
-        """The strategy's state."""
         return self.set_up_already.state
 
     @property
@@ -270,17 +266,16 @@ class Session:
                 self._over.set()
 
     def set_up(self) -> RankTraining:
-        """Waits for the other ranks, and prepares the first step. Raises an error if this cannot be trained."""
+        """Waits for the other ranks, and prepares the first step. Raises an error if this run cannot be trained."""
         self.training = (ScriptTraining if self.began_with.task.leads else RankTraining)(self)
         self.training.begin_training()
         return self.training
 
     def make_writer(self, training: Any) -> CheckpointWriter | None:
-        """Returns the writer of this run's checkpoints; None without a run directory."""
         return CheckpointWriter(training, Path(self.run_dir) / FOLDER) if self.run_dir is not None else None
 
     def open_resumed(self) -> RestoredState | None:
-        """Returns the state from which this rank resumes. Raises RunError if it cannot be read."""
+        """Raises RunError if the checkpoint from which this rank resumes cannot be read."""
         if not self.resume:
             return None
         checkpoint = Checkpoint.open(self.resume)

@@ -72,7 +72,6 @@ def explain_refusal(session: Session, alive: bool = False) -> str:
 
 
 def _has_lost_rank(session: Session) -> bool:
-    """Whether a rank of this generation is known to be gone."""
     try:
         for store in {session.generation, session.voting}:
             membership.require_alive(connect_store(*session.where, store), range(session.rank.size))
@@ -108,7 +107,7 @@ def vote_with_rest(session: Session, mine: RankReport) -> Quorum:
 
 
 def plan_generation(session: Session) -> NextGeneration:
-    """Returns how the remaining ranks go on, once all of them have reported."""
+    """Returns how the remaining ranks go on, once all have reported."""
     assert session.words is not None
     return plan_shrink(make_survivor(session), vote_with_rest(session, session.words))
 

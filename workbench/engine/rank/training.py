@@ -1,7 +1,6 @@
 """One rank's training loop on the wall clock: the engine's part of workbench/host/loop/rank_loop.py.
 
-A rank meets its peers once per step or round to receive changes (see control/messages.py). Its session chooses the
-thread, and decides how the rank ends.
+A rank meets its peers once per step or round to receive changes (see control/messages.py).
 """
 
 from __future__ import annotations
@@ -70,7 +69,6 @@ class RankTraining(RankComponents):
         self._since: tuple[float, Any] | None = None  # when the wait for the next step began, on both watches
 
     def begin_training(self) -> None:
-        """Enters the first strategy as a switch of strategy does."""
         self.set_fabric(None, self.experiment)
         residual.start_compressor(self)
         changes.mark_idle_faults(self)
@@ -83,7 +81,6 @@ class RankTraining(RankComponents):
         self.mark_start()
 
     def mark_start(self) -> None:
-        """Records where this rank trains, and what."""
         self.mark("start", {
             "host": platform.node(), "pid": os.getpid(), "device": self.session.device, "backend": self.session.kind,
             "torch": torch.__version__, "python": platform.python_version(), "clock_error": self.peers.doubt,
@@ -92,7 +89,6 @@ class RankTraining(RankComponents):
         })  # fmt: skip
 
     def locate_script(self) -> ScriptLine | None:
-        """Returns where the user's own training loop is; None without one."""
         return None
 
     @property
@@ -138,7 +134,6 @@ class RankTraining(RankComponents):
         return made
 
     def _find_step_begin(self) -> Any:
-        """Returns when this step began, including the wait for it."""
         return self.end_wait()
 
     def end_wait(self) -> Any:
@@ -189,7 +184,6 @@ class RankTraining(RankComponents):
         self.layout.drop_gradients()
 
     def enter_strategy(self, was: Experiment | None, wanted: Experiment) -> None:
-        """Enters another strategy."""
         if wanted.strategy.shared:
             self.shared.share_parameters()
         take_role(self, wanted)
@@ -198,7 +192,6 @@ class RankTraining(RankComponents):
         self.meeting.enter_strategy()
 
     def reset_groups(self) -> None:
-        """Closes wires of groups that ended, and counts children from 0 again."""
         for lane in self.host.lanes:
             self.peers.close_wires(lane.wires.forget_groups(self.rank.mesh.generation))
             lane.started = lane.completed = 0
@@ -227,7 +220,6 @@ class RankTraining(RankComponents):
         self.unwrap_model()
 
     def unwrap_model(self) -> None:
-        """Makes forward call the model itself again."""
         unwrap_run_model(self)
 
     async def drive_step(self, strategy: Any) -> int:
@@ -321,11 +313,11 @@ class RankTraining(RankComponents):
 
     @property
     def unheeded_requests(self) -> list[dict[str, Any]]:
-        """The requests that have left the inbox and that this rank has not obeyed yet."""
+        """Requests that have left the inbox and that this rank has not obeyed yet."""
         return [*self.pending_requests, *(self.early_requests or []), *self.tickets.unheard_requests]
 
     def _receive_requests(self, wait: float) -> list[dict[str, Any]]:
-        """Returns the requests of the next ticket, equal on every rank. Rank 0 waits up to `wait` seconds for one."""
+        """Returns the requests of the next ticket. Rank 0 waits up to `wait` seconds for one."""
         if not self.tickets.has_pending:
             self.tickets.publish_requests(wait)
         return self.tickets.take_requests()

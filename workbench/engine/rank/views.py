@@ -24,7 +24,7 @@ class PlaceView(Protocol):
 
 
 class ModelView(ChangeView, Protocol):
-    """A rank with a model. control: the wire of the training thread; None in a run of one rank"""
+    """A rank with a model."""
 
     @property
     def session(self) -> PlaceView: ...
