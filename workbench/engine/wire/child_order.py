@@ -3,8 +3,8 @@
 [Note: Rank 0's order] A child without a priority begins after every child started before it, and before every child
 started after it. Children with priorities that are started between 2 such children may overtake each other. Ranks
 progress at different speeds, and would disagree about which children have been started. So rank 0 chooses: the most
-urgent of its started children, until their `share`s add up to 1. It broadcasts the choice, and every rank begins these
-children in this order, even if it has to wait for their start. No child overtakes a chosen one. A rank joins a round as
+urgent of its started children, until their `share`s add up to 1. It broadcasts the choice. Every rank begins these
+children in this order, even if it has to wait for their start, and no child overtakes them. A rank joins a round as
 soon as it has a child with a priority that no round has chosen. All ranks start the same children, so all ranks join
 each round.
 """
@@ -21,7 +21,7 @@ ROOM = 32  # children that rank 0 chooses at a time, at most
 
 
 class ChildQueue:
-    """The children of one lane that have not begun. Only the lane's thread calls `get`. See [Note: Rank 0's order].
+    """The children of one lane that have not begun. Only the lane's thread calls `next_job`.
 
     agreed: broadcasts rank 0's choice (None on other ranks): ROOM numbers of children, padded with zeros
     """
@@ -34,7 +34,7 @@ class ChildQueue:
         self._closing = False
 
     def add_job(self, job: ChildJob | None) -> None:
-        """Adds a started child; None: there will be no more."""
+        """Adds a started child; None: no more will come."""
         self._new.put(job)
 
     def next_job(self, agreeing: bool = True) -> ChildJob | None:

@@ -1,4 +1,4 @@
-"""One time for all ranks: the offset of each rank's clock, and its error."""
+"""One time for all ranks."""
 
 from __future__ import annotations
 

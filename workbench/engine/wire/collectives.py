@@ -1,7 +1,6 @@
 """The engine's interface to torch.distributed. Its gloo and NCCL parts are in engine/device.
 
-A `Wire` is one process group used by one thread at a time (two threads on one group give silently wrong sums).
-It waits in slices, so that a stop or an abort can interrupt a collective that blocks.
+A `Wire` waits in slices, so that a stop or an abort can interrupt a collective that blocks.
 
 [Note: One communicator per GPU] If two communicators have kernels on one GPU, each may wait for the kernel of the other
 on another rank. So a GPU has one communicator, the data wire's, and one thread at a time issues on it. Control,
@@ -9,7 +8,7 @@ background traffic and arrivals on a Link always use gloo.
 
 [Note: No name service] torch's TCPStore resolves the name of every address that it connects to, even the loopback's. If
 the answer is lost, a run begins 5 seconds later. So ranks of one host meet in a file instead. Each generation and each
-group has a file of its own, because opening torch's FileStore reads and keeps everything ever written into its file.
+group has its own file, because opening torch's FileStore reads and keeps everything ever written into its file.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def is_own_error(error: BaseException) -> bool:
 
 
 class LeaveEvent(threading.Event):
-    """An event that makes a rank leave at once. Every wait checks it once per slice."""
+    """Makes a rank leave at once. Every wait checks it once per slice."""
 
 
 def host_store(host: str = LOOPBACK) -> tuple[Any, str, int]:
@@ -103,7 +102,7 @@ def make_meeting_path(host: str, generation: str) -> str:
 
 
 class Wire:
-    """A process group, for one thread at a time.
+    """A process group, for one thread at a time: two threads on one group give silently wrong sums.
 
     kind: "gloo" or "nccl". See [Note: One communicator per GPU].
     here: the address of this machine at which gloo listens
@@ -129,7 +128,7 @@ class Wire:
     ) -> None:
         self.rank, self.size, self.leaving, self.tag, self.kind = rank, size, leaving, tag, kind
         self._is_cut = False
-        self.is_waiting, self.moved_at = False, time.monotonic()  # is a thread in `wait`, and since when
+        self.is_waiting, self.moved_at = False, time.monotonic()  # whether a thread is in `wait`, and since when
         self.line = device.KINDS[kind](
             dist.PrefixStore(tag, store),
             rank,
@@ -183,11 +182,11 @@ class Wire:
         self.line.check_peers()
 
     def wait(self, work: Any) -> None:
-        """Makes the host (gloo) or its stream (NCCL) wait for `work`. Raises as `check` does."""
+        """Makes the host (gloo) or its stream (NCCL) wait for `work`. Raises as `check_peers` does."""
         self._wait_with(self.line.wait, work)
 
     def wait_on_host(self, work: Any) -> None:
-        """Blocks the host until `work` is done. Raises as `check` does."""
+        """Blocks the host until `work` is done. Raises as `check_peers` does."""
         self._wait_with(self.line.wait_on_host, work)
 
     def _wait_with(self, wait: Callable[..., None], work: Any) -> None:
@@ -203,11 +202,10 @@ class Wire:
         self.line.cut_connections()
 
     def has_lost_peer(self) -> bool:
-        """Whether a peer has closed its end."""
         return bool(self.line.has_lost_peer())
 
     def close(self) -> None:
-        """Releases the group. After `cut` this happens on a thread, for which the caller waits 2 seconds at most.
+        """Releases the group. After `cut_connections` a thread does so, and the caller waits 2 seconds at most.
 
         A group that was cut may miss that its sockets are gone (seen in gloo's waitSend), and end at its time limit.
         """

@@ -32,7 +32,7 @@ class CollectiveIssuer:
     on_collective: Callable[[Any, Op], None]
 
     def _sum_in_messages(self, by: Algorithm, op: Op, job: Any) -> Any:
-        """Does an all-reduce in messages. Each message has a span of its own."""
+        """Does an all-reduce in messages. Each message has its own span."""
         aside = "" if self.name == "comm" else f" on {self.name}"
         self._busy = name = f"{collective(op, job.name)}{aside}"
         self.on_collective(job, op)
@@ -47,7 +47,6 @@ class CollectiveIssuer:
         return value
 
     def _measure_load(self, wire: Wire, op: Op) -> Load:
-        """Returns the load of a collective on the ports."""
         x = op.args[0]
         if op.verb == "all_to_allv":
             return uneven(op.args[1], x[0].element_size(), wire.rank)

@@ -1,4 +1,4 @@
-"""A child under way on a lane, and its collective under way."""
+"""A child and its collective under way on a lane."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workbench.rank import Op
 
 
 class ChildJob:
-    """A child under way: its coroutine, its result, and its times."""
+    """A child under way: its coroutine, result and times."""
 
     __slots__ = (
         "after",

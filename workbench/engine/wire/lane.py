@@ -5,8 +5,8 @@ after another in the order of their start, which is the same on all ranks. Child
 order instead (see child_order.py). Encoding happens on the lane's thread and so overlaps with backward.
 
 On a GPU the lane also has a stream, which keeps the order in place of the thread. See [Note: Order on a GPU] in
-engine/device/cuda.py. On an emulated Link the lane's thread waits until the GPU has done a collective, and sleeps until
-the Link would have done it. Only then the stream goes on, so the host's clock gives the times.
+engine/device/cuda.py. On an emulated Link the thread waits for the GPU's collective, and sleeps until the Link would
+have done it. Only then the stream goes on, so the host's clock gives the times.
 """
 
 from __future__ import annotations
@@ -58,13 +58,11 @@ class Lane(CollectiveIssuer):
         self.step = 0
         self.started = self.completed = 0  # numbers of the last child that was started, and of the last waited for
         self.on_child_start: Callable[[int], None] = lambda number: None  # called before a child begins
-        # `take` is called when a child starts a collective, and `give` when the child is over and when the caller has
-        # waited for its value: they count the memory that is held in between.
+        # The lane calls `on_collective` when a child starts a collective, and `on_child_end` when the child is over and
+        # when the caller has waited for its value. They count the memory that is held in between.
         self.on_collective: Callable[[ChildJob, Op], None] = lambda job, op: None
         self.on_child_end: Callable[[ChildJob, Any], None] = lambda job, value: None
-        self.wireless_verbs: dict[
-            str, Callable[[Op, ChildJob], Any]
-        ] = {}  # performs the ops that no wire carries, by verb
+        self.wireless_verbs: dict[str, Callable[[Op, ChildJob], Any]] = {}  # performs ops without a wire, by verb
         self.read_settings: Callable[[], Any] = lambda: None
         self.perform_hop: Callable[[Op, int], Any] = lambda op, step: None  # performs one message of an all-reduce
         self.wireless = False  # whether no child of this lane starts a collective
@@ -78,7 +76,6 @@ class Lane(CollectiveIssuer):
 
     @property
     def current_collective(self) -> str:
-        """The collective that is under way now, or ""."""
         return next((what for what, end in list(self._aloft) if not self.chip.has_reached(end)), self._busy)
 
     # -- called by the host's thread --
@@ -157,7 +154,7 @@ class Lane(CollectiveIssuer):
             return self._turns.next_job(agreeing=False)
 
     def _broadcast_choice(self, chosen: list[int] | None) -> list[int]:
-        """Broadcasts rank 0's choice to every rank, outside the Link, as tickets are."""
+        """Broadcasts rank 0's choice to every rank, outside the Link."""
         wire = self.wires.for_group(None).aside
         assert wire is not None
         numbers = torch.tensor(chosen or [0] * ROOM, dtype=torch.int64)
@@ -233,7 +230,6 @@ class Lane(CollectiveIssuer):
         self.span(job.step, "measuring" if job.measures else "codec", job.name, began, began, now, 0)
 
     def run_work(self, op: Op, job: ChildJob) -> Any:
-        """Does a strategy's own arithmetic in a child, and records its time and its flops."""
         of, flops, name = op.args
         began = self.now()
         value = of()

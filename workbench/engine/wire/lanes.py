@@ -1,4 +1,4 @@
-"""All lanes of one rank. The first also runs ops outside of children; other lanes open at their first use."""
+"""All lanes of one rank. The first also runs ops outside of children; other lanes open at first use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from workbench.rank import Handle, Op
 class Lanes:
     """Lanes by name. A child runs on the lane that `start` names.
 
-    open:            makes a lane
     used_other_lane: whether a child of this step used another lane than the first
     """
 
@@ -25,17 +24,14 @@ class Lanes:
         return iter(list(self._lanes.values()))
 
     def begin_step(self) -> None:
-        """Notes that no child of this step has used another lane yet."""
         self.used_other_lane = False
 
     @property
     def current_collective(self) -> str:
-        """A collective that is under way now, or ""."""
         return next((lane.current_collective for lane in self if lane.current_collective), "")
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent so far."""
         return sum(lane.sent for lane in self)
 
     def start(self, child: Coroutine[Op, Any, Any], name: str, lane: str, priority: int = 0,

@@ -1,8 +1,8 @@
 """Slows real work down: collectives to an emulated Link, compute to a pace and its faults.
 
-It works in user space only. A shaped operation really happens first. Its ranks then sleep until it would have ended on
-the Link. That time counts from the arrival of the last rank, because early ranks would otherwise transfer for free.
-Ranks exchange arrivals through a small shared file on one host, and by collectives between hosts.
+A shaped operation really happens first. Its ranks then sleep until it would have ended on the Link. That time counts
+from the arrival of the last rank, because early ranks would otherwise transfer for free. Ranks exchange arrivals
+through a small shared file on one host, and by collectives between hosts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PacedSleep:
 
 
 class ArrivalTable:
-    """A small file that ranks of one host share: each writes when it was ready for an operation."""
+    """A small file in which each rank of a host writes when it was ready for an operation."""
 
     def __init__(self, path: Path, rank: int, size: int) -> None:
         nbytes = RING * size * 8
@@ -74,7 +74,6 @@ class ArrivalTable:
         return float(self._cells[number % RING].max())
 
     def close(self) -> None:
-        """Unmaps the file."""
         self._cells = np.zeros((RING, 1))
         self._map.close()
 
@@ -83,7 +82,7 @@ class Port:
     """This rank's port on the emulated Link. All its wires and messages queue here.
 
     The port is full duplex. A message leaves when the sender's port is free, and arrives when the receiver's port has
-    taken it in. Both ends take as long as the slower of the two ports needs.
+    taken it in. Both ends take as long as the slower port needs.
     """
 
     def __init__(self, rank: int, size: int, naps: PacedSleep, seed: int) -> None:
@@ -110,7 +109,6 @@ class Port:
         return began, began + seconds
 
     def free_now(self, now: float) -> None:
-        """Frees the port at once, after a stop."""
         with self._lock:
             self.free = min(self.free, now)
 
@@ -210,7 +208,7 @@ class ComputePace:
         self._began = self._slept = 0.0
         self._stretch = 1.0
         self._asked = self._took = 0.0  # seconds that this phase should take, and takes without faults
-        self._step = [0.0, 0.0]  # the same 2 sums for the earlier phases of this step
+        self._step = [0.0, 0.0]  # these 2 sums for the earlier phases of this step
 
     @property
     def is_active(self) -> bool:
@@ -221,10 +219,7 @@ class ComputePace:
         self.seconds, self.faults = seconds, faults
 
     def begin_phase(self, phase: str, step: int, share: float = 1.0, again: float = 0.0) -> None:
-        """Begins a phase.
-
-        share: the part of a whole phase. again: the part of the forward that is computed again in it.
-        """
+        """share: the part of a whole phase. again: the part of the forward that is computed again in it."""
         if not self.is_active:
             return
         self._add_phase()

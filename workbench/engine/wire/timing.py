@@ -36,7 +36,6 @@ class Stopwatch:
         self.write_span(step, "compute", name, began, began, self.now(), 0)
 
     def queue_loss(self, step: int, values: list[Tensor]) -> None:
-        """Queues the mean of the losses of a step's micro-batches."""
         numbers = [float(v) for v in values]
         self.losses.append((step, sum(numbers) / len(numbers)))
 
@@ -113,7 +112,7 @@ class EventStopwatch(Stopwatch):
         self._rows.append((step, lane, name, asked, t0, t1, nbytes, t1.event))
 
     def _read_events(self) -> None:
-        """Records the rows and losses with events that the chip has reached, in order."""
+        """Records rows and losses with events that the chip has reached, in order."""
         reached = self.chip.has_reached
         while self._numbers and reached(self._numbers[0][2]):
             step, there, _ = self._numbers.popleft()
@@ -129,7 +128,7 @@ class EventStopwatch(Stopwatch):
         return since + self.chip.seconds_between(event, moment.event)
 
     def _tie_clocks(self, sure: bool) -> None:
-        """Ties events to the host's clock, by an event on an idle stream: it is reached within microseconds."""
+        """Ties events to the host's clock by an event on an idle stream, which the chip reaches within microseconds."""
         with self.chip.use_stream(self._idle):
             before = self.clock.now()
             event = self.chip.record_timed_event()

@@ -1,4 +1,4 @@
-"""The lines of one lane: one for all ranks, and one for each group, opened at its first collective."""
+"""The wires of one lane by group of ranks, opened at first use."""
 
 from __future__ import annotations
 
