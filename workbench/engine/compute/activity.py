@@ -1,7 +1,4 @@
-"""Where a rank is: its training thread's operation, when it began, and whether it waits for peers.
-
-The training thread writes this at every operation, and any thread may read it.
-"""
+"""Where a rank is. Its training thread writes this at every operation, and any thread may read it."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ class LanesView(Protocol):
 
 
 class HostView(Protocol):
-    """A rank's host. at: its activity; op: its operation"""
+    """A rank's host."""
 
     @property
     def at(self) -> Activity: ...
@@ -59,7 +56,7 @@ class HostView(Protocol):
 
 
 class TrainingView(Protocol):
-    """A rank's training. step_seconds: the lengths of its last steps; longest_evaluation: in seconds"""
+    """A rank's training."""
 
     @property
     def host(self) -> HostView: ...
@@ -73,7 +70,7 @@ class TrainingView(Protocol):
 
 
 class ActivityView(Protocol):
-    """A rank's session. training: None while it is set up; born: when that began, on the monotonic clock"""
+    """A rank's session. training: None while it is set up"""
 
     @property
     def training(self) -> TrainingView | None: ...

@@ -1,4 +1,4 @@
-"""Performs the compute outside the passes of a model: curvature, and a strategy's own arithmetic."""
+"""Performs compute outside the passes of a model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ class ArithmeticPerformer:
         return value
 
     def run_work(self, of: Callable[[], Any], flops: float, name: str) -> Any:
-        """Runs a strategy's own arithmetic, in its step."""
         self._at(name)
         began = self._watch.now()
         value = of()

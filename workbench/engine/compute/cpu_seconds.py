@@ -1,4 +1,4 @@
-"""Records the CPU seconds of a rank's process and of its recorder during the run."""
+"""Records a rank's CPU seconds during the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class CpuUsage:
         self._process = time.process_time()
 
     def write_if_due(self, step: int) -> None:
-        """Writes the Samples if EVERY seconds have passed."""
         if self.clock.now() - self._told > EVERY:
             self.write_samples(step)
 

@@ -55,12 +55,10 @@ class ForwardStops:
                 unmaterialized.make_present(place.param)
 
     def hand_out_rest(self) -> None:
-        """Hands out the buckets that the forward has not read."""
         while self._left:
             self._hand_out_bucket(self._left[0])
 
     def _hand_out_read(self, params: list[Any], others: list[Any]) -> None:
-        """Hands out the buckets of parameters that are about to be read."""
         for index in dict.fromkeys(self._bucket[id(p)] for p in params):
             self._hand_out_bucket(index)
 

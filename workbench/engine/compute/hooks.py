@@ -43,7 +43,7 @@ class GradientHooks:
         self._frozen: list[Any] = []  # places whose parameters are frozen and have no hook
 
     def begin_exchange(self, there: Iterable[nn.Parameter] = ()) -> None:
-        """Begins a backward with exchange. there: parameters with gradients that exist already"""
+        """there: parameters that have gradients already"""
         learn = self._order is not None
         if learn != self._learn:
             self.detach_hooks()
@@ -60,7 +60,6 @@ class GradientHooks:
 
     @property
     def is_exchanging(self) -> bool:
-        """Whether a backward with exchange is under way."""
         return self._round > 0
 
     def end_exchange(self) -> None:
@@ -68,7 +67,6 @@ class GradientHooks:
         self._round = 0
 
     def learn_order(self) -> None:
-        """Keeps the order of the backward that has ended, if its order is to be learned."""
         if self._order is not None:  # a rank that used no parameter keeps its layout's order
             self._order = self._arrived or [place.name for place in self._layout.order]
 
@@ -78,7 +76,7 @@ class GradientHooks:
 
     @property
     def knows_order(self) -> bool:
-        """Whether the first exchanged backward has ended, and nobody has taken its order."""
+        """Whether the first exchanged backward has ended, and its order is not taken yet."""
         return bool(self._order)
 
     def take_order(self) -> list[str]:

@@ -1,11 +1,10 @@
 """The engine's host: drives a strategy's coroutine on the wall clock, and records what happens.
 
 [Note: The trampoline] A strategy is a coroutine that yields Ops. `drive_coroutine` sends each answer back in until the
-step ends. One thing is unusual: while torch runs backward, autograd resumes the coroutine each time a bucket has
-filled. The coroutine runs until it asks for the next bucket; then autograd goes on. So `async for bucket in
-rank.backward()` overlaps with backward without a thread, and reads top to bottom. Some Ops must not run inside
-autograd, such as an update or another forward. The host performs them when backward has ended. A forward that is
-iterated resumes the coroutine in the same way, from inside the model.
+step ends. While torch runs backward, autograd resumes the coroutine each time a bucket has filled. The coroutine runs
+until it asks for the next bucket; then autograd goes on. So `async for bucket in rank.backward()` overlaps with
+backward without a thread. Some Ops must not run inside autograd, such as an update or another forward. The host
+performs them when backward has ended. A forward that is iterated resumes the coroutine from inside the model.
 """
 
 from __future__ import annotations
@@ -40,15 +39,9 @@ _NOT_YET = {
 class Host:
     """Drives the coroutines of one rank, and performs every verb.
 
-    parts:      the objects that all performers share, such as model, layout, optimizer and lane
-    timing:     keeps the pace, and writes the spans of passes
-    tensor:     meets the ranks that hold the other slices of each matrix
-    pipeline:   computes a stage of a replica
-    whole:      computes forwards, backwards and updates of the model that this rank holds
-    piecewise:  computes the model piece by piece, and sub-models
-    arithmetic: computes curvature, and runs a strategy's own arithmetic
-    lanes:      run children
-    met:        whether all ranks met in this step
+    whole: the performer of the model that this rank holds
+    lanes: run children
+    met:   whether all ranks met in this step
     """
 
     def __init__(self, parts: ComputeParts, open_lane: Callable[[str], Lane], before_update: Callable[[], None],
@@ -122,7 +115,7 @@ class Host:
         }
 
     def begin_step(self, met: bool) -> None:
-        """Begins a step. met: whether all ranks meet in it in any case"""
+        """met: whether all ranks meet in this step in any case"""
         self.met = met
         self.lanes.begin_step()
         self.at("step")
@@ -132,7 +125,6 @@ class Host:
         self.met = False
 
     def _agree_on_usage(self) -> None:
-        """Makes the ranks agree on the parameters that the last backward used."""
         drive_coroutine(self.usage.agree_on_unused(self.parts), self.perform_op)
 
     def list_open(self) -> list[Tensor]:
@@ -160,7 +152,6 @@ class Host:
         return self.at.op
 
     def perform_op(self, op: Op) -> Any:
-        """Performs an op."""
         around = self.at.now
         value = self._dispatch_op(op)
         self.at(*around[:2])

@@ -1,4 +1,4 @@
-"""Performs forward, backward, update and passes over sharded parameters on the engine."""
+"""Performs forward, backward and update on the engine."""
 
 from __future__ import annotations
 
@@ -80,7 +80,6 @@ class ModelPerformer:
             self._parts.finite.check_forward(loss, batch)
 
     def next_batch(self) -> Any:
-        """Returns the next batch."""
         self._at("data iterator")
         looked, self._drawn_batch = self._drawn_batch, None
         return self._parts.batches.next_batch() if looked is None else looked
@@ -137,14 +136,13 @@ class ModelPerformer:
             self._at(*around[:2])
 
     def hold_bucket(self, bucket: Bucket) -> Bucket:
-        """Gives a sharded bucket memory of its own."""
         self._reading.require_sharded()
         held = self._layout.hold_bucket(bucket)
         self._ledger.note_held(self._layout.held + self._reading.count_copies())
         return held
 
     def move_values(self, op: Op) -> Any:
-        """Performs a transfer to or from the place where a strategy keeps values off the device."""
+        """Moves values to or from the place where a strategy keeps them off the device."""
         self._at(op.verb, waits=True)
         clock, watch = self._watch.clock, self._watch
         began, asked = clock.now(), watch.now()
@@ -155,7 +153,7 @@ class ModelPerformer:
         return value
 
     def update_model(self, bucket: Bucket | None, by: Callable[[], None] | None, on: str) -> None:
-        """Steps the optimizer: on everything, or on one bucket. by: makes the step instead of the optimizer"""
+        """Steps the optimizer on all parameters, or on one bucket. by: makes the step instead of the optimizer"""
         if self._usage.step is not None:
             self._agree()
         self._before_update()
@@ -213,24 +211,19 @@ class ModelPerformer:
         self.curvature.note_update()
 
     def sample(self, name: str, value: float) -> None:
-        """Records one number."""
         self._watch.record.sample(self._rank.step, name, self._watch.clock.now(), float(value))
 
     def look_up(self) -> dict[str, Tensor]:
-        """Draws the next batch, and returns the rows of tables that it reads."""
         batch = self._drawn_batch = self.next_batch()
         return self.find_rows(batch)
 
     def find_rows(self, batch: Any) -> dict[str, Tensor]:
-        """Returns which rows of tables a batch reads."""
         return find_rows(self._parts.learner, batch, self._layout)
 
     def row_grads(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Takes the gradients of these rows."""
         return take_gradients(self._layout, rows)
 
     def update_rows(self, table: str, rows: Tensor, grad: Tensor, lr: float) -> None:
-        """Steps the optimizer on rows of a table."""
         with self._parts.alone:
             step_rows(self._layout, self._parts.optimizer, table, rows, grad, lr)
 
@@ -240,12 +233,10 @@ class ModelPerformer:
         return self._layout.list_params()
 
     def list_grads(self) -> list[Bucket]:
-        """Returns the gradients in buckets."""
         self._narrowing.require_awaited(True)
         return self._layout.list_grads()
 
     def list_slots(self) -> list[Tensor]:
-        """Returns the tensors of the optimizer's state."""
         return list_optimizer_tensors(self._layout, self._parts.optimizer)
 
 

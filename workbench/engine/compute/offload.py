@@ -30,7 +30,7 @@ class OffloadPerformer:
         self.verbs: dict[str, Callable[..., Any]] = {"offload": self._offload_values, "fetch": self._fetch_values}
 
     def update_settings(self) -> UpdateSettings:
-        """Returns the optimizer's present settings and the unused parameters, for a child that updates later."""
+        """Returns the present settings, for a child that updates later."""
         return read_settings(self._run.optimizer), frozenset(self._run.layout.unused)
 
     def perform_op(self, op: Op, step: int, by: UpdateSettings | None) -> Any:

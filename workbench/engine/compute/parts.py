@@ -1,4 +1,4 @@
-"""The parts of one rank that its performers share: model, layout, optimizer, lane, guards and accounts."""
+"""The parts of one rank that its performers share."""
 
 from __future__ import annotations
 
@@ -73,11 +73,9 @@ class ComputeParts:
         self.usage.take_layout(self.model, self.layout)
 
     def strategy(self) -> Any:
-        """Returns the strategy in force."""
         return self.experiment().strategy
 
     def wrap_model(self, module: Any, fully: Any = None) -> None:
-        """Makes forwards call `module`, which exchanges gradients itself."""
         self.module, self.fully = module, fully
 
     def unwrap_model(self) -> Any:
@@ -86,5 +84,4 @@ class ComputeParts:
         return fully
 
     def use_optimizer(self, optimizer: Any) -> None:
-        """Replaces the optimizer."""
         self.optimizer = optimizer

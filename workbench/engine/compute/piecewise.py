@@ -1,4 +1,4 @@
-"""Performs passes through a model piece by piece, and passes of sub-models, on the engine."""
+"""Performs passes through parts of a model."""
 
 from __future__ import annotations
 
@@ -23,11 +23,9 @@ class PiecewisePerformer:
         self._waves = PiecewisePass(parts.model, parts.learner)
 
     def list_open(self) -> list[torch.Tensor]:
-        """Returns what the pieces have computed and whose backward is still to come."""
         return list(self._waves.list_open())
 
     def count_pieces(self, most: int) -> int:
-        """Returns into how many pieces the model can be cut, at most `most`."""
         return self._waves.count_pieces(most)
 
     def piece_forward(self, micro: int, piece: int, of: int, falls: bool) -> torch.Tensor | None:
@@ -47,7 +45,6 @@ class PiecewisePerformer:
         return shown
 
     def piece_backward(self, micro: int, piece: int, of: int, grad: float) -> None:
-        """Computes a piece of a backward."""
         self._begin_pass("backward", micro, piece, of)
         with self._parts.ledger.measure_backward(False):
             self._waves.piece_backward(micro, piece, of, grad)

@@ -1,4 +1,4 @@
-"""Performs the forward and backward of micro-batches in a stage of a replica, on the engine."""
+"""Performs passes of micro-batches in a stage of a replica."""
 
 from __future__ import annotations
 
@@ -58,11 +58,9 @@ class PipelinePerformer:
             self.piece.drop_micros(micros)
 
     def list_open(self) -> list[Tensor]:
-        """Returns the activations whose backward is still to come."""
         return list(self.piece.opened.values()) if self.piece is not None else []
 
     def keep_batch(self, micro: int, batch: Any) -> None:
-        """Keeps a batch until its backward, which takes it through the stages, both ways."""
         self._batches[micro] = batch
 
     def take_part(self, spread: ReplicaSpread | None, seed: int) -> None:
@@ -117,7 +115,7 @@ class PipelinePerformer:
         return made
 
     def stage_backward(self, grad: Tensor | float, micro: int, chunk: int) -> Tensor | None:
-        """Runs a piece's backward. Returns the gradient of its input."""
+        """Returns the gradient of the piece's input."""
         assert self.piece is not None
         return self._run_stage_backward("backward", partial(self.piece.run_backward, grad), micro, chunk)
 
@@ -166,7 +164,6 @@ class PipelinePerformer:
         self._timing.begin_pass(called, phase, self._shares[chunk] * part / self._count, again)
 
     def sum_over_stages(self, squares: float) -> float:
-        """Returns the sum over all stages of a replica."""
         place = self._parts.layout.order[0].param.device
         x = torch.tensor([squares], dtype=torch.float64, device=place)
         return float(self._perform(self._rank.inside.all_reduce(x, "sum", "gradient norm")))

@@ -55,7 +55,6 @@ class SharedParameters:
         self.is_shared = True
 
     def unshare_parameters(self) -> None:
-        """Gives each rank parameters of its own again."""
         if not self.is_shared:
             return
         layout = self.layout
@@ -91,7 +90,7 @@ def explain_refusal(strategy: Any, size: int, device: str, local: bool) -> str |
 
 
 def _find_offsets(weights: list[Tensor]) -> tuple[list[int], int]:
-    """Returns where in the block each vector begins and how long the block is, in bytes."""
+    """Returns each vector's offset in the block, and the block's length, in bytes."""
     at, places = 0, []
     for w in weights:
         places.append(at)
@@ -110,7 +109,6 @@ def _write_block(path: Path, weights: list[Tensor]) -> None:
 
 
 def _map_block(path: Path, weights: list[Tensor]) -> list[Tensor]:
-    """Returns vectors like `weights` in the block at `path`."""
     places, nbytes = _find_offsets(weights)
     block = torch.UntypedStorage.from_file(str(path), True, nbytes)
     assert isinstance(block, torch.UntypedStorage)  # torch's annotation is wider

@@ -1,4 +1,4 @@
-"""Performs passes of ranks that hold slices of each matrix and meet in the middle of a pass."""
+"""Performs passes of ranks that hold slices of each matrix."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ from workbench.rank import Op
 class TensorPerformer:
     """Computes together with the ranks that hold the other slices, and recomputes units in backward.
 
-    perform:           performs an op
-    perform_in_pass:   performs an op that is possible inside torch, and refuses any other
-    group:             what this rank's slices do in a pass; None while it holds whole matrices
+    group: this rank's slices in a pass; None while it holds whole matrices
     """
 
     def __init__(self, parts: ComputeParts, timing: PassTiming, perform: Callable[[Op], Any],
@@ -70,17 +68,14 @@ class TensorPerformer:
             self.group.coding = partition.inside(self._rank.memory)
 
     def _stop_recomputing(self) -> None:
-        """Stops recomputing units."""
         if self._checkpointed is not None:
             self._checkpointed.restore_forwards()
         self._checkpointed = None
 
     def recomputed_share(self, phase: str, chunk: int = 0) -> float:
-        """Returns the share of a piece's forward that a pass through it computes again."""
         return self._recomputed[chunk] if phase == "backward" and chunk < len(self._recomputed) else 0.0
 
     def mark_stale(self) -> None:
-        """Notes that parameters may change, so that the next batch begins with a refresh."""
         self._stale = True
 
     def meet_before(self, batch: Any) -> None:
@@ -100,7 +95,6 @@ class TensorPerformer:
         drive_coroutine(refresh_common(self._rank.group("tensor"), self.group.common), self._perform, self._parts.alone)
 
     def begin_pass(self, phase: str, chunk: int = 0) -> None:
-        """Begins a pass through one of this rank's pieces of the model."""
         self._met = 0
         self._plan = self._plans[chunk].meetings_of_phase(phase) if chunk < len(self._plans) else []
 

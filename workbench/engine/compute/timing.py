@@ -1,4 +1,4 @@
-"""Keeps the pace of passes and records when each begins and ends; a chip that runs ahead delays this."""
+"""Keeps the pace of passes and records their times. A chip that runs ahead delays this."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.rank import Rank
 
 
 class PassTiming:
-    """One rank's clockwork of passes and steps. A pass is a forward or a backward, of the model or of a part of it.
+    """The times of one rank's passes and steps. A pass is a forward or a backward, of the model or of a part of it.
 
     losses: of the present step
     """
@@ -33,7 +33,6 @@ class PassTiming:
         self._pace.begin_phase(phase, self._rank.step, share, again)
 
     def end_pass(self) -> None:
-        """Ends the present pass: waits for its pace, and writes its span."""
         self.reach_fraction(1.0)
         self._write_pass()
 
@@ -53,7 +52,6 @@ class PassTiming:
 
     @property
     def is_computing(self) -> bool:
-        """Whether a pass of the model is under way."""
         return self._pass is not None
 
     @contextmanager
@@ -100,7 +98,7 @@ class PassTiming:
         self._record_losses(told)
 
     def _record_losses(self, told: Callable[[int, float], None]) -> None:
-        """Records the losses known by now, and passes them to `told`. Each is the mean of a step's."""
+        """Records the losses known by now, the mean of each step's losses, and passes them to `told`."""
         while self._watch.losses:
             step, loss = self._watch.losses.popleft()
             self._watch.record.sample(step, "loss", self._watch.clock.now(), loss)

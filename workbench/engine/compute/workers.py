@@ -177,7 +177,6 @@ class WorkerPool:
 
 
 def _view_as_worker(rank: Rank, worker: int) -> Rank:
-    """Returns the rank as one of its workers sees it."""
     mine = type(rank)(rank.id, rank.size)
     mine.__dict__.update(rank.__dict__, worker=worker, _groups={})
     return mine
