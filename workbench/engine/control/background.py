@@ -1,7 +1,7 @@
 """Runs a strategy's `background` next to its steps, on a thread and a wire of its own.
 
 Between two Ops a coroutine has its rank to itself. So step, background and update never touch the parameters at the
-same moment, and no update is lost. meeting.py decides when a background ends.
+same moment, and no update is lost. rendezvous.py decides when a background ends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Background:
         self.lane.perform_hop = run.perform_hop
         self.lane.on_collective, self.lane.on_child_end = run.ledger.buffers.note_request, run.ledger.buffers.note_end
         self.error: BaseException | None = None
-        self._idle = threading.Event()  # the step has come to its end
+        self._idle = threading.Event()  # whether the step has come to its end
         self._moved = threading.Event()
         self._done = threading.Event()
         self._done.set()
@@ -65,7 +65,7 @@ class Background:
     # -- called by the training thread --
 
     def start_coroutine(self, coro: Coroutine[Op, Any, Any]) -> None:
-        """Begins, or begins again after a meeting."""
+        """Begins the coroutine, or begins it again after a meeting."""
         self._over, self._looked = False, -1
         self._idle.clear()
         self._done.clear()
@@ -76,7 +76,7 @@ class Background:
         self._moved.set()
 
     def note_idle(self) -> None:
-        """Notes that the step does not move on before a meeting. This rank no longer asks its peers to go on."""
+        """Notes that the step goes on only after a meeting. This rank no longer asks its peers to go on."""
         self._idle.set()
         self._moved.set()
 
@@ -118,7 +118,7 @@ class Background:
     def end_round(self, patience: float = 3.0) -> None:
         """Lets the present round end on all ranks, because a rank may not notice that a group is cut in a round.
 
-        [Note: What gloo misses] in engine/device/gloo.py explains why. A round that failed by itself cannot be ended.
+        See [Note: What gloo misses] in engine/device/gloo.py. A round that failed by itself cannot be ended.
 
         patience: seconds; on a busy machine the other ranks may need 1 or 2 to reach the end of the round
         """
@@ -129,7 +129,6 @@ class Background:
             self.run.peers.await_point(f"the end of {self._name}", end if self.error is None else 0.0)
 
     def raise_error(self) -> None:
-        """Raises the error of the background, if any."""
         if self.error is not None:
             raise self.error
 

@@ -54,9 +54,10 @@ def make_opener(peers: Peers, port: Port, lane: str, kind: str) -> Callable[[Gro
 
 
 def _await_group(store: Any, tag: str, rank: int, ranks: tuple[int, ...], look: Callable[[], None]) -> None:
-    """Waits until all `ranks` have registered. `look` raises if this rank must leave.
+    """Waits until all `ranks` have registered. See [Note: Opening beside training].
 
-    Raises ConnectionError if another rank left first. See [Note: Opening beside training].
+    look: raises if this rank must leave
+    Raises ConnectionError if another rank left first.
     """
     store.set(f"{tag} {rank}", b"here")
     keys, verdict, rest = [f"{tag} {other}" for other in ranks], f"{tag} verdict", 0.001

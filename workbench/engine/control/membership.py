@@ -28,7 +28,7 @@ class LeftBehind(RuntimeError):
 
 
 class NotNeeded(RuntimeError):
-    """There are fewer ranks than before, and this one is not needed."""
+    """Fewer ranks go on than before, and this one is not needed."""
 
 
 def describe_process() -> list[Any]:
@@ -84,7 +84,7 @@ def prepare_vote(store: Any, before: Any, size: int) -> None:
 
 
 def hold_vote(store: Any, place: int, size: int, mine: RankReport, patience: float, look: Callable[[], None]) -> Quorum:
-    """Returns the reports of the ranks that are left. Raises Late if the other ranks went on without this one.
+    """Returns the reports of the ranks that are left. Raises LeftBehind if the other ranks went on without this one.
 
     look: raises if this rank must leave; patience: seconds. See [Note: A vote].
     """
@@ -124,6 +124,6 @@ def is_rank_alive(store: Any, place: int) -> bool:
 
 
 def is_process_alive(process: str | bytes) -> bool:
-    """Whether this process may still run. process: JSON of `here`"""
+    """Whether this process may still run. process: `describe_process` as JSON"""
     host, *known = json.loads(process)
     return host != platform.node() or alive(known)

@@ -10,8 +10,8 @@ completed child n must see it, because the child needed rank 0. So all ranks tha
 decide alike whether to meet, without a message. The last numbers stay visible, because rank 0 may meet and begin
 another child before other ranks have looked. It is never a step ahead, and raises the flag at most twice in one step.
 
-Under a pipeline that never flushes, the last stage ends a step long before the first stage. It would wait for the first
-stage if it took that step's ticket at once. So ranks take a ticket as many steps later as the stages are apart.
+Under a pipeline that never flushes, the last stage ends a step long before the first stage. If it took that step's
+ticket at once, it would wait for the first stage. So ranks take a ticket as many steps later as the stages are apart.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAST = 8  # numbers that stay visible
 
 
 class RequestFlag:
-    """The last numbers, in a small file that a host's ranks share. Rank 0 writes them and all ranks read them."""
+    """The last numbers, in a small file that a host's ranks share. Only rank 0 writes."""
 
     def __init__(self, path: Path) -> None:
         self._map = map_file(path, 8 * LAST)
@@ -46,16 +46,13 @@ class RequestFlag:
         self._numbers[:] = 0
 
     def write_number(self, number: int) -> None:
-        """Writes a number in place of the oldest."""
         self._numbers[self._raised % LAST] = number
         self._raised += 1
 
     def next_number(self, number: int) -> int:
-        """Returns the smallest number above `number`; 0 if there is none."""
         return min((n for n in self._numbers.tolist() if n > number), default=0)
 
     def close(self) -> None:
-        """Gives the file's descriptor back."""
         self._numbers = np.zeros(LAST, np.int64)
         self._map.close()
 
@@ -113,7 +110,7 @@ class ControlChannel:
             self.flag.close()
 
     def publish_requests(self, wait: float = 0.0) -> None:
-        """Publishes on rank 0 what its inbox holds, after up to `wait` seconds for something; other ranks listen."""
+        """Publishes rank 0's inbox, after up to `wait` seconds for a request; other ranks listen."""
         header, said = torch.zeros(4, dtype=torch.int64), b""
         if self.rank == 0:
             requests = self._drain_inbox(wait)

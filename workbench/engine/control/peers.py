@@ -29,7 +29,7 @@ GRACE = 3.0  # seconds in which a message may still arrive after its sender has 
 
 
 class PeeringView(Protocol):
-    """A rank's session, as its connections see it. wires, files: those that the session closes and removes
+    """A rank's session, as its connections see it.
 
     where: the address of the store; generation: its name, which differs from those of earlier generations
     """
@@ -116,14 +116,13 @@ class Peers:
         membership.require_alive(self._watching, range(self.rank.size), self.rank.members)
 
     def close_wires(self, wires: list[Wire]) -> None:
-        """Closes wires that are no longer used, before the run ends."""
         for wire in wires:
             wire.close()
             if wire in self.session.wires:  # the wires of an ended generation are closed elsewhere
                 self.session.wires.remove(wire)
 
     def await_point(self, to: str, until: float) -> None:
-        """Reports that this rank has reached `to`, and waits for all others. until: as `time.monotonic`"""
+        """Reports that this rank has reached `to`, and waits for all ranks. until: as `time.monotonic`"""
         if self.store is None:  # a run of one rank
             return
         with contextlib.suppress(RuntimeError):  # rank 0's host keeps the store, and may be gone
@@ -135,7 +134,7 @@ class Peers:
         """Waits until all ranks have made their last step, this rank must leave, or a peer is gone.
 
         Replicas of one run may end at different times. If one closes its wires, a rank that still waits for a message
-        would take it for lost.
+        would count it as lost.
         """
         if self.store is None:
             return
@@ -146,7 +145,6 @@ class Peers:
                 time.sleep(POLL_SECONDS)
 
     def has_lost_peer(self) -> bool:
-        """Whether a peer is known to be gone."""
         return self.control is not None and self.control.has_lost_peer()
 
     def check_peers(self) -> None:
@@ -157,7 +155,7 @@ class Peers:
             raise ConnectionError("Connection closed by peer")
 
     def check_with_grace(self) -> None:
-        """The same as `check_peers` while a message is awaited: it may still arrive after its sender has left."""
+        """Checks peers during a wait for a message, which may come up to GRACE seconds after its sender has left."""
         if not self.has_lost_peer():
             self._parted = None
         elif self._parted is None:
@@ -166,7 +164,7 @@ class Peers:
             self.check_peers()
 
     def make_arrival_table(self, name: str = "", ranks: Sequence[int] = ()) -> ArrivalTable | None:
-        """Returns the table of arrivals at one wire's collectives, for this host's ranks or `ranks`."""
+        """Returns the table of arrivals at one wire's collectives by this host's ranks or `ranks`."""
         path = self._make_shared_path(f"{name}.arrivals")
         me = self.rank.id
         if path is None:
@@ -174,7 +172,6 @@ class Peers:
         return ArrivalTable(path, ranks.index(me), len(ranks)) if ranks else ArrivalTable(path, me, self.rank.size)
 
     def make_flag(self) -> RequestFlag | None:
-        """Returns the flag that rank 0 raises when it has requests."""
         path = self._make_shared_path(".flag")
         return RequestFlag(path) if path else None
 

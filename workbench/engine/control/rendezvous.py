@@ -85,18 +85,15 @@ class Rendezvous:
             self.background.end_round()
 
     def start_background(self) -> None:
-        """Lets the ranks go on, each at its own pace."""
         run = self.run
         if self.background is not None and not run.session.stopping and not self.has_ended:
             self.background.start_coroutine(self.strategy.background(run.rank, run.state))
 
     def check_background(self) -> None:
-        """Raises the error of this rank's background, if any."""
         if self.background is not None:
             self.background.raise_error()
 
     def check_meeting(self) -> bool:
-        """Returns whether there is a meeting now. An idle rank waits for one."""
         run = self.run
         if self.background is not None:
             self.background.note_step()
@@ -121,7 +118,6 @@ class Rendezvous:
             run.mailbox.await_news(POLL_SECONDS)
 
     def assemble_ranks(self) -> None:
-        """Waits for all ranks, and for their backgrounds to end."""
         run = self.run
         facts = [run.rank.step, self.run.due_count, self.has_ended, run.mailbox.meet, run.paused]
         table = gather_lists(run.control, facts)
@@ -181,7 +177,6 @@ class Rendezvous:
         return self._asked or not self.run.inbox.empty()
 
     def _ask_rank_0(self) -> None:
-        """Asks rank 0 for a meeting if this rank's model has unfrozen a parameter."""
         if self._has_asked or not self.run.usage.list_unfrozen():
             return
         self._has_asked = True

@@ -23,10 +23,8 @@ class UnusedFlags:
         self._steps[self._place] = step + 1  # a new file holds zeros
 
     def raised_in(self, step: int, ranks: Iterable[int]) -> bool:
-        """Returns whether one of `ranks` left a parameter out in `step`."""
         return any(self._steps[rank] == step + 1 for rank in ranks)
 
     def close(self) -> None:
-        """Gives the memory back."""
         self._steps = np.zeros(self._steps.size, np.int64)
         self._map.close()

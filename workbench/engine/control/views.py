@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class BackgroundView(RankView, Protocol):
-    """A rank with a background. leaving: set when the rank must leave"""
+    """A rank with a background."""
 
     @property
     def clock(self) -> Clock: ...
@@ -53,18 +53,14 @@ class BackgroundView(RankView, Protocol):
 
 
 class StoppingView(Protocol):
-    """A session. stopping: whether the run ends before its last step"""
+    """A session that may stop."""
 
     @property
     def stopping(self) -> bool: ...
 
 
 class MeetingView(BackgroundView, Protocol):
-    """A rank that meets the other ranks.
-
-    paused, credit: whether the ranks make no steps; how many steps they make before they pause again
-    due_count:      planned changes that are due
-    """
+    """A rank that meets the other ranks. due_count: planned changes that are due"""
 
     paused: bool
     credit: int
