@@ -1,4 +1,4 @@
-"""Deals a loop the batches of its passes, and ends its block. This part of a Led runs on the loop's thread."""
+"""Deals a loop the batches of its passes, and ends its block, on the loop's thread."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ class ScriptBatches:
         return self.run.rank.id, self.run.rank.size
 
     def enter_block(self) -> None:
-        """Begins the block. See `workbench.tasks.training`."""
         if self.in_block:
             raise KnobError("training: a run has one block, and its steps end with that; put both loops into one")
         self.in_block = True
@@ -85,7 +84,6 @@ class ScriptBatches:
         return self.settled
 
     def restore_forwards(self) -> None:
-        """Gives the models their own `forward` back."""
         for model in self._patched:
             vars(model).pop("forward", None)
         self._patched.clear()

@@ -1,4 +1,4 @@
-"""Intercepts a loop's calls of torch: DistributedDataParallel, backward, state dicts, and the steps of optimizers.
+"""Intercepts a loop's calls of torch: DistributedDataParallel, backward, state dicts and optimizer steps.
 
 Threads without a loop (see workbench.tasks.LEADS), such as the engine's, still get torch's own functions.
 """
@@ -138,7 +138,7 @@ def hook_name(hook: tuple[object, Callable[..., Any]]) -> str:
 
 @cache
 def install_hooks() -> None:
-    """Replaces torch's functions in this process, for good. Threads without a loop notice no difference."""
+    """Replaces torch's functions in this process, for good."""
     DistributedDataParallel.__new__ = staticmethod(_new_ddp)  # type: ignore[method-assign]
     owners: list[tuple[Any, str, Callable[..., Any]]] = [
         (torch.autograd, "backward", _wrap_backward),

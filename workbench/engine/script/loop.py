@@ -46,7 +46,7 @@ class NoSteps(RuntimeError):
 class ScriptLoop(ScriptBatches):
     """One rank's loop, used by both threads. See [Note: Hand in hand].
 
-    at:         where the loop waits: "forward", "backward" or "updated"; "end" if it is over
+    waits_at:   where the loop waits: "forward", "backward" or "updated"; "end" if it is over
     model:      the model that it trains, known from its first forward on
     wrappers:   the DistributedDataParallels that the loop has made
     optimizers: the optimizers of the model's parameters
@@ -61,7 +61,7 @@ class ScriptLoop(ScriptBatches):
         self.model: nn.Module | None = None
         self.wrappers: list[ref[DDPShim]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.has_left = False  # whether the rank has left
+        self.has_left = False
         self._go: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._loss: tuple[Tensor, Tensor, dict[str, Any]]  # (loss to differentiate, loss to record, backward's options)
         self._open = self._updating = self._exchanges = False  # _exchanges: whether the last forward's backward does
@@ -148,7 +148,7 @@ class ScriptLoop(ScriptBatches):
         return self._loss[0]
 
     def _note_added(self) -> None:
-        """Notes parameters that the loop has added to its model: ranks take them in as they do unfrozen ones."""
+        """Notes parameters that the loop has added to its model. Ranks take them in like unfrozen parameters."""
         layout, frozen = self.run.layout, self.run.host.usage.frozen
         known = {id(place.param) for place in layout.order} | {id(p) for p in frozen.values()}
         frozen |= {name: p for name, p in self.run.model.named_parameters() if p.requires_grad and id(p) not in known}
@@ -159,7 +159,7 @@ class ScriptLoop(ScriptBatches):
         return every[0] if len(every) == 1 else torch.stack([x.double() for x in every]).sum()
 
     def run_backward(self, loss: Tensor, share: float | None) -> None:
-        """Runs the loop's backward on `share` of its loss, and scales its earlier local gradients by `share`, too."""
+        """Runs the loop's backward on `share` of its loss, and scales its earlier local gradients by `share`."""
         share = 1.0 if share is None else float(share)
         for p in self.run.model.parameters() if self._local and share != 1.0 else ():
             if p.grad is not None:
@@ -183,7 +183,6 @@ class ScriptLoop(ScriptBatches):
         self._updating = False
 
     def _let_run(self) -> None:
-        """Lets the loop run until it waits again or ends."""
         if self._chance is not None:
             Chance(self._chance).begin()
             self._chance = None
@@ -219,12 +218,10 @@ class ScriptLoop(ScriptBatches):
 
     @property
     def thread_id(self) -> int | None:
-        """The identifier of the loop's thread."""
         return self._thread.ident
 
     @property
     def loop_name(self) -> str:
-        """The file's or the function's name, for messages."""
         return str(getattr(self.task, "file", "") or getattr(getattr(self.task, "run", None), "__name__", "loop"))
 
     # -- on the loop's thread --
@@ -298,7 +295,7 @@ class ScriptLoop(ScriptBatches):
             self._inside = False
 
     def _set_sums_aside(self) -> None:
-        """Sets aside gradients that are summed over ranks already. `update` adds them after the next exchange."""
+        """Sets aside gradients that are already summed over ranks. `run_update` adds them after the next exchange."""
         if self._summed and not self.run.experiment.strategy.opaque:
             self._kept += self.copy_sums()
             for p, _ in self._kept:

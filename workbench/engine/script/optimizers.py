@@ -17,7 +17,7 @@ class LoopView(Protocol):
     def optimizers(self) -> list[torch.optim.Optimizer]: ...
 
     def run_update(self) -> None:
-        """Runs the loop until it has stepped every parameter with a gradient, or goes on without an update."""
+        """Runs the loop until it has updated."""
 
 
 class ScriptOptimizer:
@@ -34,12 +34,10 @@ class ScriptOptimizer:
 
     @property
     def classes(self) -> list[type]:
-        """The classes of the optimizers."""
         return [type(one) for one in self._led.optimizers]
 
     @property
     def state(self) -> Any:
-        """The optimizer state of all parameters."""
         found = [one.state for one in self._led.optimizers]
         return found[0] if len(found) == 1 else {p: slots for state in found for p, slots in state.items()}
 

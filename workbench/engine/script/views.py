@@ -23,7 +23,7 @@ class ChildrenView(Protocol):
 
 
 class SessionView(Protocol):
-    """The session of a rank. where: the address of the store; children: the processes that the loop starts"""
+    """The session of a rank. where: the address of the store"""
 
     @property
     def where(self) -> tuple[str, int]: ...
@@ -34,7 +34,7 @@ class SessionView(Protocol):
 
 
 class ScriptView(RankView, Protocol):
-    """A rank that a loop leads. script_store: on rank 0, the store in which the script's process group meets"""
+    """A rank that a loop leads."""
 
     script_store: TCPStore | None
 
