@@ -19,7 +19,7 @@ PATIENCE = 2.0  # seconds that the end of a run waits for a trace; after 3 s the
 
 
 class StepProfiler:
-    """One rank's profiler. Any thread may call `ask`, only the training thread the other methods.
+    """One rank's profiler. Any thread may call `request_profile`, only the training thread the other methods.
 
     folder: the folder for traces, or None
     mark:   writes a Mark
@@ -53,13 +53,11 @@ class StepProfiler:
         return str(self._path)
 
     def begin_step(self, step: int) -> None:
-        """Begins a step, and the profile if one is due."""
         if self._due:
             self._left, self._first, self._due = self._due, step, 0
             self._run_guarded(self._start_profile)
 
     def end(self, made: int = 1) -> None:
-        """Ends `made` steps, and the profile after its last one."""
         if self._profile is None:
             return
         self._left -= made
@@ -67,7 +65,6 @@ class StepProfiler:
             self._run_guarded(self._stop_profile)
 
     def stop_profile(self) -> None:
-        """Ends the profile so far, at the end of the run."""
         if self._profile is not None:
             self._run_guarded(self._stop_profile)
 

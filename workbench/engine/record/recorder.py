@@ -1,8 +1,7 @@
-"""The recorder: takes a rank's rows, pushes them from a thread of its own, and passes them to the spool.
+"""Takes a rank's rows, pushes them from a thread of its own, and passes them to the spool.
 
 Recording a row is one append to a list, from any thread. It never blocks and never reads a clock, because rows bring
-their times. A disk that fails or hangs loses rows, and the record reports it. Neither training nor the kernel waits for
-the disk.
+their times. Neither training nor the kernel waits for the disk.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from workbench.record.timeline import KINDS, Table
 KindRows = tuple[str, int, dict[str, Any]]  # (kind, number of the first row, columns)
 Push = Callable[[list[KindRows]], None]
 PUSH_EVERY = 0.33  # seconds: a wake-up costs more than the rows that it handles
-SETTLED = 1.0  # seconds that `settle` waits for the disk at most
+SETTLED = 1.0  # seconds that `settle_rows` waits for the disk at most
 
 _log = logging.getLogger(__name__)
 
@@ -57,12 +56,10 @@ class Recorder:
 
     @property
     def lost_rows(self) -> int:
-        """The number of rows that are missing in the run directory."""
         return self._spool.lost_rows if self._spool else 0
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of the recorder's and the spool's threads."""
         return self._cpu_seconds + (self._spool.cpu_seconds if self._spool else 0.0)
 
     # -- called from any thread
@@ -119,7 +116,6 @@ class Recorder:
             self._run_guarded(self._record_reports, self._spool)
 
     def _settle_spool(self, spool: RowSpool) -> None:
-        """Waits until the last rows are on disk, and carries the spool's last marks."""
         until = time.monotonic() + PATIENCE
         spool.settle_rows(PATIENCE)
         self._run_guarded(self._record_reports, spool)
@@ -127,7 +123,7 @@ class Recorder:
         self._record_reports(spool)
 
     def _run_guarded(self, part: Callable[..., None], *rest: Any) -> None:
-        """Does one part of a flush, and logs its error, so that the other parts still run."""
+        """Logs an error of one part of a flush, so that the other parts still run."""
         try:
             part(*rest)
         except Exception:
@@ -142,7 +138,6 @@ class Recorder:
         return self._now[0], "spool", self._now[1]
 
     def _carry_rows(self, kind: str) -> None:
-        """Turns the pending rows of a kind into columns. Passes them to the spool and to the next push."""
         pending = self._pending[kind]
         n = len(pending)
         if not n:
@@ -180,7 +175,6 @@ class Recorder:
         return columns
 
     def _record_dropped(self) -> None:
-        """Records the number of dropped rows if it has changed."""
         if self.dropped != self._reported_dropped:
             self._reported_dropped = self.dropped
             step, t = self._now

@@ -1,7 +1,6 @@
 """Writes one rank's rows to disk on a thread of its own, the only thread that a hanging disk stops.
 
-A disk that fails loses rows, never the run. The spool counts the rows that the run directory lacks, and reports each
-failure once.
+A disk that fails or hangs loses rows, never the run.
 """
 
 from __future__ import annotations
@@ -43,9 +42,10 @@ class _SpoolFile(NamedTuple):
 
 
 class RowSpool:
-    """Appends one rank's rows to the run directory. `take` and `said` never wait for the disk.
+    """Appends one rank's rows to the run directory. `queue_rows` and `take_reports` never wait for the disk.
 
-    Rows that no file can hold are lost, together with all waiting rows of their kind. This is no failure of the disk.
+    Counts the rows that the run directory lacks, and reports each failure once. Rows that no file can hold are lost,
+    together with all waiting rows of their kind. This is no failure of the disk.
     limit: rows of a kind that may wait for the disk; further rows are lost
     """
 
@@ -80,7 +80,7 @@ class RowSpool:
             return self._unwritten + self._gone + (self._count_waiting() if self._hung else 0)
 
     def queue_rows(self, kind: str, seq: int, columns: dict[str, Any]) -> None:
-        """Queues rows for the disk; seq: the number of the first one."""
+        """seq: the number of the first row"""
         with self._lock:
             if _count_rows(self._waiting[kind]) >= self.limit:
                 self._unwritten += len(columns["rank"])
@@ -88,7 +88,6 @@ class RowSpool:
                 self._waiting[kind].append((seq, columns))
 
     def take_reports(self) -> list[str]:
-        """Returns and removes the reports for Marks, as JSON."""
         since = self._since
         with self._lock:
             if since is not None and not self._hung and time.monotonic() - since > HUNG:
@@ -164,7 +163,7 @@ class RowSpool:
             self._add_report(self._make_recovery())
 
     def _find_missing(self) -> list[Path]:
-        """Returns the open files that are gone. Counts the rows of all files that are gone."""
+        """Returns the open files that are gone, and counts the rows of all files that are gone."""
         gone = [part for part in (*self._ended, *self._parts.values()) if not _is_same_file(part.path, part.file)]
         with self._lock:
             self._gone = sum(part.rows[0] for part in gone)
@@ -174,7 +173,6 @@ class RowSpool:
         return f"{gone[0].name} is gone" if _is_same_file(self.path, self._home) else "the run directory is gone"
 
     def _write_kind(self, kind: str) -> None:
-        """Writes the waiting rows of one kind. Raises OSError."""
         with self._lock:
             waiting, self._waiting[kind] = self._waiting[kind], []
             self._flying = left = _count_rows(waiting)
@@ -275,7 +273,6 @@ def _identify_file(path: Path) -> tuple[int, int]:
 
 
 def _is_same_file(path: Path, file: tuple[int, int] | None) -> bool:
-    """Whether `path` still is the same file or directory."""
     try:
         return _identify_file(path) == file
     except OSError:
