@@ -55,7 +55,7 @@ def greet_as_called(secret: bytes, whom: int, size: int, door: str, say: Say) ->
 
 
 def make_proof(secret: bytes, end: bytes, who: int, whom: int, door: str, called: bytes, caller: bytes) -> bytes:
-    """Returns the proof of one end ("caller" or "called") that it has the secret.
+    """Returns the proof of one end, b"caller" or b"called".
 
     It covers both ranks, the door, and the random bytes of the `called` rank and of the `caller`.
     """

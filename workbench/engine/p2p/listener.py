@@ -1,7 +1,7 @@
 """A rank's door: the listening socket for other ranks, which strangers cannot pass.
 
-A caller without a proof costs a run little: only so many of them wait at the door at a time, each with 68 bytes of
-memory, and the rank reads nothing beyond their greeting.
+A caller without a proof costs little: only so many wait at the door at a time, each with 68 bytes of memory. The rank
+reads nothing beyond their greeting.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PENDING = 32  # callers without a proof that may wait at a time, in addition to 
 class RankListener:
     """The door of one rank's Mailbox. It runs on the mailbox's thread.
 
-    where:      its address, as "host port"
-    strangers:  the number of callers that were not ranks of this run, or gave up before their proof
+    where:     its address, as "host port"
+    strangers: the number of callers that were not ranks of this run, or gave up before their proof
     """
 
     def __init__(self, mailbox: Any) -> None:
@@ -64,7 +64,6 @@ class RankListener:
         self.mailbox.heard_from.add(caller.source)
 
     def remove_caller(self, caller: ReceiverEnd, why: str) -> None:
-        """Removes a caller whose line is closed."""
         self._unknown.pop(caller, None)
         if caller.source < 0:
             self.strangers += 1

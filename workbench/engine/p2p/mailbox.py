@@ -2,7 +2,7 @@
 
 A rank connects to another rank when it first sends to it. One thread moves all bytes. gloo's send and recv would not
 do: a wait that times out closes the pair of sockets for good, so a receiver could not wait in slices. gloo also
-connects every rank to every other one at the start.
+connects every pair of ranks at the start.
 """
 
 from __future__ import annotations
@@ -43,12 +43,11 @@ class Message(NamedTuple):
 class Mailbox:
     """One rank's messages. Any thread may call `send` and `recv`.
 
-    page:                   grows when a strategy takes over. The mailbox drops messages of earlier pages.
-    meet:                   the latest planned meeting of all ranks that this rank knows, as a step. Every message
-                            carries it.
-    received_count, posted: the number of a strategy's messages that this rank has received and sent
-    secret:                 known to the ranks of this run only
-    limit:                  the most bytes of one message
+    page:           grows when a strategy takes over. The mailbox drops messages of earlier pages.
+    meet:           the step of the latest planned meeting of all ranks that this rank knows. Every message carries it.
+    received_count: the number of a strategy's messages that this rank has received; posted_count: those it has sent
+    secret:         known to the ranks of this run only
+    limit:          the most bytes of one message
     """
 
     def __init__(
@@ -103,12 +102,10 @@ class Mailbox:
 
     @property
     def stranger_count(self) -> int:
-        """The number of callers so far that were not ranks of this run."""
         return self.door.strangers if self.door else 0
 
     @property
     def connected_ranks(self) -> set[int]:
-        """The ranks to which this one has connected."""
         return set(self._out)
 
     def send(
@@ -202,7 +199,6 @@ class Mailbox:
         self.send(torch.tensor([number]), to, kind, HOST)
 
     def await_news(self, seconds: float) -> None:
-        """Waits until a message comes, `seconds` at most."""
         with self._news:
             self._news.wait(seconds)
 
@@ -266,7 +262,6 @@ class Mailbox:
             return self._out[to]
 
     def run_on_thread(self, what: Callable[[], None]) -> None:
-        """Makes the mailbox's thread call `what`."""
         self._todo.append(what)
         with contextlib.suppress(OSError):
             self._wake.send(b"!")
@@ -317,7 +312,7 @@ class Mailbox:
     def _run_guarded(self, what: Callable[[], None]) -> None:
         try:
             what()
-        except Exception as error:  # `take` raises it; if this thread died, receivers would wait for ever
+        except Exception as error:  # `take_message` raises it; if this thread died, receivers would wait for ever
             self._trouble = error
             self.wake_waiters()
 

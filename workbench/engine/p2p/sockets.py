@@ -44,11 +44,9 @@ class SenderEnd:
 
     @property
     def retry_delay(self) -> float:
-        """Seconds until the next call."""
         return max(self._due - time.monotonic(), 0.0)
 
     def retry_if_due(self) -> None:
-        """Calls again when it is time. The mailbox's thread calls it."""
         if time.monotonic() >= self._due:
             self._due = NEVER
             self._dial_rank()
@@ -183,7 +181,6 @@ class ReceiverEnd:
             mailbox.file_message(source, kind.decode(), data, origin, page, meet, begun, seconds)
 
     def end(self, why: str = "") -> None:
-        """Closes this end, and removes its rank or stranger from the door."""
         if self._over:
             return
         self._over = True
