@@ -1,7 +1,6 @@
 """The parts that differ between machines: streams, events, pinned copies, process groups.
 
-Only this package names torch.cuda and NCCL. A rank computes on `make_chip(name)`. Its collectives use a process
-group from KINDS. Tests put stand-ins into CHIPS and KINDS, so that GPU code runs on CPUs.
+Only this package names torch.cuda and NCCL. Tests put stand-ins into CHIPS and KINDS, so that GPU code runs on CPUs.
 """
 
 from __future__ import annotations

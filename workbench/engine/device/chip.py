@@ -1,4 +1,4 @@
-"""The interface of a chip, and its CPU version, which has little to do."""
+"""The interface of a chip, and its CPU version."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Chip:
         """Makes this chip the calling thread's current one. Each thread calls it once."""
 
     def make_stream(self) -> Any:
-        """Returns a new stream: a queue of work that runs in parallel to other streams."""
+        """Returns a new stream."""
 
     def record_event(self) -> Any:
         """Returns an event after all work that the calling thread's stream has so far."""
 
     def record_timed_event(self) -> Any:
-        """Returns an event as `mark` does, which also knows its time once the chip has reached it."""
+        """Returns an event as `record_event` does. It also knows its time once the chip has reached it."""
 
     def use_stream(self, stream: Any = None, after: Any = None) -> AbstractContextManager[None]:
-        """A context in which the calling thread uses `stream` of this chip, after the event `after`."""
+        """Makes the calling thread use `stream` of this chip inside the block, after the event `after`."""
         return _NOTHING
 
     def wait_in_stream(self, event: Any, value: Any = None) -> None:
@@ -50,7 +50,7 @@ class Chip:
         """Blocks the host until `event`, and calls `look` again and again, which raises if the rank must leave."""
 
     def list_arguments(self, child: Any) -> list[Any]:
-        """Returns the tensors that a child may free before the chip has read them. The caller keeps them until then."""
+        """Returns tensors that a child may free before the chip has read them. The caller keeps them until then."""
         return []
 
     def make_empty(self, like: Tensor, numel: int) -> Tensor:
@@ -70,7 +70,6 @@ class Chip:
         into.copy_(sent)
 
     def seconds_between(self, first: Any, last: Any) -> float:
-        """Returns the seconds between two moments that the chip has reached."""
         return 0.0
 
     def allocated_bytes(self) -> int:
@@ -78,10 +77,8 @@ class Chip:
         return 0
 
     def peak_bytes(self) -> int:
-        """Returns the peak of `allocated`."""
         return 0
 
     @staticmethod
     def list_gloo_devices() -> list[str]:
-        """Returns the device types for which gloo is registered."""
         return ["cpu"] + ["cuda"] * torch.cuda.is_available()

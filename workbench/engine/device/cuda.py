@@ -6,8 +6,8 @@ waits for the child, the compute stream waits for an event of the lane's stream,
 runs ahead, 2 steps at most (engine/wire/timing.py), and gets times, losses and failures that much later.
 
 [Note: Memory that crosses] torch reuses freed memory *on the stream that allocated it*, even if other streams still
-read it. So the lane keeps a child's arguments until the GPU has reached the lane's event (`held`). `follow` marks the
-child's result as used by the stream that waits.
+read it. So the lane keeps a child's arguments until the GPU has reached the lane's event (`held`). `wait_in_stream`
+marks the child's result as used by the stream that waits.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class CudaChip(Chip):
         return [*given, *(b.data for b in given if isinstance(b, Bucket))]
 
     def make_empty(self, like: Tensor, numel: int) -> Tensor:
-        """As in Chip, but rounds the size up by 1/8 at most, so that sizes that vary by step can reuse freed memory."""
+        """Rounds the size up by 1/8 at most, so that sizes that vary by step can reuse freed memory."""
         grain = 1 << max(0, numel.bit_length() - 4)
         return like.new_empty(-(-numel // grain) * grain)[:numel]
 
@@ -103,7 +103,7 @@ class CudaChip(Chip):
         return there
 
     def copy_from_host(self, into: Tensor, sent: Tensor) -> None:
-        """As in Chip. torch keeps the pinned copy until the GPU has read it, so the caller may free `sent`."""
+        """torch keeps the pinned copy until the GPU has read it, so the caller may free `sent`."""
         if into.device.type != torch.device(self.name).type:
             return super().copy_from_host(into, sent)
         into.copy_(self.pinned(sent.shape, sent.dtype).copy_(sent), non_blocking=True)
@@ -119,12 +119,11 @@ class CudaChip(Chip):
 
 
 def _allocate_pinned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Returns pinned memory, with which a GPU copies asynchronously. torch caches it for reuse."""
+    """Returns memory with which a GPU copies asynchronously. torch caches it for reuse."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def _find_tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in a child's result: a tensor, or nested tuples and lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

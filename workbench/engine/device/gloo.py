@@ -5,9 +5,9 @@ time limit of 10 minutes. This was seen in waitSend of torch 2.13, when peers fa
 So `wait` raises ConnectionError MISSED seconds after it has noticed that a peer is gone. It does not raise at once: the
 first rank that ends a run closes its group while other ranks may still exchange their last messages.
 
-[Note: Which sockets are gloo's] A process opens other sockets at the same moment: those of another lane's group, of the
-kernel, of a user's data loader. So a rank writes the address of its gloo listener into the store. A socket is the
-group's if one of its ends is the listener of a rank of the group.
+[Note: Which sockets are gloo's] A process opens other sockets at the same moment, such as those of another lane's group
+or of a user's data loader. So a rank writes the address of its gloo listener into the store. A socket is the group's if
+one of its ends is the listener of a rank of the group.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ _opening = threading.Lock()  # held while a device opens its listener
 
 
 class GlooGroup:
-    """One process group over gloo.
-
-    precise: makes mismatched collectives raise a clean error, at several times the cost
-    """
+    """One process group over gloo. precise: see `Wire` in wire/collectives.py"""
 
     carried: frozenset[torch.dtype] | None = None  # dtypes that it adds; None: gloo raises the error itself
     lent = False  # whether other code issues on this group, too
@@ -155,10 +152,10 @@ def _find_group_sockets(store: Any, rank: int, size: int, before: set[tuple[int,
 
 
 def _list_sockets() -> dict[tuple[int, int], tuple[str, str]]:
-    """Returns the own and the peer's address of this process's TCP sockets.
+    """Returns {(descriptor, inode): (own address, peer's address)} of this process's TCP sockets.
 
-    The keys are (descriptor, inode), because the system soon reuses descriptors. The peer is LISTENS for a listener and
-    "" for a socket without a connection.
+    The inode is in the key because the system soon reuses descriptors. The peer is LISTENS for a listener and "" for a
+    socket without a connection.
     """
     found = {}
     listed = os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

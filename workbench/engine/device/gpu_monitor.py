@@ -75,7 +75,7 @@ class GpuMonitor:
 
 
 def start_gpu_monitor(device: str, sample: Callable[[str, float], None]) -> GpuMonitor | None:
-    """Returns the gauge of torch's `device`; None for a CPU, without nvidia-ml-py, or if the library fails."""
+    """Returns the monitor of torch's `device`; None for a CPU, without nvidia-ml-py, or if the library fails."""
     if not device.startswith("cuda"):
         return None
     try:

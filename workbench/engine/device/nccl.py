@@ -42,8 +42,7 @@ _CARRIED = (*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64
 class NcclGroup:
     """One communicator over NCCL. All ranks make it together.
 
-    beside: whether a peer is gone, which NCCL does not notice
-    made: makes (group, backend), for tests
+    beside: see `Wire` in wire/collectives.py; made: makes (group, backend), for tests
     """
 
     carried: frozenset[torch.dtype] | None = frozenset(_CARRIED)
@@ -68,7 +67,7 @@ class NcclGroup:
         self._guard.start()
 
     def note_issued(self, work: Any) -> Any:
-        """Adds a collective to the list of open ones, and removes completed ones. Raises the error of one of those."""
+        """Adds an open collective, and removes completed ones. Raises the error of a completed one."""
         self._open.append(work)  # first: the guard must know of it, whatever an older one raises
         while self._open and self._open[0].is_completed():
             self._raise_error(self._open.popleft())
@@ -87,7 +86,6 @@ class NcclGroup:
         work.wait()
 
     def wait_on_host(self, work: Any, check: Callable[[], None]) -> None:
-        """As `wait`, but the host waits, too."""
         nap = FIRST_NAP
         while not work.is_completed():
             check()
@@ -137,7 +135,7 @@ class NcclGroup:
 
 
 def _make_group(store: Any, rank: int, size: int, device: str) -> tuple[Any, Any]:
-    """Returns a group over NCCL. It connects eagerly, because an unfinished communicator cannot be aborted."""
+    """Connects eagerly, because an unfinished communicator cannot be aborted."""
     os.environ.update(SETTINGS)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)  # for the watchdog, which must not act
