@@ -22,7 +22,7 @@ from workbench.host.placement import unmaterialized
 
 
 class GradientListener:
-    """Hooks on the whole parameters of a copy, which are the ones that it computes with.
+    """Hooks on the whole parameters of a copy, with which it computes.
 
     own:  the run's own parameters, by name
     made: the copy's whole parameters that exist, by name
@@ -37,7 +37,7 @@ class GradientListener:
         self._handles: dict[str, list[Any]] = {}  # of this rank's hooks, by parameter
 
     def attach_hooks(self, shards: Mapping[str, Tensor]) -> None:
-        """Before a backward: puts hooks on the parameters that are trained now.
+        """Puts hooks on the parameters that are trained now. Called before a backward.
 
         A parameter that this rank has frozen gets a gradient of zeros, because other ranks may train it.
 
@@ -52,7 +52,7 @@ class GradientListener:
                 give_gradient(p, torch.zeros_like(p))
 
     def _move_hooks(self, shards: Mapping[str, Tensor]) -> None:
-        """Moves hooks that a forward put on shards to the whole parameters, which are the ones with gradients."""
+        """Moves hooks that a forward put on shards to the whole parameters, because only these have gradients."""
         for name, p in self.made.items():
             if (shard := shards[name]) is p:
                 continue
@@ -66,12 +66,10 @@ class GradientListener:
                 after.clear()
 
     def settle_frozen(self, shards: Mapping[str, Tensor]) -> None:
-        """Trains or freezes a parameter in all its forms, as the user's code has left one of them.
+        """Trains or freezes a parameter in all its forms, if the user's code has changed one form.
 
         An evaluation changes the run's own parameters, and a forward the copy's, whole or in shards. torch gives a
         whole parameter the flag of its shard each time it gathers.
-
-        shards: the copy's parameters, by name
         """
         with unmaterialized.prevent_fetches():
             for name, trained in self._trained.items():
@@ -100,7 +98,7 @@ def give_gradient(p: Tensor, grad: Tensor | None) -> None:
 
 
 def _find_hooks(p: Any) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Returns the hooks on a gradient, and those that run after it has been added."""
+    """Returns (hooks on a gradient, hooks that run after it has been added)."""
     with unmaterialized.prevent_fetches():
         return p._backward_hooks or {}, p._post_accumulate_grad_hooks or {}
 

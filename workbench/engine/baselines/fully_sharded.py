@@ -1,17 +1,17 @@
 """Trains a copy of the model with torch's own `fully_shard`, as a baseline.
 
 [Note: Two models] `fully_shard` changes a model in place and cannot be undone, so a copy of the model trains. The run's
-own model then has no values of trained parameters, and reading one raises StrategyError. All ranks `fetch` the copy's
+own model then has no values of trained parameters, and reading one raises StrategyError. All ranks fetch the copy's
 values together before an evaluation, a switch and the end. Both models share buffers and frozen parameters. The copy
-has an optimizer of its own, over torch's DTensors. The run's optimizer has no state during this time.
+has its own optimizer, over torch's DTensors. The run's optimizer has no state during this time.
 
 [Note: Parameters that stay whole] fully_shard does not take scalars, parameters without elements, or several element
 types in one unit. It ignores these parameters, and each rank keeps them whole. After a backward the ranks take the mean
 of their gradients.
 
-[Note: A mesh without a name service] fully_shard takes a DeviceMesh, which wants torch's default process group, one per
-process; where ranks are threads there are several. So the mesh is made without a backend, and its group is entered
-into torch's table of groups under a name of its own until `end`. That is the one thing here that is private to torch.
+[Note: A mesh without a name service] fully_shard takes a DeviceMesh. This wants torch's default process group, one per
+process, but ranks may be threads of one process. So the mesh is made without a backend. Its group is in torch's table
+of groups under its own name until `end`. Only this use is private to torch.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class FullySharded:
         self._mesh = _make_mesh(wire, self._name)
         self._listener = GradientListener(dict(model.named_parameters()), names)
         self._units: list[list[str]] = []  # by unit, the names of its parameters in torch's order
-        self._whole_names: list[str] = []  # names; see [Note: Parameters that stay whole]
+        self._whole_names: list[str] = []  # see [Note: Parameters that stay whole]
         found = [*find_units(self.module, run.experiment.bucket_mb), self.module]
         labels = {id(module): name or "the rest of the model" for name, module in self.module.named_modules()}
         self._rounds = UnitRounds(run, [labels[id(unit)] for unit in found], self._serve_unit,
@@ -86,7 +86,6 @@ class FullySharded:
         self.free_values()
 
     def _shard_units(self, found: list[nn.Module], trained: set[str]) -> None:
-        """Calls `fully_shard` for each unit, the inner ones first."""
         names = {p: n for n, p in self.module.named_parameters()}
         ignored = {p for p, n in names.items() if n not in trained}
         for number, unit in enumerate(found):
@@ -177,11 +176,10 @@ class FullySharded:
         run.ledger.note_held(run.layout.held)
 
     def end(self) -> None:
-        """Removes the group from torch's table, after the last step of the copy."""
         _unregister_process_group(self._name)
 
     async def _gather_whole(self, places: list[ParameterPlace], own: list[Tensor], name: str) -> list[Tensor]:
-        """Gathers whole tensors from each rank's rows, or clones those that are whole on each rank.
+        """Gathers whole tensors from each rank's rows, or clones tensors that each rank keeps whole.
 
         With p ranks, it sends (p-1)/p of their bytes.
         """
@@ -211,7 +209,6 @@ class FullySharded:
             self._listener.made[name] = self.module.get_parameter(name)
 
     def begin_backward(self) -> None:
-        """Before a backward."""
         self._listener.attach_hooks(self._shards)
 
     def end_backward(self) -> None:
@@ -224,12 +221,11 @@ class FullySharded:
         self._run.ledger.note_held(self._kept)
 
     def drop_unused(self) -> None:
-        """Before an update: a parameter that no rank used has no gradient, so the optimizer leaves it alone."""
+        """Removes gradients of parameters that no rank used, so that the optimizer leaves them alone."""
         for name in self._run.layout.unused:
             give_gradient(self._shards[name], None)
 
     def _average_whole(self) -> None:
-        """Replaces the gradients of parameters that stay whole with their mean over ranks."""
         if not self._whole_names:
             return
         if not self._listener.used.issuperset(self._whole_names):
@@ -243,7 +239,7 @@ class FullySharded:
     def clip_gradients(self, longest: float) -> float:
         """Returns the norm of the summed gradients, and scales them to `longest` if the norm is above it."""
         grads = [_read_local(p.grad) for p in self._shards.values() if p.grad is not None]
-        once = self._run.rank.id == 0  # counts what all ranks keep whole
+        once = self._run.rank.id == 0  # counts once the parameters that all ranks keep whole
         mine = [as_real(_read_local(p.grad)) for p in self._shards.values()
                 if p.grad is not None and (once or isinstance(p, DTensor))]  # fmt: skip
         squares = sum((g.double().square().sum() for g in mine), torch.zeros(1, dtype=torch.float64))
@@ -256,12 +252,10 @@ class FullySharded:
     # -- what the ledger counts --
 
     def gradients(self) -> int:
-        """Returns the bytes of the sharded gradients that exist now."""
         return sum(_read_local(p.grad).nbytes for p in self._shards.values() if p.grad is not None)
 
     @contextmanager
     def measure_backward(self, alive: Callable[[], int]) -> Iterator[Callable[[], int]]:
-        """A context for a measured backward. Yields a function that returns `most`."""
         self.most, self.alive = 0, alive
         yield lambda: self.most
 
@@ -285,7 +279,7 @@ class FullySharded:
     def reduce_scatter(self, out: Tensor, x: Tensor, op: Any, unit: int) -> None:
         """Gradients of one unit become this rank's shard of their sum, or mean; `x` is (p n,).
 
-        A rank that did not use one of the unit's parameters says so before it sends.
+        A rank that did not use one of the unit's parameters raises a hand before it sends.
         """
         if not self._listener.used.issuperset(self._units[unit]):
             self._run.host.usage.raise_hand(self._run.rank.step)
@@ -303,7 +297,6 @@ class FullySharded:
             out.div_(self._run.rank.size)
 
     def run_round(self, unit: int, is_sum: bool, numel: int, perform: Callable[[], None]) -> None:
-        """Performs a gather or sum that torch asks for, and takes part in those of ranks that are at another unit."""
         self._rounds.run_round(unit, is_sum, numel, perform)
 
     def _pad(self, unit: int) -> list[int]:
@@ -338,8 +331,6 @@ class FullySharded:
 
 
 class _UnitBuffers:
-    """Allocates torch's buffers for the communication of one unit."""
-
     def __init__(self, of: FullySharded, unit: int) -> None:
         self._of, self._unit = of, unit
 
@@ -348,16 +339,12 @@ class _UnitBuffers:
 
 
 class _UnitGather(_UnitBuffers):
-    """The all-gather of one unit, for `set_custom_all_gather`."""
-
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         gather = partial(self._of.all_gather, output_tensor, input_tensor)
         self._of.run_round(self._unit, False, input_tensor.numel(), gather)
 
 
 class _UnitReduce(_UnitBuffers):
-    """What `set_custom_reduce_scatter` takes."""
-
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any,
                  async_op: bool = False) -> None:  # fmt: skip
         add = partial(self._of.reduce_scatter, output_tensor, input_tensor, op, self._unit)

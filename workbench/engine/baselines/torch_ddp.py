@@ -111,7 +111,7 @@ def remove_hooks(module: Callable[..., Any]) -> None:
 def _reduce_as_torch(
     wire: Wire, bucket: Any, seen: ExchangeCallback, began: float
 ) -> torch.futures.Future[torch.Tensor]:
-    """The all-reduce that torch makes without a hook, and when it was over; nobody waits for it here."""
+    """Makes the all-reduce that torch makes without a hook, and reports its end to `seen`. Does not wait for it."""
     buffer = _scale_buffer(bucket.buffer(), wire.size)
     sent = buffer._values() if buffer.is_sparse else buffer
 
@@ -143,7 +143,7 @@ def _time_exchange(future: Any, bucket: Any, seen: ExchangeCallback | None, bega
 
 
 def _send_on_lane(lane: Lane, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Sends torch's bucket on the lane, where the Link shapes it. Does not wait, so that backward can overlap."""
+    """Sends torch's bucket on the lane. Does not wait, so that backward can overlap."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     buffer = bucket.buffer()
 

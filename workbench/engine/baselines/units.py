@@ -1,4 +1,4 @@
-"""The units of torch's `fully_shard`, and how ranks that use different ones take part in all collectives."""
+"""The units of torch's `fully_shard`, and how ranks with different units take part in all collectives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def find_units(model: nn.Module, bucket_mb: float) -> list[nn.Module]:
 
 
 def _owns_parameters(unit: nn.Module, model: nn.Module) -> bool:
-    """Whether no module outside of `unit` uses one of its parameters."""
     own, inside = {id(p) for p in unit.parameters()}, {id(m) for m in unit.modules()}
     others = [m for m in model.modules() if id(m) not in inside]
     return not any(id(p) in own for m in others for p in m._parameters.values())
@@ -45,7 +44,7 @@ def _count_mb(params: Iterable[nn.Parameter]) -> float:
 
 
 def list_packed(unit: nn.Module) -> Iterator[nn.Parameter]:
-    """Yields the parameters of a unit in the order in which torch packs them: those of children first.
+    """Yields the parameters of a unit in the order in which torch packs them: a child's before its parent's.
 
     Call it before `fully_shard` of the unit, and after `fully_shard` of the units inside.
     """
@@ -82,7 +81,7 @@ class UnitRounds:
 
     If a model's control flow depends on its examples, a rank may skip a unit that another rank computes. torch's
     collectives would then differ, and gloo ends the process or waits for ever. So each rank announces its next gather
-    or sum. All ranks take part in every announced one, in the same order. A rank whose backward is over takes part
+    or sum, and all ranks take part in every announced one, in the same order. A rank whose backward is over takes part
     until the backward of every rank is over. If every rank can foresee the parameters that the model reads, there are
     no rounds, so that the baseline is as fast as torch.
 
@@ -97,7 +96,7 @@ class UnitRounds:
         self.needed = any(gather_numbers(run.control, int(run.foresee_reads(cheaply=True) is None)))
 
     def run_round(self, unit: int, is_sum: bool, numel: int, perform: Callable[[], None]) -> None:
-        """Performs this rank's gather or sum by calling `perform`, and takes part in those of other ranks."""
+        """Performs this rank's gather or sum by `perform`, and takes part in those of other ranks."""
         if not self.needed:
             return perform()
         mine = 2 * unit + is_sum
@@ -105,7 +104,7 @@ class UnitRounds:
             perform() if code == mine else self._serve(code // 2, code % 2 == 1, n)
 
     def end(self) -> None:
-        """After this rank's backward: takes part in gathers and sums until the backward of every rank is over."""
+        """Takes part in gathers and sums until the backward of every rank is over."""
         while self.needed and (asked := self._announce_unit(OVER, 0)):
             for code, n in asked.items():
                 self._serve(code // 2, code % 2 == 1, n)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class BaselineView(ChangeView, Protocol):
-    """A rank that torch's own wrapper trains. control: the wire of the training thread; None in a run of one rank"""
+    """A rank that torch's own wrapper trains."""
 
     @property
     def control(self) -> Wire | None: ...
