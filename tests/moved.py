@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from workbench.engine.rank import changes as engine
+from workbench.engine.rank.training import RankTraining
 from workbench.host.checkpoint import image
 from workbench.host.loop.rank_loop import RankLoop
 from workbench.host.placement.slices import StridedSlice
@@ -53,7 +53,7 @@ class Watch:
 
         patch.setattr(changes, "repartition_state", moved)
         patch.setattr(RankLoop, "make_step", stepped)
-        for host in (engine.Reconfigurable, sim.Reconfigurable):
+        for host in (RankTraining, sim.Reconfigurable):
             patch.setattr(host, "enter_strategy", self._entering(host.enter_strategy))
 
     def _entering(self, plain: Any) -> Any:

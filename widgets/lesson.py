@@ -16,3 +16,6 @@ from widgets.teach.prediction import Prediction as Prediction
 from widgets.teach.taught import lesson as lesson
 from widgets.teach.worksheet import handed_in as handed_in
 from widgets.teach.worksheet import worksheet as worksheet
+from workbench.entrypoints.step_prediction import predict_step
+
+priced = predict_step  # as the lessons call it
