@@ -1,17 +1,16 @@
 """Trains a copy of the model with torch's own `fully_shard`, as a baseline.
 
-[Note: Two models] `fully_shard` changes a model in place and cannot be undone, so a copy of the model trains. The run's
-own model then has no values of trained parameters, and reading one raises StrategyError. All ranks fetch the copy's
-values together before an evaluation, a switch and the end. Both models share buffers and frozen parameters. The copy
-has its own optimizer, over torch's DTensors. The run's optimizer has no state during this time.
+[Note: Two models] `fully_shard` changes a model in place for good, so a copy of the model trains. The run's own model
+has no values of trained parameters, and reading one raises StrategyError. All ranks fetch the copy's values together
+before an evaluation, a switch and the end. Both models share buffers and frozen parameters. The copy's optimizer works
+on torch's DTensors. The run's optimizer has no state during this time.
 
-[Note: Parameters that stay whole] fully_shard does not take scalars, parameters without elements, or several element
-types in one unit. It ignores these parameters, and each rank keeps them whole. After a backward the ranks take the mean
-of their gradients.
+[Note: Parameters that stay whole] fully_shard refuses scalars, parameters without elements, and several element types
+in one unit. Each rank keeps these parameters whole. After a backward the ranks average their gradients.
 
-[Note: A mesh without a name service] fully_shard takes a DeviceMesh. This wants torch's default process group, one per
-process, but ranks may be threads of one process. So the mesh is made without a backend. Its group is in torch's table
-of groups under its own name until `end`. Only this use is private to torch.
+[Note: A mesh without a name service] fully_shard takes a DeviceMesh, which wants torch's default process group. A
+process has only one, but ranks may be threads of one process. So the mesh has no backend. Until `end` its group is in
+torch's private table of groups, under its own name.
 """
 
 from __future__ import annotations
@@ -112,7 +111,6 @@ class FullySharded:
     # -- between the run's own and the copy --
 
     def _move_state(self, place: ParameterPlace) -> None:
-        """Moves this rank's rows of a parameter's optimizer state to the copy's optimizer."""
         here, shard = self._own.state.pop(place.param, {}), self._shards[place.name]
         sharded = isinstance(shard, DTensor)
         given = {slot: self._cut_rows(x) if sharded and _is_whole(x, place) else x for slot, x in here.items()}
@@ -221,7 +219,7 @@ class FullySharded:
         self._run.ledger.note_held(self._kept)
 
     def drop_unused(self) -> None:
-        """Removes gradients of parameters that no rank used, so that the optimizer leaves them alone."""
+        """Makes the optimizer leave out parameters that no rank used."""
         for name in self._run.layout.unused:
             give_gradient(self._shards[name], None)
 

@@ -81,9 +81,9 @@ class UnitRounds:
 
     If a model's control flow depends on its examples, a rank may skip a unit that another rank computes. torch's
     collectives would then differ, and gloo ends the process or waits for ever. So each rank announces its next gather
-    or sum, and all ranks take part in every announced one, in the same order. A rank whose backward is over takes part
-    until the backward of every rank is over. If every rank can foresee the parameters that the model reads, there are
-    no rounds, so that the baseline is as fast as torch.
+    or sum. All ranks take part in every announced one, in the same order, until the backward of every rank is over.
+    If every rank can foresee the parameters that the model reads, there are no rounds, so that the baseline is as fast
+    as torch.
 
     names: of the units, for errors
     serve: gets (unit, whether it is a sum, elements of this rank's input), and takes part without a pass of its own

@@ -231,7 +231,7 @@ class Host:
         return self.perform_op(op)
 
     def take_part(self, spread: ReplicaSpread | None, seed: int) -> None:
-        """Takes over this rank's part of the model; the order of its gradients must be learned again."""
+        """Takes over this rank's part of the model. The order of its gradients must be learned again."""
         self.pipeline.take_part(spread, seed)
         self.usage.take_layout(self.parts.model, self.parts.layout, whole=spread is None)
         self.hooks.relearn_order()

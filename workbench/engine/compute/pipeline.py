@@ -120,7 +120,7 @@ class PipelinePerformer:
         return self._run_stage_backward("backward", partial(self.piece.run_backward, grad), micro, chunk)
 
     def stage_inputs(self, grad: Tensor | float, micro: int, chunk: int) -> Tensor | None:
-        """Runs the half of a backward that gives the input its gradient, and returns that."""
+        """Runs the half of a backward that computes and returns the input's gradient."""
         assert self.piece is not None
         self._begin_pass("backward", micro, chunk, 0.5)
         came = self.piece.backward_inputs(grad, self.flow.number_micro(micro), chunk)
@@ -128,14 +128,13 @@ class PipelinePerformer:
         return came
 
     def stage_weights(self, micro: int, chunk: int) -> None:
-        """Runs the half of a backward that gives parameters their gradients."""
         assert self.piece is not None
         self._run_stage_backward(WEIGHT_HALF, self.piece.backward_weights, micro, chunk, 0.5)
 
     def _run_stage_backward(
         self, name: str, run: Callable[[int, int], Any], micro: int, chunk: int, part: float = 1.0
     ) -> Any:
-        """Runs a backward, or its second half, that gives parameters their gradients."""
+        """Runs a backward, or the half that gives parameters their gradients."""
         assert self.piece is not None
         begun = sum(self._left) < len(self._left) * self._count
         self._left[chunk] -= 1

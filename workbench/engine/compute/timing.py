@@ -93,7 +93,6 @@ class PassTiming:
         self._record_losses(told)
 
     def catch_up(self, told: Callable[[int, float], None]) -> None:
-        """Waits for this rank's chip to finish, and records the losses."""
         self._watch.await_events()
         self._record_losses(told)
 

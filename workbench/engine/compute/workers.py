@@ -1,7 +1,7 @@
 """Runs several steps of one rank at once: each worker is a thread with a copy of the model.
 
-A copy has its own gradients. Its parameters and buffers are the rank's, read and written without locks while other
-workers compute. There is one optimizer, so workers update one at a time. A worker cannot use collectives or buckets of
+A copy has its own gradients. It reads and writes the rank's parameters and buffers without locks while other workers
+compute. There is one optimizer, so workers update one at a time. A worker cannot use collectives or buckets of
 gradients, because those belong to the rank.
 """
 

@@ -4,8 +4,8 @@
 it. Opening a process group cannot be interrupted. So each rank first registers in the store and waits until all ranks
 of the group have. While it waits, it checks whether it must leave or a peer is gone. The store holds one verdict,
 written once: by the first rank if all have registered, or by a rank that leaves. Otherwise a rank could leave after
-another rank has counted it. Each opening uses a store connection of its own, because a torch store lets only one thread
-wait at a time.
+another rank has counted it. Each opening has its own store connection, because a torch store lets only one thread wait
+at a time.
 """
 
 from __future__ import annotations

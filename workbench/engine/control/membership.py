@@ -2,10 +2,10 @@
 
 [Note: A vote] A rank that notices a lost peer reports in the store what it has: its step, its number of changes, and
 the requests that it has not obeyed. It waits until each other rank has reported, has left or is dead. Then it writes
-the list of ranks that are present. Only the first list written counts (compare and set), and all ranks use it. So the
-vote needs no leader, and a late rank finds that the other ranks went on. The present rank that is furthest decides what
-counts. The result holds once all ranks that go on have met for it. If a rank is lost before, all ranks that voted vote
-again with the same reports, even ranks that are not needed. Nothing has changed until then.
+the list of present ranks. All ranks use the first list written (compare and set). So the vote needs no leader, and a
+late rank finds that the other ranks went on. The present rank that is furthest decides what counts. The result holds
+once all ranks that go on have met for it. If a rank is lost before, all ranks that voted vote again with the same
+reports, even ranks that are not needed. Nothing has changed until then.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Tickets: how all ranks receive a change before the same step.
 
-Rank 0 reads its inbox and publishes a ticket: a 32-byte header on a wire of its own, then JSON if there are requests. A
-rank asks for the ticket just before the update and takes it afterwards. So the ticket overlaps the update, and a change
-acts on the very next step.
+Rank 0 publishes the requests in its inbox as a ticket: a 32-byte header on a wire of its own, then JSON if there are
+requests. A rank asks for the ticket just before the update and takes it afterwards. So the ticket overlaps the update,
+and a change acts on the very next step.
 
 [Note: The flag] A meeting in every step holds up ranks that share cores, and usually brings no requests. On one host
 rank 0 raises a flag instead: before it begins child n, it writes n into memory that all ranks see. A rank that has
-completed child n must see it, because the child needed rank 0. So all ranks that have completed equally many children
-decide alike whether to meet, without a message. The last numbers stay visible, because rank 0 may meet and begin
-another child before other ranks have looked. It is never a step ahead, and raises the flag at most twice in one step.
+completed child n sees it, because the child needed rank 0. So ranks that have completed equally many children decide
+alike whether to meet, without a message. The last numbers stay visible, because rank 0 may meet and begin another child
+before other ranks have looked. It is never a step ahead, and raises the flag at most twice in one step.
 
-Under a pipeline that never flushes, the last stage ends a step long before the first stage. If it took that step's
-ticket at once, it would wait for the first stage. So ranks take a ticket as many steps later as the stages are apart.
+Under a pipeline that never flushes, the last stage ends a step long before the first stage. To avoid a wait for the
+first stage, ranks take a ticket as many steps later as the stages are apart.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def _open_device(here: str) -> tuple[Any, str]:
 
     It listens at `here`, or on several hosts at the address of interface GLOO_SOCKET_IFNAME. By default gloo would use
     the address of the host's name, or the loopback if it cannot resolve the name. If another thread opens a listener at
-    the same moment, the addresses of both are returned, one a line.
+    the same moment, this returns both addresses, one a line.
     """
     with _opening:
         before = set(_list_sockets())

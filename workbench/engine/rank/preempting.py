@@ -1,9 +1,9 @@
 """A rank leaves after the current step, because its machine is about to end.
 
 [Note: Preemption] Slurm, Kubernetes and spot instances send SIGTERM some time before they end a process. A rank that
-receives it writes that into the run's store. The first rank reads the store with every beat of its pulse, so no kernel
-is needed. If it dies, its successor reads the store. The first rank then makes an ordinary request, which all ranks
-obey before the same step. If no rank can go on, the run keeps a checkpoint and ends with a reason.
+receives it writes that into the run's store. The first rank, or its successor, reads the store with every beat of its
+pulse, so no kernel is needed. It then makes an ordinary request, which all ranks obey before the same step. If no rank
+can go on, the run keeps a checkpoint and ends with a reason.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class ScriptTraining(RankTraining):
         return self.led.recorded_loss(loss)
 
     def _record_exchange(self, name: str, began: float, nbytes: int) -> None:
-        """Records that torch has summed one of its own buckets: the last byte has arrived."""
+        """Records that torch has summed one of its own buckets, when its last byte has arrived."""
         sent, _ = traffic("all_reduce", nbytes, self.rank.size)
         self.record.span(self.rank.step, "comm", name, began, began, self.clock.now(), sent)
 

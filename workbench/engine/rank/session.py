@@ -139,7 +139,7 @@ class Session:
         self.inbox.put(what)
 
     def hurry(self) -> None:
-        """Prepares for a stop: ends emulated delays, and from now on a lost peer is no failure."""
+        """Ends emulated delays before a stop. From now on a lost peer is no failure."""
         self.naps.hurried = True
         self._end_asked.set()
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def make_survivor(session: Session) -> RemainingRank:
-    """Returns this rank's view, from which the remaining ranks settle how they go on."""
+    """Returns this rank's view, from which the remaining ranks plan how they go on."""
     folder = Path(session.run_dir or ".") / checkpoints.FOLDER
     return RemainingRank(
         member=session.member, place=session.rank.id, size=session.rank.size, run=session.set_up_already,
@@ -28,7 +28,7 @@ def make_survivor(session: Session) -> RemainingRank:
 
 
 def list_saved(session: Session) -> list[int]:
-    """Returns the steps before which this run has complete checkpoints, as far as this rank sees."""
+    """Returns the steps before which this rank sees complete checkpoints of this run."""
     if session.run_dir is None:
         return []
     return [checkpoints.step_of(path) for path in checkpoints.found(Path(session.run_dir) / checkpoints.FOLDER)]

@@ -42,7 +42,7 @@ class DDPShim(DistributedDataParallel):
     """A script's DistributedDataParallel. Its forward calls the strategy's wrapper of the model, if there is one.
 
     torch's own constructor checks the arguments and synchronises parameters and buffers. Then its reducer is removed,
-    because the strategy exchanges the gradients. This class synchronises buffers, the same under all strategies.
+    because the strategy exchanges the gradients. Under all strategies this class synchronises the buffers.
 
     options:   the script's arguments of torch's reducer, which TorchDDP uses for its own reducer
     comm_hook: (state, hook) of the script, which TorchDDP registers

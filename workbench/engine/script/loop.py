@@ -2,8 +2,8 @@
 
 [Note: Hand in hand] The loop has a thread of its own. Either this thread or the rank's runs, never both at a time. When
 the strategy asks for a forward, the loop runs until it calls backward. When the strategy asks for an update, the loop
-runs until its optimizers have stepped. The backward itself runs on the rank's thread, so that buckets fill, overlap and
-are exchanged as in any step. Between the update and the next forward the rank applies due changes, and may pause. So
+runs until its optimizers have stepped. The backward runs on the rank's thread, so that buckets fill, overlap and are
+exchanged as in any step. Between the update and the next forward the rank applies due changes, and may pause. So
 strategies, compressors and changes do not depend on loops, nor a loop on them.
 """
 
@@ -127,12 +127,11 @@ class ScriptLoop(ScriptBatches):
 
     @property
     def ddp_shim(self) -> DDPShim | None:
-        """The DistributedDataParallel around the trained model, or None."""
         every = [one for made in self.wrappers if (one := made()) is not None and one.module is self.model]
         return every[-1] if every else None
 
     def run_to_next(self) -> bool:
-        """Runs the loop to its next forward. Returns False if the loop is over."""
+        """Runs the loop to its next forward. Returns whether there is one."""
         self.began = self.run.host.watch.now()
         if self.waits_at == "updated":
             self._let_run()
@@ -210,7 +209,7 @@ class ScriptLoop(ScriptBatches):
             self._await_loop()
 
     def close(self) -> None:
-        """Ends the loop where it waits, and gives it PATIENCE seconds to restore the process's state."""
+        """Ends the loop where it waits. It gets PATIENCE seconds to restore the process's state."""
         self.has_left = True
         self._go.put(False)
         if self._thread.is_alive():

@@ -41,7 +41,7 @@ def make_environment(run: ScriptView) -> dict[str, str]:
 
 @contextmanager
 def prepare_main(run: ScriptView, script: Any) -> Iterator[Callable[[], Any]]:
-    """A context with the process as torchrun prepares it. Yields a function that runs the script.
+    """Prepares the process as torchrun does, and yields a function that runs the script.
 
     Raises TaskError if there is no such script, or if a process group is open already.
     """
@@ -77,7 +77,7 @@ def prepare_main(run: ScriptView, script: Any) -> Iterator[Callable[[], Any]]:
 
 
 def _unload_modules(folder: Path, known: set[str]) -> None:
-    """Unloads modules of the script's folder, so that the next run imports edited versions."""
+    """Makes the next run import edited versions of modules in the script's folder."""
     for name in set(sys.modules) - known:
         found = getattr(sys.modules[name], "__file__", None)
         if found and Path(found).is_relative_to(folder) and "site-packages" not in found:

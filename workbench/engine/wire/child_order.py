@@ -1,12 +1,11 @@
 """The order of children on a lane: by start, or by rank 0's choice if they have priorities.
 
 [Note: Rank 0's order] A child without a priority begins after every child started before it, and before every child
-started after it. Children with priorities that are started between 2 such children may overtake each other. Ranks
-progress at different speeds, and would disagree about which children have been started. So rank 0 chooses: the most
-urgent of its started children, until their `share`s add up to 1. It broadcasts the choice. Every rank begins these
-children in this order, even if it has to wait for their start, and no child overtakes them. A rank joins a round as
-soon as it has a child with a priority that no round has chosen. All ranks start the same children, so all ranks join
-each round.
+started after it. Between 2 such children, children with priorities may overtake each other. Ranks progress at different
+speeds, and would disagree about which children have been started. So rank 0 chooses its most urgent started children,
+until their `share`s add up to 1, and broadcasts the choice. Every rank begins these children in this order, even if it
+has to wait for their start. No child overtakes them. A rank joins a round as soon as it has a child with a priority
+that no round has chosen. All ranks start the same children, so all ranks join each round.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ on another rank. So a GPU has one communicator, the data wire's, and one thread 
 background traffic and arrivals on a Link always use gloo.
 
 [Note: No name service] torch's TCPStore resolves the name of every address that it connects to, even the loopback's. If
-the answer is lost, a run begins 5 seconds later. So ranks of one host meet in a file instead. Each generation and each
-group has its own file, because opening torch's FileStore reads and keeps everything ever written into its file.
+the answer is lost, a run begins 5 seconds later. So ranks of one host meet in a file. Each generation and each group
+has its own, because opening torch's FileStore reads and keeps everything ever written into its file.
 """
 
 from __future__ import annotations

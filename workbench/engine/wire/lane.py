@@ -2,7 +2,7 @@
 
 A lane has one thread, one wire for all ranks, and one wire for each group that it uses (see wires.py). Children run one
 after another in the order of their start, which is the same on all ranks. Children with priorities run in rank 0's
-order instead (see child_order.py). Encoding happens on the lane's thread and so overlaps with backward.
+order (see child_order.py). Encoding happens on the lane's thread and so overlaps with backward.
 
 On a GPU the lane also has a stream, which keeps the order in place of the thread. See [Note: Order on a GPU] in
 engine/device/cuda.py. On an emulated Link the thread waits for the GPU's collective, and sleeps until the Link would

@@ -11,8 +11,8 @@ from pathlib import Path
 def map_file(path: Path, nbytes: int) -> mmap.mmap:
     """Maps the file at `path` into memory, and creates it if it is missing. No descriptor stays open.
 
-    It allocates the disk space now, and raises OSError if there is none. A sparse file would allocate it at the first
-    write, and a full disk would then end the process (SIGBUS).
+    It allocates the disk space now, and raises OSError if there is none. On a full disk, a write into a sparse file
+    would end the process (SIGBUS).
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:

@@ -1,8 +1,8 @@
 """Slows real work down: collectives to an emulated Link, compute to a pace and its faults.
 
-A shaped operation really happens first. Its ranks then sleep until it would have ended on the Link. That time counts
-from the arrival of the last rank, because early ranks would otherwise transfer for free. Ranks exchange arrivals
-through a small shared file on one host, and by collectives between hosts.
+A shaped operation really happens first. Its ranks then sleep until the Link would have ended it. That time counts from
+the arrival of the last rank, because early ranks would otherwise transfer for free. Ranks exchange arrivals through a
+small shared file on one host, and by collectives between hosts.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class LaneWires:
         self._past: list[Path] = []  # meeting files of the groups before the last change
 
     def for_group(self, group: Group | None) -> GroupWires:
-        """Returns the line of `group` (None: all ranks), and opens it at the first use."""
+        """Returns the line of `group` (None: all ranks)."""
         line = self._lines.get(group)
         if line is None:
             line = self._lines[group] = self._open(group)
