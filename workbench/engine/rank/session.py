@@ -1,6 +1,7 @@
 """One run on one rank: a thread that sets up, trains, and gives everything back.
 
-A session answers requests while it trains. If it fails, it ends with a reason in words.
+A session answers requests while it trains. If it fails, it ends with a reason in words. It uses no cluster, socket or
+notebook code.
 """
 
 from __future__ import annotations
