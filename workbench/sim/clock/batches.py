@@ -1,4 +1,4 @@
-"""The batches that a virtual rank draws, and the embedding rows that it reads and updates. This takes no time."""
+"""A virtual rank draws batches, and reads and updates embedding rows. This takes no time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.sim.clock.fiber import Fiber
 
 
 class BatchPerformer:
-    """Draws the batches of one virtual rank. body: its tensors or sizes"""
+    """Draws batches. body: the rank's tensors or sizes"""
 
     def __init__(self, body: Any) -> None:
         self._body = body
@@ -37,7 +37,7 @@ class BatchPerformer:
 class BatchOutline:
     """The part of RankSizes that stands for batches, which have no contents here."""
 
-    examples: Callable[[], int] = int  # of its session: examples per batch
+    examples: Callable[[], int] = int  # examples per batch; the session sets it
     taken_batches = 0  # batches so far
     whole: Any
 
@@ -52,14 +52,13 @@ class BatchOutline:
         raise StrategyError("sizes only: there is no batch to look at; simulate with real=True")
 
     def batch_nbytes(self, batch: int) -> int:
-        """Returns the bytes of the tensors in a batch of `batch` examples."""
         return int(self.whole.passes.count_batch_bytes(batch))
 
     def use_client(self, index: int, count: int) -> None:
         """Does nothing: no example exists here."""
 
     def look_up(self) -> dict[str, torch.Tensor]:
-        """Returns the rows of one batch, which stand for those of every batch."""
+        """Returns one batch's rows, which stand for every batch."""
         return dict(self.whole.find_rows(self.examples(), self.layout))
 
     def row_grads(self, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -67,5 +66,5 @@ class BatchOutline:
         return {name: like[name].new_empty(len(mine), like[name].shape[1]) for name, mine in rows.items()}
 
     def update_rows(self, table: str, rows: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
-        """Changes no row. From the first step on, the optimizer holds state."""
+        """Changes no row, but the optimizer holds state from the first step on."""
         self.note_shard_step()

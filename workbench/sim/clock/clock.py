@@ -1,4 +1,4 @@
-"""The virtual clock: runs events in order of time, and events at one time in the order in which they were set."""
+"""The virtual clock: runs events in order of time, and of their setting at equal times."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 
 class Resumable(Protocol):
-    """Anything that the clock can resume: a fiber, or a collective that ends."""
+    """A fiber, or a collective that ends."""
 
     def resume(self, value: Any) -> None: ...
 
 
 class VirtualClock:
-    """Seconds since the simulated run began. The clock jumps from one event to the next.
+    """A clock that jumps from event to event. now: seconds since the simulated run began
 
     >>> clock = VirtualClock()
     >>> class Bell:
@@ -26,7 +26,7 @@ class VirtualClock:
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
-        self._times: list[float] = []  # a heap without duplicates: thousands of equal ranks are due at one time
+        self._times: list[float] = []  # a heap without duplicates, because thousands of ranks are due at one time
         self._due: dict[float, list[tuple[Resumable, Any]]] = {}  # by time
         self._aside: dict[float, int] = {}  # by time: how many of these events do not keep the clock running
 
@@ -40,18 +40,17 @@ class VirtualClock:
             heappush(self._times, t)
 
     def resume_if_reached(self, t: float, what: Resumable) -> None:
-        """Resumes `what` at time `t` if the clock gets there. This event alone does not keep the clock running."""
+        """Resumes `what` at time `t` if the clock gets there. This event does not keep the clock running."""
         self._aside[t] = self._aside.get(t, 0) + 1
         self.resume_at(t, what)
 
     def _has_events(self) -> bool:
-        """Returns whether an event is left that keeps the clock running."""
         if len(self._times) > len(self._aside):
             return True
         return any(len(self._due[t]) > self._aside.get(t, 0) for t in self._times)
 
     def run_events(self, at_once: int = 1_000_000) -> bool:
-        """Runs until no event is left. Returns False if `at_once` events have happened at one time and more remain."""
+        """Runs all events. Returns False if more than `at_once` events are due at one time."""
         times, every = self._times, self._due
         while times and (not self._aside or self._has_events()):
             self.now = now = heappop(times)
@@ -60,7 +59,7 @@ class VirtualClock:
                 if happened >= at_once:
                     heappush(times, now)
                     return False
-                every[now] = []  # events that are set for this time now happen after the ones already due
+                every[now] = []  # new events of this time happen after the due ones
                 for what, value in due:
                     what.resume(value)
                 happened += len(due)

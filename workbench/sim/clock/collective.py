@@ -1,7 +1,7 @@
 """Collectives: ranks arrive one by one, the last one starts the transfer, and all ranks leave together.
 
-On each lane, the n-th collective of a rank in a group meets the n-th of every other rank in that group. Results on real
-tensors are computed in rank order, so they are deterministic.
+On each lane, the n-th collectives of all ranks in a group meet. Real tensors are reduced in rank order, so results are
+deterministic.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Mismatch(StrategyError):
 
 
 class Collective:
-    """One collective under way among all ranks or a group."""
+    """A collective under way."""
 
     __slots__ = (
         "asked",
@@ -88,7 +88,7 @@ class Collective:
             world.record.add_block("port", self.name, self.steps, begins, begins, own, 0, ranks)
         sent: Any = load.sent
         if self.op.verb == "all_to_allv":
-            lengths = np.array(self.size)  # the bytes of every rank at once, because rank by rank costs p^3
+            lengths = np.array(self.size)  # all ranks at once, because rank by rank costs p^3
             sent = (lengths.sum(1) - lengths.diagonal())[self._list_positions()] * self.x[0].element_size()
         world.record.add_block(lane, self.name, self.steps, asked, t0, end, sent, ranks)
         for r, nbytes in zip(self.here, iterate_numbers(sent), strict=False):
@@ -108,7 +108,6 @@ class Collective:
             fiber.resume(value)
 
     def _compute_results(self) -> list[Any]:
-        """Returns each rank's result."""
         verb, x, p = self.op.verb, self.x, self.p
         if verb == "all_to_allv":
             return self._exchange_parts()
@@ -144,13 +143,11 @@ class Collective:
         raise AssertionError(verb)
 
     def _exchange_parts(self) -> list[Any]:
-        """Returns each rank's part of an all-to-all with unequal lengths. With sizes only, these are shapes."""
         if len(self.here) == self.p:
             return [[x[r].clone() for x in self.xs] for r in range(self.p)]
         return [[self.x[0].new_empty(sizes[r]) for sizes in self.size] for r in self._list_positions()]
 
     def _list_positions(self) -> list[int]:
-        """Returns the positions of the simulated ranks in the group."""
         return list(self.here) if self.group is None else [self.group.index(r) for r in self.here]
 
     def _make_mismatch(self, fiber: Fiber, op: Op) -> Mismatch:
@@ -164,7 +161,7 @@ class Collective:
 
 
 def _measure_op_size(op: Op) -> Any:
-    """Returns the size that all ranks must agree on: each one's bytes, or the matrix of lengths."""
+    """Returns the size that ranks must agree on: bytes per rank, or the matrix of lengths."""
     if op.verb == "all_to_allv":
         return op.args[1]
     return op.args[0].numel() * op.args[0].element_size()
@@ -187,7 +184,6 @@ def _merge_values(total: Tensor, other: Tensor, how: str) -> None:
 
 
 def _make_empty_result(verb: str, x: Tensor, p: int) -> Tensor:
-    """Returns a tensor with the result's shape, without data."""
     match verb:
         case "all_gather":
             return x.new_empty((p, *x.shape))

@@ -18,7 +18,7 @@ class Deadlock(RuntimeError):
 
 
 def explain_deadlock(world: Any) -> str:
-    """Returns the explanation of a deadlock."""
+    """Returns the ranks' waits as lines of text."""
     lines = [f"nothing can happen any more at {world.clock.now:.6f} s:"]
     for lane, meetings in world.open.items():
         for meeting in meetings.values():
@@ -44,7 +44,7 @@ def explain_deadlock(world: Any) -> str:
 
 
 def _describe_others(world: Any) -> list[str]:
-    """Returns lines about the ranks that are in no network operation."""
+    """Describes ranks outside network operations."""
     found: dict[str, list[int]] = {}
     for session, life in zip(world.sessions, world.lives, strict=True):
         on = life.on.on if isinstance(life.on, Fiber) else life.on
@@ -58,7 +58,7 @@ def _describe_others(world: Any) -> list[str]:
 
 
 def explain_standstill(world: Any) -> str:
-    """Returns the requests that repeat while the clock stands still. Runs some more events to count them."""
+    """Returns the requests that repeat while time stands still. Runs NOTED more events to count them."""
     asked: Counter[str] = Counter()
 
     def noting(verb: str, do: Callable[[Fiber, Op], Any]) -> Callable[[Fiber, Op], Any]:
@@ -77,7 +77,7 @@ def explain_standstill(world: Any) -> str:
 
 
 def explain_endless_loop(fiber: Fiber, op: Op) -> str:
-    """Explains a fiber that makes the same request forever."""
+    """Explains a fiber's endless loop."""
     return (
         f"time stands still at {fiber.host.clock.now:.6f} s though this goes on:\n  {_name_fiber(fiber)}: "
         f"{op.verb} {_name_op(op)}".rstrip()
@@ -90,7 +90,6 @@ def _name_fiber(fiber: Fiber) -> str:
 
 
 def _name_op(op: Op) -> str:
-    """Returns the operation's name, or "" if it has none."""
     return next((repr(x) for x in reversed(op.args) if isinstance(x, str) and x), "")
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PARK = object()  # a verb's answer: the fiber goes on later
 END = object()  # a verb's answer: the loop over buckets is over
 _PERFORM = object()
-ROOM = 32  # as on the engine: the most children that rank 0 chooses at a time
+ROOM = 32  # children that rank 0 chooses at a time, at most; as on the engine
 MANY = 1_000_000  # answers in a row without time passing that count as an endless loop
 
 
@@ -35,12 +35,11 @@ class MeetingView(Protocol):
 
     left: int
 
-    def add_rank(self, fiber: Fiber, op: Op) -> None:
-        """Adds a rank. Raises Mismatch if its request differs from the first rank's."""
+    def add_rank(self, fiber: Fiber, op: Op) -> None: ...
 
 
 class WorldView(Protocol):
-    """The simulated world, as fibers and lanes see it. open: collectives under way, by lane"""
+    """The part of the simulated world that fibers and lanes use. open: collectives under way, by lane"""
 
     @property
     def ports(self) -> Ports: ...
@@ -51,15 +50,13 @@ class WorldView(Protocol):
     @property
     def orders(self) -> dict[str, ChildOrder]: ...
 
-    def raise_endless_loop(self, fiber: Fiber, op: Op) -> None:
-        """Raises Deadlock for a fiber whose requests take no time and never end."""
+    def raise_endless_loop(self, fiber: Fiber, op: Op) -> None: ...
 
-    def answer_round(self, fiber: Fiber, group: Group | None = None) -> Any:
-        """Gathers ranks, and answers each with its newest step, or 0 if every rank is idle."""
+    def answer_round(self, fiber: Fiber, group: Group | None = None) -> Any: ...
 
 
 class RankState(Protocol):
-    """One virtual rank: its state on the clock."""
+    """The state of a virtual rank."""
 
     sent_bytes: int
 
@@ -82,7 +79,7 @@ class RankState(Protocol):
 
 
 class HostView(RankState, Protocol):
-    """The host of one virtual rank, as its fibers see it. ended: takes a fiber that has ended"""
+    """The part of a rank's host that its fibers use. ended: takes a fiber that has ended"""
 
     @property
     def world(self) -> WorldView: ...
@@ -94,14 +91,11 @@ class HostView(RankState, Protocol):
     def span(self, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int, step: int = -1) -> None:
         """Records a span of this rank. step: -1 for the present step"""
 
-    def note(self, name: str, value: float) -> None:
-        """Records one number."""
+    def note(self, name: str, value: float) -> None: ...
 
-    def stretch_seconds(self, number: int, nbytes: int) -> float:
-        """Returns the seconds of a stretch of the compressor's work on `nbytes` bytes that begins now."""
+    def stretch_seconds(self, number: int, nbytes: int) -> float: ...
 
-    def end_requests(self) -> None:
-        """Ends everything under way on this rank at its next request, because the rank has crashed."""
+    def end_requests(self) -> None: ...
 
 
 class Fiber:
@@ -127,7 +121,7 @@ class Fiber:
         self.host, self.coro, self.name, self.origin = host, coro, name, origin
         self.resumed = host.clock.now
         self.step = host.rank.step
-        self.lane: Lane | None = None  # the lane on which it runs; None for a step
+        self.lane: Lane | None = None  # None for a step
         self.done = False
         self.value: Any = None
         self.waiter: Fiber | None = None
@@ -157,18 +151,17 @@ class Fiber:
         self.end(value)
 
     def _leave_loop(self) -> Op:
-        """The loop over buckets is over; returns what the coroutine asks for then."""
+        """Ends the coroutine's loop over buckets. Returns its next request."""
         self.host.usage.note_handed_out(self.host.rank.step)
         return self.coro.throw(StopAsyncIteration())
 
     def note_place(self, error: BaseException) -> None:
-        """Adds to an error, once, a note on where it happened."""
+        """Adds a note to an error, once: where the error happened."""
         if not getattr(error, "__notes__", None):
             rank, now = self.host.rank, self.host.clock.now
             error.add_note(f"on virtual rank {rank.id} in step {rank.step}, {self.name}, at {now:.6f} s")
 
     def end(self, value: Any) -> None:
-        """Ends the fiber with its coroutine's result."""
         self.done, self.value = True, value
         self.host.ended(self)
 
@@ -187,7 +180,7 @@ class ChildFiber(Fiber):
         self.step = host.rank.step
         self.done = False
         self.value = self.waiter = self.on = self.passing = None
-        self.by: Any = None  # the optimizer's settings when the child started
+        self.by: Any = None  # optimizer settings at the start
 
     def end(self, value: Any) -> None:
         self.done, self.value = True, value
@@ -204,7 +197,7 @@ class ChildFiber(Fiber):
 
 
 class CodedChildFiber(ChildFiber):
-    """A child that spends time on its own work between two operations: the codec's cost for `nbytes` bytes."""
+    """A child that spends a codec's time for `nbytes` bytes between two operations."""
 
     __slots__ = ("measures", "nbytes", "op", "stretch")
 
@@ -220,7 +213,7 @@ class CodedChildFiber(ChildFiber):
     ) -> None:
         super().__init__(host, coro, name, origin, priority, share)
         self.nbytes, self.stretch = nbytes, 0
-        self.measures = False  # whether its last request was part of measuring; if so, what follows is not codec work
+        self.measures = False  # whether the last request was part of measuring; no codec work follows then
         self.op: Op | None = None
 
     def resume(self, value: Any) -> None:
@@ -244,7 +237,6 @@ class CodedChildFiber(ChildFiber):
             self._spend_codec_time(_TimedAnswer(self.resume, _PERFORM))
 
     def _spend_codec_time(self, then: _TimedAnswer) -> None:
-        """Spends the time of one stretch of the child's own work, then calls `then`."""
         seconds = 0.0 if self.measures else self.host.stretch_seconds(self.stretch, self.nbytes)
         self.stretch += 1
         clock = self.host.clock
@@ -266,9 +258,9 @@ class _TimedAnswer:
 
 
 class Lane:
-    """One lane of one rank: children run one after the other, and their collectives meet those of other ranks.
+    """A lane of one rank.
 
-    Children run in the order of their start. Consecutive children with priorities may overtake each other. Rank 0
+    Children run in the order of their start, but consecutive children with priorities may overtake each other. Rank 0
     decides their order for every rank, so ranks agree even if their children start at different times.
     """
 
@@ -279,26 +271,23 @@ class Lane:
         self.busy: ChildFiber | None = None
         self.queue: deque[ChildFiber] = deque()
         self.met: dict[Group | None, int] = {}  # collectives requested so far, by group
-        # collectives under way, by group and number
+        # by group and number
         self.open: dict[tuple[Group | None, int], MeetingView] = host.world.open.setdefault(name, {})
         self.order = host.world.orders.setdefault(name, ChildOrder())
         self.order.lanes.append(self)
         self.started = self.begun = 0
 
     def queue_child(self, child: ChildFiber) -> None:
-        """Queues a child behind the ones that were started before it."""
         child.lane, child.number = self, self.started
         self.started += 1
         self.queue.append(child)
         self.begin_if_free()
 
     def begin_next(self) -> None:
-        """Frees the lane and begins its next child."""
         self.busy = None
         self.begin_if_free()
 
     def begin_if_free(self) -> None:
-        """Begins the next child, if the lane is free and that child's turn has come."""
         if self.busy is not None or not self.queue:
             return
         first = self.queue[0]
@@ -314,27 +303,26 @@ class Lane:
         child.resume(None)
 
     def reset_counts(self) -> None:
-        """Resets this lane's counts of children. All ranks call it together, with no child waiting."""
+        """Resets the counts of children. All ranks call it together, with no child waiting."""
         self.started = self.begun = 0
         if not self.host.index:
             self.order.forget_choices()
 
     @property
     def name_suffix(self) -> str:
-        """The suffix that distinguishes messages of this lane's all-reduces from those of the first lane."""
+        """A suffix for messages of all-reduces, except on the first lane."""
         return "" if self.name == "comm" else f" on {self.name}".rstrip()
 
     def list_unfinished(self) -> list[ChildFiber]:
-        """Returns the running child and the waiting ones."""
         return [*([self.busy] if self.busy else []), *self.queue]
 
 
 class ChildOrder:
-    """Rank 0's order of children with priorities on one lane, which every rank follows."""
+    """Rank 0's order of the children with priorities on one lane."""
 
     def __init__(self) -> None:
         self.lanes: list[Lane] = []
-        self._chosen: dict[int, int] = {}  # a child's number, by how many children have begun before it
+        self._chosen: dict[int, int] = {}  # a child's number, by the number of children that begin before it
         self._asking = False
 
     def next_child(self, lane: Lane) -> ChildFiber | None:
@@ -347,7 +335,6 @@ class ChildOrder:
         return next((child for child in lane.queue if child.number == number), None)
 
     def forget_choices(self) -> None:
-        """Forgets the choices: every chosen child has begun."""
         self._chosen.clear()
 
     def _choose_children(self, lane: Lane) -> None:

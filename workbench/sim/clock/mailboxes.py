@@ -1,4 +1,4 @@
-"""Messages between two ranks: posted without waiting, received in order of arrival."""
+"""Messages between ranks: the sender does not wait, and the receiver takes them in order of arrival."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.sim.costs.even_ranks import EVEN
 
 
 class Message(NamedTuple):
-    """A message that has arrived or is on its way: (any shape) data."""
+    """A message with data of any shape."""
 
     source: int
     to: int
@@ -23,7 +23,7 @@ class Message(NamedTuple):
 
 
 class _PendingReceive(NamedTuple):
-    """A fiber that waits for a message from `source`, from `replayed` (the recorded sender) or from any rank."""
+    """A fiber that waits for a message from `source`, `replayed` (the recorded sender) or any rank."""
 
     fiber: Fiber
     into: Tensor | None
@@ -38,7 +38,7 @@ class _PendingReceive(NamedTuple):
 
 
 class Mailboxes:
-    """All messages of a simulated run."""
+    """Messages of a simulated run."""
 
     def __init__(self, world: WorldState) -> None:
         self.world = world
@@ -46,7 +46,6 @@ class Mailboxes:
         self.waiting: dict[tuple[int, str], list[_PendingReceive]] = {}
 
     def send(self, fiber: Fiber, tensor: Tensor, to: int, kind: str) -> None:
-        """Posts a copy of `tensor`. It arrives when both ports have carried it."""
         world, source = self.world, fiber.host.index
         if not 0 <= to < world.size:
             raise StrategyError(f"a message to rank {to}: there are ranks 0 to {world.size - 1}")
@@ -77,7 +76,6 @@ class Mailboxes:
         return PARK
 
     def deliver_message(self, message: Message) -> None:
-        """Delivers a message, unless a rank has been missed since it was sent."""
         if self.world.missed:
             return
         waiting = self.waiting.get((message.to, message.kind), [])
@@ -89,7 +87,7 @@ class Mailboxes:
         self._come.setdefault((message.to, message.kind), deque()).append(message)
 
     def release_receiver(self) -> bool:
-        """Answers None to one fiber that waits for a message on a leaving rank. Returns False if no such fiber exists.
+        """Answers None to a fiber that waits on a leaving rank. Returns False if no fiber does.
 
         Call it when no event is pending.
         """
@@ -105,7 +103,6 @@ class Mailboxes:
         return False
 
     def _take_message(self, wait: _PendingReceive, message: Message) -> tuple[Tensor, int]:
-        """Records how long a step has waited and, for a receive from any rank, the sender."""
         host, now = wait.fiber.host, self.world.clock.now
         if now > wait.since and wait.fiber.lane is None:
             name = message_name("recv", wait.kind, **{"from": wait.source})
@@ -116,7 +113,7 @@ class Mailboxes:
 
 
 class _Arrival:
-    """The event of a message's arrival."""
+    """A message's arrival."""
 
     __slots__ = ("mail", "message")
 

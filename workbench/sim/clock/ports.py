@@ -1,9 +1,8 @@
 """Prices network operations: each rank has one port, which all its lanes and messages share.
 
-A shaped Link follows the engine's shaping exactly. Time starts when the last participant arrives, operations queue on
-the port, and sending and receiving do not slow each other. Without a shaped Link, a collective costs what was measured,
-or nothing. A collective on a shaped Link never ends before its real transfer: short ones wait for processes that take
-turns on a core.
+A shaped Link follows the engine's shaping exactly. Time starts when the last rank arrives, operations queue on the
+port, and sending and receiving do not slow each other. On other Links a collective takes the measured time, or none. A
+collective on a shaped Link never ends before its real transfer: short ones wait for processes that share a core.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from workbench.fabric.load import choke, comes, leaves, message_seconds, port_se
 from workbench.rank import Group
 from workbench.sim.costs.costs import Costs
 
-FLAG = 1e-5  # minimum seconds to agree on one flag, so that an idle background still ends
+FLAG = 1e-5  # minimum seconds to agree on one flag; with 0 an idle background would not end
 
 
 class Ports:
@@ -37,7 +36,7 @@ class Ports:
     ) -> tuple[float, np.ndarray | float, float]:
         """Prices the `number`-th collective of a lane at its last arrival: (begin, each port's end, end for all).
 
-        ranks: those of the group that are simulated
+        ranks: the simulated ranks of the group
         """
         here = slice(0, len(ranks)) if group is None else list(ranks)
         began = max(now, float(self.free[here].max()))
@@ -65,7 +64,7 @@ class Ports:
     def price_message(
         self, now: float, fabric: Fabric, source: int, to: int, nbytes: int
     ) -> tuple[float, float, float]:
-        """Prices a message: (when it begins to leave, when it has left, when it has arrived)."""
+        """Prices a message: times when it (begins to leave, has left, has arrived)."""
         if source == to:
             return now, now, now
         self._messages[source] += 1
@@ -84,17 +83,16 @@ class Ports:
         return began, left, come
 
     def _message_seconds(self, link: Link, fabric: Fabric, nbytes: int) -> float:
-        """Returns a message's seconds on an unshaped Link: as measured for messages, or a collective's price."""
+        """Returns seconds on an unshaped Link: as measured for messages, or a collective's price."""
         if self.costs is not None and any(self.costs.post):
             return self.costs.post.compute_seconds(nbytes, 1)
         return self._price(link, fabric.shared, even("send", nbytes, self.size))
 
     def find_link(self, fabric: Fabric, group: Group | None) -> Link:
-        """Returns the Link that a collective of a group, or of all ranks, crosses."""
         return fabric.path(range(self.size) if group is None else group.ranks)
 
     def flag_seconds(self) -> float:
-        """Returns the seconds to agree on one flag, independent of other traffic."""
+        """Returns the seconds to agree on one flag. Other traffic does not matter."""
         return max(FLAG, self.costs.wire.compute_seconds(*traffic("all_reduce", 8, self.size)) if self.costs else 0.0)
 
     def port_slowdowns(self, fabric: Fabric) -> np.ndarray:
@@ -111,8 +109,8 @@ class Ports:
 
 
 def expect_later_end(own: float, bare: float) -> float:
-    """Returns the expected end of a collective: of the Link's shaping or of the real transfer, the later one.
+    """Returns the expected seconds of a collective: the shaping's or the real transfer's, if those are more.
 
-    own, bare: seconds of the two; the real one is uniform between 0 and `2 * bare`, because processes take turns
+    own, bare: seconds of both; the real ones are uniform in [0, `2 * bare`], because processes take turns
     """
     return own if own >= 2 * bare else own + (2 * bare - own) ** 2 / (4 * bare)

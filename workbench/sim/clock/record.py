@@ -1,7 +1,7 @@
-"""Records a simulated run: stores rows as numbers, and sorts them into tables by end time when the run is over.
+"""Records a simulated run: stores rows as numbers, and sorts them into tables by end time after the run.
 
-A collective's spans are one block for all ranks; other spans are single rows. A span takes 46 bytes in the tables.
-Unlike the engine, the simulator does not record a wait of zero length.
+A collective's spans are one block; other spans are rows. A span takes 46 bytes in the tables. The simulator records no
+wait of zero length, but the engine does.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Numbers = Sequence[float] | np.ndarray
 
 
 def iterate_numbers(numbers: float | np.ndarray) -> Iterable[Any]:
-    """Yields the entries of an array, or one number forever."""
+    """Yields an array's entries, or one number forever."""
     return numbers.tolist() if isinstance(numbers, np.ndarray) else repeat(numbers)
 
 
 class Record:
-    """Spans, samples and marks of all ranks of a simulated run, or of one generation."""
+    """Spans, samples and marks of a simulated run or generation."""
 
     def __init__(self, members: Sequence[int]) -> None:
-        """members: by place, the number under which each rank is recorded"""
-        self._code: dict[str, int] = {}  # of lanes and names of spans
-        self._named: dict[str, int] = {}  # of names of samples
+        """members: by place, each rank's number in the record"""
+        self._code: dict[str, int] = {}  # codes of lanes and span names
+        self._named: dict[str, int] = {}  # codes of sample names
         self._single = bytearray()  # spans one after the other, a number per column
         self._blocks: list[tuple[int, int, Sequence[int], Numbers, Numbers, np.ndarray | float, Any]] = []
         self._samples = bytearray()  # the same
@@ -44,7 +44,6 @@ class Record:
         self._ranks = np.array(members, dtype="i2")
 
     def encode_text(self, text: str) -> int:
-        """Returns the number that stands for a lane or a name."""
         found = self._code.get(text)
         if found is None:
             found = self._code[text] = len(self._code)
@@ -83,7 +82,7 @@ class Record:
 
     @staticmethod
     def make_timeline(records: Sequence[Record]) -> Timeline:
-        """Returns the tables of consecutive generations. Call it once, because it frees the rows."""
+        """Returns the tables of consecutive generations, and frees the rows."""
         out = Timeline()
         for record in records:
             record._write_rows(out)
@@ -117,7 +116,7 @@ class Record:
 
 
 def _unpack_rows(packed: bytearray, columns: Sequence[str]) -> np.ndarray:
-    """Unpacks rows that were packed one by one: (rows, columns)."""
+    """Returns (rows, columns)."""
     return np.frombuffer(packed, "f8").reshape(-1, len(columns)) if packed else np.empty((0, len(columns)))
 
 

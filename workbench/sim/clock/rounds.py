@@ -1,4 +1,4 @@
-"""Schedules the rounds of a background: at most one per step, because nothing is new in between."""
+"""Schedules a background's rounds: at most one per step, because nothing is new in between."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from workbench.sim.clock.fiber import PARK, Fiber, HostView
 
 
 class BackgroundRounds:
-    """One rank's `again` verb. A replay answers it after the same steps as the engine did."""
+    """A rank's verb `again`. A replay answers it after the same steps as the engine."""
 
     def __init__(self, host: HostView) -> None:
         self.host = host
-        self.is_idle = False  # whether the step waits for a meeting and moves no further
-        self._steps = 0  # steps made so far
-        self._seen = 0  # how many of them the background has seen
-        self._until = 0.0  # when the rest that the background requested is over
-        self._alone = False  # whether the background involves this rank alone
-        self._group: Group | None = None  # the group of the round; None: all ranks
+        self.is_idle = False  # whether the step waits for a meeting
+        self._steps = 0  # steps so far
+        self._seen = 0  # steps that the background has seen
+        self._until = 0.0  # the end of the rest that the background requested
+        self._alone = False  # whether the background involves only this rank
+        self._group: Group | None = None  # None: all ranks
         self._resting: Fiber | None = None  # the background, until a step is new
 
     def next_step(self, fiber: Fiber, op: Op) -> Any:
-        """Answers, or parks the background until a step is new and its rest is over."""
         if fiber.origin != "background ":
             raise StrategyError("`again` belongs in a background coroutine, not in `step`")
         (rest, self._alone), self._group = op.args, op.group
@@ -36,22 +35,19 @@ class BackgroundRounds:
         return self._answer_round(fiber)
 
     def note_step(self) -> None:
-        """Notes that a step has ended."""
         self._steps += 1
         self._wake_background()
 
     def resume(self, _: Any) -> None:
-        """Wakes the background after its rest."""
         self._wake_background()
 
     def note_idle(self) -> None:
-        """Notes that the step makes no progress before a meeting."""
         self.is_idle = True
         self._wake_background()
 
     @property
     def newest_step(self) -> int:
-        """The number of the last step, at least 1 even before the first one."""
+        """The last step's number; 1 before the first step."""
         return max(self.host.rank.step, 1)
 
     @property

@@ -1,4 +1,4 @@
-"""The state of a simulated world that its collectives and messages use."""
+"""State that collectives and messages use."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from workbench.sim.costs.replay import ChanceReplay
 
 
 class WorldState:
-    """The clock, the ports and the record of `size` ranks, of which `first` are simulated (0: all).
+    """The clock, the ports and the record of `size` ranks.
 
-    missed: whether ranks know of a crash
+    first: number of simulated ranks, 0: all; missed: whether ranks know of a crash
     """
 
     def __init__(
@@ -44,7 +44,6 @@ class WorldState:
         return self._hosts
 
     def list_simulated_ranks(self, group: Group | None) -> Sequence[int]:
-        """Returns the simulated ranks of a group, or of all ranks."""
         if group is None:
             return range(self.first)
         found = self._here.get(group)
@@ -53,5 +52,5 @@ class WorldState:
         return found
 
     def find_position(self, group: Group, rank: int) -> int:
-        """Returns the position of `rank` among the simulated ranks of a group."""
+        """Returns a rank's position among the simulated ranks of a group."""
         return group.index(rank) if self.first == self.size else self.list_simulated_ranks(group).index(rank)

@@ -18,19 +18,19 @@ from workbench.sim.clock.state import WorldState
 from workbench.sim.costs.costs import Costs
 from workbench.sim.costs.replay import ChanceReplay
 
-AT_ONCE = 500_000  # events at one time (and more per rank) before the run counts as standing still
-PER_RANK = 2_000
+AT_ONCE = 500_000  # events at one time before the run counts as standing still
+PER_RANK = 2_000  # the same, in addition for each rank
 NOTICED = 0.23  # seconds until the other ranks notice a crash: the median of 101 kills of real ranks
 
 
 class SimulationStopped(BaseException):
-    """A rank ends the simulation for all ranks before its last step, as `on_nan` demands."""
+    """A rank ends the simulation before its last step, as `on_nan` demands."""
 
 
 class VirtualWorld(WorldState):
     """State that the ranks of one simulation share.
 
-    first:   how many of the `size` ranks are simulated; each stands for the ranks at its position in the other replicas
+    first:   number of simulated ranks; each stands for the ranks at its position in the other replicas
     members: by place, the rank's number in the run; now: when these ranks begin
     fallen:  places of crashed ranks; parted: new ranks and settings, if the ranks have met to let more ranks join
     """
@@ -55,27 +55,27 @@ class VirtualWorld(WorldState):
         self.open: dict[str, dict[tuple[Group | None, int], MeetingView]] = {}  # collectives under way, by lane
         self.orders: dict[str, ChildOrder] = {}
         self._gathered: dict[tuple[str, Group | None], dict[int, tuple[Fiber, Any]]] = {}
-        # by what is said and to which group: what the first rank has said, how often each asked, and who waits
+        # by name and group of a broadcast: the values so far, each rank's number of requests, the waiting fibers
         self._said: dict[tuple[str, Group | None], tuple[list[Any], Counter[int], list[Fiber]]] = {}
         self.ended = 0
         self.over = False  # whether all ranks have finished their steps
         self.done: set[int] = set()  # ranks that are idle until the next meeting
         self.latest = self.due = 0  # at the last meeting: the highest step, the planned changes due
-        self.meets = -1  # the step at which ranks that are apart meet next; -1: at none
-        self.wanted = False  # has a rank asked for a meeting, because its model has unfrozen a parameter?
+        self.meets = -1  # the step of the next meeting; -1: none
+        self.wanted = False  # whether a rank wants a meeting, because its model has unfrozen a parameter
         self._listening: list[Fiber] = []
         self._raised: dict[int, int] = {}  # by rank, the step in which it raised a hand
-        self.keeper: Any = None  # takes what a checkpoint is to hold
-        self.saved: Any = None  # by rank, what it goes on from
-        self.mortal = False  # may ranks crash?
+        self.keeper: Any = None  # takes the contents of a checkpoint
+        self.saved: Any = None  # by rank, the state to continue from
+        self.mortal = False  # whether ranks may crash
         self.fallen: set[int] = set()
         self.stopped = False  # whether a rank ended the simulation
         self.parted: Any = None
 
     def run_ranks(self, sessions: list[Any], came: Membership | None = None) -> None:
-        """Runs all ranks until they end, are lost or others join. came: how these ranks came together.
+        """Runs all ranks until they end, crash or let more ranks join. came: how these ranks came together.
 
-        Raises Deadlock if ranks wait for each other, or loop and no time passes.
+        Raises Deadlock.
         """
         self.sessions = sessions
         self._hosts = [s.host for s in sessions]
@@ -96,12 +96,10 @@ class VirtualWorld(WorldState):
 
     @property
     def living_sessions(self) -> list[Any]:
-        """The sessions that have neither crashed nor ended."""
         return [s for s, life in zip(self.sessions, self.lives, strict=True)
                 if not life.done and s.rank.id not in self.fallen]  # fmt: skip
 
     def note_crash(self, fiber: Fiber) -> None:
-        """Notes a crash, which the other ranks notice `NOTICED` seconds later."""
         if not self.fallen:
             self.clock.resume_at(self.clock.now + NOTICED, TimedCall(self._cut_off_ranks))
         self.fallen.add(fiber.host.index)
@@ -126,7 +124,6 @@ class VirtualWorld(WorldState):
         raise Deadlock(explain_standstill(self))
 
     def _run_events(self) -> None:
-        """Runs all pending events. Raises Deadlock if time stands still."""
         if not self.clock.run_events(AT_ONCE + PER_RANK * self.first):
             raise Deadlock(explain_standstill(self))
 
@@ -135,7 +132,7 @@ class VirtualWorld(WorldState):
         raise Deadlock(explain_endless_loop(fiber, op))
 
     def close(self) -> None:
-        """Closes unfinished coroutines, so that none is left after a failure."""
+        """Closes unfinished coroutines."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that never started are not awaited
             for host in self._hosts:
@@ -159,7 +156,7 @@ class VirtualWorld(WorldState):
     ) -> Any:
         """Gathers `mine` from every rank of a group (None: all). The last one calls `joint`, which answers every rank.
 
-        seconds: delay of the answers after the last arrival
+        seconds: from the last arrival to the answers
         """
         come = self._gathered.setdefault((what, group), {})
         come[fiber.host.index] = fiber, mine
@@ -178,7 +175,7 @@ class VirtualWorld(WorldState):
         return PARK
 
     def broadcast_value(self, fiber: Fiber, what: str, mine: Any, group: Group | None = None) -> Any:
-        """The first rank's `mine`, for all ranks or a group's. Others wait until it has come; it waits for nobody."""
+        """Answers all ranks, or a group's, with the first rank's `mine`. Only the first rank never waits."""
         said, heard, waiting = self._said.setdefault((what, group), ([], Counter(), []))
         number, index = heard[fiber.host.index], fiber.host.index
         heard[index] += 1
@@ -196,7 +193,7 @@ class VirtualWorld(WorldState):
         return mine
 
     def answer_round(self, fiber: Fiber, group: Group | None = None) -> Any:
-        """Gathers all ranks, or a group, and answers each with its newest step, or 0 if every rank is idle."""
+        """Gathers all ranks or a group. Answers each with its newest step, or 0 if every rank is idle."""
         hosts = self.hosts if group is None else [self.hosts[r] for r in self.list_simulated_ranks(group)]
 
         def answer(_: list[Any]) -> list[int]:
@@ -206,7 +203,7 @@ class VirtualWorld(WorldState):
             if self.replay is not None:
                 recorded = [self.replay.next_answer(host.index) for host in hosts]
                 answers = [step for step in recorded if step is not None]
-                if len(answers) < len(steps):  # beyond the record of a rank, and ranks go on or end together
+                if len(answers) < len(steps):  # a rank's record is over, and ranks go on or end together
                     answers = steps
             for host, step in zip(hosts, answers, strict=True):
                 host.note("again", step > 0)
@@ -215,20 +212,17 @@ class VirtualWorld(WorldState):
         return self.gather_ranks(fiber, "again", None, answer, self.ports.flag_seconds(), group)
 
     def add_listener(self, fiber: Fiber) -> None:
-        """Lets an idle rank wait for the next call."""
         self._listening.append(fiber)
 
     def make_unused_flags(self, rank: int) -> UnusedFlags:
-        """What this rank raises its hand with."""
         return UnusedFlags(self._raised, rank)
 
     def request_meeting(self) -> None:
-        """A rank asks rank 0 to call a meeting."""
         self.wanted = True
         self._wake_listeners()
 
     def call_meeting(self, step: int) -> None:
-        """Calls all ranks to a meeting. With `propagation` they meet at `step`, otherwise at their next boundary."""
+        """Calls all ranks to a meeting: with `propagation` at `step`, otherwise at their next boundary."""
         self.meets = step
         self._wake_listeners()
 
@@ -240,9 +234,9 @@ class VirtualWorld(WorldState):
 
 
 class UnusedFlags:
-    """The hands that one virtual rank raises, see [Note: The raised hand] in workbench/host/sharding/usage.py.
+    """Flags of unused parameters. See [Note: The raised hand] in workbench/host/sharding/usage.py.
 
-    steps: by rank, the last step in which it raised one; common to all ranks
+    steps: by rank, the last step with a raised flag; ranks share this dict
     """
 
     def __init__(self, steps: dict[int, int], place: int) -> None:
@@ -254,8 +248,7 @@ class UnusedFlags:
     def raised_in(self, step: int, ranks: Iterable[int]) -> bool:
         return any(self._steps.get(rank) == step for rank in ranks)
 
-    def close(self) -> None:
-        """There is nothing to give back."""
+    def close(self) -> None: ...
 
 
 class TimedCall:

@@ -1,7 +1,7 @@
 """Advice: the main causes of slow steps in a record, and for each the next setting to try.
 
-It simulates a few other settings with the run's own costs, as `what_if` does. For each cause it suggests the fastest
-setting, if the gain is clear. For causes that no setting can change, it says where to look.
+It simulates a few settings with the run's own costs, and suggests the fastest if the gain is clear. For causes that no
+setting can change, it says where to look.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ LOOK |= dict.fromkeys(("forward", "backward", "optimizer", "codec"), "look at wh
 class Suggestion(NamedTuple):
     """Settings to try, with the simulator's prediction.
 
-    faster: share by which the time per example falls against the present settings, both simulated
-    error:  error of the simulation of the present settings, as a share of the measured time
-    learns: whether the settings may change what the model learns, so the loss needs watching
+    faster: share by which the simulated time per example falls
+    error:  simulation error for the present settings, as a share of the measured time
+    learns: whether the model may learn otherwise, so that the loss needs watching
     """
 
     settings: dict[str, Any]
@@ -66,7 +66,7 @@ class Suggestion(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """A cause from `workbench.analysis.stragglers.causes`, with the next thing to try."""
+    """A cause from `workbench.analysis.stragglers.causes`, with suggestions."""
 
     cause: str
     ranks: tuple[int, ...]
@@ -77,30 +77,29 @@ class Advice(NamedTuple):
 
     @property
     def next(self) -> str:
-        """The next thing to try, as text; "" if none is known."""
+        """The next thing to try; "" if none is known."""
         look = LOOK[self.cause] if self.ranks or self.cause in ("input", "outside") else ""
         return "; or ".join(filter(None, (*map(str, self.suggestions), look)))
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The cells of a table row, in the order of HEAD."""
         who = join_names(tuple(map(str, self.ranks))) if self.ranks else "all"
         return self.cause, who, format_seconds(self.seconds), _format_percent(self.share), self.text, self.next
 
 
 class AdviceTable(list[Advice]):
-    """Rows, the costliest cause first. It shows itself as a table.
+    """A table, the costliest cause first.
 
-    unsimulated: why no setting could be simulated; "" if settings were simulated, or none was needed
-    causes:      the causes that `unsimulated` holds for; (): all of them
-    unjudged:    why the record does not say what costs a step most; "" if it says
+    unsimulated: why no setting could be simulated; "" if settings were simulated or not needed
+    causes:      the causes that `unsimulated` holds for; (): all
+    unjudged:    why the record does not show the main causes; "" if it does
     """
 
     unsimulated = unjudged = ""
     causes: tuple[str, ...] = ()
 
     def note_failures(self, reasons: Iterable[str], causes: Iterable[str], everywhere: bool) -> None:
-        """Keeps why no setting could be simulated against `find_causes`. everywhere: no other cause was simulated."""
+        """Stores why no setting could be simulated. everywhere: whether this holds for all causes"""
         self.unsimulated = "; ".join(dict.fromkeys(reasons))
         self.causes = () if everywhere else tuple(dict.fromkeys(causes))
 
@@ -131,9 +130,8 @@ class AdviceTable(list[Advice]):
 def advise_run(run: Run, last: int = LAST) -> AdviceTable:
     """Returns the causes of the last `last` steps, with suggestions. Simulates for a second or more.
 
-    If nothing can be simulated, such as a script's own loop, causes have no suggestions, and `unsimulated` says why.
-    `workbench.sim.plan.judging` has the rule that orders suggestions, by which `lab.tune` goes, too. Here times are
-    simulated and no loss is known, so settings that learn otherwise come last. `lab.tune` measures both.
+    If the run cannot be simulated, such as a script's own loop, causes have no suggestions. The rule in
+    `workbench.sim.plan.judging` orders suggestions. No loss is known, so settings that learn otherwise come last.
     """
     found, asked = find_causes(run.timeline, last), None
     rows, known, failed = AdviceTable(), dict[str, tuple[Suggestion, ...]](), dict[str, str]()  # the latter two by kind
@@ -156,20 +154,20 @@ def advise_run(run: Run, last: int = LAST) -> AdviceTable:
 
 
 def _choose_kind(found: Cause) -> str:
-    """Which settings may help against a cause; "" if none may."""
+    """Returns the kind of settings that may help; "" if none may."""
     return found.cause if found.cause in ("network", "codec") else "waiting" if found.ranks else ""
 
 
 def _best_suggestions(asked: RunPredictor, kind: str) -> tuple[Suggestion, ...]:
-    """The fastest setting against a kind of cause that learns the same, and the fastest of all if it is faster still.
+    """Returns the fastest setting that learns the same, and the fastest of all if that is faster still.
 
-    Leaves out what is less than `WORTH` faster.
+    Omits gains below WORTH.
     """
     found, every = [], list(_list_candidates(asked.now, kind))
     with doing(kind, len(every)) as work:
         for number, settings in enumerate(every):
             work.at(number)
-            with suppress(KnobError, StrategyError, RunError, ValueError):  # invalid, or impossible to simulate
+            with suppress(KnobError, StrategyError, RunError, ValueError):  # it cannot be simulated
                 found.append(_make_suggestion(asked, settings))
     best: list[Suggestion] = []
     for one in sort_by_evidence(found, lambda s: Evidence(1 - s.faster, is_usable(not s.learns, None, 0.0))):
@@ -195,13 +193,13 @@ def _list_candidates(now: Experiment, kind: str) -> Iterator[dict[str, Any]]:
 
 def _make_suggestion(asked: RunPredictor, settings: dict[str, Any]) -> Suggestion:
     found = asked.what_if(settings)
-    examples = found.experiment.strategy.batches(1) / asked.now.strategy.batches(1)  # of a step, to what they are now
+    examples = found.experiment.strategy.batches(1) / asked.now.strategy.batches(1)  # ratio of examples per step
     learns = not learns_alike(asked.now, found.experiment)
     return Suggestion(settings, 1 - found.other / found.same / examples, found.error, learns)
 
 
 def _format_value(value: Any) -> str:
-    """Returns a member as code, without default knobs: `PowerSGD`, `LocalSGD(every=8)`."""
+    """Returns code without default knobs: `PowerSGD`, `LocalSGD(every=8)`."""
     if isinstance(value, int | float):
         return f"{value:g}"
     if value == (short := getattr(value, "of", value)).usual():

@@ -1,4 +1,4 @@
-"""Finds the best cuts of a model into stages from the times of its parts. Predicts a step with them."""
+"""Finds the best cuts of a model into stages from the times of its parts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TRIED = 6  # cuts that are simulated
 class CutPrediction(NamedTuple):
     """A way to cut a model.
 
-    cuts: the parts at which pieces begin; step_s: predicted seconds per step; bubble: idle share of stages
+    cuts: indices of the parts at which pieces begin; step_s: predicted seconds per step; bubble: idle share of stages
     """
 
     cuts: tuple[int, ...]
@@ -48,11 +48,11 @@ class CutPrediction(NamedTuple):
 class BalanceProposal(NamedTuple):
     """The proposal of `balance`.
 
-    partition: the experiment's, with the new cuts: `lab.set("partition", found.partition)` applies it live
+    partition: has the new cuts: `lab.set("partition", found.partition)` applies it live
     best:      its prediction; even: the prediction for cuts by numbers of parameters (None: impossible)
-    units:     the times of each part, for one micro-batch
+    units:     times of each part for one micro-batch
     costs:     the same times for `simulate` and `plan`, per batch of a replica
-    exact:     whether all cuts were compared; with several pieces per stage there may be too many
+    exact:     whether all cuts were compared; several pieces per stage may allow too many
     """
 
     partition: Partition
@@ -68,7 +68,7 @@ class BalanceProposal(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """How many times longer a step takes with cuts by numbers of parameters."""
+        """Step time with cuts by numbers of parameters, divided by the best."""
         return self.even.step_s / self.best.step_s if self.even else float("nan")
 
     def __repr__(self) -> str:
@@ -77,7 +77,6 @@ class BalanceProposal(NamedTuple):
         return "\n".join([f"{self.best!r}{even}{some}", *self._describe_parts()])
 
     def _describe_parts(self) -> Iterator[str]:
-        """Yields a line for each part: its stage and its times."""
         stages = self.partition.depth
         for number, unit in enumerate(self.units):
             stage = sum(begin <= number for begin in self.cuts) % stages
@@ -87,20 +86,18 @@ class BalanceProposal(NamedTuple):
 
 def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | None = None,
             slow: Sequence[float] | Run | None = None, rounds: int = 9) -> BalanceProposal:  # fmt: skip
-    """Returns cuts of `experiment`'s pipeline that make its steps as fast as possible.
+    """Returns the fastest cuts of `experiment`'s pipeline.
 
-    times:  seconds of a forward and of a backward of one micro-batch through each part of the model. By default they
-            are measured in this process on one thread, as medians over `rounds`. Under a `pace`, a part takes at least
-            the pace's share for its parameters.
-    slow:   by stage, a factor by which its ranks are slower, apart from `experiment`'s faults in the first step. Or a
+    times:  seconds of a forward and a backward of one micro-batch through each part of the model. The default are
+            medians of `rounds` measurements in this process on one thread. Under a `pace`, a part takes at least the
+            pace's share for its parameters.
+    slow:   by stage, the factor by which its ranks are slower, apart from `experiment`'s faults in the first step. Or a
             run with as many stages, which gives the factors including faults
 
-    Two costs count. One is the slowest stage's time for the forward and backward of all its pieces. The other is the
-    time for which links are busy with transfers between pieces. `host/placement/balancing.py` finds the Pareto-optimal
-    cuts. If several pieces per stage give too many cuts, it compares only promising ones and `exact` is False. The
-    schedule decides how much each cost matters. So `simulate` predicts a step for TRIED Pareto-optimal cuts and for
-    cuts by numbers of parameters. The fastest is proposed. A codec between stages counts only in this prediction. The
-    optimizer's time does not count.
+    Two costs count: the slowest stage's time for all its pieces, and the time for which links are busy between pieces.
+    `host/placement/balancing.py` finds the Pareto-optimal cuts. The schedule decides how much each cost matters, so
+    `simulate` predicts a step for TRIED of these cuts and for cuts by numbers of parameters. A codec between stages
+    counts only in this prediction. The optimizer's time does not count.
 
     Raises KnobError if the partition has no stages, or the model cannot be cut into so many.
     """
@@ -144,18 +141,17 @@ def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | No
         for w in some:
             tried.append(_predict_cut(e, replace(way, cuts=w.cuts), w.cuts, costs))  # type: ignore[call-arg]
             work.step()
-    found = min([*tried, *([even] if even else [])], key=lambda each: each.step_s)  # the first of equally fast ones
+    found = min([*tried, *([even] if even else [])], key=lambda each: each.step_s)
     return BalanceProposal(replace(way, cuts=found.cuts), found, even, units, costs, exact)  # type: ignore[call-arg]
 
 
 def _sample_ways(ways: list[StageCut]) -> list[StageCut]:
-    """Returns up to TRIED evenly spaced ways, including the first and the last."""
     last = len(ways) - 1
     return [ways[at] for at in sorted({round(k * last / (TRIED - 1)) for k in range(TRIED)})]
 
 
 def _crossing_seconds(e: Experiment, learner: Learner) -> list[list[float]]:
-    """Returns a row per stage: seconds that links are busy per micro-batch if a piece begins at each part."""
+    """Returns (stages, parts): seconds per micro-batch that links are busy if a piece begins at a part."""
     way = e.partition
     if not e.fabric.shaped:
         return [[]]
@@ -190,7 +186,7 @@ def _read_slow_factors(slow: Sequence[float] | None, depth: int) -> tuple[float,
 def _measure_slow_factors(
     run: Run, e: Experiment, units: tuple[TimedUnit, ...], model: Any, learner: Any
 ) -> tuple[float, ...]:
-    """Returns for each stage how many times slower its slowest rank was than the fastest stage's, for equal parts."""
+    """Returns by stage: its slowest rank's time for equal parts, divided by the fastest stage's."""
     was, found = (
         fold(run.experiment, run.changes, Experiment.set)[-1][1].partition,
         analysis.measure_bubble(run.timeline),
@@ -210,14 +206,13 @@ def _find_stage(way: Partition, rank: int) -> int:
 
 
 def _apply_pace(e: Experiment, units: tuple[TimedUnit, ...], weights: Sequence[int]) -> tuple[TimedUnit, ...]:
-    """Returns the times of parts, at least as long as the pace demands."""
     each = [e.pace * 1e-3 * w / sum(weights) / e.partition.micro_batches for w in weights]
     return tuple(TimedUnit(u.name, max(u.forward, SHARES["forward"] * s), max(u.backward, SHARES["backward"] * s))
                  for u, s in zip(units, each, strict=True))  # fmt: skip
 
 
 def _stage_slowness(e: Experiment, factors: tuple[float, ...]) -> list[tuple[float, float]]:
-    """Returns for each stage the factors by which forward and backward are slower on the slowest of its ranks."""
+    """Returns by stage the factors by which forward and backward are slower on its slowest rank."""
     found = [(factor, factor) for factor in factors]
     faults = e.fabric.faults
     return [(max(f * stretch(faults, r, 0, "forward") for r in range(e.ranks) if _find_stage(e.partition, r) == stage),
@@ -226,7 +221,7 @@ def _stage_slowness(e: Experiment, factors: tuple[float, ...]) -> list[tuple[flo
 
 
 def _make_stage_costs(e: Experiment, units: tuple[TimedUnit, ...], factors: tuple[float, ...]) -> Costs:
-    """Returns the costs of a replica's whole batch, on each rank."""
+    """Returns each rank's costs for a replica's batch."""
     slow = [e.partition.micro_batches * factors[_find_stage(e.partition, rank)] for rank in range(e.ranks)]
     return Costs(forward=tuple(Duration(f * sum(u.forward for u in units)) for f in slow),
                  backward=tuple(Duration(f * sum(u.backward for u in units)) for f in slow),
@@ -234,7 +229,7 @@ def _make_stage_costs(e: Experiment, units: tuple[TimedUnit, ...], factors: tupl
 
 
 def _predict_cut(e: Experiment, way: Partition, cuts: tuple[int, ...], costs: Costs) -> CutPrediction:
-    """Simulates some steps without a memory limit, and returns the prediction."""
+    """Predicts steps without a memory limit."""
     looked = max(STEPS, min(longest_round(e.strategy), MOST) if e.strategy.periodic else 0)
     never = way.depth if way.ahead(0) else 0  # unflushed: rounds until all wait for the slowest, and to drain
     stop = SETTLE * max(1, never) + looked

@@ -1,7 +1,7 @@
 """The rule by which `lab.tune` and `run.advice` say which of several settings is better.
 
-A setting is usable if a run learns the same under it, or if its measured loss keeps to the trend. Usable settings come
-first, the fastest of them before the others. Then come settings whose loss nobody has measured, or whose loss is worse.
+A setting is usable if a run learns the same, or if its measured loss keeps to the trend. Usable settings come first,
+and settings with unknown or worse loss last. Faster settings precede slower ones.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ T = TypeVar("T")
 
 
 class Evidence(NamedTuple):
-    """What is known of a setting. seconds: per batch; usable: see `is_usable`"""
+    """Evidence on a setting. seconds: per batch; usable: see `is_usable`"""
 
     seconds: float
     usable: bool
 
 
 def is_usable(alike: bool, loss: Interval | None, worse: float) -> bool:
-    """Whether a setting may be used without harm to the loss.
+    """Returns whether a setting does not harm the loss.
 
-    alike: as `learns_alike` has it; loss: by which share it lies above its trend; None: nobody has measured it
+    alike: the result of `learns_alike`; loss: share above its trend, None: not measured; worse: highest such share
     """
     return alike or (loss is not None and loss.high <= worse)
 
 
 def sort_by_evidence(found: Iterable[T], evidence: Callable[[T], Evidence]) -> list[T]:
-    """The best setting first."""
+    """Returns the best setting first."""
 
     def key(one: T) -> tuple[bool, float]:
         seconds, usable = evidence(one)

@@ -1,4 +1,4 @@
-"""Plans (strategy, partition) pairs: finds those that fit into memory and predicts their steps."""
+"""Finds (strategy, partition) pairs that fit into memory, and predicts their steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from workbench.sim.run.fits import MOST, longest_round, require_room
 from workbench.sim.run.simulate import simulate_sizes
 from workbench.tasks import Learner
 
-REASONS = 3  # reasons that an error names
+REASONS = 3  # reasons in an error
 ALL = 64  # ranks up to which each has its own speed
 SETTLE, STEPS = 3, 2  # untypical first steps; measured steps, at least
 
@@ -33,7 +33,7 @@ SETTLE, STEPS = 3, 2  # untypical first steps; measured steps, at least
 class PlannedPair(NamedTuple):
     """A pair with its prediction for one global batch.
 
-    step_s: seconds per step; peak: bytes on the fullest device; sent: bytes that a rank sends per step
+    step_s: seconds per step; peak: bytes on the fullest device; sent: bytes per rank and step
     away:   bytes that a rank keeps on its host or disk
     """
 
@@ -53,7 +53,7 @@ class PlannedPair(NamedTuple):
 
 
 def _describe_member(member: Any) -> str:
-    """Returns a member with its knobs that differ from the defaults."""
+    """Returns a member as code, without default knobs."""
     usual = {knob.name: knob.default for knob in knobs(type(member))}
     turned = [(k.name, k.default) for k in knobs(member) if k.default != usual[k.name]]
     said = ", ".join(
@@ -64,16 +64,15 @@ def _describe_member(member: Any) -> str:
 
 def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iterable[Any] = (),
          partitions: Iterable[Partition] = ()) -> list[PlannedPair]:  # fmt: skip
-    """Returns the pairs that `experiment`'s ranks can train with, fastest first. Respects `memory_mb` if it is set.
+    """Returns the pairs that `experiment`'s ranks can train with in `memory_mb`, fastest first.
 
-    Each pair is simulated for a few steps, with sizes only. The global batch is the same: a replica on n ranks takes n
+    Simulates a few steps of each pair, with sizes only. The global batch is the same: a replica on n ranks takes n
     times the batch of one rank. If replicas behave alike, one stands for all (`simulate(alike=True)`). Above `ALL`
-    ranks, each rank is as fast as the slowest is expected to be (`Costs.even`). Refused pairs and pairs that do not fit
-    are omitted.
+    ranks, each rank is as fast as the slowest is expected to be (`Costs.even`).
 
     costs:      compute times (`Costs.measured(run)`), if `experiment` has no `pace`: the time of one replica's batch on
                 one rank
-    strategies: by default the ones with the same result as one process (`exact`), and the experiment's own
+    strategies: by default the exact ones, and the experiment's own
     partitions: by default the whole model with and without checkpointing, and up to 64 stages or slices that divide the
                 number of ranks
 
@@ -88,7 +87,7 @@ def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iter
     costs = costs.even(e.ranks) if e.ranks > ALL else costs
     learner, why = e.task.build(), list[str]()
     ways = _list_possible_partitions(e, list(partitions) or list(_list_partitions(e)), learner, why)
-    found, seen = list[PlannedPair](), dict[Any, Any]()  # passes without values, which many pairs share
+    found, seen = list[PlannedPair](), dict[Any, Any]()  # seen: passes that pairs share
     pairs = list(product(list(strategies) or _list_exact_strategies(e), ways))
     with doing("planning", len(pairs)) as work:
         for strategy, way in pairs:
@@ -102,7 +101,7 @@ def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iter
 
 
 def _describe_refusals(why: list[str]) -> str:
-    """Returns the error for a plan without pairs: the number of refusals, and the most frequent reasons."""
+    """Returns the number of refusals and the most frequent reasons."""
     reasons = [reason for reason, _ in Counter(why).most_common(REASONS)]
     more = f"; and {len(set(why)) - len(reasons)} other reasons" if len(set(why)) > len(reasons) else ""
     return f"plan: no strategy and partition can train this experiment ({len(why)} refused): {'; '.join(reasons)}{more}"
@@ -111,7 +110,7 @@ def _describe_refusals(why: list[str]) -> str:
 def _list_possible_partitions(
     e: Experiment, ways: list[Partition], learner: Learner, why: list[str]
 ) -> list[Partition]:
-    """Returns the partitions that can cut the model, without simulating. Appends reasons against the rest to `why`."""
+    """Returns the partitions that can cut the model. Appends reasons against other partitions to `why`."""
     model, found = make_outline(learner), []
     for way in ways:
         try:
@@ -124,12 +123,12 @@ def _list_possible_partitions(
 
 def _simulate_pair(e: Experiment, strategy: Any, way: Partition, costs: Costs, learner: Learner,
                seen: dict[Any, Any] | None) -> PlannedPair | str:  # fmt: skip
-    """Returns the prediction of a pair, or why the pair is refused."""
-    looked = max(STEPS, min(longest_round(strategy), MOST) if strategy.periodic else 0)  # a whole round, if periodic
+    """Returns a prediction, or the reason for a refusal."""
+    looked = max(STEPS, min(longest_round(strategy), MOST) if strategy.periodic else 0)
     never = way.depth if way.ahead(0) else 0  # unflushed: rounds until all wait for the slowest, and to drain
     stop = SETTLE * max(1, never) + max(looked, min(longest_round(strategy), MOST) + STEPS)
     steps = stop + never
-    evaluates = steps if e.eval_every and e.memory_mb else 0  # once, after the last step, for its memory
+    evaluates = steps if e.eval_every and e.memory_mb else 0  # once, to measure its memory
     try:
         e = replace(e, strategy=strategy, partition=way, steps=steps, eval_every=evaluates, batch=e.batch * way.size,
                     pace=0.0, policy=ByHand()).checked()  # fmt: skip
@@ -147,7 +146,7 @@ def _simulate_pair(e: Experiment, strategy: Any, way: Partition, costs: Costs, l
 
 
 def _list_exact_strategies(e: Experiment) -> list[Any]:
-    """Returns the experiment's strategy and all strategies that claim to be exact, with their default knobs."""
+    """Returns the experiment's strategy, and exact strategies with default knobs."""
     from workbench.strategies import Strategy
 
     kinds: dict[str, Any] = members(Strategy)
@@ -157,7 +156,6 @@ def _list_exact_strategies(e: Experiment) -> list[Any]:
 
 
 def _list_partitions(e: Experiment) -> Iterator[Partition]:
-    """Yields the whole model with and without recomputed units, and partitions over divisors of the ranks."""
     from workbench.partitions import Pipeline, Tensor
 
     yield Whole()

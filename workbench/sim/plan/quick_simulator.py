@@ -1,4 +1,4 @@
-"""Predicts a step's time under other settings quickly: sizes only, and one replica for all if they behave alike."""
+"""Predicts steps quickly: with sizes only, and one replica for all if they behave alike."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class QuickPrediction(NamedTuple):
 
 
 class QuickSimulator:
-    """Simulates many settings of one task. The sizes of the task's passes are computed once.
+    """Simulates many settings of one task. Computes the sizes of the task's passes once.
 
-    costs: compute times, if `pace` gives no longer ones
+    costs: compute times, unless `pace` gives longer times
     """
 
     def __init__(self, experiment: Experiment, costs: Costs) -> None:
@@ -48,7 +48,7 @@ class QuickSimulator:
         self._seen = dict[Any, Any]()
 
     def predict_step(self, e: Experiment) -> QuickPrediction:
-        """Predicts a step of an experiment. Raises KnobError or StrategyError if it cannot be simulated."""
+        """Predicts a step. Raises KnobError or StrategyError."""
         every = count_round_steps(e)
         looked = max(FEW, 2 * every if every > 1 else 0)
         e = replace(e, steps=SETTLE + looked, eval_every=0, policy=ByHand()).checked()
@@ -71,17 +71,17 @@ class QuickSimulator:
 
 
 def count_round_steps(e: Experiment) -> int:
-    """Returns the steps in a round of a periodic strategy, otherwise 1."""
+    """Returns a periodic strategy's steps per round, otherwise 1."""
     return int(getattr(e.strategy, "every", 1)) if e.strategy.periodic else 1
 
 
 def mean_seconds(run: Run, first: int, stop: int) -> float:
-    """Returns the mean seconds of the steps [first, stop) over steps and ranks; NaN if there are none."""
+    """Returns the mean over the steps [first, stop) and the ranks; NaN without steps."""
     found = analysis.break_down(run.timeline, first, stop)
     return float(np.mean(found.seconds)) if found.steps else float("nan")
 
 
 def mean_sent_bytes(run: Run, first: int, stop: int) -> float:
-    """Returns the mean bytes that a rank sends in one of the steps [first, stop), over steps and ranks."""
+    """Returns the mean bytes per step and rank over the steps [first, stop)."""
     each = analysis.bytes_per_step(run.timeline, first, stop)
     return float(np.mean(each)) if len(each) else 0.0

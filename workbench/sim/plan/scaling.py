@@ -1,4 +1,4 @@
-"""A step's time over numbers of ranks: one row per number, and the assumptions behind all rows."""
+"""Step time by number of ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEAD = ("ranks", "step", "computing", "sent per rank and step", "")
 
 
 class ScalingRow(NamedTuple):
-    """One number of ranks: seconds per step, share of compute in it, bytes that a rank sends per step.
+    """A number of ranks: seconds per step, share of compute, bytes sent per rank and step.
 
     refused: why it was not simulated, or ""
     """
@@ -39,7 +39,6 @@ class ScalingRow(NamedTuple):
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The cells of a table row, in the order of HEAD."""
         if self.refused:
             return f"{self.ranks:,}", "", "", "", self.refused
         sent = analysis.format_bytes(self.sent)
@@ -47,7 +46,7 @@ class ScalingRow(NamedTuple):
 
 
 class Scaling(list[ScalingRow]):
-    """Rows by number of ranks, and `list_assumptions` as sentences. It shows itself as a table with these below."""
+    """A table by number of ranks, with sentences from `list_assumptions` below."""
 
     def __init__(self, rows: Sequence[ScalingRow], assumptions: tuple[str, ...]) -> None:
         super().__init__(rows)
@@ -64,7 +63,7 @@ class Scaling(list[ScalingRow]):
 
 
 def make_scaling_row(quick: QuickSimulator, ranks: int, made: Callable[[int], Experiment]) -> ScalingRow:
-    """Simulates the experiment that `made` returns for `ranks` ranks."""
+    """Simulates the experiment that `made` returns."""
     try:
         e = made(ranks)
         if ranks > ALL and (reason := explain_unlike(e, quick.costs.even(ranks))):
@@ -78,9 +77,9 @@ def make_scaling_row(quick: QuickSimulator, ranks: int, made: Callable[[int], Ex
 
 
 def list_assumptions(now: Experiment, e: Experiment, costs: Costs, network: str, error: float) -> tuple[str, ...]:
-    """Returns the assumptions behind a prediction for `e` from a run of `now`, as sentences.
+    """Returns sentences about a prediction for `e` from a run of `now`.
 
-    error: error of the simulation of the run as it is, as a share of the measured time
+    error: simulation error for the run as it is, as a share of the measured time
     """
     each = sum(max(d.seconds for d in getattr(costs, p)) for p in PHASES)
     each = max(each, sum(SHARES.values()) * e.pace * 1e-3)

@@ -1,4 +1,4 @@
-"""The search space of a tuner: values or a range for each knob, and all combinations."""
+"""The search space of a tuner."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from workbench.strategies.byte_scheduler import ByteScheduler
 from workbench.strategies.local_sgd import LocalSGD
 
 BYTES = ("strategy.partition_mb", "strategy.credit_mb")  # the knobs that ByteScheduler's authors tune
-MOST = 512  # combinations of listed values, at most
+MOST = 512  # combinations, at most
 Trying = Mapping[str, Any] | Sequence[str] | None
 POINTS = 5  # points of a range that the simulator evaluates
 
 
 class Dimension(NamedTuple):
-    """One knob by its full path, with the values to try. Without values, the range of `knob` is searched."""
+    """A knob by its full path, with values to try. Without values, the tuner searches the range of `knob`."""
 
     path: str
     values: tuple[Any, ...]
@@ -34,7 +34,7 @@ class Dimension(NamedTuple):
 
     @property
     def value_labels(self) -> tuple[str, ...]:
-        """The values as text, for Optuna's categorical distribution."""
+        """Text for Optuna's categorical distribution."""
         return tuple(format_value(value) for value in self.values)
 
     @property
@@ -50,7 +50,7 @@ class Dimension(NamedTuple):
 
 
 def space_of(e: Experiment, asked: Any, within: Mapping[str, tuple[float, float]]) -> list[Dimension]:
-    """Returns the search space. asked: None (`usual`), a list of knobs, or values (a list) or a range by knob.
+    """Returns the search space. asked: None (`usual_space`), a list of knobs, or values (a list) or a range by knob.
 
     Raises KnobError.
     """
@@ -75,7 +75,7 @@ def space_of(e: Experiment, asked: Any, within: Mapping[str, tuple[float, float]
 
 
 def usual_space(e: Experiment) -> dict[str, list[Any]]:
-    """Returns the default search space: bucket, compressor, strategy and a pipeline's micro-batches."""
+    """Returns the default search space by knob."""
     found: dict[str, list[Any]] = {"bucket_mb": [e.bucket_mb / 4, e.bucket_mb, min(e.bucket_mb * 4, 1024.0)]}
     codecs = [Dense(), Cast(), TopK.usual(), PowerSGD.usual()]
     found["compressor"] = [c for c in codecs if _can_set(e, "compressor", c)]
@@ -96,7 +96,6 @@ def _can_set(e: Experiment, path: str, value: Any) -> bool:
 
 
 def _make_dimension(e: Experiment, path: str, asked: Any) -> Dimension:
-    """Returns the dimension of a list of values, or of a range."""
     if isinstance(asked, tuple):
         return _make_range(e, path, asked)
     full, knob = resolve(e, path)
@@ -108,7 +107,7 @@ def _make_dimension(e: Experiment, path: str, asked: Any) -> Dimension:
 
 
 def _read_value(e: Experiment, path: str, value: Any) -> Any:
-    """Returns the value as the experiment would hold it, or as given if it also needs other settings."""
+    """Returns the value as the experiment would hold it. If it also needs other settings, returns it as given."""
     try:
         return reduce(getattr, path.split("."), e.set(path, value))
     except KnobError:
@@ -119,7 +118,6 @@ def _read_value(e: Experiment, path: str, value: Any) -> Any:
 
 
 def _make_range(e: Experiment, path: str, within: tuple[float, float] | None) -> Dimension:
-    """Returns the dimension of the knob at `path`: its range, or its choices."""
     full, knob = resolve(e, path)
     if not (knob.live and (knob.choices or knob.kind is bool or (knob.kind in (int, float) and knob.low is not None))):
         raise KnobError(f"{path}: must be a live knob with a range or with choices, to be tuned; it is {knob.allowed}")
@@ -134,19 +132,18 @@ def _make_range(e: Experiment, path: str, within: tuple[float, float] | None) ->
 
 
 def _is_range(within: Any) -> bool:
-    """Returns whether `within` is two numbers, the lower one first."""
     two = isinstance(within, (list, tuple)) and len(within) == 2
     return two and all(isinstance(x, (int, float)) for x in within) and bool(within[0] < within[1])
 
 
 def list_candidates(dims: Sequence[Dimension]) -> Iterator[Settings]:
-    """Yields all settings, with the points of ranges."""
+    """Yields all combinations of values and points of ranges."""
     for values in itertools.product(*(d.trial_points for d in dims)):
         yield {d.path: value for d, value in zip(dims, values, strict=True)}
 
 
 def current_settings(e: Experiment, dims: Sequence[Dimension]) -> Settings:
-    """Returns the tuned settings as `e` has them."""
+    """Returns the values of `e`."""
     return {d.path: reduce(getattr, d.path.split("."), e) for d in dims}
 
 
@@ -156,7 +153,7 @@ def apply_settings(e: Experiment, settings: Settings) -> Experiment:
 
 
 def learns_alike(before: Experiment, after: Experiment) -> bool:
-    """Returns whether both experiments learn the same, up to the order of sums. If so, no loss needs to be compared."""
+    """Returns whether both experiments learn the same, up to the order of sums."""
     exact = before.strategy.exact and after.strategy.exact
     same = before.strategy == after.strategy or (exact and before.strategy.batches(1) == after.strategy.batches(1))
     coded = after.compressor == before.compressor or isinstance(after.compressor, Dense)

@@ -33,11 +33,11 @@ class Trial:
     seconds:   mean step time per batch of a step (`strategy.accumulate`); None if refused or not measured
     low, high: the ends of its confidence interval
     predicted: the simulator's prediction in seconds, or None
-    steps:     steps of the run that the trial took, including those to settle
+    steps:     steps of the run in the trial, including steps to settle
     loss:      share by which the loss exceeds its earlier trend; None: no comparison was needed
-    ranks:     how many ranks trained
-    verdict:   text; "" before the trial has begun
-    fit:       whether the settings may be used: not if the trial failed or the loss may exceed its trend
+    ranks:     number of training ranks
+    verdict:   "" before the trial has begun
+    fit:       False if the trial failed or the loss may exceed its trend
     """
 
     settings: Settings
@@ -53,7 +53,7 @@ class Trial:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The cells of a table row in the order of HEAD, without the number."""
+        """A table row by HEAD, without the trial's number."""
         took = "" if self.seconds is None else format_seconds(self.seconds)
         if self.seconds is not None and self.high > self.low:
             took += f" ± {format_seconds((self.high - self.low) / 2)}"
@@ -64,9 +64,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The result of `tune` with all its trials in order. The first is the settings in force before. It shows a table.
+    """The result of `tune`, shown as a table.
 
-    left_out: settings not tried, because they are invalid or the simulator predicts that they are far slower
+    trials:   in order; the first has the settings in force before
+    left_out: settings that are invalid or far slower by the simulator's prediction, so they were not tried
     """
 
     best: Trial
@@ -75,7 +76,6 @@ class Tuned:
 
     @property
     def steps(self) -> int:
-        """The steps of the run that all trials took."""
         return sum(trial.steps for trial in self.trials)
 
     def __repr__(self) -> str:
@@ -92,12 +92,12 @@ class Tuned:
 
 
 def format_settings(settings: Mapping[str, Any]) -> str:
-    """Returns settings as code: `bucket_mb=4, compressor=TopK(density=0.01)`."""
+    """Returns code: `bucket_mb=4, compressor=TopK(density=0.01)`."""
     return ", ".join(f"{path.rsplit('.', 1)[-1]}={format_value(value)}" for path, value in settings.items())
 
 
 def format_value(value: Any) -> str:
-    """Returns a value as code, without a member's default knobs: `PowerSGD`, `LocalSGD(every=16)`."""
+    """Returns code without default knobs: `PowerSGD`, `LocalSGD(every=16)`."""
     if isinstance(value, float):
         return f"{value:g}"
     plain = to_plain(value)
@@ -112,9 +112,9 @@ def format_value(value: Any) -> str:
 
 
 def make_interval(values: Sequence[float], confidence: float, looks: int = 1) -> Interval:
-    """Returns the interval of the mean of independent values, by Student's t. looks: how often the caller looks.
+    """Returns the interval of the mean of independent values, by Student's t.
 
-    Each look gets an equal share of the error (Bonferroni), so the total error is at most 1 - confidence.
+    Each of the caller's `looks` gets an equal share of the error (Bonferroni). The total is at most 1 - confidence.
     """
     x = np.asarray(values, float)
     mid = float(x.mean())
@@ -133,10 +133,10 @@ def student_quantile(p: float, freedom: int) -> float:
 
 def above_trend(before: tuple[np.ndarray, np.ndarray], after: tuple[np.ndarray, np.ndarray],
                 confidence: float) -> Interval | None:  # fmt: skip
-    """Returns the share by which later losses exceed the trend of earlier ones, with one-sided ends.
+    """Returns the share by which later losses exceed the earlier trend, with one-sided ends. None: too few steps.
 
     before, after: (examples trained so far, loss) by step. The trend is a least-squares line in the logarithm of the
-    examples. Returns None if either has too few steps.
+    examples.
     """
     (x, y), (later, found) = before, after
     if len(x) < 4 or not len(found):

@@ -1,4 +1,4 @@
-"""Simulates a run's present settings and others, with costs measured from the run itself.
+"""Simulates a run's present and other settings, with costs measured from the run.
 
 run.what_if({"ranks": 16, "link.bandwidth": 100})
 """
@@ -24,25 +24,29 @@ from workbench.sim.plan.scaling import RANKS, Scaling, list_assumptions, make_sc
 if TYPE_CHECKING:
     from workbench.record.run import Run
 
-LOOKED = 40  # steps that are measured and simulated, at least
-ROUNDS = 4  # rounds of a periodic strategy that are simulated, at least
+LOOKED = 40  # measured and simulated steps, at least
+ROUNDS = 4  # simulated rounds of a periodic strategy, at least
 SETTLE = 2  # untypical steps after a change or at the beginning
 
 
 class WhatIf(NamedTuple):
-    """Mean seconds per step: measured, simulated with the same settings and simulated with the other settings."""
+    """Mean seconds per step: measured, simulated with the same settings and with other settings.
+
+    experiment, run, sent: of the other settings; run: simulated; sent: bytes per step and rank
+    assumptions: sentences about the simulation
+    """
 
     measured: float
     same: float
     other: float
-    experiment: Experiment  # with the other settings
-    run: Run  # simulated with them
-    sent: float  # bytes per step and rank with them
-    assumptions: tuple[str, ...] = ()  # of the simulation, as sentences
+    experiment: Experiment
+    run: Run
+    sent: float
+    assumptions: tuple[str, ...] = ()
 
     @property
     def error(self) -> float:
-        """The simulation's error for the same settings, as a share of the measured time."""
+        """Simulation error for the same settings, as a share of the measured time."""
         return self.same / self.measured - 1.0
 
     def __repr__(self) -> str:
@@ -54,22 +58,22 @@ class WhatIf(NamedTuple):
 
 
 def what_if(run: Run, settings: Mapping[str, Any] | None = None, network: str = "") -> WhatIf:
-    """Simulates `run` as it is now and with `settings` (path: value), with sizes only and costs from the run.
+    """Simulates `run` as it is now and with `settings` (path: value), with sizes only.
 
-    network: the name of one of `workbench.fabric.networks` to use instead of the run's. `settings` take precedence
+    network: a name in `workbench.fabric.networks`, instead of the run's network; `settings` take precedence
 
     Above 64 ranks, one replica is simulated for all. Each rank is as fast as the slowest is expected to be.
 
     Raises KnobError if a setting is invalid or cannot be simulated, ValueError if the run has no complete step.
     """
     _require_mapping(settings)
-    with doing("what if", 2):  # as it is, and with the settings
+    with doing("what if", 2):
         return RunPredictor(run).what_if(settings or {}, network)
 
 
 def predict_scaling(run: Run, settings: Mapping[str, Any] | None = None, network: str = "",
             ranks: Sequence[int] = RANKS) -> Scaling:  # fmt: skip
-    """Simulates several numbers of ranks, up to 4,096. Returns a row for each, and assumptions. Raises KnobError."""
+    """Simulates several numbers of ranks, up to 4,096. Raises KnobError."""
     _require_mapping(settings)
     if not isinstance(ranks, (list, tuple, range)):
         raise KnobError(f"ranks={short(ranks)}: must be a list of numbers of ranks, such as [8, 64, 4096]")
@@ -83,7 +87,7 @@ def _require_mapping(settings: Any) -> None:
 
 
 class RunPredictor:
-    """A run for several predictions. Its costs are measured once, and its own settings simulated once."""
+    """Predicts several settings of a run. Measures costs and simulates the run's settings once."""
 
     def __init__(self, run: Run) -> None:
         self.now = present_experiment(run)
@@ -96,7 +100,6 @@ class RunPredictor:
         return mean_seconds(self._simulate_steps(self.now), SETTLE, _count_steps(self.now))
 
     def what_if(self, settings: Mapping[str, Any], network: str = "") -> WhatIf:
-        """Predicts as the function `what_if` does."""
         other = self._apply_settings(settings, network)
         about = list_assumptions(self.now, other, self._costs, network, self._same_seconds / self._measured - 1.0)
         if other.ranks > ALL:
@@ -108,7 +111,6 @@ class RunPredictor:
                       mean_sent_bytes(imagined, SETTLE, stop), about)  # fmt: skip
 
     def predict_scaling(self, settings: Mapping[str, Any], network: str, ranks: Sequence[int]) -> Scaling:
-        """Predicts as the function `predict_scaling` does."""
         rows = [
             make_scaling_row(self._quick, n, lambda n: self._apply_settings({**settings, "ranks": n}, network))
             for n in ranks
@@ -127,19 +129,19 @@ class RunPredictor:
 
 
 def present_experiment(run: Run) -> Experiment:
-    """Returns the experiment of a run with every change applied so far."""
+    """Returns a run's experiment with its changes so far."""
     return fold(run.experiment, run.changes, Experiment.set)[-1][1].checked()
 
 
 def _count_steps(experiment: Experiment) -> int:
-    """Returns how many steps show the mean cost of a step: whole rounds of a periodic strategy."""
+    """Returns the number of steps to simulate: whole rounds of a periodic strategy."""
     every = int(getattr(experiment.strategy, "every", 1))
     rounds = max(ROUNDS, -(-LOOKED // every))
     return SETTLE + rounds * every
 
 
 def _settled_range(run: Run) -> tuple[int, int]:
-    """Returns the range of the newest steps under the present settings."""
+    """Returns the range of recent steps under the present settings."""
     first, stop = analysis.last_steps(run.timeline, LOOKED)
     changed = [c.at_step + SETTLE for c in run.changes]
     return min(max(first, SETTLE if stop > SETTLE else 0, *changed), max(stop - 1, 0)), stop
