@@ -1,4 +1,4 @@
-"""The compute of one virtual rank outside the passes of its model.
+"""A virtual rank's compute outside the passes of its model.
 
 It covers curvature, a strategy's own arithmetic, and codecs in the middle of a pass. Each takes the measured time, or
 none if unknown.
@@ -15,13 +15,12 @@ from workbench.sim.compute.timing import PassTiming
 
 
 class ArithmeticPerformer:
-    """Computes what a strategy asks outside the model's passes."""
+    """Computes curvature, arithmetic and codecs."""
 
     def __init__(self, parts: ComputeParts, timing: PassTiming) -> None:
         self._parts, self._body, self._timing, self._clock = parts, parts.body, timing, parts.clock
 
     def run_codec(self, fiber: Fiber, op: Op) -> Any:
-        """Performs a codec's work on a tensor that crosses between stages."""
         name, work, nbytes = op.args
         value, costs = work(), self._parts.world.costs
         if costs is None or not costs.coder:
@@ -35,7 +34,7 @@ class ArithmeticPerformer:
         return PARK
 
     def run_work(self, fiber: Fiber, op: Op) -> Any:
-        """Performs a strategy's own arithmetic: on the device in a step, in parallel to it in a child."""
+        """Performs a strategy's arithmetic: on the device in a step, in parallel to it in a child."""
         of, flops, name = op.args
         value, costs = of(), self._parts.world.costs
         self._parts.note(f"flops {name}", flops)

@@ -1,4 +1,4 @@
-"""Answers a strategy with the buckets of a pass, each at the time when it is full."""
+"""Delivers the buckets of a pass, each when it is full."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MakeFiber = Callable[[Coroutine[Op, Any, Any], str], Fiber]  # (coroutine, origi
 
 
 class BucketDelivery:
-    """Takes the passes of one virtual rank from bucket to bucket.
+    """Takes a virtual rank's passes from bucket to bucket.
 
     make_fiber: makes a fiber that runs in the step
-    run_inner:  answers a fiber with the result of a coroutine
+    run_inner:  answers a fiber with a coroutine's result
     """
 
     def __init__(self, parts: ComputeParts, timing: PassTiming, make_fiber: MakeFiber,
@@ -34,7 +34,6 @@ class BucketDelivery:
         self.make_fiber, self.run_inner = make_fiber, run_inner
 
     def next_bucket(self, fiber: Fiber, op: Op) -> Any:
-        """Answers with the next full bucket, at the time when it is full."""
         passing: BucketPass = fiber.passing
         if passing.events is not None:
             turn = passing.then is not None  # one micro-batch's pass; another fiber waits for its end
@@ -48,7 +47,7 @@ class BucketDelivery:
         return PARK
 
     def next_in_turn(self, takes: Fiber, passing: BucketPass) -> Any:
-        """Answers `takes` with the next full bucket. If none is left, resumes the fiber that waits for the pass."""
+        """Answers `takes` with the next full bucket. After the last, resumes the fiber that waits for the pass."""
         takes.on = inner = self.make_fiber(self.next_full(passing), takes.origin)
         inner.waiter = _BucketTurn(takes, passing)  # type: ignore[assignment]
         inner.resume(None)
@@ -84,7 +83,7 @@ class BucketDelivery:
             pass
 
     async def _perform_meeting(self, planned: PlannedMeeting) -> None:
-        """Performs a meeting in the middle of a pass. Its values are already known; its bytes cross the network now."""
+        """Performs a meeting in a pass. Its values are already known, and its bytes cross the network now."""
         meeting, group = planned.meeting, self._rank.group("tensor")
         brings = _make_flat(planned.brings.numel(), planned.brings.dtype)
         if meeting.what == "sum":
@@ -99,12 +98,11 @@ class BucketDelivery:
 
 @cache
 def _make_flat(numel: int, dtype: torch.dtype) -> Tensor:
-    """Returns `numel` numbers without values, shared by all ranks."""
     return torch.empty(numel, dtype=dtype, device="meta")
 
 
 class _BucketTurn:
-    """Resumes the fiber that takes a bucket, or at the end of the pass the fiber that waits for it."""
+    """Resumes the fiber that takes a bucket, or after the pass the one that waits for it."""
 
     def __init__(self, takes: Fiber, passing: BucketPass) -> None:
         self._takes, self._passing = takes, passing

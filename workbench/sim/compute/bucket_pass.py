@@ -1,4 +1,4 @@
-"""A forward or backward that a strategy gets bucket by bucket."""
+"""A pass that a strategy gets bucket by bucket."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 class BucketPass:
-    """A forward or backward under way. Each piece is computed when the strategy requests it.
+    """A forward or backward under way, computed piece by piece at the strategy's requests.
 
-    began: when it would have begun without interruptions; since: when its present stretch began
-    last:  when the pieces requested so far are computed
+    began:  when it would have begun without interruptions; since: when its present stretch began
+    last:   when the pieces requested so far are computed
     events: the remaining events, if parameters are sharded or sliced; otherwise None
-    then:   if the pass is one micro-batch's: the fiber of the batch, which goes on after it, and its answer
+    then:   for one micro-batch's pass: the batch's fiber, which continues after it, and the fiber's answer
     """
 
     __slots__ = ("began", "events", "last", "next", "phase", "seconds", "shares", "since", "then")

@@ -1,7 +1,7 @@
 """The simulator's host: performs the requests of one rank's coroutines on the virtual clock, and records them.
 
-Compute uses the rank's one device, and requests queue while it is busy. Other requests cost the time that Ports and
-Costs give. A verb returns its answer or PARK; then another part of the simulator resumes the fiber later.
+Compute requests queue for the rank's one device. Other requests take the time from Ports and Costs. A verb returns its
+answer or PARK; after PARK, another part of the simulator resumes the fiber.
 """
 
 from __future__ import annotations
@@ -34,19 +34,17 @@ WITH_OTHERS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_
 
 
 class Host:
-    """Performs the verbs of one rank on the virtual clock.
+    """Performs one rank's verbs.
 
-    parts:      the objects that all performers share, such as tensors, guards and accounts
-    timing:     the rank's device: how long it computes, and when
-    tensor:     computes together with the ranks that hold the other slices of each matrix
-    whole:      computes forwards, backwards and updates of the model that this rank holds
+    tensor:     computes with the ranks of the other slices
+    whole:      computes this rank's model
     met:        whether this rank has started a child in this step
     sent_bytes: bytes so far
     leaving:    whether the background has to end
     """
 
     def __init__(self, parts: ComputeParts, ended: Callable[[Fiber], None]) -> None:
-        """ended: called with each fiber that ends, except children"""
+        """ended: takes each ended fiber, except children"""
         self.parts, self.world, self.clock = parts, parts.world, parts.clock
         self.record, self.rank = parts.record, parts.rank
         self.index, self.size, self.body = parts.rank.id, parts.world.size, parts.body
@@ -64,8 +62,8 @@ class Host:
         self.met = self.leaving = False
         self.sent_bytes = 0
         self.rounds = BackgroundRounds(self)
-        self._prices: tuple[Price, ...] = ()  # of the compressor's stretches
-        self._prices_beside: tuple[Price, ...] = ()  # the same while the rank computes
+        self._prices: tuple[Price, ...] = ()
+        self._prices_beside: tuple[Price, ...] = ()
         self.verbs = self._list_verbs()
 
     def _list_verbs(self) -> dict[str, Callable[[Fiber, Op], Any]]:
@@ -128,7 +126,7 @@ class Host:
         }
 
     def end_requests(self) -> None:
-        """Ends everything under way on this rank at its next request, because the rank has crashed."""
+        """Ends each fiber at its next request, because the rank has crashed."""
         self.verbs = dict.fromkeys(self.verbs, _park_forever)
 
     def cut_off(self) -> None:
@@ -144,7 +142,7 @@ class Host:
         return self.parts.experiment
 
     def use_prices(self, prices: tuple[Price, ...], beside: tuple[Price, ...]) -> None:
-        """Takes the prices of the compressor's stretches. beside: the same while the rank computes"""
+        """Sets the prices of the compressor's stretches. Parameter `beside` has those while the rank computes."""
         self._prices, self._prices_beside = prices, beside
 
     # -- communication --
@@ -155,13 +153,12 @@ class Host:
         return self.lanes[name]
 
     def list_unfinished(self) -> list[Fiber]:
-        """Returns the running and the waiting children."""
         return [child for lane in self.lanes.values() for child in lane.list_unfinished()]
 
     def stretch_seconds(self, number: int, nbytes: int) -> float:
-        """Returns the seconds of a stretch of the compressor's work on `nbytes` bytes that begins now.
+        """Returns the seconds of a stretch of the compressor's work that begins now.
 
-        A stretch during compute has its own price, and makes that compute longer.
+        A stretch during compute has its own price, and delays that compute.
         """
         computes = self.timing.computes_until - self.clock.now
         for kinds, is_beside in ((self._prices_beside, True), (self._prices, False)):
@@ -207,7 +204,7 @@ class Host:
         return PARK
 
     async def _wait_and_agree(self, handle: Handle) -> Any:
-        """After the last exchange of a backward the ranks agree on what it has used."""
+        """After a backward's last exchange, the ranks agree on the used parameters."""
         value = await Op("wait", handle)
         await self.usage.agree_on_unused(self.parts)
         return value
@@ -253,7 +250,7 @@ class Host:
         return self.clock.now
 
     def _drive_coroutine(self, fiber: Fiber, op: Op) -> Any:
-        """Runs a step as a fiber of its own, so that its answers skip the requesting fiber."""
+        """Runs a step as a fiber, so that its answers skip the requesting fiber."""
         return self.run_inner(fiber, op.args[0])
 
     def run_inner(self, fiber: Fiber, coro: Coroutine[Op, Any, Any]) -> Any:
@@ -264,26 +261,22 @@ class Host:
         return PARK
 
     def _make_fiber(self, coro: Coroutine[Op, Any, Any], origin: str) -> Fiber:
-        """Returns a fiber of this rank that runs in the step."""
         return Fiber(self, coro, "step", origin)
 
     def _stand_still(self, fiber: Fiber, op: Op) -> Any:
-        """Waits for a number of seconds, and answers with it."""
         self.clock.resume_at(self.clock.now + op.args[0], fiber, op.args[0])
         return PARK
 
     def _gather_ranks(self, fiber: Fiber, op: Op) -> Any:
-        """Gathers ranks outside the network. The last one computes the answers for all."""
         what, mine, joint, seconds = op.args
         return self.world.gather_ranks(fiber, what, mine, joint, seconds, op.group)
 
     def _broadcast_value(self, fiber: Fiber, op: Op) -> Any:
-        """What the first rank of all, or of `op.group`, says; the other ranks wait for it, and it for nobody."""
         what, mine = op.args
         return self.world.broadcast_value(fiber, what, mine, op.group)
 
     def _park_fiber(self, fiber: Fiber, op: Op) -> Any:
-        """Parks the fiber until another part of the simulator resumes it. op.args: (receiver of the fiber, reason)"""
+        """Parks the fiber. op.args: (receiver of the fiber, reason)"""
         fiber.on = op.args[1]
         op.args[0](fiber)
         return PARK

@@ -1,7 +1,7 @@
-"""The compute of one virtual rank and its duration: whole phases, and passes that a strategy gets bucket by bucket.
+"""A virtual rank's whole phases, and passes that a strategy gets bucket by bucket.
 
 A pass stops at every bucket: in backward when its gradients are complete, in forward before its parameters are read.
-  The device computes a piece when the strategy requests it, and is idle while the strategy waits.
+The device is idle while the strategy waits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from workbench.sim.compute.timing import PassTiming
 
 
 class ModelPerformer:
-    """Computes the model that this rank holds. Its verbs return an answer or PARK."""
+    """Computes this rank's model."""
 
     def __init__(self, parts: ComputeParts, timing: PassTiming, delivery: BucketDelivery, tensor: TensorPerformer,
                  pipeline: PipelinePerformer, piecewise: PiecewisePerformer,
@@ -35,11 +35,11 @@ class ModelPerformer:
         self._pipeline, self._piecewise, self._offload = pipeline, piecewise, offload
         self._rank, self._reading, self._ledger, self._usage = parts.rank, parts.reading, parts.ledger, parts.usage
         self._narrowing, self._clock = parts.narrowing, parts.clock
-        self._held: tuple[Any, dict[int, int]] = None, {}  # a layout in buckets, bytes of parameters held by bucket
+        self._held: tuple[Any, dict[int, int]] = None, {}  # a layout's buckets, bytes of held parameters by bucket
 
     def run_forward(self, fiber: Fiber, op: Op) -> Any:
         self._body.activate_worker(fiber.origin)
-        if self._body.piece is not None:  # backward takes the batch through the stages, in both directions
+        if self._body.piece is not None:  # backward takes the batch through all stages
             return self._body.store_batch(*op.args)
         if self._body.split is not None:
             return self._delivery.run_inner(fiber, self._tensor.joint_forward(fiber, *op.args))
@@ -90,12 +90,12 @@ class ModelPerformer:
         return self._timing.run_phase(fiber, "update", None, share)
 
     async def _agreed_update(self, op: Op) -> Any:
-        """An update before which the ranks agree on what the backward has used."""
+        """Runs an update after the ranks have agreed on the used parameters."""
         await self._usage.agree_on_unused(self._parts)
         return await Op("update", *op.args)
 
     def _drop_gradients(self) -> None:
-        """Parameters that no rank used, or that this rank alone updates and has frozen, keep no gradient."""
+        """Drops gradients of unused parameters, and of frozen ones that this rank alone updates."""
         layout = self._body.layout
         layout.drop_unused()
         if self._parts.experiment.strategy.periodic and not self._usage.settled:
@@ -122,7 +122,6 @@ class ModelPerformer:
         return self.next_params(fiber, op)
 
     def next_params(self, fiber: Fiber, op: Op) -> Any:
-        """Answers with the next bucket of parameters, just before its layers are computed."""
         (forward,) = op.args
         passing: BucketPass | None = forward._state
         if passing is None:
@@ -139,7 +138,6 @@ class ModelPerformer:
         return PARK
 
     async def _run_sharded(self, fiber: Fiber, phase: str, computed: Callable[[], Any]) -> Any:
-        """Runs a whole forward or backward of sharded parameters."""
         passing = self._timing.begin_pass(fiber, phase, [])
         await self._delivery.pass_events(passing, self._reading.list_events(phase))
         if phase == "backward" or not self._parts.world.real:
@@ -169,7 +167,7 @@ class ModelPerformer:
         if self._parts.world.real:
             bucket = layout.hold_bucket(bucket)
             self._ledger.note_held(layout.held + self._reading.count_copies())
-        else:  # one layout stands for the layouts of all ranks
+        else:  # all ranks share one layout
             if self._held[0] is not layout.buckets:
                 here = self._reading.whole
                 self._held = (

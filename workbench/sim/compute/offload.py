@@ -1,4 +1,4 @@
-"""The tensors that a virtual rank keeps on host or disk. They move at once; then the transfer takes its time."""
+"""A virtual rank's tensors on host or disk. They move at once, and the transfer takes its time after that."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from workbench.sim.clock.fiber import PARK, ChildFiber, Fiber
 from workbench.sim.compute.parts import ComputeParts
 from workbench.sim.compute.timing import PassTiming
 
-HOST = "host"  # the host's processor, which updates offloaded shards in parallel to the device
+HOST = "host"  # the processor that updates offloaded shards in parallel to the device
 
 
 class OffloadPerformer:
-    """Moves tensors to the host's memory or to disk, and updates them there."""
+    """Moves tensors to the host or to disk, and updates them there."""
 
     def __init__(self, parts: ComputeParts, timing: PassTiming) -> None:
         self._parts, self._body, self._timing, self._clock, self._ways = parts, parts.body, timing, parts.clock, Ways()
@@ -47,7 +47,7 @@ class OffloadPerformer:
         return PARK
 
     def update_settings(self) -> tuple[Settings, frozenset[str]]:
-        """The optimizer's as they are now, and what no rank used: a child that updates later does so by them."""
+        """Returns the optimizer's settings and the unused parameters. A child that updates later uses them."""
         return read_settings(self._body.optimizer), frozenset(self._body.layout.unused)
 
     def update_on_host(self, fiber: Fiber, shard: Bucket) -> Any:
@@ -66,31 +66,31 @@ class OffloadPerformer:
 
 
 def _find_step(fiber: Fiber) -> int:
-    """Returns the step in which a child was started; -1 (the rank's own) for other fibers."""
+    """Returns a child's first step; -1 (the rank's present step) for other fibers."""
     return fiber.step if isinstance(fiber, ChildFiber) else -1
 
 
 class SizedOffload(OffloadStore):
-    """Offloading with sizes only. One optimizer stands for all ranks, and its state never moves."""
+    """Offloading with sizes only. Ranks share one optimizer, and its state never moves."""
 
     def __init__(self, stepped: Any) -> None:
         super().__init__()
-        self._has_stepped = stepped  # whether the optimizer has stepped, and so has state
+        self._has_stepped = stepped  # whether the optimizer has state
         self._likes: dict[int, tuple[tuple[Any, ...], dict[str, Tensor]]] = {}  # by bucket
 
     def _take_slots(self, layout: ParameterLayout, optimizer: Any, shard: Bucket) -> dict[Any, Any]:
         return self._list_slots(layout, optimizer, shard) if self._has_stepped() else {}
 
     def _return_slots(self, layout: ParameterLayout, optimizer: Any, shard: Bucket, values: dict[Any, Any]) -> None:
-        """Does nothing, because the optimizer has kept the values."""
+        """Does nothing: the optimizer has kept the values."""
 
     def _step_values(self, layout: ParameterLayout, optimizer: Any, shard: Bucket, *_: Any) -> dict[Any, Any]:
         return self._list_slots(layout, optimizer, shard)
 
     def _list_slots(self, layout: ParameterLayout, optimizer: Any, shard: Bucket) -> dict[Any, Tensor]:
-        """Returns the optimizer state of a shard: cut like its parameters, or whole."""
+        """Returns a shard's optimizer state: cut like its parameters, or whole."""
         of, like = self._likes.get(shard.index, ((), {}))
-        if of != (layout, optimizer):  # found by trial steps, once per optimizer
+        if of != (layout, optimizer):  # trial steps find it, once per optimizer
             like = make_slot_likes(layout.groups[shard.index], optimizer)
             self._likes[shard.index] = (layout, optimizer), like
         numel, cut = {part.name: part.stop - part.start for part in shard.parts}, elementwise(optimizer)

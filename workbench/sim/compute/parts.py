@@ -1,4 +1,4 @@
-"""The parts of one virtual rank that its performers share: tensors or sizes, guards and accounts."""
+"""Parts that a rank's performers share: tensors or sizes, guards and accounts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class ComputeParts:
-    """The parts of one virtual rank that more than one performer uses.
-
+    """Parts of one virtual rank.
     experiment: the settings in force
     body:       the rank's RankTensors or RankSizes
     usage:      which parameters steps use
@@ -60,26 +59,24 @@ class ComputeParts:
     def model(self) -> Any:
         return self.body.model
 
-    module = model  # nothing is wrapped around it
+    module = model  # no wrapper
 
     @property
     def pass_plans(self) -> tuple[PassPlan, ...]:
-        """By piece of the model: when ranks meet in a pass through it, with the present batch size."""
+        """By piece of the model: when ranks meet in a pass, with the present batch size."""
         stage, stages = self.body.stage
         return find_plans(self.experiment, self.body.learner, self.body.split)[stage::stages]
 
     def strategy(self) -> Any:
-        """Returns the strategy in force."""
         return self.experiment.strategy
 
     def span(self, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int, step: int = -1) -> None:
-        """Records a span. step: the rank's present one if negative"""
+        """Records a span. step: negative for the present step"""
         if lane == "compute" and self.steering.names:
             self.steering.receive_sample(lane, t1 - t0)
         rank = self.rank
         self.record.span(rank.id, rank.step if step < 0 else step, lane, name, asked, t0, t1, nbytes)
 
     def note(self, name: str, value: float) -> None:
-        """Records one number."""
         self.steering.receive_sample(name, value)
         self.record.sample(self.rank.id, self.rank.step, name, self.clock.now, float(value))

@@ -1,6 +1,6 @@
-"""The compute of one virtual rank on parts of a model: batches that rise and fall piece by piece, and sub-models.
+"""A virtual rank's compute on parts of a model: batches that rise and fall piece by piece, and sub-models.
 
-With sizes only, each piece counts as keeping as much as any other, because the memory of parts is unknown.
+With sizes only, all pieces keep equal memory, because the memory of parts is unknown.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from workbench.sim.compute.timing import PassTiming
 
 
 class PiecewisePerformer:
-    """Computes parts of a model: batches that rise and fall piece by piece, and sub-models."""
+    """Computes parts of a model."""
 
     def __init__(self, parts: ComputeParts, timing: PassTiming) -> None:
         self._parts, self._body, self._timing = parts, parts.body, timing
         self._ledger, self._narrowing = parts.ledger, parts.narrowing
-        self._counted: tuple[Any, int, int] = None, 0, 0  # a state, its number of entries, and their bytes
+        self._counted: tuple[Any, int, int] = None, 0, 0  # a state, its entries, their bytes
 
     @cached_property
     def piecewise_pass(self) -> PiecewisePass:
@@ -69,7 +69,7 @@ class PiecewisePerformer:
         return share
 
     def step_narrow(self, clip: float, by: Callable[[], None] | None) -> float | None:
-        """Steps a sub-model's optimizer. Returns the norm of its gradient if that is clipped."""
+        """Steps a sub-model's optimizer. Returns the norm of a clipped gradient."""
         if self._parts.world.real:
             with torch.enable_grad():
                 norm = self._narrowing.step_optimizer(clip, by)
@@ -82,7 +82,7 @@ class PiecewisePerformer:
         return None
 
     def _count_slot_bytes(self) -> int:
-        """Returns the bytes of the whole model's optimizer state. Counts again if the state has changed."""
+        """Returns the bytes of the whole model's optimizer state."""
         state = self._body.optimizer.state
         entries = sum(map(len, state.values()))
         if self._counted[0] is not state or self._counted[1] != entries:

@@ -1,4 +1,4 @@
-"""The compute of one virtual rank that is a stage of a replica: micro-batches on the virtual clock."""
+"""The compute of a virtual rank that is a stage."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class PipelinePerformer:
         self._rank, self._flow = parts.rank, parts.flow
         self._count = 1
         self._left: list[int] = []  # by piece, the remaining backwards of the present batch
-        self._squares: float | None = None  # of the gradients of all stages, if an update is about to clip them
-        self._takes: Fiber | None = None  # the fiber that takes the buckets of its last backward
+        self._squares: float | None = None  # sum over the gradients of all stages, if the next update clips them
+        self._takes: Fiber | None = None  # the fiber that takes the buckets of the last backward
 
     async def run_batch_through(self, grad: float | None, micro: int, takes: Fiber | None = None) -> Any:
         """Runs one batch forward and backward through the stages. Returns END for the loop of `takes`, if given."""
@@ -53,12 +53,11 @@ class PipelinePerformer:
         return await Op("update", *op.args)
 
     def take_squares(self) -> float | None:
-        """Returns the squared gradients of all stages, if an update is about to clip them, and forgets them."""
         squares, self._squares = self._squares, None
         return squares
 
     def _find_micro_share(self, chunk: int) -> float:
-        """Returns the share of one micro-batch through one piece in this stage's compute on a batch."""
+        """Returns the share of one micro-batch and piece in this stage's compute on a batch."""
         return float(self._body.shares[chunk]) / self._count
 
     def stage_forward(self, fiber: Fiber, op: Op) -> Any:
@@ -87,7 +86,7 @@ class PipelinePerformer:
 
     def _run_stage_backward(self, fiber: Fiber, op: Op, name: str, run: Callable[..., Any], micro: int, chunk: int,
                      part: float = 1.0) -> Any:  # fmt: skip
-        """Runs a backward, or the second half of one, that computes gradients of parameters."""
+        """Runs a backward, or its second half, for gradients of parameters."""
         begun = sum(self._left) < self._count * len(self._left)
         self._left[chunk] -= 1
         takes = self._takes if not any(self._left) else None

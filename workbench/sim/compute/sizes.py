@@ -1,7 +1,7 @@
-"""Sizes only: the state of one rank without values, for thousands of ranks with one model.
+"""Sizes only: the state of one rank without values.
 
-All tensors are on torch's meta device, with shapes and without data. One pass of the model shows the order of its
-gradients. A model that cannot run there keeps the reverse order of registration.
+All tensors are on torch's meta device. One pass of the model shows the order of its gradients. A model that cannot run
+there keeps the reverse order of registration.
 """
 
 from __future__ import annotations
@@ -35,27 +35,24 @@ if TYPE_CHECKING:
 
 
 class StagePlace(NamedTuple):
-    """The stage of a rank, with sizes only."""
+    """A rank's stage."""
 
     stage: int
     stages: int
 
 
 class RankSizes(RenewableSizes, BatchOutline):
-    """The state of one rank, as sizes only.
-
-    piece: the rank's stage in its replica, if that has stages
-    """
+    """The state of one rank. piece: its stage, if the replica has stages"""
 
     losses: tuple[()] = ()
-    ledger: Any = None  # of its session
-    share = 1.0  # of the model's compute on this rank
+    ledger: Any = None  # the session sets it
+    share = 1.0  # this rank's share of the model's compute
     again: tuple[float, ...] = (0.0,)  # by piece, the share of its forward that its backward recomputes
     fresh = False  # whether the next batch is the first after a change of the layout
     split: TensorSplit | None = None  # how matrices are split
-    stage = (0, 1)  # (index of this rank's stage, number of stages)
-    common_params: Any = None  # parameters that all ranks of a group have, by owner
-    flow: Any = None  # of its host
+    stage = (0, 1)  # (stage index, number of stages)
+    common_params: Any = None  # by owner, parameters that all ranks of a group have
+    flow: Any = None  # the host sets it
     spread: ReplicaSpread | None = None  # how a replica is spread over ranks
     layers: Partition  # how the ranks of a stage compute its layers
 
@@ -63,20 +60,20 @@ class RankSizes(RenewableSizes, BatchOutline):
         self._outline = self.whole = whole
         self._stage: StageOutline
         self.piece: StagePlace | None = None
-        self._count = 1  # micro-batches of a batch
-        self.shares: tuple[float, ...] = (1.0,)  # of this rank's compute, by piece
+        self._count = 1  # micro-batches per batch
+        self.shares: tuple[float, ...] = (1.0,)  # by piece, its share of this rank's compute
         self._asked: dict[tuple[int, int], torch.Tensor | None] = {}  # received inputs, by open micro-batch and piece
         self._bucket_mb, self.model, self.optimizer = bucket_mb, whole.model, whole.optimizer
         self.cut = whole.cut_buckets(bucket_mb, False)
         self._learned = self._told = self.learning = self.roomy = False
-        self.shards: Shards | None = None  # the buckets whose shards hold the optimizer's state
+        self.shards: Shards | None = None  # buckets with sharded optimizer state
         self.gradient_shards = 1  # shards of the summed gradients
         self._begun = True  # whether the optimizer has made a step
         self.stepped = False  # the same, on this rank
-        self.opened = [0.0]  # by piece, forwards without a backward yet
-        self.going = 0  # the piece whose backward runs
+        self.opened = [0.0]  # by piece, forwards without a backward
+        self.going = 0  # the piece of the present backward
         self.away = SizedOffload(lambda: self.stepped)
-        self.came: bool | None = None  # whether the present gradients are exchanged; None: there are no gradients
+        self.came: bool | None = None  # whether the present gradients are exchanged; None: no gradients
 
     @property
     def layout(self) -> ParameterLayout:
@@ -88,12 +85,11 @@ class RankSizes(RenewableSizes, BatchOutline):
 
     @property
     def access_trace(self) -> AccessTrace:
-        """The parameters that a step reads, and the order of its gradients."""
         return self.whole.trace_reads(self.layers)
 
     @property
     def is_cheap(self) -> bool:
-        """Whether an engine knows the trial before the first step without building the model again."""
+        """Whether an engine knows the trial before the first step without a second build of the model."""
         return self.whole.cheap
 
     @property
@@ -107,7 +103,6 @@ class RankSizes(RenewableSizes, BatchOutline):
         return self._outline.arrival
 
     def reorder_parameters(self, names: list[str]) -> None:
-        """Lays out parameters in the order of gradients, which may change the buckets."""
         self._learned, self.roomy = True, False
         self.cut = self._outline.cut_buckets(self._bucket_mb, True)
 
@@ -125,7 +120,6 @@ class RankSizes(RenewableSizes, BatchOutline):
 
     def lay_out_parameters(self, names: set[str], spread: ReplicaSpread | None, rank: int, e: Experiment, seed: int,
                held: bool = True) -> None:  # fmt: skip
-        """Makes this rank hold and compute these parameters from now on, or the whole model."""
         self.spread = spread
         stage, index = spread.locate_rank(rank) if spread else (0, 0)
         stages, self.split = (spread.stages, spread.split) if spread else (None, None)
@@ -147,22 +141,19 @@ class RankSizes(RenewableSizes, BatchOutline):
         self.tune_partition(e)
 
     def tune_partition(self, e: Experiment) -> None:
-        """Applies changed knobs of the partition."""
         (stage, stages), self.layers = self.piece or (0, 1), e.partition.layers
         self.again = find_recomputed(e, self.learner, self.split)[stage::stages]
 
     def take_optimizer(self, optimizer: Any) -> None:
-        """Takes over an optimizer whose state has been transferred."""
+        """Takes an optimizer with transferred state."""
         self.optimizer, self._begun = optimizer, self.stepped
         if self.stepped:
             create_optimizer_state(self.layout, optimizer)
 
     def store_batch(self, x: Any, micro: int) -> None:
-        """Notes a batch, which goes through the stages when its backward is requested."""
         self.taken_batches += 1
 
     def begin_batch(self, micro: int, partition: Partition) -> Any:
-        """Begins a batch through the stages. It has no contents."""
         self._count = partition.micro_batches
         return ()
 
@@ -170,29 +161,26 @@ class RankSizes(RenewableSizes, BatchOutline):
         """Returns None: a batch has no contents."""
 
     def list_buffers(self) -> list[torch.Tensor]:
-        """Returns no tensors: a forward changes nothing."""
+        """A forward changes no tensors."""
         return []
 
     def forget_micros(self, micros: list[int]) -> None:
-        """Discards micro-batches that get no backward."""
         for entry in [entry for entry in self._asked if entry[0] in micros]:
             del self._asked[entry]
             self.opened[entry[1]] -= 1
 
     def draw_batch(self, x: Any) -> Any:
-        """Notes a batch. It has no contents."""
         self.taken_batches += 1
         return ()
 
     def reseed_rng(self, number: int) -> None:
-        """Does nothing: no random numbers are drawn."""
+        """Does nothing: simulations of sizes draw no random numbers."""
 
     def sum_squares(self) -> float:
-        """Returns 0: gradients have no values."""
         return 0.0
 
     def list_ready_shares(self, chunk: int) -> list[float]:
-        """Returns by bucket the share of this piece's backward, the last of a batch, after which it is full."""
+        """Returns by bucket the share of this piece's backward (the batch's last) after which it is full."""
         there = self._stage.there
         return compute_ready_shares(self.layout, self._stage.arrival, there) if there else self.cut.ready
 
@@ -228,7 +216,7 @@ class RankSizes(RenewableSizes, BatchOutline):
         return x
 
     def run_backward(self, grad: Any, micro: int, exchanged: bool, kept: bool = False, chunk: int = 0) -> Any:
-        """kept: gradients stay in the buckets after it, whether or not this backward's are exchanged"""
+        """kept: whether gradients stay in the buckets, exchanged or not"""
         self.learning, self.roomy = self.learning or exchanged, self.roomy or exchanged
         self.going = chunk
         with self.ledger.measure_backward(exchanged):
@@ -236,7 +224,6 @@ class RankSizes(RenewableSizes, BatchOutline):
             self.came, self.roomy = exchanged or kept, self.roomy or kept
 
     def kept(self, batch: int, counts: tuple[int, ...] = ()) -> list[KeptBytes] | None:
-        """Returns by piece what one batch, or a micro-batch of it, keeps for its backward."""
         return self._outline.kept(batch, self._count if self.piece else 1, self.layers, counts)
 
     def measure_evaluation(self) -> int | None:
@@ -244,11 +231,10 @@ class RankSizes(RenewableSizes, BatchOutline):
 
     @property
     def alike(self) -> dict[Any, Any]:
-        """A rank's results about its memory, for equal ranks."""
+        """Memory results that equal ranks share."""
         return self._outline.alike
 
     def list_standing(self) -> dict[str, memory.Storages]:
-        """Returns the memory that stays between steps."""
         stepped = self.optimizer if self.stepped and not self.away.has_kind("optimizer state") else None
         return self._outline.list_standing(self.layout, stepped, self.roomy and self.gradient_shards == 1, self.shards)
 
@@ -256,7 +242,7 @@ class RankSizes(RenewableSizes, BatchOutline):
         return shape_bucket(self.cut.buckets[index])  # another rank may have freed its memory
 
     def make_optimizer(self, experiment: Experiment, params: list[Any] | None = None) -> Any:
-        """Returns the optimizer of `experiment`, for the parameters here or for the whole model."""
+        """Returns the optimizer of the parameters here. With `params`, returns the whole model's."""
         return (self._outline if params is None else self.whole).make_optimizer(experiment)
 
     def use_optimizer(self, optimizer: Any) -> None:
@@ -264,7 +250,7 @@ class RankSizes(RenewableSizes, BatchOutline):
 
     def update_model(self, bucket: Bucket | None, longest: float, by: Callable[[], None] | None,
                squares: float | None = None) -> None:  # fmt: skip
-        """Steps the optimizer without changing values. A newly set optimizer gets its state at its first step."""
+        """Steps the optimizer without values. A new optimizer gets its state at its first step."""
         self.came = None
         self.stepped = self.stepped or by is None
         if by is None and not self._begun:
@@ -272,7 +258,7 @@ class RankSizes(RenewableSizes, BatchOutline):
             self._begun = True
 
     def note_shard_step(self) -> None:
-        """Notes that an offloaded shard was updated; all shards follow in the same step."""
+        """Notes the update of an offloaded shard; all shards follow in the same step."""
         self.came, self.stepped = None, True
         if not self._begun:
             create_optimizer_state(self.layout, self.optimizer)
@@ -283,7 +269,7 @@ class RankSizes(RenewableSizes, BatchOutline):
         return self.cut.buckets
 
     def collect_factors(self) -> None:
-        """Does nothing: there are no values to collect."""
+        """Does nothing: inputs have no values."""
 
     def compute_factors(self) -> list[Factors]:
         return outline_factors(self.model, self.layout)
@@ -295,7 +281,6 @@ class RankSizes(RenewableSizes, BatchOutline):
         return make_shaped(torch.empty((), device="meta"))
 
     def free_gradients(self) -> None:
-        """Frees the buckets' room for gradients."""
         self.roomy = False
 
     def list_params(self) -> list[Bucket]:

@@ -1,9 +1,8 @@
-"""The compute of one virtual rank that holds slices of matrices, together with the ranks of the other slices.
+"""The compute of a virtual rank that holds slices of matrices.
 
-With real tensors, all ranks of a group compute a pass at once, when the last of them begins it. On the virtual clock
-each rank then goes through the pass and meets the other ranks, at the times that a pass on the meta device has shown.
-So a rank waits for late ranks at the beginning of a backward, and not at the first layer as on the engine. This also
-holds with sizes only.
+With real tensors, all ranks of a group compute a pass at once, when its last rank begins it. On the virtual clock each
+rank then meets the other ranks at the times that a pass on the meta device has shown. So a rank waits for late ranks at
+the beginning of a backward, also with sizes only. On the engine it waits at the first layer.
 """
 
 from __future__ import annotations
@@ -26,20 +25,19 @@ from workbench.sim.compute.timing import PassTiming
 
 
 class TensorPerformer:
-    """Computes passes of one virtual rank together with the ranks that hold the other slices of each matrix."""
+    """Computes passes with the ranks of the other slices."""
 
     def __init__(self, parts: ComputeParts, timing: PassTiming, delivery: BucketDelivery) -> None:
         self._parts, self._body, self._timing = parts, parts.body, timing
         self._delivery, self._rank = delivery, parts.rank
-        self._stale = True  # whether parameters may have changed since all ranks that have them were told
-        self._refreshed_at = -1  # in which step they were
+        self._stale = True  # whether shared parameters may have changed since their last refresh
+        self._refreshed_at = -1  # the step of that refresh
 
     def mark_stale(self) -> None:
-        """Notes that parameters may have changed."""
         self._stale = True
 
     async def meet_before(self, batch: Any) -> None:
-        """Before a batch, checks that a replica's ranks read the same data, and refreshes their shared parameters."""
+        """Before a batch, checks that a replica's ranks read the same data. Refreshes shared parameters."""
         body = self._body
         if body.fresh and self._rank.mesh.inside:
             await require_same_batch(self._rank.inside, batch, body.layout.order[0].param.device)
@@ -83,7 +81,7 @@ class TensorPerformer:
 
     async def joint_last(self, fiber: Fiber, what: str, compute: Callable[[], Any], passing: BucketPass, chunk: int,
                          takes: Fiber) -> None:  # fmt: skip
-        """Runs the last backward of a batch. `takes` gets its buckets, and `fiber` goes on after the last one."""
+        """Runs the last backward of a batch. `takes` gets its buckets, and `fiber` continues after them."""
         plans = self._parts.pass_plans[chunk]
         passing.then = fiber, await self._compute_jointly(what, compute)
         passing.events = _merge_events(plans.list_ready_shares(self._body.layout), plans.meetings_of_phase("backward"))
@@ -91,7 +89,7 @@ class TensorPerformer:
         self._delivery.next_in_turn(takes, passing)
 
     async def _compute_jointly(self, phase: str, compute: Callable[[], Any]) -> Any:
-        """Returns this rank's result of `compute`, which runs when all ranks of the group have come."""
+        """Returns this rank's result of `compute`, which runs after the group's last rank has come."""
         op = Op("together", phase, (self._body, compute), self._compute_for_ranks, 0.0)
         op.group = self._rank.group("tensor").within
         return await op
@@ -111,6 +109,6 @@ class TensorPerformer:
 
 
 def _merge_events(ready: list[float], meetings: list[PlannedMeeting]) -> deque[Any]:
-    """Returns the events of a backward in order: full buckets and meetings."""
+    """Returns a backward's full buckets and meetings in order."""
     full = [PassEvent(share, "full", (index,)) for index, share in enumerate(ready)]
     return deque(sorted([*full, *meetings], key=lambda event: event[0]))

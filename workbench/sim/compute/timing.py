@@ -1,4 +1,4 @@
-"""How long a virtual rank's device computes, and when: phases, shares of passes, and delays by codecs."""
+"""Times when a virtual rank's device computes: phases, shares of passes, and delays by codecs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from workbench.sim.costs.costs import Costs
 
 
 class PassTiming:
-    """The device of one virtual rank on the virtual clock.
+    """The device of one virtual rank.
 
-    free:           when each worker's device is free again, by the origin of its fibers
-    computes_until: when the present pass ends, if nothing delays it
+    free:           by origin of a worker's fibers, when its device is free again
+    computes_until: end of the present pass, if nothing delays it
     collects:       whether layers record inputs, until the strategy requests their factors
     """
 
@@ -30,11 +30,11 @@ class PassTiming:
         self.computes_until = 0.0
         self.collects = False
         self._kept = Kept()
-        self._hindered = 0.0  # extra seconds of the next compute, because a codec used part of the core
+        self._hindered = 0.0  # extra seconds of the next compute, because a codec shared the core
         self._asked = self._took = 0.0  # seconds of this step's compute: by the pace, and without faults
 
     def phase_seconds(self, phase: str, share: float = 1.0, chunk: int = 0) -> float:
-        """Returns the seconds of a phase, or a share of it, on this rank in this step. chunk: a piece of its stage"""
+        """Returns the seconds of a share of a phase in this step. chunk: a piece of its stage"""
         parts = self._parts
         e, costs, step, body = parts.experiment, self._world.costs, self._rank.step, parts.body
         share *= body.share * parts.narrowing.compute_share(phase)
@@ -53,7 +53,7 @@ class PassTiming:
         return healthy * factor
 
     def _find_cost_factor(self, parts: tuple[tuple[float, float], ...], phase: str, chunk: int) -> float:
-        """Returns how many times longer a piece takes than its number of parameters suggests."""
+        """Returns a piece's time, divided by the time that its number of parameters suggests."""
         body = self._body
         stages = body.spread.stages if body.spread else None
         if stages is None:
@@ -64,7 +64,7 @@ class PassTiming:
         return float(stages.compute_cost(times, chunk * len(stages) + body.piece.stage))
 
     def _other_work_seconds(self, costs: Costs, phase: str, chunk: int) -> float:
-        """Returns the seconds of other work within a pass: collecting factors, and codecs."""
+        """Returns a pass's seconds for factors and codecs."""
         seconds = costs.asked.get("collect", 0.0) if self.collects and phase == "backward" else 0.0
         if self._body.split is not None and costs.coder and phase != "update":
             layers = self._parts.experiment.partition.layers
@@ -74,7 +74,7 @@ class PassTiming:
         return seconds
 
     def request_seconds(self, name: str, *phases: str) -> float:
-        """Returns the measured seconds, or those of `phases`; at least as long as the pace demands."""
+        """Returns measured seconds, or the seconds of `phases`; at least the pace's time."""
         e, costs = self._parts.experiment, self._world.costs
         known = costs.asked.get(name) if costs is not None else None
         if known is None:
@@ -83,24 +83,22 @@ class PassTiming:
         return lasts(asked, known, stretch(e.fabric.faults, self._rank.id, self._rank.step, "forward"))
 
     def take_pace_news(self) -> dict[str, Any] | None:
-        """Returns news about the pace at the end of a step, or None."""
         asked, took, self._asked, self._took = self._asked, self._took, 0.0, 0.0
         return self._kept.step(self._parts.experiment.pace * 1e-3, asked, took)
 
     def delay_compute(self, seconds: float) -> None:
-        """Delays this rank's compute by a codec that works for `seconds` at the same time."""
+        """Delays compute, because a codec works for `seconds` at the same time."""
         if seconds and (costs := self._world.costs) is not None:
             self._hindered += costs.slows * seconds
 
     def occupy_device(self, fiber: Fiber, seconds: float) -> float:
-        """Occupies the device for `seconds`. Returns the begin."""
+        """Returns the time when the device begins."""
         began = max(self._clock.now, self.free.get(fiber.origin, 0.0))
         self.free[fiber.origin] = self.computes_until = began + seconds
         return began
 
     def run_phase(self, fiber: Fiber, phase: str, value: Any, share: float = 1.0, name: str = "",
                   chunk: int = 0) -> Any:  # fmt: skip
-        """Occupies the device for a phase, or a share of it, then answers with `value`."""
         return self.answer_after(fiber, name or phase, self.phase_seconds(phase, share, chunk), value)
 
     def answer_after(self, fiber: Fiber, name: str, seconds: float, value: Any) -> Any:
@@ -113,13 +111,13 @@ class PassTiming:
 
     def begin_pass(self, fiber: Fiber, phase: str, shares: list[float], part: float = 1.0, name: str = "",
                    chunk: int = 0) -> BucketPass:  # fmt: skip
-        """Begins a forward or backward that stops at buckets. part: its share of the whole phase"""
+        """Begins a pass that stops at buckets. part: its share of the phase"""
         began, seconds = max(self._clock.now, self.free.get(fiber.origin, 0.0)), self.phase_seconds(phase, part, chunk)
         self.computes_until = began + seconds
         return BucketPass(name or phase, began, seconds, shares)
 
     def reach_fraction(self, fiber: Fiber, passing: BucketPass, share: float) -> float:
-        """Returns when a share of a pass is computed. It pauses while the strategy waits or computes otherwise."""
+        """Returns when a share of a pass is computed. The pass pauses while the strategy waits or computes."""
         origin, free = fiber.origin, self._clock.now
         if (until := self.free.get(origin, 0.0)) > free:
             free = until
@@ -133,21 +131,19 @@ class PassTiming:
         return last
 
     def await_fraction(self, fiber: Fiber, op: Op) -> Any:
-        """Waits until a share of a pass is computed."""
         self._clock.resume_at(self.reach_fraction(fiber, *op.args), fiber)
         return PARK
 
     def record_stretch(self, passing: BucketPass) -> None:
-        """Records the stretch of a pass that ran without a break."""
         if passing.last > passing.since:
             self._parts.span("compute", passing.phase, passing.since, passing.since, passing.last, 0)
 
     def end_pass(self, fiber: Fiber, passing: BucketPass) -> Any:
-        """Ends a pass after its last bucket: its loop ends when the pass's time is over."""
+        """Ends a pass after its last bucket. Its loop ends when the pass's time is over."""
         end = self.reach_fraction(fiber, passing, 1.0)
         self.record_stretch(passing)
         if passing.then is not None:
-            self._clock.resume_at(end, *passing.then)  # this fiber answers the loop when the batch is over
+            self._clock.resume_at(end, *passing.then)  # this fiber answers the loop after the batch
             return PARK
         if end <= self._clock.now:
             return END
@@ -155,5 +151,4 @@ class PassTiming:
         return PARK
 
     def note_collecting(self, collects: bool) -> None:
-        """Notes whether layers record inputs from now on."""
         self.collects = collects
