@@ -27,10 +27,10 @@ from workbench.tasks import Learner
 def measure_evaluation(
     model: nn.Module, learner: Learner, stages: StageCuts | None, split: TensorSplit | None, seed: int
 ) -> list[int]:
-    """Returns for each stage the most bytes at a time while computing the held-out metrics. model: on the meta device
+    """Returns by stage the peak bytes of computing the held-out metrics. model: on the meta device
 
-    Raises if `evaluate` reads values, except numbers from tensors, which are zero. Its own data, and results from them
-    alone, are real, so it may cache them.
+    Raises if `evaluate` reads values, except numbers from tensors, which are zero. Its own data and their results are
+    real, so it may cache them.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -60,9 +60,9 @@ def measure_evaluation(
 def _forward_once(
     following: StorageTracker, seen: dict[Any, Any], forward: Any, x: Any, *more: Any, **named: Any
 ) -> Any:
-    """Computes the model's output for one batch. Later batches of the same sizes reuse its sizes and memory.
+    """Computes the output for one batch. Later batches of the same sizes reuse its sizes and memory.
 
-    If the model reads values, nothing is reused, because other values may give another output.
+    A model that reads values reuses nothing, because its output may differ.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -80,7 +80,7 @@ def _forward_once(
     with following.measure_apart() as beyond:
         made = forward(x)
     if type(made) is FakeTensor and not following.read and following.has_counted(made):
-        if made.untyped_storage().nbytes() == made.nbytes:  # its storage is not larger than the tensor
+        if made.untyped_storage().nbytes() == made.nbytes:
             with following.pause_counting():
                 seen[key] = beyond, torch.empty_like(made)
     return made
@@ -88,7 +88,7 @@ def _forward_once(
 
 def _run_stages(following: StorageTracker, count: int, pieces: Sequence[Sequence[nn.Module]], *inputs: Any,
                **named: Any) -> Any:  # fmt: skip
-    """Runs the stages one after the other, as `pipelining.evaluate_pipeline` does, and returns the last output."""
+    """Runs the stages in turn, as `pipelining.evaluate_pipeline` does, and returns the last output."""
     x: Any = None
     for number, parts in enumerate(pieces):
         following.at = number % count
@@ -104,7 +104,7 @@ def _run_stages(following: StorageTracker, count: int, pieces: Sequence[Sequence
 def count_evaluation_bytes(run: Any, together: bool, most: int | None) -> int | None:
     """Returns the extra bytes of an evaluation on this rank: copies of parameters, and computation.
 
-    together: evaluates the mean model, for which all ranks meet; most: bytes of the computation, None if unknown.
+    together: whether all ranks meet for the mean model; most: bytes of the computation, None if unknown.
     Returns None if the rank computes and `most` is unknown.
     """
     rank, layout = run.rank, run.layout

@@ -1,7 +1,7 @@
 """The memory of a rank's tensors with sizes only, from one pass of the model without values.
 
-The pass runs under torch's FakeTensorMode with fake CPU tensors. On the meta device torch chooses other kernels, which
-keep other tensors for backward: attention keeps its whole matrix of scores.
+The pass uses torch's FakeTensorMode with fake CPU tensors. On the meta device torch chooses other kernels, which keep
+other tensors for backward: attention keeps its whole matrix of scores.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class KeptBytes(NamedTuple):
     """The bytes that autograd keeps of one batch, and how they shrink during its backward.
 
-    looks: (number of gradients that have come, bytes left); names: the parameters in the order of their gradients
+    looks: (number of gradients so far, bytes left); names: parameters in the order of gradients
     """
 
     nbytes: int
@@ -47,7 +47,7 @@ class KeptBytes(NamedTuple):
 
 
 class KnownMemory:
-    """The memory of one rank with sizes only. It computes numbers that ranks share once. See host/memory/account.py."""
+    """The memory of one rank. See host/memory/account.py."""
 
     def __init__(self, body: Any, batch: Callable[[], int]) -> None:
         self._body, self._batch = body, batch
@@ -89,7 +89,6 @@ class KnownMemory:
         yield lambda: before + (self.shared_counts[key] + max(0, others) if kept is not None else 0)
 
     def count_gradients(self) -> int:
-        """Returns the bytes of the gradients. Equal ranks compute them once."""
         layout, came = self._body.layout, self._body.came
         shards = self._body.gradient_shards
         key = "gradients", id(layout), self.has_gradient_memory, came, shards
@@ -108,18 +107,18 @@ class KnownMemory:
         return int(self._body.batch_nbytes(self._batch()))
 
     def _list_kept_bytes(self) -> list[KeptBytes] | None:
-        """Returns by piece what a batch keeps, of the sub-model if one is trained."""
+        """Returns by piece what a batch keeps, also for a sub-model."""
         with self._body.narrowing.use_submodel():
             found: list[KeptBytes] | None = self._body.kept(self._batch(), self._body.narrowing.counts)
         return found
 
     def _count_open_bytes(self, kept: Sequence[KeptBytes]) -> int:
-        """Returns the bytes that all open forwards keep, from those of one forward through each piece."""
+        """Returns the bytes of all open forwards. kept: of one forward, by piece"""
         return round(sum(count * one.nbytes for count, one in zip(self._body.opened, kept, strict=True)))
 
 
 def _gradient_peak(layout: ParameterLayout, shards: int) -> int:
-    """Returns the most bytes of gradients if each full bucket is cut to one of `shards` shards."""
+    """Returns the peak bytes of gradients if each full bucket is cut to one shard."""
     most = kept = 0
     for bucket in layout.buckets:
         most, kept = max(most, kept + bucket.nbytes), kept + bucket.nbytes // shards
@@ -127,10 +126,10 @@ def _gradient_peak(layout: ParameterLayout, shards: int) -> int:
 
 
 def _sharded_peak(kept: KeptBytes, layout: ParameterLayout, shards: int) -> int:
-    """Returns the most bytes of gradients and activations with sharded gradients.
+    """Returns the peak bytes of gradients and activations with sharded gradients.
 
-    A bucket has its full size from its first gradient on, and is cut to a shard when the next bucket is full. Gradients
-    are counted as often as `BackwardMeter` counts them.
+    A bucket has its full size from its first gradient on, and is cut to a shard when the next bucket is full. Counts
+    gradients as often as `BackwardMeter`.
     """
     left, of = [len(bucket.parts) for bucket in layout.buckets], {place.name: place.bucket for place in layout.order}
     came, seen, at, most, full = 0, 0, 0, 0, -1
@@ -149,7 +148,7 @@ def _sharded_peak(kept: KeptBytes, layout: ParameterLayout, shards: int) -> int:
 
 
 def _backward_peak(kept: KeptBytes, new: dict[str, int]) -> int:
-    """Returns the most bytes of gradients and remaining activations, over all looks."""
+    """Returns the peak bytes of gradients and remaining activations over `kept.looks`."""
     came, at, most = 0, 0, 0
     for count, left in kept.looks:
         came += sum(new.get(name, 0) for name in kept.names[at:count])
@@ -162,7 +161,7 @@ def measure_kept(
 ) -> KeptBytes:
     """Returns what one batch keeps. Raises if the model does not run without values. model: on the meta device
 
-    layers: how the ranks of a stage compute them
+    layers: how a stage's ranks compute its layers
     split:  how the model's matrices are split; this rank has one slice
     """
     with _fake_model(model, learner, inputs, layers, split) as (fake, x):
@@ -171,12 +170,8 @@ def measure_kept(
 
 def measure_kept_pieces(model: nn.Module, learner: Learner, inputs: Any, layers: Partition, split: TensorSplit | None,
             counts: list[int]) -> list[KeptBytes | None]:  # fmt: skip
-    """Returns what one micro-batch keeps in each piece of the model.
-
-    counts: parts per piece; for the rest see `measure_kept`
-
-    Each piece runs on the output of the one before, so one pass serves all. From the first piece that fails, results
-    are None.
+    """Returns by piece what one micro-batch keeps; None from the first piece that fails. One pass serves all pieces.
+    counts: parts per piece; for other arguments see `measure_kept`
     """
     found: list[KeptBytes | None] = []
     with _fake_model(model, learner, inputs, layers, split) as (fake, x), suppress(Exception):
@@ -201,7 +196,7 @@ def _forward_piece(piece: StageModule, learner: Learner, inputs: Any, came: Tens
 @contextmanager
 def _fake_model(model: nn.Module, learner: Learner, inputs: Any, layers: Partition,
            split: TensorSplit | None) -> Iterator[tuple[nn.Module, Any]]:  # fmt: skip
-    """Provides a copy of the model and its inputs as fake CPU tensors, which compute sizes."""
+    """Provides the model and its inputs as fake CPU tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from workbench.sim.fake.fake_cache import FakeCacheMode
@@ -219,7 +214,7 @@ def _fake_model(model: nn.Module, learner: Learner, inputs: Any, layers: Partiti
 
 
 class _BareLayout:
-    """The parts of a ParameterLayout that a backward reads: the trained parameters."""
+    """A ParameterLayout with trained parameters, and no buckets."""
 
     roomy = gives_back = False
     buckets: tuple[Bucket, ...] = ()
@@ -229,12 +224,12 @@ class _BareLayout:
 
 
 def _list_trained_places(model: nn.Module) -> list[ParameterPlace]:
-    """Returns the trained parameters in reverse order of registration, as in a ParameterLayout."""
+    """Returns trained parameters in reverse order of registration, as a ParameterLayout does."""
     return [ParameterPlace(name, p) for name, p in reversed([*model.named_parameters()]) if p.requires_grad]
 
 
 def _run_and_measure(layout: Any, fake: nn.Module, x: Any, forward: Callable[[], Tensor]) -> KeptBytes:
-    """Runs `forward` and its backward, and returns what was kept."""
+    """Runs `forward` and its backward."""
     others = memory.find_storages([*fake.parameters(), *fake.buffers(), x])
     loss = forward()
     found = memory.find_saved([loss])
@@ -249,7 +244,7 @@ def _run_and_measure(layout: Any, fake: nn.Module, x: Any, forward: Callable[[],
 
 
 class _SizedCoder:
-    """A coder for fake tensors: runs the real coder on sizes, and returns fake tensors."""
+    """A coder for fake tensors, which runs the real coder on sizes."""
 
     def __init__(self, of: Coder) -> None:
         self.of = of
@@ -266,7 +261,7 @@ class _SizedCoder:
 
 
 class _SizedChooser(_SizedCoder):
-    """A coder for fake tensors that may choose a part of a tensor."""
+    """A coder for fake tensors that may choose elements."""
 
     def __init__(self, of: Any) -> None:
         super().__init__(of)

@@ -1,4 +1,4 @@
-"""A model as sizes, shared by all ranks of a simulation: buckets, optimizer, memory and outputs of its passes."""
+"""A model as sizes: buckets, optimizer, memory and outputs of passes. All ranks of a simulation share it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class BucketCut:
-    """One layout of the model in buckets, and when in a pass each bucket is ready.
+    """A layout of the model in buckets.
 
-    ready: by bucket, the share of backward after which it is full
-    needed: by bucket in the order of forward (the last bucket first), the share of forward before which it is used
+    ready:  by bucket, the share of backward after which it is full
+    needed: by bucket in the order of forward (the last bucket first), the share of forward before its use
     """
 
     def __init__(self, layout: ParameterLayout, arrival: list[str]) -> None:
@@ -52,7 +52,7 @@ class BucketCut:
 
 
 def compute_ready_shares(layout: ParameterLayout, arrival: list[str], there: Collection[str] = ()) -> list[float]:
-    """Returns by bucket the share of gradient elements that have come when it and all buckets before it are full.
+    """Returns by bucket the share of gradient elements so far when it and all buckets before it are full.
 
     there: parameters with earlier gradients
     """
@@ -69,14 +69,14 @@ def compute_ready_shares(layout: ParameterLayout, arrival: list[str], there: Col
 
 
 class Outline:
-    """The model as sizes, shared by all ranks. split: how its matrices are split; seen: see `ModelPasses`"""
+    """The model as sizes. split: how its matrices are split; seen: see `ModelPasses`"""
 
     split: TensorSplit | None = None
 
     def __init__(self, experiment: Experiment, learner: Learner, seen: dict[Any, Any] | None) -> None:
         torch.manual_seed(experiment.seed)
         random.seed(experiment.seed)
-        self.cheap = True  # whether the model can be built and run on the meta device
+        self.cheap = True  # whether the model runs on the meta device
         try:
             self.model = _build_outline(learner, seen)
         except Exception:
@@ -96,35 +96,33 @@ class Outline:
         self.arrival = arrival + [n for n in names if n not in came]
         self._cuts: dict[tuple[float, bool], BucketCut] = {}
         self._standing: dict[Any, dict[str, memory.Storages]] = {}
-        self.alike: dict[Any, Any] = {}  # a rank's results about its memory, for equal ranks
+        self.alike: dict[Any, Any] = {}  # memory results that equal ranks share
 
     def kept(self, batch: int, count: int, layers: Partition, counts: tuple[int, ...] = ()) -> list[KeptBytes] | None:
         """Returns by piece on this rank what one of `count` micro-batches keeps for its backward; None if unknown.
 
-        counts: of hidden units, if the model is a sub-model
+        counts: hidden units of a sub-model
         """
         found = self.passes.kept(self.model, batch, layers, self.split, counts)
         return None if found is None else [found]
 
     def measure_evaluation(self) -> int | None:
-        """Returns the most bytes of computing the held-out metrics here; None if unknown."""
+        """Returns the peak bytes of computing the held-out metrics here; None if unknown."""
         found = self.passes.measure_evaluation(self.model, None, self.split)
         return None if found is None else found[0]
 
     def find_rows(self, batch: int, layout: ParameterLayout) -> dict[str, torch.Tensor]:
-        """Returns the rows of embedding tables that a batch reads."""
         return self.passes.find_rows(batch, layout)
 
     def trace_reads(self, layers: Partition) -> AccessTrace:
-        """Returns what a step with these layers reads, and its order of gradients."""
         return self.passes.trace_reads(self.model, layers) or self.trial
 
     def list_standing(
         self, layout: ParameterLayout, optimizer: Any, roomy: bool, cut: Shards | None
     ) -> dict[str, memory.Storages]:
-        """Returns the memory that stays between steps on a rank with this layout. optimizer: None until it has stepped
+        """Returns the memory that stays between steps on a rank. optimizer: None until it has stepped
 
-        cut: the sharded buckets of the optimizer's state, counted for the first rank, whose shards are the largest
+        cut: buckets with sharded optimizer state, counted for the first rank, which has the largest shards
         """
         key = id(layout), roomy, id(optimizer), len(optimizer.state) if optimizer else 0, cut and len(cut.groups[0])
         if key not in self._standing:
@@ -140,11 +138,9 @@ class Outline:
         return self._standing[key]
 
     def list_followed(self) -> list[torch.Tensor]:
-        """Returns the parameters here that another rank trains."""
         return []
 
     def get_stage(self, names: set[str], stages: StageCuts, stage: int) -> StageOutline:
-        """Returns one stage of the model."""
         if (stages, stage) not in self._stages:
             self._stages[stages, stage] = StageOutline(self, names, stages, stage)
         return self._stages[stages, stage]
@@ -156,7 +152,7 @@ class Outline:
         return self._slices[spread, place]
 
     def make_optimizer(self, experiment: Experiment) -> Any:
-        """Returns the optimizer of `experiment`, one for all ranks."""
+        """Returns the optimizer that all ranks share."""
         wanted, here = experiment.optimizer, set(self._names)
         if wanted not in self._made:
             params = [p for name, p in self.model.named_parameters() if name in here]
@@ -165,11 +161,11 @@ class Outline:
 
     @property
     def names(self) -> list[str]:
-        """The names of the trained parameters here."""
+        """Names of trained parameters here."""
         return list(self._names)
 
     def cut_buckets(self, bucket_mb: float, learned: bool) -> BucketCut:
-        """Returns the cut into buckets of this size, in the learned order of gradients or in the original order."""
+        """Returns buckets of this size, in the learned order of gradients or the original one."""
         key = bucket_mb, learned
         if key not in self._cuts:
             layout = ParameterLayout(self.model, bucket_mb, self.arrival if learned else self._names)
@@ -185,10 +181,10 @@ class Outline:
 
 
 class StageOutline(Outline):
-    """One stage of the model as sizes, shared by all its ranks.
+    """A stage of the model. All its ranks share it.
 
     stages, number: the cut of the model, and the index of this stage
-    there:          parameters with gradients before a batch's last backward, which is the stage's first piece's
+    there:          parameters with gradients before a batch's last backward, which runs through the first piece
     """
 
     def __init__(self, whole: Outline, names: set[str], stages: StageCuts, stage: int) -> None:
@@ -205,7 +201,7 @@ class StageOutline(Outline):
         return self._of.list_followed()
 
     def hands_on(self, batch: int, count: int, chunk: int) -> torch.Tensor:
-        """Returns the output of a piece of this stage for a micro-batch; for the model's last piece, the loss."""
+        """Returns a piece's output for a micro-batch. The model's last piece returns the loss."""
         made = self.passes.list_piece_outputs(self.model, self.stages, batch, count, self.split)
         return made[chunk * len(self.stages) + self.number]
 
@@ -214,18 +210,17 @@ class StageOutline(Outline):
         return None if found is None else found[self.number]
 
     def kept(self, batch: int, count: int, layers: Partition, counts: tuple[int, ...] = ()) -> list[KeptBytes] | None:
-        """Returns by piece of this stage what one micro-batch keeps; None if unknown."""
         every = self.passes.measure_kept_pieces(self.model, self.stages, batch, count, layers, self.split)
         here = [each for each in every[self.number :: len(self.stages)] if each is not None]
         return here if len(here) * len(self.stages) == len(every) else None
 
 
 class SliceOutline(Outline):
-    """One rank's slice of a model with split matrices, as sizes; shared by all ranks with the same slice.
+    """A slice of a model with split matrices. All ranks with this slice share it.
 
     stages: the cut of this slice's model
     plans:  by piece of the model, when ranks meet
-    common: the parameters that all ranks of a group have, by owner
+    common: by owner, parameters that all ranks of a group have
     """
 
     plans: tuple[PassPlan, ...]
@@ -253,7 +248,7 @@ class SliceOutline(Outline):
 
 
 def _build_outline(learner: Learner, seen: dict[Any, Any] | None) -> nn.Module:
-    """Returns the model as sizes: a copy, if experiments with the same learner and seed share it."""
+    """Returns the model; a copy, if experiments with the same learner and seed share it."""
     if seen is None:
         return make_outline(learner, built=False)
     if "model" not in seen:
@@ -262,7 +257,6 @@ def _build_outline(learner: Learner, seen: dict[Any, Any] | None) -> nn.Module:
 
 
 def _prime_optimizer(model: nn.Module, optimizer: Any) -> None:
-    """Gives the optimizer its state by one step."""
     for p in model.parameters():
         p.grad = torch.empty_like(p) if p.requires_grad else None
     try:

@@ -1,4 +1,4 @@
-"""Passes of one model without values. Each runs once, and its results serve all ranks."""
+"""Passes of a model without values. Each runs once for all ranks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class ModelPasses:
-    """Results of passes through an experiment's model. Models passed to it are on the meta device.
+    """Results of passes. Arguments `model` are on the meta device.
 
-    layers: how the ranks of a stage compute them
+    layers: how a stage's ranks compute its layers
     split:  how the model's matrices are split; the model has one rank's slice
-    seen:   earlier results for the same learner, ranks and seed, which other experiments share; None: not shared
+    seen:   results that experiments with the same learner, ranks and seed share; None: not shared
     """
 
     def __init__(self, e: Experiment, learner: Learner, seen: dict[Any, Any] | None) -> None:
@@ -42,15 +42,15 @@ class ModelPasses:
         self._seen, self._budget = dict[Any, Any]() if seen is None else seen, bool(e.memory_mb)
 
     def trace_reads(self, model: nn.Module, layers: Partition) -> AccessTrace | None:
-        """Returns the parameters that a forward and a backward read, and the order of gradients; None on failure."""
+        """Returns the parameters that passes read, and the order of gradients; None on failure."""
         key = "trial", self._batch, layers.recompute
         return self._seen[key] if key in self._seen else self._run_once(key, lambda: self._run_trace(model, layers))
 
     def kept(self, model: nn.Module, batch: int, layers: Partition, split: TensorSplit | None,
              counts: tuple[int, ...] = ()) -> KeptBytes | None:  # fmt: skip
-        """Returns what a batch keeps for its backward; None if unknown. counts: of units, if it is a sub-model"""
+        """Returns what a batch keeps for its backward; None if unknown. counts: hidden units of a sub-model"""
         key = "kept", batch, layers, _split_key(split), counts
-        if key in self._seen:  # each rank requests this
+        if key in self._seen:
             found: KeptBytes | None = self._seen[key]
             return found
 
@@ -64,7 +64,7 @@ class ModelPasses:
 
     def measure_kept_pieces(self, model: nn.Module, stages: StageCuts, batch: int, count: int, layers: Partition,
                 split: TensorSplit | None) -> list[KeptBytes | None]:  # fmt: skip
-        """Returns by piece of the model what one of `count` micro-batches keeps; None if unknown."""
+        """Returns by piece what one of `count` micro-batches keeps; None if unknown."""
         counts = [len(parts) for parts in stages.pieces]
 
         def look() -> list[KeptBytes | None]:
@@ -79,7 +79,7 @@ class ModelPasses:
     def list_piece_outputs(
         self, model: nn.Module, stages: StageCuts, batch: int, count: int, split: TensorSplit | None
     ) -> list[Tensor]:
-        """Returns the outputs of each piece for one of `count` micro-batches; the last one is the loss."""
+        """Returns by piece the output for one of `count` micro-batches; the last is the loss."""
         counts = tuple(len(parts) for parts in stages.pieces)
         key = "crossing", counts, batch, count, _split_key(split)
         return self._run_once(key, lambda: self._run_pieces(model, stages, batch, count, split))
@@ -94,9 +94,9 @@ class ModelPasses:
     def measure_evaluation(
         self, model: nn.Module, stages: StageCuts | None, split: TensorSplit | None
     ) -> list[int] | None:
-        """Returns for each stage the most bytes of computing the held-out metrics; None if unknown.
+        """Returns by stage the peak bytes of computing the held-out metrics; None if unknown.
 
-        If the task's functions are not `pure`, it runs them only under a memory budget.
+        Runs a task's functions that are not `pure` only under a memory budget.
         """
         if not (self._learner.pure or self._budget) or self._learner.evaluate is None:
             return None
@@ -110,7 +110,7 @@ class ModelPasses:
         return self._run_once(("evaluated", stages and tuple(map(len, stages.pieces)), _split_key(split)), look)
 
     def find_rows(self, batch: int, layout: ParameterLayout) -> dict[str, Tensor]:
-        """Returns the rows of embedding tables that one batch reads."""
+        """Returns by embedding table the rows that a batch reads."""
 
         def look() -> dict[str, Tensor]:
             batches = BatchReader(self._learner.data, 0, self._ranks, "cpu")
@@ -125,7 +125,7 @@ class ModelPasses:
         return self._seen[key]
 
     def _draw_batch(self, batch: int) -> Any:
-        """Returns a batch without values. It is drawn once, because no pass writes to it."""
+        """Returns one batch for all passes, because no pass writes to it."""
 
         def draw() -> Any:
             batches = BatchReader(self._learner.data, 0, self._ranks, "meta")
@@ -169,5 +169,5 @@ class ModelPasses:
 
 
 def _split_key(split: TensorSplit | None) -> tuple[int, bool] | None:
-    """Returns a key of the split that is the same for all copies of the model."""
+    """Returns a key that all copies of the model share."""
     return None if split is None else (split.ways, split.splits_sequences)

@@ -1,4 +1,4 @@
-"""A virtual rank's portion of a spread model: a stage, or slices of all matrices."""
+"""A virtual rank's portion of a model: a stage, or slices of all matrices."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class ModelPortion:
     share:  this rank's share of the model's compute; shares: of that, by piece
     again:  by piece, the share of its forward that its backward recomputes
     fresh:  whether the next batch is the first with this spread
-    ask:    exchanges a tensor with the other ranks of a pass under way
+    ask:    exchanges a tensor with the other ranks of the present pass
     """
 
     batches: BatchReader
-    flow: InFlight  # its host's
+    flow: InFlight  # the host sets it
     cut: BucketCut
     layout: ParameterLayout
     learner: Learner
     ledger: Any
     losses: list[float]
-    memory: Memory  # its session's
+    memory: Memory  # the session sets it
     model: nn.Module
     spread: ReplicaSpread | None = None
     piece: StageModule | None = None
@@ -64,14 +64,14 @@ class ModelPortion:
     _together: TensorParallelGroup | None = None
     _checkpointed: CheckpointedUnits | None = None
     again: tuple[float, ...] = (0.0,)
-    computed: int | None = None  # bytes for computing the last held-out metrics here
+    computed: int | None = None  # bytes for the last held-out metrics here
 
     def __init__(self) -> None:
-        self._batches: dict[int, Any] = {}  # batches that have yet to go through the stages
+        self._batches: dict[int, Any] = {}  # batches before their way through the stages
 
     def lay_out_parameters(self, names: set[str], spread: ReplicaSpread | None, rank: int, e: Experiment, seed: int,
                held: bool = True) -> None:  # fmt: skip
-        """Makes this rank hold and compute these parameters from now on, or the whole model."""
+        """Makes this rank hold and compute these parameters. spread: None if `names` are the whole model"""
         self.layout.take_parameters(self.model, names, held)
         self.spread = spread
         stage, index = spread.locate_rank(rank) if spread else (0, 0)
@@ -92,7 +92,6 @@ class ModelPortion:
         self.tune_partition(e)
 
     def tune_partition(self, e: Experiment) -> None:
-        """Applies changed knobs of the partition."""
         self._stop_recomputing()
         if units := list_units(self.model, self.learner, e.partition):
             self._checkpointed = CheckpointedUnits(units, e.partition.recompute[0])
@@ -102,19 +101,18 @@ class ModelPortion:
             self._together.coding = e.partition.inside(self.memory)
 
     def _stop_recomputing(self) -> None:
-        """Turns recomputation off."""
         if self._checkpointed is not None:
             self._checkpointed.restore_forwards()
         self._checkpointed = None
 
     @property
     def common_params(self) -> Any:
-        """Parameters that all ranks of a group have, by owner."""
+        """By owner, parameters that all ranks of a group have."""
         assert self._together is not None
         return self._together.common
 
     def forward_context(self, x: Tensor | None, chunk: int = 0) -> AbstractContextManager[None]:
-        """Provides the context of a forward from `x`, the output of the stage before (None: the first stage)."""
+        """Provides the context of a forward. x: output of the stage before; None: the first stage"""
         params = self.piece.list_params(chunk) if self.piece is not None else None
         return nullcontext() if self._together is None else self._together.run_pass(x, params)
 
@@ -122,12 +120,10 @@ class ModelPortion:
         return self.ask(meeting, x)
 
     def draw_batch(self, x: Any) -> Any:
-        """Returns the next batch, or `x`."""
         return self.batches.next_batch() if x is None else x
 
     @property
     def random_state(self) -> Any:
-        """The state of this rank's random numbers."""
         return self._random_state
 
     @random_state.setter
@@ -136,7 +132,7 @@ class ModelPortion:
 
     @property
     def slice_rng(self) -> Any:
-        """The state of the random numbers that the slices of a replica share."""
+        """The state of random numbers that a replica's slices share."""
         return self._together.random_position if self._together is not None else None
 
     @slice_rng.setter
@@ -145,15 +141,13 @@ class ModelPortion:
             self._together.random_position = at
 
     def reseed_rng(self, number: int) -> None:
-        """Restarts this rank's random numbers from another seed."""
         self._random_state = torch.Generator().manual_seed(number).get_state()
 
     def store_batch(self, x: Any, micro: int) -> None:
-        """Stores a batch, which goes through the stages when its backward is requested."""
+        """Stores a batch until its backward takes it through the stages."""
         self._batches[micro] = self.batches.next_batch() if x is None else x
 
     def begin_batch(self, micro: int, partition: Partition) -> Any:
-        """Returns a batch, and prepares its way through the stages."""
         if micro not in self._batches:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         batch = self._batches.pop(micro)
@@ -161,11 +155,11 @@ class ModelPortion:
         return batch
 
     def peek_batch(self, after: int) -> Any:
-        """Returns the batch that comes `after` batches from now."""
+        """Returns the batch `after` batches from now."""
         return self.batches.peek_batch(after)
 
     def list_buffers(self) -> list[Tensor]:
-        """Returns the tensors that forwards here change, apart from parameters."""
+        """Returns tensors that forwards change, apart from parameters."""
         return self.piece.list_buffers() if self.piece is not None else []
 
     def forget_micros(self, micros: list[int]) -> None:
@@ -174,13 +168,12 @@ class ModelPortion:
             self.piece.drop_micros(micros)
 
     def _list_other_names(self, chunk: int) -> list[str]:
-        """Returns the names of the parameters in other pieces than this one."""
         assert self.piece is not None
         here = {id(p) for p in self.piece.list_params(chunk)}
         return [place.name for place in self.layout.order if id(place.param) not in here]
 
     def list_ready_shares(self, chunk: int) -> list[float]:
-        """Returns by bucket the share of this piece's backward, the last of a batch, after which it is full."""
+        """Returns by bucket the share of this piece's backward (the batch's last) after which it is full."""
         assert self._arrival is not None
         there = self._list_other_names(chunk)
         return compute_ready_shares(self.layout, self._arrival, there) if there else self.cut.ready
@@ -194,7 +187,7 @@ class ModelPortion:
         return made
 
     def stage_backward(self, grad: Any, micro: int, chunk: int, exchanged: bool, first: bool) -> Tensor | None:
-        """Runs a backward. The last of a batch is `exchanged`. From the `first` on, gradients are in the buckets."""
+        """Runs a backward. A batch's last is `exchanged`. From the `first` on, gradients are in the buckets."""
         assert self.piece is not None
         came: list[Tensor | None] = []
         piece, number = self.piece, self.flow.number_micro(micro)
@@ -212,7 +205,7 @@ class ModelPortion:
             return self.piece.backward_inputs(grad, self.flow.number_micro(micro), chunk)
 
     def stage_weights(self, micro: int, chunk: int, exchanged: bool, first: bool) -> None:
-        """Runs the second half of a backward, as `stage_backward` does."""
+        """Runs the second half of a backward."""
         assert self.piece is not None
         there = self._list_other_names(chunk) if exchanged else []
         self._collect_gradients(
@@ -223,5 +216,4 @@ class ModelPortion:
         return self.computed
 
     def store_loss(self, loss: Tensor) -> None:
-        """Stores a batch's loss, on all stages."""
         self.losses.append(float(loss))

@@ -1,4 +1,4 @@
-"""Resets a virtual rank's model at the beginning of a generation."""
+"""Resets a rank's model when a generation begins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ class RenewableTensors:
     """The part of RankTensors that begins another generation."""
 
     def discard_step(self) -> None:
-        """Discards everything of an interrupted step."""
         me: Any = self
         for kept in (me._open, me._looked, me._grads, me._batches, me.losses):
             kept.clear()
@@ -21,12 +20,12 @@ class RenewableTensors:
         me.layout.drop_gradients()
 
     def forget_order(self) -> None:
-        """Forgets the order of gradients, which the next backward shows to every rank."""
+        """Forgets the order of gradients. The next backward shows it to every rank."""
         me: Any = self
         me._arrival, me._learned = None, False
 
     def release_state(self, e: Experiment, seed: int) -> None:
-        """Removes the partition from the model: stages, slices and checkpointing."""
+        """Removes stages, slices and checkpointing."""
         me: Any = self
         me._stop_recomputing()
         if me._together is not None:
@@ -49,26 +48,22 @@ class RenewableTensors:
 class RenewableSizes:
     """The part of RankSizes that begins another generation."""
 
-    reading: Any = None  # of its session
+    reading: Any = None  # the session sets it
 
     def discard_step(self) -> None:
-        """Discards everything of an interrupted step."""
         me: Any = self
         me._asked.clear()
         me.opened, me.going, me.came, me.roomy = [0.0] * len(me.shares), 0, None, False
 
     def forget_order(self) -> None:
-        """Forgets the order of gradients, which the next backward shows to every rank."""
         me: Any = self
         me._told = me.learning = False
 
     def release_state(self, e: Experiment, seed: int) -> None:
-        """Gives this rank the whole model to compute."""
         me: Any = self
         me.lay_out_parameters(set(me.whole.names), None, 0, e, seed)
 
     def reallocate_state(self, e: Experiment) -> None:
-        """Makes an optimizer for the whole model."""
         me: Any = self
         me.resize_buckets(e.bucket_mb)
         me.take_optimizer(me.make_optimizer(e))

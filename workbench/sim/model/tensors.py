@@ -35,7 +35,7 @@ from workbench.tasks import Learner
 class RankTensors(RenewableTensors, ModelPortion):
     """One rank's model, data and optimizer, with the engine's seeds."""
 
-    shards: Any = None  # for the same interface as RankSizes
+    shards: Any = None  # as in RankSizes
     gradient_shards = 1
 
     def __init__(self, experiment: Experiment, learner: Learner, rank: int) -> None:
@@ -46,7 +46,7 @@ class RankTensors(RenewableTensors, ModelPortion):
         self.model = learner.model().train()
         self._module_hooks = ModuleHooks(self.model)
         self.layout = ParameterLayout(self.model, experiment.bucket_mb)
-        self.layout.keeps_values = True  # whole passes run at once, and gathered parts arrive one by one
+        self.layout.keeps_values = True  # whole passes run at once, but gathered parts arrive one by one
         self.curvature = CurvatureEstimator(self.model, learner.loss, self.layout)
         self.optimizer = self.make_optimizer(experiment)
         self.away = OffloadStore()
@@ -56,26 +56,26 @@ class RankTensors(RenewableTensors, ModelPortion):
         torch.manual_seed(experiment.seed * 100_003 + rank + 1)
         self._random_state = torch.get_rng_state()
         self.losses: list[float] = []
-        self.ledger: Any = None  # of its session
-        self.reading: Any = None  # of its session
-        self.finite: Any = None  # of its session
-        self._open: dict[tuple[str, int], Tensor] = {}  # losses without a backward yet, by worker and micro-batch
+        self.ledger: Any = None  # the session sets these three
+        self.reading: Any = None
+        self.finite: Any = None
+        self._open: dict[tuple[str, int], Tensor] = {}  # losses without a backward, by worker and micro-batch
         self._worker = ""
-        self._looked: dict[str, Any] = {}  # by worker: the batch of its next forward, after looking up its rows
+        self._looked: dict[str, Any] = {}  # by worker: the batch of its next forward, after a look-up of rows
         self._waves: PiecewisePass | None = None
-        self._grads: dict[str, list[Tensor | None]] = {}  # gradients of the workers that are not active
+        self._grads: dict[str, list[Tensor | None]] = {}  # gradients of inactive workers
         self._arrival: list[str] | None = None
         self._learned = False
-        self.usage: Any = None  # its host's
-        self.strategy_now: Callable[[], Any] = lambda: None  # the one that is in force
-        self.step_now: Callable[[], int] = lambda: 0  # this rank's step
+        self.usage: Any = None  # the host sets it
+        self.strategy_now: Callable[[], Any] = lambda: None
+        self.step_now: Callable[[], int] = lambda: 0
         self.stepped: Callable[[], None] = lambda: None  # runs after each optimizer step, before gradients are freed
         self._cut_buckets()
 
     def make_optimizer(self, experiment: Experiment, params: list[Any] | None = None) -> Any:
-        """Returns the optimizer of `experiment`, for the parameters here or for `params`."""
+        """Returns the optimizer of `params`; by default of the parameters here."""
         if params is None:
-            here = {id(place.param) for place in self.layout.order}  # a frozen one may be unfrozen later
+            here = {id(place.param) for place in self.layout.order}  # frozen parameters may be unfrozen later
             params = [p for p in self.model.parameters() if id(p) in here or not p.requires_grad]
         return built(experiment.optimizer, self.learner.optimizer, params, experiment.lr)
 
@@ -83,7 +83,7 @@ class RankTensors(RenewableTensors, ModelPortion):
         self.optimizer = optimizer
 
     def copy_values(self, other: RankTensors) -> None:
-        """Copies the parameters and buffers of `other`, because random initial values may differ."""
+        """Copies parameters and buffers, because random initial values may differ."""
         mine, its = self.model.state_dict(), other.model.state_dict()
         for name, x in mine.items():
             x.copy_(its[name])
@@ -96,19 +96,17 @@ class RankTensors(RenewableTensors, ModelPortion):
         self._cut_buckets()
 
     def share_memory(self, other: RankTensors) -> None:
-        """Makes the parameters share the memory of `other`."""
         if other is not self:
             self.layout.adopt_vectors(other.layout.weights)
             self._cut_buckets()
 
     def unshare_memory(self) -> None:
-        """Gives the parameters memory of their own again."""
         self.layout.adopt_vectors([w.clone() for w in self.layout.weights])
         self._cut_buckets()
 
     @property
     def has_new_order(self) -> bool:
-        """Whether a backward has shown the order of gradients, and `learned` has not returned it yet."""
+        """Whether a backward has shown the order of gradients, and `learn_order` has not returned it."""
         return self._arrival is not None and not self._learned
 
     def learn_order(self) -> list[str]:
@@ -118,12 +116,11 @@ class RankTensors(RenewableTensors, ModelPortion):
         return self._arrival
 
     def reorder_parameters(self, names: list[str]) -> None:
-        """Lays out parameters in the order of gradients, which may change the buckets."""
         self.layout.reorder_buckets(names)
         self._cut_buckets()
 
     def deal_data(self, rank: int, size: int, seed: int | None) -> None:
-        """Reads the data of `rank` of `size` from the next restart on; see `BatchReader.set_share`."""
+        """Reads the data of `rank` from the next restart on; see `BatchReader.set_share`."""
         self.batches.set_share(rank, size, seed)
 
     def restart_data(self, batch: int, seed: int, step: int, used: int = 0) -> None:
@@ -165,7 +162,7 @@ class RankTensors(RenewableTensors, ModelPortion):
         return loss.detach()
 
     def piece_forward(self, waves: PiecewisePass, micro: int, piece: int, of: int, falls: bool) -> Tensor | None:
-        """Runs a batch through a piece of the model. The last piece returns its loss."""
+        """Runs a batch through a piece. The last piece returns the loss."""
         self._waves = waves
         with self._use_own_rng(), torch.enable_grad():
             batch, loss = waves.piece_forward(self.batches.next_batch, micro, piece, of, falls)
@@ -182,12 +179,11 @@ class RankTensors(RenewableTensors, ModelPortion):
             self.finite.check_forward(loss.detach(), batch)
 
     def list_open(self) -> Iterable[Tensor]:
-        """Returns the tensors that still need a backward."""
         risen = self._waves.list_open() if self._waves else ()
         return [*risen, *self._open.values(), *(self.piece.opened.values() if self.piece else ())]
 
     def activate_worker(self, worker: str) -> None:
-        """Makes `worker` active. Workers of a rank share parameters, but each has its own gradients."""
+        """Makes `worker` active. Workers share parameters, but not gradients."""
         if worker != self._worker:
             params = [place.param for place in self.layout.order]
             self._grads[self._worker] = [p.grad for p in params]
@@ -196,7 +192,7 @@ class RankTensors(RenewableTensors, ModelPortion):
             self._worker = worker
 
     def run_backward(self, grad: Any, micro: int, exchanged: bool) -> None:
-        """Computes the gradients of a forward. If `exchanged`, they go into the buckets."""
+        """Computes gradients. If `exchanged`, they go into the buckets."""
         if isinstance(grad, Tensor):
             raise StrategyError("a rank's backward begins with its loss, or its replica's: give a number, or nothing")
         loss = self._open.pop((self._worker, micro), None)
@@ -211,7 +207,7 @@ class RankTensors(RenewableTensors, ModelPortion):
     def _collect_gradients(
         self, run: Callable[[], None], exchanged: bool, first: bool = False, there: Collection[str] = ()
     ) -> None:
-        """Runs a backward. there: whose gradients came in others before"""
+        """Runs a backward. there: names of parameters with gradients from earlier backwards"""
         self.layout.unused = set()
         self.usage.begin_backward(self.step_now())
         self.usage.require_trained(self.strategy_now())
@@ -225,7 +221,7 @@ class RankTensors(RenewableTensors, ModelPortion):
                         self._arrival = [*there, *(name for name in names if name not in there)]
                         self.cut.ready = compute_ready_shares(self.layout, self._arrival)
                     self._note_unused()
-                elif self.piece is not None:  # one of several backwards whose gradients add up
+                elif self.piece is not None:  # gradients of several backwards add up
                     self._record_order(run)
                 else:
                     run()
@@ -235,13 +231,13 @@ class RankTensors(RenewableTensors, ModelPortion):
                 self.list_grads()
 
     def _note_unused(self) -> None:
-        """Notes the parameters that no backward of this step has used, and raises a hand if there are any."""
+        """Notes parameters that no backward of this step has used, and raises a hand if some exist."""
         self.layout.unused = {place.name for place in self.layout.order if place.param.grad is None or place.filled}
         if self.layout.unused:
             self.usage.raise_hand(self.step_now())
 
     def _run_watched(self, run: Callable[[], None]) -> list[str]:
-        """Runs a backward and returns the order of gradients, with unused parameters last.
+        """Returns the order of gradients in a backward, with unused parameters last.
 
         Raises StrategyError if one gradient came twice, as real ranks do.
         """
@@ -251,7 +247,7 @@ class RankTensors(RenewableTensors, ModelPortion):
         return names + [p.name for p in self.layout.order if p.name not in set(names)]
 
     def _record_order(self, run: Callable[[], None]) -> list[str]:
-        """Runs backward and returns the names of the parameters that it used, in the order of their gradients."""
+        """Runs a backward. Returns its parameters in the order of gradients."""
         names: list[str] = []
 
         def hear(p: Tensor, place: ParameterPlace) -> None:
@@ -272,21 +268,19 @@ class RankTensors(RenewableTensors, ModelPortion):
         return names
 
     def free_gradients(self) -> None:
-        """Frees the buckets' room for gradients."""
         self.layout.drop_gradients()
 
     def get_full_bucket(self, index: int) -> Bucket:
         return self.layout.fill_bucket(index)
 
     def sum_squares(self) -> float:
-        """Returns the sum of squares of all gradients here."""
         return clip_gradients(self.layout, math.inf) ** 2
 
     def update_model(self, bucket: Bucket | None, longest: float, by: Callable[[], None] | None,
                squares: float | None = None) -> float | None:  # fmt: skip
-        """Steps the optimizer. Returns the norm of the gradient if it is clipped to `longest`.
+        """Steps the optimizer. Returns the norm of a gradient that is clipped to `longest`.
 
-        squares: sum of squares of a whole replica's gradients, if this rank is one of its stages
+        squares: sum over a replica's gradients, if this rank is one of its stages
         """
         if bucket is None:
             of_replica = float if squares is None else lambda own: squares
@@ -302,7 +296,7 @@ class RankTensors(RenewableTensors, ModelPortion):
         return None
 
     def note_shard_step(self) -> None:
-        """Does nothing: steps of offloaded shards change no state here."""
+        """Does nothing: offloaded shards change no state here."""
 
     def list_grads(self) -> list[Bucket]:
         if self._worker:
@@ -325,13 +319,13 @@ class RankTensors(RenewableTensors, ModelPortion):
         return self.layout.list_params()
 
     def _ignore_versions(self) -> Any:
-        """Lets a worker's update fall between another worker's forward and backward, as happens without locks."""
+        """Allows a worker's update between another worker's forward and backward, as without locks."""
         params = tuple(place.param for place in self.layout.order)
         return torch.autograd._unsafe_preserve_version_counter(params) if self._worker else nullcontext()
 
     @contextmanager
     def _use_own_rng(self) -> Iterator[None]:
-        """Swaps in this rank's state of torch's random numbers, which belong to the whole process."""
+        """Swaps in this rank's random state, because torch's belongs to the whole process."""
         torch.set_rng_state(self._random_state)
         yield
         self._random_state = torch.get_rng_state()
