@@ -1,4 +1,4 @@
-"""Costs: the prices of a step's parts for simulations, measured from a run or given by hand."""
+"""Prices of a step's parts for simulations, measured from a run or given by hand."""
 
 from __future__ import annotations
 
@@ -23,24 +23,22 @@ class Costs:
     """Prices of compute, codecs and the unshaped network. A Fabric and a `pace` state their own costs.
 
     forward, backward, update: seconds of one pass by rank, as numbers or Durations. One value serves all ranks
-    codec:    by compressor (`Costs.kind`): the prices of each stretch of work on a bucket between two operations, while
-              the rank's step waits; for most compressors (encode, decode). A number is seconds per byte.
-              Line(seconds, seconds per byte) adds a fixed part per stretch, whatever the size of the bucket
-    beside:   these prices while the rank computes and may share a core with the codec; a compressor not listed here
-              has the prices of `codec`
+    codec:    by compressor (`Costs.kind`): prices of each stretch of work on a bucket between two operations, while the
+              rank's step waits; for most compressors (encode, decode). A number is seconds per byte.
+              Line(seconds, seconds per byte) adds fixed seconds per stretch
+    beside:   these prices while the rank computes and may share a core with the codec; default: `codec`
     slows:    extra seconds of compute for each second that a codec works at the same time
     wire:     price of a collective on an unshaped Link
-    linked:   least price of a transfer on a shaped Link between processes that take turns; unknown: `wire`
-    post:     price of a message on an unshaped Link; if unknown: the price of a collective of its bytes
+    linked:   least price of a transfer on a shaped Link between processes that take turns; default: `wire`
+    post:     price of a message on an unshaped Link; default: the price of a collective of its bytes
     late:     seconds by which a collective on a shaped Link ends after its time (sleeping is not exact)
     between:  seconds of a step that belong to no other part
     evaluate: seconds of one evaluation
     parts:    seconds of a forward and of a backward of each part of the model (see `balance`). Only their proportions
               count, when the model is cut into stages; empty: proportional to the numbers of parameters
-    coder:    by compressor: prices of encoding and decoding an activation that crosses between stages, or between the
-              ranks of one stage
+    coder:    by compressor: prices of encoding and decoding an activation between stages, or between ranks of a stage
     flop:     by name: seconds per floating-point operation of a strategy's own arithmetic (`rank.work`)
-    asked:    seconds of a strategy's requests "curve", "value" and "factors". "collect" is the extra time of a backward
+    asked:    seconds of a strategy's requests "curve", "value" and "factors"; "collect": extra seconds of a backward
               that collects factors. By default a curve costs a forward and a backward, and a value a forward
     density:  share of elements that a value-based compressor keeps, with sizes only; 0: unknown
 
@@ -76,31 +74,31 @@ class Costs:
 
     @classmethod
     def measured(cls, run: Run) -> Costs:
-        """Calibrates from a recorded run, real or simulated. Excludes the first steps and the steps next to a change.
+        """Calibrates from a recorded run, real or simulated. Excludes the first steps and steps after a change.
 
         Each phase gets a median and a spread (1.4826 MAD) per rank, without faults. Each stretch of codec work gets the
         mean time until the last rank has finished it, with and without compute. Its price is per byte, or a Line if the
         largest bucket is at least twice the smallest. `slows` comes from steps with different compressors.
 
-        On an unshaped Link the 2 numbers of `wire` are a least-squares fit to the median transfers (last arrival to
-        end). On a shaped Link, `late` is measured. `linked` is the mean transfer of collectives that take over 3 times
-        as long as their Link demands. `between`, `evaluate` and `density` are medians.
+        On an unshaped Link, `wire` is a least-squares fit to the median transfers (last arrival to end). On a shaped
+        Link, `linked` is the mean transfer of collectives that take over 3 times as long as their Link demands.
+        `between`, `evaluate` and `density` are medians.
         """
         return cls(**measure_costs(run))
 
     def scale_compute(self, n: float) -> Costs:
-        """Returns these costs with n times as much compute per step on every rank."""
+        """Returns costs with n times as much compute."""
         found: dict[str, Any] = {p: tuple(d._replace(seconds=n * d.seconds) for d in getattr(self, p)) for p in PHASES}
         return replace(self, **found)
 
     def at_least(self, seconds: Mapping[str, float]) -> Costs:
-        """Returns these costs with each phase lasting at least this long on every rank."""
+        """Returns costs with at least these seconds by phase."""
         found: dict[str, Any] = {p: tuple(d._replace(seconds=max(d.seconds, seconds[p])) for d in getattr(self, p))
                                  for p in PHASES}  # fmt: skip
         return replace(self, **found)
 
     def even(self, ranks: int) -> Costs:
-        """Returns these costs with all ranks as fast as the slowest of `ranks` is expected to be in a step.
+        """Returns costs with all ranks as fast as the slowest of `ranks` is expected to be in a step.
 
         Each rank's step is modelled as an independent normal number with the rank's own mean and spread. The result is
         correct if all ranks meet in each step, and too slow if they meet less often.
@@ -121,17 +119,16 @@ class Costs:
         return replace(self, **found)
 
     def draw_seconds(self, phase: str, rank: int, step: int, seed: int) -> float:
-        """Returns the seconds of one pass on a rank in a step."""
         durations: tuple[Duration, ...] = getattr(self, phase)
         duration = durations[rank % len(durations)]
         return duration.draw_seconds(f"{seed}/{rank}/{step}/{phase}") if duration.spread else duration.seconds
 
     def list_codec_prices(self, compressor: Any) -> tuple[Price, ...]:
-        """Returns the prices of each stretch of codec work, or () if it costs nothing."""
+        """Returns prices of each stretch of codec work; () for none."""
         return self.codec.get(self.kind(compressor), ())
 
     def list_prices_beside(self, compressor: Any) -> tuple[Price, ...]:
-        """Returns the same prices while the rank computes."""
+        """Returns these prices while the rank computes."""
         return self.beside.get(self.kind(compressor)) or self.list_codec_prices(compressor)
 
     def price_coding(self, compressor: Any, how: str, nbytes: int) -> float:
@@ -142,7 +139,7 @@ class Costs:
     kind = staticmethod(name_codec)
 
     def __or__(self, other: Costs) -> Costs:
-        """Adds the codecs and strategy arithmetic of `other`, and its wire prices if these costs have none."""
+        """Adds codecs and strategy arithmetic of `other`, and wire prices that are missing here."""
         names = ("codec", "beside", "coder", "flop", "asked")
         both: dict[str, Any] = {name: {**getattr(self, name), **getattr(other, name)} for name in names}
         wires = ("wire", "linked", "post")

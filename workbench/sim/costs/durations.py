@@ -1,4 +1,4 @@
-"""The price types of a phase and of a collective on an unshaped Link, and the names of compressors' prices."""
+"""Prices of a phase and of a collective on an unshaped Link, and names of compressors' prices."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ PHASES = ("forward", "backward", "update")
 
 
 class Duration(NamedTuple):
-    """Seconds of a phase on one rank, and their standard deviation between steps as a share of them."""
+    """Seconds of a phase on one rank. spread: standard deviation between steps, as a share of them"""
 
     seconds: float
     spread: float = 0.0
 
     def draw_seconds(self, key: str) -> float:
-        """Returns the seconds in one step, normal around `seconds` and at least half of it; a function of `key`."""
+        """Returns a step's seconds as a function of `key`: normal around `seconds`, at least half of it."""
         if not self.spread:
             return self.seconds
         return self.seconds * max(0.5, 1.0 + self.spread * Random(key).gauss(0.0, 1.0))
 
 
 class AlphaBeta(NamedTuple):
-    """Price of a collective on an unshaped Link: alpha, seconds per consecutive message; beta, seconds per byte."""
+    """Seconds per consecutive message (alpha) and per byte (beta) on an unshaped Link."""
 
     message: float = 0.0
     byte: float = 0.0
@@ -32,7 +32,7 @@ class AlphaBeta(NamedTuple):
 
 
 def name_codec(compressor: Any) -> str:
-    """Returns the name of a compressor's prices: its type and the type that it wraps, without settings.
+    """Returns a compressor's type and the type that it wraps.
 
     >>> from workbench import ErrorFeedback, TopK
     >>> name_codec(ErrorFeedback(of=TopK()))

@@ -1,8 +1,8 @@
-"""Decides whether one replica's ranks may stand for all replicas, so that thousands of ranks cost as little as a few.
+"""Decides whether one replica's ranks may stand for all replicas.
 
 Replicas act in unison if they compute alike over equal links and meet only in collectives. Then only the first
-replica's ranks are simulated, in groups of full size. All its ranks are needed: the slices of a stage exchange
-different bytes, because each slice owns different shared parameters (`TensorSplit.owners`).
+replica's ranks are simulated, in groups of full size. All its ranks are needed, because slices of a stage own different
+shared parameters (`TensorSplit.owners`) and so exchange different bytes.
 """
 
 from __future__ import annotations

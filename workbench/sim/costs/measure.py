@@ -1,7 +1,4 @@
-"""Calibration: reads the costs of compute, codecs and the unshaped network from the record of a run.
-
-It uses medians over undisturbed steps. Costs describes the fields; this module finds each number among the spans.
-"""
+"""Calibration: reads the fields of Costs from the record of a run, as medians over undisturbed steps."""
 
 from __future__ import annotations
 
@@ -25,12 +22,12 @@ from workbench.sim.costs.prices import solve_not_negative
 
 WARM = 2  # untypical steps at the beginning and after a change
 SHORT = 3.0  # factor over the Link's time from which a transfer counts as longer
-FEW = 20  # the fewest such collectives for an estimate
+FEW = 20  # collectives with longer transfers for an estimate, at least
 ENOUGH = 200  # steps per median; more only cost time
 
 
 def measure_costs(run: Run) -> dict[str, Any]:
-    """Returns the fields of `Costs.measured`. Raises ValueError if the run has too few steps."""
+    """Returns the fields. Raises ValueError if the run has too few steps."""
     about = _RecordedSteps(run)
     durations = {phase: about.measure_durations(phase) for phase in PHASES}
     codec, beside = about.measure_codecs()
@@ -46,7 +43,7 @@ def measure_costs(run: Run) -> dict[str, Any]:
 
 
 class _RecordedSteps:
-    """The undisturbed steps of a run, and the experiment of each step."""
+    """A run's undisturbed steps, and their experiments."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -74,15 +71,13 @@ class _RecordedSteps:
         self.slows, self.least = measure_slowdown(self.spans, self.find_experiment, self._bucket_bytes)
 
     def find_experiment(self, step: int) -> Experiment:
-        """Returns the experiment as it was at a step."""
         return next(e for at, e in reversed(self.changed) if at <= step)
 
     def _is_recomputed(self, step: int) -> bool:
-        """Returns whether a backward computes a part of its forward once more."""
         return self.find_experiment(step).partition.recompute[0] != "none"
 
     def measure_durations(self, phase: str) -> tuple[Duration, ...]:
-        """Returns the median and spread of a phase on each rank, with faults removed."""
+        """Returns by rank a phase's median and spread, without faults."""
         rows = self.spans[self.spans.equal("lane", "compute") & self.spans.phase(phase)]
         rows = rows[~listened] if not (listened := np.isin(rows.step, self.listened)).all() else rows
         rows = rows[np.isin(rows.step, self.least)] if self.slows else rows
@@ -93,18 +88,17 @@ class _RecordedSteps:
         found = []
         for rank in self.ranks:
             steps, which = np.unique(rows.step[rows.rank == rank], return_inverse=True)
-            mine = np.bincount(which, seconds[rows.rank == rank], len(steps))  # a phase may have paused in between
+            mine = np.bincount(which, seconds[rows.rank == rank], len(steps))  # a phase may have paused
             middle = float(np.median(mine)) if len(mine) else 0.0
             spread = 1.4826 * float(np.median(np.abs(mine - middle))) / middle if middle else 0.0
             found.append(Duration(middle, spread if spread > 1e-9 else 0.0))
         return tuple(found) or (Duration(0.0),)
 
     def measure_codecs(self) -> tuple[By, By]:
-        """Returns the prices of work on buckets, while the rank's step waits and while it computes."""
         return price_codecs(self.spans, self.find_experiment, self._bucket_bytes)
 
     def measure_own_work(self) -> dict[str, Any]:
-        """Returns the prices of codecs inside a model and of strategies' arithmetic, also from spread replicas."""
+        """Returns prices of codecs inside a model and of strategies' arithmetic."""
         rows, samples = self.run.timeline.spans.rows(), self.run.timeline.samples.rows()
         rows = rows[np.isin(rows.step, self.any)]
         return {
@@ -114,7 +108,7 @@ class _RecordedSteps:
         }
 
     def _bucket_bytes(self, step: int, name: str) -> int:
-        """Returns the bytes of a bucket at a step; 0 if the name is no bucket's."""
+        """Returns a bucket's bytes at a step; 0 for other names."""
         sizes: list[int] = []
         for at, _, detail in self.run.details("buckets"):
             if at <= max(step - 1, 0) or not sizes:
@@ -123,14 +117,14 @@ class _RecordedSteps:
         return int(sizes[int(number)]) if number.isdigit() and int(number) < len(sizes) else 0
 
     def _list_collectives(self, shaped: bool) -> tuple[Arrivals, np.ndarray]:
-        """Returns all collectives, and a mask of complete ones in undisturbed steps on a shaped (or unshaped) Link."""
+        """Returns collectives, and a mask of complete ones in undisturbed steps on such a Link."""
         c = lined_up(self.window)
         link = np.array([self.find_experiment(int(s)).fabric.path(self.ranks).shaped for s in c.step], bool)
         sent = np.array([str(n).startswith("send ") or n == "send" for n in c.name], bool)
         return c, c.full & np.isin(c.step, self.good) & (link == shaped) & ~sent
 
     def fit_wire_price(self) -> AlphaBeta:
-        """Fits the price of a collective on an unshaped Link to the median transfer of each kind and size."""
+        """Fits `wire` to the median transfer of each kind and size."""
         c, which = self._list_collectives(shaped=False)
         p = len(self.ranks)
         if not which.any() or p < 2:
@@ -148,7 +142,7 @@ class _RecordedSteps:
 
     def _group_shaped(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Yields groups of equal collectives on a shaped Link: (consecutive messages of each, measured seconds, seconds
-        that the ports need). Measured seconds begin when all ranks have arrived.
+        that the ports need). Measured seconds begin at the last arrival.
         """
         c, which = self._list_collectives(shaped=True)
         took = _transfer_seconds(c)
@@ -160,13 +154,13 @@ class _RecordedSteps:
             yield messages, took[mine], np.nanmax(c.port[mine], axis=1)
 
     def measure_lateness(self) -> float:
-        """Returns how late a collective ends on a shaped Link, from collectives that the Link dominates."""
+        """Returns `late` from collectives that the Link dominates."""
         over = [took - own for _, took, own in self._group_shaped() if not _outlasts_link(took, own)]
         late = float(np.median(np.concatenate(over))) if over else 0.0
         return late if late > 1e-9 else 0.0
 
     def measure_linked_price(self) -> AlphaBeta:
-        """Returns the mean price per message of the transfer itself, from collectives that outlast their Link."""
+        """Returns the mean price per message from collectives that outlast their Link."""
         short = [(messages, took) for messages, took, own in self._group_shaped() if _outlasts_link(took, own)]
         if sum(len(took) for _, took in short) < FEW:
             return AlphaBeta()
@@ -181,21 +175,21 @@ class _RecordedSteps:
         return middle if middle > 1e-9 else 0.0
 
     def measure_evaluation(self) -> float:
-        """Returns the seconds of an evaluation on its fastest rank, which waits for no other rank."""
+        """Returns an evaluation's seconds on the fastest rank, which waits for no other rank."""
         rows = self.run.timeline.spans.rows()
         rows = rows[rows.equal("lane", "eval")]
         each = [float((rows.t1 - rows.t0)[rows.step == s].min()) for s in np.unique(rows.step)]
         return float(np.median(each)) if each else 0.0
 
     def measure_density(self) -> float:
-        """Returns the share of elements that value-based compressors kept; 0 if the record has none."""
+        """Returns the share of elements that value-based compressors kept; 0 if unknown."""
         rows = self.run.timeline.samples.rows()
         kept = rows.value[rows.equal("name", "density") & np.isin(rows.step, self.good)]
         return float(np.median(kept)) if len(kept) else 0.0
 
 
 def _transfer_seconds(c: Arrivals) -> np.ndarray:
-    """Returns each collective's seconds since its last arrival or the end of the one before: they cross one by one."""
+    """Returns seconds since the last arrival or the previous collective's end, because collectives cross in turn."""
     end = np.fmax.reduce(c.t1, axis=1)
     before = np.concatenate([[-np.inf], np.fmax.accumulate(end)[:-1]])
     took: np.ndarray = end - np.maximum(c.last, np.where(before < end, before, -np.inf))
@@ -203,19 +197,18 @@ def _transfer_seconds(c: Arrivals) -> np.ndarray:
 
 
 def _outlasts_link(took: np.ndarray, own: np.ndarray) -> bool:
-    """Returns whether these collectives take much longer than their Link."""
     return bool(took.mean() > SHORT * own.mean())
 
 
 def fit_message_price(spans: Any, at: Callable[[int], Experiment]) -> AlphaBeta:
-    """Fits the price of a message on an unshaped Link to the median of each size, from when its rank could send."""
+    """Fits `post` to the median of each size, from the time when the rank could send."""
     found: dict[int, list[float]] = defaultdict(list)
     sent = spans[spans.equal("lane", "comm") & np.array([str(n).startswith("send ") for n in spans.name], bool)]
     sent = sent[np.array([not at(int(step)).fabric.shaped for step in sent.step], bool)]
     for rank in np.unique(sent.rank):
         mine = sent[sent.rank == rank]
         mine = mine[np.argsort(mine.t1, kind="stable")]
-        before = np.concatenate([[-np.inf], mine.t1[:-1]])  # a rank's messages leave one after the other
+        before = np.concatenate([[-np.inf], mine.t1[:-1]])  # messages leave in turn
         for nbytes, took in zip(mine.nbytes.tolist(), mine.t1 - np.maximum(mine.t0, before), strict=True):
             found[nbytes].append(float(took))
     x, y = np.array([(1.0, nbytes) for nbytes in found]), np.array([np.median(v) for v in found.values()])

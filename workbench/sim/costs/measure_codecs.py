@@ -1,8 +1,8 @@
 """Calibrates codecs: the time until the last rank has finished a stretch, with and without compute.
 
-All ranks of a collective wait for the slowest encoder. On shared cores, some ranks are late, and their stretches
-take several times the median. So a stretch's price is the mean over steps of its longest time over ranks. Compute also
-slows down when it shares a core with a codec. Steps with different compressors show by how much.
+All ranks of a collective wait for the slowest encoder. On shared cores, some stretches take several times the median.
+So a stretch's price is the mean over steps of its longest time over ranks. Steps with different compressors show how
+much compute slows down when it shares a core with a codec.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from workbench.sim.costs.durations import name_codec
 from workbench.sim.costs.prices import Price, fit_price
 
 DISTURBED = 0.05  # share of the longest stretches, which other load has disturbed
-FEWEST = 5  # steps under a compressor from which its slowdown of compute is known
-LITTLE = 0.01  # of the compute: less codec work at the same time shows nothing
+FEWEST = 5  # steps with a compressor from which its slowdown of compute is known
+LITTLE = 0.01  # share of compute: less codec work at the same time shows nothing
 
 At = Callable[[int], Experiment]  # the experiment at a step
 Bytes = Callable[[int, str], int]  # of a bucket at a step, by its name; 0 if the name is no bucket's
@@ -30,10 +30,10 @@ By = dict[str, tuple[Price, ...]]
 
 
 class _CodecStretches(NamedTuple):
-    """All stretches of work on buckets, by column.
+    """Stretches of work on buckets, by column.
 
-    number: how many collectives of its bucket came before a stretch
-    over: seconds of it in which the rank also computed
+    number: collectives of the bucket before the stretch
+    over:   its seconds in which the rank also computed
     """
 
     step: np.ndarray
@@ -42,7 +42,7 @@ class _CodecStretches(NamedTuple):
     seconds: np.ndarray
     over: np.ndarray
     nbytes: np.ndarray
-    met: dict[tuple[int, str], int]  # by step and bucket: the number of its collectives
+    met: dict[tuple[int, str], int]  # by step and bucket: number of collectives
 
 
 def price_codecs(spans: Any, at: At, nbytes: Bytes) -> tuple[By, By]:
@@ -76,7 +76,7 @@ def price_codecs(spans: Any, at: At, nbytes: Bytes) -> tuple[By, By]:
 def measure_slowdown(spans: Any, at: At, nbytes: Bytes) -> tuple[float, list[int]]:
     """Returns (extra seconds of compute per second of codec work at the same time, steps with the least such work).
 
-    It compares steps whose experiments differ only in the compressor. Returns (0, []) if there are too few.
+    Compares steps that differ only in the compressor. Returns (0, []) for too few steps.
     """
     groups: dict[Experiment, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for step in np.unique(spans.step).tolist():
@@ -116,7 +116,6 @@ def _list_stretches(spans: Any, nbytes: Bytes) -> _CodecStretches:
 
 
 def _group_rows(all_: _CodecStretches) -> dict[tuple[int, str, int], np.ndarray]:
-    """Groups the rows of all ranks by step, bucket and number."""
     rows: dict[tuple[int, str, int], list[int]] = defaultdict(list)
     for i, key in enumerate(zip(all_.step.tolist(), all_.name, all_.number.tolist(), strict=True)):
         rows[key].append(i)
@@ -124,12 +123,11 @@ def _group_rows(all_: _CodecStretches) -> dict[tuple[int, str, int], np.ndarray]
 
 
 def _usual_compute(compute: Any) -> float:
-    """Returns the median seconds that a rank computes in a step."""
+    """Returns median seconds per rank and step."""
     keys, which = np.unique(np.stack([compute.rank, compute.step]), axis=1, return_inverse=True)
     return float(np.median(np.bincount(which.ravel(), compute.t1 - compute.t0, keys.shape[1])))
 
 
 def _trimmed_mean(values: list[float]) -> float:
-    """Returns the mean without the most disturbed values."""
     kept = sorted(values)[: max(1, round((1 - DISTURBED) * len(values)))]
     return float(np.mean(kept)) if kept else 0.0

@@ -1,4 +1,4 @@
-"""Calibration, second part: the prices of codecs inside a model and of a strategy's own arithmetic."""
+"""Calibration: prices of codecs inside a model and of a strategy's arithmetic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASKED = ("curve", "value", "factors")
 
 
 def price_coders(spans: Any, at: Callable[[int], Experiment]) -> dict[str, tuple[Price, Price]]:
-    """Returns by compressor the prices of encoding and decoding inside a replica, from medians.
+    """Returns by compressor the median prices of encoding and decoding inside a replica.
 
     spans: of undisturbed steps; at: the experiment at a step
     """
@@ -38,13 +38,12 @@ def price_coders(spans: Any, at: Callable[[int], Experiment]) -> dict[str, tuple
 
 
 def price_flops(spans: Any, samples: Any) -> dict[str, float]:
-    """Returns by name the median seconds per floating-point operation of strategies' own arithmetic."""
+    """Returns by name the median seconds per floating-point operation."""
     names = sorted({str(name)[6:] for name in samples.name if str(name).startswith("flops ")})
     return {name: rate for name in names if (rate := _seconds_per_flop(spans, samples, name))}
 
 
 def _seconds_per_flop(spans: Any, samples: Any, name: str) -> float:
-    """Returns the median over ranks and steps of the seconds of these spans per recorded operation."""
     did: dict[tuple[int, int], float] = defaultdict(float)
     took: dict[tuple[int, int], float] = defaultdict(float)
     said = samples[samples.equal("name", f"flops {name}")]
@@ -57,7 +56,7 @@ def _seconds_per_flop(spans: Any, samples: Any, name: str) -> float:
 
 
 def price_requests(spans: Any) -> dict[str, float]:
-    """Returns by name the median seconds of strategies' other requests; "collect" is a backward's extra time."""
+    """Returns by name the median seconds of requests; "collect": a backward's extra seconds."""
     compute = spans[spans.equal("lane", "compute")]
     found = {name: rows for name in ASKED if len(rows := compute[compute.equal("name", name)])}
     times = {name: _median_or_zero((rows.t1 - rows.t0).tolist()) for name, rows in found.items()}
@@ -71,13 +70,13 @@ def price_requests(spans: Any) -> dict[str, float]:
 
 
 def _seconds_per_step(passes: Any) -> float:
-    """Returns the median seconds of a rank's passes in a step."""
+    """Returns median seconds per rank and step."""
     keys, which = np.unique(np.stack([passes.rank, passes.step]), axis=1, return_inverse=True)
     return float(np.median(np.bincount(which.ravel(), passes.t1 - passes.t0, keys.shape[1])))
 
 
 def _count_backwards(passes: Any) -> float:
-    """Returns the number of forwards, or of backwards, per rank and step."""
+    """Returns the number of forwards per rank and step."""
     rows = passes[passes.equal("name", "forward")]
     return len(rows) / max(1, len(np.unique(np.stack([rows.rank, rows.step]), axis=1).T))
 

@@ -1,4 +1,4 @@
-"""Prices of a stretch of codec work: seconds per byte, or a line with a fixed part per stretch."""
+"""Prices of a stretch of codec work."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-APART = 2.0  # the least ratio of the largest to the smallest size for which a line is fitted
-LITTLE = 0.01  # of the shortest stretch: a smaller fixed part counts as none
+APART = 2.0  # least ratio of the largest to the smallest size for a Line
+LITTLE = 0.01  # share of the shortest stretch: a smaller fixed part counts as none
 
 
 class Line(NamedTuple):
-    """Fixed seconds per stretch, and seconds for each byte."""
+    """Seconds per stretch, and seconds per byte."""
 
     stretch: float
     byte: float
@@ -34,8 +34,8 @@ def price_bytes(price: Price, nbytes: int) -> float:
 def fit_price(found: Iterable[tuple[int, float]], middle: Callable[[list[float]], float]) -> Price:
     """Fits a price to stretches of (bytes, seconds): a Line if the sizes differ enough, else seconds per byte.
 
-    middle: reduces several numbers to one. The line fits relative errors of the middle of each size
-    by least squares, weighted by its count. Neither of its numbers is negative.
+    middle: reduces several numbers to one. The Line has the least squares of relative errors of each size's middle,
+    weighted by its count. Neither of its numbers is negative.
     """
     by = defaultdict[int, list[float]](list)
     for nbytes, seconds in found:

@@ -1,7 +1,7 @@
-"""Replays the random choices of a recorded run on the engine, so that the simulator follows them.
+"""Replays the random choices of a run that the engine has recorded.
 
-If ranks keep no common step, two things depend on chance: which message a receive from any rank gets, and in which
-steps a background runs. Everything else follows.
+If ranks keep no common step, chance decides two things: which message a receive from any rank gets, and in which steps
+a background runs.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from workbench.record.timeline import Timeline
 
 
 class RecordedRound(NamedTuple):
-    """One request of a background to go on."""
+    """A background's request to continue."""
 
-    steps: int  # steps that its rank had made by then
+    steps: int  # the rank's steps before it
     again: bool  # the answer
 
 
 class ChanceReplay:
-    """The recorded order of arrivals and rounds. Beyond the end of the record, the simulator decides."""
+    """The recorded order of arrivals and rounds. After the record, the simulator decides."""
 
     def __init__(self, timeline: Timeline, ranks: int, steps: int) -> None:
-        """steps: that each rank makes now, which may be more than it made in the record."""
+        """steps: of each rank now; the record may have fewer"""
         spans, rows = timeline.spans.rows(), timeline.samples.rows()
         self._goes_on = steps > spans.step[spans.lane == "step"].max(initial=-1) + 1
         self._senders: dict[tuple[int, str], deque[int]] = {}
@@ -38,22 +38,22 @@ class ChanceReplay:
                 self._senders.setdefault((rank, name[5:]), deque()).append(int(rows.value[i]))
 
     def next_sender(self, rank: int, kind: str) -> int | None:
-        """Returns the recorded sender of the next message of `kind` to `rank` from any rank; None after the end."""
+        """Returns the recorded sender of the next message of `kind` to `rank`; None after the record."""
         senders = self._senders.get((rank, kind))
         return senders.popleft() if senders else None
 
     def return_sender(self, rank: int, kind: str, sender: int) -> None:
-        """Returns an unused sender: `rank` received no message and takes this one at its next request."""
+        """Puts an unused sender back for the next request of `rank`."""
         self._senders[rank, kind].appendleft(sender)
 
     def peek_round(self, rank: int) -> RecordedRound | None:
-        """Returns the next recorded round of a rank's background; None beyond the record."""
+        """Returns the next recorded round; None after the record."""
         return self._rounds[rank][0] if self._rounds[rank] else None
 
     def next_answer(self, rank: int) -> int | None:
-        """Returns the recorded answer to `rank` in its next round (a step, or 0), and advances by one round.
+        """Returns the recorded answer in the next round (a step, or 0), and advances by one round.
 
-        None beyond the record. The last round of a record only says that its run ended, so a longer run ignores it.
+        None after the record. The last round only shows that the recorded run ended, so a longer run ignores it.
         """
         if not self._rounds[rank]:
             return None
