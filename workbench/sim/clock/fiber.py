@@ -130,7 +130,6 @@ class Fiber:
         self.passing: Any = None  # the pass over buckets that it iterates
 
     def resume(self, value: Any) -> None:
-        """Resumes the coroutine with the answer to its last request."""
         coro, verbs = self.coro, self.host.verbs
         send = coro.send
         try:
@@ -338,7 +337,7 @@ class ChildOrder:
         self._chosen.clear()
 
     def _choose_children(self, lane: Lane) -> None:
-        """Chooses queued children on rank 0 until their shares add up to 1. Ranks follow after `flag()` seconds."""
+        """Chooses queued children on rank 0 until their shares add up to 1. Ranks follow after `flag_seconds`."""
         free = list(takewhile(lambda child: child.priority > 0, lane.queue))
         found: list[int] = []
         share = 0.0

@@ -132,7 +132,6 @@ class VirtualWorld(WorldState):
         raise Deadlock(explain_endless_loop(fiber, op))
 
     def close(self) -> None:
-        """Closes unfinished coroutines."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that never started are not awaited
             for host in self._hosts:
