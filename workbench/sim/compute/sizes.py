@@ -42,18 +42,18 @@ class StagePlace(NamedTuple):
 
 
 class RankSizes(RenewableSizes, BatchOutline):
-    """The state of one rank. piece: its stage, if the replica has stages"""
+    """The state of one rank. See `ModelPortion` for common fields."""
 
     losses: tuple[()] = ()
     ledger: Any = None  # the session sets it
-    share = 1.0  # this rank's share of the model's compute
-    again: tuple[float, ...] = (0.0,)  # by piece, the share of its forward that its backward recomputes
-    fresh = False  # whether the next batch is the first after a change of the layout
-    split: TensorSplit | None = None  # how matrices are split
-    stage = (0, 1)  # (stage index, number of stages)
-    common_params: Any = None  # by owner, parameters that all ranks of a group have
+    share = 1.0
+    again: tuple[float, ...] = (0.0,)
+    fresh = False
+    split: TensorSplit | None = None
+    stage = (0, 1)
+    common_params: Any = None
     flow: Any = None  # the host sets it
-    spread: ReplicaSpread | None = None  # how a replica is spread over ranks
+    spread: ReplicaSpread | None = None
     layers: Partition  # how the ranks of a stage compute its layers
 
     def __init__(self, whole: Outline, bucket_mb: float) -> None:
@@ -61,7 +61,7 @@ class RankSizes(RenewableSizes, BatchOutline):
         self._stage: StageOutline
         self.piece: StagePlace | None = None
         self._count = 1  # micro-batches per batch
-        self.shares: tuple[float, ...] = (1.0,)  # by piece, its share of this rank's compute
+        self.shares: tuple[float, ...] = (1.0,)
         self._asked: dict[tuple[int, int], torch.Tensor | None] = {}  # received inputs, by open micro-batch and piece
         self._bucket_mb, self.model, self.optimizer = bucket_mb, whole.model, whole.optimizer
         self.cut = whole.cut_buckets(bucket_mb, False)

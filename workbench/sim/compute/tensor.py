@@ -109,6 +109,5 @@ class TensorPerformer:
 
 
 def _merge_events(ready: list[float], meetings: list[PlannedMeeting]) -> deque[Any]:
-    """Returns a backward's full buckets and meetings in order."""
     full = [PassEvent(share, "full", (index,)) for index, share in enumerate(ready)]
     return deque(sorted([*full, *meetings], key=lambda event: event[0]))
