@@ -229,7 +229,6 @@ def _list_trained_places(model: nn.Module) -> list[ParameterPlace]:
 
 
 def _run_and_measure(layout: Any, fake: nn.Module, x: Any, forward: Callable[[], Tensor]) -> KeptBytes:
-    """Runs `forward` and its backward."""
     others = memory.find_storages([*fake.parameters(), *fake.buffers(), x])
     loss = forward()
     found = memory.find_saved([loss])
