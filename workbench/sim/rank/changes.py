@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Reconfigurable(RankLoop):
-    """The part of a Session that changes act on."""
+    """The part of a Session that changes use."""
 
     world: VirtualWorld
     host: Host
@@ -74,7 +74,7 @@ class Reconfigurable(RankLoop):
         self.crashing = {*self.crashing, *crashed(old, new, self.rank.size)}
 
     def choose_lane(self) -> None:
-        """Looks up the prices of the compressor, and records its assumptions. Children run as on the engine."""
+        """Looks up the compressor's prices, and records assumptions. Children run as on the engine."""
         costs, compressor = self.world.costs, self.rank.compressor
         if costs is None:
             self.host.use_prices((), ())
@@ -118,11 +118,11 @@ class Reconfigurable(RankLoop):
         return self.body.learner
 
     def make_example(self, wanted: Experiment) -> Any:
-        """Returns a batch, the same on all ranks, without drawing from the training data."""
+        """Returns the same batch on all ranks, without a draw from the training data."""
         return make_example(self.learner, wanted, "cpu" if self.world.real else "meta")
 
     def lay_out_parameters(self, names: set[str], spread: ReplicaSpread | None, held: bool = True) -> None:
-        """Makes this rank hold these parameters of the model. held: False if their shards come later"""
+        """Makes this rank hold these parameters. held: False if their shards come later"""
         seed = drawn(self.experiment, self.rank.id, self.rank.step)
         if (spread and spread.split) or (self.spread and self.spread.split):
             self.body.reseed_rng(seed)
@@ -136,7 +136,6 @@ class Reconfigurable(RankLoop):
         self.mark_buckets()
 
     def tune_partition(self) -> None:
-        """Applies changed knobs of the partition. The model stays where it is."""
         self.body.tune_partition(self.experiment)
 
     @property
@@ -163,7 +162,7 @@ class Reconfigurable(RankLoop):
         self.mark_buckets()
 
     async def share_again(self, lay: Callable[[], None]) -> None:
-        """Calls `lay` to lay out the parameters in the rank's own memory, and shares them again if they were shared."""
+        """Lets `lay` lay out the parameters in the rank's memory, and shares them again if they were shared."""
         if self.common:
             await self.gather(0)
         lay()
@@ -172,7 +171,7 @@ class Reconfigurable(RankLoop):
             self.share_parameters()
 
     def share_parameters(self) -> None:
-        """Lets all ranks use rank 0's memory for their parameters. They must stand still and hold equal values."""
+        """Lets all ranks use rank 0's memory for parameters. They must stand still and hold equal values."""
         self.common = True
         if self.world.real:
             self.body.share_memory(self.world.sessions[0].body)
@@ -192,12 +191,11 @@ class Reconfigurable(RankLoop):
         self.body.free_gradients()
 
     def enter_strategy(self, was: Experiment | None, wanted: Experiment) -> None:
-        """Starts a strategy."""
         strategy = wanted.strategy
         take_role(self, wanted)
         shared = "gradients" in strategy.shards
         self.body.gradient_shards = len(sharers(strategy, self.rank.size)[0]) if shared else 1
-        if strategy.offloads and not wanted.clip:  # gradients are offloaded when they are summed
+        if strategy.offloads and not wanted.clip:  # ranks offload summed gradients
             self.body.gradient_shards = sys.maxsize
         if strategy.shared and self.rank.size > 1:
             self.share_parameters()
@@ -205,11 +203,11 @@ class Reconfigurable(RankLoop):
         self.reset_groups()
 
     def sharded(self, buckets: ShardLayout | None) -> None:
-        """Sets the shards of the optimizer state. With sizes only, one optimizer stands for those of all ranks."""
+        """Sets the shards of the optimizer state. With sizes only, ranks share one optimizer."""
         self.body.shards = buckets
 
     def reset_groups(self) -> None:
-        """Resets the counts of children: ranks of different stages have started different numbers."""
+        """Resets the counts of children, which differ between stages."""
         for lane in self.host.lanes.values():
             lane.reset_counts()
 
@@ -221,7 +219,7 @@ class Reconfigurable(RankLoop):
 
     @contextmanager
     def record_switch(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
-        """Surrounds a switch of strategy, as one span. Late ranks go on with the step of the first rank."""
+        """Records a switch of strategy as one span. Late ranks continue with the step of the first rank."""
         if has_common_step(was):
             self.world.latest = self.rank.step
         self.rank.step = self.world.latest
@@ -230,12 +228,10 @@ class Reconfigurable(RankLoop):
         self.span("switch", type(wanted.strategy).__name__, began, self.sent_bytes - sent)
 
     async def gather(self, number: int) -> list[int]:
-        """Returns every rank's number, by rank."""
         numbers: list[int] = await Op("together", "agree", number, lambda each: [each] * len(each), 0.0)
         return numbers
 
     async def broadcast_text(self, text: str, by: int = 0) -> str:
-        """Returns the text of rank `by` on every rank."""
         said: str = await Op("together", "tell", text, lambda each: [each[by]] * len(each), 0.0)
         return said
 
@@ -261,8 +257,9 @@ class Reconfigurable(RankLoop):
 
 
 def explain_refusal(e: Experiment, costs: Costs | None, made: Callable[[], Any] | None = None) -> str | None:
-    """Returns why `e` cannot be simulated, with a remedy; None if it can. Call it again when a model exists: `made`
-    makes its optimizer.
+    """Returns why `e` cannot be simulated, with a remedy; None if it can.
+
+    Call it again when a model exists. made: makes the model's optimizer
     """
     name = type(e.strategy).__name__
     if made is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints of a simulation with real tensors. All ranks' images are in one process, and writing takes no time."""
+"""Checkpoints of a simulation with real tensors. Writing takes no time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workbench.record.drafts import Draft
 
 
 class CheckpointStore:
-    """Collects the images of all ranks. With the last one, it writes a checkpoint into `folder`."""
+    """Collects all ranks' images, then writes a checkpoint into `folder`."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self._folder, self._size = folder, size
@@ -33,7 +33,7 @@ class CheckpointStore:
 
 
 class _RankWriter:
-    """The collector's interface for one rank."""
+    """The interface of a CheckpointStore for one rank."""
 
     is_busy = False
 
@@ -44,11 +44,11 @@ class _RankWriter:
         self._kept.take_image(self._session, image, about)
 
     def close(self, patience: float | None = None) -> None:
-        """Does nothing, because no write is under way."""
+        """Does nothing: no write is under way."""
 
 
 def write_checkpoint(folder: Path, images: list[RankImage], about: dict[str, Any]) -> Path:
-    """Writes a checkpoint of these images, one per rank. Raises OSError."""
+    """Writes a checkpoint of one image per rank. Raises OSError."""
     draft = Draft(folder, about["step"])
     draft.begin()
     try:

@@ -1,4 +1,4 @@
-"""Held-out metrics with real tensors: of the mean of all virtual ranks' models, or of the parameters in a list."""
+"""Held-out metrics with real tensors: of the mean of all ranks' models, or of listed parameters."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def evaluate_mean(ranks: list[RankTensors]) -> list[Evaluated]:
 
 
 def _evaluate_spread(ranks: list[RankTensors], spread: ReplicaSpread) -> list[Evaluated]:
-    """Returns the same for replicas that are spread over ranks. The parts of the mean replica compute together."""
+    """Returns the same for spread replicas. The parts of the mean replica compute together."""
     drifts = [0.0] * len(ranks)
     count, ways = len(spread), spread.split.ways if spread.split else 1
     with ExitStack() as held:
@@ -65,7 +65,6 @@ def _evaluate_spread(ranks: list[RankTensors], spread: ReplicaSpread) -> list[Ev
 
 
 def _refresh_common(group: Sequence[RankTensors]) -> None:
-    """Copies each rank's shared parameters to the other ranks of the group."""
     with torch.no_grad():
         for index, owner in enumerate(group):
             for copies in zip(*(rank.common_params[index] for rank in group), strict=True):
@@ -74,8 +73,6 @@ def _refresh_common(group: Sequence[RankTensors]) -> None:
 
 
 def _evaluate_stages(stages: list[RankTensors], ask: Ask) -> dict[str, float]:
-    """Returns the metrics of a model with these stages, run one after the other."""
-
     def forward(*inputs: Any, **named: Any) -> Any:
         pieces = [rank.piece.pieces for rank in stages if rank.piece is not None]
         count = len(pieces)
@@ -97,7 +94,7 @@ def _evaluate_stages(stages: list[RankTensors], ask: Ask) -> dict[str, float]:
 
 
 def _run_stages(stages: Sequence[Coroutine[Op, Any, Any]], following: StorageTracker) -> list[Any]:
-    """Runs the stages' coroutines in turn, and returns their results. Messages wait until their receivers ask."""
+    """Runs the stages in turn, and returns their results. Messages wait for their receivers."""
     letters: dict[tuple[int, int, str], deque[Tensor]] = defaultdict(deque)
     waits, found = dict[int, tuple[int, int, str]](), dict[int, Any]()
 
@@ -122,7 +119,7 @@ def _run_stages(stages: Sequence[Coroutine[Op, Any, Any]], following: StorageTra
 
 
 def assemble_shards(ranks: list[RankTensors], here: RankTensors) -> None:
-    """Copies the values of every rank's shards into one rank's model."""
+    """Copies every rank's shards into the model of `here`."""
     for rank in ranks:
         for bucket, own, begin in zip(here.list_params(), rank.layout.weights, rank.layout.begins, strict=True):
             kept = rank.away.read_parameters(bucket.index)
@@ -131,7 +128,7 @@ def assemble_shards(ranks: list[RankTensors], here: RankTensors) -> None:
 
 
 def evaluate_known(rank: RankTensors, known: list[Bucket], evaluate: bool) -> Evaluated:
-    """Returns (metrics of the parameters in `known`, if `evaluate`; this rank's RMS distance from them)."""
+    """Returns (metrics of `known`, if `evaluate`; this rank's RMS distance from `known`)."""
     own, values = [b.data for b in rank.layout.list_params()], [b.data.clone() for b in known]
     drift = compute_distance(own, values, rank.layout.element_count)
     if not evaluate:

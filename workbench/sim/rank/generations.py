@@ -1,7 +1,7 @@
-"""Runs one generation of virtual ranks after another: each ends when ranks are lost or join.
+"""Runs generations of virtual ranks: each ends when ranks are lost or join.
 
-The survivors decide what real ranks decide (`host/elastic/recovery.py`). The time until they train again is not
-simulated on a network. It uses constants measured on real ranks, on two busy cores.
+Survivors decide as real ranks do (`host/elastic/recovery.py`). The time until they train again uses constants, measured
+on real ranks on two busy cores.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from workbench.sim.rank.joining import JoinEvent
 from workbench.sim.rank.session import Session
 
 VOTED = 0.27  # seconds from noticing a crash until ranks train again: the median of the kills behind `NOTICED`
-REPLACED = 2.0  # seconds until replacements join, on engines yet to start: the median in docs/data/replaced.json
+REPLACED = 2.0  # seconds until replacements join on new engines: the median in docs/data/replaced.json
 
 Body = Callable[[Experiment, int], Any]
 
 
 def can_crash(e: Experiment, changes: Sequence[Planned]) -> bool:
-    """Returns whether a rank may crash, as far as the settings show."""
+    """Returns whether the settings let a rank crash."""
     if e.policy.decides or crashed((), e.fabric.faults, e.ranks):
         return True
     for change in (c for c in changes if isinstance(c, Change)):
@@ -47,19 +47,16 @@ def can_crash(e: Experiment, changes: Sequence[Planned]) -> bool:
 
 
 class Generations:
-    """One simulated run, through all its generations.
-
-    made: makes the model and data of a new rank; folder: for checkpoints
-    """
+    """A run's generations. made: makes a new rank's model and data; folder: for checkpoints"""
 
     def __init__(self, world: VirtualWorld, made: Body, folder: Any = None) -> None:
         self.world, self._made, self._folder = world, made, folder
         self.records = [world.record]
         self._next = world.size  # the number of the next new rank
-        self._coming: list[float] = []  # the times at which replacements are ready
+        self._coming: list[float] = []  # times when replacements are ready
 
     def run_generations(self, sessions: list[Session]) -> list[Session]:
-        """Runs all generations. Returns the sessions of the last one."""
+        """Returns the last generation's sessions."""
         came = None
         while True:
             self._schedule_joins()
@@ -75,7 +72,7 @@ class Generations:
     # -- lost ranks --
 
     def _plan_survival(self) -> NextGeneration | None:
-        """Returns how the surviving ranks continue; None if the run is over."""
+        """Returns how survivors continue; None if the run is over."""
         world, left = self.world, self.world.living_sessions
         if world.stopped or not world.fallen:
             return None
@@ -113,7 +110,6 @@ class Generations:
         )  # fmt: skip
 
     def _fail_run(self, reason: str = "") -> None:
-        """Ends the run as failed."""
         for session in self.world.living_sessions:
             if reason:
                 about = {"rank": session.member, "step": session.rank.step, "op": "", "type": "KnobError"}
@@ -124,18 +120,17 @@ class Generations:
     # -- new ranks --
 
     def _schedule_joins(self) -> None:
-        """Sets an event for each time at which replacements are ready."""
         world = self.world
         for at in sorted(set(self._coming)):
             world.clock.resume_if_reached(max(at, world.clock.now), TimedCall(self._plan_join))
 
     def _plan_join(self) -> None:
-        """Plans that the ready replacements join before the next step that no rank has begun."""
+        """Plans a join of ready replacements before the next step that no rank has begun."""
         world = self.world
         count = sum(at <= world.clock.now for at in self._coming)
         known = [c for session in world.sessions for c in session.queue.planned if isinstance(c, JoinEvent)]
         if not count or world.fallen or world.parted is not None or 0 < len(known) < len(world.sessions):
-            return  # some ranks are at a planned join already; these replacements join after it
+            return  # some ranks have begun a planned join; these replacements join after it
         self._coming = [at for at in self._coming if at > world.clock.now]
         step, new = max(s.rank.step for s in world.sessions) + 1, tuple(range(self._next, self._next + count))
         self._next += count
@@ -145,7 +140,7 @@ class Generations:
             session.queue.plan_event(join)
 
     def _plan_growth(self) -> NextGeneration:
-        """Returns how the ranks continue together with the new ones, after they have met."""
+        """Returns how all ranks continue with the new ones after the meeting."""
         new, e, used = self.world.parted
         first, stay = self.world.sessions[0], tuple(range(self.world.size))
         for session in self.world.sessions:

@@ -1,4 +1,4 @@
-"""How virtual ranks make room for new ranks: they gather their state, and end their generation.
+"""Joins of new ranks: virtual ranks gather their state, and end their generation.
 
 The rules are the engine's (`engine/rank/resizing.py`), without processes and without a store.
 """
@@ -25,7 +25,7 @@ class JoinEvent(PlannedEvent):
 
 
 async def end_generation(run: Reconfigurable, join: JoinEvent) -> None:
-    """Gathers the state and ends the generation, or records a Mark that says why no rank can join."""
+    """Gathers the state and ends the generation, or records a Mark with the reason why no rank can join."""
     here = run.world.members
     try:
         wanted = run.require_trainable(

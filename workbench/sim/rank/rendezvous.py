@@ -1,4 +1,4 @@
-"""How virtual ranks that do not meet in every round come together, and what each does between meetings.
+"""Meetings of virtual ranks that do not meet in every round.
 
 The rules are the engine's, see [Note: Two ways of hearing] in engine/control/rendezvous.py. Here rank 0 announces a
 meeting at once, without messages.
@@ -13,16 +13,15 @@ from workbench.sim.rank.changes import Reconfigurable
 
 
 class Rendezvous:
-    """One rank's meetings, and its background and workers between them."""
+    """A rank's meetings, and its background and workers between them."""
 
     def __init__(self, run: Reconfigurable) -> None:
         self.run = run
         self.background: Fiber | None = None
-        self._awaiting: Fiber | None = None  # waits until workers or the background end
+        self._awaiting: Fiber | None = None  # waits for workers or the background
         self._workers = 0
 
     async def run_workers(self) -> None:
-        """Runs the step on every worker of this rank, and waits for all of them."""
         run, strategy, rank = self.run, self.run.experiment.strategy, self.run.rank
         self._workers = strategy.workers
         for worker in range(strategy.workers):
@@ -34,7 +33,7 @@ class Rendezvous:
             await Op("park", self._store_waiting, "its workers")
 
     async def check_meeting(self) -> bool:
-        """Returns whether a meeting takes place now. An idle rank waits for one. See the engine's meeting."""
+        """Returns whether a meeting takes place now. An idle rank waits for one."""
         world, strategy, step = self.run.world, self.run.experiment.strategy, self.run.rank.step
         if world.missed:
             await Op("park", lambda fiber: None, "those who are left")
@@ -61,7 +60,7 @@ class Rendezvous:
             await Op("park", world.add_listener, "a meeting or the end")
 
     async def assemble_ranks(self) -> None:
-        """Waits for all ranks, and for their backgrounds to end."""
+        """Waits for all ranks and the end of their backgrounds."""
         world = self.run.world
 
         def joint(steps: list[int]) -> list[None]:
@@ -73,7 +72,7 @@ class Rendezvous:
 
         propagation = self.run.experiment.strategy.propagation_in(world.size, self.run.rank.step)
         await Op("together", "meet between steps", self.run.rank.step, joint, 0.0)
-        if propagation and self.run.rank.role == "server":  # a server makes no steps of its own
+        if propagation and self.run.rank.role == "server":  # a server makes no steps
             self.run.rank.step = world.latest
         await self.await_background()
         await self.run.gather(0)
@@ -86,7 +85,6 @@ class Rendezvous:
         self.run.host.leaving = False
 
     def start_background(self) -> None:
-        """Starts the background, at the beginning or after a meeting."""
         strategy = self.run.experiment.strategy
         if self.background is not None or not strategy.has_background or self.run.world.over:
             return
@@ -100,7 +98,6 @@ class Rendezvous:
         self._awaiting = fiber
 
     def handle_end(self, fiber: Fiber) -> None:
-        """Handles the end of a worker or of the background."""
         if fiber.waiter is not None:
             fiber.waiter.resumed = self.run.host.clock.now
             return fiber.waiter.resume(fiber.value)

@@ -1,7 +1,6 @@
-"""One run on one virtual rank: the training loop as a coroutine, with the engine's rules.
+"""A run on one virtual rank: the training loop as a coroutine, with the engine's rules.
 
-Before each step it applies the changes that are due; then it steps and evaluates. It sends requests to its host as Ops,
-like a strategy.
+Like a strategy, it sends requests to its host as Ops.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
 class Session(Reconfigurable):
     """A run on one virtual rank. Changes use part of it (`host/transfer/views.py`).
 
-    member: this rank's number in the run
+    member: the rank's number in the run
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Session(Reconfigurable):
         before: Session | None = None,
         to: NextGeneration | None = None,
     ) -> None:
-        """before: the same rank in the generation before; to: how this generation begins, if it is not the first"""
+        """before: this rank in the previous generation; to: how this generation begins, None for the first"""
         self.world, self.body, self.member = world, body, world.members[index]
         self.rank = Rank(index, world.size, experiment.seed)
         self.rank.members = tuple(world.members) if len(world.members) == world.size else ()
@@ -112,7 +111,6 @@ class Session(Reconfigurable):
         self.choose_lane()
 
     def _make_counts(self) -> Any:
-        """Returns the source of this rank's memory figures."""
         if self.world.real:
             drawn = self.body.batches
             return RealMemoryCounts(
@@ -121,7 +119,7 @@ class Session(Reconfigurable):
         return KnownMemory(self.body, lambda: self.experiment.batch)
 
     def _make_for(self, params: list[Any]) -> Any:
-        """Returns the run's optimizer for these parameters, at the present learning rate, without state."""
+        """Returns an optimizer of these parameters at the present learning rate, without state."""
         optimizer = self.body.make_optimizer(self.experiment, params)
         at_rate(optimizer, self.rank.lr)
         return optimizer
@@ -129,7 +127,7 @@ class Session(Reconfigurable):
     # -- generations --
 
     def _enter_generation(self, before: Session | None, to: NextGeneration) -> None:
-        """Enters a generation. before: this rank in the generation before, None for a new rank"""
+        """Enters a generation. before: this rank in the previous one, None for a new rank"""
         self.rank.step = to.came.step
         if before is not None:
             self.rank.lr, self.rate = before.rank.lr, before.rate
@@ -139,7 +137,7 @@ class Session(Reconfigurable):
             self.body.discard_step()
 
     def leave_generation(self, saved: list[int]) -> RankReport:
-        """Undoes the generation's state, and returns this rank's report. saved: the steps that have checkpoints"""
+        """Undoes the generation's state, and returns a report. saved: steps with checkpoints"""
         if self.common and self.world.real:
             self.body.unshare_memory()
         self.common = False
@@ -147,9 +145,9 @@ class Session(Reconfigurable):
         return make_rank_report(self, self.member, parts, saved if parts else ())
 
     async def confirm_formed(self) -> None:
-        """Passes all ranks at one time, so none crashes before every rank holds the full state."""
+        """Lets all ranks pass at one time, so none crashes before every rank holds the full state."""
         await self.gather(0)
-        self.body.forget_order()  # a new rank has not seen it, so all ranks learn it again, as real ranks do
+        self.body.forget_order()  # like real ranks, all ranks learn it again, because a new rank lacks it
 
     async def execute_change(self, change: Planned) -> bool:
         if not isinstance(change, JoinEvent):
@@ -160,7 +158,6 @@ class Session(Reconfigurable):
     # -- the loop of a rank --
 
     async def train_from_start(self) -> None:
-        """Runs the whole training on this rank."""
         said = {"host": "simulated", "device": "cpu" if self.world.real else "sizes only",
                 "parameters": self.layout.element_count, "nbytes": self.layout.byte_count}  # fmt: skip
         if (many := self.world.size // self.world.first) > 1:
@@ -228,7 +225,7 @@ class Session(Reconfigurable):
         return await self.agree_on_order(self.body.learn_order())
 
     async def agree_on_order(self, names: list[str]) -> list[str]:
-        """The order that the first of the ranks with the same part of the model has seen; it waits for nobody."""
+        """Returns the order of the first rank with this part of the model. That rank does not wait."""
         op = Op("told", "agree on an order", names)
         op.group = self.rank.replicas.within
         found: list[str] = await op
@@ -268,7 +265,7 @@ class Session(Reconfigurable):
         return found
 
     def _count_evaluation(self, together: bool) -> None:
-        """Counts the memory of an evaluation, if each rank has memory of its own."""
+        """Counts an evaluation's memory, if each rank has its own memory."""
         if (
             self.ledger.is_evaluation_measured
             and (nbytes := count_evaluation_bytes(self, together, self.body.measure_evaluation())) is not None
@@ -288,15 +285,13 @@ class Session(Reconfigurable):
         await Op("park", self.world.note_crash, "nothing, for it has crashed")
 
     def mark_end(self, state: str) -> None:
-        """Records that this rank's part in the run is over."""
         self.mark("end", {"rank": self.member, "state": state})
 
     def handle_alarm(self, does: str) -> None:
-        """Handles a loss that is not finite or has diverged: raises SimulationStopped if the run must stop."""
+        """Raises SimulationStopped if the run must stop for a loss that is not finite or has diverged."""
         if does == "stop":
             raise SimulationStopped
 
     def mark_stopped(self) -> None:
-        """Records that the simulation stopped before its last step."""
         self.set_phase("stopped")
         self.mark_end("stopped")
