@@ -1,4 +1,4 @@
-"""Checks with sizes only whether ranks have the memory that an experiment needs, now or after a change."""
+"""Checks with sizes only whether an experiment fits into memory, now or after a change."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from workbench.sim.run.simulate import simulate
 from workbench.tasks import TaskError
 
 FILLS = ("strategy", "partition", "compressor", "optimizer", "batch", "bucket_mb", "memory_mb", "clip")  # use memory
-STEPS = 3  # before a change, and after it: the optimizer has state from the second step on
-MOST = 64  # steps of a strategy's round or warm-up that are simulated, at most
+STEPS = 3  # steps before and after a change: the optimizer has state from the second step on
+MOST = 64  # simulated steps of a strategy's round or warm-up, at most
 
 
 def longest_round(strategy: Any) -> int:
-    """Returns the largest knob of a strategy that counts steps: of a round, or of a warm-up."""
+    """Returns the steps of a strategy's longest round or warm-up; 0 without such knobs."""
     return max((int(k.default) for k in knobs(strategy) if k.unit == "steps"), default=0)
 
 
 def require_memory(e: Experiment, path: str | Mapping[str, Any] = "", value: Any = None) -> None:
-    """Raises KnobError with the memory needed if a rank of `e` needs more than its `memory_mb`.
+    """Raises KnobError if a rank of `e` needs more than `memory_mb`. The error gives the memory needed.
 
     path, value: a change that must fit during the switch and after it
 
-    If the experiment cannot be simulated, it raises nothing. The ranks then find out for themselves.
-    Warns if the simulation fails in another way.
+    Raises nothing if the experiment cannot be simulated. Warns if the simulation fails otherwise.
     """
     wanted = e.set(path, value) if path else e.checked()
     changed = [resolve(wanted, one)[0].partition(".")[0] for one in each(path, value)] if path else FILLS
@@ -44,7 +43,7 @@ def require_memory(e: Experiment, path: str | Mapping[str, Any] = "", value: Any
         found = _foresee_memory(e, change)
     except OutOfMemory as error:
         raise KnobError(_describe_refusal(e, change, error)) from None
-    except (KnobError, StrategyError, TaskError):  # it cannot be simulated, or ranks will say what fails
+    except (KnobError, StrategyError, TaskError):  # ranks report these errors
         return
     except Exception as error:
         warnings.warn(
@@ -57,18 +56,18 @@ def require_memory(e: Experiment, path: str | Mapping[str, Any] = "", value: Any
 
 
 def _foresee_memory(e: Experiment, change: dict[str, Any]) -> list[analysis.RankMemory]:
-    """Returns the memory that each rank needs from the change on, or from the start. Raises OutOfMemory."""
+    """Returns each rank's memory from the change on, or from the start. Raises OutOfMemory."""
     wanted = e.set(change) if change else e
     before = STEPS + min(MOST, longest_round(e.strategy)) if change else 0
     steps, healthy = before + STEPS + min(MOST, longest_round(wanted.strategy)), replace(e.fabric, faults=())
-    last = steps if e.eval_every else 0  # one evaluation after all memory is in use
+    last = steps if e.eval_every else 0  # one evaluation, when all memory is in use
     short = replace(e, steps=steps, eval_every=last, pace=e.pace or 1.0, fabric=healthy, policy=ByHand())
     run = simulate(short, changes=[Change(before, change)] if change else [], real=False)
     return analysis.measure_memory(run.timeline, before)
 
 
 def _describe_refusal(e: Experiment, change: dict[str, Any], error: OutOfMemory) -> str:
-    """Returns the refusal. If the switch itself does not fit, the refusal suggests only settings that were tried."""
+    """Returns the refusal. If the switch does not fit, it suggests only simulated settings."""
     lack = error.lack
     if lack is None or not change:
         return str(error)
@@ -92,7 +91,7 @@ def _does_fit(e: Experiment, change: dict[str, Any]) -> bool:
 
 
 def _count_late_bytes(e: Experiment) -> int:
-    """Returns the bytes of the buckets that may wait for their sums on real ranks."""
+    """Returns the bytes of buckets that may wait for sums on real ranks."""
     return _count_outstanding(e) * int(e.bucket_mb * MB)
 
 
@@ -101,7 +100,7 @@ def _count_outstanding(e: Experiment) -> int:
 
 
 def require_room(e: Experiment, found: list[analysis.RankMemory]) -> None:
-    """Raises KnobError if the peak plus the `outstanding` buckets of real ranks exceed `memory_mb`."""
+    """Raises KnobError if the peak and `outstanding` buckets of real ranks exceed `memory_mb`."""
     waiting, worst = _count_late_bytes(e), max(found, key=lambda one: one.peak)
     if worst.peak + waiting > e.memory_mb * MB:
         raise KnobError(

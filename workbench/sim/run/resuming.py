@@ -1,7 +1,7 @@
-"""Resumes a run from a checkpoint: determines the settings to begin with and the changes before the first step.
+"""Resumes a run from a checkpoint: determines the first settings and the changes before the first step.
 
-The run begins with as many ranks as the checkpoint has, and differing settings become changes. For another number of
-ranks, this process first simulates the checkpoint's ranks with real tensors to gather their state. They make no step.
+Settings that differ become changes. For another number of ranks, this process first gathers the checkpoint's state. It
+simulates the checkpoint's ranks with real tensors and without a step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOGETHER = ("strategy", "partition")
 class ResumePlan(NamedTuple):
     """How a run resumes.
 
-    experiment: the settings with which all ranks begin; changes: those at the checkpoint's step, and later ones
+    experiment: the first settings of all ranks; changes: at the checkpoint's step and later
     checkpoint: the source; made: its settings
     """
 
@@ -50,12 +50,12 @@ class ResumePlan(NamedTuple):
 
     @property
     def parent(self) -> dict[str, Any]:
-        """The entry in the run's record about its origin."""
+        """The run's origin, for its record."""
         of = self.checkpoint.path.parent.parent
         return {"checkpoint": str(self.checkpoint.path), "step": self.checkpoint.step, "run": str(of)}
 
     def prepare_checkpoint(self, folder: Path) -> Path:
-        """Returns the checkpoint that ranks read. For another number of ranks, makes it in `folder` first."""
+        """Returns the checkpoint for the ranks to read. For another number of ranks, makes it in `folder`."""
         if self.experiment.ranks == self.checkpoint.ranks:
             return self.checkpoint.path
         return gather_checkpoint(self.checkpoint, self.made, self.experiment.ranks, folder).path
@@ -71,7 +71,7 @@ def settings_of(checkpoint: Checkpoint, task: Any = None) -> Experiment:
 
 
 def _plain_task(checkpoint: Checkpoint) -> Any:
-    """Returns the checkpoint's task as plain data; None if only the notebook can make it."""
+    """Returns the task as plain data; None if only the notebook can make it."""
     with suppress(KnobError):
         return to_plain(settings_of(checkpoint).task)
     return None
@@ -79,10 +79,10 @@ def _plain_task(checkpoint: Checkpoint) -> Any:
 
 def plan_resume(checkpoint: Checkpoint, wanted: Experiment | None, changes: Sequence[Change] | None = None,
             most: int = 0) -> ResumePlan:  # fmt: skip
-    """Returns how a run resumes from `checkpoint` under `wanted`; None: as it was. Raises KnobError if it cannot.
+    """Returns how a run resumes under `wanted`; None: under its own settings. Raises KnobError.
 
-    changes: planned ones, at steps of the whole run; None: the checkpoint's remaining ones
-    most:    the most ranks available, if `wanted` is None
+    changes: planned changes, at steps of the whole run; None: the checkpoint's remaining changes
+    most:    available ranks, if `wanted` is None
     """
     if checkpoint.kind == KIND:
         raise KnobError(f"resume={checkpoint.path}: is a model alone, of a loop of its own, and no run goes on from "
@@ -107,7 +107,7 @@ def plan_resume(checkpoint: Checkpoint, wanted: Experiment | None, changes: Sequ
 
 
 def _read_planned(checkpoint: Checkpoint) -> tuple[Change, ...]:
-    """Returns the checkpoint's remaining planned changes. Raises KnobError if they are invalid."""
+    """Returns the remaining planned changes. Raises KnobError."""
     try:
         return tuple(Change.read(plain, int(plain["at_step"])) for plain in checkpoint.planned)
     except (KeyError, TypeError, ValueError):
@@ -115,9 +115,9 @@ def _read_planned(checkpoint: Checkpoint) -> tuple[Change, ...]:
 
 
 def _list_differing_knobs(start: Experiment, wanted: Experiment) -> Iterator[dict[str, Any]]:
-    """Yields knobs to set, in an order in which each is valid. Raises KnobError if there is none.
+    """Yields knobs to set, in a valid order. Raises KnobError if no order is valid.
 
-    Strategy and partition change together, because the state between two changes may not fit into memory.
+    Strategy and partition change together, because the state between their changes may not fit into memory.
     """
     left = {k.name: getattr(wanted, k.name) for k in knobs(Experiment) if k.live}
     now = start
@@ -136,7 +136,7 @@ def _list_differing_knobs(start: Experiment, wanted: Experiment) -> Iterator[dic
 
 
 def _first_settings(saved: Experiment, wanted: Experiment) -> Experiment:
-    """Returns the first settings for another number of ranks: close to the old ones, with the whole model on each."""
+    """Returns first settings for another number of ranks: close to the old ones, with the whole model per rank."""
     reason: KnobError | None = None
     for compressor in (saved.compressor, wanted.compressor):
         try:
@@ -147,7 +147,7 @@ def _first_settings(saved: Experiment, wanted: Experiment) -> Experiment:
 
 
 def gather_checkpoint(checkpoint: Checkpoint, saved: Experiment, size: int, folder: Path) -> Checkpoint:
-    """Gathers the state of the ranks of `checkpoint` into one checkpoint in `folder`, for `size` ranks."""
+    """Makes one checkpoint in `folder` for `size` ranks."""
     found: dict[int, Any] = {}
     images: list[RankImage] = []
 
@@ -166,9 +166,9 @@ def gather_checkpoint(checkpoint: Checkpoint, saved: Experiment, size: int, fold
 
 
 def model_of(checkpoint: Checkpoint, task: Any = None, into: nn.Module | None = None) -> nn.Module:
-    """Returns the model that the ranks of `checkpoint` trained. Raises KnobError or RunError.
+    """Returns the trained model. Raises KnobError or RunError.
 
-    task: for a user's own Task, which settings cannot describe; into: a model to fill and return
+    task: a user's own Task, which settings cannot describe; into: a model to fill and return
     """
     if checkpoint.kind == KIND and into is None:
         raise KnobError("into=None: a loop of its own has made this model, and only it knows how; give a model of that "
@@ -193,7 +193,7 @@ def model_of(checkpoint: Checkpoint, task: Any = None, into: nn.Module | None = 
 
 
 def _fill_from_pieces(made: nn.Module, checkpoint: Checkpoint) -> bool:
-    """Fills `made` from the checkpoint's pieces; returns whether that was possible. Raises RunError for damage."""
+    """Fills `made` from the checkpoint's pieces. Returns False if they do not fit. Raises RunError for damage."""
     files = CheckpointFiles(checkpoint)
     try:
         state = read_whole_model(checkpoint, files)
@@ -210,14 +210,14 @@ def _fill_from_pieces(made: nn.Module, checkpoint: Checkpoint) -> bool:
 
 
 def saved_state(checkpoint: Checkpoint, task: Any = None) -> dict[str, Any]:
-    """Returns the state dict of `model_of`'s model. Raises the errors of `model_of`."""
+    """Returns the state dict of the trained model. Raises the errors of `model_of`."""
     if checkpoint.kind != KIND:
         return dict(model_of(checkpoint, task).state_dict())
     return read_model_state(open_image(checkpoint, CheckpointFiles(checkpoint), 0, alone=True))
 
 
 def _load_state(model: nn.Module, state: dict[str, Any]) -> nn.Module:
-    """Loads a state dict into `model`. Raises KnobError if it does not fit."""
+    """Raises KnobError if the state dict does not fit."""
     if not isinstance(model, nn.Module):
         raise KnobError(f"into={short(model)}: must be a torch Module of the shape of the one that was trained")
     try:
@@ -229,8 +229,8 @@ def _load_state(model: nn.Module, state: dict[str, Any]) -> nn.Module:
 
 
 def _restore_ranks(checkpoint: Checkpoint, saved: Experiment, hand_in: Callable[[Any], Awaitable[None]]) -> None:
-    """Restores all ranks of the checkpoint, and lets each call `hand_in`."""
-    strategy = DDP() if saved.strategy.opaque else saved.strategy  # leaves the same state
+    """Restores all ranks of the checkpoint. Each calls `hand_in`."""
+    strategy = DDP() if saved.strategy.opaque else saved.strategy  # DDP leaves the same state
     e = replace(
         saved, strategy=strategy, steps=checkpoint.step or 1, policy=ByHand(), eval_every=0, memory_mb=0.0, pace=1.0,
         measure_every=0, save_every=0, fabric=replace(saved.fabric, faults=()),
@@ -239,7 +239,7 @@ def _restore_ranks(checkpoint: Checkpoint, saved: Experiment, hand_in: Callable[
 
 
 def write_state(path: Path | str, made: Callable[[], dict[str, Any]]) -> Path:
-    """Writes a model's state dict to a file. Raises KnobError, or RunError if writing fails."""
+    """Writes a state dict. Raises KnobError, or RunError if writing fails."""
     try:
         return written_model(path, made)
     except Unwritable as error:

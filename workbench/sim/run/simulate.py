@@ -1,4 +1,4 @@
-"""`simulate`, the entry point. Refuses experiments that cannot be simulated before anything starts."""
+"""`simulate`, the entry point of the simulator."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from workbench.sim.rank.generations import Generations, can_crash
 from workbench.sim.rank.session import Session
 from workbench.tasks import Learner
 
-COPIES = 6  # of the parameters per rank: weights, gradients, 2 for the optimizer, 1 each for strategy and codec
+COPIES = 6  # copies of parameters per rank: weights, gradients, 2 for the optimizer, 1 each for strategy and codec
 
 
 def simulate(
@@ -53,20 +53,19 @@ def simulate(
               costs, codecs and unshaped Links take no time.
     real:     False: sizes only, thousands of ranks, no losses. True: real tensors, tens of ranks in this process, and
               the losses of real training, bit-identical between runs.
-    replay:   a run on the engine whose random choices are repeated. If ranks keep no common step, messages come from
-              the same senders, and backgrounds run after the same steps.
-    alike:    True: only the ranks of the first replica are simulated and recorded. They stand for the other replicas
-              bit-identically, so thousands of ranks cost as little as a few. With sizes only and without changes. Data
-              on a host or disk (ZeROOffload, ZeROInfinity) are the first rank's. Other ranks may differ by 4 bytes for
+    replay:   a run on the engine with random choices to repeat. If ranks keep no common step, messages come from the
+              same senders, and backgrounds run after the same steps.
+    alike:    True: only the first replica's ranks are simulated and recorded. They stand for the other replicas
+              bit-identically, so thousands of ranks cost as little as a few. Needs sizes only and no changes. Data on
+              a host or disk (ZeROOffload, ZeROInfinity) are the first rank's. Other ranks may differ by 4 bytes for
               each parameter in their shard, and by the shorter last shard.
-    resume:   the checkpoint to continue from, bit-identical to the engine. Needs real tensors, as many ranks and the
-              same settings. `Checkpoint.open` opens one
-    checkpoints: the folder for the checkpoints of `save_every`, with real tensors
+    resume:   the checkpoint to continue from (`Checkpoint.open`), bit-identical to the engine. Needs real tensors, as
+              many ranks and the same settings
+    checkpoints: the folder for checkpoints of `save_every`, with real tensors
 
-    Raises KnobError for an experiment that cannot be simulated, and StrategyError if ranks' requests differ. Raises
-    Deadlock if ranks wait for each other or loop while no time passes. Other errors of a strategy, compressor,
-    optimizer or task pass through. Only SystemExit becomes a RuntimeError, because it must not end the caller's
-    process.
+    Raises KnobError for an experiment that cannot be simulated, StrategyError if ranks' requests differ, and Deadlock
+    if ranks wait for each other or loop while no time passes. Other errors of a strategy, compressor, optimizer or task
+    pass through, but SystemExit becomes a RuntimeError, because it must not end the caller's process.
     """
     experiment, changes = given.experiment(experiment).checked(), given.changes(changes)
     given.planned(experiment, changes)  # raises the same errors as a lab
@@ -93,7 +92,6 @@ def simulate(
 
 
 def _require_resumable(experiment: Experiment, checkpoint: Checkpoint, real: bool) -> None:
-    """Raises KnobError if a simulation of `experiment` cannot continue from `checkpoint`."""
     if not real:
         raise KnobError("resume: a checkpoint holds values, and this simulation has sizes only; take real=True")
     if checkpoint.ranks != experiment.ranks:
@@ -103,7 +101,7 @@ def _require_resumable(experiment: Experiment, checkpoint: Checkpoint, real: boo
 
 def simulate_sizes(experiment: Experiment, learner: Learner, costs: Costs, alike: bool,
               seen: dict[Any, Any] | None) -> Run:  # fmt: skip
-    """Simulates a checked experiment, with sizes only. seen: see `ModelPasses`. Raises the errors of `simulate`."""
+    """Simulates a checked experiment. seen: see `ModelPasses`. Raises the errors of `simulate`."""
     if reason := explain_refusal(experiment, costs):
         raise KnobError(reason)
     with _catch_exit():
@@ -113,7 +111,7 @@ def simulate_sizes(experiment: Experiment, learner: Learner, costs: Costs, alike
 
 
 def restore_ranks(experiment: Experiment, checkpoint: Checkpoint, what: PlannedEvent) -> None:
-    """Restores all ranks of a checkpoint, applies `what` and ends without a step. Raises the errors of `simulate`."""
+    """Restores all ranks and applies `what`, without a step. Raises the errors of `simulate`."""
     with _catch_exit():
         _run_simulation(
             experiment, experiment.task.build(), None, experiment.ranks, None, [what], True, None, checkpoint
@@ -170,7 +168,7 @@ def _run_simulation(
 
 
 def _count_simulated_ranks(experiment: Experiment, costs: Costs | None, more: bool) -> int:
-    """Returns how many ranks stand for all. Raises KnobError."""
+    """Returns the number of ranks that stand for all. Raises KnobError."""
     reason = (
         "alike: it is for sizes only, without changes and without a replay"
         if more
@@ -201,7 +199,7 @@ def _make_rank_sizes(
 
 
 def _make_joining_rank(learner: Learner, body: Any, experiment: Experiment, place: int) -> Any:
-    """Returns the model, data and optimizer of a rank that joins a run. `body` is those of an earlier rank."""
+    """Returns the model, data and optimizer of a new rank. body: of an earlier rank"""
     if isinstance(body, RankSizes):
         return RankSizes(body.whole, experiment.bucket_mb)
     return RankTensors(experiment, learner, place)
@@ -225,7 +223,6 @@ def _make_rank_tensors(experiment: Experiment, learner: Learner) -> Iterator[Any
 
 @contextmanager
 def _catch_exit() -> Iterator[None]:
-    """Turns a SystemExit on a virtual rank into a RuntimeError, so that it does not end the caller."""
     try:
         yield
     except SystemExit as error:
@@ -241,8 +238,8 @@ def _catch_exit() -> Iterator[None]:
 def _isolate_process(real: bool) -> Iterator[None]:
     """Restores the caller's random numbers, threads and garbage-collector thresholds afterwards.
 
-    A step of a thousand ranks creates and frees some 100,000 objects without cycles. At the usual threshold, the search
-    for cycles took half of the time.
+    A step of a thousand ranks creates and frees some 100,000 objects. At the usual threshold, the search for cycles
+    takes half of the time.
     """
     state, own, threads, often = torch.get_rng_state(), random.getstate(), torch.get_num_threads(), gc.get_threshold()
     gc.set_threshold(1_000_000, 20, 20)

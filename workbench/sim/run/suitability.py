@@ -1,4 +1,4 @@
-"""Checks from sizes alone, before training starts, whether a task's model suits an experiment."""
+"""Checks from sizes whether a task's model suits an experiment, before training starts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def is_outlined(task: Any) -> bool:
 
 
 def refused_by_model(e: Experiment) -> str:
-    """Returns why the model of `e`'s task does not suit `e`, with a remedy; "" if it does.
+    """Returns why the task's model does not suit `e`, with a remedy; "" if it does.
 
-    The model is built once on the meta device. The random state is restored. If it cannot be built there, returns "".
+    Builds the model once on the meta device, and restores the random state. Returns "" if that fails.
     """
     if (found := _outline_model(e)) is None:
         return ""
@@ -36,7 +36,7 @@ def refused_by_model(e: Experiment) -> str:
         list_units(model, learner, e.partition)
     except KnobError as error:
         return str(error)
-    except Exception:  # from a task's own functions; ranks will report it in full
+    except Exception:  # from a task's functions; ranks report it
         return ""
     return reason or ""
 
