@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from workbench.record.run import Run
 
 ANSWER = 60.0  # seconds within which training ranks answer a change
-LOOK = 0.05  # seconds between two reads of their record
-MORE = 1.5  # factor of steps from one look at the interval to the next
+LOOK = 0.05  # seconds between two reads of the record
+MORE = 1.5  # factor of steps between two looks at the interval
 TREND = 200  # steps of the loss's trend, at most
 
 
 class TrainingRanks(Protocol):
     """Ranks that train and can be controlled: a Lab."""
 
-    changes: list[Any]  # PendingChanges: `id`, `path`, `applied_at`, `refused`
+    changes: list[Any]  # of PendingChange: `id`, `path`, `applied_at`, `refused`
 
     @property
     def experiment(self) -> Experiment: ...
@@ -43,16 +43,16 @@ class TrainingRanks(Protocol):
     @property
     def state(self) -> str: ...
 
-    def set(self, path: str, value: Any) -> Any: ...  # returns a PendingChange, which has `wait(seconds)`
+    def set(self, path: str, value: Any) -> Any: ...  # returns a PendingChange with `wait(seconds)`
 
 
 class TrialLimits(NamedTuple):
     """When a trial ends.
 
     confidence: of every interval, over all looks
-    precision:  half of a step's interval relative to its time, at which a trial ends
+    precision:  half the interval of the step time as a share of it, at which a trial ends
     worse:      share by which the loss may exceed its trend, at `confidence`
-    steps, most: steps at the first look and at the last
+    steps, most: steps at the first and the last look
     settle:     steps after a change that do not count
     """
 
@@ -69,15 +69,15 @@ class Overruled(Exception):
 
 
 class TrialBroken(Exception):
-    """The trial cannot go on, but the run can. The text says why."""
+    """The trial cannot continue, but the run can."""
 
 
 class TrialRunner:
-    """Runs trials on `on`, one after the other.
+    """Runs trials on `on`.
 
-    paths:  tuned knobs, which a user may also set
-    going:  called often; raises an exception to end the search
-    shown:  receives the trial under way as it changes
+    paths: tuned knobs, which a user may also set
+    going: called often; raises an exception to end the search
+    shown: receives the present trial as it changes
     """
 
     def __init__(self, on: TrainingRanks, asked: TrialLimits, paths: Sequence[str], going: Callable[[], None],
@@ -86,12 +86,12 @@ class TrialRunner:
         self.before = on.experiment
         self._mine: set[str] = set()
         self._heard = len(on.changes)
-        self._come_and_gone = 0  # number of Marks "members" before the trial
+        self._come_and_gone = 0  # Marks "members" before the trial
         self._before = 0  # steps in the trend
-        self._trend: list[tuple[int, int, int]] = []  # (first, stop, batches per step) of the trend's steps
+        self._trend: list[tuple[int, int, int]] = []  # (first step, stop, batches per step)
 
     def run_trial(self, trial: Trial, best: Trial | None) -> Trial:
-        """Returns the trial with its measurements and verdict. Raises RunError if the run ends."""
+        """Returns the measured trial. Raises RunError if the run ends."""
         run = self._require_run()
         began, trial = _newest_step(run), replace(trial, ranks=len(self.on.members))
         self._come_and_gone = len(run.details("members"))
@@ -105,7 +105,7 @@ class TrialRunner:
         return replace(found, steps=max(0, _newest_step(self._require_run()) - began))
 
     def apply_settings(self, settings: Settings) -> int:
-        """Applies settings and returns the first step under all of them. Raises KnobError and undoes the changes."""
+        """Applies settings, and returns the first step under all of them. Raises KnobError and undoes the changes."""
         if not self.on.live:
             raise RunError("tune: the run has ended; train longer, or take fewer trials")
         former, asked = dict[str, Any](), []
@@ -129,7 +129,7 @@ class TrialRunner:
         return max([first, *asked])
 
     def restore_settings(self, settings: Settings) -> None:
-        """Restores earlier settings on training ranks, or for the next run if this one has ended."""
+        """Restores earlier settings. If this run has ended, the next run has them."""
         if self.on.live:
             try:
                 self.apply_settings(settings)
@@ -142,7 +142,7 @@ class TrialRunner:
                 self.on.set(path, settings[path])
 
     def _await_change(self, change: Any) -> int:
-        """Returns the first step under a change. Time in which a user has paused the run does not count as delay."""
+        """Returns the first step under a change. A user's pause of the run does not count as delay."""
         left = ANSWER
         while True:
             try:
@@ -165,7 +165,7 @@ class TrialRunner:
             live = self.on.live  # read before the run's rows
             self.going()
             self._require_same_ranks()
-            if (at := self.take_user_changes()) is not None:  # earlier steps ran under other settings
+            if (at := self.take_user_changes()) is not None:
                 begin, number = max(begin, at + a.settle), 0
             run = self._require_run()
             loss = None if alike else self._loss_above_trend(run, begin, weight)
@@ -187,7 +187,7 @@ class TrialRunner:
             time.sleep(LOOK)
 
     def _judge_trial(self, trial: Trial, best: Trial | None, last: bool) -> str:
-        """Returns the trial's verdict, or "" if it is not clear yet."""
+        """Returns the verdict; "" while it is unclear."""
         a, loss = self.asked, trial.loss
         half = (trial.high - trial.low) / 2
         narrow = half <= a.precision * (trial.seconds or 0.0)
@@ -207,14 +207,13 @@ class TrialRunner:
         return f"not told from the best before ({-faster:+.1%} of its step)"
 
     def _explain_uncertain(self, loss: Interval) -> str:
-        """Explains why a trial with an uncertain loss is not usable, and what to do."""
         a = self.asked
         return (f"loss not told within {a.most} steps: it may be up to {loss.high:+.1%} above its trend, which has "
                 f"{self._before} steps, and worse={a.worse:g} allows {a.worse:.1%}; let the run train longer before "
                 f"you tune, or give more steps (most=), or a larger worse=")  # fmt: skip
 
     def _loss_above_trend(self, run: Run, begin: int, weight: int) -> Interval | None:
-        """Returns by how much the losses from step `begin` on exceed their trend; None if the run records no loss."""
+        """Returns the share by which losses from step `begin` on exceed their trend; None without losses."""
         step, loss = mean_losses(run)
         if not len(step):
             return None
@@ -228,10 +227,10 @@ class TrialRunner:
         before, late = spans[0][2], step >= begin
         examples = 1.0 + np.where(late, begin * before + (step - begin) * weight, step * before)
         found = above_trend((examples[early], loss[early]), (examples[late], loss[late]), self.asked.confidence)
-        return found or Interval(-math.inf, 0.0, math.inf)  # there are too few losses to say anything
+        return found or Interval(-math.inf, 0.0, math.inf)  # too few losses
 
     def _require_same_ranks(self) -> None:
-        """Raises Broken if ranks were lost or added since the trial began."""
+        """Raises TrialBroken if ranks were lost or added."""
         new = self._require_run().details("members")[self._come_and_gone :]
         if new:
             gone = sorted({rank for _, _, detail in new for rank in detail.get("gone", ())})
@@ -239,7 +238,7 @@ class TrialRunner:
             raise TrialBroken(f"{who} while it was tried")
 
     def take_user_changes(self) -> int | None:
-        """Returns the step at which a user set another knob, or None. Raises Overruled if it is a tuned knob."""
+        """Returns the step at which a user set a knob, or None. Raises Overruled for a tuned knob."""
         new, self._heard = self.on.changes[self._heard :], len(self.on.changes)
         at = None
         for change in new:
@@ -257,7 +256,7 @@ class TrialRunner:
 
 
 def _list_looks(least: int, most: int) -> Iterator[int]:
-    """Yields the numbers of rounds at which to look at the interval."""
+    """Yields the number of rounds at each look."""
     n = max(2, least)
     while n < most:
         yield n
@@ -266,7 +265,7 @@ def _list_looks(least: int, most: int) -> Iterator[int]:
 
 
 def _round_means(lasted: list[float], each: int) -> list[float]:
-    """Returns the mean seconds per step of each complete round of `each` steps."""
+    """Returns the mean seconds per step of each complete round. each: steps per round"""
     return [sum(lasted[i : i + each]) / each for i in range(0, len(lasted) - each + 1, each)]
 
 
@@ -282,23 +281,20 @@ def _read_value(e: Experiment, path: str) -> Any:
 
 
 def _newest_step(run: Run) -> int:
-    """Returns the last recorded step; -1 if there is none."""
+    """Returns the last recorded step, or -1."""
     rows = run.timeline.spans.rows()
     return int(rows.step.max()) if len(rows) else -1
 
 
 def step_seconds(run: Run, first: int, rank: int = 0) -> list[float]:
-    """Returns the seconds of each step of a rank from step `first` on, in order.
-
-    If a late rank skips steps, its next steps follow in the list.
-    """
+    """Returns the seconds of a rank's steps from `first` on. Steps that a late rank skips leave no gap."""
     rows = run.timeline.spans.rows()
     rows = rows[(rows.rank == rank) & rows.equal("lane", "step") & (rows.step >= first)]
     return [float(t1 - t0) for _, t0, t1 in sorted(zip(rows.step, rows.t0, rows.t1, strict=True))]
 
 
 def mean_losses(run: Run) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (steps, mean loss over ranks of each)."""
+    """Returns (steps, mean losses over ranks)."""
     rows = run.timeline.samples.rows()
     rows = rows[rows.equal("name", "loss")]
     steps, which = np.unique(rows.step, return_inverse=True)

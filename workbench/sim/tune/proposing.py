@@ -1,6 +1,6 @@
-"""Proposes the next trial: first the simulator's fastest settings, then proposals of Optuna's Gaussian process.
+"""Proposes trials: first the simulator's fastest settings, then proposals of Optuna's Gaussian process.
 
-Optuna is imported only here, and only when a search runs.
+Only a search imports Optuna.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from workbench.sim.plan.quick_simulator import QuickSimulator
 from workbench.sim.plan.space import Dimension, apply_settings, list_candidates
 from workbench.sim.plan.trials import Settings, Trial
 
-RANDOM = 10  # random trials before the process proposes anything: Optuna's default
-AGAIN = 12  # unusable proposals of the process before the simulator's next one counts
-SLOWER = 1.5  # settings predicted to be slower than this many times the best are not tried
-AHEAD = 0.7  # share of all trials that the simulator proposes
-DOUBT = 1.0  # ridge weight: half of a correction is believed if it rests on one trial
+RANDOM = 10  # random trials before the process proposes: Optuna's default
+AGAIN = 12  # unusable proposals of the process before the simulator proposes instead
+SLOWER = 1.5  # factor over the best predicted time; slower settings are not tried
+AHEAD = 0.7  # share of trials that the simulator proposes
+DOUBT = 1.0  # ridge weight: a correction from one trial counts by half
 
 
 class PredictedOrder(NamedTuple):
-    """Settings with their predicted seconds (fastest first), and the settings left out."""
+    """Settings with predicted seconds, fastest first."""
 
     predicted: list[tuple[Settings, float]]
     left_out: tuple[Trial, ...]
 
 
 def predict_order(e: Experiment, dims: Sequence[Dimension], costs: Costs, slower: float = SLOWER) -> PredictedOrder:
-    """Orders all settings by the simulator's prediction. Settings that it cannot simulate come last, unordered."""
+    """Orders settings by prediction. Settings that cannot be simulated come last."""
     quick, found, silent, out = (
         QuickSimulator(e, costs),
         list[tuple[Settings, float]](),
@@ -68,9 +68,9 @@ def predict_order(e: Experiment, dims: Sequence[Dimension], costs: Costs, slower
 class Proposer:
     """Optuna's ask and tell over `dims`, with the simulator's order as prior knowledge.
 
-    order: None if unknown, for example when the search itself runs on the simulator
-    never: settings that must not be tried, in addition to the ones that `order` leaves out
-    once:  for ranks that train: no setting is tried twice, and a result may be unusable
+    order: None if unknown, as in searches on the simulator
+    never: settings not to try, in addition to `order.left_out`
+    once:  for training ranks: no setting repeats, and a result may be unusable
     """
 
     def __init__(self, dims: Sequence[Dimension], trials: int, seed: int, order: PredictedOrder | None = None,
@@ -101,11 +101,11 @@ class Proposer:
         return self._predicted.get(_make_key(settings))
 
     def propose_first(self, settings: Settings) -> Any:
-        """Begins with the settings in force. Returns a token for `tell`; None if they are outside the search space."""
+        """Begins with the settings in force. Returns a token for `report_trial`; None outside the search space."""
         return self._note_proposal(self._enqueue_trial(settings), settings)[0]
 
     def propose_next(self) -> tuple[Any, Settings] | None:
-        """Returns the next trial as (token for `tell`, settings); None if no setting is left."""
+        """Returns (token for `report_trial`, settings); None if no setting is left."""
         left = [settings for settings in self._queue if _make_key(settings) not in self._done]
         left.sort(key=self._fit_correction())
         if self._ahead and left:
@@ -122,7 +122,7 @@ class Proposer:
         return self._note_proposal(self._enqueue_trial(left[0]), left[0]) if left else None
 
     def report_trial(self, asked: Any, seconds: float | None, excess: float) -> None:
-        """Reports a trial. seconds: None if refused; excess: positive if it may not be used."""
+        """Reports a trial. seconds: None if refused; excess: positive if unusable."""
         if seconds is not None and self._done[-1] in self._predicted:
             self._measured[self._done[-1]] = (self._last, math.log(seconds / self._predicted[self._done[-1]]))
         if asked is not None:
@@ -144,10 +144,10 @@ class Proposer:
         return asked, settings
 
     def _fit_correction(self) -> Callable[[Settings], float]:
-        """Returns a function that predicts log seconds: the simulator's prediction, corrected from the trials so far.
+        """Returns a function for log seconds: the simulator's prediction, corrected by trials.
 
-        Each value has a factor of its own. For example, a codec of unknown cost is slower wherever it is used. A ridge
-        regression over the measured trials gives the logarithms of the factors.
+        Each value has a factor, because a codec of unknown cost is slower in all settings. A ridge regression over
+        measured trials gives the logarithms of the factors.
         """
         values = [(d.path, repr(point)) for d in self.dims for point in d.trial_points]
 
@@ -163,7 +163,6 @@ class Proposer:
         return lambda settings: math.log(self._predicted.get(_make_key(settings), 1e9)) + float(row(settings) @ factors)
 
     def _enqueue_trial(self, settings: Settings) -> Any:
-        """Returns Optuna's trial of exactly these settings."""
         if not all(_contains_value(d, settings[d.path]) for d in self.dims):
             return None
         params = {d.path: d.value_labels[d.values.index(settings[d.path])] if d.values else settings[d.path]
@@ -192,7 +191,6 @@ def _read_excess(trial: Any) -> tuple[float]:
 
 
 def _contains_value(d: Dimension, value: Any) -> bool:
-    """Returns whether the search space contains the value."""
     knob: Knob = d.knob
     return value in d.values if d.values else bool(knob.low <= value <= knob.high)
 
@@ -207,7 +205,7 @@ def _import_optuna() -> Any:
 
 @contextmanager
 def _silence_optuna(optuna: Any) -> Iterator[None]:
-    """Silences Optuna's log messages, which would fill a notebook."""
+    """Keeps Optuna's log out of notebooks."""
     said = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:

@@ -1,4 +1,4 @@
-"""`tune`: a search for fast settings on the simulator, or on training ranks through `sim/tune/tuning.py`."""
+"""`tune`: a search for fast settings on the simulator or on training ranks."""
 
 from __future__ import annotations
 
@@ -34,19 +34,18 @@ def tune(
 ) -> Tuned:
     """Searches for the settings with the shortest step, by Optuna's Gaussian process.
 
-    on:     an Experiment, which is simulated and stays unchanged. Or a Lab with training ranks (`lab.tune(...)`); the
-            call then waits for the end of the search
-    paths:  live knobs to tune: by knob a list of values (numbers, or members with their knobs, such as
-            `LocalSGD(every=16)`) or a range `(low, high)`; or a list of knobs, each in its own range. None: under
-            ByteScheduler its partition and credit; otherwise bucket, compressor, strategy and period, and a pipeline's
-            micro-batches
+    on:     an Experiment to simulate, which stays unchanged. Or a Lab with training ranks (`lab.tune(...)`); the call
+            then waits for the end of the search
+    paths:  live knobs to tune: by knob a list of values (numbers, or members such as `LocalSGD(every=16)`) or a range
+            `(low, high)`; or a list of knobs, each in its own range. None: under ByteScheduler its partition and
+            credit; otherwise bucket, compressor, strategy and period, and a pipeline's micro-batches
     within: by path, a narrower range (low, high) for a list of knobs
-    trials: how many settings to try. The first is the one in force. None: the smaller of 20 and 22 % of all settings
+    trials: number of settings to try, with the present one first. None: the smaller of 20 and 22 % of all settings
     steps:  steps of a trial that count, after `settle` steps that do not. On training ranks: steps at the first look
     costs:  for the simulator, as in `simulate`. By default for a lab: measured from its run
     live:   see `Tuning`
 
-    A refused trial has no time. On the simulator only time counts.
+    On the simulator only time counts. A refused trial has no time.
 
     Raises KnobError if a knob cannot be searched, a range is invalid, the lab has no live run or Optuna is missing.
     Raises RunError if the run ends before the trials do.

@@ -1,4 +1,4 @@
-"""A search on training ranks. Each trial changes the live run. A user can watch, pause or overrule the search."""
+"""A search on training ranks. Each trial changes the live run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from workbench.sim.tune.on_ranks import LOOK, Overruled, TrainingRanks, TrialLim
 from workbench.sim.tune.proposing import PredictedOrder, Proposer, predict_order
 
 TRIALS = 20  # the default number of trials, at most
-SHARE = 0.22  # share of all settings to try by default: under 25 % of a full sweep's steps, with some room
+SHARE = 0.22  # default share of settings to try: safely under 25 % of a full sweep's steps
 
 
 class SearchStopped(Exception):
@@ -28,21 +28,19 @@ class SearchStopped(Exception):
 
 
 class Tuning:
-    """A search on training ranks, on a thread of its own. Call `wait()`, or read its state while it runs.
+    """A search on training ranks, on its own thread. A user can watch, pause or overrule it.
 
-    confidence: of each interval, whenever it is looked at
-    precision:  a trial ends once half of the interval of its step's time is within this share of it; or as soon as it
-                is clearly slower than the best, or after `most` steps
-    worse:      a setting is used only where its loss lies above the trend of the steps before by no more than this
-                share, shown at `confidence`: the trend is a line in the logarithm of the examples, of at most 200 steps
-                under what was in force; not asked of what learns the same (buckets, exact strategies among each other).
-                `workbench.sim.plan.judging` has the rule, by which `run.advice` goes, too
-    keep:       the best stays set at the end; else what was set before comes back
+    confidence: of each interval, over all looks
+    precision:  a trial ends when half the interval of its step time is within this share of the time, when it is
+                clearly slower than the best, or after `most` steps
+    worse:      share by which a setting's loss may exceed its trend, at `confidence`. The trend is a line in the
+                logarithm of the examples over at most 200 steps under the settings in force. Settings that learn the
+                same (buckets, other exact strategies) need no such test. See `workbench.sim.plan.judging`
+    keep:       whether the best settings stay at the end; False: the search restores the earlier settings
 
     If ranks are lost or a change is refused, the trial ends with that verdict and the next one begins. If the number of
-    ranks changes, the earlier settings are measured again. Only trials with equal numbers of ranks are compared. If a
-    user sets a tuned knob by hand, the search ends and the user's value stays. If a user sets another knob, the trial
-    under way restarts.
+    ranks changes, the search measures the earlier settings again. It compares only trials with equal numbers of ranks.
+    If a user sets a tuned knob, the search ends and the user's value stays. Another knob restarts the present trial.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class Tuning:
         self.number = count_trials(trials, self.dims)
         self.trials: list[Trial] = []
         self.left_out: tuple[Trial, ...] = ()
-        self.state = "starting"  # then running, paused; finally done, stopped, overruled or failed
+        self.state = "starting"  # then running or paused; finally done, stopped, overruled or failed
         self.said = "it begins"
         self._former = current_settings(on.experiment, self.dims)
         asked = TrialLimits(confidence, precision, worse, steps, max(most, steps), settle)
@@ -99,21 +97,21 @@ class Tuning:
 
     @property
     def best(self) -> Trial | None:
-        """The fastest usable trial with as many ranks as train now, or None."""
+        """The fastest usable trial with the present number of ranks, or None."""
         now = len(self.on.members) or (self.trials[-1].ranks if self.trials else 0)
         alike = (trial for trial in self.trials if trial.ranks == now)
         order = sort_by_evidence(alike, lambda trial: Evidence(trial.seconds or math.inf, trial.fit))
         return order[0] if order and order[0].fit else None
 
     def pause(self) -> None:
-        """Pauses the search before the next trial. The run trains on with the best settings so far."""
+        """Pauses the search before the next trial. The run continues with the best settings so far."""
         self._paused.set()
 
     def resume(self) -> None:
         self._paused.clear()
 
     def stop(self) -> None:
-        """Ends the search. With `keep` the best settings stay, otherwise the earlier ones are restored."""
+        """Ends the search. See `keep`."""
         self._stopped.set()
 
     def use(self, number: int) -> None:
@@ -126,7 +124,7 @@ class Tuning:
         self._stopped.set()
 
     def wait(self, timeout: float | None = None) -> Tuned:
-        """Waits for the end of the search and returns its result. Raises the search's error, or TimeoutError.
+        """Waits for the result. Raises the search's error, or TimeoutError.
 
         An interrupt ends the search and restores the earlier settings.
         """
@@ -178,7 +176,7 @@ class Tuning:
             while len(self.trials) < self.number:
                 self._wait_while_paused()
                 if self.trials[-1].ranks != len(self.on.members):
-                    proposer = self._begin_search()  # with the present number of ranks
+                    proposer = self._begin_search()
                 elif (found := proposer.propose_next()) is not None:
                     asked, settings = found
                     done = self._try_settings(settings, proposer.find_prediction(settings))
@@ -189,7 +187,7 @@ class Tuning:
         self._apply_result()
 
     def _begin_search(self) -> Proposer:
-        """Tries the settings in force before, then orders the candidates. Excludes settings that broke a trial."""
+        """Tries the earlier settings, then orders candidates. Excludes settings that broke a trial."""
         broke = [trial.settings for trial in self.trials if trial.seconds is None]
         self._try_settings(self._former, None)
         self.said = "the simulator is asked what to try next"
@@ -208,7 +206,7 @@ class Tuning:
         try:
             return predict_order(self.on.experiment, self.dims, self.costs or Costs.measured(run))
         except (KnobError, RunError, ValueError):
-            return None  # nothing is measured yet: Optuna proposes alone
+            return None  # without measurements, Optuna proposes alone
 
     def _try_settings(self, settings: Settings, predicted: float | None) -> Trial:
         trial = Trial(settings=settings, predicted=predicted, verdict="settling")
@@ -223,7 +221,6 @@ class Tuning:
         return self.trials[-1]
 
     def _wait_while_paused(self) -> None:
-        """Waits while a user has paused the search, with the best settings so far in force."""
         if self._paused.is_set() and self.best:
             self._ranks.apply_settings(self.best.settings)
         while self._paused.is_set():
