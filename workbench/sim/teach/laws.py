@@ -1,9 +1,4 @@
-"""Laws that a strategy can be held to without processes or wires: what it claims, on a small model, simulated.
-
-    laws(Mine)
-
-A class in a notebook's cell is held to the same as those of the house. Nothing here knows a strategy by name.
-"""
+"""Laws test a strategy's claims in simulations of a small model: `laws(Mine)`. No law names a strategy."""
 
 from __future__ import annotations
 
@@ -32,11 +27,11 @@ RATE, MOMENTUM, EXAMPLES = 0.02, 0.9, 4
 
 
 class LawBroken(AssertionError):
-    """A law that a strategy does not keep, in a sentence."""
+    """A strategy does not keep a law."""
 
 
 class Law(NamedTuple):
-    """What is asked, of whom, and what came of it. held: None where it says nothing about this strategy."""
+    """A law and its result. held: None if it does not apply to this strategy"""
 
     law: str
     held: bool | None
@@ -48,7 +43,7 @@ class Law(NamedTuple):
 
 
 class Laws(list[Law]):
-    """One below the other."""
+    """The results of all laws."""
 
     @property
     def broken(self) -> list[str]:
@@ -59,7 +54,7 @@ class Laws(list[Law]):
 
 
 class Net(nn.Module):
-    """Three small layers, which make several buckets."""
+    """Three layers, for several buckets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,24 +70,24 @@ class Net(nn.Module):
 
 
 def batch(rank: int, step: int, seed: int = 0, size: int = EXAMPLES) -> tuple[Tensor, Tensor]:
-    """One rank's examples of a step, a function of its arguments only: (size, 8) and (size, 4)."""
+    """Returns equal examples for equal arguments: (size, 8) and (size, 4)."""
     rng = torch.Generator().manual_seed(seed * 1_000_003 + step * 101 + rank)
     x = torch.randn(size, 8, generator=rng)
     return x, torch.stack([x[:, 0], x[:, 1] * x[:, 2], x.sum(1), x[:, 3].abs()], 1)
 
 
 def mse(model: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
-    """The loss of a batch."""
+    """Returns a batch's loss."""
     return nn.functional.mse_loss(model(pair[0]), pair[1])
 
 
 def flat(model: nn.Module) -> Tensor:
-    """All parameters in the order of their names: (n,) float64."""
+    """Returns parameters in the order of names: (n,) float64."""
     return torch.cat([p.detach().reshape(-1).double() for _, p in sorted(model.named_parameters())])
 
 
 def small_task(loss: Any = mse, momentum: float = MOMENTUM) -> Task:
-    """The task that laws are held on: SGD, examples that `batch` gives."""
+    """Returns a task with SGD and the examples of `batch`."""
     return Task(
         model=Net, data=lambda rank, ranks, seed: [batch(rank, step) for step in range(64)], loss=loss,
         optimizer=partial(torch.optim.SGD, lr=RATE, momentum=momentum),
@@ -102,12 +97,12 @@ def small_task(loss: Any = mse, momentum: float = MOMENTUM) -> Task:
 
 def trained(strategy: Strategy, ranks: int = RANKS, steps: int = STEPS, changes: Iterable[Change] = (),
             momentum: float = MOMENTUM, **rest: Any) -> tuple[Run, list[Tensor]]:  # fmt: skip
-    """A simulated run with real tensors, and every rank's parameters in the end, each as `flat` gives them."""
+    """Returns a simulated run with real tensors, and every rank's parameters at its end, by `flat`."""
     models: dict[int, nn.Module] = {}
 
     def loss(model: nn.Module, pair: Any) -> Tensor:
         first = next(model.parameters())
-        if model.training and not first.is_meta and not hasattr(first, "fake_mode"):  # these only show what will be
+        if model.training and not first.is_meta and not hasattr(first, "fake_mode"):  # not a model of sizes
             models[id(model)] = model
         return mse(model, pair)
 
@@ -117,7 +112,7 @@ def trained(strategy: Strategy, ranks: int = RANKS, steps: int = STEPS, changes:
 
 
 def train_joined(ranks: int, steps: int) -> Tensor:
-    """One process, the batches of all ranks together, torch's own optimizer: what it has in the end."""
+    """Trains one process on the batches of all ranks with torch's optimizer. Returns parameters by `flat`."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
     for step in range(steps):
@@ -134,7 +129,7 @@ def _make_experiment(strategy: Strategy, ranks: int, steps: int, **rest: Any) ->
 
 
 def make_fitting(cls: type[Strategy], ranks: int) -> Strategy:
-    """The strategy by its bare name; where so many ranks cannot run that, with the one number that lets them."""
+    """Returns the strategy with default knobs. If it refuses `ranks`, sets an integer knob to `ranks`."""
     if cls().refuses_size(ranks) is None:
         return cls()
     every = (replace(cls(), **{k.name: ranks}) for k in knobs(cls) if k.kind is int)
@@ -151,7 +146,7 @@ def _are_equal(found: list[Tensor]) -> bool:
 
 
 def trains_and_is_left(cls: type[Strategy]) -> str | None:
-    """It trains, is left for DDP, and then all ranks have the same parameters; what it remembers has a rule."""
+    """The strategy trains. After a switch to DDP, ranks have the same parameters. Each entry in `own` has a rule."""
     done, found = trained(make_fitting(cls, RANKS), changes=[Change(STEPS - 1, "strategy", "DDP")])
     _require_kept([change.path for change in done.changes] == ["strategy"], "it was not left")
     samples = done.timeline.samples.rows()
@@ -165,7 +160,7 @@ def trains_and_is_left(cls: type[Strategy]) -> str | None:
 
 
 def asks_alike(cls: type[Strategy]) -> str | None:
-    """In lockstep all ranks ask for the same collectives in the same order; where there are sizes only, too."""
+    """In lockstep, all ranks request the same collectives in the same order, with sizes only."""
     if not cls.lockstep:
         return "it is not in lockstep"
     run = simulate(_make_experiment(make_fitting(cls, RANKS), RANKS, STEPS + 1), real=False)
@@ -182,7 +177,7 @@ def asks_alike(cls: type[Strategy]) -> str | None:
 
 
 def never_apart(cls: type[Strategy]) -> str | None:
-    """Unless it says `periodic`, all ranks have the same parameters after every step."""
+    """Unless the strategy is `periodic`, all ranks have the same parameters after every step."""
     if cls.periodic or not cls.lockstep:
         return "it says that ranks may differ between rounds" if cls.periodic else "it is not in lockstep"
     for steps in (1, 2, 5):
@@ -192,7 +187,7 @@ def never_apart(cls: type[Strategy]) -> str | None:
 
 
 def one_process(cls: type[Strategy]) -> str | None:
-    """If it says `exact`, its step is that of one process on the examples of all ranks."""
+    """A step of an `exact` strategy equals one process's step on the examples of all ranks."""
     if not cls.exact:
         return "it does not say so: exact = True would"
     for one in trained(make_fitting(cls, RANKS))[1]:
@@ -201,7 +196,7 @@ def one_process(cls: type[Strategy]) -> str | None:
 
 
 def plain_alone(cls: type[Strategy]) -> str | None:
-    """If it says `plain`, as it does by itself, one rank makes the optimizer's steps and no others."""
+    """With a `plain` strategy (the default), one rank makes only the optimizer's steps."""
     if not cls.plain:
         return "it says that its step is its own: plain = False"
     (found,) = trained(make_fitting(cls, 1), ranks=1)[1]
@@ -211,9 +206,9 @@ def plain_alone(cls: type[Strategy]) -> str | None:
 
 
 def compresses_or_says_why_not(cls: type[Strategy], compressor: Any = None) -> str | None:
-    """With a compressor, by default TopK, it trains, or refuses in words that say what would do.
+    """With a compressor (default: TopK), the strategy trains, or refuses with a remedy.
 
-    What a compressor may do goes by what crosses, so that has to be one of the four things that may.
+    Its `exchanges` must be in CROSSES, because compressors depend on it.
     """
     _require_kept(cls.exchanges in CROSSES, f"exchanges = {short(cls.exchanges)}: must be one of {', '.join(CROSSES)}")
     try:
@@ -237,9 +232,9 @@ LAWS: dict[str, Callable[[type[Strategy]], str | None]] = {
 
 
 def laws(cls: type[Strategy]) -> Laws:
-    """Every law, and whether this strategy keeps it. Raises KnobError where it is no class of a strategy.
+    """Returns every law's result. An error of the strategy breaks the law.
 
-    What a strategy raises on its way is a law that it does not keep.
+    Raises KnobError if `cls` is not the class of a strategy.
     """
     if not (isinstance(cls, type) and issubclass(cls, Strategy)):
         raise KnobError(f"strategy={short(cls)}: must be the class of a strategy, such as LocalSGD")

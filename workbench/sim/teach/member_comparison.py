@@ -1,4 +1,4 @@
-"""A member of a family on the simulator, beside the one that it is held against: what a lesson on it shows."""
+"""Compares a member of a family with the usual member on the simulator, for lessons."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from workbench.sim.run.simulate import simulate
 from workbench.strategies import DDP, Strategy
 
 STEPS = 24
-LEARNING = 60  # steps, where it is the loss that tells them apart
+LEARNING = 60  # steps of comparisons by loss
 
 
 @dataclass(frozen=True)
 class FamilyPlace:
-    """Where in an experiment a family's members go, what they are held against, and which of a run's views tells.
+    """A family's place in an experiment.
 
-    experiments: those to show them in, the first that a member does not refuse
+    path: where members go; usual: the member to compare with; view: shows the difference
+    experiments: the first one that a member does not refuse is simulated
     """
 
     family: type[Any]
@@ -40,13 +41,12 @@ class FamilyPlace:
     experiments: tuple[Experiment, ...]
 
     def insert_member(self, experiment: Experiment, value: Any) -> Experiment:
-        """`experiment` with `value` where this family's members go."""
         return experiment.set(self.path, (value,) if isinstance(value, Fault) else value)
 
 
 @dataclass(frozen=True)
 class MemberComparison:
-    """Two simulated runs that differ in one setting, at `path`: with what is usual there, and with the member."""
+    """Two simulated runs that differ at `path`: with the usual member, and with the shown one."""
 
     path: str
     usual: Run
@@ -55,10 +55,10 @@ class MemberComparison:
 
 
 def list_places() -> Iterator[FamilyPlace]:
-    """All families of which a simulated run tells something."""
+    """Yields the families that a simulated run can show."""
     first = recipe("first_run").set("steps", STEPS).set("eval_every", 0)
     clicks = recipe("clicks").set("compressor", Dense()).set("steps", STEPS).set("eval_every", 0)
-    plain = first.set("optimizer", SGD())  # some keep the optimizer's momentum themselves
+    plain = first.set("optimizer", SGD())  # some strategies and compressors have their own momentum
     stages = first.set("partition", Pipeline(stages=4))
     learns = recipe("digits").set("pace", 10).set("steps", LEARNING)
     yield FamilyPlace(Strategy, "strategy", DDP(), "timeline", (first, plain, clicks))
@@ -74,7 +74,7 @@ def list_places() -> Iterator[FamilyPlace]:
 
 
 def find_member(member: type[Any] | str) -> type[Any]:
-    """The class that is meant, by itself or by its name. Raises KnobError where no family has one."""
+    """Returns a class by itself or by its name. Raises KnobError if no family has it."""
     every = {name: kind for place in list_places() for name, kind in members(place.family).items()}
     if isinstance(member, type) and any(issubclass(member, place.family) for place in list_places()):
         return member
@@ -86,7 +86,7 @@ def find_member(member: type[Any] | str) -> type[Any]:
 
 
 def compare_member(member: type[Any]) -> MemberComparison:
-    """`member` with its defaults and what it is held against, simulated. Raises KnobError where that cannot be."""
+    """Simulates `member` with its defaults, and the usual member. Raises KnobError if all experiments refuse it."""
     place = next(p for p in list_places() if issubclass(find_member(member), p.family))
     refusals = []
     for experiment in place.experiments:
@@ -103,11 +103,11 @@ def compare_member(member: type[Any]) -> MemberComparison:
 
 
 def _wrap_telling(made: Any) -> Any:
-    """`made`, around something that it makes a difference to, if it is around another member that changes nothing."""
+    """Makes a compressor around Dense wrap TopK, because it does not change Dense."""
     return replace(made, of=TopK()) if isinstance(getattr(made, "of", None), Dense) else made
 
 
 def explain_idle(experiment: Experiment, member: type[Any]) -> str | None:
-    """Why a policy has nothing to decide in this experiment; None if it has, or is none."""
+    """Returns why a policy has nothing to decide in this experiment; None for other members."""
     policy = experiment.policy
     return policy.needs(experiment.checked()) if issubclass(member, Policy) and isinstance(policy, Policy) else None
