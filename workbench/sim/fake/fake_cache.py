@@ -1,7 +1,7 @@
 """The shortcut of `shape_cache.py` for torch's FakeTensors on a CPU.
 
-torch recomputes such results at each call in 60 to 400 us. A plan needs 100,000 of them. Unlike `shape_cache.py`, it
-remembers views, because the memory kept for a backward depends on which tensors share storage.
+torch recomputes a result at each call in 60 to 400 us. A plan needs 100,000 results. This cache also remembers views,
+because the memory kept for a backward depends on shared storage.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ _never: set[Any] = set()  # operations with other results
 
 
 class FakeCacheMode(TorchDispatchMode):
-    """A mode in which torch computes each result on plain CPU FakeTensors once per combination of sizes."""
+    """A mode in which torch computes results on plain CPU FakeTensors once per combination of sizes."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Returns False for the same reason as `ShapeCacheMode`."""
-        return False
+        return False  # as in `ShapeCacheMode`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
@@ -53,7 +52,7 @@ class FakeCacheMode(TorchDispatchMode):
 
 
 def _make_operation_key(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the key of an operation and its arguments. None: it changes an argument, or one is not plain."""
+    """Returns an operation's key. None: it changes an argument, or one is not plain."""
     telling = _list_telling_arguments(func)
     if telling is None or not args or type(args[0]) is not FakeTensor:
         return None
@@ -81,7 +80,7 @@ def _make_operation_key(func: Any, args: Any, kwargs: Any) -> Any:
 
 @cache
 def _list_telling_arguments(func: Any) -> tuple[bool, ...] | None:
-    """Returns for each argument whether its number can affect a shape; None if the operation does anything else."""
+    """Returns by argument whether its number can affect a shape; None for operations with other results or effects."""
     schema = func._schema
     if schema.is_mutable or not schema.returns or any(str(x.type) not in _TENSORS for x in schema.returns):
         return None
@@ -89,7 +88,7 @@ def _list_telling_arguments(func: Any) -> tuple[bool, ...] | None:
 
 
 def _describe_result(made: Any, args: Any) -> tuple[type | None, list[tuple[Any, ...]]] | None:
-    """Returns a description of the result; None if the description would be incomplete."""
+    """Returns a description; None if it would be incomplete."""
     kind, others = (
         type(made) if type(made) in (list, tuple) else None,
         {_storage_id(x) for x in args[1:] if _is_fake(x)},
@@ -123,7 +122,6 @@ def _storage_id(x: Tensor) -> int:
 
 
 def _rebuild_result(found: tuple[Any, ...], first: Any) -> Tensor:
-    """Returns a new result like the remembered one."""
     if found[0] == _SELF:
         return first
     how, shape, strides, offset, dtype = found

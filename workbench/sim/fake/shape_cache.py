@@ -1,8 +1,7 @@
 """A shortcut for operations on the meta device: remembers the shapes that each operation returns.
 
-torch computes the shape of `a * b` on the meta device in 60 us, and a thousand ranks need it a million times. This mode
-runs an operation once per combination of sizes. Views, lists and other tensor types take torch's own path with its
-errors.
+torch computes the shape of `a * b` on the meta device in 60 us, and a thousand ranks need it a million times. The cache
+runs an operation once per combination of sizes. Views, lists and other tensor types take torch's path with its errors.
 """
 
 from __future__ import annotations
@@ -38,12 +37,11 @@ _kinds: dict[Any, tuple[bool, ...] | None] = {}  # by operation: which arguments
 
 
 class ShapeCacheMode(TorchDispatchMode):
-    """A mode in which plain operations on plain meta tensors take the shortcut."""
+    """A mode with the shortcut for plain operations on plain meta tensors."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Returns False: otherwise torch loads its compiler, which costs seconds and half of each call."""
-        return False
+        return False  # otherwise torch loads its compiler, which costs seconds and half of each call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CHANGED:
@@ -74,7 +72,7 @@ class ShapeCacheMode(TorchDispatchMode):
 
 
 def _make_operation_key(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the key of an operation and its arguments; None if the operation cannot be remembered."""
+    """Returns an operation's key; None if the result cannot be remembered."""
     if func not in _kinds:
         _kinds[func] = _list_telling_arguments(func)
     telling = _kinds[func]
@@ -105,7 +103,7 @@ def _make_operation_key(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _list_telling_arguments(func: Any) -> tuple[bool, ...] | None:
-    """Returns for each argument whether its number can affect a shape. None: some results are not new tensors."""
+    """Returns by argument whether its number can affect a shape. None: some results are not new tensors."""
     schema = func._schema
     fresh = all(each.alias_info is None and str(each.type) == "Tensor" for each in schema.returns)
     if schema.is_mutable or not fresh or not schema.returns:
@@ -114,7 +112,7 @@ def _list_telling_arguments(func: Any) -> tuple[bool, ...] | None:
 
 
 def _describe_result(made: Any, args: Any) -> tuple[Any, ...] | None:
-    """Returns the shape, strides and dtype of a result, or None if they do not describe it completely."""
+    """Returns (shape, strides, dtype), or None if they do not describe the result completely."""
     if type(made) is not Tensor or not made.is_meta or made.storage_offset() or made.is_conj() or made.is_neg():
         return None
     found = made.shape, made.stride(), made.dtype
@@ -125,7 +123,7 @@ def _describe_result(made: Any, args: Any) -> tuple[Any, ...] | None:
 
 
 def _are_alike(args: Sequence[Any]) -> bool:
-    """Returns whether the arguments are floating-point tensors of one shape and dtype, or numbers after the first."""
+    """Returns whether arguments are floating-point tensors of one shape and dtype, or numbers after the first."""
     first = args[0]
     if type(first) is not Tensor or not first.is_meta or not first.is_floating_point():
         return False
@@ -139,7 +137,7 @@ def _are_alike(args: Sequence[Any]) -> bool:
 
 
 def _joined_length(parts: Sequence[Tensor]) -> int:
-    """Returns the total length of vectors of one dtype; -1 for anything else."""
+    """Returns the length of joined vectors of one dtype; -1 for other arguments."""
     dtype, length = parts[0].dtype, 0
     for x in parts:
         if type(x) is not Tensor or not x.is_meta or x.dim() != 1 or x.dtype is not dtype:

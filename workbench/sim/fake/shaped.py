@@ -1,9 +1,9 @@
 """Tensors without data, for strategies in simulations with sizes only.
 
 torch takes 2 to 200 us for an operation on its meta device, and a thousand ranks need millions. A `ShapedTensor`
-answers in Python. torch runs each operation on given sizes once. The kind of its result is then known: new memory, a
-view of an argument, an argument or a plain value. So no operation needs a rule here, and torch's errors stay. If torch
-needs its own tensor, it gets `actual`.
+answers in Python. torch runs each operation on given sizes once, which shows the kind of result: new memory, a view of
+an argument, an argument or a plain value. So operations need no rules here, and torch's errors stay. If torch needs its
+own tensor, it gets `actual_tensor`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _known: dict[Any, Known] = {}  # by operation, default dtype and arguments
 
 
 def make_shaped(x: Any) -> Any:
-    """Returns a stand-in that shares the memory of a plain meta tensor. Returns anything else unchanged."""
+    """Returns a stand-in that shares a plain meta tensor's memory. Returns other objects unchanged."""
     return x if (kind := find_kind(x)) is None else ShapedTensor(kind, None, x)
 
 
 def shape_bucket(bucket: Bucket) -> Bucket:
-    """Replaces a bucket's data by `make_shaped` data, in place."""
+    """Replaces the bucket's data in place."""
     bucket.data = make_shaped(bucket.data)
     return bucket
 
@@ -40,7 +40,7 @@ def shape_bucket(bucket: Bucket) -> Bucket:
 
 
 def _compute_result(func: Any, plain: bool, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Returns the result of `func`. plain: it is arithmetic, and numbers do not affect its shapes."""
+    """Returns the result of `func`. plain: whether it is arithmetic, so that numbers do not affect shapes"""
     try:
         key = (
             func,
@@ -77,11 +77,11 @@ def _rebuild_result(known: Known, args: tuple[Any, ...]) -> Any:
 
 
 class _UnclearArgument(Exception):
-    """The arguments cannot be part of a key."""
+    """An argument cannot be part of a key."""
 
 
 def _argument_key(x: Any, plain: bool) -> Any:
-    """Returns the key of one argument of an operation. Raises _UnclearArgument if it has none."""
+    """Returns an argument's key. Raises _UnclearArgument."""
     kind = type(x)
     if kind is ShapedTensor:
         return x.kind
@@ -101,14 +101,14 @@ def _argument_key(x: Any, plain: bool) -> Any:
 
 
 def _run_torch(func: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Known | None]:
-    """Lets torch run the operation. Returns its result, and the form to remember; None if it must run every time."""
+    """Lets torch run the operation. Returns its result, and the form to remember; None: run it every time."""
     stands: dict[int, ShapedTensor] = {}  # by torch's tensor: the ShapedTensor that it replaced
     lies: dict[int, int] = {}  # by storage: the first argument in it
     for at, x in enumerate(args):
         if isinstance(x, Tensor) and x.layout is torch.strided:
             lies.setdefault(_unwrap_shaped(x, stands).untyped_storage()._cdata, at)
     made = func(*_unwrap_shaped(args, stands), **_unwrap_shaped(kwargs or {}, stands))
-    if isinstance(made, (list, tuple)) and type(made) is not torch.Size:  # also named tuples, as of a maximum
+    if isinstance(made, (list, tuple)) and type(made) is not torch.Size:  # also named tuples, as by `max`
         parts = [_describe_result(x, args, stands, lies) for x in made]
         known = [found for _, found in parts]
         several = (_SEVERAL, type(made), known) if None not in known else None
@@ -132,7 +132,7 @@ def _unwrap_shaped(x: Any, stands: dict[int, ShapedTensor]) -> Any:
 
 def _describe_result(made: Any, args: tuple[Any, ...], stands: dict[int, ShapedTensor], lies: dict[int, int]
            ) -> tuple[Any, Known | None]:  # fmt: skip
-    """Returns one result in the form for the caller and in the form to remember."""
+    """Returns a result for the caller, and the form to remember."""
     if not isinstance(made, Tensor):
         plain = made is None or type(made) in (bool, int, float, str, torch.dtype, torch.device, torch.Size)
         return made, (_CONST, made) if plain else None
@@ -180,7 +180,7 @@ def _make_shaped_method(func: Callable[..., Any], plain: bool) -> Callable[..., 
 
 
 def _make_shaped_property(name: str) -> property:
-    """Returns a property: from the shortcut if sizes determine the attribute, otherwise from torch's tensor."""
+    """Returns a property. It takes the shortcut if sizes determine the attribute, otherwise torch's tensor."""
 
     def views(x: Any) -> Any:
         return getattr(x, name)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class TensorKind:
-    """All properties of a `ShapedTensor` but its memory. Equal properties share one object while it is remembered."""
+    """The properties of a `ShapedTensor` except its memory. Equal tensors share one remembered object."""
 
     __slots__ = ("dtype", "nbytes", "numel", "offset", "shape", "strides", "width")
 
@@ -27,7 +27,7 @@ _kinds: dict[Any, TensorKind] = {}
 
 
 def find_kind(x: Any) -> TensorKind | None:
-    """Returns the TensorKind of a torch tensor, or None if none describes it."""
+    """Returns a torch tensor's TensorKind, or None if none describes it."""
     if type(x) is not Tensor or not x.is_meta or x.requires_grad or x.layout is not torch.strided:
         return None
     if x.is_conj() or x.is_neg():
@@ -39,13 +39,13 @@ def _remember_kind(*told: Any) -> TensorKind:
     found = _kinds.get(told)
     if found is None:
         if len(_kinds) >= MOST:
-            _kinds.clear()  # torch answers once more for each kind that comes again
+            _kinds.clear()
         found = _kinds[told] = TensorKind(*told)
     return found
 
 
 class ShapedStorage:
-    """The storage of a `ShapedTensor`, like torch's: an identity of its own and a size in bytes."""
+    """The storage of a `ShapedTensor`, like torch's: an identity and a size in bytes."""
 
     __slots__ = ("__weakref__", "_cdata", "_nbytes")
     _numbers = count(1)
@@ -63,7 +63,7 @@ _NOTHING = torch.empty(0, device="meta")
 class ShapedTensor(Tensor):
     """Stands for a tensor of the meta device.
 
-    It is an empty torch tensor, because torch's C code reads the memory of every object that is an instance of Tensor.
+    It is an empty torch tensor, because torch's C code reads the memory of every instance of Tensor.
     """
 
     __slots__ = ("_actual", "_room", "base", "kind")
@@ -79,13 +79,13 @@ class ShapedTensor(Tensor):
         return Tensor._make_subclass(cls, _NOTHING)
 
     def __init__(self, kind: TensorKind, base: ShapedTensor | None = None, actual: Tensor | None = None) -> None:
-        """base: the tensor whose memory this one views; actual: the torch tensor for which it stands"""
+        """base: the tensor with the memory that this one views; actual: the torch tensor that it stands for"""
         self.kind, self.base, self._actual = kind, base, actual
         self._room: Any = None
 
     @property
     def actual_tensor(self) -> Tensor:
-        """torch's tensor in its place, always the same object."""
+        """The torch tensor that it stands for, always the same object."""
         if self._actual is None:
             kind, dtype = self.kind, self.kind.dtype
             if self.base is None:
