@@ -1,3 +1,3 @@
-"""Keeps `model_of` where scripts from before the sub-packages import it. New code calls `Checkpoint.model`."""
+"""Keeps `model_of` importable for old scripts. New code calls `Checkpoint.model`."""
 
 from workbench.sim.run.resuming import model_of as model_of
