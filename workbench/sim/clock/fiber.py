@@ -309,7 +309,7 @@ class Lane:
 
     @property
     def name_suffix(self) -> str:
-        """A suffix for messages of all-reduces, except on the first lane."""
+        """Distinguishes this lane's all-reduce messages from the first lane's; "" on the first lane."""
         return "" if self.name == "comm" else f" on {self.name}".rstrip()
 
     def list_unfinished(self) -> list[ChildFiber]:

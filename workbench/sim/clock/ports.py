@@ -109,7 +109,7 @@ class Ports:
 
 
 def expect_later_end(own: float, bare: float) -> float:
-    """Returns the expected seconds of a collective: the shaping's or the real transfer's, if those are more.
+    """Returns the expected seconds until both the shaping and the real transfer have ended.
 
     own, bare: seconds of both; the real ones are uniform in [0, `2 * bare`], because processes take turns
     """

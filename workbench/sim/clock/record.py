@@ -82,7 +82,7 @@ class Record:
 
     @staticmethod
     def make_timeline(records: Sequence[Record]) -> Timeline:
-        """Returns the tables of consecutive generations, and frees the rows."""
+        """Returns the tables of consecutive generations. Call it once, because it frees the rows."""
         out = Timeline()
         for record in records:
             record._write_rows(out)

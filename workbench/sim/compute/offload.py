@@ -66,7 +66,7 @@ class OffloadPerformer:
 
 
 def _find_step(fiber: Fiber) -> int:
-    """Returns a child's first step; -1 (the rank's present step) for other fibers."""
+    """Returns the step in which a child started; -1 (the rank's present step) for other fibers."""
     return fiber.step if isinstance(fiber, ChildFiber) else -1
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @dataclass(eq=False, repr=False)
 class ComputeParts:
     """Parts of one virtual rank.
+
     experiment: the settings in force
     body:       the rank's RankTensors or RankSizes
     usage:      which parameters steps use

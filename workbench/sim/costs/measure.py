@@ -98,6 +98,7 @@ class _RecordedSteps:
         return price_codecs(self.spans, self.find_experiment, self._bucket_bytes)
 
     def measure_own_work(self) -> dict[str, Any]:
+        """Returns prices of codecs inside a model and of strategies' arithmetic, also from spread replicas."""
         rows, samples = self.run.timeline.spans.rows(), self.run.timeline.samples.rows()
         rows = rows[np.isin(rows.step, self.any)]
         return {

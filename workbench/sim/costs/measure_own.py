@@ -56,7 +56,7 @@ def _seconds_per_flop(spans: Any, samples: Any, name: str) -> float:
 
 
 def price_requests(spans: Any) -> dict[str, float]:
-    """Returns by name the median seconds of requests; "collect": a backward's extra seconds."""
+    """Returns by name the median seconds of a strategy's requests; "collect": a backward's extra seconds."""
     compute = spans[spans.equal("lane", "compute")]
     found = {name: rows for name in ASKED if len(rows := compute[compute.equal("name", name)])}
     times = {name: _median_or_zero((rows.t1 - rows.t0).tolist()) for name, rows in found.items()}

@@ -29,8 +29,8 @@ def measure_evaluation(
 ) -> list[int]:
     """Returns by stage the peak bytes of computing the held-out metrics. model: on the meta device
 
-    Raises if `evaluate` reads values, except numbers from tensors, which are zero. Its own data and their results are
-    real, so it may cache them.
+    Raises if `evaluate` reads values, except numbers from tensors, which are zero. Its own data, and results from that
+    data alone, are real, so it may cache them.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -171,6 +171,7 @@ def measure_kept(
 def measure_kept_pieces(model: nn.Module, learner: Learner, inputs: Any, layers: Partition, split: TensorSplit | None,
             counts: list[int]) -> list[KeptBytes | None]:  # fmt: skip
     """Returns by piece what one micro-batch keeps; None from the first piece that fails. One pass serves all pieces.
+
     counts: parts per piece; for other arguments see `measure_kept`
     """
     found: list[KeptBytes | None] = []

@@ -76,7 +76,7 @@ class Outline:
     def __init__(self, experiment: Experiment, learner: Learner, seen: dict[Any, Any] | None) -> None:
         torch.manual_seed(experiment.seed)
         random.seed(experiment.seed)
-        self.cheap = True  # whether the model runs on the meta device
+        self.cheap = True  # whether the model can be built and run on the meta device
         try:
             self.model = _build_outline(learner, seen)
         except Exception:

@@ -50,7 +50,7 @@ class ModelPasses:
              counts: tuple[int, ...] = ()) -> KeptBytes | None:  # fmt: skip
         """Returns what a batch keeps for its backward; None if unknown. counts: hidden units of a sub-model"""
         key = "kept", batch, layers, _split_key(split), counts
-        if key in self._seen:
+        if key in self._seen:  # each rank requests this
             found: KeptBytes | None = self._seen[key]
             return found
 

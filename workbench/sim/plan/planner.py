@@ -124,7 +124,7 @@ def _list_possible_partitions(
 def _simulate_pair(e: Experiment, strategy: Any, way: Partition, costs: Costs, learner: Learner,
                seen: dict[Any, Any] | None) -> PlannedPair | str:  # fmt: skip
     """Returns a prediction, or the reason for a refusal."""
-    looked = max(STEPS, min(longest_round(strategy), MOST) if strategy.periodic else 0)
+    looked = max(STEPS, min(longest_round(strategy), MOST) if strategy.periodic else 0)  # a whole round, if periodic
     never = way.depth if way.ahead(0) else 0  # unflushed: rounds until all wait for the slowest, and to drain
     stop = SETTLE * max(1, never) + max(looked, min(longest_round(strategy), MOST) + STEPS)
     steps = stop + never

@@ -76,7 +76,7 @@ def count_round_steps(e: Experiment) -> int:
 
 
 def mean_seconds(run: Run, first: int, stop: int) -> float:
-    """Returns the mean over the steps [first, stop) and the ranks; NaN without steps."""
+    """Returns the mean seconds per step over the steps [first, stop) and the ranks; NaN without steps."""
     found = analysis.break_down(run.timeline, first, stop)
     return float(np.mean(found.seconds)) if found.steps else float("nan")
 

@@ -143,7 +143,7 @@ def list_candidates(dims: Sequence[Dimension]) -> Iterator[Settings]:
 
 
 def current_settings(e: Experiment, dims: Sequence[Dimension]) -> Settings:
-    """Returns the values of `e`."""
+    """Returns the values that `e` has for `dims`."""
     return {d.path: reduce(getattr, d.path.split("."), e) for d in dims}
 
 

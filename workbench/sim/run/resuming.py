@@ -147,7 +147,7 @@ def _first_settings(saved: Experiment, wanted: Experiment) -> Experiment:
 
 
 def gather_checkpoint(checkpoint: Checkpoint, saved: Experiment, size: int, folder: Path) -> Checkpoint:
-    """Makes one checkpoint in `folder` for `size` ranks."""
+    """Gathers the checkpoint's state into one checkpoint in `folder` for `size` ranks."""
     found: dict[int, Any] = {}
     images: list[RankImage] = []
 

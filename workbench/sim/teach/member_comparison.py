@@ -103,7 +103,7 @@ def compare_member(member: type[Any]) -> MemberComparison:
 
 
 def _wrap_telling(made: Any) -> Any:
-    """Makes a compressor around Dense wrap TopK, because it does not change Dense."""
+    """Replaces Dense inside a compressor by TopK, because around Dense the compressor changes nothing."""
     return replace(made, of=TopK()) if isinstance(getattr(made, "of", None), Dense) else made
 
 

@@ -165,7 +165,7 @@ class TrialRunner:
             live = self.on.live  # read before the run's rows
             self.going()
             self._require_same_ranks()
-            if (at := self.take_user_changes()) is not None:
+            if (at := self.take_user_changes()) is not None:  # earlier steps ran under other settings
                 begin, number = max(begin, at + a.settle), 0
             run = self._require_run()
             loss = None if alike else self._loss_above_trend(run, begin, weight)
