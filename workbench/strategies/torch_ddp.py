@@ -21,6 +21,9 @@ class TorchDDP(Strategy):
     With `static_graph` torch learns in the first step which parameters a step uses, and fails if that changes. Set
     `find_unused_parameters` for a model that does not use the same parameters in every step and on every rank.
 
+    torch waits for its exchanges in C++, where nothing else can end a wait. If a rank ended in the middle of an
+    exchange over gloo, another one hung in 5 of 37 trials, until gloo's time limit of 10 minutes or its process ends.
+
     When to use it: as the yardstick. It is not DDP, our own strategy, whose buckets, compressor and strategy can be
     changed during a run.
 
