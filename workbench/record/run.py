@@ -112,7 +112,10 @@ class Run:
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """Opens the run in a run directory, even if its ranks were killed or still write."""
+        """Opens the run in a run directory, even if its ranks were killed or still write.
+
+        Old names of settings stay as they were written; `experiment` maps them to the present ones.
+        """
         if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
             raise RunError(f"path={short(path)}: must be a run directory, such as 'runs/first'")
         path = Path(path)

@@ -21,7 +21,7 @@ WARM = 120.0  # seconds for an engine to load what a rank needs
 class SpareEngines:
     """Keeps `count` engines of a cluster warm.
 
-    used:    ranks of engines that a run has or had
+    used:    ranks of engines that the present or the last run took
     trouble: why spares are missing
     """
 

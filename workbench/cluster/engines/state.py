@@ -76,7 +76,7 @@ class ClusterState(ABC):
         return str(self.client._config["registration"]).split("//")[-1].rsplit(":", 1)[0]
 
     def call(self, engine: int, function: Callable[..., Any], *rest: Any, timeout: float = 60.0) -> Any:
-        """Calls a `worker` function on an engine (by ipyparallel's id)."""
+        """Calls a function of `engine_server` on an engine (by ipyparallel's id)."""
         return self.client[engine].apply_async(function, *rest).get(timeout)
 
     @abstractmethod

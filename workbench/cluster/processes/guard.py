@@ -1,6 +1,6 @@
 """Guards one lab: ends its processes when the notebook kernel is gone.
 
-The kernel runs this script with the standard library only, to keep it tiny. It awaits the end of its standard input,
+The kernel runs this script with the standard library, to keep it tiny; it imports psutil only to end processes. It awaits the end of its standard input,
 which the kernel holds, and checks its parent every second. Then it ends the lab's noted processes and their children,
 by pid and create time, except for a detached lab.
 """

@@ -1,7 +1,7 @@
 """Acts on a loss that is not finite or has diverged, by the experiment's policy.
 
-Marks bring alarms in any order. Rank 0 acts on its own, and the lab on other ranks' alarms. The note names the
-earliest.
+Marks bring alarms in any order. Rank 0 acts on its own alarm at once. The lab acts on the first alarm of any rank. The
+note names the earliest.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Alarm:
         self.live = live
         self._first: Alarmed | None = None  # since the run began or resumed
         self._went_on = float("-inf")  # when the run last resumed
-        self._pauses = True  # rather than ends
+        self._pauses = True  # whether the first alarm pauses the run; False: it ends it
         self._skipped: dict[int, tuple[bool, str]] = {}  # by step: (whether a rank met it on its own data, sentence)
         self._notes: dict[str, str] = {}
 

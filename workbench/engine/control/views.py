@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class BackgroundView(RankView, Protocol):
-    """A rank with a background."""
+    """A rank, as the thread of its background sees it."""
 
     @property
     def clock(self) -> Clock: ...

@@ -278,7 +278,7 @@ class RankComponents(RankLoop):
         return require_trainable(self, wanted)
 
     def handle_alarm(self, does: str) -> None:
-        """On rank 0: makes all ranks pause, stop or go back after a bad loss. The kernel acts for other ranks."""
+        """On rank 0: makes all ranks pause, stop or go back after a bad loss. The lab acts on other ranks' alarms."""
         if self.rank.id == 0:
             self.inbox.put({"kind": does, "id": "nan", "step": self.rank.step})
 

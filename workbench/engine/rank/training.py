@@ -1,6 +1,6 @@
 """One rank's training loop on the wall clock: the engine's part of workbench/host/loop/rank_loop.py.
 
-A rank meets its peers once per step or round to receive changes (see control/messages.py).
+Between two steps or rounds, ranks take a ticket with changes if one is due (see control/messages.py).
 """
 
 from __future__ import annotations

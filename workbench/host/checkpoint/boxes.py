@@ -43,7 +43,7 @@ def _convert_slice(shape: tuple[int, ...], s: StridedSlice) -> list[Box]:
                 outer = _list_run_boxes(shape[:k], row, row + s.times)
                 return [Box(o.offsets + inner[0].offsets, o.sizes + inner[0].sizes) for o in outer]
     if s.times > MAX_BOXES:
-        return [Box((), ())] * (MAX_BOXES + 1)
+        return [Box((), ())] * (MAX_BOXES + 1)  # more than MAX_BOXES, see there
     starts = [s.start + n * s.stride for n in range(s.times)]
     return [box for start in starts for box in _list_run_boxes(shape, start, start + s.length)]
 

@@ -38,7 +38,7 @@ class Rate:
             self.first, self.begun = self.compute_factor(was, step), step
 
     def compute_rate(self, run: RankView, step: int | None = None) -> float:
-        """Returns the rate of `step`, or now."""
+        """Returns the learning rate of `step`; by default of the present step."""
         e, step = run.experiment, run.rank.step if step is None else step
         scheduled = run.learner.schedule(step) if run.learner.schedule else 1.0
         return (e.lr or self.own) * self.compute_factor(e, step) * scheduled

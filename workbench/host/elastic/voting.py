@@ -85,7 +85,7 @@ class Quorum(NamedTuple):
 
     @property
     def remaining_places(self) -> list[int]:
-        """The furthest come first."""
+        """The places of ranks that are left; the furthest ranks come first."""
         return sorted(
             self.by_place,
             key=lambda place: (self.by_place[place].progress_key != self.furthest_report.progress_key, place),
@@ -98,14 +98,14 @@ class Quorum(NamedTuple):
 
     @property
     def vote_text(self) -> str:
-        """The furthest come first."""
+        """The vote in words; the furthest ranks come first."""
         steps = sorted({step for _, step in self.vote_rows}, reverse=True)
         who = [name_ranks([member for member, at in self.vote_rows if at == step]) for step in steps]
         return ", ".join(f"{one} {'' if n else 'stood '}before step {step}"
                          for n, (one, step) in enumerate(zip(who, steps, strict=True)))  # fmt: skip
 
     def make_membership(self, places: tuple[int, ...]) -> Membership:
-        """Takes the places in their new order."""
+        """Returns the Membership of the ranks at `places`, in this order."""
         said = [self.by_place[place] for place in places]
         furthest = tuple(i for i, one in enumerate(said) if one.progress_key == self.furthest_report.progress_key)
         trained = find_newest({i: one.agreed_step for i, one in enumerate(said) if one.trained})

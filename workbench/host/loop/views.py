@@ -1,4 +1,4 @@
-"""A rank's view within its loop."""
+"""A rank, as the functions of its loop see it."""
 
 from __future__ import annotations
 

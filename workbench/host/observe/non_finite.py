@@ -99,7 +99,7 @@ class NonFiniteGuard:
         return 0 < times * self._best < mean and mean > self.first
 
     def _raise_alarm(self, name: str, detail: dict[str, Json]) -> None:
-        """Acts by `on_nan`, once until a good loss or a pause's end."""
+        """Acts by `on_nan`. Acts again only after a finite loss, or after a pause has ended."""
         if not self._said:
             self._said = True
             self.run.mark(name, {"rank": self.run.rank.number(), **detail})
@@ -129,7 +129,7 @@ class NonFiniteGuard:
         return not any(p.is_meta for p in self.run.model.parameters() if p.requires_grad and p.numel())
 
     async def _run_guarded(self, step: Coroutine[Op, Any, R]) -> R:
-        before = [(b, b.clone()) for b in list_buffers(self.run.model)]  # it spoils statistics
+        before = [(b, b.clone()) for b in list_buffers(self.run.model)]  # a bad batch spoils the statistics of BatchNorm
         batch: Any = None
         value: Any = None
         error: Exception | None = None

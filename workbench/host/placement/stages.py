@@ -52,7 +52,7 @@ class StageCuts:
         return tuple(accumulate(len(parts) for parts in self.pieces[:-1]))
 
     def compute_cost(self, times: Sequence[float], piece: int) -> float:
-        """Returns a piece's share of `times` over its share of the compute."""
+        """Returns a piece's share of `times` over its expected share: above 1, the piece is slower than expected."""
         every = [0, *self.piece_starts, len(times)]
         took = sum(times[every[piece] : every[piece + 1]])
         return took / sum(times) / self.shares[piece]

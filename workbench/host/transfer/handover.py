@@ -48,7 +48,7 @@ def list_parameters(layout: ParameterLayout) -> State:
 
 
 def list_trainer_state(run: RankView) -> State:
-    """Only training ranks have it."""
+    """Returns buffers and optimizer state by name. Those of ranks that did not train do not count."""
     return {**{name: b.data for name, b in run.model.named_buffers()}, **read_slots(run.layout, run.optimizer)}
 
 
@@ -72,7 +72,7 @@ def list_owners(run: RankView, strategy: Strategy) -> dict[str, int]:
 async def consolidate_state(run: RankView, strategy: Strategy) -> None:
     """Averages buffers and optimizer state over the ranks that trained.
 
-    Otherwise diverged momenta would pull replicas apart again. The first rank gives its integers (counters, quantised
+    Without that, diverged momenta would pull replicas apart again. The first rank gives its integers (counters, quantised
     moments).
     Raises RankDisagreement if optimizer states differ in size.
     """
@@ -126,7 +126,7 @@ async def average_tensors(group: Rank, drifted: list[torch.Tensor], name: str, a
 
 
 async def spread_state(run: RankView, strategy: Strategy) -> None:
-    """Gives ranks missing state, after `consolidate_state`."""
+    """Sends state to ranks that did not train, after `consolidate_state`."""
     trained = mesh(strategy, run.rank.size).ranks
     if len(trained) < run.rank.size:
         await send_missing(
@@ -136,7 +136,7 @@ async def spread_state(run: RankView, strategy: Strategy) -> None:
 
 async def send_missing(run: RankView, holders: tuple[int, ...], everywhere: int = 0,
                 apart: tuple[tuple[str, int], ...] = ()) -> None:  # fmt: skip
-    """Completes all ranks' state. holders: ranks that have it; see `_place_state`"""
+    """Completes all ranks' state. holders: ranks that have it, `trained` in `_place_state`"""
     rank, state = run.rank, _drop_empty(list_parameters(run.layout)) | _drop_empty(list_trainer_state(run))
     sizes, everyone = tuple((name, x.numel()) for name, x in state.items()), tuple(range(rank.size))
     was = _place_state(sizes, everywhere, holders, rank.size, apart)
@@ -240,12 +240,12 @@ async def reshard_slots(run: ChangeView, was: ShardLayout | None, to: ShardLayou
 
 
 async def sum_hashes(run: RankView, state: State, lies: Placement) -> int:
-    """Each replica counts once, on the first rank that has it."""
+    """Returns the hash of the state over all ranks. Each replica counts once, on the first rank that has it."""
     return sum(await run.gather(hash_state(run, state, lies))) & MASK
 
 
 def hash_state(run: RankView, state: State, lies: Placement) -> int:
-    """The sum over ranks is the hash."""
+    """Returns this rank's part of the hash: `sum_hashes` adds up the parts of all ranks."""
     me = run.rank.id
     if run.layout.has_sizes_only:
         return 0
@@ -255,14 +255,14 @@ def hash_state(run: RankView, state: State, lies: Placement) -> int:
 
 
 def count_slot_bytes(layout: ParameterLayout, optimizer: Optimizer, cut: ShardLayout, rank: int) -> int:
-    """Counts sharded state after the first step."""
+    """Returns the bytes of one rank's shard of optimizer state, after the first step."""
     like, numel = make_slot_likes(layout.order, optimizer), {place.name: place.numel for place in layout.order}
     mine = _find_shard(numel, tuple((name, bool(x.numel())) for name, x in like.items()), cut, rank)
     return sum(s.element_count * like[name].element_size() for name, slices in mine.items() for s in slices)
 
 
 async def list_slots(run: RankView, like: State, here: State) -> list[str]:
-    """Lists slots of any rank."""
+    """Returns the names of slots that any rank has."""
     if not like:
         return []
     has = [name in here for name in like]

@@ -29,7 +29,7 @@ class ChangeView(RankView, Protocol):
     """A rank whose state moves because settings or ranks change.
 
     flushing:   uncompressed steps left, which send an unused residual
-    answer:     as in ElasticMember
+    answer:     as in RankLoop
     sent_bytes: bytes that this rank has sent over its links
     """
 

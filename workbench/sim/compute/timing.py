@@ -15,7 +15,7 @@ from workbench.sim.costs.costs import Costs
 
 
 class PassTiming:
-    """The device of one virtual rank.
+    """Prices compute on the device of one virtual rank.
 
     free:           by origin of a worker's fibers, when its device is free again
     computes_until: end of the present pass, if nothing delays it
@@ -92,7 +92,7 @@ class PassTiming:
             self._hindered += costs.slows * seconds
 
     def occupy_device(self, fiber: Fiber, seconds: float) -> float:
-        """Returns the time when the device begins."""
+        """Occupies the device for `seconds` from when it is free. Returns that time."""
         began = max(self._clock.now, self.free.get(fiber.origin, 0.0))
         self.free[fiber.origin] = self.computes_until = began + seconds
         return began
