@@ -1,8 +1,8 @@
 """Guards one lab: ends its processes when the notebook kernel is gone.
 
-The kernel runs this script with the standard library, to keep it tiny; it imports psutil only to end processes. It awaits the end of its standard input,
-which the kernel holds, and checks its parent every second. Then it ends the lab's noted processes and their children,
-by pid and create time, except for a detached lab.
+The kernel runs this script with the standard library, to keep it tiny; it imports psutil only to end processes. It
+awaits the end of its standard input, which the kernel holds, and checks its parent every second. Then it ends the lab's
+noted processes and their children, by pid and create time, except for a detached lab.
 """
 
 from __future__ import annotations

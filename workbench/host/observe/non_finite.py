@@ -129,7 +129,7 @@ class NonFiniteGuard:
         return not any(p.is_meta for p in self.run.model.parameters() if p.requires_grad and p.numel())
 
     async def _run_guarded(self, step: Coroutine[Op, Any, R]) -> R:
-        before = [(b, b.clone()) for b in list_buffers(self.run.model)]  # a bad batch spoils the statistics of BatchNorm
+        before = [(b, b.clone()) for b in list_buffers(self.run.model)]  # a bad batch spoils BatchNorm's statistics
         batch: Any = None
         value: Any = None
         error: Exception | None = None

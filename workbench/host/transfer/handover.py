@@ -72,8 +72,8 @@ def list_owners(run: RankView, strategy: Strategy) -> dict[str, int]:
 async def consolidate_state(run: RankView, strategy: Strategy) -> None:
     """Averages buffers and optimizer state over the ranks that trained.
 
-    Without that, diverged momenta would pull replicas apart again. The first rank gives its integers (counters, quantised
-    moments).
+    Without that, diverged momenta would pull replicas apart again. The first rank gives its integers (counters,
+    quantised moments).
     Raises RankDisagreement if optimizer states differ in size.
     """
     rank, who = run.rank, mesh(strategy, run.rank.size)
