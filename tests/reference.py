@@ -15,7 +15,7 @@ from typing import Any
 
 from widgets.views import all_views
 from workbench.compressors import Compressor
-from workbench.experiment import Experiment, partitioned
+from workbench.experiment import Experiment, partition_rules
 from workbench.experiment.recipes import recipes
 from workbench.fabric import Algorithm, Fabric, Fault, Link
 from workbench.optimizers import Optimizer
@@ -55,7 +55,7 @@ def pairs() -> str:
     """Lists the strategies that work between replicas of several ranks each, and why the other strategies do not."""
     rows = []
     for m in shipped(Strategy):
-        why = partitioned.unfit(m(), 4)
+        why = partition_rules.explain_unfit_strategy(m(), 4)
         rows.append([f"[{m.__name__}](strategies.md#{m.__name__.lower()})", "no: " + why if why else "yes"])
     return table(["strategy", "between replicas on several ranks each"], rows)
 

@@ -86,12 +86,12 @@ def run(
     or that of --set strategy=DDP, LocalSGD, ... It ends by itself, or after --steps. Its arguments come after --, as
     in: workbench run train.py --ranks 2 --out runs/mine -- --epochs 3
     """
-    from workbench.experiment import given
+    from workbench.experiment import user_input
 
-    given.ranks(4 if ranks is None else ranks)
+    user_input.ranks(4 if ranks is None else ranks)
     asked = [*map(setting, knobs or ()), ("steps", steps), ("ranks", ranks)]
     start = begun(recipe, resume, words or [])
-    experiment = given.turned(start, [(path, value) for path, value in asked if value is not None])
+    experiment = user_input.turned(start, [(path, value) for path, value in asked if value is not None])
     experiment = experiment if experiment.steps or experiment.task.leads else experiment.set("steps", 200)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out}: is there already; name a directory that is new")
@@ -129,12 +129,12 @@ def tune(
 ) -> None:
     """Train a recipe, try settings while it trains, and print the settings with the shortest step."""
     from workbench.entrypoints.tuning import tune_run
-    from workbench.experiment import given
+    from workbench.experiment import user_input
 
-    given.ranks(ranks)
+    user_input.ranks(ranks)
     asked = [*map(setting, knobs or ()), ("ranks", ranks), ("steps", 0)]
     space = dict(map(setting, tried or ())) or None
-    tune_run(given.turned(begun(recipe, None, []), asked), space, trials, worse, out)
+    tune_run(user_input.turned(begun(recipe, None, []), asked), space, trials, worse, out)
 
 
 @app.command()
@@ -237,9 +237,9 @@ def begun(recipe: str | None, resume: Path | None, words: list[str]) -> Any:
         raise KnobError("run: name a recipe, such as digits, a script, such as train.py, or a checkpoint with "
                         "--resume; and not both")  # fmt: skip
     if recipe is not None and recipe.endswith(".py"):
-        from workbench.experiment import given
+        from workbench.experiment import user_input
 
-        return given.script(recipe, words)
+        return user_input.script(recipe, words)
     if words:
         raise KnobError(f"run: {recipe or resume} takes no words of its own; these are a script's: {' '.join(words)}")
     if recipe is not None:

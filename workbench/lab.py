@@ -23,7 +23,7 @@ from workbench.cluster.run.changes import PendingChange as PendingChange
 from workbench.cluster.run.controller import RunController
 from workbench.cluster.run.errors import RankError as RankError
 from workbench.cluster.run.waiting import wait_for_stop
-from workbench.experiment import Experiment, given
+from workbench.experiment import Experiment, user_input
 from workbench.record.display import dashboard, face, show
 from workbench.record.run import hearers
 from workbench.run import Run, require_memory, resumed, tuning
@@ -52,8 +52,8 @@ class Lab(RunControls):
     _begun = False
 
     def __new__(cls, ranks: int = 4, *, name: str = "lab", **rest: Any) -> Self:
-        old = _labs.get(given.text(name, "name", "lab"))
-        asked = (given.ranks(ranks), {"cluster": None, "profile": None, "device": "auto", "spare": 0, **rest})
+        old = _labs.get(user_input.text(name, "name", "lab"))
+        asked = (user_input.ranks(ranks), {"cluster": None, "profile": None, "device": "auto", "spare": 0, **rest})
         if old is not None and old._asked == asked and old._usable:
             return old  # type: ignore[return-value]
         if old is not None:
@@ -79,15 +79,17 @@ class Lab(RunControls):
     ) -> None:
         if self._begun:
             return
-        given.system()
+        user_input.system()
         if cluster is not None and profile is not None:
             raise KnobError(f"cluster={str(cluster)!r}, profile={profile!r}: give one of them")
-        cluster = given.path(cluster, "cluster", "security/ipcontroller-client.json") if cluster is not None else None
-        connection = f"profile:{given.text(profile, 'profile', 'default')}" if profile is not None else cluster
-        if given.spare(spare) and connection is not None:
+        cluster = (
+            user_input.path(cluster, "cluster", "security/ipcontroller-client.json") if cluster is not None else None
+        )
+        connection = f"profile:{user_input.text(profile, 'profile', 'default')}" if profile is not None else cluster
+        if user_input.spare(spare) and connection is not None:
             raise KnobError(f"spare={spare}: this lab starts no engines; start more where its cluster is, and ask for "
                             f"fewer ranks in experiments")  # fmt: skip
-        on = given.device(device)
+        on = user_input.device(device)
         with whole():
             self._take_over(name, ranks, Cluster(name, ranks, on, connection, spare).start_engines())
 
@@ -188,11 +190,15 @@ class Lab(RunControls):
         secret:  for riddles: text that dashboards show in place of verdicts and faults, until `run.secret` is "" again.
         """
         wanted = (
-            self.experiment if experiment is None else launch.fit_experiment(given.experiment(experiment), self.ranks)
+            self.experiment
+            if experiment is None
+            else launch.fit_experiment(user_input.experiment(experiment), self.ranks)
         )
         begun = None
         if resume is not None:
-            begun = resumed(resume, None if experiment is None else wanted, given.changes(changes) or None, self.ranks)
+            begun = resumed(
+                resume, None if experiment is None else wanted, user_input.changes(changes) or None, self.ranks
+            )
             wanted, changes = launch.check_ranks(begun.experiment, self.ranks), begun.changes
         wanted = wanted if on_nan is None else wanted.set("on_nan", on_nan)
         if self._live and self._live.state == "stopping":
@@ -201,7 +207,7 @@ class Lab(RunControls):
             if begun is None and (experiment is None or wanted in (self.experiment, self._live.began_with)):
                 return cast(Run, self._live.run)
             raise ClusterError(f"{self!r}: a run is live; set its knobs with lab.set(...), or lab.stop() it first")
-        to_come = given.planned(wanted, given.changes(changes))
+        to_come = user_input.planned(wanted, user_input.changes(changes))
         require_memory(wanted)
         with whole():
             self.cluster = launch.renew_cluster(self.cluster)

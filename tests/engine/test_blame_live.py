@@ -9,7 +9,7 @@ import pytest
 from tests.labs import BOUND, shared_lab
 from tests.waiting import until
 from workbench import Digits, Experiment
-from workbench.experiment import given
+from workbench.experiment import user_input
 from workbench.lab import Lab
 from workbench.run import Run
 
@@ -52,7 +52,9 @@ lab = shared_lab(2, "blame")
 @pytest.mark.parametrize("strategy", ["TorchDDP", "DDP"])
 def test_the_rank_that_loads_slowly_is_late_and_advice_says_so(strategy: str, lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    run = lab.run(given.script(str(tmp_path / "slow.py")).set({"ranks": 2, "strategy": strategy}), out=tmp_path / "run")
+    run = lab.run(
+        user_input.script(str(tmp_path / "slow.py")).set({"ranks": 2, "strategy": strategy}), out=tmp_path / "run"
+    )
     run.wait(BOUND)
     late = run.lateness().mean(axis=1)
     assert late[1] > 0.05 and late[0] < -0.05, late
@@ -63,7 +65,7 @@ def test_the_rank_that_loads_slowly_is_late_and_advice_says_so(strategy: str, la
 
 def test_the_rank_that_skipped_a_collective_is_named_with_the_line(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "skipped.py").write_text(SKIPPED)
-    e = given.script(str(tmp_path / "skipped.py")).set({"ranks": 2, "hang_after": 4.0})
+    e = user_input.script(str(tmp_path / "skipped.py")).set({"ranks": 2, "hang_after": 4.0})
     run = lab.run(e, out=tmp_path / "run")
     line = SKIPPED.splitlines().index("        dist.all_reduce(torch.ones(1))") + 1
     assert until(lambda: run.details("hang"), BOUND), (lab.notes, lab.status)
@@ -81,7 +83,7 @@ LEAKING = SLOW.replace("time.sleep(0.1)  # its data come late", "kept.append(tor
 
 def test_a_rank_whose_memory_grows_is_named(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "leaking.py").write_text(LEAKING.replace("range(24)", "range(60)"))
-    run = lab.run(given.script(str(tmp_path / "leaking.py")).set("ranks", 2), out=tmp_path / "run")
+    run = lab.run(user_input.script(str(tmp_path / "leaking.py")).set("ranks", 2), out=tmp_path / "run")
     run.wait(BOUND)
     ((_, _, said),) = run.details("memory grows")
     assert said["rank"] == 1 and 12 < said["mb_per_step"] < 22, "16 MiB a step"

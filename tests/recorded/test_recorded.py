@@ -21,7 +21,7 @@ from widgets.views import all_views
 from widgets.views._base import draw_view
 from workbench import Costs, simulate
 from workbench.compressors import Compressor
-from workbench.experiment import Experiment, given
+from workbench.experiment import Experiment, user_input
 from workbench.fabric import Fault
 from workbench.optimizers import Optimizer
 from workbench.run import Run
@@ -59,7 +59,7 @@ def changed(run: Run) -> list[Experiment]:
     """The run's experiment, and what each of its changes made of it."""
     every = [run.experiment]
     for change in run.changes:
-        every.append(given.turned(every[-1], [(change.path, change.value)]))
+        every.append(user_input.turned(every[-1], [(change.path, change.value)]))
     return every
 
 

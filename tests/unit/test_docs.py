@@ -20,7 +20,7 @@ from tests import links, reference, tables
 from tests.ranks import run
 from workbench import Experiment, Run, simulate, tasks
 from workbench.cli import app, begun, setting
-from workbench.experiment import given
+from workbench.experiment import user_input
 from workbench.fabric import Fabric, Link
 from workbench.rank import Rank
 from workbench.settings import knobs
@@ -140,7 +140,7 @@ def test_the_command_lines_are_accepted(tmp_path: Path, monkeypatch: pytest.Monk
     for words in lines:
         turns = [setting(words[i + 1]) for i, word in enumerate(words) if word == "--set"]
         assert words[:2] == ["workbench", "run"]
-        found.append(given.turned(begun(words[2], None, []), turns))
+        found.append(user_input.turned(begun(words[2], None, []), turns))
     assert [getattr(e.strategy, "every", 0) for e in found] == [0, 8, 8, 0]
 
 

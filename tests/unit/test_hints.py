@@ -14,7 +14,7 @@ from widgets.teach.exercises import Exercise
 from widgets.teach.worksheet import worksheet
 from workbench.cli import app
 from workbench.compressors import ErrorFeedback, TopK
-from workbench.experiment import Experiment, given
+from workbench.experiment import Experiment, user_input
 from workbench.run import Run, plan
 from workbench.settings import KnobError
 from workbench.strategies import DDP, HSDP, LocalSGD
@@ -85,11 +85,11 @@ def test_an_experiment_takes_the_same_names_as_set() -> None:
 def test_the_error_for_ranks_explains_its_range(tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["run", "digits", "--ranks", "5000", "--out", str(tmp_path / "run")])
     assert said.exit_code == 2
-    words = f"ranks=5000: must be an integer in [1, {given.MAX_RANKS}]: as many ranks as a lab starts as processes"
+    words = f"ranks=5000: must be an integer in [1, {user_input.MAX_RANKS}]: as many ranks as a lab starts as processes"
     assert f"{words}; simulate(experiment) takes up to 4096 ranks" in " ".join(said.output.split())
     with pytest.raises(KnobError, match=r"ranks=5000: must be an integer in \[1, 4096\]"):
         Experiment(ranks=5000)
-    assert Experiment(ranks=given.LIMIT).ranks == 4096, "what the sentence says holds"
+    assert Experiment(ranks=user_input.LIMIT).ranks == 4096, "what the sentence says holds"
 
 
 def test_a_plan_without_a_valid_pair_has_a_reason() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from workbench.cluster.run.changes import BEFORE, Changes, PendingChange, classes
-from workbench.experiment import Experiment, given
+from workbench.experiment import Experiment, user_input
 from workbench.lab import Lab
 from workbench.settings import NEXT, Change, KnobError, to_plain
 from workbench.strategies import DDP, LocalSGD
@@ -81,11 +81,11 @@ def test_classes_of_the_notebook_are_sent_with_a_change(changes: Changes) -> Non
 
 
 def test_planned_changes_see_each_other() -> None:
-    found = given.planned(Experiment(), [Change(9, "every", 2), Change(3, "strategy", "LocalSGD")])
+    found = user_input.planned(Experiment(), [Change(9, "every", 2), Change(3, "strategy", "LocalSGD")])
     assert found == (Change(3, "strategy", to_plain(LocalSGD())), Change(9, "strategy.every", 2))
     for bad in (Change(-1, "lr", 1), Change(3, "every", 2), Change(3, "seed", 2)):
         with pytest.raises(KnobError):
-            given.planned(Experiment(), [bad])
+            user_input.planned(Experiment(), [bad])
 
 
 def test_the_old_name_turn_works_without_a_warning() -> None:

@@ -13,7 +13,7 @@ from tests.ranks import batch, experiment, mse, net, run, shipped, toy, weights
 from tests.sim.virtual import paced, samples
 from workbench import simulate
 from workbench.experiment import Experiment
-from workbench.experiment.rates import factor
+from workbench.experiment.rate_factor import compute_rate_factor
 from workbench.fabric import Slow
 from workbench.host.placement.canonical_state import hash_model_state
 from workbench.settings import Change, KnobError
@@ -75,7 +75,7 @@ class Piecemeal(Strategy):
 )
 def test_the_rate_is_in_proportion_to_the_global_batch(settings: dict[str, Any], expected: float) -> None:
     """Digits recommends 32 examples on one rank; these are 4 ranks."""
-    assert factor(Experiment(task=Digits(), ranks=4, **settings).checked()) == expected
+    assert compute_rate_factor(Experiment(task=Digits(), ranks=4, **settings).checked()) == expected
 
 
 def test_scaling_is_off_by_default_and_the_rate_is_recorded_once() -> None:

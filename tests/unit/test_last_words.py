@@ -54,7 +54,7 @@ def test_a_session_that_does_not_start_keeps_no_recorder(
     def fail() -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(session, "lighten", fail)
+    monkeypatch.setattr(session, "put_off_compiler", fail)
     with benched(0) as (bench, _):
         with pytest.raises(RuntimeError, match="can't start new thread"):
             begin_session(bench, tmp_path)

@@ -20,7 +20,7 @@ from tests.ranks import ended, experiment, live, run, shipped
 from tests.scripts import SCRIPTS
 from tests.waiting import until
 from workbench import simulate, steps
-from workbench.experiment import Experiment, given
+from workbench.experiment import Experiment, user_input
 from workbench.partitions import Pipeline
 from workbench.record.checkpoints import FOLDER, Checkpoint
 from workbench.settings import Change, KnobError
@@ -362,7 +362,7 @@ def test_a_loop_runs_on_whole_real_ranks_only() -> None:
     with pytest.raises(KnobError, match="runs on ranks alone"):
         simulate(Experiment(task=Loop(run=print), ranks=2, steps=3, pace=5.0))
     with pytest.raises(KnobError, match="there is no such file"):
-        given.script("no/such.py")
+        user_input.script("no/such.py")
     for wrong in ({"file": ""}, {"file": "a.py", "args": "--lr 1"}, {"file": "a.py", "args": (1,)}):
         with pytest.raises(KnobError, match="must be"):
             Script(**wrong)  # type: ignore[arg-type]

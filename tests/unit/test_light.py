@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from workbench.experiment import light
+from workbench.experiment import compiler_import
 
 STEPS = """
 import sys, torch
@@ -31,8 +31,8 @@ def stepped():
 """
 COMPILER = """
 from torch._subclasses.fake_tensor import FakeTensorMode
-from workbench.experiment.light import lighten
-lighten()
+from workbench.experiment.compiler_import import put_off_compiler
+put_off_compiler()
 light = stepped()
 with FakeTensorMode(allow_non_fake_inputs=True):
     torch.nn.Linear(2, 1)(torch.zeros(3, 2)).sum().backward()
@@ -41,7 +41,7 @@ import torch._dynamo.eval_frame
 assert torch._dynamo.config is sys.modules["torch._dynamo.config"]
 assert torch._dynamo is sys.modules["torch._dynamo"] and "torch._dynamo.eval_frame" in sys.modules
 assert torch._dynamo.disable.__module__ == "torch._dynamo.decorators"
-lighten()
+put_off_compiler()
 assert light == stepped() and torch._dynamo is sys.modules["torch._dynamo"]
 """
 CHANGES = """
@@ -68,7 +68,11 @@ def test_a_change_from_a_notebook_does_not_import_the_compiler() -> None:
 
 def test_threads_that_use_the_compiler_at_once_all_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread has seen the stand-in before a thread removes it."""
-    both, stand_in, real = threading.Barrier(2), light.Light(light.NAME), types.SimpleNamespace(reset="reset")
+    both, stand_in, real = (
+        threading.Barrier(2),
+        compiler_import.CompilerStandIn(compiler_import.NAME),
+        types.SimpleNamespace(reset="reset"),
+    )
 
     class Modules(dict[str, Any]):
         def get(self, name: str, default: Any = None) -> Any:
@@ -77,8 +81,10 @@ def test_threads_that_use_the_compiler_at_once_all_get_it(monkeypatch: pytest.Mo
                 both.wait(1.0)
             return found
 
-    monkeypatch.setattr(light, "sys", types.SimpleNamespace(modules=Modules({light.NAME: stand_in})))
-    monkeypatch.setattr(light, "torch", types.SimpleNamespace())
-    monkeypatch.setattr(light, "importlib", types.SimpleNamespace(import_module=lambda name: real))
+    monkeypatch.setattr(
+        compiler_import, "sys", types.SimpleNamespace(modules=Modules({compiler_import.NAME: stand_in}))
+    )
+    monkeypatch.setattr(compiler_import, "torch", types.SimpleNamespace())
+    monkeypatch.setattr(compiler_import, "importlib", types.SimpleNamespace(import_module=lambda name: real))
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(lambda _: stand_in.reset, range(2))) == ["reset"] * 2

@@ -15,7 +15,7 @@ from tests.agree import memory_alike, spans_alike
 from tests.piped import assembled, batches, deep, dream, held_out, loss, piped, same, seen, twice
 from tests.ranks import make_fitting, run, shipped, toy
 from workbench import simulate
-from workbench.experiment import Experiment, partitioned
+from workbench.experiment import Experiment, partition_rules
 from workbench.host.passes.stage_module import cut_batch
 from workbench.host.passes.weight_versions import WeightVersion
 from workbench.host.placement.stages import cut_model
@@ -196,7 +196,7 @@ def test_stashed_weights_are_in_the_memory_report(way: Pipeline) -> None:
 EVERY = [
     name
     for name, cls in shipped(Strategy).items()
-    if partitioned.refused(replace(piped(4, partition=dream(2)), strategy=make_fitting(cls, 2))) is None
+    if partition_rules.explain_refusal(replace(piped(4, partition=dream(2)), strategy=make_fitting(cls, 2))) is None
 ]
 
 

@@ -18,7 +18,7 @@ from tests.ranks import ended, live, make_fitting, run, shipped, toy
 from tests.waiting import until
 from workbench import simulate
 from workbench.compressors import E3M0, QSGD, Cast, Compressor, Dense, ErrorFeedback, PowerSGD, TopK
-from workbench.experiment import Experiment, partitioned
+from workbench.experiment import Experiment, partition_rules
 from workbench.fabric import Fabric, Link
 from workbench.host.placement.stages import cut_model
 from workbench.optimizers import SGD, AdamW, Optimizer
@@ -127,7 +127,7 @@ def test_a_replica_is_clipped_as_a_whole() -> None:
 
 PIPED = piped(4, partition=Pipeline())
 PARTED = [name for name, cls in shipped(Strategy).items()
-          if partitioned.refused(replace(PIPED, strategy=make_fitting(cls, 2))) is None]  # fmt: skip
+          if partition_rules.explain_refusal(replace(PIPED, strategy=make_fitting(cls, 2))) is None]  # fmt: skip
 
 
 def test_at_least_15_strategies_support_pipelines() -> None:

@@ -15,7 +15,7 @@ from workbench import simulate
 from workbench.cli import app
 from workbench.cluster.api import launch
 from workbench.cluster.processes.place import ClusterError, check_connection
-from workbench.experiment import Experiment, given
+from workbench.experiment import Experiment, user_input
 from workbench.experiment.recipes import recipe
 from workbench.fabric import Fabric, Link
 from workbench.lab import Lab
@@ -52,13 +52,13 @@ DOORS: dict[str, Callable[[Any], Any]] = {
     "LocalSGD(every)": lambda v: LocalSGD(every=v),
     "Link(bandwidth)": lambda v: Fabric(link=Link(bandwidth=v)),
     "recipe": recipe,
-    "lab.run": lambda v: launch.fit_experiment(given.experiment(v), 2),
-    "lab.run's changes": lambda v: given.planned(E, given.changes(v)),
+    "lab.run": lambda v: launch.fit_experiment(user_input.experiment(v), 2),
+    "lab.run's changes": lambda v: user_input.planned(E, user_input.changes(v)),
     "Lab(ranks)": lambda v: Lab(v),
-    "Lab(name)": lambda v: given.text(v, "name", "lab"),
-    "Lab(device)": given.device,
-    "Lab(cluster)": lambda v: check_connection(given.path(v, "cluster", "a.json")),
-    "Lab(profile)": lambda v: given.text(v, "profile", "default"),
+    "Lab(name)": lambda v: user_input.text(v, "name", "lab"),
+    "Lab(device)": user_input.device,
+    "Lab(cluster)": lambda v: check_connection(user_input.path(v, "cluster", "a.json")),
+    "Lab(profile)": lambda v: user_input.text(v, "profile", "default"),
     "Run.open": Run.open,
     "simulate": simulate,
     "simulate's changes": lambda v: simulate(E, changes=v),
@@ -137,13 +137,13 @@ def test_an_unwritable_run_folder_is_refused_before_the_start(tmp_path: Path) ->
 
 def test_several_knobs_are_set_in_any_order() -> None:
     asked = [("density", 0.05), ("compressor", "TopK"), ("every", 4), ("strategy", "LocalSGD"), ("lr", 0.5)]
-    there, back = given.turned(E, asked), given.turned(E, asked[::-1])
+    there, back = user_input.turned(E, asked), user_input.turned(E, asked[::-1])
     assert there == back and there.compressor.of.density == 0.05 and there.strategy.every == 4  # type: ignore[attr-defined]
     with pytest.raises(KnobError, match="densty: no such knob here; did you mean"):
-        given.turned(E, [("densty", 0.05), ("compressor", "TopK")])
+        user_input.turned(E, [("densty", 0.05), ("compressor", "TopK")])
 
 
 @pytest.mark.parametrize("command", [["demo", "--ranks", "0"], ["run", "digits", "--out", "x", "--ranks", "65"]])
 def test_the_command_line_names_the_ranks_that_a_lab_takes(command: list[str]) -> None:
     said = typer.testing.CliRunner().invoke(app, command)
-    assert said.exit_code == 2 and f"must be an integer in [1, {given.MAX_RANKS}]" in said.output
+    assert said.exit_code == 2 and f"must be an integer in [1, {user_input.MAX_RANKS}]" in said.output

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.ranks import batch, experiment, live, run, toy
 from tests.unit.test_not_finite import came, following
 from workbench import simulate
-from workbench.experiment.finite import NO_ROWS
+from workbench.experiment.non_finite_rules import NO_ROWS
 from workbench.host.observe.non_finite import has_no_rows
 from workbench.settings import KnobError
 

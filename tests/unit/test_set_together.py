@@ -15,7 +15,7 @@ from widgets.charts.marks import change_marks
 from workbench.analysis import list_stretches
 from workbench.analysis.export.export import as_python
 from workbench.cluster.run.changes import Changes, PendingChange
-from workbench.experiment import Experiment, given
+from workbench.experiment import Experiment, user_input
 from workbench.partitions import Pipeline
 from workbench.policies import Policy
 from workbench.policies._base import Decision, Seen
@@ -56,7 +56,7 @@ def test_a_lab_checks_a_group_as_a_whole_and_sends_it_as_one() -> None:
     assert sent == [asked] and asked.change.settings.keys() == {"compressor.of.density", "compressor"}
     changes.applied(7, json.loads(json.dumps(asked.change.plain(), sort_keys=True)))
     assert asked.applied_at == 7 and changes.experiment.compressor.of.density == 0.2  # type: ignore[attr-defined]
-    (planned,) = given.planned(E, given.changes([(9, BOTH)]))
+    (planned,) = user_input.planned(E, user_input.changes([(9, BOTH)]))
     assert planned == Change(9, {name: to_plain(getattr(E.set(BOTH), name)) for name in BOTH})
 
 

@@ -9,7 +9,7 @@ import pytest
 import typer.testing
 
 from workbench.cli import app
-from workbench.experiment import given
+from workbench.experiment import user_input
 from workbench.lab import Lab
 from workbench.settings import KnobError
 
@@ -19,7 +19,7 @@ def test_windows_is_refused_with_a_hint_at_wsl(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(given, "sys", SimpleNamespace(platform="win32"))
+    monkeypatch.setattr(user_input, "sys", SimpleNamespace(platform="win32"))
     with pytest.raises(KnobError, match=r"must be Linux or macOS.*install WSL \(`wsl --install`"):
         Lab(ranks=2)
     said = typer.testing.CliRunner().invoke(app, command)

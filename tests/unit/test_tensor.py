@@ -22,7 +22,7 @@ from tests.split import CONTEXT, LAYERS, ROWS, WIDTH, Small, alone, entropy, hel
 from tests.waiting import until
 from workbench import simulate
 from workbench.compressors import QSGD, Compressor, ErrorFeedback, TopK
-from workbench.experiment import Experiment, partitioned
+from workbench.experiment import Experiment, partition_rules
 from workbench.optimizers import SGD, AdamW
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.settings import Change
@@ -141,7 +141,7 @@ def test_both_hosts_report_the_same_memory() -> None:
 
 TWO = spread(4, partition=Tensor())
 PARTED = [name for name, cls in shipped(Strategy).items()
-          if partitioned.refused(replace(TWO, strategy=make_fitting(cls, 2))) is None]  # fmt: skip
+          if partition_rules.explain_refusal(replace(TWO, strategy=make_fitting(cls, 2))) is None]  # fmt: skip
 OF_WHAT_IT_HOLDS = {"StreamingDiLoCo", "LowPrecisionDecentralized"}  # their fragments and scales depend on buckets
 ADAM = {"OneBitAdam", "QAdam"}  # they divide a gradient by its size, so near zero the rounding error counts
 

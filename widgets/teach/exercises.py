@@ -18,7 +18,7 @@ from widgets.teach.worksheet import count_try, store_hints, store_note
 from widgets.views import all_views
 from workbench import analysis
 from workbench.analysis import find_straggler
-from workbench.experiment import Experiment, given
+from workbench.experiment import Experiment, user_input
 from workbench.run import Run, simulate
 from workbench.settings import in_words, resolve, short
 
@@ -187,7 +187,7 @@ class Goal(Exercise):
         if fixed := why_forbidden(settings, self.may, self.start):
             return False, fixed
         try:
-            run = simulate(given.turned(self.start, settings.items()), real=True)
+            run = simulate(user_input.turned(self.start, settings.items()), real=True)
         except ValueError as error:
             return False, f"It cannot be trained: {error}"
         self.runs.append(run)
@@ -221,7 +221,7 @@ def why_forbidden(settings: Mapping[str, Any], may: Sequence[str], start: Experi
     ''
     """
     try:
-        made = given.turned(start, settings.items())
+        made = user_input.turned(start, settings.items())
         whole = {path: resolve(made, path)[0] for path in settings}
     except ValueError:  # the judge reports the error
         return ""

@@ -8,7 +8,7 @@ from typing import Any
 
 from widgets.teach.exercises import Exercise, Verdict, where_time_goes, why_forbidden
 from workbench import analysis
-from workbench.experiment import Experiment, given
+from workbench.experiment import Experiment, user_input
 from workbench.run import plan, require_memory
 
 
@@ -32,7 +32,7 @@ class Fastest(Exercise):
 
     def took(self, settings: Mapping[str, Any]) -> float:
         """Returns seconds per step. Raises KnobError if the settings are refused or do not fit."""
-        e = given.turned(self.start, settings.items())
+        e = user_input.turned(self.start, settings.items())
         require_memory(e)
         return plan(e, strategies=[e.strategy], partitions=[e.partition])[0].step_s
 

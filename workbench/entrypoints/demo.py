@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from workbench import analysis
 from workbench.entrypoints.report import write_page
-from workbench.experiment import given
+from workbench.experiment import user_input
 from workbench.experiment.recipes import slow_link
 from workbench.record.run import FINAL, Run, RunError
 
@@ -53,7 +53,7 @@ TOUR = (
 
 def run_tour(out: Path, ranks: int, seconds: float) -> list[TourRow]:
     """Runs the tour for about `seconds`, prints its table and writes the page `out`."""
-    experiment = slow_link().set("ranks", given.ranks(ranks))
+    experiment = slow_link().set("ranks", user_input.ranks(ranks))
     from workbench.lab import Lab
 
     link = experiment.fabric.link

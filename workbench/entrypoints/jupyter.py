@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import workbench
-from workbench.experiment import given
+from workbench.experiment import user_input
 from workbench.record.run import RunError
 
 FIRST = "00_first_run.ipynb"
@@ -21,7 +21,7 @@ FIRST = "00_first_run.ipynb"
 
 def open_lab(port: int, browser: bool) -> NoReturn:
     """Replaces this process by JupyterLab, so that Ctrl-C and signals reach only JupyterLab."""
-    given.system()
+    user_input.system()
     folder = find_notebooks()
     free = find_free_port(port)
     if free != port:

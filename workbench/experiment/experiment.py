@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.compressors import Compressor, Dense, inside
-from workbench.experiment import arranged, finite, looped, momentum, partitioned, rates, sharding
+from workbench.experiment import (
+    mesh_rules,
+    momentum_rules,
+    non_finite_rules,
+    own_loop_rules,
+    partition_rules,
+    rate_factor,
+    sharding_rules,
+)
 from workbench.fabric import Fabric
 from workbench.optimizers import Optimizer, TaskOwn
 from workbench.partitions import Partition, Whole
@@ -60,8 +68,8 @@ class Experiment:
     on_death: str = knob("end", choices=("end", "go on", "replace"), doc=DEATH)
     on_hang: str = knob("wait", choices=("wait", "evict", "replace"), doc=HANG)
     hang_after: float = knob(0.0, 0.0, 86400.0, unit="s", log=True, doc=HANG_AFTER)
-    on_nan: str = knob("auto", choices=finite.ACTIONS, doc=finite.ON_NAN)
-    diverged: float = knob(10.0, 0.0, 1e6, log=True, doc=finite.DIVERGED)
+    on_nan: str = knob("auto", choices=non_finite_rules.ACTIONS, doc=non_finite_rules.ON_NAN)
+    diverged: float = knob(10.0, 0.0, 1e6, log=True, doc=non_finite_rules.DIVERGED)
     precise: bool = knob(False, live=False, doc="check every collective for mismatches (slow)")
     save_every: int = knob(0, 0, 10**6, unit="steps", doc=EVERY)
     saves: int = knob(2, 1, 1000, doc=KEEP)
@@ -89,12 +97,12 @@ class Experiment:
         for compressor in inside(good.compressor):
             if reason := compressor.refuses():
                 raise KnobError(reason)
-        if reason := looped.refused(good) or good.strategy.refuses(good.compressor):
+        if reason := own_loop_rules.explain_refusal(good) or good.strategy.refuses(good.compressor):
             raise KnobError(reason)
-        if reason := partitioned.refused(good):
+        if reason := partition_rules.explain_refusal(good):
             raise KnobError(reason)
         misfit = good.strategy.refuses_size(good.replicas)
-        if reason := misfit or arranged.refused(good.strategy, good.ranks, good.partition):
+        if reason := misfit or mesh_rules.explain_refusal(good.strategy, good.ranks, good.partition):
             raise KnobError(reason)
         if reason := good.task.refuses(good.batch):
             raise KnobError(reason)
@@ -111,22 +119,26 @@ class Experiment:
             )
         if reason := good.optimizer.refuses():
             raise KnobError(reason)
-        if reason := momentum.refused(good) or sharding.refused(good) or finite.refused(good):
+        if (
+            reason := momentum_rules.explain_refusal(good)
+            or sharding_rules.explain_refusal(good)
+            or non_finite_rules.explain_refusal(good)
+        ):
             raise KnobError(reason)
-        if reason := arranged.refused_algorithm(good.fabric.algorithm, good.strategy):
+        if reason := mesh_rules.explain_algorithm_refusal(good.fabric.algorithm, good.strategy):
             raise KnobError(reason)
         for fault in good.fabric.faults:
             if getattr(fault, "rank", 0) >= good.ranks:
                 raise KnobError(f"rank={fault.rank}: there are ranks 0 to {good.ranks - 1}")
         good = good.filled()
-        if reason := partitioned.refused(good) or rates.refused(good):
+        if reason := partition_rules.explain_refusal(good) or rate_factor.explain_refusal(good):
             raise KnobError(reason)
         return good
 
     @property
     def replicas(self) -> int:
         """The number of replicas of the model, a strategy's number of training ranks."""
-        return partitioned.replicas(self)
+        return partition_rules.count_replicas(self)
 
     def filled(self) -> Experiment:
         """Returns this experiment with the task's learning rate and batch in place of 0."""

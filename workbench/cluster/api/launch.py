@@ -26,7 +26,7 @@ from workbench.cluster.run.controller import RunController
 from workbench.cluster.run.errors import RankError
 from workbench.cluster.run.resizing import resize_run as resize_run
 from workbench.cluster.run.watch import RunWatch
-from workbench.experiment import Experiment, given
+from workbench.experiment import Experiment, user_input
 from workbench.record.folders import make_private_folder
 from workbench.record.run import Run, RunError
 from workbench.record.store import write_atomically
@@ -61,7 +61,7 @@ def open_run(experiment: Experiment, out: Path | str | None, kind: type[R], pare
     Raises ClusterError if that is not writable.
     """
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{type(experiment.strategy).__name__}"
-    path = given.path(out, "out", "runs/first") if out is not None else runs_dir() / name
+    path = user_input.path(out, "out", "runs/first") if out is not None else runs_dir() / name
     try:
         path = path if out is not None else _claim_folder(path)
         run = kind(

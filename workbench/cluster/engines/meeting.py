@@ -16,7 +16,7 @@ from workbench.cluster.processes.fork_server import ForkedEngine
 from workbench.cluster.processes.logs import code_in_words, log_tail
 from workbench.cluster.processes.place import ClusterError, host_name, this_process
 from workbench.cluster.processes.uninterruptible import whole
-from workbench.experiment.given import MAX_RANKS
+from workbench.experiment.user_input import MAX_RANKS
 
 COME_UP = 60.0  # seconds for an engine to come up
 LOOK = 0.05  # seconds between checks

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from workbench.cluster.run.state import RunState
-from workbench.experiment.finite import NO_ROWS
+from workbench.experiment.non_finite_rules import NO_ROWS
 from workbench.record.alarms import met, place
 
 UNWATCHED = "{what}, and the run was ended, {why}; {mend}, {else_}, or let it pause: on_nan='pause'"

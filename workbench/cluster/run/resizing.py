@@ -16,7 +16,7 @@ from workbench.cluster.run import last_rows
 from workbench.cluster.run.beginning import begin_sessions
 from workbench.cluster.run.changes import PendingChange
 from workbench.cluster.run.state import RunState
-from workbench.experiment.given import MAX_RANKS
+from workbench.experiment.user_input import MAX_RANKS
 from workbench.settings import KnobError
 from workbench.settings.progress import doing
 

@@ -29,7 +29,7 @@ from workbench.engine.wire.lane import Lane
 from workbench.engine.wire.shaping import ComputePace, LinkShaper, Port
 from workbench.engine.wire.timing import make_stopwatch
 from workbench.engine.wire.wires import GroupWires
-from workbench.experiment import Experiment, partitioned
+from workbench.experiment import Experiment, partition_rules
 from workbench.fabric.load import crashed, pauses
 from workbench.host.checkpoint.divergence import DivergenceRecovery
 from workbench.host.checkpoint.saving import Checkpointer
@@ -179,7 +179,7 @@ class RankComponents(RankLoop):
             group.random_position = at
 
     def restart_data(self, used: int) -> None:
-        self.batches.set_share(*partitioned.dealt(self.experiment, self.rank.id))
+        self.batches.set_share(*partition_rules.find_data_shard(self.experiment, self.rank.id))
         self.batches.restart_reading(self.experiment.batch, self.experiment.seed, self.rank.step, used)
 
     def _make_host(self, first: float | None) -> None:
@@ -336,7 +336,7 @@ class RankComponents(RankLoop):
     def lay_out_parameters(self, names: set[str], spread: ReplicaSpread | None, held: bool = True) -> None:
         self.host.hooks.detach_hooks()
         self.layout.take_parameters(self.model, names, held)
-        seed = partitioned.drawn(self.experiment, self.rank.id, self.rank.step)
+        seed = partition_rules.find_random_seed(self.experiment, self.rank.id, self.rank.step)
         self.host.take_part(spread, seed)
         if (spread and spread.split) or (self.spread and self.spread.split):
             torch.manual_seed(seed)

@@ -18,7 +18,7 @@ from workbench.engine.baselines.torch_ddp import (
 )
 from workbench.engine.compute import shared_parameters
 from workbench.engine.rank.views import ModelView
-from workbench.experiment import Experiment, closures, momentum, sharding, sparse
+from workbench.experiment import Experiment, closure_rules, momentum_rules, sharding_rules, sparse_rules
 from workbench.host.reconfigure import validation
 from workbench.settings import KnobError
 
@@ -51,8 +51,12 @@ def require_trainable(run: ModelView, wanted: Experiment) -> Experiment:
             f"fabric.algorithm={type(wanted.fabric.algorithm).__name__}: its messages go through a host's memory, "
             f"and this run is on {run.session.device}; take Native(), or device='cpu'"
         )
-    reason = explain_refusal(run, wanted.strategy) or momentum.refused(wanted, made) or sharding.refused(wanted, made)
-    if reason := reason or sparse.refused(wanted, made) or closures.refused(wanted, made):
+    reason = (
+        explain_refusal(run, wanted.strategy)
+        or momentum_rules.explain_refusal(wanted, made)
+        or sharding_rules.explain_refusal(wanted, made)
+    )
+    if reason := reason or sparse_rules.explain_refusal(wanted, made) or closure_rules.explain_refusal(wanted, made):
         raise KnobError(reason)
     validation.require_trainable(run, wanted)
     return wanted

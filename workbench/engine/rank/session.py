@@ -46,7 +46,7 @@ from workbench.engine.wire.collectives import (
 )
 from workbench.engine.wire.shaping import Clock, PacedSleep
 from workbench.experiment import Experiment
-from workbench.experiment.light import lighten
+from workbench.experiment.compiler_import import put_off_compiler
 from workbench.host.checkpoint.restore import RestoredState, open_image
 from workbench.host.elastic.voting import NextGeneration, RankReport
 from workbench.host.placement.layout import ParameterLayout
@@ -129,7 +129,7 @@ class Session:
 
     def start(self) -> None:
         try:
-            lighten()
+            put_off_compiler()
             self._thread.start()
         except BaseException:
             self.record.close()  # its thread would stay, and publish rows under the job of another run

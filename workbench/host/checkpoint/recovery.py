@@ -14,7 +14,7 @@ from torch import Tensor
 
 from workbench.compressors import inside
 from workbench.experiment import Experiment
-from workbench.experiment.arranged import mesh, sharers
+from workbench.experiment.mesh_rules import list_shard_groups, make_mesh
 from workbench.host.checkpoint.merging import Shares, find_heir, inherit_shares
 from workbench.host.checkpoint.restore import RestoredState, open_image
 from workbench.host.core.dropped_state import find_rule
@@ -109,7 +109,7 @@ def _inherit_residuals(run: RankView, was: Experiment, images: Sequence[Restored
     if not rules or has_foreign_residuals(was, e):
         return
     spread, params = find_spread(was, run.model, run.learner), {place.name: place.param for place in run.layout.order}
-    replicas = mesh(was.strategy, was.ranks, 0, was.partition).ranks
+    replicas = make_mesh(was.strategy, was.ranks, 0, was.partition).ranks
     ways, me, size = was.partition.size, run.rank.id, run.rank.size
     shares: list[Shares] = []
     for number in range(count := len(replicas) // ways):
@@ -147,7 +147,7 @@ def _list_sources(run: RankView, was: Experiment, images: Sequence[RestoredState
         sizes[name] = x.numel() or numel[name.partition("/")[2]]
     kept = {name: bool(x.numel()) for name, x in like.items()}
     spread, lies = find_spread(was, run.model, run.learner), _find_former_shards(run, was, images[0])
-    who = mesh(was.strategy, was.ranks).ranks if was.partition.size == 1 else range(was.ranks)
+    who = make_mesh(was.strategy, was.ranks).ranks if was.partition.size == 1 else range(was.ranks)
     tables = {name: was.strategy.owner(k, was.ranks) for k, name in enumerate(run.rank.tables)}
     for place in range(was.ranks):
         if place not in who and place not in tables.values():
@@ -169,7 +169,7 @@ def _find_former_shards(run: RankView, was: Experiment, first: RestoredState) ->
     strategy = was.strategy
     if strategy.opaque or "optimizer state" not in strategy.shards:
         return None
-    if len((groups := sharers(strategy, was.ranks))[0]) == 1:
+    if len((groups := list_shard_groups(strategy, was.ranks))[0]) == 1:
         return None
     places = {place.name: place for place in run.layout.order}
     order = [ParameterPlace(name, places[name].param) for name in map(str, first.entries["order"])]

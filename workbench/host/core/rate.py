@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.optim import Optimizer
 
 from workbench.experiment import Experiment
-from workbench.experiment.rates import factor
+from workbench.experiment.rate_factor import compute_rate_factor
 from workbench.host.core.views import RankView
 from workbench.tasks import at_rate, rate
 
@@ -28,13 +28,13 @@ class Rate:
 
     def compute_factor(self, e: Experiment, step: int) -> float:
         if not e.lr_warmup:
-            return factor(e)
+            return compute_rate_factor(e)
         risen = min(1.0, (step - self.begun) / e.lr_warmup)
-        return self.first + (factor(e) - self.first) * risen
+        return self.first + (compute_rate_factor(e) - self.first) * risen
 
     def change_factor(self, was: Experiment, wanted: Experiment, step: int) -> None:
         """A different factor or warmup begins at the current factor, before `step`."""
-        if (factor(was), was.lr_warmup) != (factor(wanted), wanted.lr_warmup):
+        if (compute_rate_factor(was), was.lr_warmup) != (compute_rate_factor(wanted), wanted.lr_warmup):
             self.first, self.begun = self.compute_factor(was, step), step
 
     def compute_rate(self, run: RankView, step: int | None = None) -> float:

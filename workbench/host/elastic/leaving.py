@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from workbench.experiment import Experiment
-from workbench.experiment.partitioned import drawn
+from workbench.experiment.partition_rules import find_random_seed
 from workbench.host.core.answers import Done
 from workbench.host.core.views import RankView
 from workbench.host.elastic.recovery import explain_missing
@@ -186,7 +186,7 @@ def _allocate_model(run: GenerationView, e: Experiment, step: int) -> None:
     run.rate.change_factor(was, e, run.rank.step)
     run.rate.begun = min(run.rate.begun, step)
     run.experiment = e
-    run.release_state(drawn(e, run.rank.id, step))
+    run.release_state(find_random_seed(e, run.rank.id, step))
     for p in run.model.parameters():
         if p.requires_grad and not p.is_meta:
             shape = sliced.whole_shape(p)

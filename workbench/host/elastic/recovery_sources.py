@@ -11,7 +11,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from workbench.experiment import Experiment
-from workbench.experiment.arranged import sharers
+from workbench.experiment.mesh_rules import list_shard_groups
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -46,7 +46,7 @@ def map_pieces(e: Experiment, size: int, remembers: bool) -> PieceMap:
     if e.strategy.tables:  # each server has its own rows, and trainers read all
         return PieceMap(size, tuple(range(size)))
     if "parameters" in e.strategy.shards or (remembers and e.strategy.shards):
-        groups = sharers(e.strategy, size)
+        groups = list_shard_groups(e.strategy, size)
         where = {place: index for group in groups for index, place in enumerate(group)}
         return PieceMap(len(groups[0]), tuple(where[place] for place in range(size)))
     return PieceMap(1, (0,) * size)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from workbench.experiment import Experiment
-from workbench.experiment.roomier import roomier
+from workbench.experiment.memory_hints import suggest_less_memory
 from workbench.host.core.views import RankView
 
 MB = 1e6
@@ -42,7 +42,7 @@ class MemoryShortage:
         now:  the experiment in force
         fits: whether a setting fits, if that can be tried
         """
-        ways = ", ".join(roomier(self.wanted, self.when != STEP, now, fits))
+        ways = ", ".join(suggest_less_memory(self.wanted, self.when != STEP, now, fits))
         return f"{self.said}; take {f'{ways}, or ' if ways else ''}{self.enough}"
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from workbench.experiment.finite import NO_ROWS
+from workbench.experiment.non_finite_rules import NO_ROWS
 from workbench.host.observe.origin import (
     NonFiniteOrigin,
     find_in_backward,

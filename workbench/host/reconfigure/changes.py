@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from workbench.experiment import Experiment
-from workbench.experiment.arranged import mesh, sharers
+from workbench.experiment.mesh_rules import list_shard_groups, make_mesh
 from workbench.fabric import Fabric
 from workbench.fabric.load import idle
 from workbench.host.core.answers import RequestAnswer
@@ -170,7 +170,7 @@ def take_role(run: ChangeView, wanted: Experiment) -> None:
 def arrange_mesh(run: ChangeView, wanted: Experiment) -> bool:
     """Returns whether the mesh is new."""
     rank = run.rank
-    made = mesh(wanted.strategy, rank.size, rank.mesh.generation + 1, wanted.partition)
+    made = make_mesh(wanted.strategy, rank.size, rank.mesh.generation + 1, wanted.partition)
     if (made.dims, made.ranks) == (rank.mesh.dims, rank.mesh.ranks):
         return False
     rank.mesh = made
@@ -221,7 +221,9 @@ def needs_switch(was: Strategy, wanted: Strategy, size: int) -> bool:
     It does if types differ, or the ranks that share state. The state of a strategy with a background task also depends
     on its knobs.
     """
-    other = bool(wanted.has_background) or (bool(wanted.shards) and sharers(wanted, size) != sharers(was, size))
+    other = bool(wanted.has_background) or (
+        bool(wanted.shards) and list_shard_groups(wanted, size) != list_shard_groups(was, size)
+    )
     return type(wanted) is not type(was) or (wanted != was and other)
 
 

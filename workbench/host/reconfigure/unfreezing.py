@@ -11,7 +11,7 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from workbench.experiment.arranged import mesh
+from workbench.experiment.mesh_rules import make_mesh
 from workbench.host.passes.pipelining import drain_pipeline
 from workbench.host.placement.canonical_state import create_optimizer_state
 from workbench.host.placement.optimizer_slots import read_slots
@@ -134,6 +134,6 @@ async def average_new(run: ChangeView, names: Collection[str]) -> None:
     if any(stepped) and min(stepped) < len(new):
         create_optimizer_state(run.layout, run.optimizer)
     state = [x for name, x in read_slots(run.layout, run.optimizer).items() if name.partition("/")[2] in names]
-    trained = mesh(run.experiment.strategy, rank.size).ranks
+    trained = make_mesh(run.experiment.strategy, rank.size).ranks
     among = trained if len(trained) < rank.size else ()
     await handover.average_tensors(rank.replicas, [place.param.data for place in new] + state, "unfrozen", among)

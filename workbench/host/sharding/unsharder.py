@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from workbench.experiment.arranged import sharers
+from workbench.experiment.mesh_rules import list_shard_groups
 from workbench.host.core.views import RankView
 from workbench.host.memory.memory import pack_tensor
 from workbench.host.placement import unmaterialized
@@ -108,7 +108,7 @@ class Unsharder:
         strategy = run.experiment.strategy
         if "parameters" not in strategy.shards or strategy.opaque:
             return
-        if len(sharers(strategy, run.rank.size)[0]) == 1 and not strategy.offloads:
+        if len(list_shard_groups(strategy, run.rank.size)[0]) == 1 and not strategy.offloads:
             return
         await self.foresee_trace()
         self.by, self.learning, self.listening = strategy, self.trial is None, None
@@ -378,7 +378,7 @@ class Unsharder:
 
 def build_shard(run: RankView, strategy: Strategy, bucket: Bucket, given: Mapping[str, Tensor]) -> Bucket:
     """Builds this rank's shard of a bucket from its flat pieces of each parameter."""
-    group = next(group for group in sharers(strategy, run.rank.size) if run.rank.id in group)
+    group = next(group for group in list_shard_groups(strategy, run.rank.size) if run.rank.id in group)
     own = [given[part.name] for part in bucket.parts if part.name in given]
     shard = bucket.shard(group.index(run.rank.id), len(group))
     return shard.like(torch.cat(own) if own else bucket.data.new_empty(0))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim import Optimizer
 
-from workbench.experiment.arranged import mesh, sharers
+from workbench.experiment.mesh_rules import list_shard_groups, make_mesh
 from workbench.host.core.dropped_state import find_rule
 from workbench.host.core.views import RankView
 from workbench.host.placement.canonical_state import (
@@ -76,7 +76,7 @@ async def consolidate_state(run: RankView, strategy: Strategy) -> None:
     quantised moments).
     Raises RankDisagreement if optimizer states differ in size.
     """
-    rank, who = run.rank, mesh(strategy, run.rank.size)
+    rank, who = run.rank, make_mesh(strategy, run.rank.size)
     if rank.size == 1 or not (strategy.periodic or len(who.ranks) < rank.size):
         return
     own, apart = _count_elements(list_trainer_state(run)), list_owners(run, strategy)
@@ -127,7 +127,7 @@ async def average_tensors(group: Rank, drifted: list[torch.Tensor], name: str, a
 
 async def spread_state(run: RankView, strategy: Strategy) -> None:
     """Sends state to ranks that did not train, after `consolidate_state`."""
-    trained = mesh(strategy, run.rank.size).ranks
+    trained = make_mesh(strategy, run.rank.size).ranks
     if len(trained) < run.rank.size:
         await send_missing(
             run, trained, len(_drop_empty(list_parameters(run.layout))), tuple(list_owners(run, strategy).items())
@@ -198,7 +198,7 @@ def find_shards(run: RankView, strategy: Strategy) -> ShardLayout | None:
     """Returns the shards of optimizer state. None: it is whole on every rank, or torch keeps it."""
     if strategy.opaque or "optimizer state" not in strategy.shards:
         return None
-    if len((groups := sharers(strategy, run.rank.size))[0]) == 1:
+    if len((groups := list_shard_groups(strategy, run.rank.size))[0]) == 1:
         return None
     return ShardLayout(tuple(bucket.parts for bucket in run.layout.buckets), groups)
 

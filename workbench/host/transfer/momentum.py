@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from workbench.compressors import inside
-from workbench.experiment.momentum import plain
+from workbench.experiment.momentum_rules import is_plain_momentum
 from workbench.host.placement.canonical_state import flatten_tensors
 from workbench.host.transfer.views import ChangeView
 from workbench.rank import MOMENTUM, Memory
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def subtract_gradients(layout: ParameterLayout, optimizer: Optimizer, memory: Memory) -> None:
     """Subtracts gradients from the optimizer's momentum if a compressor keeps it."""
     kept = memory.buffers.get(MOMENTUM)
-    if not kept or not plain(optimizer):
+    if not kept or not is_plain_momentum(optimizer):
         return
     params = [place.param for place in layout.order if place.name in kept]
     buffers = [(optimizer.state.get(p, {}).get("momentum_buffer"), p.grad) for p in params]
@@ -52,7 +52,7 @@ async def move_momentum(run: ChangeView) -> None:
 def _take_momentum(run: ChangeView) -> None:
     for place in run.layout.order:
         buffer = run.optimizer.state.get(place.param, {}).get("momentum_buffer")
-        if buffer is not None and not buffer.is_meta and plain(run.optimizer):
+        if buffer is not None and not buffer.is_meta and is_plain_momentum(run.optimizer):
             run.rank.memory.buffers[MOMENTUM][place.name] = buffer.reshape(-1) / run.rank.replicas.size
             buffer.zero_()
 
@@ -66,7 +66,7 @@ async def return_momentum(run: ChangeView) -> None:
     if not flat.numel():
         return
     await run.rank.replicas.all_reduce(flat, "sum", "momentum")
-    if flat.is_meta or not plain(run.optimizer):
+    if flat.is_meta or not is_plain_momentum(run.optimizer):
         return
     has = {p for group in run.optimizer.param_groups for p in group["params"] if group["momentum"]}
     for place, piece in zip(places, flat.split([place.numel for place in places]), strict=True):

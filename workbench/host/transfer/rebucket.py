@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from workbench.experiment.arranged import sharers
+from workbench.experiment.mesh_rules import list_shard_groups
 from workbench.host.placement.canonical_state import RankDisagreement
 from workbench.host.placement.checksum import MASK
 from workbench.host.placement.move import State, move_state
@@ -111,7 +111,7 @@ async def _move_buckets(run: ChangeView, strategy: Strategy, away: list[Bucket],
 
 def _find_parameter_shards(run: ChangeView, strategy: Strategy) -> ShardLayout:
     """Even a single rank may offload."""
-    return ShardLayout(tuple(bucket.parts for bucket in run.layout.buckets), sharers(strategy, run.rank.size))
+    return ShardLayout(tuple(bucket.parts for bucket in run.layout.buckets), list_shard_groups(strategy, run.rank.size))
 
 
 async def _collect_state(run: ChangeView, was: ShardLayout, away: list[Bucket]) -> _OldShards:

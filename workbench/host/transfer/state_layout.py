@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from workbench.experiment import Experiment
-from workbench.experiment.arranged import sharers
+from workbench.experiment.mesh_rules import list_shard_groups
 from workbench.host.placement import unmaterialized
 from workbench.host.placement.layout import ParameterPlace, group_parameters, place_in_order
 from workbench.host.placement.placement import Placement
@@ -74,7 +74,7 @@ async def plan_layout(run: ChangeView, wanted: Experiment) -> StateLayout:
     spread, strategy, rank = find_spread(wanted, run.model, run.learner), wanted.strategy, run.rank
     if spread is not None or strategy.opaque or "optimizer state" not in strategy.shards:
         return StateLayout(spread)
-    if len((groups := sharers(strategy, rank.size))[0]) == 1:
+    if len((groups := list_shard_groups(strategy, rank.size))[0]) == 1:
         return WHOLE
     shared = "parameters" in strategy.shards
     trial = await run.reading.foresee_trace(cheaply=not shared)

@@ -12,7 +12,7 @@ from operator import mul
 
 from workbench.compressors import inside
 from workbench.experiment import Experiment
-from workbench.experiment.arranged import mesh
+from workbench.experiment.mesh_rules import make_mesh
 from workbench.sim.costs.costs import Costs
 from workbench.sim.costs.durations import PHASES
 
@@ -36,7 +36,7 @@ def explain_unlike(e: Experiment, costs: Costs | None) -> str | None:
         return f"jitter: each message between stages is disturbed by itself; take jitter=0, or {EVEN}"
     if costs is not None and any(len(getattr(costs, p)) > 1 or getattr(costs, p)[0].spread for p in PHASES):
         return f"costs: ranks are not equally fast, or not in every step; take costs.even(ranks={e.ranks}), or {EVEN}"
-    sizes = list(accumulate((size for _, size in reversed(mesh(e.strategy, e.ranks, 0, e.partition).dims)), mul))
+    sizes = list(accumulate((size for _, size in reversed(make_mesh(e.strategy, e.ranks, 0, e.partition).dims)), mul))
     if 0 < e.fabric.site < e.ranks and any(e.fabric.site % n and n % e.fabric.site for n in sizes):
         return (
             f"fabric.site={e.fabric.site}: groups of {' and '.join(map(str, sizes))} ranks lie unlike on such sites; "

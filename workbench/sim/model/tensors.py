@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.experiment import Experiment
-from workbench.experiment.partitioned import dealt
+from workbench.experiment.partition_rules import find_data_shard
 from workbench.host.core.gradient_hooks import ModuleHooks, own_loss, require_gradient
 from workbench.host.memory.batches import BatchReader
 from workbench.host.memory.offload import OffloadStore
@@ -51,7 +51,7 @@ class RankTensors(RenewableTensors, ModelPortion):
         self.optimizer = self.make_optimizer(experiment)
         self.away = OffloadStore()
         self.batches = BatchReader(learner.data, rank, experiment.ranks, "cpu", learner.indexed)
-        self.batches.set_share(*dealt(experiment, rank))
+        self.batches.set_share(*find_data_shard(experiment, rank))
         self.restart_data(experiment.batch, experiment.seed, 0)
         torch.manual_seed(experiment.seed * 100_003 + rank + 1)
         self._random_state = torch.get_rng_state()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from workbench import analysis
 from workbench.analysis.steps.words import format_seconds
-from workbench.experiment import Experiment, given
+from workbench.experiment import Experiment, user_input
 from workbench.fabric.load import stretch
 from workbench.fabric.pace import SHARES
 from workbench.host.core.valueless import make_outline
@@ -101,7 +101,7 @@ def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | No
 
     Raises KnobError if the partition has no stages, or the model cannot be cut into so many.
     """
-    e = given.experiment(experiment).checked()
+    e = user_input.experiment(experiment).checked()
     if rounds < 1:
         raise KnobError(f"rounds={rounds}: must be at least 1")
     way = e.partition

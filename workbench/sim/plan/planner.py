@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from workbench import analysis
 from workbench.analysis.steps.words import format_seconds
-from workbench.experiment import Experiment, given
+from workbench.experiment import Experiment, user_input
 from workbench.fabric.pace import SHARES
 from workbench.host.core.valueless import make_outline
 from workbench.host.memory.budget import OutOfMemory
@@ -78,7 +78,7 @@ def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iter
 
     Raises KnobError if no compute time is known. Raises KnobError with the reasons if no pair is left.
     """
-    e = given.experiment(experiment).checked()
+    e = user_input.experiment(experiment).checked()
     if not e.pace and costs is None:
         raise KnobError(
             "pace=0: nothing says how long compute lasts; give costs=Costs.measured(run), or an experiment with a pace"

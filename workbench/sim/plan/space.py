@@ -13,7 +13,7 @@ from workbench.compressors import Dense
 from workbench.compressors.cast import Cast
 from workbench.compressors.power_sgd import PowerSGD
 from workbench.compressors.top_k import TopK
-from workbench.experiment import Experiment, given
+from workbench.experiment import Experiment, user_input
 from workbench.settings import Knob, KnobError, resolve, short
 from workbench.sim.plan.trials import Settings, format_value
 from workbench.strategies.byte_scheduler import ByteScheduler
@@ -149,7 +149,7 @@ def current_settings(e: Experiment, dims: Sequence[Dimension]) -> Settings:
 
 def apply_settings(e: Experiment, settings: Settings) -> Experiment:
     """Returns `e` with these settings. Raises KnobError."""
-    return given.turned(e, settings.items())
+    return user_input.turned(e, settings.items())
 
 
 def learns_alike(before: Experiment, after: Experiment) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workbench import analysis
 from workbench.analysis.steps.words import format_seconds
-from workbench.experiment import Experiment, given
+from workbench.experiment import Experiment, user_input
 from workbench.fabric.networks import network as found
 from workbench.policies import ByHand
 from workbench.settings import KnobError, fold, short
@@ -122,7 +122,7 @@ class RunPredictor:
 
     def _apply_settings(self, settings: Mapping[str, Any], network: str) -> Experiment:
         named = found(network).settings(int(settings.get("ranks", self.now.ranks))) if network else {}
-        return given.turned(self.now, {**named, **settings}.items())
+        return user_input.turned(self.now, {**named, **settings}.items())
 
     def _simulate_steps(self, e: Experiment) -> Run:
         return simulate(replace(e, steps=_count_steps(e), eval_every=0, policy=ByHand()), costs=self._costs)

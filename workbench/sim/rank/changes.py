@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from workbench.compressors import inside
-from workbench.experiment import Experiment, closures, momentum, sharding, sparse
-from workbench.experiment.arranged import sharers
-from workbench.experiment.partitioned import dealt, drawn
+from workbench.experiment import Experiment, closure_rules, momentum_rules, sharding_rules, sparse_rules
+from workbench.experiment.mesh_rules import list_shard_groups
+from workbench.experiment.partition_rules import find_data_shard, find_random_seed
 from workbench.fabric.load import crashed, pauses
 from workbench.host.loop.rank_loop import RankLoop
 from workbench.host.memory.batches import Numbers, make_example, numbers
@@ -87,7 +87,7 @@ class Reconfigurable(RankLoop):
             self.mark("estimate", detail | ({"text": taken} if taken else {}))
 
     def restart_data(self, used: int) -> None:
-        self.body.deal_data(*dealt(self.experiment, self.rank.id))
+        self.body.deal_data(*find_data_shard(self.experiment, self.rank.id))
         self.body.restart_data(self.experiment.batch, self.experiment.seed, self.rank.step, used)
 
     @property
@@ -123,7 +123,7 @@ class Reconfigurable(RankLoop):
 
     def lay_out_parameters(self, names: set[str], spread: ReplicaSpread | None, held: bool = True) -> None:
         """Makes this rank hold these parameters. held: False if their shards come later"""
-        seed = drawn(self.experiment, self.rank.id, self.rank.step)
+        seed = find_random_seed(self.experiment, self.rank.id, self.rank.step)
         if (spread and spread.split) or (self.spread and self.spread.split):
             self.body.reseed_rng(seed)
         self.spread = spread
@@ -194,7 +194,7 @@ class Reconfigurable(RankLoop):
         strategy = wanted.strategy
         take_role(self, wanted)
         shared = "gradients" in strategy.shards
-        self.body.gradient_shards = len(sharers(strategy, self.rank.size)[0]) if shared else 1
+        self.body.gradient_shards = len(list_shard_groups(strategy, self.rank.size)[0]) if shared else 1
         if strategy.offloads and not wanted.clip:  # ranks offload summed gradients
             self.body.gradient_shards = sys.maxsize
         if strategy.shared and self.rank.size > 1:
@@ -263,8 +263,8 @@ def explain_refusal(e: Experiment, costs: Costs | None, made: Callable[[], Any] 
     """
     name = type(e.strategy).__name__
     if made is not None:
-        for why in (momentum, sharding, sparse, closures):
-            if reason := why.refused(e, made):
+        for why in (momentum_rules, sharding_rules, sparse_rules, closure_rules):
+            if reason := why.explain_refusal(e, made):
                 return str(reason)
     if e.strategy.opaque:
         return (

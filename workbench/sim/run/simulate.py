@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from workbench.experiment import Experiment, given
+from workbench.experiment import Experiment, user_input
 from workbench.host.checkpoint.restore import open_image
 from workbench.host.core.planned import Planned, PlannedEvent
 from workbench.host.reconfigure.validation import require_trainable
@@ -67,11 +67,11 @@ def simulate(
     if ranks wait for each other or loop while no time passes. Other errors of a strategy, compressor, optimizer or task
     pass through, but SystemExit becomes a RuntimeError, because it must not end the caller's process.
     """
-    experiment, changes = given.experiment(experiment).checked(), given.changes(changes)
-    given.planned(experiment, changes)  # raises the same errors as a lab
-    given.instance(costs, Costs, "costs", "Costs.measured(run)")
-    given.instance(replay, Run, "replay", "Run.open('runs/first')")
-    given.instance(resume, Checkpoint, "resume", "Checkpoint.open('runs/first')")
+    experiment, changes = user_input.experiment(experiment).checked(), user_input.changes(changes)
+    user_input.planned(experiment, changes)  # raises the same errors as a lab
+    user_input.instance(costs, Costs, "costs", "Costs.measured(run)")
+    user_input.instance(replay, Run, "replay", "Run.open('runs/first')")
+    user_input.instance(resume, Checkpoint, "resume", "Checkpoint.open('runs/first')")
     if resume is not None:
         _require_resumable(experiment, resume, real)
     if reason := explain_refusal(experiment, costs):

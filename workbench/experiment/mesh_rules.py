@@ -16,7 +16,7 @@ WHOLE = Whole()
 _MADE: WeakKeyDictionary[Any, dict[tuple[Any, ...], Mesh]] = WeakKeyDictionary()
 
 
-def mesh(strategy: Any, size: int, generation: int = 0, partition: Partition = WHOLE) -> Mesh:
+def make_mesh(strategy: Any, size: int, generation: int = 0, partition: Partition = WHOLE) -> Mesh:
     """Returns the mesh of the training ranks: the strategy's dimensions, then the partition's.
 
     A process's ranks share it, because copies for thousands of ranks take much memory. Raises StrategyError if the
@@ -47,9 +47,9 @@ def _dims(strategy: Any, size: int) -> tuple[tuple[str, int], ...]:
 
 
 @lru_cache(maxsize=64)  # thousands of ranks need the same result
-def sharers(strategy: Any, size: int) -> tuple[tuple[int, ...], ...]:
+def list_shard_groups(strategy: Any, size: int) -> tuple[tuple[int, ...], ...]:
     """Returns the groups of ranks in which `strategy` shards; each group holds all shards."""
-    who = mesh(strategy, size)
+    who = make_mesh(strategy, size)
     dims = strategy.shared_along or tuple(name for name, _ in who.dims)
     found: dict[int, tuple[int, ...]] = {}
     for rank in who.ranks:
@@ -59,11 +59,11 @@ def sharers(strategy: Any, size: int) -> tuple[tuple[int, ...], ...]:
     return tuple(dict.fromkeys(found.values()))
 
 
-def refused(strategy: Any, size: int, partition: Partition = WHOLE) -> str | None:
+def explain_refusal(strategy: Any, size: int, partition: Partition = WHOLE) -> str | None:
     """Returns why `strategy` cannot arrange `size` ranks, and what to do instead; or None."""
     said = f"strategy={type(strategy).__name__}"
     try:
-        names = [name for name, _ in mesh(strategy, size, partition=partition).dims]
+        names = [name for name, _ in make_mesh(strategy, size, partition=partition).dims]
     except StrategyError as reason:
         return f"{said}: {reason}"
     if unknown := [name for name in strategy.shared_along if name not in names]:
@@ -71,7 +71,7 @@ def refused(strategy: Any, size: int, partition: Partition = WHOLE) -> str | Non
     return None
 
 
-def refused_algorithm(algorithm: Algorithm, strategy: Any) -> str | None:
+def explain_algorithm_refusal(algorithm: Algorithm, strategy: Any) -> str | None:
     """Returns why `strategy` cannot use this all-reduce `algorithm`, and what to do instead; or None."""
     if strategy.opaque and not algorithm.native:
         return (

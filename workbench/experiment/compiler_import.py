@@ -3,8 +3,8 @@
 In a notebook, importing it would delay the first change that inspects an optimizer by seconds.
 
 Every optimizer of torch imports `torch._dynamo`, about 300 modules, for 2 calls that do nothing without a compiler.
-Fake tensors, which inspect a model, import it for its settings. `lighten` puts in its place a module with the settings
-and these calls. Any other use loads the real module, so `torch.compile` works as usual.
+Fake tensors, which inspect a model, import it for its settings. `put_off_compiler` puts in its place a module with the
+settings and these calls. Any other use loads the real module, so `torch.compile` works as usual.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAME = "torch._dynamo"
 _SWAP = threading.Lock()  # 2 threads may need the real module at once
 
 
-class Light(types.ModuleType):
+class CompilerStandIn(types.ModuleType):
     """Stands in for `torch._dynamo` until something compiles."""
 
     config: types.ModuleType
@@ -57,12 +57,12 @@ class Light(types.ModuleType):
         return getattr(importlib.import_module(NAME), name)
 
 
-def lighten() -> None:
+def put_off_compiler() -> None:
     """Installs the stand-in, unless the real module is loaded."""
     place = Path(torch.__file__).parent / "_dynamo" / "config.py"
     spec = importlib.util.spec_from_file_location(f"{NAME}.config", place) if place.exists() else None
     if NAME in sys.modules or spec is None or spec.loader is None:
         return
-    light = sys.modules[NAME] = torch._dynamo = Light(NAME)
+    light = sys.modules[NAME] = torch._dynamo = CompilerStandIn(NAME)
     light.config = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(light.config)

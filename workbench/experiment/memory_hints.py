@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 SHARING = ("ZeRO3", "ZeROInfinity")  # each keeps less on a device than its predecessor
 
 
-def roomier(e: Experiment, standing: bool = False, now: Experiment | None = None,
+def suggest_less_memory(e: Experiment, standing: bool = False, now: Experiment | None = None,
             fits: Callable[[str, object], bool] | None = None) -> list[str]:  # fmt: skip
     """Returns alternatives to set instead, as text.
 

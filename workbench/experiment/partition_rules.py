@@ -9,17 +9,17 @@ if TYPE_CHECKING:
     from workbench.strategies import Strategy
 
 
-def replicas(e: Settings) -> int:
+def count_replicas(e: Settings) -> int:
     """Returns the number of replicas; each reads its own batches."""
     return e.ranks // e.partition.size
 
 
-def replica(e: Settings, rank: int) -> tuple[int, int]:
+def place_in_replica(e: Settings, rank: int) -> tuple[int, int]:
     """Returns a rank's replica, and its place in it."""
     return divmod(rank, e.partition.size)
 
 
-def dealt(e: Settings, rank: int) -> tuple[int, int, int | None]:
+def find_data_shard(e: Settings, rank: int) -> tuple[int, int, int | None]:
     """Returns the rank's data shard, the number of shards, and a seed for random numbers or None.
 
     Without a partition every rank reads its own shard and uses the process's random numbers (None). With one, a
@@ -27,17 +27,17 @@ def dealt(e: Settings, rank: int) -> tuple[int, int, int | None]:
     """
     if e.partition.size == 1:
         return rank, e.ranks, None
-    number, _ = replica(e, rank)
-    return number, replicas(e), e.seed * 100_003 + number + 1
+    number, _ = place_in_replica(e, rank)
+    return number, count_replicas(e), e.seed * 100_003 + number + 1
 
 
-def drawn(e: Settings, rank: int, step: int) -> int:
+def find_random_seed(e: Settings, rank: int, step: int) -> int:
     """Returns the seed of a rank's random numbers from `step` on. Ranks that compute a layer together share it."""
     number = rank // e.partition.slices if e.partition.slices > 1 else rank
     return e.seed * 100_003 + number + 1 + 7919 * step
 
 
-def refused(e: Settings) -> str | None:
+def explain_refusal(e: Settings) -> str | None:
     """Returns why `e`'s partition cannot spread its replicas, and what to do instead; or None."""
     partition, strategy = e.partition, e.strategy
     if partition.size == 1:
@@ -52,7 +52,7 @@ def refused(e: Settings) -> str | None:
             f"{dims}: one replica takes {partition.size} ranks, and {e.ranks} cannot be dealt out to such; take "
             f"{others}ranks={-(-e.ranks // partition.size) * partition.size}"
         )
-    if lacks := unfit(strategy, replicas(e)):
+    if lacks := explain_unfit_strategy(strategy, count_replicas(e)):
         return (
             f"{said}: under {type(strategy).__name__} {lacks}; take partition=Whole() with it, or a strategy whose "
             f"ranks go in step and hold whole tensors, such as DDP, LocalSGD or DiLoCo; one change may set both"
@@ -67,7 +67,7 @@ def refused(e: Settings) -> str | None:
     return partition.refuses(e.batch)
 
 
-def unfit(strategy: Strategy, size: int) -> str:
+def explain_unfit_strategy(strategy: Strategy, size: int) -> str:
     """Returns the property of a strategy that rules out replicas on several ranks, or ""."""
     said = {
         "torch's own exchange needs the whole model on every rank": strategy.opaque,

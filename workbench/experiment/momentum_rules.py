@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.compressors import inside
-from workbench.experiment.light import lighten
+from workbench.experiment.compiler_import import put_off_compiler
 
 if TYPE_CHECKING:
     from workbench.experiment.views import Settings
 
 
-def refused(e: Settings, made: Callable[[], Any] | None = None) -> str | None:
+def explain_refusal(e: Settings, made: Callable[[], Any] | None = None) -> str | None:
     """Returns why `e`'s compressor cannot keep the momentum, and what to do instead; or None.
 
     made: makes `e`'s optimizer for its model; without it, a task's own optimizer passes
@@ -30,8 +30,8 @@ def refused(e: Settings, made: Callable[[], Any] | None = None) -> str | None:
     if made is None:
         if e.optimizer.of_task:
             return None
-        made = tried(e)
-    if plain(optimizer := made()):
+        made = make_trial(e)
+    if is_plain_momentum(optimizer := made()):
         return None
     kind = "Nesterov's" if any(g.get("nesterov") for g in optimizer.param_groups) else type(optimizer).__name__
     return (
@@ -40,14 +40,14 @@ def refused(e: Settings, made: Callable[[], Any] | None = None) -> str | None:
     )
 
 
-def tried(e: Settings) -> Callable[[], Any]:
+def make_trial(e: Settings) -> Callable[[], Any]:
     """Returns a function that makes `e`'s optimizer for a model with 1 parameter of 1 element."""
-    lighten()
+    put_off_compiler()
     one = [torch.nn.Parameter(torch.zeros(1))]
     return lambda: e.optimizer.make(one, 1.0, lambda lr: torch.optim.SGD(one, lr))
 
 
-def plain(optimizer: Any) -> bool:
+def is_plain_momentum(optimizer: Any) -> bool:
     """Whether the optimizer's momentum, if any, is a running sum of gradients and weight decay."""
     odd = ("nesterov", "dampening", "maximize")
     return type(optimizer) is torch.optim.SGD and not any(g[name] for g in optimizer.param_groups for name in odd)

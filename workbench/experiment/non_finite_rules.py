@@ -15,7 +15,7 @@ DIVERGED = "a loss so many times the best of before, and above the first, has ru
 NO_ROWS = "the batch has no rows"  # such a loss is a mean over no rows
 
 
-def refused(e: Settings) -> str | None:
+def explain_refusal(e: Settings) -> str | None:
     """Returns why `e` cannot skip a step as `on_nan` asks, and what to do instead; or None."""
     s = e.strategy
     if e.on_nan != "skip" or (s.skips and s.clips and not s.shards and s.workers == 1):

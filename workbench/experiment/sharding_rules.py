@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from workbench.experiment.momentum import tried
+from workbench.experiment.momentum_rules import make_trial
 from workbench.optimizers import elementwise
 
 if TYPE_CHECKING:
     from workbench.experiment.views import Settings
 
 
-def refused(e: Settings, made: Callable[[], Any] | None = None) -> str | None:
+def explain_refusal(e: Settings, made: Callable[[], Any] | None = None) -> str | None:
     """Returns why `e` cannot shard its optimizer, and what to do instead; or None.
 
     made: makes `e`'s optimizer for its model; without it, a task's own optimizer passes
@@ -20,7 +20,7 @@ def refused(e: Settings, made: Callable[[], Any] | None = None) -> str | None:
     sliced = e.partition.slices > 1
     if not (e.strategy.shards or sliced or e.strategy.tables) or e.ranks == 1 or (made is None and e.optimizer.of_task):
         return None
-    if elementwise(optimizer := (made or tried(e))()):
+    if elementwise(optimizer := (made or make_trial(e))()):
         return None
     if sliced:
         return (

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from workbench.experiment.experiment import Experiment
 
 
-def refused(e: Experiment, made: Callable[[], Any]) -> str | None:
+def explain_refusal(e: Experiment, made: Callable[[], Any]) -> str | None:
     """Returns why a rank's step cannot use `e`'s optimizer; or None. LBFGS, for example, computes the loss again.
 
     made: makes `e`'s optimizer for its model

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from workbench.experiment.experiment import Experiment
 
 
-def refused(e: Experiment, made: Callable[[], Any]) -> str | None:
+def explain_refusal(e: Experiment, made: Callable[[], Any]) -> str | None:
     """Returns why `e`'s optimizer does not accept the gradients of `e`'s strategy; or None.
 
     made: makes `e`'s optimizer for its model

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from workbench.experiment.views import Settings
 
 
-def refused(e: Settings) -> str | None:
+def explain_refusal(e: Settings) -> str | None:
     """Returns why the task's own loop cannot run as `e` says, and what to do instead; or None."""
     if not e.task.leads:
         return None
@@ -20,7 +20,7 @@ def refused(e: Settings) -> str | None:
     if not e.strategy.follows:
         return (
             f"strategy={strategy}: a step of it is not a forward, a backward and an update in this order, and the loop "
-            f"of a {name} makes no other; take {', '.join(followers())}"
+            f"of a {name} makes no other; take {', '.join(list_followers())}"
         )
     if (times := getattr(e.strategy, "accumulate", 1)) > 1:
         return f"accumulate={times}: the loop of a {name} says itself how many batches it adds up; take accumulate=1"
@@ -44,7 +44,7 @@ def refused(e: Settings) -> str | None:
     return None
 
 
-def followers() -> list[str]:
+def list_followers() -> list[str]:
     """Returns the names of the strategies that can follow a task's own loop."""
     from workbench.strategies import Strategy
 
