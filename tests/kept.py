@@ -14,7 +14,7 @@ from tests.sim.virtual import samples
 from workbench import simulate
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.record.checkpoints import FOLDER, Checkpoint, found
+from workbench.record.checkpoints import FOLDER, Checkpoint, list_checkpoints
 from workbench.run import Run
 from workbench.settings import Change
 
@@ -62,7 +62,7 @@ def held(sessions: list[Session]) -> list[dict[str, torch.Tensor]]:
 def twice(e: Experiment, folder: Path, at: int) -> tuple[list[Session], list[Session]]:
     """Makes a run with checkpoints every `at` steps, and one that resumes its first."""
     whole = lived(replace(e, save_every=at), folder / "whole")
-    first = found(folder / "whole" / FOLDER)[0]
+    first = list_checkpoints(folder / "whole" / FOLDER)[0]
     return whole, lived(replace(e, save_every=at), folder / "rest", first)
 
 

@@ -22,7 +22,7 @@ from tests.piped import piped
 from tests.ranks import make_fitting, shipped
 from workbench.experiment import Experiment
 from workbench.partitions import Partition, Pipeline, Tensor, Whole
-from workbench.record.checkpoints import FOLDER, found, step_of
+from workbench.record.checkpoints import FOLDER, list_checkpoints, step_of
 from workbench.settings import KnobError
 from workbench.strategies import Strategy
 
@@ -41,7 +41,7 @@ def resume_last_step(strategy: str, partition: str, folder: Path) -> tuple[str, 
     except KnobError as error:
         return "refused", str(error)
     sessions = lived(e, folder / "first")
-    there = [path for path in found(folder / "first" / FOLDER) if step_of(path) >= LAST]
+    there = [path for path in list_checkpoints(folder / "first" / FOLDER) if step_of(path) >= LAST]
     if not there:
         said = [json.loads(row[3])["text"] for s in sessions for row in s.record.noted("not saved")]
         return "refused", said[0] if said else "ranks end apart, so none of their steps is the last of all"

@@ -17,7 +17,7 @@ from workbench.cluster.api import launch
 from workbench.cluster.api.handles import RunControls
 from workbench.cluster.engines.cluster import Cluster
 from workbench.cluster.processes.place import ClusterError as ClusterError
-from workbench.cluster.processes.uninterruptible import whole
+from workbench.cluster.processes.uninterruptible import without_interrupts
 from workbench.cluster.run.changes import BEFORE, Changes
 from workbench.cluster.run.changes import PendingChange as PendingChange
 from workbench.cluster.run.controller import RunController
@@ -90,7 +90,7 @@ class Lab(RunControls):
             raise KnobError(f"spare={spare}: this lab starts no engines; start more where its cluster is, and ask for "
                             f"fewer ranks in experiments")  # fmt: skip
         on = user_input.device(device)
-        with whole():
+        with without_interrupts():
             self._take_over(name, ranks, Cluster(name, ranks, on, connection, spare).start_engines())
 
     def _take_over(self, name: str, ranks: int, cluster: Cluster) -> None:
@@ -110,7 +110,7 @@ class Lab(RunControls):
         for known in _labs.values():
             if known._usable and name in (None, known.name):
                 return known
-        with whole():
+        with without_interrupts():
             cluster = Cluster.attach_to(launch.find_place(name))
             lab = object.__new__(cls)
             lab._asked = (cluster.ranks, {"cluster": None, "profile": None, "device": cluster.device, "spare": 0})
@@ -209,14 +209,14 @@ class Lab(RunControls):
             raise ClusterError(f"{self!r}: a run is live; set its knobs with lab.set(...), or lab.stop() it first")
         to_come = user_input.planned(wanted, user_input.changes(changes))
         require_memory(wanted)
-        with whole():
+        with without_interrupts():
             self.cluster = launch.renew_cluster(self.cluster)
         run = launch.open_run(wanted, out, Run, begun and begun.parent)
         run.secret = secret  # before the run is visible
         for hear in tuple(hearers):
             hear(run)
         seen = partial(launch.is_watched, self.watchers)
-        with whole():
+        with without_interrupts():
             self._live = RunController(run, self.cluster, Changes(wanted, self.changes), launch.new_generation(), seen)
             self._experiment, rest = wanted, (self._live, to_come, begun and begun.prepare_checkpoint)
             threading.Thread(target=launch.start_sessions, args=rest, name="run start", daemon=True).start()
@@ -253,7 +253,7 @@ class Lab(RunControls):
 
     def close(self) -> None:
         """Ends the run and every process that this lab started."""
-        with whole():
+        with without_interrupts():
             if self._live:
                 self._live.close()
             self._leave("the lab was closed")
@@ -262,7 +262,7 @@ class Lab(RunControls):
     def detach(self) -> None:
         """Keeps engines and run alive when this kernel ends; `Lab.attach()` in another kernel finds them."""
         cluster = self.wait().cluster
-        with whole():
+        with without_interrupts():
             cluster.detach()
             self._leave("the lab was detached")
 

@@ -17,7 +17,7 @@ from workbench.record import checkpoints as recorded
 from workbench.record import kineto
 from workbench.record import run as record
 from workbench.record.display import dashboard, face, show
-from workbench.record.kept import kept
+from workbench.record.kept import wait_for_checkpoint
 from workbench.record.store import RunError as RunError
 from workbench.settings import Change, KnobError, each, short
 
@@ -211,7 +211,7 @@ class Run(RunFrames):
         """Returns the checkpoint to read the model from, and the task that makes a model."""
         if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
             raise KnobError(f"step={short(step)}: must be the step of a checkpoint, 0 or more, or None")
-        checkpoint = Checkpoint.open(kept(self, step, timeout))
+        checkpoint = Checkpoint.open(wait_for_checkpoint(self, step, timeout))
         return checkpoint, self.experiment.task if task is None else task
 
     def save_model(self, path: Path | str, step: int | None = None, task: Any = None, timeout: float = 60.0) -> Path:

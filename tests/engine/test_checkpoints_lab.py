@@ -13,7 +13,7 @@ from tests.kept import losses
 from workbench.compressors import TopK
 from workbench.experiment import Experiment
 from workbench.lab import ClusterError, Lab
-from workbench.record.checkpoints import FOLDER, found
+from workbench.record.checkpoints import FOLDER, list_checkpoints
 from workbench.run import Checkpoint, Run, RunError
 from workbench.strategies import LocalSGD
 from workbench.tasks import Digits, Task
@@ -40,7 +40,7 @@ def test_a_lab_resumes_a_checkpoint_bit_identically_and_branches_from_it(tmp_pat
     e = Experiment(task=task(), ranks=2, steps=16, save_every=6, strategy=LocalSGD(every=4), compressor=TopK.usual())
     with Lab(ranks=2, name="checkpoints") as lab:
         whole = lab.run(e, out=tmp_path / "whole").wait(120)
-        at = found(tmp_path / "whole" / FOLDER)[0]
+        at = list_checkpoints(tmp_path / "whole" / FOLDER)[0]
         rest = lab.run(e, out=tmp_path / "rest", resume=at).wait(120)
         assert losses(rest, 2) == losses(whole, 2, since=Checkpoint.open(at).step) and len(losses(rest, 2)[0]) == 10
         assert Run.open(tmp_path / "rest").parent == {

@@ -25,7 +25,7 @@ from workbench.cluster.api import launch
 from workbench.cluster.engines import cluster as cluster_module
 from workbench.cluster.engines.cluster import Cluster
 from workbench.cluster.processes.place import alive, list_places
-from workbench.cluster.processes.uninterruptible import whole
+from workbench.cluster.processes.uninterruptible import without_interrupts
 from workbench.cluster.transport.keys import CurveKeys
 from workbench.cluster.transport.rpc_client import RpcClient
 from workbench.experiment import Experiment
@@ -171,20 +171,20 @@ def test_an_interrupt_between_two_wire_locks_releases_both() -> None:
 
 def test_an_interrupt_waits_for_a_whole_block_but_a_second_one_does_not() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), whole():
+    with pytest.raises(KeyboardInterrupt), without_interrupts():
         interrupt()
         done.append("once")
-    with pytest.raises(KeyboardInterrupt), whole(), whole():
+    with pytest.raises(KeyboardInterrupt), without_interrupts(), without_interrupts():
         interrupt()
         done.append("in both")
-    with pytest.raises(KeyboardInterrupt), whole():
+    with pytest.raises(KeyboardInterrupt), without_interrupts():
         interrupt()
         interrupt()
         done.append("twice")
-    with pytest.raises(ValueError, match="its own"), whole():
+    with pytest.raises(ValueError, match="its own"), without_interrupts():
         raise ValueError("its own")
     assert done == ["once", "in both"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    other = threading.Thread(target=lambda: whole().__enter__())
+    other = threading.Thread(target=lambda: without_interrupts().__enter__())
     other.start()
     other.join()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -13,7 +13,7 @@ from tests.ranks import make_fitting, shipped, toy
 from workbench.compressors import Compressor
 from workbench.host.checkpoint.restore import open_image
 from workbench.optimizers import Optimizer
-from workbench.record.checkpoints import Checkpoint, CheckpointFiles, found
+from workbench.record.checkpoints import Checkpoint, CheckpointFiles, list_checkpoints
 from workbench.settings import Change
 from workbench.sim.run.resuming import gather_checkpoint, settings_of
 from workbench.strategies import Strategy
@@ -27,7 +27,7 @@ COMPRESSORS, OPTIMIZERS = shipped(Compressor), shipped(Optimizer)
 
 def resumes_to_the_bit(folder: Path, **rest: Any) -> None:
     whole, ends = simulated(RANKS, STEPS, folder / "whole", AT, **rest)
-    first = Checkpoint.open(found(folder / "whole")[0])
+    first = Checkpoint.open(list_checkpoints(folder / "whole")[0])
     assert not whole.details("not saved") and first.step == AT
     again, others = simulated(RANKS, STEPS, folder / "again", AT, resume=first, **rest)
     assert not again.details("data")
@@ -54,7 +54,7 @@ def test_an_optimizer_resumes_bit_identically_during_a_learning_rate_warmup(name
 def test_a_checkpoint_for_other_strategies_equals_the_hand_over_of_a_switch(name: str, tmp_path: Path) -> None:
     strategy = make_fitting(STRATEGIES[name], RANKS)
     simulated(RANKS, 2 * STEPS, tmp_path, 7, strategy=strategy)
-    kept = Checkpoint.open(found(tmp_path)[0])
+    kept = Checkpoint.open(list_checkpoints(tmp_path)[0])
     to = Change(kept.step, "strategy", "LocalSGD" if name == "DDP" else "DDP")
     _, switched = simulated(RANKS, kept.step, tmp_path, 0, changes=(to,), strategy=strategy)
     whole = gather_checkpoint(kept, settings_of(kept, toy()), 2, tmp_path / "begun")

@@ -11,7 +11,7 @@ from tests.kept import simulated
 from tests.ranks import batch, experiment, make_fitting, mse, net, shipped, toy
 from tests.thinned import thinned
 from workbench import simulate
-from workbench.record.checkpoints import Checkpoint, found
+from workbench.record.checkpoints import Checkpoint, list_checkpoints
 from workbench.sim.run.resuming import model_of
 from workbench.strategies import Strategy
 
@@ -31,7 +31,7 @@ def test_a_checkpoint_of_the_last_step_is_made_and_can_be_read(name: str, every:
     done = simulate(experiment(RANKS, STEPS, strategy=strategy, pace=5.0, save_every=every), real=True,
                     checkpoints=tmp_path)  # fmt: skip
     assert not done.details("not saved")
-    last = Checkpoint.open(found(tmp_path)[-1])
+    last = Checkpoint.open(list_checkpoints(tmp_path)[-1])
     assert last.step == STEPS or (every == 7 and last.step == 7)
     assert held_out(model_of(last, toy())) < held_out(net())
 
@@ -40,7 +40,7 @@ def test_a_checkpoint_of_the_last_step_is_made_and_can_be_read(name: str, every:
 def test_the_last_checkpoint_equals_that_of_a_longer_run(name: str, tmp_path: Path) -> None:
     for steps in (STEPS, 2 * STEPS):
         simulated(RANKS, steps, tmp_path / str(steps), STEPS, strategy=make_fitting(STRATEGIES[name], RANKS))
-    ended, passed = (Checkpoint.open(found(tmp_path / str(steps))[0]) for steps in (STEPS, 2 * STEPS))
+    ended, passed = (Checkpoint.open(list_checkpoints(tmp_path / str(steps))[0]) for steps in (STEPS, 2 * STEPS))
     assert ended.step == passed.step == STEPS
     for mine, right in zip(model_of(ended, toy()).parameters(), model_of(passed, toy()).parameters(), strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
@@ -51,6 +51,6 @@ def test_a_task_keeps_its_model_even_if_ranks_have_no_common_step(name: str, tmp
     strategy = make_fitting(STRATEGIES[name], RANKS)
     e = experiment(RANKS, STEPS, task=toy(keeps=True), strategy=strategy, pace=5.0)
     simulate(e, real=True, checkpoints=tmp_path)
-    (kept,) = map(Checkpoint.open, found(tmp_path))
+    (kept,) = map(Checkpoint.open, list_checkpoints(tmp_path))
     assert kept.step == STEPS
     assert held_out(model_of(kept, toy())) < held_out(net())

@@ -16,7 +16,7 @@ from tests.kept import simulated
 from tests.ranks import toy
 from workbench import Checkpoint
 from workbench.record import drafts
-from workbench.record.checkpoints import FOLDER, MANIFEST, REPLACED, found, name, prune, step_of
+from workbench.record.checkpoints import FOLDER, MANIFEST, REPLACED, list_checkpoints, name, prune, step_of
 from workbench.record.drafts import Draft
 from workbench.record.folders import make_private_folder
 from workbench.record.store import RunError
@@ -111,7 +111,7 @@ def test_pruning_deletes_nothing_behind_a_symbolic_link(linked: str, made: Path,
         shutil.rmtree(mine / name(2))
         (mine / name(1)).symlink_to(copied / name(2), target_is_directory=True)
     assert prune(mine, 1) == []
-    assert [path.name for path in found(copied)] == [name(2), name(4)]
+    assert [path.name for path in list_checkpoints(copied)] == [name(2), name(4)]
     assert linked == "the folder" or (mine / name(1)).is_symlink()
 
 
@@ -125,7 +125,7 @@ def test_a_draft_replaces_a_link_and_keeps_its_target(copied: Path, tmp_path: Pa
     draft.begin()
     draft.commit(said)
     assert not (mine / name(4)).is_symlink() and (mine / name(4) / MANIFEST).is_file()
-    assert [path.name for path in found(copied)] == [name(2), name(4)]
+    assert [path.name for path in list_checkpoints(copied)] == [name(2), name(4)]
     assert sorted(path.name for path in mine.iterdir()) == [name(4)]
 
 
@@ -148,7 +148,7 @@ def test_a_draft_that_does_not_come_leaves_the_checkpoint_of_the_same_step(
     monkeypatch.undo()
     Draft(copied, 6).begin() if end == "crash" else draft.give_up()
     assert Checkpoint.open(copied / name(4)).said == said
-    assert [path.name for path in found(copied)] == [name(2), name(4)]
+    assert [path.name for path in list_checkpoints(copied)] == [name(2), name(4)]
 
 
 @pytest.mark.parametrize("asked", ["a run", "a folder", "a checkpoint"])
@@ -162,12 +162,12 @@ def test_the_first_resume_after_a_crash_between_the_two_renames_finds_the_newest
     (folder / name(4)).rename(folder / f".{name(4)}{REPLACED}")
     opened = {"a run": folder.parent, "a folder": folder, "a checkpoint": folder / name(4)}[asked]
     assert Checkpoint.open(opened).said == said
-    assert [step_of(path) for path in found(folder)] == [2, 4]
+    assert [step_of(path) for path in list_checkpoints(folder)] == [2, 4]
 
 
 def test_a_list_of_checkpoints_has_one_that_a_killed_writer_hid(copied: Path) -> None:
     (copied / name(4)).rename(copied / f".{name(4)}{REPLACED}")
-    assert [step_of(path) for path in found(copied)] == [2, 4]
+    assert [step_of(path) for path in list_checkpoints(copied)] == [2, 4]
 
 
 def test_a_folder_that_cannot_be_changed_shows_its_older_checkpoint(
@@ -192,7 +192,7 @@ def test_a_reader_that_restores_a_checkpoint_stops_no_live_writer(
     def rename_with_reader(source: Path, to: Path) -> None:
         rename(source, to)
         if to.name.endswith(REPLACED) and not seen:  # between the two renames
-            seen.append([step_of(path) for path in found(copied)])
+            seen.append([step_of(path) for path in list_checkpoints(copied)])
 
     monkeypatch.setattr(os, "rename", rename_with_reader)
     assert draft.commit({**said, "made": [{"new": 1}]}) == copied / name(4)

@@ -20,7 +20,7 @@ from workbench import simulate
 from workbench.experiment import Experiment
 from workbench.host.checkpoint.pieces import read_whole_model
 from workbench.partitions import Partition, Pipeline, Tensor, Whole
-from workbench.record.checkpoints import FOLDER, MANIFEST, Checkpoint, CheckpointFiles, found
+from workbench.record.checkpoints import FOLDER, MANIFEST, Checkpoint, CheckpointFiles, list_checkpoints
 from workbench.settings import KnobError
 from workbench.sim.run import resuming
 from workbench.sim.run.resuming import gather_checkpoint, model_of, settings_of
@@ -50,7 +50,7 @@ def wrote(folder: Path, strategy: Strategy, partition: Partition, loss: Any = ms
     """Makes the checkpoint before step 5 of a simulated run."""
     e = chosen(strategy, partition, loss)
     simulate(e, real=True, checkpoints=folder)
-    return Checkpoint.open(found(folder)[0]), e
+    return Checkpoint.open(list_checkpoints(folder)[0]), e
 
 
 def is_refused(name: str, partition: str) -> bool:
@@ -134,14 +134,14 @@ def test_shards_with_a_loss_that_reads_a_number_are_read_and_assembled(name: str
 def test_ranks_resume_shards_with_a_loss_that_reads_a_number(name: str, tmp_path: Path) -> None:
     e = experiment(4, 8, task=toy(loss=reads_a_number), strategy=SHARDING[name], save_every=4)
     whole = lived(e, tmp_path / "whole")
-    rest = lived(e, tmp_path / "rest", found(tmp_path / "whole" / FOLDER)[0])
+    rest = lived(e, tmp_path / "rest", list_checkpoints(tmp_path / "whole" / FOLDER)[0])
     late = [[v for step, kind, _, v in s.record.samples if kind == "loss" and step >= 4] for s in whole]
     assert [s.record.losses() for s in rest] == late and len(late[0]) == 4
 
 
 def test_a_simulation_resumes_only_with_values_and_as_many_ranks(tmp_path: Path) -> None:
     simulated(2, 4, tmp_path, every=2)
-    checkpoint = Checkpoint.open(found(tmp_path)[0])
+    checkpoint = Checkpoint.open(list_checkpoints(tmp_path)[0])
     e = experiment(3, 4, pace=5.0)
     with pytest.raises(KnobError, match=r"resume: the checkpoint is of 2 ranks, and the experiment has ranks=3"):
         simulate(e, real=True, resume=checkpoint)

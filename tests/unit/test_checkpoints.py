@@ -30,7 +30,7 @@ from workbench.host.checkpoint.tree import ValueDecoder, encode_value
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.partitions.schedules import PipeDream
-from workbench.record.checkpoints import FOLDER, MANIFEST, Checkpoint, found, name, prune, sealed
+from workbench.record.checkpoints import FOLDER, MANIFEST, Checkpoint, list_checkpoints, name, prune, seal_manifest
 from workbench.record.drafts import Draft
 from workbench.settings import Change, KnobError
 from workbench.sim.run.resuming import gather_checkpoint, plan_resume
@@ -88,7 +88,7 @@ def test_a_checkpoint_changes_no_bit_of_the_run(tmp_path: Path) -> None:
 def test_a_checkpoint_contains_the_planned_changes_to_come(tmp_path: Path) -> None:
     changes = (Change(3, "lr", 0.01), Change(15, "strategy", "LocalSGD"), Change(17, "batch", 8))
     whole = lived(replace(EXPERIMENTS["DDP"], save_every=10), tmp_path / "a", changes=changes)
-    kept = Checkpoint.open(found(tmp_path / "a" / FOLDER)[0])
+    kept = Checkpoint.open(list_checkpoints(tmp_path / "a" / FOLDER)[0])
     begun = plan_resume(kept, replace(kept_settings(kept), save_every=10))
     assert [(c.at_step, c.path) for c in begun.changes] == [(15, "strategy"), (17, "batch")]
     rest = lived(begun.experiment, tmp_path / "b", kept.path, begun.changes)
@@ -99,7 +99,7 @@ def test_a_checkpoint_contains_past_changes_once_and_policies_see_them(tmp_path:
     """Otherwise rank 0 would collect all ranks' lists of all changes: tens of MB for the 700 changes of an hour."""
     changes = tuple(Change(step, "lr", step / 1000) for step in range(2, 9))
     whole = lived(replace(EXPERIMENTS["DDP"], save_every=10), tmp_path / "a", changes=changes)
-    first = found(tmp_path / "a" / FOLDER)[0]
+    first = list_checkpoints(tmp_path / "a" / FOLDER)[0]
     text = (first / MANIFEST).read_text()
     assert [text.count(f"planned {change.at_step}") for change in changes] == [1] * len(changes)
     rest = lived(replace(EXPERIMENTS["DDP"], save_every=10), tmp_path / "b", first)
@@ -110,13 +110,13 @@ def test_a_checkpoint_contains_past_changes_once_and_policies_see_them(tmp_path:
 
 def test_checkpoints_of_the_older_format_are_read(tmp_path: Path) -> None:
     lived(replace(EXPERIMENTS["DDP"], save_every=10), tmp_path / "a", changes=(Change(4, "lr", 0.004),))
-    kept = Checkpoint.open(found(tmp_path / "a" / FOLDER)[0])
+    kept = Checkpoint.open(list_checkpoints(tmp_path / "a" / FOLDER)[0])
     reader = ValueDecoder(lambda number: torch.zeros(()), set())
     for each in kept.each:
         policy = reader.decode_value(each["said"]["policy"]) | {"made": [(4, kept.made[0])]}
         each["said"]["policy"] = encode_value(policy, lambda x: 0, "policy")
     said = {k: v for k, v in kept.said.items() if k != "made"}
-    (kept.path / MANIFEST).write_bytes(sealed(said))
+    (kept.path / MANIFEST).write_bytes(seal_manifest(said))
     rest = lived(EXPERIMENTS["DDP"], tmp_path / "b", kept.path)
     assert [[(c.at_step, c.path, c.value) for c in s.training.steering.made] for s in rest] == [[(4, "lr", 0.004)]] * 3
 
@@ -196,7 +196,9 @@ def test_the_task_and_the_steps_must_fit(tmp_path: Path) -> None:
 def test_torch_reads_a_checkpoint(tmp_path: Path) -> None:
     sessions = lived(experiment(3, 10, strategy=ZeRO3(), save_every=10), tmp_path / "a")
     model = net()
-    dcp.load({"model": model.state_dict()}, checkpoint_id=str(found(tmp_path / "a" / FOLDER)[-1]), no_dist=True)
+    dcp.load(
+        {"model": model.state_dict()}, checkpoint_id=str(list_checkpoints(tmp_path / "a" / FOLDER)[-1]), no_dist=True
+    )
     held(sessions)
     mine = torch.cat([p.detach().reshape(-1).double() for _, p in sorted(model.named_parameters())])
     assert torch.equal(mine, weights(sessions[0]))
@@ -204,7 +206,7 @@ def test_torch_reads_a_checkpoint(tmp_path: Path) -> None:
 
 def test_state_that_ranks_share_is_written_once(tmp_path: Path) -> None:
     sessions = lived(experiment(3, 10, save_every=10), tmp_path / "a")
-    nbytes = sum(file.stat().st_size for file in found(tmp_path / "a" / FOLDER)[-1].glob("*.distcp"))
+    nbytes = sum(file.stat().st_size for file in list_checkpoints(tmp_path / "a" / FOLDER)[-1].glob("*.distcp"))
     model = sessions[0].layout.byte_count
     # weights and momenta; each rank's own data are states of random numbers
     assert 2 * model < nbytes < 3.5 * model + 80_000
@@ -236,7 +238,7 @@ def test_a_checkpoint_exists_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
     true = os.rename
 
     def look(one: Any, other: Any) -> None:
-        seen.append(found(Path(other).parent))
+        seen.append(list_checkpoints(Path(other).parent))
         there = sorted(p.name for p in Path(one).iterdir())
         assert there == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
         true(one, other)
@@ -248,7 +250,7 @@ def test_a_checkpoint_exists_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "rename", look)
     sessions = live(experiment(2, 12, strategy=LocalSGD(every=5), save_every=12), run_dir=tmp_path / "a")
     ended(sessions)
-    assert seen == [[]] and [p.name for p in found(folder)] == [name(12)]
+    assert seen == [[]] and [p.name for p in list_checkpoints(folder)] == [name(12)]
     assert not list(folder.glob(".step-*"))
 
 
@@ -296,7 +298,7 @@ def test_a_run_that_ends_while_writing_leaves_nothing_torn(tmp_path: Path, monke
     ended(sessions)
     for s in sessions:
         s.training.saving.end()
-    assert found(tmp_path / FOLDER) == [] and not said(sessions, "saved")
+    assert list_checkpoints(tmp_path / FOLDER) == [] and not said(sessions, "saved")
 
 
 def test_paused_ranks_make_a_checkpoint(tmp_path: Path) -> None:
@@ -308,7 +310,7 @@ def test_paused_ranks_make_a_checkpoint(tmp_path: Path) -> None:
     assert sessions[0].phase == "paused"
     sessions[0].request({"kind": "stop", "id": "stop"})
     ended(sessions)
-    (kept,) = found(tmp_path / FOLDER)
+    (kept,) = list_checkpoints(tmp_path / FOLDER)
     assert Checkpoint.open(kept).step == sessions[0].rank.step == sessions[1].rank.step
 
 
@@ -324,7 +326,7 @@ def test_a_requested_checkpoint_is_kept(tmp_path: Path) -> None:
         assert not sessions[0].join(0.05)
     sessions[0].request({"kind": "stop", "id": "stop"})
     ended(sessions)
-    asked = [Checkpoint.open(path).asked for path in found(tmp_path / FOLDER)]
+    asked = [Checkpoint.open(path).asked for path in list_checkpoints(tmp_path / FOLDER)]
     assert asked[:2] == [True, True] and not any(asked[2:]) and len(asked) == 3
 
 
@@ -344,18 +346,18 @@ def test_requesting_an_existing_checkpoint_keeps_it(tmp_path: Path) -> None:
     assert until(lambda: len(said(sessions, "saved")) > count + 3)
     sessions[0].request({"kind": "stop", "id": "stop"})
     ended(sessions)
-    assert [c.step for c in map(Checkpoint.open, found(tmp_path / FOLDER)) if c.asked] == [here]
+    assert [c.step for c in map(Checkpoint.open, list_checkpoints(tmp_path / FOLDER)) if c.asked] == [here]
 
 
 def test_pruning_keeps_the_newest_the_best_and_the_requested(tmp_path: Path) -> None:
     lived(experiment(1, 10, save_every=10), tmp_path / "a")
-    of = found(tmp_path / "a" / FOLDER)[0]
+    of = list_checkpoints(tmp_path / "a" / FOLDER)[0]
     about = Checkpoint.open(of).said
     for step, held_out, asked in ((1, 0.9, False), (2, 0.1, False), (3, None, True), (4, 0.5, False), (5, 0.4, False)):
         shutil.copytree(of, tmp_path / "b" / name(step))
         changed = {**about, "step": step, "held_out": held_out, "asked": asked}
-        (tmp_path / "b" / name(step) / "manifest.json").write_bytes(sealed(changed))
+        (tmp_path / "b" / name(step) / "manifest.json").write_bytes(seal_manifest(changed))
     (tmp_path / "b" / name(9)).mkdir()
     (tmp_path / "b" / name(9) / "manifest.json").write_text("{}")  # prune must not remove it
     assert [p.name for p in prune(tmp_path / "b", 1)] == [name(1), name(4)]
-    assert [p.name for p in found(tmp_path / "b")] == [name(2), name(3), name(5), name(9)]
+    assert [p.name for p in list_checkpoints(tmp_path / "b")] == [name(2), name(3), name(5), name(9)]

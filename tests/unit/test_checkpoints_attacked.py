@@ -20,7 +20,7 @@ import pytest
 from tests.kept import lived, losses, simulated
 from tests.ranks import ended, experiment, live
 from workbench.compressors import TopK
-from workbench.record.checkpoints import FOLDER, MANIFEST, Checkpoint, CheckpointFiles, found, sealed
+from workbench.record.checkpoints import FOLDER, MANIFEST, Checkpoint, CheckpointFiles, list_checkpoints, seal_manifest
 from workbench.record.store import RunError
 from workbench.settings import KnobError
 from workbench.sim.run.resuming import plan_resume, settings_of
@@ -43,7 +43,7 @@ class Canary:
 def made(tmp_path: Path) -> Path:
     """Makes a checkpoint of 2 ranks."""
     lived(experiment(2, 10, save_every=10, compressor=TopK.usual(), strategy=KFAC()), tmp_path / "run")
-    return found(tmp_path / "run" / FOLDER)[0]
+    return list_checkpoints(tmp_path / "run" / FOLDER)[0]
 
 
 def signed(folder: Path) -> None:
@@ -52,7 +52,7 @@ def signed(folder: Path) -> None:
     for file in about["files"]:
         raw = (folder / file).read_bytes()
         about["files"][file] = {"sha256": hashlib.sha256(raw).hexdigest(), "nbytes": len(raw)}
-    (folder / MANIFEST).write_bytes(sealed(about))
+    (folder / MANIFEST).write_bytes(seal_manifest(about))
 
 
 def manifest(folder: Path) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def test_manifests_of_all_kinds_give_one_sentence(tmp_path: Path) -> None:
     """Each manifest differs in one place from a good one. Uses the simulator, which reads the same files."""
     rest = {"compressor": TopK.usual(), "strategy": KFAC()}
     simulated(2, 4, tmp_path / "a", 2, **rest)
-    folder = found(tmp_path / "a")[0]
+    folder = list_checkpoints(tmp_path / "a")[0]
     good = manifest(folder)
     every, draw = [p for p in places(good) if p], random.Random(11)
     shallow = [p for p in every if len(p) <= 2 or p[0] not in ("blobs", "each", "experiment")]
@@ -163,7 +163,7 @@ def test_manifests_of_all_kinds_give_one_sentence(tmp_path: Path) -> None:
         for key in where[:-1]:
             at = at[key]
         at[where[-1]] = draw.choice(ODD)
-        (folder / MANIFEST).write_bytes(sealed(changed))
+        (folder / MANIFEST).write_bytes(seal_manifest(changed))
         try:
             kept = Checkpoint.open(folder)
             with_settings = plan_resume(kept, settings_of(kept, experiment().task)) if where[0] != "each" else None

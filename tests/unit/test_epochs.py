@@ -22,7 +22,7 @@ from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.host.memory.batches import BatchReader
 from workbench.rank import Rank
-from workbench.record.checkpoints import Checkpoint, found
+from workbench.record.checkpoints import Checkpoint, list_checkpoints
 from workbench.settings import Change, KnobError
 from workbench.sim.run.resuming import plan_resume
 from workbench.strategies import (
@@ -223,7 +223,7 @@ def test_losing_a_rank_without_a_common_step_is_marked() -> None:
 def test_a_checkpoint_resumes_at_the_same_position_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     e = setting(DDP(), ranks=3, steps=20, save_every=12, pace=1.0)
     simulate(e, real=True, checkpoints=tmp_path / "made")
-    made = Checkpoint.open(next(path for path in found(tmp_path / "made") if path.name.endswith("12")))
+    made = Checkpoint.open(next(path for path in list_checkpoints(tmp_path / "made") if path.name.endswith("12")))
     for ranks in (3, 2, 4):
         goes = plan_resume(made, Experiment(**{**vars(e), "ranks": ranks, "steps": 30, "save_every": 0}))
         sessions = live(goes.experiment, goes.changes, resume=str(goes.prepare_checkpoint(tmp_path / f"for {ranks}")))

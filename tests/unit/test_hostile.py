@@ -72,7 +72,7 @@ def test_real_records_are_read_whole(tmp_path: Path) -> None:
     path = tmp_path / "run"
     run = hostile.good(path)
     for file in path.glob("*.arrow"):
-        assert frames.whole(file.read_bytes()) == (file.stat().st_size, "")
+        assert frames.find_whole_messages(file.read_bytes()) == (file.stat().st_size, "")
     alike = Run({"ranks": 1})
     alike.timeline.samples.extend({"rank": [0] * 10**6, "step": [1] * 10**6, "name": ["loss"] * 10**6,
                                    "t": np.zeros(10**6), "value": np.zeros(10**6)})  # fmt: skip
@@ -82,8 +82,8 @@ def test_real_records_are_read_whole(tmp_path: Path) -> None:
 
 def test_a_stream_cut_at_any_byte_is_read_up_to_the_cut(tmp_path: Path) -> None:
     data = (hostile.good(tmp_path / "run") / "spans-0.arrow").read_bytes()
-    ends = {frames.whole(data[:at])[0] for at in range(len(data))}
+    ends = {frames.find_whole_messages(data[:at])[0] for at in range(len(data))}
     assert len(ends) < 20 and 0 in ends, "messages are taken whole"
     for at in range(0, len(data), 7):
-        end, wrong = frames.whole(data[:at])
+        end, wrong = frames.find_whole_messages(data[:at])
         assert end <= at and (end == at) == (not wrong)

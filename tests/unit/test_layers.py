@@ -13,7 +13,7 @@ from workbench import simulate
 from workbench.compressors import Cast, Compressor, Dense, ErrorFeedback, Layers, OneBit, PowerSGD, TopK
 from workbench.compressors._low_rank import RIGHT
 from workbench.compressors._split import gathered_parts
-from workbench.compressors.error_feedback import bare
+from workbench.compressors.error_feedback import without_feedback
 from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Memory, Part
 from workbench.settings import Change, KnobError
@@ -98,12 +98,16 @@ def test_only_chosen_parameters_leave_a_residual() -> None:
 
 def test_inner_error_feedback_does_not_apply_twice() -> None:
     inner = Layers(of=TopK.usual(), rest=ErrorFeedback(of=Cast()), smallest=100)
-    assert bare(inner) == Layers(of=TopK(), rest=Cast(), smallest=100) == bare(ErrorFeedback(of=inner))
+    assert (
+        without_feedback(inner)
+        == Layers(of=TopK(), rest=Cast(), smallest=100)
+        == without_feedback(ErrorFeedback(of=inner))
+    )
     one, other = [Memory(), Memory()], [Memory(), Memory()]
     for step in range(5):
         g = noise(step, 2, MIXED[-1].stop)
         a = exchange(ErrorFeedback(of=inner), g, MIXED, one)
-        assert torch.equal(a, exchange(ErrorFeedback(of=bare(inner)), g, MIXED, other))
+        assert torch.equal(a, exchange(ErrorFeedback(of=without_feedback(inner)), g, MIXED, other))
     assert all(torch.equal(one[0].buffers["residual"][p.name], other[0].buffers["residual"][p.name]) for p in MIXED)
 
 

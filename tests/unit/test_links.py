@@ -13,7 +13,7 @@ import pytest
 
 from tests.harm import deaf
 from tests.waiting import until
-from workbench.cluster.observe.hang_diagnosis import Verdict
+from workbench.cluster.observe.hang_diagnosis import StallVerdict
 from workbench.cluster.observe.links import find_dead_links, list_connections, name_dead_link, read_silence
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what was acknowledged")
@@ -63,7 +63,9 @@ def test_a_dead_link_is_named_by_both_ends_from_either_ends_report() -> None:
 
     told = {0: [end(1, 2), end(9, 1000, 30.0)], 1: [end(2, 1), end(3, 4, 12.0)], 2: [end(4, 3, 11.0)], 3: OSError()}
     assert find_dead_links(told) == {(1, 2): 12.0}, "nor is what leads to no rank any of theirs"
-    found = name_dead_link(Verdict("all ranks have waited in all_reduce of step 5 for 13 s", (0, 1, 2, 3), 13.0), told)
+    found = name_dead_link(
+        StallVerdict("all ranks have waited in all_reduce of step 5 for 13 s", (0, 1, 2, 3), 13.0), told
+    )
     assert found.odd == (1, 2) and not found.sure
     assert found.text == ("rank 1 waits for rank 2, and rank 2 for rank 1: nothing has got over the link between them "
                           "for 12 s; all ranks have waited in all_reduce of step 5 for 13 s")  # fmt: skip

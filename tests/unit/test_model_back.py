@@ -14,7 +14,7 @@ from workbench import Run, RunError, simulate
 from workbench.experiment import Experiment
 from workbench.partitions import Partition, Pipeline, Tensor
 from workbench.record.checkpoints import FOLDER, Checkpoint
-from workbench.record.kept import kept
+from workbench.record.kept import wait_for_checkpoint
 from workbench.settings import KnobError
 from workbench.sim.resuming import model_of  # where scripts from before the sub-packages import it
 from workbench.strategies import LocalSGD, ZeRO3
@@ -99,5 +99,5 @@ def test_a_checkpoint_that_is_late_raises_timeout_and_the_run_goes_on() -> None:
     run = Run(Experiment(), name="tour", live=True)
     run._control = Mock()
     with pytest.raises(TimeoutError, match=r"no checkpoint of tour was whole within 0 s; the run goes on"):
-        kept(run, None, 0.0)
+        wait_for_checkpoint(run, None, 0.0)
     run._control.request_checkpoint.assert_called_once()

@@ -29,7 +29,7 @@ from workbench.host.placement.slices import StridedSlice
 from workbench.host.transfer.boundary import list_held_slices, make_boundary
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.partitions.schedules import GPipe, PipeDream2BW
-from workbench.record.checkpoints import FOLDER, found
+from workbench.record.checkpoints import FOLDER, list_checkpoints
 from workbench.settings import Change, to_plain
 from workbench.strategies import DDP, HSDP, LocalSGD, Strategy, ZeRO1, ZeRO3
 from workbench.tasks import ByteGPT, ClickThrough, Digits
@@ -95,7 +95,7 @@ def lost(e: Experiment, *victims: int, at: int = 7, folder: Path | None = None,
     sessions = live(e, changes, run_dir=folder)
     until = time.monotonic() + 150
     first = sessions[victims[0]]
-    while (first.rank.step < at or (folder and not found(folder / FOLDER))) and not first.join(0.001):
+    while (first.rank.step < at or (folder and not list_checkpoints(folder / FOLDER))) and not first.join(0.001):
         assert time.monotonic() < until
     for victim in victims:  # the victims are lost together, before the first loss is noticed
         sessions[victim]._must_leave = True

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.waiting import until
-from workbench.engine.record.stalls import BEAT, LEAST, ClockReading, StallDetector, find_stall
+from workbench.engine.record.stalls import BEAT, LEAST, ClockReading, StallDetector, find_clock_gap
 
 BEFORE = ClockReading(running=100.0, asleep=3.0, cpu=10.0)
 CODE = """
@@ -25,7 +25,7 @@ sys.stdin.read()
 
 def after(running: float = BEAT, asleep: float = 0.0, cpu: float = 0.1) -> dict[str, Any] | None:
     now = ClockReading(BEFORE.running + running, BEFORE.asleep + asleep, BEFORE.cpu + cpu)
-    return find_stall(BEFORE, now)
+    return find_clock_gap(BEFORE, now)
 
 
 def test_a_slightly_late_beat_is_not_reported() -> None:

@@ -23,7 +23,7 @@ from workbench import Checkpoint, simulate
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
 from workbench.rank import StrategyError
-from workbench.record.checkpoints import FOLDER, found, step_of
+from workbench.record.checkpoints import FOLDER, list_checkpoints, step_of
 from workbench.settings import Change, knobs
 from workbench.sim.run.resuming import gather_checkpoint
 from workbench.strategies import DDP, LocalSGD, Strategy, TorchDDP
@@ -159,7 +159,7 @@ def test_a_resumed_run_trains_the_parameters_that_the_first_one_did(name: str, t
     e = chosen(name, 8, task=freezes_once(), save_every=4)
     _, (resumed, *_) = twice(e, tmp_path, 4)
     assert not resumed.model.b.requires_grad and resumed.model.a.requires_grad
-    require_equal_ends(*(found(tmp_path / run / FOLDER)[-1] for run in ("whole", "rest")), e.task)
+    require_equal_ends(*(list_checkpoints(tmp_path / run / FOLDER)[-1] for run in ("whole", "rest")), e.task)
 
 
 @pytest.mark.ranks
@@ -167,12 +167,12 @@ def test_a_resumed_run_trains_the_parameters_that_the_first_one_did(name: str, t
 def test_a_resumed_simulation_trains_the_parameters_that_the_first_one_did(gathered: bool, tmp_path: Path) -> None:
     e = chosen("DDP", 8, task=freezes_once(), save_every=4, pace=5.0)
     simulate(e, real=True, checkpoints=tmp_path / "whole")
-    first = Checkpoint.open(found(tmp_path / "whole")[0])
+    first = Checkpoint.open(list_checkpoints(tmp_path / "whole")[0])
     if gathered:  # as for another number of ranks; these begin their data again
         first = gather_checkpoint(first, e, RANKS, tmp_path / "gathered" / first.path.name)
         e = replace(e, task=replace(e.task, data=lambda *given: many(*given)[4:]))
     simulate(e, real=True, checkpoints=tmp_path / "rest", resume=first)
-    require_equal_ends(found(tmp_path / "whole")[-1], found(tmp_path / "rest")[-1], e.task)
+    require_equal_ends(list_checkpoints(tmp_path / "whole")[-1], list_checkpoints(tmp_path / "rest")[-1], e.task)
 
 
 @pytest.mark.ranks
@@ -207,7 +207,7 @@ def test_no_checkpoint_is_made_of_a_model_whose_parameters_are_others(change: An
     done = simulate(e.set("pace", 5.0), real=True, checkpoints=tmp_path / "simulated")
     assert said in done.details("not saved")[0][2]["text"]
     for folder in (tmp_path / "real" / FOLDER, tmp_path / "simulated"):
-        assert [step_of(path) for path in found(folder)] == [2]
+        assert [step_of(path) for path in list_checkpoints(folder)] == [2]
 
 
 @pytest.mark.ranks

@@ -12,7 +12,7 @@ import numpy as np
 
 from workbench.analysis import checkpoint_progress, last_steps
 from workbench.analysis.steps.window import MEASURING, Window, newest_generation
-from workbench.record.alarms import NAMES, met, place
+from workbench.record.alarms import NAMES, describe_layer, describe_value
 from workbench.settings.progress import SOON, left, under_way
 
 PATIENCE = 2.0  # seconds before the line explains a delay
@@ -145,8 +145,10 @@ def _describe_pause(run: Any) -> dict[str, str]:
     if not found:
         return {}
     _, rank, step, name, detail = min(found, key=lambda row: row[:3])
-    no_number = f"Rank {rank}'s loss is no longer a number, first at step {step}{place(detail)}; the run is paused."
-    away = f"Rank {rank}'s loss has run away, first at step {step}: {met(name, detail)}; the run is paused."
+    no_number = (
+        f"Rank {rank}'s loss is no longer a number, first at step {step}{describe_layer(detail)}; the run is paused."
+    )
+    away = f"Rank {rank}'s loss has run away, first at step {step}: {describe_value(name, detail)}; the run is paused."
     title = no_number if name == "nan" else away
     return {"title": title, "text": "Take the last change back or lower the learning rate, then resume.", "more": ""}
 

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any, ClassVar
 
 from widgets.views._base import Patch, View
-from workbench.record.alarms import NAMES, met
+from workbench.record.alarms import NAMES, describe_value
 from workbench.settings import Change
 
 MOST = 100  # different lines, at most
@@ -88,7 +88,7 @@ def _read_mark(name: str, detail: dict[str, Any]) -> tuple[str, str] | None:
             where = f"rank {detail.get('rank')}, step {detail.get('step')}, {detail.get('op')}"
             return "error", f"{where}: {detail.get('type')}: {detail.get('text')}\n{detail.get('traceback', '')}"
         case "nan" | "diverged":
-            return name, met(name, detail) + ("; that step was skipped" if detail.get("skipped") else "")
+            return name, describe_value(name, detail) + ("; that step was skipped" if detail.get("skipped") else "")
         case "refused":
             return "refused", f"{Change.read(detail).text}: {detail.get('reason')}"
         case "optimizer" | "momentum" | "own":

@@ -12,7 +12,7 @@ from workbench.compressors._base import Compressor
 from workbench.compressors._range import wide
 from workbench.compressors._sketch import sketch
 from workbench.compressors.dense import Dense
-from workbench.compressors.error_feedback import ErrorFeedback, put, unsent
+from workbench.compressors.error_feedback import ErrorFeedback, unsent, write_clamped
 from workbench.rank import Bucket, Memory, Rank
 
 
@@ -40,7 +40,7 @@ class _Leaving(Compressor):
         residual = memory.flat(ErrorFeedback.residual, bucket, wide(bucket.data.dtype))
         x = bucket.data + residual
         part = bucket.data + self.share * residual
-        rounded = put(bucket, part)
+        rounded = write_clamped(bucket, part)
         await self.of.reduce(rank, bucket, memory)
         left = unsent(residual, x, part if rounded is None else rounded, bucket.data)
         memory.keep(ErrorFeedback.residual, bucket, left)

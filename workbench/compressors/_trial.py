@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._base import Compressor
-from workbench.compressors.error_feedback import bare
+from workbench.compressors.error_feedback import without_feedback
 from workbench.rank import Bucket, Memory, Op, Rank, StrategyError
 
 TRIES = 5  # tries of a compressor with memory on the same values
@@ -20,7 +20,7 @@ def tried(compressor: Compressor, bucket: Bucket) -> tuple[Tensor, int]:
     Changes nothing and draws only from the trial's own generator. A compressor with memory, such as PowerSGD, repeats
     while its loss falls.
     """
-    of, memory = bare(compressor), Memory()
+    of, memory = without_feedback(compressor), Memory()
     lost, sent = _once(of, bucket, memory)
     for _ in range(TRIES - 1):
         if not (memory.parts or memory.buffers):

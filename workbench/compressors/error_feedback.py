@@ -60,27 +60,27 @@ class ErrorFeedback(Compressor):
         return next(filter(None, (c.refuses_feedback() for c in inside(self.of))), None)
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
-        of = bare(self.of)
+        of = without_feedback(self.of)
         if any(c.residual for c in inside(of)):  # it has its own residual
             return await of.reduce(rank, bucket, memory)
         residual = memory.flat(self.residual, bucket, wide(bucket.data.dtype))
         x = bucket.data + residual
-        rounded = put(bucket, x)
+        rounded = write_clamped(bucket, x)
         own = await of.reduce_owing(rank, bucket, memory)
         memory.keep(self.residual, bucket, unsent(residual, x, rounded if own is None else own, bucket.data))
         return None
 
 
-def bare(compressor: Compressor) -> Compressor:
+def without_feedback(compressor: Compressor) -> Compressor:
     """Returns `compressor` without the error feedback in it, however deep."""
     if isinstance(compressor, ErrorFeedback):
-        return bare(compressor.of)
+        return without_feedback(compressor.of)
     held = {f.name: getattr(compressor, f.name) for f in fields(compressor)}
-    inner = {name: bare(value) for name, value in held.items() if isinstance(value, Compressor)}
+    inner = {name: without_feedback(value) for name, value in held.items() if isinstance(value, Compressor)}
     return replace(compressor, **inner) if inner else compressor
 
 
-def put(bucket: Bucket, x: Tensor) -> Tensor | None:
+def write_clamped(bucket: Bucket, x: Tensor) -> Tensor | None:
     """Writes `x` into the bucket's data; returns the rounded data if `x` is wider, else None.
 
     Finite gradients stay finite: values beyond the bucket's range are clamped, and the rest is left unsent.

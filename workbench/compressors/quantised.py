@@ -10,7 +10,7 @@ from torch import Tensor
 
 from workbench.compressors._base import Coder, Compressor, Payload, all_told
 from workbench.compressors._levels import Levels, worst
-from workbench.compressors.error_feedback import ErrorFeedback, bare
+from workbench.compressors.error_feedback import ErrorFeedback, without_feedback
 from workbench.compressors.qsgd import QSGD
 from workbench.compressors.top_k import TopK
 from workbench.rank import Bucket, Memory, Rank, sizes_of
@@ -53,11 +53,11 @@ class Quantised(Compressor):
     @property
     def adds(self) -> float | None:
         """b: the bound of the rounding's squared error, relative to its input; None without one."""
-        by = bare(self.by)
+        by = without_feedback(self.by)
         return worst(by.levels(Memory()).double(), by.block) if isinstance(by, Levels) else None
 
     def refuses(self) -> str | None:
-        for what, held in (("of", bare(self.of)), ("by", bare(self.by))):
+        for what, held in (("of", without_feedback(self.of)), ("by", without_feedback(self.by))):
             if held.coder(Memory()) is None:
                 return f"{what}={held}: it is no function of one rank's tensor; use TopK, Cast or QSGD, or it alone"
         if not any(part.is_floating_point() for part in self._chosen(torch.zeros(8))):
@@ -76,11 +76,11 @@ class Quantised(Compressor):
 
     def _chosen(self, x: Tensor) -> Payload:
         """Returns the payload of `of` for such a tensor, with sizes only."""
-        chooses = bare(self.of).coder(Memory())
+        chooses = without_feedback(self.of).coder(Memory())
         return chooses.encode(sizes_of(x)) if chooses else ()
 
     def coder(self, memory: Memory) -> Coder:
-        chooses, rounds = bare(self.of).coder(memory), bare(self.by).coder(memory)
+        chooses, rounds = without_feedback(self.of).coder(memory), without_feedback(self.by).coder(memory)
         assert chooses is not None and rounds is not None, "refused before it starts"
         return _Twice(chooses, rounds, 1 / (1 + (self.adds or 0.0)) if self.scaled else 1.0)
 

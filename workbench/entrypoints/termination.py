@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.record.checkpoints import FOLDER, found, step_of
+from workbench.record.checkpoints import FOLDER, list_checkpoints, step_of
 from workbench.record.store import RunError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Termination:
 
 def describe_end(out: Path) -> str:
     """Returns how to continue a run that SIGTERM ended."""
-    kept = found(out / FOLDER)
+    kept = list_checkpoints(out / FOLDER)
     if not kept:
         return "ended by SIGTERM; no checkpoint is kept"
     return (f"ended by SIGTERM; a checkpoint before step {step_of(kept[-1])} is kept: go on with workbench run "

@@ -11,10 +11,10 @@ from workbench.compressors import inside
 from workbench.experiment.compiler_import import put_off_compiler
 
 if TYPE_CHECKING:
-    from workbench.experiment.views import Settings
+    from workbench.experiment.views import ExperimentView
 
 
-def explain_refusal(e: Settings, made: Callable[[], Any] | None = None) -> str | None:
+def explain_refusal(e: ExperimentView, made: Callable[[], Any] | None = None) -> str | None:
     """Returns why `e`'s compressor cannot keep the momentum, and what to do instead; or None.
 
     made: makes `e`'s optimizer for its model; without it, a task's own optimizer passes
@@ -40,7 +40,7 @@ def explain_refusal(e: Settings, made: Callable[[], Any] | None = None) -> str |
     )
 
 
-def make_trial(e: Settings) -> Callable[[], Any]:
+def make_trial(e: ExperimentView) -> Callable[[], Any]:
     """Returns a function that makes `e`'s optimizer for a model with 1 parameter of 1 element."""
     put_off_compiler()
     one = [torch.nn.Parameter(torch.zeros(1))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from workbench.experiment.views import Settings
+    from workbench.experiment.views import ExperimentView
 
 ACTIONS = ("auto", "pause", "stop", "skip", "roll back")
 ON_NAN = ("when a loss is no number, or has run away; auto: pause if somebody watches, else stop; skip: no update "
@@ -15,7 +15,7 @@ DIVERGED = "a loss so many times the best of before, and above the first, has ru
 NO_ROWS = "the batch has no rows"  # such a loss is a mean over no rows
 
 
-def explain_refusal(e: Settings) -> str | None:
+def explain_refusal(e: ExperimentView) -> str | None:
     """Returns why `e` cannot skip a step as `on_nan` asks, and what to do instead; or None."""
     s = e.strategy
     if e.on_nan != "skip" or (s.skips and s.clips and not s.shards and s.workers == 1):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from workbench.settings import members
 
 if TYPE_CHECKING:
-    from workbench.experiment.views import Settings
+    from workbench.experiment.views import ExperimentView
 
 
-def explain_refusal(e: Settings) -> str | None:
+def explain_refusal(e: ExperimentView) -> str | None:
     """Returns why the task's own loop cannot run as `e` says, and what to do instead; or None."""
     if not e.task.leads:
         return None

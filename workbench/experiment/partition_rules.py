@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from workbench.experiment.views import Settings
+    from workbench.experiment.views import ExperimentView
     from workbench.strategies import Strategy
 
 
-def count_replicas(e: Settings) -> int:
+def count_replicas(e: ExperimentView) -> int:
     """Returns the number of replicas; each reads its own batches."""
     return e.ranks // e.partition.size
 
 
-def place_in_replica(e: Settings, rank: int) -> tuple[int, int]:
+def place_in_replica(e: ExperimentView, rank: int) -> tuple[int, int]:
     """Returns a rank's replica, and its place in it."""
     return divmod(rank, e.partition.size)
 
 
-def find_data_shard(e: Settings, rank: int) -> tuple[int, int, int | None]:
+def find_data_shard(e: ExperimentView, rank: int) -> tuple[int, int, int | None]:
     """Returns the rank's data shard, the number of shards, and a seed for random numbers or None.
 
     Without a partition every rank reads its own shard and uses the process's random numbers (None). With one, a
@@ -31,13 +31,13 @@ def find_data_shard(e: Settings, rank: int) -> tuple[int, int, int | None]:
     return number, count_replicas(e), e.seed * 100_003 + number + 1
 
 
-def find_random_seed(e: Settings, rank: int, step: int) -> int:
+def find_random_seed(e: ExperimentView, rank: int, step: int) -> int:
     """Returns the seed of a rank's random numbers from `step` on. Ranks that compute a layer together share it."""
     number = rank // e.partition.slices if e.partition.slices > 1 else rank
     return e.seed * 100_003 + number + 1 + 7919 * step
 
 
-def explain_refusal(e: Settings) -> str | None:
+def explain_refusal(e: ExperimentView) -> str | None:
     """Returns why `e`'s partition cannot spread its replicas, and what to do instead; or None."""
     partition, strategy = e.partition, e.strategy
     if partition.size == 1:

@@ -13,10 +13,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from workbench.experiment.views import Settings
+    from workbench.experiment.views import ExperimentView
 
 
-def compute_rate_factor(e: Settings) -> float:
+def compute_rate_factor(e: ExperimentView) -> float:
     """Returns the factor on `lr` after warm-up: the global batch over the batch that `lr` is for.
 
     The global batch is what all training ranks read for one update.
@@ -27,7 +27,7 @@ def compute_rate_factor(e: Settings) -> float:
     return batches * e.batch / (e.lr_base or e.task.batch) if e.batch else float(batches)
 
 
-def explain_refusal(e: Settings) -> str | None:
+def explain_refusal(e: ExperimentView) -> str | None:
     """Returns why the rate cannot follow the batch, and what to do instead; or None."""
     if not e.lr_scaled:
         return None

@@ -9,10 +9,10 @@ from workbench.experiment.momentum_rules import make_trial
 from workbench.optimizers import elementwise
 
 if TYPE_CHECKING:
-    from workbench.experiment.views import Settings
+    from workbench.experiment.views import ExperimentView
 
 
-def explain_refusal(e: Settings, made: Callable[[], Any] | None = None) -> str | None:
+def explain_refusal(e: ExperimentView, made: Callable[[], Any] | None = None) -> str | None:
     """Returns why `e` cannot shard its optimizer, and what to do instead; or None.
 
     made: makes `e`'s optimizer for its model; without it, a task's own optimizer passes

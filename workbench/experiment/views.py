@@ -11,7 +11,7 @@ from workbench.strategies import Strategy
 from workbench.tasks import TaskBase
 
 
-class Settings(Protocol):
+class ExperimentView(Protocol):
     """The settings that rules read; see `Experiment`."""
 
     @property

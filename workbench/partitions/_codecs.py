@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workbench.compressors import Compressor
-from workbench.compressors.error_feedback import bare
+from workbench.compressors.error_feedback import without_feedback
 from workbench.partitions._base import Coding
 from workbench.rank import Memory
 
@@ -13,14 +13,14 @@ def coding(activations: Compressor, gradients: Compressor, mask: bool, memory: M
 
     The next activation does not need what an activation left unsent.
     """
-    there, back = (None if way.immediate else bare(way).coder(memory) for way in (activations, gradients))
+    there, back = (None if way.immediate else without_feedback(way).coder(memory) for way in (activations, gradients))
     return Coding(there, back, mask)
 
 
 def refused(activations: Compressor, gradients: Compressor, where: str) -> str | None:
     """Returns why a codec cannot be used at `where` ("between two stages"), and what to use; or None."""
     for name, way in (("activations", activations), ("gradients", gradients)):
-        if bare(way).coder(Memory()) is None:
+        if without_feedback(way).coder(Memory()) is None:
             return (
                 f"{name}={way}: {where} every tensor crosses by itself, and {way} is a way to add up those of one "
                 f"place in the model; take one that makes something of any tensor: Cast, E3M0, QSGD, TopK, or Dense"

@@ -83,7 +83,7 @@ RULES = {
 }  # fmt: skip
 
 
-def wrong(about: Any) -> str | None:
+def find_fault(about: Any) -> str | None:
     """Returns the first fault, with field and value, or None."""
     if not isinstance(about, Mapping):
         return f"it holds {short(about)}, which must be an object"

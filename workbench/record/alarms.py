@@ -8,7 +8,7 @@ from typing import Any
 NAMES = ("nan", "diverged")  # of the marks
 
 
-def met(name: str, detail: Mapping[str, Any]) -> str:
+def describe_value(name: str, detail: Mapping[str, Any]) -> str:
     """Describes the value that a rank found.
 
     >>> met("nan", {"loss": "nan", "layer": "blocks.1", "why": "the first whose output is not finite"})
@@ -19,10 +19,10 @@ def met(name: str, detail: Mapping[str, Any]) -> str:
     if name == "diverged":
         return f"the loss is {detail.get('loss')}, after {detail.get('best')} at its best"
     what = f"the loss is {detail['loss']}" if detail.get("loss") else "a gradient is not finite"
-    return what + place(detail)
+    return what + describe_layer(detail)
 
 
-def place(detail: Mapping[str, Any]) -> str:
+def describe_layer(detail: Mapping[str, Any]) -> str:
     """Names the layer and why it is suspect, or ""."""
     layer, why = detail.get("layer"), detail.get("why")
     if layer:

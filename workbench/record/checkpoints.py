@@ -102,7 +102,7 @@ class Checkpoint:
         path = Path(path)
         with suppress(OSError):  # the folder may be read-only
             restore_replaced(path.parent)
-        there = [path] if (path / MANIFEST).exists() else [*found(path), *found(path / FOLDER)]
+        there = [path] if (path / MANIFEST).exists() else [*list_checkpoints(path), *list_checkpoints(path / FOLDER)]
         if not there:
             raise RunError(f"{path}: holds no checkpoint that is whole; name a checkpoint's folder, or the directory "
                            f"of a run that had save_every above 0")  # fmt: skip
@@ -168,7 +168,7 @@ def _opened(path: Path) -> int:
     return fd
 
 
-def sealed(said: Mapping[str, Any]) -> bytes:
+def seal_manifest(said: Mapping[str, Any]) -> bytes:
     """Returns a manifest's bytes, which begin with the SHA-256 of its other fields."""
     body = json.dumps({"schema": SCHEMA, **said}).encode()
     return b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'", ' + body[1:]
@@ -189,7 +189,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise RunError(f"{path}: its {MANIFEST} cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError):
         raise RunError(f"{path}: its {MANIFEST} is truncated or not one that workbench wrote") from None
-    reason = wrong(said) or ("it has no SHA-256 of itself" if said["schema"] > 1 and not seal else None)
+    reason = find_fault(said) or ("it has no SHA-256 of itself" if said["schema"] > 1 and not seal else None)
     if reason:
         raise RunError(f"{path}: its {MANIFEST} is not one that workbench wrote: {reason}")
     said.pop("sha256", None)
@@ -198,7 +198,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 def _older(path: Path) -> str:
     """Suggests an older checkpoint."""
-    for other in reversed(found(path.parent)):
+    for other in reversed(list_checkpoints(path.parent)):
         if _NAMED.fullmatch(path.name) and step_of(other) < step_of(path):
             with suppress(RunError):
                 _read_manifest(other)
@@ -209,7 +209,7 @@ def _older(path: Path) -> str:
 # -- find and prune checkpoints --
 
 
-def found(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Returns a folder's complete checkpoints, newest last, also those that a killed writer left hidden."""
     with suppress(OSError):
         restore_replaced(folder)
@@ -237,7 +237,7 @@ def prune(folder: Path, keep: int) -> list[Path]:
     run's. Raises OSError.
     """
     every: list[_Told] = []
-    for path in [] if folder.is_symlink() else found(folder):
+    for path in [] if folder.is_symlink() else list_checkpoints(folder):
         if path.is_symlink():
             continue
         with suppress(RunError):
@@ -255,7 +255,7 @@ def prune(folder: Path, keep: int) -> list[Path]:
 # -- check a manifest --
 
 
-def wrong(said: Any) -> str | None:
+def find_fault(said: Any) -> str | None:
     """Returns a manifest's first fault, with field and value, or None."""
     return next(_wrongs(said), None)
 

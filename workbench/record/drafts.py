@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.record.checkpoints import MANIFEST, REPLACED, name, restore_replaced, sealed
+from workbench.record.checkpoints import MANIFEST, REPLACED, name, restore_replaced, seal_manifest
 from workbench.record.folders import make_private_folder, remove_folder
 from workbench.record.store import private
 
@@ -42,7 +42,7 @@ class Draft:
         Until then, one of the same step is hidden. Readers restore it after a crash.
         """
         with Written(self.path / MANIFEST) as file:
-            file.write(sealed(manifest))
+            file.write(seal_manifest(manifest))
         _synced(self.path)
         self._take_place()
         _synced(self._to.parent)

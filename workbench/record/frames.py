@@ -22,7 +22,7 @@ class Refused(ValueError):
     """A bad message, with the reason in words."""
 
 
-def whole(data: bytes) -> tuple[int, str]:
+def find_whole_messages(data: bytes) -> tuple[int, str]:
     """Returns how many bytes are good messages, and the next one's fault, or ""."""
     left, end = ALWAYS + TIMES * len(data), 0
     try:

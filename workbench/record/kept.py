@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workbench.record.checkpoints import FOLDER, found, name, step_of
+from workbench.record.checkpoints import FOLDER, list_checkpoints, name, step_of
 from workbench.record.store import RunError
 
 if TYPE_CHECKING:
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 LOOK = 0.05  # seconds
 
 
-def kept(run: Run, step: int | None, timeout: float) -> Path:
+def wait_for_checkpoint(run: Run, step: int | None, timeout: float) -> Path:
     """Returns a checkpoint: before `step`, or at a live run's next boundary, or at the end.
 
     Raises RunError if none exists, and TimeoutError after `timeout` seconds.
     """
-    there = found(run.path / FOLDER) if run.path else []
+    there = list_checkpoints(run.path / FOLDER) if run.path else []
     if step is not None:
         if path := next((path for path in there if step_of(path) == step), None):
             return path
         raise RunError(f"step={step}: {run.name} keeps no checkpoint before it; {_those(there)}")
     if run.live and (path := PendingCheckpoint(run).found(timeout)):
         return path
-    there, end = found(run.path / FOLDER) if run.path else [], run.made
+    there, end = list_checkpoints(run.path / FOLDER) if run.path else [], run.made
     if there and there[-1].name == name(end):
         return there[-1]
     raise RunError(f"{run.name} ended after {end} steps, and what its ranks held then is not kept; {_those(there)}")

@@ -26,7 +26,7 @@ from pyarrow import ipc
 
 from workbench.record import checksums
 from workbench.record.about import RunError as RunError
-from workbench.record.about import wrong
+from workbench.record.about import find_fault
 from workbench.record.folders import ALLOW, make_private_folder, reason_to_refuse
 from workbench.record.stream import read_part as read_part
 from workbench.record.stream import schema
@@ -128,7 +128,7 @@ def about(path: Path) -> dict[str, Any]:
             f"{path}: was written with schema {schema}; this version reads up to schema {SCHEMA}, "
             f"so install a newer training-workbench to open it"
         )
-    if reason := wrong(found):
+    if reason := find_fault(found):
         raise RunError(f"{path}: its run.json is not one that workbench wrote: {reason}")
     return found
 

@@ -45,7 +45,7 @@ def read_part(path: Path, rank: int | None = None) -> Part:
         data = _bytes(path)
     except (OSError, ValueError) as error:
         return 0, None, f"cannot be read ({getattr(error, 'strerror', None) or error})"
-    end, wrong = frames.whole(data)
+    end, wrong = frames.find_whole_messages(data)
     first, batches, damage = 0, list[pa.RecordBatch](), ""
     try:
         with ipc.open_stream(pa.py_buffer(data[:end]), options=_READING) as stream:

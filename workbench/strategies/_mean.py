@@ -10,11 +10,11 @@ async def mean_of_all(rank: Rank, buckets: list[Bucket]) -> None:
     pending = []
     for bucket in buckets:
         bucket.data.div_(rank.size)
-        pending.append(await rank.start(summed(rank, bucket), name=bucket.name))
+        pending.append(await rank.start(sum_bucket(rank, bucket), name=bucket.name))
     for handle in pending:
         await rank.wait(handle)
 
 
-async def summed(rank: Rank, bucket: Bucket) -> None:
+async def sum_bucket(rank: Rank, bucket: Bucket) -> None:
     """Sets the bucket to its uncompressed sum over the ranks."""
     await rank.all_reduce(bucket.data, "sum", bucket.name)

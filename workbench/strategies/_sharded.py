@@ -47,7 +47,7 @@ class Outstanding:
             await self.then(self._results[-1])
 
 
-class Among(NamedTuple):
+class ShardGroups(NamedTuple):
     """One rank as part of three groups: all ranks, the ranks that shard a bucket, and the ranks with the same shard.
 
     replicas: None if all ranks share
@@ -58,7 +58,7 @@ class Among(NamedTuple):
     replicas: Rank | None = None
 
 
-async def summed(among: Among, outstanding: int, alone: bool, leaves: bool = False) -> list[Bucket]:
+async def sum_into_shards(among: ShardGroups, outstanding: int, alone: bool, leaves: bool = False) -> list[Bucket]:
     """Makes one forward and backward; returns this rank's shards of the summed gradients, clipped by `rank.clip`.
 
     outstanding: how many exchanges may be under way at a time
@@ -74,11 +74,11 @@ async def summed(among: Among, outstanding: int, alone: bool, leaves: bool = Fal
     await rank.forward()
     sums = Outstanding(rank, outstanding, then=leave if leaves else None)
     async for bucket in rank.backward(1.0 / rank.size):
-        await sums.start(reduced(among, bucket, alone), bucket.name)
+        await sums.start(reduce_bucket(among, bucket, alone), bucket.name)
     shards: list[Bucket] = await sums.all()
     await going.all()
     if rank.clip:
-        await shortened(among.sharers, shards, rank.clip)
+        await clip_shards(among.sharers, shards, rank.clip)
     return shards
 
 
@@ -87,7 +87,7 @@ async def asked(op: Op) -> Any:
     return await op
 
 
-async def reduced(among: Among, bucket: Bucket, alone: bool = False) -> Bucket:
+async def reduce_bucket(among: ShardGroups, bucket: Bucket, alone: bool = False) -> Bucket:
     """Returns this rank's shard of the bucket's sum over the ranks, in the bucket's memory; `alone` frees that memory.
 
     Of p ranks g share a bucket. A rank sends (g-1)/g of the bucket among them. If g < p it also sends 2 (q-1)/q of a
@@ -129,7 +129,7 @@ async def assembled(rank: Rank, shard: Tensor, bucket: Bucket) -> Tensor:
     return rows.view(-1)[: bucket.data.numel()]
 
 
-async def shortened(rank: Rank, shards: list[Bucket], longest: float) -> None:
+async def clip_shards(rank: Rank, shards: list[Bucket], longest: float) -> None:
     """Scales the gradients down to `longest` if the norm over all ranks is larger; ranks all-reduce one number."""
     squares = torch.stack([_square(shard.data) for shard in shards]).sum().view(1)
     await rank.all_reduce(squares, "sum", "norm")

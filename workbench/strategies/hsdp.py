@@ -8,7 +8,7 @@ from typing import ClassVar
 from workbench.rank import Rank
 from workbench.settings import knob
 from workbench.strategies import _grouped
-from workbench.strategies._sharded import Among
+from workbench.strategies._sharded import ShardGroups
 from workbench.strategies.zero_3 import ZeRO3
 
 
@@ -42,5 +42,5 @@ class HSDP(ZeRO3):
     def dims(self, size: int) -> tuple[tuple[str, int], ...]:
         return _grouped.dims(self.group, size)
 
-    def among(self, rank: Rank) -> Among:
-        return Among(rank, rank.group("within"), rank.group("between"))
+    def among(self, rank: Rank) -> ShardGroups:
+        return ShardGroups(rank, rank.group("within"), rank.group("between"))

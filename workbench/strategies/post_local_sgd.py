@@ -8,7 +8,7 @@ from typing import Any
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import knob
 from workbench.strategies._copies import copies
-from workbench.strategies._mean import summed
+from workbench.strategies._mean import sum_bucket
 from workbench.strategies._slots import bring_together
 from workbench.strategies.local_sgd import LocalSGD, LocalState
 
@@ -66,7 +66,7 @@ class PostLocalSGD(LocalSGD):
         await rank.forward()
         pending = []
         async for bucket in rank.backward(1.0 / rank.size):
-            pending.append(await rank.start(summed(rank, bucket), name=bucket.name))
+            pending.append(await rank.start(sum_bucket(rank, bucket), name=bucket.name))
         for handle in pending:
             await rank.wait(handle)
         await rank.update()

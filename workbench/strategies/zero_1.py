@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from workbench.rank import Rank
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
-from workbench.strategies._sharded import Among, Outstanding, gathered, summed
+from workbench.strategies._sharded import Outstanding, ShardGroups, gathered, sum_into_shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class ZeRO1(Strategy):
         return super().refuses(compressor)
 
     async def step(self, rank: Rank, state: Any) -> None:
-        shards = await summed(Among(rank, rank), self.outstanding, "gradients" in self.shards)
+        shards = await sum_into_shards(ShardGroups(rank, rank), self.outstanding, "gradients" in self.shards)
         params, wholes = await rank.params(), Outstanding(rank, self.outstanding)
         for shard in shards:
             await rank.update(shard)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workbench.rank import Bucket, Handle, Op, Rank
 from workbench.settings import knob
-from workbench.strategies._sharded import Among, assembled, summed
+from workbench.strategies._sharded import ShardGroups, assembled, sum_into_shards
 from workbench.strategies.zero_2 import ZeRO2
 
 
@@ -54,12 +54,12 @@ class ZeRO3(ZeRO2):
     def init(self, rank: Rank, params: list[Bucket]) -> dict[int, Handle]:
         return {}  # bucket -> its all-gather under way
 
-    def among(self, rank: Rank) -> Among:
+    def among(self, rank: Rank) -> ShardGroups:
         """Returns the ranks that shard a bucket together: all ranks."""
-        return Among(rank, rank)
+        return ShardGroups(rank, rank)
 
     async def step(self, rank: Rank, state: Any) -> None:
-        for shard in await summed(self.among(rank), self.outstanding, alone=True):
+        for shard in await sum_into_shards(self.among(rank), self.outstanding, alone=True):
             await rank.update(shard)
 
     async def gathering(self, rank: Rank, state: Any, bucket: Bucket) -> Coroutine[Op, Any, Tensor]:

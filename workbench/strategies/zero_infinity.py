@@ -12,7 +12,7 @@ from torch import Tensor
 
 from workbench.rank import Bucket, Handle, Op, Rank
 from workbench.settings import knob
-from workbench.strategies._sharded import Outstanding, asked, assembled, summed
+from workbench.strategies._sharded import Outstanding, asked, assembled, sum_into_shards
 from workbench.strategies.zero_3 import ZeRO3
 
 
@@ -70,7 +70,7 @@ class ZeROInfinity(ZeRO3):
 
     async def step(self, rank: Rank, state: Any) -> None:
         leaves = bool(state.away) and not rank.clip
-        shards = await summed(self.among(rank), self.outstanding, alone=True, leaves=leaves)
+        shards = await sum_into_shards(self.among(rank), self.outstanding, alone=True, leaves=leaves)
         if not state.away:  # the first step, in which everything is whole
             for shard in shards:
                 await rank.update(shard)

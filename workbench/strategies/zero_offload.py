@@ -9,7 +9,7 @@ from torch import Tensor
 
 from workbench.rank import Bucket, Handle, Rank
 from workbench.settings import knob
-from workbench.strategies._sharded import Among, fill, gathered, summed
+from workbench.strategies._sharded import ShardGroups, fill, gathered, sum_into_shards
 from workbench.strategies.zero_2 import ZeRO2
 
 
@@ -62,7 +62,7 @@ class ZeROOffload(ZeRO2):
     async def step(self, rank: Rank, state: _State) -> None:
         if not state.shards:
             await self._send(rank, state)
-        shards = await summed(Among(rank, rank), self.outstanding, alone=True, leaves=not rank.clip)
+        shards = await sum_into_shards(ShardGroups(rank, rank), self.outstanding, alone=True, leaves=not rank.clip)
         await self._arrive(rank, state)
         for shard in shards:
             if rank.clip:

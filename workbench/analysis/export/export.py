@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench import public_names
-from workbench.record.about import name_of_class, name_of_code, wrong
+from workbench.record.about import find_fault, name_of_class, name_of_code
 from workbench.record.store import RunError, replace_file
 from workbench.settings import short
 
@@ -117,7 +117,7 @@ def as_python(run: Run) -> str:
     """
     from workbench.analysis import last_steps
 
-    if reason := wrong({"experiment": run.settings, "epoch": 0}):
+    if reason := find_fault({"experiment": run.settings, "epoch": 0}):
         raise RunError(f"run {short(run.name)} cannot be written as Python: {reason}")
     ships = {name: _find_package(at) for name, at in public_names().items() if at.split(".")[1] in _FIELDS.values()}
     names: dict[str, set[str]] = {}

@@ -20,7 +20,7 @@ from workbench.cluster.engines.meeting import admit_engines
 from workbench.cluster.engines.renewing import EngineRenewal
 from workbench.cluster.engines.spares import SpareEngines
 from workbench.cluster.engines.state import ClusterState
-from workbench.cluster.processes.duration_history import awaited, engines, timed
+from workbench.cluster.processes.duration_history import awaited, describe_start, timed
 from workbench.cluster.processes.logs import log_tail
 from workbench.cluster.processes.place import ClusterError, LabPlace, alive, check_connection, host_name, this_process
 from workbench.cluster.processes.processes import LabProcesses, end_processes, let_go, start_guard, wait_for
@@ -61,7 +61,7 @@ class Cluster(ClusterState):
 
     def _come_up(self) -> None:
         try:
-            with timed(engines(self.ranks)):
+            with timed(describe_start(self.ranks)):
                 if self.connection is None:
                     self._start_here()
                 else:
@@ -81,7 +81,7 @@ class Cluster(ClusterState):
 
     def wait(self, timeout: float | None = None) -> Cluster:
         """Raises ClusterError with the reason if the engines fail, or are not up in time."""
-        if not awaited(self._ready, timeout, engines(self.ranks)):
+        if not awaited(self._ready, timeout, describe_start(self.ranks)):
             raise ClusterError(f"the engines are not up after {timeout:g} s: {self.progress}")
         if self.error:
             raise self.error

@@ -34,7 +34,7 @@ SILENCE = 60.0  # seconds of silence from a remote kernel before a run is abando
 _bench: EngineServer | None = None
 
 
-def open_bench(setup: dict[str, Any]) -> dict[str, Any]:
+def open_server(setup: dict[str, Any]) -> dict[str, Any]:
     """Opens this engine's sockets for a lab, and returns their addresses. Raises RuntimeError in another lab's run."""
     global _bench
     if _bench and _bench.is_busy and _bench.lab != setup["lab"]:

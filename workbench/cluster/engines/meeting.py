@@ -11,11 +11,11 @@ from dataclasses import replace
 from workbench.cluster.engines import engine_server
 from workbench.cluster.engines.engines import Engine, check_versions, choose_devices, probe_engines, spans_hosts
 from workbench.cluster.engines.state import ClusterState
-from workbench.cluster.processes.duration_history import engines, timed
+from workbench.cluster.processes.duration_history import describe_start, timed
 from workbench.cluster.processes.fork_server import ForkedEngine
 from workbench.cluster.processes.logs import code_in_words, log_tail
 from workbench.cluster.processes.place import ClusterError, host_name, this_process
-from workbench.cluster.processes.uninterruptible import whole
+from workbench.cluster.processes.uninterruptible import without_interrupts
 from workbench.experiment.user_input import MAX_RANKS
 
 COME_UP = 60.0  # seconds for an engine to come up
@@ -45,7 +45,7 @@ def admit_engines(cluster: ClusterState, ids: Sequence[int], ranks: Sequence[int
     open_: list[Engine] = []
     for engine in found:
         reach = engine.reach if spans else "127.0.0.1"
-        at = cluster.call(engine.id, engine_server.open_bench, {**setup, "reach": reach})
+        at = cluster.call(engine.id, engine_server.open_server, {**setup, "reach": reach})
         open_.append(replace(engine, rows=at["rows"], line=at["line"]))
     cluster.devices, cluster.kind = places, kind
     return open_
@@ -85,12 +85,12 @@ def _start_engines(cluster: ClusterState, count: int) -> list[int]:
     first = cluster.owned.next_engine
     numbers, joined = list(range(first, first + count)), list[int]()
     try:
-        with timed(engines(count, " more")) as work:
+        with timed(describe_start(count, " more")) as work:
             for number in numbers:
                 cluster.owned.start_engine(number)
             wait_for_engines(cluster, numbers, work.tell)
             found = admit_engines(cluster, numbers)
-        with whole():
+        with without_interrupts():
             joined += [_join_engine(cluster, engine) for engine in found]
             cluster.note_engines()
     except BaseException:  # also for an interrupt: no other code knows them
@@ -113,7 +113,7 @@ def replace_engines(cluster: ClusterState, numbers: Mapping[int, int]) -> list[E
     found = admit_engines(cluster, list(numbers.values()), list(numbers))
     before = [cluster.engines[rank] for rank in numbers]
     assert cluster.relay is not None
-    with whole():
+    with without_interrupts():
         for old, engine in zip(before, found, strict=True):
             cluster.relay.disconnect_engine(old.rows)
             cluster.relay.connect_engine(engine.rows)

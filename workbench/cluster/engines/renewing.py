@@ -16,7 +16,7 @@ from workbench.cluster.engines.engines import Engine, probe_engines
 from workbench.cluster.engines.health import ProcessHealth
 from workbench.cluster.engines.meeting import COME_UP, cannot_start, replace_engines, wait_for_engines
 from workbench.cluster.engines.state import ClusterState
-from workbench.cluster.processes.duration_history import engines, timed
+from workbench.cluster.processes.duration_history import describe_start, timed
 from workbench.cluster.processes.place import ClusterError
 from workbench.settings.describe_error import text_of
 
@@ -118,7 +118,7 @@ class EngineRenewal:
         first = owned.next_engine
         numbers = list(range(first, first + missing))
         try:
-            with timed(engines(missing, " more")) as work:
+            with timed(describe_start(missing, " more")) as work:
                 for number in numbers:
                     owned.start_engine(number)
                 wait_for_engines(cluster, numbers, work.tell)
@@ -132,7 +132,7 @@ class EngineRenewal:
         """Restarts engines that this lab did not start. Returns their new ipyparallel ids, in the order of `ranks`."""
         cluster = self.cluster
         old, known = [cluster.engines[rank] for rank in ranks], set(cluster.client.ids)
-        with timed(engines(len(old), " more")) as work:
+        with timed(describe_start(len(old), " more")) as work:
             for engine in old:
                 cluster.call(engine.id, engine_server.restart_engine, cluster.place.path.name, timeout=10)
                 self._health.tell_controller(engine)

@@ -37,7 +37,7 @@ class RankPlace(NamedTuple):
     own: bool = False
 
 
-class Verdict(NamedTuple):
+class StallVerdict(NamedTuple):
     """`text` describes the ranks `odd`, which have stood for `seconds`.
 
     sure: whether they certainly hang: at most half of all, and no other rank is in its own code for long
@@ -54,7 +54,7 @@ def find_patience(usual: float | None) -> float:
     return FIRST if usual is None else max(LEAST, TIMES * usual)
 
 
-def find_stall(table: Mapping[int, RankPlace], limit: float) -> Verdict | None:
+def find_stall(table: Mapping[int, RankPlace], limit: float) -> StallVerdict | None:
     """Returns which ranks hold the run up for more than `limit` seconds, or None."""
     mute = {r for r, seen in table.items() if seen.mute >= limit * seen.times}
     stuck = {r for r, seen in table.items() if not seen.waits and seen.still >= limit * seen.times} - mute
@@ -65,7 +65,7 @@ def find_stall(table: Mapping[int, RankPlace], limit: float) -> Verdict | None:
     return None
 
 
-def _describe_odd(table: Mapping[int, RankPlace], mute: set[int], stuck: set[int], limit: float) -> Verdict:
+def _describe_odd(table: Mapping[int, RankPlace], mute: set[int], stuck: set[int], limit: float) -> StallVerdict:
     parts = []
     for ranks in _group_alike(table, mute):
         seen, seconds = table[ranks[0]], max(table[r].mute for r in ranks)
@@ -83,7 +83,7 @@ def _describe_odd(table: Mapping[int, RankPlace], mute: set[int], stuck: set[int
         parts.append(rest)
     seconds = max(max(table[r].mute, table[r].still) if r in mute else table[r].still for r in odd)
     clear = all(table[r].waits or table[r].still <= BRIEF * limit for r in others)
-    return Verdict("; ".join(parts), tuple(sorted(odd)), seconds, clear and len(odd) <= len(others))
+    return StallVerdict("; ".join(parts), tuple(sorted(odd)), seconds, clear and len(odd) <= len(others))
 
 
 def _describe_rest(table: Mapping[int, RankPlace], others: set[int], brief: float) -> str:
@@ -98,13 +98,13 @@ def _describe_rest(table: Mapping[int, RankPlace], others: set[int], brief: floa
     return ", ".join(texts)
 
 
-def _all_wait(table: Mapping[int, RankPlace]) -> Verdict:
+def _all_wait(table: Mapping[int, RankPlace]) -> StallVerdict:
     """Judges a table of waiting ranks, with the largest group as the norm."""
     groups = sorted(_group_alike(table, table), key=lambda ranks: (len(ranks), table[ranks[0]].step))
     seconds = min(seen.still for seen in table.values())
     if len(groups) == 1:
         text = f"all ranks have waited in {_describe_place(table[groups[0][0]])} for {seconds:.0f} s"
-        return Verdict(text, tuple(sorted(table)), seconds)
+        return StallVerdict(text, tuple(sorted(table)), seconds)
     if (past := _went_past(table)) is not None:
         inside = sorted(set(table) - set(past))
         text = (
@@ -112,11 +112,11 @@ def _all_wait(table: Mapping[int, RankPlace]) -> Verdict:
             f"{name_ranks(inside)} {_choose_wait(inside)}, and {_choose_wait(past)} in "
             f"{_describe_place(table[past[0]])}; no rank has moved for {seconds:.0f} s"
         )
-        return Verdict(text, tuple(past), seconds)
+        return StallVerdict(text, tuple(past), seconds)
     odd = groups[:1] if len(groups[0]) < len(groups[-1]) else groups
     parts = [f"{name_ranks(ranks)} {_choose_wait(ranks)} in {_describe_place(table[ranks[0]])}" for ranks in groups]
     text = f"no rank has moved for {seconds:.0f} s: {', '.join(parts)}"
-    return Verdict(text, tuple(sorted(r for ranks in odd for r in ranks)), seconds)
+    return StallVerdict(text, tuple(sorted(r for ranks in odd for r in ranks)), seconds)
 
 
 def _went_past(table: Mapping[int, RankPlace]) -> list[int] | None:

@@ -20,7 +20,7 @@ from workbench.cluster.observe.hang_diagnosis import (
     GLANCE,
     TIMES,
     RankPlace,
-    Verdict,
+    StallVerdict,
     find_patience,
     find_stall,
     name_ranks,
@@ -62,8 +62,8 @@ class HangMonitor:
         self.clock, self.asleep = clock, asleep
         self.hang_after: Callable[[], float] = lambda: 0.0
         self.process: Callable[[int], str] = lambda rank: ""
-        self.hangs: Callable[[Verdict, bool], None] = lambda found, fresh: None
-        self.between: Callable[[Verdict], Verdict] = lambda found: found
+        self.hangs: Callable[[StallVerdict, bool], None] = lambda found, fresh: None
+        self.between: Callable[[StallVerdict], StallVerdict] = lambda found: found
         self.holdup = ""
         self.table: dict[int, RankPlace] = {}
         self._base = self._looked = clock()  # earlier time is no silence
@@ -77,7 +77,7 @@ class HangMonitor:
         self._took: dict[tuple[int, str], deque[float]] = {}  # seconds of recent operations
         self._evaluation = 0.0  # longest, in seconds
         self._said: dict[Any, str] = {}
-        self._episode: tuple[tuple[int, ...], Verdict] | None = None
+        self._episode: tuple[tuple[int, ...], StallVerdict] | None = None
         self._lock = threading.Lock()
         self.recording = RecordMonitor(run, self._put_note)
 
@@ -196,7 +196,7 @@ class HangMonitor:
             return max(self._evaluation, *self._lengths, 0.0)
         return statistics.median(self._lengths) if self._lengths else None
 
-    def _follow_stall(self, found: Verdict | None) -> None:
+    def _follow_stall(self, found: StallVerdict | None) -> None:
         """Updates one note per stall while it lasts, then notes the outcome."""
         if found:
             self.hangs(found, self._episode is None)

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from workbench.cluster.observe.hang_diagnosis import Verdict
+from workbench.cluster.observe.hang_diagnosis import StallVerdict
 from workbench.record.process import borrow_socket
 
 # the beginning of Linux's tcp_info: 5 bytes, 3 of flags, and 13 numbers up to tcpi_last_ack_recv
@@ -68,7 +68,7 @@ def find_dead_links(told: Mapping[int, Any]) -> dict[tuple[int, int], float]:
     return found
 
 
-def name_dead_link(found: Verdict, told: Mapping[int, Any]) -> Verdict:
+def name_dead_link(found: StallVerdict, told: Mapping[int, Any]) -> StallVerdict:
     """Adds the dead link, if any, to a verdict of waiting ranks. Its ranks become the odd ones."""
     pairs = find_dead_links(told)
     if not pairs:

@@ -39,7 +39,7 @@ def awaited(ready: threading.Event, timeout: float | None, what: str) -> bool:
     return True
 
 
-def engines(count: int, more: str = "") -> str:
+def describe_start(count: int, more: str = "") -> str:
     """Names the work.
 
     >>> engines(4), engines(1, " more")

@@ -10,7 +10,7 @@ from typing import Any
 
 
 @contextmanager
-def whole() -> Iterator[None]:
+def without_interrupts() -> Iterator[None]:
     """Delays an interrupt to the end of the block. A second one acts at once, because the user is in a hurry."""
     before: Any = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):

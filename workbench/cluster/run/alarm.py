@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from workbench.cluster.run.state import RunState
 from workbench.experiment.non_finite_rules import NO_ROWS
-from workbench.record.alarms import met, place
+from workbench.record.alarms import describe_layer, describe_value
 
 UNWATCHED = "{what}, and the run was ended, {why}; {mend}, {else_}, or let it pause: on_nan='pause'"
 ELSE = {"nan": "let it skip such steps: on_nan='skip'", "diverged": "let it go on: diverged=0"}
@@ -34,7 +34,7 @@ class Alarmed(NamedTuple):
         if self.name == "diverged":
             return f"{whose} loss was {self.loss} at step {self.step}, after {self.best} at its best"
         what = f"loss was {self.loss}" if self.loss else "gradient was not finite"
-        return f"{whose} {what} at step {self.step}{place(about)}"
+        return f"{whose} {what} at step {self.step}{describe_layer(about)}"
 
 
 class Alarm:
@@ -113,7 +113,7 @@ class Alarm:
         empty = first.why == NO_ROWS
         known = {**first._asdict(), "layer": "", "why": NO_ROWS if empty else ""}
         mend = "give every rank at least 1 row in each batch" if empty else "lower the learning rate"
-        text = UNWATCHED.format(what=met(first.name, known), why=why, mend=mend, else_=ELSE[first.name])
+        text = UNWATCHED.format(what=describe_value(first.name, known), why=why, mend=mend, else_=ELSE[first.name])
         unwatched = {**about, "type": "FloatingPointError", "text": text}
         self.live.ending.unwatched = None if self._pauses else unwatched
 

@@ -6,7 +6,7 @@ import queue
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from workbench.cluster.processes.uninterruptible import whole
+from workbench.cluster.processes.uninterruptible import without_interrupts
 from workbench.cluster.run import last_rows
 from workbench.cluster.run.state import RunState
 
@@ -39,7 +39,7 @@ class CommandQueue:
     def dismiss_ranks(self, ranks: Sequence[int]) -> None:
         """Frees the engines of ranks that have not joined."""
         if ranks:
-            with whole():
+            with without_interrupts():
                 self.dismissed |= set(ranks)
                 self.live.ending.note_outlived(ranks, self.live.step)
                 self.put_order("abort", to=ranks)

@@ -24,7 +24,7 @@ from workbench.cluster.run.alarm import Alarm
 from workbench.cluster.run.changes import Changes, PendingChange
 from workbench.cluster.run.commands import CommandQueue
 from workbench.cluster.run.evicting import Evictions
-from workbench.cluster.run.questions import Asked
+from workbench.cluster.run.questions import RunQuestions
 from workbench.cluster.run.state import RunState
 from workbench.cluster.run.waiting import wait_for_run
 from workbench.cluster.transport import spool
@@ -38,7 +38,7 @@ ACTED_ON = ("change", "refused", "resized", "policy", "not saved", "data", "stat
             "members", "memory grows", "end")  # fmt: skip
 
 
-class RunController(RunState, Asked):
+class RunController(RunState, RunQuestions):
     """Drives and follows one run. `state` is "starting", "running", "paused", "stopping", or one of `FINAL`.
 
     watched: whether a person sees the run; an unwatched run ends, rather than pauses, at a non-finite loss

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.cluster.engines.engines import spans_hosts
 from workbench.cluster.engines.meeting import cannot_start
 from workbench.cluster.observe import links
-from workbench.cluster.observe.hang_diagnosis import Verdict, name_ranks
+from workbench.cluster.observe.hang_diagnosis import StallVerdict, name_ranks
 from workbench.cluster.processes.place import ClusterError
 from workbench.cluster.run.errors import RankError
 from workbench.cluster.run.resizing import LOOK, RankNotBegun, list_idle, list_returned, resize_run
@@ -54,7 +54,7 @@ class Evictions:
 
     # -- events
 
-    def take_stall(self, found: Verdict, fresh: bool) -> None:
+    def take_stall(self, found: StallVerdict, fresh: bool) -> None:
         """Takes in a stall. fresh: whether it is new"""
         live = self.live
         if fresh:
@@ -72,7 +72,7 @@ class Evictions:
                 self._refused = str(failure)
                 live.note_error(failure)
 
-    def name_dead_link(self, found: Verdict) -> Verdict:
+    def name_dead_link(self, found: StallVerdict) -> StallVerdict:
         """Names a dead link, if any, when all ranks wait."""
         return links.name_dead_link(
             found, self.live.cluster.rpc.ask_all("wires", timeout=TELL, ranks=self.live.members)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from workbench.cluster.observe.hang_monitor import HangMonitor
 
 
-class Asked:
+class RunQuestions:
     """Answers a RunController's questions."""
 
     attention: HangMonitor

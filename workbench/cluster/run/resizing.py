@@ -11,7 +11,7 @@ import time
 from workbench.cluster.engines.meeting import cannot_start, reuse_engine, start_more
 from workbench.cluster.observe.hang_diagnosis import name_ranks
 from workbench.cluster.processes.place import ClusterError
-from workbench.cluster.processes.uninterruptible import whole
+from workbench.cluster.processes.uninterruptible import without_interrupts
 from workbench.cluster.run import last_rows
 from workbench.cluster.run.beginning import begin_sessions
 from workbench.cluster.run.changes import PendingChange
@@ -66,7 +66,7 @@ def _request_resize(live: RunState, ranks: int, here: list[int], spare: list[int
     try:
         if new:
             _begin_sessions(live, new)
-        with whole():
+        with without_interrupts():
             asked = live.changes.resizing([*here[:ranks], *new], new)
             live.orders.put_change(asked)
     except BaseException:  # also for an interrupt
@@ -112,7 +112,7 @@ def _list_returned(live: RunState) -> list[int]:
         if rank not in live.returned and len(engines) < MAX_RANKS:
             if begun:
                 last_rows.of_left(live, rank, said[rank]["sent"])
-            with whole():
+            with without_interrupts():
                 live.returned[rank] = reuse_engine(cluster, engines[rank])
         if rank in live.returned:
             found.append(live.returned[rank])

@@ -117,7 +117,9 @@ class RunWatch:
         """Adds to the errors if all ranks with the trained state died."""
         live, ending = self.live, self.ending
         joining = sorted(live.been - set(live.members) - ending.dead_ranks - set(ending.lost))
-        kept = checkpoints.found(Path(live.run.path) / checkpoints.FOLDER) if live.run.path is not None else []
+        kept = (
+            checkpoints.list_checkpoints(Path(live.run.path) / checkpoints.FOLDER) if live.run.path is not None else []
+        )
         none_holds(ending.errors, live.members, joining, str(kept[-1]) if kept else "")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import zmq
 
 from workbench.cluster.processes.place import ClusterError
-from workbench.cluster.processes.uninterruptible import whole
+from workbench.cluster.processes.uninterruptible import without_interrupts
 from workbench.cluster.transport.keys import CurveKeys
 
 
@@ -73,7 +73,7 @@ class RpcClient:
         self, what: str, blob: bytes = b"", timeout: float = 3.0, ranks: Collection[int] | None = None, **rest: Any
     ) -> dict[int, Any]:
         """Asks all engines, or those of `ranks`, at once. Returns {rank: plain answer or error}."""
-        with whole(), contextlib.ExitStack() as locks:  # an interrupt must not leave a lock taken
+        with without_interrupts(), contextlib.ExitStack() as locks:  # an interrupt must not leave a lock taken
             wires = [(rank, wire) for rank, wire in sorted(self._wires.items()) if ranks is None or rank in ranks]
             for _, wire in wires:
                 locks.enter_context(wire.lock)

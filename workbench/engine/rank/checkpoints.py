@@ -37,7 +37,7 @@ class CheckpointStore:
         self.folder = Path(run_dir) / checkpoints.FOLDER if run_dir is not None else None
 
     def list_steps(self) -> list[int]:
-        found = checkpoints.found(self.folder) if self.folder is not None else []
+        found = checkpoints.list_checkpoints(self.folder) if self.folder is not None else []
         return [checkpoints.step_of(path) for path in reversed(found)]
 
     def open_checkpoint(self, step: int, rank: int) -> tuple[dict[str, Any], RestoredState]:

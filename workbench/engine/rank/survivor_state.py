@@ -31,7 +31,9 @@ def list_saved(session: Session) -> list[int]:
     """Returns the steps before which this rank sees complete checkpoints of this run."""
     if session.run_dir is None:
         return []
-    return [checkpoints.step_of(path) for path in checkpoints.found(Path(session.run_dir) / checkpoints.FOLDER)]
+    return [
+        checkpoints.step_of(path) for path in checkpoints.list_checkpoints(Path(session.run_dir) / checkpoints.FOLDER)
+    ]
 
 
 def find_missing(session: Session, here: Collection[int]) -> tuple[list[int], list[int]]:

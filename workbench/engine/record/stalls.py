@@ -29,7 +29,7 @@ class ClockReading(NamedTuple):
         return cls(running, slept, time.process_time())
 
 
-def find_stall(before: ClockReading, now: ClockReading, beat: float = BEAT) -> dict[str, Any] | None:
+def find_clock_gap(before: ClockReading, now: ClockReading, beat: float = BEAT) -> dict[str, Any] | None:
     """Returns the detail of a Mark if the time between 2 readings is much longer than `beat` seconds, else None.
 
     seconds: the length of the pause. machine: whether the whole machine slept.
@@ -63,7 +63,7 @@ class StallDetector:
     def _run_beats(self) -> None:
         before = ClockReading.read_clocks()
         while not self._closing.wait(BEAT):
-            if found := find_stall(before, ClockReading.read_clocks()):
+            if found := find_clock_gap(before, ClockReading.read_clocks()):
                 self._report_stall(found)
             self.beat()
             before = ClockReading.read_clocks()  # because `beat` may take long

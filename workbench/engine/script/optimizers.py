@@ -10,7 +10,7 @@ from workbench.host.core.rate import Rate
 from workbench.tasks import rate
 
 
-class LoopView(Protocol):
+class ScriptLoopView(Protocol):
     """A loop with its optimizers."""
 
     @property
@@ -23,7 +23,7 @@ class LoopView(Protocol):
 class ScriptOptimizer:
     """The optimizers of a loop as one optimizer. Its step lets the loop step them."""
 
-    def __init__(self, led: LoopView) -> None:
+    def __init__(self, led: ScriptLoopView) -> None:
         self._led = led
         self.defaults: dict[str, Any] = {}
 

@@ -117,7 +117,10 @@ async def agree_on_state(run: ChangeView, came: Membership) -> None:
     if any(await run.gather(int(bool(run.optimizer.state)))):  # some may have made no step
         create_optimizer_state(run.layout, run.optimizer)
     if strategy.periodic:
-        state = [*handover.list_parameters(run.layout).values(), *handover.list_drifting(run, run.experiment.optimizer)]
+        state = [
+            *handover.list_parameters(run.layout).values(),
+            *handover.prepare_drifting(run, run.experiment.optimizer),
+        ]
         await handover.average_tensors(run.rank, [x for x in state if x.numel()], "those who are left", came.trained)
     elif len(came.furthest) < run.rank.size:
         await handover.send_missing(run, came.furthest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from workbench.host.core.views import RankView
-from workbench.host.loop.views import LoopView
+from workbench.host.loop.views import BucketOrderView
 from workbench.host.passes.tensor_schedule import find_arrival_order, find_plans
 from workbench.host.reconfigure import changes
 from workbench.host.transfer import handover
@@ -13,7 +13,7 @@ from workbench.host.transfer.rebucket import recut_buckets
 from workbench.settings import KnobError
 
 
-async def split_state(run: LoopView, ahead: bool = False) -> None:
+async def split_state(run: BucketOrderView, ahead: bool = False) -> None:
     """Splits state that is whole on every rank as the partition and the strategy need it.
 
     ahead: orders the buckets first
@@ -31,7 +31,7 @@ async def split_state(run: LoopView, ahead: bool = False) -> None:
     await run.reading.shard_parameters()
 
 
-async def foresee_order(run: LoopView) -> None:
+async def foresee_order(run: BucketOrderView) -> None:
     """Cuts buckets in the order of gradients, if a trial can foresee it.
 
     A trial that serves only this order must be cheap: the task is pure, and the model is not built again.
@@ -50,7 +50,7 @@ async def foresee_order(run: LoopView) -> None:
         await run.reorder_parameters(names)
 
 
-async def reorder_buckets(run: LoopView, names: list[str]) -> None:
+async def reorder_buckets(run: BucketOrderView, names: list[str]) -> None:
     """Cuts buckets in the order `names`, unless they have it already."""
     strategy = run.experiment.strategy
     if names == _list_names(run):

@@ -12,7 +12,7 @@ from workbench.host.reconfigure.policy_runner import PolicyRunner
 from workbench.host.transfer.views import ChangeView
 
 
-class LoopView(ChangeView, Protocol):
+class BucketOrderView(ChangeView, Protocol):
     """A rank that orders its buckets."""
 
     @property

@@ -124,7 +124,7 @@ def list_parts(model: nn.Module, learner: Learner) -> list[nn.Module]:
     )
 
 
-def find_bound_parts(parts: Sequence[nn.Module]) -> tuple[set[int], set[int]]:
+def find_tied_and_untrained(parts: Sequence[nn.Module]) -> tuple[set[int], set[int]]:
     """Returns parts that share parameters with the part before, and untrained parts."""
     last = {id(p): number for number, part in enumerate(parts) for p in part.parameters()}
     first: dict[int, int] = {}

@@ -91,11 +91,11 @@ async def consolidate_state(run: RankView, strategy: Strategy) -> None:
     if not strategy.periodic or rank.id not in who.ranks or len(who.ranks) == 1:
         return
     group = rank.replicas if len(who.ranks) == rank.size else rank.group(*(name for name, _ in who.dims))
-    drifted = list_drifting(run, run.experiment.optimizer, apart)
+    drifted = prepare_drifting(run, run.experiment.optimizer, apart)
     await average_tensors(group, drifted, "optimizer state")
 
 
-def list_drifting(run: RankView, optimizer: OptimizerSetting, apart: Collection[str] = ()) -> list[torch.Tensor]:
+def prepare_drifting(run: RankView, optimizer: OptimizerSetting, apart: Collection[str] = ()) -> list[torch.Tensor]:
     """Leaves out tables `apart`. Zeroes slots with the rule "drop", which have no mean."""
     found = []
     for name, x in list_trainer_state(run).items():

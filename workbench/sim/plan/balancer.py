@@ -15,7 +15,7 @@ from workbench.fabric.pace import SHARES
 from workbench.host.core.valueless import make_outline
 from workbench.host.observe.unit_times import TimedUnit, measure_outputs, measure_unit_times
 from workbench.host.placement.balancing import NEVER, StageCut, find_pareto_cuts
-from workbench.host.placement.stages import cut_model, estimate_compute, find_bound_parts, list_parts
+from workbench.host.placement.stages import cut_model, estimate_compute, find_tied_and_untrained, list_parts
 from workbench.partitions import Partition
 from workbench.policies import ByHand
 from workbench.record.run import Run
@@ -123,7 +123,9 @@ def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | No
     )
     rows = [[f * u.forward + b * u.backward for u in units] for f, b in _stage_slowness(e, factors)]
     try:
-        ways, exact = find_pareto_cuts(rows, count, *find_bound_parts(parts), way.depth, _crossing_seconds(e, learner))
+        ways, exact = find_pareto_cuts(
+            rows, count, *find_tied_and_untrained(parts), way.depth, _crossing_seconds(e, learner)
+        )
     except ValueError:
         cut_model(e, model, learner)  # raises a more precise error
         raise KnobError(

@@ -99,7 +99,11 @@ class Generations:
         return to
 
     def _list_saved(self) -> list[int]:
-        return [] if self._folder is None else [checkpoints.step_of(path) for path in checkpoints.found(self._folder)]
+        return (
+            []
+            if self._folder is None
+            else [checkpoints.step_of(path) for path in checkpoints.list_checkpoints(self._folder)]
+        )
 
     def _make_survivor(self, session: Session) -> RemainingRank:
         members, folder = self.world.members, self._folder
