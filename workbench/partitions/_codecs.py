@@ -11,7 +11,7 @@ from workbench.rank import Memory
 def coding(activations: Compressor, gradients: Compressor, mask: bool, memory: Memory) -> Coding:
     """Returns the Coding of both, without error feedback.
 
-    The next activation does not need what an activation left unsent.
+    The next activation does not need the unsent part of this one.
     """
     there, back = (None if way.immediate else without_feedback(way).coder(memory) for way in (activations, gradients))
     return Coding(there, back, mask)

@@ -28,13 +28,13 @@ class Pipeline(Partition):
     its batch into m equal parts, whose gradients add up to those of the batch. Stages wait for each other while the
     pipeline fills and drains. Under GPipe and 1F1B, stages of equal speed wait for a share (p-1) / (m+p-1) of the
     passes' time. PipeDream and PipeDream2BW never drain it and update with stale gradients. Between two stages, ranks
-    send the activation of each micro-batch and its gradient, independent of the model's size. With `micros` = 1 it is
-    naive layer parallelism: one stage computes at a time.
+    send the activation of each micro-batch and its gradient. Their bytes do not depend on the model's size. With
+    `micros` = 1 it is naive layer parallelism: one stage computes at a time.
 
     `activations` and `gradients` can encode what stages send. There is no error feedback, because the next activation
-    does not need what one left unsent. With TopK and `mask`, gradients exist only for the entries that were sent, and
-    use the same entries. Frozen parameters and buffers stay on every rank. A loss must be a mean over examples. It must
-    draw no random numbers outside the model, because each stage draws its own.
+    does not need the unsent part of this one. With TopK and `mask`, only the entries that were sent have gradients,
+    which are sent for the same entries. Frozen parameters and buffers stay on every rank. A loss must be a mean over
+    examples. It must draw no random numbers outside the model, because each stage draws its own.
 
     With `of` = Tensor() each stage is t ranks that compute its layers together. This suits fast links inside a stage
     and slow links between stages.

@@ -21,17 +21,17 @@ class Tensor(Partition):
         Y_k = gelu(X A_k)               columns of A: k's own features of Y, without communication
         Z   = sum over k of Y_k B_k     rows of B: one all-reduce (g); backward it is one of X's gradient (f)
 
-    Attention is split by heads, an embedding by its vocabulary, the head by its outputs, which all ranks gather. A
-    transformer's layer costs two all-reduces of its activations forward and two backward, independent of the model's
-    size. So these ranks need the fastest links. Every rank holds and computes the remaining parts alike: norms, and the
-    biases after an all-reduce. One of the t ranks keeps their optimizer state and sends its new values to the other
-    ranks before the next forward. So strategies and codecs, which do not know about it, cannot make them diverge.
+    Attention is split by heads, an embedding by its vocabulary, and the head by its outputs. All ranks gather these
+    outputs. A transformer's layer costs two all-reduces of its activations forward and two backward, independent of the
+    model's size. So these ranks need the fastest links. Every rank holds and computes the remaining parts alike: norms,
+    and the biases after an all-reduce. One of the t ranks keeps their optimizer state and sends its new values to the
+    other ranks before the next forward. So strategies and codecs cannot make these parts diverge.
 
     With `sequence`, each rank computes norms and dropout between layers for its own positions only. An all-reduce
     becomes a reduce-scatter after one layer and an all-gather before the next, with as many bytes together. A rank
     keeps 1/t of the activations between layers for its backward. There, a layer split by columns gathers its input once
-    more. Norms, and the biases after a layer split by rows, get gradients of these positions only. A small all-reduce
-    adds up each of them.
+    more. Norms and the biases after a layer split by rows get gradients of these positions only. A small all-reduce
+    adds up each gradient.
 
     A task's plan (`split`) names the layers to split; a transformers model has a plan of its own. In a Sequential they
     are pairs of Linears with only element-wise layers between. Inside a pair each rank draws its own random numbers;
@@ -40,9 +40,9 @@ class Tensor(Partition):
 
     `activations` and `gradients` can encode what ranks exchange, without error feedback. Each rank encodes its
     contribution. All ranks gather the payloads, decode them and add them up in rank order. A rank then sends t-1
-    payloads in place of an all-reduce; a linear codec (Cast) keeps the all-reduce. With TopK and `mask` a rank's part
-    has gradients only for the entries that it sent, which takes no bytes. The output of an embedding and of the last
-    layer, and everything in an evaluation, is sent unencoded.
+    payloads in place of an all-reduce. A linear codec (Cast) keeps the all-reduce. With TopK and `mask` a rank's part
+    has gradients only for the entries that it sent. This takes no bytes. The outputs of an embedding and of the last
+    layer are sent unencoded, and so is everything in an evaluation.
 
     When to use it: for layers that are too large for one rank to train, between chips that share a fast link. A
     Pipeline needs less bandwidth. Each rank builds the whole model once before it keeps its part.
