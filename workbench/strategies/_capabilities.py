@@ -127,7 +127,7 @@ class InPieces:
 
 
 class Sharding:
-    """Ranks shard what all of them need. Law: the shards together are bit-identical through any switch.
+    """Ranks shard values that all of them need. Law: the shards together are bit-identical through any switch.
 
     shards:       the sharded values: "optimizer state" (for optimizers that step each element by itself), "gradients"
                   (once they are summed), "parameters" (except while they are read). Of p ranks the r-th keeps the r-th
@@ -144,8 +144,8 @@ class Sharding:
     async def unshard(self, rank: Rank, state: Any, bucket: Bucket, following: Iterator[Bucket]) -> None:
         """Gathers all parameters of `bucket` before a forward, a backward or an evaluation reads it.
 
-        following: the buckets that this pass will read next and that are not whole, in their order; take only those to
-                   gather now
+        following: the buckets that this pass will read next and that are not whole, in their order; take only the
+        buckets to gather now
         """
 
     async def recall(self, rank: Rank, state: Any) -> None:

@@ -109,7 +109,7 @@ class Embeddings(Shadowing):
         return known
 
     async def _ask(self, rank: Rank, server: int, *numbers: float, ids: Iterable[Tensor] = ()) -> None:
-        """Sends a heading with row numbers behind it, in float64: whole numbers below 2^53 are exact."""
+        """Sends a heading and row numbers in float64, because it holds whole numbers below 2^53 exactly."""
         await rank.send(torch.cat([torch.tensor(numbers, dtype=torch.float64), *ids]), server, "turn")
 
     def _by_server(self, rank: Rank, rows: Rows) -> dict[int, Rows]:
@@ -120,7 +120,7 @@ class Embeddings(Shadowing):
         return found
 
     async def _serve(self, rank: Rank, state: Any) -> None:
-        """Runs a server: answers each turn that arrives."""
+        """Answers each turn that arrives at this server."""
         mine = [name for k, name in enumerate(rank.tables) if self.owner(k, rank.size) == rank.index]
         asked: dict[tuple[int, int], Rows] = {}  # by worker, the rows of its last look-up
         while (turn := await rank.recv(None, None, "turn")) is not None:

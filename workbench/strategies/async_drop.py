@@ -63,24 +63,24 @@ class AsyncDrop(Strategy):
 
         rank:    ask;  w_S <- the entries S of w that the server sends
                  w_c <- `local` steps of the optimizer, which begins anew, on the sub-model of S;   push w_c
-        server:  to whoever asks the k-th fastest of p ranks (k = 0 ... p-1), of the F units between two layers:
+        server:  when the k-th fastest of p ranks (k = 0 ... p-1) asks, of the F units between two layers:
                  s_u <- sum |w - w_0| over the entries of unit u;   units k F / p ... k F / p + q F in descending s
                  w_S <- (1 - alpha) w_S + alpha w_c              whenever a push comes; all other entries stay
 
-    So fast ranks train the units that change most and slow ranks the stable ones. A late push then overwrites little of
-    what other ranks have learned. w_0 is the model when the strategy is entered. `choose` = "random" draws the units of
-    each task, as in the paper's AsyncDrop without heterogeneity. A rank is slow if many tasks of other ranks return
-    during one of its own, per share of the model that it keeps. The order is in the record, so a replay makes the same
-    decisions.
+    So fast ranks train the units that change most and slow ranks train the stable units. A late push then overwrites
+    little that other ranks have learned. w_0 is the model when the strategy is entered. `choose` = "random" draws the
+    units of each task, as in the paper's AsyncDrop without heterogeneity. A rank is slow if many tasks of other ranks
+    return during one of its own, per share of the model that it keeps. The order is in the record, so a replay makes
+    the same decisions.
 
     A unit is a hidden feature, a channel or an attention head. The task's `split` marks them by Colwise() and
     Rowwise(), or two layers of a Sequential follow each other. One layer's matrix loses rows and the next one's
     columns. So the sub-model makes q of their operations, or q^2 if a layer is cut on both sides. Other parameters are
     in every sub-model. Its entries are sent each way, and one byte per unit to the rank. With `scaled` the weights that
-    read q F of F units are 1 / q times as large during training, as under dropout. Without it, as in the paper, the
-    whole model's next layer receives 1 / q times as much as in sub-models.
+    read q F of F units are 1 / q times as large during training, as under dropout. The paper does not scale them. The
+    whole model's next layer then receives 1 / q times as much as in sub-models.
 
-    A step is one task with a new optimizer; the run's own optimizer is not used. The server runs on rank 0, next to its
+    A step is one task with a new optimizer. The run's own optimizer is not used. The server runs on rank 0, next to its
     training. The Sample "computed" is the share of the model's operations in one forward. The Sample "staleness", on
     rank 0, counts the mixings during the task. A rank keeps old values of parameters that it does not train.
 
@@ -88,9 +88,9 @@ class AsyncDrop(Strategy):
     the optimizer, with new state for each task. Units that few ranks train learn only these ranks' classes. On Digits
     with alpha = 0.3 sub-models of half the units learned less than whole models.
 
-    The paper's code masks activations, and finds the trained entries by whether they changed. Here matrices are cut,
-    and all entries of a sub-model are mixed. The paper orders the ranks once. Its defaults are q = 0.25 in the later
-    blocks of a ResNet, alpha = 0.5 and tasks of 50 steps.
+    The paper's code masks activations and mixes the entries that have changed. Here matrices are cut and all entries of
+    a sub-model are mixed. The paper orders the ranks once. Its defaults are q = 0.25 in the later blocks of a ResNet,
+    alpha = 0.5 and tasks of 50 steps.
 
     Reference: Dun, Hipolito, Jermaine, Dimitriadis and Kyrillidis, "Efficient and Light-Weight Federated Learning via
     Asynchronous Distributed Dropout", AISTATS 2023, https://arxiv.org/abs/2210.16105

@@ -34,10 +34,10 @@ class AsyncServer(Strategy):
                   params_i <- centre + params_i - base_i;   base_i <- centre  every `fetch` steps
         server:   v <- m v + w d_i;   centre <- centre + r v;   version <- version + 1       whenever a push comes
 
-    w is 1/p of p trainers ("mean"), 1 ("sum") or 1 / max(1, staleness) ("staleness"). A push's staleness is the number
-    of pushes that the server has applied since the sender's last fetch. It is in the record. The server's optimizer is
-    momentum SGD on the pushes, with r = `server_lr` and m = `server_momentum`. By default it just adds them. v is
-    dropped when the strategy is left.
+    With p trainers w is 1/p ("mean"), 1 ("sum") or 1 / max(1, staleness) ("staleness"). A push's staleness is the
+    number of pushes that the server has applied since the sender's last fetch. It is in the record. The server's
+    optimizer is momentum SGD on the pushes, with r = `server_lr` and m = `server_momentum`. By default it adds the
+    pushes. v is dropped when the strategy is left.
 
     A trainer sends the model's bytes once per push and receives them once per fetch. The server sends p times as many,
     so its port is the bottleneck. A server on rank 0 runs next to its training. Several servers hold equal parts of the

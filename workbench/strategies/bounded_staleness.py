@@ -30,8 +30,8 @@ class BoundedStaleness(Strategy):
 
         rank:    begin iteration c only if c - min_j c_j <= s     c_j: iterations that rank j has finished
                  params_i <- centre, if its copy is older than that allows
-                 params_i <- optimizer_i(params_i, grad_i);   push what that moved;   c_i <- c_i + 1
-        server:  centre <- centre + what was pushed;   answers a fetch for iteration c once min_j c_j >= c - s
+                 params_i <- optimizer_i(params_i, grad_i);   push the change;   c_i <- c_i + 1
+        server:  centre <- centre + the pushed change;   answers a fetch for iteration c once min_j c_j >= c - s
 
     So in iteration c a rank sees its own updates and every update of the other ranks' first c - s iterations. No rank
     ever finishes more than s + 1 iterations more than another. A rank requests parameters together with its push, and
@@ -39,14 +39,14 @@ class BoundedStaleness(Strategy):
     rate, with plain or momentum SGD. At s = 64 there is no bound: ranks never wait and fetch in every iteration (ASP).
 
     A rank pushes the model's bytes in every iteration and fetches them only when its copy is too old. That is once in s
-    + 1 iterations if all ranks are equally fast, and in every iteration if it waits for a slower rank. The server on
-    rank 0 sends every rank's fetches. The Sample "ahead" is a fetching rank's lead over the slowest, in iterations. So
-    a larger s makes copies older even if no rank is late. With `eager` a copy is as fresh as without a bound, for as
-    many bytes. This is the eager SSP of Dai et al., whose servers send without a request.
+    + 1 iterations if all ranks are equally fast. A rank that waits for a slower rank fetches in every iteration. The
+    server on rank 0 sends every rank's fetches. The Sample "ahead" is a fetching rank's lead over the slowest, in
+    iterations. So a larger s makes copies older even if no rank is late. With `eager` a copy is as fresh as without a
+    bound, for as many bytes. This is the eager SSP of Dai et al. Their servers send without a request.
 
-    When to use it: every rank is slow at times, and not always the same one. A bound of a few iterations then hides it.
-    All ranks end up waiting for one that is always slow, with any bound. The sum of p updates needs a learning rate 1/p
-    of DDP's.
+    When to use it: different ranks are slow at different times. A bound of a few iterations then hides this. With any
+    bound all ranks end up waiting for a rank that is always slow. The sum of p updates needs a learning rate 1/p of
+    DDP's.
 
     Reference: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013,
     https://papers.nips.cc/paper/2013/hash/b7bb35b9c6ca2aee2df08cf09d7016c2-Abstract.html; Dai et al., "High-Performance

@@ -28,29 +28,30 @@ class DABMD(Strategy):
         y_i <- argmin_x  <g_i, x> + D(x, x_i) / lr
         x_i <- sum_j W_ij b_j y_j / sum_j W_ij b_j,   b_i <- sum_j W_ij b_j       `rounds` times
 
-    D is the Bregman divergence of the `mirror` map. "euclidean": D = |x - x_i|^2 / 2, so y_i is a step of plain SGD;
-    another optimizer makes its own step instead. "entropic": D = sum x log(x / x_i), and each parameter keeps its sum
+    D is the Bregman divergence of the `mirror` map. "euclidean": D = |x - x_i|^2 / 2, so y_i is a step of plain SGD.
+    Another optimizer makes its own step instead. "entropic": D = sum x log(x / x_i), and each parameter keeps its sum
     s. This is exponentiated gradient on a simplex of size s,
 
         y_i = s x_i exp(-lr g_i) / sum(x_i exp(-lr g_i))
 
-    "entropic" needs parameters above zero, keeps them there, and does not use the run's optimizer. `decay` multiplies
+    "entropic" needs parameters above zero and keeps them there. It does not use the run's optimizer. `decay` multiplies
     the gradients of round t by t^-a, which a scale-free optimizer such as Adam ignores. The regret bounds of mirror
     descent need a = 1/2.
 
-    `order` "step, mix" is the algorithm above. With "mix, step" ranks first mix x_i, then step from there with the
+    `order` "step, mix" is the algorithm above. With "mix, step" ranks mix x_i and then step from there with the
     gradient at the old x_i. In the Euclidean case this is x_i <- sum_j W_ij x_j - lr g_i, as in D-PSGD. Ranks then
     differ after a round by their last gradients, even on "complete".
 
-    W has Metropolis weights on any graph of Gossip, also a changing one. With weights b a rank that has seen few
-    examples counts for little. On "complete", or with many `rounds`, the result is the step with the mean gradient of
-    all ranks' examples. Without `weighted` it is sum_j W_ij y_j. This keeps the ranks' mean, and noisy gradients of
-    slow ranks count in full.
+    W has Metropolis weights on any graph of Gossip, even if it changes. With weights b a rank that has seen few
+    examples counts for little. On "complete" or with many `rounds` the result is the step with the mean gradient of all
+    ranks' examples. Without `weighted` it is sum_j W_ij y_j. This keeps the ranks' mean, and noisy gradients of slow
+    ranks count in full.
 
-    A rank begins no batch that would end after the deadline if it took as long as the one before. It always begins the
-    first one, so a rank whose batch takes longer than `window` delays its neighbours: use smaller batches. The Sample
-    "batches" is b_i; on real clocks it differs from run to run. A rank sends each neighbour the model's bytes and 8
-    more, `rounds` times per step, and hides none of it. The learning rate is per round, for b_i batches.
+    A rank begins no batch that would end after the deadline if it took as long as the batch before. It always begins
+    the first batch. If a batch takes longer than `window`, the rank delays its neighbours, so use smaller batches. The
+    Sample "batches" is b_i. On real clocks it differs from run to run. `rounds` times per step a rank sends each
+    neighbour the model's bytes and 8 more. It computes nothing at the same time. The learning rate is per round, for
+    b_i batches.
 
     When to use it: ranks differ in speed, permanently or at times, and data is unlimited. Unlike DDP no rank waits for
     the slowest, and unlike AsyncServer no gradient is stale.

@@ -48,20 +48,20 @@ class KFAC(Strategy):
         D = G^-1 grad A^-1,   grad = (1/p) sum_i grad_i
         params <- optimizer(params, nu D),   nu = min(1, sqrt(kl_clip / (lr^2 sum D . grad)))
 
-    a is a layer's input, plus a 1 if it has a bias. g is the gradient of one row's loss in the layer's output. The
-    ratio of the mean eigenvalues of A and G is pi^2. A (x) G approximates the layer's block of the Fisher matrix. g
-    uses the data's labels (the empirical Fisher), as in KAISA, and the rows of a sequence count as examples. A
-    convolution is a Linear layer of patches (KFC), and a patch of c channels has i = c k^2 elements. Its A is the sum
-    of a a^T over an image's T places, its G the mean of g g^T over them. This assumes that gradients at different
-    places are independent of each other and of the inputs. Other parameters use the plain gradient: embeddings, norms,
-    grouped convolutions, and layers that share parameters with another module. The Sample "preconditioned" is the share
-    of the preconditioned parameters. Ranks do the same arithmetic and are equal after every step.
+    a is a layer's input, plus a 1 if it has a bias, and g is the gradient of one row's loss in the layer's output. The
+    ratio of the mean eigenvalues of A and G is pi^2. A (x) G approximates the layer's block of the Fisher matrix. As in
+    KAISA, g uses the data's labels (the empirical Fisher). The rows of a sequence count as examples. A convolution is a
+    Linear layer of patches (KFC). A patch of c channels has i = c k^2 elements. A is the sum of a a^T over an image's T
+    places, and G is the mean of g g^T over these places. This assumes that gradients at different places are
+    independent of each other and of the inputs. Other parameters use the plain gradient: embeddings, norms, grouped
+    convolutions, and layers that share parameters with another module. The Sample "preconditioned" is the share of the
+    preconditioned parameters. Ranks do the same arithmetic and are equal after every step.
 
-    Layers are assigned by cost, i^3 + o^3: the most expensive first, each to the rank with the least work. Of p ranks g
-    = `fraction` p keep a layer's inverses and compute D of its gradient. If g < p they send D to the other ranks in
-    every step. fraction = 1 is COMM-OPT, 1/p MEM-OPT; g is rounded down to a divisor of p. In addition to DDP's bytes
-    ranks all-reduce half of A and G. They then broadcast half of the inverses among g ranks, and D to p/g ranks. A rank
-    keeps i^2 + o^2 elements per layer for the factors, and g/p of that for the inverses.
+    Layers are assigned by cost (i^3 + o^3). The most expensive is first, and each goes to the rank with the least work.
+    Of p ranks g = `fraction` p keep a layer's inverses and compute D of its gradient. If g < p they send D to the other
+    ranks in every step. A fraction of 1 is COMM-OPT and 1/p is MEM-OPT. The number g is rounded down to a divisor of p.
+    In addition to DDP's bytes ranks all-reduce half of A and G. They then broadcast half of the inverses among g ranks
+    and D to p/g ranks. A rank keeps i^2 + o^2 elements per layer for the factors and g/p of that for the inverses.
 
     When to use it: few and long steps, small layers, large batches. Use SGD with momentum and a learning rate of about
     0.01 to 1, because Adam rescales each element itself. After the strategy is entered, the first `warmup` steps use

@@ -39,22 +39,22 @@ class Newton(Strategy):
 
     B = J^T H J, with the Jacobian J of the model's output and the Hessian H of the loss in that output. If the model is
     linear in its parameters, B is the Hessian. Otherwise B leaves out the model's own curvature and is never negative.
-    So conjugate gradients meet no direction of negative curvature, as they do with a network's Hessian. The number of
+    So conjugate gradients meet no direction of negative curvature. With a network's Hessian they do. The number of
     `iterations` is fixed, so all ranks issue the same operations. With `tries` = 1 it tries no length and s = lr. If no
     length is good enough, the parameters stay. DANE (Shamir et al. 2014) solves a problem of each rank's own loss, with
-    its gradient corrected to g; on a quadratic its solution is GIANT's.
+    its gradient corrected to g. On a quadratic its solution is GIANT's.
 
-    Set the learning rate to 1, Newton's own step, which is the longest length it tries. The task's optimizer is not
-    used. An iteration costs about as much compute as two gradients. Per step a rank sends DDP's bytes, as many again
-    for d ("local") or for each iteration ("summed"), and one number per try. It keeps four vectors as long as the
-    model.
+    Set the learning rate to 1, Newton's own step. It is the longest length that is tried. The task's optimizer is not
+    used. An iteration costs about as much compute as two gradients. Per step a rank sends DDP's bytes and one number
+    per try. It sends as many bytes as DDP again for d ("local") or for each iteration ("summed"). It keeps four vectors
+    as long as the model.
 
     When to use it: small models and large batches, because g and B of a few examples are noise. "local" suits a slow
     network. It needs batches with several times as many examples as the model has parameters, or `damping` near the
     curvature. Otherwise a rank moves by 1/damping times the gradient where its own batch has no curvature. It works on
-    a transformer, but a step costs about eight of SGD's, so it is measured on Digits only. In one trial ByteGPT on two
-    ranks reached a loss of 2.6 in 16 steps with `damping` 0.1 or 1 and `tries` = 10; SGD with momentum (lr 0.1) reached
-    3.1. With 0.01 and 4 tries it stopped after its first step, because no length was good enough.
+    a transformer, but a step costs about as much as 8 steps of SGD. So it is measured on Digits only. In one trial
+    ByteGPT on two ranks reached a loss of 2.6 in 16 steps with `damping` 0.1 or 1 and `tries` = 10. SGD with momentum
+    (lr 0.1) reached 3.1. With 0.01 and 4 tries it stopped after its first step, because no length was good enough.
 
     Reference: Wang et al., "GIANT: Globally Improved Approximate Newton Method for Distributed Optimization", NeurIPS
     2018, https://arxiv.org/abs/1709.03528; Shamir, Srebro and Zhang, "Communication-Efficient Distributed Optimization

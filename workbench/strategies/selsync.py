@@ -45,20 +45,21 @@ class SelSync(Strategy):
     Windowed means weigh a value that is k steps old by (1 - smoothing)^k. With `norm_window` > 1 such a mean of norms
     replaces n_i. Until the window is full, every step synchronises. One all-reduce of 8 bytes per step finds the
     largest change, so all ranks decide the same. Only steps that synchronise send 2 (p-1)/p of the model's bytes. Ranks
-    wait for both. The record has each rank's "gradient change" and "synchronised", 1 or 0. The share of zeros is the
-    LSSR, and 1 / (1 - LSSR) the saving.
+    wait for both exchanges. The record has each rank's "gradient change" and "synchronised" (1 or 0). The share of
+    zeros is the LSSR, and 1 / (1 - LSSR) the saving.
 
-    delta = 0 always synchronises, a large delta never. Momenta stay each rank's own. `aggregate` = "gradients" averages
-    gradients before the update instead. Such a step is DDP's, but ranks keep their differences from other steps.
+    delta = 0 always synchronises, a large delta never. Each rank keeps its own momentum. `aggregate` = "gradients"
+    averages gradients before the update instead. Such a step is DDP's, but ranks keep their differences from other
+    steps.
 
-    If ranks have different kinds of data, a share `inject_ranks` of them sends examples to all other ranks, in turn.
-    The batches of the receivers become larger.
+    If ranks have different kinds of data, a share `inject_ranks` of them sends examples to all other ranks. They take
+    turns. The batches of the receivers become larger.
 
     When to use it: the network is slow, and training has calm phases. Compare the recorded changes with delta first. If
-    each step's gradient is noisy, they may all be above it. Means of norms over 25 steps make them about 25 times
-    smaller and steadier, and delta should shrink as much (0.02 to 0.05 there). The authors' code takes both means over
-    25 steps, and averages the parameters before the update. Here ranks are equal after a synchronised step. In a
-    simulation with sizes only every step synchronises, and ranks cannot share examples.
+    each step's gradient is noisy, all changes may be above delta. Means of norms over 25 steps make changes about 25
+    times smaller and steadier. Then delta should shrink as much (0.02 to 0.05). The authors' code takes both means over
+    25 steps and averages the parameters before the update. Here ranks are equal after a synchronised step. In a
+    simulation with sizes only, every step synchronises and ranks cannot share examples.
 
     Reference: Tyagi and Swany, "Accelerating Distributed ML Training via Selective Synchronization", CLUSTER 2023,
     https://arxiv.org/abs/2307.07950, and its code, https://github.com/sahiltyagi4/SelSync

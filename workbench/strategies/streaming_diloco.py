@@ -55,13 +55,13 @@ class StreamingDiLoCo(Strategy):
 
         2 (p-1) (ceil(c / 2) + 4 ceil(c / 256))        with 4 bits,        2 (p-1)/p 4 n        with 32
 
-    about an eighth of it. A step sends at most one fragment, and takes no longer for it while T steps last longer than
-    its exchange. The scale (the largest magnitude of 256 elements) and the code for zero are ours, because the paper's
-    could not be established. With F = 1, T = 0, alpha = 0 and 32 bits it is DiLoCo. With alpha = 1 each rank trains
-    alone.
+    With 4 bits this is about 1/8 of the bytes. A step sends at most one fragment. It takes no longer for it if T steps
+    last longer than the exchange. The scale (the largest magnitude of 256 elements) and the code for zero are ours,
+    because the paper's could not be established. With F = 1, T = 0, alpha = 0 and 32 bits it is DiLoCo. With alpha = 1
+    each rank trains alone.
 
-    An exchange starts at its fragment's turn S and is applied at S + T, as in the paper. torchft starts it at S - T and
-    applies it at S, so with T > 0 its outer steps use older parameters at the same step.
+    As in the paper, an exchange starts at its fragment's turn S and is applied at S + T. In torchft it starts at S - T
+    and is applied at S. So with T > 0 its outer steps use older parameters at the same step.
 
     When the strategy is left, the result is the ranks' mean in full precision, because fragments have trained alone
     since different steps. SlowMo, BMUF and DiLoCo continue with b.

@@ -44,32 +44,32 @@ class _State:
 class TEASQFed(Strategy):
     """Idle clients request tasks and train the model that they receive; a server mixes in every K updates.
 
-        client:  ask;  w_h <- what the server sends, of version h
+        client:  ask;  w_h <- the server's model, of version h
                  w_c <- `local` steps of the optimizer from w_h on f(w) + mu / 2 |w - w_h|^2;   push w_c - w_h
-        server:  a task to whoever asks while fewer than ceil(C n) of n clients are at work; others wait in turn
+        server:  a task to a client that asks, while fewer than ceil(C n) of n clients are at work; else it waits
                  once K updates have come:   S(t) = (1 + t)^-a,  t = version - h
                      u <- sum S(t_c) w_c / sum S(t_c),   b <- alpha S(mean t_c),   w <- (1 - b) w + b u
 
     The `clients` of a rank take turns and have their own data (`rank.client`). With Digits(shards="dirichlet") each
     client has different digits. n is the number of clients of all ranks. At most one client of a rank works at once, so
-    C limits anything only below 1 / `clients`. A step of the run is one task. With `deadline` a client begins no batch
-    after so many ms, and pushes after at least one batch. The Sample "batches" counts them. With `weighted` an update's
-    weight is S(t) times its number of batches, as in FedAvg. Without a deadline this changes nothing.
+    C has an effect only below 1 / `clients`. A step of the run is one task. With `deadline` a client begins no batch
+    after so many ms, but always trains one. The Sample "batches" counts its batches. With `weighted` an update's weight
+    is S(t) times its number of batches, as in FedAvg. Without a deadline this changes nothing.
 
     Both sides send the difference between a model and the receiver's copy: `density` of its entries, in `bits` bits
-    each. At 1 and 32 it is sent as it is. A client's unsent entries are lost. The server keeps a copy of each rank's
-    model, so it sends its unsent entries later. After every `relax` mixings twice as many entries are sent, because
-    late differences are small. The Sample "staleness" is t of each update. The Sample "active" counts the tasks under
-    way when the server gives one out. Both are in rank 0's record.
+    each. At 1 and 32 the whole difference is sent. A client's unsent entries are lost. The server keeps a copy of each
+    rank's model, so it sends its unsent entries later. After every `relax` mixings twice as many entries are sent,
+    because late differences are small. The Sample "staleness" is t of each update. The Sample "active" counts the tasks
+    under way when the server gives one out. Both are in rank 0's record.
 
-    The server runs on rank 0. The run's optimizer keeps its state on each rank from task to task; the paper's plain SGD
+    The server runs on rank 0. On each rank the run's optimizer keeps its state from task to task. The paper's plain SGD
     has none.
 
-    When to use it: clients differ in speed and in data, and the network to the server is slow. Slow clients' classes
-    count for less, especially with a large a: look at accuracy by class.
+    When to use it: clients differ in speed and in data, and the network to the server is slow. Classes of slow clients
+    count for less, especially with a large a. Look at accuracy by class.
 
-    This follows the paper's abstract, with the formulas of TEA-Fed (Zhou et al., 2021), whose server this is. Encoding
-    differences instead of models is ours: a model whose weights are zero except the largest cannot be trained.
+    This follows the paper's abstract, with the formulas of TEA-Fed (Zhou et al., 2021), whose server this is. We encode
+    differences, not models, because a model with only its largest weights cannot be trained.
 
     Reference: Jia, Liu, Zhou, Tian, Dong and Dou, "Efficient Asynchronous Federated Learning with Sparsification and
     Quantization", 2023, https://arxiv.org/abs/2312.15186
