@@ -41,7 +41,7 @@ class Schedule(Family):
 
     A pass begins when its input from a neighbouring piece has arrived. Every micro-batch passes each piece once forward
     and then once backward. Backwards, or their halves for parameters, keep the order of the micro-batches. So gradients
-    add up alike.
+    always add up in the same order.
 
     A step is one batch, forward and backward. Under a schedule that never flushes, stages are ahead of the step. They
     count on: with m micro-batches to a batch, number m is the first of the next batch. Each backward uses the weights

@@ -16,7 +16,7 @@ class OneFOneB(Schedule):
         stage 2    .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
 
     Stage i is p-1-i forwards ahead of the last stage. It loses the same (p-1) / (m+p-1) of the time as GPipe. But stage
-    i keeps the activations of at most min(m, p-i) micro-batches, not of all m. So m can be large and the bubble small.
+    i keeps the activations of at most min(m, p-i) micro-batches instead of m. So m can be large and the bubble small.
 
     When to use it: in place of GPipe.
 

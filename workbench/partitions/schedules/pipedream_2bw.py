@@ -16,16 +16,16 @@ class PipeDream2BW(Schedule):
         stage 2    .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
 
     Micro-batches m to 2m-1 are the next batch's, and so on. While a batch goes backward, the first micro-batches of the
-    next one go forward. That batch reads the newest weights before the present batch's update, on every stage and until
-    its end:
+    next batch go forward. On every stage and until its end, that batch reads the newest weights before the present
+    batch's update:
 
         w(k+1) = w(k) - lr * gradient of f at w(k-1),      w(-1) = w(0)
 
     where f is the loss of batch k. Any optimizer works. So the delay is one step for any p, and each stage keeps two
-    versions of its weights ("double-buffered weights"). Stage i keeps the activations of p-i micro-batches, which
+    versions of its weights ("double-buffered weights"). Stage i keeps the activations of p-i micro-batches. This
     requires m >= p. Once the pipeline is full, equal stages wait only for messages.
 
-    The pipeline drains before any change, and a held-out loss drains nothing. See PipeDream, also for random numbers
+    The pipeline drains before any change, and a held-out loss drains nothing. PipeDream explains this, random numbers
     and running statistics. Here a stage is p-1-i micro-batches ahead.
 
     When to use it: like PipeDream, for deeper pipelines and larger batches, with far less memory.

@@ -15,14 +15,14 @@ class ZeroBubble(Schedule):
         stage 1    . F0 F1  . I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         stage 2    .  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-    "I0" is the gradient of the stage's input for micro-batch 0, which the previous stage waits for. "W0" is the
-    gradient of the stage's parameters, which no stage waits for. Stage i computes it i micro-batches later, in time
-    that would be idle. If a forward and both halves take equally long, the lost share of the time is (p-1) / (3m+p-1),
-    33 % of 1F1B's. Two halves cost a little more than a whole backward. A stage keeps the activations of min(m, p)
-    micro-batches, as the first stage does under 1F1B. Each half recomputes checkpointed layers.
+    "I0" is the gradient of the stage's input for micro-batch 0. The previous stage waits for it. "W0" is the gradient
+    of the stage's parameters, and no stage waits for it. Stage i computes it i micro-batches later in time that would
+    be idle. If a forward and both halves take equally long, the lost share of the time is (p-1) / (3m+p-1). This is
+    about 33 % of 1F1B's share. Two halves cost a little more than a whole backward. A stage keeps the activations of
+    min(m, p) micro-batches, as the first stage does under 1F1B. Each half recomputes checkpointed layers.
 
-    ZB-H2 keeps twice as many activations and loses no time; it is not implemented. Neither is an optimizer that steps
-    before all stages know the gradient's norm: the step ends for all stages together.
+    ZB-H2 keeps twice as many activations and loses no time. It is not implemented. Neither is an optimizer that steps
+    before all stages know the gradient's norm. The step ends for all stages together.
 
     When to use it: if 1F1B's bubble hurts and more micro-batches are not possible.
 
