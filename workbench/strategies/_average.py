@@ -15,7 +15,7 @@ async def sum_by_messages(rank: Rank, bucket: Bucket) -> None:
     """Sets `bucket` to its sum over all ranks, by messages around the ring.
 
     It serves ranks that keep a common step but do not meet for changes. It sends an all-reduce's bytes. Within one sum
-    every rank receives what rank 0 knew when the sum began.
+    every rank receives the report that rank 0 had when the sum began.
     """
     parts = [bucket.shard(k, rank.size).data for k in range(rank.size)]
     left, right = (rank.index - 1) % rank.size, (rank.index + 1) % rank.size

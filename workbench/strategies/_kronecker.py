@@ -45,7 +45,7 @@ def seen(factors: Iterable[Factors]) -> list[Layer]:
 def dealt(layers: Sequence[Layer], size: int) -> dict[str, int]:
     """Returns, by weight, which of `size` ranks inverts its factors.
 
-    The costliest layer comes first, each goes to the least loaded rank. A matrix of n rows costs n^3.
+    The costliest layer comes first, and each goes to the least loaded rank. A matrix of n rows costs n^3.
     """
     return _dealt(tuple(layers), size)
 

@@ -21,13 +21,14 @@ class AsyncModelAverage(Strategy):
         background:  before <- params_i + correction_i;   mean <- (1/p) sum_j before_j;   correction_i += mean - before
 
     One averaging covers the whole model as it was at one moment. Its correction is applied after the gradient is
-    computed, so forward and backward see the same parameters. It is added, so steps made during the averaging are kept:
-    only the optimizers move the sum of all ranks' parameters. The next averaging begins when every rank has waited
-    `every_ms` by its own clock. Each averaging sends 2 (p-1)/p of the model's bytes and adds nothing to a step's time.
+    computed, so forward and backward see the same parameters. The correction is added, so steps made during the
+    averaging are kept. Only the optimizers move the sum of all ranks' parameters. The next averaging begins when every
+    rank has waited `every_ms` by its own clock. Each averaging sends 2 (p-1)/p of the model's bytes and adds nothing to
+    a step's time.
 
-    Until step `warmup` of the run, ranks wait for each other and average gradients after backward. They use messages
-    between neighbours on a ring, with an all-reduce's bytes, because asynchronous ranks do not meet for changes.
-    ShadowMA averages as often as the network allows, bucket by bucket, and adds each correction at once.
+    Until step `warmup` of the run, ranks wait for each other and average gradients after backward. They send messages
+    to neighbours on a ring, because asynchronous ranks do not meet for changes. This sends an all-reduce's bytes.
+    ShadowMA averages bucket by bucket as often as the network allows, and adds each correction at once.
 
     When to use it: ranks differ in speed, and the network must not be busy all the time. Replicas drift apart for as
     long as `every_ms`.

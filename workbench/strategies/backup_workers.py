@@ -29,18 +29,19 @@ class BackupWorkers(Strategy):
         server:  mean_v <- (1/n) sum of the first n = p - b gradients of version v, in rank order;   v <- v + 1
         rank:    params <- optimizer(params, mean_v)             for each version that it has not applied yet
 
-    A rank whose gradient came too late receives the means that it missed and applies them one after the other, so its
-    step counts for several. All ranks apply the same means in the same order. So parameters and optimizer states stay
-    bit-identical, with any optimizer. With b = 0 it is DDP.
+    If a rank's gradient came too late, it receives the means that it missed. It applies them one after the other, so
+    its step counts for several. All ranks apply the same means in the same order. So with any optimizer, parameters and
+    optimizer states stay bit-identical. With b = 0 it is DDP.
 
     The server runs on rank 0. A rank sends the model's bytes once per gradient and receives them once per version. The
-    server sends p - 1 times as many, so its port is the bottleneck, which DDP's all-reduce does not have. A step lasts
-    until the n-th gradient. A late rank first finishes its backward, which cannot be interrupted. The step takes the
-    n-th smallest of p times only if all ranks begin a version together. For exponentially distributed times with mean 1
-    this is H_p - H_b on average. The Sample "late" is 1 if a gradient was dropped, else 0.
+    server sends p - 1 times as many, so its port is the bottleneck. DDP's all-reduce has no bottleneck. A step lasts
+    until the n-th gradient. A late rank first finishes its backward, because nothing can interrupt it. The step takes
+    the n-th smallest of p times only if all ranks begin a version together. For exponentially distributed times with
+    mean 1 this is H_p - H_b on average. The Sample "late" is 1 if a gradient was dropped, else 0.
 
     When to use it: ranks are slow at random and the network is fast. A rank that is always slow does no useful work,
-    and its data is never learned. A mean of n gradients has the noise of n batches, so scale the learning rate by n.
+    and the model never learns its data. A mean of n gradients has the noise of n batches, so scale the learning rate by
+    n.
 
     Reference: Chen et al., "Revisiting Distributed Synchronous SGD", 2016, https://arxiv.org/abs/1604.00981
     """

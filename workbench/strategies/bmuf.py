@@ -22,15 +22,15 @@ class BMUF(Strategy):
         anchor <- W   or, where `form` is "nesterov", W + eta delta;    params_i <- anchor
 
     All ranks begin a block at the anchor. delta is in units of parameters, so it keeps its length when the learning
-    rate changes; SlowMo's u changes with it. At a constant learning rate BMUF(eta, zeta) is SlowMo(beta=eta,
+    rate changes. SlowMo's u changes with the rate. At a constant learning rate BMUF(eta, zeta) is SlowMo(beta=eta,
     alpha=zeta).
 
     A rank sends 2 (p-1)/p of the model's bytes once per H = `every` steps and waits for it. If the strategy is left
-    inside a block, the result is the plain mean; between blocks it is the anchor. SlowMo, DiLoCo and StreamingDiLoCo
+    inside a block, the result is the plain mean. Between blocks it is the anchor. SlowMo, DiLoCo and StreamingDiLoCo
     continue with its momentum.
 
     When to use it: as SlowMo. eta = 1 - 1/p and zeta = 1 are usual. With p ranks a block's displacement then moves the
-    model p times as far in the end. Implementations differ in the Nesterov form: fairseq's moves the anchor by (1 +
+    model p times as far in the end. Implementations differ in the Nesterov form. In fairseq it moves the anchor by (1 +
     eta) delta each time.
 
     Reference: Chen and Huo, "Scalable Training of Deep Learning Machines by Incremental Block Training with Intra-block

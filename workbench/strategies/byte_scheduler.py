@@ -17,20 +17,20 @@ Flying = dict[int, list[Handle]]  # by bucket, its exchanges that outlast the st
 class ByteScheduler(Strategy):
     """DDP in small pieces, reordered so that the next forward begins at once and waits bucket by bucket.
 
-        backward has filled bucket b:    its pieces of at most `partition_mb` wait, the first layers' the most urgent
-        the wire is free:                rank 0 lets the most urgent go, of all ranks, until `credit_mb` are under way
+        backward has filled bucket b:    its pieces of at most `partition_mb` wait; the first layers' are most urgent
+        the network is free:             rank 0 starts all ranks' most urgent until `credit_mb` are under way
         forward is about to read b:      wait for its pieces;  params_b <- optimizer(params_b, (1/p) sum_i grad_i,b)
 
     Backward ends with the layers that the next forward begins with. In the order of filling ("fifo") these are sent
-    last, and forward waits for every bucket. Here they overtake, and other pieces are sent while forward computes. So a
-    step can take max(compute, network); DDP takes at least forward + max(backward, network). Each rank sends DDP's
+    last, and forward waits for every bucket. Here they overtake, and ranks send other pieces while forward computes. So
+    a step can take max(compute, network). DDP takes at least forward + max(backward, network). Each rank sends DDP's
     bytes, 2 (p-1)/p times the model's per step. With p > 2 the order of additions may differ, as with any other size of
     buckets.
 
     Forward waits for one bucket at a time, so give buckets the size of a layer. Nothing overtakes the pieces under way.
     So with more credit an urgent piece waits longer, and rank 0 needs fewer rounds to choose pieces. P3 is
     `partition_mb` = 0.2 (its slices of 50,000 parameters) with the smallest credit. The best sizes depend on the
-    network: `tune(lab)` searches both while ranks train, as the authors do.
+    network. `tune(lab)` searches both while ranks train, as the authors do.
 
     A step ends before its update. Ranks finish it before a change, an evaluation, a new learning rate and the run's
     end. Clipping is refused, because no update has all gradients before it. A compressor acts on whole buckets, without

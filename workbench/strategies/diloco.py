@@ -24,13 +24,13 @@ class DiLoCo(Strategy):
     H steps and waits for it. With eta = 1 and mu = 0 it is LocalSGD. With H = 1, plain SGD inside and eta = 1 it is DDP
     with Nesterov momentum mu. "heavy-ball" moves the anchor by eta b, as SlowMo does.
 
-    Displacements pass through the compressor. Under TopK with error feedback they are SparseLoCo's, which has error
-    feedback instead of an outer momentum. SparseLoCo also decays the residual. Ours does not, and our TopK selects from
-    each bucket.
+    The compressor acts on displacements. Under TopK with error feedback they are SparseLoCo's. SparseLoCo has error
+    feedback instead of an outer momentum and also decays the residual. Ours does not decay it, and our TopK selects
+    from each bucket.
 
     If the strategy is left at the end of a round, the outer parameters are the result. Inside a round the result is the
-    ranks' mean, without an outer step. So nothing learned is lost, and no momentum acts on part of a round. SlowMo,
-    BMUF and StreamingDiLoCo continue with b.
+    ranks' mean without an outer step. So ranks lose nothing that they learned, and no momentum acts on part of a round.
+    SlowMo, BMUF and StreamingDiLoCo continue with b.
 
     When to use it: the network is so slow that ranks should exchange only every few hundred steps. The paper trains
     with AdamW inside and H = 500, from a model that was first trained synchronously. The default H here is short, so

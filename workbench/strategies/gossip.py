@@ -22,18 +22,18 @@ class Gossip(Strategy):
         params_i <- optimizer_i(params_i, grad_i)           the gradient is that before the mixing
 
     W has Metropolis weights, 1 / (1 + the larger degree of i and j). Its rows and columns add up to 1, so the mean of
-    all ranks moves as in DDP. In each round the ranks' disagreement shrinks by W's second largest |eigenvalue|: 1/3 on
-    a ring of 4, (1 + 2 cos(2 pi / p)) / 3 on a ring of p. On "exponential" a rank sends to one rank and receives from
-    another; on "butterfly" both are the same rank. On both graphs the disagreement of 2^n ranks is gone after n rounds.
-    "shift_one" is Bagua's pairing for any even number of ranks.
+    all ranks moves as in DDP. In each round the ranks' disagreement shrinks by W's second largest |eigenvalue|. This is
+    1/3 on a ring of 4 and (1 + 2 cos(2 pi / p)) / 3 on a ring of p. On "exponential" a rank sends to one rank and
+    receives from another. On "butterfly" both are the same rank. On both graphs the disagreement of 2^n ranks is gone
+    after n rounds. "shift_one" is Bagua's pairing for any even number of ranks.
 
-    A rank connects to its neighbours only and sends each one the model's bytes. That is twice per round on a ring, and
-    once on "exponential" and in pairs. In the order above the exchange hides behind forward and backward.
-    "adapt-then-combine" updates first and mixes the result. It hides nothing, but the ranks end a step closer together;
-    on "complete" with plain SGD it equals DDP.
+    A rank connects to its neighbours only and sends each neighbour the model's bytes. That is twice per round on a ring
+    and once on "exponential" and in pairs. In the order above the exchange hides behind forward and backward.
+    "adapt-then-combine" updates first and mixes the result. It hides nothing, but the ranks end a step closer together.
+    On "complete" with plain SGD it equals DDP.
 
-    When to use it: latency is high, or ranks are slow at times and not always the same one. Only the graphs with one
-    partner send fewer bytes than DDP's all-reduce. Evaluate the mean, because a single rank differs from it.
+    When to use it: latency is high, or different ranks are slow at different times. Only the graphs with one partner
+    send fewer bytes than DDP's all-reduce. Evaluate the mean, because a single rank differs from it.
 
     Reference: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017,
     https://arxiv.org/abs/1705.09056; "shift_one": Gan et al., "BAGUA: Scaling up Distributed Learning with System

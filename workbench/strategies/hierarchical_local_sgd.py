@@ -30,8 +30,8 @@ class HierarchicalLocalSGD(PostLocalSGD):
         params_i <- anchor + (1/p) sum_j (params_j - anchor)             every H steps, in place of the group's
 
     Each g = `group` consecutive ranks are a group (the mesh is "between" p/g × "within" g). A group's averaging sends 2
-    (g-1)/g of the model's bytes uncompressed. The averaging of all ranks sends 2 (p-1)/p of them through the
-    compressor, and resets both counts. With `warmup` it begins as PostLocalSGD does.
+    (g-1)/g of the model's bytes uncompressed. The averaging of all ranks sends 2 (p-1)/p of them through the compressor
+    and resets both counts. With `warmup` it begins as PostLocalSGD does.
 
     When to use it: some links are faster than others, for example within a host and between hosts.
 

@@ -15,16 +15,16 @@ class Hogwild(Strategy):
 
         params <- optimizer_i(params, grad_i(params))       every rank i, whenever it is ready
 
-    Ranks send nothing and never wait, so a slow rank delays no other. A gradient's parameters change while it is
-    computed. If two ranks update one element at the same moment, one of the updates is lost. Sparse gradients
+    Ranks send nothing and never wait, so a slow rank delays no other. Parameters change while a rank computes its
+    gradient. If two ranks update one element at the same moment, one of the updates is lost. Sparse gradients
     (`nn.Embedding(sparse=True)`) write only their own elements, so ranks rarely collide. A dense update writes every
     element, even if its gradient is zero. Each rank makes a whole step, so p ranks move the parameters up to p times as
-    far per step as DDP: lower `lr` if that is too far. Each rank keeps its own optimizer state and model buffers; their
+    far per step as DDP. Lower `lr` if that is too far. Each rank keeps its own optimizer state and model buffers. Their
     mean remains when the strategy is left. In the simulator an update is instantaneous, so gradients are stale but no
     update is lost.
 
-    When to use it: ranks on one host with sparse gradients, or ranks of uneven speed. It is refused on several hosts,
-    and on GPUs, because their memory is not the host's.
+    When to use it: ranks on one host have sparse gradients or uneven speed. It is refused on several hosts and on GPUs,
+    because they do not share the host's memory.
 
     Reference: Niu et al., "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent", NIPS 2011,
     https://arxiv.org/abs/1106.5730

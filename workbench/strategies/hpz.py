@@ -33,11 +33,11 @@ class HpZ(ZeRO3):
         gradients, update:                   as ZeRO3
 
     Each g = `group` consecutive ranks are a group. The backward's all-gather moves (g-1)/g of the model instead of
-    ZeRO3's (p-1)/p, and stays within the group. So a third less crosses between groups. Second shards take 4 Psi / g
-    bytes in fp32 from the end of the forward until the backward has read them.
+    ZeRO3's (p-1)/p and stays within the group. So ranks send 33 % fewer bytes between groups. Second shards take 4 Psi
+    / g bytes in fp32 from the end of the forward until the backward has read them.
 
     When to use it: ZeRO3 on hosts with fast links inside and slow links between them, if another 1/g of the model fits.
-    ZeRO++ also quantises what is gathered (qwZ) and reduced (qgZ); here a compressor acts on gradients only.
+    ZeRO++ also quantises what is gathered (qwZ) and reduced (qgZ). Here a compressor acts on gradients only.
 
     Reference: Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", ICLR 2024,
     https://arxiv.org/abs/2306.10209, section 3.2

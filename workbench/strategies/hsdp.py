@@ -22,9 +22,9 @@ class HSDP(ZeRO3):
         params_r, state_r <- optimizer(params_r, state_r, g_r)
 
     Each g = `group` consecutive ranks are a group (the mesh is "between" p/g x "within" g). A rank holds (4 + 4 + K)
-    Psi / g bytes in fp32. It sends 3 (g-1)/g of the model's bytes within its group, and 2 (q-1)/q of a g-th of them
-    between groups. DDP sends 2 (p-1)/p of them. A compressor acts among all ranks. Sums are added group by group, so
-    with several groups the last bits differ from ZeRO3's.
+    Psi / g bytes in fp32. It sends 3 (g-1)/g of the model's bytes within its group and 2 (q-1)/q of 1/g of them between
+    groups. DDP sends 2 (p-1)/p of them. A compressor acts among all ranks. Sums are added group by group, so with
+    several groups the last bits differ from ZeRO3's.
 
     When to use it: the model fits into the memory of one host's ranks together, and links between hosts are slow.
 

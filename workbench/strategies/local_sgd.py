@@ -29,14 +29,14 @@ class LocalSGD(Strategy):
         params_i <- optimizer_i(params_i, grad_i)                        every step
         params_i <- anchor + (1/p) sum_j (params_j - anchor)             every H steps
 
-    Ranks send the displacement since the last averaging, 2 (p-1)/p of the model's bytes once per H = `every` steps.
-    That is H times fewer than DDP. Between averagings replicas drift apart, which costs some loss per sample. The
-    dashboard shows the drift. `momentum` keeps each rank's optimizer state, averages it ("double averaging": as many
-    bytes again for SGD, twice as many for Adam) or zeroes it at each averaging. Each rank keeps its own running
-    statistics of normalisation layers.
+    Ranks send the displacement since the last averaging: 2 (p-1)/p of the model's bytes once per H = `every` steps. DDP
+    sends H times as many. Between averagings replicas drift apart, and this costs some loss per sample. The dashboard
+    shows the drift. `momentum` keeps each rank's optimizer state, averages it ("double averaging": as many bytes again
+    for SGD, twice as many for Adam) or zeroes it at each averaging. Each rank keeps its own running statistics of
+    normalisation layers.
 
-    When to use it: the network is slow, and a little loss per sample is cheaper than waiting. With `every` = 1 and SGD,
-    with or without momentum, it equals DDP. With Adam it does not, because each rank keeps its own second moments.
+    When to use it: the network is slow, and a little loss per sample is cheaper than waiting. With `every` = 1 and SGD
+    (with or without momentum) it equals DDP. With Adam it does not, because each rank keeps its own second moments.
     PostLocalSGD begins with steps of DDP. HierarchicalLocalSGD averages more often on faster links.
 
     Reference: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019,

@@ -36,12 +36,12 @@ class LowPrecisionDecentralized(Strategy):
 
     w_i is the neighbours' copy of rank i. A rank also keeps copies of its neighbours' w. All copies are bit-identical,
     because both sides add the same Q(z). W is 1/3 for each neighbour and the rank itself (1/2 on two ranks). Only the
-    displacement since the last round is rounded, so the rounding error shrinks with it. Q is ByteGrad's: the smallest
-    element and the distance between two codes, then one byte per element. With `bits` = 32 this is gossip on a ring,
-    without rounding.
+    displacement since the last round is rounded, so the rounding error shrinks with it. Q is ByteGrad's. It sends the
+    smallest element and the distance between two codes, then one byte per element. With `bits` = 32 this is gossip on a
+    ring, without rounding.
 
-    A rank sends each neighbour one byte per parameter and 8 per bucket. On a ring that is half the model's fp32 bytes,
-    in two messages: a third of DDP's bytes on 4 ranks, a quarter on many. It hides behind nothing, because it comes
+    A rank sends each neighbour one byte per parameter and 8 per bucket. On a ring that is half the model's fp32 bytes
+    in two messages: 1/3 of DDP's bytes on 4 ranks and 1/4 on many. The exchange hides behind nothing, because it comes
     after the update.
 
     When to use it: high latency and low bandwidth at the same time. It needs memory for three more copies of the model.

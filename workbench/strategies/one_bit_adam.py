@@ -18,23 +18,23 @@ class OneBitAdam(MomentExchange):
         afterwards:      m_i <- b1 m + (1 - b1) grad_i,   m <- (1/p) sum_i C(m_i + residual_i),   v stays
         both:            params <- params - lr m_hat / (sqrt(v_hat) + eps)
 
-    C is the experiment's compressor. Choose OneBit, whose bare name includes error feedback; any compressor under
-    ErrorFeedback works, and Dense is the exact reference. Other compressors are refused, because their losses would
-    never be sent (QAdam takes them). In the first `warmup` steps (DeepSpeed's `freeze_step`) gradients are sent whole.
+    C is the experiment's compressor. Choose OneBit, because its bare name includes error feedback. Any compressor under
+    ErrorFeedback works, and Dense is the exact reference. Other compressors are refused, because ranks would never send
+    their losses (QAdam takes them). In the first `warmup` steps (DeepSpeed's `freeze_step`) gradients are sent whole.
 
     With `scaled`, the default here, C acts on m / (sqrt(v_hat) + eps) and the result is multiplied back. Under Dense
-    this changes nothing; with signs it does. The paper codes m itself (scaled = False). An element with a small v then
-    gets its block's magnitude and takes a step of many times lr. A small Digits, frozen after 60 steps, unlearned in 12
-    of 12 runs; with `scaled` in 9 of 60, because v may be frozen too small. DeepSpeed masks elements whose gradient is
-    always zero, because a sign cannot encode zero. Here an element without any gradient before the freeze (v = 0) does
-    not move.
+    this changes nothing, but with signs it does. The paper codes m (scaled = False). An element with a small v then
+    gets its block's magnitude and takes a step of many times lr. A small Digits that was frozen after 60 steps
+    unlearned in 12 of 12 runs. With `scaled` it did in 9 of 60, because v may be frozen too small. DeepSpeed masks
+    elements whose gradient is always zero, because a sign cannot encode zero. Here an element without any gradient
+    before the freeze (v = 0) does not move.
 
     A rank sends 2 (p-1)/p of the model's bytes per step until v is frozen. From then on OneBit sends 1/32 of that, and
     4 bytes per scale. A rank waits as under DDP, and ranks are equal at every step. Both moments' bias is corrected, as
     in Adam's paper, and v_hat is frozen with its correction. DeepSpeed corrects neither. So its first steps are several
-    times as long, and its root frozen after n steps is sqrt(1 - beta2^n) of this one. Moments are empty when the
-    strategy is entered, and the momentum's residual is dropped when it is left. The task's optimizer is not used and
-    keeps its state. If `warmup` is raised above the steps done, v changes again.
+    times as long. Its root frozen after n steps is sqrt(1 - beta2^n) times this root. When the strategy is entered,
+    moments are empty. When it is left, it drops the momentum's residual. The task's optimizer is not used and keeps its
+    state. If `warmup` is raised above the steps done, v changes again.
 
     When to use it: long runs of Adam on very slow networks. DeepSpeed advises to freeze after 15 to 25 % of all steps.
 

@@ -31,10 +31,10 @@ class PostLocalSGD(LocalSGD):
 
     The steps of DDP are uncompressed and leave parameters and momenta equal on all ranks. If `warmup` is raised above
     the steps done, ranks average both and return to DDP. A rank sends 2 (p-1)/p of the model's bytes in each step of
-    DDP, and once in `every` steps afterwards.
+    DDP and once in `every` steps afterwards.
 
     When to use it: Local SGD from the first step on costs loss for good, for example because early gradients turn
-    quickly. The authors begin it at the first decay of the learning rate, half way through.
+    quickly. The authors begin it at the first decay of the learning rate, after half of the run.
 
     Reference: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020, https://arxiv.org/abs/1808.07217
     """

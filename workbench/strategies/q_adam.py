@@ -17,16 +17,16 @@ class QAdam(MomentExchange):
         both:        params <- params - lr m_hat / (sqrt(v_hat) + eps)
 
     Adam is not linear in the gradient, so errors of a compressed gradient do not average out. With v frozen a step is
-    linear in m. C is the experiment's compressor: ByteGrad is Bagua's choice, and under Dense it is momentum SGD with a
-    fixed scale for each element. hat divides by the weight of the gradients inside, 1 - b^t. The weight of v is frozen
-    with v (Bagua's continues, so its steps grow). Both moments contain the gradients of all warm-up steps. An element
-    without any gradient in the warm-up does not move while v is frozen. With `scaled` C acts on m / (sqrt(v_hat) +
-    eps), which is better for elements with small v if C is coarse.
+    linear in m. C is the experiment's compressor. ByteGrad is Bagua's choice, and Dense makes it momentum SGD with a
+    fixed scale for each element. A hat divides by the weight of the gradients inside, 1 - b^t. The weight of v is
+    frozen with v. Bagua's continues, so its steps grow. Both moments contain the gradients of all warm-up steps. An
+    element without any gradient in the warm-up does not move while v is frozen. With `scaled` C acts on m /
+    (sqrt(v_hat) + eps). If C is coarse, this is better for elements with small v.
 
     Each rank sends 2 (p-1)/p times the model's bytes per step in the warm-up, then the compressor's bytes. It waits as
     DDP does, and the exchange overlaps with backward. Ranks are equal at every step. The task's optimizer is not used
-    and keeps its state; the learning rate is the task's. When the strategy is entered, a warm-up begins with empty
-    moments. Raising `warmup` above the steps done thaws v, lowering it below them freezes v.
+    and keeps its state, and the learning rate is the task's. When the strategy is entered, a warm-up begins with empty
+    moments. If you raise `warmup` above the steps done, v changes again. If you lower it below them, v is frozen.
 
     When to use it: the task wants Adam and the network is slow. A warm-up of about 20 % of the run is usual. A v that
     is frozen too early scales some elements wrongly for the rest of the run.

@@ -22,12 +22,12 @@ class ShadowBMUF(Shadowing):
 
     W and delta are the same on all ranks. With eta = 0 and zeta = 1 W is the mean, and this is ShadowMA. With alpha = 1
     and no step during a round it is BMUF. The correction is added, so steps made during a round are kept. Bytes are
-    ShadowMA's. eta counts rounds. The Sample "sync gap" is the number of steps in a round, which depends on the
+    ShadowMA's. eta acts once per round. The Sample "sync gap" is the number of steps in a round. It depends on the
     network.
 
     The share alpha of each addition to W returns to W with the next mean. So the momentum has more effect than in BMUF,
-    whose blocks all begin at W. With large eta and alpha W oscillates about the mean. When the strategy is left, the
-    result is the ranks' mean, and delta is dropped.
+    because BMUF's blocks all begin at W. With large eta and alpha W oscillates about the mean. When the strategy is
+    left, the result is the ranks' mean, and delta is dropped.
 
     When to use it: as ShadowMA, with many ranks. Their mean moves only 1/p as far as each of them.
 

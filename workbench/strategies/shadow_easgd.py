@@ -20,7 +20,7 @@ class ShadowEASGD(Shadowing):
         shadow:  send before <- params_i;   params_i += alpha (centre - before)     when the centre comes back
         server:  centre <- (1 - alpha) centre + alpha before_i                      for each that comes, one by one
 
-    A shadow begins a round when the last one is over and the rank has made a step since. The Sample "sync gap" is the
+    A shadow begins a round when the last round is over and the rank has made a step since. The Sample "sync gap" is the
     number of steps from one round to the next. Each rank meets the servers at its own pace. The returned centre has
     already moved, as in the paper. So unlike EASGD the sum of all parameters and the centre is not constant. The
     correction is added, so steps made during a round are kept.
@@ -29,11 +29,11 @@ class ShadowEASGD(Shadowing):
     ports are the bottleneck. Servers hold equal parts of the buckets. A server on rank 0 also trains. It exchanges with
     itself without sending, once in p - 1 rounds of the other ranks.
 
-    When the strategy is left, all trainers meet the centre once more with 1/p of alpha, and every rank continues from
+    When the strategy is left, all trainers meet the centre once more with 1/p of alpha. Every rank then continues from
     the centre, the method's result.
 
-    When to use it: ranks differ in speed, so averaging ranks (ShadowMA) would follow the slowest one's rounds, and
-    servers have bandwidth to spare.
+    When to use it: ranks differ in speed, so averaging ranks (ShadowMA) would follow the slowest rank's rounds. Servers
+    must have bandwidth to spare.
 
     Reference: Zheng et al., "ShadowSync: Performing Synchronization in the Background for Highly Scalable
     Distributed Training", 2020, https://arxiv.org/abs/2003.03477; adding the correction as in Bagua's asynchronous

@@ -20,8 +20,8 @@ class ShadowMA(Shadowing):
 
     The correction is added, so steps made during an averaging are kept. With alpha = 1 only the optimizers move the sum
     of all ranks' parameters. Averagings follow each other as fast as the network allows, at most one per step. Each
-    sends 2 (p-1)/p of the model's bytes, and adds nothing to a step's time. The longer an averaging lasts, the further
-    the replicas drift apart. The Sample "sync gap" is the number of steps from one to the next.
+    sends 2 (p-1)/p of the model's bytes and adds nothing to a step's time. The longer an averaging lasts, the further
+    the replicas drift apart. The Sample "sync gap" is the number of steps from one averaging to the next.
 
     When to use it: the network is much slower than a step, and ranks differ in speed. LocalSGD averages as rarely but
     makes all ranks wait for it. AsyncServer loads one rank's network port.

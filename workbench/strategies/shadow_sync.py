@@ -23,19 +23,19 @@ class ShadowSync(Embeddings, ShadowEASGD):
         shadow:  as ShadowEASGD, of all but the tables
 
     The tables are the parameters whose rows the task's `lookups` name. Server k mod s holds table k and its optimizer
-    state. A push steps only its own rows, as torch's SparseAdam does; one step counter serves the whole table. Trainers
+    state. A push steps only its own rows, as torch's SparseAdam does. One step counter serves the whole table. Trainers
     read and change rows in any order, so a row may change between look-up and push. Each trainer runs `workers` steps
-    at once, on the same parameters without a lock. Each worker has its own batch and gradients; the trainer's optimizer
+    at once on the same parameters without a lock. Each worker has its own batch and gradients. The trainer's optimizer
     makes their steps one by one. A step of the record is one step of each worker.
 
-    A worker sends 8 bytes for each distinct row of its batch, and the row's gradient. It receives the row. For r rows
-    of w numbers in fp32 these are 8 r + 4 r w and 4 r w bytes. Headings add 40 bytes for each server asked and 8 for
-    each table. A shadow's round costs the same as ShadowEASGD's without the tables. Messages on a port wait for earlier
-    ones. So a round sends each bucket in pieces of `piece_kb`, each after the answer to the one before. A look-up then
-    waits for at most one piece of each trainer.
+    A worker sends 8 bytes for each distinct row of its batch and the row's gradient. It receives the row. For r rows of
+    w numbers in fp32 these are 8 r + 4 r w and 4 r w bytes. Headings add 40 bytes for each server asked and 8 for each
+    table. A shadow's round costs the same as ShadowEASGD's without the tables. Messages on a port wait for earlier
+    ones. So a round sends each bucket in pieces of `piece_kb`, and each piece waits for the answer to the piece before.
+    A look-up then waits for at most one piece of each trainer.
 
-    When the strategy is left, the result is the centre, and every rank receives the tables with their optimizer state.
-    For an evaluation rank 0 fetches all tables. One rank alone holds its tables itself.
+    When the strategy is left, the result is the centre. Every rank receives the tables with their optimizer state. For
+    an evaluation rank 0 fetches all tables. One rank alone holds its tables itself.
 
     When to use it: tables are most of the model and a batch reads few of their rows, as in recommenders. The exchange
     of the few other parameters may lag behind.

@@ -21,10 +21,10 @@ class ShadowSyncBMUF(AmongTrainers, Embeddings, ShadowBMUF):
 
     Tables, workers and the cost of rows are ShadowSync's. The shadow is ShadowBMUF's, without the tables and among the
     t trainers. W and delta are the same on each trainer, and servers hold neither. The momentum does not act on the
-    tables, which move only by pushes. So with large eta the tables and the other parameters learn at different rates.
-    It sends as many bytes as ShadowSyncMA, which it equals with eta = 0 and zeta = 1.
+    tables, because they move only by pushes. So with large eta the tables and the other parameters learn at different
+    rates. It sends as many bytes as ShadowSyncMA. With eta = 0 and zeta = 1 the two strategies are equal.
 
-    When the strategy is left, the result is the trainers' mean, and delta is dropped. Every rank receives the tables
+    When the strategy is left, the result is the trainers' mean and delta is dropped. Every rank receives the tables
     with their optimizer state. For an evaluation rank 0 fetches all tables and uses W.
 
     When to use it: as ShadowSyncMA, with many trainers. Their mean moves only 1/t as far as each of them.

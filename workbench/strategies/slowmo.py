@@ -21,16 +21,16 @@ class SlowMo(Strategy):
         anchor <- anchor - alpha lr u;    params_i <- anchor
 
     u is in units of gradients, so it keeps its meaning when the learning rate changes. `lr` is the mean learning rate
-    of the round's steps, so that a change during a round does not blow up u.
+    of the round's steps, so that u does not explode if the rate changes during a round.
 
-    It sends LocalSGD's bytes, 2 (p-1)/p of the model once per H = `every` steps, and waits for them. `buffers` =
+    It sends LocalSGD's bytes (2 (p-1)/p of the model once per H = `every` steps) and waits for them. `buffers` =
     "average" also sends the optimizer's state. With beta = 0 and alpha = 1 it is LocalSGD. With H = 1 and plain SGD it
     is DDP with heavy-ball momentum beta at alpha times the learning rate. If the strategy is left inside a round, the
     result is the plain mean. BMUF, DiLoCo and StreamingDiLoCo continue with its momentum.
 
-    When to use it: wherever LocalSGD costs loss. The paper uses H = 12 over Local SGD, alpha = 1 throughout and beta
-    between 0.4 and 0.8. It zeroes buffers under Nesterov SGD and keeps them under Adam. The default H here is short, so
-    that a lesson shows several rounds.
+    When to use it: if LocalSGD costs loss. The paper uses H = 12 over Local SGD, alpha = 1 and beta between 0.4 and
+    0.8. It zeroes buffers under Nesterov SGD and keeps them under Adam. The default H here is short, so that a lesson
+    shows several rounds.
 
     Reference: Wang, Tantia, Ballas and Rabbat, "SlowMo: Improving Communication-Efficient Distributed SGD with Slow
     Momentum", ICLR 2020, https://arxiv.org/abs/1910.00643

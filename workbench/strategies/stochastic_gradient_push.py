@@ -40,14 +40,14 @@ class StochasticGradientPush(Strategy):
         z_i <- x_i / w_i                                                 w_i is 1 at first
 
     Only the columns of P must add up to 1. A rank keeps 1 / (1 + receivers) and gives as much to each receiver. So the
-    sums of all x_i and of all w_i stay constant. x_i itself may drift to a multiple of the mean; z_i goes to the mean.
-    If each rank has as many receivers as senders, w_i stays 1 and this is gossip after the update. On "chain" and on
-    most graphs of your own w_i changes. The model's parameters are z_i except during the update.
+    sums of all x_i and of all w_i stay constant. x_i may drift to a multiple of the mean, and z_i goes to the mean. If
+    each rank has as many receivers as senders, w_i stays 1 and this is gossip after the update. On "chain" and on most
+    graphs of your own w_i changes. The model's parameters are z_i except during the update.
 
-    A rank sends the model's bytes, and 8 for the weight, to each receiver. That is once per round on "ring" and on
-    "exponential", whose receiver is 1, 2, 4, ... ranks ahead in turn. With `overlap` = 0 it waits for this step's
-    messages. With more it receives a message `overlap` steps after it was sent, so exchanges hide behind the next
-    steps. Messages under way are missing from x_i and w_i alike.
+    A rank sends each receiver the model's bytes and 8 bytes for the weight. On "ring" and "exponential" that is once
+    per round. On "exponential" the receiver is 1, 2, 4, ... ranks ahead in turn. With `overlap` = 0 it waits for this
+    step's messages. With more it receives a message `overlap` steps after it was sent, so exchanges hide behind the
+    next steps. Messages under way are missing from both x_i and w_i.
 
     When to use it: as Gossip, if links go one way or ranks have different numbers of neighbours. It loses to DDP if
     only bandwidth counts. When the strategy is left, the result is sum x_i / sum w_i, which is not the mean of the z_i.

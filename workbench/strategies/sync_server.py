@@ -17,13 +17,13 @@ class SyncServer(AsyncServer):
                   params_i <- centre + params_i - base_i;   base_i <- centre  every `fetch` steps
         server:   v <- m v + w sum_i d_i;   centre <- centre + r v;   version <- version + 1      once all have asked
 
-    It has AsyncServer's bytes and roles. But all ranks wait for the slowest, no push is stale, and all ranks have the
-    same version. With w = 1/p ("mean"), plain SGD and `push` = `fetch` = 1 it is DDP through a server. The server's
-    port is the bottleneck: it receives and sends p times the model per step. With an all-reduce each rank sends 2
-    (p-1)/p of it.
+    It has AsyncServer's bytes and roles. But all ranks wait for the slowest. So no push is stale, and all ranks have
+    the same version. With w = 1/p ("mean"), plain SGD and `push` = `fetch` = 1 it is DDP through a server. The server's
+    port is the bottleneck, because it receives and sends p times the model per step. With an all-reduce each rank sends
+    2 (p-1)/p of it.
 
-    When to use it: to see what the all-reduce has replaced, and what BackupWorkers and BoundedStaleness improve. More
-    servers share the load. Pushes begin after the step, so none of them hides behind backward.
+    When to use it: to see the method that the all-reduce has replaced, and that BackupWorkers and BoundedStaleness
+    improve. More servers share the load. Pushes begin after the step, so no push hides behind backward.
 
     Reference: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014,
     https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu; the comparison with stale pushes:

@@ -22,10 +22,11 @@ class TorchDDP(Strategy):
     `find_unused_parameters` for a model that does not use the same parameters in every step and on every rank.
 
     torch waits for its exchanges in C++, where nothing else can end a wait. If a rank ended in the middle of an
-    exchange over gloo, another one hung in 5 of 37 trials, until gloo's time limit of 10 minutes or its process ends.
+    exchange over gloo, another rank hung in 5 of 37 trials. It hangs until gloo's time limit of 10 minutes, or until
+    its process ends.
 
-    When to use it: as the yardstick. It is not DDP, our own strategy, whose buckets, compressor and strategy can be
-    changed during a run.
+    When to use it: as the yardstick. It is not our own DDP, which lets you change buckets, compressor and strategy
+    during a run.
 
     Reference: Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704
     """

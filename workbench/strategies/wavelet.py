@@ -21,19 +21,20 @@ class Wavelet(Strategy):
         params <- optimizer(params, (1/2p) sum of both batches' gradients over p ranks)
 
     It equals DDP with `accumulate` = 2 and sends half of DDP's bytes per batch. The exchange hides behind tock's
-    backward. If n pieces need equal memory, a rank keeps at most about 1 + 1/n of one batch's activations; two batches
-    side by side keep twice one batch's. If the first pieces need most, as in a convolutional network, delay tock by a
-    larger `lead`. Digits then keeps 1.5 times as much as one batch with `lead` = 1, and 1.3 times with 2.
+    backward. If n pieces need equal memory, a rank keeps at most about 1 + 1/n of one batch's activations. Two batches
+    next to each other keep twice as much as one batch. In a convolutional network the first pieces need most memory.
+    Then delay tock by a larger `lead`. Digits keeps 1.5 times as much as one batch with `lead` = 1 and 1.3 times with
+    2.
 
     A model is cut where a Pipeline would cut it, into `pieces` or as many as it has parts. A model without such places
     is one piece, and tock then begins after tick. A piece must not write into its input, except by an `inplace` layer.
     Batch norms see one batch after the other.
 
-    In the paper waves are processes that share a GPU, and one fills the idle half of the other's hardware. Here they
-    take turns on one device, so it shows the memory, and a step is no shorter. The paper's waves never stop and have
-    updates of their own; these end with each step.
+    In the paper waves are processes that share a GPU, and each uses the hardware that the other leaves idle. Here they
+    take turns on one device. So it shows the memory, and a step is no shorter. The paper's waves never stop and make
+    their own updates. These waves end with each step.
 
-    When to use it: to see where the memory of a step goes; two batches at once in the memory of one and a half.
+    When to use it: to see where the memory of a step goes. It trains two batches at once in the memory of 1.5.
 
     Reference: Wang et al., "Wavelet: Efficient DNN Training with Tick-Tock Scheduling", MLSys 2021,
     https://proceedings.mlsys.org/paper_files/paper/2021/hash/099268c3121d49937a67a052c51f865d-Abstract.html

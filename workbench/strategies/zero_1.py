@@ -20,13 +20,13 @@ class ZeRO1(Strategy):
         params <- all ranks' params_r                                  all-gather
 
     Of Psi parameters a rank holds 2 Psi + 2 Psi bytes of parameters and gradients in 16 bits (4 and 4 in fp32), as
-    under DDP. It holds K Psi / p instead of K Psi bytes of optimizer state; K is 8 for Adam in fp32, 4 for SGD with
+    under DDP. It holds K Psi / p instead of K Psi bytes of optimizer state. K is 8 for Adam in fp32 and 4 for SGD with
     momentum. It sends 2 (p-1)/p of the model's bytes per step, as DDP does. Sums are added in rank order, so the shards
     together are bit-identical to one process's result. Clipping adds up one more number. At most `outstanding` buckets
     are under way at once, because each needs memory.
 
     When to use it: the optimizer has much state. A rank also updates only 1/p of the model. But the all-gather comes
-    after the update, so half of the bytes hide behind nothing. DDP's bytes can all hide behind backward. Optimizers
+    after the update. So half of the bytes hide behind nothing, but DDP can hide all bytes behind backward. Optimizers
     that need a whole tensor (LARS, LAMB) are refused. A compressor acts on the gradients, never on the parameters.
 
     Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020,

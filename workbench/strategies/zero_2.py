@@ -17,8 +17,8 @@ class ZeRO2(ZeRO1):
         params <- all ranks' params_r                                  all-gather
 
     Of Psi parameters a rank holds 2 Psi bytes of parameters in 16 bits, and (2 + K) Psi / p of gradients and optimizer
-    state (4 Psi and (4 + K) Psi / p in fp32). It also holds the buckets that backward has filled until they are summed;
-    small buckets or a fast network reduce these. Bytes and results are ZeRO1's.
+    state (4 Psi and (4 + K) Psi / p in fp32). It also holds the buckets that backward has filled until they are summed.
+    Small buckets or a fast network reduce them. Bytes and results are ZeRO1's.
 
     When to use it: as ZeRO1, if gradients also need too much memory. The record has their memory as "memory gradients".
 

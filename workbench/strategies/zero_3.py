@@ -27,17 +27,17 @@ class ZeRO3(ZeRO2):
     Of Psi parameters a rank holds (2 + 2 + K) Psi / p bytes in 16 bits ((4 + 4 + K) Psi / p in fp32), and the buckets
     that are whole. These are the bucket being read, `prefetch` more, and buckets of weights that the same pass uses
     again. It sends 3 (p-1)/p of the model's bytes per step, 1.5 times as much as DDP: parameters for the forward,
-    parameters for the backward, and gradients. The last layers stay whole from the forward to the backward, which does
-    not read layers whose input needs no gradient. Its shards together are bit-identical to one process's result.
+    parameters for the backward, and gradients. The last layers stay whole from the forward to the backward. Backward
+    does not read layers whose input needs no gradient. The shards together are bit-identical to one process's result.
     Buckets of the size of a layer work best.
 
-    A dry step, which computes nothing, finds the order in which the model reads its parameters. If a model's control
-    flow depends on values, its first step shows the order, with everything whole. Every rank computes an evaluation,
+    A dry step computes nothing and finds the order in which the model reads its parameters. If a model's control flow
+    depends on values, its first step shows the order and keeps all buckets whole. Every rank computes an evaluation,
     with all-gathers in the lane "measuring".
 
-    When to use it: parameters also need too much memory. Every rank must read them in the same order; ranks check this
+    When to use it: parameters also need too much memory. Every rank must read them in the same order. Ranks check this
     in the first steps and then in one of 32. When the size of buckets changes, shards move bucket by bucket, so no rank
-    holds the model for it. A model that no rank can hold does not work yet, because each rank makes it whole at the
+    holds the whole model. A model that no rank can hold does not work yet, because each rank makes it whole at the
     start. Frozen parameters stay whole. FSDP (`fully_shard`) is the same with layers instead of buckets.
 
     Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020,

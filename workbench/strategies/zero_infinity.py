@@ -43,18 +43,18 @@ class ZeROInfinity(ZeRO3):
         params_r, state_r <- optimizer(params_r, state_r, g_r)      on the host; from disk one bucket ahead, and back
 
     A device holds only the buckets that are whole at the time. Of Psi parameters each rank's host or disk holds (4 + K)
-    Psi / p bytes in fp32, and the host 4 Psi / p of gradients until they are used. The device receives 4 Psi / p bytes
-    for the forward and again for the backward, and sends as many of gradients. With a disk the update adds 2 (4 + K)
-    Psi / p. Every rank reads its own shards over its own path, so p disks are p times as fast as one. Network bytes and
-    results are ZeRO3's.
+    Psi / p bytes in fp32, and the host 4 Psi / p bytes of gradients until they are used. The device receives 4 Psi / p
+    bytes for the forward and again for the backward, and it sends as many bytes of gradients. With a disk the update
+    adds 2 (4 + K) Psi / p. Every rank reads its own shards over its own path, so p disks are p times as fast as 1 disk.
+    Network bytes and results are ZeRO3's.
 
-    The disk is written by `pwrite` and read by `pread`, past the system's cache, in the directory for temporary files
-    (TMPDIR). `fabric.host` and `fabric.disk` set the speed of host and disk. One layer and its gradient must fit on the
-    device: cut a larger one into tiles (`workbench.tasks.TiledLinear`). With clipping, gradients stay on the device
-    until their norm is known. A model that writes into its parameters is refused.
+    Ranks write the disk by `pwrite` and read it by `pread`, without the system's cache. The files are in the directory
+    for temporary files (TMPDIR). `fabric.host` and `fabric.disk` set the speed of host and disk. One layer and its
+    gradient must fit on the device. Cut a larger layer into tiles (`workbench.tasks.TiledLinear`). With clipping,
+    gradients stay on the device until ranks know the norm. A model that writes into its parameters is refused.
 
-    When to use it: nothing else fits. Buckets of the size of a layer work best. Prefetching hides behind compute as far
-    as compute takes longer.
+    When to use it: nothing else fits. Buckets of the size of a layer work best. Compute hides prefetching for as long
+    as it lasts.
 
     Reference: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning",
     SC 2021, https://arxiv.org/abs/2104.07857, sections 5 and 6
