@@ -11,9 +11,9 @@ NAMES = ("nan", "diverged")  # of the marks
 def describe_value(name: str, detail: Mapping[str, Any]) -> str:
     """Describes the value that a rank found.
 
-    >>> met("nan", {"loss": "nan", "layer": "blocks.1", "why": "the first whose output is not finite"})
+    >>> describe_value("nan", {"loss": "nan", "layer": "blocks.1", "why": "the first whose output is not finite"})
     "the loss is nan, in layer 'blocks.1' (the first whose output is not finite)"
-    >>> met("diverged", {"loss": "500", "best": "1.55"})
+    >>> describe_value("diverged", {"loss": "500", "best": "1.55"})
     'the loss is 500, after 1.55 at its best'
     """
     if name == "diverged":

@@ -42,7 +42,7 @@ def awaited(ready: threading.Event, timeout: float | None, what: str) -> bool:
 def describe_start(count: int, more: str = "") -> str:
     """Names the work.
 
-    >>> engines(4), engines(1, " more")
+    >>> describe_start(4), describe_start(1, " more")
     ('starting 4 engines', 'starting 1 engine more')
     """
     return f"starting {count} engine{'s' * (count != 1)}{more}"
