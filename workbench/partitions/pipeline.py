@@ -25,8 +25,8 @@ class Pipeline(Partition):
         after all m backwards:    the strategy's exchange between the ranks with the same stage
 
     Each rank holds the parameters, gradients and optimizer state of its own stage, about 1/p of the model's. It cuts
-    its batch into m equal parts, whose gradients add up to those of the batch. Stages wait for each other while the
-    pipeline fills and drains. Under GPipe and 1F1B, stages of equal speed wait for a share (p-1) / (m+p-1) of the
+    its batch into m equal parts. Their gradients add up to the gradients of the batch. Stages wait for each other while
+    the pipeline fills and drains. Under GPipe and 1F1B, stages of equal speed wait for a share (p-1) / (m+p-1) of the
     passes' time. PipeDream and PipeDream2BW never drain it and update with stale gradients. Between two stages, ranks
     send the activation of each micro-batch and its gradient. Their bytes do not depend on the model's size. With
     `micros` = 1 it is naive layer parallelism: one stage computes at a time.
@@ -45,8 +45,8 @@ class Pipeline(Partition):
     their parameters, `balance(experiment)` measures it and returns the cuts that make the slowest stage fastest. With
     several pieces per stage there are p v - 1 cuts, one for each piece of the model after the first.
 
-    When to use it: for a model that one rank cannot hold or compute, on links too slow to exchange all its gradients or
-    parameters in each step.
+    When to use it: for a model that one rank cannot hold or compute. Links may be too slow to exchange all its
+    gradients or parameters in each step.
 
     Reference: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS
     2019, https://arxiv.org/abs/1811.06965

@@ -23,9 +23,9 @@ class Tensor(Partition):
 
     Attention is split by heads, an embedding by its vocabulary, and the head by its outputs. All ranks gather these
     outputs. A transformer's layer costs two all-reduces of its activations forward and two backward, independent of the
-    model's size. So these ranks need the fastest links. Every rank holds and computes the remaining parts alike: norms,
-    and the biases after an all-reduce. One of the t ranks keeps their optimizer state and sends its new values to the
-    other ranks before the next forward. So strategies and codecs cannot make these parts diverge.
+    model's size. So these ranks need the fastest links. Every rank holds and computes all remaining parts: norms, and
+    the biases after an all-reduce. One of the t ranks keeps their optimizer state and sends its new values to the other
+    ranks before the next forward. So strategies and codecs cannot make these copies diverge.
 
     With `sequence`, each rank computes norms and dropout between layers for its own positions only. An all-reduce
     becomes a reduce-scatter after one layer and an all-gather before the next, with as many bytes together. A rank

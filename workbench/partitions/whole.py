@@ -16,11 +16,11 @@ class Whole(Partition):
     With `checkpoint` = "units" a forward keeps only the input of each unit of the model. Backward recomputes the unit
     to get its other activations. If all units do this, a step takes about 33 % more compute, and memory holds the
     activations of one unit at a time. Units are the parts between which the model may be cut into stages: blocks of a
-    transformer, children of a Sequential. Gradients are bit-identical, because units draw the same random numbers
+    transformer or children of a Sequential. Gradients are bit-identical, because units draw the same random numbers
     again. "attention" recomputes only the core of attention, from queries, keys and values. This costs little and saves
     the scores of each pair of positions. A fused kernel never keeps these scores, so with it "attention" saves almost
-    nothing. A Tensor has the same knobs, a Pipeline has them in `of`. Ranks of a Tensor repeat the communication inside
-    a unit.
+    nothing. A Tensor has the same knobs, and a Pipeline has them in `of`. Ranks of a Tensor repeat the communication
+    inside a unit.
 
     When to use it: while the model fits into a rank's memory, or under a strategy that shards it (ZeRO3).
 
