@@ -1,6 +1,6 @@
 """Optional capabilities of strategies, in groups with defaults for strategies without them.
 
-Each group names its law, which tests/laws checks.
+Each group names its law. The tests in tests/laws check it.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class Sharding:
     async def recall(self, rank: Rank, state: Any) -> None:
         """Returns all offloaded shards to their places on the device.
 
-        For strategies that `offloads`: before a new optimizer is made, before the strategy is left, and before buckets
-        are cut again with nothing set `aside`.
+        For strategies that `offloads`. Hosts call it before a new optimizer is made, before the strategy is left, and
+        before buckets are cut again with nothing set `aside`.
         """
 
     def copies(self, state: Any) -> int:

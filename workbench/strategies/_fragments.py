@@ -25,8 +25,8 @@ def layers(parts: Sequence[Part]) -> dict[str, list[Part]]:
 def fragments(parts: Sequence[Part], count: int) -> list[list[str]]:
     """Returns the parameter names of each of `count` fragments, with whole layers.
 
-    Layers are dealt out from the largest to the smallest, each to the smallest fragment so far. So layers of equal size
-    are dealt out in turn: fragment f has layers f, f + count, f + 2 count, ...
+    From the largest to the smallest, each layer goes to the smallest fragment so far. So for layers of equal size,
+    fragment f has layers f, f + count, f + 2 count, ...
     """
     every = sorted(layers(parts).values(), key=_numel, reverse=True)
     held: list[list[Part]] = [[] for _ in range(count)]

@@ -160,7 +160,7 @@ def _carried(graph: str, size: int, late: int, push: bool) -> int:
     """Returns the rounds until a report of rank 0 has reached every rank, from the worst round to begin in."""
     longest = 0
     for first in range(bits(size) if graph == "exponential" else 1):  # "shift_one" is the same from any round
-        tells = {0: first}  # by rank, the first round in which it passes the report on
+        tells = {0: first}  # by rank, the first round in which it forwards the report
         number = first
         while len(tells) < size:
             for r in [r for r, begins in tells.items() if begins <= number]:

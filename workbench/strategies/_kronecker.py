@@ -28,7 +28,7 @@ class Layer(NamedTuple):
 
     @property
     def packed(self) -> int:
-        """Elements sent for both factors, or for their inverses: each is symmetric, so half is enough."""
+        """Elements sent for both factors or their inverses. Each is symmetric, so half is enough."""
         return _triangle(self.inputs) + _triangle(self.outputs)
 
     @property

@@ -15,8 +15,8 @@ MOMENTUM = ("keep", "average", "zero")
 async def combine_slots(rank: Rank, momentum: str) -> None:
     """Keeps, averages or zeroes the optimizer state, over the ranks that `rank` stands for.
 
-    "average" sends the slots as one vector, in fp32 at least: as many bytes as the parameters for SGD with momentum,
-    twice as many for Adam.
+    "average" sends the slots as one vector in fp32 at least. These are as many bytes as the parameters for SGD with
+    momentum, and twice as many for Adam.
     """
     if momentum == "keep" or not (slots := await rank.slots()):
         return

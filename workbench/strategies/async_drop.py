@@ -1,4 +1,4 @@
-"""AsyncDrop: ranks train sub-models of the server's model, which mixes in their entries."""
+"""AsyncDrop: ranks train sub-models of the server's model."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class AsyncDrop(Strategy):
     """Trains smaller sub-models on ranks that work at their own pace, and mixes them into the server's model.
 
         rank:    ask;  w_S <- the entries S of w that the server sends
-                 w_c <- `local` steps of the optimizer, which begins anew, on the sub-model of S;   push w_c
+                 w_c <- `local` steps of the optimizer, with new state, on the sub-model of S;   push w_c
         server:  when the k-th fastest of p ranks (k = 0 ... p-1) asks, of the F units between two layers:
                  s_u <- sum |w - w_0| over the entries of unit u;   units k F / p ... k F / p + q F in descending s
                  w_S <- (1 - alpha) w_S + alpha w_c              whenever a push comes; all other entries stay
@@ -70,15 +70,15 @@ class AsyncDrop(Strategy):
     So fast ranks train the units that change most and slow ranks train the stable units. A late push then overwrites
     little that other ranks have learned. w_0 is the model when the strategy is entered. `choose` = "random" draws the
     units of each task, as in the paper's AsyncDrop without heterogeneity. A rank is slow if many tasks of other ranks
-    return during one of its own, per share of the model that it keeps. The order is in the record, so a replay makes
-    the same decisions.
+    return during its own task, per share of the model that it keeps. The order is in the record, so a replay makes the
+    same decisions.
 
     A unit is a hidden feature, a channel or an attention head. The task's `split` marks them by Colwise() and
     Rowwise(), or two layers of a Sequential follow each other. One layer's matrix loses rows and the next one's
-    columns. So the sub-model makes q of their operations, or q^2 if a layer is cut on both sides. Other parameters are
-    in every sub-model. Its entries are sent each way, and one byte per unit to the rank. With `scaled` the weights that
-    read q F of F units are 1 / q times as large during training, as under dropout. The paper does not scale them. The
-    whole model's next layer then receives 1 / q times as much as in sub-models.
+    columns. So the sub-model makes q of their operations, or q^2 for a layer that is cut on both sides. Other
+    parameters are in every sub-model. Its entries are sent each way, and one byte per unit to the rank. With `scaled`
+    the weights that read q F of F units are 1 / q times as large during training, as under dropout. The paper does not
+    scale them. The whole model's next layer then receives 1 / q times as much as in sub-models.
 
     A step is one task with a new optimizer. The run's own optimizer is not used. The server runs on rank 0, next to its
     training. The Sample "computed" is the share of the model's operations in one forward. The Sample "staleness", on

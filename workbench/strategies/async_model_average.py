@@ -1,4 +1,4 @@
-"""Bagua's asynchronous model average: averaged in the background, applied between steps."""
+"""Bagua's asynchronous model average."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An asynchronous parameter server: a rank waits for the server, never for another rank."""
+"""An asynchronous parameter server."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class AsyncServer(Strategy):
     buckets.
 
     When to use it: ranks differ in speed for a long time, and the network is fast. The staler the pushes, the smaller
-    the learning rate must be. If each push is t versions old and has weight 1, plain SGD is stable up to a rate of 2
-    sin(pi / (2 (2 t + 1))) over the curvature. SyncServer is the same with ranks that wait for each other.
+    the learning rate must be. If pushes are t versions old and have weight 1, plain SGD is stable up to a rate of 2
+    sin(pi / (2 (2 t + 1))) / curvature. SyncServer is the same with ranks that wait for each other.
 
     Reference: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012,
     https://papers.nips.cc/paper/4687-large-scale-distributed-deep-networks; weights by staleness: Zhang et al.,

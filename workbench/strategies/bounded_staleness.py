@@ -1,4 +1,4 @@
-"""Stale synchronous parallel: the fastest rank may lead the slowest by a bounded distance."""
+"""Stale synchronous parallel (SSP)."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class BoundedStaleness(Strategy):
     A rank pushes the model's bytes in every iteration and fetches them only when its copy is too old. That is once in s
     + 1 iterations if all ranks are equally fast. A rank that waits for a slower rank fetches in every iteration. The
     server on rank 0 sends every rank's fetches. The Sample "ahead" is a fetching rank's lead over the slowest, in
-    iterations. So a larger s makes copies older even if no rank is late. With `eager` a copy is as fresh as without a
-    bound, for as many bytes. This is the eager SSP of Dai et al. Their servers send without a request.
+    iterations. So a larger s makes copies older even if no rank is late. With `eager` copies are as new as without a
+    bound and cost as many bytes. This is the eager SSP of Dai et al. Their servers send without a request.
 
     When to use it: different ranks are slow at different times. A bound of a few iterations then hides this. With any
     bound all ranks end up waiting for a rank that is always slow. The sum of p updates needs a learning rate 1/p of

@@ -1,4 +1,4 @@
-"""ByteScheduler: sends gradients in small pieces, in the order of the next forward."""
+"""ByteScheduler: gradients in small pieces, in the order of the next forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DABMD: ranks compute until a common deadline, then neighbours mix by their batch counts."""
+"""Distributed any-batch mirror descent (DABMD)."""
 
 from __future__ import annotations
 

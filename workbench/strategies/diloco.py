@@ -1,4 +1,4 @@
-"""DiLoCo: ranks train alone for long; an outer Nesterov optimizer steps by their mean."""
+"""DiLoCo: local training with an outer Nesterov optimizer."""
 
 from __future__ import annotations
 

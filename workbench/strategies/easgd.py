@@ -1,4 +1,4 @@
-"""Elastic averaging: a spring ties the replicas to a common centre, so they may explore."""
+"""Elastic averaging SGD (EASGD)."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class EASGD(Strategy):
 
     Both lines use the old values, so the sum of all params_i and the centre stays constant. Each exchange leaves 1 -
     alpha of the distances between ranks and 1 - (p+1) alpha of the distance between the centre and the ranks' mean.
-    With beta = p / (p+1) the centre equals the mean afterwards. From beta = 2 p / (p+1) on the two diverge, so EASGD
+    With beta = p / (p+1) the centre equals the mean afterwards. From beta = 2 p / (p+1) on they diverge, so EASGD
     refuses it. One all-reduce of the differences keeps every rank's copy of the centre equal. It sends 2 (p-1)/p of the
     model's bytes per exchange. As in the paper's algorithm, that step's gradient belongs to the parameters before the
     exchange. So the exchange runs during forward and backward, and the rank waits for it before the update.
 
     The first exchange comes in the `every`-th step before its update, so after `every` - 1 updates. The paper exchanges
     one step later, after tau updates. EASGD with a Nesterov optimizer is not EAMSGD. EAMSGD pulls x_i itself and looks
-    ahead only for the gradient. torch's Nesterov stores only the point ahead (x_i + delta v_i), so EASGD would pull
+    ahead only for the gradient. Torch's Nesterov stores only the point ahead (x_i + delta v_i), so EASGD would pull
     that point.
 
     When the strategy is left, ranks make one more exchange and continue from the centre. The centre is the method's

@@ -1,4 +1,4 @@
-"""Gossip: every rank mixes its parameters with those of its neighbours only."""
+"""Gossip: ranks mix parameters with their neighbours."""
 
 from __future__ import annotations
 

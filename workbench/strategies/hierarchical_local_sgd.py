@@ -1,4 +1,4 @@
-"""Hierarchical local SGD: groups of ranks average more often than all ranks together."""
+"""Hierarchical local SGD: groups average more often than all ranks."""
 
 from __future__ import annotations
 

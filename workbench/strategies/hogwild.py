@@ -1,4 +1,4 @@
-"""Hogwild: all ranks of one machine train one vector of parameters, without locks."""
+"""Hogwild: ranks train shared parameters without locks."""
 
 from __future__ import annotations
 

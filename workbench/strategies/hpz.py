@@ -1,4 +1,4 @@
-"""hpZ of ZeRO++: ZeRO stage 3 that gathers parameters for backward from nearer shards."""
+"""hpZ of ZeRO++: backward gathers parameters from nearer shards."""
 
 from __future__ import annotations
 

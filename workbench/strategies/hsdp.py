@@ -1,4 +1,4 @@
-"""Hybrid sharding: ZeRO stage 3 within groups of ranks, plain replicas between them."""
+"""Hybrid sharding: ZeRO stage 3 within groups of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""K-FAC: multiplies gradients by the inverses of two small matrices; ranks share the work."""
+"""K-FAC: second-order steps with Kronecker factors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class KFAC(Strategy):
     places, and G is the mean of g g^T over these places. This assumes that gradients at different places are
     independent of each other and of the inputs. Other parameters use the plain gradient: embeddings, norms, grouped
     convolutions, and layers that share parameters with another module. The Sample "preconditioned" is the share of the
-    preconditioned parameters. Ranks do the same arithmetic and are equal after every step.
+    preconditioned parameters. Ranks compute the same and are equal after every step.
 
     Layers are assigned by cost (i^3 + o^3). The most expensive is first, and each goes to the rank with the least work.
     Of p ranks g = `fraction` p keep a layer's inverses and compute D of its gradient. If g < p they send D to the other
@@ -64,8 +64,8 @@ class KFAC(Strategy):
     and D to p/g ranks. A rank keeps i^2 + o^2 elements per layer for the factors and g/p of that for the inverses.
 
     When to use it: few and long steps, small layers, large batches. Use SGD with momentum and a learning rate of about
-    0.01 to 1, because Adam rescales each element itself. After the strategy is entered, the first `warmup` steps use
-    the plain gradient at that learning rate. Inverses of layers with thousands of features take seconds.
+    0.01 to 1, because Adam rescales each element. After the strategy is entered, the first `warmup` steps use the plain
+    gradient at that learning rate. Inverses of layers with thousands of features take seconds.
 
     Reference: Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", ICML
     2015, https://arxiv.org/abs/1503.05671; Grosse and Martens, "A Kronecker-factored Approximate Fisher Matrix for

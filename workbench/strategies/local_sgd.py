@@ -1,4 +1,4 @@
-"""Local SGD: ranks train alone for some steps, then average."""
+"""Local SGD: ranks train alone and average."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class LocalSGD(Strategy):
 
     Ranks send the displacement since the last averaging: 2 (p-1)/p of the model's bytes once per H = `every` steps. DDP
     sends H times as many. Between averagings replicas drift apart, and this costs some loss per sample. The dashboard
-    shows the drift. `momentum` keeps each rank's optimizer state, averages it ("double averaging": as many bytes again
-    for SGD, twice as many for Adam) or zeroes it at each averaging. Each rank keeps its own running statistics of
-    normalisation layers.
+    shows the drift. At each averaging `momentum` keeps each rank's optimizer state, averages it ("double averaging") or
+    zeroes it. To average it ranks send as many bytes again for SGD and twice as many for Adam. Each rank keeps its own
+    running statistics of normalisation layers.
 
     When to use it: the network is slow, and a little loss per sample is cheaper than waiting. With `every` = 1 and SGD
     (with or without momentum) it equals DDP. With Adam it does not, because each rank keeps its own second moments.

@@ -1,4 +1,4 @@
-"""Gossip on a ring with one byte per parameter: ranks send how far they have moved."""
+"""Gossip on a ring with one byte per parameter."""
 
 from __future__ import annotations
 

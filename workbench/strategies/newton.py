@@ -1,4 +1,4 @@
-"""Distributed Newton: solves for the step with the model's curvature by conjugate gradients."""
+"""Distributed Newton steps by conjugate gradients."""
 
 from __future__ import annotations
 

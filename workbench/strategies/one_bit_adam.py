@@ -1,4 +1,4 @@
-"""1-bit Adam: after a warm-up ranks exchange only the momentum's signs, with error feedback."""
+"""1-bit Adam: ranks exchange the momentum's signs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class OneBitAdam(MomentExchange):
     before the freeze (v = 0) does not move.
 
     A rank sends 2 (p-1)/p of the model's bytes per step until v is frozen. From then on OneBit sends 1/32 of that, and
-    4 bytes per scale. A rank waits as under DDP, and ranks are equal at every step. Both moments' bias is corrected, as
-    in Adam's paper, and v_hat is frozen with its correction. DeepSpeed corrects neither. So its first steps are several
+    4 bytes per scale. A rank waits as under DDP, and ranks are equal at every step. As in Adam's paper, both moments'
+    bias is corrected. v_hat is frozen with its correction. DeepSpeed corrects neither. So its first steps are several
     times as long. Its root frozen after n steps is sqrt(1 - beta2^n) times this root. When the strategy is entered,
     moments are empty. When it is left, it drops the momentum's residual. The task's optimizer is not used and keeps its
     state. If `warmup` is raised above the steps done, v changes again.

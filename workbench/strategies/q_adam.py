@@ -1,4 +1,4 @@
-"""QAdam: after a warm-up ranks exchange Adam's momentum, which can be compressed."""
+"""QAdam: ranks exchange a compressed momentum."""
 
 from __future__ import annotations
 

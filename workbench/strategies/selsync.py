@@ -1,4 +1,4 @@
-"""Selective synchronisation: ranks average only in steps whose gradients change much."""
+"""Selective synchronisation (SelSync)."""
 
 from __future__ import annotations
 

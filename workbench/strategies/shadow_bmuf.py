@@ -1,4 +1,4 @@
-"""Block momentum in the background: a shadow filters the ranks' mean while ranks train."""
+"""Block momentum in the background."""
 
 from __future__ import annotations
 

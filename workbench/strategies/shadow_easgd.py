@@ -1,4 +1,4 @@
-"""Elastic averaging in the background: a shadow and a server pull a replica and a centre."""
+"""Elastic averaging in the background."""
 
 from __future__ import annotations
 

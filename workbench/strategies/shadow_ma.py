@@ -1,4 +1,4 @@
-"""Model averaging in the background: training never waits for the network."""
+"""Model averaging in the background."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ShadowSync: embedding tables on servers, parallel workers, and a shadow for the replica."""
+"""ShadowSync with elastic averaging."""
 
 from __future__ import annotations
 

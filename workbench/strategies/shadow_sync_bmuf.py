@@ -1,4 +1,4 @@
-"""ShadowSync with block momentum: embedding tables on servers, trainers filter their mean."""
+"""ShadowSync with block momentum."""
 
 from __future__ import annotations
 

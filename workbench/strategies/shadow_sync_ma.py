@@ -1,4 +1,4 @@
-"""ShadowSync with averaging: embedding tables on servers, trainers average other parameters."""
+"""ShadowSync with model averaging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stochastic gradient push: gossip on one-way links, with a weight that corrects for them."""
+"""Stochastic gradient push: gossip on one-way links."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class StochasticGradientPush(Strategy):
         z_i <- x_i / w_i                                                 w_i is 1 at first
 
     Only the columns of P must add up to 1. A rank keeps 1 / (1 + receivers) and gives as much to each receiver. So the
-    sums of all x_i and of all w_i stay constant. x_i may drift to a multiple of the mean, and z_i goes to the mean. If
-    each rank has as many receivers as senders, w_i stays 1 and this is gossip after the update. On "chain" and on most
-    graphs of your own w_i changes. The model's parameters are z_i except during the update.
+    sums of all x_i and of all w_i stay constant. But x_i may drift to a multiple of the mean, and z_i goes to the mean.
+    If each rank has as many receivers as senders, w_i stays 1 and this is gossip after the update. On "chain" and on
+    most graphs of your own w_i changes. The model's parameters are z_i except during the update.
 
     A rank sends each receiver the model's bytes and 8 bytes for the weight. On "ring" and "exponential" that is once
     per round. On "exponential" the receiver is 1, 2, 4, ... ranks ahead in turn. With `overlap` = 0 it waits for this

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: sends one fragment of the model at a time, in 4 bits, during training."""
+"""Streaming DiLoCo: sends the model in fragments during training."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class StreamingDiLoCo(Strategy):
         b <- mu b + D;   anchor <- anchor - eta (D + mu b)                            T steps later, and
         params_i <- alpha params_i + (1 - alpha) anchor                               of that fragment
 
-    H = `every`, F = `fragments`, T = `delay`, mu = `outer_momentum`, eta = `outer_lr`. Fragment f of F is sent after
-    every step t with t = floor((f+1) H / F) mod H, counted from when the strategy was entered. Ranks wait for it T
-    steps later, or at its next turn if that comes first. Fragments consist of whole layers (modules with parameters)
-    and are about equally large. Equal layers go to fragments in turn, independent of buckets.
+    H = `every`, F = `fragments`, T = `delay`, mu = `outer_momentum`, eta = `outer_lr`. Ranks send fragment f of F after
+    every step t with t = floor((f+1) H / F) mod H. They count steps since the strategy was entered. They wait for it T
+    steps later, or at its next turn if that is earlier. Fragments consist of whole layers (modules with parameters) and
+    are about equally large. Equal layers go to fragments in turn, independent of buckets.
 
     With `bits` = 4 a displacement is rounded to E3M0 (a sign and a power of two). The rank that owns a chunk adds it up
     in fp32 and rounds the sum, and all ranks gather it. For a fragment of n elements a rank sends, with c =
@@ -63,8 +63,8 @@ class StreamingDiLoCo(Strategy):
     As in the paper, an exchange starts at its fragment's turn S and is applied at S + T. In torchft it starts at S - T
     and is applied at S. So with T > 0 its outer steps use older parameters at the same step.
 
-    When the strategy is left, the result is the ranks' mean in full precision, because fragments have trained alone
-    since different steps. SlowMo, BMUF and DiLoCo continue with b.
+    When the strategy is left, the result is the ranks' mean in full precision. Fragments have then trained alone since
+    different steps. SlowMo, BMUF and DiLoCo continue with b.
 
     When to use it: as DiLoCo, if the network cannot carry DiLoCo's bursts. The paper takes fragments of three
     transformer layers, H = 30 or 100, and alpha = 0.5 with a delay. The default H here is short, and outer_lr is

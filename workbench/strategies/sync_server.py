@@ -1,4 +1,4 @@
-"""A synchronous parameter server: it answers once every training rank has asked."""
+"""A synchronous parameter server."""
 
 from __future__ import annotations
 

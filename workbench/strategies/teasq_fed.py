@@ -1,4 +1,4 @@
-"""TEASQ-Fed: idle clients request tasks; a server mixes in their updates by staleness."""
+"""TEASQ-Fed: idle clients request tasks from a server."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ class TEASQFed(Strategy):
                      u <- sum S(t_c) w_c / sum S(t_c),   b <- alpha S(mean t_c),   w <- (1 - b) w + b u
 
     The `clients` of a rank take turns and have their own data (`rank.client`). With Digits(shards="dirichlet") each
-    client has different digits. n is the number of clients of all ranks. At most one client of a rank works at once, so
-    C has an effect only below 1 / `clients`. A step of the run is one task. With `deadline` a client begins no batch
-    after so many ms, but always trains one. The Sample "batches" counts its batches. With `weighted` an update's weight
-    is S(t) times its number of batches, as in FedAvg. Without a deadline this changes nothing.
+    client has different digits. n counts the clients of all ranks. One client of a rank works at a time, so C has an
+    effect only below 1 / `clients`. A step of the run is one task. With `deadline` a client begins no batch after so
+    many ms, but always trains one. The Sample "batches" counts its batches. With `weighted` an update's weight is S(t)
+    times its number of batches, as in FedAvg. Without a deadline this changes nothing.
 
     Both sides send the difference between a model and the receiver's copy: `density` of its entries, in `bits` bits
     each. At 1 and 32 the whole difference is sent. A client's unsent entries are lost. The server keeps a copy of each
     rank's model, so it sends its unsent entries later. After every `relax` mixings twice as many entries are sent,
-    because late differences are small. The Sample "staleness" is t of each update. The Sample "active" counts the tasks
-    under way when the server gives one out. Both are in rank 0's record.
+    because late differences are small. The Sample "staleness" is t of each update. The Sample "active" counts the open
+    tasks when the server sends a task. Both are in rank 0's record.
 
     The server runs on rank 0. On each rank the run's optimizer keeps its state from task to task. The paper's plain SGD
     has none.
@@ -68,8 +68,8 @@ class TEASQFed(Strategy):
     When to use it: clients differ in speed and in data, and the network to the server is slow. Classes of slow clients
     count for less, especially with a large a. Look at accuracy by class.
 
-    This follows the paper's abstract, with the formulas of TEA-Fed (Zhou et al., 2021), whose server this is. We encode
-    differences, not models, because a model with only its largest weights cannot be trained.
+    This follows the paper's abstract and the formulas of TEA-Fed (Zhou et al., 2021), which has the same server. We
+    encode differences, not models, because a model with only its largest weights cannot be trained.
 
     Reference: Jia, Liu, Zhou, Tian, Dong and Dou, "Efficient Asynchronous Federated Learning with Sparsification and
     Quantization", 2023, https://arxiv.org/abs/2312.15186

@@ -1,4 +1,4 @@
-"""Wavelet: two batches on one rank; the forward of one overlaps the backward of the other."""
+"""Wavelet: two overlapping batches on one rank."""
 
 from __future__ import annotations
 

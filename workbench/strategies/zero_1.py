@@ -1,4 +1,4 @@
-"""ZeRO stage 1: ranks shard the optimizer state; parameters and gradients stay whole."""
+"""ZeRO stage 1: ranks shard the optimizer state."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ZeRO1(Strategy):
         params_r, state_r <- optimizer(params_r, state_r, g_r)
         params <- all ranks' params_r                                  all-gather
 
-    Of Psi parameters a rank holds 2 Psi + 2 Psi bytes of parameters and gradients in 16 bits (4 and 4 in fp32), as
-    under DDP. It holds K Psi / p instead of K Psi bytes of optimizer state. K is 8 for Adam in fp32 and 4 for SGD with
+    As under DDP, a rank holds 2 Psi bytes of Psi parameters and 2 Psi bytes of gradients in 16 bits (4 Psi each in
+    fp32). It holds K Psi / p instead of K Psi bytes of optimizer state. K is 8 for Adam in fp32 and 4 for SGD with
     momentum. It sends 2 (p-1)/p of the model's bytes per step, as DDP does. Sums are added in rank order, so the shards
     together are bit-identical to one process's result. Clipping adds up one more number. At most `outstanding` buckets
     are under way at once, because each needs memory.

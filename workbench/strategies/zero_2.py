@@ -1,4 +1,4 @@
-"""ZeRO stage 2: ranks shard optimizer state and summed gradients; parameters stay whole."""
+"""ZeRO stage 2: ranks also shard summed gradients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class ZeRO2(ZeRO1):
         params_r, state_r <- optimizer(params_r, state_r, g_r)
         params <- all ranks' params_r                                  all-gather
 
-    Of Psi parameters a rank holds 2 Psi bytes of parameters in 16 bits, and (2 + K) Psi / p of gradients and optimizer
-    state (4 Psi and (4 + K) Psi / p in fp32). It also holds the buckets that backward has filled until they are summed.
+    Of Psi parameters a rank holds 2 Psi bytes in 16 bits. Gradients and optimizer state take (2 + K) Psi / p bytes. In
+    fp32 these are 4 Psi and (4 + K) Psi / p. It also holds the buckets that backward has filled until they are summed.
     Small buckets or a fast network reduce them. Bytes and results are ZeRO1's.
 
     When to use it: as ZeRO1, if gradients also need too much memory. The record has their memory as "memory gradients".

@@ -1,4 +1,4 @@
-"""ZeRO stage 3: ranks also shard the parameters; a bucket is whole only while it is read."""
+"""ZeRO stage 3: ranks also shard the parameters."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ZeRO3(ZeRO2):
 
     Of Psi parameters a rank holds (2 + 2 + K) Psi / p bytes in 16 bits ((4 + 4 + K) Psi / p in fp32), and the buckets
     that are whole. These are the bucket being read, `prefetch` more, and buckets of weights that the same pass uses
-    again. It sends 3 (p-1)/p of the model's bytes per step, 1.5 times as much as DDP: parameters for the forward,
-    parameters for the backward, and gradients. The last layers stay whole from the forward to the backward. Backward
+    again. It sends 3 (p-1)/p of the model's bytes per step: parameters for the forward, parameters for the backward and
+    gradients. This is 1.5 times as much as DDP. The last layers stay whole from the forward to the backward. Backward
     does not read layers whose input needs no gradient. The shards together are bit-identical to one process's result.
     Buckets of the size of a layer work best.
 

@@ -1,4 +1,4 @@
-"""ZeRO-Infinity: stage 3 with shards in the host's memory or on disk until they are needed."""
+"""ZeRO-Infinity: stage 3 with shards on host or disk."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class ZeROInfinity(ZeRO3):
         params_r, state_r <- optimizer(params_r, state_r, g_r)      on the host; from disk one bucket ahead, and back
 
     A device holds only the buckets that are whole at the time. Of Psi parameters each rank's host or disk holds (4 + K)
-    Psi / p bytes in fp32, and the host 4 Psi / p bytes of gradients until they are used. The device receives 4 Psi / p
-    bytes for the forward and again for the backward, and it sends as many bytes of gradients. With a disk the update
-    adds 2 (4 + K) Psi / p. Every rank reads its own shards over its own path, so p disks are p times as fast as 1 disk.
-    Network bytes and results are ZeRO3's.
+    Psi / p bytes in fp32. The host also holds 4 Psi / p bytes of gradients until they are used. The device receives 4
+    Psi / p bytes for the forward and again for the backward, and it sends as many bytes of gradients. With a disk the
+    update adds 2 (4 + K) Psi / p. Every rank reads its own shards over its own path, so p disks are p times as fast as
+    1 disk. Network bytes and results are ZeRO3's.
 
     Ranks write the disk by `pwrite` and read it by `pread`, without the system's cache. The files are in the directory
     for temporary files (TMPDIR). `fabric.host` and `fabric.disk` set the speed of host and disk. One layer and its
