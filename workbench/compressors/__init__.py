@@ -1,4 +1,4 @@
-"""The compressor family: what crosses the wire instead of a bucket. One file per compressor."""
+"""The compressor family: sums of buckets in fewer bytes. One file per compressor."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The contract of a compressor: what crosses the wire instead of a bucket."""
+"""The contract of a compressor, which sums buckets over ranks in fewer bytes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Payload = tuple["Tensor", ...]
 
 
 class Coder(Protocol):
-    """Encodes any tensor for the wire and decodes it: a gradient, an activation, a message to a server, a fragment.
+    """Encodes and decodes any tensor: a gradient, an activation, a message to a server, a fragment.
 
     Payloads compose: another coder can encode the floats of a payload again.
     """
 
     def encode(self, x: Tensor) -> Payload:
-        """(...) of any float -> the tensors that cross the wire. Their number and sizes follow from the shape."""
+        """(...) of any float -> the tensors to send. Their number and sizes follow from the shape."""
 
     def decode(self, payload: Payload, like: Tensor) -> Tensor:
         """The payload of `encode` -> (...) in the shape and the dtype of `like`, approximately the input."""
@@ -41,11 +41,11 @@ class Owed(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Compressor(Family):
-    """What crosses the wire instead of a bucket.
+    """Sums a bucket over all ranks, usually approximately and in fewer bytes.
 
     `reduce` replaces the bucket's data by (an approximation of) its sum over all ranks, in place. It returns this
     rank's own contribution to that sum, or None if that is exactly its data. A strategy that wants the mean passes
-    shares (data / size). This is free because it scales the loss.
+    shares (data / size), which costs nothing because it scales the loss.
 
     dtypes:      element types of the gradients that it takes; hosts refuse models with other types
     linear:      the sum of compressed equals the compressed sum, so an all-reduce can add payloads
@@ -63,7 +63,7 @@ class Compressor(Family):
     starter:     one of the few to begin with: well known, and good on its own
 
     `strays` follows from the knobs. Under error feedback the unsent part shrinks by this factor in each step, in some
-    norm and on average. So it stays bounded if the factor is below 1.
+    norm and on average. So it is bounded if the factor is below 1.
     """
 
     home: ClassVar[str] = "workbench.compressors"
@@ -84,7 +84,7 @@ class Compressor(Family):
 
     @property
     def carries(self) -> bool:
-        """Whether its Memory keeps the optimizer's momentum, in MOMENTUM, so that the optimizer steps without."""
+        """Whether its Memory keeps the momentum, in MOMENTUM, so that the optimizer steps without momentum."""
         return False
 
     @property
@@ -92,7 +92,7 @@ class Compressor(Family):
         """How each part of a rank's Memory changes when ranks hold another part of the model.
 
         "sum": the ranks' values add up to one sum, which stays the same. A rank that gives up an element adds its part
-        to that of a rank that holds it; a new holder begins at zero. "mean": the ranks hold shares of one value; all
+        to that of a rank that holds it. A new holder begins at zero. "mean": the ranks hold shares of one value. All
         take the mean, in shares of the new number of ranks. "keep": belongs to the rank and stays. "drop": becomes
         meaningless and restarts, as do unlisted parts.
         """
@@ -157,7 +157,7 @@ class Codec(Compressor):
 
     @abstractmethod
     def encode(self, x: Tensor) -> Payload:
-        """(...) -> the tensors that cross the wire; their shapes depend only on the shape of `x`."""
+        """(...) -> the tensors to send; their shapes depend only on the shape of `x`."""
 
     @abstractmethod
     def decode(self, payload: Payload, like: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class _Places:
 
 
 async def all_told(coder: Coder, rank: Rank, bucket: Bucket) -> Tensor:
-    """`reduce` with any Coder: every rank sends its payload to all, and adds up the decoded payloads in rank order.
+    """`reduce` with any Coder: every rank sends its payload to all ranks and adds up the decoded ones in rank order.
 
     Adds in fp32 at least, so that numbers in 16 bits are rounded once. Bytes sent per rank: those of a payload, (p-1)
     times.

@@ -25,17 +25,16 @@ class Fitted(Levels):
     In step 0, step `fit_first`, step `fit_second` and every `fit_every` steps each rank sends statistics to all other
     ranks, before the codes. For a bucket of k blocks they describe the min(k, samples) blocks with the largest norms:
     (p-1) 12 min(k, samples) bytes. From the next step on, levels are optimal for the `samples` blocks with the largest
-    norms of all buckets and ranks. Every rank computes them from the same numbers, in float64 rounded to float32. Steps
-    are counted by exchanges of the bucket with the first parameter ever sent, even if buckets are recut.
+    norms of all buckets and ranks. Every rank computes them from the same numbers, in float64 rounded to float32. A
+    step is an exchange of the bucket with the first parameter ever sent, even if buckets are recut.
 
-    Before the first such fit each bucket uses levels fitted to its own statistics, which cross before its codes. So the
-    first step, too, has suitable levels. If all values are zero or not finite, levels are +-1, +-1/2, +-1/4, ..., and
-    the next step samples again. The sample belongs to the whole model: a new number of bits gets levels from it at
-    once. It depends on `block` and `norm`. After a change of these, one step samples again, with levels fitted to each
-    bucket.
+    Before the first fit each bucket uses levels fitted to its own statistics, which are sent before its codes. If all
+    values are zero or not finite, levels are +-1, +-1/2, +-1/4, ..., and the next step samples again. The sample
+    belongs to the whole model, so a new number of bits gets levels from it at once. It depends on `block` and `norm`.
+    After a change of these, one step samples again, with levels fitted to each bucket.
 
-    Levels suit only the sampled gradients. They do not suit gradients with a residual, and their error there is
-    unbounded, so error feedback is refused.
+    Levels suit only the sampled gradients. For gradients with a residual their error is unbounded, so error feedback is
+    refused.
     """
 
     bits: int = knob(3, 2, 8, doc="bits of a code")
@@ -86,11 +85,10 @@ class Fitted(Levels):
         return fit
 
     def _serves(self, fit: _Fit) -> bool:
-        """Whether the model's sample is of blocks with the present size and norm."""
         return fit.basis == self._basis and fit.model.mixture is not None
 
     async def _sample(self, rank: Rank, bucket: Bucket, memory: Memory) -> None:
-        """Samples this bucket's blocks on all ranks, if a fit is due or none exists yet."""
+        """Samples this bucket's blocks on all ranks if a fit is due or none exists."""
         names = [part.name for part in bucket.parts] or [""]
         fit = self._fit(memory)
         if fit is None:

@@ -19,7 +19,7 @@ class Gain:
 
         whole = ||x||^2;   sent = ||C(x)||^2           x: the gradient, and what error feedback adds to it
 
-    The exchange stays bit-identical. Costs a copy of the bucket and a few passes over it.
+    The exchange stays bit-identical. It takes a copy of the bucket and a few passes over it.
 
     feeds: whether it keeps its unsent part, under error feedback
     """
@@ -38,7 +38,6 @@ class Gain:
 
     @outlined(_unweighed)
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
-        """Runs the compressor's own `reduce` and measures it."""
         data: Tensor = bucket.data
         x = data.to(torch.promote_types(data.dtype, torch.float32), copy=True)
         if self.feeds:

@@ -18,14 +18,14 @@ from workbench.rank import Bucket, Memory, Rank
 
 @dataclass(frozen=True, kw_only=True)
 class _Leaving(Compressor):
-    """Sends every gradient whole by `of`, and with it a share of the residual of error feedback.
+    """Sends every gradient whole by `of`, with a share of error feedback's residual.
 
         out = sum over ranks of (grad + share * residual);   residual <- (1 - share) * residual
 
     With shares of 1/M, 1/(M-1), ..., 1 the residual is gone after M steps. If the memory has a buffer `asked`, rank 0
     stores a sketch of each bucket's result there.
 
-    of: sends everything, and a residual of its own, too
+    of: sends everything, also a residual of its own
     """
 
     share: float = 1.0

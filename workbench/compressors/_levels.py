@@ -1,4 +1,4 @@
-"""Stochastic rounding to levels: to one of the 2 neighbours, so that the mean stays the same."""
+"""Stochastic rounding to one of the 2 neighbouring levels, which keeps the mean."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Levels(Coded):
-    """A compressor given by levels l_0 = -1 < ... < l_last = 1, to which elements in units of a norm are rounded.
+    """Rounds elements, in units of a norm, to levels l_0 = -1 < ... < l_last = 1.
 
         r = x / N, N the norm of x's block;   C(x) = N l_k or N l_(k+1), where l_k <= r <= l_(k+1),
         the upper one with probability (r - l_k) / (l_(k+1) - l_k), so E C(x) = x whatever the levels
@@ -33,8 +33,8 @@ class Levels(Coded):
     Under ErrorFeedback the unsent part must shrink. With the maximum norm no element is off by more than the widest gap
     between levels, in units of the maximum. This is a contraction in that norm if the gap is below 1. With the L2 norm
     the error's mean square is at most `worst` times the input's. For QSGD that is q - 1 with q = sqrt(d) / s (q^2 / 4
-    if q < 2), so error feedback needs sqrt(d) < 2 s. In 2 hops the second hop rounds the sum of the first one's results
-    and adds as much error again. Other settings are refused.
+    if q < 2), so error feedback needs sqrt(d) < 2 s. With 2 hops the second hop rounds the sum of the first results and
+    adds as much error again. Other settings are refused.
     """
 
     bits: int = knob(4, 2, 8, doc="bits of a code")
@@ -115,7 +115,7 @@ def between(r: Tensor, levels: Tensor) -> Tensor:
 
 
 def worst(levels: Tensor, d: int) -> float:
-    """The maximum of E |C(x) - x|^2 / |x|^2 for d elements in units of their L2 norm, rounded to `levels`.
+    """Returns the maximum of E |C(x) - x|^2 / |x|^2 for d elements in units of their L2 norm, rounded to `levels`.
 
     It maximises the sum of (l_(k+1) - r)(r - l_k) over d elements r with squares that add up to 1. By duality this is
     the minimum, over a >= 0, of a + d times the largest (l_(k+1) - r)(r - l_k) - a r^2. That is convex in a, so a

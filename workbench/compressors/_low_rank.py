@@ -1,4 +1,4 @@
-"""The common part of PowerSGD and ACPSGD: matrices cross the wire as thin factors."""
+"""The common part of PowerSGD and ACPSGD, which send matrices as thin factors."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ DRAWS = "low rank draws"  # by parameter, the number of random draws; equal on a
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Compressor):
-    """A compressor that sends a matrix as its product with a few directions, which its memory keeps.
+    """Sends a matrix as its product with a few directions, which its memory keeps.
 
     A gradient is an n x m matrix, dimensions after the first joined. It is compressed if `rank` is below both sides and
-    the elements sent per step are less than 1 / `min_compression_rate` of the matrix. Other matrices, and vectors,
-    cross whole with the first factor.
+    the elements sent per step are less than 1 / `min_compression_rate` of the matrix. Other matrices, and vectors, are
+    sent whole with the first factor.
 
     Factors are kept by parameter, so changes of bucket size, strategy or low-rank compressor keep them. A smaller rank
     cuts columns; a larger one adds random columns. A column of zeros is replaced by another direction. A non-finite
@@ -50,10 +50,9 @@ class LowRank(Compressor):
 
     @abstractmethod
     def sends(self, n: int, m: int) -> float:
-        """Elements that cross the wire per step for an n x m matrix, on average."""
+        """Returns the elements sent per step for an n x m matrix, on average."""
 
     def worth(self, n: int, m: int) -> bool:
-        """Whether an n x m matrix is worth compressing."""
         return self.rank < min(n, m) and self.sends(n, m) * self.min_compression_rate < n * m
 
     def refuses_model(self, parts: list[Part]) -> str | None:
@@ -66,9 +65,7 @@ class LowRank(Compressor):
         )
 
     def sorted(self, bucket: Bucket, turned: Iterable[str] = ()) -> tuple[list[Stack], list[Part]]:
-        """Returns the bucket's matrices, grouped by shape (`turned` ones transposed), and the parts that
-        cross whole.
-        """
+        """Returns the bucket's matrices, grouped by shape (`turned` ones transposed), and the parts to send whole."""
         stacks: dict[tuple[int, int, bool], Stack] = {}
         whole = []
         for part in bucket.parts:
@@ -122,8 +119,8 @@ class LowRank(Compressor):
     ) -> tuple[list[Tensor], Contribution]:
         """M B for each matrix M of `x` and its B in `bases`, summed over ranks in one all-reduce: (matrices, n, rank).
 
-        The parts in `whole` cross in the same all-reduce and are written into `x`. The second result is this rank's own
-        (M B) B^T, with M B as it was sent. Factors cross in the bucket's dtype; arithmetic is at least fp32.
+        The parts in `whole` are sent in the same all-reduce and written into `x`. The second result is this rank's own
+        (M B) B^T, with M B as sent. Factors are sent in the bucket's dtype; arithmetic is at least fp32.
         """
         tail = torch.cat([x[:0], *(x[part.start : part.stop] for part in whole)])
         sizes = [len(s.parts) * s.n * self.rank for s in stacks]
@@ -147,7 +144,7 @@ class LowRank(Compressor):
 
 
 class Contribution:
-    """One rank's contribution: F B^T for each matrix, and the elements that crossed whole.
+    """One rank's contribution: F B^T for each matrix, and the elements sent whole.
 
     sums: the contributions of all ranks, as factors and elements
     """
@@ -173,7 +170,7 @@ class Contribution:
         return bool(torch.stack([t.abs().amax() for t in factors]).amax() < SMALL)
 
     def written(self, like: Tensor) -> Tensor:
-        """(n,) in the dtype that crossed."""
+        """(n,) in the dtype that was sent."""
         own = torch.empty_like(like, dtype=self.rest.dtype)
         for stack, base, f in zip(self.stacks, self.bases, self.found, strict=True):
             multiply(f, base.mT, stack.matrices(own))

@@ -20,7 +20,7 @@ class Measured:
 
     over all buckets of the step. `sum` is the exact sum of the data over all ranks, `out` the compressor's result, e
     the unsent part of a rank under error feedback. The ranks' residuals are added before the norm is taken, because
-    opposite residuals cancel out and lose nothing. A mean of the norms would be too large.
+    opposite residuals cancel out and lose nothing.
 
     Costs an all-reduce in fp32 per bucket, or 2 under error feedback, marked as measuring. The exchange itself stays
     bit-identical: it stores nothing and draws no random numbers.
@@ -45,7 +45,6 @@ class Measured:
 
     @outlined(_unlooked)
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
-        """Runs the compressor's own `reduce` and measures it."""
         data: Tensor = bucket.data
         if not self.looks or not data.numel():
             return await self._unlooked(rank, bucket, memory)
@@ -79,7 +78,7 @@ class Measured:
 
 
 def lossy(compressor: Compressor) -> bool:
-    """Whether there is an error to measure."""
+    """Whether the compressor has an error to measure."""
     return not compressor.lossless
 
 

@@ -11,9 +11,9 @@ from workbench.compressors._stochastic import dithered
 def quantised(x: Tensor, bits: int, generator: Generator | None = None) -> tuple[Tensor, Tensor]:
     """(..., n) float32, a block per row -> codes (..., n) uint8 from 0 to 2^bits - 1, and (..., 2): min and step.
 
-    code = round((x - min) / step), step = (max - min) / (2^bits - 1), so codes stay in range whatever the offset. A
-    block of equal numbers has step 0 and is restored exactly. A block with a NaN or an infinity, or with a range beyond
-    float32, gets a non-finite step and codes 0. It is restored as NaN throughout.
+    code = round((x - min) / step), step = (max - min) / (2^bits - 1), so codes stay in range for any offset. A block of
+    equal numbers has step 0 and is restored exactly. A block with a non-finite number, or with a range beyond float32,
+    gets a non-finite step and codes 0. It is restored as NaN throughout.
 
     `generator` rounds up or down at random, so that the mean is x.
     """

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-HALVINGS = 20  # of an interval between levels: more gains only quadratically little
+HALVINGS = 20  # of an interval between levels; more halvings gain only quadratically little
 GAP = 1e-6  # smallest distance of 2 levels that float32 can tell apart
 ENOUGH = 1e-5  # a relative gain below this ends the sweeps
 
 
 class Mixture(NamedTuple):
-    """Blocks of elements: each is a normal distribution on [-1, 1], and has a weight. The weights add up to 1."""
+    """Blocks of elements, each a weighted normal distribution on [-1, 1]. The weights add up to 1."""
 
     weight: Tensor  # (k,) float64
     mean: Tensor
@@ -57,7 +57,7 @@ class Mixture(NamedTuple):
         return below, self.weight / (self._below(1.0) - below)
 
     def inverse(self, mass: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        """The point between `low` and `high` with `mass` below it. Bisection, so it ends for any input."""
+        """Returns the point between `low` and `high` with `mass` below it, by bisection, which ends for any input."""
         below, scale = self._cut()
         for _ in range(HALVINGS):
             middle = (low + high) / 2
@@ -77,7 +77,7 @@ def descended(mixture: Mixture, levels: Tensor, sweeps: int) -> Tensor:
 
         l_j <- F^-1( F(l_(j+1)) - the integral from l_(j-1) to l_(j+1) of (r - l_(j-1)) / (l_(j+1) - l_(j-1)) dF )
 
-    That is the best place for l_j between its neighbours. Every second level moves at once, then the levels between. No
+    This is the best place for l_j between its neighbours. Every second level moves at once, then the levels between. No
     2 neighbours move together, so the variance never grows. A level without mass around it moves to the middle.
     """
     levels, last = levels.clone(), levels.shape[-1] - 1

@@ -11,8 +11,8 @@ from torch import Tensor
 def packed(codes: Tensor, width: int) -> Tensor:
     """(rows, n) uint8 codes of `width` bits -> (rows, ceil(n width / 8)) uint8.
 
-    A group of codes fills whole bytes: 8 codes of 3 bits fill 3. A group takes its codes from different planes, so that
-    a few shifts of whole planes pack everything. The last codes, if fewer than a group, are packed separately.
+    A group of codes fills whole bytes: 8 codes of 3 bits fill 3. Its codes come from different planes, so a few shifts
+    of whole planes pack everything. Last codes that are fewer than a group are packed separately.
     """
     share, nbytes = _share(width)
     if share == 1:

@@ -29,7 +29,7 @@ def deliver(total: Tensor, x: Tensor, own: Tensor, size: int) -> Tensor:
 
 
 def within(x: Tensor, kind: torch.dtype) -> Tensor:
-    """`x` as `kind`: clamps finite numbers to its range and keeps non-finite ones."""
+    """Returns `x` as `kind`; clamps finite numbers to its range and keeps non-finite ones."""
     if torch.promote_types(x.dtype, kind) == kind:
         return x.to(kind)
     top = torch.finfo(kind).max

@@ -1,4 +1,4 @@
-"""Finds and sets the one knob of a compressor that sets how much it sends."""
+"""Finds and sets the one knob of a compressor that decides how much it sends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Way(NamedTuple):
 
 
 def ratio(of: Compressor, names: tuple[str, ...] = RATIOS) -> tuple[str, Knob] | None:
-    """Path and knob of the one ratio in `of`, or in a compressor in it; None unless there is exactly one."""
+    """Returns path and knob of the one ratio in `of` or in a compressor in it; None unless it has exactly one."""
     found = [(path, k) for path, k in walk(of) if k.name in names]
     return found[0] if len(found) == 1 else None
 

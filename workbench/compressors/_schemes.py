@@ -1,7 +1,7 @@
 """Schemes for the sum of sparse vectors over ranks: the bytes of each, and its exchange.
 
 Every scheme takes the bucket's vector `x` and its nonzero units, (units,) bool. It leaves the sum over ranks in `x`,
-bit-identical on all ranks. It returns how many units were nonzero on at least one rank.
+bit-identical on all ranks, and returns how many units were nonzero on at least one rank.
 """
 
 from __future__ import annotations
@@ -45,14 +45,13 @@ class Exchange(NamedTuple):
     many: bool
 
     def sent(self, p: int) -> int:
-        """Bytes that a rank sends."""
         return WIDTH * self.told * (p - 1) + self.nbytes * (p - 1 if self.many else 1)
 
 
 def unions(load: Sparsity, p: int) -> list[float]:
     """By j, how many units 1 to p ranks are expected to have together: pool * (1 - (1 - k / pool)^j).
 
-    Uses only products, which are equal on every machine, because all ranks must choose the same scheme.
+    Uses only products, which are equal on every machine, so that all ranks choose the same scheme.
     """
     out, left = [], 1.0
     for _ in range(p):
@@ -62,7 +61,7 @@ def unions(load: Sparsity, p: int) -> list[float]:
 
 
 def pool(load: Sparsity, p: int, together: int) -> float:
-    """The pool from which p ranks with k units each have `together` distinct units."""
+    """Returns the pool from which p ranks with k units each have `together` distinct units."""
     low, high = max(load.k, 1.0), float(load.units)
     for _ in range(50):
         middle = (low + high) / 2
@@ -93,7 +92,7 @@ def rounds(scheme: str, load: Sparsity, p: int) -> list[Exchange]:
 
 
 def expected(scheme: str, load: Sparsity, p: int) -> int:
-    """Bytes that a rank is expected to send."""
+    """Returns the bytes that a rank is expected to send."""
     if scheme == "dense":
         return 2 * (p - 1) * load.n * load.width // p
     return sum(r.sent(p) for r in rounds(scheme, load, p))
@@ -154,7 +153,7 @@ async def tree(rank: Rank, x: Tensor, units: Units, mine: Tensor, name: str) -> 
 
 
 async def ring(rank: Rank, x: Tensor, units: Units, mine: Tensor, name: str) -> int:
-    """Cuts the vector into p slices of equal units. Each goes around and grows; its last holder sends it to all."""
+    """Cuts the vector into p slices of equal units. Ranks add to a slice in turn; its last holder sends it to all."""
     r, p, mine = rank.index, rank.size, mine.clone()
     cuts = [units.count * c // p for c in range(p + 1)]
 

@@ -1,8 +1,8 @@
-"""Finds the largest entries of a long vector without sorting: by a sampled threshold.
+"""Finds the largest entries of a long vector by a sampled threshold, without sorting.
 
 `torch.topk` copies every element with its index and sorts these pairs. Here a sample of the magnitudes estimates the
-k-th largest. One pass finds the entries that reach it, and only these few are sorted, if at all. NaN counts as the
-largest magnitude, as in `torch.topk`.
+k-th largest. One pass finds the entries that reach it, and at most these few are sorted. NaN counts as the largest
+magnitude, as in `torch.topk`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def largest(x: Tensor, k: int) -> Tensor:
 
 
 def roughly(x: Tensor, k: int, generator: Generator | None = None) -> Tensor:
-    """(n,) -> indices int64 of about the k entries of largest magnitude: those that reach a sampled threshold.
+    """(n,) -> indices int64 of about the k entries of largest magnitude, found by a sampled threshold.
 
     It finds between 0.98 k and 1.2 k entries, or all nonzero ones if these are fewer. No other entry is larger than a
-    found one. So the found entries have at least 98 % of the energy of the k largest. If too few reach the first
+    found one, so the found entries have at least 98 % of the energy of the k largest. If too few reach the first
     threshold, it samples a lower one. If too many do, it takes the k largest.
     """
     if not _samples(x, k):
@@ -59,8 +59,8 @@ def threshold_of(x: Tensor, k: int, *, spare: float = 0.0, generator: Generator 
 
     The sample has m entries: 1 % of n, or more so that 64 of the k largest are in it, or all. One entry is drawn from
     each of m stretches of equal length. The result is the sample's r-th largest, r = k m / n. The number of entries
-    that reach it spreads around k by at most k / sqrt(r). `spare` lowers the aim by so many spreads: with 4, fewer than
-    k reach it once in 10,000 times.
+    that reach it differs from k by about k / sqrt(r). `spare` lowers the aim by so many of these spreads: with 4, fewer
+    than k reach it once in 10,000 times.
     """
     n = x.numel()
     m = _size(n, k)
@@ -114,11 +114,10 @@ def _size(n: int, k: int) -> int:
 
 
 def _samples(x: Tensor, k: int) -> bool:
-    """Whether a sample pays: there are many entries, and k is neither too small nor too large."""
+    """Whether a sample is faster: many entries, and k neither too small nor too large."""
     n = x.numel()
     return n >= SMALL and 4 * _size(n, k) <= n and 4 * k <= n
 
 
 def _sorted(x: Tensor, k: int) -> Tensor:
-    """Indices of the k largest magnitudes, by `torch.topk`."""
     return x.abs().topk(min(k, x.numel()), sorted=False).indices

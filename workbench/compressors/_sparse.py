@@ -17,10 +17,10 @@ from workbench.rank import Bucket, Memory, Rank, outlined
 
 @dataclass(frozen=True, kw_only=True)
 class Sparse(Compressor):
-    """A compressor given by which elements it keeps; every rank gathers all ranks' (index, value) pairs.
+    """Keeps chosen elements; every rank gathers all ranks' (index, value) pairs.
 
     Bytes sent by rank i for k_i kept elements: (p-1) * (8 + 8 k_i) in fp32: the count, then 32-bit indices and values
-    as one message. All ranks add up in rank order and in fp32 at least, so their results are bit-identical. The Sample
+    in one message. All ranks add up in rank order and in fp32 at least, so their results are bit-identical. The Sample
     "density" records the kept share.
     """
 
@@ -29,7 +29,7 @@ class Sparse(Compressor):
 
     @abstractmethod
     def choose(self, x: Tensor, memory: Memory, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """(n,) -> indices (k,) int64 without repetition, and the values (k,) that cross the wire for them."""
+        """(n,) -> indices (k,) int64 without repetition, and the values (k,) to send for them."""
 
     async def _supposed(self, rank: Rank, bucket: Bucket, memory: Memory) -> tuple[Tensor, Tensor]:
         """Returns a share of `rank.density`, with sizes only."""

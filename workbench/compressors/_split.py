@@ -1,4 +1,4 @@
-"""Sends one bucket with several compressors: each parameter crosses by its own."""
+"""Sends one bucket with several compressors, one for each parameter."""
 
 from __future__ import annotations
 

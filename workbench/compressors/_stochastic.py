@@ -1,12 +1,12 @@
 """Stochastic rounding to whole numbers of at most 8 bits: unbiased and fast.
 
 The plain expression, floor(x * scale + rand), is slow: a sequential generator draws each random number, and it passes
-through main memory several times. On the CPU the work is done here in blocks that fit the cache. Only the first block's
+through main memory several times. On the CPU this module works in blocks that fit the cache. Only the first block's
 random numbers come from the rank's own generator. Each later block takes one multiplication and one addition per
 number: a linear congruential generator per place, modulo 2^32.
 
-Sums are whole numbers of 2^-23, so a number that is already whole never moves. In float32, floor(255 + 0.99999997)
-would be 256, which becomes 0 in a byte.
+Sums are multiples of 2^-23, so a whole number never moves. In float32, floor(255 + 0.99999997) would be 256, which
+becomes 0 in a byte.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def dithered(x: Tensor, generator: Generator | None, scale: float = 1.0, top: in
 
 
 def plain(x: Tensor, generator: Generator | None, scale: float, top: int) -> Tensor:
-    """The same by the plain expression, on any device."""
+    """Computes `dithered` by the plain expression, on any device."""
     y = (x.float() * scale).nan_to_num_(0.0).clamp_(0, top)
     low = y.floor()
     return low.add_(torch.rand(y.shape, generator=generator, device=y.device) < y - low).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""Tries a compressor on some values, on one rank without a wire: its error and its bytes."""
+"""Measures a compressor's error and bytes on some values, on one rank without a network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRIES = 5  # tries of a compressor with memory on the same values
 
 
 def tried(compressor: Compressor, bucket: Bucket) -> tuple[Tensor, int]:
-    """(norm of what `compressor` loses of the bucket's values, bytes that it sends), with an echo as the other rank.
+    """Returns (norm of the values that `compressor` loses, bytes that it sends), with an echo as the other rank.
 
     Changes nothing and draws only from the trial's own generator. A compressor with memory, such as PowerSGD, repeats
     while its loss falls.

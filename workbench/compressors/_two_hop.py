@@ -1,4 +1,4 @@
-"""Sums codes that cannot be added: each rank adds up and encodes one chunk for all ranks."""
+"""Sums codes that cannot be added: each rank adds up one chunk for all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Coded(Compressor):
-    """A compressor whose codes take 2 hops: to the rank that adds up their chunk, and from there to all.
+    """Sends codes in 2 hops: to the rank that adds up their chunk, and from there to all ranks.
 
         rank i:  code of its chunk j -> rank j;     rank j:  total_j = sum of what came;  code of total_j -> all
 
@@ -28,12 +28,12 @@ class Coded(Compressor):
 
     The owner of a chunk counts the second hop's error as its own. So the ranks' contributions add up to the result, and
     under ErrorFeedback the residual holds the errors of both hops. Sums are in float32. In a bucket of a narrower type
-    finite values stay finite, clamped to the type's range; the owner counts that error, too.
+    finite values are clamped to the type's range. The owner counts that error, too.
     """
 
     block: int = knob(0, choices=(0, 64, 256, 1024), unit="elements", doc="elements that share a scale; 0: a chunk")
 
-    scalars: ClassVar[int]  # numbers per block that cross with its codes
+    scalars: ClassVar[int]  # numbers per block that are sent with its codes
     repeats: ClassVar[bool] = True  # whether padding repeats the last element or is zero
     kind: ClassVar[str] = "quantised"
 
@@ -72,7 +72,7 @@ class Coded(Compressor):
         return own.view(-1)[:n].to(wide(bucket.data.dtype))
 
     async def gathered(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
-        """One hop instead of 2: every rank sends its whole bucket's codes to all ranks, which add up in rank order."""
+        """One hop: every rank sends its whole bucket's codes to all ranks, which add up in rank order."""
         n = bucket.data.numel()
         if not n:
             return None

@@ -11,7 +11,7 @@ WIDTH = 8  # bytes of a sent length
 
 
 async def lengths_of(rank: Rank, rows: list[int], like: Tensor, name: str) -> tuple[tuple[int, ...], ...]:
-    """How many elements every rank has for every other: row i is rank i's `rows`. Sends (p-1) * 8 bytes per entry.
+    """Returns every rank's lengths: row i is rank i's `rows`. Sends (p-1) * 8 bytes per entry.
 
     With sizes only, it assumes that all ranks have the same `rows` as this rank.
     """
@@ -28,7 +28,7 @@ def _read(every: Tensor, rows: list[int]) -> tuple[tuple[int, ...], ...]:
 
 
 async def gathered(rank: Rank, x: Tensor, name: str) -> list[Tensor]:
-    """Every rank's `x`, (m_i,) on rank i, of one dtype, in rank order.
+    """Returns every rank's `x`, (m_i,) on rank i, of one dtype, in rank order.
 
     Bytes sent by rank i: (p-1) * (8 + m_i * element size): its length, then its elements.
     """

@@ -1,4 +1,4 @@
-"""Cuts a bucket into units that cross whole or not at all: matrix rows or single elements.
+"""Cuts a bucket into units that are sent whole or not at all: matrix rows or single elements.
 
 Assigns units to owners, and packs units with their values into messages.
 """
@@ -19,7 +19,7 @@ LOW = 0xFFFFFFFF  # the low 32 bits
 
 
 class UnitBlock(NamedTuple):
-    """The units of one parameter: how many, of how many elements each, and the place of its first element."""
+    """The units of one parameter, their width in elements, and the place of the first element."""
 
     name: str
     start: int
@@ -41,7 +41,6 @@ class Units:
 
     @property
     def single(self) -> bool:
-        """Whether every unit is one element."""
         return self.count == self.numel
 
     def touched(self, nonzero: Tensor) -> Tensor:

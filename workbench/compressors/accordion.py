@@ -1,4 +1,4 @@
-"""Accordion: 2 compressors, the gentler one while a layer's gradient changes quickly."""
+"""Accordion: 2 compressors, the gentle one while a layer's gradient changes quickly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Level(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Accordion(Compressor):
-    """Compresses a layer gently while it is in a critical regime, and harshly otherwise, by two compressors.
+    """Compresses a layer gently in a critical regime and harshly otherwise, with two compressors.
 
         every `every` exchanges, for each parameter:   N = || sum of what these exchanges gave ||
         gentle   if |N_before - N| >= threshold N_before, if N_before = 0, at the first check, and before it
@@ -40,16 +40,15 @@ class Accordion(Compressor):
 
     The sum is that of the aggregated gradient, which is bit-identical on all ranks. So all ranks decide alike without
     communication. The released code adds up rank 0's own gradients and broadcasts its decision. Under error feedback
-    the aggregated sum is the sum of all gradients up to the residual, at any level. It costs one value per element of
-    memory and one pass over the bucket per exchange.
+    the aggregated sum is the sum of all gradients up to the residual, at any level. It takes one value of memory per
+    element and one pass over the bucket per exchange.
 
-    An epoch, which a compressor does not know, is `every` exchanges here, and all of them count. The released code
-    checks every 10 epochs and counts the last 10 % of the exchanges. A rate that falls in every step keeps all layers
-    gentle. Every switch keeps the residual: the bare name Accordion means ErrorFeedback(of=Accordion()). The sum leaves
-    out non-finite values.
+    An epoch is `every` exchanges here, and all of them count. The released code checks every 10 epochs and counts the
+    last 10 % of the exchanges. A rate that falls in every step keeps all layers gentle. Every switch keeps the
+    residual: the bare name Accordion means ErrorFeedback(of=Accordion()). The sum leaves out non-finite values.
 
-    With sizes only, in a simulation, norms are assumed constant: gentle until the second check, then harsh, which is
-    the fewest possible bytes.
+    With sizes only, in a simulation, norms are assumed constant: layers are gentle until the second check, then harsh.
+    These are the fewest possible bytes.
 
     When to use it: if the harsh level alone costs accuracy and the gentle one costs too many bytes. The paper's pairs
     are PowerSGD with ranks 2 and 1 (also 4 and 1) and TopK with densities 0.99 and 0.1.
@@ -108,9 +107,7 @@ class Accordion(Compressor):
 
 
 def _norms(total: Tensor, parts: list[Part]) -> list[float]:
-    """Returns the norm of each part, in float64 because ranks on different machines add differently; 1 of
-    sizes only.
-    """
+    """Returns the norm of each part, in float64 because machines add differently; 1 with sizes only."""
     if not parts:
         return []
     each = [torch.linalg.vector_norm(total[part.start : part.stop], dtype=torch.float64) for part in parts]

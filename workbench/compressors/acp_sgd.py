@@ -1,4 +1,4 @@
-"""ACPSGD: matrices cross the wire as one thin factor per step, left and right in turn."""
+"""ACPSGD: sends matrices as one thin factor per step, left and right in turn."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from workbench.rank import Bucket, Memory, Rank
 
 @dataclass(frozen=True, kw_only=True)
 class ACPSGD(LowRank):
-    """Each weight matrix's gradient crosses the wire as one thin factor: one half of PowerSGD's iteration per step.
+    """Sends each weight matrix's gradient as one thin factor: one half of PowerSGD's iteration per step.
 
         one step:   Q <- orthonormal(Q);   P <- sum over ranks of M_i Q;     out = P Q^T
         the next:   P <- orthonormal(P);   Q <- sum over ranks of M_i^T P;   out = P Q^T
 
     M_i is rank i's gradient as an n x m matrix (dimensions after the first are joined), r = `rank` the number of
     columns of P and Q. Two steps with the same gradient equal one of PowerSGD. Bytes sent per rank: 2 (p-1)/p * 4 r n
-    and 2 (p-1)/p * 4 r m in turn, half of PowerSGD's. One all-reduce per bucket and step carries them and overlaps
-    backward, as with Dense. Vectors cross whole in the same all-reduce, as do matrices that would shrink by less than
-    `min_compression_rate` on average (r (n + m) < n m with its default 2). Time: 2 products of n m r per rank, one
+    and 2 (p-1)/p * 4 r m in turn, half of PowerSGD's. One all-reduce per bucket and step sends them and overlaps
+    backward, as with Dense. Vectors are sent whole in the same all-reduce. So are matrices that would shrink by less
+    than `min_compression_rate` on average (r (n + m) < n m with its default 2). Time: 2 products of n m r per rank, one
     orthonormalisation, and one more product for the rank's own contribution.
 
     A rank contributes (M_i Q) Q^T, or P (M_i^T P)^T, and contributions add up to `out`. Biased, so it wants error
@@ -29,10 +29,10 @@ class ACPSGD(LowRank):
     of the step before. Without `warm_start` every second step draws random directions. P, Q and the turn are kept by
     parameter. So it continues after a change of bucket size, rank or strategy, and PowerSGD can continue from it.
 
-    When to use it: if PowerSGD pays, but its 2 consecutive messages keep the exchange from overlapping.
+    When to use it: if PowerSGD is faster than Dense, but its 2 consecutive messages keep the exchange from overlapping.
 
-    The authors' code (github.com/lzhangbv/acpsgd) also compresses matrices that need more bytes that way; here they
-    cross whole. It draws first factors from each rank's global generator, so ranks with different seeds sum products of
+    The authors' code (github.com/lzhangbv/acpsgd) also compresses matrices that then need more bytes; here they are
+    sent whole. It draws first factors from each rank's global generator, so ranks with different seeds sum products of
     different directions. Here the parameter's name is the seed.
 
     Reference: Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning",

@@ -15,7 +15,7 @@ from workbench.compressors._mixture import Mixture, apart, descended
 
 @dataclass(frozen=True, kw_only=True)
 class ALQ(Fitted):
-    """Every element crosses the wire as one of a few levels, placed so that rounding to them costs least.
+    """Sends every element as one of a few levels, placed so that rounding adds the least variance.
 
         the levels minimise the mean of (l_(k+1) - r) (r - l_k) over r, an element in units of its block's norm
 
@@ -26,12 +26,12 @@ class ALQ(Fitted):
 
     Exchange and bytes are QSGD's: (p-1) (n bits / 8 + 4 ceil(n / block)) sent per rank with "gather". After steps 0,
     100, 2000 and every 10,000 steps it samples, with 12 (p-1) more bytes per sampled block of each bucket. Any knob may
-    be set at any step. Other bits get levels at once, from the last sample. Another block or norm needs a new sample,
+    change at any step. Other bits get levels at once, from the last sample. Another block or norm needs a new sample,
     during one step with levels fitted to each bucket.
 
-    When to use it: 2 to 4 bits in large blocks, where fixed levels no longer suit. There it is hardly worse than in
-    small blocks. By default the authors' code moves levels by finite differences. It fits a level at 0 that it then
-    drops for symmetric levels, and may leave a short last block unquantised.
+    When to use it: 2 to 4 bits in large blocks, where fixed levels do not suit. There it is hardly worse than in small
+    blocks. By default the authors' code moves levels by finite differences. It fits a level at 0 that it then drops for
+    symmetric levels, and may leave a short last block unquantised.
 
     Reference: Faghri, Tabrizian, Markov, Alistarh, Roy and Ramezani-Kebrya, "Adaptive Gradient Quantization for
     Data-Parallel SGD", NeurIPS 2020, https://arxiv.org/abs/2010.12460; the authors' code:

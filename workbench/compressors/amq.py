@@ -14,18 +14,18 @@ from workbench.compressors._mixture import Mixture
 
 @dataclass(frozen=True, kw_only=True)
 class AMQ(Fitted):
-    """Every element crosses the wire as one of the levels +-1, +-m, +-m^2, ..., with m fitted while training.
+    """Sends every element as one of the levels +-1, +-m, +-m^2, ..., with m fitted while training.
 
         m minimises the mean of (l_(k+1) - r) (r - l_k) over r, an element in units of its block's norm
 
     It is NUQSGD without a zero and with a fitted multiplier: one number instead of ALQ's 2^bits - 2. The distribution
     of r is ALQ's mixture, made symmetric. Gradient descent makes 50 steps at rate 0.7 from each of 19 multipliers
-    between 0.05 and 0.95. The best of all starts and ends is taken. With 8 bits the steps hardly move, so many starts
-    are needed. Exchange, bytes, samples and live changes are ALQ's. Unbiased.
+    between 0.05 and 0.95. The best of all starts and ends is taken. With 8 bits the steps hardly move, so it needs many
+    starts. Exchange, bytes, samples and live changes are ALQ's. Unbiased.
 
-    When to use it: as ALQ, if one number should describe the levels. A zero element becomes plus or minus the smallest
-    level. The authors' code has 8 starts. It compares ends without the rounding error between the two smallest levels,
-    where most elements are; here this counts.
+    When to use it: instead of ALQ, if one number should describe the levels. A zero element becomes plus or minus the
+    smallest level. The authors' code has 8 starts. It compares ends without the rounding error between the two smallest
+    levels, where most elements are. Here this error counts.
 
     Reference: Faghri, Tabrizian, Markov, Alistarh, Roy and Ramezani-Kebrya, "Adaptive Gradient Quantization for
     Data-Parallel SGD", NeurIPS 2020, https://arxiv.org/abs/2010.12460; the authors' code:

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BetweenSites(Compressor):
-    """Ranks of a site add up uncompressed; the first of them exchanges that sum compressed, and sends them the result.
+    """Adds up uncompressed in a site; its first rank exchanges the sum compressed and sends the result back.
 
         inside:    s <- sum of the site's x_i                                       all-reduce
         between:   out <- sum over sites of C(s), by the site's first rank          `of`, among these
         inside:    out to all of the site                                           broadcast
 
-    C acts on few sums instead of on many gradients. With TopK these are the largest elements of a site's sum. The first
+    C acts on few sums instead of many gradients. With TopK these are the largest elements of a site's sum. The first
     rank counts the unsent part of the site's sum as its own, so it is that rank's residual under error feedback. The
     bare name means ErrorFeedback(of=BetweenSites()). A site has `site` consecutive ranks, the last may be smaller. Set
     it to the value of `fabric.site`. With m sites of g ranks a rank sends inside 2 (g-1)/g of the bucket, and (g-1)/g

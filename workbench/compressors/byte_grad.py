@@ -15,7 +15,7 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class ByteGrad(Coded):
-    """Every element crosses the wire as an 8-, 4- or 2-bit code between its block's smallest and largest, in two hops.
+    """Sends every element as an 8-, 4- or 2-bit code between its block's smallest and largest, in two hops.
 
         code = round((x - min) / step),   step = (max - min) / (2^bits - 1)
 
@@ -25,7 +25,7 @@ class ByteGrad(Coded):
     B, 8 bytes for every B elements instead of every chunk. Not linear, no memory. A block with a non-finite number
     becomes NaN.
 
-    When to use it: a slow but not very slow wire, without tuning. With 8 bits and one scale per chunk it is Bagua's
+    When to use it: a slow but not very slow network, without tuning. With 8 bits and one scale per chunk it is Bagua's
     ByteGrad and trains like Dense. If magnitudes within a chunk differ much, smaller blocks keep the small ones. With 4
     bits use ErrorFeedback(of=ByteGrad(bits=4)). With 2 bits the error is about as large as the gradient and needs error
     feedback. This codec rounds x - min. Bagua's rounds x, so its codes overflow if the offset is large and the range
@@ -33,11 +33,11 @@ class ByteGrad(Coded):
 
     `stochastic` rounds up or down at random, in both hops, so that the result is unbiased. The error is sqrt(2) times
     as large if a block's numbers are spread evenly between codes. Rounding to the nearest may repeat the same error in
-    every step. Error feedback corrects that at a lower price, so do not combine the two.
+    every step. Error feedback corrects that with less error, so do not combine the two.
 
     Under ErrorFeedback the unsent part must shrink. A step is at most 2 / (2^bits - 1) of the block's largest
-    magnitude. Rounding to the nearest errs by up to half a step, at random by a whole one. The second hop adds as much
-    again, because codes stay within their input's range. Two bits at random give 4/3, which is refused.
+    magnitude. Rounding errs by up to half a step to the nearest code, and by up to a step at random. The second hop
+    adds as much again, because codes stay within their input's range. Two bits at random give 4/3, which is refused.
 
     Reference: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", VLDB 2021,
     https://arxiv.org/abs/2107.01499; codes in blocks: Markov et al., "CGX: Adaptive System Support for

@@ -1,4 +1,4 @@
-"""No compression: the bucket itself crosses the wire."""
+"""No compression: sends the bucket itself."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(Compressor):
-    """No compression: every element crosses the wire in the bucket's own dtype.
+    """No compression: sends every element in the bucket's own dtype.
 
-    Bytes sent per rank: 2 (p-1)/p * 4 n for n fp32 elements (ring all-reduce). The yardstick.
+    Bytes sent per rank: 2 (p-1)/p * 4 n for n fp32 elements (ring all-reduce). Other compressors are compared to it.
 
-    When to use it: first, and as long as no step waits for the wire. In docs/compression.md no compressor clearly
+    When to use it: first, and as long as no step waits for the network. In docs/compression.md no compressor clearly
     reached the loss faster, without a limit or at 1 Gbit/s.
     """
 

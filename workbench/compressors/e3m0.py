@@ -21,25 +21,25 @@ _VALUES = torch.cat([_LEVELS, -_LEVELS])  # by code: bit 3 is the sign
 
 
 def nbytes(n: int) -> int:
-    """The bytes of n encoded elements."""
+    """Returns the bytes of n encoded elements."""
     return 4 * -(-n // BLOCK) + -(-n // 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class E3M0(Codec):
-    """Every element crosses the wire as its sign and a power of two: three bits of exponent, none of mantissa.
+    """Sends every element as its sign and a power of two: three bits of exponent, none of mantissa.
 
         C(x) = the nearest of 0, +-s 2^-6, +-s 2^-5, ..., +-s;   s the largest magnitude of 256 elements, as float32
         |x - C(x)| <= max(|x| / 3, s / 128),   so ||x - C(x)||^2 <= (1/9 + 1/64) ||x||^2
 
-    Bytes sent per rank for n elements: (p-1) (ceil(n / 2) + 4 ceil(n / 256)), from all to all. Encoding a decoded
-    tensor gives the same codes. A block with a non-finite number becomes NaN. Biased, so it wants error feedback: the
-    bare name E3M0 means ErrorFeedback(of=E3M0()).
+    Bytes sent per rank for n elements: (p-1) (ceil(n / 2) + 4 ceil(n / 256)), to all ranks. Encoding a decoded tensor
+    gives the same codes. A block with a non-finite number becomes NaN. Biased, so it wants error feedback: the bare
+    name E3M0 means ErrorFeedback(of=E3M0()).
 
     Streaming DiLoCo sends this format. Its scale and its code of zero could not be established and are ours.
     StreamingDiLoCo uses this codec by itself, in 2 hops and without error feedback.
 
-    When to use it: magnitudes that differ by orders; equally spaced levels, as QSGD's, lose the small ones.
+    When to use it: for magnitudes that differ by orders. Equally spaced levels, such as QSGD's, lose the small ones.
 
     Reference: Douillard et al., "Streaming DiLoCo with Overlapping Communication: Towards a Distributed Free Lunch",
     2025, https://arxiv.org/abs/2501.18512

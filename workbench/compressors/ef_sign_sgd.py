@@ -18,7 +18,7 @@ _SIGNS = OneBit(scale="mean")
 
 @dataclass(frozen=True, kw_only=True)
 class EFSignSGD(Coded):
-    """Every element crosses the wire as its sign, and each block with its mean magnitude; every rank gathers all.
+    """Sends every element's sign and each block's mean magnitude; every rank gathers all.
 
         C(x) = (||x||_1 / n) * sign(x), sign(0) = +1;   out = sum over ranks of C(x_i)
 
@@ -30,8 +30,8 @@ class EFSignSGD(Coded):
     OneBit sends the same signs in 2 hops, 2 (p-1)/p * n / 8 bytes, and codes the sum to one bit again. Here the sum is
     exact and the residual smaller, for p / 2 times the bytes. With 2 ranks the bytes are equal.
 
-    When to use it: very slow wires and few ranks, under plain SGD. It sends less than a dense fp32 all-reduce while p <
-    64, and less than one of 16 bits while p < 32. The residual has the gradient's units, so the learning rate may
+    When to use it: very slow networks and few ranks, under plain SGD. It sends less than a dense fp32 all-reduce while
+    p < 64, and less than one of 16 bits while p < 32. The residual has the gradient's units, so the learning rate may
     change.
 
     Reference: Karimireddy, Rebjock, Stich and Jaggi, "Error Feedback Fixes SignSGD and other Gradient Compression

@@ -21,15 +21,15 @@ class ErrorFeedback(Compressor):
 
         x = grad + residual;   out = sum over ranks of C(x);   residual <- x - C(x)
 
-    C(x) is this rank's own contribution to `out`, so nothing is lost, only late. Everything sent plus the residuals
-    equals the sum of all gradients, across any live change of ratio, bucket size or compressor. Costs a few passes over
-    the bucket and one value per element of memory. The value is at least fp32, because a bf16 residual would lose
-    additions 500 times smaller than itself. Values beyond a narrow bucket's range wait in the residual. Error feedback
-    inside the wrapped compressor, however deep, is ignored, so nothing is fed back twice.
+    C(x) is this rank's own contribution to `out`. Nothing is lost, only late: everything sent plus the residuals equals
+    the sum of all gradients, across any live change of ratio, bucket size or compressor. It takes a few passes over the
+    bucket and one value of memory per element. The value is at least fp32, because a bf16 residual would lose additions
+    500 times smaller than itself. Values beyond a narrow bucket's range wait in the residual. Error feedback inside the
+    wrapped compressor, however deep, is ignored, so that nothing is fed back twice.
 
-    A result that is not finite delivers nothing: there the residual stays the same on all ranks, and that step's
-    gradient is ignored. Residuals sent uncompressed are in the units of gradients, not of updates. After a drop of the
-    learning rate they count at the new rate, like all later gradients.
+    Where a result is not finite, the residual stays the same on all ranks, and that step's gradient is ignored.
+    Residuals sent uncompressed are in the units of gradients, not of updates. After a drop of the learning rate they
+    count at the new rate, like all later gradients.
 
     The residual stays bounded if C is a contraction in some norm, E ||C(x) - x|| <= a ||x|| with a < 1 for every x.
     Then ||residual|| <= a / (1 - a) times the longest gradient. `Compressor.strays` gives a from the compressor's

@@ -22,21 +22,21 @@ Pairs = tuple[tuple[int, int], ...]  # (sender, receiver)
 
 @dataclass(frozen=True, kw_only=True)
 class GTopK(Compressor):
-    """Ranks get only about the k = density * n largest entries of the sum, found in log2(p) rounds of pairs.
+    """Gives ranks only about the k = density * n largest entries of the sum, in log2(p) rounds of pairs.
 
         own_i = the k largest |entries| of x_i;   in round r = 0, 1, ... with the rank whose number differs in bit r:
         own_i <- the k largest |entries| of own_i + own_partner
 
-    Each round doubles the number of ranks with the same k entries; after the last round all ranks have them. An entry
-    dropped in a round is missing from the result, and every rank that contributed to it takes its part back. Each rank
-    tracks its own entries from round to round. Its contribution is the entries that stayed in every sum. A dropped
-    entry may return from other ranks, without the first ranks' part. (The authors' code compares only with the result,
-    so a rank also clears entries that never arrived.)
+    Each round doubles the number of ranks with the same k entries; after the last round all ranks have them. If a round
+    drops an entry, every rank that contributed to it takes its part back. Each rank tracks its own entries from round
+    to round. Its contribution is the entries that stayed in every sum. A dropped entry may return from other ranks,
+    without the first ranks' part. (The authors' code compares only with the result, so a rank also clears entries that
+    never arrived.)
 
     Bytes sent per rank: 8 k log2(p) in fp32, an index and a value each, with at most k at a time. The result is as
     sparse as the input. Let q be the largest power of 2 up to p. The p - q ranks beyond q first send their entries to
-    ranks 0, 1, ... In the end they receive the result and one bit per entry. They send 8 k, and their partners 8 k + k
-    / 8 more. The search among 2 k entries per round is cheap compared with the first one. The result is not the exact
+    ranks 0, 1, ... At the end they receive the result and one bit per entry. They send 8 k, and their partners 8 k + k
+    / 8 more. The search among 2 k entries per round is cheap next to the first search. The result is not the exact
     top-k of the sum: an entry that is small on every rank is never sent. It is exact with 2 ranks and disjoint entries.
 
     It wants error feedback: the bare name GTopK means ErrorFeedback(of=GTopK()).

@@ -35,27 +35,27 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LGreCo(Compressor):
-    """Gives each layer its own ratio, so that together they send the fewest bytes for a given total error.
+    """Gives each layer its own ratio, so that all layers send the fewest bytes for a given total error.
 
         minimise   sum over layers of bytes(c_l)   subject to   sum over layers of ||x_l - C(x_l; c_l)||  <=  E
         E = budget * the same sum with one ratio for all layers, that of `of`
 
-    x_l is the layer's input, residual included. Every `every` exchanges each rank tries the candidates on its own x_l.
-    These are up to 5 ratios from 1 / `spread` to `spread` times that of `of`, or all choices of the knob. All ranks add
-    up errors and bytes and solve the same problem, by dynamic programming over 10,000 parts of E with errors rounded
-    up. With budget = 1 it never allows more measured error than one ratio for all layers, and never sends more. `of`
-    keeps its ratio until all layers are measured.
+    x_l is the layer's input, residual included. Every `every` exchanges each rank tries the candidates on its own x_l:
+    up to 5 ratios from 1 / `spread` to `spread` times that of `of`, or all choices of the knob. All ranks add up errors
+    and bytes and solve the same problem. They use dynamic programming over 10,000 parts of E, with errors rounded up.
+    With budget = 1 the choice never has more measured error than one ratio for all layers, and never sends more. All
+    layers keep the ratio of `of` until all are measured.
 
     `of` is any compressor with exactly one knob called density, rank, bits or levels. Layers with the same ratio are
-    coded together; a bucket needs an exchange for each ratio in it. A measurement costs an all-reduce of 8 bytes per
-    layer and candidate, and one coding of the bucket per candidate (more for PowerSGD). Rank 0 records each decision in
-    the Sample "ratio NAME". The bare name LGreCo means ErrorFeedback(of=LGreCo()).
+    coded together, so a bucket needs one exchange per ratio. A measurement costs an all-reduce of 8 bytes per layer and
+    candidate, and one coding of the bucket per candidate (more for PowerSGD). Rank 0 records each decision in the
+    Sample "ratio NAME". The bare name LGreCo means ErrorFeedback(of=LGreCo()).
 
     The authors' code measures rank 0's mean of 10 gradients and broadcasts rank 0's decision. It tries half to double
-    the rank. Here the present values of all ranks count. A non-finite step decides nothing. With sizes only nothing can
-    be measured, so all layers keep the ratio of `of`.
+    the rank. Here the present values of all ranks count. A non-finite step decides nothing. With sizes only, all layers
+    keep the ratio of `of`.
 
-    When to use it: for models with layers of very different size and shape, to send fewer bytes at the same error.
+    When to use it: for models with layers of very different size and shape.
 
     Reference: Markov, Alimohammadi, Frantar and Alistarh, "L-GreCo: Layerwise-Adaptive Gradient Compression for
     Efficient Data-Parallel Deep Learning", MLSys 2024, https://arxiv.org/abs/2210.17357
@@ -139,9 +139,9 @@ def chosen(errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], 
 
 
 def cheapest(errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], allowed: float) -> list[int] | None:
-    """The choice of least total size whose errors, each rounded up to a part of `allowed`, add up to it at most.
+    """Returns the choice of least total size with errors, rounded up to parts of `allowed`, that sum to at most it.
 
-    None if no choice fits. It only adds and compares, so all ranks get the same result on any machine.
+    None if no choice fits. It only adds and compares, so the result is the same on every machine.
     """
     if not 0 < allowed < inf:
         return None

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Layers(Compressor):
-    """Chosen parameters cross the wire by one compressor, vectors and small ones by another.
+    """Sends chosen parameters with one compressor, vectors and small ones with another.
 
         parameter -> `of`     if it has at least `smallest` elements, two dimensions or more, and `only` in its name
                   -> `rest`   otherwise
 
-    Biases and normalisations are a few bytes and a short message each, so released codes such as DGC and PowerSGD leave
+    Biases and normalisations are a few bytes and a short message each, so released codes such as DGC and PowerSGD send
     them whole. This wrapper does so for any 2 compressors. For several rules nest them: `rest` may be another Layers.
 
     Bytes are those of `of` for its parameters of a bucket, coded together, and of `rest` for the other ones. A bucket
-    with both takes 2 consecutive exchanges, and is copied twice. `only` is a regular expression that is searched in the
+    with both takes 2 consecutive exchanges and is copied twice. `only` is a regular expression, searched in the
     parameter's name, such as "weight" or "^blocks". All 3 rules are live. Error feedback goes outside: the bare name
     Layers means ErrorFeedback(of=Layers()), so that a parameter that changes sides keeps its residual.
 
@@ -60,7 +60,7 @@ class Layers(Compressor):
         return split_momentum(self.of, self.rest)
 
     def chosen(self, part: Part) -> bool:
-        """Whether this parameter crosses by `of`."""
+        """Whether `of` sends this parameter."""
         large = part.stop - part.start >= self.smallest
         return large and (self.vectors or len(part.shape) > 1) and re.search(self.only, part.name) is not None
 

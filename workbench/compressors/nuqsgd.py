@@ -13,7 +13,7 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class NUQSGD(Levels):
-    """Every element crosses the wire as one of a few levels that halve towards zero, drawn so that its mean is kept.
+    """Sends every element as one of a few levels that halve towards zero, drawn so that its mean is kept.
 
         levels 0, +-m^s, ..., +-m^2, +-m, +-1 in units of the block's norm, m = `multiplier`
 
@@ -23,9 +23,9 @@ class NUQSGD(Levels):
 
         E |C(x) - x|^2 <= (1/8 + min(d / 4^(s+1), sqrt(d) / 2^s)) |x|^2
 
-    so small elements cost little while d is well below 4^s: there it beats QSGD at equal bits. In larger blocks nearly
-    all elements are below the smallest level, and it gets worse quickly. With the maximum norm QSGD is better on normal
-    numbers. NUQSGD is better if few elements are much larger than the other ones.
+    so small elements add little error while d is well below 4^s: there it beats QSGD at equal bits. In larger blocks
+    nearly all elements are below the smallest level, and it gets worse quickly. With the maximum norm QSGD is better on
+    normal numbers. NUQSGD is better if few elements are much larger than the other ones.
 
     The authors' code has no zero level: set `grid` to "code". Then there are 2^b levels, down to +-m^(2^(b-1)-1), and a
     zero element becomes plus or minus the smallest.

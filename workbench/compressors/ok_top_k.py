@@ -27,32 +27,33 @@ STALE = 2.0  # beyond k / 2 and 2 k a threshold is searched again
 
 @dataclass(frozen=True, kw_only=True)
 class OkTopK(Compressor):
-    """All ranks get about the k = density * n largest entries of the sum, for less than 6 k numbers, whatever p is.
+    """Gives all ranks about the k = density * n largest entries of the sum, for less than 6 k numbers at any p.
 
         choose    rank i: I_i = { |x_i| >= its threshold }, about k entries
         reduce    the pairs of I_i in region j -> rank j, which adds up;  p regions of about k / p entries on each rank
         select    rank j: those of its sums with |sum| >= the common threshold, about k over all regions
         balance   what was selected moves so that each rank has as much, and every rank gathers every other's
 
-    A threshold is the k-th largest magnitude. It is exact in every `threshold_every`-th step and reused between:
-    magnitudes change slowly, and one comparison per entry is cheaper than a search. The exact common threshold needs
-    all sums (of each region the k largest at most), which also give that step's result. A reused threshold that passes
-    less than 3/4 k or more than 5/4 k moves by about 1 %, as in the authors' code. Beyond k / 2 and 2 k it is searched
-    again at once, unlike theirs. Regions end at the ranks' mean p-quantiles of their entries' places, measured every
-    `region_every` steps. With `threshold_every` = 1 it is exact: the top-k of the sum of all top-k.
+    A threshold is the k-th largest magnitude. Every `threshold_every` steps it is searched exactly. Other steps reuse
+    it, because magnitudes change slowly and one comparison per entry is cheaper than a search. An exact common
+    threshold needs the sums of all regions (at most the k largest of each). These are also that step's result. A reused
+    threshold moves by about 1 % if less than 3/4 k or more than 5/4 k entries reach it, as in the authors' code. Unlike
+    theirs, it is searched again at once below k / 2 and above 2 k. Every `region_every` steps regions are cut at the
+    ranks' mean p-quantiles of their entries' places. With `threshold_every` = 1 the result is exact: the top-k of the
+    sum of all top-k.
 
-    A rank contributes its chosen entries that survive and keeps the other ones, so it wants error feedback: the bare
-    name OkTopK means ErrorFeedback(of=OkTopK()). Thresholds and regions belong to a bucket's parameters and to p. After
-    a change of these they are measured again, thresholds also after a change of the density.
+    A rank contributes its chosen entries that survive and keeps the other ones. So it wants error feedback: the bare
+    name OkTopK means ErrorFeedback(of=OkTopK()). If p or the bucket's parameters change, thresholds and regions are
+    measured again. If the density changes, thresholds are.
 
     Bytes sent per rank with reused thresholds and 4 bytes per number: 8 k (p-1)/p to the regions' owners, at most as
-    much to balance, and 8 k (p-1)/p to gather. Lengths take 8 (p-1) (p+2) more, and a cut of regions takes an
-    all-reduce of p - 1 numbers. A step with a new common threshold sends 8 k (p-1)/p and up to 8 k (p-1). The Sample
-    "density" is the number of sent pairs divided by n and by 2 (p-1)/p. The latter is how often a kept pair travels if
-    balanced. Indices are integers. (The authors' code sends fp32, exact up to 2^24 only.)
+    much to balance, and 8 k (p-1)/p to gather. Lengths add 8 (p-1) (p+2). A cut of regions adds an all-reduce of p - 1
+    numbers. A step with a new common threshold sends 8 k (p-1)/p and up to 8 k (p-1). The Sample "density" is the
+    number of sent pairs divided by n and by 2 (p-1)/p, because a balanced pair travels that often. Indices are
+    integers. (The authors' code sends fp32, exact up to 2^24 only.)
 
-    When to use it: TopK on many ranks with large layers; on small layers lengths and latencies weigh more. The authors
-    train the first steps densely, which a WarmUp around it does.
+    When to use it: TopK on many ranks with large layers. On small layers lengths and latencies weigh more. The authors
+    train the first steps densely, as a WarmUp around it does.
 
     Reference: Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022,
     https://arxiv.org/abs/2201.07598, and its code, https://github.com/Shigangli/Ok-Topk

@@ -1,4 +1,4 @@
-"""OneBit: only the sign of every element crosses the wire."""
+"""OneBit: sends only the sign of every element."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class OneBit(Coded):
-    """Every element crosses the wire as its sign, and each block with one magnitude, in two hops.
+    """Sends every element's sign and one magnitude per block, in two hops.
 
         C(x) = scale * sign(x), sign(0) = +1;   scale = the block's mean magnitude, or its root mean square
 
@@ -27,16 +27,15 @@ class OneBit(Coded):
 
     It needs error feedback: the bare name OneBit means ErrorFeedback(of=OneBit()). The authors' 1-bit Adam keeps 2
     residuals: a worker's for the first hop, and a server's for the second. Here the owner of a chunk counts the second
-    hop's error as its own. So one residual holds both and nothing is lost. Everything sent plus all residuals equals
-    the sum of the inputs, through any live change. The residual's size is within 20 % of that of 2 residuals
-    (tests/unit/test_one_bit.py).
+    hop's error as its own, so one residual holds both. Everything sent plus all residuals equals the sum of the inputs,
+    through any live change. The residual's size is within 20 % of that of 2 residuals (tests/unit/test_one_bit.py).
 
     EFSignSGD sends the same signs in one hop: more bytes from 3 ranks on, and a smaller residual. "mean" is its scale
     and the best for one hop. DeepSpeed's 1-bit Adam uses "rms", which keeps the length of the vector and often leaves
     smaller residuals. But if the mean is below half of the root mean square, one hop with it is worse than sending
     nothing.
 
-    When to use it: with OneBitAdam, on momenta; or on gradients under plain SGD on very slow wires.
+    When to use it: with OneBitAdam, on momenta; or on gradients under plain SGD on very slow networks.
 
     Reference: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed",
     ICML 2021, https://arxiv.org/abs/2102.02888; Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019,

@@ -1,4 +1,4 @@
-"""PowerSGD: matrices cross the wire as two thin factors."""
+"""PowerSGD: sends matrices as two thin factors."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(LowRank):
-    """Each weight matrix's gradient crosses the wire as two thin factors, found by one power iteration per step.
+    """Sends each weight matrix's gradient as two thin factors, found by one power iteration per step.
 
         P = orthonormal(sum over ranks of M_i Q);   Q <- sum over ranks of M_i^T P;   out = P Q^T
 
     M_i is rank i's gradient as an n x m matrix (dimensions after the first are joined). The step begins with the
-    previous Q, orthonormalised. r = `rank` is the number of columns of P and Q. Bytes sent per rank: 2 (p-1)/p * 4 r (n
-    + m) for an fp32 matrix, in 2 consecutive all-reduces per bucket. `iterations` multiplies this; each iteration
-    begins with the Q of the one before. Vectors cross whole with the first factor, as do matrices that would shrink by
-    less than `min_compression_rate` (torch's rule and default: r (n + m) * 2 < n m). Time: 3 products of n m r per rank
-    and iteration, one more for the rank's own contribution.
+    previous Q, orthonormalised. r = `rank` is the number of columns of P and Q, not a process. Bytes sent per rank: 2
+    (p-1)/p * 4 r (n + m) for an fp32 matrix, in 2 consecutive all-reduces per bucket. `iterations` multiplies this;
+    each iteration begins with the Q of the one before. Vectors are sent whole with the first factor. So are matrices
+    that would shrink by less than `min_compression_rate` (torch's rule and default: r (n + m) * 2 < n m). Time: 3
+    products of n m r per rank and iteration, one more for the rank's own contribution.
 
     A rank contributes P (M_i^T P)^T, and contributions add up to `out`. So the result is independent of how the batch
     is spread over ranks. Biased, so it wants error feedback: the bare name PowerSGD means ErrorFeedback(of=PowerSGD()).
     With one rank it still approximates that rank's own gradient. Q is kept by parameter. A change of bucket size or
-    strategy keeps it; a smaller rank cuts columns; a larger one adds random columns; and ACPSGD continues from it.
-    Without `warm_start` every step draws a new Q: one power iteration from random directions finds less. `rank` is that
-    of linear algebra, not the process.
+    strategy keeps it; a smaller `rank` cuts columns; a larger one adds random columns; and ACPSGD continues from it.
+    Without `warm_start` every step draws a new Q: one power iteration from random directions finds less.
 
-    When to use it: wires slow enough that 2 short messages beat a long one, and layers with large matrices. Unlike TopK
-    its bytes per rank do not grow with the number of ranks. With fp16 gradients M Q may overflow although the gradient
-    does not; bf16 has the range.
+    When to use it: networks slow enough that 2 short messages beat a long one, and layers with large matrices. Unlike
+    TopK's, its bytes per rank do not grow with the number of ranks. With fp16 gradients M Q may overflow although the
+    gradient does not; bf16 has the range.
 
     Results equal those of torch's powerSGD_hook (tests/unit/test_power_sgd.py), without its limits in 2.13. The hook
-    hangs on gloo with 2 buckets or more. A smaller rank sends as much as before, and a larger one raises. It keeps its
-    residual by bucket and divides by zero if a layer's gradient is zero. Its residuals come from the aggregated result
-    and drift.
+    hangs on gloo with 2 buckets or more. With a smaller rank it sends as much as before; a larger one raises. It keeps
+    its residual by bucket and divides by zero if a layer's gradient is zero. Its residuals come from the aggregated
+    result and drift.
 
     Reference: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
     Optimization", NeurIPS 2019, https://arxiv.org/abs/1905.13727

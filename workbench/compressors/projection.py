@@ -1,4 +1,4 @@
-"""Projection: a tensor crosses the wire along the few directions with most of its norm."""
+"""Projection: sends a tensor along the few directions with most of its norm."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Projection(Codec):
-    """Each vector of features crosses the wire as its r coordinates in a basis that the whole tensor shares.
+    """Sends each vector of features as its r coordinates in a basis that the whole tensor shares.
 
         V = orthonormal((X^T X)^q W),  W fixed random numbers;   sent: X V and V;   C(X) = X V V^T
 
     X (n, m) are a tensor's features, m the last dimension. A vector, such as a bucket, is folded into a matrix about as
-    wide as long. Bytes for an fp32 tensor: 4 r (n + m), to every other rank; the tensor crosses whole if it is not
-    larger. Time: 2 q + 1 products of n m r. It has no memory: q = `iterations` power iterations find V for each tensor,
-    and V crosses with it. So it works without a place in the model, such as for an activation. PowerSGD, which needs
-    the previous directions, does not.
+    wide as long. Bytes for an fp32 tensor: 4 r (n + m), to every other rank. A tensor that is not larger is sent whole.
+    Time: 2 q + 1 products of n m r. It has no memory: q = `iterations` power iterations find V for each tensor, and V
+    is sent with it. So it also works for an activation, which has no place in the model. PowerSGD needs the previous
+    directions and does not.
 
-    An activation's gradient goes back along the same directions, G V V^T, and crosses between 2 stages as G V. This is
+    An activation's gradient goes back along the same directions, G V V^T, and is sent between 2 stages as G V. This is
     the gradient of a linear map with a fixed V. So components across V train nothing, and V itself gets no gradient.
-    For a zero tensor V is arbitrary, and a layer with initial output zero would learn only in these directions. So
-    there the gradient goes back whole.
+    For a zero tensor V is arbitrary, and a layer with initial output zero would learn only in these directions. So its
+    gradient is sent whole.
 
     The linear autoencoder of Bian et al. learns V with the model, sends X V alone and adds it up by all-reduces.
-    Projection is the best case of such an autoencoder for one tensor. It needs no learning, but also sends V.
+    Projection is the best case of this autoencoder for one tensor. It needs no learning, but also sends V.
 
     Biased, so for gradients in buckets it wants error feedback: the bare name Projection means
-    ErrorFeedback(of=Projection()). A bucket's elements are not features. PowerSGD, which takes each matrix by itself,
-    finds more.
+    ErrorFeedback(of=Projection()). A bucket's elements are not features. PowerSGD finds more, because it takes each
+    matrix by itself.
 
-    When to use it: for activations, if few directions hold most of them; a spectrum without a drop loses most.
+    When to use it: for activations, if few directions hold most of their norm. A flat spectrum loses most.
 
     Reference: Halko, Martinsson and Tropp, "Finding Structure with Randomness", SIAM Review 2011,
     https://arxiv.org/abs/0909.4061; Bian et al., "Does compressing activations help model parallel training?", 2023,
@@ -58,7 +58,6 @@ class Projection(Codec):
         return ErrorFeedback(of=cls())
 
     def worth(self, x: Tensor) -> bool:
-        """Whether the tensor shrinks."""
         n, m = sides(x)
         return self.rank < min(n, m) and self.rank * (n + m) < x.numel()
 
@@ -96,7 +95,7 @@ class Projection(Codec):
 
 
 class _Along:
-    """A tensor's coordinates in a basis (m, r), flat, as both cross the wire."""
+    """A tensor's coordinates in a basis (m, r), both flat, as they are sent."""
 
     def __init__(self, basis: Tensor) -> None:
         self._basis = basis

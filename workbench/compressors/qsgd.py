@@ -15,7 +15,7 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class QSGD(Levels):
-    """Every element crosses the wire as one of a few equally spaced levels, drawn so that its mean is kept.
+    """Sends every element as one of a few equally spaced levels, drawn so that its mean is kept.
 
         C(x) = N sign(x) xi / s,   xi = floor(s |x| / N), or one more with probability s |x| / N - floor(s |x| / N)
 
@@ -28,8 +28,8 @@ class QSGD(Levels):
     maximum norm, as usual in practice (QSGDinf). Codes have a fixed width. The paper's Elias codes are shorter if
     nearly all codes are zero (L2, large blocks, few bits). But their length differs between ranks, and they are slow.
 
-    When to use it: few bits without a residual; 8 bits are hard to tell from Dense. It needs no error feedback. That
-    diverges if the error is longer than x, and is refused there: L2 norm with sqrt(d) >= 2 s, or 2 bits.
+    When to use it: few bits without a residual. With 8 bits the result hardly differs from Dense. It needs no error
+    feedback. That diverges if the error is longer than x, and is refused then: L2 norm with sqrt(d) >= 2 s, or 2 bits.
 
     Reference: Alistarh, Grubic, Li, Tomioka and Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization
     and Encoding", NeurIPS 2017, https://arxiv.org/abs/1610.02132

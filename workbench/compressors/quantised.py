@@ -23,17 +23,16 @@ class Quantised(Compressor):
 
         C(x) = Q(S(x)), S = `of`, Q = `by`;   with `scaled`  C(x) = Q(S(x)) / (1 + b)
 
-    b bounds Q's squared error: E |Q(y) - y|^2 <= b |y|^2. For QSGD with blocks of d elements and s = 2^(bits-1) - 1 it
-    is q^2 / 4 with q = sqrt(d) / s while q < 2, and q - 1 from there on. Under TopK with k of n elements C is a
-    contraction if b < 1: |x - C(x)|^2 <= (1 - (1 - b) k / n) |x|^2 on average. With `scaled` it is one for any b: (1 -
-    k / (n (1 + b))) |x|^2. So it wants error feedback: the bare name Quantised means ErrorFeedback(of=Quantised()).
-    Without `scaled`, b of 1 or more is refused.
+    b bounds Q's squared error: E |Q(y) - y|^2 <= b |y|^2. For QSGD with blocks of d elements and s = 2^(bits-1) - 1 let
+    q = sqrt(d) / s. Then b is q^2 / 4 if q < 2, else q - 1. Under TopK with k of n elements C is a contraction if b <
+    1: |x - C(x)|^2 <= (1 - (1 - b) k / n) |x|^2 on average. With `scaled` it is one for any b: (1 - k / (n (1 + b)))
+    |x|^2. So it wants error feedback: the bare name Quantised means ErrorFeedback(of=Quantised()). Without `scaled`, b
+    of 1 or more is refused.
 
-    Bytes sent per rank for k kept elements, with the default codecs: (p-1) (4 k + k bits / 8 + 4 ceil(k / block)).
-    These are unchanged indices, codes, and a norm per block. With 4 bits this is a little more than half of TopK's.
-    Integers that `of` sends stay unchanged. A codec is a function of one rank's tensor, such as TopK, Cast, Dense and
-    QSGD. Other compressors are refused, and for `of` also one without floats to round. Error feedback belongs around
-    it; inside, it is ignored.
+    Bytes sent per rank for k kept elements, with the default codecs: (p-1) (4 k + k bits / 8 + 4 ceil(k / block)), for
+    indices, codes and a norm per block. With 4 bits this is a little more than half of TopK's. Integers that `of` sends
+    stay unchanged. A codec is a function of one rank's tensor, such as TopK, Cast, Dense and QSGD. Other compressors
+    are refused, and for `of` also one without floats to round. Error feedback belongs around it; inside, it is ignored.
 
     When to use it: if TopK still sends too much, half of it indices. Under LocalSGD it is Qsparse-local-SGD: ranks
     train alone for H steps, then select and round their displacements, and feed back the error.

@@ -18,28 +18,27 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class RandomK(Compressor):
-    """Of each bucket k = density * n entries cross the wire, drawn without replacement, the same on all ranks.
+    """Sends k = density * n entries of each bucket, drawn without replacement, the same on all ranks.
 
         C(x)_i = x_i  if i is in S, else 0;   S is a random set of k places;   times n / k if `scaled`
 
-    All ranks draw S from one seed, made of the bucket's first parameter and the count of its exchanges. So no index
-    travels, and an all-reduce adds up the values. Bytes sent per rank: 2 (p-1)/p * 4 k, less than Dense for any number
-    of ranks.
+    All ranks draw S from one seed, made of the bucket's first parameter and the count of its exchanges. So ranks send
+    no indices, and an all-reduce adds up the values. Bytes sent per rank: 2 (p-1)/p * 4 k, less than Dense for any p.
 
     Without `scaled` it wants error feedback: the bare name RandomK means ErrorFeedback(of=RandomK()). Then each entry
     is sent once in n / k steps on average, with everything accumulated. With `scaled` it is unbiased by itself, and
 
         E||C(x) - x||^2 = (n / k - 1) ||x||^2
 
-    so at 1 % the noise is 10 times as long as the gradient, and only small steps train. Scaled, error feedback would
-    subtract n / k times the residual, so it is refused.
+    so at 1 % the noise is 10 times as long as the gradient, and only small steps train. With `scaled`, error feedback
+    would subtract n / k times the residual, so it is refused.
 
-    When to use it: very slow wires and many ranks, where the bytes of TopK's all-gather grow with their number. Entries
+    When to use it: very slow networks and many ranks, because the bytes of TopK's all-gather grow with p. The entries
     are not the largest, so this is the baseline for other choices.
 
     If any number is not finite, drawn or not, all sent values are NaN.
 
-    It has its own random numbers and leaves torch's global ones alone.
+    It draws from its own generator, not torch's global one.
 
     Reference: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018,
     https://arxiv.org/abs/1809.07599
@@ -102,7 +101,7 @@ def seeded(name: str, count: int) -> Generator:
 def subset(n: int, k: int, generator: Generator) -> Tensor:
     """k of n places, each set of them equally likely: (k,) int64, in random order.
 
-    For a small k it makes nothing of length n: it draws until k places differ, and takes k of these.
+    For a small k it allocates nothing of length n: it draws until k places differ, and takes k of these.
     """
     if 4 * k > n:
         return torch.randperm(n, generator=generator)[:k]

@@ -1,4 +1,4 @@
-"""Top-k by a sampled threshold: all entries that reach it cross the wire."""
+"""Top-k by a sampled threshold: sends all entries that reach it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class SampledTopK(Sparse):
-    """About the k = density * n largest entries of each bucket cross the wire: those that reach a sample's threshold.
+    """Sends about the k = density * n largest entries of each bucket, which reach a sample's threshold.
 
         C(x)_i = x_i  if |x_i| >= t, else 0
         t = the r-th largest magnitude of m sampled entries,  r = density * m + 2 sqrt(density * m)
 
     Each step draws another sample. Its size m is 1 % of the bucket, or more so that 64 of the k largest are in it. The
-    rank r aims a little low, because an extra entry costs less than a missing one. If less than 0.98 k reach t, it
-    samples a lower one; of more than 1.2 k it takes the k largest. A rank with k_i entries of at least t sends (p-1) *
-    (8 + 8 k_i) bytes. Zeros are never sent, and buckets below 16384 entries are sorted. Biased: the bare name
+    rank r aims a little low, because an extra entry costs less than a missing one. If fewer than 0.98 k reach t, it
+    samples a lower one. If more than 1.2 k do, it takes the k largest. A rank with k_i entries of at least t sends
+    (p-1) * (8 + 8 k_i) bytes. Zeros are never sent, and buckets below 16384 entries are sorted. Biased: the bare name
     SampledTopK means ErrorFeedback(of=SampledTopK()).
 
-    DGC selects in this way, and adds momentum. DGC samples at a fixed stride, which can align with the rows of a
-    matrix; here entries are drawn at random. Its code drops surplus entries by position, from the end of the bucket;
-    here no dropped entry is larger than a sent one.
+    DGC selects in this way and adds momentum. The authors' code samples at a fixed stride, which can align with the
+    rows of a matrix; here entries are drawn at random. Their code drops surplus entries by position, from the end of
+    the bucket; here no dropped entry is larger than a sent one.
 
-    When to use it: to see the effect of sampling alone. `TopK` searches in the same way, then sorts the candidates and
-    so sends exactly the k largest, in little more time.
+    When to use it: to see the effect of sampling alone. `TopK` searches in the same way, then sorts the candidates. So
+    it sends exactly the k largest, in little more time.
 
     Reference: Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression: Reducing the Communication Bandwidth for
     Distributed Training", ICLR 2018, https://arxiv.org/abs/1712.01887

@@ -23,29 +23,29 @@ WITHIN = 0.2  # tolerated relative error of the sent share
 
 @dataclass(frozen=True, kw_only=True)
 class SIDCo(Sparse):
-    """About density * n entries of each bucket cross the wire: those that reach a fitted distribution's quantile.
+    """Sends about density * n entries of each bucket, which reach a fitted distribution's quantile.
 
         exponential:  t = mean * ln(1 / r)
         pareto:       t = scale * (r^-shape - 1) / shape,   shape = (1 - mean^2 / var) / 2, scale = mean * (1 - shape)
-        gamma:        t = that which a share r of a gamma distribution exceeds, of equal mean and mean logarithm
+        gamma:        t = the value exceeded by a share r of a gamma distribution of equal mean and mean logarithm
 
     r is the share that should exceed t; mean and variance are those of the magnitudes. One fit is right only if the
-    distribution keeps its form up to the tail. So several fits are possible. The first aims at 25 % of the entries.
-    Each further one is fitted to the excesses over the last threshold, and aims at its part of the surplus ("gamma"
-    continues with pareto). `stages` is their number. With 0 each bucket has its own number, from 2 on, and gets one
-    more whenever 5 exchanges were off by 20 % on average.
+    distribution keeps its form up to the tail, so several fits are possible. The first aims at 25 % of the entries.
+    Each further one is fitted to the excesses over the last threshold and aims at its part of the surplus ("gamma"
+    continues with pareto). `stages` is their number. With 0 each bucket begins with 2 fits and gets one more whenever 5
+    exchanges were off by 20 % on average.
 
     Bytes sent: (p-1) * (8 + 8 k_i) by a rank with k_i entries of at least t. Biased: the bare name SIDCo means
     ErrorFeedback(of=SIDCo()). The largest entry is always sent, so every bucket sends something.
 
     When to use it: to compare. It needs only means and shares and neither sorts nor samples. On a CPU the second fit,
-    over 25 % of the entries, costs more than all of TopK's search, which hits its k exactly. GPUs have not been
-    measured here.
+    over 25 % of the entries, takes longer than TopK's whole search, which finds exactly k. GPUs have not been measured
+    here.
 
-    It differs from the authors' code. Their number of fits belongs to the process and falls if too much was sent,
-    although heavy tails then need more fits. Here it belongs to the bucket's parameters. Their later fits have fixed
-    shares; here each compensates the error of the fits before. Their gamma threshold is exact for shape 1 only; here it
-    is the quantile. Fits ignore zeros. Theirs fails if no entry reaches a threshold.
+    The authors' number of fits belongs to the process and falls if too much was sent, although heavy tails then need
+    more fits. Here it belongs to the bucket's parameters. Their later fits have fixed shares. Here each compensates the
+    error of the fits before. Their gamma threshold is exact for shape 1 only. Here it is the quantile. Fits ignore
+    zeros. Their code fails if no entry reaches a threshold.
 
     Reference: Abdelmoniem, Elzanaty, Alouini and Canini, "An Efficient Statistical-based Gradient Compression Technique
     for Distributed Training Systems", MLSys 2021, https://arxiv.org/abs/2101.10761
@@ -115,7 +115,7 @@ def _exponential(size: Tensor, ratio: float) -> float:
 
 
 def _pareto(size: Tensor, ratio: float) -> float:
-    """As `_exponential`, for the generalised Pareto distribution with the mean and the variance of `size`."""
+    """Like `_exponential`, but with the generalised Pareto distribution of equal mean and variance."""
     var, mean = (float(v) for v in torch.var_mean(size, correction=0))
     shape = (1 - mean * mean / var) / 2 if var > 0 else -math.inf
     if shape < -1e3:
@@ -126,7 +126,7 @@ def _pareto(size: Tensor, ratio: float) -> float:
 
 
 def _gamma(size: Tensor, ratio: float) -> float:
-    """As `_exponential`, for the gamma distribution with the mean and, nearly, the mean logarithm of `size`."""
+    """Like `_exponential`, but with the gamma distribution of equal mean and nearly equal mean logarithm."""
     mean = float(size.mean())
     s = math.log(mean) - float(size.log().mean())
     if not s > 1e-6:

@@ -17,27 +17,27 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class SignSGD(Compressor):
-    """Every rank sends the sign of each element, and every element of the result has the sign of most of them.
+    """Sends the sign of each element; every element of the result has the sign of most ranks.
 
         out = scale * sgn(sum over ranks of sgn(m_i)),   m_i <- momentum * m_i + (1 - momentum) * x_i
 
-    Rank j counts the votes on chunk j and sends the majority's signs to all ranks. A zero votes for +; a tie goes to
-    the counting rank's own vote. One byte holds 8 signs: a rank sends (p-1) (2 m / 8 + 4) bytes for chunks of m = n / p
+    Rank j counts the votes on chunk j and sends the majority's signs to all ranks. A zero votes for +; a tie takes the
+    counting rank's own vote. One byte holds 8 signs: a rank sends (p-1) (2 m / 8 + 4) bytes for chunks of m = n / p
     elements, 1/32 of a dense all-reduce for any p. With `momentum` each rank votes with a moving average of its own
     gradients: Signum, usually with 0.9.
 
     The result is not a sum: only its direction comes from the gradients. With scale "mean" each element has the mean
     magnitude of the inputs, so learning rates keep about their meaning. With "one" every element is +1 or -1, as in the
-    paper. Then `lr` is the distance that each parameter moves in each step, for any gradient; begin with 0.0001. A
-    bucket of zeros on all ranks stays zero. A bucket with a non-finite number on any rank becomes NaN.
+    paper. Then `lr` is the distance that each parameter moves in each step; begin with 0.0001. A bucket of zeros on all
+    ranks stays zero. A bucket with a non-finite number on any rank becomes NaN.
 
-    Each rank counts 1/p of the result as its own contribution, to keep error feedback's sums consistent. But a majority
-    is no contraction of the sum, and feedback does not correct it. EFSignSGD sends the signs with their own magnitudes
-    in one hop, and OneBit in 2.
+    Each rank counts 1/p of the result as its own contribution, so that error feedback's sums agree. But a majority is
+    no contraction of the sum, and feedback does not correct it. EFSignSGD sends the signs with their own magnitudes in
+    one hop, and OneBit in 2.
 
-    When to use it: very slow wires and many ranks, with an optimizer without momentum. Also if a few ranks may send
-    nonsense, which a majority overrules. With skewed noise it need not converge. Counting every tie as + would drift
-    upwards, most with few ranks: with 2 ranks, 50 % of all votes on noise are ties.
+    When to use it: very slow networks and many ranks, with an optimizer without momentum. Also if a few ranks may send
+    wrong values, which a majority overrules. With skewed noise it need not converge. Counting every tie as + would
+    drift upwards, most with few ranks: with 2 ranks, 50 % of all votes on noise are ties.
 
     Reference: Bernstein, Wang, Azizzadenesheli and Anandkumar, "signSGD: Compressed Optimisation for Non-Convex
     Problems", ICML 2018, https://arxiv.org/abs/1802.04434; Bernstein, Zhao, Azizzadenesheli and Anandkumar, "signSGD

@@ -1,4 +1,4 @@
-"""TernGrad: of every element -1, 0 or 1 crosses the wire, drawn without bias."""
+"""TernGrad: sends -1, 0 or 1 for every element, drawn without bias."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class TernGrad(Compressor):
-    """Every element crosses the wire as -1, 0 or 1 times a scale of its layer, drawn at random without bias.
+    """Sends every element as -1, 0 or 1 times a scale of its layer, drawn at random without bias.
 
         C(x) = s * sign(x) * b,   b = 1 with probability |x| / s, else 0;   s = max |x| of the layer
 
     With `one_scale` all ranks take the largest s (one all-reduce of 4 bytes per layer). Then one all-reduce adds up the
     draws as integers. A draw is 0, 1 or 2, in enough bits for the sum of p draws: 4 up to 7 ranks, 8 up to 127, then
-    16. Bytes sent per rank: 2 (p-1)/p * (n bits / 8 + 4 layers). Without it, every rank keeps its own s and gathers all
-    draws in 2 bits: (p-1) (n / 4 + 4 layers). This has less noise. It sends the same bytes with 4 or 8 ranks, and more
-    with many.
+    16. Bytes sent per rank: 2 (p-1)/p * (n bits / 8 + 4 layers). Without `one_scale` every rank keeps its own s and
+    gathers all draws in 2 bits: (p-1) (n / 4 + 4 layers). This has less noise. It sends the same bytes with 4 or 8
+    ranks, and more with many.
 
-    Unbiased, with the variance s ||x||_1 - ||x||^2, which may be many times ||x||^2. So error feedback is refused: it
-    needs an error smaller than the input, and here the residual would grow without bound. `clip_rms` first clips a
-    layer at this many root mean squares, 2.5 in the paper. This makes s far smaller and adds a bias. A layer with a
-    non-finite number becomes NaN.
+    Unbiased, with the variance s ||x||_1 - ||x||^2, which may be many times ||x||^2. Error feedback needs an error
+    smaller than the input. Here the residual would grow without bound, so error feedback is refused. `clip_rms` first
+    clips a layer at this many root mean squares, 2.5 in the paper. This makes s far smaller and adds a bias. A layer
+    with a non-finite number becomes NaN.
 
-    When to use it: slow wires, many steps, and batches with larger noise of their own; it needs no memory. ByteGrad in
-    4 bits costs as much up to 7 ranks and has a far smaller error in every single step.
+    When to use it: slow networks, many steps, and batches with larger noise of their own. It needs no memory. ByteGrad
+    in 4 bits sends as much up to 7 ranks and has a far smaller error in every step.
 
     The public code takes the mean of the ranks' scales and clips larger values, so its sum is biased. It clips by a
     layer's spread about its mean, not about zero.
@@ -73,7 +73,7 @@ class TernGrad(Compressor):
         return own.to(bucket.data.dtype)
 
     async def _added(self, rank: Rank, name: str, draws: Tensor, scales: Tensor, layers: list[int]) -> Tensor:
-        """The sum of all ranks' draws, each in its own bits of a byte or a word."""
+        """Sums all ranks' draws, each in its own bits of a byte or a word."""
         n, bits = draws.numel(), field(rank.size)
         if bits > 8:
             words = torch.nn.functional.pad(draws, (0, n % 2)).int().view(2, -1)

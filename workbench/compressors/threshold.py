@@ -1,4 +1,4 @@
-"""Threshold-v: all entries above a fixed magnitude cross the wire."""
+"""Threshold-v: sends all entries above a fixed magnitude."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Threshold(Sparse):
-    """Every entry with a magnitude of at least v = `threshold` crosses the wire, however many these are.
+    """Sends every entry with a magnitude of at least v = `threshold`, however many these are.
 
         C(x)_i = x_i  if |x_i| >= v, else 0
 
@@ -29,7 +29,7 @@ class Threshold(Sparse):
     whole training, a constant v leaves less error than a constant k (the paper's finding). It neither sorts nor
     samples: one pass finds the entries.
 
-    Magnitudes are compared. (GRACE's code bounds v by the largest signed entry.)
+    It compares magnitudes. (GRACE's code bounds v by the largest signed entry.)
 
     Reference: Sahu, Dutta, Abdelmoniem, Banerjee, Canini and Kalnis, "Rethinking Gradient Sparsification as Total Error
     Minimization", NeurIPS 2021, https://arxiv.org/abs/2108.00951

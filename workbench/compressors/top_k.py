@@ -1,4 +1,4 @@
-"""Top-k sparsification: only the largest entries cross the wire."""
+"""Top-k sparsification: sends only the largest entries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(Codec):
-    """Of each bucket only the k = density * n entries of largest magnitude cross the wire.
+    """Sends only the k = density * n entries of largest magnitude of each bucket.
 
         C(x)_i = x_i  if |x_i| is among the k largest, else 0
 
@@ -24,11 +24,11 @@ class TopK(Codec):
     8 k, less than a dense fp32 all-reduce while density < 1/p. Biased, so it wants error feedback: the bare name TopK
     means ErrorFeedback(of=TopK()).
 
-    The k largest are exact, but a long bucket is not sorted: a sample gives the candidates, and only these are.
+    The k largest are exact, but a long bucket is not sorted: a sample gives the candidates, and only these are sorted.
     `SampledTopK` stops at the sample's threshold.
 
-    When to use it: very slow wires. Finding the entries takes several times as long as copying the bucket: on a fast
-    wire Dense wins.
+    When to use it: very slow networks. Finding the entries takes several times as long as copying the bucket, so Dense
+    wins on a fast network.
 
     Reference: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018,
     https://arxiv.org/abs/1809.07599

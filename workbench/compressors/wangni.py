@@ -22,30 +22,29 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Wangni(Compressor):
-    """Each entry crosses the wire with a probability that grows with its magnitude, and is amplified to compensate.
+    """Sends each entry with a probability that grows with its magnitude, amplified to compensate.
 
         p_i = min(1, |x_i| / u);   C(x)_i = x_i / p_i  with chance p_i, else 0
 
-    Unbiased, with the least variance of all p_i with the same expected number of entries. u is the one number to find:
+    Unbiased, with the least variance of all p_i with the same expected number of entries. Only u has to be found:
 
         rule = "density":   sum_i p_i = density * n, the expected number of survivors (the paper's greedy rule)
         rule = "variance":  sum_i x_i^2 / p_i = (1 + variance) ||x||^2, with as few survivors as that takes
 
-    A survivor below u becomes exactly u or -u, so it travels as a 32-bit index and one bit. A survivor of u or more
-    crosses whole, index and value. In fp32 a rank with s whole entries and m other ones sends
+    A survivor below u becomes exactly u or -u, so it travels as a 32-bit index and one bit. A survivor of u or more is
+    sent whole, as index and value. In fp32 a rank with s whole entries and m other ones sends
 
         (p-1) * (8 + 8 + 8 s + 4 m + ceil(m / 8)) bytes:  the message's length;  u and s;  what survived
 
     and s / n is the Sample "whole". It has no state, and each rank draws for itself. Under error feedback noise larger
-    than the gradient would grow, so only a variance below 1 is accepted there.
+    than the gradient would grow. So error feedback accepts only a variance below 1.
 
-    When to use it: few large entries among many small ones, and no state that a change could lose. On normal entries
+    When to use it: few large entries among many small ones. It has no state that a change could lose. On normal entries
     the noise is 0.64 / density - 1 times ||x||^2, against 1 / density - 1 for RandomK. It falls as magnitudes differ
     more.
 
-    Newton's method finds u without sorting, on a convex function that is linear between entries. Each round lowers u
-    and makes all entries that reach it whole, and it ends exactly. The paper's greedy rule is 2 such rounds. Zero
-    gradients have probability zero and are left out.
+    Newton's method finds u exactly, without sorting, on a convex function that is linear between entries. Each round
+    lowers u and makes all entries that reach it whole. The paper's greedy rule is 2 rounds. Zeros are never sent.
 
     Reference: Wangni, Wang, Liu and Zhang, "Gradient Sparsification for Communication-Efficient Distributed
     Optimization", NeurIPS 2018, https://arxiv.org/abs/1710.09854
@@ -122,7 +121,7 @@ class Wangni(Compressor):
 
 
 def _settled(size: Tensor, u: float, smaller: Callable[[Tensor], float]) -> float:
-    """Lowers u, given the magnitudes that reach it, until these stay the same."""
+    """Lowers u with `smaller`, which takes the magnitudes that reach u, until u stays the same."""
     while True:
         found = smaller(size[above(size, u)])
         if not found < u * (1 - 1e-9):

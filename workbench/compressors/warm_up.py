@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmUp(Compressor):
-    """The first `steps` exchanges of every parameter are uncompressed, or have a density that falls in stages.
+    """Sends the first `steps` exchanges of every parameter uncompressed, or with a density that falls in stages.
 
         dense:         Dense() for the first `steps` exchanges, then `of`
         exponential:   `of` with density rho^((j+1) / (E+1)) in stage j = 0 .. E-1, then `of` with its own rho
 
-    E = `stages`, each of steps / E exchanges. That is Deep Gradient Compression's schedule with stages for its epochs.
+    E = `stages`, each of steps / E exchanges. This is Deep Gradient Compression's schedule with stages for its epochs.
     For rho = 0.001 and E = 5 the densities are 0.316, 0.1, 0.032, 0.01 and 0.0032. It needs an `of` with exactly one
-    `density` in it; "dense" takes any compressor. Early gradients are large and turn quickly, so their delayed parts
+    `density` in it; "dense" takes any compressor. Early gradients are large and turn quickly, so delayed parts of them
     arrive stale.
 
     Exchanges are counted by parameter, in the rank's Memory. A change of bucket size, of strategy or of `of` does not
     restart the count; only a larger `steps` warms up again. Under LocalSGD an exchange is a round. Bytes are those of
-    the compressor in force. While the density is above 1 / p, pairs of index and value are more than a dense
+    the compressor in use. While the density is above 1 / p, pairs of index and value take more bytes than a dense
     all-reduce. The bare name WarmUp means ErrorFeedback(of=WarmUp()).
 
-    When to use it: with strong sparsifiers from the first step of a training on. Not when compression begins in the
-    middle of a run.
+    When to use it: with strong sparsifiers from the first step of a training. Not when compression begins in the middle
+    of a run.
 
     Reference: Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training",
     ICLR 2018, https://arxiv.org/abs/1712.01887

@@ -18,16 +18,16 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Zen(Compressor):
-    """The nonzero elements of a sparse gradient cross as pairs, by the scheme that sends least; nothing is lost.
+    """Sends the nonzero elements of a sparse gradient as pairs, by the scheme that sends least; nothing is lost.
 
-        out = sum over ranks of x_i;   what crosses the wire are (index, value) pairs of what is not zero
+        out = sum over ranks of x_i;   sent: (index, value) pairs of the nonzero elements
 
-    Embedding tables have such gradients: a batch reads few rows. For each bucket ranks first exchange their numbers of
-    nonzero elements (32 bytes to each other rank), so that all choose alike. Bytes sent per rank then, for n fp32
-    elements with a nonzero share d on a rank and D_j on at least one of j ranks (so D_1 = d):
+    Embedding tables have sparse gradients, because a batch reads few rows. For each bucket ranks first exchange their
+    numbers of nonzero elements (32 bytes to each other rank), so that all choose alike. Then a rank sends these bytes,
+    for n fp32 elements with a nonzero share d on a rank and D_j on at least one of j ranks (so D_1 = d):
 
         dense     8 n (p-1)/p                                   an all-reduce
-        gather    8 d n (p-1)                                   everybody's pairs to everybody (AGsparse)
+        gather    8 d n (p-1)                                   all pairs to all ranks (AGsparse)
         tree      8 n (D_1 + D_2 + D_4 + ... + D_(p/2))         recursive doubling (SparCML)
         ring      8 n (D_1 + ... + D_(p-1) + (p-1) D_p) / p     slices that go around and grow
         owners    (p-1)/p (8 d n + 4 D_p n + n/8)               balanced parallelism (Zen)
@@ -38,21 +38,21 @@ class Zen(Compressor):
     A hash spreads any support evenly over the owners, while one contiguous slice may hold nearly all of it. "auto"
     takes the least of these formulas, with headers, for the measured d. It learns the ranks' overlap from the last sum,
     as the number of places among which each rank would choose at random. At first these are all places. The paper's
-    system decides between owners and tree only, once, after a few steps.
+    system decides only between owners and tree, and only once, after a few steps.
 
-    With `rows` the unit is a row of a matrix: one index for a whole row. "auto" takes rows if that sends less on all
-    ranks together, as for embeddings, and elements if the nonzero ones are scattered. Vectors go by element; matrices
-    with rows of any length may share a bucket.
+    With `rows` the unit is a row of a matrix: one index for a whole row. "auto" takes rows if all ranks together then
+    send less, as for embeddings, and elements if the nonzero ones are scattered. Vectors use elements. Matrices with
+    rows of any length may share a bucket.
 
     All ranks add in the same order, so their results are bit-identical. Owners are computed once and kept (6 bytes for
-    each unit); they do not change with the buckets. The paper's second level of hashing packs pairs on a GPU without
+    each unit). They do not change with the buckets. The paper's second level of hashing packs pairs on a GPU without
     locks. Here a stable sort by owner does this and cannot lose a pair. The Samples "density" and "scheme" (0 gather, 1
     tree, 2 owners, 3 ring, 4 dense) record the measured share and the choice. With sizes only, supports are assumed
     independent, and made of rows unless `rows` is "elements".
 
-    When to use it: large embeddings on a slow wire. A dense gradient costs a look at every element and a short message
-    more than with Dense. It counts bytes, not latency: consecutive exchanges are 2 p with "ring", 2 log2 p with "tree",
-    4 with "owners", 1 with "gather" and "dense", and 1 before each.
+    When to use it: large embeddings on a slow network. For a dense gradient it reads every element once and sends a
+    short message more than Dense. It counts bytes, not latency: consecutive exchanges are 2 p with "ring", 2 log2 p
+    with "tree", 4 with "owners", 1 with "gather" and "dense", and 1 before each.
 
     Reference: Wang et al., "ZEN: Empowering Distributed Training with Sparsity-driven Data Synchronization", OSDI
     2025, https://arxiv.org/abs/2309.13254; Renggli et al., "SparCML: High-Performance Sparse Communication for Machine
