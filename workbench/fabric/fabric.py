@@ -1,4 +1,4 @@
-"""Fabric: the network that the engine shapes traffic by and the simulator prices."""
+"""Fabric: the network that the engine emulates and the simulator prices."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Fabric:
     def split_port(self, size: int) -> Fabric:
         """Returns the fabric with `size` separate ports in place of a shared one, `size` times as slow.
 
-        It serves costs that are computed group by group: the load of all ranks slows a bus, not that of one group.
+        For costs that are computed group by group: the load of all ranks slows a bus, not that of one group.
         """
         if not self.shared:
             return self

@@ -33,7 +33,6 @@ def idle(fabric: Fabric, servers: Collection[int] = (), ranks: int = 2) -> list[
 
 
 def _of_compute(fault: Fault) -> bool:
-    """Whether the fault only affects one rank's compute."""
     rank = getattr(fault, "rank", None)
     return rank is not None and fault.choke(rank) == 1.0 and not fault.crashes(rank)
 

@@ -36,7 +36,7 @@ class Network(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Its figures: alpha is the time of a message, beta of a byte."""
+        """Returns its figures: alpha is the time of a message, beta of a byte."""
         near = _figures(self.latency, self.bandwidth)
         far = _figures(self.between_latency, self.between_bandwidth) if self.site else ""
         apart = f"; to other {'sites' if self.site < 0 else 'hosts'} {far}" if far else ""

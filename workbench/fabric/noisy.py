@@ -13,7 +13,7 @@ from workbench.settings import knob
 class Noisy(Fault):
     """Each rank's compute gets its own random factor in each step, uniform in [1, 1 + spread].
 
-    When to use it: to see the cost of small differences between equal machines if all ranks wait for the slowest.
+    When to use it: to see the cost of small differences between equal machines, if all ranks wait for the slowest.
     """
 
     spread: float = knob(0.3, 0.0, 5.0, doc="largest extra share of a phase's time")

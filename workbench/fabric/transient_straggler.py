@@ -18,7 +18,7 @@ class TransientStraggler(Fault):
     ranks are equally fast, unlike under `Slow`.
 
     When to use it: for machines on which every rank is sometimes slow and none always. BackupWorkers and
-    BoundedStaleness are made for this.
+    BoundedStaleness suit this.
     """
 
     formerly_called: ClassVar[tuple[str, ...]] = ("Stumble",)

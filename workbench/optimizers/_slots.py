@@ -24,7 +24,7 @@ def elementwise(optimizer: Any) -> bool:
     """Whether `optimizer` steps each element by itself, so that ZeRO can cut its state anywhere.
 
     A class of your own declares it by an attribute `elementwise = True`. Its state must then be tensors of the
-    parameter's shape, or of one number. LARS and LAMB use whole tensors' norms, so they cannot.
+    parameter's shape, or of one number. LARS and LAMB use norms of whole tensors, so they cannot.
     """
     return type(optimizer) in ELEMENTWISE or bool(getattr(type(optimizer), "elementwise", False))
 

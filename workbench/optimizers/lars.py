@@ -21,7 +21,7 @@ class LARS(Optimizer):
         ratio <- trust |w| / (|grad| + weight_decay |w|)                      for each weight tensor w
         v <- momentum v + ratio (grad + weight_decay w);   w <- w - lr v
 
-    |grad| / |w| differs between layers by orders of magnitude, above all early, so a rate that suits a large batch is
+    |grad| / |w| differs between layers by orders of magnitude, above all early. So a rate that suits a large batch is
     too large for some layer. The ratio removes the gradient's length from the step: without decay, a gradient c times
     as large moves a weight equally far. Biases and normalisations (parameters of one dimension) take plain steps and do
     not decay. A tensor that is zero, or has no gradient, has ratio 1. Norms are of whole tensors on one rank, so ranks

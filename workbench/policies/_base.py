@@ -59,8 +59,8 @@ class Policy(PolicyBase):
 
     Rank 0 calls it between two steps, when all ranks have met, and sends its decisions to the other ranks. So a policy
     need not decide alike on every rank, and its state from `init` may hold anything. A decision becomes a Change with
-    the policy's name as `by` and its `reason`. A policy cannot override a knob that a person sets after the policy
-    began.
+    the policy's name as `by` and its `reason`. If a person sets a knob after the policy began, the policy cannot
+    override it.
 
     reads:  names of Samples; the policy gets each rank's mean since the last look. "compute" is no Sample: it is the
             rank's seconds of compute per step, without waiting

@@ -22,7 +22,7 @@ class _State:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaComm(Policy):
-    """Sets how many steps ranks train alone between averagings, by how far the loss has fallen.
+    """Sets how many steps ranks train alone between averagings; fewer as the loss falls.
 
         tau <- ceil(sqrt(F / F_0) tau_0)      if that is less than tau
         tau <- ceil(g tau)                    else, with g = `decay`: the loss no longer falls, or tau has not moved yet

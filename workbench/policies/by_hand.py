@@ -11,5 +11,5 @@ from workbench.policies._base import PolicyBase
 class ByHand(PolicyBase):
     """Only people change knobs, live or by planned changes.
 
-    When to use it: to see the effect of a single change. It costs nothing: a run under it never looks.
+    When to use it: to see the effect of a single change. It takes no time, because it never looks.
     """

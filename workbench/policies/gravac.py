@@ -1,4 +1,4 @@
-"""GraVAC: as much compression as keeps enough of the gradient."""
+"""GraVAC: the strongest compression that keeps enough of the gradient."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class GraVAC(Policy):
         density <- density f, at most `most`      if not, with f = `factor`
 
     The means are over all ranks and the steps since the last look; a gain of 1 means that nothing is missing. If a step
-    down led below the threshold, the next one needs a gain above the gain before that step, so that the density does
-    not oscillate.
+    down led below the threshold, the next step down needs a gain above the gain before it. So the density does not
+    oscillate.
 
-    The paper's GraVAC does more. It compresses twice in each step: by the present ratio and by the next candidate. It
-    sends a step uncompressed if neither is good enough, and ends its search when throughput times gain no longer grows.
-    Here one ratio holds between two looks, `most` stands for uncompressed, and speed plays no role. The paper's ratios
-    are 1 / density. Its released code uses norms, not their squares.
+    The paper's GraVAC also compresses twice in each step: by the present ratio and by the next candidate. It sends a
+    step uncompressed if neither is good enough, and ends its search when throughput times gain stops growing. Here one
+    ratio holds between two looks, `most` replaces uncompressed steps, and speed plays no role. The paper's ratios are 1
+    / density. Its released code uses norms, not their squares.
 
     Compressors that send enlarged entries to be unbiased (Wangni, a scaled RandomK) have no such gain, nor has DGC,
     which sends what its own momentum has gathered. For these the policy reports this and waits.

@@ -1,4 +1,4 @@
-"""Sync-Switch: synchronous training first for quality, then asynchronous training for speed."""
+"""Sync-Switch: synchronous training for quality, then asynchronous training for speed."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class SyncSwitch(Policy):
         from there on              AsyncServer, learning rate lr, each push a batch of B
 
     Each of n ranks has the same batch B in both phases, so only the rate changes, by 1/n. Each push then counts in full
-    (`weight` = "sum"). With `lr_scaled` the rate follows by itself, so the policy leaves it alone. Momentum is handed
-    over unchanged: the authors' logs show that zeroing or scaling it costs accuracy. The default fraction is the
-    paper's for ResNet-32 on CIFAR-10 with 8 workers. The paper found 12.5 % for ResNet-50 on CIFAR-100, and 50 % with
-    16 workers. It halved the fraction in recurring runs while the accuracy stayed.
+    (`weight` = "sum"). With `lr_scaled` the rate follows by itself, so the policy leaves it alone. Momentum stays
+    unchanged: the authors' logs show that zeroing or scaling it costs accuracy. The default fraction is the paper's for
+    ResNet-32 on CIFAR-10 with 8 workers. The paper found 12.5 % for ResNet-50 on CIFAR-100, and 50 % with 16 workers.
+    It halved the fraction in recurring runs while the accuracy stayed.
 
-    In the synchronous phase a rank becomes a straggler after `windows` consecutive looks in which its steps per second
-    are below two limits: the mean of all ranks minus their standard deviation, and 1 - `margin` of the mean. It stops
-    being one after as many looks without. `straggler` selects the reaction:
+    In the synchronous phase a rank becomes a straggler after `windows` consecutive slow looks. A look is slow if the
+    rank's steps per second are below two limits: the mean of all ranks minus their standard deviation, and 1 - `margin`
+    of the mean. After as many other looks the rank is no straggler. `straggler` selects the reaction:
 
         greedy     asynchronous while there is a straggler, then back
         elastic    ignores the slowest: BackupWorkers with as many backups as stragglers, at (n - stragglers) / n of the
@@ -50,8 +50,8 @@ class SyncSwitch(Policy):
     The margin and the way back are ours, because among few, equally fast ranks the slowest is nearly always more than a
     standard deviation behind. Only compute counts, not communication. Under "elastic" the paper removes the straggler
     from the cluster. Here it continues to compute gradients that arrive too late: in every step the order of arrival
-    decides, not the rank. When ranks return to lockstep, those behind skip the steps that they missed: the budget
-    counts steps, not examples.
+    decides, not the rank. When ranks return to lockstep, late ranks skip the steps that they missed: the budget counts
+    steps, not examples.
 
     When to use it: if a parameter server is as fast as an all-reduce (fast links), and ranks are slow for a while.
 

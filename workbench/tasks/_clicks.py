@@ -14,7 +14,7 @@ Batch = tuple[Tensor, Tensor, Tensor]  # ids (B, fields) int64, numbers (B, numb
 class ClickNet(nn.Module):
     """Embeds each id, appends the numbers, and applies two hidden layers: (B,) log odds of a click.
 
-    Each field has its own table. The gradient has a dense shape and is zero in unread rows.
+    Each field has its own table. Its gradient is dense and zero in unread rows.
     """
 
     def __init__(self, fields: int, ids: int, numbers: int, width: int, hidden: int) -> None:
@@ -41,7 +41,7 @@ def lookups(batch: Batch) -> dict[str, Tensor]:
 
 
 def log_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean nats per example. `clicked` may hold probabilities instead of 0 and 1."""
+    """Returns mean nats per example. `clicked` may hold probabilities instead of 0 and 1."""
     ids, numbers, clicked = batch
     return F.binary_cross_entropy_with_logits(model(ids, numbers), clicked)
 
@@ -56,7 +56,7 @@ def of_rate(rate: float) -> float:
 
 
 def auc(scores: Tensor, clicked: Tensor) -> float:
-    """How often a click scores above a non-click. Ties count half; a single class gives 0.5."""
+    """Returns how often a click scores above a non-click. Ties count half; a single class gives 0.5."""
     _, place, counts = scores.unique(return_inverse=True, return_counts=True)  # sorted
     ends = counts.cumsum(0).double()
     ranks = (ends - (counts - 1) / 2)[place]

@@ -21,8 +21,8 @@ def dirichlet(labels: Tensor, ranks: int, alpha: float, seed: int) -> list[Tenso
     """Returns shards by rank. Each rank has its own mix of labels: q_r ~ Dirichlet(alpha * prior).
 
     Shards are equally large, and each example belongs to one rank. Ranks take turns: each draws a label by its q, then
-    an example of that label. A used-up label drops out; a rank whose labels are all used up draws a new q. Ranks that
-    want the same label share its examples and fill up with others, so at alpha = 1 with 10 even labels the variance of
+    an example of that label. A used-up label drops out. A rank with only used-up labels draws a new q. Ranks that want
+    the same label share its examples and fill up with other labels. So at alpha = 1 with 10 even labels the variance of
     shares is about 33 % below that of q.
     """
     if len(labels) < ranks:

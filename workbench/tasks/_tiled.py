@@ -56,7 +56,7 @@ def tiled(model: nn.Module, largest_mb: float) -> nn.Module:
 
     Use it for a task's own model if a layer with its gradient exceeds `memory_mb`: `Task(model=lambda: tiled(Big(),
     4.0), ...)`. A layer needs as many outputs as tiles; else its tiles stay larger. A layer used twice stays shared.
-    Weights tied to another layer stay whole, as do layers in torch's transformer modules, which read them by name.
+    Weights tied to another layer stay whole. So do layers in torch's transformer modules, which read them by name.
     Returns `model`, or the TiledLinear if `model` itself is such a Linear. Raises ValueError if `largest_mb` is not
     above 0.
 

@@ -27,7 +27,7 @@ class ByteGPT(TaskBase):
 
     It begins at log(256) = 5.5 nats per byte, knows the letters' frequencies at 3.2, common words at 2. One in 10 files
     of the standard library is held out. Nothing is downloaded. With `shards` = "files" each rank keeps its own files,
-    of about equally many bytes. Else the ranks share each epoch's examples.
+    of about equally many bytes. Otherwise the ranks share each epoch's examples.
 
     When to use it: by default. It is a transformer, and its held-out loss still falls after hundreds of steps.
 

@@ -23,7 +23,7 @@ FACTORS = 4  # length of an id's vector; those of neighbouring fields' ids inter
 
 @dataclass(frozen=True, kw_only=True)
 class ClickThrough(TaskBase):
-    """Embeddings and a small network that predict clicks drawn from a planted model, whose best loss is known.
+    """Embeddings and a small network that predict clicks from a planted model with a known best loss.
 
         chance of a click = sigmoid(bias + sum_f a_f[id_f] + sum_f <v_f[id_f], v_(f+1)[id_(f+1)]> + <w, numbers>)
 
@@ -39,7 +39,7 @@ class ClickThrough(TaskBase):
     non-click.
 
     With `shards` = "ids" no two ranks see the same ids of the first field. The ids' probabilities add up to about the
-    same on each rank. The most frequent id may exceed an even share; its rank then gets few other ids.
+    same on each rank. If the most frequent id exceeds an even share, its rank gets few other ids.
 
     When to use it: for sparse gradients (Zen, Hogwild), or to compare a loss with the best possible one.
 

@@ -29,10 +29,11 @@ class Digits(TaskBase):
     parameters are in one layer: much traffic for little compute.
 
     With `shards` = "iid" ranks share each epoch's examples and see the same mix of digits. With "dirichlet" each rank
-    keeps its own examples, equally many. Its mix of digits is q_r ~ Dirichlet(alpha * the mix of all): at alpha = 100
-    nearly alike, at 1 some digits are rare, at 0.1 two or three make up most.
+    keeps its own examples, equally many. Its mix of digits is q_r ~ Dirichlet(alpha * the mix of all). At alpha = 100
+    mixes are nearly alike. At 1 some digits are rare. At 0.1 two or three digits are most of the examples.
 
-    When to use it: for a quick answer in accuracy; for ranks with different data; for much traffic and little compute.
+    When to use it: for a quick answer in accuracy, for ranks with different data, and for much traffic and little
+    compute.
 
     Reference: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", Proc. IEEE 1998; data: Alpaydin
     and Kaynak, "Optical Recognition of Handwritten Digits", UCI 1998, https://doi.org/10.24432/C50P49;

@@ -46,7 +46,7 @@ class Task(TaskBase):
 
     `workbench.adopt(model, optimizer, loader, loss)` makes a Task of a script's own objects.
 
-    When to use it: for a model, data or a loss of your own. The functions may be written in the notebook.
+    When to use it: for a model, data or a loss of your own.
     """
 
     model: Function

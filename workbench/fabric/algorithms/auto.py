@@ -27,8 +27,8 @@ class Auto(Algorithm):
     """For each size and group, chooses the algorithm whose cost model predicts the shortest time.
 
     The prediction uses the Link and the settings between sites. If no network is emulated, give the measured latency
-    and bandwidth (`Costs.measured(run).wire`); otherwise it takes the first algorithm, Ring. Every rank chooses alike,
-    from the same numbers.
+    and bandwidth (`Costs.measured(run).wire`); otherwise it takes the first algorithm, Ring. Every rank has the same
+    numbers, so all choose alike.
 
     When to use it: for mixed sizes, such as a small last bucket or norms, and to see at which size another algorithm
     wins.

@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
     from workbench.rank import Group
 
-MOST = 4096  # limit of ranks times pieces, for the time to order hops
+MOST = 4096  # limit of ranks times pieces, because ordering hops takes time
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoubleTree(Algorithm):
     """Two binary trees, each for half of the tensor: sums go up to its root and down again.
 
-        in each of R rounds a rank sends one piece of n/2k bytes, and takes in one, at most
+        in each of R rounds a rank sends and receives at most one piece of n/2k bytes
         time = R (alpha + n/2k beta) + n gamma         R = R1 with one piece (9, 10 and 14 for 7, 8 and 16 ranks),
                                                        about R1 + 6.5 (k-1) with more
 
     Inner ranks of one tree are leaves of the other, so all ports are busy. Ideally k pieces need about R1 + 4 (k-1)
-    rounds, but ranks that have nothing to receive run ahead and delay each other. R is the measured number for 4 to 17
-    ranks on a Link, within 20 %; with one piece it is exact.
+    rounds. But ranks that have nothing to receive run ahead and delay each other. R is the measured number for 4 to 17
+    ranks on a Link, within 20 %. With one piece it is exact.
 
-    When to use it: for many ranks, whose number is no power of two, and a large latency. With a power of two
+    When to use it: for a large latency and many ranks, if their number is no power of two. With a power of two
     HalvingDoubling is always faster on a Link, because its ports receive one message at a time.
 
     Reference: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan",

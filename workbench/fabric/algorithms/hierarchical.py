@@ -26,16 +26,16 @@ class Hierarchical(Algorithm):
         inside:    all-gather around the same ring
         time = (g-1) (2 (alpha + n/g beta) + n/g gamma) + that of n/g bytes among m ranks, one of each site
 
-    Every rank's port works in all three phases. Between sites a port sends 2 (m-1)/m n/g bytes with Ring(); a leader's
+    Every rank's port works in all three phases. Between sites a port sends 2 (m-1)/m n/g bytes with Ring(). A leader's
     port in TwoLevel sends g times as many.
 
     If the sites have different sizes, the tensor has as many parts as the smallest site has ranks, k, and n/k replaces
-    n/g. Ranks without a part still pass parts around the ring. A site of one rank makes k = 1: then every message
-    carries the whole tensor. Small sites begin to send between sites early, and can block a port that a larger site
-    still needs: up to one message between sites more than the formula in the simulator. With a single site this is a
+    n/g. Ranks without a part still pass parts around the ring. A site of one rank makes k = 1: then every message has
+    the whole tensor. Small sites begin to send between sites early. They can block a port that a larger site still
+    needs, for up to one message between sites more than the formula in the simulator. With a single site this is a
     Ring.
 
-    When to use it: large tensors, and machines of equal size with fast wires inside. If the number of ranks and the
+    When to use it: large tensors, and machines of equal size with fast links inside. If the number of ranks and the
     size of a site are powers of two, HalvingDoubling sends the same bytes in fewer messages.
 
     Reference: Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash", 2018,

@@ -19,7 +19,7 @@ class ParameterServer(Algorithm):
 
         time = 2 (p-1) (alpha + n/s beta) + (p-1) n/s gamma                                  s = 1 server, or s = p
 
-    The servers train as well. One server's port carries the tensors of p - 1 ranks, in both directions. As many servers
+    The servers train as well. One server's port takes the tensors of p - 1 ranks, in both directions. As many servers
     as ranks take as long as a ring. In round t rank i sends to rank i + t, so no two ranks send to one port at a time.
     SyncServer and AsyncServer have servers that do not train.
 

@@ -21,7 +21,8 @@ class Ring(Algorithm):
     Each rank sends 2 (p-1)/p of the bytes, the least possible, in 2 (p-1) consecutive messages. If the ring leaves a
     site, its slowest hop delays all ranks.
 
-    When to use it: for large tensors: no algorithm sends less. With many ranks and a large latency it is the slowest.
+    When to use it: for large tensors, because no algorithm sends less. With many ranks and a large latency it is the
+    slowest.
 
     Reference: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009,
     https://doi.org/10.1016/j.jpdc.2008.09.002

@@ -27,7 +27,7 @@ class TwoLevel(Algorithm):
         time = 2 ceil(log2 g) (alpha + n beta + n gamma / 2) + that of n bytes among m leaders
 
     Only the m leaders send to other sites. A ring of them pays the latency between sites 2 (m-1) times, a flat ring of
-    all p ranks 2 (p-1) times. But every message carries the whole tensor. To split the tensor inside the site first, as
+    all p ranks 2 (p-1) times. But every message has the whole tensor. To split the tensor inside the site first, as
     Horovod's hierarchical all-reduce does, use Hierarchical.
 
     When to use it: for small tensors, sites of four or more ranks, and a large latency between sites. On smaller sites
