@@ -1,4 +1,4 @@
-"""The interface of a partition. It knows neither tensors nor the state of ranks nor process groups."""
+"""The interface of a partition. It knows no tensors, no state of ranks and no process groups."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Partition(Family):
 
     @property
     def pieces(self) -> int:
-        """The number of pieces of a rank's stage, which are not neighbours in the model."""
+        """The number of pieces of a rank's stage. They are not neighbours in the model."""
         return 1
 
     @property
@@ -70,7 +70,7 @@ class Partition(Family):
 
     @property
     def sequences(self) -> bool:
-        """Whether each of these ranks has only its own positions between two layers."""
+        """Whether each rank that shares matrices has only its own positions between two layers."""
         return False
 
     @property
@@ -83,7 +83,7 @@ class Partition(Family):
         return []
 
     def ahead(self, stage: int) -> int:
-        """Returns how many forwards of later batches they have made when a step begins."""
+        """Returns how many forwards of later batches a stage has made when a step begins."""
         return 0
 
     @property
@@ -117,5 +117,5 @@ class Partition(Family):
         yield from ()
 
     def refuses(self, batch: int) -> str | None:
-        """Returns why it cannot take such a batch (0: unknown size), and what to do instead; or None."""
+        """Returns why it cannot take a batch of this size (0: unknown), and what to do instead; or None."""
         return None
