@@ -47,8 +47,8 @@ class Apart:
     def propagation(self, size: int) -> int:
         """Returns the steps until messages carry a report of rank 0 to every rank; 0 if ranks meet or can be called.
 
-        For strategies whose ranks wait only for message partners. All ranks apply a change at a step that rank 0
-        chooses and every message carries.
+        For strategies with ranks that wait only for message partners. All ranks apply a change at a step that rank 0
+        chooses. Every message carries this step.
         """
         return 0
 
@@ -151,8 +151,8 @@ class Sharding:
     async def recall(self, rank: Rank, state: Any) -> None:
         """Returns all offloaded shards to their places on the device.
 
-        For strategies that `offloads`. Hosts call it before a new optimizer is made, before the strategy is left, and
-        before buckets are cut again with nothing set `aside`.
+        For strategies that `offloads`. Hosts call it before they make a new optimizer, leave the strategy, or cut
+        buckets again with nothing set `aside`.
         """
 
     def copies(self, state: Any) -> int:

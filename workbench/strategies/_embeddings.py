@@ -147,10 +147,7 @@ class Embeddings(Shadowing):
 
 
 class AmongTrainers:
-    """A mixin for Embeddings: trainers' shadows meet among themselves, and servers take no part in rounds.
-
-    When the strategy is left, the result is the trainers' mean.
-    """
+    """A mixin for Embeddings: trainers' shadows meet among themselves, and servers take no part in rounds."""
 
     def peers(self, rank: Rank) -> Rank:
         return rank.group("data")

@@ -119,7 +119,7 @@ class Gradients:
         return torch.cat([weight, self._of[layer.bias][:, None]], 1) if layer.bias else weight
 
     def put(self, layer: Layer, gradient: Tensor) -> None:
-        weight = self._of[layer.weight].flatten(1)  # of a convolution: one row per channel
+        weight = self._of[layer.weight].flatten(1)  # a convolution has one row per channel
         weight.copy_(gradient[:, : weight.shape[1]])
         if layer.bias:
             self._of[layer.bias].copy_(gradient[:, -1])

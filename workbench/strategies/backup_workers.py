@@ -15,7 +15,7 @@ class _State:
     """State of the server on rank 0; empty on other ranks."""
 
     def __init__(self, version: int) -> None:
-        self.version = version  # of the parameters: the number of the step whose gradients the server is waiting for
+        self.version = version  # of the parameters: the step whose gradients the server is waiting for
         self.come: dict[int, list[Bucket]] = {}  # by rank, its gradients of this version
         self.means: dict[int, list[Bucket]] = {}  # by version, the means that some rank has not received yet
         self.wanting: dict[int, int] = {}  # by version, how many ranks have not received it

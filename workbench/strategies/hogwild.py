@@ -16,7 +16,7 @@ class Hogwild(Strategy):
         params <- optimizer_i(params, grad_i(params))       every rank i, whenever it is ready
 
     Ranks send nothing and never wait, so a slow rank delays no other. Parameters change while a rank computes its
-    gradient. If two ranks update one element at the same moment, one of the updates is lost. Sparse gradients
+    gradient. If two ranks update one element at the same moment, one update is lost. Sparse gradients
     (`nn.Embedding(sparse=True)`) write only their own elements, so ranks rarely collide. A dense update writes every
     element, even if its gradient is zero. Each rank makes a whole step, so p ranks move the parameters up to p times as
     far per step as DDP. Lower `lr` if that is too far. Each rank keeps its own optimizer state and model buffers. Their

@@ -19,13 +19,13 @@ class ShadowSyncBMUF(AmongTrainers, Embeddings, ShadowBMUF):
         shadow:  before <- params_i;   mean <- (1/t) sum_j before_j
                  delta <- eta delta + zeta (mean - W);   W <- W + delta;   params_i += alpha (W - before)
 
-    Tables, workers and the cost of rows are ShadowSync's. The shadow is ShadowBMUF's, without the tables and among the
-    t trainers. W and delta are the same on each trainer, and servers hold neither. The momentum does not act on the
-    tables, because they move only by pushes. So with large eta the tables and the other parameters learn at different
-    rates. It sends as many bytes as ShadowSyncMA. With eta = 0 and zeta = 1 the two strategies are equal.
+    Tables and workers act as under ShadowSync, also at an evaluation and when the strategy is left. Rows cost the same.
+    The shadow is ShadowBMUF's, without the tables and among the t trainers. W and delta are the same on each trainer,
+    and servers hold neither. The momentum does not act on the tables, because they move only by pushes. So with large
+    eta the tables and the other parameters learn at different rates. It sends as many bytes as ShadowSyncMA. With eta =
+    0 and zeta = 1 the two strategies are equal.
 
-    When the strategy is left, the result is the trainers' mean and delta is dropped. Every rank receives the tables
-    with their optimizer state. For an evaluation rank 0 fetches all tables and uses W.
+    When the strategy is left, the result is the trainers' mean and delta is dropped. An evaluation uses W.
 
     When to use it: as ShadowSyncMA, with many trainers. Their mean moves only 1/t as far as each of them.
 

@@ -17,13 +17,13 @@ class ShadowSyncMA(AmongTrainers, Embeddings, ShadowMA):
         server:  table[ids] <- optimizer(table[ids], gradient of rows)         for each push, one by one
         shadow:  before <- params_i;   mean <- (1/t) sum_j before_j;   params_i += alpha (mean - before)
 
-    Tables, workers and the cost of rows are ShadowSync's. The shadow is ShadowMA's, without the tables. The t trainers'
-    shadows average among themselves in rounds without the servers. So servers send only rows, and a trainer sends 2
-    (t-1)/t of the other parameters' bytes in each round. A round lasts as long as the slowest trainer's. One trainer
-    alone averages nothing. A round goes in pieces of `piece_kb`, so a look-up waits for at most one piece.
+    Tables and workers act as under ShadowSync, also at an evaluation and when the strategy is left. Rows cost the same.
+    The shadow is ShadowMA's, without the tables. The t trainers' shadows average among themselves in rounds without the
+    servers. So servers send only rows, and a trainer sends 2 (t-1)/t of the other parameters' bytes in each round. A
+    round lasts as long as the slowest trainer's. One trainer alone averages nothing. A round goes in pieces of
+    `piece_kb`, so a look-up waits for at most one piece.
 
-    When the strategy is left, the result is the trainers' mean. Every rank receives the tables with their optimizer
-    state. For an evaluation rank 0 fetches all tables and uses the last mean.
+    When the strategy is left, the result is the trainers' mean. An evaluation uses the last mean.
 
     When to use it: as ShadowSync, if trainers are about equally fast or rows fill the servers' ports.
 
