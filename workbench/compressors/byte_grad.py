@@ -33,7 +33,7 @@ class ByteGrad(Coded):
 
     `stochastic` rounds up or down at random, in both hops, so that the result is unbiased. The error is sqrt(2) times
     as large if a block's numbers are spread evenly between codes. Rounding to the nearest may repeat the same error in
-    every step. Error feedback corrects that with less error, so do not combine the two.
+    every step. Error feedback corrects that without the larger error, so do not combine the two.
 
     Under ErrorFeedback the unsent part must shrink. A step is at most 2 / (2^bits - 1) of the block's largest
     magnitude. Rounding errs by up to half a step to the nearest code, and by up to a step at random. The second hop

@@ -39,10 +39,10 @@ class DGC(Sparse):
     are sent and not kept.
 
     The threshold comes from a random `sample` of the entries, large enough for 2 entries to send. If fewer than 0.8 of
-    the wanted number reach the threshold, it falls. If more than 1.3 times the number do, only the largest are sent.
-    (The authors' code drops entries at the end of the tensor.) `local_clip` limits the norm of each parameter's
-    gradient on each rank to local_clip / sqrt(p), before accumulation. The sum of p independent gradients is then about
-    as long as one clipped to local_clip.
+    the wanted number reach the threshold, it falls. If more than 1.3 times the number do, only the largest are sent;
+    otherwise all are. (The authors' code drops entries at the end of the tensor.) `local_clip` limits the norm of each
+    parameter's gradient on each rank to local_clip / sqrt(p), before accumulation. The sum of p independent gradients
+    is then about as long as one clipped to local_clip.
 
     Bytes sent by rank i for k_i entries: (p-1) * (8 + 8 k_i) in fp32; with density = 1 an all-reduce. It keeps 2 values
     per entry, in fp32 at least: rounding errors of bf16, and values beyond fp16's range, wait in v. In the first epochs

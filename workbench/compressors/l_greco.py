@@ -52,8 +52,8 @@ class LGreCo(Compressor):
     Sample "ratio NAME". The bare name LGreCo means ErrorFeedback(of=LGreCo()).
 
     The authors' code measures rank 0's mean of 10 gradients and broadcasts rank 0's decision. It tries half to double
-    the rank. Here the present values of all ranks count. A non-finite step decides nothing. With sizes only, all layers
-    keep the ratio of `of`.
+    the rank. Here the present values of all ranks count. A non-finite step decides nothing. With sizes only it cannot
+    measure, so all layers keep the ratio of `of`.
 
     When to use it: for models with layers of very different size and shape.
 

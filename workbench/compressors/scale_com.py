@@ -31,7 +31,7 @@ class ScaleCom(Compressor):
     1 is plain error feedback of CLT-k: nothing is lost. With a smaller beta only this share of each step's error enters
     the memory. So the ranks' memories stay more alike, and one leader can choose for all ranks.
 
-    When to use it: as TopK, but with more ranks. With large batches at scaled learning rates, lower `beta`. If the
+    When to use it: instead of TopK, with more ranks. With large batches at scaled learning rates, lower `beta`. If the
     ranks' data differ in kind, one rank's choice does not suit the other ranks.
 
     Reference: Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed

@@ -26,9 +26,9 @@ class TwoLevel(Algorithm):
         inside:    the same tree, from the leader down
         time = 2 ceil(log2 g) (alpha + n beta + n gamma / 2) + that of n bytes among m leaders
 
-    Only the m leaders send to other sites. A ring of them pays the latency between sites 2 (m-1) times, a flat ring of
-    all p ranks 2 (p-1) times. But every message has the whole tensor. To split the tensor inside the site first, as
-    Horovod's hierarchical all-reduce does, use Hierarchical.
+    Only the m leaders send to other sites. A ring of them waits for the latency between sites 2 (m-1) times, a flat
+    ring of all p ranks 2 (p-1) times. But every message has the whole tensor. To split the tensor inside the site
+    first, as Horovod's hierarchical all-reduce does, use Hierarchical.
 
     When to use it: for small tensors, sites of four or more ranks, and a large latency between sites. On smaller sites
     Hierarchical is at least as fast for every size. `fabric.site` sets the size of a site.
