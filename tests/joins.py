@@ -127,9 +127,16 @@ def make_experiment(strategy: str, partition: Any, seed: int, how: str = "resize
 # -- what a run's losses say
 
 
+def list_losses(run: Run) -> Any:
+    """The rows of all losses. Reads the record once: two reads of a live run may differ in length."""
+    rows = run.samples
+    return rows[rows["name"] == "loss"]
+
+
 def list_windows(run: Run, after: float = -math.inf) -> Iterator[tuple[int, float]]:
     """(first step, mean) of each window of `WINDOW` losses that one rank made later than `after` seconds."""
-    rows = run.samples[(run.samples["name"] == "loss") & (run.samples["t"] > after)]
+    rows = list_losses(run)
+    rows = rows[rows["t"] > after]
     for _, mine in rows.sort_values("t").groupby("rank"):
         means = mine["value"].rolling(WINDOW).mean().dropna()
         steps = mine["step"].shift(WINDOW - 1)[means.index]
@@ -355,7 +362,8 @@ def wait_for_step(lab: Lab, ranks: int, step: int) -> None:
 
 def made_last_step(run: Run, join: Join, fault: float) -> bool:
     """Whether all old ranks that live had made the last step when the fault came. fault: its time in the record."""
-    rows = run.samples[(run.samples["name"] == "loss") & (run.samples["t"] < fault)]
+    rows = list_losses(run)
+    rows = rows[rows["t"] < fault]
     last = rows.groupby("rank")["step"].max()
     living = [rank for rank in join.old if rank not in join.killed] or join.old
     return all(last.get(rank, 0) >= STEPS - 1 for rank in living)
@@ -363,7 +371,7 @@ def made_last_step(run: Run, join: Join, fault: float) -> bool:
 
 def read_clock(run: Run) -> float:
     """The record's time of the newest loss, in seconds."""
-    losses = run.samples[run.samples["name"] == "loss"]
+    losses = list_losses(run)
     return float(losses["t"].max()) if len(losses) else 0.0
 
 
