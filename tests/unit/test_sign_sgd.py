@@ -181,7 +181,8 @@ def test_16_bit_buckets_keep_their_dtype_and_an_empty_one_is_not_exchanged(codec
     buckets = [Bucket(0, noise(r, 100).to(dtype), tuple(placed((100,))), 0) for r in range(2)]
     own = together([codec.reduce(Rank(r, 2), b, Memory()) for r, b in enumerate(buckets)])
     assert all(b.data.dtype == dtype for b in buckets)
-    assert all(row.dtype in (dtype, torch.float32) for row in own)
+    exact = torch.float32 if isinstance(codec, EFSignSGD) else dtype  # error feedback subtracts it before rounding
+    assert all(row.dtype == exact for row in own)
     assert torch.equal(buckets[0].data, buckets[1].data)
     empty = [codec.reduce(Rank(r, 2), Bucket(0, torch.zeros(0), (), 0), Memory()) for r in (0, 1)]
     assert together(empty) == [None, None]

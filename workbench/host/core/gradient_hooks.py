@@ -67,7 +67,7 @@ class ModuleHooks:
         """Encloses a forward, or a backward of the loss times `share`, which may compute forwards again."""
         self.share = 1.0 if share is None else float(share)
         wrapped: list[tuple[dict[int, ModuleHook], int, ModuleHook]] = []
-        for module in self._model.modules():
+        for module in _list_hooked(self._model):
             every: list[dict[int, ModuleHook]] = [module._backward_hooks, module._backward_pre_hooks]
             for held in every:
                 for number, hook in list(held.items()) if held else ():
@@ -85,6 +85,20 @@ class ModuleHooks:
             return hook(module, *grads)
         made = hook(module, *(_multiply_each(grad, 1 / self.share) for grad in grads))
         return None if made is None else _multiply_each(made, self.share)
+
+
+def _list_hooked(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules with backward hooks. Every forward and backward asks, and `modules()` takes twice as long."""
+    found, seen, left = [], {id(model)}, [model]
+    while left:
+        module = left.pop()
+        if module._backward_hooks or module._backward_pre_hooks:
+            found.append(module)
+        for inner in module._modules.values():
+            if inner is not None and id(inner) not in seen:
+                seen.add(id(inner))
+                left.append(inner)
+    return found
 
 
 def _multiply_each(grads: object, by: float) -> object:
