@@ -53,7 +53,7 @@ def test_who_decides_when_shows_what_it_promises(tmp_path: Path, monkeypatch: py
     assert first == 100 and last < 60  # the window's demand and the gradients' effect
     periods = [int(why.rpartition("every ")[2].split()[0]) for _, why in by_loss]
     assert len(periods) >= 2 and periods == sorted(periods, reverse=True) and periods[-1] <= 4
-    assert by_gain and all("of the gradient's squares" in why for _, why in by_gain)
+    assert by_gain and all("of the gradient's squared norm" in why for _, why in by_gain)
     assert all(even < min(pair) for even, *pair in zip(losses["evenly"], losses["early"], losses["late"], strict=True))
     assert set(gaps) == {"early above evenly", "late above evenly"}
     assert all(mean > half > 0 for mean, half in gaps.values()), "both intervals lie above zero"

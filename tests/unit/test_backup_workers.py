@@ -343,7 +343,7 @@ def test_live_switches_work_with_late_ranks(other: str, sessions: list[Session])
 
 
 def test_invalid_settings_are_refused_with_a_reason() -> None:
-    with pytest.raises(KnobError, match="backup=2 leaves none of 2 ranks whose gradient counts; use at most 1"):
+    with pytest.raises(KnobError, match="backup=2 ignores the gradients of all 2 ranks; use at most 1"):
         experiment(2, strategy=BackupWorkers(backup=2))
     with pytest.raises(KnobError, match="use Dense with it"):
         experiment(2, strategy=BackupWorkers(), compressor=TopK.usual())

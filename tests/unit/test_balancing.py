@@ -194,9 +194,9 @@ def test_live_changes_of_cuts_keep_the_state_exactly() -> None:
 
 
 REFUSED = [
-    ({"cuts": (1, 2)}, "2 stages take 1 cuts, and these are 2"),
-    ({"cuts": (2, 2), "stages": 3}, "each must be larger than the one before"),
-    ({"cuts": (0,)}, "the first at least 1"),
+    ({"cuts": (1, 2)}, "2 stages need 1 cuts, and there are 2"),
+    ({"cuts": (2, 2), "stages": 3}, "cuts must increase and begin at 1 or more"),
+    ({"cuts": (0,)}, "begin at 1 or more"),
     ({"cuts": (3,), "schedule": Interleaved()}, "2 stages of 2 pieces each take 3 cuts"),
 ]
 

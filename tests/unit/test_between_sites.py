@@ -71,5 +71,5 @@ def test_uncompressed_between_sites_it_equals_dense() -> None:
 
 
 def test_codecs_with_momentum_are_refused_between_sites() -> None:
-    with pytest.raises(KnobError, match="sums of sites have none; use TopK"):
+    with pytest.raises(KnobError, match="the sum of a site has none; use TopK"):
         Experiment().set("compressor", BetweenSites(of=DGC()))

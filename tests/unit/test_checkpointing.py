@@ -316,5 +316,5 @@ def test_models_that_cannot_be_recomputed_are_refused_with_a_reason(model: Any, 
 
 
 def test_zero_bubble_is_refused_with_checkpointing() -> None:
-    with pytest.raises(KnobError, match=re.escape("schedule=ZeroBubble: each half of a backward would compute")):
+    with pytest.raises(KnobError, match=re.escape("schedule=ZeroBubble: each half of a backward would recompute")):
         Experiment(partition=Pipeline(schedule=ZeroBubble(), of=UNITS)).checked()

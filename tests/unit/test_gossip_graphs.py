@@ -77,7 +77,7 @@ def test_ranks_converge_by_a_custom_graphs_second_eigenvalue(text: str, size: in
 
 
 WRONG = [
-    ("0-1 2-3", 4, r"edges='0-1 2-3': not connected: nothing that rank 0 says reaches rank 2; add an edge such as 0-2"),
+    ("0-1 2-3", 4, r"edges='0-1 2-3': not connected: no path leads from rank 0 to rank 2; add an edge such as 0-2"),
     ("0-1 1-4", 4, "no rank 4; there are ranks 0 to 3"),
     ("0-1 1-1 1-2", 3, "1-1 joins a rank to itself"),
     ("0-1 1>2 2-0", 3, "1>2 goes one way only; write 1-2, or use StochasticGradientPush"),
@@ -103,13 +103,13 @@ def test_a_change_to_an_invalid_graph_is_refused_and_the_run_goes_on() -> None:
     wrong = [Change(2, "edges", "0-1"), Change(3, "graph", "shift_one"), Change(4, "edges", "0-1 1-2")]
     sessions = run(experiment(3, 7, strategy=Gossip()), *wrong)
     refusals = [json.loads(m[3])["reason"] for m in sessions[0].record.noted("refused")]
-    assert len(refusals) == 2 and "reaches rank 2" in refusals[0] and "use 2 or 4 ranks" in refusals[1]
+    assert len(refusals) == 2 and "to rank 2" in refusals[0] and "use 2 or 4 ranks" in refusals[1]
     partners = [{name for step, name, _ in s.record.comm() if step == 5} for s in sessions]
     assert [len({name.split(" to ")[1] for name in names}) for names in partners] == [1, 2, 1], "a chain now"
 
 
 def test_a_pairing_needs_an_even_number_and_a_butterfly_a_power_of_two() -> None:
-    with pytest.raises(KnobError, match=r"even number; use 4 or 6 ranks, or graph='exponential'"):
+    with pytest.raises(KnobError, match=r"even number, not 5; use 4 or 6 ranks, or graph='exponential'"):
         experiment(5, strategy=Gossip(graph="shift_one"))
     with pytest.raises(KnobError, match="butterfly needs a power of two, not 6 ranks; use 4 ranks"):
         experiment(6, strategy=Gossip(graph="butterfly"))

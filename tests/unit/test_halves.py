@@ -160,7 +160,7 @@ class Cut(nn.Module):
 
 
 def test_zero_bubble_with_tensor_slices_is_refused() -> None:
-    with pytest.raises(KnobError, match=r"schedule=ZeroBubble: ranks that compute a stage together .* of=Whole"):
+    with pytest.raises(KnobError, match=r"schedule=ZeroBubble: ranks that share a stage cannot split .* of=Whole"):
         Experiment(ranks=4, partition=Pipeline(schedule=ZeroBubble(), of=Tensor())).checked()
 
 

@@ -418,5 +418,5 @@ def test_hogwild_on_a_gpu_is_refused() -> None:
 
 
 def test_hogwild_with_a_compressor_is_refused() -> None:
-    with pytest.raises(KnobError, match=r"Hogwild sends nothing that .* use Dense with it"):
+    with pytest.raises(KnobError, match=r"Hogwild sends nothing, so .* use Dense with it"):
         experiment(2, strategy=Hogwild(), compressor=TopK.usual())

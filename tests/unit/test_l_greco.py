@@ -297,7 +297,9 @@ def test_one_rank_chooses_alone() -> None:
 @pytest.mark.parametrize("of", [OneBit(), Cast(), Dense(), Layers(of=TopK(), rest=PowerSGD())], ids=str)
 def test_compressors_without_exactly_one_ratio_are_refused(of: Compressor) -> None:
     good = experiment(2, 4, compressor=LGreCo.usual())
-    with pytest.raises(KnobError, match=r"LGreCo turns one ratio, and it has none, or more than one; use something"):
+    with pytest.raises(
+        KnobError, match=r"LGreCo adjusts exactly one ratio, and this compressor has none or several; use"
+    ):
         good.set("compressor", ErrorFeedback(of=LGreCo(of=of)))
     assert good.compressor == LGreCo.usual()
 

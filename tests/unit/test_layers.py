@@ -155,6 +155,6 @@ def test_sixteen_bits_stay_sixteen_bits(dtype: torch.dtype) -> None:
 
 def test_an_invalid_regular_expression_is_refused_and_changes_nothing() -> None:
     good = experiment(2, 4, compressor=Layers.usual())
-    with pytest.raises(KnobError, match=r"only='\(': is no regular expression \(.*\); use a piece of"):
+    with pytest.raises(KnobError, match=r"only='\(': is not a regular expression \(.*\); use a part of"):
         good.set("only", "(")
     assert good.compressor == Layers.usual()

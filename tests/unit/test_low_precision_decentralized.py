@@ -152,7 +152,7 @@ def test_switching_in_and_out_without_learning_changes_nothing() -> None:
 
 
 def test_a_compressor_is_refused_with_a_reason() -> None:
-    with pytest.raises(KnobError, match=r"has codes of its own instead of .*TopK.* use Dense with it, or LocalSGD"):
+    with pytest.raises(KnobError, match=r"has its own codes and cannot use .*TopK.* use Dense with it, or LocalSGD"):
         experiment(3, strategy=LowPrecisionDecentralized(), compressor=TopK.usual())
     with pytest.raises(KnobError, match=r"bits=4: must be one of 8, 32"):
         experiment(3, strategy=LowPrecisionDecentralized(bits=4))

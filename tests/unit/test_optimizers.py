@@ -190,8 +190,8 @@ def test_each_optimizer_is_a_choice_with_knobs_and_docs() -> None:
     ("settings", "words"),
     [
         ("SDG", "did you mean SGD"), ({"SGD": {"momentum": 1.5}}, r"momentum=1.5: must be a number in \[0, 0.999\]"),
-        ({"SGD": {"momentum": 0, "nesterov": True}}, "give momentum above 0"),
-        ({"LARS": {"momentum": 0, "nesterov": True}}, "give momentum above 0"),
+        ({"SGD": {"momentum": 0, "nesterov": True}}, "set momentum above 0"),
+        ({"LARS": {"momentum": 0, "nesterov": True}}, "set momentum above 0"),
     ],
 )  # fmt: skip
 def test_invalid_optimizer_settings_raise_knob_error(settings: Any, words: str) -> None:

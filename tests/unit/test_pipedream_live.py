@@ -39,9 +39,9 @@ def test_activations_are_sent_compressed(way: Pipeline, codec: Any) -> None:
 
 
 REFUSED = [
-    ({"partition": Pipeline(schedule=PipeDream())}, "micros=4: PipeDream updates after every minibatch"),
+    ({"partition": Pipeline(schedule=PipeDream())}, "micros=4: PipeDream updates after every batch"),
     ({"partition": twice(4, 2)}, "take micros=4 or more, or schedule=OneFOneB()"),
-    ({"partition": dream(2, of=Tensor())}, "schedule=PipeDream: older weights are kept of stages that are one rank"),
+    ({"partition": dream(2, of=Tensor())}, "schedule=PipeDream: it keeps older weights only if each stage is on one"),
     ({"partition": dream(2), "strategy": DDP(accumulate=2)}, "accumulate=2: PipeDream updates after every batch"),
     ({"partition": twice(2, 4), "strategy": DDP(accumulate=2)}, "take accumulate=1 and a larger batch"),
 ]

@@ -159,7 +159,7 @@ def test_the_same_losses_give_the_same_periods_on_both_clocks_and_in_numpy() -> 
 
 def test_a_negative_loss_makes_adacomm_fail() -> None:
     seen = Seen(experiment=Experiment(strategy=LocalSGD()), step=1, seconds=0.0, numbers={"loss": (-1.0,)})
-    with pytest.raises(ValueError, match="has to be above 0"):
+    with pytest.raises(ValueError, match="must be above 0"):
         list(AdaComm().decide(seen, AdaComm().init()))
 
 
@@ -229,11 +229,11 @@ def test_the_density_equals_numpys_for_any_gains(seed: int) -> None:
 def test_gravac_waits_if_the_compressor_scales_entries_up() -> None:
     done = simulate(experiment(steps=12, compressor=Wangni(), policy=GraVAC(look_every=3)), costs=PACED, real=True)
     assert made(done) == []
-    assert said(done)[0].startswith("GraVAC: compressor=Wangni sends entries larger than they are")
+    assert said(done)[0].startswith("GraVAC: compressor=Wangni scales the entries that it sends")
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    ({"compressor": DGC(density=0.1)}, "compressor=DGC sends sums of gradients that it keeps in a way of its own"),
+    ({"compressor": DGC(density=0.1)}, "compressor=DGC sends sums of gradients that it keeps itself"),
     ({"strategy": ByteScheduler()}, "strategy=ByteScheduler does not exchange a step's gradients within that step"),
 ])  # fmt: skip
 def test_gravac_reports_settings_without_any_gain(change: dict[str, Any], words: str) -> None:
@@ -614,5 +614,5 @@ def test_a_policy_sees_the_effect_of_faults_on_real_ranks() -> None:
                    policy=SyncSwitch(fraction=1.0, look_every=5, windows=2))  # fmt: skip
     [first, *_] = noted(run(e)[0].record, "change")
     assert (first["path"], first["by"]) == ("strategy", "SyncSwitch")
-    assert first["reason"].startswith("slow in 2 looks in a row: rank 1 at 0.")
+    assert first["reason"].startswith("slow in 2 consecutive looks: rank 1 at 0.")
     assert e.strategy == DDP()

@@ -162,6 +162,8 @@ def test_an_impossible_density_is_refused_with_the_range(value: object) -> None:
 
 
 def test_scaling_under_error_feedback_is_refused_with_an_alternative() -> None:
-    with pytest.raises(KnobError, match=r"scaled=True: under error feedback .* use scaled=False with it, or .*out"):
+    with pytest.raises(
+        KnobError, match=r"scaled=True: under error feedback .* use scaled=False with error feedback, or .*out"
+    ):
         experiment(compressor=RandomK.usual()).set("scaled", True)
     assert experiment(compressor=RandomK()).set("scaled", True).compressor == RandomK(scaled=True)

@@ -254,10 +254,10 @@ def test_it_learns_with_and_without_overlap() -> None:
 
 
 WRONG = [
-    ("0>1 1>2", 3, r"not connected: nothing that rank 1 says reaches rank 0; add an edge such as 1-0"),
+    ("0>1 1>2", 3, r"not connected: no path leads from rank 1 to rank 0; add an edge such as 1-0"),
     ("0>1 1>5", 3, "no rank 5; there are ranks 0 to 2"),
     ("0.5 0.5; 0.4 0.5", 2, "column 0 adds up to 0.9; every column must add up to 1"),
-    ("0 1; 1 0", 2, "rank 0 keeps nothing of its own; give it a weight above 0 on the diagonal"),
+    ("0 1; 1 0", 2, "rank 0 keeps no share of its value; give it a weight above 0 on the diagonal"),
     ("0>1>2", 3, "must be edges such as"),
 ]
 

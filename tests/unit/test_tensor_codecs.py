@@ -229,7 +229,7 @@ def test_a_held_out_loss_is_computed_without_codecs() -> None:
 
 @pytest.mark.parametrize(("way", "words"), [
     (Tensor(activations=PowerSGD()), "activations=PowerSGD"), (Tensor(gradients=DGC()), "gradients=DGC"),
-    (Pipeline(of=Tensor(activations=PowerSGD())), "inside of a layer every tensor crosses by itself"),
+    (Pipeline(of=Tensor(activations=PowerSGD())), "inside a layer a rank sends each tensor by itself"),
 ], ids=["activations", "gradients", "in stages"])  # fmt: skip
 def test_an_unsuitable_codec_raises_knob_error(way: Partition, words: str) -> None:
     with pytest.raises(KnobError, match=re.escape(words)):

@@ -32,7 +32,7 @@ REFUSED = [
     ({"partition": Tensor(), "strategy": AsyncServer()}, "ranks exchange beside their steps"),
     ({"partition": Tensor(), "strategy": SelSync()}, "ranks go by all of a replica's gradients"),
     ({"partition": Tensor(), "optimizer": LAMB()}, "is not known to step each element by itself"),
-    ({"partition": Pipeline(of=Pipeline())}, "a stage is not cut into stages again; take of=Tensor()"),
+    ({"partition": Pipeline(of=Pipeline())}, "a stage cannot contain stages; take of=Tensor()"),
 ]
 
 

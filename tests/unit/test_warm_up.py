@@ -134,7 +134,7 @@ def test_bytes_are_equal_in_a_simulation_of_sizes_only() -> None:
 @pytest.mark.parametrize("of", [PowerSGD(), OneBit(), Layers(rest=TopK())], ids=str)
 def test_falling_densities_are_refused_for_a_compressor_without_one_and_nothing_changes(of: Compressor) -> None:
     good = experiment(2, 4, compressor=ErrorFeedback(of=WarmUp(of=of)))
-    with pytest.raises(KnobError, match=r"schedule='exponential': .* has no density, or more than one, .*use "):
+    with pytest.raises(KnobError, match=r"schedule='exponential': .* has no density to lower, or more than one; use "):
         good.set("schedule", "exponential")
     with pytest.raises(KnobError, match="has no density"):
         experiment(2, 4, compressor=WarmUp(schedule="exponential")).set("compressor.of", "PowerSGD")

@@ -345,7 +345,7 @@ def test_a_simulation_of_sizes_only_has_no_gradient_norm() -> None:
 
 @stages
 def test_a_compressor_that_stores_the_momentum_is_refused_with_the_reason(stage: Strategy) -> None:
-    with pytest.raises(KnobError, match="compressor=DGC: it keeps the optimizer's momentum on every rank"):
+    with pytest.raises(KnobError, match="compressor=DGC: it keeps the optimizer's whole momentum on every rank"):
         experiment(2, strategy=stage, compressor=DGC(), optimizer=SGD(momentum=0.9)).checked()
 
 

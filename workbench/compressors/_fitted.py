@@ -39,10 +39,10 @@ class Fitted(Levels):
 
     bits: int = knob(3, 2, 8, doc="bits of a code")
     block: int = knob(8192, 8, 2**20, log=True, unit="elements", doc="elements that share a norm")
-    fit_first: int = knob(100, 0, 10**9, unit="steps", doc="levels are fitted after this step")
-    fit_second: int = knob(2000, 0, 10**9, unit="steps", doc="and after this one")
-    fit_every: int = knob(10_000, 1, 10**9, unit="steps", doc="and every so many steps, beginning with step 0")
-    samples: int = knob(50, 1, 10_000, unit="blocks", doc="how many blocks levels are fitted to")
+    fit_first: int = knob(100, 0, 10**9, unit="steps", doc="first step after which levels are fitted")
+    fit_second: int = knob(2000, 0, 10**9, unit="steps", doc="second step after which levels are fitted")
+    fit_every: int = knob(10_000, 1, 10**9, unit="steps", doc="period of further fits, from step 0 on")
+    samples: int = knob(50, 1, 10_000, unit="blocks", doc="number of sampled blocks for a fit")
 
     buffer: ClassVar[str] = "levels"
     drops: ClassVar[tuple[str, ...]] = ("levels",)
@@ -53,8 +53,8 @@ class Fitted(Levels):
 
     def refuses_feedback(self) -> str | None:
         return (
-            f"of={type(self).__name__}: its levels fit what was sampled, and nothing bounds what they cost for what a "
-            "residual makes of later gradients; use it without error feedback, or QSGD(bits=3) with it"
+            f"of={type(self).__name__}: its levels fit sampled gradients, so its error on a gradient plus a residual "
+            f"has no bound; use it without error feedback, or use QSGD(bits=3) with error feedback"
         )
 
     @abstractmethod

@@ -40,7 +40,11 @@ class Levels(Coded):
     bits: int = knob(4, 2, 8, doc="bits of a code")
     block: int = knob(512, 8, 2**20, log=True, unit="elements", doc="elements that share a norm")
     norm: str = knob("l2", choices=("l2", "max"), doc="the norm that elements are divided by")
-    exchange: str = knob("gather", choices=("gather", "two_hop"), doc="all get all codes, or sums are quantised again")
+    exchange: str = knob(
+        "gather",
+        choices=("gather", "two_hop"),
+        doc="gather: each rank gets all codes; two_hop: sums are quantised again",
+    )
 
     unbiased: ClassVar[bool] = True
     scalars: ClassVar[int] = 1
@@ -67,8 +71,8 @@ class Levels(Coded):
         other = f"norm=max with exchange=gather and bits={good.bits}" if good else "QSGD(bits=3)"
         return (
             f"of={name}(bits={self.bits}, block={self.block}, norm={self.norm}, exchange={self.exchange}): its error "
-            f"may be {self.strays:.3g} times as long as what it rounds, and would grow under error feedback; use it "
-            f"without, or with {other}"
+            f"can be {self.strays:.3g} times as long as its input, so it would grow under error feedback; use it "
+            f"without error feedback, or use {other}"
         )
 
     @abstractmethod

@@ -37,8 +37,10 @@ class LowRank(Compressor):
     """
 
     rank: int = knob(4, 1, 1024, log=True, doc="columns of each factor: the rank of the approximation")
-    min_compression_rate: float = knob(2.0, 1.0, 1e6, log=True, doc="matrices that shrink by less cross whole")
-    warm_start: bool = knob(True, doc="begin with the directions of the step before; else with random ones")
+    min_compression_rate: float = knob(
+        2.0, 1.0, 1e6, log=True, doc="a matrix that shrinks by less than this factor is sent whole"
+    )
+    warm_start: bool = knob(True, doc="start from the directions of the previous step; false: from random ones")
 
     linear: ClassVar[bool] = True
     kind: ClassVar[str] = "low rank"

@@ -60,7 +60,10 @@ def twice(outer: Compressor) -> str | None:
     name = type(outer).__name__
     if sum(isinstance(one, type(outer)) for one in inside(outer)) == 1:
         return None
-    return f"{name} inside {name}: both would count in one place; use one of them, with what the inner one holds"
+    return (
+        f"{name} inside {name}: both would keep their state under one name; use one of them, with the compressor "
+        f"of the inner one"
+    )
 
 
 def split_momentum(*sides: Compressor) -> str | None:
@@ -70,6 +73,6 @@ def split_momentum(*sides: Compressor) -> str | None:
         return None
     name = max(keeping)
     return (
-        f"compressor={name}: it keeps the optimizer's momentum, and what crosses by the other one would have none; use "
-        f"{name}(momentum=0), or {name} for both"
+        f"compressor={name}: it keeps the optimizer's momentum, and gradients that the other compressor sends would "
+        f"have none; use {name}(momentum=0), or {name} for both"
     )

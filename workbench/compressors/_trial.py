@@ -66,4 +66,4 @@ def _echo(op: Op) -> tuple[Any, int]:
             due = op.args[1][1][0]  # the echo holds the same, so it sends the row of this length
             its = next((row for row in x if row.numel() == due), x[0].new_zeros(due))
             return [x[0], its.clone()], x[1].nbytes
-    raise StrategyError(f"a compressor asked for {op.verb}, which is not one of the collectives")
+    raise StrategyError(f"a compressor requested {op.verb}, which is not a collective")

@@ -31,7 +31,9 @@ class Coded(Compressor):
     finite values are clamped to the type's range. The owner counts that error, too.
     """
 
-    block: int = knob(0, choices=(0, 64, 256, 1024), unit="elements", doc="elements that share a scale; 0: a chunk")
+    block: int = knob(
+        0, choices=(0, 64, 256, 1024), unit="elements", doc="elements that share a scale; 0: a whole chunk"
+    )
 
     scalars: ClassVar[int]  # numbers per block that are sent with its codes
     repeats: ClassVar[bool] = True  # whether padding repeats the last element or is zero

@@ -59,7 +59,7 @@ class Accordion(Compressor):
 
     gentle: Compressor = knob(PowerSGD(rank=2), doc="compressor in a critical regime (the gentler one)")
     harsh: Compressor = knob(PowerSGD(rank=1), doc="compressor outside critical regimes")
-    threshold: float = knob(0.5, 0.0, 1e6, doc="relative change of the norm from which on a regime is critical")
+    threshold: float = knob(0.5, 0.0, 1e6, doc="smallest relative change of the norm in a critical regime")
     every: int = knob(100, 1, 10**6, unit="steps", log=True, doc="exchanges between two checks")
 
     assumes: ClassVar[str] = "norms do not change: gentle until the second check, harsh from there on"

@@ -36,8 +36,8 @@ class BetweenSites(Compressor):
     https://arxiv.org/abs/2107.01499 (hierarchical communication, compressed between machines)
     """
 
-    of: Compressor = knob(TopK(), doc="what crosses between sites")
-    site: int = knob(2, 1, 4096, unit="ranks", doc="neighbours that add up uncompressed")
+    of: Compressor = knob(TopK(), doc="compressor of the sums that sites exchange")
+    site: int = knob(2, 1, 4096, unit="ranks", doc="neighbouring ranks that sum uncompressed")
 
     alike: ClassVar[bool] = False
 
@@ -47,7 +47,7 @@ class BetweenSites(Compressor):
 
     def refuses(self) -> str | None:
         if self.of.carries:
-            return f"of={self.of}: keeps the optimizer's momentum of a rank, and sums of sites have none; use TopK"
+            return f"of={self.of}: it keeps the momentum of one rank, and the sum of a site has none; use TopK"
         return None
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:

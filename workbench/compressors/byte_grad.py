@@ -61,9 +61,9 @@ class ByteGrad(Coded):
         if self.strays < 1:
             return None
         return (
-            f"of=ByteGrad(bits={self.bits}, stochastic={self.stochastic}): its error may be {self.strays:.3g} times as "
-            "long as what it rounds, and would grow under error feedback; use it without, or with stochastic=False or "
-            "bits=4"
+            f"of=ByteGrad(bits={self.bits}, stochastic={self.stochastic}): its error can be {self.strays:.3g} times "
+            f"as long as its input, so it would grow under error feedback; use it without error feedback, or set "
+            f"stochastic=False or bits=4"
         )
 
     def quantise(self, x: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ class Cast(Codec):
     """
 
     known_as: ClassVar[tuple[str, ...]] = ("FP16", "BF16", "Half")
-    to: str = knob("bf16", choices=("fp16", "bf16"), doc="the 16-bit float that crosses the wire")
+    to: str = knob("bf16", choices=("fp16", "bf16"), doc="the 16-bit float that is sent")
 
     linear: ClassVar[bool] = True
     kind: ClassVar[str] = "casts"

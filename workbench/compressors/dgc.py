@@ -54,11 +54,13 @@ class DGC(Sparse):
     ICLR 2018, https://arxiv.org/abs/1712.01887, and its code, https://github.com/synxlin/deep-gradient-compression
     """
 
-    density: float = knob(0.001, 0.0001, 1.0, log=True, doc="fraction of the entries that cross the wire")
+    density: float = knob(0.001, 0.0001, 1.0, log=True, doc="fraction of the entries that are sent")
     momentum: float = knob(0.9, 0.0, 0.999, doc="momentum: decay rate of each rank's running sum of gradients")
     nesterov: bool = knob(False, doc="Nesterov momentum instead of classical")
     masking: bool = knob(True, doc="momentum factor masking: the momentum of sent entries is cleared")
-    sample: float = knob(0.01, 0.001, 1.0, log=True, doc="fraction of the entries that the threshold is found in")
+    sample: float = knob(
+        0.01, 0.001, 1.0, log=True, doc="fraction of the entries that are sampled to find the threshold"
+    )
     local_clip: float = knob(0.0, 0.0, 1e6, log=True, doc="gradient clipping per parameter: norm times sqrt(p); 0: off")
 
     residual: ClassVar[str] = "velocity"

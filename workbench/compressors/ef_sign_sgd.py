@@ -38,7 +38,9 @@ class EFSignSGD(Coded):
     Schemes", ICML 2019, https://arxiv.org/abs/1901.09847
     """
 
-    block: int = knob(0, choices=(0, 64, 256, 1024), unit="elements", doc="elements that share a scale; 0: a bucket")
+    block: int = knob(
+        0, choices=(0, 64, 256, 1024), unit="elements", doc="elements that share a scale; 0: a whole bucket"
+    )
 
     contraction: ClassVar[bool] = True
     scalars: ClassVar[int] = 1

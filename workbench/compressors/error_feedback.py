@@ -48,8 +48,10 @@ class ErrorFeedback(Compressor):
     """
 
     of: Compressor = knob(Dense(), doc="the compressor whose error is fed back")
-    off: str = knob("flush", choices=("flush", "bleed", "drop"), doc="what becomes of the residual at the end")
-    over: int = knob(10, 2, 10_000, unit="steps", log=True, doc="bleed: steps in which the residual is sent")
+    off: str = knob(
+        "flush", choices=("flush", "bleed", "drop"), doc="what happens to the residual when the compressor is removed"
+    )
+    over: int = knob(10, 2, 10_000, unit="steps", log=True, doc="bleed: number of steps that send the residual")
 
     residual: ClassVar[str] = "residual"
 

@@ -49,8 +49,10 @@ class Float8(Coded):
     hops are those of torchft's allreduce_quantized, https://github.com/meta-pytorch/torchft
     """
 
-    to: str = knob("e4m3", choices=("e4m3", "e5m2"), doc="the 8-bit float that crosses the wire")
-    block: int = knob(256, choices=(0, 64, 256, 1024), unit="elements", doc="elements that share a scale; 0: a chunk")
+    to: str = knob("e4m3", choices=("e4m3", "e5m2"), doc="the 8-bit float that is sent")
+    block: int = knob(
+        256, choices=(0, 64, 256, 1024), unit="elements", doc="elements that share a scale; 0: a whole chunk"
+    )
     stochastic: bool = knob(False, doc="round at random, so that the mean is right, instead of to the nearest number")
 
     scalars: ClassVar[int] = 1

@@ -47,7 +47,9 @@ class GTopK(Compressor):
     Networks", ICDCS 2019, https://arxiv.org/abs/1901.04359
     """
 
-    density: float = knob(0.01, 0.0001, 1.0, log=True, doc="fraction of the entries that are sent, and that stay")
+    density: float = knob(
+        0.01, 0.0001, 1.0, log=True, doc="fraction of the entries that are sent, and that the sum keeps"
+    )
 
     kind: ClassVar[str] = "sparse"
 

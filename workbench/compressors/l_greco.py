@@ -61,9 +61,9 @@ class LGreCo(Compressor):
     Efficient Data-Parallel Deep Learning", MLSys 2024, https://arxiv.org/abs/2210.17357
     """
 
-    of: Compressor = knob(TopK(), doc="the compressor, whose ratio is the one that layers begin with and compare to")
-    budget: float = knob(1.0, 0.1, 10.0, log=True, doc="error allowed, in units of what one ratio for all would make")
-    spread: float = knob(4.0, 1.0, 64.0, log=True, doc="how far a layer's ratio may be from that of `of`, as a factor")
+    of: Compressor = knob(TopK(), doc="the compressor; layers start from its ratio and compare their errors with it")
+    budget: float = knob(1.0, 0.1, 10.0, log=True, doc="allowed error, relative to that of one ratio for all layers")
+    spread: float = knob(4.0, 1.0, 64.0, log=True, doc="largest factor between a layer's ratio and that of `of`")
     every: int = knob(100, 1, 10**6, unit="steps", log=True, doc="exchanges between two measurements")
 
     assumes: ClassVar[str] = "all layers keep one ratio"
@@ -77,14 +77,14 @@ class LGreCo(Compressor):
     def refuses(self) -> str | None:
         if ratio(self.of) is None:
             return (
-                f"of={self.of}: LGreCo turns one ratio, and it has none, or more than one; use something with one of "
-                f"{', '.join(RATIOS)}, such as TopK or PowerSGD"
+                f"of={self.of}: LGreCo adjusts exactly one ratio, and this compressor has none or several; use a "
+                f"compressor with one of {', '.join(RATIOS)}, such as TopK or PowerSGD"
             )
         own = [type(c).__name__ for c in inside(self.of) if c.residual and not isinstance(c, ErrorFeedback)]
         if own:
             return (
-                f"of={own[0]}: it feeds back by itself, so that no trial shows what a ratio loses; use something that "
-                f"remembers nothing, such as TopK or PowerSGD"
+                f"of={own[0]}: it has its own residual, so a trial cannot measure the error of a ratio; use a "
+                f"compressor without a residual, such as TopK or PowerSGD"
             )
         return twice(self)
 

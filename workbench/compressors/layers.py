@@ -40,10 +40,10 @@ class Layers(Compressor):
     """
 
     of: Compressor = knob(TopK(), doc="compressor of the chosen parameters")
-    rest: Compressor = knob(Dense(), doc="compressor of all other parameters")
-    smallest: int = knob(1024, 0, 10**9, unit="elements", doc="a parameter with fewer is not chosen")
-    vectors: bool = knob(False, doc="vectors (biases, normalisations) may be chosen, too")
-    only: str = knob("", doc="regular expression in the names of those that may be chosen; empty: all")
+    rest: Compressor = knob(Dense(), doc="compressor of the other parameters")
+    smallest: int = knob(1024, 0, 10**9, unit="elements", doc="smallest number of elements of a chosen parameter")
+    vectors: bool = knob(False, doc="also choose vectors (biases, normalisations)")
+    only: str = knob("", doc="regular expression that a chosen parameter's name contains; empty: any name")
 
     @classmethod
     def usual(cls) -> Any:
@@ -54,8 +54,8 @@ class Layers(Compressor):
             re.compile(self.only)
         except re.error as wrong:
             return (
-                f"only={self.only!r}: is no regular expression ({wrong}); use a piece of the parameters' names, "
-                f"such as 'weight', or '' for all of them"
+                f"only={self.only!r}: is not a regular expression ({wrong}); use a part of the parameters' names, "
+                f"such as 'weight', or '' for all parameters"
             )
         return split_momentum(self.of, self.rest)
 

@@ -38,7 +38,9 @@ class NUQSGD(Levels):
     """
 
     multiplier: float = knob(0.5, 0.1, 0.9, doc="each level as a share of the next larger one")
-    grid: str = knob("paper", choices=("paper", "code"), doc="paper: zero is a level; code: the authors' own, without")
+    grid: str = knob(
+        "paper", choices=("paper", "code"), doc="paper: zero is a level; code: it is not, as in the authors' code"
+    )
 
     def levels(self, memory: Memory) -> Tensor:
         return exponential(self.bits, self.multiplier, self.grid == "paper")

@@ -59,9 +59,11 @@ class OkTopK(Compressor):
     https://arxiv.org/abs/2201.07598, and its code, https://github.com/Shigangli/Ok-Topk
     """
 
-    density: float = knob(0.01, 0.0001, 1.0, log=True, doc="fraction of the entries that are sent, and that stay")
-    threshold_every: int = knob(32, 1, 4096, unit="steps", log=True, doc="steps in which a threshold is used")
-    region_every: int = knob(64, 1, 4096, unit="steps", log=True, doc="steps for which regions are cut")
+    density: float = knob(
+        0.01, 0.0001, 1.0, log=True, doc="fraction of the entries that are sent, and that the sum keeps"
+    )
+    threshold_every: int = knob(32, 1, 4096, unit="steps", log=True, doc="steps that reuse a threshold")
+    region_every: int = knob(64, 1, 4096, unit="steps", log=True, doc="steps that reuse the regions")
 
     varies: ClassVar[bool] = True
     buffer: ClassVar[str] = "ok_top_k"

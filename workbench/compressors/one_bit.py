@@ -42,7 +42,7 @@ class OneBit(Coded):
     https://arxiv.org/abs/1901.09847
     """
 
-    scale: str = knob("mean", choices=("mean", "rms"), doc="what stands for all magnitudes of a block")
+    scale: str = knob("mean", choices=("mean", "rms"), doc="the value that replaces all magnitudes of a block")
 
     scalars: ClassVar[int] = 1
 

@@ -47,8 +47,8 @@ class Projection(Codec):
     https://arxiv.org/abs/2301.02654
     """
 
-    rank: int = knob(8, 1, 1024, log=True, doc="r: directions that are kept")
-    iterations: int = knob(1, 1, 8, doc="q: power iterations by which they are found")
+    rank: int = knob(8, 1, 1024, log=True, doc="r: number of directions to keep")
+    iterations: int = knob(1, 1, 8, doc="q: power iterations that find the directions")
 
     contraction: ClassVar[bool] = True
     kind: ClassVar[str] = "low rank"

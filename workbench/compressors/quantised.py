@@ -41,9 +41,9 @@ class Quantised(Compressor):
     and Local Computations", NeurIPS 2019, https://arxiv.org/abs/1906.02367
     """
 
-    of: Compressor = knob(TopK(), doc="the codec that chooses")
-    by: Compressor = knob(QSGD(block=64), doc="the codec that rounds what was chosen")
-    scaled: bool = knob(False, doc="what was rounded counts 1 / (1 + b): a contraction however coarse it is")
+    of: Compressor = knob(TopK(), doc="the codec that selects entries")
+    by: Compressor = knob(QSGD(block=64), doc="the codec that rounds the selected entries")
+    scaled: bool = knob(False, doc="scale rounded values by 1 / (1 + b): a contraction even if rounding is coarse")
 
     @classmethod
     def usual(cls) -> Any:
@@ -58,19 +58,25 @@ class Quantised(Compressor):
     def refuses(self) -> str | None:
         for what, held in (("of", without_feedback(self.of)), ("by", without_feedback(self.by))):
             if held.coder(Memory()) is None:
-                return f"{what}={held}: it is no function of one rank's tensor; use TopK, Cast or QSGD, or it alone"
+                return (
+                    f"{what}={held}: it does not encode the tensor of one rank alone; use TopK, Cast or QSGD, or "
+                    f"use it without Quantised"
+                )
         if not any(part.is_floating_point() for part in self._chosen(torch.zeros(8))):
-            return f"of={self.of}: it leaves whole numbers only, and nothing to round; use TopK or Cast, or it alone"
+            return (
+                f"of={self.of}: it yields only integers, so there is nothing to round; use TopK or Cast, or use "
+                f"it without Quantised"
+            )
         if self.scaled and self.adds is None:
-            return f"scaled=True: what by={self.by} adds is not known; use scaled=False with it, or by=QSGD()"
+            return f"scaled=True: the error that by={self.by} adds has no known bound; set scaled=False, or by=QSGD()"
         return None
 
     def refuses_feedback(self) -> str | None:
         if self.scaled or self.adds is None or self.adds < 1:
             return None
         return (
-            f"by={self.by}: it may add {self.adds:.3g} times the square of what it rounds, and would grow under error "
-            f"feedback; use scaled=True with it, or smaller blocks: QSGD(block=64)"
+            f"by={self.by}: its squared error can be {self.adds:.3g} times that of its input, so it would grow under "
+            f"error feedback; set scaled=True, or use smaller blocks: QSGD(block=64)"
         )
 
     def _chosen(self, x: Tensor) -> Payload:

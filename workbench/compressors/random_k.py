@@ -44,7 +44,7 @@ class RandomK(Compressor):
     https://arxiv.org/abs/1809.07599
     """
 
-    density: float = knob(0.01, 0.0001, 1.0, log=True, doc="fraction of the entries that cross the wire")
+    density: float = knob(0.01, 0.0001, 1.0, log=True, doc="fraction of the entries that are sent")
     scaled: bool = knob(False, doc="entries are sent times n / k: unbiased, for use without error feedback")
 
     linear: ClassVar[bool] = True
@@ -60,8 +60,8 @@ class RandomK(Compressor):
         if not self.scaled:
             return None
         return (
-            "scaled=True: under error feedback RandomK would take n / k times what is owed, and the rest would grow; "
-            "use scaled=False with it, or RandomK(scaled=True) without"
+            "scaled=True: under error feedback RandomK would send n / k times the residual's entries, so the "
+            "residual would grow; use scaled=False with error feedback, or RandomK(scaled=True) without it"
         )
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:

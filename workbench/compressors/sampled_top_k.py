@@ -38,7 +38,7 @@ class SampledTopK(Sparse):
     Distributed Training", ICLR 2018, https://arxiv.org/abs/1712.01887
     """
 
-    density: float = knob(0.01, 0.0001, 1.0, log=True, doc="fraction of the entries that shall cross the wire")
+    density: float = knob(0.01, 0.0001, 1.0, log=True, doc="target fraction of the entries that are sent")
 
     contraction: ClassVar[bool] = True
 

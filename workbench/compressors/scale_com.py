@@ -38,7 +38,7 @@ class ScaleCom(Compressor):
     Training", NeurIPS 2020, https://arxiv.org/abs/2104.11125
     """
 
-    density: float = knob(0.01, 0.0001, 1.0, log=True, doc="fraction of the entries that cross the wire")
+    density: float = knob(0.01, 0.0001, 1.0, log=True, doc="fraction of the entries that are sent")
     beta: float = knob(1.0, 0.01, 1.0, doc="beta, low-pass filter: share of each step's error that enters the residual")
 
     residual: ClassVar[str] = ErrorFeedback.residual

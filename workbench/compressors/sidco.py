@@ -51,9 +51,11 @@ class SIDCo(Sparse):
     for Distributed Training Systems", MLSys 2021, https://arxiv.org/abs/2101.10761
     """
 
-    density: float = knob(0.01, 0.0001, 1.0, log=True, doc="fraction of the entries that shall cross the wire")
+    density: float = knob(0.01, 0.0001, 1.0, log=True, doc="target fraction of the entries that are sent")
     fit: str = knob("exponential", choices=("exponential", "pareto", "gamma"), doc="the distribution of magnitudes")
-    stages: int = knob(0, 0, 14, unit="fits", doc="each to what exceeds the last threshold; 0: as many as it takes")
+    stages: int = knob(
+        0, 0, 14, unit="fits", doc="number of fits, each to the entries above the last threshold; 0: chosen by itself"
+    )
 
     contraction: ClassVar[bool] = True
     buffer: ClassVar[str] = "sidco"

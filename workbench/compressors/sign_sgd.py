@@ -44,7 +44,7 @@ class SignSGD(Compressor):
     with Majority Vote is Communication Efficient and Fault Tolerant", ICLR 2019, https://arxiv.org/abs/1810.05291
     """
 
-    scale: str = knob("mean", choices=("mean", "one"), doc="magnitude of the result: of what was handed in, or 1")
+    scale: str = knob("mean", choices=("mean", "one"), doc="magnitude of the result: that of the input, or 1")
     momentum: float = knob(0.0, 0.0, 0.999, doc="momentum of the gradient that is voted on (Signum: 0.9); 0: none")
 
     buffer: ClassVar[str] = "sign_sgd"

@@ -43,16 +43,18 @@ class TernGrad(Compressor):
     NeurIPS 2017, https://arxiv.org/abs/1705.07878
     """
 
-    one_scale: bool = knob(True, doc="one scale for all ranks, so that draws are added on the way; else each its own")
-    clip_rms: float = knob(0.0, 0.0, 10.0, unit="root mean squares", doc="clip each layer there; 0 is off")
+    one_scale: bool = knob(
+        True, doc="one scale for all ranks, so that the all-reduce can add codes; false: one per rank"
+    )
+    clip_rms: float = knob(0.0, 0.0, 10.0, unit="root mean squares", doc="clip each layer at this value; 0: off")
 
     unbiased: ClassVar[bool] = True
     kind: ClassVar[str] = "quantised"
 
     def refuses_feedback(self) -> str | None:
         return (
-            "of=TernGrad: under error feedback its error, larger than what it is made of, would grow without bound; "
-            "use it without, for it is right on average, or EFSignSGD with error feedback"
+            "of=TernGrad: its error is larger than its input, so it would grow without bound under error feedback; "
+            "use it without error feedback, because it is unbiased, or use EFSignSGD with error feedback"
         )
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:

@@ -35,7 +35,7 @@ class Threshold(Sparse):
     Minimization", NeurIPS 2021, https://arxiv.org/abs/2108.00951
     """
 
-    threshold: float = knob(0.01, 1e-12, 1e6, log=True, doc="magnitude from which on an entry crosses the wire")
+    threshold: float = knob(0.01, 1e-12, 1e6, log=True, doc="smallest magnitude of a sent entry")
 
     @classmethod
     def usual(cls) -> Any:

@@ -36,7 +36,7 @@ class TopK(Codec):
 
     density: float = knob(
         0.01, 0.0001, 1.0, log=True,
-        doc="fraction of the entries that go, with indices, to all p ranks: 1 / (p * density) times fewer bytes",
+        doc="fraction of the entries that are sent, with indices, to all p ranks: 1 / (p * density) times fewer bytes",
     )  # fmt: skip
 
     contraction: ClassVar[bool] = True

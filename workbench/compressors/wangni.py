@@ -50,9 +50,9 @@ class Wangni(Compressor):
     Optimization", NeurIPS 2018, https://arxiv.org/abs/1710.09854
     """
 
-    rule: str = knob("density", choices=("density", "variance"), doc="which of the two knobs below holds")
+    rule: str = knob("density", choices=("density", "variance"), doc="which of the two knobs below applies")
     density: float = knob(0.05, 0.0001, 1.0, log=True, doc="fraction of the entries that survive, on average")
-    variance: float = knob(1.0, 0.01, 100.0, log=True, doc="variance that is added, in units of the squared norm")
+    variance: float = knob(1.0, 0.01, 100.0, log=True, doc="added variance, in units of the squared norm")
 
     unbiased: ClassVar[bool] = True
     varies: ClassVar[bool] = True
@@ -62,8 +62,8 @@ class Wangni(Compressor):
         if self.rule == "variance" and self.variance < 1:
             return None
         return (
-            "of=Wangni: under error feedback its noise, larger than the gradient, would be fed back and grow; use it "
-            "without, or with rule=variance and variance below 1, or TopK with error feedback"
+            "of=Wangni: its noise is larger than the gradient, so it would grow under error feedback; use it without "
+            "error feedback, set rule=variance and variance below 1, or use TopK with error feedback"
         )
 
     async def _supposed(self, rank: Rank, x: Tensor, memory: Memory) -> Tensor:

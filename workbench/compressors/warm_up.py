@@ -44,8 +44,12 @@ class WarmUp(Compressor):
 
     of: Compressor = knob(TopK(), doc="the compressor after the warm-up")
     steps: int = knob(100, 0, 10**6, unit="steps", doc="warm-up, in exchanges of each parameter")
-    schedule: str = knob("dense", choices=("dense", "exponential"), doc="whole, or by falling densities")
-    stages: int = knob(5, 1, 1000, doc="under exponential: densities on the way, of equally many steps")
+    schedule: str = knob(
+        "dense",
+        choices=("dense", "exponential"),
+        doc="dense: send whole buckets; exponential: lower the density in stages",
+    )
+    stages: int = knob(5, 1, 1000, doc="exponential: number of densities, each for equally many steps")
 
     buffer: ClassVar[str] = "warm_up"
     drops: ClassVar[tuple[str, ...]] = ("warm_up",)
@@ -57,8 +61,8 @@ class WarmUp(Compressor):
     def refuses(self) -> str | None:
         if self.schedule == "exponential" and ratio(self.of, ("density",)) is None:
             return (
-                f"schedule='exponential': {self.of} has no density, or more than one, to begin high; use "
-                f"schedule='dense' with it, or something with one density, such as TopK"
+                f"schedule='exponential': {self.of} has no density to lower, or more than one; use schedule='dense' "
+                f"with it, or a compressor with one density, such as TopK"
             )
         return twice(self)
 

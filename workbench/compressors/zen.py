@@ -59,8 +59,14 @@ class Zen(Compressor):
     Learning", SC 2019, https://arxiv.org/abs/1802.08021
     """
 
-    scheme: str = knob("auto", choices=("auto", *SCHEMES), doc="how pairs are added up; auto: by what sends least")
-    rows: str = knob("auto", choices=("auto", "rows", "elements"), doc="what has an index; auto: what sends less")
+    scheme: str = knob(
+        "auto", choices=("auto", *SCHEMES), doc="how ranks sum pairs; auto: the scheme that sends the fewest bytes"
+    )
+    rows: str = knob(
+        "auto",
+        choices=("auto", "rows", "elements"),
+        doc="whether rows or elements have an index; auto: the one that sends fewer bytes",
+    )
 
     unbiased: ClassVar[bool] = True
     varies: ClassVar[bool] = True

@@ -38,4 +38,4 @@ class SGD(Optimizer):
     def refuses(self) -> str | None:
         if not self.nesterov or self.momentum:
             return None
-        return "nesterov=True: looks ahead along the momentum, and momentum=0 has none; give momentum above 0, or false"
+        return "nesterov=True: needs a momentum, and momentum=0 is none; set momentum above 0, or nesterov=false"

@@ -1,5 +1,5 @@
 """The shared choices and descriptions of activation checkpointing."""
 
 CHECKPOINTS = ("none", "units", "attention")
-CHECKPOINT = "what backward computes again instead of keeping it: units of the model, or the core of attention in them"
-CHECKPOINT_EVERY = "of so many units that follow each other in the model one is computed again"
+CHECKPOINT = "what backward computes again to save memory: units of the model, or the attention in them"
+CHECKPOINT_EVERY = "compute every n-th unit of the model again"

@@ -22,7 +22,7 @@ def refused(activations: Compressor, gradients: Compressor, where: str) -> str |
     for name, way in (("activations", activations), ("gradients", gradients)):
         if without_feedback(way).coder(Memory()) is None:
             return (
-                f"{name}={way}: {where} every tensor crosses by itself, and {way} is a way to add up those of one "
-                f"place in the model; take one that makes something of any tensor: Cast, E3M0, QSGD, TopK, or Dense"
+                f"{name}={way}: {where} a rank sends each tensor by itself, and {way} sums the tensors of several "
+                f"ranks; take a compressor that encodes a single tensor: Cast, E3M0, QSGD, TopK, or Dense"
             )
     return None

@@ -53,15 +53,17 @@ class Pipeline(Partition):
     """
 
     known_as: ClassVar[tuple[str, ...]] = ("PP", "PipelineParallel")
-    stages: int = knob(2, 2, 64, unit="stages", doc="p: ranks that make one replica")
+    stages: int = knob(2, 2, 64, unit="stages", doc="p: stages of one replica")
     micros: int = knob(4, 1, 1024, unit="micro-batches", doc="m: equal parts that a replica's batch is cut into")
-    schedule: Schedule = knob(OneFOneB(), doc="in which order a stage computes forwards and backwards")
-    cuts: tuple[int, ...] = knob((), doc="parts of the model at which pieces after the first begin; none: evenly")
-    of: Partition = knob(Whole(), doc="how each stage lies on ranks: whole on one, or dealt out over several by Tensor")
+    schedule: Schedule = knob(OneFOneB(), doc="the order of a stage's forwards and backwards")
+    cuts: tuple[int, ...] = knob((), doc="first part of each piece after the first; empty: cut evenly")
+    of: Partition = knob(
+        Whole(), doc="Whole: each stage is on one rank; Tensor: several ranks split each layer of a stage"
+    )
 
-    activations: Compressor = knob(Dense(), doc="what crosses between stages in place of an activation")
-    gradients: Compressor = knob(Dense(), doc="what crosses between stages in place of an activation's gradient")
-    mask: bool = knob(True, doc="where activations are chosen (TopK) gradients cross at the same elements only")
+    activations: Compressor = knob(Dense(), doc="compressor of activations between stages")
+    gradients: Compressor = knob(Dense(), doc="compressor of the activations' gradients between stages")
+    mask: bool = knob(True, doc="if activations are sparse (TopK), send their gradients at the same elements only")
 
     def dims(self) -> tuple[tuple[str, int], ...]:
         return (("stage", self.stages), *self.of.dims())
@@ -116,7 +118,7 @@ class Pipeline(Partition):
     def refuses(self, batch: int) -> str | None:
         if self.of.depth > 1:
             kind = type(self.of).__name__
-            return f"of={kind}: a stage is not cut into stages again; take of=Tensor() or of=Whole(), and more stages"
+            return f"of={kind}: a stage cannot contain stages; take of=Tensor() or of=Whole(), and more stages"
         if reason := refused(self.activations, self.gradients, "between two stages") or self.of.refuses(0):
             return reason
         if reason := self.schedule.refuses(self.stages, self.micros):
@@ -125,23 +127,23 @@ class Pipeline(Partition):
             return reason
         if self.schedule.halves and self.recompute[0] != "none":
             return (
-                f"schedule={type(self.schedule).__name__}: each half of a backward would compute checkpointed units "
-                f"again; take schedule=OneFOneB(), or checkpoint=none"
+                f"schedule={type(self.schedule).__name__}: each half of a backward would recompute the checkpointed "
+                f"units; take schedule=OneFOneB(), or checkpoint=none"
             )
         if self.schedule.halves and self.slices > 1:
             return (
-                f"schedule={type(self.schedule).__name__}: ranks that compute a stage together make each backward in "
-                f"one; take schedule=OneFOneB(), or of=Whole()"
+                f"schedule={type(self.schedule).__name__}: ranks that share a stage cannot split a backward into "
+                f"halves; take schedule=OneFOneB(), or of=Whole()"
             )
         if self.ahead(0) and self.slices > 1:
             return (
-                f"schedule={type(self.schedule).__name__}: older weights are kept of stages that are one rank each; "
+                f"schedule={type(self.schedule).__name__}: it keeps older weights only if each stage is on one rank; "
                 f"take of=Whole(), or schedule=OneFOneB()"
             )
         if batch and batch % self.micros:
             fits = [m for m in range(1, batch + 1) if batch % m == 0]
             return (
-                f"micros={self.micros}: a replica's batch of {batch} examples cannot be cut into so many equal "
+                f"micros={self.micros}: a replica's batch of {batch} examples cannot be cut into {self.micros} equal "
                 f"micro-batches; take micros={_listed(fits)}, or another batch"
             )
         return None
@@ -151,13 +153,13 @@ class Pipeline(Partition):
         if self.cuts and len(self.cuts) != pieces - 1:
             each = f" of {self.pieces} pieces each" if self.pieces > 1 else ""
             return (
-                f"{said}: {self.stages} stages{each} take {pieces - 1} cuts, and these are {len(self.cuts)}; say where "
-                f"each piece after the first begins, or take cuts=[]"
+                f"{said}: {self.stages} stages{each} need {pieces - 1} cuts, and there are {len(self.cuts)}; give "
+                f"the first part of each piece after the first, or take cuts=[]"
             )
         if any(b <= a for a, b in pairwise((0, *self.cuts))):
             return (
-                f"{said}: each must be larger than the one before and the first at least 1, or a piece would have no "
-                f"part; say the parts at which pieces begin, in order"
+                f"{said}: cuts must increase and begin at 1 or more, or a piece would be empty; give the first part "
+                f"of each piece after the first, in order"
             )
         return None
 

@@ -55,11 +55,11 @@ class Tensor(Partition):
 
     known_as: ClassVar[tuple[str, ...]] = ("TP", "TensorParallel")
     ways: int = knob(2, 2, 64, unit="ranks", doc="t: ranks that compute each layer together")
-    sequence: bool = knob(False, doc="between layers each rank has its own positions only (sequence parallelism)")
+    sequence: bool = knob(False, doc="split activations between layers by position (sequence parallelism)")
 
-    activations: Compressor = knob(Dense(), doc="what crosses inside of a forward in place of each activation")
-    gradients: Compressor = knob(Dense(), doc="what crosses inside of a backward in place of an activation's gradient")
-    mask: bool = knob(True, doc="of an activation of which a part was chosen (TopK) only that has a gradient")
+    activations: Compressor = knob(Dense(), doc="compressor of activations inside a forward")
+    gradients: Compressor = knob(Dense(), doc="compressor of the activations' gradients inside a backward")
+    mask: bool = knob(True, doc="if activations are sparse (TopK), send their gradients at the same elements only")
 
     checkpoint: str = knob("none", choices=CHECKPOINTS, doc=CHECKPOINT)
     checkpoint_every: int = knob(1, 1, 64, unit="units", doc=CHECKPOINT_EVERY)
@@ -87,4 +87,4 @@ class Tensor(Partition):
             yield replace(self, ways=ways)
 
     def refuses(self, batch: int) -> str | None:
-        return refused(self.activations, self.gradients, "inside of a layer")
+        return refused(self.activations, self.gradients, "inside a layer")

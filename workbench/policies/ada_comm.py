@@ -41,7 +41,7 @@ class AdaComm(Policy):
     Local-Update SGD", MLSys 2019, https://arxiv.org/abs/1810.08313
     """
 
-    decay: float = knob(0.5, 0.1, 1.0, doc="g: what the period is multiplied by where the loss does not lower it")
+    decay: float = knob(0.5, 0.1, 1.0, doc="g: factor on the period if the loss does not lower it")
 
     reads: ClassVar[tuple[str, ...]] = ("loss",)
 
@@ -53,7 +53,7 @@ class AdaComm(Policy):
             resolve(experiment, PATH)
         except KnobError:
             name = type(experiment.strategy).__name__
-            return f"strategy={name} has no period to set; AdaComm waits for one with `every`, such as LocalSGD"
+            return f"strategy={name} has no period to set; AdaComm waits for a strategy with `every`, such as LocalSGD"
         return None
 
     def decide(self, seen: Seen, state: _State) -> Iterator[Decision]:
@@ -61,7 +61,7 @@ class AdaComm(Policy):
         if not math.isfinite(loss):
             return
         if loss <= 0:
-            raise ValueError(f"the mean loss is {loss:g}, and the rule takes its root; it has to be above 0")
+            raise ValueError(f"the mean loss is {loss:g}; the rule takes its root, so it must be above 0")
         now: int = period.default
         if not state.loss:
             state.loss, state.every = loss, now
@@ -70,5 +70,5 @@ class AdaComm(Policy):
         if wanted < now:
             why = f"the loss is {loss:.4g}, {loss / state.loss:.3g} of the {state.loss:.4g} at first"
         else:
-            wanted, why = math.ceil(self.decay * now), f"the loss, {loss:.4g}, asks for no less than {now}"
+            wanted, why = math.ceil(self.decay * now), f"the loss, {loss:.4g}, requires at least {now}"
         yield Decision(f"{why}: averaging every {wanted} steps", {path: max(1, wanted)})

@@ -48,10 +48,10 @@ class GraVAC(Policy):
     CLOUD 2023, https://arxiv.org/abs/2305.12201
     """
 
-    threshold: float = knob(0.75, 0.0, 1.0, doc="share of the gradient's squares that has to be sent")
-    factor: float = knob(2.0, 1.01, 100.0, log=True, doc="f: by which the density is divided, or multiplied")
-    least: float = knob(0.001, 0.0001, 1.0, log=True, doc="density below which it never goes")
-    most: float = knob(0.5, 0.0001, 1.0, log=True, doc="density above which it never goes")
+    threshold: float = knob(0.75, 0.0, 1.0, doc="share of the gradient's squared norm that must be sent")
+    factor: float = knob(2.0, 1.01, 100.0, log=True, doc="f: factor by which the density is divided or multiplied")
+    least: float = knob(0.001, 0.0001, 1.0, log=True, doc="smallest density")
+    most: float = knob(0.5, 0.0001, 1.0, log=True, doc="largest density")
 
     reads: ClassVar[tuple[str, ...]] = ("gradient_sent", "gradient_whole")
 
@@ -63,24 +63,23 @@ class GraVAC(Policy):
         try:
             path, _ = resolve(experiment, PATH)
         except KnobError:
-            return f"compressor={name} has no density to set; GraVAC waits for one that has, such as TopK"
+            return f"compressor={name} has no density to set; GraVAC waits for a compressor that has one, such as TopK"
         by = experiment.strategy
         if not by.lockstep or by.in_flight or by.opaque or by.workers > 1:
             return (
-                f"strategy={type(by).__name__} does not exchange a step's gradients within that step on all ranks, so "
-                f"it cannot be told how much of them is sent; GraVAC waits for one that does, such as DDP"
+                f"strategy={type(by).__name__} does not exchange a step's gradients within that step on all ranks, "
+                f"so the sent share is not known; GraVAC waits for a strategy that does, such as DDP"
             )
         chooses: Any = reduce(getattr, path.split(".")[:-1], experiment)
         if chooses.unbiased or getattr(chooses, "scaled", False):
             return (
-                f"compressor={name} sends entries larger than they are, so their squares do not tell what was left "
-                f"out; GraVAC waits for one that sends them as they are, such as TopK"
+                f"compressor={name} scales the entries that it sends, so their squares do not show what it omits; "
+                f"GraVAC waits for a compressor that does not scale them, such as TopK"
             )
         if chooses.residual not in FEEDS:
             return (
-                f"compressor={name} sends sums of gradients that it keeps in a way of its own ({chooses.residual}), so "
-                f"it cannot be told how much of a gradient is sent; GraVAC waits for one under error feedback, such as "
-                f"TopK"
+                f"compressor={name} sends sums of gradients that it keeps itself ({chooses.residual}), so the sent "
+                f"share of a gradient is not known; GraVAC waits for a compressor under error feedback, such as TopK"
             )
         return None
 
@@ -99,5 +98,6 @@ class GraVAC(Policy):
         else:
             return
         yield Decision(
-            f"what was sent holds {gain:.3f} of the gradient's squares, {said} {self.threshold:g}", {path: wanted}
+            f"the sent entries hold {gain:.3f} of the gradient's squared norm, {said} {self.threshold:g}",
+            {path: wanted},
         )

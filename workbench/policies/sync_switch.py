@@ -59,11 +59,13 @@ class SyncSwitch(Policy):
     ICDCS 2021, https://arxiv.org/abs/2104.08364
     """
 
-    fraction: float = knob(0.0625, 0.0, 1.0, doc="share of all steps that are made synchronously, at the beginning")
-    rate: bool = knob(True, doc="the learning rate is divided by the number of ranks where they are asynchronous")
-    straggler: str = knob("greedy", choices=("greedy", "elastic", "nothing"), doc="what is done about a slow rank")
-    windows: int = knob(3, 1, 1000, unit="looks", doc="looks in a row that make a straggler of a rank, or none of it")
-    margin: float = knob(0.1, 0.0, 1.0, doc="by how much of the mean speed a straggler is slower, at least")
+    fraction: float = knob(0.0625, 0.0, 1.0, doc="share of the steps, from the first on, that are synchronous")
+    rate: bool = knob(True, doc="divide the learning rate by the number of ranks in asynchronous steps")
+    straggler: str = knob("greedy", choices=("greedy", "elastic", "nothing"), doc="what to do about a slow rank")
+    windows: int = knob(
+        3, 1, 1000, unit="looks", doc="consecutive looks at the record that decide whether a rank is a straggler"
+    )
+    margin: float = knob(0.1, 0.0, 1.0, doc="share of the mean speed by which a straggler is slower, at least")
 
     reads: ClassVar[tuple[str, ...]] = ("compute",)
 
@@ -79,9 +81,11 @@ class SyncSwitch(Policy):
 
     def needs(self, experiment: Any) -> str | None:
         if not experiment.steps:
-            return "steps=0: of a run without an end there is no fraction; SyncSwitch waits for a number of steps"
+            return "steps=0: a run without an end has no fraction; SyncSwitch waits for a number of steps"
         if self.rate and not experiment.lr:
-            return "lr=0: the task's own rate is not known, so it cannot be divided; give lr, or policy.rate=false"
+            return (
+                "lr=0: the task's own rate is not known, so SyncSwitch cannot divide it; set lr, or policy.rate=false"
+            )
         return None
 
     def decide(self, seen: Seen, state: _State) -> Iterator[Decision]:
@@ -90,7 +94,7 @@ class SyncSwitch(Policy):
         ours = state.put is not None and to_plain(e.strategy) == state.put
         if not ours:
             state.was, state.lr, state.put = to_plain(e.strategy), e.lr, None
-        wanted, share, reason = state.was, 1.0, f"no rank has been slow in {self.windows} looks in a row"
+        wanted, share, reason = state.was, 1.0, f"no rank was slow in {self.windows} consecutive looks"
         if seen.step >= self._switch(e):
             wanted, share = {"AsyncServer": {"weight": "sum"}}, 1 / ranks
             reason = f"{self.fraction:.4g} of {e.steps} steps are made"
@@ -111,7 +115,7 @@ class SyncSwitch(Policy):
         rates = {rank: 1 / s for rank, s in enumerate(seen.numbers["compute"]) if s > 0}
         mean = fmean(rates.values())
         told = [f"rank {r} at {rates[r] / mean:.2f} of the mean speed" for r in sorted(late) if r in rates]
-        return f"slow in {self.windows} looks in a row: {', '.join(told) or 'a rank that is silent now'}"
+        return f"slow in {self.windows} consecutive looks: {', '.join(told) or 'a rank that is silent now'}"
 
     def _late(self, seconds: Sequence[float], state: _State) -> set[int]:
         """Returns the stragglers after this look, from each rank's compute seconds per step."""

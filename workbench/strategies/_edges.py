@@ -42,8 +42,7 @@ def drawn(text: str, size: int) -> Drawn:
     if (far := _unreached(found.arrows, size)) is not None:
         raise _wrong(
             text,
-            f"not connected: nothing that rank {far[0]} says reaches rank {far[1]}; "
-            f"add an edge such as {far[0]}-{far[1]}",
+            f"not connected: no path leads from rank {far[0]} to rank {far[1]}; add an edge such as {far[0]}-{far[1]}",
         )
     return found
 
@@ -65,8 +64,7 @@ def both_ways(text: str, size: int) -> tuple[tuple[float, ...], ...]:
     if size > 1 and _second(graph.rows) > 1 - 1e-9:
         raise _wrong(
             text,
-            "ranks would swap their values for ever and never agree; leave each a share of its own, "
-            "a weight above 0 on the diagonal",
+            "ranks would swap their values forever and never agree; give each rank a weight above 0 on the diagonal",
         )
     return graph.rows
 
@@ -79,9 +77,9 @@ def one_way(text: str, size: int) -> tuple[tuple[float, ...], ...]:
         share = [1 / (1 + sum(a == r for a, _ in graph.arrows)) for r in range(size)]
         return _filled({(a, b): share[a] for a, b in graph.arrows}, share)
     sums = [("column", j, sum(column)) for j, column in enumerate(zip(*graph.rows, strict=True))]
-    _add_up(text, sums, "every column must add up to 1, so that nothing is lost or made up")
+    _add_up(text, sums, "every column must add up to 1, so that the sum over ranks stays the same")
     if bare := [r for r, row in enumerate(graph.rows) if not row[r]]:
-        raise _wrong(text, f"rank {bare[0]} keeps nothing of its own; give it a weight above 0 on the diagonal")
+        raise _wrong(text, f"rank {bare[0]} keeps no share of its value; give it a weight above 0 on the diagonal")
     return graph.rows
 
 

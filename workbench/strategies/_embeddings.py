@@ -37,8 +37,8 @@ class Embeddings(Shadowing):
     """
 
     servers: int = knob(1, 1, 64, unit="ranks", doc="the last ranks, which hold the tables and do not train")
-    workers: int = knob(1, 1, 64, live=False, doc="steps that go on at once on each trainer, without locks")  # type: ignore[misc]
-    piece_kb: float = knob(64.0, 0.25, 1e6, unit="kB", log=True, doc="what a shadow sends at a time; rows wait behind")  # type: ignore[misc]
+    workers: int = knob(1, 1, 64, live=False, doc="concurrent steps on each trainer, without locks")  # type: ignore[misc]
+    piece_kb: float = knob(64.0, 0.25, 1e6, unit="kB", log=True, doc="size of one message of the shadow")  # type: ignore[misc]
 
     lockstep: ClassVar[bool] = False
     periodic: ClassVar[bool] = True

@@ -47,5 +47,5 @@ def _known(compressor: Compressor, x: Tensor) -> tuple[tuple[int, torch.Size, to
 
 def _coder(compressor: Compressor, memory: Memory) -> Coder:
     coder = compressor.coder(memory)
-    assert coder is not None, "what is no function of one tensor"
+    assert coder is not None, "the compressor does not encode a single tensor"
     return coder

@@ -22,8 +22,8 @@ async def injected(rank: Rank, batch: Any, sharing: list[int], share: float) -> 
     examples = {t.shape[0] if t.dim() else 0 for t in own}
     if len(examples) != 1 or examples == {0}:
         raise StrategyError(
-            "sharing examples needs batches whose tensors all have the examples in dimension 0, not shapes "
-            f"{[tuple(t.shape) for t in own]}; use inject_ranks=0 with this task"
+            "sharing examples needs the examples in dimension 0 of every tensor of a batch, and the shapes are "
+            "{[tuple(t.shape) for t in own]}; use inject_ranks=0 with this task"
         )
     if rank.index in sharing:
         few = max(1, round(share * examples.pop()))

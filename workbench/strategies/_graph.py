@@ -133,10 +133,13 @@ def refused(graph: str, size: int) -> str | None:
         least = 1 << (bits(size) - 1)
         return f"a {graph} needs a power of two, not {size} ranks; use {least} ranks or graph='ring'"
     if graph == "torus" and size > 1 and rows(size) == 1:
-        return f"{size} ranks make no rectangle, which a torus needs; use {size + 1} ranks or graph='ring'"
+        return (
+            f"a torus needs a number of ranks that makes a rectangle, and {size} does not; use {size + 1} ranks "
+            f"or graph='ring'"
+        )
     if graph == "shift_one" and size > 1 and size % 2:
-        return (f"graph='shift_one' pairs off all ranks, which {size} cannot be: it needs an even number; "
-                f"use {size - 1} or {size + 1} ranks, or graph='exponential'")  # fmt: skip
+        return (f"graph='shift_one' pairs all ranks, so it needs an even number, not {size}; use {size - 1} or "
+        f"{size + 1} ranks, or graph='exponential'")  # fmt: skip
     return None if graph in GRAPHS else _refused(both_ways, graph, size)
 
 

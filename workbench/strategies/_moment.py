@@ -39,7 +39,7 @@ class MomentExchange(Strategy):
     beta1: float = knob(0.9, 0.0, 0.9999, doc="decay rate of the first moment m, which ranks exchange")
     beta2: float = knob(0.999, 0.0, 0.999999, doc="decay rate of the second moment v, until it is frozen")
     eps: float = knob(1e-8, 1e-12, 1.0, log=True, doc="added to sqrt(v_hat), so that nothing divides by zero")
-    scaled: bool = knob(False, live=False, doc="each element of m crosses the wire in units of its sqrt(v_hat) + eps")
+    scaled: bool = knob(False, live=False, doc="send each element of m in units of its sqrt(v_hat) + eps")
     weight_decay: float = knob(0.0, 0.0, 10.0, doc="decoupled weight decay: a step shrinks by lr times this")
 
     dtypes: ClassVar[tuple[str, ...]] = FLOATS[1:]  # float16 can represent neither eps nor the squares

@@ -50,8 +50,10 @@ class AdaAlter(Strategy):
     """
 
     every: int = knob(4, 1, 256, unit="steps", log=True, doc="H: steps each rank trains alone between averagings")
-    initial: float = knob(1.0, 1e-6, 1e3, log=True, doc="b0: root of what each sum of squares begins with")
-    eps: float = knob(1.0, 1e-6, 1e3, log=True, doc="root of what stands for a step's squares until ranks agree")
+    initial: float = knob(1.0, 1e-6, 1e3, log=True, doc="b0: root of the initial sum of squares")
+    eps: float = knob(
+        1.0, 1e-6, 1e3, log=True, doc="root of the value that replaces a step's squares between averagings"
+    )
 
     dtypes: ClassVar[tuple[str, ...]] = FLOATS
     alike: ClassVar[bool] = True

@@ -96,12 +96,14 @@ class AsyncDrop(Strategy):
     Asynchronous Distributed Dropout", AISTATS 2023, https://arxiv.org/abs/2210.16105
     """
 
-    keep: float = knob(0.5, 0.01, 1.0, doc="q: of the units between two layers, those that a sub-model has")
-    slowest: float = knob(1.0, 0.01, 1.0, doc="how much of that the slowest rank keeps; others by their place")
-    local: int = knob(4, 1, 1024, log=True, unit="batches", doc="of a task")
-    mixing: float = knob(0.5, 0.01, 1.0, doc="alpha: how far the server's entries go to those that have come")
-    choose: str = knob("changing", choices=("changing", "random"), doc="units by speed and change, or drawn")
-    scaled: bool = knob(False, doc="do weights that read fewer units count for more meanwhile?")
+    keep: float = knob(0.5, 0.01, 1.0, doc="q: share of the units between two layers that a sub-model has")
+    slowest: float = knob(1.0, 0.01, 1.0, doc="share of q on the slowest rank; other ranks by their order")
+    local: int = knob(4, 1, 1024, log=True, unit="batches", doc="length of a task")
+    mixing: float = knob(0.5, 0.01, 1.0, doc="alpha: weight of a received sub-model in the server's model")
+    choose: str = knob(
+        "changing", choices=("changing", "random"), doc="changing: choose units by speed and change; random: draw them"
+    )
+    scaled: bool = knob(False, doc="scale the weights of a sub-model up for the missing units")
 
     dtypes: ClassVar[tuple[str, ...]] = FLOATS
     lockstep: ClassVar[bool] = False
@@ -141,7 +143,7 @@ class AsyncDrop(Strategy):
         """Receives from the server the units to train; returns their indices, ascending, by entry of `units`."""
         got = await told(rank, "task", SERVER)
         if got is None:
-            raise StrategyError("a sub-model did not come: the server has ended")
+            raise StrategyError("no sub-model arrived, because the server has ended")
         into = like.new_empty(sum(each.size for each in units), dtype=torch.uint8)
         chosen, _ = await rank.recv(into, SERVER, "units")
         masks = chosen.split([each.size for each in units])

@@ -37,8 +37,8 @@ class AsyncModelAverage(Strategy):
     https://arxiv.org/abs/2107.01499
     """
 
-    every_ms: float = knob(500.0, 0.0, 600000.0, unit="ms", doc="rest after an averaging; 0: the next at once")
-    warmup: int = knob(0, 0, 10**6, unit="steps", doc="until this step of the run gradients are averaged instead")
+    every_ms: float = knob(500.0, 0.0, 600000.0, unit="ms", doc="pause between averagings; 0: none")
+    warmup: int = knob(0, 0, 10**6, unit="steps", doc="average gradients instead before this step of the run")
 
     lockstep: ClassVar[bool] = False
     periodic: ClassVar[bool] = True

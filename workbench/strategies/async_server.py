@@ -52,7 +52,7 @@ class AsyncServer(Strategy):
     "Staleness-aware Async-SGD for Distributed Deep Learning", IJCAI 2016, https://arxiv.org/abs/1511.05950
     """
 
-    servers: int = knob(0, 0, 64, unit="ranks", doc="ranks that are only servers, the last ones; 0: beside rank 0")
+    servers: int = knob(0, 0, 64, unit="ranks", doc="last ranks that are only servers; 0: rank 0 also serves")
     push: int = knob(1, 1, 256, unit="steps", log=True, doc="steps between two pushes of one trainer")
     fetch: int = knob(1, 1, 256, unit="steps", log=True, doc="steps between two fetches of one trainer")
     weight: str = knob("mean", choices=("mean", "sum", "staleness"), doc="weight of a push: 1/p, 1 or 1/staleness")

@@ -46,7 +46,7 @@ class BackupWorkers(Strategy):
     Reference: Chen et al., "Revisiting Distributed Synchronous SGD", 2016, https://arxiv.org/abs/1604.00981
     """
 
-    backup: int = knob(0, 0, 64, unit="ranks", doc="b: backup workers, whose late gradients each step does without")
+    backup: int = knob(0, 0, 64, unit="ranks", doc="b: number of late gradients that each step ignores")
 
     moves_frozen: ClassVar[bool] = True
     lockstep: ClassVar[bool] = False
@@ -62,10 +62,7 @@ class BackupWorkers(Strategy):
     def refuses_size(self, size: int) -> str | None:
         if self.backup < size:
             return None
-        return (
-            f"backup={self.backup} leaves none of {size} ranks whose gradient counts; use at most {size - 1}, or more "
-            f"ranks"
-        )
+        return f"backup={self.backup} ignores the gradients of all {size} ranks; use at most {size - 1}, or more ranks"
 
     def refuses(self, compressor: Any) -> str | None:
         return dense_only("BackupWorkers", compressor)

@@ -53,8 +53,8 @@ class BoundedStaleness(Strategy):
     Distributed ML at Scale through Parameter Server Consistency Models", AAAI 2015, https://arxiv.org/abs/1410.8043
     """
 
-    bound: int = knob(3, 0, FREE, unit="iterations", doc=f"s: how far ahead of the slowest rank; {FREE}: any distance")
-    eager: bool = knob(False, doc="fetch in every iteration, not only when the copy is too old")
+    bound: int = knob(3, 0, FREE, unit="iterations", doc=f"s: largest lead over the slowest rank; {FREE}: no limit")
+    eager: bool = knob(False, doc="fetch in every iteration; false: only if the copy is too old")
 
     lockstep: ClassVar[bool] = False
     periodic: ClassVar[bool] = True

@@ -45,8 +45,12 @@ class ByteScheduler(Strategy):
     """
 
     partition_mb: float = knob(0.25, 0.001, 1024.0, unit="MB", log=True, doc="delta: largest piece of a bucket")
-    credit_mb: float = knob(0.5, 0.001, 4096.0, unit="MB", log=True, doc="kappa: bytes under way that none overtakes")
-    order: str = knob("forward", choices=("forward", "fifo"), doc="what crosses first: what forward needs, or is ready")
+    credit_mb: float = knob(
+        0.5, 0.001, 4096.0, unit="MB", log=True, doc="kappa: bytes in flight that no later piece overtakes"
+    )
+    order: str = knob(
+        "forward", choices=("forward", "fifo"), doc="order of pieces: first needed by forward, or first ready"
+    )
 
     alike: ClassVar[bool] = True
     exact: ClassVar[bool] = True
@@ -59,8 +63,9 @@ class ByteScheduler(Strategy):
     def refuses(self, compressor: Any) -> str | None:
         if compressor.carries:
             return (
-                f"compressor={type(compressor).__name__}: it keeps the optimizer's momentum for an update of the whole "
-                f"model, and ByteScheduler updates bucket by bucket; use it with DDP, or Dense here"
+                f"compressor={type(compressor).__name__}: it keeps the optimizer's momentum for an update of the "
+                f"whole model, and ByteScheduler updates bucket by bucket; use it with DDP, or use Dense with "
+                f"ByteScheduler"
             )
         return super().refuses(compressor)
 

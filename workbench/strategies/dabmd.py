@@ -64,14 +64,14 @@ class DABMD(Strategy):
     Descent", ICML 2020, https://icml.cc/virtual/2020/poster/6727
     """
 
-    window: float = knob(50.0, 0.1, 60_000.0, unit="ms", log=True, doc="T: how long everyone computes in a round")
-    most: int = knob(64, 1, 4096, unit="batches", log=True, doc="batches of one rank in a round, however fast it is")
+    window: float = knob(50.0, 0.1, 60_000.0, unit="ms", log=True, doc="T: computing time of every rank in a round")
+    most: int = knob(64, 1, 4096, unit="batches", log=True, doc="largest number of batches of a rank in a round")
     mirror: str = knob(MAPS[0], choices=MAPS, doc="the mirror map: plain steps, or multiplicative ones on a simplex")
-    graph: str = knob("ring", choices=GRAPHS, doc="who is whose neighbour; exponential: one other rank in each round")
+    graph: str = knob("ring", choices=GRAPHS, doc="graph of neighbours; exponential: one other rank in each round")
     edges: str = knob("", doc="a graph of your own instead, '0-1 1-2 2-0', or rows of weights, '0.5 0.5; 0.5 0.5'")
     rounds: int = knob(1, 1, 64, log=True, doc="K: mixings with the neighbours per step")
-    weighted: bool = knob(True, doc="are neighbours mixed by how many batches they have done?")
-    order: str = knob(ORDERS[0], choices=ORDERS, doc="what comes first in a round, the own step or the mixing")
+    weighted: bool = knob(True, doc="weight neighbours by their number of batches")
+    order: str = knob(ORDERS[0], choices=ORDERS, doc="what comes first in a round, the rank's step or the mixing")
     decay: float = knob(0.0, 0.0, 1.0, doc="a: the step of round t is lr / t^a; 0: lr")
 
     periodic: ClassVar[bool] = True

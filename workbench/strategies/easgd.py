@@ -67,8 +67,8 @@ class EASGD(Strategy):
         if self.beta < limit:
             return None
         return (
-            f"beta={self.beta:g} moves the centre of {size} ranks so far past their mean that the two swing ever "
-            f"further apart; use less than {limit:.4g}, such as {size / (size + 1):.3g}"
+            f"beta={self.beta:g} moves the centre of {size} ranks so far past their mean that both diverge; use less "
+            f"than {limit:.4g}, such as {size / (size + 1):.3g}"
         )
 
     def init(self, rank: Rank, params: list[Bucket]) -> _State:

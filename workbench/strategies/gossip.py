@@ -40,11 +40,11 @@ class Gossip(Strategy):
     Relaxations", VLDB 2021, https://arxiv.org/abs/2107.01499
     """
 
-    graph: str = knob("ring", choices=GRAPHS, doc="who is whose neighbour; exponential: one other rank in each round")
+    graph: str = knob("ring", choices=GRAPHS, doc="graph of neighbours; exponential: one other rank in each round")
     edges: str = knob("", doc="a graph of your own instead, '0-1 1-2 2-0', or rows of weights, '0.5 0.5; 0.5 0.5'")
-    mix: float = knob(1.0, 0.0, 1.0, doc="mixing rate: from one's own (0) to the neighbourhood's mean (1)")
-    order: str = knob(ORDERS[0], choices=ORDERS, doc="mixing before the update, beside the gradient, or after it")
-    every: int = knob(1, 1, 256, unit="steps", log=True, doc="steps from one round of mixing to the next")
+    mix: float = knob(1.0, 0.0, 1.0, doc="mixing rate: from the rank's own value (0) to the neighbourhood's mean (1)")
+    order: str = knob(ORDERS[0], choices=ORDERS, doc="mix before the update, during the gradient, or after the update")
+    every: int = knob(1, 1, 256, unit="steps", log=True, doc="steps between two rounds of mixing")
 
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"

@@ -38,7 +38,7 @@ class Hogwild(Strategy):
     def refuses(self, compressor: Any) -> str | None:
         if compressor.immediate:
             return None
-        return f"Hogwild sends nothing that {compressor} could encode; use Dense with it, or DDP or LocalSGD"
+        return f"Hogwild sends nothing, so {compressor} has nothing to encode; use Dense with it, or DDP or LocalSGD"
 
     async def step(self, rank: Rank, state: Any) -> None:
         await rank.forward()

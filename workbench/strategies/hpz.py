@@ -43,7 +43,7 @@ class HpZ(ZeRO3):
     https://arxiv.org/abs/2306.10209, section 3.2
     """
 
-    group: int = knob(2, 1, 4096, unit="ranks", doc="g: ranks that keep a second copy of the parameters together")
+    group: int = knob(2, 1, 4096, unit="ranks", doc="g: ranks that together keep a second copy of the parameters")
 
     def refuses_size(self, size: int) -> str | None:
         return _grouped.refuses(self.group, size)

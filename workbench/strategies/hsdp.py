@@ -32,7 +32,7 @@ class HSDP(ZeRO3):
     al., VLDB 2022, https://arxiv.org/abs/2205.00119
     """
 
-    group: int = knob(2, 1, 4096, unit="ranks", doc="g: ranks that share the model out among themselves")
+    group: int = knob(2, 1, 4096, unit="ranks", doc="g: ranks that shard the model among themselves")
 
     shared_along: ClassVar[tuple[str, ...]] = ("within",)
 

@@ -74,13 +74,15 @@ class KFAC(Strategy):
     et al., NeurIPS 2023, https://arxiv.org/abs/2311.00636
     """
 
-    factors_every: int = knob(5, 1, 1000, unit="steps", log=True, doc="how often A and G are made and agreed upon")
-    inverses_every: int = knob(10, 1, 10_000, unit="steps", log=True, doc="how often A and G are inverted")
-    decay: float = knob(0.95, 0.0, 0.9999, doc="how much of A and G is kept when new ones come, at most")
-    damping: float = knob(1e-2, 1e-10, 1e4, log=True, doc="added to the curvature: less is bolder")
-    kl_clip: float = knob(1e-2, 0.0, 1e6, log=True, doc="bound on lr^2 times how far D bends the model; 0: none")
+    factors_every: int = knob(5, 1, 1000, unit="steps", log=True, doc="period of computing and averaging A and G")
+    inverses_every: int = knob(10, 1, 10_000, unit="steps", log=True, doc="period of inverting A and G")
+    decay: float = knob(0.95, 0.0, 0.9999, doc="largest weight of the old A and G in their running mean")
+    damping: float = knob(1e-2, 1e-10, 1e4, log=True, doc="added to the curvature; smaller values take larger steps")
+    kl_clip: float = knob(1e-2, 0.0, 1e6, log=True, doc="bound on lr^2 times the curvature along the step; 0: none")
     fraction: float = knob(1.0, 0.001, 1.0, log=True, doc="share of the ranks that keep a layer's inverses")
-    warmup: int = knob(3, 1, 10**6, unit="steps", log=True, doc="steps by the plain gradient, while factors gather")
+    warmup: int = knob(
+        3, 1, 10**6, unit="steps", log=True, doc="first steps by the plain gradient, while A and G build up"
+    )
     accumulate: int = knob(1, 1, 64, unit="batches", doc="batches whose gradients are added before each exchange")
 
     dtypes: ClassVar[tuple[str, ...]] = FLOATS
@@ -102,8 +104,8 @@ class KFAC(Strategy):
     def refuses(self, compressor: Any) -> str | None:
         if compressor.carries:
             return (
-                f"compressor={type(compressor).__name__}: it keeps the optimizer's momentum, of gradients that are not "
-                f"preconditioned yet; use DDP with it, or another compressor under ErrorFeedback"
+                f"compressor={type(compressor).__name__}: it keeps a momentum of gradients before they are "
+                f"preconditioned; use DDP with it, or another compressor under ErrorFeedback"
             )
         return super().refuses(compressor)
 

@@ -45,7 +45,7 @@ class LocalSGD(Strategy):
     """
 
     every: int = knob(8, 1, 256, unit="steps", log=True, doc="H: steps each rank trains alone between averagings")
-    momentum: str = knob("keep", choices=MOMENTUM, doc="what becomes of each rank's optimizer state at an averaging")
+    momentum: str = knob("keep", choices=MOMENTUM, doc="what happens to each rank's optimizer state at an averaging")
 
     alike: ClassVar[bool] = True
     periodic: ClassVar[bool] = True

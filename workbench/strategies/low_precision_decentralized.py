@@ -51,8 +51,8 @@ class LowPrecisionDecentralized(Strategy):
     with System Relaxations", VLDB 2021, https://arxiv.org/abs/2107.01499
     """
 
-    every: int = knob(1, 1, 256, unit="steps", log=True, doc="steps from one round of messages to the next")
-    bits: int = knob(8, choices=(8, 32), doc="per parameter on the wire; 32: not rounded")
+    every: int = knob(1, 1, 256, unit="steps", log=True, doc="steps between two rounds of messages")
+    bits: int = knob(8, choices=(8, 32), doc="bits per sent parameter; 32: not rounded")
 
     moves_frozen: ClassVar[bool] = True
     dtypes: ClassVar[tuple[str, ...]] = FLOATS
@@ -66,7 +66,9 @@ class LowPrecisionDecentralized(Strategy):
     def refuses(self, compressor: Any) -> str | None:
         if compressor.immediate:
             return None
-        return f"LowPrecisionDecentralized has codes of its own instead of {compressor}; use Dense with it, or LocalSGD"
+        return (
+            f"LowPrecisionDecentralized has its own codes and cannot use {compressor}; use Dense with it, or LocalSGD"
+        )
 
     def init(self, rank: Rank, params: list[Bucket]) -> _State:
         return _State(rank, params)

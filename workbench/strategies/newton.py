@@ -63,10 +63,12 @@ class Newton(Strategy):
     Descent", Neural Computation 2002
     """
 
-    products: str = knob("summed", choices=("summed", "local"), doc="is the curvature all ranks' mean, or each its own")
+    products: str = knob(
+        "summed", choices=("summed", "local"), doc="curvature: the mean over ranks, or each rank's own"
+    )
     iterations: int = knob(10, 1, 1000, log=True, doc="conjugate gradient iterations of a step")
-    damping: float = knob(1e-2, 1e-10, 1e4, log=True, doc="added to the curvature: less is bolder")
-    tries: int = knob(4, 1, 30, doc="step lengths tried, lr and halves of it; 1: lr unseen")
+    damping: float = knob(1e-2, 1e-10, 1e4, log=True, doc="added to the curvature; smaller values take larger steps")
+    tries: int = knob(4, 1, 30, doc="step lengths to try: lr and its halves; 1: lr untested")
 
     dtypes: ClassVar[tuple[str, ...]] = FLOATS
     alike: ClassVar[bool] = True
@@ -78,8 +80,8 @@ class Newton(Strategy):
     def refuses(self, compressor: Any) -> str | None:
         if not all(c.lossless for c in inside(compressor)):
             return (
-                f"compressor={type(compressor).__name__}: Newton solves for the gradient itself and looks for a step "
-                f"length along it, so it must be exact; use Dense with it, or DDP with {compressor}"
+                f"compressor={type(compressor).__name__}: Newton solves for the gradient and searches a step length, "
+                f"so the gradient must be exact; use Dense with it, or DDP with {compressor}"
             )
         return super().refuses(compressor)
 

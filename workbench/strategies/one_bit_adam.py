@@ -42,7 +42,7 @@ class OneBitAdam(MomentExchange):
     ICML 2021, https://arxiv.org/abs/2102.02888
     """
 
-    scaled: bool = knob(True, live=False, doc="each element of m crosses the wire in units of its sqrt(v_hat) + eps")
+    scaled: bool = knob(True, live=False, doc="send each element of m in units of its sqrt(v_hat) + eps")
     warmup: int = knob(100, 1, 10**6, unit="steps", log=True, doc="steps of Adam before v is frozen")
 
     old: ClassVar[tuple[str, ...]] = ("freeze_step",)
@@ -59,7 +59,7 @@ class OneBitAdam(MomentExchange):
         if not (compressor.lossless or compressor.residual):
             name = type(compressor).__name__
             return (
-                f"compressor={name}: OneBitAdam needs what a compressor loses to be fed back; use "
+                f"compressor={name}: OneBitAdam needs error feedback; use "
                 f"ErrorFeedback(of={name}()), OneBit under ErrorFeedback, or Dense; QAdam takes {name} as it is"
             )
         return super().refuses(compressor)

@@ -65,13 +65,19 @@ class SelSync(Strategy):
     https://arxiv.org/abs/2307.07950, and its code, https://github.com/sahiltyagi4/SelSync
     """
 
-    delta: float = knob(0.3, 0.0, 1e6, log=True, doc="threshold of the gradient's relative change to synchronise at")
-    aggregate: str = knob("parameters", choices=("parameters", "gradients"), doc="what is averaged then")
+    delta: float = knob(
+        0.3, 0.0, 1e6, log=True, doc="smallest relative change of the gradient that makes ranks synchronise"
+    )
+    aggregate: str = knob(
+        "parameters", choices=("parameters", "gradients"), doc="what ranks average when they synchronise"
+    )
     window: int = knob(25, 1, LONGEST, unit="steps", log=True, doc="steps over which the change is averaged")
-    norm_window: int = knob(1, 1, LONGEST, unit="steps", log=True, doc="steps over which norms are averaged before")
-    smoothing: float = knob(0.01, 0.0, 0.9, doc="exponential smoothing: how much less each older step counts")
+    norm_window: int = knob(
+        1, 1, LONGEST, unit="steps", log=True, doc="steps over which gradient norms are averaged first"
+    )
+    smoothing: float = knob(0.01, 0.0, 0.9, doc="exponential smoothing: decrease of the weight per older step")
     inject_ranks: float = knob(0.0, 0.0, 1.0, doc="alpha, data injection: share of the ranks that send examples")
-    inject_share: float = knob(0.25, 0.0, 1.0, doc="beta, data injection: share of its batch that such a rank sends")
+    inject_share: float = knob(0.25, 0.0, 1.0, doc="beta, data injection: share of its batch that a sending rank sends")
 
     alike: ClassVar[bool] = True
     periodic: ClassVar[bool] = True

@@ -37,8 +37,8 @@ class ShadowBMUF(Shadowing):
     """
 
     alpha: float = knob(1.0, 0.0, 1.0, doc="alpha, the elastic weight: parameters become (1 - alpha) own + alpha W")
-    eta: float = knob(0.5, 0.0, 0.99, doc="eta, the block momentum: how much of delta is left in the next round")
-    zeta: float = knob(1.0, 0.0, 2.0, doc="zeta, the block learning rate: how far W goes to the mean")
+    eta: float = knob(0.5, 0.0, 0.99, doc="eta, the block momentum: share of delta that stays for the next round")
+    zeta: float = knob(1.0, 0.0, 2.0, doc="zeta, the block learning rate: step of W towards the mean")
 
     moves_frozen: ClassVar[bool] = True
     lockstep: ClassVar[bool] = False

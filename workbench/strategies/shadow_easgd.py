@@ -40,8 +40,10 @@ class ShadowEASGD(Shadowing):
     model average, Gan et al., VLDB 2021, https://arxiv.org/abs/2107.01499
     """
 
-    servers: int = knob(0, 0, 64, unit="ranks", doc="ranks that are only servers, the last ones; 0: beside rank 0")
-    alpha: float = knob(0.5, 0.0, 1.0, doc="alpha: how far a replica and the centre are pulled together in a round")
+    servers: int = knob(0, 0, 64, unit="ranks", doc="last ranks that are only servers; 0: rank 0 also serves")
+    alpha: float = knob(
+        0.5, 0.0, 1.0, doc="alpha: share of their distance by which replica and centre approach in a round"
+    )
 
     lockstep: ClassVar[bool] = False
     periodic: ClassVar[bool] = True

@@ -44,7 +44,7 @@ class ShadowSync(Embeddings, ShadowEASGD):
     Distributed Training", 2020, https://arxiv.org/abs/2003.03477; of rows alone: torch.optim.SparseAdam
     """
 
-    servers: int = knob(1, 1, 64, unit="ranks", doc="the last ranks, which hold tables and centre and do not train")
+    servers: int = knob(1, 1, 64, unit="ranks", doc="the last ranks; they hold tables and centre and do not train")
 
     def peers(self, rank: Rank) -> Rank:
         return rank

@@ -56,10 +56,10 @@ class StochasticGradientPush(Strategy):
     https://arxiv.org/abs/1811.10792
     """
 
-    graph: str = knob("exponential", choices=PUSHES, doc="who gives to whom; exponential: one other rank in each round")
+    graph: str = knob("exponential", choices=PUSHES, doc="graph of messages; exponential: one other rank in each round")
     edges: str = knob("", doc="a graph of your own instead, '0>1 1>2 2>0', or rows of weights, '0.5 0.5; 0.5 0.5'")
-    every: int = knob(1, 1, 256, unit="steps", log=True, doc="steps from one round of messages to the next")
-    overlap: int = knob(0, 0, 16, unit="steps", doc="how many steps after it was sent a message is taken")
+    every: int = knob(1, 1, 256, unit="steps", log=True, doc="steps between two rounds of messages")
+    overlap: int = knob(0, 0, 16, unit="steps", doc="steps from sending a message to using it")
 
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"

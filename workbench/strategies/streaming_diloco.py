@@ -75,12 +75,12 @@ class StreamingDiLoCo(Strategy):
     """
 
     every: int = knob(12, 1, 2000, unit="steps", log=True, doc="H: steps between two exchanges of the same fragment")
-    fragments: int = knob(3, 1, 64, log=True, doc="F: parts that the model's layers are dealt into")
-    delay: int = knob(1, 0, 64, unit="steps", doc="T: steps an exchange may take before it is waited for")
-    alpha: float = knob(0.5, 0.0, 1.0, doc="alpha, mixing weight of a rank's own parameters when a fragment comes")
+    fragments: int = knob(3, 1, 64, log=True, doc="F: number of fragments of the model's layers")
+    delay: int = knob(1, 0, 64, unit="steps", doc="T: steps after which ranks wait for an exchange")
+    alpha: float = knob(0.5, 0.0, 1.0, doc="alpha, mixing weight of a rank's own parameters when a fragment arrives")
     outer_lr: float = knob(0.7, 0.01, 2.0, doc="outer learning rate, of the mean displacement (outer gradient)")
     outer_momentum: float = knob(0.9, 0.0, 0.99, doc="outer Nesterov momentum of each fragment")
-    bits: int = knob(4, choices=(32, 4), unit="bits", doc="per element of what is sent: fp32 or E3M0")
+    bits: int = knob(4, choices=(32, 4), unit="bits", doc="bits per sent element: fp32 or E3M0")
 
     moves_frozen: ClassVar[bool] = True
     dtypes: ClassVar[tuple[str, ...]] = FLOATS
@@ -105,7 +105,7 @@ class StreamingDiLoCo(Strategy):
         if compressor.immediate:
             return None
         return (
-            f"StreamingDiLoCo has a format of its own (bits={self.bits}) and cannot use {compressor}; use Dense with "
+            f"StreamingDiLoCo has its own format (bits={self.bits}) and cannot use {compressor}; use Dense with "
             f"it, or DiLoCo with {compressor}"
         )
 

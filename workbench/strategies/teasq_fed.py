@@ -76,17 +76,17 @@ class TEASQFed(Strategy):
     """
 
     clients: int = knob(2, 1, 64, log=True, doc="clients of each rank, which take turns")
-    share: float = knob(1.0, 0.01, 1.0, doc="C: of all clients, how many may be at work at once")
+    share: float = knob(1.0, 0.01, 1.0, doc="C: share of the clients that may work at once")
     cache: int = knob(2, 1, 256, log=True, unit="updates", doc="K: updates that the server mixes in at once")
-    local: int = knob(4, 1, 1024, log=True, unit="batches", doc="of a client's task")
-    deadline: float = knob(0.0, 0.0, 60_000.0, unit="ms", doc="after which a client begins no batch; 0: none")
-    mixing: float = knob(0.8, 0.01, 1.0, doc="alpha: how far the server goes to what has come, if none of it is stale")
-    staleness: float = knob(0.5, 0.0, 4.0, doc="a: how much less an update counts, the staler it is")
-    proximal: float = knob(0.01, 0.0, 100.0, doc="mu: how strongly a client is held to the model that it was sent")
-    density: float = knob(0.25, 0.0001, 1.0, log=True, doc="fraction of the entries that cross the wire")
-    bits: int = knob(8, choices=(2, 4, 8, 32), doc="of each entry that crosses; 32: as it is")
-    weighted: bool = knob(False, doc="does an update count for as much as it was trained on?")
-    relax: int = knob(0, 0, 4096, unit="mixings", doc="after which twice as many entries cross; 0: never")
+    local: int = knob(4, 1, 1024, log=True, unit="batches", doc="length of a client's task")
+    deadline: float = knob(0.0, 0.0, 60_000.0, unit="ms", doc="time after which a client starts no batch; 0: none")
+    mixing: float = knob(0.8, 0.01, 1.0, doc="alpha: weight of fresh updates in the server's model")
+    staleness: float = knob(0.5, 0.0, 4.0, doc="a: decrease of an update's weight with its staleness")
+    proximal: float = knob(0.01, 0.0, 100.0, doc="mu: penalty on the distance from the model that the client received")
+    density: float = knob(0.25, 0.0001, 1.0, log=True, doc="fraction of the entries that are sent")
+    bits: int = knob(8, choices=(2, 4, 8, 32), doc="bits per sent entry; 32: not rounded")
+    weighted: bool = knob(False, doc="weight an update by its number of batches")
+    relax: int = knob(0, 0, 4096, unit="mixings", doc="mixings after which density doubles; 0: never")
 
     dtypes: ClassVar[tuple[str, ...]] = FLOATS
     lockstep: ClassVar[bool] = False
@@ -111,7 +111,7 @@ class TEASQFed(Strategy):
         await tell(rank, SERVER, "client", ASK, 0, 0)
         got = await told(rank, "task", SERVER)
         if got is None:
-            raise StrategyError("a client's task did not come: the server has ended")
+            raise StrategyError("no task arrived for a client, because the server has ended")
         (version,), _ = got
         for bucket in buckets:
             known = state.memory.flat("known", bucket)

@@ -30,7 +30,7 @@ class TorchDDP(Strategy):
     Reference: Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704
     """
 
-    find_unused_parameters: bool = knob(False, doc="steps may use different parameters; takes static_graph's place")
+    find_unused_parameters: bool = knob(False, doc="allow steps to use different parameters; replaces static_graph")
 
     known_as: ClassVar[tuple[str, ...]] = ("DistributedDataParallel",)
     exact: ClassVar[bool] = True

@@ -40,8 +40,8 @@ class Wavelet(Strategy):
     https://proceedings.mlsys.org/paper_files/paper/2021/hash/099268c3121d49937a67a052c51f865d-Abstract.html
     """
 
-    pieces: int = knob(8, 1, 256, log=True, doc="into which the model is cut at most")
-    lead: int = knob(1, 1, 256, unit="pieces", doc="that tick falls before tock begins to rise")
+    pieces: int = knob(8, 1, 256, log=True, doc="largest number of pieces of the model")
+    lead: int = knob(1, 1, 256, unit="pieces", doc="pieces of tick's backward before tock's forward starts")
 
     alike: ClassVar[bool] = True
     plain: ClassVar[bool] = False  # a step uses two batches

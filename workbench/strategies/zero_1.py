@@ -33,7 +33,7 @@ class ZeRO1(Strategy):
     https://arxiv.org/abs/1910.02054, section 5.1
     """
 
-    outstanding: int = knob(2, 1, 1024, unit="buckets", log=True, doc="exchanges at a time: more overlap, more memory")
+    outstanding: int = knob(2, 1, 1024, unit="buckets", log=True, doc="concurrent exchanges: more overlap, more memory")
 
     alike: ClassVar[bool] = True
     exact: ClassVar[bool] = True
@@ -42,8 +42,8 @@ class ZeRO1(Strategy):
     def refuses(self, compressor: Any) -> str | None:
         if compressor.carries:
             return (
-                f"compressor={type(compressor).__name__}: it keeps the optimizer's momentum on every rank, which "
-                f"{type(self).__name__} shares out; use it with DDP, or another compressor under ErrorFeedback"
+                f"compressor={type(compressor).__name__}: it keeps the optimizer's whole momentum on every rank, and "
+                f"{type(self).__name__} shards it; use it with DDP, or another compressor under ErrorFeedback"
             )
         return super().refuses(compressor)
 

@@ -46,7 +46,7 @@ class ZeRO3(ZeRO2):
     """
 
     known_as: ClassVar[tuple[str, ...]] = ("FSDP", "FSDP2", "FullyShardedDataParallel")
-    prefetch: int = knob(1, 0, 64, unit="buckets", doc="gathered ahead of what is read: less waiting, more memory")
+    prefetch: int = knob(1, 0, 64, unit="buckets", doc="parameters gathered in advance: less waiting, more memory")
 
     shards: ClassVar[frozenset[str]] = frozenset({"optimizer state", "gradients", "parameters"})
     own: ClassVar[dict[str, str]] = {"by bucket": "drop", "seconds": "drop"}

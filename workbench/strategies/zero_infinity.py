@@ -60,7 +60,7 @@ class ZeROInfinity(ZeRO3):
     SC 2021, https://arxiv.org/abs/2104.07857, sections 5 and 6
     """
 
-    on: str = knob("disk", choices=("host", "disk"), doc="where shards of parameters and optimizer state live")
+    on: str = knob("disk", choices=("host", "disk"), doc="device of the shards of parameters and optimizer state")
 
     offloads: ClassVar[bool] = True
     own: ClassVar[dict[str, str]] = {"away": "sum", "coming": "drop", "gathering": "drop", "slots": "drop"}

@@ -49,8 +49,12 @@ class ZeROOffload(ZeRO2):
     https://arxiv.org/abs/2101.06840, sections 4 and 5.2
     """
 
-    delayed: bool = knob(False, doc="the host steps beside the next forward and backward: gradients one update older")
-    delay_from: int = knob(40, 0, 10**6, unit="steps", doc="when that begins: the first steps change the most")
+    delayed: bool = knob(
+        False, doc="update on the host during the next forward and backward: gradients are one update older"
+    )
+    delay_from: int = knob(
+        40, 0, 10**6, unit="steps", doc="first step with the delayed update, because early steps change the most"
+    )
 
     in_flight: ClassVar[bool] = True
     offloads: ClassVar[bool] = True

@@ -35,8 +35,8 @@ class Interleaved(Schedule):
     def refuses(self, stages: int, micros: int) -> str | None:
         if micros % stages:
             return (
-                f"micros={micros}: Interleaved takes as many micro-batches at a time as there are stages; take a "
-                f"multiple of {stages}, such as micros={-(-micros // stages) * stages}, or schedule=OneFOneB()"
+                f"micros={micros}: Interleaved needs a multiple of the number of stages; take a multiple of "
+                f"{stages}, such as micros={-(-micros // stages) * stages}, or schedule=OneFOneB()"
             )
         return None
 

@@ -43,8 +43,8 @@ class PipeDream(Schedule):
     def refuses(self, stages: int, micros: int) -> str | None:
         if micros > 1:
             return (
-                f"micros={micros}: PipeDream updates after every minibatch and cuts none up; take micros=1, or "
-                f"schedule=PipeDream2BW(), which adds micro-batches up"
+                f"micros={micros}: PipeDream updates after every batch and does not cut it; take micros=1, or "
+                f"schedule=PipeDream2BW(), which sums micro-batches"
             )
         return None
 

@@ -41,8 +41,8 @@ class PipeDream2BW(Schedule):
     def refuses(self, stages: int, micros: int) -> str | None:
         if micros < stages:
             return (
-                f"micros={micros}: PipeDream2BW keeps two versions of the weights, enough for as many micro-batches to "
-                f"a batch as there are stages; take micros={stages} or more, or schedule=OneFOneB()"
+                f"micros={micros}: PipeDream2BW keeps two versions of the weights, so a batch needs at least as many "
+                f"micro-batches as stages; take micros={stages} or more, or schedule=OneFOneB()"
             )
         return None
 
