@@ -177,7 +177,7 @@ def test_an_aborted_rank_runs_no_code_after_the_block() -> None:
     for s in sessions:
         s.abort()
     ended(sessions)
-    assert not seen and not any(t for t in sessions if t.training and t.training.led._thread.is_alive())
+    assert not seen and not any(t for t in sessions if t.training and t.training.lead.loop._thread.is_alive())
 
 
 def test_without_ranks_invalid_arguments_are_refused(tmp_path: Path) -> None:

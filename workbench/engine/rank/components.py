@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from workbench.engine.compute import shared_parameters
 from workbench.engine.compute.host import Host
 from workbench.engine.compute.offload import OffloadPerformer
 from workbench.engine.compute.parts import ComputeParts
-from workbench.engine.control.canonical import broadcast_model, broadcast_text, check_model, gather_numbers
+from workbench.engine.control.canonical import broadcast_text, gather_numbers
 from workbench.engine.control.messages import ControlChannel
 from workbench.engine.control.peers import Peers
 from workbench.engine.control.rendezvous import Rendezvous
@@ -23,7 +22,10 @@ from workbench.engine.device import make_chip
 from workbench.engine.p2p.mailbox import Mailbox
 from workbench.engine.rank.checkpoints import CheckpointStore
 from workbench.engine.rank.lane_opener import LaneOpener
-from workbench.engine.rank.model import explain_refusal, require_trainable
+from workbench.engine.rank.lead import ScriptLead, TaskLead
+from workbench.engine.rank.model import ScriptModel, TaskModel, explain_refusal, make_optimizer, require_trainable
+from workbench.engine.rank.views import LoopLead, TrainedModel
+from workbench.engine.script.loop import ScriptLoop
 from workbench.engine.wire.collectives import Aborted
 from workbench.engine.wire.lane import Lane
 from workbench.engine.wire.shaping import ComputePace, LinkShaper, Port
@@ -34,7 +36,6 @@ from workbench.fabric.load import crashed, pauses
 from workbench.host.checkpoint.divergence import DivergenceRecovery
 from workbench.host.checkpoint.saving import Checkpointer
 from workbench.host.core.change_queue import ChangeQueue
-from workbench.host.core.rate import Rate
 from workbench.host.elastic.rollback import Rollback
 from workbench.host.loop.rank_loop import RankLoop
 from workbench.host.memory.account import MemoryAccount
@@ -53,9 +54,8 @@ from workbench.host.reconfigure.policy_runner import PolicyRunner, TappedRecorde
 from workbench.host.sharding.read_order import foresee_trace
 from workbench.host.sharding.unsharder import Unsharder
 from workbench.host.sharding.usage import ParameterUsage
-from workbench.optimizers import built
 from workbench.settings import Json, KnobError
-from workbench.tasks import Learner, at_rate, rate
+from workbench.tasks import Learner, at_rate
 
 if TYPE_CHECKING:
     from workbench.engine.rank.session import Session
@@ -86,6 +86,21 @@ class RankComponents(RankLoop):
         torch.set_num_threads(1)
         self.session, self.experiment, self.rank = session, session.experiment, session.rank
         self.clock, self.naps, self.leaving, self.inbox = session.clock, session.naps, session.leaving, session.inbox
+        self.trained, self.lead = self._make_lead()
+        try:
+            self._make_parts(before)
+        except BaseException:
+            self.lead.close()  # else a script would wait forever, with its process group open
+            raise
+
+    def _make_lead(self) -> tuple[TrainedModel, LoopLead]:
+        if self.experiment.task.leads:
+            loop = ScriptLoop(self)
+            return ScriptModel(self, loop), ScriptLead(self, loop)
+        return TaskModel(self), TaskLead(self)
+
+    def _make_parts(self, before: RankComponents | None) -> None:
+        session = self.session
         self.steering = before.steering if before else PolicyRunner(self)
         self.steering.run, self.record = self, TappedRecorder(session.record, self.steering)
         self.queue = ChangeQueue(before.queue.planned if before else session.planned)
@@ -101,6 +116,7 @@ class RankComponents(RankLoop):
         self.require_trainable(self.experiment)
         self.rollback = Rollback(self)
         self._make_host(before.finite.first if before else None)
+        self.trained.mark_limits()
         self.shared = shared_parameters.SharedParameters(self.layout, self.control, self.peers.make_path)
         self.meeting = Rendezvous(self)
         self.state: Any = None
@@ -114,23 +130,9 @@ class RankComponents(RankLoop):
         self.evaluation_copy: nn.Module | None = None
 
     def _make_model(self) -> None:
-        e, rank, device = self.experiment, self.rank, self.session.device
-        self.learner = e.task.build()
-        torch.manual_seed(e.seed)
-        random.seed(e.seed)
-        model = self.learner.model()
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"task.model() must return a torch Module, not a {type(model).__name__}")
-        self.model = model.to(device).train()
-        self.layout = ParameterLayout(self.model, e.bucket_mb)
-        if not self.session.joins:  # a joining rank receives the state of the other ranks
-            check_model(self.control, self.model)
-            broadcast_model(self.control, self.layout, self.model)
-        self.optimizer = self.make_optimizer(e)
-        torch.manual_seed(e.seed * 100_003 + rank.id + 1)
-        rank.lr = e.lr or rate(self.optimizer)
-        self.rate = Rate(e, self.optimizer)
-        self.batches = BatchReader(self.learner.data, rank.id, rank.size, device, self.learner.indexed)
+        made = self.trained.build_parts()
+        self.learner, self.model, self.layout, self.optimizer = made.learner, made.model, made.layout, made.optimizer
+        self.rank.lr, self.rate, self.batches = made.lr, made.rate, made.batches
         self.restart_data(self.session.used)
 
     def _take_over(self, before: RankComponents) -> None:
@@ -140,10 +142,7 @@ class RankComponents(RankLoop):
         self.restart_data(self.session.used)
 
     def make_optimizer(self, wanted: Experiment, params: list[nn.Parameter] | None = None) -> Optimizer:
-        if params is None:
-            here = {id(place.param) for place in self.layout.order}  # a frozen parameter may be unfrozen later
-            params = [p for p in self.model.parameters() if id(p) in here or not p.requires_grad]
-        return built(wanted.optimizer, self.learner.optimizer, params, wanted.lr)
+        return make_optimizer(self.learner, self.model, self.layout, wanted, params)
 
     def _make_for(self, params: list[nn.Parameter]) -> Optimizer:
         optimizer = self.make_optimizer(self.experiment, params)
@@ -219,7 +218,7 @@ class RankComponents(RankLoop):
         )
         self.lane.on_child_start = self.tickets.notify_ranks
         self.reading = Unsharder(self, lambda *asked: self.host.whole.unshard_buckets(*asked), listens=True)
-        self.finite = NonFiniteGuard(self, self.handle_alarm, first)
+        self.finite = NonFiniteGuard(self, self.handle_alarm, first, self.trained.repeats)
         rollback = self.rollback
         assert rollback is not None
         parts = ComputeParts(
@@ -241,8 +240,8 @@ class RankComponents(RankLoop):
             rollback=rollback,
             away=self.away,
             usage=ParameterUsage(peers.make_unused_flags()),
-            run_loss_backward=self.run_loss_backward,
-            show_loss=self.show_loss,
+            run_loss_backward=self.trained.run_loss_backward,
+            show_loss=self.trained.show_loss,
         )
         self.host = Host(
             parts,
@@ -257,11 +256,9 @@ class RankComponents(RankLoop):
     def before_update(self) -> None:
         """Called before each update of the model."""
 
-    def run_loss_backward(self, loss: Tensor, share: float | None) -> None:
-        loss.backward() if share is None or share == 1.0 else loss.backward(torch.full_like(loss, share))
-
-    def show_loss(self, loss: Tensor) -> Tensor:
-        return loss.detach()
+    @abstractmethod
+    def end_wait(self) -> Any:
+        """Records how long this rank has waited for the next step. Returns when that step began."""
 
     def _read_allocator(self) -> dict[str, int]:
         here = {"allocated": self.chip.allocated_bytes(), "allocated peak": self.chip.peak_bytes()}
@@ -275,6 +272,7 @@ class RankComponents(RankLoop):
             raise Aborted("told to leave")
 
     def require_trainable(self, wanted: Experiment) -> Experiment:
+        self.lead.require_followed(wanted)
         return require_trainable(self, wanted)
 
     def handle_alarm(self, does: str) -> None:

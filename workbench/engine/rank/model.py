@@ -1,13 +1,18 @@
-"""Checks, wraps and orders the model of a rank."""
+"""Builds, checks, wraps and orders the model of a rank."""
 
 from __future__ import annotations
 
 import gc
+import random
+from collections.abc import Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from workbench.engine.baselines.torch_ddp import (
     choose_options,
@@ -17,10 +22,193 @@ from workbench.engine.baselines.torch_ddp import (
     wrap_model,
 )
 from workbench.engine.compute import shared_parameters
-from workbench.engine.rank.views import ModelView
+from workbench.engine.control.canonical import broadcast_model, check_model, gather_numbers
+from workbench.engine.rank.views import BuiltModel, ModelView, ScriptRankView
+from workbench.engine.script.interception import hook_name
+from workbench.engine.script.loop import ScriptLoop
+from workbench.engine.script.optimizers import ScriptRate
 from workbench.experiment import Experiment, closure_rules, momentum_rules, sharding_rules, sparse_rules
+from workbench.fabric import traffic
+from workbench.host.core.planned import Planned
+from workbench.host.core.rate import Rate
+from workbench.host.memory.batches import BatchReader
+from workbench.host.placement.canonical_state import hash_model_state
+from workbench.host.placement.layout import ParameterLayout
 from workbench.host.reconfigure import validation
-from workbench.settings import KnobError
+from workbench.optimizers import built
+from workbench.rank import Op
+from workbench.settings import Change, KnobError
+from workbench.tasks import Learner, rate
+
+
+class TaskModel:
+    """The model that a task builds."""
+
+    repeats = True
+
+    def __init__(self, run: ModelView) -> None:
+        self._run = run
+
+    def build_parts(self) -> BuiltModel:
+        run, e, rank, device = self._run, self._run.experiment, self._run.rank, self._run.session.device
+        learner = e.task.build()
+        torch.manual_seed(e.seed)
+        random.seed(e.seed)
+        model = learner.model()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"task.model() must return a torch Module, not a {type(model).__name__}")
+        model = model.to(device).train()
+        layout = ParameterLayout(model, e.bucket_mb)
+        if not run.session.joins:  # a joining rank receives the state of the other ranks
+            check_model(run.control, model)
+            broadcast_model(run.control, layout, model)
+        optimizer = make_optimizer(learner, model, layout, e)
+        torch.manual_seed(e.seed * 100_003 + rank.id + 1)
+        batches = BatchReader(learner.data, rank.id, rank.size, device, learner.indexed)
+        return BuiltModel(learner, model, layout, optimizer, e.lr or rate(optimizer), Rate(e, optimizer), batches)
+
+    def mark_limits(self) -> None:
+        """Records nothing: the record shows everything."""
+
+    def run_loss_backward(self, loss: Tensor, share: float | None) -> None:
+        loss.backward() if share is None or share == 1.0 else loss.backward(torch.full_like(loss, share))
+
+    def show_loss(self, loss: Tensor) -> Tensor:
+        return loss.detach()
+
+    def wrap_model(self) -> None:
+        wrap_run_model(self._run)
+
+    def keep_sums(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    async def follow_change(self, change: Planned, made: Coroutine[Op, Any, bool]) -> bool:
+        return await made
+
+
+class ScriptModel:
+    """The model that a script builds and wraps itself. See [Note: Hand in hand] in engine/script/loop.py."""
+
+    repeats = False
+
+    def __init__(self, run: ScriptRankView, loop: ScriptLoop) -> None:
+        self._run, self._loop = run, loop
+        self._has_new_size = False  # whether a person has set the bucket size, so that the script's is void
+        self._bucket_asked_at: float | None = None  # when torch asked for its last bucket in the present backward
+        self._asked_by_script: Change | None = None  # the script's bucket size, as a change at the start
+
+    def build_parts(self) -> BuiltModel:
+        run, e, rank, loop = self._run, self._run.experiment, self._run.rank, self._loop
+        if run.session.resume:
+            raise KnobError(f"resume={run.session.resume!r}: a loop of its own begins at its beginning; let it load a "
+                            f"checkpoint of its own")  # fmt: skip
+        learner = loop.make_learner()
+        torch.manual_seed(e.seed)
+        random.seed(e.seed)
+        model = learner.model()
+        layout = ParameterLayout(model, e.bucket_mb)
+        self._take_bucket_size()
+        check_model(run.control, model)
+        if loop.ddp_shim is None:
+            broadcast_model(run.control, layout, model)
+        elif len(set(gather_numbers(run.control, hash_model_state(layout)))) > 1:
+            raise KnobError(
+                f"{loop.loop_name}: ranks begin with different parameters, and no strategy trains such; "
+                f"leave out init_sync=False, and load the same values on all ranks"
+            )
+        optimizer = make_optimizer(learner, model, layout, e)
+        batches = BatchReader(learner.data, rank.id, rank.size, run.session.device)
+        return BuiltModel(learner, model, layout, optimizer, rate(optimizer), ScriptRate(e, optimizer), batches)
+
+    def _take_bucket_size(self) -> None:
+        """Makes the script's `bucket_cap_mb` the run's first change, unless `bucket_mb` is set already."""
+        usual = {f.name: f.default for f in fields(Experiment)}["bucket_mb"]
+        self._has_new_size = self._run.experiment.bucket_mb != usual
+        cap = self._loop.ddp_shim.options.get("bucket_cap_mb") if self._loop.ddp_shim else None
+        if cap is not None and not self._has_new_size:
+            size = min(max(cap * 2**20 / 1e6, 0.01), 1024.0)  # the knob's range
+            self._asked_by_script = Change(0, "bucket_mb", size)
+            self._run.queue.planned.insert(0, self._asked_by_script)
+
+    def mark_limits(self) -> None:
+        if self._run.rank.id == 0 and self._loop.ddp_shim is not None and self._loop.ddp_shim.comm_hook is not None:
+            name = hook_name(self._loop.ddp_shim.comm_hook)
+            text = (
+                f"the script's communication hook {name} exchanges the gradients: the bytes on the record are those of "
+                f"its buckets, and it may send fewer"
+            )
+            self._run.mark("warning", {"text": text})
+
+    def run_loss_backward(self, loss: Tensor, share: float | None) -> None:
+        """Runs the loop's backward. Once torch asks for its last bucket all gradients exist, and it waits."""
+        run, self._bucket_asked_at = self._run, None
+        self._loop.run_backward(loss, share)
+        if (asked := self._bucket_asked_at) is not None and not run.chip.runs_ahead:
+            now = run.clock.now()
+            run.record.span(run.rank.step, "wait", "all_reduce", asked, asked, now, 0)
+            run.host.timing.note_wait(asked, now, now - asked)
+
+    def show_loss(self, loss: Tensor) -> Tensor:
+        return self._loop.recorded_loss(loss)
+
+    def wrap_model(self) -> None:
+        run, shim = self._run, self._loop.ddp_shim
+        if run.peers.data is not None:
+            run.host.hooks.detach_hooks()
+            lane = run.lane if run.port.is_active else None
+            seen = None if run.chip.runs_ahead else self._record_exchange
+            hook = shim.comm_hook if shim else None
+            made = wrap_model(run.model, run.peers.data, self._make_options(), lane, seen, self._note_bucket, hook)
+            made.broadcast_buffers = shim is None  # the script's wrapper broadcasts them
+            run.host.parts.wrap_model(made)
+
+    def _make_options(self) -> dict[str, Any]:
+        """Returns the arguments of torch's own wrapper: the script's, except settings that a person has changed."""
+        experiment, shim = self._run.experiment, self._loop.ddp_shim
+        options = dict(shim.options) if shim else {}
+        if self._has_new_size or shim is None:
+            options.pop("bucket_cap_mb_list", None)
+            options["bucket_cap_mb"] = convert_to_mib(experiment.bucket_mb)
+        if getattr(experiment.strategy, "find_unused_parameters", False):
+            options["find_unused_parameters"] = True
+        return options
+
+    def _record_exchange(self, name: str, began: float, nbytes: int) -> None:
+        """Records that torch has summed one of its own buckets, when its last byte has arrived."""
+        run = self._run
+        sent, _ = traffic("all_reduce", nbytes, run.rank.size)
+        run.record.span(run.rank.step, "comm", name, began, began, run.clock.now(), sent)
+
+    def _note_bucket(self) -> float:
+        self._bucket_asked_at = self._run.clock.now()
+        return self._bucket_asked_at
+
+    @contextmanager
+    def keep_sums(self) -> Iterator[None]:
+        sums = self._loop.copy_sums()
+        yield
+        for p, grad in sums:
+            p.grad = grad
+
+    async def follow_change(self, change: Planned, made: Coroutine[Op, Any, bool]) -> bool:
+        was, self._has_new_size = self._has_new_size, self._has_new_size or self._is_new_bucket_size(change)
+        if (done := await made) and isinstance(change, Change):
+            self._loop.changes.append(replace(change, at_step=self._run.rank.step))
+        elif not done:
+            self._has_new_size = was
+        return done
+
+    def _is_new_bucket_size(self, change: Planned) -> bool:
+        return isinstance(change, Change) and "bucket_mb" in change.settings and change is not self._asked_by_script
+
+
+def make_optimizer(learner: Learner, model: nn.Module, layout: ParameterLayout, wanted: Experiment,
+                   params: list[nn.Parameter] | None = None) -> Optimizer:  # fmt: skip
+    """Makes the optimizer of `params`; of all parameters that train or are frozen without `params`."""
+    if params is None:
+        here = {id(place.param) for place in layout.order}  # a frozen parameter may be unfrozen later
+        params = [p for p in model.parameters() if id(p) in here or not p.requires_grad]
+    return built(wanted.optimizer, learner.optimizer, params, wanted.lr)
 
 
 def explain_refusal(run: ModelView, strategy: Any) -> str | None:

@@ -28,7 +28,6 @@ from workbench.engine.rank.children import ChildProcesses
 from workbench.engine.rank.forming import FormingGeneration
 from workbench.engine.rank.generations import run_generations
 from workbench.engine.rank.preempting import Preempted, PreemptionWatch, announce_preemption
-from workbench.engine.rank.script_training import ScriptTraining
 from workbench.engine.rank.surviving import explain_refusal
 from workbench.engine.rank.training import RankTraining
 from workbench.engine.record.profile import StepProfiler
@@ -268,7 +267,7 @@ class Session:
 
     def set_up(self) -> RankTraining:
         """Waits for the other ranks, and prepares the first step. Raises an error if this run cannot be trained."""
-        self.training = (ScriptTraining if self.began_with.task.leads else RankTraining)(self)
+        self.training = RankTraining(self)
         self.training.begin_training()
         return self.training
 

@@ -23,7 +23,7 @@ from workbench.engine.rank.components import RankComponents
 from workbench.engine.rank.crashing import crash_rank
 from workbench.engine.rank.evaluate import evaluate_known, evaluate_mean
 from workbench.engine.rank.forming import confirm_formed
-from workbench.engine.rank.model import adopt_order, take_first_names, unwrap_run_model, wrap_run_model
+from workbench.engine.rank.model import adopt_order, take_first_names, unwrap_run_model
 from workbench.engine.rank.preempting import remove_preempted
 from workbench.engine.rank.resizing import resize_run
 from workbench.engine.record.growth import LeakDetector
@@ -89,7 +89,7 @@ class RankTraining(RankComponents):
         })  # fmt: skip
 
     def locate_script(self) -> ScriptLine | None:
-        return None
+        return self.lead.locate_script()
 
     @property
     def is_ended(self) -> bool:
@@ -120,7 +120,7 @@ class RankTraining(RankComponents):
         self.lane.step = self.rank.step
         self.session.profiler.begin_step(self.rank.step)
         host.begin_step(strategy.opaque or self._has_ticket_each_step)
-        since, began = self.clock.now(), self._find_step_begin()
+        since, began = self.clock.now(), self.lead.find_step_begin()
         made = await self.drive_step(strategy)
         if not made:
             return 0
@@ -133,11 +133,7 @@ class RankTraining(RankComponents):
         self.growth.take_reading(self.rank.step)
         return made
 
-    def _find_step_begin(self) -> Any:
-        return self.end_wait()
-
     def end_wait(self) -> Any:
-        """Records how long this rank has waited for the next step. Returns when that step began."""
         now, since, self._since = self.host.watch.now(), self._since, None
         if since is None or self.clock.now() - since[0] < SHORT:
             return now
@@ -212,7 +208,7 @@ class RankTraining(RankComponents):
         self.span("switch", type(wanted.strategy).__name__, began, self.sent_bytes - sent)
 
     def enter_opaque(self) -> None:
-        wrap_run_model(self)
+        self.trained.wrap_model()
 
     async def leave_opaque(self) -> None:
         if self.host.parts.fully is not None:
@@ -220,16 +216,21 @@ class RankTraining(RankComponents):
         self.unwrap_model()
 
     def unwrap_model(self) -> None:
-        unwrap_run_model(self)
+        with self.trained.keep_sums():
+            unwrap_run_model(self)
 
     async def drive_step(self, strategy: Any) -> int:
         """Makes one step. Returns how many steps it counts for; 0 if none was made."""
         if strategy.workers > 1:
             self.host.at("workers")
             return await Op("do", self.workers.run_steps) or 1
-        return await Op("drive", self.finite.guard_step(self.measuring.measure_step(self))) or 1
+        return await self.lead.drive_step(self.finite.guard_step(self.measuring.measure_step(self)))
+
+    async def check_ended(self) -> bool:
+        return await self.lead.check_loop_end(await super().check_ended())
 
     async def finish_run(self) -> None:
+        await self.lead.finish_loop()
         await self.leave_opaque()
         await Op("do", partial(self.host.timing.catch_up, self.finite.check_step_loss))
         await Op("do", self.saving.end)
@@ -284,7 +285,7 @@ class RankTraining(RankComponents):
 
     async def execute_change(self, change: Planned) -> bool:
         self.lane.step = self.rank.step
-        return await super().execute_change(change)
+        return await self.trained.follow_change(change, super().execute_change(change))
 
     async def take_requests(self, apart: bool) -> None:
         if self.early_requests is not None:
@@ -323,9 +324,9 @@ class RankTraining(RankComponents):
         return self.tickets.take_requests()
 
     async def _execute_requests(self, requests: list[dict[str, Any]]) -> None:
+        requests = self.lead.accept_requests(requests)
         if self.leaving.is_set():  # a run of one rank has no wire that would raise this
             raise Aborted("told to leave")
-        self.pending_requests = requests
         self.pending_requests = sorted(requests, key=lambda what: what["kind"] != KNOWN_KIND)
         while self.pending_requests:
             what, self.answer = self.pending_requests[0], None
@@ -373,6 +374,7 @@ class RankTraining(RankComponents):
 
     def close(self) -> None:
         """Gives back all but the wires, which the session closes."""
+        self.lead.close()
         self.cost.write_samples(self.rank.step)
         self.host.watch.record_reached(self.rank.step)
         self.leaving.set()  # for threads that still wait

@@ -1,26 +1,122 @@
-"""One rank on the engine, as the functions see it that check, wrap and order its model."""
+"""One rank on the engine, as the objects and functions see it that make its model and lead its steps."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Coroutine
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from workbench.engine.compute.host import Host
 from workbench.engine.compute.shared_parameters import SharedParameters
+from workbench.engine.compute.views import ClockedView
 from workbench.engine.control.peers import Peers
+from workbench.engine.control.script_position import ScriptLine
+from workbench.engine.script.views import ScriptView, SessionView
 from workbench.engine.wire.collectives import Wire
 from workbench.engine.wire.lane import Lane
 from workbench.engine.wire.shaping import Port
 from workbench.experiment import Experiment
+from workbench.host.core.change_queue import ChangeQueue
+from workbench.host.core.planned import Planned
+from workbench.host.core.rate import Rate
+from workbench.host.memory.batches import BatchReader
+from workbench.host.placement.layout import ParameterLayout
 from workbench.host.transfer.views import ChangeView
+from workbench.rank import Op
+from workbench.tasks import Learner
+
+
+class BuiltModel(NamedTuple):
+    """What one rank trains, and with what. lr: the learning rate at the start"""
+
+    learner: Learner
+    model: nn.Module
+    layout: ParameterLayout
+    optimizer: Optimizer
+    lr: float
+    rate: Rate
+    batches: BatchReader
+
+
+class TrainedModel(Protocol):
+    """Builds the model of one rank, and computes its losses and gradients.
+
+    repeats: whether the rank can compute a batch again
+    """
+
+    @property
+    def repeats(self) -> bool: ...
+
+    def build_parts(self) -> BuiltModel:
+        """Returns the model with its parts. All ranks call it together. Raises KnobError if it cannot be trained."""
+
+    def mark_limits(self) -> None:
+        """Records what the record does not show of this model."""
+
+    def run_loss_backward(self, loss: Tensor, share: float | None) -> None:
+        """Runs the backward of `loss`, scaled by `share`."""
+
+    def show_loss(self, loss: Tensor) -> Tensor:
+        """Returns a loss as it is recorded."""
+
+    def wrap_model(self) -> None:
+        """Wraps the model for an opaque strategy."""
+
+    def keep_sums(self) -> AbstractContextManager[None]:
+        """A context in which torch's wrapper is removed. Gradients that are still needed outlive it."""
+
+    async def follow_change(self, change: Planned, made: Coroutine[Op, Any, bool]) -> bool:
+        """Awaits `made`, which makes the change. Returns its result."""
+
+
+class LoopLead(Protocol):
+    """Leads the steps of one rank."""
+
+    def locate_script(self) -> ScriptLine | None:
+        """Returns the line at which a script stands; None without a script."""
+
+    def require_followed(self, wanted: Experiment) -> None:
+        """Raises KnobError if the loop cannot run under `wanted`."""
+
+    def find_step_begin(self) -> Any:
+        """Returns when the coming step began, as a Stopwatch shows it."""
+
+    async def check_loop_end(self, over: bool) -> bool:
+        """Returns whether no step follows. over: whether the settings or a person end the run here"""
+
+    async def drive_step(self, step: Coroutine[Op, Any, Any]) -> int:
+        """Drives one step. Returns how many steps it counts for; 0 if none was made."""
+
+    def accept_requests(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the requests that the rank can obey."""
+
+    async def finish_loop(self) -> None:
+        """Ends the loop after the last step."""
+
+    def close(self) -> None:
+        """Gives everything back, in whatever state the rank is."""
 
 
 class PlaceView(Protocol):
-    """Where a rank trains. kind: the backend, such as "gloo"; device: its name, such as "cpu"."""
+    """Where a rank trains.
+
+    kind:   the backend, such as "gloo"
+    device: its name, such as "cpu"
+    joins:  whether the rank joins a run, and receives the state of other ranks
+    resume: the checkpoint from which it resumes, or ""
+    """
 
     @property
     def kind(self) -> str: ...
     @property
     def device(self) -> str: ...
+    @property
+    def joins(self) -> bool: ...
+    @property
+    def resume(self) -> str: ...
 
 
 class ModelView(ChangeView, Protocol):
@@ -49,3 +145,30 @@ class ModelView(ChangeView, Protocol):
 
     def mark_buckets(self) -> None:
         """Records the size of each bucket."""
+
+    def end_wait(self) -> Any:
+        """Records how long this rank has waited for the next step. Returns when that step began."""
+
+
+class ScriptPlace(PlaceView, SessionView, Protocol):
+    """The session of a rank that runs a script. stopping: whether the run ends before its last step"""
+
+    stopping: bool
+
+
+class ScriptRankView(ChangeView, ScriptView, ClockedView, Protocol):
+    """A rank that a script leads."""
+
+    @property
+    def session(self) -> ScriptPlace: ...
+    @property
+    def control(self) -> Wire | None: ...
+    @property
+    def lane(self) -> Lane: ...
+    @property
+    def port(self) -> Port: ...
+    @property
+    def queue(self) -> ChangeQueue: ...
+
+    def end_wait(self) -> Any:
+        """As in ModelView."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from workbench.engine.script.batches import ScriptBatches
 from workbench.engine.script.interception import DDPShim, LoopEnded, install_hooks, join_losses
 from workbench.engine.script.optimizers import ScriptOptimizer, list_params
-from workbench.engine.script.torchrun import prepare_main
+from workbench.engine.script.torchrun import open_script_store, prepare_main
 from workbench.engine.script.views import ScriptView
 from workbench.engine.wire.collectives import Aborted
 from workbench.host.memory.batches import numbers
@@ -72,6 +72,7 @@ class ScriptLoop(ScriptBatches):
         self._updated = False  # whether an optimizer of the loop has begun an update
         self._saved: WeakValueDictionary[tuple[Any, ...], Tensor] = WeakValueDictionary()  # tied parameters share one
         self._chance: Numbers | None = None
+        self._store: dist.TCPStore | None = None  # on rank 0: the store in which the script's process group meets
         self._thread = threading.Thread(target=self._run_loop, name=f"rank {run.rank.id} loop", daemon=True)
 
     # -- on the rank's thread --
@@ -232,9 +233,10 @@ class ScriptLoop(ScriptBatches):
         try:
             torch.set_num_threads(1)
             script = hasattr(task, "file")
+            self._store = open_script_store(self.run) if script else None
             with (
                 self.run.session.children.collect_started(),
-                prepare_main(self.run, task) if script else nullcontext(task.run) as train,
+                prepare_main(self.run, task, self._store) if script else nullcontext(task.run) as train,
             ):
                 train()
         except LoopEnded:

@@ -19,14 +19,22 @@ from workbench.engine.wire.collectives import LOOPBACK
 from workbench.tasks import TaskError
 
 
-def make_environment(run: ScriptView) -> dict[str, str]:
+def open_script_store(run: ScriptView) -> dist.TCPStore | None:
+    """Returns, on rank 0, the store in which the script's process group meets.
+
+    torchrun's agent opens it too: otherwise another process might take the port.
+    """
+    return dist.TCPStore(_find_address(run), 0, is_master=True, wait_for_workers=False) if run.rank.id == 0 else None
+
+
+def _find_address(run: ScriptView) -> str:
+    return LOOPBACK if run.peers.local else find_own_address(run.session.where)
+
+
+def make_environment(run: ScriptView, store: dist.TCPStore | None) -> dict[str, str]:
     """Returns torchrun's environment variables for this rank. All ranks call it together."""
-    rank, size, session = run.rank.id, run.rank.size, run.session
-    here = LOOPBACK if run.peers.local else find_own_address(session.where)
-    if rank == 0:  # opens the store as torchrun's agent does: otherwise another process might take the port
-        run.script_store = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False)
-    opened = run.script_store.port if run.script_store is not None else 0
-    where, port = run.broadcast_text_now(f"{here} {opened}").split()
+    rank, size, session, here = run.rank.id, run.rank.size, run.session, _find_address(run)
+    where, port = run.broadcast_text_now(f"{here} {store.port if store is not None else 0}").split()
     hosts = [run.broadcast_text_now(here, r) for r in range(size)]
     names = list(dict.fromkeys(hosts))
     local, on, number = hosts[:rank].count(here), hosts.count(here), names.index(here)
@@ -40,7 +48,7 @@ def make_environment(run: ScriptView) -> dict[str, str]:
 
 
 @contextmanager
-def prepare_main(run: ScriptView, script: Any) -> Iterator[Callable[[], Any]]:
+def prepare_main(run: ScriptView, script: Any, store: dist.TCPStore | None) -> Iterator[Callable[[], Any]]:
     """Prepares the process as torchrun does, and yields a function that runs the script.
 
     Raises TaskError if there is no such script, or if a process group is open already.
@@ -52,7 +60,7 @@ def prepare_main(run: ScriptView, script: Any) -> Iterator[Callable[[], Any]]:
         raise TaskError(f"file={script.file!r}: a process group is open in this engine already, as from a %%px cell; "
                         f"close it with torch.distributed.destroy_process_group()")  # fmt: skip
     where, words, paths, known = Path.cwd(), sys.argv, list(sys.path), set(sys.modules)
-    told = make_environment(run)
+    told = make_environment(run, store)
     before = {name: os.environ.get(name) for name in told}
     prompt = sys.__dict__.pop("ps1", None)  # an engine has it, and libraries would assume a notebook
     try:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
-from torch.distributed import TCPStore
-
 from workbench.engine.wire.collectives import LeaveEvent
 from workbench.host.core.views import RankView
 
@@ -35,8 +33,6 @@ class SessionView(Protocol):
 
 class ScriptView(RankView, Protocol):
     """A rank that a loop leads."""
-
-    script_store: TCPStore | None
 
     @property
     def session(self) -> SessionView: ...

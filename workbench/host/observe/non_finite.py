@@ -42,10 +42,9 @@ class NonFiniteGuard:
     again:   whether a batch may be computed again
     """
 
-    again = True
-
-    def __init__(self, run: WatchedView, alarmed: Callable[[str], None], first: float | None = None) -> None:
-        self.run, self.alarmed, self.first = run, alarmed, first
+    def __init__(self, run: WatchedView, alarmed: Callable[[str], None], first: float | None = None,
+                 again: bool = True) -> None:  # fmt: skip
+        self.run, self.alarmed, self.first, self.again = run, alarmed, first, again
         self._skipped = -1  # the last skipped step
         self._row = 0  # skipped steps in a row
         self.forget_losses()
