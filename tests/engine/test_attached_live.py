@@ -10,7 +10,7 @@ import pytest
 from tests.deaths import kill
 from tests.labs import BOUND, apart, endless, reached
 from tests.waiting import until
-from workbench.engine.record.spool import EVERY
+from workbench.engine.record.spool import WRITE_INTERVAL
 from workbench.lab import Lab
 
 pytestmark = pytest.mark.engine
@@ -24,7 +24,7 @@ def late(seconds: float) -> None:
     """Runs on an engine: rows reach its disk `seconds` after the rank sent them."""
     from workbench.engine.record import spool
 
-    spool.EVERY = seconds
+    spool.WRITE_INTERVAL = seconds
 
 
 def test_an_attached_kernel_sees_earlier_rows_despite_a_late_disk(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -64,7 +64,7 @@ def test_nobody_is_replaced_again_and_the_run_is_resized(tmp_path_factory: pytes
             lab.close()
 
 
-@pytest.mark.parametrize("disk", [EVERY, 600.0], ids=["disk in time", "late disk"])
+@pytest.mark.parametrize("disk", [WRITE_INTERVAL, 600.0], ids=["disk in time", "late disk"])
 def test_an_attaching_kernel_replaces_ranks_lost_while_no_kernel_was_attached(
     tmp_path_factory: pytest.TempPathFactory, disk: float
 ) -> None:

@@ -31,7 +31,7 @@ def held_out(run: Run, name: str = "held_out") -> list[tuple[float, float]]:
     v = run.samples
     took = v[v.name == "cpu_process"]
     rows = v[v.name == name].itertuples()
-    return [(took[took.t < row.t + 2 * cpu_seconds.EVERY].value.sum(), row.value) for row in rows]
+    return [(took[took.t < row.t + 2 * cpu_seconds.SAMPLE_INTERVAL].value.sum(), row.value) for row in rows]
 
 
 def watch(lab: Lab, run: Run, reached: Any) -> None:

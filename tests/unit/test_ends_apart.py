@@ -40,7 +40,7 @@ def slow_on(ranks: set[int]) -> Any:
 def test_a_replica_that_ends_first_does_not_end_other_replicas(
     strategy: Strategy, partition: Partition, slow: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "GRACE", GRACE)
-    monkeypatch.setattr(gloo, "MISSED", GRACE)
+    monkeypatch.setattr(peers, "LATE_MESSAGE_SECONDS", GRACE)
+    monkeypatch.setattr(gloo, "GONE_PEER_TIMEOUT", GRACE)
     sessions = run(piped(RANKS, STEPS, strategy=strategy, partition=partition, task=slow_on(slow)))
     assert [s.rank.step for s in sessions] == [STEPS] * RANKS

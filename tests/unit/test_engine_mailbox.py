@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from workbench.engine.p2p.mailbox import BACKGROUND, HOST, Mailbox
+from workbench.engine.p2p.mailbox import FROM_BACKGROUND, FROM_HOST, Mailbox
 from workbench.engine.wire.collectives import Aborted, LeaveEvent, connect_store, host_store
 from workbench.engine.wire.lane import StrategyError
 from workbench.engine.wire.shaping import Clock, PacedSleep, Port
@@ -144,8 +144,8 @@ def test_recv_returns_none_once_all_messages_have_arrived(boxes: list[Mailbox]) 
     got = 0
     while boxes[1].recv(torch.empty(1), None, "x", lambda: boxes[1].received_count >= expected) is not None:
         got += 1
-    boxes[2].send(torch.ones(1), 1, "x", BACKGROUND)
-    boxes[2].send(torch.ones(1), 1, "x", HOST)
+    boxes[2].send(torch.ones(1), 1, "x", FROM_BACKGROUND)
+    boxes[2].send(torch.ones(1), 1, "x", FROM_HOST)
     assert got == expected and [box.posted_count for box in boxes] == [expected, 0, 1], "the engine's own do not count"
 
 

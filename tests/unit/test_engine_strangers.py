@@ -19,7 +19,7 @@ from tests.waiting import until
 from workbench.engine.p2p import greeting, sockets
 from workbench.engine.p2p import listener as door
 from workbench.engine.p2p.mailbox import Mailbox
-from workbench.engine.p2p.sockets import HEAD
+from workbench.engine.p2p.sockets import FRAME_HEAD
 from workbench.engine.wire.collectives import LeaveEvent, connect_store, host_store
 from workbench.engine.wire.lane import StrategyError
 from workbench.engine.wire.shaping import Clock, PacedSleep, Port
@@ -68,12 +68,12 @@ def messages_still_pass(boxes: list[Mailbox]) -> None:
     assert got is not None and got[0].tolist() == [5.0, 5.0] and boxes[0].gone == set()
 
 
-HUGE = HEAD.pack(1, 1, 0, -1, 0.0, 0.0, 2**62)
+HUGE = FRAME_HEAD.pack(1, 1, 0, -1, 0.0, 0.0, 2**62)
 SAID = {
     "nothing": b"",
     "the run's name": struct.pack("<I", 1) + RUN.encode() + HUGE,
-    "a rank that is there": greeting.HELLO.pack(1, bytes(32), bytes(32)) + HUGE,
-    "a rank that is not": greeting.HELLO.pack(2**32 - 1, bytes(32), bytes(32)) + HUGE,
+    "a rank that is there": greeting.HELLO_STRUCT.pack(1, bytes(32), bytes(32)) + HUGE,
+    "a rank that is not": greeting.HELLO_STRUCT.pack(2**32 - 1, bytes(32), bytes(32)) + HUGE,
     "anything": random.Random(3).randbytes(5000),
 }
 
@@ -81,9 +81,9 @@ SAID = {
 @pytest.mark.parametrize("said", SAID.values(), ids=SAID)
 def test_a_strangers_connection_is_closed_and_counted_and_messages_pass(boxes: list[Mailbox], said: bytes) -> None:
     with stranger(boxes[0]) as s:
-        assert len(s.recv(100)) == greeting.RANDOM, "it is asked for a proof"
+        assert len(s.recv(100)) == greeting.NONCE_BYTES, "it is asked for a proof"
         s.sendall(said)
-        if len(said) < greeting.HELLO.size:
+        if len(said) < greeting.HELLO_STRUCT.size:
             s.shutdown(socket.SHUT_WR)
         assert is_closed(s)
     assert until(lambda: boxes[0].stranger_count == 1)
@@ -91,17 +91,17 @@ def test_a_strangers_connection_is_closed_and_counted_and_messages_pass(boxes: l
 
 
 def test_a_proof_is_invalid_a_second_time_or_at_another_rank(boxes: list[Mailbox]) -> None:
-    mine = os.urandom(greeting.RANDOM)
+    mine = os.urandom(greeting.NONCE_BYTES)
     here, there = boxes[0].door.where, boxes[1].door.where
     with stranger(boxes[0]) as s:
-        good = greeting.make_proof(SECRET, b"caller", 1, 0, here, s.recv(greeting.RANDOM), mine)
-        s.sendall(greeting.HELLO.pack(1, mine, good))
-        assert len(s.recv(greeting.PROOF)) == greeting.PROOF, "this one is as a rank's"
+        good = greeting.make_proof(SECRET, b"caller", 1, 0, here, s.recv(greeting.NONCE_BYTES), mine)
+        s.sendall(greeting.HELLO_STRUCT.pack(1, mine, good))
+        assert len(s.recv(greeting.PROOF_BYTES)) == greeting.PROOF_BYTES, "this one is as a rank's"
     for where in (here, there):
         with stranger(boxes[0]) as s:
-            theirs = s.recv(greeting.RANDOM)
+            theirs = s.recv(greeting.NONCE_BYTES)
             stolen = good if where == here else greeting.make_proof(SECRET, b"caller", 1, 0, where, theirs, mine)
-            s.sendall(greeting.HELLO.pack(1, mine, stolen))
+            s.sendall(greeting.HELLO_STRUCT.pack(1, mine, stolen))
             assert is_closed(s)
     assert until(lambda: boxes[0].stranger_count == 2)
 
@@ -114,13 +114,13 @@ def test_a_rank_sends_nothing_to_a_peer_without_proof(boxes: list[Mailbox]) -> N
         boxes[0].send(torch.full((100,), 7.0), 1, "weights")
         s, _ = listener.accept()
         s.settimeout(60)
-        s.sendall(bytes(greeting.RANDOM))
+        s.sendall(bytes(greeting.NONCE_BYTES))
         heard += s.recv(4096)
-        s.sendall(bytes(greeting.PROOF))
+        s.sendall(bytes(greeting.PROOF_BYTES))
         while more := s.recv(4096):
             heard += more
         s.close()
-    assert len(heard) == greeting.HELLO.size and SECRET not in heard
+    assert len(heard) == greeting.HELLO_STRUCT.size and SECRET not in heard
     with pytest.raises(StrategyError, match="is not rank 1 of this run"):
         boxes[0].recv(None, 1, "answer")
 
@@ -138,7 +138,7 @@ def test_many_strangers_keep_no_rank_out(boxes: list[Mailbox]) -> None:
     thread = threading.Thread(target=press)
     thread.start()
     try:
-        assert until(lambda: len(crowd) > 3 * (door.PENDING + 2))
+        assert until(lambda: len(crowd) > 3 * (door.MAX_UNPROVEN + 2))
         for _ in range(5):
             messages_still_pass(boxes)
     finally:
@@ -146,7 +146,7 @@ def test_many_strangers_keep_no_rank_out(boxes: list[Mailbox]) -> None:
         thread.join()
         for s in crowd:
             s.close()
-    assert len(boxes[0].door._unknown) <= door.PENDING + 2 and boxes[0].stranger_count > 0
+    assert len(boxes[0].door._unknown) <= door.MAX_UNPROVEN + 2 and boxes[0].stranger_count > 0
 
 
 def test_an_oversized_announcement_names_the_rank_and_allocates_nothing(boxes: list[Mailbox]) -> None:
@@ -195,11 +195,11 @@ def test_a_rank_that_is_turned_away_calls_again_while_messages_pass(boxes: list[
     opened.set()
     assert until(lambda: boxes[0].heard_from == {1}) and boxes[1].gone == set()
     assert boxes[0].recv(torch.empty(2), 1, "x") is not None
-    assert min(b - a for a, b in pairwise(turned)) > sockets.PAUSE, "it does not press"
+    assert min(b - a for a, b in pairwise(turned)) > sockets.FIRST_REDIAL_DELAY, "it does not press"
 
 
 def test_a_rank_that_is_always_turned_away_gives_up(boxes: list[Mailbox], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "TRIES", 5)
+    monkeypatch.setattr(sockets, "MAX_DIALS", 5)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         boxes[0].store.set("mailbox/1", f"127.0.0.1 {listener.getsockname()[1]}")
         boxes[0].send(torch.ones(1), 1, "x")

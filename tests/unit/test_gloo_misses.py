@@ -128,7 +128,7 @@ def test_a_cut_ends_the_wait_of_the_peer_if_descriptors_are_above_1024(precise: 
 
 
 def test_waiting_for_a_lost_peer_ends_although_gloo_reports_nothing(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "MISSED", 0.3)
+    monkeypatch.setattr(gloo, "GONE_PEER_TIMEOUT", 0.3)
     first, second = ends
     first.cut_connections()
     assert until(second.has_lost_peer)
@@ -139,7 +139,7 @@ def test_waiting_for_a_lost_peer_ends_although_gloo_reports_nothing(ends: Any, m
 
 
 def test_a_long_wait_goes_on_until_this_rank_must_leave(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "MISSED", 0.05)
+    monkeypatch.setattr(gloo, "GONE_PEER_TIMEOUT", 0.05)
     first, _ = ends
     timer = threading.Timer(0.5, first.leaving.set)
     timer.start()

@@ -23,7 +23,7 @@ from workbench.engine import device
 from workbench.engine.compute.host import Host
 from workbench.engine.control import peers
 from workbench.engine.device.cuda import CudaChip
-from workbench.engine.device.gloo import SLICE
+from workbench.engine.device.gloo import WAIT_SLICE
 from workbench.engine.device.nccl import NcclGroup
 from workbench.engine.rank.session import Session
 from workbench.engine.wire import collectives
@@ -240,7 +240,7 @@ def test_a_wait_over_its_limit_ends_the_communicator_like_nccl(gpus: list[Gpu]) 
         rank.group.gate.clear()
         work = rank.wire.all_reduce(rank.ones(4))
         with pytest.raises(RuntimeError, match="timing out"):
-            work.wait(SLICE)
+            work.wait(WAIT_SLICE)
         assert rank.group.aborted
 
     in_threads(body, ranks=1)

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench.engine.record.growth import FIRST, LEAST_MB, MOST, LeakDetector, find_growth, read_host_mb
+from workbench.engine.record.growth import (
+    MAX_READINGS,
+    MIN_GROWTH_MB,
+    SKIPPED_STEPS,
+    LeakDetector,
+    find_growth,
+    read_host_mb,
+)
 
 
 class Memory:
@@ -34,7 +41,7 @@ def leak(each: float, steps: int, noise: float = 0.0, seed: int = 0) -> list[flo
                                                       (0.05, 4000, 3.0)])  # fmt: skip
 def test_a_leak_is_reported_once_with_rank_and_megabytes_per_step(each: float, steps: int, noise: float) -> None:
     (said,) = Memory(leak(each, steps, noise)).told
-    assert said["rank"] == 1 and said["mb_per_step"] == pytest.approx(each, rel=0.25) and said["mb"] >= LEAST_MB
+    assert said["rank"] == 1 and said["mb_per_step"] == pytest.approx(each, rel=0.25) and said["mb"] >= MIN_GROWTH_MB
     assert said["text"].startswith("rank 1's memory grows by ") and " MB a step on its host" in said["text"]
 
 
@@ -63,8 +70,8 @@ def test_small_growth_and_few_readings_give_no_report() -> None:
 
 def test_long_runs_keep_few_readings_and_the_first_steps_do_not_count() -> None:
     seen = Memory([300.0] * 20_000)
-    assert seen.reads < 2 * MOST * 8
-    assert Memory([*(100.0 * step for step in range(FIRST)), *[400.0] * 100]).told == []
+    assert seen.reads < 2 * MAX_READINGS * 8
+    assert Memory([*(100.0 * step for step in range(SKIPPED_STEPS)), *[400.0] * 100]).told == []
 
 
 def test_memory_is_read_of_this_process() -> None:

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from tests.waiting import until
-from workbench.engine.record.stalls import BEAT, LEAST, ClockReading, StallDetector, find_clock_gap
+from workbench.engine.record.stalls import (
+    MIN_STALL_SECONDS,
+    READING_INTERVAL,
+    ClockReading,
+    StallDetector,
+    find_clock_gap,
+)
 
 BEFORE = ClockReading(running=100.0, asleep=3.0, cpu=10.0)
 CODE = """
@@ -23,17 +29,17 @@ sys.stdin.read()
 """
 
 
-def after(running: float = BEAT, asleep: float = 0.0, cpu: float = 0.1) -> dict[str, Any] | None:
+def after(running: float = READING_INTERVAL, asleep: float = 0.0, cpu: float = 0.1) -> dict[str, Any] | None:
     now = ClockReading(BEFORE.running + running, BEFORE.asleep + asleep, BEFORE.cpu + cpu)
     return find_clock_gap(BEFORE, now)
 
 
 def test_a_slightly_late_beat_is_not_reported() -> None:
-    assert after() is None and after(LEAST) is None
+    assert after() is None and after(MIN_STALL_SECONDS) is None
 
 
 def test_a_stopped_process_a_busy_interpreter_and_a_sleeping_machine_are_distinguished() -> None:
-    stopped, busy, slept = after(5.5 + BEAT), after(5.5 + BEAT, cpu=5.0), after(asleep=40.0)
+    stopped, busy, slept = after(5.5 + READING_INTERVAL), after(5.5 + READING_INTERVAL, cpu=5.0), after(asleep=40.0)
     assert stopped and stopped["text"] == "stood still for 5.5 s: its process was stopped, or got no processor"
     assert busy and "its own code held Python's interpreter" in busy["text"] and busy["seconds"] == 5.5
     assert slept == {"seconds": 40.0, "machine": True, "text": "this machine slept for 40 s"}

@@ -83,9 +83,9 @@ def test_rows_are_pushed_within_half_a_second_and_spooled_within_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks the time limits, and the first flush and turn after a row. A busy machine's delay does not count."""
-    assert module.PUSH_EVERY < 0.5 and module.PUSH_EVERY + spool.EVERY <= 1.0
-    monkeypatch.setattr(module, "PUSH_EVERY", 600.0)
-    monkeypatch.setattr(spool, "EVERY", 600.0)
+    assert module.PUSH_INTERVAL < 0.5 and module.PUSH_INTERVAL + spool.WRITE_INTERVAL <= 1.0
+    monkeypatch.setattr(module, "PUSH_INTERVAL", 600.0)
+    monkeypatch.setattr(spool, "WRITE_INTERVAL", 600.0)
     page = Page()
     r = Recorder(0, tmp_path, page)
     fill(r, 5)
@@ -98,8 +98,8 @@ def test_rows_are_pushed_within_half_a_second_and_spooled_within_one(
 
 def test_the_kernel_learns_of_a_failing_or_hanging_disk_within_two_seconds() -> None:
     """Checks the sum of polling intervals; a busy machine's delay does not count."""
-    there = module.PUSH_EVERY + row_subscriber.PAUSE
-    assert spool.EVERY + there < 2.0 and spool.HUNG + there < 2.0
+    there = module.PUSH_INTERVAL + row_subscriber.PAUSE
+    assert spool.WRITE_INTERVAL + there < 2.0 and spool.HUNG_SECONDS + there < 2.0
 
 
 def test_many_threads_may_record_at_once(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_many_threads_may_record_at_once(tmp_path: Path) -> None:
 
 
 def test_rows_beyond_the_limit_are_dropped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PUSH_EVERY", 30.0)
+    monkeypatch.setattr(module, "PUSH_INTERVAL", 30.0)
     page = Page()
     r = Recorder(0, tmp_path, page, limit=100)
     fill(r, 130)
@@ -132,9 +132,9 @@ def test_nothing_recorded_leaves_no_files(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_loses_rows_not_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PUSH_EVERY", 0.02)
-    monkeypatch.setattr(spool, "EVERY", 0.02)
-    monkeypatch.setattr(spool, "RETRY_EVERY", 0.1)
+    monkeypatch.setattr(module, "PUSH_INTERVAL", 0.02)
+    monkeypatch.setattr(spool, "WRITE_INTERVAL", 0.02)
+    monkeypatch.setattr(spool, "RETRY_INTERVAL", 0.1)
     full = threading.Event()
     append = Writer.append
 
@@ -154,7 +154,7 @@ def test_a_full_disk_loses_rows_not_training(tmp_path: Path, monkeypatch: pytest
     assert page.details("spool")[0]["error"] == "No space left on device"
     assert page.details("spool")[0]["lost"] > 0
     until(lambda: r.lost_rows == 21)  # all these rows reached the disk while it was full
-    time.sleep(2 * spool.RETRY_EVERY)
+    time.sleep(2 * spool.RETRY_INTERVAL)
     full.clear()
     fill(r, 5, 30)
     until(lambda: len(page.details("spool")) == 2)
@@ -163,17 +163,21 @@ def test_a_full_disk_loses_rows_not_training(tmp_path: Path, monkeypatch: pytest
     assert page.values("spans", "nbytes") == list(range(35)), "the push never stopped"
     assert loaded.timeline.spans.rows().nbytes.tolist() == [*range(10), *range(30, 35)]
     assert loaded.missing == r.lost_rows == 21, "twenty spans, and the mark that said so"
-    assert page.details("spool")[1] == {"error": "", "lost": 21, "text": f"{spool.RECOVERED}; 21 rows are not on disk"}
+    assert page.details("spool")[1] == {
+        "error": "",
+        "lost": 21,
+        "text": f"{spool.RECOVERED_TEXT}; 21 rows are not on disk",
+    }
     assert (tmp_path / "spans-0.1.arrow").exists()
 
 
 def test_several_slow_writes_are_not_reported_as_a_hung_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, said, append = [0.0], list[str](), Writer.append
-    monkeypatch.setattr(spool, "EVERY", 600.0)
+    monkeypatch.setattr(spool, "WRITE_INTERVAL", 600.0)
     monkeypatch.setattr(spool, "time", SimpleNamespace(monotonic=lambda: now[0], thread_time=time.thread_time))
 
     def slow(self: Writer, columns: Any) -> None:
-        now[0] += 0.9 * spool.HUNG
+        now[0] += 0.9 * spool.HUNG_SECONDS
         said.extend(r._spool.take_reports())
         append(self, columns)
 
@@ -185,7 +189,7 @@ def test_several_slow_writes_are_not_reported_as_a_hung_disk(tmp_path: Path, mon
     r._flush_rows()
     r._spool._write_once()
     r.close()
-    assert now[0] > 2 * spool.HUNG and said == [] and r.lost_rows == 0
+    assert now[0] > 2 * spool.HUNG_SECONDS and said == [] and r.lost_rows == 0
 
 
 def test_a_partially_written_batch_is_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +256,7 @@ from types import SimpleNamespace
 from workbench.cluster.transport import row_subscriber
 from workbench.engine.record import recorder as module
 from workbench.engine.record import spool
-spool.RETRY_EVERY = 0.2
+spool.RETRY_INTERVAL = 0.2
 r = module.Recorder(0, Path(sys.argv[1]))
 def fill(n, first=0):
     for i in range(first, first + n):
@@ -289,4 +293,4 @@ def test_a_disk_that_is_really_full_for_a_while(tmp_path: Path) -> None:
     assert int(out) == loaded.missing > 0, "what was lost is known"
     assert numbers[-500:] == list(range(8000, 8500)) and numbers == sorted(set(numbers))
     said = [json.loads(d) for d in loaded.timeline.marks.rows().detail]
-    assert spool.RECOVERED in said[-1]["text"]
+    assert spool.RECOVERED_TEXT in said[-1]["text"]

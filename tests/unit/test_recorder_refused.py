@@ -34,7 +34,7 @@ def ended(r: Recorder, path: Path, page: Page) -> None:
 
 
 def test_a_row_that_no_file_can_hold_is_lost_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PUSH_EVERY", 30.0)
+    monkeypatch.setattr(module, "PUSH_INTERVAL", 30.0)
     page = Page()
     r = Recorder(0, tmp_path, page)
     fill(r, 10)
@@ -48,8 +48,8 @@ def test_a_row_that_no_file_can_hold_is_lost_alone(tmp_path: Path, monkeypatch: 
 
 
 def test_later_rows_of_the_kind_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PUSH_EVERY", 0.02)
-    monkeypatch.setattr(spool, "EVERY", 0.02)
+    monkeypatch.setattr(module, "PUSH_INTERVAL", 0.02)
+    monkeypatch.setattr(spool, "WRITE_INTERVAL", 0.02)
     page = Page()
     r = Recorder(0, tmp_path, page)
     for k, name in enumerate(["loss", BAD, BAD, "loss"]):
@@ -64,7 +64,7 @@ def test_later_rows_of_the_kind_are_written_again(tmp_path: Path, monkeypatch: p
 
 
 def test_a_row_of_the_wrong_type_is_dropped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PUSH_EVERY", 30.0)
+    monkeypatch.setattr(module, "PUSH_INTERVAL", 30.0)
     page = Page()
     r = Recorder(0, tmp_path, page)
     r.sample(4, "loss", 0.05, "no number")  # type: ignore[arg-type]

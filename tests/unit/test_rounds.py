@@ -30,7 +30,7 @@ def test_ranks_that_announce_the_same_part_of_a_unit_sum_it(monkeypatch: pytest.
     assert take_part(monkeypatch, [1, 4], [1, 4]) == ([0], [])
 
 
-@pytest.mark.parametrize("announced", [([1, 4], [1, 8]), ([1, 4], [3, 8]), ([1, 4], [units.OVER, 0])])
+@pytest.mark.parametrize("announced", [([1, 4], [1, 8]), ([1, 4], [3, 8]), ([1, 4], [units.BACKWARD_OVER, 0])])
 def test_a_part_of_a_unit_that_another_rank_would_send_whole_is_refused(
     monkeypatch: pytest.MonkeyPatch, announced: tuple[list[int], list[int]]
 ) -> None:

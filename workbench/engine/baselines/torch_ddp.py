@@ -16,8 +16,8 @@ from workbench.engine.wire.lane import Lane
 from workbench.host.placement.layout import ParameterLayout
 from workbench.rank import Op, StrategyError
 
-IN_SHARDS = "got mixed torch.Tensor and DTensor"  # in torch's own error
-CHANGED = ("training graph has changed", "Expected to have finished reduction")  # in torch's own errors
+MIXED_TENSORS_ERROR = "got mixed torch.Tensor and DTensor"  # in torch's own error
+CHANGED_GRAPH_ERRORS = ("training graph has changed", "Expected to have finished reduction")  # in torch's own errors
 
 ExchangeCallback = Callable[[str, float, int], None]  # gets (name, when it began, bytes) of an exchanged bucket
 CommHook = tuple[Any, Callable[[Any, Any], Any]]  # (state, the function that exchanges a bucket)
@@ -84,13 +84,13 @@ def explain_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if IN_SHARDS in str(error):
+        if MIXED_TENSORS_ERROR in str(error):
             raise StrategyError(
                 f"TorchFSDP: the model reads a parameter of a module outside of this module's forward, where torch's "
                 f"fully_shard has it in shards; take ZeRO3, or a larger bucket_mb, with which the module is no unit of "
                 f"its own. torch says: {error}"
             ) from error
-        if not any(text in str(error) for text in CHANGED):
+        if not any(text in str(error) for text in CHANGED_GRAPH_ERRORS):
             raise
         raise StrategyError(
             f"TorchDDP: this step uses other parameters than the first one; set strategy.find_unused_parameters=True. "

@@ -13,8 +13,8 @@ from workbench.engine.baselines.views import BaselineView
 from workbench.engine.control.canonical import gather_lists, gather_numbers
 from workbench.rank import StrategyError
 
-HALF = 0.5  # of a bucket's size: a module at least as large is gathered and freed by itself
-OVER = -1  # announced by a rank whose backward is over
+OWN_UNIT_SHARE = 0.5  # of a bucket's size: a module at least as large is gathered and freed by itself
+BACKWARD_OVER = -1  # announced by a rank whose backward is over
 
 
 def find_units(model: nn.Module, bucket_mb: float) -> list[nn.Module]:
@@ -27,8 +27,12 @@ def find_units(model: nn.Module, bucket_mb: float) -> list[nn.Module]:
     found: list[nn.Module] = list(getattr(model, "blocks", []))
     inside = {id(m) for unit in found for m in unit.modules()}
     for module in model.modules():
-        if module is not model and id(module) not in inside and _count_mb(module.parameters()) >= HALF * bucket_mb:
-            if not any(_count_mb(child.parameters()) >= HALF * bucket_mb for child in module.children()):
+        if (
+            module is not model
+            and id(module) not in inside
+            and _count_mb(module.parameters()) >= OWN_UNIT_SHARE * bucket_mb
+        ):
+            if not any(_count_mb(child.parameters()) >= OWN_UNIT_SHARE * bucket_mb for child in module.children()):
                 found.append(module)
     return [unit for unit in found if type(unit).forward is not nn.Module.forward and _owns_parameters(unit, model)]
 
@@ -105,7 +109,7 @@ class UnitRounds:
 
     def end(self) -> None:
         """Takes part in gathers and sums until the backward of every rank is over."""
-        while self.needed and (asked := self._announce_unit(OVER, 0)):
+        while self.needed and (asked := self._announce_unit(BACKWARD_OVER, 0)):
             for code, n in asked.items():
                 self._serve(code // 2, code % 2 == 1, n)
 
@@ -115,11 +119,11 @@ class UnitRounds:
         every = gather_lists(self._control, [code, numel])
         for other, n in sorted(every):
             # a rank that only takes part sends the whole unit
-            is_served = other != OVER and other % 2 == 1 and any(one != other for one, _ in every)
+            is_served = other != BACKWARD_OVER and other % 2 == 1 and any(one != other for one, _ in every)
             if asked.setdefault(other, n) != n or (is_served and n != self._count(other // 2)):
                 raise StrategyError(
                     f"TorchFSDP: ranks have gradients of different parameters of {self._names[other // 2]}, which this "
                     f"version of torch does not sum; take ZeRO3, or torch 2.13"
                 )
-        asked.pop(OVER, None)
+        asked.pop(BACKWARD_OVER, None)
         return asked

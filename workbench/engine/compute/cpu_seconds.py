@@ -7,7 +7,7 @@ import time
 from workbench.engine.record.recorder import Recorder
 from workbench.engine.wire.shaping import Clock
 
-EVERY = 5.0  # seconds between two Samples
+SAMPLE_INTERVAL = 5.0  # seconds between two Samples
 
 
 class CpuUsage:
@@ -22,7 +22,7 @@ class CpuUsage:
         self._process = time.process_time()
 
     def write_if_due(self, step: int) -> None:
-        if self.clock.now() - self._told > EVERY:
+        if self.clock.now() - self._told > SAMPLE_INTERVAL:
             self.write_samples(step)
 
     def write_samples(self, step: int) -> None:

@@ -19,7 +19,7 @@ from workbench.engine.wire.collectives import Wire
 from workbench.host.placement.canonical_state import hash_model_state
 from workbench.host.placement.layout import ParameterLayout
 
-ALIGNED = 64  # bytes; a vector begins at a multiple
+ALIGN_BYTES = 64  # bytes; a vector begins at a multiple
 
 
 class SharedParameters:
@@ -94,8 +94,8 @@ def _find_offsets(weights: list[Tensor]) -> tuple[list[int], int]:
     at, places = 0, []
     for w in weights:
         places.append(at)
-        at += -(-w.numel() * w.element_size() // ALIGNED) * ALIGNED
-    return places, max(at, ALIGNED)
+        at += -(-w.numel() * w.element_size() // ALIGN_BYTES) * ALIGN_BYTES
+    return places, max(at, ALIGN_BYTES)
 
 
 def _write_block(path: Path, weights: list[Tensor]) -> None:

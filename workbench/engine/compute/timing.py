@@ -12,7 +12,7 @@ from torch import Tensor
 from workbench.engine.compute.activity import Activity
 from workbench.engine.wire.lane import Lane
 from workbench.engine.wire.shaping import ComputePace
-from workbench.engine.wire.timing import CODEC_FLOOR, Stopwatch
+from workbench.engine.wire.timing import MIN_CODEC_SECONDS, Stopwatch
 from workbench.rank import Rank
 
 
@@ -68,7 +68,7 @@ class PassTiming:
 
     def note_wait(self, asked: Any, ended: Any, seconds: float) -> None:
         """Notes that a pass has waited: its compute before the wait becomes a span, as on a virtual clock."""
-        if self._pass is not None and (self._chip.runs_ahead or seconds > CODEC_FLOOR):
+        if self._pass is not None and (self._chip.runs_ahead or seconds > MIN_CODEC_SECONDS):
             name, since = self._pass
             self._watch.write_span(self._rank.step, "compute", name, since, since, asked, 0)
             self._pass = name, ended

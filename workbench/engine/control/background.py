@@ -17,7 +17,7 @@ import torch
 from workbench.engine.control.canonical import gather_lists
 from workbench.engine.control.group_wires import make_opener
 from workbench.engine.control.views import BackgroundView
-from workbench.engine.p2p.mailbox import BACKGROUND, SLICE
+from workbench.engine.p2p.mailbox import FROM_BACKGROUND, WAIT_SLICE
 from workbench.engine.wire.collectives import Aborted, Wire
 from workbench.engine.wire.lane import Lane
 from workbench.engine.wire.shaping import LinkShaper
@@ -25,7 +25,7 @@ from workbench.engine.wire.wires import GroupWires
 from workbench.host.core.drive import drive_coroutine
 from workbench.rank import Group, Op, StrategyError, message_name
 
-STEPS = ("forward", "backward", "backward_buckets", "update", "grads", "slots", "batch", "client", "narrow")
+STEP_ONLY_VERBS = ("forward", "backward", "backward_buckets", "update", "grads", "slots", "batch", "client", "narrow")
 
 
 class Background:
@@ -85,7 +85,7 @@ class Background:
         self.note_idle()
         self._await_quiet(control)
         self._over = True
-        while not self._done.wait(SLICE):
+        while not self._done.wait(WAIT_SLICE):
             self.run.mailbox.wake_waiters()
             if self.run.leaving.is_set():
                 raise Aborted("left while the background was ending")
@@ -107,7 +107,7 @@ class Background:
                 return
             before = now
             self.run.mailbox.await_news(rest)
-            rest = min(2 * rest, SLICE)
+            rest = min(2 * rest, WAIT_SLICE)
 
     def _read_state(self) -> tuple[int, int, int]:
         """Whether the background has ended or waits for a message; how many messages were posted and have come."""
@@ -161,7 +161,7 @@ class Background:
         do = self._verbs.get(op.verb)
         if do is not None:
             return do(*op.args) if op.group is None else do(*op.args, group=op.group)
-        if op.verb in STEPS:
+        if op.verb in STEP_ONLY_VERBS:
             raise StrategyError(f"`{op.verb}` belongs in `step`: a background changes parameters through `params`")
 
         async def child() -> Any:
@@ -178,8 +178,8 @@ class Background:
         while not self._idle.is_set():
             left = until - self.run.clock.now()
             if left > 0:
-                self._idle.wait(min(SLICE, left))
-            elif self._moved.wait(SLICE):
+                self._idle.wait(min(WAIT_SLICE, left))
+            elif self._moved.wait(WAIT_SLICE):
                 break
             if self.run.leaving.is_set():
                 raise Aborted("left a background")
@@ -198,7 +198,7 @@ class Background:
 
     def _send_message(self, tensor: torch.Tensor, to: int, kind: str) -> None:
         self.run.ledger.buffers.note_message(tensor)
-        self.run.mailbox.send(tensor, to, kind, BACKGROUND)
+        self.run.mailbox.send(tensor, to, kind, FROM_BACKGROUND)
 
     def _receive_message(self, into: torch.Tensor | None, source: int | None, kind: str) -> Any:
         got = self.run.mailbox.recv(into, source, kind, self._expects_nothing)

@@ -20,7 +20,7 @@ from workbench.host.elastic.voting import Quorum, RankReport
 from workbench.record.process import alive, this_process
 
 POLL_SECONDS = 0.01  # seconds between two looks into the store
-PATIENCE = 10.0  # seconds in which a living rank must report, unless 5 of its steps last longer
+REPORT_TIMEOUT = 10.0  # seconds in which a living rank must report, unless 5 of its steps last longer
 
 
 class LeftBehind(RuntimeError):

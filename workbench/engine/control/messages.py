@@ -30,14 +30,14 @@ from workbench.engine.wire.lane import Lane
 from workbench.engine.wire.mapped_file import map_file
 
 ControlMessage = dict[str, Any]  # one request
-LAST = 8  # numbers that stay visible
+VISIBLE_NUMBERS = 8  # numbers that stay visible
 
 
 class RequestFlag:
     """The last numbers, in a small file that a host's ranks share. Only rank 0 writes."""
 
     def __init__(self, path: Path) -> None:
-        self._map = map_file(path, 8 * LAST)
+        self._map = map_file(path, 8 * VISIBLE_NUMBERS)
         self._numbers = np.frombuffer(self._map, dtype=np.int64)
         self._raised = 0  # how often it was raised
 
@@ -46,14 +46,14 @@ class RequestFlag:
         self._numbers[:] = 0
 
     def write_number(self, number: int) -> None:
-        self._numbers[self._raised % LAST] = number
+        self._numbers[self._raised % VISIBLE_NUMBERS] = number
         self._raised += 1
 
     def next_number(self, number: int) -> int:
         return min((n for n in self._numbers.tolist() if n > number), default=0)
 
     def close(self) -> None:
-        self._numbers = np.zeros(LAST, np.int64)
+        self._numbers = np.zeros(VISIBLE_NUMBERS, np.int64)
         self._map.close()
 
 

@@ -25,7 +25,7 @@ from workbench.experiment import Experiment
 from workbench.rank import Rank
 
 POLL_SECONDS = 0.02  # seconds between two looks
-GRACE = 3.0  # seconds in which a message may still arrive after its sender has left
+LATE_MESSAGE_SECONDS = 3.0  # seconds in which a message may still arrive after its sender has left
 
 
 class PeeringView(Protocol):
@@ -155,12 +155,12 @@ class Peers:
             raise ConnectionError("Connection closed by peer")
 
     def check_with_grace(self) -> None:
-        """Checks peers during a wait for a message, which may come up to GRACE seconds after its sender has left."""
+        """Checks peers during a wait for a message, which may arrive LATE_MESSAGE_SECONDS after its sender has left."""
         if not self.has_lost_peer():
             self._parted = None
         elif self._parted is None:
             self._parted = time.monotonic()
-        elif time.monotonic() - self._parted > GRACE:
+        elif time.monotonic() - self._parted > LATE_MESSAGE_SECONDS:
             self.check_peers()
 
     def make_arrival_table(self, name: str = "", ranks: Sequence[int] = ()) -> ArrivalTable | None:

@@ -17,8 +17,8 @@ from workbench.engine.wire.collectives import Aborted
 from workbench.engine.wire.shaping import LinkShaper
 from workbench.host.loop import asynchronous
 
-IDLE = "a meeting"  # an idle rank's operation
-UNFROZEN = "unfrozen"  # the message to rank 0 after a parameter was unfrozen
+IDLE_OPERATION = "a meeting"  # an idle rank's operation
+UNFROZEN_MESSAGE = "unfrozen"  # the message to rank 0 after a parameter was unfrozen
 POLL_SECONDS = 0.05  # seconds between two looks of an idle rank
 
 
@@ -113,8 +113,8 @@ class Rendezvous:
             if not self._is_idle:
                 return False
             self._report_done()
-            if run.host.op != IDLE:
-                run.host.at(IDLE, waits=True)
+            if run.host.op != IDLE_OPERATION:
+                run.host.at(IDLE_OPERATION, waits=True)
             run.mailbox.await_news(POLL_SECONDS)
 
     def assemble_ranks(self) -> None:
@@ -155,7 +155,7 @@ class Rendezvous:
         """On rank 0: returns whether a meeting is wanted now, and tells the ranks that would not know."""
         run = self.run
         self._done |= {who for who, number in run.mailbox.take_numbers("done") if number == self._number}
-        self._asked |= any(number == self._number for _, number in run.mailbox.take_numbers(UNFROZEN))
+        self._asked |= any(number == self._number for _, number in run.mailbox.take_numbers(UNFROZEN_MESSAGE))
         ended = self._is_idle and self._done >= {r for r in range(1, run.rank.size) if self._does_rank_train(r)}
         self.has_ended = ended
         if self.propagation and not ended and not run.paused:
@@ -181,7 +181,7 @@ class Rendezvous:
             return
         self._has_asked = True
         if self.run.rank.id:
-            self.run.mailbox.send_number(self._number, 0, UNFROZEN)
+            self.run.mailbox.send_number(self._number, 0, UNFROZEN_MESSAGE)
         else:
             self._asked = True
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-OURS = str(Path(__file__).parents[2])
-LIBRARY = sysconfig.get_paths()["stdlib"]  # site-packages are inside it, or have their name in the path
-COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
+WORKBENCH_FOLDER = str(Path(__file__).parents[2])
+STDLIB_FOLDER = sysconfig.get_paths()["stdlib"]  # site-packages are inside it, or have their name in the path
+COLLECTIVES_FILE = str(Path("torch", "distributed", "distributed_c10d.py"))
 
 
 class ScriptLine(NamedTuple):
@@ -30,11 +30,11 @@ def locate_script(thread: int | None) -> ScriptLine | None:
     collective = ""
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(OURS):
+        if file.startswith(WORKBENCH_FOLDER):
             return None
-        if file.endswith(COLLECTIVES):
+        if file.endswith(COLLECTIVES_FILE):
             collective = frame.f_code.co_name
-        elif not file.startswith(LIBRARY) and "site-packages" not in file and not file.startswith("<frozen"):
+        elif not file.startswith(STDLIB_FOLDER) and "site-packages" not in file and not file.startswith("<frozen"):
             return ScriptLine(file, frame.f_lineno, collective)
         frame = frame.f_back
     return None

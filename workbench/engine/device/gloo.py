@@ -2,8 +2,8 @@
 
 [Note: What gloo misses] If a peer closes just before gloo reports a rank's bytes as sent, the rank may wait for its
 time limit of 10 minutes. This was seen in waitSend of torch 2.13, when peers failed after they had received the bytes.
-So `wait` raises ConnectionError MISSED seconds after it has noticed that a peer is gone. It does not raise at once: the
-first rank that ends a run closes its group while other ranks may still exchange their last messages.
+So `wait` raises ConnectionError GONE_PEER_TIMEOUT seconds after it has noticed that a peer is gone. It does not raise
+at once: the first rank that ends a run closes its group while other ranks may still exchange their last messages.
 
 [Note: Which sockets are gloo's] A process opens other sockets at the same moment, such as those of another lane's group
 or of a user's data loader. So a rank writes the address of its gloo listener into the store. A socket is the group's if
@@ -29,9 +29,9 @@ from workbench.engine.device.chip import Chip
 from workbench.record.process import borrow_socket
 
 LOOPBACK = "127.0.0.1"
-SLICE = timedelta(milliseconds=100)
-MISSED = 5.0  # seconds
-LISTENS = "listens"
+WAIT_SLICE = timedelta(milliseconds=100)
+GONE_PEER_TIMEOUT = 5.0  # seconds
+LISTEN_STATE = "listens"
 _opening = threading.Lock()  # held while a device opens its listener
 
 
@@ -57,12 +57,12 @@ class GlooGroup:
     def wait(self, work: Any, check: Callable[[], None]) -> None:
         """Blocks the host until `work` is done. After each slice it calls `check`, which raises if the rank must leave.
 
-        Raises ConnectionError if a peer has been gone for MISSED seconds. See [Note: What gloo misses].
+        Raises ConnectionError if a peer has been gone for GONE_PEER_TIMEOUT seconds. See [Note: What gloo misses].
         """
         gone: float | None = None
         while True:
             try:
-                work.wait(SLICE)
+                work.wait(WAIT_SLICE)
                 return
             except RuntimeError as error:
                 if "imed out" not in str(error):
@@ -71,7 +71,7 @@ class GlooGroup:
             if not self.has_lost_peer():
                 continue
             gone = gone or time.monotonic()
-            if time.monotonic() - gone > MISSED:
+            if time.monotonic() - gone > GONE_PEER_TIMEOUT:
                 raise ConnectionError("Connection closed by peer, as its sockets show; the collective did not end")
 
     wait_on_host = wait
@@ -138,7 +138,7 @@ def _open_device(here: str) -> tuple[Any, str]:
         else:
             device = dist.ProcessGroupGloo.create_device(hostname=here)
         made = [s for s in _list_sockets().items() if s[0] not in before]
-    return device, "\n".join(own for _, (own, peer) in made if peer == LISTENS)
+    return device, "\n".join(own for _, (own, peer) in made if peer == LISTEN_STATE)
 
 
 def _find_group_sockets(store: Any, rank: int, size: int, before: set[tuple[int, int]]) -> set[tuple[int, int]]:
@@ -148,14 +148,14 @@ def _find_group_sockets(store: Any, rank: int, size: int, before: set[tuple[int,
     """
     listeners = {each for other in range(size) for each in store.get(f"listener {other}").decode().splitlines()}
     return {key for key, (own, peer) in _list_sockets().items()
-            if key not in before and peer != LISTENS and (own in listeners or peer in listeners)}  # fmt: skip
+            if key not in before and peer != LISTEN_STATE and (own in listeners or peer in listeners)}  # fmt: skip
 
 
 def _list_sockets() -> dict[tuple[int, int], tuple[str, str]]:
     """Returns {(descriptor, inode): (own address, peer's address)} of this process's TCP sockets.
 
-    The inode is in the key because the system soon reuses descriptors. The peer is LISTENS for a listener and "" for a
-    socket without a connection.
+    The inode is in the key because the system soon reuses descriptors. The peer is LISTEN_STATE for a listener and ""
+    for a socket without a connection.
     """
     found = {}
     listed = os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -174,7 +174,7 @@ def _list_sockets() -> dict[tuple[int, int], tuple[str, str]]:
 
 def _find_peer(s: socket.socket) -> str:
     if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-        return LISTENS
+        return LISTEN_STATE
     try:
         return _format_address(s.getpeername())
     except OSError:  # not connected yet, or no longer

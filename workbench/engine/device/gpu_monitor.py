@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-EVERY = 1.0  # seconds between two readings
-SAMPLES = ("gpu use", "gpu power", "gpu link sent", "gpu link received")  # 0 to 1, W, bytes/s, bytes/s
+READING_INTERVAL = 1.0  # seconds between two readings
+SAMPLE_NAMES = ("gpu use", "gpu power", "gpu link sent", "gpu link received")  # 0 to 1, W, bytes/s, bytes/s
 
 
 class GpuMonitor:
@@ -29,7 +29,7 @@ class GpuMonitor:
         self._thread.start()
 
     def read_values(self, now: float) -> dict[str, float]:
-        """Returns the values of `SAMPLES` by name, without the values that this GPU does not report."""
+        """Returns the values of `SAMPLE_NAMES` by name, without the values that this GPU does not report."""
         nvml, gpu, found = self._nvml, self._gpu, dict[str, float]()
         for name, ask in (("gpu use", lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100),
                           ("gpu power", lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000)):  # fmt: skip
@@ -69,7 +69,7 @@ class GpuMonitor:
             return None
 
     def _run_readings(self) -> None:
-        while not self._closing.wait(EVERY):
+        while not self._closing.wait(READING_INTERVAL):
             for name, value in self.read_values(time.monotonic()).items():
                 self._sample(name, value)
 

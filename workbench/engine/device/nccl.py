@@ -6,8 +6,9 @@
 * `is_completed()` queries an event. After an abort, work counts as completed and has no result. So the engine checks
   after completion whether this rank was cut.
 * If a peer is gone, the kernels here spin until this rank aborts its own communicator from another thread.
-* torch's watchdog would end the process on an error, or abort silently, after which work looks done. With SETTINGS it
-  only writes its log. The engine looks for errors itself, and a person or its peers make a rank leave.
+* torch's watchdog would end the process on an error, or abort silently, after which work looks done. With
+  NCCL_ENVIRONMENT it only writes its log. The engine looks for errors itself, and a person or its peers make a rank
+  leave.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ import torch.distributed as dist
 
 from workbench.engine.device.cuda import FIRST_NAP, LONGEST_NAP
 
-LOOK = 0.1  # seconds between 2 checks of the guard thread for a lost peer
-GRACE = 1.0  # seconds that collectives may go on after a loss: the peer may have done its part
-PATIENCE = 5.0  # seconds for the peers to shut down in order
+CHECK_INTERVAL = 0.1  # seconds between 2 checks of the guard thread for a lost peer
+LOSS_GRACE_SECONDS = 1.0  # seconds that collectives may go on after a loss: the peer may have done its part
+SHUTDOWN_TIMEOUT = 5.0  # seconds for the peers to shut down in order
 # An engine outlives its runs, so torch must not end it, and a wait must not block.
-SETTINGS = {
+NCCL_ENVIRONMENT = {
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -103,11 +104,11 @@ class NcclGroup:
         return self.lost
 
     def close(self) -> None:
-        """Shuts down together with the peers, or aborts after PATIENCE seconds."""
+        """Shuts down together with the peers, or aborts after SHUTDOWN_TIMEOUT seconds."""
         self._closing.set()
-        if not self.torn and not self._run_aside(self._backend.shutdown, PATIENCE):
+        if not self.torn and not self._run_aside(self._backend.shutdown, SHUTDOWN_TIMEOUT):
             self.cut_connections()
-        self._guard.join(2 * LOOK)
+        self._guard.join(2 * CHECK_INTERVAL)
         self._open.clear()
         self.group = self._backend = None
 
@@ -117,8 +118,8 @@ class NcclGroup:
 
     def _watch_peers(self) -> None:
         """Watches for a lost peer on the guard thread, because the host may be blocked in a copy from the GPU."""
-        while not self._closing.wait(LOOK):
-            if self._beside() and not self._closing.wait(GRACE) and (self.lent or self._has_open_work()):
+        while not self._closing.wait(CHECK_INTERVAL):
+            if self._beside() and not self._closing.wait(LOSS_GRACE_SECONDS) and (self.lent or self._has_open_work()):
                 self.lost = True
                 return self.cut_connections()
 
@@ -136,7 +137,7 @@ class NcclGroup:
 
 def _make_group(store: Any, rank: int, size: int, device: str) -> tuple[Any, Any]:
     """Connects eagerly, because an unfinished communicator cannot be aborted."""
-    os.environ.update(SETTINGS)
+    os.environ.update(NCCL_ENVIRONMENT)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)  # for the watchdog, which must not act
     backend: Any = dist.ProcessGroupNCCL(store, rank, size, options)

@@ -17,10 +17,10 @@ import secrets
 import struct
 from collections.abc import Callable, Generator
 
-RANDOM = 32  # bytes
-PROOF = hashlib.sha256().digest_size
-HELLO = struct.Struct(f"<I{RANDOM}s{PROOF}s")  # the caller's rank, its random bytes, its proof
-_FACTS = struct.Struct(f"<6sII{RANDOM}s{RANDOM}s")
+NONCE_BYTES = 32  # bytes
+PROOF_BYTES = hashlib.sha256().digest_size
+HELLO_STRUCT = struct.Struct(f"<I{NONCE_BYTES}s{PROOF_BYTES}s")  # the caller's rank, its random bytes, its proof
+_FACTS = struct.Struct(f"<6sII{NONCE_BYTES}s{NONCE_BYTES}s")
 
 Fill = Generator[memoryview, None, None]
 Say = Callable[[bytes], object]
@@ -32,10 +32,10 @@ class AuthenticationError(ConnectionError):
 
 def greet_as_caller(secret: bytes, who: int, whom: int, door: str, say: Say) -> Fill:
     """Greets as the caller `who`. Raises AuthenticationError if the other end is not rank `whom` of this run."""
-    theirs, mine = bytearray(RANDOM), secrets.token_bytes(RANDOM)
+    theirs, mine = bytearray(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
     yield memoryview(theirs)
-    say(HELLO.pack(who, mine, make_proof(secret, b"caller", who, whom, door, bytes(theirs), mine)))
-    proof = bytearray(PROOF)
+    say(HELLO_STRUCT.pack(who, mine, make_proof(secret, b"caller", who, whom, door, bytes(theirs), mine)))
+    proof = bytearray(PROOF_BYTES)
     yield memoryview(proof)
     if not hmac.compare_digest(proof, make_proof(secret, b"called", who, whom, door, bytes(theirs), mine)):
         raise AuthenticationError(f"whoever answered at {door} is not rank {whom} of this run")
@@ -43,10 +43,10 @@ def greet_as_caller(secret: bytes, who: int, whom: int, door: str, say: Say) -> 
 
 def greet_as_called(secret: bytes, whom: int, size: int, door: str, say: Say) -> Generator[memoryview, None, int]:
     """Greets as the called rank `whom` of `size`, and returns the caller's rank. Raises AuthenticationError."""
-    mine, hello = secrets.token_bytes(RANDOM), bytearray(HELLO.size)
+    mine, hello = secrets.token_bytes(NONCE_BYTES), bytearray(HELLO_STRUCT.size)
     say(mine)
     yield memoryview(hello)
-    who, theirs, proof = HELLO.unpack(hello)
+    who, theirs, proof = HELLO_STRUCT.unpack(hello)
     good = hmac.compare_digest(proof, make_proof(secret, b"caller", who, whom, door, mine, theirs))
     if not good or who >= size or who == whom:
         raise AuthenticationError("a caller is no rank of this run")

@@ -14,7 +14,7 @@ from typing import Any
 
 from workbench.engine.p2p.sockets import ReceiverEnd
 
-PENDING = 32  # callers without a proof that may wait at a time, in addition to one per rank
+MAX_UNPROVEN = 32  # callers without a proof that may wait at a time, in addition to one per rank
 
 
 class RankListener:
@@ -25,7 +25,7 @@ class RankListener:
     """
 
     def __init__(self, mailbox: Any) -> None:
-        self.mailbox, self.most = mailbox, mailbox.size + PENDING
+        self.mailbox, self.most = mailbox, mailbox.size + MAX_UNPROVEN
         self.socket = socket.create_server(("127.0.0.1" if mailbox.local else "", 0), backlog=self.most)
         self.socket.setblocking(False)
         here = "127.0.0.1" if mailbox.local else find_own_address(mailbox.where)

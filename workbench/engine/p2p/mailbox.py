@@ -21,14 +21,14 @@ from torch import Tensor
 
 from workbench.engine.device import Chip
 from workbench.engine.p2p.listener import RankListener, await_address
-from workbench.engine.p2p.sockets import HEAD, SenderEnd
+from workbench.engine.p2p.sockets import FRAME_HEAD, SenderEnd
 from workbench.engine.wire.collectives import Aborted, LeaveEvent
 from workbench.engine.wire.shaping import Port
 from workbench.rank import Rank, StrategyError, message_name
 
-SLICE = 0.1  # seconds between 2 checks whether this rank must leave
-HOST, STEP, BACKGROUND = range(3)  # the sender: the engine itself, a strategy's step, a strategy's background
-ALWAYS = 2**32 - 1  # the page of the engine's own messages, which stay valid when the strategy changes
+WAIT_SLICE = 0.1  # seconds between 2 checks whether this rank must leave
+FROM_HOST, FROM_STEP, FROM_BACKGROUND = range(3)  # the sender: the engine itself, or a strategy's step or background
+ALWAYS_VALID_PAGE = 2**32 - 1  # the page of the engine's own messages, which stay valid when the strategy changes
 
 
 class Message(NamedTuple):
@@ -109,7 +109,13 @@ class Mailbox:
         return set(self._out)
 
     def send(
-        self, tensor: Tensor, to: int, kind: str = "", origin: int = STEP, lane: str = "comm", step: int | None = None
+        self,
+        tensor: Tensor,
+        to: int,
+        kind: str = "",
+        origin: int = FROM_STEP,
+        lane: str = "comm",
+        step: int | None = None,
     ) -> None:
         """Posts a copy of `tensor` (any shape) to rank `to`. Raises StrategyError if the rank does not exist."""
         if not 0 <= to < self.size:
@@ -117,19 +123,22 @@ class Mailbox:
         data = bytearray(_view_bytes(self.chip.copy_to_host(tensor)).numpy().tobytes())
         if len(data) > self.limit:
             raise StrategyError(f"a message of {len(data)} bytes: must be at most {self.limit} here; send it in parts")
-        what, page = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}", ALWAYS if origin == HOST else self.page
+        what, page = (
+            f"{str(tensor.dtype)[6:]}{list(tensor.shape)}",
+            ALWAYS_VALID_PAGE if origin == FROM_HOST else self.page,
+        )
         with self._news:  # a step's thread and the background's count
-            self.posted_count += origin != HOST
+            self.posted_count += origin != FROM_HOST
         if to == self.rank:
             return self.file_message(to, f"{kind}\n{what}", data, origin, page, self.meet, 0.0, 0.0)
         asked = self.port.now()
-        begun, plain, end = self.port.send_message(len(data), to) if origin != HOST else (asked, 0.0, asked)
+        begun, plain, end = self.port.send_message(len(data), to) if origin != FROM_HOST else (asked, 0.0, asked)
         text = f"{kind}\n{what}".encode()
-        head = HEAD.pack(len(text), origin, page, self.meet, begun, plain, len(data))
+        head = FRAME_HEAD.pack(len(text), origin, page, self.meet, begun, plain, len(data))
         step, name = self.step() if step is None else step, message_name("send", kind, to=to)
 
         def posted() -> None:
-            if origin != HOST:
+            if origin != FROM_HOST:
                 over = self.port.find_end(end) if plain else self.port.now()
                 self.span(step, lane, name, asked, min(begun, over), over, len(data))
 
@@ -186,17 +195,17 @@ class Mailbox:
                         raise StrategyError(f"{line} was closed: {self._why[gone]}")
                     who = f"rank {self.number(gone)}, of which {kind!r} was awaited"
                     raise ConnectionError(f"Connection closed by peer: {who}")
-                self._news.wait(SLICE)
+                self._news.wait(WAIT_SLICE)
 
     def take_numbers(self, kind: str) -> list[tuple[int, int]]:
         """Returns and removes the numbers that other ranks' engines have sent under `kind`: (rank, number) each."""
         with self._news:
-            said = self._boxes.pop((ALWAYS, kind), ())
+            said = self._boxes.pop((ALWAYS_VALID_PAGE, kind), ())
         return [(message.source, int.from_bytes(message.data, "little")) for message in said]
 
     def send_number(self, number: int, to: int, kind: str) -> None:
         """Sends a number to another rank's engine, outside the Link and without a span."""
-        self.send(torch.tensor([number]), to, kind, HOST)
+        self.send(torch.tensor([number]), to, kind, FROM_HOST)
 
     def await_news(self, seconds: float) -> None:
         with self._news:
@@ -248,7 +257,7 @@ class Mailbox:
         kind, what = text.rsplit("\n", 1)
         ready = self.port.receive_message(source, begun, plain)
         with self._news:
-            self.received_count += origin != HOST
+            self.received_count += origin != FROM_HOST
             self.meet = max(self.meet, meet)
             if page >= self.page:
                 self._boxes.setdefault((page, kind), deque()).append(Message(source, what, data, ready))
@@ -288,7 +297,7 @@ class Mailbox:
         until = float("inf")
         while True:
             lines = list(self._out.values())
-            for key, _ in self.selector.select(min([SLICE, *(line.retry_delay for line in lines)])):
+            for key, _ in self.selector.select(min([WAIT_SLICE, *(line.retry_delay for line in lines)])):
                 self._run_guarded(key.data)
             for line in lines:
                 self._run_guarded(line.retry_if_due)

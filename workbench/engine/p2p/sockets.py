@@ -17,13 +17,13 @@ from typing import Any
 
 from workbench.engine.p2p import greeting
 
-HEAD = struct.Struct("<HBIqddQ")  # length of the kind, origin, page, meeting, begun, seconds, length of the data
-READ = selectors.EVENT_READ
-BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
-TRIES = 400  # failed calls before a rank gives up: strangers may crowd it out at the other door
-PAUSE = 0.02  # seconds before the next call, growing to LONGER: 20 s in total, in which a busy rank can answer
-LONGER = 0.05
-NEVER = float("inf")
+FRAME_HEAD = struct.Struct("<HBIqddQ")  # length of the kind, origin, page, meeting, begun, seconds, length of the data
+READ_EVENT = selectors.EVENT_READ
+READ_WRITE_EVENTS = selectors.EVENT_READ | selectors.EVENT_WRITE
+MAX_DIALS = 400  # failed calls before a rank gives up: strangers may crowd it out at the other door
+FIRST_REDIAL_DELAY = 0.02  # seconds before the next call; a busy rank has 20 s in total to answer
+LONGEST_REDIAL_DELAY = 0.05
+NEVER_DUE = float("inf")
 
 
 class SenderEnd:
@@ -35,7 +35,7 @@ class SenderEnd:
         self._queue: deque[tuple[memoryview, Callable[[], None]]] = deque()
         self._known = self._over = False
         self._tries = 0
-        self._due = NEVER
+        self._due = NEVER_DUE
         mailbox.run_on_thread(self._dial_rank)
 
     @property
@@ -48,7 +48,7 @@ class SenderEnd:
 
     def retry_if_due(self) -> None:
         if time.monotonic() >= self._due:
-            self._due = NEVER
+            self._due = NEVER_DUE
             self._dial_rank()
 
     def queue_frame(self, head: bytes, data: bytes | bytearray, written: Callable[[], None]) -> None:
@@ -65,7 +65,7 @@ class SenderEnd:
         self._left = next(self._greeting)
         host, port = self.door.rsplit(" ", 1)
         failed = s.connect_ex((host, int(port)))
-        self.mailbox.selector.register(s, READ, self._write_frames)
+        self.mailbox.selector.register(s, READ_EVENT, self._write_frames)
         if failed not in (0, errno.EINPROGRESS):
             self._handle_loss(OSError(failed, "no connection"))
 
@@ -94,7 +94,9 @@ class SenderEnd:
             pass
         except Exception as error:
             return self._handle_loss(error)
-        self.mailbox.selector.modify(self.socket, BOTH if self._known and self._queue else READ, self._write_frames)
+        self.mailbox.selector.modify(
+            self.socket, READ_WRITE_EVENTS if self._known and self._queue else READ_EVENT, self._write_frames
+        )
         try:
             if self._known and not self.socket.recv(1):  # the peer sends nothing here any more: readable means closed
                 self._handle_loss(ConnectionResetError())
@@ -123,7 +125,7 @@ class SenderEnd:
         self.mailbox.selector.unregister(self.socket)
         self.socket.close()
         closed = isinstance(error, ConnectionResetError | BrokenPipeError)
-        if closed and not self._known and self._tries < TRIES:
+        if closed and not self._known and self._tries < MAX_DIALS:
             self._due = time.monotonic() + find_retry_delay(self._tries)
             return
         self._over = True
@@ -167,10 +169,10 @@ class ReceiverEnd:
             raise greeting.AuthenticationError(f"rank {mailbox.number(source)} has a line to this rank already")
         self.source = source
         mailbox.door.register_caller(self)
-        head = bytearray(HEAD.size)
+        head = bytearray(FRAME_HEAD.size)
         while True:
             yield memoryview(head)
-            length, origin, page, meet, begun, seconds, nbytes = HEAD.unpack(head)
+            length, origin, page, meet, begun, seconds, nbytes = FRAME_HEAD.unpack(head)
             if nbytes > mailbox.limit:
                 raise ValueError(f"a message of {nbytes} bytes was announced; {mailbox.limit} is the most in this run")
             kind, data = bytearray(length), bytearray(nbytes)
@@ -191,7 +193,7 @@ class ReceiverEnd:
 
 def find_retry_delay(tries: int) -> float:
     """Returns the seconds between call number `tries` and the next."""
-    return min(PAUSE + tries * 1e-3, LONGER)
+    return min(FIRST_REDIAL_DELAY + tries * 1e-3, LONGEST_REDIAL_DELAY)
 
 
 def _do_nothing() -> None:

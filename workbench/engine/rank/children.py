@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-PATIENCE = 2.0  # seconds from SIGTERM to SIGKILL
+TERM_TIMEOUT = 2.0  # seconds from SIGTERM to SIGKILL
 
 _runs: dict[int, ChildProcesses] = {}  # the children of a run, by thread id
 
@@ -41,10 +41,10 @@ class ChildProcesses:
         for process in (left := _list_living(left)):
             process.terminate()
         for process in left:
-            process.join(PATIENCE)
+            process.join(TERM_TIMEOUT)
         for process in _list_living(left):
             process.kill()
-            process.join(PATIENCE)
+            process.join(TERM_TIMEOUT)
         self._started.clear()
 
 

@@ -60,8 +60,8 @@ from workbench.tasks import Learner, at_rate
 if TYPE_CHECKING:
     from workbench.engine.rank.session import Session
 
-MODELS = 16  # a message may have up to this many times the model's bytes
-MESSAGE = 2**26  # bytes that a message may have in any run
+MESSAGE_MODELS = 16  # a message may have up to this many times the model's bytes
+MIN_MESSAGE_LIMIT = 2**26  # bytes that a message may have in any run
 
 
 class RankComponents(RankLoop):
@@ -193,7 +193,7 @@ class RankComponents(RankLoop):
             self.leaving,
             self.record.span,
             session.loopback,
-            max(MESSAGE, MODELS * self.layout.byte_count),
+            max(MIN_MESSAGE_LIMIT, MESSAGE_MODELS * self.layout.byte_count),
         )
         self.mailbox.step = lambda: self.lane.step
         self.mailbox.report_strangers = lambda n: self.record.sample(rank.step, "strangers", self.clock.now(), n)

@@ -9,7 +9,7 @@ from workbench.engine.compute.offload import OffloadPerformer
 from workbench.engine.control.group_wires import make_opener
 from workbench.engine.control.peers import Peers
 from workbench.engine.device import Chip
-from workbench.engine.p2p.mailbox import BACKGROUND, Mailbox
+from workbench.engine.p2p.mailbox import FROM_BACKGROUND, Mailbox
 from workbench.engine.wire.job import ChildJob
 from workbench.engine.wire.lane import Lane
 from workbench.engine.wire.shaping import Port
@@ -47,7 +47,7 @@ class LaneOpener:
         """Sends or receives a message of an all-reduce on a lane. It belongs to no step, so no meeting counts it."""
         if op.verb == "send":
             x, to, kind = op.args
-            return self._mailbox.send(x, to, kind, BACKGROUND, step=step)
+            return self._mailbox.send(x, to, kind, FROM_BACKGROUND, step=step)
         into, source, kind = op.args
         return self._mailbox.recv(into, source, kind, self._check_with_grace)
 

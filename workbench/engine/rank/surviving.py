@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from workbench.engine.control import membership
-from workbench.engine.control.membership import PATIENCE, LeftBehind, NotNeeded
+from workbench.engine.control.membership import REPORT_TIMEOUT, LeftBehind, NotNeeded
 from workbench.engine.rank.forming import FormingGeneration, check_leaving, release_wires
 from workbench.engine.rank.survivor_state import list_saved, make_survivor, open_former
 from workbench.engine.rank.training import RankTraining
@@ -102,7 +102,7 @@ def vote_with_rest(session: Session, mine: RankReport) -> Quorum:
     Raises Aborted if this rank must leave, LeftBehind if the other ranks went on.
     """
     store, training, rank = connect_store(*session.where, session.voting), session.set_up_already, session.rank
-    patience = max(PATIENCE, PATIENCE_STEPS * max(training.longest_evaluation, *training.step_seconds))
+    patience = max(REPORT_TIMEOUT, PATIENCE_STEPS * max(training.longest_evaluation, *training.step_seconds))
     return membership.hold_vote(store, rank.id, rank.size, mine, patience, partial(check_leaving, session))
 
 

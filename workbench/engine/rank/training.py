@@ -45,8 +45,8 @@ from workbench.settings import Change
 if TYPE_CHECKING:
     from workbench.engine.rank.session import Session
 
-ANSWERED = ("change", "resize")  # kinds of requests whose sender waits for an answer
-SHORT = 1e-3  # seconds; a shorter wait for the next step gets no row in the record
+ANSWERED_KINDS = ("change", "resize")  # kinds of requests whose sender waits for an answer
+MIN_WAIT_SECONDS = 1e-3  # seconds; a shorter wait for the next step gets no row in the record
 
 
 class RankTraining(RankComponents):
@@ -135,7 +135,7 @@ class RankTraining(RankComponents):
 
     def end_wait(self) -> Any:
         now, since, self._since = self.host.watch.now(), self._since, None
-        if since is None or self.clock.now() - since[0] < SHORT:
+        if since is None or self.clock.now() - since[0] < MIN_WAIT_SECONDS:
             return now
         self.host.watch.write_span(self.rank.step, "wait", "next step", since[1], since[1], now, 0)
         return since[1]
@@ -330,7 +330,7 @@ class RankTraining(RankComponents):
         self.pending_requests = sorted(requests, key=lambda what: what["kind"] != KNOWN_KIND)
         while self.pending_requests:
             what, self.answer = self.pending_requests[0], None
-            if what["kind"] in ANSWERED and what.get("id") in self.known_answers:  # a repeated request
+            if what["kind"] in ANSWERED_KINDS and what.get("id") in self.known_answers:  # a repeated request
                 self._answer_again(what["id"])
                 del self.pending_requests[0]
                 continue

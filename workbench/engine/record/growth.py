@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import psutil
 
-FIRST = 4  # first steps without a reading, because they allocate much that stays
-OFTEN = 0.004  # seconds between 2 readings, at least
-MOST = 256  # readings; at this number every second one is deleted
-BLOCKS = 8  # equal parts of the readings; their medians must rise evenly
-LEAST_MB = 64.0  # the least growth that is reported
-UNEVEN = 3.0  # each block must rise by the mean rise, times or divided by this at most
-GOES_ON = 0.8  # the last 3 rises must be at least this share of the first 3
-PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+SKIPPED_STEPS = 4  # first steps without a reading, because they allocate much that stays
+MIN_INTERVAL = 0.004  # seconds between 2 readings, at least
+MAX_READINGS = 256  # readings; at this number every second one is deleted
+BLOCK_COUNT = 8  # equal parts of the readings; their medians must rise evenly
+MIN_GROWTH_MB = 64.0  # the least growth that is reported
+MAX_UNEVENNESS = 3.0  # each block must rise by the mean rise, times or divided by this at most
+MIN_LATE_SHARE = 0.8  # the last 3 rises must be at least this share of the first 3
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 def read_host_mb() -> float:
@@ -25,7 +25,7 @@ def read_host_mb() -> float:
     try:
         with open("/proc/self/statm", "rb") as file:
             _, resident, shared, *_ = file.read().split()
-        return (int(resident) - int(shared)) * PAGE / 1e6
+        return (int(resident) - int(shared)) * PAGE_BYTES / 1e6
     except OSError:
         return float(psutil.Process().memory_info().rss) / 1e6
 
@@ -36,16 +36,21 @@ def find_growth(steps: np.ndarray, mb: np.ndarray) -> tuple[float, float] | None
     steps, mb: (n,), in order. One jump, or growth that slows down, does not count. Memory that the process frees only
     after the last reading looks like a leak.
     """
-    if len(steps) < 2 * BLOCKS:
+    if len(steps) < 2 * BLOCK_COUNT:
         return None
-    parts = np.array_split(np.arange(len(steps)), BLOCKS)
+    parts = np.array_split(np.arange(len(steps)), BLOCK_COUNT)
     middles = np.array([np.median(mb[part]) for part in parts])
     at = np.array([np.median(steps[part]) for part in parts])
-    rises, mean = np.diff(middles), (middles[-1] - middles[0]) / (BLOCKS - 1)
+    rises, mean = np.diff(middles), (middles[-1] - middles[0]) / (BLOCK_COUNT - 1)
     grown, passed = float(middles[-1] - middles[0]), float(at[-1] - at[0])
-    if grown < LEAST_MB or passed <= 0 or (rises < mean / UNEVEN).any() or (rises > mean * UNEVEN).any():
+    if (
+        grown < MIN_GROWTH_MB
+        or passed <= 0
+        or (rises < mean / MAX_UNEVENNESS).any()
+        or (rises > mean * MAX_UNEVENNESS).any()
+    ):
         return None
-    if rises[-3:].sum() < GOES_ON * rises[:3].sum():  # a cache or an allocator fills
+    if rises[-3:].sum() < MIN_LATE_SHARE * rises[:3].sum():  # a cache or an allocator fills
         return None
     return grown / passed, float(mb[-1] - mb[0])
 
@@ -67,15 +72,20 @@ class LeakDetector:
     def take_reading(self, step: int) -> None:
         """Takes a reading if one is due. The rank calls it after each step."""
         self._made += 1
-        if self._told or self._made <= FIRST or self._made % self._every or self.clock() - self._last < OFTEN:
+        if (
+            self._told
+            or self._made <= SKIPPED_STEPS
+            or self._made % self._every
+            or self.clock() - self._last < MIN_INTERVAL
+        ):
             return
         self._last = self.clock()
         self._steps.append(step)
         self._mb.append(self.read())
-        if len(self._steps) >= MOST:
+        if len(self._steps) >= MAX_READINGS:
             del self._steps[::2], self._mb[::2]
             self._every *= 2
-        if len(self._steps) % BLOCKS == 0:
+        if len(self._steps) % BLOCK_COUNT == 0:
             self._judge_growth()
 
     def _judge_growth(self) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 from workbench.record.folders import make_private_folder
 from workbench.settings.describe_error import said
 
-FOLDER = "profiles"  # in the run directory
-PATIENCE = 2.0  # seconds that the end of a run waits for a trace; after 3 s the lab would end the engine
+PROFILE_FOLDER = "profiles"  # in the run directory
+CLOSE_TIMEOUT = 2.0  # seconds that the end of a run waits for a trace; after 3 s the lab would end the engine
 
 
 class StepProfiler:
@@ -28,7 +28,7 @@ class StepProfiler:
     def __init__(self, rank: int, run_dir: Path | None, device: str, mark: Callable[[str, dict[str, Any]], None],
                  ) -> None:  # fmt: skip
         self.rank, self.device, self.mark = rank, device, mark
-        self.folder = Path(run_dir) / FOLDER if run_dir is not None else None
+        self.folder = Path(run_dir) / PROFILE_FOLDER if run_dir is not None else None
         self._traces = 0
         self._busy = threading.Lock()
         self._due = 0  # steps to profile from the next one on
@@ -69,9 +69,9 @@ class StepProfiler:
             self._run_guarded(self._stop_profile)
 
     def close(self) -> None:
-        """Waits PATIENCE seconds at most for the trace, and reports a profile that no step has begun."""
+        """Waits CLOSE_TIMEOUT seconds at most for the trace, and reports a profile that no step has begun."""
         if self._thread.ident is not None:
-            self._thread.join(PATIENCE)
+            self._thread.join(CLOSE_TIMEOUT)
         if self._due:
             self._due = 0
             self._report_failure("the run ended before the next step")

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from workbench.engine.record.spool import PATIENCE, RowSpool
+from workbench.engine.record.spool import CLOSE_TIMEOUT, RowSpool
 from workbench.record.timeline import KINDS, Table
 
 KindRows = tuple[str, int, dict[str, Any]]  # (kind, number of the first row, columns)
 Push = Callable[[list[KindRows]], None]
-PUSH_EVERY = 0.33  # seconds: a wake-up costs more than the rows that it handles
-SETTLED = 1.0  # seconds that `settle_rows` waits for the disk at most
+PUSH_INTERVAL = 0.33  # seconds: a wake-up costs more than the rows that it handles
+SETTLE_TIMEOUT = 1.0  # seconds that `settle_rows` waits for the disk at most
 
 _log = logging.getLogger(__name__)
 
@@ -83,11 +83,11 @@ class Recorder:
             self.dropped += 1
 
     def settle_rows(self) -> bool:
-        """Writes all pushed rows. Waits `SETTLED` seconds at most, and returns whether the rows are on disk."""
-        return self._spool is None or self._spool.settle_rows(SETTLED)
+        """Writes all pushed rows. Waits `SETTLE_TIMEOUT` seconds at most, and returns whether the rows are on disk."""
+        return self._spool is None or self._spool.settle_rows(SETTLE_TIMEOUT)
 
     def close(self) -> None:
-        """Flushes all rows and ends the thread. Waits `PATIENCE` seconds for a disk that does not answer."""
+        """Flushes all rows and ends the thread. Waits `CLOSE_TIMEOUT` seconds for a disk that does not answer."""
         self._closing.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -95,7 +95,7 @@ class Recorder:
     # -- the recorder's own thread
 
     def _run_pushes(self) -> None:
-        while not self._closing.wait(PUSH_EVERY):
+        while not self._closing.wait(PUSH_INTERVAL):
             self._flush_rows()
         self._take_rows()
         if self._spool:
@@ -116,8 +116,8 @@ class Recorder:
             self._run_guarded(self._record_reports, self._spool)
 
     def _settle_spool(self, spool: RowSpool) -> None:
-        until = time.monotonic() + PATIENCE
-        spool.settle_rows(PATIENCE)
+        until = time.monotonic() + CLOSE_TIMEOUT
+        spool.settle_rows(CLOSE_TIMEOUT)
         self._run_guarded(self._record_reports, spool)
         spool.close(max(until - time.monotonic(), 0.0))
         self._record_reports(spool)

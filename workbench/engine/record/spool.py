@@ -21,11 +21,11 @@ from workbench.record.folders import make_private_folder
 from workbench.record.store import Writer
 from workbench.record.timeline import KINDS
 
-EVERY = 0.66  # seconds between 2 writes
-RETRY_EVERY = 5.0  # seconds until the next try after a failure
-HUNG = 1.4  # seconds after which the spool reports that the disk does not answer
-PATIENCE = 2.5  # seconds that the end of a run waits for the disk; the engine may still write the rest later
-RECOVERED = "the record is being written again"
+WRITE_INTERVAL = 0.66  # seconds between 2 writes
+RETRY_INTERVAL = 5.0  # seconds until the next try after a failure
+HUNG_SECONDS = 1.4  # seconds after which the spool reports that the disk does not answer
+CLOSE_TIMEOUT = 2.5  # seconds that the end of a run waits for the disk; the engine may still write the rest later
+RECOVERED_TEXT = "the record is being written again"
 
 Rows = tuple[int, dict[str, Any]]  # (number of the first row, columns)
 
@@ -90,7 +90,7 @@ class RowSpool:
     def take_reports(self) -> list[str]:
         since = self._since
         with self._lock:
-            if since is not None and not self._hung and time.monotonic() - since > HUNG:
+            if since is not None and not self._hung and time.monotonic() - since > HUNG_SECONDS:
                 self._hung = True
                 self._add_report(self._make_failure("the disk does not answer", self._count_waiting()))
             said, self._reports = [json.dumps(d) for d in self._reports], []
@@ -119,7 +119,7 @@ class RowSpool:
 
     def _run_writes(self) -> None:
         while not self._closing:
-            if self._wake.wait(EVERY):
+            if self._wake.wait(WRITE_INTERVAL):
                 self._wake.clear()
                 self._write_once()
                 self._idle.set()
@@ -149,7 +149,7 @@ class RowSpool:
     def write_rows(self) -> None:
         """Writes waiting rows. After a failure, rows are lost until a write succeeds."""
         gone = self._find_missing()
-        if self._failed_at is not None and time.monotonic() - self._failed_at < RETRY_EVERY:
+        if self._failed_at is not None and time.monotonic() - self._failed_at < RETRY_INTERVAL:
             return self._lose_waiting()
         try:
             if gone:
@@ -257,7 +257,7 @@ class RowSpool:
 
     def _make_recovery(self) -> dict[str, Any]:
         lost = self._unwritten + self._gone
-        return {"error": "", "lost": lost, "text": f"{RECOVERED}; {lost} rows are not on disk"}
+        return {"error": "", "lost": lost, "text": f"{RECOVERED_TEXT}; {lost} rows are not on disk"}
 
     def _close_parts(self) -> None:
         for part in self._parts.values():

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-BEAT = 0.5  # seconds between 2 readings
-LEAST = 3.0  # seconds without a reading that make a Mark: a busy machine may hold a thread up for 1 s
+READING_INTERVAL = 0.5  # seconds between 2 readings
+MIN_STALL_SECONDS = 3.0  # seconds without a reading that make a Mark: a busy machine may hold a thread up for 1 s
 
 
 class ClockReading(NamedTuple):
@@ -29,15 +29,15 @@ class ClockReading(NamedTuple):
         return cls(running, slept, time.process_time())
 
 
-def find_clock_gap(before: ClockReading, now: ClockReading, beat: float = BEAT) -> dict[str, Any] | None:
+def find_clock_gap(before: ClockReading, now: ClockReading, beat: float = READING_INTERVAL) -> dict[str, Any] | None:
     """Returns the detail of a Mark if the time between 2 readings is much longer than `beat` seconds, else None.
 
     seconds: the length of the pause. machine: whether the whole machine slept.
     """
     gap, slept = now.running - before.running - beat, now.asleep - before.asleep
-    if slept >= LEAST:
+    if slept >= MIN_STALL_SECONDS:
         return {"seconds": round(slept, 1), "machine": True, "text": f"this machine slept for {slept:.0f} s"}
-    if gap < LEAST:
+    if gap < MIN_STALL_SECONDS:
         return None
     text = f"stood still for {gap:.1f} s: its process was stopped, or got no processor"
     if now.cpu - before.cpu > gap / 2:
@@ -62,7 +62,7 @@ class StallDetector:
 
     def _run_beats(self) -> None:
         before = ClockReading.read_clocks()
-        while not self._closing.wait(BEAT):
+        while not self._closing.wait(READING_INTERVAL):
             if found := find_clock_gap(before, ClockReading.read_clocks()):
                 self._report_stall(found)
             self.beat()

@@ -35,8 +35,8 @@ from workbench.tasks._chance import Chance, Numbers
 from workbench.tasks._loops import LEADS
 
 POLL_SECONDS = 0.2  # seconds between 2 checks whether this rank must leave
-PATIENCE = 5.0  # seconds that the rank waits for the loop's thread at the end
-SHARDED = {"DTensor", "FlatParameter"}  # the parameter types of FSDP2 and FSDP
+END_TIMEOUT = 5.0  # seconds that the rank waits for the loop's thread at the end
+SHARDED_TYPES = {"DTensor", "FlatParameter"}  # the parameter types of FSDP2 and FSDP
 
 
 class NoSteps(RuntimeError):
@@ -210,11 +210,11 @@ class ScriptLoop(ScriptBatches):
             self._await_loop()
 
     def close(self) -> None:
-        """Ends the loop where it waits. It gets PATIENCE seconds to restore the process's state."""
+        """Ends the loop where it waits. It gets END_TIMEOUT seconds to restore the process's state."""
         self.has_left = True
         self._go.put(False)
         if self._thread.is_alive():
-            self._thread.join(PATIENCE)
+            self._thread.join(END_TIMEOUT)
 
     @property
     def thread_id(self) -> int | None:
@@ -319,7 +319,7 @@ class ScriptLoop(ScriptBatches):
         if self.model is not None or self.wrappers or self.in_block:
             return
         kinds = {type(p).__name__ for group in optimizer.param_groups for p in group["params"]}
-        if kinds & SHARDED:
+        if kinds & SHARDED_TYPES:
             raise KnobError(
                 f"{self.loop_name}: shards its model itself (fully_shard, FullyShardedDataParallel), and no "
                 f"strategy can follow that; wrap it in DistributedDataParallel instead"

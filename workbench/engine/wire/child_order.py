@@ -16,13 +16,13 @@ from collections.abc import Callable
 
 from workbench.engine.wire.job import ChildJob
 
-ROOM = 32  # children that rank 0 chooses at a time, at most
+MAX_CHOSEN = 32  # children that rank 0 chooses at a time, at most
 
 
 class ChildQueue:
     """The children of one lane that have not begun. Only the lane's thread calls `next_job`.
 
-    agreed: broadcasts rank 0's choice (None on other ranks): ROOM numbers of children, padded with zeros
+    agreed: broadcasts rank 0's choice (None on other ranks): MAX_CHOSEN numbers of children, padded with zeros
     """
 
     def __init__(self, agreed: Callable[[list[int] | None], list[int]], first: bool) -> None:
@@ -77,8 +77,8 @@ class ChildQueue:
             if not job.priority:
                 break
             free.append(job)
-        found, share = [0] * ROOM, 0.0
-        for at, job in enumerate(sorted(free, key=lambda job: (-job.priority, job.number))[:ROOM]):
+        found, share = [0] * MAX_CHOSEN, 0.0
+        for at, job in enumerate(sorted(free, key=lambda job: (-job.priority, job.number))[:MAX_CHOSEN]):
             if share >= 1.0:
                 break
             found[at] = job.number

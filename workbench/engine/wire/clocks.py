@@ -11,14 +11,14 @@ import torch
 from workbench.engine.wire.collectives import Wire
 from workbench.engine.wire.shaping import Clock
 
-ROUNDS = 16
+OFFSET_ROUNDS = 16
 
 
 def agree_on_time(wire: Wire, clock: Clock) -> tuple[bool, float]:
     """Sets `clock` to rank 0's. Returns (whether all ranks are on one host, error of the offset in seconds).
 
     Ranks of one host read the same clock, so the offset is exact. Ranks of several hosts use the middle of the quickest
-    of ROUNDS round trips, as NTP does: the error is at most half of that trip.
+    of OFFSET_ROUNDS round trips, as NTP does: the error is at most half of that trip.
     """
     name = int.from_bytes(hashlib.blake2b(platform.node().encode(), digest_size=7).digest(), "big")
     mine = torch.tensor([float(name % 2**52), clock.base], dtype=torch.float64)
@@ -44,7 +44,7 @@ def _measure_offset(wire: Wire, other: int) -> tuple[float, float]:
     """
     best = (0.0, float("inf"))
     stamp = torch.zeros(1, dtype=torch.float64)
-    for _ in range(ROUNDS):
+    for _ in range(OFFSET_ROUNDS):
         sent = time.perf_counter()
         wire.wait(wire.broadcast(stamp, other))
         if wire.rank == 0:

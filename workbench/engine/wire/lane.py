@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from workbench.engine.device import Chip
-from workbench.engine.wire.child_order import ROOM, ChildQueue
+from workbench.engine.wire.child_order import MAX_CHOSEN, ChildQueue
 from workbench.engine.wire.collectives import Wire
 from workbench.engine.wire.issuing import CollectiveIssuer, make_lone_result
 from workbench.engine.wire.job import ChildJob, PendingCollective
 from workbench.engine.wire.shaping import Port
-from workbench.engine.wire.timing import CODEC_FLOOR, Stopwatch
+from workbench.engine.wire.timing import MIN_CODEC_SECONDS, Stopwatch
 from workbench.engine.wire.wires import GroupWires, LaneWires
 from workbench.host.core import all_reduce
 from workbench.host.core.drive import LeaveLoop, drive_coroutine
@@ -157,7 +157,7 @@ class Lane(CollectiveIssuer):
         """Broadcasts rank 0's choice to every rank, outside the Link."""
         wire = self.wires.for_group(None).aside
         assert wire is not None
-        numbers = torch.tensor(chosen or [0] * ROOM, dtype=torch.int64)
+        numbers = torch.tensor(chosen or [0] * MAX_CHOSEN, dtype=torch.int64)
         wire.wait(wire.broadcast(numbers, 0))
         return numbers.tolist()
 
@@ -225,7 +225,7 @@ class Lane(CollectiveIssuer):
 
     def _write_codec_span(self, job: ChildJob) -> None:
         now, began = self.now(), job.began
-        if isinstance(now, float) and now - began <= CODEC_FLOOR:
+        if isinstance(now, float) and now - began <= MIN_CODEC_SECONDS:
             return
         self.span(job.step, "measuring" if job.measures else "codec", job.name, began, began, now, 0)
 

@@ -22,7 +22,7 @@ from workbench.fabric.load import choke, comes, leaves, message_seconds, port_se
 from workbench.fabric.pace import SHARES, Kept, lasts
 from workbench.rank import Group
 
-RING = 256  # the latest operations, with arrivals in the table; ranks are never more than one collective apart
+TABLE_OPERATIONS = 256  # the latest ones have arrivals in the table; ranks are at most one collective apart
 
 
 class Clock:
@@ -61,20 +61,20 @@ class ArrivalTable:
     """A small file in which each rank of a host writes when it was ready for an operation."""
 
     def __init__(self, path: Path, rank: int, size: int) -> None:
-        nbytes = RING * size * 8
+        nbytes = TABLE_OPERATIONS * size * 8
         self._map = map_file(path, nbytes)
-        self._cells = np.frombuffer(self._map, dtype=np.float64).reshape(RING, size)
+        self._cells = np.frombuffer(self._map, dtype=np.float64).reshape(TABLE_OPERATIONS, size)
         self.rank = rank
 
     def post_arrival(self, number: int, ready: float) -> None:
-        self._cells[number % RING, self.rank] = ready
+        self._cells[number % TABLE_OPERATIONS, self.rank] = ready
 
     def last_arrival(self, number: int) -> float:
         """Returns the last arrival. Call it after the operation, when all ranks have posted."""
-        return float(self._cells[number % RING].max())
+        return float(self._cells[number % TABLE_OPERATIONS].max())
 
     def close(self) -> None:
-        self._cells = np.zeros((RING, 1))
+        self._cells = np.zeros((TABLE_OPERATIONS, 1))
         self._map.close()
 
 

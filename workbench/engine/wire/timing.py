@@ -13,10 +13,10 @@ from torch import Tensor
 from workbench.engine.device import Chip
 from workbench.engine.wire.shaping import Clock
 
-AHEAD = 2  # steps that the host may be ahead of the chip
-TIE_EVERY = 10.0  # seconds between 2 ties of events to the host's clock: elapsed times are single precision
-SURE = 1e-3  # seconds: a tie that takes longer is not used
-CODEC_FLOOR = 100e-6  # seconds: a child's own work that takes less gets no span
+MAX_STEPS_AHEAD = 2  # steps that the host may be ahead of the chip
+TIE_INTERVAL = 10.0  # seconds between 2 ties of events to the host's clock: elapsed times are single precision
+MAX_TIE_SECONDS = 1e-3  # seconds: a tie that takes longer is not used
+MIN_CODEC_SECONDS = 100e-6  # seconds: a child's own work that takes less gets no span
 
 
 class Stopwatch:
@@ -82,10 +82,10 @@ class EventStopwatch(Stopwatch):
 
     def end_step(self) -> None:
         self._ends.append(self.chip.record_event())
-        while len(self._ends) > AHEAD:
+        while len(self._ends) > MAX_STEPS_AHEAD:
             self.chip.block_until(self._ends.popleft(), self.check_peers)
         self._read_events()
-        if self.clock.now() - self._zero[1] > TIE_EVERY:
+        if self.clock.now() - self._zero[1] > TIE_INTERVAL:
             self._tie_clocks(sure=True)
 
     def await_events(self) -> None:
@@ -120,7 +120,7 @@ class EventStopwatch(Stopwatch):
         while self._rows and reached(self._rows[0][-1]):
             step, lane, name, asked, t0, t1, nbytes, _ = self._rows.popleft()
             times = [self._time_of(t) for t in (asked, t0, t1)]
-            if lane not in ("codec", "measuring") or nbytes or times[2] - times[1] > CODEC_FLOOR:
+            if lane not in ("codec", "measuring") or nbytes or times[2] - times[1] > MIN_CODEC_SECONDS:
                 self.record.span(step, lane, name, *times, nbytes)
 
     def _time_of(self, moment: Any) -> float:
@@ -134,7 +134,7 @@ class EventStopwatch(Stopwatch):
             event = self.chip.record_timed_event()
             self.chip.block_until(event, self.check_peers)
             after = self.clock.now()
-        if not sure or after - before < SURE:
+        if not sure or after - before < MAX_TIE_SECONDS:
             self._zero = (event, (before + after) / 2)
 
 
