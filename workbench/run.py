@@ -183,9 +183,9 @@ class Run(RunFrames):
     def scaling(self, settings: Mapping[str, Any] | None = None, network: str = "",
                 ranks: Sequence[int] | None = None) -> Scaling:  # fmt: skip
         """Predicts it for several numbers of ranks, by default 2 to 4,096. See `workbench.sim.plan.scaling`."""
-        from workbench.sim.plan.what_if import RANKS, predict_scaling
+        from workbench.sim.plan.what_if import RANK_COUNTS, predict_scaling
 
-        return predict_scaling(self, settings, network, RANKS if ranks is None else ranks)
+        return predict_scaling(self, settings, network, RANK_COUNTS if ranks is None else ranks)
 
     def model(
         self, step: int | None = None, task: Any = None, timeout: float = 60.0, into: nn.Module | None = None

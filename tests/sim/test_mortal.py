@@ -23,8 +23,8 @@ from workbench.host.elastic.recovery_sources import has_parts
 from workbench.partitions import Pipeline, Tensor
 from workbench.partitions.schedules import GPipe
 from workbench.settings import Change, KnobError
-from workbench.sim.clock.world import NOTICED
-from workbench.sim.rank.generations import REPLACED, VOTED
+from workbench.sim.clock.world import CRASH_NOTICE_SECONDS
+from workbench.sim.rank.generations import REPLACEMENT_SECONDS, VOTE_SECONDS
 from workbench.sim.teach.laws import flat
 from workbench.strategies import DDP, HSDP, AsyncServer, DiLoCo, LocalSGD, Strategy, ZeRO1, ZeRO3
 from workbench.tasks import Digits
@@ -120,14 +120,16 @@ def test_survivors_go_on_after_the_time_to_notice_and_to_vote() -> None:
     run = simulate(setting(DDP(), ranks=3), changes=[crash(5, 2)])
     rows = run.timeline.spans.rows()
     rows = rows[rows.equal("lane", "step")]
-    assert rows.t0[rows.step == 5].min() - rows.t1[rows.step == 4].max() == pytest.approx(NOTICED + VOTED)
+    assert rows.t0[rows.step == 5].min() - rows.t1[rows.step == 4].max() == pytest.approx(
+        CRASH_NOTICE_SECONDS + VOTE_SECONDS
+    )
     assert stepped(run) == {0: set(range(14)), 1: set(range(14)), 2: set(range(5))}
 
 
 def test_survivors_of_local_sgd_notice_a_crash_at_the_next_sum() -> None:
     run = simulate(setting(LocalSGD(every=8), pace=1000.0, steps=12, eval_every=0), changes=[crash(2, 1)])
     ((step, t, _),) = run.details("members")
-    assert step == 7 and t == pytest.approx(8.0 + VOTED), "they go on alone until step 7 has ended in a sum"
+    assert step == 7 and t == pytest.approx(8.0 + VOTE_SECONDS), "they go on alone until step 7 has ended in a sum"
 
 
 def test_with_on_death_end_a_crash_fails_the_run() -> None:
@@ -142,7 +144,9 @@ def test_a_replacement_gets_a_new_rank_number() -> None:
     run = simulate(e, changes=[crash(5, 1)], real=True)
     lost, came = run.details("members")
     assert lost[2]["members"] == [0, 2, 3] and came[2]["members"] == [0, 2, 3, 4] and came[2]["new"] == [4]
-    assert came[1] - lost[1] == pytest.approx(REPLACED, abs=0.7), "before the next step that nobody has begun"
+    assert came[1] - lost[1] == pytest.approx(REPLACEMENT_SECONDS, abs=0.7), (
+        "before the next step that nobody has begun"
+    )
     made = stepped(run)
     assert made[4] == set(range(came[0], 100)) and made[0] == set(range(100))
     losses = run.samples[run.samples.name == "loss"]

@@ -376,7 +376,7 @@ class HearsNothing(_Plain):
 def test_a_strategy_that_never_advances_time_raises_deadlock_with_its_ranks(
     strategy: Strategy, at: str, who: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name in ((world, "AT_ONCE"), (fiber, "MANY")):
+    for module, name in ((world, "MAX_EVENTS_AT_ONCE"), (fiber, "MAX_INSTANT_ANSWERS")):
         assert getattr(module, name) >= 500_000, "many, where it is meant"
         monkeypatch.setattr(module, name, 3_000)
     with pytest.raises(Deadlock, match=f"time stands still at {at} though") as said:

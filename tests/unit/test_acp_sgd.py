@@ -12,7 +12,7 @@ from tests.ranks import exchange, experiment, placed, run, toy, weights
 from tests.sim.insides import parameters, simulated
 from tests.sim.virtual import begun, comm
 from workbench.compressors import ACPSGD, Dense, ErrorFeedback, PowerSGD
-from workbench.compressors._low_rank import LEFT, LEFT_IS_NEWER, RIGHT
+from workbench.compressors._low_rank import LEFT, RIGHT, TURN_NAME
 from workbench.fabric import traffic
 from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Memory, Rank
@@ -134,7 +134,7 @@ def test_random_live_changes_lose_nothing() -> None:
         for group in (parts,) if among(2) else (parts[:1], parts[1:]):
             out = exchange(ErrorFeedback(of=of), g, group, memories)
             sent = sent + torch.cat([g.new_zeros(group[0].start), out, g.new_zeros(owed.numel() - group[-1].stop)])
-        mixed += 0 < len(memories[0].parts.get(LEFT_IS_NEWER, ())) < 3
+        mixed += 0 < len(memories[0].parts.get(TURN_NAME, ())) < 3
     left = sum(torch.cat([m.buffers["residual"][p.name] for p in parts]) for m in memories)
     torch.testing.assert_close(sent + left, owed)
     assert mixed > 5, "whose turn it is was never another among the parameters of one bucket"

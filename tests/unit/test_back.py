@@ -20,7 +20,7 @@ from workbench.cluster.run.alarm import Alarm
 from workbench.compressors import ErrorFeedback, TopK
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host.checkpoint.divergence import MAX_TIMES
+from workbench.host.checkpoint.divergence import MAX_RETURNS
 from workbench.host.checkpoint.restore import RestoredState
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline
@@ -156,11 +156,11 @@ def test_a_run_goes_back_to_the_same_checkpoint_a_few_times_and_then_pauses(tmp_
     sessions[0].request({"kind": "checkpoint", "id": "one"})
     waited(sessions, lambda: sessions[0].phase == "paused")
     back = said(sessions, "rolled back")
-    assert [b["times"] for b in back] == list(range(1, MAX_TIMES + 1)) and back[-1]["text"].endswith(
+    assert [b["times"] for b in back] == list(range(1, MAX_RETURNS + 1)) and back[-1]["text"].endswith(
         ", for the third time"
     )
     (cannot,) = said(sessions, "not rolled back")
-    assert cannot["text"].endswith(f"{MAX_TIMES} times, which did not help")
+    assert cannot["text"].endswith(f"{MAX_RETURNS} times, which did not help")
     for s in sessions:
         s.abort()
     ended(sessions)

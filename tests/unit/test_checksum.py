@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.spread import RANKS, local, reference, walk
-from workbench.host.placement.checksum import MASK, compute_checksum
+from workbench.host.placement.checksum import SUM_MASK, compute_checksum
 from workbench.host.placement.placement import Placement
 from workbench.host.placement.slices import StridedSlice, refine_slices
 
@@ -27,7 +27,7 @@ def test_checksums_of_parts_add_up_for_any_placement(seed: int) -> None:
     for placement in (step.to for step in walk(seed, 30)):
         counted = [once(placement, rank) for rank in range(RANKS)]
         parts = [compute_checksum({n: true[n][local(slices)] for n, slices in held.items()}, held) for held in counted]
-        assert sum(parts) & MASK == whole
+        assert sum(parts) & SUM_MASK == whole
         shared += sum(placement.count_elements(r) for r in placement.holding_ranks) > sum(placement.sizes.values())
     assert shared > 5, "some placements have replicas, which count once"
 
@@ -40,7 +40,7 @@ def test_shapes_strides_and_the_order_of_names_do_not_matter() -> None:
     )
     halves = {"x": x.reshape(-1)[70_000:]}, {"x": x.reshape(-1)[:70_000]}
     held = {"x": (StridedSlice(70_000, x.numel() - 70_000),)}, {"x": (StridedSlice(0, 70_000),)}
-    assert sum(map(compute_checksum, halves, held)) + compute_checksum({"y": y}) & MASK == one
+    assert sum(map(compute_checksum, halves, held)) + compute_checksum({"y": y}) & SUM_MASK == one
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8,
@@ -49,7 +49,7 @@ def test_a_bit_a_place_or_a_name_changes_the_checksum(dtype: torch.dtype) -> Non
     raw = torch.randint(0, 256, (100 * dtype.itemsize,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     x = raw.view(dtype)
     one = compute_checksum({"x": x})
-    assert one == compute_checksum({"x": x.clone()}) and 0 <= one <= MASK
+    assert one == compute_checksum({"x": x.clone()}) and 0 <= one <= SUM_MASK
     others = [
         compute_checksum({"z": x}),
         compute_checksum({"x": x.flip(0) if dtype.itemsize > 1 else raw.flip(0).view(dtype)}),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from workbench.compressors import E3M0
-from workbench.compressors.e3m0 import BLOCK, nbytes
+from workbench.compressors.e3m0 import BLOCK_ELEMENTS, nbytes
 from workbench.rank import Op, Rank
 from workbench.strategies._coded import mean
 
@@ -41,15 +41,15 @@ def test_a_payload_has_half_a_byte_per_element_and_four_per_block(n: int) -> Non
 
 
 def test_there_are_eight_magnitudes_the_powers_of_two_below_the_largest_and_zero() -> None:
-    x = torch.cat([torch.linspace(0, 0.3, BLOCK // 2), torch.linspace(0.3, 3.0, BLOCK // 2)])
+    x = torch.cat([torch.linspace(0, 0.3, BLOCK_ELEMENTS // 2), torch.linspace(0.3, 3.0, BLOCK_ELEMENTS // 2)])
     assert {float(v) for v in there_and_back(x).unique()} == {0.0, *(3.0 * 2.0**-k for k in range(7))}
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_nearest_level_is_taken(seed: int) -> None:
-    x = noise(3 * BLOCK + 17, seed)
+    x = noise(3 * BLOCK_ELEMENTS + 17, seed)
     back = there_and_back(x)
-    for block, found in zip(x.split(BLOCK), back.split(BLOCK), strict=True):
+    for block, found in zip(x.split(BLOCK_ELEMENTS), back.split(BLOCK_ELEMENTS), strict=True):
         s = float(block.abs().max())
         levels = torch.tensor([0.0, *(s * 2.0**-k for k in range(7)), *(-s * 2.0**-k for k in range(7))])
         nearest = (block.unsqueeze(1) - levels).abs().amin(1)
@@ -59,7 +59,7 @@ def test_the_nearest_level_is_taken(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_error_is_within_its_bound_and_nearly_reaches_it(seed: int) -> None:
     x = noise(2000, seed)
-    scale = torch.cat([b.abs().max().expand(b.numel()) for b in x.split(BLOCK)])
+    scale = torch.cat([b.abs().max().expand(b.numel()) for b in x.split(BLOCK_ELEMENTS)])
     over = (x - there_and_back(x)).abs() / torch.maximum(x.abs() / 3, scale / 128)
     assert 0.9 < float(over.max()) <= 1 + 1e-5
 
@@ -76,7 +76,7 @@ def test_the_codec_is_odd() -> None:
 
 
 def test_the_codec_is_monotone() -> None:
-    back = there_and_back(noise(BLOCK).sort().values)
+    back = there_and_back(noise(BLOCK_ELEMENTS).sort().values)
     assert bool((back.diff() >= 0).all()) and len(back.unique()) > 8
 
 
@@ -101,12 +101,14 @@ def test_other_floats_and_strided_views_give_the_codes_of_float32_copies(dtype: 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_value_that_is_not_finite_spoils_only_its_block(bad: float) -> None:
-    x = noise(3 * BLOCK)
+    x = noise(3 * BLOCK_ELEMENTS)
     want = there_and_back(x)
-    x[BLOCK + 5] = bad
+    x[BLOCK_ELEMENTS + 5] = bad
     back = there_and_back(x)
-    assert bool(back[BLOCK : 2 * BLOCK].isnan().all())
-    assert torch.equal(back[:BLOCK], want[:BLOCK]) and torch.equal(back[2 * BLOCK :], want[2 * BLOCK :])
+    assert bool(back[BLOCK_ELEMENTS : 2 * BLOCK_ELEMENTS].isnan().all())
+    assert torch.equal(back[:BLOCK_ELEMENTS], want[:BLOCK_ELEMENTS]) and torch.equal(
+        back[2 * BLOCK_ELEMENTS :], want[2 * BLOCK_ELEMENTS :]
+    )
 
 
 def agreed(xs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:

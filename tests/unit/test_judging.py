@@ -34,7 +34,7 @@ SPACE: list[dict[str, Any]] = [{"bucket_mb": 0.02}, {"bucket_mb": 0.04}, {"compr
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.sim.tune.on_ranks.LOOK", 0.0)
+    monkeypatch.setattr("workbench.sim.tune.on_ranks.POLL_SECONDS", 0.0)
 
 
 def tuned(e: Experiment, candidates: list[dict[str, Any]], drop: float) -> list[dict[str, Any]]:

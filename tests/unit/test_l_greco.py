@@ -25,7 +25,7 @@ from workbench.compressors import (
 )
 from workbench.compressors._ratio import ratio, ways
 from workbench.compressors._trial import tried
-from workbench.compressors.l_greco import BINS, cheapest, chosen
+from workbench.compressors.l_greco import ERROR_BINS, cheapest, chosen
 from workbench.fabric import traffic
 from workbench.host.placement.canonical_state import hash_model_state
 from workbench.rank import Bucket, Memory
@@ -56,8 +56,8 @@ def test_the_choice_is_the_cheapest_of_all(seed: int) -> None:
     """Errors are whole multiples of a unit, so rounding them up loses nothing."""
     rng = random.Random(seed)
     layers, ways_, allowed = rng.randint(1, 5), rng.randint(1, 4), 64.0
-    unit = allowed / BINS
-    errors = [sorted(unit * rng.randint(0, BINS // 2) for _ in range(ways_)) for _ in range(layers)]
+    unit = allowed / ERROR_BINS
+    errors = [sorted(unit * rng.randint(0, ERROR_BINS // 2) for _ in range(ways_)) for _ in range(layers)]
     sizes = [sorted((float(rng.randint(1, 999)) for _ in range(ways_)), reverse=True) for _ in range(layers)]
     # 0.1 % of slack, because a product with a rounded unit may exceed a whole part slightly
     picks, want = cheapest(errors, sizes, allowed * 1.001), best(errors, sizes, allowed)

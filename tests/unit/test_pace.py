@@ -17,7 +17,7 @@ from workbench import Costs, simulate
 from workbench.analysis import list_unheeded
 from workbench.engine.wire.shaping import ComputePace
 from workbench.fabric import Fault, Freeze, Link, Noisy, Slow, TransientStraggler
-from workbench.fabric.pace import AGAIN, Kept, lasts
+from workbench.fabric.pace import REPORT_FACTOR, Kept, lasts
 from workbench.settings import Change
 from workbench.sim import Duration
 from workbench.strategies import DDP, AsyncServer
@@ -115,7 +115,7 @@ def test_an_unmet_pace_is_recorded_once_and_withdrawn_when_met() -> None:
         said = [(step, json.loads(detail)) for step, _, _, detail in s.record.noted("pace")]
         assert [d["met"] for _, d in said][-2:] == [False, True] and sum(d["met"] for _, d in said) == 1
         late = [d["takes_ms"] for _, d in said[:-1]]  # another time only if the machine became that much slower
-        assert all(max(a, b) > AGAIN * min(a, b) for a, b in pairwise(late)), late
+        assert all(max(a, b) > REPORT_FACTOR * min(a, b) for a, b in pairwise(late)), late
         assert said[0][1]["text"].startswith("pace not met: compute takes ")
         assert said[0][1]["text"].endswith("the pace asks for 100 ms")
         assert said[0][1]["takes_ms"] > 70 + 1e3 * LATE and said[-1][0] >= 12

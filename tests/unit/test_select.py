@@ -9,7 +9,7 @@ import torch
 
 from tests.ranks import exchange, placed
 from workbench.compressors import SampledTopK, TopK
-from workbench.compressors._select import BLOCK, above, largest, roughly, threshold_of, unset
+from workbench.compressors._select import BLOCK_ELEMENTS, above, largest, roughly, threshold_of, unset
 from workbench.rank import Bucket, Memory
 
 pytestmark = pytest.mark.ranks
@@ -69,7 +69,9 @@ def test_nan_and_infinity_are_among_the_largest() -> None:
     assert largest(x, 4000).unique().shape == (4000,)
 
 
-@pytest.mark.parametrize("n", [0, 1, 7, 1000, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK - 3, 600_001])
+@pytest.mark.parametrize(
+    "n", [0, 1, 7, 1000, 2 * BLOCK_ELEMENTS, 2 * BLOCK_ELEMENTS + 1, 3 * BLOCK_ELEMENTS - 3, 600_001]
+)
 @pytest.mark.parametrize("threshold", [0.0, 0.5, 3.0, 100.0])
 def test_entries_that_reach_a_threshold_are_found_in_order(n: int, threshold: float) -> None:
     whole = noise(n, n + 3)
@@ -80,7 +82,7 @@ def test_entries_that_reach_a_threshold_are_found_in_order(n: int, threshold: fl
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 1.0])
 def test_unset_flags_are_found(share: float) -> None:
-    for n in (3, BLOCK - 1, 4 * BLOCK + 5):
+    for n in (3, BLOCK_ELEMENTS - 1, 4 * BLOCK_ELEMENTS + 5):
         flags = torch.rand(n, generator=torch.Generator().manual_seed(n)) >= share
         assert torch.equal(unset(flags), (~flags).nonzero().flatten())
 

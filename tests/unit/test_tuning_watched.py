@@ -40,7 +40,7 @@ FABRICS = {
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.sim.tune.on_ranks.LOOK", 0.0)
+    monkeypatch.setattr("workbench.sim.tune.on_ranks.POLL_SECONDS", 0.0)
 
 
 def swept(e: Experiment) -> dict[str, Trial]:

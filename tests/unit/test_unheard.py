@@ -10,7 +10,7 @@ from workbench.analysis.compare.effect import _list_changes
 from workbench.cluster.run.changes import Changes
 from workbench.cluster.run.controller import RunController
 from workbench.experiment import Experiment
-from workbench.host.core.answers import ANSWERS, NAMES, RequestAnswer, remember_answer
+from workbench.host.core.answers import MAX_ANSWERS, MAX_NAMES, RequestAnswer, remember_answer
 from workbench.run import Run
 from workbench.strategies import DDP
 
@@ -105,7 +105,7 @@ def test_a_pending_request_is_not_repeated_before_its_dependencies() -> None:
 
 def test_answers_are_only_kept_for_the_latest_requests() -> None:
     done: dict[str, Any] = {}
-    for n in range(2 * NAMES):
+    for n in range(2 * MAX_NAMES):
         remember_answer(done, f"change {n}", RequestAnswer("change", n, 0.0, {}))
-    assert list(done) == [f"change {n}" for n in range(NAMES, 2 * NAMES)]
-    assert [n for n, answer in enumerate(done.values()) if answer] == list(range(NAMES - ANSWERS, NAMES))
+    assert list(done) == [f"change {n}" for n in range(MAX_NAMES, 2 * MAX_NAMES)]
+    assert [n for n, answer in enumerate(done.values()) if answer] == list(range(MAX_NAMES - MAX_ANSWERS, MAX_NAMES))

@@ -15,7 +15,7 @@ from workbench.compressors._mixture import Mixture
 from workbench.rank import Bucket, Memory, Rank, each, outlined, values_of
 from workbench.settings import knob
 
-NUMBERS = 3  # per block: its norm, and mean and deviation of its normalised elements
+NUMBERS_PER_BLOCK = 3  # per block: its norm, and mean and deviation of its normalised elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Fitted(Levels):
             return
         mine = looks(self._chunks(bucket.data.float(), 1)[0], self.norm, self.samples)
         every = await rank.all_gather(mine.flatten(), bucket.name)
-        seen = values_of(each(every), otherwise=1.0).view(-1, NUMBERS).double().cpu()
+        seen = values_of(each(every), otherwise=1.0).view(-1, NUMBERS_PER_BLOCK).double().cpu()
         fit.bucket = _Known(self._mixture([seen]))
         if fit.sampling and fit.asked == self._basis:
             fit.found.append(seen)
@@ -118,7 +118,7 @@ class Fitted(Levels):
 
     def _mixture(self, found: list[Tensor]) -> Mixture | None:
         """Returns the mixture of the sampled blocks with the largest norms; None if all norms are zero."""
-        blocks = torch.cat([torch.empty(0, NUMBERS, dtype=torch.float64), *found])
+        blocks = torch.cat([torch.empty(0, NUMBERS_PER_BLOCK, dtype=torch.float64), *found])
         blocks = blocks[blocks[:, 0] > 0]
         blocks = blocks[blocks[:, 0].topk(min(self.samples, len(blocks))).indices]
         return Mixture.of(blocks) if len(blocks) else None
@@ -146,7 +146,7 @@ class _Fit:
     bucket: _Known = field(default_factory=_Known)  # of the last sampled bucket
 
 
-@outlined(lambda x, norm, most: x.new_empty(min(most, len(x)), NUMBERS))
+@outlined(lambda x, norm, most: x.new_empty(min(most, len(x)), NUMBERS_PER_BLOCK))
 def looks(x: Tensor, norm: str, most: int) -> Tensor:
     """(blocks, n) -> (min(blocks, most), 3) for the blocks with the largest norms; a non-finite block becomes 0."""
     size = norms(x, norm)

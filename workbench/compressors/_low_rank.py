@@ -18,9 +18,9 @@ from workbench.rank import Bucket, Memory, Part, Rank
 from workbench.settings import knob
 
 LEFT, RIGHT = "low rank P", "low rank Q"  # Memory slots of factors (n, rank) and (m, rank), by parameter
-LEFT_IS_NEWER = "low rank turn"  # names of the parameters whose P is newer than their Q
-SMALL = 1e30  # far below fp32's overflow, even after sums
-DRAWS = "low rank draws"  # by parameter, the number of random draws; equal on all ranks
+TURN_NAME = "low rank turn"  # names of the parameters whose P is newer than their Q
+MAX_MAGNITUDE = 1e30  # far below fp32's overflow, even after sums
+DRAWS_NAME = "low rank draws"  # by parameter, the number of random draws; equal on all ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class LowRank(Compressor):
 
     linear: ClassVar[bool] = True
     kind: ClassVar[str] = "low rank"
-    drops: ClassVar[tuple[str, ...]] = (LEFT, RIGHT, LEFT_IS_NEWER, DRAWS)
+    drops: ClassVar[tuple[str, ...]] = (LEFT, RIGHT, TURN_NAME, DRAWS_NAME)
 
     @classmethod
     def usual(cls) -> Any:
@@ -83,7 +83,7 @@ class LowRank(Compressor):
     def directions(self, memory: Memory, stack: Stack, like: Tensor, fresh: bool = False) -> Tensor:
         """Returns the stack's directions (matrices, m, rank), random if none are kept; equal on all ranks."""
         slot = LEFT if stack.turned else RIGHT
-        kept, draws = memory.parts.setdefault(slot, {}), memory.parts.setdefault(DRAWS, {})
+        kept, draws = memory.parts.setdefault(slot, {}), memory.parts.setdefault(DRAWS_NAME, {})
         out = []
         for part in stack.parts:
             known = like.new_empty(stack.m, 0) if fresh else kept.get(part.name, like.new_empty(stack.m, 0))
@@ -100,7 +100,7 @@ class LowRank(Compressor):
         peak = found.abs().amax(1, keepdim=True)
         good = torch.where((peak > 0) & (peak < math.inf), found, torch.where(peak == 0, old.roll(1, 1), old))
         slot = memory.parts.setdefault(LEFT if stack.turned else RIGHT, {})
-        newer = memory.parts.setdefault(LEFT_IS_NEWER, {})
+        newer = memory.parts.setdefault(TURN_NAME, {})
         for part, one in zip(stack.parts, good, strict=True):
             slot[part.name] = one
             if stack.turned:
@@ -169,7 +169,7 @@ class Contribution:
         if self.wire.itemsize < 4:
             return False
         factors = [t for t in (*self.found, *self.sums, self.rest) if t.numel()]
-        return bool(torch.stack([t.abs().amax() for t in factors]).amax() < SMALL)
+        return bool(torch.stack([t.abs().amax() for t in factors]).amax() < MAX_MAGNITUDE)
 
     def written(self, like: Tensor) -> Tensor:
         """(n,) in the dtype that was sent."""

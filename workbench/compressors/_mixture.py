@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-HALVINGS = 20  # of an interval between levels; more halvings gain only quadratically little
-GAP = 1e-6  # smallest distance of 2 levels that float32 can tell apart
-ENOUGH = 1e-5  # a relative gain below this ends the sweeps
+MAX_HALVINGS = 20  # of an interval between levels; more halvings gain only quadratically little
+MIN_LEVEL_GAP = 1e-6  # smallest distance of 2 levels that float32 can tell apart
+MIN_GAIN = 1e-5  # a relative gain below this ends the sweeps
 
 
 class Mixture(NamedTuple):
@@ -59,7 +59,7 @@ class Mixture(NamedTuple):
     def inverse(self, mass: Tensor, low: Tensor, high: Tensor) -> Tensor:
         """Returns the point between `low` and `high` with `mass` below it, by bisection, which ends for any input."""
         below, scale = self._cut()
-        for _ in range(HALVINGS):
+        for _ in range(MAX_HALVINGS):
             middle = (low + high) / 2
             less = (scale * (self._below(middle[..., None]) - below)).sum(-1) < mass
             low, high = low.where(~less, middle), high.where(less, middle)
@@ -89,17 +89,17 @@ def descended(mixture: Mixture, levels: Tensor, sweeps: int) -> Tensor:
             here = above - below
             best = mixture.inverse(above - (upto - first - low * here) / (high - low), low, high)
             best = best.where(here > 1e-12, (low + high) / 2)
-            levels[:, start:last:2] = torch.clamp(best, low + GAP, high - GAP)
+            levels[:, start:last:2] = torch.clamp(best, low + MIN_LEVEL_GAP, high - MIN_LEVEL_GAP)
         after = mixture.variance(levels)
-        if bool((after > (1 - ENOUGH) * before).all()):
+        if bool((after > (1 - MIN_GAIN) * before).all()):
             break
         before = after
     return levels
 
 
 def apart(levels: Tensor) -> Tensor:
-    """(..., L) ascending from -1 to 1 -> the same with at least GAP between any two."""
-    steps = GAP * torch.arange(levels.shape[-1], dtype=levels.dtype)
+    """(..., L) ascending from -1 to 1 -> the same with at least MIN_LEVEL_GAP between any two."""
+    steps = MIN_LEVEL_GAP * torch.arange(levels.shape[-1], dtype=levels.dtype)
     risen = (levels - steps).cummax(-1).values + steps
     risen[..., 0], risen[..., -1] = -1.0, 1.0
     return torch.clamp(risen, steps - 1.0, 1.0 - steps.flip(-1))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from workbench.compressors._base import Compressor
 from workbench.settings import Knob, walk, with_value
 
-RATIOS = ("density", "rank", "bits", "levels")  # names of such knobs
+RATIO_KNOBS = ("density", "rank", "bits", "levels")  # names of such knobs
 
 
 class Way(NamedTuple):
@@ -18,7 +18,7 @@ class Way(NamedTuple):
     of: Compressor
 
 
-def ratio(of: Compressor, names: tuple[str, ...] = RATIOS) -> tuple[str, Knob] | None:
+def ratio(of: Compressor, names: tuple[str, ...] = RATIO_KNOBS) -> tuple[str, Knob] | None:
     """Returns path and knob of the one ratio in `of` or in a compressor in it; None unless it has exactly one."""
     found = [(path, k) for path, k in walk(of) if k.name in names]
     return found[0] if len(found) == 1 else None

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workbench.compressors._uneven import WIDTH, gathered, lengths_of
+from workbench.compressors._uneven import LENGTH_BYTES, gathered, lengths_of
 from workbench.compressors._units import Owned, Units, bitmap, flags, message, opened, size
 from workbench.rank import Rank
 
@@ -45,7 +45,7 @@ class Exchange(NamedTuple):
     many: bool
 
     def sent(self, p: int) -> int:
-        return WIDTH * self.told * (p - 1) + self.nbytes * (p - 1 if self.many else 1)
+        return LENGTH_BYTES * self.told * (p - 1) + self.nbytes * (p - 1 if self.many else 1)
 
 
 def unions(load: Sparsity, p: int) -> list[float]:

@@ -14,10 +14,10 @@ from torch import Generator, Tensor
 
 from workbench.rank import outlined
 
-BLOCK = 2**17  # elements per pass: with their magnitudes and flags they fit the cache
-SHARE = 0.01  # minimum share of the entries in the sample
-HITS = 64  # minimum number of sampled entries among the k largest
-SMALL = 2**14  # below this many entries sorting is as fast
+BLOCK_ELEMENTS = 2**17  # elements per pass: with their magnitudes and flags they fit the cache
+MIN_SAMPLE_SHARE = 0.01  # minimum share of the entries in the sample
+MIN_HITS = 64  # minimum number of sampled entries among the k largest
+SORT_ELEMENTS = 2**14  # below this many entries sorting is as fast
 LEAST, MOST = 0.98, 1.2  # bounds of the number that `roughly` finds, as factors of k
 
 _EIGHT = 0x0101010101010101  # 8 flags that are set
@@ -78,21 +78,21 @@ def threshold_of(x: Tensor, k: int, *, spare: float = 0.0, generator: Generator 
 def above(x: Tensor, threshold: float) -> Tensor:
     """(n,) -> indices int64, ascending, of the entries with a magnitude of at least `threshold`, or NaN."""
     n = x.numel()
-    if x.device.type != "cpu" or n < 2 * BLOCK:
+    if x.device.type != "cpu" or n < 2 * BLOCK_ELEMENTS:
         return unset(x.abs() < threshold)
     below = torch.empty(n, dtype=torch.bool)
-    room = torch.empty(BLOCK, dtype=x.dtype)
-    for start in range(0, n, BLOCK):
-        piece = x[start : start + BLOCK]
+    room = torch.empty(BLOCK_ELEMENTS, dtype=x.dtype)
+    for start in range(0, n, BLOCK_ELEMENTS):
+        piece = x[start : start + BLOCK_ELEMENTS]
         # compares into floats and copies them, because torch compares into flags 5 times slower
-        below[start : start + BLOCK].copy_(torch.abs(piece, out=room[: piece.numel()]).lt_(threshold))
+        below[start : start + BLOCK_ELEMENTS].copy_(torch.abs(piece, out=room[: piece.numel()]).lt_(threshold))
     return unset(below)
 
 
 def unset(flags: Tensor) -> Tensor:
     """(n,) bool -> ascending int64 indices of the False entries; fast if these are few."""
     whole = flags.numel() // 8 * 8
-    if flags.device.type != "cpu" or whole < BLOCK or flags.storage_offset() % 8:
+    if flags.device.type != "cpu" or whole < BLOCK_ELEMENTS or flags.storage_offset() % 8:
         return flags.logical_not().nonzero().flatten()
     eights = flags[:whole].view(torch.int64)
     some = eights.ne(_EIGHT).nonzero().flatten()
@@ -110,13 +110,13 @@ def _reaching(x: Tensor, threshold: float) -> Tensor:
 
 def _size(n: int, k: int) -> int:
     """Returns how many entries to sample so that enough of them are among the k largest."""
-    return math.ceil(max(SHARE * n, HITS * n / k))
+    return math.ceil(max(MIN_SAMPLE_SHARE * n, MIN_HITS * n / k))
 
 
 def _samples(x: Tensor, k: int) -> bool:
     """Whether a sample is faster: many entries, and k neither too small nor too large."""
     n = x.numel()
-    return n >= SMALL and 4 * _size(n, k) <= n and 4 * k <= n
+    return n >= SORT_ELEMENTS and 4 * _size(n, k) <= n and 4 * k <= n
 
 
 def _sorted(x: Tensor, k: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from workbench.rank import outlined
 
 BLOCK, LARGE = 2**15, 2**20  # elements per block, doubled for a vector of LARGE elements
-POINT = 23  # bits of the fraction
+FRACTION_BITS = 23  # bits of the fraction
 FACTOR, TERM = 1664525, 1013904223  # Knuth and H. W. Lewis; only the upper bits are used, which are good
 
 
@@ -39,16 +39,19 @@ def dithered(x: Tensor, generator: Generator | None, scale: float = 1.0, top: in
     dither = real.view(torch.int32)  # shares real's storage, to use less cache
     state = torch.empty(-(-n // 2), dtype=torch.int64)
     state = state.random_(-(2**63), None, generator=generator).view(torch.int32)[:n]
-    middle, term = torch.tensor(2 ** (POINT - 1) + 0.5, dtype=torch.float32), torch.tensor(TERM, dtype=torch.int32)
-    low, high = 2 ** (POINT - 1), top * 2**POINT + 2 ** (POINT - 1)
+    middle, term = (
+        torch.tensor(2 ** (FRACTION_BITS - 1) + 0.5, dtype=torch.float32),
+        torch.tensor(TERM, dtype=torch.int32),
+    )
+    low, high = 2 ** (FRACTION_BITS - 1), top * 2**FRACTION_BITS + 2 ** (FRACTION_BITS - 1)
     for part, codes in zip(flat.split(block), out.split(block), strict=True):
         if (m := part.numel()) < n:
             real, whole, dither, state = real[:m], whole[:m], dither[:m], state[:m]
-        torch.add(middle, part, alpha=scale * 2**POINT, out=real)
+        torch.add(middle, part, alpha=scale * 2**FRACTION_BITS, out=real)
         whole.copy_(real).clamp_(low, high)
         torch.add(term, state, alpha=FACTOR, out=state)
-        torch.bitwise_right_shift(state, 32 - POINT, out=dither)  # from -2^22 to 2^22 - 1; `middle` compensates
-        codes.copy_(whole.add_(dither).bitwise_right_shift_(POINT))
+        torch.bitwise_right_shift(state, 32 - FRACTION_BITS, out=dither)  # from -2^22 to 2^22 - 1; `middle` compensates
+        codes.copy_(whole.add_(dither).bitwise_right_shift_(FRACTION_BITS))
     return out.view(x.shape)
 
 

@@ -11,7 +11,7 @@ from workbench.compressors._base import Compressor
 from workbench.compressors.error_feedback import without_feedback
 from workbench.rank import Bucket, Memory, Op, Rank, StrategyError
 
-TRIES = 5  # tries of a compressor with memory on the same values
+MEMORY_TRIES = 5  # tries of a compressor with memory on the same values
 
 
 def tried(compressor: Compressor, bucket: Bucket) -> tuple[Tensor, int]:
@@ -22,7 +22,7 @@ def tried(compressor: Compressor, bucket: Bucket) -> tuple[Tensor, int]:
     """
     of, memory = without_feedback(compressor), Memory()
     lost, sent = _once(of, bucket, memory)
-    for _ in range(TRIES - 1):
+    for _ in range(MEMORY_TRIES - 1):
         if not (memory.parts or memory.buffers):
             break
         again, sent = _once(of, bucket, memory)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from workbench.rank import Rank, outlined
 
-WIDTH = 8  # bytes of a sent length
+LENGTH_BYTES = 8  # bytes of a sent length
 
 
 async def lengths_of(rank: Rank, rows: list[int], like: Tensor, name: str) -> tuple[tuple[int, ...], ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from workbench.compressors._two_hop import packed, unpacked
 from workbench.rank import Bucket, Part
 
-LOW = 0xFFFFFFFF  # the low 32 bits
+LOW_BITS = 0xFFFFFFFF  # the low 32 bits
 
 
 class UnitBlock(NamedTuple):
@@ -91,9 +91,9 @@ def mixed(name: str, index: Tensor) -> Tensor:
     Uses the last steps of MurmurHash3 on whole vectors. The result is independent of buckets and offsets, so a place
     keeps its number when buckets are recut.
     """
-    h = (index * 0x9E3779B1 + zlib.crc32(name.encode())) & LOW
+    h = (index * 0x9E3779B1 + zlib.crc32(name.encode())) & LOW_BITS
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        h = ((h ^ (h >> shift)) * factor) & LOW
+        h = ((h ^ (h >> shift)) * factor) & LOW_BITS
     return h ^ (h >> 16)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from workbench.compressors._low_rank import LEFT_IS_NEWER, Contribution, LowRank, multiply, orthonormal
+from workbench.compressors._low_rank import TURN_NAME, Contribution, LowRank, multiply, orthonormal
 from workbench.rank import Bucket, Memory, Rank
 
 
@@ -43,7 +43,7 @@ class ACPSGD(LowRank):
         return self.rank * (n + m) / 2
 
     async def reduce_owing(self, rank: Rank, bucket: Bucket, memory: Memory) -> Contribution | None:
-        stacks, whole = self.sorted(bucket, memory.parts.get(LEFT_IS_NEWER, ()))
+        stacks, whole = self.sorted(bucket, memory.parts.get(TURN_NAME, ()))
         if not stacks:
             await rank.all_reduce(bucket.data, "sum", bucket.name)
             return None

@@ -16,7 +16,7 @@ from workbench.rank import MOMENTUM, Bucket, Memory, Rank
 from workbench.settings import knob
 
 LOW, HIGH = 0.8, 1.3  # as factors of k: below LOW the threshold falls; above HIGH the largest are taken
-TRIES = 10
+MAX_SEARCHES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def _largest(x: Tensor, density: float, sample: float, generator: Generator | No
     seen = size[torch.randint(n, (few,), generator=generator, device=x.device)] if few < n else size
     wanted = k if few >= n else math.ceil(density * few)
     limit = float(seen.topk(wanted, sorted=False).values.amin())
-    for _ in range(TRIES):
+    for _ in range(MAX_SEARCHES):
         index = ((size >= limit) & (size > 0)).nonzero().flatten()
         if len(index) >= LOW * k or not 0 < limit < math.inf:
             break

@@ -14,7 +14,7 @@ from workbench.compressors._range import within
 from workbench.compressors.error_feedback import ErrorFeedback
 from workbench.rank import outlined
 
-BLOCK = 256
+BLOCK_ELEMENTS = 256
 _LEVELS = torch.tensor([0.0, *(2.0**k for k in range(-6, 1))])
 _BOUNDS = (_LEVELS[:-1] + _LEVELS[1:]) / 2  # from this bound on the next level is nearer
 _VALUES = torch.cat([_LEVELS, -_LEVELS])  # by code: bit 3 is the sign
@@ -22,7 +22,7 @@ _VALUES = torch.cat([_LEVELS, -_LEVELS])  # by code: bit 3 is the sign
 
 def nbytes(n: int) -> int:
     """Returns the bytes of n encoded elements."""
-    return 4 * -(-n // BLOCK) + -(-n // 2)
+    return 4 * -(-n // BLOCK_ELEMENTS) + -(-n // 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,8 @@ class E3M0(Codec):
     @outlined(lambda self, x: (x.new_empty(nbytes(x.numel()), dtype=torch.uint8),))
     def encode(self, x: Tensor) -> Payload:
         """The blocks' scales, then the codes, 2 per byte, the first in the lower half."""
-        n, blocks = x.numel(), -(-x.numel() // BLOCK)
-        cut = pad(x.flatten().float(), (0, blocks * BLOCK - n)).view(blocks, BLOCK)
+        n, blocks = x.numel(), -(-x.numel() // BLOCK_ELEMENTS)
+        cut = pad(x.flatten().float(), (0, blocks * BLOCK_ELEMENTS - n)).view(blocks, BLOCK_ELEMENTS)
         size = cut.abs()
         scale = size.amax(-1)
         scale = torch.where(scale.isfinite(), scale, torch.nan)
@@ -72,9 +72,9 @@ class E3M0(Codec):
 
     @outlined(lambda self, payload, like: like.new_empty(like.shape))
     def decode(self, payload: Payload, like: Tensor) -> Tensor:
-        n, head = like.numel(), 4 * -(-like.numel() // BLOCK)
+        n, head = like.numel(), 4 * -(-like.numel() // BLOCK_ELEMENTS)
         scale = payload[0][:head].clone().view(torch.float32)
         codes = payload[0][head:]
         code = torch.stack([codes & 15, codes >> 4], -1).flatten()[:n]
-        out = _VALUES.to(codes.device)[code.long()] * scale.repeat_interleave(BLOCK)[:n]
+        out = _VALUES.to(codes.device)[code.long()] * scale.repeat_interleave(BLOCK_ELEMENTS)[:n]
         return within(out, like.dtype).view(like.shape)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._base import Compressor, inside
-from workbench.compressors._ratio import RATIOS, Way, ratio, ways
+from workbench.compressors._ratio import RATIO_KNOBS, Way, ratio, ways
 from workbench.compressors._split import by_part, gathered_parts, twice
 from workbench.compressors._trial import tried
 from workbench.compressors.error_feedback import ErrorFeedback
@@ -19,7 +19,7 @@ from workbench.compressors.top_k import TopK
 from workbench.rank import Bucket, Memory, Rank, outlined, values_of
 from workbench.settings import knob
 
-BINS = 10_000  # parts into which the allowed error is divided
+ERROR_BINS = 10_000  # parts into which the allowed error is divided
 
 
 class _Row(NamedTuple):
@@ -78,7 +78,7 @@ class LGreCo(Compressor):
         if ratio(self.of) is None:
             return (
                 f"of={self.of}: LGreCo adjusts exactly one ratio, and this compressor has none or several; use a "
-                f"compressor with one of {', '.join(RATIOS)}, such as TopK or PowerSGD"
+                f"compressor with one of {', '.join(RATIO_KNOBS)}, such as TopK or PowerSGD"
             )
         own = [type(c).__name__ for c in inside(self.of) if c.residual and not isinstance(c, ErrorFeedback)]
         if own:
@@ -145,25 +145,25 @@ def cheapest(errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]]
     """
     if not 0 < allowed < inf:
         return None
-    least = torch.zeros(BINS + 1, dtype=torch.float64)  # by the error used so far, the least size
+    least = torch.zeros(ERROR_BINS + 1, dtype=torch.float64)  # by the error used so far, the least size
     taken = []
     for error, size in zip(errors, sizes, strict=True):
-        best, pick = torch.full_like(least, inf), torch.zeros(BINS + 1, dtype=torch.uint8)
+        best, pick = torch.full_like(least, inf), torch.zeros(ERROR_BINS + 1, dtype=torch.uint8)
         for j, (e, s) in enumerate(zip(error, size, strict=True)):
             if e > allowed:
                 continue
-            w = ceil(e / allowed * BINS)
-            better = (with_it := least[: BINS + 1 - w] + s) < best[w:]
+            w = ceil(e / allowed * ERROR_BINS)
+            better = (with_it := least[: ERROR_BINS + 1 - w] + s) < best[w:]
             best[w:] = torch.where(better, with_it, best[w:])
             pick[w:][better] = j
         least = best
         taken.append(pick)
-    if least[BINS] == inf:
+    if least[ERROR_BINS] == inf:
         return None
-    left, picks = BINS, []
+    left, picks = ERROR_BINS, []
     for error, pick in zip(reversed(errors), reversed(taken), strict=True):
         picks.append(int(pick[left]))
-        left -= ceil(error[picks[-1]] / allowed * BINS)
+        left -= ceil(error[picks[-1]] / allowed * ERROR_BINS)
     return picks[::-1]
 
 

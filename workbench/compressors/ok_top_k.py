@@ -22,7 +22,7 @@ Lengths = tuple[tuple[int, ...], ...]
 
 FEW, MANY = 0.75, 1.25  # factors of k: beyond them a reused threshold moves
 LOCAL, LOWER, RAISE = 1.012, 1.01, 1.008  # factors of a move: a rank's own either way, the common one down and up
-STALE = 2.0  # beyond k / 2 and 2 k a threshold is searched again
+STALE_FACTOR = 2.0  # beyond k / 2 and 2 k a threshold is searched again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,13 +204,13 @@ def _above(size: Tensor, limit: float) -> Tensor:
 def _largest(size: Tensor, limit: float, k: int) -> Tensor:
     """As `_above`, but only k of them if far too many are equal."""
     index = _above(size, limit)
-    if len(index) <= STALE * k:
+    if len(index) <= STALE_FACTOR * k:
         return index
     return size.sort(descending=True, stable=True).indices[:k].sort().values
 
 
 def _stale(count: int, k: int) -> bool:
-    return not k / STALE <= count <= k * STALE
+    return not k / STALE_FACTOR <= count <= k * STALE_FACTOR
 
 
 def _moved(limit: float, count: int, k: int, lower: float, higher: float) -> float:

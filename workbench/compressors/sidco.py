@@ -16,9 +16,9 @@ from workbench.compressors.error_feedback import ErrorFeedback
 from workbench.rank import Bucket, Memory
 from workbench.settings import knob
 
-FIRST = 0.25  # the share that the first of several fits aims at
-EVERY = 5  # exchanges between judgements of the number of fits
-WITHIN = 0.2  # tolerated relative error of the sent share
+FIRST_SHARE = 0.25  # the share that the first of several fits aims at
+JUDGE_INTERVAL = 5  # exchanges between judgements of the number of fits
+SHARE_TOLERANCE = 0.2  # tolerated relative error of the sent share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +89,9 @@ class SIDCo(Sparse):
         count = size.numel()
         if count <= wanted:
             return 0.0
-        if stages == 1 or wanted >= FIRST * count:
+        if stages == 1 or wanted >= FIRST_SHARE * count:
             return _FITS[self.fit](size, wanted / count)
-        t = _FITS[self.fit](size, FIRST)
+        t = _FITS[self.fit](size, FIRST_SHARE)
         later = _exponential if self.fit == "exponential" else _pareto
         for left in range(stages - 1, 0, -1):
             over = size[above(size, t)]
@@ -105,9 +105,9 @@ class SIDCo(Sparse):
 def _judged(stages: int, ratios: tuple[float, ...], ratio: float, density: float) -> tuple[int, tuple[float, ...]]:
     """Returns the number of fits, and the ratios of sent to wanted entries since the last judgement."""
     ratios = (*ratios, ratio)
-    if len(ratios) < EVERY:
+    if len(ratios) < JUDGE_INTERVAL:
         return stages, ratios
-    off = abs(sum(ratios) / EVERY - 1) > WITHIN
+    off = abs(sum(ratios) / JUDGE_INTERVAL - 1) > SHARE_TOLERANCE
     return min(stages + off, max(2, math.ceil(-math.log2(density)))), ()
 
 

@@ -11,8 +11,8 @@ from statistics import median
 from typing import Any
 
 SHARES = {"forward": 0.3, "backward": 0.6, "update": 0.1}  # of a step's compute under a `pace`
-LATE = 1.2  # times the pace's time: beyond this a pace is not met
-AGAIN = 1.25  # times the last reported value, for another report
+LATE_FACTOR = 1.2  # times the pace's time: beyond this a pace is not met
+REPORT_FACTOR = 1.25  # times the last reported value, for another report
 
 
 def lasts(asked: float, computed: float, factor: float = 1.0) -> float:
@@ -52,14 +52,14 @@ class Kept:
             self._last.append(took / asked)
         if len(self._last) < self.STEPS:
             return None
-        if not self._said and max(self._last) <= LATE:  # then the median is not late either
+        if not self._said and max(self._last) <= LATE_FACTOR:  # then the median is not late either
             return None
         middle = median(self._last)
         takes = asked * middle
         known = self._said if self._is_same else 0.0
-        if middle <= ((1 + LATE) / 2 if known else LATE):
+        if middle <= ((1 + LATE_FACTOR) / 2 if known else LATE_FACTOR):
             return self._withdrawn("the pace is met")
-        if not asked or known / AGAIN < takes < known * AGAIN:
+        if not asked or known / REPORT_FACTOR < takes < known * REPORT_FACTOR:
             return None
         self._said, self._is_same = takes, True
         text = f"pace not met: compute takes {takes * 1e3:.3g} ms, the pace asks for {asked * 1e3:.3g} ms"

@@ -8,7 +8,7 @@ from workbench.rank.awaitables import Op
 from workbench.rank.bucket import Bucket
 from workbench.rank.errors import StrategyError
 
-KEPT = ("parameters", "gradients", "optimizer state")  # of a bucket, can leave the device
+OFFLOADABLE = ("parameters", "gradients", "optimizer state")  # of a bucket, can leave the device
 
 
 class Elsewhere:
@@ -37,8 +37,10 @@ class Elsewhere:
         return self._kept("fetch", shard, what, to, "device", keep)
 
     def _kept(self, verb: str, shard: Bucket, what: str, to: str, other: str, *rest: Any) -> Op:
-        if what not in KEPT or to not in ("host", other):
-            raise StrategyError(f"{verb} of {what!r} to {to!r}: of {', '.join(map(repr, KEPT))} to 'host' or {other!r}")
+        if what not in OFFLOADABLE or to not in ("host", other):
+            raise StrategyError(
+                f"{verb} of {what!r} to {to!r}: of {', '.join(map(repr, OFFLOADABLE))} to 'host' or {other!r}"
+            )
         op = Op(verb, shard, what, to, *rest)
         op.measures = self.phase == "evaluation"
         return op

@@ -11,8 +11,8 @@ import torch
 
 from workbench.settings import KnobError
 
-CLOSE = 1e-6  # tolerance for the sum of a row or a column
-LIKE = "'0-1 1-2 2-0', or p rows of p weights such as '1/2 1/2; 1/2 1/2'"
+SUM_TOLERANCE = 1e-6  # tolerance for the sum of a row or a column
+EXAMPLE_EDGES = "'0-1 1-2 2-0', or p rows of p weights such as '1/2 1/2; 1/2 1/2'"
 
 _PAIR = re.compile(r"(\d+)\s*([->])\s*(\d+)")
 
@@ -88,7 +88,7 @@ def _rows(text: str, size: int) -> tuple[tuple[float, ...], ...]:
     try:
         rows = tuple(tuple(float(Fraction(word)) for word in line) for line in lines)
     except (ValueError, ZeroDivisionError):
-        raise _wrong(text, f"must be edges such as {LIKE}") from None
+        raise _wrong(text, f"must be edges such as {EXAMPLE_EDGES}") from None
     if [len(row) for row in rows] != [size] * size:
         raise _wrong(
             text,
@@ -102,7 +102,7 @@ def _rows(text: str, size: int) -> tuple[tuple[float, ...], ...]:
 
 
 def _add_up(text: str, sums: list[tuple[str, int, float]], rule: str) -> None:
-    off = [f"{what} {number} adds up to {total:.6g}" for what, number, total in sums if abs(total - 1) > CLOSE]
+    off = [f"{what} {number} adds up to {total:.6g}" for what, number, total in sums if abs(total - 1) > SUM_TOLERANCE]
     if off:
         raise _wrong(text, f"{', '.join(off)}; {rule}")
 

@@ -17,7 +17,7 @@ from workbench.strategies._server import leaves_none
 from workbench.strategies._shadow import Shadowing
 from workbench.strategies._tables import Rows, joined, parted, put, tables_in, without
 
-NONE = torch.empty(0, dtype=torch.int64)
+NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
 class Ask(IntEnum):
@@ -116,7 +116,7 @@ class Embeddings(Shadowing):
         """Returns, by server, the rows to request of each of its tables."""
         found: dict[int, Rows] = {}
         for k, name in enumerate(rank.tables):
-            found.setdefault(self.owner(k, rank.size), {})[name] = rows.get(name, NONE)
+            found.setdefault(self.owner(k, rank.size), {})[name] = rows.get(name, NO_ROWS)
         return found
 
     async def _serve(self, rank: Rank, state: Any) -> None:

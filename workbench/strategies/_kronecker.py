@@ -14,8 +14,11 @@ from torch import Tensor
 
 from workbench.rank import Bucket, Factors, Memory, outlined
 
-INPUTS, OUTPUTS = "inputs", "outputs"  # buffers of a Memory, by weight: the factors; with INVERSE, their inverses
-INVERSE = " inverse"
+INPUTS, OUTPUTS = (
+    "inputs",
+    "outputs",
+)  # buffers of a Memory, by weight: the factors; with INVERSE_SUFFIX, their inverses
+INVERSE_SUFFIX = " inverse"
 
 
 class Layer(NamedTuple):
@@ -99,12 +102,15 @@ def invert(memory: Memory, layer: Layer, damping: float) -> tuple[Tensor, Tensor
 def keep(memory: Memory, layer: Layer, pair: tuple[Tensor, Tensor]) -> None:
     """Stores a layer's inverses."""
     for name, matrix in zip((INPUTS, OUTPUTS), pair, strict=True):
-        memory.parts.setdefault(name + INVERSE, {})[layer.weight] = matrix
+        memory.parts.setdefault(name + INVERSE_SUFFIX, {})[layer.weight] = matrix
 
 
 def preconditioned(memory: Memory, layer: Layer, gradient: Tensor) -> Tensor:
     """Returns G^-1 gradient A^-1, (o, i)."""
-    left, right = memory.parts[OUTPUTS + INVERSE][layer.weight], memory.parts[INPUTS + INVERSE][layer.weight]
+    left, right = (
+        memory.parts[OUTPUTS + INVERSE_SUFFIX][layer.weight],
+        memory.parts[INPUTS + INVERSE_SUFFIX][layer.weight],
+    )
     return left @ gradient.to(left.dtype) @ right
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from workbench.rank import Rank, as_real, outlined, values_of
 
-MOMENTUM = ("keep", "average", "zero")
+MOMENTUM_CHOICES = ("keep", "average", "zero")
 
 
 async def combine_slots(rank: Rank, momentum: str) -> None:

@@ -9,7 +9,7 @@ from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._outer import Outer, OuterState, handed, outer_step, taken
-from workbench.strategies._slots import MOMENTUM, combine_slots
+from workbench.strategies._slots import MOMENTUM_CHOICES, combine_slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,9 @@ class BMUF(Strategy):
     eta: float = knob(0.75, 0.0, 0.99, doc="eta, the block momentum: decay rate of the outer update; 1 - 1/p is usual")
     zeta: float = knob(1.0, 0.0, 2.0, doc="zeta, the block learning rate: factor on the mean displacement")
     form: str = knob("classical", choices=("classical", "nesterov"), doc="classical or Nesterov block momentum")
-    buffers: str = knob("keep", choices=MOMENTUM, doc="what happens to the inner optimizer's state after a block")
+    buffers: str = knob(
+        "keep", choices=MOMENTUM_CHOICES, doc="what happens to the inner optimizer's state after a block"
+    )
 
     moves_frozen: ClassVar[bool] = True
     alike: ClassVar[bool] = True

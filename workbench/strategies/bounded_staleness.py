@@ -10,7 +10,7 @@ from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._server import Copies, answer, dense_only, post, taken, tell, told
 
-FREE = 64  # the end of the scale of `bound`; it stands for infinity
+UNBOUNDED = 64  # the end of the scale of `bound`; it stands for infinity
 
 
 class _State(Copies):
@@ -53,7 +53,9 @@ class BoundedStaleness(Strategy):
     Distributed ML at Scale through Parameter Server Consistency Models", AAAI 2015, https://arxiv.org/abs/1410.8043
     """
 
-    bound: int = knob(3, 0, FREE, unit="iterations", doc=f"s: largest lead over the slowest rank; {FREE}: no limit")
+    bound: int = knob(
+        3, 0, UNBOUNDED, unit="iterations", doc=f"s: largest lead over the slowest rank; {UNBOUNDED}: no limit"
+    )
     eager: bool = knob(False, doc="fetch in every iteration; false: only if the copy is too old")
 
     lockstep: ClassVar[bool] = False
@@ -67,7 +69,7 @@ class BoundedStaleness(Strategy):
     @property
     def free(self) -> bool:
         """Whether there is no bound."""
-        return self.bound == FREE
+        return self.bound == UNBOUNDED
 
     def propagation(self, size: int) -> int:
         return 0 if self.free else self.bound + 2

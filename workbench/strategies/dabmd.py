@@ -15,9 +15,9 @@ from workbench.strategies._average import average
 from workbench.strategies._base import Strategy
 from workbench.strategies._graph import GRAPHS, Round, hops, mixing_round, refused
 
-MAPS = ("euclidean", "entropic")
-ORDERS = ("step, mix", "mix, step")
-SLACK = 1e-6  # seconds: a batch that ends exactly at the deadline counts
+MIRROR_MAPS = ("euclidean", "entropic")
+STEP_ORDERS = ("step, mix", "mix, step")
+SLACK_SECONDS = 1e-6  # seconds: a batch that ends exactly at the deadline counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +66,16 @@ class DABMD(Strategy):
 
     window: float = knob(50.0, 0.1, 60_000.0, unit="ms", log=True, doc="T: computing time of every rank in a round")
     most: int = knob(64, 1, 4096, unit="batches", log=True, doc="largest number of batches of a rank in a round")
-    mirror: str = knob(MAPS[0], choices=MAPS, doc="the mirror map: plain steps, or multiplicative ones on a simplex")
+    mirror: str = knob(
+        MIRROR_MAPS[0], choices=MIRROR_MAPS, doc="the mirror map: plain steps, or multiplicative ones on a simplex"
+    )
     graph: str = knob("ring", choices=GRAPHS, doc="graph of neighbours; exponential: one other rank in each round")
     edges: str = knob("", doc="a graph of your own instead, '0-1 1-2 2-0', or rows of weights, '0.5 0.5; 0.5 0.5'")
     rounds: int = knob(1, 1, 64, log=True, doc="K: mixings with the neighbours per step")
     weighted: bool = knob(True, doc="weight neighbours by their number of batches")
-    order: str = knob(ORDERS[0], choices=ORDERS, doc="what comes first in a round, the rank's step or the mixing")
+    order: str = knob(
+        STEP_ORDERS[0], choices=STEP_ORDERS, doc="what comes first in a round, the rank's step or the mixing"
+    )
     decay: float = knob(0.0, 0.0, 1.0, doc="a: the step of round t is lr / t^a; 0: lr")
 
     periodic: ClassVar[bool] = True
@@ -107,7 +111,7 @@ class DABMD(Strategy):
             bucket.data.div_(done * (rank.step + 1) ** self.decay)
         await rank.sample("batches", done)
         weight = float(done if self.weighted else 1)
-        if self.order == ORDERS[0]:
+        if self.order == STEP_ORDERS[0]:
             await self._descend(rank)
             await self._agree(rank, weight)
         else:
@@ -134,7 +138,7 @@ class DABMD(Strategy):
     async def _compute(self, rank: Rank) -> int:
         """Adds up gradients until the deadline and returns the number of batches."""
         now = await rank.clock()
-        deadline, lasted, done = now + self.window * 1e-3 + SLACK, 0.0, 0
+        deadline, lasted, done = now + self.window * 1e-3 + SLACK_SECONDS, 0.0, 0
         while not done or (done < self.most and now + lasted <= deadline):
             await rank.forward()
             await rank.backward()

@@ -11,7 +11,7 @@ from workbench.strategies._average import average
 from workbench.strategies._base import Strategy
 from workbench.strategies._graph import GRAPHS, Round, hops, mixing_round, refused
 
-ORDERS = ("combine-then-adapt", "adapt-then-combine")
+STEP_ORDERS = ("combine-then-adapt", "adapt-then-combine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,9 @@ class Gossip(Strategy):
     graph: str = knob("ring", choices=GRAPHS, doc="graph of neighbours; exponential: one other rank in each round")
     edges: str = knob("", doc="a graph of your own instead, '0-1 1-2 2-0', or rows of weights, '0.5 0.5; 0.5 0.5'")
     mix: float = knob(1.0, 0.0, 1.0, doc="mixing rate: from the rank's own value (0) to the neighbourhood's mean (1)")
-    order: str = knob(ORDERS[0], choices=ORDERS, doc="mix before the update, during the gradient, or after the update")
+    order: str = knob(
+        STEP_ORDERS[0], choices=STEP_ORDERS, doc="mix before the update, during the gradient, or after the update"
+    )
     every: int = knob(1, 1, 256, unit="steps", log=True, doc="steps between two rounds of mixing")
 
     periodic: ClassVar[bool] = True

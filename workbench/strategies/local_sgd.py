@@ -11,7 +11,7 @@ from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._copies import copies
 from workbench.strategies._former import LOCAL_SGD, local_sgd
-from workbench.strategies._slots import MOMENTUM, combine_slots
+from workbench.strategies._slots import MOMENTUM_CHOICES, combine_slots
 
 
 class LocalState:
@@ -45,7 +45,9 @@ class LocalSGD(Strategy):
     """
 
     every: int = knob(8, 1, 256, unit="steps", log=True, doc="H: steps each rank trains alone between averagings")
-    momentum: str = knob("keep", choices=MOMENTUM, doc="what happens to each rank's optimizer state at an averaging")
+    momentum: str = knob(
+        "keep", choices=MOMENTUM_CHOICES, doc="what happens to each rank's optimizer state at an averaging"
+    )
 
     alike: ClassVar[bool] = True
     periodic: ClassVar[bool] = True

@@ -15,7 +15,7 @@ from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._mean import mean_of_all
 
-ENOUGH = 0.1  # Armijo's rule: share of the decrease promised by the slope that a step length must reach
+MIN_DECREASE = 0.1  # Armijo's rule: share of the decrease promised by the slope that a step length must reach
 
 
 class _State:
@@ -142,7 +142,7 @@ class Newton(Strategy):
         found = await rank.all_reduce(torch.cat(losses), "mean", "tries")
         slope = float(values_of(_dot(direction, grads), otherwise=0.0))
         first, *others = values_of(found, otherwise=0.0).tolist()
-        good = (s for s, f in zip(lengths, others, strict=True) if f <= first + ENOUGH * s * slope)
+        good = (s for s, f in zip(lengths, others, strict=True) if f <= first + MIN_DECREASE * s * slope)
         length = next(good, 0.0)
         await rank.sample("step length", length)
         return length

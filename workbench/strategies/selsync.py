@@ -16,8 +16,8 @@ from workbench.strategies._base import Strategy
 from workbench.strategies._examples import injected
 from workbench.strategies._mean import mean_of_all
 
-LONGEST = 1000  # longest window, in steps
-TINY = 1e-30  # smallest divisor, for a norm of zero
+MAX_WINDOW = 1000  # longest window, in steps
+MIN_DIVISOR = 1e-30  # smallest divisor, for a norm of zero
 
 
 class _State:
@@ -28,8 +28,8 @@ class _State:
 
     def __init__(self) -> None:
         self.since = 0
-        self.norms: deque[float] = deque(maxlen=LONGEST)
-        self.changes: deque[float] = deque(maxlen=LONGEST)
+        self.norms: deque[float] = deque(maxlen=MAX_WINDOW)
+        self.changes: deque[float] = deque(maxlen=MAX_WINDOW)
         self.before: float | None = None
 
 
@@ -71,9 +71,9 @@ class SelSync(Strategy):
     aggregate: str = knob(
         "parameters", choices=("parameters", "gradients"), doc="what ranks average when they synchronise"
     )
-    window: int = knob(25, 1, LONGEST, unit="steps", log=True, doc="steps over which the change is averaged")
+    window: int = knob(25, 1, MAX_WINDOW, unit="steps", log=True, doc="steps over which the change is averaged")
     norm_window: int = knob(
-        1, 1, LONGEST, unit="steps", log=True, doc="steps over which gradient norms are averaged first"
+        1, 1, MAX_WINDOW, unit="steps", log=True, doc="steps over which gradient norms are averaged first"
     )
     smoothing: float = knob(0.01, 0.0, 0.9, doc="exponential smoothing: decrease of the weight per older step")
     inject_ranks: float = knob(0.0, 0.0, 1.0, doc="alpha, data injection: share of the ranks that send examples")
@@ -128,7 +128,7 @@ class SelSync(Strategy):
         state.norms.append(float(torch.stack(each).sum()))
         now, before = self._smooth(state.norms, self.norm_window), state.before
         if before is not None:
-            state.changes.append(abs(now - before) / max(before, TINY))
+            state.changes.append(abs(now - before) / max(before, MIN_DIVISOR))
         state.before = now
 
     def _smooth(self, values: Iterable[float], window: int) -> float:

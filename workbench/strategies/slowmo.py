@@ -9,7 +9,7 @@ from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._outer import Outer, OuterState, handed, outer_step, taken
-from workbench.strategies._slots import MOMENTUM, combine_slots
+from workbench.strategies._slots import MOMENTUM_CHOICES, combine_slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,9 @@ class SlowMo(Strategy):
     every: int = knob(4, 1, 256, unit="steps", log=True, doc="tau: steps each rank trains alone between outer steps")
     beta: float = knob(0.5, 0.0, 0.99, doc="beta, the slow momentum: decay rate of the outer update u")
     alpha: float = knob(1.0, 0.0, 2.0, doc="alpha, the slow learning rate: factor on the outer step lr u")
-    buffers: str = knob("keep", choices=MOMENTUM, doc="what happens to the inner optimizer's state after a round")
+    buffers: str = knob(
+        "keep", choices=MOMENTUM_CHOICES, doc="what happens to the inner optimizer's state after a round"
+    )
 
     moves_frozen: ClassVar[bool] = True
     alike: ClassVar[bool] = True

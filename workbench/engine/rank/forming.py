@@ -20,7 +20,7 @@ from workbench.engine.control import membership
 from workbench.engine.control.membership import NotNeeded
 from workbench.engine.wire.collectives import Aborted, Wire, connect_store, is_own_error, is_peer_loss
 from workbench.host.core.answers import KNOWN_KIND, RequestAnswer
-from workbench.host.core.data_positions import NO_INDEX, describe_repeats
+from workbench.host.core.data_positions import NO_INDEX_TEXT, describe_repeats
 from workbench.host.elastic.leaving import StateBefore
 from workbench.host.elastic.voting import NextGeneration, name_ranks
 from workbench.host.placement.canonical_state import RankDisagreement
@@ -88,7 +88,7 @@ def confirm_formed(session: Session) -> None:
         session.mark("members", about, forming.began)
         _answer_undone(session)
         if not session.set_up_already.learner.indexed:
-            session.mark("data", describe_repeats(NO_INDEX))
+            session.mark("data", describe_repeats(NO_INDEX_TEXT))
         for what in forming.to.asked:
             session.inbox.put(what)
     for row in forming.marks:

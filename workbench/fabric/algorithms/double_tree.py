@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from workbench.rank import Group
 
-MOST = 4096  # limit of ranks times pieces, because ordering hops takes time
+MAX_RANK_PIECES = 4096  # limit of ranks times pieces, because ordering hops takes time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class DoubleTree(Algorithm):
         """Returns the k that minimises R = a + b (k-1) rounds: k = sqrt((a-b)/b n/2 beta / alpha)."""
         alpha, beta = alpha_beta(fabric, ranks)
         first, more = _rounds(len(ranks))
-        most = max(1, min(64, MOST // len(ranks)))
+        most = max(1, min(64, MAX_RANK_PIECES // len(ranks)))
         if not alpha:
             return most if first > more else 1
         return max(1, min(most, round(sqrt((first - more) / more * nbytes / 2 * beta / alpha))))

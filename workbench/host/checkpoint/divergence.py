@@ -15,7 +15,7 @@ from workbench.host.passes.pipelining import drain_pipeline
 from workbench.rank import Op
 from workbench.settings import KnobError
 
-MAX_TIMES = 3  # returns to one checkpoint
+MAX_RETURNS = 3  # returns to one checkpoint
 MAX_CHECKPOINTS = 4  # newest ones to try
 FIXED_SETTINGS = (
     "strategy",
@@ -56,8 +56,8 @@ class DivergenceRecovery:
         )
         reason = "there is no checkpoint yet; set save_every, or make one with lab.checkpoint()"
         for step in listed:
-            if step == self._to and self._times >= MAX_TIMES:
-                reason = f"it went back to the checkpoint before step {step} {MAX_TIMES} times, which did not help"
+            if step == self._to and self._times >= MAX_RETURNS:
+                reason = f"it went back to the checkpoint before step {step} {MAX_RETURNS} times, which did not help"
                 break
             saved, mine = self._open_image(step)
             every = await run.gather(int(bool(mine)))

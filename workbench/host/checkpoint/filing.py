@@ -19,8 +19,8 @@ from torch import Tensor
 from workbench.host.checkpoint.image import RankImage
 
 PieceSizes = dict[str, int]  # bytes by hash
-VALUES = "/data/0"  # values' zip entry
-LOCAL = 30  # zip header bytes before the name
+VALUES_ENTRY = "/data/0"  # values' zip entry
+ZIP_HEADER_BYTES = 30  # zip header bytes before the name
 
 
 def hash_pieces(image: RankImage) -> list[list[tuple[str, Tensor]]]:
@@ -85,9 +85,9 @@ def write_pieces(found: list[list[tuple[str, Tensor]]], mine: set[str], file: An
 
 def _find_values(buffer: io.BytesIO) -> int:
     with zipfile.ZipFile(buffer) as archive:
-        at = next(info.header_offset for info in archive.infolist() if info.filename.endswith(VALUES))
-    header = buffer.getbuffer()[at : at + LOCAL]
-    return at + LOCAL + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        at = next(info.header_offset for info in archive.infolist() if info.filename.endswith(VALUES_ENTRY))
+    header = buffer.getbuffer()[at : at + ZIP_HEADER_BYTES]
+    return at + ZIP_HEADER_BYTES + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
 
 
 def make_report(image: RankImage, found: list[list[tuple[str, Tensor]]], places: dict[str, list[Any]],

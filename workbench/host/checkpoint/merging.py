@@ -14,7 +14,7 @@ from torch import Tensor
 
 from workbench.compressors import inside
 from workbench.host.checkpoint.image import RankImage, list_untrained, locate_parameters
-from workbench.host.checkpoint.restore import OUTER, OWED
+from workbench.host.checkpoint.restore import OUTER_MOMENTUM, OWED_RESIDUALS
 from workbench.host.checkpoint.tree import encode_value
 from workbench.host.checkpoint.views import CheckpointView
 from workbench.host.passes.pipelining import drain_pipeline
@@ -48,7 +48,9 @@ async def gather_model(run: CheckpointView) -> tuple[Any, dict[str, str], Shares
     elif run.rank.size > 1:
         await average_tensors(run.rank, [b for _, b in run.model.named_buffers() if b.numel()], "buffers")
     run.experiment = wanted
-    rules = {name: rule for one in inside(was.compressor) for name, rule in one.own.items() if rule in rank_state.MOVED}
+    rules = {
+        name: rule for one in inside(was.compressor) for name, rule in one.own.items() if rule in rank_state.MOVED_RULES
+    }
     shares = {name: {of: x.clone() for of, x in run.rank.memory.buffers[name].items()}
               for name in rules if name in run.rank.memory.buffers}  # fmt: skip
     run.enter_strategy(was, wanted)
@@ -74,7 +76,8 @@ def make_whole_image(run: CheckpointView, momentum: Any, rules: dict[str, str], 
     owed = {rank: inherit_shares(rank, size, rules, shares) for rank in range(size)}
     said["frozen"] = run.layout.frozen_names
     rest = {"groups": read_settings(optimizer), "others": {}, "rate": vars(run.rate), "first": run.finite.first,
-            "more": {OUTER: momentum, OWED: {rank: found for rank, found in owed.items() if found}}}  # fmt: skip
+            "more": {OUTER_MOMENTUM: momentum,
+                     OWED_RESIDUALS: {rank: found for rank, found in owed.items() if found}}}  # fmt: skip
     for name, x in rest.items():
         said[name] = encode_value(x, image.add_own, name)
     return image

@@ -16,7 +16,7 @@ from workbench.host.checkpoint.tree import UnsavableValue
 from workbench.host.core.views import RankView
 from workbench.host.transfer.handover import average_tensors
 
-KIND = "model"  # of a checkpoint
+MODEL_KIND = "model"  # of a checkpoint
 
 
 async def make_model_image(run: RankView) -> RankImage:

@@ -26,7 +26,7 @@ from workbench.host.placement.slices import StridedSlice
 from workbench.host.placement.spread import find_spread
 from workbench.host.reconfigure.changes import has_foreign_residuals
 from workbench.host.transfer.boundary import list_held_slices, widen_slices
-from workbench.host.transfer.rank_state import MOVED
+from workbench.host.transfer.rank_state import MOVED_RULES
 from workbench.host.transfer.shards import ShardLayout
 from workbench.rank import Memory, can_average
 
@@ -105,7 +105,7 @@ def _load_whole_state(run: RankView, was: Experiment, images: Sequence[RestoredS
 def _inherit_residuals(run: RankView, was: Experiment, images: Sequence[RestoredState]) -> None:
     e, kept = run.experiment, {c.residual for c in inside(run.experiment.compressor) if c.residual}
     rules = {name: rule for one in inside(was.compressor) for name, rule in one.own.items()
-             if rule in MOVED and name in kept}  # fmt: skip
+             if rule in MOVED_RULES and name in kept}  # fmt: skip
     if not rules or has_foreign_residuals(was, e):
         return
     spread, params = find_spread(was, run.model, run.learner), {place.name: place.param for place in run.layout.order}

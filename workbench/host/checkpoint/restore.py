@@ -16,7 +16,7 @@ from workbench.compressors import inside
 from workbench.host.checkpoint.image import list_untrained, locate_parameters
 from workbench.host.checkpoint.tree import ValueDecoder
 from workbench.host.checkpoint.views import CheckpointView
-from workbench.host.core.data_positions import NO_INDEX, describe_repeats
+from workbench.host.core.data_positions import NO_INDEX_TEXT, describe_repeats
 from workbench.host.core.views import RankView
 from workbench.host.memory.batches import Numbers, ReaderPosition
 from workbench.host.memory.budget import OutOfMemory
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MISFIT_ERRORS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 CLEAR_ERRORS = (OutOfMemory, torch.OutOfMemoryError)  # their cause is clear
 MACHINE_ERRORS = ("can't allocate memory", "CUDA error", "NCCL error")  # in torch's RuntimeError
-OUTER, OWED = "outer", "owed"  # outer momentum; residuals by heir
+OUTER_MOMENTUM, OWED_RESIDUALS = "outer", "owed"  # outer momentum; residuals by heir
 
 
 class RestoredState:
@@ -99,7 +99,7 @@ class RestoredState:
                 _restore_optimizer(run, self)
                 run.restart_data(self.used)
             if run.rank.id == 0 and not run.learner.indexed:
-                run.mark("data", describe_repeats(NO_INDEX))
+                run.mark("data", describe_repeats(NO_INDEX_TEXT))
 
     async def restore_order(self, run: CheckpointView) -> None:
         """Call it before shards are cut."""
@@ -161,9 +161,9 @@ class RestoredState:
 
     def _restore_inherited(self, run: CheckpointView, reader: ValueDecoder) -> None:
         rank, more = run.rank, reader.decode_value(self.entries["more"])
-        if more[OUTER] is not None:
-            run.experiment.strategy.takes(rank.replicas, run.state, more[OUTER])
-        mine = more[OWED].get(rank.id, {})
+        if more[OUTER_MOMENTUM] is not None:
+            run.experiment.strategy.takes(rank.replicas, run.state, more[OUTER_MOMENTUM])
+        mine = more[OWED_RESIDUALS].get(rank.id, {})
         kept = {c.residual for c in inside(run.experiment.compressor)}
         rank.memory.buffers.update({name: found for name, found in mine.items() if name in kept})
         vars(run.rate).update(_keep_known(reader.decode_value(self.entries["rate"]), vars(run.rate)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from workbench.host.checkpoint.image import RankImage, make_rank_image
-from workbench.host.checkpoint.model_export import KIND, make_model_image
+from workbench.host.checkpoint.model_export import MODEL_KIND, make_model_image
 from workbench.host.checkpoint.restore import RestoredState
 from workbench.host.checkpoint.tree import UnsavableValue
 from workbench.host.checkpoint.views import CheckpointView
@@ -177,7 +177,7 @@ class Checkpointer:
             [change.plain() | {"at_step": change.at_step} for change in changes]
             for changes in (to_come, run.steering.made)
         )
-        kind = KIND if run.experiment.task.leads else "ranks"
+        kind = MODEL_KIND if run.experiment.task.leads else "ranks"
         trial = run.reading.trial if run.reading.sharded else None
         return {"kind": kind, "step": step, "ranks": run.rank.size, "experiment": run.experiment.plain(),
                 "held_out": run.held_out, "asked": asked, "planned": planned, "made": made,

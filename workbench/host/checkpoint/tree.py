@@ -20,9 +20,17 @@ from torch import Generator, Tensor
 
 from workbench.rank import Memory
 
-PLAIN = (bool, int, float, str, type(None))
-LISTS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-ROOMS = ("strategies", "compressors", "optimizers", "policies", "partitions", "rank", "settings")  # of workbench
+PLAIN_TYPES = (bool, int, float, str, type(None))
+LIST_TYPES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+SAVED_PACKAGES = (
+    "strategies",
+    "compressors",
+    "optimizers",
+    "policies",
+    "partitions",
+    "rank",
+    "settings",
+)  # of workbench
 Keep = Callable[[Tensor], int]
 
 
@@ -36,13 +44,13 @@ def encode_value(x: Any, keep: Keep, where: str) -> Any:
     keep:  stores a tensor and returns its number
     where: the name of `x`
     """
-    if type(x) in PLAIN:
+    if type(x) in PLAIN_TYPES:
         return x
     if isinstance(x, Tensor):
         return {"tensor": keep(x)}
     if isinstance(x, np.generic):
         return x.item()
-    for kind, of in LISTS.items():
+    for kind, of in LIST_TYPES.items():
         if type(x) is of:
             every = sorted(x, key=repr) if kind.endswith("set") else x
             return {kind: [encode_value(one, keep, f"{where}[]") for one in every]}
@@ -119,16 +127,16 @@ class ValueDecoder:
 
     def decode_value(self, said: Any) -> Any:
         """Raises ValueError if `said` is invalid."""
-        if type(said) in PLAIN:
+        if type(said) in PLAIN_TYPES:
             return said
         if not isinstance(said, dict) or not said:
             raise ValueError("it holds a list where a kind of value must be named")
         kind = next(iter(said))
-        if kind in LISTS:
-            return LISTS[kind](map(self.decode_value, self._require_list(said, kind)))
-        if kind not in READ:
+        if kind in LIST_TYPES:
+            return LIST_TYPES[kind](map(self.decode_value, self._require_list(said, kind)))
+        if kind not in DECODERS:
             raise ValueError(f"it holds a {kind!r}, which is no kind of value")
-        return getattr(self, READ[kind])(said)
+        return getattr(self, DECODERS[kind])(said)
 
     def _require_list(self, said: dict[str, Any], kind: str) -> list[Any]:
         if not isinstance(said[kind], list):
@@ -202,7 +210,7 @@ class ValueDecoder:
     def _find_class(self, name: Any) -> type:
         module, _, path = str(name).partition(":")
         package, _, room = module.partition(".")
-        known = module in self._modules or (package == "workbench" and room.split(".")[0] in ROOMS)
+        known = module in self._modules or (package == "workbench" and room.split(".")[0] in SAVED_PACKAGES)
         if known and module in sys.modules and all(part.isidentifier() for part in path.split(".")):
             try:
                 found = reduce(_get_member, path.split("."), sys.modules[module])
@@ -217,7 +225,7 @@ def _get_member(of: Any, name: str) -> Any:
     return vars(of)[name]
 
 
-READ = {
+DECODERS = {
     "tensor": "_decode_tensor",
     "dict": "_decode_dict",
     "counter": "_decode_counter",

@@ -19,7 +19,7 @@ class RequestAnswer(NamedTuple):
 
 Done = dict[str, Sequence[Any] | None]  # latest requests by name
 KNOWN_KIND = "known"  # carries another request's RequestAnswer
-NAMES, ANSWERS = 256, 16  # kept names, and RequestAnswers
+MAX_NAMES, MAX_ANSWERS = 256, 16  # kept names, and RequestAnswers
 
 
 def remember_answer(done: Done, name: str, answer: RequestAnswer | None) -> None:
@@ -27,7 +27,7 @@ def remember_answer(done: Done, name: str, answer: RequestAnswer | None) -> None
     done.pop(name, None)
     done[name] = answer
     names = list(done)
-    if len(names) > ANSWERS:
-        done[names[-ANSWERS - 1]] = None
-    for old in names[:-NAMES]:
+    if len(names) > MAX_ANSWERS:
+        done[names[-MAX_ANSWERS - 1]] = None
+    for old in names[:-MAX_NAMES]:
         del done[old]

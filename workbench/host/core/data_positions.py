@@ -43,4 +43,4 @@ def describe_repeats(why: str) -> dict[str, str]:
     return {"text": f"{why}, so examples may come again or be left out"}
 
 
-NO_INDEX = "the data begin anew on every rank, for they go on from no place in an order that all have in common"
+NO_INDEX_TEXT = "the data begin anew on every rank, for they go on from no place in an order that all have in common"

@@ -16,7 +16,7 @@ from workbench.rank import Memory
 
 BY_BUCKET = "by bucket"  # dicts by bucket
 UNDECLARED = "undeclared"
-SAID = {
+RULE_TEXTS = {
     UNDECLARED: "was dropped, for nobody declares it",
     "sum": "was brought to those whom it is for",
     "mean": "became the ranks' mean",
@@ -72,5 +72,5 @@ def _describe_rules(owner: str, rules: dict[str, str], to: str = "") -> list[str
     by = defaultdict(list)
     for name, said in rules.items():
         by[said].append(name)
-    parts = [f"{', '.join(by[said])} {SAID.get(said, f'goes on under {to}')}" for said in sorted(by)]
+    parts = [f"{', '.join(by[said])} {RULE_TEXTS.get(said, f'goes on under {to}')}" for said in sorted(by)]
     return [f"of what {owner} remembers, {'; '.join(parts)}"] if parts else []

@@ -25,7 +25,7 @@ from workbench.rank import Memory, Rank
 from workbench.tasks import at_rate
 
 RequestState = tuple[list[dict[str, Any]], Done, bool, int]  # as in RankReport
-NOTHING: RequestState = [], {}, False, 0
+NO_REQUESTS: RequestState = [], {}, False, 0
 
 
 def explain_refusal(run: GenerationView, saved: Sequence[int], alive: bool = False) -> str:
@@ -59,8 +59,14 @@ def return_to_boundary(run: GenerationView) -> bool:
     return parts
 
 
-def make_rank_report(run: GenerationView, member: int, parts: bool, saved: Sequence[int], asked: RequestState = NOTHING,
-         process: Sequence[Any] = ()) -> RankReport:  # fmt: skip
+def make_rank_report(
+    run: GenerationView,
+    member: int,
+    parts: bool,
+    saved: Sequence[int],
+    asked: RequestState = NO_REQUESTS,
+    process: Sequence[Any] = (),
+) -> RankReport:
     """Call it after `return_to_boundary`. saved: the steps of checkpoints that the rank sees if it holds `parts`"""
     e, rank, rollback = run.experiment, run.rank, run.rollback
     used = run.reads.list_boundaries(rank.step) if run.reads is not None else ()

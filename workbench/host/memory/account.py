@@ -2,8 +2,8 @@
 
 Samples are called "memory CATEGORY", in bytes: the category's peak in a step. "memory peak" is the device's peak,
 "memory on host" and "memory on disk" are state that a strategy keeps there. A look at activations and gradients costs
-time, so the account looks in the first steps, after a change, and then every LOOK_EVERY steps. It looks at evaluations
-after a change, and as often.
+time, so the account looks in the first steps, after a change, and then every RECOUNT_STEPS steps. It looks at
+evaluations after a change, and as often.
 
 A storage belongs to the first category that has it. The peak assumes that buffers in flight coincide with the worst
 moment. A batch is the last one drawn. Gradients between two nodes of the graph count. Temporaries inside a node or call
@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from workbench.host.memory import memory
-from workbench.host.memory.budget import BETWEEN, EVALUATED, MB, STEP, require_fits
+from workbench.host.memory.budget import MB, WHEN_BETWEEN, WHEN_EVALUATED, WHEN_STEP, require_fits
 from workbench.host.memory.buffers import BufferCounter
 from workbench.host.memory.memory_counts import MemoryCounts, SortedBytes
 from workbench.host.memory.offload import OffloadStore
@@ -32,11 +32,11 @@ from workbench.rank import Memory
 
 CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "batches", "strategy state",
               "compressor state", "buffers in flight", "evaluation")  # fmt: skip
-PASSING = ("gradients", "activations")  # within a step
-ALONE = "evaluation"  # between two steps
-LOOK_EVERY = 32  # steps between looks
+STEP_CATEGORIES = ("gradients", "activations")  # within a step
+EVALUATION_CATEGORY = "evaluation"  # between two steps
+RECOUNT_STEPS = 32  # steps between looks
 FRESH_STEPS = 3  # steps after a change
-NOTICED_SHARE = 0.01  # of a category; smaller changes are not recorded
+MIN_CHANGED_SHARE = 0.01  # of a category; smaller changes are not recorded
 _MadeOf = tuple[bool, int | None, int, int, dict[str, int]]  # a record's key
 
 
@@ -80,7 +80,7 @@ class MemoryAccount:
         self._fresh, self._seen = FRESH_STEPS, None
         self._evaluated, self._evaluated_at = 0, -1
         told = self._record_changes(between=True)
-        self._require_budget(told, BETWEEN)
+        self._require_budget(told, WHEN_BETWEEN)
         self._surge = 0
 
     def note_surge(self, nbytes: int) -> None:
@@ -100,8 +100,8 @@ class MemoryAccount:
         self._held = self._holds
         if not self._run.experiment.eval_every:
             self._evaluated = 0
-            self._write_down(dict.fromkeys([ALONE] if self._written.get(ALONE) else [], 0))
-        self.due = self._fresh > 0 or self._run.rank.step - self._last >= LOOK_EVERY
+            self._write_down(dict.fromkeys([EVALUATION_CATEGORY] if self._written.get(EVALUATION_CATEGORY) else [], 0))
+        self.due = self._fresh > 0 or self._run.rank.step - self._last >= RECOUNT_STEPS
         if self.due:
             self._most, self._together, self._inputs, self._told = {}, 0, [], None
 
@@ -113,15 +113,15 @@ class MemoryAccount:
             self._inputs = []
         told = self._record_changes()
         self._step = max(0, (self._held or 0) - (self._holds or 0)), told["buffers in flight"]
-        self._require_budget(told, STEP)
+        self._require_budget(told, WHEN_STEP)
         self.due = False
 
     def _require_budget(self, told: dict[str, int], when: str) -> None:
         run = self._run
         if run.experiment.memory_mb:
             of = {name: told[name] for name in CATEGORIES if name in told}
-            if when != STEP:
-                of = of | dict.fromkeys(PASSING, 0) | {"gradients": self._standing["gradients"]}
+            if when != WHEN_STEP:
+                of = of | dict.fromkeys(STEP_CATEGORIES, 0) | {"gradients": self._standing["gradients"]}
             require_fits(run, told["peak"], of | {"what moves": self._surge}, when)
 
     # -- evaluation --
@@ -129,7 +129,7 @@ class MemoryAccount:
     @property
     def is_evaluation_measured(self) -> bool:
         """Whether the next evaluation is measured: nearly all are like the one before."""
-        return self._evaluated_at < 0 or self._run.rank.step - self._evaluated_at >= LOOK_EVERY
+        return self._evaluated_at < 0 or self._run.rank.step - self._evaluated_at >= RECOUNT_STEPS
 
     @contextmanager
     def measure_evaluation(self, kept: int = 0) -> Iterator[None]:
@@ -174,12 +174,16 @@ class MemoryAccount:
             beyond, moved = self._step
             self._held = None if self._holds is None else self._holds + beyond
         self._recount_standing()
-        told = self._count_between_steps(moved) | {"batches": self._most.get("batches", 0), ALONE: nbytes, "peak": 0}
+        told = self._count_between_steps(moved) | {
+            "batches": self._most.get("batches", 0),
+            EVALUATION_CATEGORY: nbytes,
+            "peak": 0,
+        }
         told["peak"] = sum(told.values())
         self._held, self._told = self._holds, None
         self._evaluated, self._evaluated_at = told["peak"], self._run.rank.step
-        self._write_down({ALONE: nbytes, "peak": told["peak"]})
-        self._require_budget(told, more + EVALUATED)
+        self._write_down({EVALUATION_CATEGORY: nbytes, "peak": told["peak"]})
+        self._require_budget(told, more + WHEN_EVALUATED)
 
     # -- in a step --
 
@@ -282,7 +286,7 @@ class MemoryAccount:
         now["gradients"] = max(room, now["gradients"])
         together = room + self._surge if between else max(self._together, room)
         told = {category: now[category] for category in CATEGORIES if category in now}
-        others = sum(v for k, v in told.items() if k not in PASSING)
+        others = sum(v for k, v in told.items() if k not in STEP_CATEGORIES)
         told["peak"] = others + together
         if self.due or not self._written:
             told |= self._beside()
@@ -294,7 +298,7 @@ class MemoryAccount:
     def _write_down(self, told: dict[str, int]) -> None:
         for name, value in told.items():
             before = self._written.get(name)
-            if before is None or abs(value - before) > NOTICED_SHARE * before:
+            if before is None or abs(value - before) > MIN_CHANGED_SHARE * before:
                 self._written[name] = value
                 self._run.sample(f"memory {name}", value)
 

@@ -10,7 +10,7 @@ from workbench.experiment.memory_hints import suggest_less_memory
 from workbench.host.core.views import RankView
 
 MB = 1e6
-STEP, BETWEEN, EVALUATED = "in a step", "between two steps", "while the model is evaluated"
+WHEN_STEP, WHEN_BETWEEN, WHEN_EVALUATED = "in a step", "between two steps", "while the model is evaluated"
 
 
 class OutOfMemory(RuntimeError):
@@ -42,7 +42,7 @@ class MemoryShortage:
         now:  the experiment in force
         fits: whether a setting fits, if that can be tried
         """
-        ways = ", ".join(suggest_less_memory(self.wanted, self.when != STEP, now, fits))
+        ways = ", ".join(suggest_less_memory(self.wanted, self.when != WHEN_STEP, now, fits))
         return f"{self.said}; take {f'{ways}, or ' if ways else ''}{self.enough}"
 
 
@@ -57,7 +57,7 @@ def require_fits(run: RankView, needed: int, of: Mapping[str, int], when: str) -
         return
     parts = ", ".join(f"{name} {format_mb(nbytes)}" for name, nbytes in of.items() if nbytes >= 0.005 * needed)
     more = f"memory_mb={format_mb(1.05 * needed)}"
-    if when != STEP and (run.rank.step == 0 or not when.endswith(EVALUATED)):
+    if when != WHEN_STEP and (run.rank.step == 0 or not when.endswith(WHEN_EVALUATED)):
         more = f"a memory_mb above {format_mb(needed)}, and a step may take more"
     said = f"memory_mb={limit_mb:g}: rank {rank} needs {format_mb(needed)} MB {when} ({parts})"
     lack = MemoryShortage(e, needed, said, more, when)

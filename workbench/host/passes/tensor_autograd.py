@@ -24,8 +24,8 @@ from workbench.host.passes.coded_exchange import (
 )
 from workbench.rank import Rank
 
-NOTHING = MeetingKind("", "")
-PARTIAL = "gradient partial"  # partial gradients' sum
+NO_MEETING = MeetingKind("", "")
+PARTIAL_NAME = "gradient partial"  # partial gradients' sum
 
 
 class _GroupMeeting(torch.autograd.Function):
@@ -52,12 +52,12 @@ def _apply_meeting(x: Tensor, others: GroupPeers, ahead: MeetingKind, back: Meet
 
 def sum_forward(x: Tensor, others: GroupPeers, name: str) -> Tensor:
     """g: sums over ranks. Each rank gets the same gradient."""
-    return _apply_meeting(x, others, MeetingKind("sum", f"activation {name}"), NOTHING)
+    return _apply_meeting(x, others, MeetingKind("sum", f"activation {name}"), NO_MEETING)
 
 
 def sum_backward(x: Tensor, others: GroupPeers, name: str) -> Tensor:
     """f: sums the gradients of an `x` that is equal on all ranks."""
-    return _apply_meeting(x, others, NOTHING, MeetingKind("sum", f"gradient {name}"))
+    return _apply_meeting(x, others, NO_MEETING, MeetingKind("sum", f"gradient {name}"))
 
 
 def gather_features(x: Tensor, others: GroupPeers, name: str) -> Tensor:
@@ -133,7 +133,7 @@ class _GradientSum(torch.autograd.Function):
         for dtype in dict.fromkeys(grad.dtype for grad in came):
             some = [k for k, grad in enumerate(came) if grad.dtype == dtype]
             flat = torch.cat([came[k].reshape(-1) for k in some])
-            flat = ctx.others.ask(MeetingKind("sum", PARTIAL), flat)
+            flat = ctx.others.ask(MeetingKind("sum", PARTIAL_NAME), flat)
             parts = flat.split([came[k].numel() for k in some])
             for k, part in zip(some, parts, strict=True):
                 came[k] = part.view(came[k].shape)

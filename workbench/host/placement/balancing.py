@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-NEVER = float("inf")
+IMPOSSIBLE = float("inf")
 MAX_KEPT = 50  # cuts per number of parts
 
 Numbers = tuple[float, ...]

@@ -19,10 +19,10 @@ from workbench.host.placement.placement import Held
 from workbench.host.placement.slices import StridedSlice
 
 WORD_BYTES = 4  # with 8 bytes, changes of two elements' highest bits could cancel out
-CHUNK = 1 << 16
+CHUNK_WORDS = 1 << 16
 Words = NDArray[np.uint8 | np.uint16 | np.uint32]
-MASK = 2**63 - 1  # sums are modulo 2 ** 63, to fit an int64
-_WEIGHTS = np.random.Generator(np.random.PCG64(63)).integers(0, 2**64, CHUNK, dtype=np.uint64)
+SUM_MASK = 2**63 - 1  # sums are modulo 2 ** 63, to fit an int64
+_WEIGHTS = np.random.Generator(np.random.PCG64(63)).integers(0, 2**64, CHUNK_WORDS, dtype=np.uint64)
 
 
 def compute_checksum(state: Mapping[str, Tensor], held: Held | None = None) -> int:
@@ -41,7 +41,7 @@ def compute_checksum(state: Mapping[str, Tensor], held: Held | None = None) -> i
                 length = s.length * each
                 total += _sum_words(words[at : at + length], (s.start + k * s.stride) * each, seed)
                 at += length
-    return total & MASK
+    return total & SUM_MASK
 
 
 def _view_words(x: Tensor) -> Words:
@@ -53,8 +53,8 @@ def _sum_words(words: Words, start: int, seed: int) -> int:
     """start: the first word's number"""
     total = at = 0
     while at < words.size:
-        chunk, low = divmod(start + at, CHUNK)
-        part = words[at : at + CHUNK - low]
+        chunk, low = divmod(start + at, CHUNK_WORDS)
+        part = words[at : at + CHUNK_WORDS - low]
         weights = _WEIGHTS[low : low + part.size]
         total += int((part * weights).sum(dtype=np.uint64)) * _mix_bits(seed + chunk)
         at += part.size

@@ -17,7 +17,7 @@ from workbench.host.placement.slices import StridedSlice, refine_slices
 from workbench.rank import Rank
 
 State = dict[str, Tensor]  # a rank's tensors by name, flat
-WIDEST = 16  # bytes of complex128, the widest dtype
+MAX_ELEMENT_BYTES = 16  # bytes of complex128, the widest dtype
 
 
 async def move_state(rank: Rank, state: Mapping[str, Tensor], was: Placement, to: Placement, alive: Collection[int],
@@ -82,7 +82,7 @@ def _unpack_transfers(row: Tensor, transfers: Iterable[Transfer], given: State, 
     if row.is_meta:
         return
     at = 0
-    row = row.clone() if row.storage_offset() % WIDEST else row
+    row = row.clone() if row.storage_offset() % MAX_ELEMENT_BYTES else row
     for t in transfers:
         new = given[t.name]
         end = at + t.slice.element_count * new.element_size()

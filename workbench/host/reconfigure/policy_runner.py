@@ -23,8 +23,8 @@ from workbench.policies import Policy, Seen
 from workbench.settings import Change, KnobError, resolved, to_plain
 from workbench.settings.describe_error import said
 
-KEPT = ("steps", "_noted", "_state", "_known", "_held", "_refused", "_said")  # in a checkpoint
-FAILURES = (Exception, SystemExit)  # only KeyboardInterrupt may end the process
+SAVED_ATTRIBUTES = ("steps", "_noted", "_state", "_known", "_held", "_refused", "_said")  # in a checkpoint
+POLICY_ERRORS = (Exception, SystemExit)  # only KeyboardInterrupt may end the process
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ class PolicyRunner:
 
     def kept(self) -> dict[str, Any]:
         """Returns state for a checkpoint, without `made`, which is equal on all ranks."""
-        return {name: getattr(self, name) for name in KEPT} | {"next": self._next and self._next.at_step}
+        return {name: getattr(self, name) for name in SAVED_ATTRIBUTES} | {"next": self._next and self._next.at_step}
 
     def restore_state(self, kept: dict[str, Any], made: list[Change]) -> None:
         """Call it after `plan_first`."""
         following, self.made, self._after = kept.pop("next"), made, [-1] * len(made)
-        vars(self).update({name: kept[name] for name in KEPT})
+        vars(self).update({name: kept[name] for name in SAVED_ATTRIBUTES})
         if self._next is not None and following is not None:
             self._plan_tick(following - 1, following)
 
@@ -123,7 +123,7 @@ class PolicyRunner:
         """Returns the next look's step; by `look_every` if the policy fails."""
         try:
             at = int(policy.next_look(self.run.experiment, after))
-        except FAILURES as error:
+        except POLICY_ERRORS as error:
             self._mark_once(
                 "next_look", f"its next_look failed with {said(error)}; it looks every {policy.look_every} steps"
             )
@@ -217,7 +217,7 @@ class PolicyRunner:
                     "blind", f"no rank has told of {' or '.join(seen.numbers)} yet; it waits until one does"
                 )
             return json.dumps(wanted)
-        except FAILURES as error:
+        except POLICY_ERRORS as error:
             text = (
                 f"{name} failed at step {seen.step} with {said(error)}; it is put off, and training "
                 f"goes on without it; policy.paused=false lets it try again"

@@ -24,10 +24,10 @@ from workbench.settings import KnobError
 from workbench.settings.describe_error import text_of
 from workbench.tasks import Learner
 
-# Keys: double precision or not. A gradient may differ by NEAR times its norm plus LEAST times all gradients' norm.
-NEAR = {True: 1e-6, False: 2e-2}
-LEAST = {True: 1e-9, False: 1e-5}
-STIR = 0.02  # noise: a layer of zeros would hide errors before it
+# By double precision or not: a gradient may differ by TOLERANCE of its norm plus TOTAL_TOLERANCE of the norm of all.
+TOLERANCE = {True: 1e-6, False: 2e-2}
+TOTAL_TOLERANCE = {True: 1e-9, False: 1e-5}
+NOISE = 0.02  # noise: a layer of zeros would hide errors before it
 
 
 class _NoRandomness(TorchFunctionMode):
@@ -52,7 +52,7 @@ def check_slices(model: nn.Module, learner: Learner, split: TensorSplit, batch: 
     with torch.no_grad():
         for p in twin.parameters():
             if p.is_floating_point():
-                p.add_(STIR * torch.randn(p.shape, generator=rng).to(p))
+                p.add_(NOISE * torch.randn(p.shape, generator=rng).to(p))
     parts = [copy_slice(twin, split, k) for k in range(split.ways)]  # a pass may change the model
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         double, (loss, whole), batch = _compute_whole(twin, learner, batch)
@@ -106,10 +106,10 @@ def _compare_gradients(
     double: bool,
 ) -> None:
     """Raises KnobError if the slices' results differ. Skips results that are not finite in the whole model."""
-    near, ways = NEAR[double], f"dealt out over {split.ways} ranks"
+    near, ways = TOLERANCE[double], f"dealt out over {split.ways} ranks"
     norms = {name: float(as_real(grad).float().norm()) for name, grad in whole.items()}
     compared = {name: whole[name] for name, norm in norms.items() if math.isfinite(norm)}
-    least = LEAST[double] * math.hypot(*(norms[name] for name in compared))
+    least = TOTAL_TOLERANCE[double] * math.hypot(*(norms[name] for name in compared))
     for name, grad in compared.items():
         off = float((_join_gradient(name, split, found, grad) - grad).norm())
         if not off <= near * float(grad.norm()) + least:

@@ -21,8 +21,8 @@ from workbench.settings import KnobError
 from workbench.settings.describe_error import text_of
 from workbench.tasks import Learner
 
-STIR = 0.02  # noise: a layer of zeros would hide errors before it
-NEAR = {True: 1e-9, False: 2e-2}  # by double precision: allowed relative loss change
+NOISE = 0.02  # noise: a layer of zeros would hide errors before it
+TOLERANCE = {True: 1e-9, False: 2e-2}  # by double precision: allowed relative loss change
 _TRIED: WeakKeyDictionary[Learner, dict[Hashable, str]] = WeakKeyDictionary()  # a refusal's reason, or ""
 
 
@@ -52,7 +52,7 @@ def _try_units(learner: Learner, units: list[Units], batch: object, seed: int) -
         model = copy.deepcopy(learner.model()).cpu().eval()  # it may be training
         for p in model.parameters():
             if p.is_floating_point():
-                p.add_(STIR * torch.randn_like(p))
+                p.add_(NOISE * torch.randn_like(p))
         double, loss = _make_loss(model, learner, batch)
         try:
             whole = loss()
@@ -65,7 +65,7 @@ def _try_units(learner: Learner, units: list[Units], batch: object, seed: int) -
                 f"tried on one batch, a sub-model fails: {text_of(error)}; let the model take its sizes from what a "
                 f"layer returns, and name no layer whose outputs others read, too"
             ) from error
-    if math.isfinite(whole) and not abs(whole - other) <= NEAR[double] * abs(whole):
+    if math.isfinite(whole) and not abs(whole - other) <= TOLERANCE[double] * abs(whole):
         raise KnobError(
             f"with its hidden units in another order the model has loss {other:.6g} in place of {whole:.6g}, so they "
             f"are no units that it can be without; let the task's `split` say which outputs stay `together`, as those "

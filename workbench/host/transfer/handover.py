@@ -27,7 +27,7 @@ from workbench.host.placement.canonical_state import (
     flatten_tensors,
     scatter_back,
 )
-from workbench.host.placement.checksum import MASK, compute_checksum
+from workbench.host.placement.checksum import SUM_MASK, compute_checksum
 from workbench.host.placement.layout import ParameterLayout
 from workbench.host.placement.move import State, move_state
 from workbench.host.placement.optimizer_slots import make_slot_likes, put_slots, read_slots
@@ -241,7 +241,7 @@ async def reshard_slots(run: ChangeView, was: ShardLayout | None, to: ShardLayou
 
 async def sum_hashes(run: RankView, state: State, lies: Placement) -> int:
     """Returns the hash of the state over all ranks. Each replica counts once, on the first rank that has it."""
-    return sum(await run.gather(hash_state(run, state, lies))) & MASK
+    return sum(await run.gather(hash_state(run, state, lies))) & SUM_MASK
 
 
 def hash_state(run: RankView, state: State, lies: Placement) -> int:

@@ -31,7 +31,7 @@ from workbench.rank import Rank
 from workbench.settings import Json
 
 Named = tuple[tuple[str, int], ...]  # (name, elements), of one dtype
-MOVED = ("sum", "mean")  # with the parameters
+MOVED_RULES = ("sum", "mean")  # with the parameters
 
 
 async def migrate_rank_state(run: ChangeView, was: ReplicaSpread | None, to: ReplicaSpread | None) -> None:
@@ -42,7 +42,7 @@ async def migrate_rank_state(run: ChangeView, was: ReplicaSpread | None, to: Rep
     here = {*memory.buffers, *memory.parts, *(["generator"] if memory.draws else [])}
     stays = {name for name in here if rules.get(name) == "keep"}
     kept: dict[str, dict[str, Tensor]] = {}
-    for buffer, rule in sorted((buffer, rule) for buffer, rule in rules.items() if rule in MOVED):
+    for buffer, rule in sorted((buffer, rule) for buffer, rule in rules.items() if rule in MOVED_RULES):
         if not any(await run.gather(int(buffer in memory.buffers))):  # none before the first exchange
             continue
         pieces = memory.buffers.get(buffer, {})
@@ -64,9 +64,11 @@ async def migrate_rank_state(run: ChangeView, was: ReplicaSpread | None, to: Rep
 
 
 def _describe_move(rules: dict[str, str], nbytes: int) -> dict[str, Json]:
-    said = [f"{name} went with the parameters ({rule} over ranks)" for name, rule in rules.items() if rule in MOVED]
+    said = [
+        f"{name} went with the parameters ({rule} over ranks)" for name, rule in rules.items() if rule in MOVED_RULES
+    ]
     stays = [name for name, rule in rules.items() if rule == "keep"]
-    lost = [name for name, rule in rules.items() if rule not in (*MOVED, "keep")]
+    lost = [name for name, rule in rules.items() if rule not in (*MOVED_RULES, "keep")]
     said += [f"{', '.join(stays)} stayed"] if stays else []
     said += [f"{', '.join(lost)} began anew"] if lost else []
     return {"rules": rules, "nbytes": nbytes, "text": f"of what compression remembers, {'; '.join(said)}"}

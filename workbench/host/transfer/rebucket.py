@@ -16,7 +16,7 @@ from torch import Tensor
 
 from workbench.experiment.mesh_rules import list_shard_groups
 from workbench.host.placement.canonical_state import RankDisagreement
-from workbench.host.placement.checksum import MASK
+from workbench.host.placement.checksum import SUM_MASK
 from workbench.host.placement.move import State, move_state
 from workbench.host.placement.optimizer_slots import make_slot_likes, put_slots, read_slots
 from workbench.host.placement.placement import Placement
@@ -99,8 +99,8 @@ async def _move_buckets(run: ChangeView, strategy: Strategy, away: list[Bucket],
         )
     run.ledger.away.drop_old_items()
     run.ledger.note_surge(room.surge_bytes)
-    before, after = [await run.gather(own & MASK) for own in sums]
-    if (sum(before) - sum(after)) & MASK:
+    before, after = [await run.gather(own & SUM_MASK) for own in sums]
+    if (sum(before) - sum(after)) & SUM_MASK:
         raise RankDisagreement(
             "parameters and the optimizer's state are not what they were before buckets were cut anew"
         )

@@ -14,7 +14,7 @@ from torch import nn
 
 from workbench.host.placement import sliced, unmaterialized
 from workbench.host.placement.canonical_state import RankDisagreement
-from workbench.host.placement.checksum import MASK
+from workbench.host.placement.checksum import SUM_MASK
 from workbench.host.placement.layout import ParameterPlace
 from workbench.host.placement.move import State, move_state
 from workbench.host.placement.optimizer_slots import make_slot_likes, put_slots, read_slots
@@ -29,7 +29,7 @@ from workbench.host.transfer.views import ChangeView
 from workbench.rank import StrategyError
 from workbench.tasks import at_rate, rate
 
-OUTER = "outer"  # a name's prefix
+OUTER_PREFIX = "outer"  # a name's prefix
 
 
 class _MovedState(NamedTuple):
@@ -90,8 +90,8 @@ async def repartition_state(
         given |= new
     gone = [what.here[name] for name in lies.slices_of_rank(rank.id) if given.get(name) is not what.here[name]]
     run.ledger.note_surge(sum(x.numel() * x.element_size() for x in gone))
-    before, after = [sum(await run.gather(total & MASK)) for total in sums]
-    if (before - after) & MASK:
+    before, after = [sum(await run.gather(total & SUM_MASK)) for total in sums]
+    if (before - after) & SUM_MASK:
         raise RankDisagreement("the model's state is not what it was before it was spread anew")
     mine = to.spread.select_trained(rank.id, set(trained)) if to.spread else set(trained)
     await _place_state(run, trained, given, mine, to, what)
@@ -148,7 +148,7 @@ def _mark_partition(run: ChangeView, lies: StateLayout, nbytes: int, began: floa
 
 
 def _pick_momentum(given: State, mine: set[str]) -> State | None:
-    return {name: given[f"{OUTER}/{name}"] for name in mine if f"{OUTER}/{name}" in given} or None
+    return {name: given[f"{OUTER_PREFIX}/{name}"] for name in mine if f"{OUTER_PREFIX}/{name}" in given} or None
 
 
 def _list_buffers(run: ChangeView) -> State:
@@ -179,11 +179,13 @@ async def _collect_state(
     here = list_own_elements(run.layout, was.shards if was.sharded else None, run.rank.id) | buffers | here
     if any(await run.gather(int(bool(outer)))):  # some have none yet
         wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in trained.items()}
-        sizes |= {f"{OUTER}/{name}": whole_numel(p) for name, p in trained.items()}
-        like |= {f"{OUTER}/{name}": torch.empty(0, dtype=wide[name], device=p.device) for name, p in trained.items()}
+        sizes |= {f"{OUTER_PREFIX}/{name}": whole_numel(p) for name, p in trained.items()}
+        like |= {
+            f"{OUTER_PREFIX}/{name}": torch.empty(0, dtype=wide[name], device=p.device) for name, p in trained.items()
+        }
         for place in run.layout.order:
             none = torch.zeros(place.numel, dtype=wide[place.name], device=place.param.device)
-            here[f"{OUTER}/{place.name}"] = (outer or {}).get(place.name, none).to(none.dtype)
+            here[f"{OUTER_PREFIX}/{place.name}"] = (outer or {}).get(place.name, none).to(none.dtype)
     return _MovedState(sizes, like, here, {name: bool(like[name].numel()) for name in kept})
 
 

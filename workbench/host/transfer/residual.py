@@ -16,7 +16,7 @@ from workbench.host.transfer.views import ChangeView
 from workbench.rank import Rank
 from workbench.settings import Json
 
-LONG = 3.0  # a warning from so many times the gradient's length
+WARN_RATIO = 3.0  # a warning from so many times the gradient's length
 
 
 def start_compressor(run: ChangeView) -> None:
@@ -101,7 +101,7 @@ def _mark_sent(run: ChangeView) -> None:
         "steps": run.flushing,
         "unit": run.experiment.strategy.exchanges,
     }
-    if float(share.norm()) > LONG * gradient:
+    if float(share.norm()) > WARN_RATIO * gradient:
         part = f" (of what rank {run.rank.number()} holds of the model)" if run.rank.mesh.inside else ""
         times = f"{float(share.norm()) / gradient:.1f} times" if gradient else "infinitely many times"
         detail["text"] = (

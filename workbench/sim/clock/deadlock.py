@@ -9,8 +9,8 @@ from typing import Any
 from workbench.rank import Op
 from workbench.sim.clock.fiber import Fiber
 
-MANY = 8  # ranks that are listed one by one
-NOTED = 1_000  # events that run to find out which requests repeat
+MAX_LISTED_RANKS = 8  # ranks that are listed one by one
+OBSERVED_EVENTS = 1_000  # events that run to find out which requests repeat
 
 
 class Deadlock(RuntimeError):
@@ -58,7 +58,7 @@ def _describe_others(world: Any) -> list[str]:
 
 
 def explain_standstill(world: Any) -> str:
-    """Returns the requests that repeat while time stands still. Runs NOTED more events to count them."""
+    """Returns the requests that repeat while time stands still. Runs OBSERVED_EVENTS more events to count them."""
     asked: Counter[str] = Counter()
 
     def noting(verb: str, do: Callable[[Fiber, Op], Any]) -> Callable[[Fiber, Op], Any]:
@@ -70,9 +70,9 @@ def explain_standstill(world: Any) -> str:
 
     for host in world.hosts:
         host.verbs = {verb: noting(verb, do) for verb, do in host.verbs.items()}
-    world.clock.run_events(NOTED)
+    world.clock.run_events(OBSERVED_EVENTS)
     world.mail.release_receiver()
-    lines = [line for line, _ in asked.most_common(MANY)]
+    lines = [line for line, _ in asked.most_common(MAX_LISTED_RANKS)]
     return "\n".join([f"time stands still at {world.clock.now:.6f} s though these go on:", *sorted(lines)])
 
 
@@ -100,5 +100,7 @@ def _choose_wait(ranks: list[int]) -> str:
 def _name_ranks(ranks: list[int]) -> str:
     if not ranks:
         return "nobody"
-    some = ", ".join(map(str, ranks[:MANY])) + (f" and {len(ranks) - MANY} more" if len(ranks) > MANY else "")
+    some = ", ".join(map(str, ranks[:MAX_LISTED_RANKS])) + (
+        f" and {len(ranks) - MAX_LISTED_RANKS} more" if len(ranks) > MAX_LISTED_RANKS else ""
+    )
     return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from workbench.sim.clock.record import Record
     from workbench.sim.costs.replay import ChanceReplay
 
-PARK = object()  # a verb's answer: the fiber goes on later
-END = object()  # a verb's answer: the loop over buckets is over
+PARKED = object()  # a verb's answer: the fiber goes on later
+PASS_OVER = object()  # a verb's answer: the loop over buckets is over
 _PERFORM = object()
-ROOM = 32  # children that rank 0 chooses at a time, at most; as on the engine
-MANY = 1_000_000  # answers in a row without time passing that count as an endless loop
+MAX_CHOSEN = 32  # children that rank 0 chooses at a time, at most; as on the engine
+MAX_INSTANT_ANSWERS = 1_000_000  # answers in a row without time passing that count as an endless loop
 
 
 class MeetingView(Protocol):
@@ -133,14 +133,14 @@ class Fiber:
         coro, verbs = self.coro, self.host.verbs
         send = coro.send
         try:
-            for _ in range(MANY):
+            for _ in range(MAX_INSTANT_ANSWERS):
                 try:
-                    op = send(value) if value is not END else self._leave_loop()
+                    op = send(value) if value is not PASS_OVER else self._leave_loop()
                 except StopIteration as stop:
                     value = stop.value
                     break
                 value = verbs[op.verb](self, op)
-                if value is PARK:
+                if value is PARKED:
                     return
             else:
                 self.host.world.raise_endless_loop(self, op)
@@ -222,7 +222,7 @@ class CodedChildFiber(ChildFiber):
                 assert op is not None
                 self.measures = op.measures
                 value = self.host.verbs[op.verb](self, op)
-                if value is PARK:
+                if value is PARKED:
                     return
             self.op = self.coro.send(value)
             while self.op.verb == "sample":  # takes no time and does not end the stretch of work
@@ -342,7 +342,7 @@ class ChildOrder:
         found: list[int] = []
         share = 0.0
         for child in sorted(free, key=lambda child: (-child.priority, child.number)):
-            if share >= 1.0 or len(found) == ROOM:
+            if share >= 1.0 or len(found) == MAX_CHOSEN:
                 break
             found.append(child.number)
             share += child.share

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from workbench.rank import StrategyError, message_name
-from workbench.sim.clock.fiber import PARK, Fiber
+from workbench.sim.clock.fiber import PARKED, Fiber
 from workbench.sim.clock.state import WorldState
-from workbench.sim.costs.even_ranks import EVEN
+from workbench.sim.costs.even_ranks import SIMULATE_ALL
 
 
 class Message(NamedTuple):
@@ -50,7 +50,9 @@ class Mailboxes:
         if not 0 <= to < world.size:
             raise StrategyError(f"a message to rank {to}: there are ranks 0 to {world.size - 1}")
         if to >= world.first:
-            raise StrategyError(f"a message to rank {to}, for which another stands: its ranks are not alike; {EVEN}")
+            raise StrategyError(
+                f"a message to rank {to}, for which another stands: its ranks are not alike; {SIMULATE_ALL}"
+            )
         nbytes = tensor.numel() * tensor.element_size()
         now = world.clock.now
         begins, left, comes = world.ports.price_message(now, fiber.host.experiment.fabric, source, to, nbytes)
@@ -73,7 +75,7 @@ class Mailboxes:
                 return self._take_message(wait, message)
         fiber.on = ("recv", kind, source)
         self.waiting.setdefault((index, kind), []).append(wait)
-        return PARK
+        return PARKED
 
     def deliver_message(self, message: Message) -> None:
         if self.world.missed:

@@ -17,7 +17,7 @@ from workbench.fabric.load import choke, comes, leaves, message_seconds, port_se
 from workbench.rank import Group
 from workbench.sim.costs.costs import Costs
 
-FLAG = 1e-5  # minimum seconds to agree on one flag; with 0 an idle background would not end
+MIN_FLAG_SECONDS = 1e-5  # minimum seconds to agree on one flag; with 0 an idle background would not end
 
 
 class Ports:
@@ -93,7 +93,10 @@ class Ports:
 
     def flag_seconds(self) -> float:
         """Returns the seconds to agree on one flag. Other traffic does not matter."""
-        return max(FLAG, self.costs.wire.compute_seconds(*traffic("all_reduce", 8, self.size)) if self.costs else 0.0)
+        return max(
+            MIN_FLAG_SECONDS,
+            self.costs.wire.compute_seconds(*traffic("all_reduce", 8, self.size)) if self.costs else 0.0,
+        )
 
     def port_slowdowns(self, fabric: Fabric) -> np.ndarray:
         """Returns (size,): the factor by which each port is slower than a healthy one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from workbench.rank import Group, Op, StrategyError
-from workbench.sim.clock.fiber import PARK, Fiber, HostView
+from workbench.sim.clock.fiber import PARKED, Fiber, HostView
 
 
 class BackgroundRounds:
@@ -31,7 +31,7 @@ class BackgroundRounds:
             fiber.on = "the step to move on"
             if rest:
                 self.host.clock.resume_at(self._until, self)
-            return PARK
+            return PARKED
         return self._answer_round(fiber)
 
     def note_step(self) -> None:
@@ -62,7 +62,7 @@ class BackgroundRounds:
             resting, self._resting = self._resting, None
             resting.on = None
             step = self._answer_round(resting)
-            if step is not PARK:
+            if step is not PARKED:
                 self.host.clock.resume_at(self.host.clock.now, resting, step)
 
     def _answer_round(self, fiber: Fiber) -> Any:

@@ -12,15 +12,15 @@ from workbench.host.elastic.reentry import Membership
 from workbench.host.loop.generation import train_in_generation
 from workbench.rank import Group, Op
 from workbench.sim.clock.deadlock import Deadlock, explain_deadlock, explain_endless_loop, explain_standstill
-from workbench.sim.clock.fiber import PARK, ChildOrder, Fiber, MeetingView
+from workbench.sim.clock.fiber import PARKED, ChildOrder, Fiber, MeetingView
 from workbench.sim.clock.mailboxes import Mailboxes
 from workbench.sim.clock.state import WorldState
 from workbench.sim.costs.costs import Costs
 from workbench.sim.costs.replay import ChanceReplay
 
-AT_ONCE = 500_000  # events at one time before the run counts as standing still
-PER_RANK = 2_000  # the same, in addition for each rank
-NOTICED = 0.23  # seconds until the other ranks notice a crash: the median of 101 kills of real ranks
+MAX_EVENTS_AT_ONCE = 500_000  # events at one time before the run counts as standing still
+MORE_EVENTS_PER_RANK = 2_000  # the same, in addition for each rank
+CRASH_NOTICE_SECONDS = 0.23  # seconds until the other ranks notice a crash: the median of 101 kills of real ranks
 
 
 class SimulationStopped(BaseException):
@@ -101,7 +101,7 @@ class VirtualWorld(WorldState):
 
     def note_crash(self, fiber: Fiber) -> None:
         if not self.fallen:
-            self.clock.resume_at(self.clock.now + NOTICED, TimedCall(self._cut_off_ranks))
+            self.clock.resume_at(self.clock.now + CRASH_NOTICE_SECONDS, TimedCall(self._cut_off_ranks))
         self.fallen.add(fiber.host.index)
         fiber.host.end_requests()
 
@@ -115,7 +115,7 @@ class VirtualWorld(WorldState):
         for fiber in self.lives:
             fiber.resume(None)
         self._run_events()
-        for _ in range(AT_ONCE):
+        for _ in range(MAX_EVENTS_AT_ONCE):
             if self.ended == self.first or self.fallen or self.parted is not None:
                 return
             if not self.mail.release_receiver():
@@ -124,7 +124,7 @@ class VirtualWorld(WorldState):
         raise Deadlock(explain_standstill(self))
 
     def _run_events(self) -> None:
-        if not self.clock.run_events(AT_ONCE + PER_RANK * self.first):
+        if not self.clock.run_events(MAX_EVENTS_AT_ONCE + MORE_EVENTS_PER_RANK * self.first):
             raise Deadlock(explain_standstill(self))
 
     def raise_endless_loop(self, fiber: Fiber, op: Op) -> None:
@@ -162,7 +162,7 @@ class VirtualWorld(WorldState):
         fiber.on = what
         here = self.list_simulated_ranks(group)
         if len(come) < len(here):
-            return PARK
+            return PARKED
         del self._gathered[what, group]
         members = range(self.size) if group is None else group.ranks
         answers = joint([come[r % self.first][1] for r in members])
@@ -171,7 +171,7 @@ class VirtualWorld(WorldState):
                 one, _ = come[r]
                 one.on, one.resumed = None, self.clock.now + seconds
                 self.clock.resume_at(one.resumed, one, answer)
-        return PARK
+        return PARKED
 
     def broadcast_value(self, fiber: Fiber, what: str, mine: Any, group: Group | None = None) -> Any:
         """Answers all ranks, or a group's, with the first rank's `mine`. Only the first rank never waits."""
@@ -183,7 +183,7 @@ class VirtualWorld(WorldState):
                 return said[number]
             fiber.on = what
             waiting.append(fiber)
-            return PARK
+            return PARKED
         said.append(mine)
         for one in waiting:
             one.on, one.resumed = None, self.clock.now

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from workbench.rank import Op
-from workbench.sim.clock.fiber import PARK, Fiber
+from workbench.sim.clock.fiber import PARKED, Fiber
 from workbench.sim.compute.parts import ComputeParts
 from workbench.sim.compute.timing import PassTiming
 
@@ -31,7 +31,7 @@ class ArithmeticPerformer:
         began = self._timing.occupy_device(fiber, seconds)
         self._parts.span("codec", name, began, began, began + seconds, nbytes)
         self._clock.resume_at(began + seconds, fiber, value)
-        return PARK
+        return PARKED
 
     def run_work(self, fiber: Fiber, op: Op) -> Any:
         """Performs a strategy's arithmetic: on the device in a step, in parallel to it in a child."""
@@ -46,7 +46,7 @@ class ArithmeticPerformer:
         now = self._clock.now
         self._parts.span("codec", name, now, now, now + seconds, 0, fiber.step)
         self._clock.resume_at(now + seconds, fiber, value)
-        return PARK
+        return PARKED
 
     def collect_factors(self, fiber: Fiber, op: Op) -> Any:
         self._timing.note_collecting(True)

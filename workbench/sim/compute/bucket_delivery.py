@@ -12,7 +12,7 @@ from torch import Tensor
 
 from workbench.host.passes.tensor_schedule import PlannedMeeting
 from workbench.rank import Op
-from workbench.sim.clock.fiber import END, PARK, Fiber
+from workbench.sim.clock.fiber import PARKED, PASS_OVER, Fiber
 from workbench.sim.compute.bucket_pass import BucketPass
 from workbench.sim.compute.parts import ComputeParts
 from workbench.sim.compute.timing import PassTiming
@@ -44,17 +44,17 @@ class BucketDelivery:
         passing.next = index + 1
         reached = self._timing.reach_fraction(fiber, passing, passing.shares[index])
         self._parts.clock.resume_at(reached, fiber, self._body.get_full_bucket(index))
-        return PARK
+        return PARKED
 
     def next_in_turn(self, takes: Fiber, passing: BucketPass) -> Any:
         """Answers `takes` with the next full bucket. After the last, resumes the fiber that waits for the pass."""
         takes.on = inner = self.make_fiber(self.next_full(passing), takes.origin)
         inner.waiter = _BucketTurn(takes, passing)  # type: ignore[assignment]
         inner.resume(None)
-        return PARK
+        return PARKED
 
     async def next_full(self, passing: BucketPass) -> Any:
-        """Returns the next full bucket in a pass of sharded or sliced parameters, or END."""
+        """Returns the next full bucket in a pass of sharded or sliced parameters, or PASS_OVER."""
         reading, events = self._reading, passing.events
         assert events is not None
         reading.phase = self._rank.phase = passing.phase
@@ -74,12 +74,12 @@ class BucketDelivery:
         if passing.phase == "backward":
             await reading.reshard_all()
         reading.phase = self._rank.phase = ""
-        return END
+        return PASS_OVER
 
     async def pass_events(self, passing: BucketPass, events: Iterable[Any]) -> None:
         """Takes a pass through these events to its end, without handing out buckets."""
         passing.events = deque(events)
-        while await self.next_full(passing) is not END:
+        while await self.next_full(passing) is not PASS_OVER:
             pass
 
     async def _perform_meeting(self, planned: PlannedMeeting) -> None:
@@ -110,4 +110,4 @@ class _BucketTurn:
     def resume(self, value: Any) -> None:
         assert self._passing.then is not None
         fiber, came = self._passing.then
-        self._takes.resume(value) if value is not END else fiber.resume(came)
+        self._takes.resume(value) if value is not PASS_OVER else fiber.resume(came)

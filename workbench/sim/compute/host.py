@@ -1,7 +1,7 @@
 """The simulator's host: performs the requests of one rank's coroutines on the virtual clock, and records them.
 
 Compute requests queue for the rank's one device. Other requests take the time from Ports and Costs. A verb returns its
-answer or PARK; after PARK, another part of the simulator resumes the fiber.
+answer or PARKED; after PARKED, another part of the simulator resumes the fiber.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from workbench.host.memory.offload import OFFLOAD_LANES
 from workbench.rank import Handle, Op, StrategyError, collective
 from workbench.sim.clock.batches import BatchPerformer
 from workbench.sim.clock.collective import Collective
-from workbench.sim.clock.fiber import PARK, ChildFiber, CodedChildFiber, Fiber, Lane
+from workbench.sim.clock.fiber import PARKED, ChildFiber, CodedChildFiber, Fiber, Lane
 from workbench.sim.clock.rounds import BackgroundRounds
 from workbench.sim.compute.arithmetic import ArithmeticPerformer
 from workbench.sim.compute.bucket_delivery import BucketDelivery
@@ -29,8 +29,8 @@ from workbench.sim.compute.tensor import TensorPerformer
 from workbench.sim.compute.timing import PassTiming
 from workbench.sim.costs.prices import Price, price_bytes
 
-WITH_OTHERS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_allv", "broadcast", "send", "recv",
-               "again", "together", "told")  # fmt: skip
+COMMUNICATION_VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_allv", "broadcast", "send",
+                       "recv", "again", "together", "told")  # fmt: skip
 
 
 class Host:
@@ -131,11 +131,11 @@ class Host:
 
     def cut_off(self) -> None:
         """Answers no further requests that involve other ranks."""
-        for verb in WITH_OTHERS:
+        for verb in COMMUNICATION_VERBS:
             self.verbs[verb] = partial(self._perform_alone, self.verbs[verb])
 
     def _perform_alone(self, perform: Callable[[Fiber, Op], Any], fiber: Fiber, op: Op) -> Any:
-        return perform(fiber, op) if op.group is not None and len(op.group) == 1 else PARK
+        return perform(fiber, op) if op.group is not None and len(op.group) == 1 else PARKED
 
     @property
     def experiment(self) -> Experiment:
@@ -201,7 +201,7 @@ class Host:
             raise StrategyError(f"{child.name} is waited for twice: a handle is waited for once")
         child.waiter, child.since = fiber, self.clock.now
         fiber.on = child
-        return PARK
+        return PARKED
 
     async def _wait_and_agree(self, handle: Handle) -> Any:
         """After a backward's last exchange, the ranks agree on the used parameters."""
@@ -233,7 +233,7 @@ class Host:
         if meeting.left == 1:
             del lane.open[group, number]
         meeting.add_rank(fiber, op)
-        return PARK
+        return PARKED
 
     def _send_message(self, fiber: Fiber, op: Op) -> Any:
         self.world.mail.send(fiber, *op.args)
@@ -258,14 +258,14 @@ class Host:
         fiber.on = inner = Fiber(self, coro, "step", fiber.origin)
         inner.waiter, inner.lane = fiber, fiber.lane
         inner.resume(None)
-        return PARK
+        return PARKED
 
     def _make_fiber(self, coro: Coroutine[Op, Any, Any], origin: str) -> Fiber:
         return Fiber(self, coro, "step", origin)
 
     def _stand_still(self, fiber: Fiber, op: Op) -> Any:
         self.clock.resume_at(self.clock.now + op.args[0], fiber, op.args[0])
-        return PARK
+        return PARKED
 
     def _gather_ranks(self, fiber: Fiber, op: Op) -> Any:
         what, mine, joint, seconds = op.args
@@ -279,11 +279,11 @@ class Host:
         """Parks the fiber. op.args: (receiver of the fiber, reason)"""
         fiber.on = op.args[1]
         op.args[0](fiber)
-        return PARK
+        return PARKED
 
 
 def _park_forever(fiber: Fiber, op: Op) -> Any:
-    return PARK
+    return PARKED
 
 
 async def _await_op(op: Op) -> Any:

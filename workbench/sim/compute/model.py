@@ -13,7 +13,7 @@ from typing import Any
 from workbench.host.placement.canonical_state import list_optimizer_tensors
 from workbench.host.placement.optimizer_slots import require_steppable
 from workbench.rank import Op
-from workbench.sim.clock.fiber import END, PARK, Fiber
+from workbench.sim.clock.fiber import PARKED, PASS_OVER, Fiber
 from workbench.sim.compute.bucket_delivery import BucketDelivery
 from workbench.sim.compute.bucket_pass import BucketPass
 from workbench.sim.compute.offload import OffloadPerformer
@@ -125,7 +125,7 @@ class ModelPerformer:
         (forward,) = op.args
         passing: BucketPass | None = forward._state
         if passing is None:
-            return END
+            return PASS_OVER
         index = passing.next
         if index == len(passing.shares):
             forward.loss, forward._state = self._body.run_forward(forward.x, forward.micro), None
@@ -135,7 +135,7 @@ class ModelPerformer:
         self._clock.resume_at(
             self._timing.reach_fraction(fiber, passing, passing.shares[index]), fiber, params[len(params) - 1 - index]
         )
-        return PARK
+        return PARKED
 
     async def _run_sharded(self, fiber: Fiber, phase: str, computed: Callable[[], Any]) -> Any:
         passing = self._timing.begin_pass(fiber, phase, [])

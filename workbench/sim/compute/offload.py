@@ -12,11 +12,11 @@ from workbench.host.placement.layout import ParameterLayout
 from workbench.host.placement.optimizer_slots import Settings, make_slot_likes, read_settings, require_steppable
 from workbench.optimizers import elementwise
 from workbench.rank import Bucket, Op
-from workbench.sim.clock.fiber import PARK, ChildFiber, Fiber
+from workbench.sim.clock.fiber import PARKED, ChildFiber, Fiber
 from workbench.sim.compute.parts import ComputeParts
 from workbench.sim.compute.timing import PassTiming
 
-HOST = "host"  # the processor that updates offloaded shards in parallel to the device
+HOST_PROCESSOR = "host"  # the processor that updates offloaded shards in parallel to the device
 
 
 class OffloadPerformer:
@@ -44,7 +44,7 @@ class OffloadPerformer:
             "measuring" if op.measures else "offload", name_span(op), now, now, end, hops[0][1], _find_step(fiber)
         )
         self._clock.resume_at(end, fiber, value)
-        return PARK
+        return PARKED
 
     def update_settings(self) -> tuple[Settings, frozenset[str]]:
         """Returns the optimizer's settings and the unused parameters. A child that updates later uses them."""
@@ -56,13 +56,13 @@ class OffloadPerformer:
         by = getattr(fiber, "by", None) or self.update_settings()
         body.away.step_shard(body.layout, body.optimizer, shard, *by)
         body.note_shard_step()
-        began = max(now, self._timing.free.get(HOST, 0.0))
-        end = self._timing.free[HOST] = began + self._timing.phase_seconds(
+        began = max(now, self._timing.free.get(HOST_PROCESSOR, 0.0))
+        end = self._timing.free[HOST_PROCESSOR] = began + self._timing.phase_seconds(
             "update", shard.data.numel() / body.layout.element_count
         )
         self._parts.span("offload", f"update {shard.index}", now, began, end, 0, _find_step(fiber))
         self._clock.resume_at(end, fiber)
-        return PARK
+        return PARKED
 
 
 def _find_step(fiber: Fiber) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from workbench.host.passes.pipelining import WEIGHT_HALF, name_pass, run_batch
 from workbench.rank import Op
-from workbench.sim.clock.fiber import END, PARK, Fiber
+from workbench.sim.clock.fiber import PARKED, PASS_OVER, Fiber
 from workbench.sim.compute.bucket_delivery import BucketDelivery
 from workbench.sim.compute.parts import ComputeParts
 from workbench.sim.compute.tensor import TensorPerformer
@@ -31,7 +31,7 @@ class PipelinePerformer:
         self._takes: Fiber | None = None  # the fiber that takes the buckets of the last backward
 
     async def run_batch_through(self, grad: float | None, micro: int, takes: Fiber | None = None) -> Any:
-        """Runs one batch forward and backward through the stages. Returns END for the loop of `takes`, if given."""
+        """Runs one batch forward and backward through the stages. Returns PASS_OVER to the loop of `takes`, if any."""
         partition = self._parts.experiment.partition
         self._count = partition.micro_batches
         self._left = [self._count] * partition.pieces
@@ -41,7 +41,7 @@ class PipelinePerformer:
         share = (1.0 if grad is None else grad) / self._count
         loss = await run_batch(self._rank.group("stage"), partition, share, self._flow, self._rank.step)
         self._body.store_loss(loss)
-        return None if takes is None else END
+        return None if takes is None else PASS_OVER
 
     async def clipped_update(self, op: Op) -> Any:
         """Runs an update with clipping. The stages of a replica add up their squared gradients first."""
@@ -102,7 +102,7 @@ class PipelinePerformer:
                 return self._delivery.run_inner(fiber, self._tensor.joint_stage(name, backward, passing, chunk))
             last = self._tensor.joint_last(fiber, name, backward, passing, chunk, takes)
             self._delivery.make_fiber(last, fiber.origin).resume(None)
-            return PARK
+            return PARKED
         came = backward()
         if takes is None:
             return self._timing.run_phase(fiber, "backward", came, part, name, chunk)
@@ -111,4 +111,4 @@ class PipelinePerformer:
         )
         takes.passing.then = fiber, came
         self._delivery.next_bucket(takes, op)
-        return PARK
+        return PARKED

@@ -8,7 +8,7 @@ from workbench.fabric.load import stretch
 from workbench.fabric.pace import SHARES, Kept, lasts
 from workbench.rank import Op
 from workbench.settings import KnobError
-from workbench.sim.clock.fiber import END, PARK, Fiber
+from workbench.sim.clock.fiber import PARKED, PASS_OVER, Fiber
 from workbench.sim.compute.bucket_pass import BucketPass
 from workbench.sim.compute.parts import ComputeParts
 from workbench.sim.costs.costs import Costs
@@ -107,7 +107,7 @@ class PassTiming:
         began = self.occupy_device(fiber, seconds)
         self._parts.span("compute", name, self._clock.now, began, began + seconds, 0)
         self._clock.resume_at(began + seconds, fiber, value)
-        return PARK
+        return PARKED
 
     def begin_pass(self, fiber: Fiber, phase: str, shares: list[float], part: float = 1.0, name: str = "",
                    chunk: int = 0) -> BucketPass:  # fmt: skip
@@ -132,7 +132,7 @@ class PassTiming:
 
     def await_fraction(self, fiber: Fiber, op: Op) -> Any:
         self._clock.resume_at(self.reach_fraction(fiber, *op.args), fiber)
-        return PARK
+        return PARKED
 
     def record_stretch(self, passing: BucketPass) -> None:
         if passing.last > passing.since:
@@ -144,11 +144,11 @@ class PassTiming:
         self.record_stretch(passing)
         if passing.then is not None:
             self._clock.resume_at(end, *passing.then)  # this fiber answers the loop after the batch
-            return PARK
+            return PARKED
         if end <= self._clock.now:
-            return END
-        self._clock.resume_at(end, fiber, END)
-        return PARK
+            return PASS_OVER
+        self._clock.resume_at(end, fiber, PASS_OVER)
+        return PARKED
 
     def note_collecting(self, collects: bool) -> None:
         self.collects = collects

@@ -20,10 +20,10 @@ from workbench.sim.costs.measure_codecs import By, measure_slowdown, price_codec
 from workbench.sim.costs.measure_own import price_coders, price_flops, price_requests
 from workbench.sim.costs.prices import solve_not_negative
 
-WARM = 2  # untypical steps at the beginning and after a change
-SHORT = 3.0  # factor over the Link's time from which a transfer counts as longer
-FEW = 20  # collectives with longer transfers for an estimate, at least
-ENOUGH = 200  # steps per median; more only cost time
+UNTYPICAL_STEPS = 2  # untypical steps at the beginning and after a change
+OUTLAST_FACTOR = 3.0  # factor over the Link's time from which a transfer counts as longer
+MIN_COLLECTIVES = 20  # collectives with longer transfers for an estimate, at least
+MAX_STEPS = 200  # steps per median; more only cost time
 
 
 def measure_costs(run: Run) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class _RecordedSteps:
         self.run = run
         stop = last_steps(run.timeline)[1]
         self.changed = fold(run.experiment, run.changes, Experiment.set)
-        fresh = {at + k for at, _ in self.changed for k in range(WARM)}
+        fresh = {at + k for at, _ in self.changed for k in range(UNTYPICAL_STEPS)}
         rows = run.timeline.spans.rows()
         aside = set(rows.step[rows.equal("lane", MEASURING)].tolist())
         plain = [s for s in range(stop) if self.find_experiment(s).partition.size == 1 and not self._is_recomputed(s)]
@@ -60,8 +60,8 @@ class _RecordedSteps:
                 f"run {run.name} has no step that ended on all ranks and in which each computed the whole model once, "
                 f"so nothing can be measured; record some steps with partition=Whole()"
             )
-        self.good = good[-ENOUGH:]
-        self.any = np.array([s for s in range(stop) if s not in fresh and s not in aside][-ENOUGH:])
+        self.good = good[-MAX_STEPS:]
+        self.any = np.array([s for s in range(stop) if s not in fresh and s not in aside][-MAX_STEPS:])
         self.window = Window(run.timeline, self.good[0], stop)
         self.kept = np.isin(self.window.steps, self.good)
         self.spans = self.window.rows
@@ -162,7 +162,7 @@ class _RecordedSteps:
     def measure_linked_price(self) -> AlphaBeta:
         """Returns the mean price per message from collectives that outlast their Link."""
         short = [(messages, took) for messages, took, own in self._group_shaped() if _outlasts_link(took, own)]
-        if sum(len(took) for _, took in short) < FEW:
+        if sum(len(took) for _, took in short) < MIN_COLLECTIVES:
             return AlphaBeta()
         return AlphaBeta(float(sum(took.sum() for _, took in short) / sum(n * len(took) for n, took in short)))
 
@@ -197,7 +197,7 @@ def _transfer_seconds(c: Arrivals) -> np.ndarray:
 
 
 def _outlasts_link(took: np.ndarray, own: np.ndarray) -> bool:
-    return bool(took.mean() > SHORT * own.mean())
+    return bool(took.mean() > OUTLAST_FACTOR * own.mean())
 
 
 def fit_message_price(spans: Any, at: Callable[[int], Experiment]) -> AlphaBeta:

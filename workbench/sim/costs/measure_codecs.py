@@ -20,9 +20,9 @@ from workbench.experiment import Experiment
 from workbench.sim.costs.durations import name_codec
 from workbench.sim.costs.prices import Price, fit_price
 
-DISTURBED = 0.05  # share of the longest stretches, which other load has disturbed
-FEWEST = 5  # steps with a compressor from which its slowdown of compute is known
-LITTLE = 0.01  # share of compute: less codec work at the same time shows nothing
+DISTURBED_SHARE = 0.05  # share of the longest stretches, which other load has disturbed
+MIN_STEPS = 5  # steps with a compressor from which its slowdown of compute is known
+MIN_CODEC_SHARE = 0.01  # share of compute: less codec work at the same time shows nothing
 
 At = Callable[[int], Experiment]  # the experiment at a step
 Bytes = Callable[[int, str], int]  # of a bucket at a step, by its name; 0 if the name is no bucket's
@@ -82,7 +82,7 @@ def measure_slowdown(spans: Any, at: At, nbytes: Bytes) -> tuple[float, list[int
     for step in np.unique(spans.step).tolist():
         groups[replace(at(step), compressor=Dense())][name_codec(at(step).compressor)].append(step)
     alike = max(groups.values(), key=lambda by: sum(map(len, by.values())), default={})
-    by = {name: steps for name, steps in alike.items() if len(steps) >= FEWEST}
+    by = {name: steps for name, steps in alike.items() if len(steps) >= MIN_STEPS}
     if len(by) < 2:
         return 0.0, []
     all_, compute = _list_stretches(spans, nbytes), spans[spans.equal("lane", "compute")]
@@ -91,7 +91,7 @@ def measure_slowdown(spans: Any, at: At, nbytes: Bytes) -> tuple[float, list[int
     takes = {name: _usual_compute(compute[np.isin(compute.step, steps)]) for name, steps in by.items()}
     least = min(work, key=lambda name: work[name])
     x, y = (np.array([found[name] - found[least] for name in by]) for found in (work, takes))
-    if x.max() < LITTLE * takes[least]:
+    if x.max() < MIN_CODEC_SHARE * takes[least]:
         return 0.0, []
     return float(np.clip(x @ y / (x @ x), 0.0, 1.0)), by[least]
 
@@ -129,5 +129,5 @@ def _usual_compute(compute: Any) -> float:
 
 
 def _trimmed_mean(values: list[float]) -> float:
-    kept = sorted(values)[: max(1, round((1 - DISTURBED) * len(values)))]
+    kept = sorted(values)[: max(1, round((1 - DISTURBED_SHARE) * len(values)))]
     return float(np.mean(kept)) if kept else 0.0

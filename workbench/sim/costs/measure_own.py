@@ -12,8 +12,8 @@ from workbench.experiment import Experiment
 from workbench.sim.costs.durations import name_codec
 from workbench.sim.costs.prices import Price, fit_price
 
-HOW = ("encode", "decode")
-ASKED = ("curve", "value", "factors")
+CODER_CALLS = ("encode", "decode")
+PRICED_REQUESTS = ("curve", "value", "factors")
 
 
 def price_coders(spans: Any, at: Callable[[int], Experiment]) -> dict[str, tuple[Price, Price]]:
@@ -25,14 +25,14 @@ def price_coders(spans: Any, at: Callable[[int], Experiment]) -> dict[str, tuple
     codec = spans[spans.equal("lane", "codec") & (spans.nbytes > 0)]
     for step, name, t0, t1, nbytes in zip(codec.step, codec.name, codec.t0, codec.t1, codec.nbytes, strict=True):
         how, what, rest = [*str(name).split(" ", 2), ""][:3]
-        if how in HOW and what in ("activation", "gradient"):
+        if how in CODER_CALLS and what in ("activation", "gradient"):
             way: Any = at(int(step)).partition
             way = way if rest[:1].isdigit() and way.depth > 1 else way.layers  # micro-batches cross between stages
             found[name_codec(way.activations if what == "activation" else way.gradients)][how].append(
                 (int(nbytes), t1 - t0)
             )
     return {
-        name: (fit_price(by[HOW[0]], _median_or_zero), fit_price(by[HOW[1]], _median_or_zero))
+        name: (fit_price(by[CODER_CALLS[0]], _median_or_zero), fit_price(by[CODER_CALLS[1]], _median_or_zero))
         for name, by in found.items()
     }
 
@@ -58,7 +58,7 @@ def _seconds_per_flop(spans: Any, samples: Any, name: str) -> float:
 def price_requests(spans: Any) -> dict[str, float]:
     """Returns by name the median seconds of a strategy's requests; "collect": a backward's extra seconds."""
     compute = spans[spans.equal("lane", "compute")]
-    found = {name: rows for name in ASKED if len(rows := compute[compute.equal("name", name)])}
+    found = {name: rows for name in PRICED_REQUESTS if len(rows := compute[compute.equal("name", name)])}
     times = {name: _median_or_zero((rows.t1 - rows.t0).tolist()) for name, rows in found.items()}
     if "factors" in found:
         rows = compute[compute.phase("forward") | compute.phase("backward")]

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-APART = 2.0  # least ratio of the largest to the smallest size for a Line
-LITTLE = 0.01  # share of the shortest stretch: a smaller fixed part counts as none
+MIN_SIZE_RATIO = 2.0  # least ratio of the largest to the smallest size for a Line
+MIN_FIXED_SHARE = 0.01  # share of the shortest stretch: a smaller fixed part counts as none
 
 
 class Line(NamedTuple):
@@ -41,12 +41,12 @@ def fit_price(found: Iterable[tuple[int, float]], middle: Callable[[list[float]]
     for nbytes, seconds in found:
         by[nbytes].append(seconds)
     each = middle([seconds / nbytes for nbytes, many in by.items() for seconds in many])
-    if not each or max(by) < APART * min(by):
+    if not each or max(by) < MIN_SIZE_RATIO * min(by):
         return each
     x, y = np.array([(1.0, nbytes) for nbytes in by]), np.array([middle(many) for many in by.values()])
     weight = np.sqrt([len(many) for many in by.values()]) / np.maximum(y, 1e-9)
     line = Line(*solve_not_negative(x * weight[:, None], y * weight))
-    return line if line.stretch > LITTLE * y.min() else each
+    return line if line.stretch > MIN_FIXED_SHARE * y.min() else each
 
 
 def solve_not_negative(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:

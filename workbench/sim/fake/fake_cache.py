@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workbench.sim.fake.shape_cache import MOST, SCALARS, VALUES, WORDS
+from workbench.sim.fake.shape_cache import KEY_TYPES, MAX_REMEMBERED, SCALAR_TYPES, VALUE_ARGUMENTS
 
 _CPU = torch.device("cpu")
 _DEVICE = torch.ops.prim.device.default
@@ -42,7 +42,7 @@ class FakeCacheMode(TorchDispatchMode):
             if (found := _describe_result(made, args)) is None:
                 _never.add(func)
             else:
-                if len(_made) >= MOST:
+                if len(_made) >= MAX_REMEMBERED:
                     _made.clear()
                 _made[key] = found
             return made
@@ -63,16 +63,16 @@ def _make_operation_key(func: Any, args: Any, kwargs: Any) -> Any:
             if x.constant is not None or x.fake_device != _CPU or x.layout is not torch.strided:
                 return None
             parts += (x.shape, x.stride(), x.storage_offset(), x.dtype)
-        elif kind in SCALARS:
+        elif kind in SCALAR_TYPES:
             parts += (kind, x) if says else (kind,)
-        elif kind in WORDS:
+        elif kind in KEY_TYPES:
             parts.append(x)
         elif kind in (list, tuple) and all(type(n) is int for n in x):
             parts.append(tuple(x))
         else:
             return None
     for name, x in (kwargs or {}).items():
-        if type(x) not in SCALARS and type(x) not in WORDS:
+        if type(x) not in SCALAR_TYPES and type(x) not in KEY_TYPES:
             return None
         parts += (name, type(x), x)
     return tuple(parts)
@@ -84,7 +84,7 @@ def _list_telling_arguments(func: Any) -> tuple[bool, ...] | None:
     schema = func._schema
     if schema.is_mutable or not schema.returns or any(str(x.type) not in _TENSORS for x in schema.returns):
         return None
-    return tuple(str(a.type) not in VALUES for a in schema.arguments)
+    return tuple(str(a.type) not in VALUE_ARGUMENTS for a in schema.arguments)
 
 
 def _describe_result(made: Any, args: Any) -> tuple[type | None, list[tuple[Any, ...]]] | None:

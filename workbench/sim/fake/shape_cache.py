@@ -28,10 +28,15 @@ _CHANGED = {  # changes its first argument and returns it
 }  # fmt: skip
 _NUMBERS = (int, float)
 _PLAIN = (Tensor, nn.Parameter)
-SCALARS = (int, float, bool)
-WORDS = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-VALUES = ("Tensor", "Optional[Tensor]", "number", "Optional[number]")  # types of arguments that cannot affect a shape
-MOST = 20_000  # remembered operations, at most
+SCALAR_TYPES = (int, float, bool)
+KEY_TYPES = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+VALUE_ARGUMENTS = (
+    "Tensor",
+    "Optional[Tensor]",
+    "number",
+    "Optional[number]",
+)  # types of arguments that cannot affect a shape
+MAX_REMEMBERED = 20_000  # remembered operations, at most
 _made: dict[Any, tuple[Any, ...]] = {}  # by operation and argument sizes: each result's shape, strides, dtype
 _kinds: dict[Any, tuple[bool, ...] | None] = {}  # by operation: which arguments' numbers can affect a shape
 
@@ -61,7 +66,7 @@ class ShapeCacheMode(TorchDispatchMode):
             if None in found:
                 _kinds[func] = None
             else:
-                if len(_made) >= MOST:
+                if len(_made) >= MAX_REMEMBERED:
                     _made.clear()
                 _made[key] = tuple(found)
             return made
@@ -87,16 +92,16 @@ def _make_operation_key(func: Any, args: Any, kwargs: Any) -> Any:
                 return None
             some = True
             parts += (x.shape, x.stride(), x.dtype)
-        elif kind in SCALARS:
+        elif kind in SCALAR_TYPES:
             parts += (kind, x) if tells else (kind,)
-        elif kind in WORDS:
+        elif kind in KEY_TYPES:
             parts.append(x)
         elif kind in (list, tuple) and all(type(n) is int for n in x):
             parts.append(tuple(x))
         else:
             return None
     if kwargs:
-        if any(type(x) not in SCALARS and type(x) not in WORDS for x in kwargs.values()):
+        if any(type(x) not in SCALAR_TYPES and type(x) not in KEY_TYPES for x in kwargs.values()):
             return None
         parts += ((name, type(x), x) for name, x in kwargs.items())
     return tuple(parts) if some else None
@@ -108,7 +113,7 @@ def _list_telling_arguments(func: Any) -> tuple[bool, ...] | None:
     fresh = all(each.alias_info is None and str(each.type) == "Tensor" for each in schema.returns)
     if schema.is_mutable or not fresh or not schema.returns:
         return None
-    return tuple(str(a.type) not in VALUES for a in schema.arguments)
+    return tuple(str(a.type) not in VALUE_ARGUMENTS for a in schema.arguments)
 
 
 def _describe_result(made: Any, args: Any) -> tuple[Any, ...] | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from workbench.rank import Bucket
-from workbench.sim.fake.tensor_kind import MOST, ShapedTensor, find_kind
+from workbench.sim.fake.tensor_kind import MAX_REMEMBERED, ShapedTensor, find_kind
 
 _CONST, _ARGUMENT, _NEW, _VIEW, _SEVERAL = range(5)  # kinds of results: value, argument, new memory, view, sequence
 
@@ -55,7 +55,7 @@ def _compute_result(func: Any, plain: bool, args: tuple[Any, ...], kwargs: Any) 
     if known is None:
         made, found = _run_torch(func, args, kwargs)
         if found is not None and func not in _NEVER:
-            if len(_known) >= MOST:
+            if len(_known) >= MAX_REMEMBERED:
                 _known.clear()
             _known[key] = found
         return made

@@ -22,7 +22,7 @@ class TensorKind:
         self.nbytes = reach * self.width  # of the memory of a tensor that is not a view
 
 
-MOST = 50_000  # remembered kinds, and remembered operations on them
+MAX_REMEMBERED = 50_000  # remembered kinds, and remembered operations on them
 _kinds: dict[Any, TensorKind] = {}
 
 
@@ -38,7 +38,7 @@ def find_kind(x: Any) -> TensorKind | None:
 def _remember_kind(*told: Any) -> TensorKind:
     found = _kinds.get(told)
     if found is None:
-        if len(_kinds) >= MOST:
+        if len(_kinds) >= MAX_REMEMBERED:
             _kinds.clear()
         found = _kinds[told] = TensorKind(*told)
     return found

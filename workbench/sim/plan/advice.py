@@ -32,17 +32,17 @@ from workbench.strategies.local_sgd import LocalSGD
 if TYPE_CHECKING:
     from workbench.record.run import Run
 
-WORTH = 0.03  # share of a step: smaller gains are no advice
-TIMES = 4  # factor between the present and the suggested bucket size
-EVERY = 8  # steps between two averages, if ranks meet in every step now
-HEAD = ("cause", "ranks", "per step", "share", "what is seen", "next thing to try")
-LOOK = {
+MIN_GAIN = 0.03  # share of a step: smaller gains are no advice
+BUCKET_FACTOR = 4  # factor between the present and the suggested bucket size
+SUGGESTED_PERIOD = 8  # steps between two averages, if ranks meet in every step now
+COLUMNS = ("cause", "ranks", "per step", "share", "what is seen", "next thing to try")
+WHERE_TO_LOOK = {
     "input": "look at what loads the data: nothing here makes it faster",
     "outside": "look at what else that process does between its passes",
     "frozen": "look at what stops that process now and then",
     "network": "look at that rank's port, cable or switch",
 }
-LOOK |= dict.fromkeys(("forward", "backward", "optimizer", "codec"), "look at what else runs beside that rank")
+WHERE_TO_LOOK |= dict.fromkeys(("forward", "backward", "optimizer", "codec"), "look at what else runs beside that rank")
 
 
 class Suggestion(NamedTuple):
@@ -78,7 +78,7 @@ class Advice(NamedTuple):
     @property
     def next(self) -> str:
         """The next thing to try; "" if none is known."""
-        look = LOOK[self.cause] if self.ranks or self.cause in ("input", "outside") else ""
+        look = WHERE_TO_LOOK[self.cause] if self.ranks or self.cause in ("input", "outside") else ""
         return "; or ".join(filter(None, (*map(str, self.suggestions), look)))
 
     @property
@@ -121,7 +121,7 @@ class AdviceTable(list[Advice]):
     def _repr_html_(self) -> str:
         if not self:
             return f"<p>{escape(repr(self))}</p>"
-        head = "".join(f"<th>{escape(name)}</th>" for name in HEAD)
+        head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
         rows = ("".join(f'<td style="text-align: left">{escape(cell)}</td>' for cell in row.cells) for row in self)
         note = f"<p>{escape(self._failure_note)}</p>" if self.unsimulated else ""
         return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>{note}"
@@ -161,7 +161,7 @@ def _choose_kind(found: Cause) -> str:
 def _best_suggestions(asked: RunPredictor, kind: str) -> tuple[Suggestion, ...]:
     """Returns the fastest setting that learns the same, and the fastest of all if that is faster still.
 
-    Omits gains below WORTH.
+    Omits gains below MIN_GAIN.
     """
     found, every = [], list(_list_candidates(asked.now, kind))
     with doing(kind, len(every)) as work:
@@ -171,7 +171,7 @@ def _best_suggestions(asked: RunPredictor, kind: str) -> tuple[Suggestion, ...]:
                 found.append(_make_suggestion(asked, settings))
     best: list[Suggestion] = []
     for one in sort_by_evidence(found, lambda s: Evidence(1 - s.faster, is_usable(not s.learns, None, 0.0))):
-        if one.learns not in {s.learns for s in best} and one.faster >= WORTH + (best[0].faster if best else 0.0):
+        if one.learns not in {s.learns for s in best} and one.faster >= MIN_GAIN + (best[0].faster if best else 0.0):
             best.append(one)
     return tuple(best)
 
@@ -179,7 +179,7 @@ def _best_suggestions(asked: RunPredictor, kind: str) -> tuple[Suggestion, ...]:
 def _list_candidates(now: Experiment, kind: str) -> Iterator[dict[str, Any]]:
     """Yields changes that a lab can make live, the least disturbing first."""
     if kind == "network":
-        yield from ({"bucket_mb": float(f"{now.bucket_mb * by:.3g}")} for by in (TIMES, 1 / TIMES))
+        yield from ({"bucket_mb": float(f"{now.bucket_mb * by:.3g}")} for by in (BUCKET_FACTOR, 1 / BUCKET_FACTOR))
         if isinstance(now.compressor, Dense):
             yield from ({"compressor": other} for other in (Cast(), PowerSGD.usual()))
         if hasattr(now.strategy, "accumulate"):
@@ -188,7 +188,7 @@ def _list_candidates(now: Experiment, kind: str) -> Iterator[dict[str, Any]]:
         yield from ({"compressor": other} for other in (Cast(), Dense()))
         return
     every = getattr(now.strategy, "every", 0)
-    yield {"strategy.every": 2 * every} if every else {"strategy": LocalSGD(every=EVERY)}
+    yield {"strategy.every": 2 * every} if every else {"strategy": LocalSGD(every=SUGGESTED_PERIOD)}
 
 
 def _make_suggestion(asked: RunPredictor, settings: dict[str, Any]) -> Suggestion:

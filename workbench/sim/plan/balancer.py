@@ -14,7 +14,7 @@ from workbench.fabric.load import stretch
 from workbench.fabric.pace import SHARES
 from workbench.host.core.valueless import make_outline
 from workbench.host.observe.unit_times import TimedUnit, measure_outputs, measure_unit_times
-from workbench.host.placement.balancing import NEVER, StageCut, find_pareto_cuts
+from workbench.host.placement.balancing import IMPOSSIBLE, StageCut, find_pareto_cuts
 from workbench.host.placement.stages import cut_model, estimate_compute, find_tied_and_untrained, list_parts
 from workbench.partitions import Partition
 from workbench.policies import ByHand
@@ -23,12 +23,12 @@ from workbench.settings import KnobError, fold
 from workbench.settings.progress import doing
 from workbench.sim.costs.costs import Costs
 from workbench.sim.costs.durations import Duration
-from workbench.sim.run.fits import MOST, longest_round
+from workbench.sim.run.fits import MAX_ROUND_STEPS, longest_round
 from workbench.sim.run.simulate import simulate
 from workbench.tasks import Learner
 
-SETTLE, STEPS = 3, 2  # untypical first steps; measured steps
-TRIED = 6  # cuts that are simulated
+UNTYPICAL_STEPS, MEASURED_STEPS = 3, 2  # untypical first steps; measured steps
+SIMULATED_CUTS = 6  # cuts that are simulated
 
 
 class CutPrediction(NamedTuple):
@@ -96,8 +96,8 @@ def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | No
 
     Two costs count: the slowest stage's time for all its pieces, and the time for which links are busy between pieces.
     `host/placement/balancing.py` finds the Pareto-optimal cuts. The schedule decides how much each cost matters, so
-    `simulate` predicts a step for TRIED of these cuts and for cuts by numbers of parameters. A codec between stages
-    counts only in this prediction. The optimizer's time does not count.
+    `simulate` predicts a step for SIMULATED_CUTS of these cuts and for cuts by numbers of parameters. A codec between
+    stages counts only in this prediction. The optimizer's time does not count.
 
     Raises KnobError if the partition has no stages, or the model cannot be cut into so many.
     """
@@ -149,7 +149,7 @@ def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | No
 
 def _sample_ways(ways: list[StageCut]) -> list[StageCut]:
     last = len(ways) - 1
-    return [ways[at] for at in sorted({round(k * last / (TRIED - 1)) for k in range(TRIED)})]
+    return [ways[at] for at in sorted({round(k * last / (SIMULATED_CUTS - 1)) for k in range(SIMULATED_CUTS)})]
 
 
 def _crossing_seconds(e: Experiment, learner: Learner) -> list[list[float]]:
@@ -168,7 +168,9 @@ def _read_part_times(times: Sequence[tuple[float, float]], count: int) -> tuple[
         found = tuple(TimedUnit("", float(there), float(back)) for there, back in times)
     except (TypeError, ValueError):
         raise KnobError(f"times={times!r}: must be pairs of seconds, such as [(0.01, 0.02), (0.01, 0.03)]") from None
-    if not all(0 <= seconds < NEVER for unit in found for seconds in unit[1:]) or not any(u.forward for u in found):
+    if not all(0 <= seconds < IMPOSSIBLE for unit in found for seconds in unit[1:]) or not any(
+        u.forward for u in found
+    ):
         raise KnobError(f"times={times!r}: seconds must be numbers that are not negative, and some above 0")
     if len(found) != count:
         raise KnobError(f"times: of {len(found)} parts, and the model has {count}; give a pair for each")
@@ -180,7 +182,7 @@ def _read_slow_factors(slow: Sequence[float] | None, depth: int) -> tuple[float,
         found = (1.0,) * depth if slow is None else tuple(map(float, slow))
     except (TypeError, ValueError):
         found = ()
-    if len(found) != depth or not all(0 < factor < NEVER for factor in found):
+    if len(found) != depth or not all(0 < factor < IMPOSSIBLE for factor in found):
         raise KnobError(f"slow={slow!r}: must be {depth} positive numbers, one for each stage")
     return found
 
@@ -232,9 +234,9 @@ def _make_stage_costs(e: Experiment, units: tuple[TimedUnit, ...], factors: tupl
 
 def _predict_cut(e: Experiment, way: Partition, cuts: tuple[int, ...], costs: Costs) -> CutPrediction:
     """Predicts steps without a memory limit."""
-    looked = max(STEPS, min(longest_round(e.strategy), MOST) if e.strategy.periodic else 0)
+    looked = max(MEASURED_STEPS, min(longest_round(e.strategy), MAX_ROUND_STEPS) if e.strategy.periodic else 0)
     never = way.depth if way.ahead(0) else 0  # unflushed: rounds until all wait for the slowest, and to drain
-    stop = SETTLE * max(1, never) + looked
+    stop = UNTYPICAL_STEPS * max(1, never) + looked
     short = replace(e, partition=way, steps=stop + never, eval_every=0, memory_mb=0.0, policy=ByHand())
     run = simulate(short, costs=costs)
     found = analysis.measure_bubble(run.timeline, looked, stop)

@@ -21,13 +21,13 @@ from workbench.settings import KnobError, knobs, members
 from workbench.settings.progress import doing
 from workbench.sim.costs.costs import Costs
 from workbench.sim.costs.even_ranks import explain_unlike
-from workbench.sim.run.fits import MOST, longest_round, require_room
+from workbench.sim.run.fits import MAX_ROUND_STEPS, longest_round, require_room
 from workbench.sim.run.simulate import simulate_sizes
 from workbench.tasks import Learner
 
-REASONS = 3  # reasons in an error
-ALL = 64  # ranks up to which each has its own speed
-SETTLE, STEPS = 3, 2  # untypical first steps; measured steps, at least
+MAX_REASONS = 3  # reasons in an error
+MAX_UNEVEN_RANKS = 64  # ranks up to which each has its own speed
+UNTYPICAL_STEPS, MIN_STEPS = 3, 2  # untypical first steps; measured steps, at least
 
 
 class PlannedPair(NamedTuple):
@@ -67,8 +67,8 @@ def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iter
     """Returns the pairs that `experiment`'s ranks can train with in `memory_mb`, fastest first.
 
     Simulates a few steps of each pair, with sizes only. The global batch is the same: a replica on n ranks takes n
-    times the batch of one rank. If replicas behave alike, one stands for all (`simulate(alike=True)`). Above `ALL`
-    ranks, each rank is as fast as the slowest is expected to be (`Costs.even`).
+    times the batch of one rank. If replicas behave alike, one stands for all (`simulate(alike=True)`). Above
+    `MAX_UNEVEN_RANKS` ranks, each rank is as fast as the slowest is expected to be (`Costs.even`).
 
     costs:      compute times (`Costs.measured(run)`), if `experiment` has no `pace`: the time of one replica's batch on
                 one rank
@@ -84,7 +84,7 @@ def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iter
             "pace=0: nothing says how long compute lasts; give costs=Costs.measured(run), or an experiment with a pace"
         )
     costs = (costs or Costs()).at_least({phase: e.pace * 1e-3 * share for phase, share in SHARES.items()})
-    costs = costs.even(e.ranks) if e.ranks > ALL else costs
+    costs = costs.even(e.ranks) if e.ranks > MAX_UNEVEN_RANKS else costs
     learner, why = e.task.build(), list[str]()
     ways = _list_possible_partitions(e, list(partitions) or list(_list_partitions(e)), learner, why)
     found, seen = list[PlannedPair](), dict[Any, Any]()  # seen: passes that pairs share
@@ -102,7 +102,7 @@ def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iter
 
 def _describe_refusals(why: list[str]) -> str:
     """Returns the number of refusals and the most frequent reasons."""
-    reasons = [reason for reason, _ in Counter(why).most_common(REASONS)]
+    reasons = [reason for reason, _ in Counter(why).most_common(MAX_REASONS)]
     more = f"; and {len(set(why)) - len(reasons)} other reasons" if len(set(why)) > len(reasons) else ""
     return f"plan: no strategy and partition can train this experiment ({len(why)} refused): {'; '.join(reasons)}{more}"
 
@@ -124,9 +124,11 @@ def _list_possible_partitions(
 def _simulate_pair(e: Experiment, strategy: Any, way: Partition, costs: Costs, learner: Learner,
                seen: dict[Any, Any] | None) -> PlannedPair | str:  # fmt: skip
     """Returns a prediction, or the reason for a refusal."""
-    looked = max(STEPS, min(longest_round(strategy), MOST) if strategy.periodic else 0)  # a whole round, if periodic
+    looked = max(
+        MIN_STEPS, min(longest_round(strategy), MAX_ROUND_STEPS) if strategy.periodic else 0
+    )  # a whole round, if periodic
     never = way.depth if way.ahead(0) else 0  # unflushed: rounds until all wait for the slowest, and to drain
-    stop = SETTLE * max(1, never) + max(looked, min(longest_round(strategy), MOST) + STEPS)
+    stop = UNTYPICAL_STEPS * max(1, never) + max(looked, min(longest_round(strategy), MAX_ROUND_STEPS) + MIN_STEPS)
     steps = stop + never
     evaluates = steps if e.eval_every and e.memory_mb else 0  # once, to measure its memory
     try:

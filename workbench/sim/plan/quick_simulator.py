@@ -17,9 +17,9 @@ from workbench.sim.costs.costs import Costs
 from workbench.sim.costs.even_ranks import explain_unlike
 from workbench.sim.run.simulate import simulate_sizes
 
-SETTLE = 2  # untypical first steps
-FEW = 4  # measured steps, at least; of a periodic strategy 2 rounds
-ALL = 64  # ranks up to which each has its own speed
+UNTYPICAL_STEPS = 2  # untypical first steps
+MIN_STEPS = 4  # measured steps, at least; of a periodic strategy 2 rounds
+MAX_UNEVEN_RANKS = 64  # ranks up to which each has its own speed
 
 
 class QuickPrediction(NamedTuple):
@@ -50,10 +50,10 @@ class QuickSimulator:
     def predict_step(self, e: Experiment) -> QuickPrediction:
         """Predicts a step. Raises KnobError or StrategyError."""
         every = count_round_steps(e)
-        looked = max(FEW, 2 * every if every > 1 else 0)
-        e = replace(e, steps=SETTLE + looked, eval_every=0, policy=ByHand()).checked()
+        looked = max(MIN_STEPS, 2 * every if every > 1 else 0)
+        e = replace(e, steps=UNTYPICAL_STEPS + looked, eval_every=0, policy=ByHand()).checked()
         costs = self._pace_costs(e)
-        even = e.ranks > ALL or (
+        even = e.ranks > MAX_UNEVEN_RANKS or (
             explain_unlike(e, costs) is not None and explain_unlike(e, costs.even(e.ranks)) is None
         )
         e, costs = replace(e, pace=0.0), costs.even(e.ranks) if even else costs
@@ -62,7 +62,11 @@ class QuickSimulator:
         alike = explain_unlike(e, costs) is None
         run = simulate_sizes(e, learner, costs, alike, seen)
         return QuickPrediction(
-            mean_seconds(run, SETTLE, e.steps), mean_sent_bytes(run, SETTLE, e.steps), run, alike, even
+            mean_seconds(run, UNTYPICAL_STEPS, e.steps),
+            mean_sent_bytes(run, UNTYPICAL_STEPS, e.steps),
+            run,
+            alike,
+            even,
         )
 
     def _pace_costs(self, e: Experiment) -> Costs:

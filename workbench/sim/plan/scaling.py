@@ -18,10 +18,10 @@ from workbench.settings import KnobError
 from workbench.sim.costs.costs import Costs
 from workbench.sim.costs.durations import PHASES
 from workbench.sim.costs.even_ranks import explain_unlike
-from workbench.sim.plan.quick_simulator import ALL, SETTLE, QuickSimulator
+from workbench.sim.plan.quick_simulator import MAX_UNEVEN_RANKS, UNTYPICAL_STEPS, QuickSimulator
 
-RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-HEAD = ("ranks", "step", "computing", "sent per rank and step", "")
+RANK_COUNTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+COLUMNS = ("ranks", "step", "computing", "sent per rank and step", "")
 
 
 class ScalingRow(NamedTuple):
@@ -56,7 +56,7 @@ class Scaling(list[ScalingRow]):
         return "\n".join([*("  ".join(filter(None, r.cells)) for r in self), *(f"- {a}" for a in self.assumptions)])
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in HEAD)
+        head = "".join(f"<th>{name}</th>" for name in COLUMNS)
         body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row.cells)}</tr>" for row in self)
         said = "".join(f"<li>{escape(a)}</li>" for a in self.assumptions)
         return f"<table><tr>{head}</tr>{body}</table><ul>{said}</ul>"
@@ -66,12 +66,12 @@ def make_scaling_row(quick: QuickSimulator, ranks: int, made: Callable[[int], Ex
     """Simulates the experiment that `made` returns."""
     try:
         e = made(ranks)
-        if ranks > ALL and (reason := explain_unlike(e, quick.costs.even(ranks))):
+        if ranks > MAX_UNEVEN_RANKS and (reason := explain_unlike(e, quick.costs.even(ranks))):
             raise KnobError(reason)
         told = quick.predict_step(e)
     except (KnobError, StrategyError, RunError) as error:
         return ScalingRow(ranks, float("nan"), float("nan"), float("nan"), None, str(error))
-    found = analysis.break_down(told.run.timeline, SETTLE, analysis.last_steps(told.run.timeline)[1])
+    found = analysis.break_down(told.run.timeline, UNTYPICAL_STEPS, analysis.last_steps(told.run.timeline)[1])
     computing = float(found.compute.mean() / found.seconds.mean())
     return ScalingRow(ranks, told.seconds, computing, told.sent, e)
 
@@ -94,9 +94,9 @@ def list_assumptions(now: Experiment, e: Experiment, costs: Costs, network: str,
         said.append("The wire is this machine's, as measured between the ranks of this run.")
     how = type(e.fabric.algorithm).__name__ if not e.fabric.algorithm.native else "a ring, 2 (p-1) messages one by one"
     said.append(f"All-reduces go by {how}; each rank has a port of its own, and nobody else's traffic is in the way.")
-    if e.ranks > ALL:
-        said.append(f"Above {ALL} ranks one replica is simulated for all, each rank as fast as the slowest of all is "
-                    f"expected to be, for normal independent times.")  # fmt: skip
+    if e.ranks > MAX_UNEVEN_RANKS:
+        said.append(f"Above {MAX_UNEVEN_RANKS} ranks one replica is simulated for all, each rank as fast as the "
+                    f"slowest of all is expected to be, for normal independent times.")  # fmt: skip
     unknown = [
         type(c).__name__ for c in inside(e.compressor) if not isinstance(c, Dense) and not costs.list_codec_prices(c)
     ]

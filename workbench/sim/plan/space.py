@@ -19,10 +19,10 @@ from workbench.sim.plan.trials import Settings, format_value
 from workbench.strategies.byte_scheduler import ByteScheduler
 from workbench.strategies.local_sgd import LocalSGD
 
-BYTES = ("strategy.partition_mb", "strategy.credit_mb")  # the knobs that ByteScheduler's authors tune
-MOST = 512  # combinations, at most
+BYTE_KNOBS = ("strategy.partition_mb", "strategy.credit_mb")  # the knobs that ByteScheduler's authors tune
+MAX_COMBINATIONS = 512  # combinations, at most
 Trying = Mapping[str, Any] | Sequence[str] | None
-POINTS = 5  # points of a range that the simulator evaluates
+POINTS_PER_RANGE = 5  # points of a range that the simulator evaluates
 
 
 class Dimension(NamedTuple):
@@ -44,7 +44,7 @@ class Dimension(NamedTuple):
             return self.values
         low, high, whole = float(self.knob.low or 0), float(self.knob.high or 0), self.knob.kind is int
         ends = (math.log(low), math.log(high)) if self.knob.log else (low, high)
-        even = [ends[0] + (ends[1] - ends[0]) * i / (POINTS - 1) for i in range(POINTS)]
+        even = [ends[0] + (ends[1] - ends[0]) * i / (POINTS_PER_RANGE - 1) for i in range(POINTS_PER_RANGE)]
         found = [math.exp(x) if self.knob.log else x for x in even]
         return tuple(dict.fromkeys(min(max(round(x) if whole else x, low), high) for x in found))
 
@@ -55,7 +55,7 @@ def space_of(e: Experiment, asked: Any, within: Mapping[str, tuple[float, float]
     Raises KnobError.
     """
     if asked is None:
-        asked = list(BYTES) if isinstance(e.strategy, ByteScheduler) else usual_space(e)
+        asked = list(BYTE_KNOBS) if isinstance(e.strategy, ByteScheduler) else usual_space(e)
     if isinstance(asked, Mapping):
         if within:
             raise KnobError("within: is for a list of knobs; where values are given by knob, give (low, high) there")
@@ -67,10 +67,15 @@ def space_of(e: Experiment, asked: Any, within: Mapping[str, tuple[float, float]
     else:
         dims = []
     if not dims:
-        raise KnobError(f"paths={short(asked)}: must be a list of knobs, such as {list(BYTES)}, or a dict of values by "
-                        f"knob, such as {{'bucket_mb': [0.25, 1, 4], 'compressor': ['Dense', 'Cast']}}")  # fmt: skip
-    if (number := math.prod(len(d.trial_points) for d in dims)) > MOST:
-        raise KnobError(f"paths: {number} settings, all together; must be at most {MOST}, so leave values out")
+        example = "{'bucket_mb': [0.25, 1, 4], 'compressor': ['Dense', 'Cast']}"
+        raise KnobError(
+            f"paths={short(asked)}: must be a list of knobs, such as {list(BYTE_KNOBS)}, or a dict of values by knob, "
+            f"such as {example}"
+        )
+    if (number := math.prod(len(d.trial_points) for d in dims)) > MAX_COMBINATIONS:
+        raise KnobError(
+            f"paths: {number} settings, all together; must be at most {MAX_COMBINATIONS}, so leave values out"
+        )
     return dims
 
 

@@ -14,7 +14,7 @@ from workbench.analysis.steps.words import format_seconds
 from workbench.settings import in_words, to_plain
 
 Settings = dict[str, Any]  # by full path
-HEAD = ("trial", "setting", "seconds per step", "simulated", "steps", "loss", "verdict")
+COLUMNS = ("trial", "setting", "seconds per step", "simulated", "steps", "loss", "verdict")
 
 
 class Interval(NamedTuple):
@@ -53,7 +53,7 @@ class Trial:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """A table row by HEAD, without the trial's number."""
+        """A table row by COLUMNS, without the trial's number."""
         took = "" if self.seconds is None else format_seconds(self.seconds)
         if self.seconds is not None and self.high > self.low:
             took += f" ± {format_seconds((self.high - self.low) / 2)}"
@@ -86,7 +86,7 @@ class Tuned:
     def _repr_html_(self) -> str:
         rows = [(str(number), *t.cells) for number, t in enumerate(self.trials, start=1)]
         body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-        head = "".join(f"<th>{escape(name)}</th>" for name in HEAD)
+        head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
         more = f"<p>Not tried: {len(self.left_out)} others.</p>" if self.left_out else ""
         return f"<table><tr>{head}</tr>{body}</table>{more}"
 

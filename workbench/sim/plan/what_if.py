@@ -18,15 +18,15 @@ from workbench.policies import ByHand
 from workbench.settings import KnobError, fold, short
 from workbench.settings.progress import doing
 from workbench.sim import Costs, simulate
-from workbench.sim.plan.quick_simulator import ALL, QuickSimulator, mean_seconds, mean_sent_bytes
-from workbench.sim.plan.scaling import RANKS, Scaling, list_assumptions, make_scaling_row
+from workbench.sim.plan.quick_simulator import MAX_UNEVEN_RANKS, QuickSimulator, mean_seconds, mean_sent_bytes
+from workbench.sim.plan.scaling import RANK_COUNTS, Scaling, list_assumptions, make_scaling_row
 
 if TYPE_CHECKING:
     from workbench.record.run import Run
 
-LOOKED = 40  # measured and simulated steps, at least
-ROUNDS = 4  # simulated rounds of a periodic strategy, at least
-SETTLE = 2  # untypical steps after a change or at the beginning
+MIN_STEPS = 40  # measured and simulated steps, at least
+MIN_ROUNDS = 4  # simulated rounds of a periodic strategy, at least
+UNTYPICAL_STEPS = 2  # untypical steps after a change or at the beginning
 
 
 class WhatIf(NamedTuple):
@@ -72,7 +72,7 @@ def what_if(run: Run, settings: Mapping[str, Any] | None = None, network: str = 
 
 
 def predict_scaling(run: Run, settings: Mapping[str, Any] | None = None, network: str = "",
-            ranks: Sequence[int] = RANKS) -> Scaling:  # fmt: skip
+            ranks: Sequence[int] = RANK_COUNTS) -> Scaling:  # fmt: skip
     """Simulates several numbers of ranks, up to 4,096. Raises KnobError."""
     _require_mapping(settings)
     if not isinstance(ranks, (list, tuple, range)):
@@ -97,18 +97,18 @@ class RunPredictor:
 
     @cached_property
     def _same_seconds(self) -> float:
-        return mean_seconds(self._simulate_steps(self.now), SETTLE, _count_steps(self.now))
+        return mean_seconds(self._simulate_steps(self.now), UNTYPICAL_STEPS, _count_steps(self.now))
 
     def what_if(self, settings: Mapping[str, Any], network: str = "") -> WhatIf:
         other = self._apply_settings(settings, network)
         about = list_assumptions(self.now, other, self._costs, network, self._same_seconds / self._measured - 1.0)
-        if other.ranks > ALL:
+        if other.ranks > MAX_UNEVEN_RANKS:
             told = self._quick.predict_step(other)
             return WhatIf(self._measured, self._same_seconds, told.seconds, other, told.run, told.sent, about)
         same, imagined = self._same_seconds, self._simulate_steps(other)
         stop = _count_steps(other)
-        return WhatIf(self._measured, same, mean_seconds(imagined, SETTLE, stop), other, imagined,
-                      mean_sent_bytes(imagined, SETTLE, stop), about)  # fmt: skip
+        return WhatIf(self._measured, same, mean_seconds(imagined, UNTYPICAL_STEPS, stop), other, imagined,
+                      mean_sent_bytes(imagined, UNTYPICAL_STEPS, stop), about)  # fmt: skip
 
     def predict_scaling(self, settings: Mapping[str, Any], network: str, ranks: Sequence[int]) -> Scaling:
         rows = [
@@ -136,12 +136,12 @@ def present_experiment(run: Run) -> Experiment:
 def _count_steps(experiment: Experiment) -> int:
     """Returns the number of steps to simulate: whole rounds of a periodic strategy."""
     every = int(getattr(experiment.strategy, "every", 1))
-    rounds = max(ROUNDS, -(-LOOKED // every))
-    return SETTLE + rounds * every
+    rounds = max(MIN_ROUNDS, -(-MIN_STEPS // every))
+    return UNTYPICAL_STEPS + rounds * every
 
 
 def _settled_range(run: Run) -> tuple[int, int]:
     """Returns the range of recent steps under the present settings."""
-    first, stop = analysis.last_steps(run.timeline, LOOKED)
-    changed = [c.at_step + SETTLE for c in run.changes]
-    return min(max(first, SETTLE if stop > SETTLE else 0, *changed), max(stop - 1, 0)), stop
+    first, stop = analysis.last_steps(run.timeline, MIN_STEPS)
+    changed = [c.at_step + UNTYPICAL_STEPS for c in run.changes]
+    return min(max(first, UNTYPICAL_STEPS if stop > UNTYPICAL_STEPS else 0, *changed), max(stop - 1, 0)), stop

@@ -12,7 +12,7 @@ from typing import Any
 from workbench.experiment import Experiment
 from workbench.fabric.load import crashed
 from workbench.host.checkpoint.recovery import open_images
-from workbench.host.core.data_positions import NO_INDEX, describe_repeats
+from workbench.host.core.data_positions import NO_INDEX_TEXT, describe_repeats
 from workbench.host.core.planned import Planned
 from workbench.host.elastic.leaving import explain_refusal
 from workbench.host.elastic.recovery import RemainingRank, mark_end_reason, plan_shrink
@@ -25,8 +25,8 @@ from workbench.sim.rank.checkpoints import CheckpointStore
 from workbench.sim.rank.joining import JoinEvent
 from workbench.sim.rank.session import Session
 
-VOTED = 0.27  # seconds from noticing a crash until ranks train again: the median of the kills behind `NOTICED`
-REPLACED = 2.0  # seconds until replacements join on new engines: the median in docs/data/replaced.json
+VOTE_SECONDS = 0.27  # seconds from noticing a crash until ranks train again: the median of the kills behind `NOTICED`
+REPLACEMENT_SECONDS = 2.0  # seconds until replacements join on new engines: the median in docs/data/replaced.json
 
 Body = Callable[[Experiment, int], Any]
 
@@ -92,7 +92,7 @@ class Generations:
             self._fail_run(str(error))
             return None
         if to.experiment.on_death == "replace":
-            self._coming += [world.clock.now + REPLACED] * (world.size - len(to.came.members))
+            self._coming += [world.clock.now + REPLACEMENT_SECONDS] * (world.size - len(to.came.members))
         for session in left:
             if session.member in to.mark["spare"]:
                 session.mark_end("stopped")
@@ -162,14 +162,14 @@ class Generations:
         planned = [c for c in before.sessions[came.places[0]].queue.planned if isinstance(c, Change)]
         lost = before.parted is None
         world = VirtualWorld(len(came.members), before.costs, before.seed, planned, before.real, members=came.members,
-                      now=before.clock.now + (VOTED if lost else 0.0))  # fmt: skip
+                      now=before.clock.now + (VOTE_SECONDS if lost else 0.0))  # fmt: skip
         world.mortal, self.world = before.mortal, world
         world.keeper = CheckpointStore(self._folder, world.size) if before.keeper is not None else None
         self.records.append(world.record)
         sessions = [self._make_session(before, world, place, to) for place in range(world.size)]
         sessions[0].mark("members", {**to.mark, "turn": len(self.records) - 1})
         if not sessions[0].learner.indexed:
-            sessions[0].mark("data", describe_repeats(NO_INDEX))
+            sessions[0].mark("data", describe_repeats(NO_INDEX_TEXT))
         return sessions
 
     def _make_session(self, before: VirtualWorld, world: VirtualWorld, place: int, to: NextGeneration) -> Session:

@@ -9,7 +9,7 @@ from typing import Any
 
 from workbench import analysis
 from workbench.experiment import Experiment
-from workbench.host.memory.budget import BETWEEN, MB, OutOfMemory, format_mb
+from workbench.host.memory.budget import MB, WHEN_BETWEEN, OutOfMemory, format_mb
 from workbench.policies import ByHand
 from workbench.rank import StrategyError
 from workbench.settings import Change, KnobError, each, knobs, resolve
@@ -17,9 +17,18 @@ from workbench.settings.describe_error import said
 from workbench.sim.run.simulate import simulate
 from workbench.tasks import TaskError
 
-FILLS = ("strategy", "partition", "compressor", "optimizer", "batch", "bucket_mb", "memory_mb", "clip")  # use memory
-STEPS = 3  # steps before and after a change: the optimizer has state from the second step on
-MOST = 64  # simulated steps of a strategy's round or warm-up, at most
+MEMORY_KNOBS = (
+    "strategy",
+    "partition",
+    "compressor",
+    "optimizer",
+    "batch",
+    "bucket_mb",
+    "memory_mb",
+    "clip",
+)  # use memory
+SIMULATED_STEPS = 3  # steps before and after a change: the optimizer has state from the second step on
+MAX_ROUND_STEPS = 64  # simulated steps of a strategy's round or warm-up, at most
 
 
 def longest_round(strategy: Any) -> int:
@@ -35,8 +44,8 @@ def require_memory(e: Experiment, path: str | Mapping[str, Any] = "", value: Any
     Raises nothing if the experiment cannot be simulated. Warns if the simulation fails otherwise.
     """
     wanted = e.set(path, value) if path else e.checked()
-    changed = [resolve(wanted, one)[0].partition(".")[0] for one in each(path, value)] if path else FILLS
-    if not (wanted.memory_mb and set(changed) & set(FILLS)):
+    changed = [resolve(wanted, one)[0].partition(".")[0] for one in each(path, value)] if path else MEMORY_KNOBS
+    if not (wanted.memory_mb and set(changed) & set(MEMORY_KNOBS)):
         return
     change = dict(each(path, value)) if path else {}
     try:
@@ -58,8 +67,11 @@ def require_memory(e: Experiment, path: str | Mapping[str, Any] = "", value: Any
 def _foresee_memory(e: Experiment, change: dict[str, Any]) -> list[analysis.RankMemory]:
     """Returns each rank's memory from the change on, or from the start. Raises OutOfMemory."""
     wanted = e.set(change) if change else e
-    before = STEPS + min(MOST, longest_round(e.strategy)) if change else 0
-    steps, healthy = before + STEPS + min(MOST, longest_round(wanted.strategy)), replace(e.fabric, faults=())
+    before = SIMULATED_STEPS + min(MAX_ROUND_STEPS, longest_round(e.strategy)) if change else 0
+    steps, healthy = (
+        before + SIMULATED_STEPS + min(MAX_ROUND_STEPS, longest_round(wanted.strategy)),
+        replace(e.fabric, faults=()),
+    )
     last = steps if e.eval_every else 0  # one evaluation, when all memory is in use
     short = replace(e, steps=steps, eval_every=last, pace=e.pace or 1.0, fabric=healthy, policy=ByHand())
     run = simulate(short, changes=[Change(before, change)] if change else [], real=False)
@@ -71,7 +83,7 @@ def _describe_refusal(e: Experiment, change: dict[str, Any], error: OutOfMemory)
     lack = error.lack
     if lack is None or not change:
         return str(error)
-    if lack.when != BETWEEN:
+    if lack.when != WHEN_BETWEEN:
         return lack.make_message(e)
     free, rest = replace(e, memory_mb=0.0), {path: value for path, value in change.items() if path != "memory_mb"}
     try:

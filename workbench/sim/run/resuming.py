@@ -18,7 +18,7 @@ from torch import nn
 from workbench.experiment import Experiment
 from workbench.host.checkpoint.image import RankImage
 from workbench.host.checkpoint.merging import gather_model, make_whole_image
-from workbench.host.checkpoint.model_export import KIND, read_model_state
+from workbench.host.checkpoint.model_export import MODEL_KIND, read_model_state
 from workbench.host.checkpoint.pieces import read_whole_model
 from workbench.host.checkpoint.restore import open_image
 from workbench.host.checkpoint.saving import GatherEvent
@@ -33,7 +33,7 @@ from workbench.strategies import DDP
 from workbench.tasks._written import Unwritable
 from workbench.tasks._written import written as written_model
 
-TOGETHER = ("strategy", "partition")
+JOINT_KNOBS = ("strategy", "partition")
 
 
 class ResumePlan(NamedTuple):
@@ -84,7 +84,7 @@ def plan_resume(checkpoint: Checkpoint, wanted: Experiment | None, changes: Sequ
     changes: planned changes, at steps of the whole run; None: the checkpoint's remaining changes
     most:    available ranks, if `wanted` is None
     """
-    if checkpoint.kind == KIND:
+    if checkpoint.kind == MODEL_KIND:
         raise KnobError(f"resume={checkpoint.path}: is a model alone, of a loop of its own, and no run goes on from "
                         f"the midst of that; let the loop load what run.save_model(path) writes")  # fmt: skip
     if checkpoint.kind == "whole":
@@ -122,7 +122,7 @@ def _list_differing_knobs(start: Experiment, wanted: Experiment) -> Iterator[dic
     left = {k.name: getattr(wanted, k.name) for k in knobs(Experiment) if k.live}
     now = start
     while left := {name: value for name, value in left.items() if getattr(now, name) != value}:
-        for names in [*([TOGETHER] if set(TOGETHER) <= left.keys() else ()), *((name,) for name in left)]:
+        for names in [*([JOINT_KNOBS] if set(JOINT_KNOBS) <= left.keys() else ()), *((name,) for name in left)]:
             settings = {name: to_plain(left[name]) for name in names}
             try:
                 now = now.set(settings)
@@ -170,7 +170,7 @@ def model_of(checkpoint: Checkpoint, task: Any = None, into: nn.Module | None = 
 
     task: a user's own Task, which settings cannot describe; into: a model to fill and return
     """
-    if checkpoint.kind == KIND and into is None:
+    if checkpoint.kind == MODEL_KIND and into is None:
         raise KnobError("into=None: a loop of its own has made this model, and only it knows how; give a model of that "
                         "shape, into=model, or take run.save_model(path)")  # fmt: skip
     if into is not None:
@@ -211,7 +211,7 @@ def _fill_from_pieces(made: nn.Module, checkpoint: Checkpoint) -> bool:
 
 def saved_state(checkpoint: Checkpoint, task: Any = None) -> dict[str, Any]:
     """Returns the state dict of the trained model. Raises the errors of `model_of`."""
-    if checkpoint.kind != KIND:
+    if checkpoint.kind != MODEL_KIND:
         return dict(model_of(checkpoint, task).state_dict())
     return read_model_state(open_image(checkpoint, CheckpointFiles(checkpoint), 0, alone=True))
 

@@ -39,7 +39,9 @@ from workbench.sim.rank.generations import Generations, can_crash
 from workbench.sim.rank.session import Session
 from workbench.tasks import Learner
 
-COPIES = 6  # copies of parameters per rank: weights, gradients, 2 for the optimizer, 1 each for strategy and codec
+PARAMETER_COPIES = (
+    6  # copies of parameters per rank: weights, gradients, 2 for the optimizer, 1 each for strategy and codec
+)
 
 
 def simulate(
@@ -208,7 +210,7 @@ def _make_joining_rank(learner: Learner, body: Any, experiment: Experiment, plac
 def _make_rank_tensors(experiment: Experiment, learner: Learner) -> Iterator[Any]:
     model = make_outline(learner)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    nbytes = COPIES * nbytes + sum(b.numel() * b.element_size() for b in model.buffers())
+    nbytes = PARAMETER_COPIES * nbytes + sum(b.numel() * b.element_size() for b in model.buffers())
     free = psutil.virtual_memory().available
     if nbytes * experiment.ranks > free:
         raise KnobError(

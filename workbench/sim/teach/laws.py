@@ -22,7 +22,7 @@ from workbench.strategies import Strategy
 from workbench.tasks import Colwise, Rowwise, Task
 
 RANKS, STEPS = 3, 8
-CROSSES = ("gradients", "moments", "displacements", "parameters")  # see Strategy.exchanges
+EXCHANGED_VALUES = ("gradients", "moments", "displacements", "parameters")  # see Strategy.exchanges
 RATE, MOMENTUM, EXAMPLES = 0.02, 0.9, 4
 
 
@@ -208,9 +208,12 @@ def plain_alone(cls: type[Strategy]) -> str | None:
 def compresses_or_says_why_not(cls: type[Strategy], compressor: Any = None) -> str | None:
     """With a compressor (default: TopK), the strategy trains, or refuses with a remedy.
 
-    Its `exchanges` must be in CROSSES, because compressors depend on it.
+    Its `exchanges` must be in EXCHANGED_VALUES, because compressors depend on it.
     """
-    _require_kept(cls.exchanges in CROSSES, f"exchanges = {short(cls.exchanges)}: must be one of {', '.join(CROSSES)}")
+    _require_kept(
+        cls.exchanges in EXCHANGED_VALUES,
+        f"exchanges = {short(cls.exchanges)}: must be one of {', '.join(EXCHANGED_VALUES)}",
+    )
     try:
         done, _ = trained(make_fitting(cls, 2), ranks=2, steps=4, compressor=compressor or TopK.usual())
     except KnobError as refusal:

@@ -22,8 +22,8 @@ from workbench.settings import KnobError, members, short
 from workbench.sim.run.simulate import simulate
 from workbench.strategies import DDP, Strategy
 
-STEPS = 24
-LEARNING = 60  # steps of comparisons by loss
+COMPARED_STEPS = 24
+LEARNING_STEPS = 60  # steps of comparisons by loss
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class MemberComparison:
 
 def list_places() -> Iterator[FamilyPlace]:
     """Yields the families that a simulated run can show."""
-    first = recipe("first_run").set("steps", STEPS).set("eval_every", 0)
-    clicks = recipe("clicks").set("compressor", Dense()).set("steps", STEPS).set("eval_every", 0)
+    first = recipe("first_run").set("steps", COMPARED_STEPS).set("eval_every", 0)
+    clicks = recipe("clicks").set("compressor", Dense()).set("steps", COMPARED_STEPS).set("eval_every", 0)
     plain = first.set("optimizer", SGD())  # some strategies and compressors have their own momentum
     stages = first.set("partition", Pipeline(stages=4))
-    learns = recipe("digits").set("pace", 10).set("steps", LEARNING)
+    learns = recipe("digits").set("pace", 10).set("steps", LEARNING_STEPS)
     yield FamilyPlace(Strategy, "strategy", DDP(), "timeline", (first, plain, clicks))
     yield FamilyPlace(Compressor, "compressor", Dense(), "timeline", (first, plain, clicks))
     yield FamilyPlace(Partition, "partition", Whole(), "timeline", (first,))

@@ -21,10 +21,10 @@ from workbench.sim.plan.trials import Interval, Settings, Trial, above_trend, ma
 if TYPE_CHECKING:
     from workbench.record.run import Run
 
-ANSWER = 60.0  # seconds within which training ranks answer a change
-LOOK = 0.05  # seconds between two reads of the record
-MORE = 1.5  # factor of steps between two looks at the interval
-TREND = 200  # steps of the loss's trend, at most
+ANSWER_TIMEOUT = 60.0  # seconds within which training ranks answer a change
+POLL_SECONDS = 0.05  # seconds between two reads of the record
+LOOK_GROWTH = 1.5  # factor of steps between two looks at the interval
+TREND_STEPS = 200  # steps of the loss's trend, at most
 
 
 class TrainingRanks(Protocol):
@@ -143,7 +143,7 @@ class TrialRunner:
 
     def _await_change(self, change: Any) -> int:
         """Returns the first step under a change. A user's pause of the run does not count as delay."""
-        left = ANSWER
+        left = ANSWER_TIMEOUT
         while True:
             try:
                 return int(change.wait(min(1.0, left)).applied_at)
@@ -153,7 +153,7 @@ class TrialRunner:
                 if not self.on.live:
                     raise RunError("tune: the run ended before its ranks had answered a change") from None
                 if left <= 0:
-                    raise TrialBroken(f"ranks did not answer within {ANSWER:g} s") from None
+                    raise TrialBroken(f"ranks did not answer within {ANSWER_TIMEOUT:g} s") from None
 
     def _measure_trial(self, trial: Trial, first: int, best: Trial | None) -> Trial:
         e, a = self.on.experiment, self.asked
@@ -184,7 +184,7 @@ class TrialRunner:
             elif not live:
                 stop = begin + looks[number] * each
                 raise RunError(f"tune: the run ended before step {stop}; train longer, or take fewer trials")
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
 
     def _judge_trial(self, trial: Trial, best: Trial | None, last: bool) -> str:
         """Returns the verdict; "" while it is unclear."""
@@ -217,10 +217,10 @@ class TrialRunner:
         step, loss = mean_losses(run)
         if not len(step):
             return None
-        spans = self._trend or [(max(0, begin - self.asked.settle - TREND), begin - self.asked.settle, weight)]
+        spans = self._trend or [(max(0, begin - self.asked.settle - TREND_STEPS), begin - self.asked.settle, weight)]
         early = np.zeros(len(step), bool)
         for first, stop, _ in spans:
-            early |= (step >= max(first, stop - TREND)) & (step < stop)
+            early |= (step >= max(first, stop - TREND_STEPS)) & (step < stop)
         self._before = int(early.sum())
         if not np.isfinite(loss[step >= begin]).all():
             return Interval(math.inf, math.inf, math.inf)
@@ -260,7 +260,7 @@ def _list_looks(least: int, most: int) -> Iterator[int]:
     n = max(2, least)
     while n < most:
         yield n
-        n = math.ceil(n * MORE)
+        n = math.ceil(n * LOOK_GROWTH)
     yield max(most, 2)
 
 

@@ -23,11 +23,11 @@ from workbench.sim.plan.quick_simulator import QuickSimulator
 from workbench.sim.plan.space import Dimension, apply_settings, list_candidates
 from workbench.sim.plan.trials import Settings, Trial
 
-RANDOM = 10  # random trials before the process proposes: Optuna's default
-AGAIN = 12  # unusable proposals of the process before the simulator proposes instead
-SLOWER = 1.5  # factor over the best predicted time; slower settings are not tried
-AHEAD = 0.7  # share of trials that the simulator proposes
-DOUBT = 1.0  # ridge weight: a correction from one trial counts by half
+RANDOM_TRIALS = 10  # random trials before the process proposes: Optuna's default
+MAX_UNUSABLE = 12  # unusable proposals of the process before the simulator proposes instead
+MAX_SLOWDOWN = 1.5  # factor over the best predicted time; slower settings are not tried
+SIMULATOR_SHARE = 0.7  # share of trials that the simulator proposes
+RIDGE_WEIGHT = 1.0  # ridge weight: a correction from one trial counts by half
 
 
 class PredictedOrder(NamedTuple):
@@ -37,7 +37,9 @@ class PredictedOrder(NamedTuple):
     left_out: tuple[Trial, ...]
 
 
-def predict_order(e: Experiment, dims: Sequence[Dimension], costs: Costs, slower: float = SLOWER) -> PredictedOrder:
+def predict_order(
+    e: Experiment, dims: Sequence[Dimension], costs: Costs, slower: float = MAX_SLOWDOWN
+) -> PredictedOrder:
     """Orders settings by prediction. Settings that cannot be simulated come last."""
     quick, found, silent, out = (
         QuickSimulator(e, costs),
@@ -86,12 +88,12 @@ class Proposer:
         self._measured = dict[str, tuple[Settings, float]]()
         self._last: Settings = {}
         self._predicted = {_make_key(settings): seconds for settings, seconds in known if not math.isnan(seconds)}
-        self._ahead = max(1, round(AHEAD * (trials - 1))) if known else 0
+        self._ahead = max(1, round(SIMULATOR_SHARE * (trials - 1))) if known else 0
         ranges = any(not d.values for d in dims)
         self._all = None if ranges else math.prod(len(d.values) for d in dims)
         with _silence_optuna(self._optuna), warnings.catch_warnings():
             warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
-            start = self._ahead + 1 if known else RANDOM
+            start = self._ahead + 1 if known else RANDOM_TRIALS
             new = hasattr(self._optuna.trial.Trial, "set_constraint")  # since Optuna 5
             constrained = {} if new or not once else {"constraints_func": _read_excess}
             sampler = self._optuna.samplers.GPSampler(seed=seed, n_startup_trials=start, **constrained)
@@ -111,7 +113,7 @@ class Proposer:
         if self._ahead and left:
             self._ahead -= 1
             return self._note_proposal(self._enqueue_trial(left[0]), left[0])
-        for _ in range(AGAIN if self._all is None or len(set(self._done) | self._never) < self._all else 0):
+        for _ in range(MAX_UNUSABLE if self._all is None or len(set(self._done) | self._never) < self._all else 0):
             with _silence_optuna(self._optuna):
                 asked = self._study.ask(self._spaces)
             settings = {d.path: self._read_value(d, asked.params[d.path]) for d in self.dims}
@@ -157,7 +159,7 @@ class Proposer:
 
         x = np.array([row(settings) for settings, _ in self._measured.values()]).reshape(-1, len(values) + 1)
         y = np.array([off for _, off in self._measured.values()])
-        penalty = DOUBT * np.eye(len(values) + 1)
+        penalty = RIDGE_WEIGHT * np.eye(len(values) + 1)
         penalty[0, 0] = 1e-6
         factors = np.linalg.solve(x.T @ x + penalty, x.T @ y)
         return lambda settings: math.log(self._predicted.get(_make_key(settings), 1e9)) + float(row(settings) @ factors)

@@ -16,11 +16,11 @@ from workbench.sim.costs.costs import Costs
 from workbench.sim.plan.judging import Evidence, sort_by_evidence
 from workbench.sim.plan.space import Dimension, Trying, current_settings, list_candidates, space_of
 from workbench.sim.plan.trials import Settings, Trial, Tuned, format_settings
-from workbench.sim.tune.on_ranks import LOOK, Overruled, TrainingRanks, TrialLimits, TrialRunner
+from workbench.sim.tune.on_ranks import POLL_SECONDS, Overruled, TrainingRanks, TrialLimits, TrialRunner
 from workbench.sim.tune.proposing import PredictedOrder, Proposer, predict_order
 
-TRIALS = 20  # the default number of trials, at most
-SHARE = 0.22  # default share of settings to try: safely under 25 % of a full sweep's steps
+MAX_TRIALS = 20  # the default number of trials, at most
+TRIED_SHARE = 0.22  # default share of settings to try: safely under 25 % of a full sweep's steps
 
 
 class SearchStopped(Exception):
@@ -227,7 +227,7 @@ class Tuning:
             self.state = "paused"
             self._check_stopped()
             self._ranks.take_user_changes()
-            self._over.wait(LOOK)
+            self._over.wait(POLL_SECONDS)
         self.state = "running"
 
     def _apply_result(self) -> None:
@@ -262,5 +262,5 @@ def count_trials(trials: int | None, dims: list[Dimension]) -> int:
     """Returns how many settings to try."""
     if trials is not None:
         return trials
-    every = sum(1 for _ in list_candidates(dims)) if all(d.values for d in dims) else 5 * TRIALS
-    return min(TRIALS, max(4, int(SHARE * every)))
+    every = sum(1 for _ in list_candidates(dims)) if all(d.values for d in dims) else 5 * MAX_TRIALS
+    return min(MAX_TRIALS, max(4, int(TRIED_SHARE * every)))
