@@ -164,9 +164,9 @@ _STRATEGIES = (
            """            await rank.update(bucket)
             for handle in state.pop(bucket.index):
                 await rank.wait(handle)""", PRIORITIES, "ranks step by gradients of their own"),
-    Mutant("turns: just as much as a credit is not enough", "engine/wire/child_order.py",
+    Mutant("turns: just as much as a credit is not enough", "engine/collectives/child_order.py",
            "if share >= 1.0:", "if share > 1.0:", PRIORITIES, "one more than fits is chosen"),
-    Mutant("turns: who waits for its turn is passed", "engine/wire/child_order.py",
+    Mutant("turns: who waits for its turn is passed", "engine/collectives/child_order.py",
            """            if not job.priority:
                 break""",
            """            if not job.priority:
@@ -435,14 +435,14 @@ _FAULTS = (  # mistakes that existed before outside faults were handled
     Mutant("usage: what one rank unfroze gets the mean", "host/sharding/usage.py",
            'how = "sum" if host.module is host.model else "mean"', 'how = "mean"', USED,
            "its gradient is too small by the number of ranks"),
-    Mutant("growth: what slows down is a leak, too", "engine/record/growth.py",
+    Mutant("growth: what slows down is a leak, too", "engine/record/leak_detector.py",
            "if rises[-3:].sum() < MIN_LATE_SHARE * rises[:3].sum():", "if False:", GROWS,
            "a cache that fills gives an alarm"),
-    Mutant("growth: any growth is a leak", "engine/record/growth.py", "grown < MIN_GROWTH_MB", "False", GROWS,
+    Mutant("growth: any growth is a leak", "engine/record/leak_detector.py", "grown < MIN_GROWTH_MB", "False", GROWS,
            "a few MB give an alarm"),
-    Mutant("growth: the newest readings are not looked at alone", "engine/record/growth.py",
+    Mutant("growth: the newest readings are not looked at alone", "engine/record/leak_detector.py",
            " or find_growth(steps[half:], mb[half:])", "", GROWS, "a leak that begins late is not told"),
-    Mutant("growth: it is told again and again", "engine/record/growth.py", "self._told = True", "pass", GROWS,
+    Mutant("growth: it is told again and again", "engine/record/leak_detector.py", "self._told = True", "pass", GROWS,
            "one note becomes many"),
     Mutant("hang: who waits in the script's collective is blamed", "cluster/observe/hang_diagnosis.py",
            "if (past := _went_past(table)) is not None:", "if (past := None) is not None:", HUNG,

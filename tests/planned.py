@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from workbench.compressors import Cast
 from workbench.compressors._base import Payload
-from workbench.engine.wire.shaping import ComputePace
+from workbench.engine.collectives.shaping import ComputePace
 from workbench.fabric import Fault
 from workbench.settings import knob
 from workbench.tasks import Digits

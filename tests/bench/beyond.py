@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from tests.bench.ddp import BLOCK, Ours, Torchs, fsdp, tasks
-from workbench.engine.wire.collectives import LeaveEvent, Wire, connect_store, host_store
+from workbench.engine.collectives.wire import LeaveEvent, Wire, connect_store, host_store
 from workbench.experiment import Experiment
 
 ROUNDS, ASKED = 8, 1.5  # rounds; the required ratio

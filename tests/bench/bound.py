@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench import Experiment, Lab
-from workbench.engine.wire.shaping import ComputePace
+from workbench.engine.collectives.shaping import ComputePace
 from workbench.fabric import traffic
 from workbench.run import Run
 from workbench.tasks import ByteGPT

@@ -29,8 +29,8 @@ from torch import nn
 
 from tests.gpu_ranks import share_a_gpu
 from workbench.engine.baselines.units import find_units
+from workbench.engine.collectives.wire import Wire, host_store
 from workbench.engine.rank.session import Session
-from workbench.engine.wire.collectives import Wire, host_store
 from workbench.experiment import Experiment
 from workbench.host.memory.batches import move_to_device
 from workbench.tasks import ByteGPT, Task
@@ -159,7 +159,7 @@ def rank_main(
     device = f"cuda:{rank % gpus}" if gpus else "cpu"
     if size > gpus > 0:
         share_a_gpu(rank)
-    from workbench.engine.wire.collectives import LeaveEvent, connect_store
+    from workbench.engine.collectives.wire import LeaveEvent, connect_store
 
     store = connect_store(*where, "bench")
     leaving = LeaveEvent()

@@ -32,8 +32,8 @@ from torch import nn
 from tests.network import INTERFACE, Network
 from tests.ranks import Rows
 from tests.spinning import spinning
+from workbench.engine.collectives.wire import host_store
 from workbench.engine.rank.session import Session
-from workbench.engine.wire.collectives import host_store
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
 from workbench.tasks import Task

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from tests.bench.ddp import Ours, ratios
-from workbench.engine.wire.collectives import LeaveEvent, Wire, connect_store, host_store
+from workbench.engine.collectives.wire import LeaveEvent, Wire, connect_store, host_store
 from workbench.experiment import Experiment
 from workbench.partitions import Pipeline
 from workbench.tasks import Task

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 
 from workbench import Experiment, simulate
+from workbench.engine.collectives.wire import LeaveEvent, Wire, connect_store, host_store
 from workbench.engine.rank.session import Session
-from workbench.engine.wire.collectives import LeaveEvent, Wire, connect_store, host_store
 from workbench.optimizers import SGD
 from workbench.strategies import DDP, KFAC, Newton
 from workbench.tasks import ByteGPT, Digits

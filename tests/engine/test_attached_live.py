@@ -10,7 +10,7 @@ import pytest
 from tests.deaths import kill
 from tests.labs import BOUND, apart, endless, reached
 from tests.waiting import until
-from workbench.engine.record.spool import WRITE_INTERVAL
+from workbench.engine.record.row_spool import WRITE_INTERVAL
 from workbench.lab import Lab
 
 pytestmark = pytest.mark.engine
@@ -22,7 +22,7 @@ def members(lab: Lab) -> tuple[int, ...]:
 
 def late(seconds: float) -> None:
     """Runs on an engine: rows reach its disk `seconds` after the rank sent them."""
-    from workbench.engine.record import spool
+    from workbench.engine.record import row_spool as spool
 
     spool.WRITE_INTERVAL = seconds
 

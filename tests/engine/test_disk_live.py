@@ -55,7 +55,7 @@ def experiment() -> Experiment:
 
 def hinder(disk: str) -> None:
     """From now on this process's spool writes slowly, and not at all while the file `disk` exists."""
-    from workbench.engine.record import spool
+    from workbench.engine.record import row_spool as spool
 
     write = os.write
 
@@ -76,7 +76,7 @@ def hinder(disk: str) -> None:
 
 def freed() -> None:
     """Restores the normal speed of the disk."""
-    from workbench.engine.record import spool
+    from workbench.engine.record import row_spool as spool
 
     sys.modules[spool.Writer.__module__].os = os
 

@@ -11,7 +11,7 @@ import pytest
 from workbench import Experiment, Lab
 from workbench.analysis import find_straggler
 from workbench.analysis.steps.window import Window
-from workbench.engine.wire.shaping import ComputePace
+from workbench.engine.collectives.shaping import ComputePace
 from workbench.fabric import Fabric, Link, Slow
 from workbench.run import Run
 from workbench.tasks import ByteGPT

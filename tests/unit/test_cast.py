@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.ranks import exchange, experiment, placed, run
 from workbench.compressors import Cast
-from workbench.engine.wire.collectives import LeaveEvent, Wire, connect_store, host_store
+from workbench.engine.collectives.wire import LeaveEvent, Wire, connect_store, host_store
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import Change
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from workbench.engine.wire import clocks
-from workbench.engine.wire.collectives import LeaveEvent, Wire, connect_store, host_store
-from workbench.engine.wire.shaping import Clock
+from workbench.engine.collectives import clock_offset as clocks
+from workbench.engine.collectives.shaping import Clock
+from workbench.engine.collectives.wire import LeaveEvent, Wire, connect_store, host_store
 
 pytestmark = pytest.mark.ranks
 LATE = 0.3  # seconds: three times as long as one wait over gloo

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from workbench.engine.collectives.lane import StrategyError
+from workbench.engine.collectives.shaping import Clock, PacedSleep, Port
+from workbench.engine.collectives.wire import Aborted, LeaveEvent, connect_store, host_store
 from workbench.engine.p2p.mailbox import FROM_BACKGROUND, FROM_HOST, Mailbox
-from workbench.engine.wire.collectives import Aborted, LeaveEvent, connect_store, host_store
-from workbench.engine.wire.lane import StrategyError
-from workbench.engine.wire.shaping import Clock, PacedSleep, Port
 from workbench.fabric import Fabric, Link, Slow
 from workbench.rank import Rank
 

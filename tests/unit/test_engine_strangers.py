@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from tests.waiting import until
+from workbench.engine.collectives.lane import StrategyError
+from workbench.engine.collectives.shaping import Clock, PacedSleep, Port
+from workbench.engine.collectives.wire import LeaveEvent, connect_store, host_store
 from workbench.engine.p2p import greeting, sockets
 from workbench.engine.p2p import listener as door
 from workbench.engine.p2p.mailbox import Mailbox
 from workbench.engine.p2p.sockets import FRAME_HEAD
-from workbench.engine.wire.collectives import LeaveEvent, connect_store, host_store
-from workbench.engine.wire.lane import StrategyError
-from workbench.engine.wire.shaping import Clock, PacedSleep, Port
 from workbench.rank import Rank
 
 pytestmark = pytest.mark.ranks

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.waiting import until
+from workbench.engine.collectives.wire import Aborted, LeaveEvent, Wire, connect_store, host_store
 from workbench.engine.device import gloo
-from workbench.engine.wire.collectives import Aborted, LeaveEvent, Wire, connect_store, host_store
 
 pytestmark = pytest.mark.ranks
 

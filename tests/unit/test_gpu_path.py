@@ -20,18 +20,18 @@ from tests.ranks import Rows, assemble, ended, experiment, live, mse, run, toy, 
 from tests.waiting import until
 from workbench.compressors import PowerSGD, TopK
 from workbench.engine import device
+from workbench.engine.collectives import wire as collectives
+from workbench.engine.collectives.lane import Lane
+from workbench.engine.collectives.lane_wires import GroupWires
+from workbench.engine.collectives.shaping import Clock, LinkShaper, PacedSleep, Port
+from workbench.engine.collectives.stopwatch import make_stopwatch
+from workbench.engine.collectives.wire import LeaveEvent, Wire, connect_store, host_store
 from workbench.engine.compute.host import Host
 from workbench.engine.control import peers
 from workbench.engine.device.cuda import CudaChip
 from workbench.engine.device.gloo import WAIT_SLICE
 from workbench.engine.device.nccl import NcclGroup
 from workbench.engine.rank.session import Session
-from workbench.engine.wire import collectives
-from workbench.engine.wire.collectives import LeaveEvent, Wire, connect_store, host_store
-from workbench.engine.wire.lane import Lane
-from workbench.engine.wire.shaping import Clock, LinkShaper, PacedSleep, Port
-from workbench.engine.wire.timing import make_stopwatch
-from workbench.engine.wire.wires import GroupWires
 from workbench.fabric import Fabric, Link
 from workbench.rank import Op, StrategyError
 from workbench.settings import Change

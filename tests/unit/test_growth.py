@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench.engine.record.growth import (
+from workbench.engine.record.leak_detector import (
     MAX_READINGS,
     MIN_GROWTH_MB,
     SKIPPED_STEPS,

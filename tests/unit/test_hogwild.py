@@ -27,8 +27,8 @@ from tests.sim.virtual import comm, paced, rows, samples, seconds
 from tests.unit.test_engine_apart import over, until
 from workbench import simulate
 from workbench.compressors import TopK
+from workbench.engine.collectives import clock_offset as clocks
 from workbench.engine.rank.session import Session
-from workbench.engine.wire import clocks
 from workbench.fabric import Freeze, Slow
 from workbench.host.placement.canonical_state import hash_model_state, list_optimizer_tensors
 from workbench.host.placement.layout import ParameterLayout

@@ -20,7 +20,7 @@ from widgets.views import all_views
 from workbench.analysis import list_clocks, list_open, measure_gpus, recording_costs
 from workbench.analysis.resources.upkeep import describe_upkeep
 from workbench.engine.device import gpu_monitor as gauges
-from workbench.engine.record.profile import StepProfiler
+from workbench.engine.record.step_profiler import StepProfiler
 from workbench.record.run import RunError, Standing
 from workbench.record.timeline import Mark, Sample
 from workbench.run import Run

@@ -19,11 +19,11 @@ import torch
 
 from tests.thinned import thinned
 from tests.unit.test_resizing import Crowd, setting
+from workbench.engine.collectives.wire import Aborted, Wire
 from workbench.engine.control import membership
 from workbench.engine.control.peers import Peers
 from workbench.engine.rank import resizing
 from workbench.engine.rank.session import Session
-from workbench.engine.wire.collectives import Aborted, Wire
 from workbench.host.elastic.leaving import StateBefore
 from workbench.host.elastic.views import GenerationView
 from workbench.host.loop import generation

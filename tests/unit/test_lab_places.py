@@ -33,7 +33,7 @@ from workbench.cluster.processes.place import (
     this_process,
 )
 from workbench.cluster.processes.processes import end_processes, wait_for
-from workbench.engine.record.spool import RowSpool
+from workbench.engine.record.row_spool import RowSpool
 from workbench.experiment import Experiment
 from workbench.record import folders, store
 from workbench.run import Run, RunError

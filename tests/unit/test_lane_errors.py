@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from tests.ranks import Rows
+from workbench.engine.collectives.lane import Lane
+from workbench.engine.collectives.lane_wires import GroupWires
+from workbench.engine.collectives.shaping import Clock, LinkShaper, PacedSleep, Port
+from workbench.engine.collectives.stopwatch import Stopwatch
 from workbench.engine.device import Chip
-from workbench.engine.wire.lane import Lane
-from workbench.engine.wire.shaping import Clock, LinkShaper, PacedSleep, Port
-from workbench.engine.wire.timing import Stopwatch
-from workbench.engine.wire.wires import GroupWires
 
 
 class Broken(Chip):

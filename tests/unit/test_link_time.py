@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import ended, live
-from workbench.engine.wire.shaping import LinkShaper, Port
+from workbench.engine.collectives.shaping import LinkShaper, Port
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link, even
 from workbench.strategies import DDP, Gossip

@@ -18,9 +18,9 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
 from tests.bench.ddp import tasks
 from tests.ranks import Rows
+from workbench.engine.collectives.wire import host_store
 from workbench.engine.compute import model
 from workbench.engine.rank.session import Session
-from workbench.engine.wire.collectives import host_store
 from workbench.experiment import Experiment
 from workbench.host.memory.memory import list_bucket_vectors
 

@@ -15,7 +15,7 @@ from tests.sim.virtual import paced, rows, seconds
 from widgets.views.asked import Asked
 from workbench import Costs, simulate
 from workbench.analysis import list_unheeded
-from workbench.engine.wire.shaping import ComputePace
+from workbench.engine.collectives.shaping import ComputePace
 from workbench.fabric import Fault, Freeze, Link, Noisy, Slow, TransientStraggler
 from workbench.fabric.pace import REPORT_FACTOR, Kept, lasts
 from workbench.settings import Change

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.waiting import until
-from workbench.engine.record.stalls import (
+from workbench.engine.record.stall_detector import (
     MIN_STALL_SECONDS,
     READING_INTERVAL,
     ClockReading,
@@ -22,7 +22,7 @@ from workbench.engine.record.stalls import (
 BEFORE = ClockReading(running=100.0, asleep=3.0, cpu=10.0)
 CODE = """
 import sys
-from workbench.engine.record.stalls import StallDetector
+from workbench.engine.record.stall_detector import StallDetector
 StallDetector(lambda found: print(found["seconds"], found["machine"], found["text"], flush=True), "pulse")
 print("ready", flush=True)
 sys.stdin.read()

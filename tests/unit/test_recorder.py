@@ -16,7 +16,7 @@ import pytest
 
 from workbench.cluster.transport import row_subscriber
 from workbench.engine.record import recorder as module
-from workbench.engine.record import spool
+from workbench.engine.record import row_spool as spool
 from workbench.engine.record.recorder import Recorder
 from workbench.record import store
 from workbench.record.store import Writer
@@ -255,7 +255,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from workbench.cluster.transport import row_subscriber
 from workbench.engine.record import recorder as module
-from workbench.engine.record import spool
+from workbench.engine.record import row_spool as spool
 spool.RETRY_INTERVAL = 0.2
 r = module.Recorder(0, Path(sys.argv[1]))
 def fill(n, first=0):

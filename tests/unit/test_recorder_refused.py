@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.test_recorder import Page, fill, until
 from workbench.engine.record import recorder as module
-from workbench.engine.record import spool
+from workbench.engine.record import row_spool as spool
 from workbench.engine.record.recorder import Recorder
 from workbench.record import store
 

@@ -144,13 +144,13 @@ LAST = [name for name, cls in sorted(shipped(Strategy).items()) if has_final_upd
 def test_strategies_that_claim_to_update_last_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No parameter changes before the update of all parameters, and no exchange follows it."""
     from workbench.engine.compute.host import Host
-    from workbench.engine.compute.timing import PassTiming
+    from workbench.engine.compute.pass_timer import PassTimer
 
     strategy = shipped(Strategy)[name]()
     e = Experiment(task=Digits(), strategy=strategy, ranks=2, steps=6, eval_every=0, on_death="go on").checked()
     assert not has_parts(e)
     broken: list[str] = []
-    perform, closes, updated = Host.perform_op, PassTiming.close_step, threading.local()
+    perform, closes, updated = Host.perform_op, PassTimer.close_step, threading.local()
 
     def watched(self: Any, op: Any) -> Any:
         model = self.parts.model
@@ -170,7 +170,7 @@ def test_strategies_that_claim_to_update_last_do(name: str, monkeypatch: pytest.
         closes(self, alarm)
 
     monkeypatch.setattr(Host, "perform_op", watched)
-    monkeypatch.setattr(PassTiming, "close_step", closed)
+    monkeypatch.setattr(PassTimer, "close_step", closed)
     sessions = live(e)
     assert all(s.join(100) for s in sessions) and [s.phase for s in sessions] == ["done"] * 2
     assert not broken

@@ -15,7 +15,7 @@ import pytest
 
 from workbench.cluster.processes import boot
 from workbench.cluster.processes.exit_causes import MACHINE, Scarcity
-from workbench.engine.wire.mapped_file import map_file
+from workbench.engine.collectives.mapped_file import map_file
 
 KILLED = -signal.SIGKILL
 V1, V2 = "4:memory:/lab\n0::/\n", "0::/lab.slice\n"
@@ -173,7 +173,7 @@ FULL = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from workbench.engine.wire.mapped_file import map_file
+from workbench.engine.collectives.mapped_file import map_file
 try:
     block = map_file(Path(sys.argv[2]) / "arrivals", 1 << 20)
 except OSError as error:

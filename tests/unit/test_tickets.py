@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from workbench.engine.control.messages import ControlChannel, RequestFlag
+from workbench.engine.control.control_channel import ControlChannel, RequestFlag
 from workbench.engine.rank.training import RankTraining
 from workbench.strategies import ZeRO1
 

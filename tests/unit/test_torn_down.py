@@ -11,10 +11,10 @@ import torch
 
 from tests.ranks import experiment, live
 from tests.waiting import until
+from workbench.engine.collectives.wire import Aborted, LeaveEvent, Wire, connect_store, host_store
 from workbench.engine.control.peers import WireOpening
 from workbench.engine.device.nccl import NcclGroup
 from workbench.engine.rank.training import RankTraining
-from workbench.engine.wire.collectives import Aborted, LeaveEvent, Wire, connect_store, host_store
 
 pytestmark = pytest.mark.ranks
 

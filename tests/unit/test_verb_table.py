@@ -10,7 +10,7 @@ import pytest
 import workbench.rank
 from tests.ranks import experiment, run
 from tests.sim.insides import simulated
-from workbench.engine.wire.lane import Lane
+from workbench.engine.collectives.lane import Lane
 from workbench.rank.verbs import VERBS
 
 ITERATED = {verb for verb, about in VERBS.items() if about.family == "iterated passes"}  # the engine's driver does them

@@ -31,11 +31,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import pad
 
+from workbench.engine.baselines.baseline_view import BaselineView
 from workbench.engine.baselines.fsdp_hooks import GradientListener, copy_attributes, give_gradient
 from workbench.engine.baselines.units import UnitRounds, find_units, find_unshardable, list_packed
-from workbench.engine.baselines.views import BaselineView
-from workbench.engine.wire.collectives import Wire
-from workbench.engine.wire.lane import Lane
+from workbench.engine.collectives.lane import Lane
+from workbench.engine.collectives.wire import Wire
 from workbench.host.placement import unmaterialized
 from workbench.host.placement.layout import ParameterPlace
 from workbench.rank import Op, StrategyError, as_real

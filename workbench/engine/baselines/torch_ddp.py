@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from workbench.engine.wire.collectives import Wire
-from workbench.engine.wire.lane import Lane
+from workbench.engine.collectives.lane import Lane
+from workbench.engine.collectives.wire import Wire
 from workbench.host.placement.layout import ParameterLayout
 from workbench.rank import Op, StrategyError
 

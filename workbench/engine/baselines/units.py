@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from workbench.engine.baselines.views import BaselineView
+from workbench.engine.baselines.baseline_view import BaselineView
 from workbench.engine.control.canonical import gather_lists, gather_numbers
 from workbench.rank import StrategyError
 

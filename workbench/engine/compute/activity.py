@@ -6,10 +6,10 @@ import time
 from collections import deque
 from typing import Any, Protocol
 
+from workbench.engine.collectives.shaping import PacedSleep
+from workbench.engine.collectives.wire import Wire
 from workbench.engine.control.script_position import ScriptLine
 from workbench.engine.record.recorder import Recorder
-from workbench.engine.wire.collectives import Wire
-from workbench.engine.wire.shaping import PacedSleep
 from workbench.experiment import Experiment
 from workbench.rank import Rank
 

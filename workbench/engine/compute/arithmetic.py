@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from workbench.engine.compute.parts import ComputeParts
+from workbench.engine.compute.compute_parts import ComputeParts
+from workbench.engine.compute.pass_timer import PassTimer
 from workbench.engine.compute.pipeline import PipelinePerformer
-from workbench.engine.compute.timing import PassTiming
 from workbench.host.observe.curvature import CurvatureEstimator
 from workbench.rank import Factors
 
@@ -18,7 +18,7 @@ class ArithmeticPerformer:
     """Computes estimates of curvature, and runs a strategy's own arithmetic. Each becomes a span."""
 
     def __init__(
-        self, parts: ComputeParts, timing: PassTiming, pipeline: PipelinePerformer, curvature: CurvatureEstimator
+        self, parts: ComputeParts, timing: PassTimer, pipeline: PipelinePerformer, curvature: CurvatureEstimator
     ) -> None:
         self._rank, self._at, self._pace, self._watch = parts.rank, parts.at, parts.pace, parts.watch
         self._timing, self._pipeline, self._curvature = timing, pipeline, curvature

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from workbench.engine.collectives.shaping import Clock
 from workbench.engine.record.recorder import Recorder
-from workbench.engine.wire.shaping import Clock
 
 SAMPLE_INTERVAL = 5.0  # seconds between two Samples
 

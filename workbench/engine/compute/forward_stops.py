@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from workbench.engine.compute.parts import ComputeParts
-from workbench.engine.compute.timing import PassTiming
+from workbench.engine.compute.compute_parts import ComputeParts
+from workbench.engine.compute.pass_timer import PassTimer
 from workbench.host.core.drive import CoroutineEnded, LeaveLoop, drive_coroutine
 from workbench.host.placement import unmaterialized
 from workbench.rank import Bucket, Op, StrategyError
@@ -31,7 +31,7 @@ class ForwardStops:
     read, the last bucket first.
     """
 
-    def __init__(self, parts: ComputeParts, timing: PassTiming, perform: Callable[[Op], Any]) -> None:
+    def __init__(self, parts: ComputeParts, timing: PassTimer, perform: Callable[[Op], Any]) -> None:
         self._parts, self._timing, self._do = parts, timing, perform
         self._coro: Any = None
         self._left: list[int] = []  # buckets that were not handed out yet

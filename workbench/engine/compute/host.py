@@ -14,17 +14,17 @@ from typing import Any
 
 from torch import Tensor
 
+from workbench.engine.collectives.lane import Lane
+from workbench.engine.collectives.lanes import Lanes
 from workbench.engine.compute.arithmetic import ArithmeticPerformer
+from workbench.engine.compute.compute_parts import ComputeParts
 from workbench.engine.compute.forward_stops import VERBS_INSIDE, ForwardStops
-from workbench.engine.compute.hooks import GradientHooks
+from workbench.engine.compute.gradient_hooks import GradientHooks
 from workbench.engine.compute.model import ModelPerformer
-from workbench.engine.compute.parts import ComputeParts
+from workbench.engine.compute.pass_timer import PassTimer
 from workbench.engine.compute.piecewise import PiecewisePerformer
 from workbench.engine.compute.pipeline import PipelinePerformer
 from workbench.engine.compute.tensor import TensorPerformer
-from workbench.engine.compute.timing import PassTiming
-from workbench.engine.wire.lane import Lane
-from workbench.engine.wire.lanes import Lanes
 from workbench.host.core.drive import CoroutineEnded, LeaveLoop, drive_coroutine
 from workbench.host.memory.offload import OFFLOAD_LANES
 from workbench.host.placement.spread import ReplicaSpread
@@ -55,7 +55,7 @@ class Host:
         self.mailbox, self.pace, self.watch, self.usage = parts.mailbox, parts.pace, parts.watch, parts.usage
         self.check_background, self._check_peers = check_background, check_peers
         self._clock, self._record, self._reading = parts.watch.clock, parts.watch.record, parts.reading
-        self.timing = PassTiming(parts.rank, parts.lane, parts.pace, parts.watch, parts.at)
+        self.timing = PassTimer(parts.rank, parts.lane, parts.pace, parts.watch, parts.at)
         self.tensor = TensorPerformer(parts, self.timing, self.perform_op, self._perform_in_pass)
         self.hooks = GradientHooks(parts, self.timing, self.tensor, self.resume_strategy)
         self.pipeline = PipelinePerformer(parts, self.timing, self.tensor, self.hooks, self.perform_op)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from workbench.engine.baselines.torch_ddp import explain_errors
-from workbench.engine.compute.hooks import GradientHooks
-from workbench.engine.compute.parts import ComputeParts
+from workbench.engine.compute.compute_parts import ComputeParts
+from workbench.engine.compute.gradient_hooks import GradientHooks
+from workbench.engine.compute.pass_timer import PassTimer
 from workbench.engine.compute.pipeline import PipelinePerformer
 from workbench.engine.compute.tensor import TensorPerformer
-from workbench.engine.compute.timing import PassTiming
 from workbench.host.core.drive import drive_coroutine
 from workbench.host.core.gradient_hooks import ModuleHooks, own_loss
 from workbench.host.observe.curvature import CurvatureEstimator
@@ -32,7 +32,7 @@ class ModelPerformer:
     perform_in_pass: performs an op that is possible inside torch, and refuses any other
     """
 
-    def __init__(self, parts: ComputeParts, timing: PassTiming, tensor: TensorPerformer, pipeline: PipelinePerformer,
+    def __init__(self, parts: ComputeParts, timing: PassTimer, tensor: TensorPerformer, pipeline: PipelinePerformer,
                  hooks: GradientHooks, agree: Callable[[], None], perform_in_pass: Callable[[Op], Any],
                  before_update: Callable[[], None]) -> None:  # fmt: skip
         self._parts, self._timing, self._tensor, self._pipeline = parts, timing, tensor, pipeline

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.engine.compute.views import OffloadView
+from workbench.engine.compute.clocked_view import OffloadView
 from workbench.fabric import Ways
 from workbench.fabric.load import stretch
 from workbench.fabric.pace import SHARES, lasts

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from workbench.engine.compute.compute_parts import ComputeParts
 from workbench.engine.compute.model import ModelPerformer
-from workbench.engine.compute.parts import ComputeParts
+from workbench.engine.compute.pass_timer import PassTimer
 from workbench.engine.compute.pipeline import PipelinePerformer
 from workbench.engine.compute.tensor import TensorPerformer
-from workbench.engine.compute.timing import PassTiming
 from workbench.host.passes.piecewise import PiecewisePass
 from workbench.host.passes.pipelining import name_pass
 from workbench.rank import StrategyError
@@ -17,7 +17,7 @@ from workbench.rank import StrategyError
 class PiecewisePerformer:
     """Computes parts of a model: batches that rise and fall piece by piece, and sub-models."""
 
-    def __init__(self, parts: ComputeParts, timing: PassTiming, tensor: TensorPerformer, pipeline: PipelinePerformer,
+    def __init__(self, parts: ComputeParts, timing: PassTimer, tensor: TensorPerformer, pipeline: PipelinePerformer,
                  whole: ModelPerformer) -> None:  # fmt: skip
         self._parts, self._timing, self._tensor, self._pipeline, self._whole = parts, timing, tensor, pipeline, whole
         self._waves = PiecewisePass(parts.model, parts.learner)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.engine.compute.hooks import GradientHooks
-from workbench.engine.compute.parts import ComputeParts
+from workbench.engine.compute.compute_parts import ComputeParts
+from workbench.engine.compute.gradient_hooks import GradientHooks
+from workbench.engine.compute.pass_timer import PassTimer
 from workbench.engine.compute.tensor import TensorPerformer
-from workbench.engine.compute.timing import PassTiming
 from workbench.host.core.drive import drive_coroutine
 from workbench.host.passes.in_flight import InFlight
 from workbench.host.passes.pipelining import WEIGHT_HALF, name_pass, run_batch
@@ -31,7 +31,7 @@ class PipelinePerformer:
     flow:     the micro-batches in flight
     """
 
-    def __init__(self, parts: ComputeParts, timing: PassTiming, tensor: TensorPerformer, hooks: GradientHooks,
+    def __init__(self, parts: ComputeParts, timing: PassTimer, tensor: TensorPerformer, hooks: GradientHooks,
                  perform: Callable[[Op], Any]) -> None:  # fmt: skip
         self._parts, self._timing, self._tensor, self._hooks = parts, timing, tensor, hooks
         self._rank, self._perform = parts.rank, perform

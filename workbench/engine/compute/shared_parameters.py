@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench.engine.collectives.wire import Wire
 from workbench.engine.control.canonical import check_equal, gather_numbers
-from workbench.engine.wire.collectives import Wire
 from workbench.host.placement.canonical_state import hash_model_state
 from workbench.host.placement.layout import ParameterLayout
 

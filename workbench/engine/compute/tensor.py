@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.engine.compute.parts import ComputeParts
-from workbench.engine.compute.timing import PassTiming
+from workbench.engine.compute.compute_parts import ComputeParts
+from workbench.engine.compute.pass_timer import PassTimer
 from workbench.host.core.drive import drive_coroutine
 from workbench.host.passes.checkpointing import CheckpointedUnits
 from workbench.host.passes.coded_exchange import MeetingKind
@@ -27,7 +27,7 @@ class TensorPerformer:
     group: this rank's slices in a pass; None while it holds whole matrices
     """
 
-    def __init__(self, parts: ComputeParts, timing: PassTiming, perform: Callable[[Op], Any],
+    def __init__(self, parts: ComputeParts, timing: PassTimer, perform: Callable[[Op], Any],
                  perform_in_pass: Callable[[Op], Any]) -> None:  # fmt: skip
         self._parts, self._timing = parts, timing
         self._perform, self._perform_in_pass = perform, perform_in_pass

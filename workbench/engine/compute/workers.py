@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from workbench.engine.collectives.shaping import ComputePace
+from workbench.engine.compute.clocked_view import ClockedView
 from workbench.engine.compute.host import Host
-from workbench.engine.compute.views import ClockedView
-from workbench.engine.wire.shaping import ComputePace
 from workbench.host.core.drive import drive_coroutine
 from workbench.host.memory.batches import BatchReader
 from workbench.host.transfer.tables import take_named_gradients

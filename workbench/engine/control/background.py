@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
+from workbench.engine.collectives.lane import Lane
+from workbench.engine.collectives.lane_wires import GroupWires
+from workbench.engine.collectives.shaping import LinkShaper
+from workbench.engine.collectives.wire import Aborted, Wire
 from workbench.engine.control.canonical import gather_lists
 from workbench.engine.control.group_wires import make_opener
-from workbench.engine.control.views import BackgroundView
+from workbench.engine.control.meeting_view import BackgroundView
 from workbench.engine.p2p.mailbox import FROM_BACKGROUND, WAIT_SLICE
-from workbench.engine.wire.collectives import Aborted, Wire
-from workbench.engine.wire.lane import Lane
-from workbench.engine.wire.shaping import LinkShaper
-from workbench.engine.wire.wires import GroupWires
 from workbench.host.core.drive import drive_coroutine
 from workbench.rank import Group, Op, StrategyError, message_name
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from workbench.engine.wire.collectives import Wire
+from workbench.engine.collectives.wire import Wire
 from workbench.host.observe.evaluating import compute_rms, sum_squares
 from workbench.host.placement.canonical_state import RankDisagreement, check_same, list_buffers
 from workbench.host.placement.layout import ParameterLayout

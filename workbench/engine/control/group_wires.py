@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from workbench.engine.collectives.lane_wires import GroupWires
+from workbench.engine.collectives.shaping import LinkShaper, Port
+from workbench.engine.collectives.wire import connect_store, make_meeting_path
 from workbench.engine.control.peers import Peers
-from workbench.engine.wire.collectives import connect_store, make_meeting_path
-from workbench.engine.wire.shaping import LinkShaper, Port
-from workbench.engine.wire.wires import GroupWires
 from workbench.rank import Group
 
 

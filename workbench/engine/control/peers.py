@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 import torch
 
+from workbench.engine.collectives.clock_offset import agree_on_time
+from workbench.engine.collectives.shaping import ArrivalTable, Clock
+from workbench.engine.collectives.wire import LOOPBACK, Aborted, LeaveEvent, Wire, connect_store
 from workbench.engine.control import membership
-from workbench.engine.control.messages import RequestFlag
+from workbench.engine.control.control_channel import RequestFlag
 from workbench.engine.control.unused_flags import UnusedFlags
 from workbench.engine.p2p.listener import find_own_address
-from workbench.engine.wire.clocks import agree_on_time
-from workbench.engine.wire.collectives import LOOPBACK, Aborted, LeaveEvent, Wire, connect_store
-from workbench.engine.wire.shaping import ArrivalTable, Clock
 from workbench.experiment import Experiment
 from workbench.rank import Rank
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from workbench.engine.collectives.shaping import LinkShaper
+from workbench.engine.collectives.wire import Aborted
 from workbench.engine.control.background import Background
 from workbench.engine.control.canonical import gather_lists, gather_numbers
-from workbench.engine.control.views import MeetingView
-from workbench.engine.wire.collectives import Aborted
-from workbench.engine.wire.shaping import LinkShaper
+from workbench.engine.control.meeting_view import MeetingView
 from workbench.host.loop import asynchronous
 
 IDLE_OPERATION = "a meeting"  # an idle rank's operation

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from workbench.engine.wire.mapped_file import map_file
+from workbench.engine.collectives.mapped_file import map_file
 
 
 class UnusedFlags:

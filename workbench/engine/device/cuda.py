@@ -3,7 +3,7 @@
 [Note: Order on a GPU] A call returns when its work is queued. The training thread and autograd's thread queue on the
 compute stream, a lane's thread on the lane's stream. A child begins after an event of the compute stream. When a rank
 waits for the child, the compute stream waits for an event of the lane's stream, and the host does not wait. So the host
-runs ahead, 2 steps at most (engine/wire/timing.py), and gets times, losses and failures that much later.
+runs ahead, 2 steps at most (engine/collectives/stopwatch.py), and gets times, losses and failures that much later.
 
 [Note: Memory that crosses] torch reuses freed memory *on the stream that allocated it*, even if other streams still
 read it. So the lane keeps a child's arguments until the GPU has reached the lane's event (`held`). `wait_in_stream`

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from workbench.engine.collectives.shaping import Port
+from workbench.engine.collectives.wire import Aborted, LeaveEvent
 from workbench.engine.device import Chip
 from workbench.engine.p2p.listener import RankListener, await_address
 from workbench.engine.p2p.sockets import FRAME_HEAD, SenderEnd
-from workbench.engine.wire.collectives import Aborted, LeaveEvent
-from workbench.engine.wire.shaping import Port
 from workbench.rank import Rank, StrategyError, message_name
 
 WAIT_SLICE = 0.1  # seconds between 2 checks whether this rank must leave

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from workbench.engine.collectives.wire import Aborted, Wire
 from workbench.engine.control.canonical import gather_lists
-from workbench.engine.wire.collectives import Aborted, Wire
 from workbench.host.checkpoint import filing
 from workbench.host.checkpoint.image import RankImage
 from workbench.host.checkpoint.restore import RestoredState, open_image

@@ -10,12 +10,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from workbench.engine.collectives.lane import Lane
+from workbench.engine.collectives.lane_wires import GroupWires
+from workbench.engine.collectives.shaping import ComputePace, LinkShaper, Port
+from workbench.engine.collectives.stopwatch import make_stopwatch
+from workbench.engine.collectives.wire import Aborted
 from workbench.engine.compute import shared_parameters
+from workbench.engine.compute.compute_parts import ComputeParts
 from workbench.engine.compute.host import Host
 from workbench.engine.compute.offload import OffloadPerformer
-from workbench.engine.compute.parts import ComputeParts
 from workbench.engine.control.canonical import broadcast_text, gather_numbers
-from workbench.engine.control.messages import ControlChannel
+from workbench.engine.control.control_channel import ControlChannel
 from workbench.engine.control.peers import Peers
 from workbench.engine.control.rendezvous import Rendezvous
 from workbench.engine.device import make_chip
@@ -23,14 +28,9 @@ from workbench.engine.p2p.mailbox import Mailbox
 from workbench.engine.rank.checkpoints import CheckpointStore
 from workbench.engine.rank.lane_opener import LaneOpener
 from workbench.engine.rank.lead import ScriptLead, TaskLead
-from workbench.engine.rank.model import ScriptModel, TaskModel, explain_refusal, make_optimizer, require_trainable
-from workbench.engine.rank.views import LoopLead, TrainedModel
+from workbench.engine.rank.model_setup import ScriptModel, TaskModel, explain_refusal, make_optimizer, require_trainable
+from workbench.engine.rank.model_view import LoopLead, TrainedModel
 from workbench.engine.script.loop import ScriptLoop
-from workbench.engine.wire.collectives import Aborted
-from workbench.engine.wire.lane import Lane
-from workbench.engine.wire.shaping import ComputePace, LinkShaper, Port
-from workbench.engine.wire.timing import make_stopwatch
-from workbench.engine.wire.wires import GroupWires
 from workbench.experiment import Experiment, partition_rules
 from workbench.fabric.load import crashed, pauses
 from workbench.host.checkpoint.divergence import DivergenceRecovery

@@ -7,8 +7,8 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
+from workbench.engine.collectives.wire import Aborted, connect_store
 from workbench.engine.control.membership import POLL_SECONDS, is_rank_alive
-from workbench.engine.wire.collectives import Aborted, connect_store
 
 if TYPE_CHECKING:
     from workbench.engine.rank.session import Session

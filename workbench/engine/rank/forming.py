@@ -16,9 +16,9 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from workbench.engine.collectives.wire import Aborted, Wire, connect_store, is_own_error, is_peer_loss
 from workbench.engine.control import membership
 from workbench.engine.control.membership import NotNeeded
-from workbench.engine.wire.collectives import Aborted, Wire, connect_store, is_own_error, is_peer_loss
 from workbench.host.core.answers import KNOWN_KIND, RequestAnswer
 from workbench.host.core.data_positions import NO_INDEX_TEXT, describe_repeats
 from workbench.host.elastic.leaving import StateBefore

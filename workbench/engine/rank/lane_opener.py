@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from workbench.engine.collectives.child_job import ChildJob
+from workbench.engine.collectives.lane import Lane
+from workbench.engine.collectives.lane_wires import GroupWires
+from workbench.engine.collectives.shaping import Port
+from workbench.engine.collectives.stopwatch import Stopwatch
 from workbench.engine.compute.offload import OffloadPerformer
 from workbench.engine.control.group_wires import make_opener
 from workbench.engine.control.peers import Peers
 from workbench.engine.device import Chip
 from workbench.engine.p2p.mailbox import FROM_BACKGROUND, Mailbox
-from workbench.engine.wire.job import ChildJob
-from workbench.engine.wire.lane import Lane
-from workbench.engine.wire.shaping import Port
-from workbench.engine.wire.timing import Stopwatch
-from workbench.engine.wire.wires import GroupWires
 from workbench.host.memory.account import MemoryAccount
 from workbench.host.memory.offload import OFFLOAD_LANES
 from workbench.rank import Op, StrategyError

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from workbench.engine.control.script_position import ScriptLine, locate_script
-from workbench.engine.rank.views import ModelView, ScriptRankView
+from workbench.engine.rank.model_view import ModelView, ScriptRankView
 from workbench.engine.script.interception import LoopEnded, hook_name
 from workbench.engine.script.loop import ScriptLoop
 from workbench.experiment import Experiment

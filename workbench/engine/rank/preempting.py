@@ -12,9 +12,9 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from workbench.engine.collectives.wire import connect_store
 from workbench.engine.rank.resizing import end_generation
 from workbench.engine.rank.survivor_state import list_saved
-from workbench.engine.wire.collectives import connect_store
 from workbench.host.elastic.reentry import fit_survivors
 from workbench.host.elastic.voting import choose_are, name_ranks
 from workbench.rank import Op

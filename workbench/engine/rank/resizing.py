@@ -12,8 +12,8 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from workbench.engine.collectives.wire import Aborted, connect_store
 from workbench.engine.control import membership
-from workbench.engine.wire.collectives import Aborted, connect_store
 from workbench.experiment import Experiment
 from workbench.host.core.answers import RequestAnswer
 from workbench.host.core.data_positions import count_used_up

@@ -19,6 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from workbench.engine.collectives.shaping import Clock, PacedSleep
+from workbench.engine.collectives.wire import (
+    Aborted,
+    LeaveEvent,
+    Wire,
+    connect_store,
+    host_store,
+    is_own_error,
+    is_peer_loss,
+)
 from workbench.engine.compute.activity import current_op, describe_rank
 from workbench.engine.control.membership import NotNeeded, report_gone
 from workbench.engine.control.peers import remove_files
@@ -30,20 +40,10 @@ from workbench.engine.rank.generations import run_generations
 from workbench.engine.rank.preempting import Preempted, PreemptionWatch, announce_preemption
 from workbench.engine.rank.surviving import explain_refusal
 from workbench.engine.rank.training import RankTraining
-from workbench.engine.record.profile import StepProfiler
 from workbench.engine.record.recorder import Recorder
-from workbench.engine.record.stalls import StallDetector
+from workbench.engine.record.stall_detector import StallDetector
+from workbench.engine.record.step_profiler import StepProfiler
 from workbench.engine.script.loop import NoSteps
-from workbench.engine.wire.collectives import (
-    Aborted,
-    LeaveEvent,
-    Wire,
-    connect_store,
-    host_store,
-    is_own_error,
-    is_peer_loss,
-)
-from workbench.engine.wire.shaping import Clock, PacedSleep
 from workbench.experiment import Experiment
 from workbench.experiment.compiler_import import put_off_compiler
 from workbench.host.checkpoint.restore import RestoredState, open_image

@@ -9,12 +9,12 @@ import contextlib
 from functools import partial
 from typing import TYPE_CHECKING
 
+from workbench.engine.collectives.wire import LeaveEvent, connect_store, is_own_error, is_peer_loss
 from workbench.engine.control import membership
 from workbench.engine.control.membership import REPORT_TIMEOUT, LeftBehind, NotNeeded
 from workbench.engine.rank.forming import FormingGeneration, check_leaving, release_wires
 from workbench.engine.rank.survivor_state import list_saved, make_survivor, open_former
 from workbench.engine.rank.training import RankTraining
-from workbench.engine.wire.collectives import LeaveEvent, connect_store, is_own_error, is_peer_loss
 from workbench.host.elastic import leaving
 from workbench.host.elastic.carried_state import CarriedState
 from workbench.host.elastic.leaving import StateBefore

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from workbench.engine.collectives.wire import connect_store
 from workbench.engine.control import membership
-from workbench.engine.wire.collectives import connect_store
 from workbench.host.checkpoint.recovery import RecoveryCheckpoint, open_images
 from workbench.host.elastic.recovery import RemainingRank
 from workbench.record import checkpoints

@@ -1,6 +1,6 @@
 """One rank's training loop on the wall clock: the engine's part of workbench/host/loop/rank_loop.py.
 
-Between two steps or rounds, ranks take a ticket with changes if one is due (see control/messages.py).
+Between two steps or rounds, ranks take a ticket with changes if one is due (see control/control_channel.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from workbench.engine.collectives.wire import Aborted
 from workbench.engine.compute.cpu_seconds import CpuUsage
 from workbench.engine.compute.workers import WorkerPool
 from workbench.engine.control.script_position import ScriptLine
@@ -23,11 +24,10 @@ from workbench.engine.rank.components import RankComponents
 from workbench.engine.rank.crashing import crash_rank
 from workbench.engine.rank.evaluate import evaluate_known, evaluate_mean
 from workbench.engine.rank.forming import confirm_formed
-from workbench.engine.rank.model import adopt_order, take_first_names, unwrap_run_model
+from workbench.engine.rank.model_setup import adopt_order, take_first_names, unwrap_run_model
 from workbench.engine.rank.preempting import remove_preempted
 from workbench.engine.rank.resizing import resize_run
-from workbench.engine.record.growth import LeakDetector
-from workbench.engine.wire.collectives import Aborted
+from workbench.engine.record.leak_detector import LeakDetector
 from workbench.experiment import Experiment
 from workbench.host.core.answers import KNOWN_KIND, Done, RequestAnswer, remember_answer
 from workbench.host.core.planned import Planned

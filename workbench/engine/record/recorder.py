@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.engine.record.spool import CLOSE_TIMEOUT, RowSpool
+from workbench.engine.record.row_spool import CLOSE_TIMEOUT, RowSpool
 from workbench.record.timeline import KINDS, Table
 
 KindRows = tuple[str, int, dict[str, Any]]  # (kind, number of the first row, columns)

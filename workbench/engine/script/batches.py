@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from workbench.engine.script.interception import DDPShim, LoopEnded
-from workbench.engine.script.views import ScriptView
+from workbench.engine.script.script_view import ScriptView
 from workbench.settings import Change, KnobError
 
 

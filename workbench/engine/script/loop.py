@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from workbench.engine.collectives.wire import Aborted
 from workbench.engine.script.batches import ScriptBatches
 from workbench.engine.script.interception import DDPShim, LoopEnded, install_hooks, join_losses
 from workbench.engine.script.optimizers import ScriptOptimizer, list_params
+from workbench.engine.script.script_view import ScriptView
 from workbench.engine.script.torchrun import open_script_store, prepare_main
-from workbench.engine.script.views import ScriptView
-from workbench.engine.wire.collectives import Aborted
 from workbench.host.memory.batches import numbers
 from workbench.settings import KnobError
 from workbench.tasks import Learner, TaskError

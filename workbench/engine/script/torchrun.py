@@ -13,9 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from workbench.engine.collectives.wire import LOOPBACK
 from workbench.engine.p2p.listener import find_own_address
-from workbench.engine.script.views import ScriptView
-from workbench.engine.wire.collectives import LOOPBACK
+from workbench.engine.script.script_view import ScriptView
 from workbench.tasks import TaskError
 
 

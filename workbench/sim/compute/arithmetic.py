@@ -10,14 +10,14 @@ from typing import Any
 
 from workbench.rank import Op
 from workbench.sim.clock.fiber import PARKED, Fiber
-from workbench.sim.compute.parts import ComputeParts
-from workbench.sim.compute.timing import PassTiming
+from workbench.sim.compute.compute_parts import ComputeParts
+from workbench.sim.compute.pass_timer import PassTimer
 
 
 class ArithmeticPerformer:
     """Computes curvature, arithmetic and codecs."""
 
-    def __init__(self, parts: ComputeParts, timing: PassTiming) -> None:
+    def __init__(self, parts: ComputeParts, timing: PassTimer) -> None:
         self._parts, self._body, self._timing, self._clock = parts, parts.body, timing, parts.clock
 
     def run_codec(self, fiber: Fiber, op: Op) -> Any:

@@ -14,8 +14,8 @@ from workbench.host.passes.tensor_schedule import PlannedMeeting
 from workbench.rank import Op
 from workbench.sim.clock.fiber import PARKED, PASS_OVER, Fiber
 from workbench.sim.compute.bucket_pass import BucketPass
-from workbench.sim.compute.parts import ComputeParts
-from workbench.sim.compute.timing import PassTiming
+from workbench.sim.compute.compute_parts import ComputeParts
+from workbench.sim.compute.pass_timer import PassTimer
 
 MakeFiber = Callable[[Coroutine[Op, Any, Any], str], Fiber]  # (coroutine, origin) -> a fiber of this rank
 
@@ -27,7 +27,7 @@ class BucketDelivery:
     run_inner:  answers a fiber with a coroutine's result
     """
 
-    def __init__(self, parts: ComputeParts, timing: PassTiming, make_fiber: MakeFiber,
+    def __init__(self, parts: ComputeParts, timing: PassTimer, make_fiber: MakeFiber,
                  run_inner: Callable[[Fiber, Coroutine[Op, Any, Any]], Any]) -> None:  # fmt: skip
         self._parts, self._body, self._timing = parts, parts.body, timing
         self._reading, self._rank = parts.reading, parts.rank

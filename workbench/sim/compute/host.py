@@ -20,13 +20,13 @@ from workbench.sim.clock.fiber import PARKED, ChildFiber, CodedChildFiber, Fiber
 from workbench.sim.clock.rounds import BackgroundRounds
 from workbench.sim.compute.arithmetic import ArithmeticPerformer
 from workbench.sim.compute.bucket_delivery import BucketDelivery
+from workbench.sim.compute.compute_parts import ComputeParts
 from workbench.sim.compute.model import ModelPerformer
 from workbench.sim.compute.offload import OffloadPerformer
-from workbench.sim.compute.parts import ComputeParts
+from workbench.sim.compute.pass_timer import PassTimer
 from workbench.sim.compute.piecewise import PiecewisePerformer
 from workbench.sim.compute.pipeline import PipelinePerformer
 from workbench.sim.compute.tensor import TensorPerformer
-from workbench.sim.compute.timing import PassTiming
 from workbench.sim.costs.prices import Price, price_bytes
 
 COMMUNICATION_VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_allv", "broadcast", "send",
@@ -50,7 +50,7 @@ class Host:
         self.index, self.size, self.body = parts.rank.id, parts.world.size, parts.body
         self.usage, self.ledger = parts.usage, parts.ledger
         self.span, self.note, self.ended = parts.span, parts.note, ended
-        self.timing = PassTiming(parts)
+        self.timing = PassTimer(parts)
         self.offload, self._piecewise = OffloadPerformer(parts, self.timing), PiecewisePerformer(parts, self.timing)
         self._arithmetic, self._batches = ArithmeticPerformer(parts, self.timing), BatchPerformer(parts.body)
         self._delivery = BucketDelivery(parts, self.timing, self._make_fiber, self.run_inner)

@@ -16,18 +16,18 @@ from workbench.rank import Op
 from workbench.sim.clock.fiber import PARKED, PASS_OVER, Fiber
 from workbench.sim.compute.bucket_delivery import BucketDelivery
 from workbench.sim.compute.bucket_pass import BucketPass
+from workbench.sim.compute.compute_parts import ComputeParts
 from workbench.sim.compute.offload import OffloadPerformer
-from workbench.sim.compute.parts import ComputeParts
+from workbench.sim.compute.pass_timer import PassTimer
 from workbench.sim.compute.piecewise import PiecewisePerformer
 from workbench.sim.compute.pipeline import PipelinePerformer
 from workbench.sim.compute.tensor import TensorPerformer
-from workbench.sim.compute.timing import PassTiming
 
 
 class ModelPerformer:
     """Computes this rank's model."""
 
-    def __init__(self, parts: ComputeParts, timing: PassTiming, delivery: BucketDelivery, tensor: TensorPerformer,
+    def __init__(self, parts: ComputeParts, timing: PassTimer, delivery: BucketDelivery, tensor: TensorPerformer,
                  pipeline: PipelinePerformer, piecewise: PiecewisePerformer,
                  offload: OffloadPerformer) -> None:  # fmt: skip
         self._parts, self._body, self._timing = parts, parts.body, timing

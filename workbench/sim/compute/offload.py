@@ -13,8 +13,8 @@ from workbench.host.placement.optimizer_slots import Settings, make_slot_likes, 
 from workbench.optimizers import elementwise
 from workbench.rank import Bucket, Op
 from workbench.sim.clock.fiber import PARKED, ChildFiber, Fiber
-from workbench.sim.compute.parts import ComputeParts
-from workbench.sim.compute.timing import PassTiming
+from workbench.sim.compute.compute_parts import ComputeParts
+from workbench.sim.compute.pass_timer import PassTimer
 
 HOST_PROCESSOR = "host"  # the processor that updates offloaded shards in parallel to the device
 
@@ -22,7 +22,7 @@ HOST_PROCESSOR = "host"  # the processor that updates offloaded shards in parall
 class OffloadPerformer:
     """Moves tensors to the host or to disk, and updates them there."""
 
-    def __init__(self, parts: ComputeParts, timing: PassTiming) -> None:
+    def __init__(self, parts: ComputeParts, timing: PassTimer) -> None:
         self._parts, self._body, self._timing, self._clock, self._ways = parts, parts.body, timing, parts.clock, Ways()
 
     def offload_values(self, fiber: Fiber, op: Op) -> Any:

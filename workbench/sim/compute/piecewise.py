@@ -16,14 +16,14 @@ from workbench.host.passes.piecewise import PiecewisePass
 from workbench.host.passes.pipelining import name_pass
 from workbench.rank import Op, StrategyError
 from workbench.sim.clock.fiber import Fiber
-from workbench.sim.compute.parts import ComputeParts
-from workbench.sim.compute.timing import PassTiming
+from workbench.sim.compute.compute_parts import ComputeParts
+from workbench.sim.compute.pass_timer import PassTimer
 
 
 class PiecewisePerformer:
     """Computes parts of a model."""
 
-    def __init__(self, parts: ComputeParts, timing: PassTiming) -> None:
+    def __init__(self, parts: ComputeParts, timing: PassTimer) -> None:
         self._parts, self._body, self._timing = parts, parts.body, timing
         self._ledger, self._narrowing = parts.ledger, parts.narrowing
         self._counted: tuple[Any, int, int] = None, 0, 0  # a state, its entries, their bytes

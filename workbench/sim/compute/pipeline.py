@@ -12,15 +12,15 @@ from workbench.host.passes.pipelining import WEIGHT_HALF, name_pass, run_batch
 from workbench.rank import Op
 from workbench.sim.clock.fiber import PARKED, PASS_OVER, Fiber
 from workbench.sim.compute.bucket_delivery import BucketDelivery
-from workbench.sim.compute.parts import ComputeParts
+from workbench.sim.compute.compute_parts import ComputeParts
+from workbench.sim.compute.pass_timer import PassTimer
 from workbench.sim.compute.tensor import TensorPerformer
-from workbench.sim.compute.timing import PassTiming
 
 
 class PipelinePerformer:
     """Computes a stage of a replica, micro-batch by micro-batch."""
 
-    def __init__(self, parts: ComputeParts, timing: PassTiming, delivery: BucketDelivery,
+    def __init__(self, parts: ComputeParts, timing: PassTimer, delivery: BucketDelivery,
                  tensor: TensorPerformer) -> None:  # fmt: skip
         self._parts, self._body, self._timing = parts, parts.body, timing
         self._delivery, self._tensor = delivery, tensor

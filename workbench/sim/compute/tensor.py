@@ -20,14 +20,14 @@ from workbench.rank import Op
 from workbench.sim.clock.fiber import Fiber
 from workbench.sim.compute.bucket_delivery import BucketDelivery
 from workbench.sim.compute.bucket_pass import BucketPass
-from workbench.sim.compute.parts import ComputeParts
-from workbench.sim.compute.timing import PassTiming
+from workbench.sim.compute.compute_parts import ComputeParts
+from workbench.sim.compute.pass_timer import PassTimer
 
 
 class TensorPerformer:
     """Computes passes with the ranks of the other slices."""
 
-    def __init__(self, parts: ComputeParts, timing: PassTiming, delivery: BucketDelivery) -> None:
+    def __init__(self, parts: ComputeParts, timing: PassTimer, delivery: BucketDelivery) -> None:
         self._parts, self._body, self._timing = parts, parts.body, timing
         self._delivery, self._rank = delivery, parts.rank
         self._stale = True  # whether shared parameters may have changed since their last refresh

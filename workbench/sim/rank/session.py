@@ -35,8 +35,8 @@ from workbench.host.transfer.momentum import subtract_gradients
 from workbench.rank import Bucket, Op, Rank
 from workbench.settings import Json
 from workbench.sim.clock.world import SimulationStopped
+from workbench.sim.compute.compute_parts import ComputeParts
 from workbench.sim.compute.host import Host
-from workbench.sim.compute.parts import ComputeParts
 from workbench.sim.model.evaluation import count_evaluation_bytes
 from workbench.sim.model.known_memory import KnownMemory
 from workbench.sim.rank.changes import Reconfigurable

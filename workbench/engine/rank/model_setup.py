@@ -23,7 +23,7 @@ from workbench.engine.baselines.torch_ddp import (
 )
 from workbench.engine.compute import shared_parameters
 from workbench.engine.control.canonical import broadcast_model, check_model, gather_numbers
-from workbench.engine.rank.views import BuiltModel, ModelView, ScriptRankView
+from workbench.engine.rank.model_view import BuiltModel, ModelView, ScriptRankView
 from workbench.engine.script.interception import hook_name
 from workbench.engine.script.loop import ScriptLoop
 from workbench.engine.script.optimizers import ScriptRate

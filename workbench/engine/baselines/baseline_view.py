@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from workbench.engine.wire.collectives import Wire
+from workbench.engine.collectives.wire import Wire
 from workbench.host.transfer.views import ChangeView
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from workbench.engine.wire.mapped_file import map_file
+from workbench.engine.collectives.mapped_file import map_file
 from workbench.fabric import Fabric, Fault, Load
 from workbench.fabric.load import choke, comes, leaves, message_seconds, port_seconds, stretch
 from workbench.fabric.pace import SHARES, Kept, lasts

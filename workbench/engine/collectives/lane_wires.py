@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from workbench.engine.wire.collectives import Wire
-from workbench.engine.wire.shaping import LinkShaper
+from workbench.engine.collectives.shaping import LinkShaper
+from workbench.engine.collectives.wire import Wire
 from workbench.rank import Group
 
 

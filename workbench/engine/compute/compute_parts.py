@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from workbench.engine.collectives.lane import Lane
+from workbench.engine.collectives.shaping import ComputePace
+from workbench.engine.collectives.stopwatch import Stopwatch
 from workbench.engine.compute.activity import Activity
 from workbench.engine.compute.offload import OffloadPerformer
 from workbench.engine.p2p.mailbox import Mailbox
-from workbench.engine.wire.lane import Lane
-from workbench.engine.wire.shaping import ComputePace
-from workbench.engine.wire.timing import Stopwatch
 from workbench.experiment import Experiment
 from workbench.host.elastic.rollback import Rollback
 from workbench.host.memory.account import MemoryAccount

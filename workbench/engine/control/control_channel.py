@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from workbench.engine.wire.collectives import Wire
-from workbench.engine.wire.lane import Lane
-from workbench.engine.wire.mapped_file import map_file
+from workbench.engine.collectives.lane import Lane
+from workbench.engine.collectives.mapped_file import map_file
+from workbench.engine.collectives.wire import Wire
 
 ControlMessage = dict[str, Any]  # one request
 VISIBLE_NUMBERS = 8  # numbers that stay visible

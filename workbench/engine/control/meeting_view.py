@@ -5,12 +5,12 @@ from __future__ import annotations
 import queue
 from typing import TYPE_CHECKING, Any, Protocol
 
+from workbench.engine.collectives.lane import Lane
+from workbench.engine.collectives.shaping import Clock, Port
+from workbench.engine.collectives.stopwatch import Stopwatch
+from workbench.engine.collectives.wire import LeaveEvent, Wire
 from workbench.engine.control.peers import Peers
 from workbench.engine.p2p.mailbox import Mailbox
-from workbench.engine.wire.collectives import LeaveEvent, Wire
-from workbench.engine.wire.lane import Lane
-from workbench.engine.wire.shaping import Clock, Port
-from workbench.engine.wire.timing import Stopwatch
 from workbench.host.core.views import RankView
 from workbench.host.memory.account import MemoryAccount
 from workbench.host.reconfigure.policy_runner import TappedRecorder

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from workbench.engine.collectives.lane import Lane
+from workbench.engine.collectives.shaping import Port
+from workbench.engine.collectives.wire import Wire
+from workbench.engine.compute.clocked_view import ClockedView
 from workbench.engine.compute.host import Host
 from workbench.engine.compute.shared_parameters import SharedParameters
-from workbench.engine.compute.views import ClockedView
 from workbench.engine.control.peers import Peers
 from workbench.engine.control.script_position import ScriptLine
-from workbench.engine.script.views import ScriptView, SessionView
-from workbench.engine.wire.collectives import Wire
-from workbench.engine.wire.lane import Lane
-from workbench.engine.wire.shaping import Port
+from workbench.engine.script.script_view import ScriptView, SessionView
 from workbench.experiment import Experiment
 from workbench.host.core.change_queue import ChangeQueue
 from workbench.host.core.planned import Planned

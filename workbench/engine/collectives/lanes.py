@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-from workbench.engine.wire.lane import Lane
+from workbench.engine.collectives.lane import Lane
 from workbench.rank import Handle, Op
 
 

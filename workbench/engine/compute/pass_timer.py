@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
+from workbench.engine.collectives.lane import Lane
+from workbench.engine.collectives.shaping import ComputePace
+from workbench.engine.collectives.stopwatch import MIN_CODEC_SECONDS, Stopwatch
 from workbench.engine.compute.activity import Activity
-from workbench.engine.wire.lane import Lane
-from workbench.engine.wire.shaping import ComputePace
-from workbench.engine.wire.timing import MIN_CODEC_SECONDS, Stopwatch
 from workbench.rank import Rank
 
 
-class PassTiming:
+class PassTimer:
     """The times of one rank's passes and steps. A pass is a forward or a backward, of the model or of a part of it.
 
     losses: of the present step

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench.engine.collectives.shaping import Clock
 from workbench.engine.device import Chip
-from workbench.engine.wire.shaping import Clock
 
 MAX_STEPS_AHEAD = 2  # steps that the host may be ahead of the chip
 TIE_INTERVAL = 10.0  # seconds between 2 ties of events to the host's clock: elapsed times are single precision

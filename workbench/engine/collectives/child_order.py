@@ -14,7 +14,7 @@ import queue
 from collections import deque
 from collections.abc import Callable
 
-from workbench.engine.wire.job import ChildJob
+from workbench.engine.collectives.child_job import ChildJob
 
 MAX_CHOSEN = 32  # children that rank 0 chooses at a time, at most
 

@@ -1,6 +1,6 @@
 """Lanes: threads that run children next to the step, and the collectives of these children.
 
-A lane has one thread, one wire for all ranks, and one wire for each group that it uses (see wires.py). Children run one
+A lane has one thread, one wire for all ranks, and one wire for each group that it uses (see lane_wires.py). Children run one
 after another in the order of their start, which is the same on all ranks. Children with priorities run in rank 0's
 order (see child_order.py). Encoding happens on the lane's thread and so overlaps with backward.
 
@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
+from workbench.engine.collectives.child_job import ChildJob, PendingCollective
+from workbench.engine.collectives.child_order import MAX_CHOSEN, ChildQueue
+from workbench.engine.collectives.issuing import CollectiveIssuer, make_lone_result
+from workbench.engine.collectives.lane_wires import GroupWires, LaneWires
+from workbench.engine.collectives.shaping import Port
+from workbench.engine.collectives.stopwatch import MIN_CODEC_SECONDS, Stopwatch
+from workbench.engine.collectives.wire import Wire
 from workbench.engine.device import Chip
-from workbench.engine.wire.child_order import MAX_CHOSEN, ChildQueue
-from workbench.engine.wire.collectives import Wire
-from workbench.engine.wire.issuing import CollectiveIssuer, make_lone_result
-from workbench.engine.wire.job import ChildJob, PendingCollective
-from workbench.engine.wire.shaping import Port
-from workbench.engine.wire.timing import MIN_CODEC_SECONDS, Stopwatch
-from workbench.engine.wire.wires import GroupWires, LaneWires
 from workbench.host.core import all_reduce
 from workbench.host.core.drive import LeaveLoop, drive_coroutine
 from workbench.rank import Group, Handle, Op, StrategyError, collective

@@ -10,11 +10,11 @@ from workbench.rank import Op
 from workbench.settings import KnobError
 from workbench.sim.clock.fiber import PARKED, PASS_OVER, Fiber
 from workbench.sim.compute.bucket_pass import BucketPass
-from workbench.sim.compute.parts import ComputeParts
+from workbench.sim.compute.compute_parts import ComputeParts
 from workbench.sim.costs.costs import Costs
 
 
-class PassTiming:
+class PassTimer:
     """Prices compute on the device of one virtual rank.
 
     free:           by origin of a worker's fibers, when its device is free again

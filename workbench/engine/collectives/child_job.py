@@ -6,7 +6,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
-from workbench.engine.wire.wires import GroupWires
+from workbench.engine.collectives.lane_wires import GroupWires
 from workbench.fabric import Load
 from workbench.rank import Op
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from workbench.engine.collectives.wire import Wire
 from workbench.engine.device import Chip
-from workbench.engine.wire.collectives import Wire
 from workbench.fabric import Algorithm, Load, even, uneven
 from workbench.host.core import all_reduce
 from workbench.host.core.drive import drive_coroutine

@@ -8,8 +8,8 @@ import time
 
 import torch
 
-from workbench.engine.wire.collectives import Wire
-from workbench.engine.wire.shaping import Clock
+from workbench.engine.collectives.shaping import Clock
+from workbench.engine.collectives.wire import Wire
 
 OFFSET_ROUNDS = 16
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.engine.compute.parts import ComputeParts
+from workbench.engine.compute.compute_parts import ComputeParts
+from workbench.engine.compute.pass_timer import PassTimer
 from workbench.engine.compute.tensor import TensorPerformer
-from workbench.engine.compute.timing import PassTiming
 from workbench.host.core.gradient_hooks import require_gradient
 from workbench.host.passes.checkpointing import explain_second_gradient
 from workbench.rank import Bucket
@@ -28,7 +28,7 @@ class GradientHooks:
     hand_out: gives a full bucket to the strategy
     """
 
-    def __init__(self, parts: ComputeParts, timing: PassTiming, tensor: TensorPerformer,
+    def __init__(self, parts: ComputeParts, timing: PassTimer, tensor: TensorPerformer,
                  hand_out: Callable[[Bucket], None]) -> None:  # fmt: skip
         self._rank, self._layout, self._pace, self._usage = parts.rank, parts.layout, parts.pace, parts.usage
         self._timing, self._tensor, self._hand_out = timing, tensor, hand_out

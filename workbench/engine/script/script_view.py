@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
-from workbench.engine.wire.collectives import LeaveEvent
+from workbench.engine.collectives.wire import LeaveEvent
 from workbench.host.core.views import RankView
 
 if TYPE_CHECKING:
