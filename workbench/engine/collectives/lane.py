@@ -1,8 +1,8 @@
 """Lanes: threads that run children next to the step, and the collectives of these children.
 
-A lane has one thread, one wire for all ranks, and one wire for each group that it uses (see lane_wires.py). Children run one
-after another in the order of their start, which is the same on all ranks. Children with priorities run in rank 0's
-order (see child_order.py). Encoding happens on the lane's thread and so overlaps with backward.
+A lane has one thread, one wire for all ranks, and one wire for each group that it uses (see lane_wires.py). Children
+run one after another in the order of their start, which is the same on all ranks. Children with priorities run in rank
+0's order (see child_order.py). Encoding happens on the lane's thread and so overlaps with backward.
 
 On a GPU the lane also has a stream, which keeps the order in place of the thread. See [Note: Order on a GPU] in
 engine/device/cuda.py. On an emulated Link the thread waits for the GPU's collective, and sleeps until the Link would
