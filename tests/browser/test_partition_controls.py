@@ -47,6 +47,6 @@ def test_a_pipeline_is_chosen_on_the_page_and_impossible_choices_are_grey(sheet:
     assert {"OneFOneB", "GPipe", "ZeroBubble"} <= schedules
     grey = {name.partition(" ")[0]: title for name, (is_grey, title) in options(sheet, "strategy").items() if is_grey}
     assert "ShadowSync" in grey and not {"LocalSGD", "Hogwild"} & grey.keys(), "Hogwild comes with a whole model"
-    assert "ranks exchange beside their steps, too; take partition=Whole() with it" in grey["ShadowSync"]
+    assert "ranks also exchange in the background; take partition=Whole() with it" in grey["ShadowSync"]
     sheet.past(sheet.step() + 3)
     sheet.shot("partition-controls")

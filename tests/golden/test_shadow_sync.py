@@ -173,7 +173,7 @@ def test_on_the_engine_no_workers_update_is_lost_and_it_is_left_with_one_state()
 
 @pytest.mark.parametrize("kind", [ShadowSync, ShadowSyncMA, ShadowSyncBMUF])
 def test_what_cannot_be_is_said_in_a_sentence(kind: type[ShadowSync]) -> None:
-    with pytest.raises(KnobError, match=r"task=Digits: does not say which rows .* take ClickThrough"):
+    with pytest.raises(KnobError, match=r"task=Digits: does not declare which rows .* take ClickThrough"):
         experiment(3, strategy=kind(), task=Digits())
     with pytest.raises(KnobError, match="servers=3 leaves none of 3 ranks to train"):
         experiment(3, strategy=kind(servers=3), task=ClickThrough())

@@ -336,7 +336,7 @@ def test_a_hook_that_must_not_be_async_is_refused_at_definition() -> None:
      (Compressor, "owes", "residual")],
 )  # fmt: skip
 def test_an_old_hook_name_is_refused_with_the_new_name(base: type, name: str, now: str) -> None:
-    with pytest.raises(TypeError, match=rf"Mine\.{name}: is called `{now}` now"):
+    with pytest.raises(TypeError, match=rf"Mine\.{name}: is now called `{now}`"):
         type("Mine", (base,), {name: True})
 
 

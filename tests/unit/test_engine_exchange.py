@@ -179,7 +179,7 @@ def test_an_error_without_a_printable_text_is_still_the_cause() -> None:
     sessions = _fail(experiment(2, 4, task=toy(loss=loss)))
     (cause,) = [s.error for s in sessions if s.error and not s.error["consequence"]]
     assert (cause["rank"], cause["type"], cause["op"]) == (1, "Unspeakable", "forward")
-    assert cause["text"] == "it cannot be put into words: its __str__ raised ValueError"
+    assert cause["text"] == "its text is not available: its __str__ raised ValueError"
     assert "raise Unspeakable" in cause["traceback"]
 
 

@@ -151,7 +151,7 @@ def test_old_groups_end_with_their_wires_and_new_ones_open() -> None:
         assert {what for step, what in spans if step < 4} == {first}
         assert {what for step, what in spans if step >= 4} == {"within [0, 1, 2, 3]"}
         assert not [w.tag for w in s.wires if first in w.tag]
-        with pytest.raises(StrategyError, match="is over, for the ranks are arranged anew as between 1"):
+        with pytest.raises(StrategyError, match="is out of date, because the ranks are now arranged as between 1"):
             kept[s.rank.id].all_reduce(torch.zeros(1))
 
 
@@ -276,13 +276,13 @@ def test_a_mesh_has_torchs_layout() -> None:
 def test_servers_are_outside_the_mesh() -> None:
     mesh = Mesh((("data", 2), ("stage", 2)), (1, 2, 4, 5))
     assert mesh.group(("stage",), 4).ranks == (4, 5) and mesh.group(("data",), 4).ranks == (1, 4)
-    with pytest.raises(StrategyError, match="rank 3 is a server: it stands outside the mesh data 2 × stage 2"):
+    with pytest.raises(StrategyError, match="rank 3 is a server: it is not part of the mesh data 2 × stage 2"):
         mesh.group(("data",), 3)
 
 
 @pytest.mark.parametrize(("made", "words"), [
     (lambda: Mesh((("data", 3), ("stage", 2)), (0, 1, 2, 3)), "mesh data 3 × stage 2: makes 6 ranks, but 4 train"),
-    (lambda: Mesh((("data", 2), ("data", 2)), (0, 1, 2, 3)), "must be named, each once"),
+    (lambda: Mesh((("data", 2), ("data", 2)), (0, 1, 2, 3)), "each dimension needs a name of its own"),
     (lambda: Rank(0, 4).group("stage"), r"group\('stage'\): the mesh is data 4; name one or more"),
     (lambda: Rank(0, 4).group(), r"group\(\): the mesh is data 4; name one"),
     (lambda: Rank(0, 4).group("data").send(torch.ones(1), 4), r"rank 4 of group data \[0, 1, 2, 3\]: there are 0 to 3"),
@@ -310,15 +310,15 @@ def _arranged(dims: Any, **claims: Any) -> Any:
 
 
 @pytest.mark.parametrize(("dims", "words"), [
-    ({"row": 2, "column": 2}, r"dims=\{'row': 2, 'column': 2\}: must be names with numbers of ranks, neighbours last"),
-    ((("row", -2), ("column", -2)), "must be names with numbers of ranks"),
-    ((("row", 4), ("column", 0)), "must be names with numbers of ranks"),
-    ((("row", 2), ("column", 2.0)), "must be names with numbers of ranks"),
-    (((1, 2), (2, 2)), "must be names with numbers of ranks"),
-    (("row", 4), "must be names with numbers of ranks"),
-    (None, r"dims=None: must be names with numbers of ranks, .* such as \(\('between', 4\), \('within', 1\)\)"),
-    ((), r"dims=\(\): must be names"),
-    ((("a", 2), ("a", 2)), "mesh a 2 × a 2: its dimensions must be named, each once; 'a' is there twice$"),
+    ({"row": 2, "column": 2}, r"dims=\{'row': 2, 'column': 2\}: must be pairs of a name and a number of ranks, nei"),
+    ((("row", -2), ("column", -2)), "must be pairs of a name and a number of ranks"),
+    ((("row", 4), ("column", 0)), "must be pairs of a name and a number of ranks"),
+    ((("row", 2), ("column", 2.0)), "must be pairs of a name and a number of ranks"),
+    (((1, 2), (2, 2)), "must be pairs of a name and a number of ranks"),
+    (("row", 4), "must be pairs of a name and a number of ranks"),
+    (None, r"dims=None: must be pairs of a name .* such as \(\('between', 4\), \('within', 1\)\)"),
+    ((), r"dims=\(\): must be pairs"),
+    ((("a", 2), ("a", 2)), "mesh a 2 × a 2: each dimension needs a name of its own; 'a' occurs twice$"),
 ])  # fmt: skip
 def test_an_invalid_mesh_is_refused_when_it_is_chosen(dims: Any, words: str) -> None:
     with pytest.raises(KnobError, match=r"strategy=Own: .*" + words):
@@ -327,14 +327,16 @@ def test_an_invalid_mesh_is_refused_when_it_is_chosen(dims: Any, words: str) -> 
 
 def test_a_dimension_that_the_partition_also_has_is_refused() -> None:
     mine = _arranged((("stage", 2),))
-    words = r"strategy=Own: mesh stage 2 × stage 2: .*; 'stage' is there twice, once as the partition's own: call yours"
+    words = r"strategy=Own: mesh stage 2 × stage 2: .*; 'stage' occurs twice, once in the partition: rename yours"
     with pytest.raises(KnobError, match=words):
         experiment(4, 2, strategy=mine, partition=Pipeline())
 
 
 def test_shards_along_a_missing_dimension_are_refused_when_chosen() -> None:
     cls = type("Along", (ZeRO1,), {"shared_along": ("rows",), "__module__": __name__})
-    with pytest.raises(KnobError, match=r"strategy=Along: shared_along names 'rows', and its mesh has data; name some"):
+    with pytest.raises(
+        KnobError, match=r"strategy=Along: shared_along has 'rows', and the dimensions of its mesh are data; use some"
+    ):
         experiment(4, 2, strategy=cls())
 
 

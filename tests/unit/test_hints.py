@@ -85,7 +85,7 @@ def test_an_experiment_takes_the_same_names_as_set() -> None:
 def test_the_error_for_ranks_explains_its_range(tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["run", "digits", "--ranks", "5000", "--out", str(tmp_path / "run")])
     assert said.exit_code == 2
-    words = f"ranks=5000: must be an integer in [1, {user_input.MAX_RANKS}]: as many ranks as a lab starts as processes"
+    words = f"ranks=5000: must be an integer in [1, {user_input.MAX_RANKS}], the most processes of a lab"
     assert f"{words}; simulate(experiment) takes up to 4096 ranks" in " ".join(said.output.split())
     with pytest.raises(KnobError, match=r"ranks=5000: must be an integer in \[1, 4096\]"):
         Experiment(ranks=5000)

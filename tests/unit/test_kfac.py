@@ -250,7 +250,7 @@ def test_a_diverged_model_stays_nan_without_an_error() -> None:
 
 
 @pytest.mark.parametrize(("field", "said"), [
-    ({"compressor": "DGC"}, "DDP"), ({"partition": {"Pipeline": {"stages": 2}}}, "go by all of a replica's"),
+    ({"compressor": "DGC"}, "DDP"), ({"partition": {"Pipeline": {"stages": 2}}}, "a rank needs all gradients"),
 ])  # fmt: skip
 def test_unsupported_settings_are_refused_with_a_reason(field: dict[str, Any], said: str) -> None:
     e = experiment(2, 4, strategy=KFAC())

@@ -93,7 +93,7 @@ def test_an_ambiguous_or_unknown_path_is_refused_with_candidates() -> None:
         left: Link = knob(Link(), doc="one")
         right: Link = knob(Link(), doc="other")
 
-    with pytest.raises(KnobError, match=r"could mean any of left.jitter, right.jitter"):
+    with pytest.raises(KnobError, match=r"is ambiguous between left.jitter, right.jitter"):
         resolve(_typed(Pair), "jitter")
     with pytest.raises(KnobError, match=r"bandwith: no such knob here; did you mean bandwidth"):
         resolve(Link(), "bandwith")

@@ -169,8 +169,8 @@ def test_ranks_with_different_step_counts_share_the_rate_under_ddp(before: Strat
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"lr_scaled": True, "lr_base": 8}, "lr_base=8: this task makes its own batches; give `batch`"),
-        ({"lr_scaled": True, "batch": 8, "task": toy(data=sized)}, "give lr_base"),
+        ({"lr_scaled": True, "lr_base": 8}, "lr_base=8: this task makes its own batches; set `batch`"),
+        ({"lr_scaled": True, "batch": 8, "task": toy(data=sized)}, "set lr_base"),
         ({"lr_warmup": -1}, "lr_warmup=-1: must be an integer in"),
         ({"clip": -1.0}, "clip=-1.0: must be a number in"),
     ],
@@ -263,7 +263,7 @@ def test_every_strategy_clips_each_update_or_refuses(name: str) -> None:
 def test_strategies_without_a_norm_refuse_clip() -> None:
     e = paced(2, 4, strategy=DDP(), clip=1.0)
     for before, path, value in ((e, "strategy", "Piecemeal"), (Experiment(strategy=Piecemeal()), "clip", 1.0)):
-        with pytest.raises(KnobError, match="under Piecemeal no update has all gradients before it"):
+        with pytest.raises(KnobError, match="under Piecemeal an update does not see all gradients"):
             before.set(path, value)
     with pytest.raises(KnobError, match="use clip=0 with it, or DDP"):
         simulate(e, changes=[Change(2, "strategy", "Piecemeal")], real=True)

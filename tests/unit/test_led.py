@@ -333,10 +333,10 @@ REFUSED = {
     "lr": (0.1, "the loop of a Script sets its own rates"),
     "batch": (8, "the script makes its own batches"),
     "on_nan": ("roll back", "the loop of a Script cannot go back"),
-    "on_death": ("go on", "goes on with the ranks that it began with"),
-    "save_every": (10, "let it save its model"),
-    "optimizer": ("AdamW", "steps its own"),
-    "strategy.accumulate": (4, "says itself how many batches it adds up"),
+    "on_death": ("go on", "cannot lose or replace ranks"),
+    "save_every": (10, "save the model in the loop"),
+    "optimizer": ("AdamW", "uses its own optimizer"),
+    "strategy.accumulate": (4, "decides itself how many batches it sums"),
 }
 
 

@@ -130,7 +130,7 @@ def test_newton_is_switched_to_and_from_live(other: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "value", "said"), [
-    ("compressor", "TopK", "use Dense"), ("partition", {"Pipeline": {"stages": 2}}, "go by all of a replica's"),
+    ("compressor", "TopK", "use Dense"), ("partition", {"Pipeline": {"stages": 2}}, "a rank needs all gradients"),
     ("clip", 1.0, "clip=1"),
 ])  # fmt: skip
 def test_settings_that_newton_cannot_use_raise_knob_error(path: str, value: Any, said: str) -> None:

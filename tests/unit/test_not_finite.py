@@ -283,9 +283,9 @@ def test_the_skip_policy_ends_after_too_many_skips_in_a_row() -> None:
 
 
 @pytest.mark.parametrize(("strategy", "why"), [
-    (ByteScheduler(), "under ByteScheduler no update has all of a rank's gradients before it"),
-    (ZeRO1(), "under ZeRO1 no update has all of a rank's gradients before it"),
-    (KFAC(), "KFAC remembers something of a step's gradients before its update"),
+    (ByteScheduler(), "under ByteScheduler an update does not see all gradients of a rank"),
+    (ZeRO1(), "under ZeRO1 an update does not see all gradients of a rank"),
+    (KFAC(), "KFAC stores state of a step's gradients before the update"),
 ])  # fmt: skip
 def test_a_strategy_that_cannot_skip_raises_knob_error_with_the_reason(strategy: Strategy, why: str) -> None:
     with pytest.raises(KnobError, match=why):

@@ -154,12 +154,12 @@ def test_the_report_follows_the_pace_and_ignores_single_slow_steps() -> None:
     assert [d["asked_ms"] for d in another] == [pytest.approx(200)], "of another pace it is said anew"
     assert [d["met"] for d in (kept.step(0.43, 0.43, 0.5) for _ in range(20)) if d] == [True]
     assert [d["met"] for d in (kept.step(0.1, 0.1, 0.5) for _ in range(20)) if d] == [False]
-    assert kept.step(0.0, 0.0, 0.0) == {"met": True, "text": "no pace is asked for"}
+    assert kept.step(0.0, 0.0, 0.0) == {"met": True, "text": "no pace is set"}
     assert kept.step(0.0, 0.0, 0.0) is None
 
 
 @pytest.mark.parametrize(("fault", "why"), [
-    (Slow(rank=1, phase="link"), "no network is emulated"),
+    (Slow(rank=1, phase="link"), "there is no emulated network"),
     (Slow(rank=1, factor=1.0), "a factor of 1"),
     (TransientStraggler(probability=0.0), "probability 0"),
     (Noisy(spread=0.0), "spread 0"),

@@ -31,15 +31,18 @@ pytestmark = pytest.mark.ranks
 
 OWN = toy(model=deep, data=batches)
 REFUSED = [
-    ({"partition": Pipeline(stages=3)}, "4 cannot be dealt out to such; take a number that divides 4"),
+    ({"partition": Pipeline(stages=3)}, "4 ranks are not a multiple of that; take a number that divides 4"),
     ({"partition": Pipeline(micros=3), "batch": 8}, "take micros=1, 2, 4 or 8, or another batch"),
-    ({"partition": Pipeline(), "strategy": ZeRO3()}, "ranks share out what those hold alike"),
-    ({"partition": Pipeline(), "strategy": AsyncServer()}, "ranks exchange beside their steps"),
+    ({"partition": Pipeline(), "strategy": ZeRO3()}, "ranks shard parameters that"),
+    ({"partition": Pipeline(), "strategy": AsyncServer()}, "ranks also exchange in the background"),
     ({"partition": Pipeline(activations=PowerSGD())}, "activations=PowerSGD"),
     ({"partition": Pipeline(micros=6, schedule=Interleaved(), stages=4)}, "a multiple of 4, such as micros=8"),
     ({"partition": Pipeline(activations=PowerSGD()), "task": OWN}, "activations=PowerSGD"),
     ({"partition": Pipeline(micros=3, schedule=Interleaved()), "task": OWN}, "a multiple of 2, such as micros=4"),
-    ({"partition": Pipeline(), "strategy": SelSync()}, "ranks go by all of a replica's gradients"),
+    (
+        {"partition": Pipeline(), "strategy": SelSync()},
+        "a rank needs all gradients or examples of its replica",
+    ),
 ]
 
 

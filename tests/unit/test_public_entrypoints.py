@@ -91,7 +91,7 @@ def test_nonsense_gives_one_sentence(door: Callable[[Any], Any]) -> None:
     ("door", "value", "words"),
     [
         ("lab.run", 5, r"experiment=5: must be an Experiment, such as"),
-        ("lab.run", "full_speed", r"experiment='full_speed': must be an Experiment.*recipe\('full_speed'\) makes one"),
+        ("lab.run", "full_speed", r"experiment='full_speed': must be an Experiment.*recipe\('full_speed'\) makes an "),
         ("lab.run's changes", [5], r"changes\[0\]=5: must be Change\(at_step, path, value\)"),
         ("lab.run's changes", 5, r"changes=5: must be a list"),
         ("lab.run's changes", [(-1, "lr", 1)], r"changes\[0\].at_step=-1: must be an integer in \[0, 1000000000\]"),
@@ -99,7 +99,7 @@ def test_nonsense_gives_one_sentence(door: Callable[[Any], Any]) -> None:
         ("simulate's changes", [(1, "every", 2)], r"every: no such knob here"),
         ("recipe", None, r"recipe=None: must be a recipe's name; there are .*digits"),
         ("Lab(name)", 5, r"name=5: must be text, such as 'lab'"),
-        ("Lab(device)", "tpu", r"device='tpu': must be one of auto, cpu, cuda"),
+        ("Lab(device)", "tpu", r"device='tpu': must be auto, cpu, cuda"),
         ("Lab(cluster)", 5, r"cluster=5: must be a path"),
         ("Lab(cluster)", __file__, r"cluster='.*test_public_entrypoints.py': is not a client connection file"),
         ("Run.open", None, r"path=None: must be a run directory"),

@@ -49,7 +49,7 @@ def test_a_batch_without_rows_is_found_however_it_is_nested() -> None:
 
 def test_both_hosts_refuse_an_optimizer_that_needs_a_closure() -> None:
     e = experiment(2, 3, task=toy(optimizer=torch.optim.LBFGS), pace=2.0)
-    with pytest.raises(KnobError, match=r"optimizer=LBFGS: its step computes the loss several times") as refusal:
+    with pytest.raises(KnobError, match=r"optimizer=LBFGS: it computes the loss several times") as refusal:
         simulate(e, real=True)
     for session in live(e):
         assert session.join(60.0) and session.error is not None

@@ -66,9 +66,9 @@ class Evil(RuntimeError):
 
 
 HOW = {
-    "exit": "it cannot be put into words: its __str__ raised SystemExit",
-    "interrupt": "it cannot be put into words: its __str__ raised KeyboardInterrupt",
-    "no text": "it cannot be put into words: its __str__ raised TypeError",
+    "exit": "its text is not available: its __str__ raised SystemExit",
+    "interrupt": "its text is not available: its __str__ raised KeyboardInterrupt",
+    "no text": "its text is not available: its __str__ raised TypeError",
     "own text": "mine",
     "half a letter": "a\\ud800b",
 }
@@ -84,7 +84,7 @@ def test_an_error_is_formatted_whatever_its_str_does(how: str) -> None:
 def test_a_text_of_100_megabytes_keeps_its_start_and_end() -> None:
     text = text_of(Evil("long"))
     assert len(text) < 2 * LONGEST + 100 and text.startswith("headxxx") and text.endswith("xxxtail")
-    assert "99980008 letters left out" in text
+    assert "99980008 characters omitted" in text
     try:
         raise Evil("long")
     except Evil as error:
@@ -180,7 +180,7 @@ def test_a_failed_start_is_reported_in_a_form_that_ipyparallel_can_send(
     made = bench()
     made.begin_session = fails  # type: ignore[method-assign]
     monkeypatch.setattr(engine_server, "_bench", made)
-    with pytest.raises(RuntimeError, match="Evil: it cannot be put into words: its __str__ raised SystemExit"):
+    with pytest.raises(RuntimeError, match="Evil: its text is not available: its __str__ raised SystemExit"):
         engine_server.begin_session({}, b"")
 
 
@@ -216,7 +216,7 @@ def test_a_value_that_cannot_be_pickled_is_reported_and_the_relay_goes_on() -> N
         def __reduce__(self) -> Any:
             raise Evil
 
-    with pytest.raises(ClusterError, match="cannot be sent to the engines: Evil: it cannot be put into words"):
+    with pytest.raises(ClusterError, match="cannot be sent to the engines: Evil: its text is not available"):
         launch._pickle_experiment(Unsendable())
     relay = RowSubscriber.__new__(RowSubscriber)
     relay.errors = []
@@ -233,7 +233,7 @@ def test_a_model_that_fails_on_trial_is_refused_with_its_error() -> None:
         raise Evil
 
     task = toy(model=deep, data=batches, evaluate=held_out, loss=loss)
-    with pytest.raises(KnobError, match="it cannot be put into words: its __str__ raised SystemExit"):
+    with pytest.raises(KnobError, match="its text is not available: its __str__ raised SystemExit"):
         simulate(experiment(2, 2, task=task, partition=Pipeline(stages=2), pace=5.0), real=True)
 
 

@@ -32,11 +32,11 @@ def sharded(steps: int, **rest: Any) -> Experiment:
 
 
 def test_dependent_knobs_are_set_at_once_in_any_order_but_not_in_turn() -> None:
-    with pytest.raises(KnobError, match="under ZeRO3 ranks share out"):
+    with pytest.raises(KnobError, match="under ZeRO3 ranks shard"):
         E.set("partition", BOTH["partition"])
     back = E.set(dict(reversed(BOTH.items())))
     assert back == E.set(BOTH) and back.partition == BOTH["partition"]
-    with pytest.raises(KnobError, match="under ZeRO3 ranks share out"):
+    with pytest.raises(KnobError, match="under ZeRO3 ranks shard"):
         back.set("strategy", "ZeRO3")
     assert back.set({"strategy": "ZeRO3", "partition": "Whole"}) == E.set("strategy", "ZeRO3")
 

@@ -28,9 +28,12 @@ pytestmark = pytest.mark.ranks
 
 REFUSED = [
     ({"partition": Tensor(ways=3)}, "ways=3: one replica takes 3 ranks, and 4 cannot be dealt out to such"),
-    ({"partition": Tensor(), "strategy": ZeRO3()}, "ranks share out what those hold alike"),
-    ({"partition": Tensor(), "strategy": AsyncServer()}, "ranks exchange beside their steps"),
-    ({"partition": Tensor(), "strategy": SelSync()}, "ranks go by all of a replica's gradients"),
+    ({"partition": Tensor(), "strategy": ZeRO3()}, "ranks shard parameters that"),
+    ({"partition": Tensor(), "strategy": AsyncServer()}, "ranks also exchange in the background"),
+    (
+        {"partition": Tensor(), "strategy": SelSync()},
+        "a rank needs all gradients or examples of its replica",
+    ),
     ({"partition": Tensor(), "optimizer": LAMB()}, "is not known to step each element by itself"),
     ({"partition": Pipeline(of=Pipeline())}, "a stage cannot contain stages; take of=Tensor()"),
 ]

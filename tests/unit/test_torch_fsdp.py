@@ -178,7 +178,7 @@ def test_reading_the_runs_own_model_raises_an_error() -> None:
 
 
 def test_it_refuses_an_optimizer_whose_state_is_not_element_by_element() -> None:
-    with pytest.raises(KnobError, match="TorchFSDP: it shares out the optimizer's state element by element"):
+    with pytest.raises(KnobError, match="TorchFSDP: it shards the optimizer's state by element"):
         experiment(2, 4, strategy=TorchFSDP()).set("optimizer", "LARS")
 
 

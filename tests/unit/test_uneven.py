@@ -72,7 +72,7 @@ def test_rows_reach_their_ranks_in_the_simulator_in_the_time_of_the_busiest_port
 
 
 def test_wrong_lengths_raise_strategy_error() -> None:
-    with pytest.raises(StrategyError, match=r"rank 1's rows have \[0, 0\] elements, but `lengths` says \[1, 0\]"):
+    with pytest.raises(StrategyError, match=r"rank 1's rows have \[0, 0\] elements, but `lengths` gives \[1, 0\]"):
         simulate(experiment(2, 2, strategy=Ragged(short=1), pace=10))
 
 

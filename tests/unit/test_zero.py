@@ -270,10 +270,10 @@ def test_an_optimizer_that_cannot_be_divided_is_refused_with_the_reason(stage: S
         assert all(s.error and "Mine is not known to step each element" in s.error["text"] for s in sessions)
     else:
         e = experiment(2, 6, optimizer=LARS())
-        with pytest.raises(KnobError, match=rf"strategy={name}: it shares out .* take optimizer=AdamW\(\) or SGD\(\)"):
+        with pytest.raises(KnobError, match=rf"strategy={name}: it shards .* take optimizer=AdamW\(\) or SGD\(\)"):
             e.set("strategy", stage).checked()
     sessions = run(e, Change(3, "strategy", name))
-    assert "shares out the optimizer's state" in sessions[0].record.noted("refused")[0][3]
+    assert "shards the optimizer's state" in sessions[0].record.noted("refused")[0][3]
     assert isinstance(sessions[0].experiment.strategy, DDP)
 
 

@@ -23,6 +23,6 @@ def explain_refusal(e: Experiment, made: Callable[[], Any]) -> str | None:
         return None
     name = type(optimizer).__name__
     return (
-        f"optimizer={name}: its step computes the loss several times by a closure, and a rank's step computes it once; "
-        f"take optimizer=AdamW(), or strategy=Newton() for steps of second order"
+        f"optimizer={name}: it computes the loss several times per step by a closure, and a rank computes it once; "
+        f"take optimizer=AdamW(), or strategy=Newton() for second-order steps"
     )

@@ -24,14 +24,14 @@ from workbench.settings import KnobError, checked, each, from_plain, knob, norma
 from workbench.strategies import DDP, Strategy
 from workbench.tasks import ByteGPT, TaskBase
 
-CLIP = "gradient clipping by global norm before an update; of a rank's own where ranks update alone; 0 is off"
-MEMORY = "memory of each rank's device: what needs more is refused; 0 is no limit"
-DEATH = "what the others do when a rank is lost: end the run as failed, go on without it, or have another come"
-HANG = "what is done with a rank that hangs: wait for it, put it out, or put it out and have another come"
-HANG_AFTER = "a rank hangs that holds the others up so long in one operation; 0: 10 s, or five of its usual steps"
-EVERY = "a checkpoint every so many steps, written beside the training; 0 only when one is asked for"
-KEEP = "the newest checkpoints that are kept, besides the best one and those that were asked for"
-MEASURE = "what compression does to the sum, found in every so many steps by sending it dense besides; 0 never"
+CLIP = "clip gradients to this global norm before an update (each rank its own, if ranks update alone); 0: off"
+MEMORY = "memory of each rank's device; settings that need more are refused; 0: no limit"
+DEATH = "after a rank is lost: end the run as failed, go on without the rank, or replace it"
+HANG = "after a rank hangs: wait for it, evict it, or evict and replace it"
+HANG_AFTER = "a rank hangs if other ranks wait for it this long in one operation; 0: 10 s, or 5 of its usual steps"
+EVERY = "steps between checkpoints, written while training goes on; 0: only on request"
+KEEP = "number of newest checkpoints to keep, in addition to the best one and to requested ones"
+MEASURE = "steps between measurements of the compression error, which also send the dense sum; 0: never"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,23 +47,25 @@ class Experiment:
     task: TaskBase = knob(ByteGPT(), live=False, doc="what learns")
     strategy: Strategy = knob(DDP(), doc="how ranks agree")
     partition: Partition = knob(Whole(), doc="how one replica of the model is spread over ranks")
-    compressor: Compressor = knob(Dense(), doc="what crosses the wire instead of a bucket")
+    compressor: Compressor = knob(Dense(), doc="what ranks send in place of a bucket")
     fabric: Fabric = knob(Fabric(), doc="the network and its faults")
     optimizer: Optimizer = knob(TaskOwn(), doc="how gradients become steps")
-    policy: PolicyBase = knob(ByHand(), doc="who changes knobs during a run besides people")
-    lr: float = knob(0.0, 0.0, 100.0, log=True, doc="learning rate; 0 takes the task's own")
-    lr_scaled: bool = knob(False, doc="the rate grows with the global batch: lr times all ranks' batches / `lr_base`")
-    lr_base: int = knob(0, 0, 2**20, unit="examples", doc="global batch that lr is meant for; 0: one rank's usual one")
-    lr_warmup: int = knob(0, 0, 10**6, unit="steps", doc="learning-rate warm-up: steps until it is lr; 0: none")
+    policy: PolicyBase = knob(ByHand(), doc="a program that changes knobs during a run, in addition to people")
+    lr: float = knob(0.0, 0.0, 100.0, log=True, doc="learning rate; 0: the task's own")
+    lr_scaled: bool = knob(False, doc="scale the rate with the global batch: lr times global batch / `lr_base`")
+    lr_base: int = knob(
+        0, 0, 2**20, unit="examples", doc="global batch that lr is meant for; 0: the usual batch of one rank"
+    )
+    lr_warmup: int = knob(0, 0, 10**6, unit="steps", doc="warm-up steps until the rate reaches lr; 0: none")
     clip: float = knob(0.0, 0.0, 1e6, log=True, doc=CLIP)
-    batch: int = knob(0, 0, 65536, unit="examples", doc="batch per rank; 0 takes the task's own")
+    batch: int = knob(0, 0, 65536, unit="examples", doc="batch per rank; 0: the task's own")
     bucket_mb: float = knob(1.0, 0.01, 1024.0, unit="MB", log=True, doc="bucket size of the gradient exchange")
     memory_mb: float = knob(0.0, 0.0, 1e7, unit="MB", log=True, doc=MEMORY)
-    pace: float = knob(0.0, 0.0, 60000.0, unit="ms", doc="emulated compute time per step; 0 is off")
+    pace: float = knob(0.0, 0.0, 60000.0, unit="ms", doc="emulated compute time per step; 0: off")
     ranks: int = knob(4, 1, 4096, live=False, doc="how many ranks train")
-    steps: int = knob(0, 0, 10**9, live=False, unit="steps", doc="stop after so many; 0 runs until stopped")
+    steps: int = knob(0, 0, 10**9, live=False, unit="steps", doc="stop after this step; 0: run until stopped")
     seed: int = knob(0, 0, 2**31 - 1, live=False, doc="random seed of the model and the data")
-    eval_every: int = knob(20, 0, 10**6, unit="steps", doc="held-out loss every so many steps; 0 never")
+    eval_every: int = knob(20, 0, 10**6, unit="steps", doc="steps between evaluations of the held-out loss; 0: never")
     measure_every: int = knob(0, 0, 10**6, unit="steps", doc=MEASURE)
     on_death: str = knob("end", choices=("end", "go on", "replace"), doc=DEATH)
     on_hang: str = knob("wait", choices=("wait", "evict", "replace"), doc=HANG)
@@ -108,14 +110,14 @@ class Experiment:
             raise KnobError(reason)
         if good.strategy.tables and not good.task.looks_up:
             raise KnobError(
-                f"task={type(good.task).__name__}: does not say which rows of embedding tables a batch reads, and "
-                f"{type(good.strategy).__name__} keeps these on servers; take ClickThrough, give your own Task "
-                f"`lookups`, or use ShadowEASGD"
+                f"task={type(good.task).__name__}: does not declare which rows of embedding tables a batch reads, "
+                f"and {type(good.strategy).__name__} needs this; take ClickThrough, give your own Task `lookups`, or "
+                f"use ShadowEASGD"
             )
         if good.clip and not good.strategy.clips:
             raise KnobError(
-                f"clip={good.clip:g}: under {type(good.strategy).__name__} no update has all gradients before it, so "
-                f"their norm cannot be told; use clip=0 with it, or DDP or LocalSGD"
+                f"clip={good.clip:g}: under {type(good.strategy).__name__} an update does not see all gradients, so "
+                f"their norm is not known; use clip=0 with it, or DDP or LocalSGD"
             )
         if reason := good.optimizer.refuses():
             raise KnobError(reason)

@@ -40,7 +40,7 @@ def _dims(strategy: Any, size: int) -> tuple[tuple[str, int], ...]:
         dims = ()
     if not dims or not all(isinstance(name, str) and name and type(n) is int and n > 0 for name, n in dims):
         raise StrategyError(
-            f"dims={short(said)}: must be names with numbers of ranks, neighbours last, such as "
+            f"dims={short(said)}: must be pairs of a name and a number of ranks, neighbours last, such as "
             f"(('between', {size}), ('within', 1))"
         )
     return dims
@@ -67,7 +67,10 @@ def explain_refusal(strategy: Any, size: int, partition: Partition = WHOLE) -> s
     except StrategyError as reason:
         return f"{said}: {reason}"
     if unknown := [name for name in strategy.shared_along if name not in names]:
-        return f"{said}: shared_along names {unknown[0]!r}, and its mesh has {', '.join(names)}; name some of these"
+        return (
+            f"{said}: shared_along has {unknown[0]!r}, and the dimensions of its mesh are {', '.join(names)}; use "
+            f"some of these"
+        )
     return None
 
 
@@ -76,6 +79,6 @@ def explain_algorithm_refusal(algorithm: Algorithm, strategy: Any) -> str | None
     if strategy.opaque and not algorithm.native:
         return (
             f"fabric.algorithm={type(algorithm).__name__}: under {type(strategy).__name__} torch itself sums, by the "
-            f"backend's own way; take Native(), or strategy=DDP()"
+            f"backend's algorithm; take Native(), or strategy=DDP()"
         )
     return algorithm.refuses()

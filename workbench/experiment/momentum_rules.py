@@ -35,8 +35,8 @@ def explain_refusal(e: ExperimentView, made: Callable[[], Any] | None = None) ->
         return None
     kind = "Nesterov's" if any(g.get("nesterov") for g in optimizer.param_groups) else type(optimizer).__name__
     return (
-        f"compressor={name}: it keeps the momentum itself, and {kind} is no plain sum of gradients that could be "
-        f"handed over; use optimizer=SGD() with it, or {name}(momentum=0)"
+        f"compressor={name}: it keeps the momentum itself, and {kind} is not a plain running sum of gradients that "
+        f"it can take over; use optimizer=SGD() with it, or {name}(momentum=0)"
     )
 
 

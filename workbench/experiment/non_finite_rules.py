@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from workbench.experiment.views import ExperimentView
 
 ACTIONS = ("auto", "pause", "stop", "skip", "roll back")
-ON_NAN = ("when a loss is no number, or has run away; auto: pause if somebody watches, else stop; skip: no update "
-          "then; roll back: to the last checkpoint")  # fmt: skip
-DIVERGED = "a loss so many times the best of before, and above the first, has run away; 0 is off"
+ON_NAN = ("if a loss is not finite or has diverged; auto: pause if somebody watches, else stop; skip: skip the "
+"update; roll back: to the last checkpoint")  # fmt: skip
+DIVERGED = "a loss has diverged if it is this many times the best one and above the first; 0: off"
 
 NO_ROWS = "the batch has no rows"  # such a loss is a mean over no rows
 
@@ -22,9 +22,9 @@ def explain_refusal(e: ExperimentView) -> str | None:
         return None
     name = type(s).__name__
     if not s.skips:
-        why = f"{name} remembers something of a step's gradients before its update"
+        why = f"{name} stores state of a step's gradients before the update"
     elif s.workers > 1:
-        why = f"{s.workers} workers of a rank update one model, each when it will"
+        why = f"{s.workers} workers of a rank update one model, each at its own time"
     else:
-        why = f"under {name} no update has all of a rank's gradients before it"
-    return f"on_nan='skip': {why}, so no step can be left out whole; use on_nan='stop' with it, or DDP or LocalSGD"
+        why = f"under {name} an update does not see all gradients of a rank"
+    return f"on_nan='skip': {why}, so a rank cannot skip a whole step; use on_nan='stop' with it, or DDP or LocalSGD"

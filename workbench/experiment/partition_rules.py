@@ -49,20 +49,20 @@ def explain_refusal(e: ExperimentView) -> str | None:
         fits = [n for n in range(2, e.ranks + 1) if e.ranks % n == 0]
         others = f"a number that divides {e.ranks} ({', '.join(map(str, fits))}), or " if fits else ""
         return (
-            f"{dims}: one replica takes {partition.size} ranks, and {e.ranks} cannot be dealt out to such; take "
+            f"{dims}: one replica takes {partition.size} ranks, and {e.ranks} ranks are not a multiple of that; take "
             f"{others}ranks={-(-e.ranks // partition.size) * partition.size}"
         )
     if lacks := explain_unfit_strategy(strategy, count_replicas(e)):
         return (
-            f"{said}: under {type(strategy).__name__} {lacks}; take partition=Whole() with it, or a strategy whose "
-            f"ranks go in step and hold whole tensors, such as DDP, LocalSGD or DiLoCo; one change may set both"
+            f"{said}: under {type(strategy).__name__} {lacks}; take partition=Whole() with it, or a strategy in "
+            f"lockstep with whole tensors, such as DDP, LocalSGD or DiLoCo; one change may set both"
         )
     times = getattr(strategy, "accumulate", 1)
     if partition.ahead(0) and times > 1:
         kind = type(getattr(partition, "schedule", partition)).__name__
         return (
-            f"accumulate={times}: {kind} updates after every batch, by weights that are one such update old; take "
-            f"accumulate=1 and a larger batch, or schedule=OneFOneB()"
+            f"accumulate={times}: {kind} updates after every batch, with gradients of weights that are one update "
+            f"old; take accumulate=1 and a larger batch, or schedule=OneFOneB()"
         )
     return partition.refuses(e.batch)
 
@@ -71,13 +71,13 @@ def explain_unfit_strategy(strategy: Strategy, size: int) -> str:
     """Returns the property of a strategy that rules out replicas on several ranks, or ""."""
     said = {
         "torch's own exchange needs the whole model on every rank": strategy.opaque,
-        "ranks share out what those hold alike": strategy.shards,
+        "ranks shard parameters that the ranks of a pipeline or a layer split already": strategy.shards,
         "ranks keep their parameters in one memory": strategy.shared,
         "ranks have several workers": strategy.workers > 1,
-        "ranks exchange beside their steps, too": strategy.has_background,
-        "ranks go by all of a replica's gradients or examples at once": strategy.sees_all,
+        "ranks also exchange in the background": strategy.has_background,
+        "a rank needs all gradients or examples of its replica at once": strategy.sees_all,
         "parameters are updated in the next forward, bucket by bucket": strategy.late_update,
         "some ranks serve": not all(strategy.trains(r, size) for r in range(size)),
-        "ranks keep no common step": not strategy.lockstep,
+        "ranks do not train in lockstep": not strategy.lockstep,
     }
     return next((words for words, holds in said.items() if holds), "")

@@ -32,7 +32,7 @@ def explain_refusal(e: ExperimentView) -> str | None:
     if not e.lr_scaled:
         return None
     if e.lr_base and not e.batch:
-        return f"lr_base={e.lr_base}: this task makes its own batches; give `batch`, or lr_base=0 for one rank's batch"
+        return f"lr_base={e.lr_base}: this task makes its own batches; set `batch`, or lr_base=0 for one rank's batch"
     if e.batch and not (e.lr_base or e.task.batch):
-        return "lr_scaled=True: this task does not say which batch its rate is meant for; give lr_base"
+        return "lr_scaled=True: this task does not declare the batch that its rate is meant for; set lr_base"
     return None

@@ -24,18 +24,18 @@ def explain_refusal(e: ExperimentView, made: Callable[[], Any] | None = None) ->
         return None
     if sliced:
         return (
-            f"partition={type(e.partition).__name__}: ranks have slices of each matrix, and {type(optimizer).__name__} "
-            f"is not known to step each element by itself; take optimizer=AdamW() or SGD(), let the class of your own "
-            f"say `elementwise = True`, or take another partition"
+            f"partition={type(e.partition).__name__}: ranks hold slices of each matrix, and "
+            f"{type(optimizer).__name__} is not known to step each element by itself; take optimizer=AdamW() "
+            f"or SGD(), set `elementwise = True` in your own class, or take another partition"
         )
     if e.strategy.tables:
         return (
             f"strategy={type(e.strategy).__name__}: servers step single rows of a table, and "
-            f"{type(optimizer).__name__} is not known to step each element by itself; take optimizer=AdamW() or SGD(), "
-            f"let the class of your own say `elementwise = True`, or use ShadowEASGD"
+            f"{type(optimizer).__name__} is not known to step each element by itself; take optimizer=AdamW() "
+            f"or SGD(), set `elementwise = True` in your own class, or use ShadowEASGD"
         )
     return (
-        f"strategy={type(e.strategy).__name__}: it shares out the optimizer's state element by element, and "
-        f"{type(optimizer).__name__} is not known to step each element by itself; take optimizer=AdamW() or SGD(), let "
-        f"the class of your own say `elementwise = True`, or use DDP"
+        f"strategy={type(e.strategy).__name__}: it shards the optimizer's state by element, and "
+        f"{type(optimizer).__name__} is not known to step each element by itself; take optimizer=AdamW() or "
+        f"SGD(), set `elementwise = True` in your own class, or use DDP"
     )

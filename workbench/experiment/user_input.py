@@ -23,16 +23,17 @@ def system() -> None:
     """Raises KnobError on Windows, which cannot start, freeze and end ranks as processes."""
     if sys.platform == "win32":
         raise KnobError(
-            "platform=win32: must be Linux or macOS, for ranks are started, frozen and ended by means that Windows has "
-            "not; install WSL (`wsl --install` in PowerShell), open its Ubuntu, and clone and start the workbench there"
+            "platform=win32: must be Linux or macOS, because Windows cannot start, freeze and end ranks as the "
+            "workbench does; install WSL (`wsl --install` in PowerShell), open its Ubuntu, and clone and start the "
+            "workbench there"
         )
 
 
 def ranks(value: Any) -> int:
     """Checks a lab's number of ranks."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANKS:
-        raise KnobError(f"ranks={short(value)}: must be an integer in [1, {MAX_RANKS}]: as many ranks as a lab starts "
-                        f"as processes; simulate(experiment) takes up to {LIMIT} ranks")  # fmt: skip
+        raise KnobError(f"ranks={short(value)}: must be an integer in [1, {MAX_RANKS}], the most processes of a lab; "
+        f"simulate(experiment) takes up to {LIMIT} ranks")  # fmt: skip
     return value
 
 
@@ -54,7 +55,7 @@ def device(value: Any) -> str | int:
     """Checks a device or a number of GPUs. Only engines can tell whether enough exist."""
     good = value in ("auto", "cpu", "cuda") if isinstance(value, str) else isinstance(value, int) and value >= 1
     if not good or isinstance(value, bool):
-        raise KnobError(f"device={short(value)}: must be one of auto, cpu, cuda, or how many GPUs to use")
+        raise KnobError(f"device={short(value)}: must be auto, cpu, cuda, or a number of GPUs")
     return value
 
 
@@ -76,7 +77,7 @@ def experiment(value: Any) -> Experiment:
     """Checks an experiment. The error for a text suggests `recipe(...)`."""
     if isinstance(value, Experiment):
         return value
-    hint = f"; recipe({short(value)}) makes one of a recipe's name" if isinstance(value, str) else ""
+    hint = f"; recipe({short(value)}) makes an Experiment from the name of a recipe" if isinstance(value, str) else ""
     raise KnobError(f"experiment={short(value)}: must be an Experiment, such as Experiment() or recipe('digits'){hint}")
 
 
@@ -91,7 +92,7 @@ def changes(value: Any) -> tuple[Change, ...]:
     """Checks planned changes. Each may also be (at_step, path, value) or (at_step, {path: value, ...})."""
     wanted = "must be Change(at_step, path, value)"
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise KnobError(f"changes={short(value)}: must be a list, and each in it {wanted[8:]}")
+        raise KnobError(f"changes={short(value)}: must be a list, and each element {wanted[8:]}")
     out = []
     for number, change in enumerate(value):
         if isinstance(change, Sequence) and not isinstance(change, str) and len(change) in (2, 3):

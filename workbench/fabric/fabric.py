@@ -23,14 +23,18 @@ class Fabric:
     """
 
     link: Link = knob(Link(), doc="each rank's port")
-    site: int = knob(0, 0, 4096, unit="ranks", doc="neighbours on one site, fast among themselves; 0: all are")
-    between_bandwidth: float = knob(0.0, 0.0, 1e7, unit="Mbit/s", log=True, doc="of a port to other sites; 0: no less")
-    between_latency: float = knob(0.0, 0.0, 1000.0, unit="ms", doc="of a message to another site, if above the Link's")
-    algorithm: Algorithm = knob(Native(), doc="how an all-reduce goes")
+    site: int = knob(0, 0, 4096, unit="ranks", doc="neighbours on one site, with fast links; 0: all ranks")
+    between_bandwidth: float = knob(
+        0.0, 0.0, 1e7, unit="Mbit/s", log=True, doc="bandwidth of a port to other sites; 0: the Link's"
+    )
+    between_latency: float = knob(
+        0.0, 0.0, 1000.0, unit="ms", doc="latency of a message to another site, if above the Link's"
+    )
+    algorithm: Algorithm = knob(Native(), doc="the algorithm of an all-reduce")
     shared: bool = knob(False, doc="all ranks send through one port together, as on a bus")
-    host: float = knob(0.0, 0.0, 1e5, unit="GB/s", log=True, doc="device to its host's memory and back; 0: unlimited")
-    disk: float = knob(0.0, 0.0, 1e5, unit="GB/s", log=True, doc="a rank's share of its host's disk; 0 is unlimited")
-    faults: tuple[Fault, ...] = knob((), doc="faults that are injected")
+    host: float = knob(0.0, 0.0, 1e5, unit="GB/s", log=True, doc="between a device and its host's memory; 0: unlimited")
+    disk: float = knob(0.0, 0.0, 1e5, unit="GB/s", log=True, doc="a rank's share of its host's disk; 0: unlimited")
+    faults: tuple[Fault, ...] = knob((), doc="injected faults")
 
     def __post_init__(self) -> None:
         normalise(self)

@@ -19,7 +19,7 @@ class Freeze(Fault):
     seconds: float = knob(2.0, 0.0, 60.0, unit="s", doc="for how long")
 
     def idle(self, is_shaped: bool) -> str | None:
-        return "0 s is no pause; take more" if self.seconds == 0.0 else None
+        return "0 s is no pause; use a longer time" if self.seconds == 0.0 else None
 
     def pause(self, rank: int) -> float:
         return self.seconds if rank == self.rank else 0.0

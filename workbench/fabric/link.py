@@ -13,8 +13,8 @@ from workbench.settings import knob, normalise
 class Link:
     """Each rank's own full-duplex port. Bandwidth 0 means that nothing is shaped."""
 
-    bandwidth: float = knob(0.0, 0.0, 1e7, unit="Mbit/s", log=True, doc="of each rank's port; 0 is unlimited")
-    latency: float = knob(0.0, 0.0, 1000.0, unit="ms", doc="of one message between two ranks")
+    bandwidth: float = knob(0.0, 0.0, 1e7, unit="Mbit/s", log=True, doc="bandwidth of each rank's port; 0: unlimited")
+    latency: float = knob(0.0, 0.0, 1000.0, unit="ms", doc="latency of one message between two ranks")
     jitter: float = knob(0.0, 0.0, 1.0, doc="largest random extra share of an operation's time")
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ def idle(fabric: Fabric, servers: Collection[int] = (), ranks: int = 2) -> list[
     for fault in fabric.faults:
         why = fault.idle(fabric.shaped and ranks > 1)
         if why is None and _of_compute(fault) and fault.rank in servers:  # type: ignore[attr-defined]
-            why = f"rank {fault.rank} is a server and computes no steps; take a rank that trains"  # type: ignore[attr-defined]
+            why = f"rank {fault.rank} is a server and computes no steps; choose a rank that trains"  # type: ignore[attr-defined]
         if why:
             found.append(f"{fault} has no effect: {why}")
     return found

@@ -20,7 +20,7 @@ class Noisy(Fault):
     seed: int = knob(0, 0, 2**31 - 1, doc="seed of the factors, so that a run can be repeated")
 
     def idle(self, is_shaped: bool) -> str | None:
-        return "with spread 0 no phase differs from another; take more" if self.spread == 0.0 else None
+        return "with spread 0 all phases are the same; use a spread above 0" if self.spread == 0.0 else None
 
     def stretch(self, rank: int, step: int, phase: str) -> float:
         return 1.0 + self.spread * Random(f"{self.seed}/{rank}/{step}/{phase}").random()

@@ -47,7 +47,7 @@ class Kept:
             self._pace, self._is_same = pace, False
             self._last.clear()
         if not pace:
-            return self._withdrawn("no pace is asked for")
+            return self._withdrawn("no pace is set")
         if asked:
             self._last.append(took / asked)
         if len(self._last) < self.STEPS:

@@ -17,17 +17,17 @@ class Slow(Fault):
     """
 
     rank: int = knob(0, 0, 4095, doc="which rank is slow")
-    factor: float = knob(2.0, 1.0, 20.0, doc="how many times longer the phase lasts")
-    phase: str = knob("compute", choices=("compute", "forward", "backward", "link"), doc="what is slow")
+    factor: float = knob(2.0, 1.0, 20.0, doc="factor on the duration of the phase")
+    phase: str = knob("compute", choices=("compute", "forward", "backward", "link"), doc="the slow phase")
 
     def stretch(self, rank: int, step: int, phase: str) -> float:
         return self.factor if rank == self.rank and self.phase in (phase, "compute") else 1.0
 
     def idle(self, is_shaped: bool) -> str | None:
         if self.factor == 1.0:
-            return "a factor of 1 makes nothing longer; take one above 1"
+            return "a factor of 1 slows nothing; use a factor above 1"
         if self.phase == "link" and not is_shaped:
-            return "no network is emulated whose port could be slow; set a bandwidth or a latency"
+            return "there is no emulated network with a port to slow; set a bandwidth or a latency"
         return None
 
     def choke(self, rank: int) -> float:

@@ -23,14 +23,14 @@ class TransientStraggler(Fault):
 
     formerly_called: ClassVar[tuple[str, ...]] = ("Stumble",)
 
-    probability: float = knob(0.1, 0.0, 1.0, doc="share of a rank's steps that are slow")
-    factor: float = knob(5.0, 1.0, 100.0, doc="how many times longer all compute of such a step lasts")
-    rank: int = knob(-1, -1, 4095, doc="which rank is slow now and then; -1: each of them, at steps of its own")
+    probability: float = knob(0.1, 0.0, 1.0, doc="share of slow steps of a rank")
+    factor: float = knob(5.0, 1.0, 100.0, doc="factor on the compute time of a slow step")
+    rank: int = knob(-1, -1, 4095, doc="the rank that has slow steps; -1: every rank, each at its own steps")
     seed: int = knob(0, 0, 2**31 - 1, doc="seed of the draws, so that a run can be repeated")
 
     def idle(self, is_shaped: bool) -> str | None:
         never = self.probability == 0.0 or self.factor == 1.0
-        return "no step is slow with probability 0 or factor 1; take more" if never else None
+        return "with probability 0 or factor 1 no step is slow; use larger values" if never else None
 
     def stretch(self, rank: int, step: int, phase: str) -> float:
         if self.rank not in (-1, rank):

@@ -39,7 +39,8 @@ class Elsewhere:
     def _kept(self, verb: str, shard: Bucket, what: str, to: str, other: str, *rest: Any) -> Op:
         if what not in OFFLOADABLE or to not in ("host", other):
             raise StrategyError(
-                f"{verb} of {what!r} to {to!r}: of {', '.join(map(repr, OFFLOADABLE))} to 'host' or {other!r}"
+                f"{verb} of {what!r} to {to!r}: must be one of {', '.join(map(repr, OFFLOADABLE))}, and go to 'host' "
+                f"or {other!r}"
             )
         op = Op(verb, shard, what, to, *rest)
         op.measures = self.phase == "evaluation"

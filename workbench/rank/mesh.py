@@ -75,9 +75,9 @@ class Mesh:
     def __post_init__(self) -> None:
         names = [name for name, _ in self.dims]
         if not names or (twice := [name for name in names if names.count(name) > 1]):
-            what = f"; {twice[0]!r} is there twice" if names else ""
-            what += ", once as the partition's own: call yours otherwise" if names and twice[0] in self.inside else ""
-            raise StrategyError(f"mesh {self}: its dimensions must be named, each once{what}")
+            what = f"; {twice[0]!r} occurs twice" if names else ""
+            what += ", once in the partition: rename yours" if names and twice[0] in self.inside else ""
+            raise StrategyError(f"mesh {self}: each dimension needs a name of its own{what}")
         if prod(size for _, size in self.dims) != len(self.ranks):
             raise StrategyError(
                 f"mesh {self}: makes {prod(size for _, size in self.dims)} ranks, but {len(self.ranks)} train; let the "
@@ -100,7 +100,7 @@ class Mesh:
     def coordinate(self, rank: int) -> dict[str, int]:
         """Returns the index of rank `rank` of the run in each dimension."""
         if rank not in self._places:
-            raise StrategyError(f"rank {rank} is a server: it stands outside the mesh {self} and is in no group of it")
+            raise StrategyError(f"rank {rank} is a server: it is not part of the mesh {self} and has no group in it")
         place, found = self._places[rank], {}
         for name, size in reversed(self.dims):
             place, found[name] = divmod(place, size)

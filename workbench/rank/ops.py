@@ -159,7 +159,8 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
             raise StrategyError(f"all_reduce: op={op!r} must be one of {', '.join(map(repr, REDUCTIONS))}")
         if op == "mean" and not (x.is_floating_point() or x.is_complex()):
             raise StrategyError(
-                f"all_reduce: op='mean' of {x.dtype} elements, which cannot hold it; take 'sum' and divide in float32"
+                f"all_reduce: op='mean' of {x.dtype} elements, which cannot hold a mean; use 'sum' and divide in "
+                f"float32"
             )
         return self._collective("all_reduce", x, op, name)
 
@@ -183,7 +184,9 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
         """
         has, said = [row.numel() for row in rows], list(lengths[self.index])
         if has != said:
-            raise StrategyError(f"all_to_allv: rank {self.index}'s rows have {has} elements, but `lengths` says {said}")
+            raise StrategyError(
+                f"all_to_allv: rank {self.index}'s rows have {has} elements, but `lengths` gives {said}"
+            )
         return self._collective("all_to_allv", rows, lengths, name)
 
     def broadcast(self, x: Tensor, source: int = 0, name: str = "") -> Op:
@@ -258,7 +261,8 @@ class Member(Rank):
         assert self.within is not None
         if self.within.generation != self.mesh.generation:
             raise StrategyError(
-                f"group {self.within} is over, for the ranks are arranged anew as {self.mesh}: ask rank.group() again"
+                f"group {self.within} is out of date, because the ranks are now arranged as {self.mesh}: call "
+                f"rank.group() again"
             )
         op = Op(verb, *args)
         op.measures, op.group = self.phase == "evaluation", self.within

@@ -18,7 +18,7 @@ def text_of(error: BaseException) -> str:
     try:
         text = str(error)
     except BaseException as wrong:  # even a SystemExit here must not hide the error
-        return f"it cannot be put into words: its __str__ raised {class_of(wrong)}"
+        return f"its text is not available: its __str__ raised {class_of(wrong)}"
     return _plain(text, LONGEST, LONGEST)
 
 
@@ -48,5 +48,5 @@ def speaks(error: BaseException) -> bool:
 def _plain(text: str, first: int, last: int) -> str:
     """Returns a plain str without lone surrogates and without a long middle."""
     if len(text := "".join((text,))) > first + last:  # a plain copy of a subclass of str
-        text = f"{text[:first]} … {len(text) - first - last} letters left out … {text[-last:]}"
+        text = f"{text[:first]} … {len(text) - first - last} characters omitted … {text[-last:]}"
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

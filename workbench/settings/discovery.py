@@ -56,7 +56,7 @@ def _look_elsewhere() -> None:
             entry.load()
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-            warnings.warn(f"workbench.members: {entry.name} = {entry.value} is left out ({said})", stacklevel=3)
+            warnings.warn(f"workbench.members: {entry.name} = {entry.value} is ignored ({said})", stacklevel=3)
 
 
 @cache

@@ -23,7 +23,9 @@ class Family(ABC):
         super().__init_subclass__(**rest)
         for name, now in cls.renamed.items():
             if name in vars(cls):
-                raise TypeError(f"{cls.__name__}.{name}: is called `{now}` now; nobody would ask for it")
+                raise TypeError(
+                    f"{cls.__name__}.{name}: is now called `{now}`, and nothing calls it by the old name; rename it"
+                )
         _check_hooks(cls)
 
     def __post_init__(self) -> None:
@@ -56,8 +58,8 @@ def _check_hooks(cls: type) -> None:
         if is_driven:
             raise TypeError(f"{cls.__name__}.{name}: must be `async def {name}(...)` without `yield`: it is awaited")
         raise TypeError(
-            f"{cls.__name__}.{name}: must be `def {name}(...)`, not `async def`: what it returns is used at once, and "
-            f"nobody would await it"
+            f"{cls.__name__}.{name}: must be `def {name}(...)`, not `async def`: its caller uses the returned value "
+            f"at once and does not await it"
         )
 
 

@@ -53,7 +53,7 @@ def resolve(thing: Any, path: str) -> tuple[str, Knob]:
     if len(hits) == 1:
         return hits[0], every[hits[0]]
     if hits:
-        raise KnobError(f"{path}: could mean any of {', '.join(hits)}; say more of it")
+        raise KnobError(f"{path}: is ambiguous between {', '.join(hits)}; give a longer path")
     raise KnobError(f"{path[:100]}: no such knob here; {hint_for_knob(path[:100], every)}")
 
 

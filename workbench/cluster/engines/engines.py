@@ -133,7 +133,7 @@ def choose_devices(engines: list[Engine], asked: str | int) -> tuple[list[str], 
     if asked == "cpu" or (asked == "auto" and not fewest):
         return ["cpu"] * len(engines), "gloo"
     if asked not in ("auto", "cuda") and not isinstance(asked, int):
-        raise KnobError(f"device={asked!r}: must be one of auto, cpu, cuda, or how many GPUs to use")
+        raise KnobError(f"device={asked!r}: must be auto, cpu, cuda, or a number of GPUs")
     if not fewest or (isinstance(asked, int) and not 1 <= asked <= fewest):
         where = f" on {scarce}" if len(gpus) > 1 else ""
         few = f"must be an integer in [1, {fewest}] GPUs, or auto, cpu, cuda" if fewest else "there is no GPU; use cpu"

@@ -23,7 +23,7 @@ def group_by_site(size: int, ranks: Sequence[int]) -> list[list[int]]:
 def refuse_between(name: str, between: Algorithm) -> str | None:
     """Returns why algorithm `name` cannot use `between` between sites, and what to use; or None."""
     if between.native:
-        return f"{name}.between=Native(): the backend's own way has no messages; take Ring()"
+        return f"{name}.between=Native(): the backend's algorithm has no messages; take Ring()"
     if isinstance(between, ByGroup):
-        return f"{name}.between=ByGroup(): ranks of different sites are no group of the mesh; take Ring()"
+        return f"{name}.between=ByGroup(): ranks of different sites are not a group of the mesh; take Ring()"
     return between.refuses()

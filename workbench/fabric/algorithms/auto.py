@@ -37,9 +37,9 @@ class Auto(Algorithm):
     2005, https://doi.org/10.1177/1094342005051521, which switches by size in this way
     """
 
-    latency: float = knob(0.0, 0.0, 1000.0, unit="ms", doc="of a message, as measured; 0: the Link's")
-    bandwidth: float = knob(0.0, 0.0, 1e6, unit="Mbit/s", log=True, doc="of a port, as measured; 0: the Link's")
-    gamma: float = knob(0.0, 0.0, 1000.0, unit="ns", doc="to add up one byte, as measured; 0: nothing")
+    latency: float = knob(0.0, 0.0, 1000.0, unit="ms", doc="measured latency of a message; 0: the Link's")
+    bandwidth: float = knob(0.0, 0.0, 1e6, unit="Mbit/s", log=True, doc="measured bandwidth of a port; 0: the Link's")
+    gamma: float = knob(0.0, 0.0, 1000.0, unit="ns", doc="measured time to add one byte; 0: none")
 
     def chosen(self, fabric: FabricView, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
         return _quickest(self, fabric, group, tuple(ranks), nbytes)
@@ -49,7 +49,7 @@ class Auto(Algorithm):
         return min(way.seconds(there, ranks, nbytes, gamma or self.gamma * 1e-9) for way in _ways(there, ranks))
 
     async def all_reduce(self, rank: Among, x: Tensor) -> None:
-        raise NotImplementedError("it is asked which one, and that one is asked")
+        raise NotImplementedError("call the algorithm that `chosen` returns")
 
     def _fabric(self, fabric: FabricView) -> FabricView:
         return fabric.measured(self.latency, self.bandwidth) if self.latency or self.bandwidth else fabric

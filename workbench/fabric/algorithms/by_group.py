@@ -27,9 +27,9 @@ class ByGroup(Algorithm):
     When to use it: if groups inside a site need another algorithm than groups that leave it.
     """
 
-    group: str = knob("within", doc="the dimension whose groups are meant")
+    group: str = knob("within", doc="the dimension of the groups in question")
     there: Algorithm = knob(Ring(), doc="how these groups sum")
-    others: Algorithm = knob(Native(), doc="how all others do")
+    others: Algorithm = knob(Native(), doc="how all other groups sum")
 
     def refuses(self) -> str | None:
         return self.there.refuses() or self.others.refuses()
@@ -42,4 +42,4 @@ class ByGroup(Algorithm):
         return self.others.seconds(fabric, ranks, nbytes, gamma)
 
     async def all_reduce(self, rank: Among, x: Tensor) -> None:
-        raise NotImplementedError("it is asked which one, and that one is asked")
+        raise NotImplementedError("call the algorithm that `chosen` returns")

@@ -39,7 +39,7 @@ class DoubleTree(Algorithm):
     (https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/)
     """
 
-    pieces: int = knob(0, 0, 256, doc="k: pieces of each half, which follow each other; 0: as many as are quickest")
+    pieces: int = knob(0, 0, 256, doc="k: number of pieces of each half; 0: the quickest number")
 
     async def all_reduce(self, rank: Among, x: Tensor) -> None:
         k = self.pieces or 1

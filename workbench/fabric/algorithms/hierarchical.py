@@ -45,7 +45,7 @@ class Hierarchical(Algorithm):
     """
 
     between: Algorithm = knob(Ring(), doc="how the owners of a part sum it between sites")
-    site: int = knob(0, 0, 4096, unit="ranks", doc="neighbours on a site; 0: as the Fabric says")
+    site: int = knob(0, 0, 4096, unit="ranks", doc="neighbours on a site; 0: the Fabric's `site`")
 
     def refuses(self) -> str | None:
         return refuse_between("Hierarchical", self.between)

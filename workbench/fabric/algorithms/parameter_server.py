@@ -29,7 +29,7 @@ class ParameterServer(Algorithm):
     https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu
     """
 
-    every: bool = knob(False, doc="each rank serves a part of its own, instead of the first rank all")
+    every: bool = knob(False, doc="each rank serves one part; false: the first rank serves all")
 
     async def all_reduce(self, rank: Among, x: Tensor) -> None:
         p, i = rank.size, rank.index

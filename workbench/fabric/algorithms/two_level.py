@@ -38,7 +38,7 @@ class TwoLevel(Algorithm):
     """
 
     between: Algorithm = knob(Ring(), doc="how leaders sum among themselves")
-    site: int = knob(0, 0, 4096, unit="ranks", doc="neighbours on a site; 0: as the Fabric says")
+    site: int = knob(0, 0, 4096, unit="ranks", doc="neighbours on a site; 0: the Fabric's `site`")
 
     def refuses(self) -> str | None:
         return refuse_between("TwoLevel", self.between)
