@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from workbench.engine.rank.training import RankTraining
-from workbench.host.checkpoint import image
+from workbench.host.checkpoint import rank_image as image
 from workbench.host.loop.rank_loop import RankLoop
-from workbench.host.placement.slices import StridedSlice
+from workbench.host.placement.strided_slices import StridedSlice
 from workbench.host.reconfigure import changes
 from workbench.host.transfer import repartition
 from workbench.sim.rank import changes as sim

@@ -354,7 +354,7 @@ _FABRIC = (
     ),
     Mutant(
         "tuner: a loss that may be worse is used",
-        "sim/tune/on_ranks.py",
+        "sim/tune/trial_runner.py",
         "fit=is_usable(loss is None, loss, a.worse)",
         "fit=True",
         WATCHED,
@@ -362,7 +362,7 @@ _FABRIC = (
     ),
     Mutant(
         "tuner: trials of fewer ranks are compared",
-        "sim/tune/tuning.py",
+        "sim/tune/live_search.py",
         "(trial for trial in self.trials if trial.ranks == now)",
         "iter(self.trials)",
         WATCHED,
@@ -370,7 +370,7 @@ _FABRIC = (
     ),
     Mutant(
         "tuner: what was set before does not come back",
-        "sim/tune/tuning.py",
+        "sim/tune/live_search.py",
         "self._ranks.restore_settings(self._former)",
         "pass",
         WATCHED,
@@ -432,7 +432,7 @@ _FAULTS = (  # mistakes that existed before outside faults were handled
     Mutant("usage: a hand stays raised", "engine/control/unused_flags.py",
            "return any(self._steps[rank] == step + 1 for rank in ranks)",
            "return any(self._steps[rank] > 0 for rank in ranks)", USED, "each later step costs a round trip"),
-    Mutant("usage: what one rank unfroze gets the mean", "host/sharding/usage.py",
+    Mutant("usage: what one rank unfroze gets the mean", "host/sharding/parameter_usage.py",
            'how = "sum" if host.module is host.model else "mean"', 'how = "mean"', USED,
            "its gradient is too small by the number of ranks"),
     Mutant("growth: what slows down is a leak, too", "engine/record/leak_detector.py",

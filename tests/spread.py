@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from workbench.host.placement.placement import Placement
-from workbench.host.placement.slices import StridedSlice
+from workbench.host.placement.strided_slices import StridedSlice
 
 SHAPES = {
     "embed": (6, 8), "qkv": (3, 4, 5), "up": (9, 4), "norm": (7,), "down": (4, 9), "ids": (5, 3), "mask": (6, 2),

@@ -30,7 +30,7 @@ from workbench.run import Run, require_memory, resumed, tuning
 from workbench.settings import AND, Change, KnobError, each
 
 if TYPE_CHECKING:
-    from workbench.sim.tune.tuning import Tuning
+    from workbench.sim.tune.live_search import Tuning
 
 _labs: dict[str, Lab] = {}
 
@@ -240,7 +240,7 @@ class Lab(RunControls):
         """Searches live for settings with the shortest step, on a thread of its own. `wait()` returns the result.
 
         The dashboard draws its trials. `lab.tuning` is the last search. See `workbench.tune` for the arguments, and
-        `workbench.sim.tune.tuning` for the method. Raises KnobError, also if another search is under way.
+        `workbench.sim.tune.live_search` for the method. Raises KnobError, also if another search is under way.
         """
         if self.tuning is not None and self.tuning.live:
             raise KnobError("tune: a search goes on; lab.tuning.stop() ends it, lab.tuning.wait() waits for it")

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from workbench.sim.plan.balancer import BalanceProposal
     from workbench.sim.plan.planner import PlannedPair
     from workbench.sim.plan.scaling import Scaling
-    from workbench.sim.plan.space import Trying
+    from workbench.sim.plan.search_space import Trying
     from workbench.sim.plan.trials import Tuned
     from workbench.sim.plan.what_if import WhatIf
     from workbench.sim.run.resuming import ResumePlan
-    from workbench.sim.tune.on_ranks import TrainingRanks
-    from workbench.sim.tune.tuning import Tuning
+    from workbench.sim.tune.live_search import Tuning
+    from workbench.sim.tune.trial_runner import TrainingRanks
 
 
 class Checkpoint(recorded.Checkpoint):
@@ -87,8 +87,8 @@ def tune(on: Experiment | TrainingRanks, paths: Trying = None, **how: Any) -> Tu
 
 
 def tuning(on: TrainingRanks, paths: Trying = None, **how: Any) -> Tuning:
-    """Starts such a search on ranks that train, and returns at once. See `workbench.sim.tune.tuning`."""
-    from workbench.sim.tune.tuning import Tuning
+    """Starts such a search on ranks that train, and returns at once. See `workbench.sim.tune.live_search`."""
+    from workbench.sim.tune.live_search import Tuning
 
     return Tuning(on, paths, **how).start()
 
@@ -113,14 +113,14 @@ def settings_of(path: Path | str) -> Experiment:
 def require_memory(experiment: Experiment, path: str | Mapping[str, Any] = "", value: Any = None) -> None:
     """Raises KnobError if ranks of `experiment`, or of a change of it, would exceed `memory_mb`. See sim.run.fits."""
     if experiment.memory_mb or (path and "memory_mb" in each(path, value)):
-        from workbench.sim.run.fits import require_memory
+        from workbench.sim.run.memory_checks import require_memory
 
         require_memory(experiment, path, value)
 
 
 def outlined(task: Any) -> bool:
     """Whether the model of this task is already known, so that `refused_by_model` builds nothing."""
-    if (suits := sys.modules.get("workbench.sim.run.suitability")) is None:
+    if (suits := sys.modules.get("workbench.sim.run.model_checks")) is None:
         # called often, and by callers that must not wait
         return False
     return bool(suits.is_outlined(task))
@@ -128,7 +128,7 @@ def outlined(task: Any) -> bool:
 
 def refused_by_model(experiment: Experiment) -> str:
     """Returns why the task's model cannot train under these settings; "" if it can. See sim.run.suitability."""
-    from workbench.sim.run.suitability import refused_by_model
+    from workbench.sim.run.model_checks import refused_by_model
 
     return refused_by_model(experiment)
 

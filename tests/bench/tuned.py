@@ -18,9 +18,9 @@ from typing import Any
 from tests.waiting import until
 from workbench import Experiment, Lab
 from workbench.fabric import Fabric, Link
-from workbench.sim.plan.space import list_candidates, space_of
+from workbench.sim.plan.search_space import list_candidates, space_of
 from workbench.sim.plan.trials import Trial
-from workbench.sim.tune.on_ranks import TrialLimits, TrialRunner
+from workbench.sim.tune.trial_runner import TrialLimits, TrialRunner
 from workbench.tasks import ByteGPT
 
 PACE, WORSE, LR = 60.0, 0.5, 1e-6  # ms; share by which the loss may be worse; too slow to learn

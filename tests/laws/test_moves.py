@@ -15,7 +15,7 @@ import torch
 from tests.ranks import experiment, run
 from tests.spread import DTYPES, RANKS, Step, least, order, reference, walk
 from workbench import simulate
-from workbench.host.placement.move import State, move_state
+from workbench.host.placement.move_state import State, move_state
 from workbench.rank import Bucket, Rank
 from workbench.strategies import Strategy
 

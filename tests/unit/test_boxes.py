@@ -8,7 +8,7 @@ from math import prod
 import torch
 
 from workbench.host.checkpoint.boxes import MAX_BOXES, convert_slices
-from workbench.host.placement.slices import StridedSlice
+from workbench.host.placement.strided_slices import StridedSlice
 
 
 def elements(s: StridedSlice) -> list[int]:

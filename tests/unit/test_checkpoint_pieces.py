@@ -18,7 +18,7 @@ from tests.ranks import experiment, make_fitting, mse, shipped, toy
 from tests.thinned import thinned
 from workbench import simulate
 from workbench.experiment import Experiment
-from workbench.host.checkpoint.pieces import read_whole_model
+from workbench.host.checkpoint.model_pieces import read_whole_model
 from workbench.partitions import Partition, Pipeline, Tensor, Whole
 from workbench.record.checkpoints import FOLDER, MANIFEST, Checkpoint, CheckpointFiles, list_checkpoints
 from workbench.settings import KnobError

@@ -23,10 +23,10 @@ from workbench.engine.rank.checkpoints import CheckpointWriter
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Slow
-from workbench.host.checkpoint import filing
-from workbench.host.checkpoint.image import RankImage
+from workbench.host.checkpoint import piece_files as filing
 from workbench.host.checkpoint.model_export import _compute_digest
-from workbench.host.checkpoint.tree import ValueDecoder, encode_value
+from workbench.host.checkpoint.rank_image import RankImage
+from workbench.host.checkpoint.value_encoding import ValueDecoder, encode_value
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.partitions.schedules import PipeDream

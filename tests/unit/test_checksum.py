@@ -8,7 +8,7 @@ import torch
 from tests.spread import RANKS, local, reference, walk
 from workbench.host.placement.checksum import SUM_MASK, compute_checksum
 from workbench.host.placement.placement import Placement
-from workbench.host.placement.slices import StridedSlice, refine_slices
+from workbench.host.placement.strided_slices import StridedSlice, refine_slices
 
 
 def once(placement: Placement, rank: int) -> dict[str, tuple[StridedSlice, ...]]:

@@ -14,7 +14,7 @@ from tests.piped import seen
 from tests.ranks import run, toy
 from tests.split import near, spread, together
 from workbench import simulate
-from workbench.host.placement.stages import list_parts, run_parts
+from workbench.host.placement.stage_cuts import list_parts, run_parts
 from workbench.partitions import Partition, Pipeline, Tensor, Whole
 from workbench.partitions.schedules import Interleaved, ZeroBubble
 from workbench.settings import Change

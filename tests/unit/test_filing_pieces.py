@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workbench.host.checkpoint import filing
-from workbench.host.checkpoint.image import ImageTensor, RankImage
+from workbench.host.checkpoint import piece_files as filing
+from workbench.host.checkpoint.rank_image import ImageTensor, RankImage
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3)])

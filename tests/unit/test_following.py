@@ -11,7 +11,7 @@ from torch import nn
 from tests.ranks import toy
 from workbench.host.core.valueless import make_outline
 from workbench.host.memory.storage_tracker import StorageTracker
-from workbench.sim.model.evaluation import measure_evaluation
+from workbench.sim.model.evaluation_memory import measure_evaluation
 
 WIDTH, BATCH = 256, 32
 

@@ -31,7 +31,7 @@ from workbench.engine.collectives import clock_offset as clocks
 from workbench.engine.rank.session import Session
 from workbench.fabric import Freeze, Slow
 from workbench.host.placement.canonical_state import hash_model_state, list_optimizer_tensors
-from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, Hogwild
 

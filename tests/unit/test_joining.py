@@ -24,13 +24,13 @@ from workbench.engine.control import membership
 from workbench.engine.control.peers import Peers
 from workbench.engine.rank import resizing
 from workbench.engine.rank.session import Session
+from workbench.host.elastic.generation_view import GenerationView
 from workbench.host.elastic.leaving import StateBefore
-from workbench.host.elastic.views import GenerationView
 from workbench.host.loop import generation
 from workbench.host.placement.canonical_state import RankDisagreement, check_same
 from workbench.host.placement.optimizer_slots import read_slots
 from workbench.host.placement.placement import Placement
-from workbench.host.placement.slices import StridedSlice
+from workbench.host.placement.strided_slices import StridedSlice
 from workbench.host.transfer import rank_state
 from workbench.partitions import Pipeline, Tensor
 from workbench.rank import Rank

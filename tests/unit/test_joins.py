@@ -12,7 +12,7 @@ from tests import joins
 from tests.bench import joins_page
 from tests.unit import synthetic
 from workbench.cluster.run.errors import none_holds
-from workbench.host.elastic.recovery import mark_end_reason
+from workbench.host.elastic.shrink_plan import mark_end_reason
 from workbench.lab import RankError
 
 

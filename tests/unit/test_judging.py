@@ -18,10 +18,10 @@ from workbench.run import simulate
 from workbench.sim import Costs
 from workbench.sim.costs.durations import Duration
 from workbench.sim.plan import advice as advising
-from workbench.sim.plan.judging import Evidence, is_usable, sort_by_evidence
+from workbench.sim.plan.evidence import Evidence, is_usable, sort_by_evidence
 from workbench.sim.plan.trials import Interval
 from workbench.sim.plan.what_if import RunPredictor
-from workbench.sim.tune.tuning import Tuning
+from workbench.sim.tune.live_search import Tuning
 from workbench.strategies import DDP, LocalSGD
 
 PATIENT = 600.0  # seconds, on a machine that is busy with other things
@@ -34,7 +34,7 @@ SPACE: list[dict[str, Any]] = [{"bucket_mb": 0.02}, {"bucket_mb": 0.04}, {"compr
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.sim.tune.on_ranks.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("workbench.sim.tune.trial_runner.POLL_SECONDS", 0.0)
 
 
 def tuned(e: Experiment, candidates: list[dict[str, Any]], drop: float) -> list[dict[str, Any]]:

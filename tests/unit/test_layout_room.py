@@ -9,8 +9,8 @@ import torch
 
 from tests.ranks import experiment, run, toy
 from workbench import simulate
-from workbench.host.memory.memory import count_bytes, find_gradients
-from workbench.host.placement.layout import ParameterLayout
+from workbench.host.memory.storages import count_bytes, find_gradients
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.run import Run
 from workbench.settings import Change
 from workbench.strategies import DDP, LocalSGD, Strategy

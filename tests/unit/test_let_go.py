@@ -17,7 +17,7 @@ from tests.ranks import experiment as lived
 from tests.ranks import run
 from workbench.host.passes import weight_versions
 from workbench.host.passes.weight_versions import WeightVersion
-from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.host.sharding.access_trace import TraceListener
 from workbench.host.sharding.unsharder import Unsharder
 from workbench.partitions import Pipeline, Whole

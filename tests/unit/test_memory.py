@@ -20,9 +20,9 @@ from workbench.engine import device
 from workbench.engine.device import Chip
 from workbench.experiment import Experiment
 from workbench.fabric import Crash
-from workbench.host.memory.account import CATEGORIES
 from workbench.host.memory.buffers import BufferCounter
-from workbench.host.memory.memory import count_bytes, find_saved, find_storages
+from workbench.host.memory.memory_account import CATEGORIES
+from workbench.host.memory.storages import count_bytes, find_saved, find_storages
 from workbench.optimizers import SGD, AdamW
 from workbench.rank import Op, Rank
 from workbench.record.timeline import Sample, Timeline

@@ -22,7 +22,7 @@ from workbench.engine.collectives.wire import host_store
 from workbench.engine.compute import model
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host.memory.memory import list_bucket_vectors
+from workbench.host.memory.storages import list_bucket_vectors
 
 pytestmark = pytest.mark.ranks
 

@@ -10,7 +10,7 @@ from tests.ranks import experiment
 from workbench.rank import StrategyError
 from workbench.run import require_memory
 from workbench.settings import KnobError
-from workbench.sim.run import fits
+from workbench.sim.run import memory_checks as fits
 
 
 @pytest.mark.parametrize("change", [(), ("bucket_mb", 4.0)], ids=["a run", "a change"])

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from tests.ranks import together
-from workbench.host.placement.move import State, move_state
+from workbench.host.placement.move_state import State, move_state
 from workbench.host.placement.placement import Placement
-from workbench.host.placement.slices import StridedSlice
+from workbench.host.placement.strided_slices import StridedSlice
 from workbench.rank import Op, Rank
 
 SHAPES = {"a": (4, 6), "b": (5, 3)}

@@ -23,7 +23,12 @@ from workbench.cluster.transport.wire import RowBatch
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment
 from workbench.host.observe import non_finite
-from workbench.host.observe.origin import find_in_backward, find_in_forward, find_in_gradients, find_in_parameters
+from workbench.host.observe.non_finite_origin import (
+    find_in_backward,
+    find_in_forward,
+    find_in_gradients,
+    find_in_parameters,
+)
 from workbench.partitions import Pipeline
 from workbench.record.timeline import columns_of
 from workbench.run import Run

@@ -21,7 +21,7 @@ from tests.unit.test_zero_3 import batches, seen
 from workbench import simulate
 from workbench.engine.rank.session import Session
 from workbench.fabric import Fabric, Link
-from workbench.host.memory.scratch import ScratchFile
+from workbench.host.memory.scratch_file import ScratchFile
 from workbench.optimizers import SGD, AdamW
 from workbench.rank import Bucket, Rank, StrategyError
 from workbench.settings import Change

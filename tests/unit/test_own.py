@@ -24,7 +24,7 @@ from workbench import simulate
 from workbench.compressors import DGC, Compressor, ErrorFeedback, PowerSGD, RandomK, ScaleCom, SignSGD, TopK, WarmUp
 from workbench.experiment import Experiment
 from workbench.host.placement.placement import Placement
-from workbench.host.placement.spread import find_spread, place_replica
+from workbench.host.placement.replica_spread import find_spread, place_replica
 from workbench.host.transfer import rank_state
 from workbench.optimizers import SGD
 from workbench.partitions import Partition, Pipeline, Tensor, Whole

@@ -23,9 +23,9 @@ from workbench.host.elastic import reassembling
 from workbench.host.elastic.recovery_sources import has_parts
 from workbench.host.elastic.reentry import Membership
 from workbench.host.loop import generation
-from workbench.host.placement.move import view_slice
+from workbench.host.placement.move_state import view_slice
 from workbench.host.placement.optimizer_slots import read_slots
-from workbench.host.placement.slices import StridedSlice
+from workbench.host.placement.strided_slices import StridedSlice
 from workbench.host.transfer.boundary import list_held_slices, make_boundary
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.partitions.schedules import GPipe, PipeDream2BW

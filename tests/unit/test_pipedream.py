@@ -18,7 +18,7 @@ from workbench import simulate
 from workbench.experiment import Experiment, partition_rules
 from workbench.host.passes.stage_module import cut_batch
 from workbench.host.passes.weight_versions import WeightVersion
-from workbench.host.placement.stages import cut_model
+from workbench.host.placement.stage_cuts import cut_model
 from workbench.optimizers import SGD, AdamW, Optimizer
 from workbench.partitions import Pipeline, Whole
 from workbench.partitions.schedules import OneFOneB

@@ -20,7 +20,7 @@ from workbench import simulate
 from workbench.compressors import E3M0, QSGD, Cast, Compressor, Dense, ErrorFeedback, PowerSGD, TopK
 from workbench.experiment import Experiment, partition_rules
 from workbench.fabric import Fabric, Link
-from workbench.host.placement.stages import cut_model
+from workbench.host.placement.stage_cuts import cut_model
 from workbench.optimizers import SGD, AdamW, Optimizer
 from workbench.partitions import Pipeline, Whole
 from workbench.partitions.schedules import GPipe, Interleaved, OneFOneB, Schedule, ZeroBubble

@@ -18,7 +18,7 @@ from workbench import simulate
 from workbench.compressors import PowerSGD
 from workbench.experiment import Experiment
 from workbench.host.passes.stage_module import cut_batch
-from workbench.host.placement.stages import replace_forward
+from workbench.host.placement.stage_cuts import replace_forward
 from workbench.host.reconfigure import validation
 from workbench.optimizers import SGD
 from workbench.partitions import Pipeline, Whole

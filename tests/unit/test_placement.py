@@ -10,7 +10,7 @@ import torch
 
 from tests.spread import order
 from workbench.host.placement.placement import Placement
-from workbench.host.placement.slices import StridedSlice
+from workbench.host.placement.strided_slices import StridedSlice
 from workbench.rank import Bucket, Part
 
 SIZES = {"b": 10, "a": 6, "c": 1}  # in order of use

@@ -13,8 +13,8 @@ import pytest
 
 from tests.spread import RANKS, SIZES, WIDTHS, Step, demands, elements, has, held, least, placement, walk
 from workbench.host.placement.placement import Placement
-from workbench.host.placement.plan import level_loads, plan_transfers
-from workbench.host.placement.slices import StridedSlice
+from workbench.host.placement.strided_slices import StridedSlice
+from workbench.host.placement.transfer_plan import level_loads, plan_transfers
 
 STEPS = [step for seed in range(2) for step in walk(seed, 40) if not step.lost]
 

@@ -22,7 +22,7 @@ class Held:
     """A rank under way with the attributes that a Rollback reads."""
 
     def __init__(self, strategy: Strategy, on_death: str = "go on") -> None:
-        from workbench.host.placement.layout import ParameterLayout
+        from workbench.host.placement.parameter_layout import ParameterLayout
         from workbench.rank import Rank
 
         self.experiment = Experiment(task=Digits(), strategy=strategy, ranks=2, on_death=on_death).checked()

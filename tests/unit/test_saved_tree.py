@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from workbench.compressors import ErrorFeedback, TopK
-from workbench.host.checkpoint.tree import UnsavableValue, ValueDecoder, encode_value
+from workbench.host.checkpoint.value_encoding import UnsavableValue, ValueDecoder, encode_value
 from workbench.rank import Memory, Part
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.spread import elements, local
-from workbench.host.placement.slices import StridedSlice, deal_slices, refine_slices
+from workbench.host.placement.strided_slices import StridedSlice, deal_slices, refine_slices
 
 
 def drawn(rng: random.Random, size: int) -> StridedSlice:

@@ -20,7 +20,7 @@ from workbench.compressors import TopK
 from workbench.engine.rank.session import Session
 from workbench.fabric import traffic
 from workbench.host.placement.canonical_state import hash_model_state
-from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.rank import Part, Rank
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, DiLoCo, LocalSGD, StreamingDiLoCo

@@ -13,7 +13,7 @@ from workbench import Experiment, simulate, tune
 from workbench.fabric import Fabric, Link
 from workbench.fabric.slow import Slow
 from workbench.settings import KnobError
-from workbench.sim.tune.on_ranks import step_seconds
+from workbench.sim.tune.trial_runner import step_seconds
 from workbench.strategies import BackupWorkers, ByteScheduler, PostLocalSGD
 from workbench.tasks import ByteGPT
 

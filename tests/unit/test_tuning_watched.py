@@ -17,10 +17,10 @@ from workbench.run import RunError
 from workbench.settings import KnobError
 from workbench.sim import Costs
 from workbench.sim.costs.durations import Duration
-from workbench.sim.plan.space import list_candidates, space_of
+from workbench.sim.plan.search_space import list_candidates, space_of
 from workbench.sim.plan.trials import Trial, above_trend, make_interval
-from workbench.sim.tune.on_ranks import TrialLimits, TrialRunner
-from workbench.sim.tune.tuning import Tuning
+from workbench.sim.tune.live_search import Tuning
+from workbench.sim.tune.trial_runner import TrialLimits, TrialRunner
 from workbench.strategies import DDP, LocalSGD
 from workbench.tasks import ByteGPT
 
@@ -40,7 +40,7 @@ FABRICS = {
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.sim.tune.on_ranks.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("workbench.sim.tune.trial_runner.POLL_SECONDS", 0.0)
 
 
 def swept(e: Experiment) -> dict[str, Trial]:

@@ -10,7 +10,7 @@ from workbench.analysis.compare.effect import _list_changes
 from workbench.cluster.run.changes import Changes
 from workbench.cluster.run.controller import RunController
 from workbench.experiment import Experiment
-from workbench.host.core.answers import MAX_ANSWERS, MAX_NAMES, RequestAnswer, remember_answer
+from workbench.host.core.request_answers import MAX_ANSWERS, MAX_NAMES, RequestAnswer, remember_answer
 from workbench.run import Run
 from workbench.strategies import DDP
 

@@ -12,7 +12,7 @@ from tests.laws.dynamic_models import CASES, Dynamic, freeze_b, pull, reference,
 from tests.ranks import experiment, run
 from workbench.compressors import TopK
 from workbench.engine.control.unused_flags import UnusedFlags
-from workbench.host.sharding.usage import restrict_optimizer
+from workbench.host.sharding.parameter_usage import restrict_optimizer
 from workbench.settings import Change
 from workbench.strategies import DDP, LocalSGD, ZeRO1
 

@@ -15,7 +15,7 @@ from tests.sparse_sums import by_formula
 from workbench import Costs, simulate
 from workbench.compressors import Compressor, Zen
 from workbench.fabric import Fabric, Link, Load, even, uneven
-from workbench.host.memory.memory import count_bytes, find_storages
+from workbench.host.memory.storages import count_bytes, find_storages
 from workbench.rank import Bucket, Memory, Op, Part, Rank
 from workbench.settings import Change, knobs
 

@@ -18,7 +18,7 @@ from workbench import simulate
 from workbench.compressors import DGC, QSGD, Compressor, OneBit, PowerSGD, ScaleCom, TopK
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
-from workbench.host.memory.memory import count_bytes, find_optimizer_state
+from workbench.host.memory.storages import count_bytes, find_optimizer_state
 from workbench.host.placement.optimizer_slots import read_slots
 from workbench.host.transfer import handover
 from workbench.optimizers import LARS, SGD, Adam, AdamW

@@ -18,7 +18,7 @@ from workbench import simulate
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
-from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.host.placement.unmaterialized import UnmaterializedParameter
 from workbench.host.sharding.read_order import foresee_trace
 from workbench.host.sharding.unsharder import Unsharder

@@ -11,7 +11,7 @@ import typer
 from workbench.analysis import last_steps
 from workbench.experiment import Experiment
 from workbench.lab import Lab
-from workbench.sim.plan.space import space_of
+from workbench.sim.plan.search_space import space_of
 
 SETTLED = 20  # steps before the first trial, for full speed and a trend of the loss
 LOOK = 0.2  # seconds between checks of the trials

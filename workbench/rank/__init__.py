@@ -18,13 +18,13 @@ from workbench.rank.errors import StrategyError as StrategyError
 from workbench.rank.factors import Factors as Factors
 from workbench.rank.mesh import Group as Group
 from workbench.rank.mesh import Mesh as Mesh
-from workbench.rank.neighbours import sites as sites
-from workbench.rank.ops import REDUCTIONS as REDUCTIONS
-from workbench.rank.ops import Rank as Rank
+from workbench.rank.neighbour_sites import sites as sites
 from workbench.rank.outline import each as each
 from workbench.rank.outline import outlined as outlined
 from workbench.rank.outline import sizes_of as sizes_of
 from workbench.rank.outline import values_of as values_of
+from workbench.rank.rank import REDUCTIONS as REDUCTIONS
+from workbench.rank.rank import Rank as Rank
 from workbench.rank.units import Cut as Cut
 from workbench.rank.units import Entries as Entries
 from workbench.rank.units import Units as Units

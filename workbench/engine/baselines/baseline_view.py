@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from workbench.engine.collectives.wire import Wire
-from workbench.host.transfer.views import ChangeView
+from workbench.host.transfer.change_view import ChangeView
 
 if TYPE_CHECKING:
     from workbench.engine.compute.host import Host

@@ -2,7 +2,8 @@
 
 [Note: Gradients of unused parameters] torch sums a gradient of zeros for a parameter that this rank did not use,
 because every rank has to send the same bytes. So the rank listens to the gradients itself. All ranks then agree on the
-parameters that no rank used (`host/sharding/usage.py`). These lose their gradient before the update, as under DDP.
+parameters that no rank used (`host/sharding/parameter_usage.py`). These lose their gradient before the update, as
+under DDP.
 
 [Note: Hooks on gradients] A model may have hooks on the gradients of its parameters. The copy's whole parameters call
 them with this rank's gradient, before torch sums it, as under DDP. Hooks that the copy's forward registers go to the

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from workbench.engine.collectives.lane import Lane
 from workbench.engine.collectives.wire import Wire
-from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.rank import Op, StrategyError
 
 MIXED_TENSORS_ERROR = "got mixed torch.Tensor and DTensor"  # in torch's own error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from workbench.engine.collectives.shaping import Clock, ComputePace, PacedSleep, Port
-from workbench.host.core.views import RankView
+from workbench.host.core.rank_view import RankView
 from workbench.host.reconfigure.policy_runner import TappedRecorder
 
 if TYPE_CHECKING:

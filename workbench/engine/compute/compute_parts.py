@@ -18,13 +18,13 @@ from workbench.engine.compute.offload import OffloadPerformer
 from workbench.engine.p2p.mailbox import Mailbox
 from workbench.experiment import Experiment
 from workbench.host.elastic.rollback import Rollback
-from workbench.host.memory.account import MemoryAccount
 from workbench.host.memory.batches import BatchReader
+from workbench.host.memory.memory_account import MemoryAccount
 from workbench.host.observe.non_finite import NonFiniteGuard
 from workbench.host.passes.submodel_training import SubModelTraining
-from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.parameter_layout import ParameterLayout
+from workbench.host.sharding.parameter_usage import ParameterUsage
 from workbench.host.sharding.unsharder import Unsharder
-from workbench.host.sharding.usage import ParameterUsage
 from workbench.rank import Rank
 
 

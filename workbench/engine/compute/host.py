@@ -27,7 +27,7 @@ from workbench.engine.compute.pipeline import PipelinePerformer
 from workbench.engine.compute.tensor import TensorPerformer
 from workbench.host.core.drive import CoroutineEnded, LeaveLoop, drive_coroutine
 from workbench.host.memory.offload import OFFLOAD_LANES
-from workbench.host.placement.spread import ReplicaSpread
+from workbench.host.placement.replica_spread import ReplicaSpread
 from workbench.rank import Bucket, Forward, Group, Handle, Op, StrategyError, message_name
 
 _NOT_YET = {

@@ -20,8 +20,8 @@ from workbench.host.core.gradient_hooks import ModuleHooks, own_loss
 from workbench.host.observe.curvature import CurvatureEstimator
 from workbench.host.placement.canonical_state import clip_gradients, list_optimizer_tensors
 from workbench.host.placement.optimizer_slots import require_steppable, step_shard
+from workbench.host.transfer.embedding_tables import find_rows, step_rows, take_gradients
 from workbench.host.transfer.momentum import subtract_gradients
-from workbench.host.transfer.tables import find_rows, step_rows, take_gradients
 from workbench.rank import Bucket, Op, StrategyError
 
 

@@ -19,7 +19,7 @@ from workbench.host.passes.in_flight import InFlight
 from workbench.host.passes.pipelining import WEIGHT_HALF, name_pass, run_batch
 from workbench.host.passes.stage_module import StageModule
 from workbench.host.passes.tensor_schedule import PassPlan
-from workbench.host.placement.spread import ReplicaSpread
+from workbench.host.placement.replica_spread import ReplicaSpread
 from workbench.rank import Op, StrategyError
 
 

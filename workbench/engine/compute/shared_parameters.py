@@ -17,7 +17,7 @@ from torch import Tensor
 from workbench.engine.collectives.wire import Wire
 from workbench.engine.control.canonical import check_equal, gather_numbers
 from workbench.host.placement.canonical_state import hash_model_state
-from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.parameter_layout import ParameterLayout
 
 ALIGN_BYTES = 64  # bytes; a vector begins at a multiple
 

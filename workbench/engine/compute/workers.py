@@ -21,7 +21,7 @@ from workbench.engine.compute.clocked_view import ClockedView
 from workbench.engine.compute.host import Host
 from workbench.host.core.drive import drive_coroutine
 from workbench.host.memory.batches import BatchReader
-from workbench.host.transfer.tables import take_named_gradients
+from workbench.host.transfer.embedding_tables import take_named_gradients
 from workbench.rank import Op, Rank, StrategyError, message_name
 
 

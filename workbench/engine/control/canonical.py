@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from workbench.engine.collectives.wire import Wire
-from workbench.host.observe.evaluating import compute_rms, sum_squares
+from workbench.host.observe.held_out_numbers import compute_rms, sum_squares
 from workbench.host.placement.canonical_state import RankDisagreement, check_same, list_buffers
-from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.host.placement.signature import describe_difference, describe_parameters, hash_signature
 
 

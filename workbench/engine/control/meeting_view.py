@@ -11,10 +11,10 @@ from workbench.engine.collectives.stopwatch import Stopwatch
 from workbench.engine.collectives.wire import LeaveEvent, Wire
 from workbench.engine.control.peers import Peers
 from workbench.engine.p2p.mailbox import Mailbox
-from workbench.host.core.views import RankView
-from workbench.host.memory.account import MemoryAccount
+from workbench.host.core.rank_view import RankView
+from workbench.host.memory.memory_account import MemoryAccount
 from workbench.host.reconfigure.policy_runner import TappedRecorder
-from workbench.host.sharding.usage import ParameterUsage
+from workbench.host.sharding.parameter_usage import ParameterUsage
 from workbench.rank import Op
 
 if TYPE_CHECKING:

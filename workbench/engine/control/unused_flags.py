@@ -1,4 +1,4 @@
-"""Hands that ranks of one host raise in shared memory. See [Note: The raised hand] in host/sharding/usage.py."""
+"""Flags of unused parameters in shared memory. See [Note: The raised hand] in host/sharding/parameter_usage.py."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ import torch
 
 from workbench.engine.collectives.wire import Aborted, Wire
 from workbench.engine.control.canonical import gather_lists
-from workbench.host.checkpoint import filing
-from workbench.host.checkpoint.image import RankImage
+from workbench.host.checkpoint import piece_files as filing
+from workbench.host.checkpoint.rank_image import RankImage
 from workbench.host.checkpoint.restore import RestoredState, open_image
 from workbench.record import checkpoints
 from workbench.record.checkpoints import Checkpoint, CheckpointFiles

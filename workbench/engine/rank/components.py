@@ -33,13 +33,13 @@ from workbench.engine.rank.model_view import LoopLead, TrainedModel
 from workbench.engine.script.loop import ScriptLoop
 from workbench.experiment import Experiment, partition_rules
 from workbench.fabric.load import crashed, pauses
+from workbench.host.checkpoint.checkpointer import Checkpointer
 from workbench.host.checkpoint.divergence import DivergenceRecovery
-from workbench.host.checkpoint.saving import Checkpointer
 from workbench.host.core.change_queue import ChangeQueue
 from workbench.host.elastic.rollback import Rollback
 from workbench.host.loop.rank_loop import RankLoop
-from workbench.host.memory.account import MemoryAccount
 from workbench.host.memory.batches import BatchReader, Chance, Numbers, make_example, numbers
+from workbench.host.memory.memory_account import MemoryAccount
 from workbench.host.memory.memory_counts import RealMemoryCounts
 from workbench.host.memory.offload import OffloadStore
 from workbench.host.observe.compression_error import CompressionErrorProbe
@@ -48,12 +48,12 @@ from workbench.host.passes.checkpointing import list_units
 from workbench.host.passes.recomputing import find_recomputed
 from workbench.host.passes.submodel_training import SubModelTraining
 from workbench.host.passes.tensor_schedule import PassPlan, find_plans
-from workbench.host.placement.layout import ParameterLayout
-from workbench.host.placement.spread import ReplicaSpread
+from workbench.host.placement.parameter_layout import ParameterLayout
+from workbench.host.placement.replica_spread import ReplicaSpread
 from workbench.host.reconfigure.policy_runner import PolicyRunner, TappedRecorder
+from workbench.host.sharding.parameter_usage import ParameterUsage
 from workbench.host.sharding.read_order import foresee_trace
 from workbench.host.sharding.unsharder import Unsharder
-from workbench.host.sharding.usage import ParameterUsage
 from workbench.settings import Json, KnobError
 from workbench.tasks import Learner, at_rate
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.engine.control.canonical import use_mean_model
-from workbench.host.observe.evaluating import Evaluated, compute_distance, compute_numbers, hold_values
+from workbench.host.observe.held_out_numbers import Evaluated, compute_distance, compute_numbers, hold_values
 from workbench.host.passes.pipelining import evaluate_pipeline
 from workbench.host.placement.canonical_state import flatten_tensors, list_buffers
-from workbench.host.placement.stages import replace_forward
+from workbench.host.placement.stage_cuts import replace_forward
 from workbench.rank import Bucket, Op, as_real
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from workbench.engine.collectives.wire import Aborted, Wire, connect_store, is_own_error, is_peer_loss
 from workbench.engine.control import membership
 from workbench.engine.control.membership import NotNeeded
-from workbench.host.core.answers import KNOWN_KIND, RequestAnswer
 from workbench.host.core.data_positions import NO_INDEX_TEXT, describe_repeats
+from workbench.host.core.request_answers import KNOWN_KIND, RequestAnswer
 from workbench.host.elastic.leaving import StateBefore
 from workbench.host.elastic.voting import NextGeneration, name_ranks
 from workbench.host.placement.canonical_state import RankDisagreement

@@ -15,7 +15,7 @@ from workbench.engine.control.group_wires import make_opener
 from workbench.engine.control.peers import Peers
 from workbench.engine.device import Chip
 from workbench.engine.p2p.mailbox import FROM_BACKGROUND, Mailbox
-from workbench.host.memory.account import MemoryAccount
+from workbench.host.memory.memory_account import MemoryAccount
 from workbench.host.memory.offload import OFFLOAD_LANES
 from workbench.rank import Op, StrategyError
 

@@ -29,11 +29,11 @@ from workbench.engine.script.loop import ScriptLoop
 from workbench.engine.script.optimizers import ScriptRate
 from workbench.experiment import Experiment, closure_rules, momentum_rules, sharding_rules, sparse_rules
 from workbench.fabric import traffic
-from workbench.host.core.planned import Planned
-from workbench.host.core.rate import Rate
+from workbench.host.core.learning_rate import Rate
+from workbench.host.core.planned_event import Planned
 from workbench.host.memory.batches import BatchReader
 from workbench.host.placement.canonical_state import hash_model_state
-from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.host.reconfigure import validation
 from workbench.optimizers import built
 from workbench.rank import Op

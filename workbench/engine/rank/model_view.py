@@ -20,11 +20,11 @@ from workbench.engine.control.script_position import ScriptLine
 from workbench.engine.script.script_view import ScriptView, SessionView
 from workbench.experiment import Experiment
 from workbench.host.core.change_queue import ChangeQueue
-from workbench.host.core.planned import Planned
-from workbench.host.core.rate import Rate
+from workbench.host.core.learning_rate import Rate
+from workbench.host.core.planned_event import Planned
 from workbench.host.memory.batches import BatchReader
-from workbench.host.placement.layout import ParameterLayout
-from workbench.host.transfer.views import ChangeView
+from workbench.host.placement.parameter_layout import ParameterLayout
+from workbench.host.transfer.change_view import ChangeView
 from workbench.rank import Op
 from workbench.tasks import Learner
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from workbench.engine.collectives.wire import Aborted, connect_store
 from workbench.engine.control import membership
 from workbench.experiment import Experiment
-from workbench.host.core.answers import RequestAnswer
 from workbench.host.core.data_positions import count_used_up
+from workbench.host.core.request_answers import RequestAnswer
 from workbench.host.elastic.reentry import Membership, resize_experiment
 from workbench.host.elastic.resizing import gather_state
 from workbench.host.elastic.voting import NextGeneration, ResizeSignal, choose_are, name_ranks

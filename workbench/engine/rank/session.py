@@ -48,7 +48,7 @@ from workbench.experiment import Experiment
 from workbench.experiment.compiler_import import put_off_compiler
 from workbench.host.checkpoint.restore import RestoredState, open_image
 from workbench.host.elastic.voting import NextGeneration, RankReport
-from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.rank import Rank
 from workbench.record.checkpoints import FOLDER, Checkpoint, CheckpointFiles
 from workbench.record.run import FINAL

@@ -18,8 +18,8 @@ from workbench.engine.rank.training import RankTraining
 from workbench.host.elastic import leaving
 from workbench.host.elastic.carried_state import CarriedState
 from workbench.host.elastic.leaving import StateBefore
-from workbench.host.elastic.recovery import mark_end_reason, plan_shrink
 from workbench.host.elastic.reentry import Membership
+from workbench.host.elastic.shrink_plan import mark_end_reason, plan_shrink
 from workbench.host.elastic.voting import NextGeneration, Quorum, RankReport
 from workbench.host.loop import generation
 from workbench.rank import Rank

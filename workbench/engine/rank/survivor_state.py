@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from workbench.engine.collectives.wire import connect_store
 from workbench.engine.control import membership
-from workbench.host.checkpoint.recovery import RecoveryCheckpoint, open_images
-from workbench.host.elastic.recovery import RemainingRank
+from workbench.host.checkpoint.whole_state import RecoveryCheckpoint, open_images
+from workbench.host.elastic.shrink_plan import RemainingRank
 from workbench.record import checkpoints
 
 if TYPE_CHECKING:

@@ -29,14 +29,14 @@ from workbench.engine.rank.preempting import remove_preempted
 from workbench.engine.rank.resizing import resize_run
 from workbench.engine.record.leak_detector import LeakDetector
 from workbench.experiment import Experiment
-from workbench.host.core.answers import KNOWN_KIND, Done, RequestAnswer, remember_answer
-from workbench.host.core.planned import Planned
+from workbench.host.core.planned_event import Planned
+from workbench.host.core.request_answers import KNOWN_KIND, Done, RequestAnswer, remember_answer
 from workbench.host.elastic.reentry import Membership
 from workbench.host.loop.generation import train_in_generation
-from workbench.host.observe.evaluating import Evaluated
+from workbench.host.observe.held_out_numbers import Evaluated
 from workbench.host.reconfigure import changes
 from workbench.host.reconfigure.changes import has_common_step, take_role
-from workbench.host.sharding.usage import ParameterUsage
+from workbench.host.sharding.parameter_usage import ParameterUsage
 from workbench.host.transfer import residual
 from workbench.rank import Bucket, Op
 from workbench.record.tidy import Tidy

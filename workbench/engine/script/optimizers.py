@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from workbench.host.core.rate import Rate
+from workbench.host.core.learning_rate import Rate
 from workbench.tasks import rate
 
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from workbench.engine.collectives.wire import LeaveEvent
-from workbench.host.core.views import RankView
+from workbench.host.core.rank_view import RankView
 
 if TYPE_CHECKING:
     from workbench.engine.compute.host import Host

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from workbench.host.placement.slices import StridedSlice
+from workbench.host.placement.strided_slices import StridedSlice
 
 MAX_BOXES = 4096  # with more, the part is a separate tensor
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any, Protocol
 
+from workbench.host.checkpoint.checkpoint_view import CheckpointView
 from workbench.host.checkpoint.restore import MISFIT_ERRORS, RestoredState
-from workbench.host.checkpoint.views import CheckpointView
 from workbench.host.passes.pipelining import drain_pipeline
 from workbench.rank import Op
 from workbench.settings import KnobError

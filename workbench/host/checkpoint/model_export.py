@@ -10,10 +10,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from workbench.host.checkpoint.image import RankImage
+from workbench.host.checkpoint.rank_image import RankImage
 from workbench.host.checkpoint.restore import RestoredState
-from workbench.host.checkpoint.tree import UnsavableValue
-from workbench.host.core.views import RankView
+from workbench.host.checkpoint.value_encoding import UnsavableValue
+from workbench.host.core.rank_view import RankView
 from workbench.host.transfer.handover import average_tensors
 
 MODEL_KIND = "model"  # of a checkpoint

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from workbench.compressors import inside
-from workbench.host.checkpoint.image import list_untrained, locate_parameters
-from workbench.host.checkpoint.tree import ValueDecoder
-from workbench.host.checkpoint.views import CheckpointView
+from workbench.host.checkpoint.checkpoint_view import CheckpointView
+from workbench.host.checkpoint.rank_image import list_untrained, locate_parameters
+from workbench.host.checkpoint.value_encoding import ValueDecoder
 from workbench.host.core.data_positions import NO_INDEX_TEXT, describe_repeats
-from workbench.host.core.views import RankView
+from workbench.host.core.rank_view import RankView
 from workbench.host.memory.batches import Numbers, ReaderPosition
 from workbench.host.memory.budget import OutOfMemory
 from workbench.host.reconfigure.unfreezing import freeze_parameters, unfreeze_parameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
-from workbench.host.core.planned import Planned, PlannedEvent
+from workbench.host.core.planned_event import Planned, PlannedEvent
 
 MAX_UNDONE = 16  # made changes that a rank can still undo
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from workbench.experiment import Experiment
-from workbench.host.core.views import RankView
+from workbench.host.core.rank_view import RankView
 from workbench.host.placement.optimizer_slots import read_slots
 from workbench.rank import Memory
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from workbench.host.checkpoint.recovery import RecoveryCheckpoint
+from workbench.host.checkpoint.whole_state import RecoveryCheckpoint
 from workbench.host.transfer.boundary import Boundary
 
 

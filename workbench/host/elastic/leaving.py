@@ -10,15 +10,16 @@ import torch
 
 from workbench.experiment import Experiment
 from workbench.experiment.partition_rules import find_random_seed
-from workbench.host.core.answers import Done
-from workbench.host.core.views import RankView
-from workbench.host.elastic.recovery import explain_missing
+from workbench.host.core.rank_view import RankView
+from workbench.host.core.request_answers import Done
+from workbench.host.elastic.generation_view import GenerationView
 from workbench.host.elastic.recovery_sources import has_parts
 from workbench.host.elastic.reentry import Membership, RecoverySource
-from workbench.host.elastic.views import GenerationView
+from workbench.host.elastic.shrink_plan import explain_missing
 from workbench.host.elastic.voting import NextGeneration, RankReport
-from workbench.host.placement import sliced, unmaterialized
-from workbench.host.placement.move import State
+from workbench.host.placement import sliced_parameter as sliced
+from workbench.host.placement import unmaterialized
+from workbench.host.placement.move_state import State
 from workbench.host.transfer import handover
 from workbench.host.transfer.boundary import Boundary, copy_boundary, make_boundary
 from workbench.rank import Memory, Rank

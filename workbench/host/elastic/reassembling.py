@@ -9,17 +9,17 @@ from collections.abc import Sequence
 
 import torch
 
-from workbench.host.checkpoint.recovery import RecoveryCheckpoint, load_whole_state
+from workbench.host.checkpoint.whole_state import RecoveryCheckpoint, load_whole_state
 from workbench.host.elastic.reentry import Membership
-from workbench.host.placement.layout import ParameterLayout
-from workbench.host.placement.move import State, move_state
+from workbench.host.placement.move_state import State, move_state
 from workbench.host.placement.optimizer_slots import make_slot_likes, put_slots
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.host.placement.placement import Placement
-from workbench.host.placement.slices import StridedSlice
-from workbench.host.placement.spread import find_spread
+from workbench.host.placement.replica_spread import find_spread
+from workbench.host.placement.strided_slices import StridedSlice
 from workbench.host.transfer import handover
 from workbench.host.transfer.boundary import Boundary, list_held_slices
-from workbench.host.transfer.views import ChangeView
+from workbench.host.transfer.change_view import ChangeView
 
 
 async def assemble_model(

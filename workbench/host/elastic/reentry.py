@@ -17,9 +17,9 @@ from torch import Tensor
 from workbench.experiment import Experiment
 from workbench.fabric import Fault
 from workbench.host.placement.canonical_state import create_optimizer_state
-from workbench.host.placement.spread import find_spread
+from workbench.host.placement.replica_spread import find_spread
 from workbench.host.transfer import handover, rank_state, residual
-from workbench.host.transfer.views import ChangeView
+from workbench.host.transfer.change_view import ChangeView
 from workbench.partitions import Partition, Whole
 from workbench.settings import KnobError
 

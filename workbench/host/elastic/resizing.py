@@ -12,9 +12,9 @@ from workbench.compressors import inside
 from workbench.compressors._range import wide
 from workbench.host.passes.pipelining import drain_pipeline
 from workbench.host.transfer import handover, rank_state
+from workbench.host.transfer.change_view import ChangeView
 from workbench.host.transfer.repartition import repartition_state
 from workbench.host.transfer.state_layout import WHOLE, StateLayout
-from workbench.host.transfer.views import ChangeView
 from workbench.rank import Bucket
 
 

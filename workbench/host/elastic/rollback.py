@@ -26,7 +26,7 @@ from workbench.host.elastic.recovery_sources import count_copies, has_parts
 from workbench.host.memory.offload import OffloadStore
 from workbench.host.placement.optimizer_slots import read_slots
 from workbench.host.transfer.boundary import Bound, Boundary, count_steps_apart, make_boundary
-from workbench.host.transfer.views import ChangeView
+from workbench.host.transfer.change_view import ChangeView
 
 if TYPE_CHECKING:
     from workbench.strategies import Strategy

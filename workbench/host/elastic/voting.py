@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from workbench.experiment import Experiment
-from workbench.host.core.answers import Done
+from workbench.host.core.request_answers import Done
 from workbench.host.elastic.recovery_sources import find_agreed_step, find_newest
 from workbench.host.elastic.reentry import Membership
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from workbench.host.core.views import RankView
-from workbench.host.loop.views import BucketOrderView
+from workbench.host.core.rank_view import RankView
+from workbench.host.loop.entering_view import BucketOrderView
 from workbench.host.passes.tensor_schedule import find_arrival_order, find_plans
 from workbench.host.reconfigure import changes
 from workbench.host.transfer import handover

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from workbench.host.core.views import RankView
-from workbench.host.observe.evaluating import Evaluated
+from workbench.host.core.rank_view import RankView
+from workbench.host.observe.held_out_numbers import Evaluated
 from workbench.rank import Bucket
 
 

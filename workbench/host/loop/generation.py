@@ -8,7 +8,7 @@ from workbench.host.elastic.carried_state import CarriedState
 from workbench.host.elastic.reassembling import assemble_model
 from workbench.host.elastic.reentry import Membership, agree_on_state, broadcast_momentum
 from workbench.host.loop.bucket_order import split_state
-from workbench.host.loop.views import EnteringView
+from workbench.host.loop.entering_view import EnteringView
 from workbench.host.reconfigure.changes import take_role
 from workbench.host.reconfigure.unfreezing import freeze_parameters, unfreeze_parameters
 from workbench.host.transfer import residual

@@ -11,33 +11,33 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.experiment import Experiment
-from workbench.host.checkpoint.saving import Checkpointer, CheckpointEvent
-from workbench.host.core.answers import RequestAnswer
+from workbench.host.checkpoint.checkpointer import Checkpointer, CheckpointEvent
 from workbench.host.core.change_queue import ChangeQueue
-from workbench.host.core.planned import Planned
-from workbench.host.core.rate import Rate
+from workbench.host.core.learning_rate import Rate
+from workbench.host.core.planned_event import Planned
+from workbench.host.core.request_answers import RequestAnswer
 from workbench.host.elastic.carried_state import CarriedState
 from workbench.host.elastic.rollback import Rollback
 from workbench.host.loop import asynchronous
 from workbench.host.loop.bucket_order import reorder_buckets, split_state
 from workbench.host.loop.evaluation import make_late_updates, record_evaluation
-from workbench.host.memory.account import MemoryAccount
 from workbench.host.memory.batches import BatchReader
+from workbench.host.memory.memory_account import MemoryAccount
 from workbench.host.observe.compression_error import CompressionErrorProbe
-from workbench.host.observe.evaluating import Evaluated
+from workbench.host.observe.held_out_numbers import Evaluated
 from workbench.host.observe.non_finite import NonFiniteGuard
 from workbench.host.passes.in_flight import InFlight
 from workbench.host.passes.pipelining import drain_pipeline
-from workbench.host.placement.layout import ParameterLayout
-from workbench.host.placement.spread import ReplicaSpread
+from workbench.host.placement.parameter_layout import ParameterLayout
+from workbench.host.placement.replica_spread import ReplicaSpread
 from workbench.host.reconfigure import changes
 from workbench.host.reconfigure.policy_runner import PolicyRunner, PolicyTick
 from workbench.host.reconfigure.unfreezing import agree_in_common_step, agree_on_unfrozen, train_unfrozen_in_step
 from workbench.host.sharding.access_trace import AccessTrace
+from workbench.host.sharding.parameter_usage import ParameterUsage
 from workbench.host.sharding.unsharder import Unsharder
-from workbench.host.sharding.usage import ParameterUsage
 from workbench.host.transfer import residual
-from workbench.host.transfer.shards import ShardLayout
+from workbench.host.transfer.shard_layout import ShardLayout
 from workbench.rank import Bucket, Op, Rank
 from workbench.settings import Change, Json
 from workbench.tasks import Learner
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class RankLoop(ABC):
-    """The part of a rank that goes from boundary to boundary. Each `views.py` says what others use of it.
+    """The part of a rank that goes from boundary to boundary. Each `*_view.py` says what others use of it.
 
     queue:         its planned changes, and the number of changes made so far
     rollback:      the way back to the last boundary; None if no rank is ever lost

@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor, UntypedStorage
 from torch.utils.hooks import RemovableHandle
 
-from workbench.host.memory.memory import (
+from workbench.host.memory.storages import (
     Alive,
     count_bytes,
     count_look_interval,
@@ -18,7 +18,7 @@ from workbench.host.memory.memory import (
     get_storage,
     walk_nodes,
 )
-from workbench.host.placement.layout import ParameterLayout, ParameterPlace
+from workbench.host.placement.parameter_layout import ParameterLayout, ParameterPlace
 
 Ends = tuple[Tensor | None, ...]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.experiment import Experiment
-from workbench.host.memory.memory import find_tensors
+from workbench.host.memory.storages import find_tensors
 from workbench.rank import StrategyError
 from workbench.tasks import Learner, TaskError
 from workbench.tasks._chance import Chance as Chance

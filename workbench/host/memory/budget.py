@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from workbench.experiment import Experiment
 from workbench.experiment.memory_hints import suggest_less_memory
-from workbench.host.core.views import RankView
+from workbench.host.core.rank_view import RankView
 
 MB = 1e6
 WHEN_STEP, WHEN_BETWEEN, WHEN_EVALUATED = "in a step", "between two steps", "while the model is evaluated"

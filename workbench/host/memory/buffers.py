@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 
 from torch import Tensor, UntypedStorage
 
-from workbench.host.core.views import RankView
+from workbench.host.core.rank_view import RankView
 from workbench.rank import Bucket, Op
 
 _MADE: dict[str, Callable[[int, int], int]] = {  # bytes made of (bytes, ranks)

@@ -9,9 +9,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, UntypedStorage, nn
 
-from workbench.host.memory import memory
+from workbench.host.memory import storages as memory
+from workbench.host.memory.account_view import AccountView
 from workbench.host.memory.backward_peak import BackwardMeter, GraphHooks
-from workbench.host.memory.views import AccountView
 from workbench.rank import Bucket
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, clone
 from torch.optim import Optimizer
 
-from workbench.host.memory.scratch import FileExtent, ScratchFile
-from workbench.host.placement.layout import ParameterLayout
+from workbench.host.memory.scratch_file import FileExtent, ScratchFile
 from workbench.host.placement.optimizer_slots import Settings, step_apart, swap_bucket_slots
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.rank import Bucket, Op, StrategyError
 
 OFFLOAD_LANES = ("offload", "fetch")  # without the network

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_iter
 
 from workbench.host.core.operators import make_operators_once
-from workbench.host.memory.memory import get_storage
+from workbench.host.memory.storages import get_storage
 
 make_operators_once()
 _READ = torch.ops.aten._local_scalar_dense.default  # reads a number

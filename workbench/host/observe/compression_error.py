@@ -12,7 +12,7 @@ from typing import Any
 from workbench.compressors._gain import Gain, feeds, gains
 from workbench.compressors._measured import Measured, lossy
 from workbench.experiment import Experiment
-from workbench.host.observe.views import MeasuringView
+from workbench.host.observe.measuring_view import MeasuringView
 from workbench.rank import Op
 
 

@@ -25,7 +25,7 @@ from workbench.host.observe.kronecker import (
     make_slope_rows,
     name_parameters,
 )
-from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.rank import Factors, StrategyError
 from workbench.rank.bucket import Part
 

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from workbench.experiment.non_finite_rules import NO_ROWS
-from workbench.host.observe.origin import (
+from workbench.host.observe.measuring_view import WatchedView
+from workbench.host.observe.non_finite_origin import (
     NonFiniteOrigin,
     find_in_backward,
     find_in_forward,
     find_in_gradients,
     find_in_parameters,
 )
-from workbench.host.observe.views import WatchedView
 from workbench.host.placement.canonical_state import list_buffers
 from workbench.rank import Op, StrategyError
 from workbench.settings import Json

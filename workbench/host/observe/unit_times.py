@@ -14,7 +14,7 @@ from workbench.host.core.valueless import make_outline
 from workbench.host.memory.batches import make_example, move_to_device
 from workbench.host.passes.stage_module import cut_batch
 from workbench.host.passes.tensor_schedule import PiecePasses
-from workbench.host.placement.stages import StageCuts, list_parts
+from workbench.host.placement.stage_cuts import StageCuts, list_parts
 from workbench.settings import KnobError
 from workbench.settings.describe_error import text_of
 from workbench.tasks import Learner

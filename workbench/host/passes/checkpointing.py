@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from workbench.host.placement.stages import list_parts
+from workbench.host.placement.stage_cuts import list_parts
 from workbench.partitions import Partition
 from workbench.rank import StrategyError
 from workbench.settings import KnobError

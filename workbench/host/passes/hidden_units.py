@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from workbench.host.placement.sliced import whole_shape
+from workbench.host.placement.sliced_parameter import whole_shape
 from workbench.host.placement.tensor_split import ELEMENTWISE, list_leaves, match_plan
 from workbench.rank import Cut, Units
 from workbench.settings import KnobError

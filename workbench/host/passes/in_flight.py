@@ -15,7 +15,7 @@ from torch import Tensor
 from workbench.host.passes.stage_messages import StageMessages
 from workbench.host.passes.stage_module import cut_batch
 from workbench.host.passes.weight_versions import WeightVersions
-from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.partitions import Partition, Whole
 from workbench.partitions.schedules import Action
 from workbench.rank import Rank, StrategyError

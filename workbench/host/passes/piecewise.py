@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from workbench.host.core.gradient_hooks import own_loss
 from workbench.host.passes.stage_module import StageDone, enter_graph
-from workbench.host.placement.stages import estimate_compute, list_parts, replace_forward, run_parts
+from workbench.host.placement.stage_cuts import estimate_compute, list_parts, replace_forward, run_parts
 from workbench.rank import StrategyError
 from workbench.settings import KnobError
 from workbench.settings.describe_error import text_of

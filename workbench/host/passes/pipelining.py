@@ -22,7 +22,7 @@ from workbench.host.passes.in_flight import InFlight
 from workbench.host.passes.stage_messages import receive_tensor
 from workbench.host.passes.stage_module import list_tensors
 from workbench.host.placement.checksum import compute_checksum
-from workbench.host.placement.stages import run_parts
+from workbench.host.placement.stage_cuts import run_parts
 from workbench.partitions import Partition
 from workbench.rank import Op, Rank, StrategyError
 from workbench.tasks import TaskError

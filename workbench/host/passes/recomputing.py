@@ -19,7 +19,7 @@ from workbench.host.passes.checkpointing import NO_RECOMPUTE, checkpoint_units, 
 from workbench.host.passes.stage_module import cut_batch
 from workbench.host.passes.tensor_parallel import compute_together, copy_slice
 from workbench.host.passes.tensor_schedule import PiecePasses, make_answer_like
-from workbench.host.placement.stages import StageCuts, cut_model
+from workbench.host.placement.stage_cuts import StageCuts, cut_model
 from workbench.host.placement.tensor_split import TensorSplit
 from workbench.settings import KnobError
 from workbench.settings.describe_error import text_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.host.passes.split_backward import SplitBackward
-from workbench.host.placement.stages import replace_forward, run_parts
+from workbench.host.placement.stage_cuts import replace_forward, run_parts
 from workbench.rank import StrategyError
 from workbench.tasks import TaskError
 

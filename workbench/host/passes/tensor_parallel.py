@@ -29,7 +29,7 @@ from workbench.host.passes.tensor_autograd import (
     sum_gradients_at_end,
     take_positions,
 )
-from workbench.host.placement.sliced import set_slice
+from workbench.host.placement.sliced_parameter import set_slice
 from workbench.host.placement.tensor_split import TensorSplit
 from workbench.host.placement.unmaterialized import UnmaterializedParameter
 from workbench.partitions import PLAIN, Coding

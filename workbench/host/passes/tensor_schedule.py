@@ -23,8 +23,8 @@ from workbench.host.passes.checkpointing import checkpoint_units
 from workbench.host.passes.coded_exchange import MeetingKind, cut_parts
 from workbench.host.passes.stage_module import StageModule, cut_batch
 from workbench.host.passes.tensor_parallel import compute_together, copy_slice
-from workbench.host.placement.layout import ParameterLayout
-from workbench.host.placement.stages import StageCuts, cut_model
+from workbench.host.placement.parameter_layout import ParameterLayout
+from workbench.host.placement.stage_cuts import StageCuts, cut_model
 from workbench.host.placement.tensor_split import TensorSplit
 from workbench.partitions import Partition, Whole
 from workbench.rank import Memory, StrategyError

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from workbench.host.memory.memory import pack_tensor
-from workbench.host.placement.layout import ParameterLayout, ParameterPlace
+from workbench.host.memory.storages import pack_tensor
+from workbench.host.placement.parameter_layout import ParameterLayout, ParameterPlace
 from workbench.rank import Part, StrategyError
 
 

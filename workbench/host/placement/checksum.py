@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workbench.host.placement.placement import Held
-from workbench.host.placement.slices import StridedSlice
+from workbench.host.placement.strided_slices import StridedSlice
 
 WORD_BYTES = 4  # with 8 bytes, changes of two elements' highest bits could cancel out
 CHUNK_WORDS = 1 << 16

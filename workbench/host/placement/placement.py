@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
-from workbench.host.placement.slices import StridedSlice, deal_slices, refine_slices
+from workbench.host.placement.strided_slices import StridedSlice, deal_slices, refine_slices
 
 Held = Mapping[str, tuple[StridedSlice, ...]]  # by tensor name
 

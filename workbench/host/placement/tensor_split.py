@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from workbench.host.placement.sliced import whole_numel, whole_shape
+from workbench.host.placement.sliced_parameter import whole_numel, whole_shape
 from workbench.settings import KnobError
 from workbench.tasks import Colwise, Learner, Partial, Plan, Rowwise, Scatter, Sequence, TaskError, Way, way_of
 

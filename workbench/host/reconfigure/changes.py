@@ -14,23 +14,23 @@ from workbench.experiment import Experiment
 from workbench.experiment.mesh_rules import list_shard_groups, make_mesh
 from workbench.fabric import Fabric
 from workbench.fabric.load import idle
-from workbench.host.core.answers import RequestAnswer
 from workbench.host.core.data_positions import count_used_up
 from workbench.host.core.dropped_state import list_state_names, report_dropped_state
+from workbench.host.core.request_answers import RequestAnswer
 from workbench.host.passes.checkpointing import list_units
 from workbench.host.passes.pipelining import drain_pipeline
 from workbench.host.passes.recomputing import find_recomputed
-from workbench.host.placement.spread import find_spread
+from workbench.host.placement.replica_spread import find_spread
+from workbench.host.reconfigure.policy_view import PolicyView
 from workbench.host.reconfigure.validation import has_other_layout
-from workbench.host.reconfigure.views import PolicyView
 from workbench.host.transfer import handover, rank_state, residual
+from workbench.host.transfer.change_view import ChangeView
+from workbench.host.transfer.embedding_tables import list_tables
 from workbench.host.transfer.momentum import move_momentum
 from workbench.host.transfer.rebucket import recut_buckets
 from workbench.host.transfer.repartition import repartition_state
-from workbench.host.transfer.shards import ShardLayout
+from workbench.host.transfer.shard_layout import ShardLayout
 from workbench.host.transfer.state_layout import WHOLE, StateLayout, find_layout, plan_layout
-from workbench.host.transfer.tables import list_tables
-from workbench.host.transfer.views import ChangeView
 from workbench.optimizers import Optimizer, carry
 from workbench.partitions import Partition
 from workbench.rank import MOMENTUM

@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.host.core.planned import PlannedEvent
+from workbench.host.core.planned_event import PlannedEvent
 from workbench.host.reconfigure.changes import find_refused_change
-from workbench.host.reconfigure.views import PolicyView
+from workbench.host.reconfigure.policy_view import PolicyView
 from workbench.policies import Policy, Seen
 from workbench.settings import Change, KnobError, resolved, to_plain
 from workbench.settings.describe_error import said

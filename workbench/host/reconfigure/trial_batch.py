@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from workbench.host.passes.stage_module import StageModule, cut_batch
-from workbench.host.placement.spread import ReplicaSpread
-from workbench.host.placement.stages import StageCuts, list_parts, replace_forward, run_parts
+from workbench.host.placement.replica_spread import ReplicaSpread
+from workbench.host.placement.stage_cuts import StageCuts, list_parts, replace_forward, run_parts
 from workbench.host.reconfigure.trial_slices import check_slices
 from workbench.settings import KnobError
 from workbench.settings.describe_error import text_of

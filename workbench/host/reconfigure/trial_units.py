@@ -14,8 +14,8 @@ from torch import nn
 from workbench.experiment import Experiment
 from workbench.host.passes.hidden_units import find_units
 from workbench.host.passes.submodel import make_smaller, place_smaller
+from workbench.host.reconfigure.policy_view import TryingView
 from workbench.host.reconfigure.trial_slices import move_to_cpu
-from workbench.host.reconfigure.views import TryingView
 from workbench.rank import Units
 from workbench.settings import KnobError
 from workbench.settings.describe_error import text_of

@@ -1,8 +1,8 @@
 """Parameters that a model unfreezes while it is trained: all ranks train them from the same step on.
 
-Ranks that exchange gradients learn in a step which parameters some rank has unfrozen (`host/sharding/usage.py`). All
-other ranks train such a parameter by themselves until they meet. Then they take the mean of the parameter and of its
-optimizer state. Ranks without a common step meet for that.
+Ranks that exchange gradients learn in a step which parameters some rank has unfrozen
+(`host/sharding/parameter_usage.py`). All other ranks train such a parameter by themselves until they meet. Then they
+take the mean of the parameter and of its optimizer state. Ranks without a common step meet for that.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from workbench.host.placement.canonical_state import create_optimizer_state
 from workbench.host.placement.optimizer_slots import read_slots
 from workbench.host.reconfigure.changes import make_state_canonical
 from workbench.host.transfer import handover
+from workbench.host.transfer.change_view import ChangeView
 from workbench.host.transfer.state_layout import find_layout
-from workbench.host.transfer.views import ChangeView
 from workbench.rank import StrategyError
 
 

@@ -16,13 +16,13 @@ from workbench.host.passes.checkpointing import list_units
 from workbench.host.passes.recomputing import find_recomputed
 from workbench.host.placement import unmaterialized
 from workbench.host.placement.optimizer_slots import read_slots
-from workbench.host.placement.sliced import whole_shape
-from workbench.host.placement.spread import ReplicaSpread, find_spread
+from workbench.host.placement.replica_spread import ReplicaSpread, find_spread
+from workbench.host.placement.sliced_parameter import whole_shape
+from workbench.host.reconfigure.policy_view import TryingView
 from workbench.host.reconfigure.trial_batch import check_parts, check_spread
 from workbench.host.reconfigure.trial_units import require_submodels
-from workbench.host.reconfigure.views import TryingView
+from workbench.host.transfer.embedding_tables import list_tables
 from workbench.host.transfer.handover import find_shards
-from workbench.host.transfer.tables import list_tables
 from workbench.rank import COMPLEX, FLOATS, Part, StrategyError
 from workbench.settings import KnobError
 from workbench.tasks import Learner

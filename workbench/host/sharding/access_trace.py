@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from workbench.host.memory.memory import pack_tensor
+from workbench.host.memory.storages import pack_tensor
 from workbench.host.placement import unmaterialized
-from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.settings import Json
 
 Names = tuple[str, ...]

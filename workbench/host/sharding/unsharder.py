@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from workbench.experiment.mesh_rules import list_shard_groups
-from workbench.host.core.views import RankView
-from workbench.host.memory.memory import pack_tensor
+from workbench.host.core.rank_view import RankView
+from workbench.host.memory.storages import pack_tensor
 from workbench.host.placement import unmaterialized
 from workbench.host.placement.canonical_state import check_same
-from workbench.host.placement.layout import ParameterLayout, ParameterPlace
+from workbench.host.placement.parameter_layout import ParameterLayout, ParameterPlace
 from workbench.host.sharding.access_trace import (
     AccessTrace,
     PassEvent,
@@ -39,7 +39,7 @@ from workbench.host.sharding.access_trace import (
     list_backward_events,
     list_forward_events,
 )
-from workbench.host.sharding.views import ReadView
+from workbench.host.sharding.read_view import ReadView
 from workbench.rank import Bucket, StrategyError
 
 if TYPE_CHECKING:

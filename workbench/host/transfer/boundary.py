@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from workbench.compressors import Compressor, inside
-from workbench.host.placement import sliced
-from workbench.host.placement.layout import ParameterLayout
-from workbench.host.placement.move import State, view_slice
+from workbench.host.placement import sliced_parameter as sliced
+from workbench.host.placement.move_state import State, view_slice
 from workbench.host.placement.optimizer_slots import read_slots
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.host.placement.placement import Held
-from workbench.host.placement.slices import StridedSlice
-from workbench.host.placement.spread import ReplicaSpread, place_replica
+from workbench.host.placement.replica_spread import ReplicaSpread, place_replica
+from workbench.host.placement.strided_slices import StridedSlice
+from workbench.host.transfer.change_view import ChangeView
 from workbench.host.transfer.handover import find_shards, place_slots
-from workbench.host.transfer.shards import ShardLayout
-from workbench.host.transfer.views import ChangeView
+from workbench.host.transfer.shard_layout import ShardLayout
 
 Bound = tuple[int, int]  # the next step, and earlier changes
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from workbench.experiment.mesh_rules import list_shard_groups, make_mesh
 from workbench.host.core.dropped_state import find_rule
-from workbench.host.core.views import RankView
+from workbench.host.core.rank_view import RankView
 from workbench.host.placement.canonical_state import (
     RankDisagreement,
     check_same,
@@ -28,13 +28,13 @@ from workbench.host.placement.canonical_state import (
     scatter_back,
 )
 from workbench.host.placement.checksum import SUM_MASK, compute_checksum
-from workbench.host.placement.layout import ParameterLayout
-from workbench.host.placement.move import State, move_state
+from workbench.host.placement.move_state import State, move_state
 from workbench.host.placement.optimizer_slots import make_slot_likes, put_slots, read_slots
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.host.placement.placement import Held, Placement
-from workbench.host.placement.slices import StridedSlice
-from workbench.host.transfer.shards import ShardLayout
-from workbench.host.transfer.views import ChangeView
+from workbench.host.placement.strided_slices import StridedSlice
+from workbench.host.transfer.change_view import ChangeView
+from workbench.host.transfer.shard_layout import ShardLayout
 from workbench.optimizers import Optimizer as OptimizerSetting
 from workbench.rank import Rank, can_average
 

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from workbench.compressors import inside
 from workbench.experiment.momentum_rules import is_plain_momentum
 from workbench.host.placement.canonical_state import flatten_tensors
-from workbench.host.transfer.views import ChangeView
+from workbench.host.transfer.change_view import ChangeView
 from workbench.rank import MOMENTUM, Memory
 
 if TYPE_CHECKING:
-    from workbench.host.placement.layout import ParameterLayout, ParameterPlace
+    from workbench.host.placement.parameter_layout import ParameterLayout, ParameterPlace
 
 
 def subtract_gradients(layout: ParameterLayout, optimizer: Optimizer, memory: Memory) -> None:

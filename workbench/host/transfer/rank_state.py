@@ -19,14 +19,14 @@ from workbench.compressors import inside
 from workbench.fabric import traffic
 from workbench.host.core.dropped_state import UNDECLARED
 from workbench.host.placement.canonical_state import RankDisagreement
-from workbench.host.placement.move import State, move_state, view_slice
+from workbench.host.placement.move_state import State, move_state, view_slice
 from workbench.host.placement.placement import Placement
-from workbench.host.placement.plan import plan_transfers
-from workbench.host.placement.sliced import whole_numel
-from workbench.host.placement.slices import StridedSlice, refine_slices
-from workbench.host.placement.spread import ReplicaSpread, place_replica
+from workbench.host.placement.replica_spread import ReplicaSpread, place_replica
+from workbench.host.placement.sliced_parameter import whole_numel
+from workbench.host.placement.strided_slices import StridedSlice, refine_slices
+from workbench.host.placement.transfer_plan import plan_transfers
+from workbench.host.transfer.change_view import ChangeView
 from workbench.host.transfer.handover import sum_hashes
-from workbench.host.transfer.views import ChangeView
 from workbench.rank import Rank
 from workbench.settings import Json
 

@@ -17,14 +17,14 @@ from torch import Tensor
 from workbench.experiment.mesh_rules import list_shard_groups
 from workbench.host.placement.canonical_state import RankDisagreement
 from workbench.host.placement.checksum import SUM_MASK
-from workbench.host.placement.move import State, move_state
+from workbench.host.placement.move_state import State, move_state
 from workbench.host.placement.optimizer_slots import make_slot_likes, put_slots, read_slots
 from workbench.host.placement.placement import Placement
 from workbench.host.sharding.unsharder import build_shard
 from workbench.host.transfer.boundary import list_own_elements
+from workbench.host.transfer.change_view import ChangeView
 from workbench.host.transfer.handover import find_shards, hash_state, list_slots, place_slots, reshard_slots
-from workbench.host.transfer.shards import ShardLayout
-from workbench.host.transfer.views import ChangeView
+from workbench.host.transfer.shard_layout import ShardLayout
 from workbench.rank import Bucket
 
 if TYPE_CHECKING:

@@ -12,20 +12,21 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from workbench.host.placement import sliced, unmaterialized
+from workbench.host.placement import sliced_parameter as sliced
+from workbench.host.placement import unmaterialized
 from workbench.host.placement.canonical_state import RankDisagreement
 from workbench.host.placement.checksum import SUM_MASK
-from workbench.host.placement.layout import ParameterPlace
-from workbench.host.placement.move import State, move_state
+from workbench.host.placement.move_state import State, move_state
 from workbench.host.placement.optimizer_slots import make_slot_likes, put_slots, read_slots
-from workbench.host.placement.plan import plan_transfers
-from workbench.host.placement.sliced import whole_numel, whole_shape
-from workbench.host.placement.slices import StridedSlice
-from workbench.host.placement.spread import ReplicaSpread, place_replica
+from workbench.host.placement.parameter_layout import ParameterPlace
+from workbench.host.placement.replica_spread import ReplicaSpread, place_replica
+from workbench.host.placement.sliced_parameter import whole_numel, whole_shape
+from workbench.host.placement.strided_slices import StridedSlice
+from workbench.host.placement.transfer_plan import plan_transfers
 from workbench.host.transfer.boundary import list_own_elements
+from workbench.host.transfer.change_view import ChangeView
 from workbench.host.transfer.handover import average_tensors, find_shards, hash_state, list_slots
 from workbench.host.transfer.state_layout import WHOLE, StateLayout, place_tensors
-from workbench.host.transfer.views import ChangeView
 from workbench.rank import StrategyError
 from workbench.tasks import at_rate, rate
 

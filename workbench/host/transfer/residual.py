@@ -11,8 +11,8 @@ from workbench.compressors import Compressor, Dense, ErrorFeedback, inside
 from workbench.compressors._leaving import _Leaving as Leaving
 from workbench.compressors._sketch import SIGNS, WIDTH, sketch
 from workbench.experiment import Experiment
+from workbench.host.transfer.change_view import ChangeView
 from workbench.host.transfer.momentum import move_momentum
-from workbench.host.transfer.views import ChangeView
 from workbench.rank import Rank
 from workbench.settings import Json
 

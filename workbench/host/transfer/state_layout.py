@@ -12,14 +12,14 @@ from torch import nn
 from workbench.experiment import Experiment
 from workbench.experiment.mesh_rules import list_shard_groups
 from workbench.host.placement import unmaterialized
-from workbench.host.placement.layout import ParameterPlace, group_parameters, place_in_order
+from workbench.host.placement.parameter_layout import ParameterPlace, group_parameters, place_in_order
 from workbench.host.placement.placement import Placement
-from workbench.host.placement.sliced import whole_shape
-from workbench.host.placement.spread import ReplicaSpread, find_spread, place_replica
+from workbench.host.placement.replica_spread import ReplicaSpread, find_spread, place_replica
+from workbench.host.placement.sliced_parameter import whole_shape
 from workbench.host.transfer.boundary import list_held_slices
+from workbench.host.transfer.change_view import ChangeView
 from workbench.host.transfer.handover import find_shards
-from workbench.host.transfer.shards import ShardLayout
-from workbench.host.transfer.views import ChangeView
+from workbench.host.transfer.shard_layout import ShardLayout
 
 if TYPE_CHECKING:
     from workbench.strategies import Strategy

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.rank import Op, StrategyError
 from workbench.sim.clock.fiber import Fiber
 

@@ -18,7 +18,7 @@ from workbench.host.placement.canonical_state import sum_rows
 from workbench.rank import Op, StrategyError, collective
 from workbench.sim.clock.fiber import ChildFiber, Fiber
 from workbench.sim.clock.record import iterate_numbers
-from workbench.sim.clock.state import WorldState
+from workbench.sim.clock.world_state import WorldState
 
 
 class Mismatch(StrategyError):

@@ -15,13 +15,13 @@ from workbench.rank import Group, Op
 
 if TYPE_CHECKING:
     from workbench.experiment import Experiment
-    from workbench.host.memory.account import MemoryAccount
-    from workbench.host.sharding.usage import ParameterUsage
+    from workbench.host.memory.memory_account import MemoryAccount
+    from workbench.host.sharding.parameter_usage import ParameterUsage
     from workbench.rank import Rank
     from workbench.sim.clock.clock import VirtualClock
-    from workbench.sim.clock.ports import Ports
+    from workbench.sim.clock.network_ports import Ports
     from workbench.sim.clock.record import Record
-    from workbench.sim.costs.replay import ChanceReplay
+    from workbench.sim.costs.chance_replay import ChanceReplay
 
 PARKED = object()  # a verb's answer: the fiber goes on later
 PASS_OVER = object()  # a verb's answer: the loop over buckets is over

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from workbench.rank import StrategyError, message_name
 from workbench.sim.clock.fiber import PARKED, Fiber
-from workbench.sim.clock.state import WorldState
+from workbench.sim.clock.world_state import WorldState
 from workbench.sim.costs.even_ranks import SIMULATE_ALL
 
 

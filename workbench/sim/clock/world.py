@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from workbench.host.core.planned import Planned
+from workbench.host.core.planned_event import Planned
 from workbench.host.elastic.reentry import Membership
 from workbench.host.loop.generation import train_in_generation
 from workbench.rank import Group, Op
 from workbench.sim.clock.deadlock import Deadlock, explain_deadlock, explain_endless_loop, explain_standstill
 from workbench.sim.clock.fiber import PARKED, ChildOrder, Fiber, MeetingView
 from workbench.sim.clock.mailboxes import Mailboxes
-from workbench.sim.clock.state import WorldState
+from workbench.sim.clock.world_state import WorldState
+from workbench.sim.costs.chance_replay import ChanceReplay
 from workbench.sim.costs.costs import Costs
-from workbench.sim.costs.replay import ChanceReplay
 
 MAX_EVENTS_AT_ONCE = 500_000  # events at one time before the run counts as standing still
 MORE_EVENTS_PER_RANK = 2_000  # the same, in addition for each rank
@@ -233,7 +233,7 @@ class VirtualWorld(WorldState):
 
 
 class UnusedFlags:
-    """Flags of unused parameters. See [Note: The raised hand] in workbench/host/sharding/usage.py.
+    """Flags of unused parameters. See [Note: The raised hand] in workbench/host/sharding/parameter_usage.py.
 
     steps: by rank, the last step with a raised flag; ranks share this dict
     """

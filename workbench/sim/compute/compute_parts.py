@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.experiment import Experiment
 from workbench.host.elastic.rollback import Rollback
-from workbench.host.memory.account import MemoryAccount
+from workbench.host.memory.memory_account import MemoryAccount
 from workbench.host.passes.in_flight import InFlight
 from workbench.host.passes.submodel_training import SubModelTraining
 from workbench.host.passes.tensor_schedule import PassPlan, find_plans
 from workbench.host.reconfigure.policy_runner import PolicyRunner
+from workbench.host.sharding.parameter_usage import ParameterUsage
 from workbench.host.sharding.unsharder import Unsharder
-from workbench.host.sharding.usage import ParameterUsage
 from workbench.rank import Rank
 
 if TYPE_CHECKING:

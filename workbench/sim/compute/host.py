@@ -14,10 +14,10 @@ from workbench.experiment import Experiment
 from workbench.host.core import all_reduce
 from workbench.host.memory.offload import OFFLOAD_LANES
 from workbench.rank import Handle, Op, StrategyError, collective
+from workbench.sim.clock.background_rounds import BackgroundRounds
 from workbench.sim.clock.batches import BatchPerformer
 from workbench.sim.clock.collective import Collective
 from workbench.sim.clock.fiber import PARKED, ChildFiber, CodedChildFiber, Fiber, Lane
-from workbench.sim.clock.rounds import BackgroundRounds
 from workbench.sim.compute.arithmetic import ArithmeticPerformer
 from workbench.sim.compute.bucket_delivery import BucketDelivery
 from workbench.sim.compute.compute_parts import ComputeParts

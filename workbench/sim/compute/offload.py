@@ -8,8 +8,8 @@ from torch import Tensor
 
 from workbench.fabric import Ways
 from workbench.host.memory.offload import Hops, OffloadStore, name_span
-from workbench.host.placement.layout import ParameterLayout
 from workbench.host.placement.optimizer_slots import Settings, make_slot_likes, read_settings, require_steppable
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.optimizers import elementwise
 from workbench.rank import Bucket, Op
 from workbench.sim.clock.fiber import PARKED, ChildFiber, Fiber

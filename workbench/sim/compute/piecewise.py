@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from workbench.host.memory import memory
+from workbench.host.memory import storages as memory
 from workbench.host.passes.piecewise import PiecewisePass
 from workbench.host.passes.pipelining import name_pass
 from workbench.rank import Op, StrategyError

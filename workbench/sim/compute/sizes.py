@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from workbench.experiment import Experiment
-from workbench.host.memory import memory
+from workbench.host.memory import storages as memory
 from workbench.host.observe.curvature import outline_factors
 from workbench.host.passes.recomputing import find_recomputed
 from workbench.host.placement.canonical_state import create_optimizer_state
-from workbench.host.placement.layout import ParameterLayout
-from workbench.host.placement.spread import ReplicaSpread
+from workbench.host.placement.parameter_layout import ParameterLayout
+from workbench.host.placement.replica_spread import ReplicaSpread
 from workbench.host.placement.tensor_split import TensorSplit
 from workbench.host.sharding.access_trace import AccessTrace
-from workbench.host.transfer.shards import ShardLayout as Shards
+from workbench.host.transfer.shard_layout import ShardLayout as Shards
 from workbench.rank import Bucket, Factors
 from workbench.sim.clock.batches import BatchOutline
 from workbench.sim.compute.offload import SizedOffload

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from workbench.host.core.valueless import make_like, put_on_cpu
-from workbench.host.memory import memory
+from workbench.host.memory import storages as memory
 from workbench.host.memory.backward_peak import BackwardMeter, GraphHooks
 from workbench.host.passes.checkpointing import checkpoint_units
 from workbench.host.passes.coded_exchange import ChoosingCoder
 from workbench.host.passes.stage_module import StageModule
 from workbench.host.passes.tensor_parallel import compute_together
 from workbench.host.passes.tensor_schedule import make_answer_like
-from workbench.host.placement.layout import ParameterLayout, ParameterPlace
-from workbench.host.placement.stages import list_parts
+from workbench.host.placement.parameter_layout import ParameterLayout, ParameterPlace
+from workbench.host.placement.stage_cuts import list_parts
 from workbench.host.placement.tensor_split import TensorSplit
 from workbench.rank import Bucket, Memory
 from workbench.tasks import Learner
@@ -47,7 +47,7 @@ class KeptBytes(NamedTuple):
 
 
 class KnownMemory:
-    """The memory of one rank. See host/memory/account.py."""
+    """The memory of one rank. See host/memory/memory_account.py."""
 
     def __init__(self, body: Any, batch: Callable[[], int]) -> None:
         self._body, self._batch = body, batch

@@ -12,20 +12,20 @@ from torch import nn
 
 from workbench.experiment import Experiment
 from workbench.host.core.valueless import make_outline
-from workbench.host.memory import memory
+from workbench.host.memory import storages as memory
 from workbench.host.passes.tensor_parallel import copy_slice, list_common
 from workbench.host.passes.tensor_schedule import PassPlan, find_arrival_order, find_plans
-from workbench.host.placement.layout import ParameterLayout
-from workbench.host.placement.spread import ReplicaSpread
-from workbench.host.placement.stages import StageCuts, cut_model
+from workbench.host.placement.parameter_layout import ParameterLayout
+from workbench.host.placement.replica_spread import ReplicaSpread
+from workbench.host.placement.stage_cuts import StageCuts, cut_model
 from workbench.host.placement.tensor_split import TensorSplit
 from workbench.host.sharding.access_trace import AccessTrace, assume_trace
 from workbench.host.transfer.handover import count_slot_bytes
-from workbench.host.transfer.shards import ShardLayout as Shards
+from workbench.host.transfer.shard_layout import ShardLayout as Shards
 from workbench.optimizers import Optimizer, built
 from workbench.sim.fake.shaped import shape_bucket
 from workbench.sim.model.known_memory import KeptBytes
-from workbench.sim.model.passes import ModelPasses
+from workbench.sim.model.model_passes import ModelPasses
 from workbench.tasks import Learner, same_groups
 
 if TYPE_CHECKING:

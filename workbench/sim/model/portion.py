@@ -18,8 +18,8 @@ from workbench.host.passes.in_flight import InFlight
 from workbench.host.passes.recomputing import find_recomputed
 from workbench.host.passes.stage_module import StageModule
 from workbench.host.passes.tensor_parallel import TensorParallelGroup
-from workbench.host.placement.layout import ParameterLayout
-from workbench.host.placement.spread import ReplicaSpread
+from workbench.host.placement.parameter_layout import ParameterLayout
+from workbench.host.placement.replica_spread import ReplicaSpread
 from workbench.host.placement.tensor_split import TensorSplit
 from workbench.partitions import Partition
 from workbench.rank import Memory, StrategyError

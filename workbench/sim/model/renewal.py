@@ -6,7 +6,7 @@ from typing import Any
 
 from workbench.experiment import Experiment
 from workbench.host.observe.curvature import CurvatureEstimator
-from workbench.host.placement.layout import ParameterLayout
+from workbench.host.placement.parameter_layout import ParameterLayout
 
 
 class RenewableTensors:

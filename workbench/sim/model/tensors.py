@@ -21,9 +21,9 @@ from workbench.host.observe.curvature import CurvatureEstimator
 from workbench.host.passes.checkpointing import explain_second_gradient
 from workbench.host.passes.piecewise import PiecewisePass
 from workbench.host.placement.canonical_state import clip_gradients
-from workbench.host.placement.layout import ParameterLayout, ParameterPlace
 from workbench.host.placement.optimizer_slots import step_shard
-from workbench.host.transfer.tables import find_rows, step_rows, take_gradients
+from workbench.host.placement.parameter_layout import ParameterLayout, ParameterPlace
+from workbench.host.transfer.embedding_tables import find_rows, step_rows, take_gradients
 from workbench.optimizers import built
 from workbench.rank import Bucket, Factors, StrategyError
 from workbench.sim.model.outline import BucketCut, compute_ready_shares

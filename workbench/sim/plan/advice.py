@@ -24,8 +24,8 @@ from workbench.record.store import RunError
 from workbench.settings import KnobError
 from workbench.settings.describe_error import class_of, text_of
 from workbench.settings.progress import doing
-from workbench.sim.plan.judging import Evidence, is_usable, sort_by_evidence
-from workbench.sim.plan.space import learns_alike
+from workbench.sim.plan.evidence import Evidence, is_usable, sort_by_evidence
+from workbench.sim.plan.search_space import learns_alike
 from workbench.sim.plan.what_if import RunPredictor
 from workbench.strategies.local_sgd import LocalSGD
 
@@ -131,7 +131,7 @@ def advise_run(run: Run, last: int = LAST) -> AdviceTable:
     """Returns the causes of the last `last` steps, with suggestions. Simulates for a second or more.
 
     If the run cannot be simulated, such as a script's own loop, causes have no suggestions. The rule in
-    `workbench.sim.plan.judging` orders suggestions. No loss is known, so settings that learn otherwise come last.
+    `workbench.sim.plan.evidence` orders suggestions. No loss is known, so settings that learn otherwise come last.
     """
     found, asked = find_causes(run.timeline, last), None
     rows, known, failed = AdviceTable(), dict[str, tuple[Suggestion, ...]](), dict[str, str]()  # the latter two by kind

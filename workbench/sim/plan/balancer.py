@@ -15,7 +15,7 @@ from workbench.fabric.pace import SHARES
 from workbench.host.core.valueless import make_outline
 from workbench.host.observe.unit_times import TimedUnit, measure_outputs, measure_unit_times
 from workbench.host.placement.balancing import IMPOSSIBLE, StageCut, find_pareto_cuts
-from workbench.host.placement.stages import cut_model, estimate_compute, find_tied_and_untrained, list_parts
+from workbench.host.placement.stage_cuts import cut_model, estimate_compute, find_tied_and_untrained, list_parts
 from workbench.partitions import Partition
 from workbench.policies import ByHand
 from workbench.record.run import Run
@@ -23,7 +23,7 @@ from workbench.settings import KnobError, fold
 from workbench.settings.progress import doing
 from workbench.sim.costs.costs import Costs
 from workbench.sim.costs.durations import Duration
-from workbench.sim.run.fits import MAX_ROUND_STEPS, longest_round
+from workbench.sim.run.memory_checks import MAX_ROUND_STEPS, longest_round
 from workbench.sim.run.simulate import simulate
 from workbench.tasks import Learner
 

@@ -14,14 +14,14 @@ from workbench.experiment import Experiment, user_input
 from workbench.fabric.pace import SHARES
 from workbench.host.core.valueless import make_outline
 from workbench.host.memory.budget import OutOfMemory
-from workbench.host.placement.spread import find_spread
+from workbench.host.placement.replica_spread import find_spread
 from workbench.partitions import Partition, Whole
 from workbench.policies import ByHand
 from workbench.settings import KnobError, knobs, members
 from workbench.settings.progress import doing
 from workbench.sim.costs.costs import Costs
 from workbench.sim.costs.even_ranks import explain_unlike
-from workbench.sim.run.fits import MAX_ROUND_STEPS, longest_round, require_room
+from workbench.sim.run.memory_checks import MAX_ROUND_STEPS, longest_round, require_room
 from workbench.sim.run.simulate import simulate_sizes
 from workbench.tasks import Learner
 

@@ -17,11 +17,11 @@ from workbench.host.loop.rank_loop import RankLoop
 from workbench.host.memory.batches import Numbers, make_example, numbers
 from workbench.host.memory.offload import OffloadStore
 from workbench.host.passes.tensor_schedule import find_plans
-from workbench.host.placement.spread import ReplicaSpread, find_spread
+from workbench.host.placement.replica_spread import ReplicaSpread, find_spread
 from workbench.host.reconfigure.changes import has_common_step, take_role
 from workbench.host.reconfigure.validation import require_trainable
 from workbench.host.sharding.read_order import foresee_trace
-from workbench.host.transfer.shards import ShardLayout
+from workbench.host.transfer.shard_layout import ShardLayout
 from workbench.rank import Op
 from workbench.settings import Json, KnobError
 from workbench.sim.compute.host import Host

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from workbench.host.checkpoint import filing
-from workbench.host.checkpoint.image import RankImage
+from workbench.host.checkpoint import piece_files as filing
+from workbench.host.checkpoint.rank_image import RankImage
 from workbench.record import checkpoints
 from workbench.record.drafts import Draft
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from workbench.host.core.drive import LeaveLoop, drive_coroutine
 from workbench.host.memory.storage_tracker import StorageTracker
-from workbench.host.observe.evaluating import Evaluated, compute_distance, compute_numbers, hold_values
+from workbench.host.observe.held_out_numbers import Evaluated, compute_distance, compute_numbers, hold_values
 from workbench.host.passes.coded_exchange import Ask
 from workbench.host.passes.local_runner import run_together
 from workbench.host.passes.pipelining import evaluate_pipeline
 from workbench.host.placement.canonical_state import list_buffers
-from workbench.host.placement.spread import ReplicaSpread
-from workbench.host.placement.stages import replace_forward
+from workbench.host.placement.replica_spread import ReplicaSpread
+from workbench.host.placement.stage_cuts import replace_forward
 from workbench.rank import Bucket, Op, Rank
 from workbench.sim.model.tensors import RankTensors
 

@@ -1,7 +1,7 @@
 """Runs generations of virtual ranks: each ends when ranks are lost or join.
 
-Survivors decide as real ranks do (`host/elastic/recovery.py`). The time until they train again uses constants, measured
-on real ranks on two busy cores.
+Survivors decide as real ranks do (`host/elastic/shrink_plan.py`). The time until they train again uses constants,
+measured on real ranks on two busy cores.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 from workbench.experiment import Experiment
 from workbench.fabric.load import crashed
-from workbench.host.checkpoint.recovery import open_images
+from workbench.host.checkpoint.whole_state import open_images
 from workbench.host.core.data_positions import NO_INDEX_TEXT, describe_repeats
-from workbench.host.core.planned import Planned
+from workbench.host.core.planned_event import Planned
 from workbench.host.elastic.leaving import explain_refusal
-from workbench.host.elastic.recovery import RemainingRank, mark_end_reason, plan_shrink
 from workbench.host.elastic.reentry import Membership
+from workbench.host.elastic.shrink_plan import RemainingRank, mark_end_reason, plan_shrink
 from workbench.host.elastic.voting import NextGeneration, Quorum, choose_are, name_ranks
 from workbench.record import checkpoints
 from workbench.settings import Change, KnobError

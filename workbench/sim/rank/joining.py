@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from workbench.host.core.data_positions import count_used_up
-from workbench.host.core.planned import PlannedEvent
+from workbench.host.core.planned_event import PlannedEvent
 from workbench.host.elastic.reentry import resize_experiment
 from workbench.host.elastic.resizing import gather_state
 from workbench.host.elastic.voting import name_ranks

@@ -10,26 +10,26 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from workbench.experiment import Experiment
-from workbench.host.checkpoint.saving import Checkpointer
+from workbench.host.checkpoint.checkpointer import Checkpointer
 from workbench.host.core.change_queue import ChangeQueue
-from workbench.host.core.planned import Planned
-from workbench.host.core.rate import Rate
+from workbench.host.core.learning_rate import Rate
+from workbench.host.core.planned_event import Planned
 from workbench.host.elastic.leaving import hand_down_state, make_rank_report, return_to_boundary
 from workbench.host.elastic.rollback import Rollback
 from workbench.host.elastic.voting import NextGeneration, RankReport
 from workbench.host.loop.generation import begin_generation
-from workbench.host.memory.account import MemoryAccount
+from workbench.host.memory.memory_account import MemoryAccount
 from workbench.host.memory.memory_counts import RealMemoryCounts
 from workbench.host.observe.compression_error import CompressionErrorProbe
-from workbench.host.observe.evaluating import Evaluated
+from workbench.host.observe.held_out_numbers import Evaluated
 from workbench.host.observe.non_finite import NonFiniteGuard
 from workbench.host.passes.in_flight import InFlight
 from workbench.host.passes.submodel_training import SubModelTraining
 from workbench.host.reconfigure import changes
 from workbench.host.reconfigure.policy_runner import PolicyRunner
 from workbench.host.sharding.access_trace import AccessTrace
+from workbench.host.sharding.parameter_usage import ParameterUsage
 from workbench.host.sharding.unsharder import Unsharder
-from workbench.host.sharding.usage import ParameterUsage
 from workbench.host.transfer import residual
 from workbench.host.transfer.momentum import subtract_gradients
 from workbench.rank import Bucket, Op, Rank
@@ -37,7 +37,7 @@ from workbench.settings import Json
 from workbench.sim.clock.world import SimulationStopped
 from workbench.sim.compute.compute_parts import ComputeParts
 from workbench.sim.compute.host import Host
-from workbench.sim.model.evaluation import count_evaluation_bytes
+from workbench.sim.model.evaluation_memory import count_evaluation_bytes
 from workbench.sim.model.known_memory import KnownMemory
 from workbench.sim.rank.changes import Reconfigurable
 from workbench.sim.rank.evaluate import evaluate_known, evaluate_mean
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class Session(Reconfigurable):
-    """A run on one virtual rank. Changes use part of it (`host/transfer/views.py`).
+    """A run on one virtual rank. Changes use part of it (`host/transfer/change_view.py`).
 
     member: the rank's number in the run
     """

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from workbench.experiment import Experiment
-from workbench.host.checkpoint.image import RankImage
-from workbench.host.checkpoint.merging import gather_model, make_whole_image
+from workbench.host.checkpoint.checkpointer import GatherEvent
 from workbench.host.checkpoint.model_export import MODEL_KIND, read_model_state
-from workbench.host.checkpoint.pieces import read_whole_model
+from workbench.host.checkpoint.model_pieces import read_whole_model
+from workbench.host.checkpoint.rank_image import RankImage
 from workbench.host.checkpoint.restore import open_image
-from workbench.host.checkpoint.saving import GatherEvent
+from workbench.host.checkpoint.whole_image import gather_model, make_whole_image
 from workbench.partitions import Whole
 from workbench.policies import ByHand
 from workbench.record.checkpoints import Checkpoint, CheckpointFiles

@@ -15,7 +15,7 @@ import torch
 
 from workbench.experiment import Experiment, user_input
 from workbench.host.checkpoint.restore import open_image
-from workbench.host.core.planned import Planned, PlannedEvent
+from workbench.host.core.planned_event import Planned, PlannedEvent
 from workbench.host.reconfigure.validation import require_trainable
 from workbench.rank import StrategyError
 from workbench.record.checkpoints import Checkpoint, CheckpointFiles
@@ -26,9 +26,9 @@ from workbench.settings.progress import doing
 from workbench.sim.clock.record import Record
 from workbench.sim.clock.world import VirtualWorld
 from workbench.sim.compute.sizes import RankSizes
+from workbench.sim.costs.chance_replay import ChanceReplay
 from workbench.sim.costs.costs import Costs
 from workbench.sim.costs.even_ranks import explain_unlike
-from workbench.sim.costs.replay import ChanceReplay
 from workbench.sim.fake.shape_cache import ShapeCacheMode
 from workbench.sim.model.outline import Outline, make_outline
 from workbench.sim.model.tensors import RankTensors

@@ -12,12 +12,12 @@ from workbench.record.store import RunError
 from workbench.settings import KnobError
 from workbench.sim.costs.costs import Costs
 from workbench.sim.plan.quick_simulator import count_round_steps
-from workbench.sim.plan.space import Trying, apply_settings, current_settings, space_of
+from workbench.sim.plan.search_space import Trying, apply_settings, current_settings, space_of
 from workbench.sim.plan.trials import Settings, Trial, Tuned
 from workbench.sim.run.simulate import simulate
-from workbench.sim.tune.on_ranks import TrainingRanks, step_seconds
-from workbench.sim.tune.proposing import Proposer
-from workbench.sim.tune.tuning import Tuning, count_trials, require_arguments
+from workbench.sim.tune.live_search import Tuning, count_trials, require_arguments
+from workbench.sim.tune.proposer import Proposer
+from workbench.sim.tune.trial_runner import TrainingRanks, step_seconds
 
 
 def tune(

@@ -1,0 +1,59 @@
+"""A rank's view for checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from workbench.host.core.change_queue import ChangeQueue
+from workbench.host.memory.batches import BatchReader, Numbers
+from workbench.host.observe.compression_error import CompressionErrorProbe
+from workbench.host.observe.non_finite import NonFiniteGuard
+from workbench.host.reconfigure.policy_runner import PolicyRunner
+from workbench.host.transfer.change_view import ChangeView
+
+
+class CheckpointerView(Protocol):
+    """A rank's Checkpointer."""
+
+    def end(self, patience: float | None = None) -> None:
+        """As in Checkpointer."""
+
+
+class CheckpointView(ChangeView, Protocol):
+    """A rank with saved state.
+
+    queue:           its planned changes
+    held_out:        the last held-out loss that this rank knows
+    rng_states:      the states of the random numbers of this rank's forwards
+    slice_rng:       `random_position` of its TensorParallelGroup, if any
+    is_asynchronous: whether ranks make steps without a meeting in every round
+    """
+
+    state: Any
+
+    @property
+    def queue(self) -> ChangeQueue: ...
+    @property
+    def held_out(self) -> float | None: ...
+    @property
+    def reads(self) -> BatchReader | None: ...
+    @property
+    def rng_states(self) -> Numbers | None: ...
+    @property
+    def slice_rng(self) -> tuple[int, int] | None: ...
+    @property
+    def is_asynchronous(self) -> bool: ...
+    @property
+    def saving(self) -> CheckpointerView: ...
+    @property
+    def measuring(self) -> CompressionErrorProbe: ...
+    @property
+    def finite(self) -> NonFiniteGuard: ...
+    @property
+    def steering(self) -> PolicyRunner: ...
+
+    def restore_rng(self, states: Numbers | None) -> None:
+        """Restores the states."""
+
+    def restore_slice_rng(self, at: tuple[int, int] | None) -> None:
+        """Restores `slice_rng`."""

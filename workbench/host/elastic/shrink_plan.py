@@ -1,0 +1,255 @@
+"""Decides how the remaining ranks of a generation go on. All ranks use the same votes and decide alike.
+
+Whole replicas go on from the furthest rank's step. Ranks that held parts go on from the pieces that they have together
+(`host/elastic/recovery_sources.py`), or from a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from workbench.experiment import Experiment
+from workbench.host.core.data_positions import describe_repeats
+from workbench.host.elastic import recovery_sources
+from workbench.host.elastic.generation_view import SurvivorView
+from workbench.host.elastic.recovery_sources import PieceSources, find_agreed_step
+from workbench.host.elastic.reentry import Membership, RecoverySource, fit_survivors
+from workbench.host.elastic.voting import NextGeneration, Quorum, RankReport, choose_are, describe_loss, name_ranks
+from workbench.host.reconfigure.changes import has_common_step
+from workbench.partitions import Whole
+from workbench.settings import Json, KnobError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemainingRank:
+    """A remaining rank, as its host knows it.
+
+    member, place, size: its number in the run and its place among `size` ranks of the ended generation
+    find_missing:        returns the counted ranks that are not in these members: lost ranks, and new ranks that still
+                         run
+    checkpoint_path:     returns the path of the checkpoint before a step
+    """
+
+    member: int
+    place: int
+    size: int
+    run: SurvivorView
+    mark: Callable[[str, Mapping[str, Json]], None]
+    find_missing: Callable[[Collection[int]], tuple[list[int], list[int]]]
+    checkpoint_path: Callable[[int], str]
+
+
+def plan_shrink(who: RemainingRank, heard: Quorum) -> NextGeneration:
+    """Raises KnobError if so few cannot train under these settings, and records that."""
+    try:
+        return (_plan_from_parts if any(said.parts for said in heard.by_place.values()) else _plan_from_replicas)(
+            who, heard
+        )
+    except KnobError as error:
+        if heard.furthest_report.member == who.member:
+            mark_end_reason(who.mark, error)
+        raise
+
+
+def _plan_from_replicas(who: RemainingRank, heard: Quorum) -> NextGeneration:
+    first = heard.furthest_report
+    e, places = fit_survivors(_read_experiment(who, heard, first), heard.remaining_places)
+    came = heard.make_membership(places)
+    spare = [heard.by_place[other].member for other in heard.remaining_places if other not in places]
+    gone, left_out = who.find_missing((*came.members, *spare))
+    processes = [heard.by_place[other].process for other in places]
+    text = (
+        f"{describe_loss(gone)}; {name_ranks(came.members)} went on from step {came.step}{_describe_left_out(left_out)}"
+    )
+    if spare:
+        text += f", and {name_ranks(spare)} {choose_are(spare)} not needed, for so many cannot train alike"
+    text += f"; the vote: {heard.vote_text}"
+    mark = {"members": came.members, "gone": [*gone, *left_out, *spare], "spare": spare, "step": came.step,
+            "text": text, "settings": e.plain(), "voted": heard.vote_rows}  # fmt: skip
+    _mark_unread(who, gone, first)
+    return NextGeneration(
+        came,
+        e,
+        first.changes,
+        first.done,
+        first.paused,
+        first.credit,
+        heard.list_requests(),
+        processes,
+        mark,
+        heard.used(came.step),
+    )
+
+
+def mark_end_reason(mark: Callable[[str, Mapping[str, Json]], None], why: object) -> None:
+    """Records why the run ends."""
+    lost = "a rank, or a wire to it, is lost"
+    mark("members", {"text": f"{lost}, and the run cannot go on without it: {why}"})
+
+
+def _plan_from_parts(who: RemainingRank, heard: Quorum) -> NextGeneration:
+    """Raises KnobError if a piece and a checkpoint are missing."""
+    said, reason = heard.by_place, ""
+    if any(one.whole for one in said.values()):
+        return _plan_from_gathered(who, heard)
+    remembers = any(one.remembers for one in said.values())
+    how = "with what others have of the same parts" if len(said) < who.size else "with what each of them had"
+    for changes in sorted({one.changes for one in said.values()}, reverse=True):
+        first = max(
+            (one for one in said.values() if one.changes == changes), key=lambda one: (*one.progress_key, -one.member)
+        )
+        e = _read_experiment(who, heard, first)
+        there = {place: {bound[0]: find_agreed_step(bound) for bound in one.bounds if bound[1] == changes}
+                 for place, one in said.items()}  # fmt: skip
+        found = recovery_sources.find_sources(e, who.size, remembers, there)
+        if found is not None:
+            at = recovery_sources.map_pieces(e, who.size, remembers)
+            try:
+                return _plan_from_pieces(who, heard, first, e, found, at, how)
+            except KnobError as error:
+                reason = reason or str(error)
+    common = set.intersection(*(set(one.saved) for one in said.values()))
+    e = _read_experiment(who, heard, heard.furthest_report)
+    if not common:
+        raise KnobError(explain_missing(e, reason))
+    return _plan_from_checkpoint(who, heard, e, max(common))
+
+
+def _plan_from_gathered(who: RemainingRank, heard: Quorum) -> NextGeneration:
+    whole = {place: one for place, one in heard.by_place.items() if one.whole}
+    first = max(whole.values(), key=lambda one: (*one.progress_key, -one.member))
+    holders = tuple(sorted(place for place, one in whole.items() if one.progress_key == first.progress_key))
+    found = PieceSources(first.step, (holders,), dict.fromkeys(holders, first.step))
+    e, at = _read_experiment(who, heard, first), recovery_sources.PieceMap(1, (0,) * who.size)
+    return _plan_from_pieces(who, heard, first, e, found, at, "with all of the model, which they had brought together")
+
+
+def _read_experiment(who: RemainingRank, heard: Quorum, of: RankReport) -> Experiment:
+    same = of.settings == heard.by_place[who.place].settings
+    known: Experiment = who.run.experiment
+    return known if same else Experiment.read(of.settings, known.task)
+
+
+def explain_missing(e: Experiment, reason: str = "") -> str:
+    """Explains which setting would have let the run go on."""
+    strategy, way = type(e.strategy).__name__, type(e.partition).__name__
+    if reason:
+        return f"{reason}; and there is no checkpoint to go back to: take save_every=100, or more replicas"
+    if e.partition.size > 1:
+        return (
+            f"partition={way}: nobody else has what the rank held, and there is no checkpoint to go back to; take "
+            f"save_every=100, or ranks={2 * e.partition.size} or more, so that each part is there twice"
+        )
+    what = "its tables" if e.strategy.tables else "its shard"
+    other = "" if e.strategy.tables else ", or HSDP(), whose groups each have all shards"
+    return (
+        f"strategy={strategy}: nobody else has {what}, and there is no checkpoint to go back to; take "
+        f"save_every=100{other}"
+    )
+
+
+def _plan_from_pieces(
+    who: RemainingRank,
+    heard: Quorum,
+    first: RankReport,
+    e: Experiment,
+    found: PieceSources,
+    at: recovery_sources.PieceMap,
+    how: str,
+) -> NextGeneration:
+    """Raises KnobError if ranks cannot train or lack a piece."""
+    left = recovery_sources.sort_by_need(found, at.at, heard.remaining_places)
+    if e.strategy.shards and at.ways > 1:  # needed to know the shards' layout
+        left = [place for place in left if place in found.steps]
+    to, places = fit_survivors(e, left, who.run.require_trainable)
+    new = {place: number for number, place in enumerate(places)}
+    groups = [tuple(place for place in group if place in new) for group in found.sources]
+    sources = tuple(tuple(new[place] for place in group) for group in groups
+                    if len({at.at[place] for place in group}) == at.ways)  # fmt: skip
+    if not sources:
+        raise KnobError(f"ranks={len(places)}: so many are left that can train, and not all parts are with them")
+    steps = tuple(found.steps.get(place, -1) for place in places)
+    was = e if at.ways > 1 else replace(e, partition=Whole())
+    salvaged = RecoverySource(was, first.changes, who.size, sources, steps)
+    furthest = tuple(sorted({place for group in sources for place in group}))
+    came = Membership(
+        _list_members(heard, places),
+        places,
+        furthest,
+        tuple(sorted(group[0] for group in sources)),
+        found.step,
+        salvaged,
+    )
+    text = f"went on from step {found.step}, {how}"
+    return _make_generation(who, heard, first, (came, to, e), text)
+
+
+def _plan_from_checkpoint(who: RemainingRank, heard: Quorum, e: Experiment, step: int) -> NextGeneration:
+    to, places = fit_survivors(e, heard.remaining_places, who.run.require_trainable)
+    everyone = tuple(range(len(places)))
+    came = Membership(
+        _list_members(heard, places),
+        places,
+        everyone,
+        everyone,
+        step,
+        RecoverySource(e, heard.furthest_report.changes, who.size, saved=who.checkpoint_path(step)),
+    )
+    undone = heard.furthest_report.step - step
+    text = (
+        f"went back to the checkpoint before step {step}, for nobody else had the same parts: {undone} "
+        f"step{'s are' if undone != 1 else ' is'} lost"
+    )
+    return _make_generation(who, heard, heard.furthest_report, (came, to, e), text)
+
+
+def _list_members(heard: Quorum, places: Sequence[int]) -> tuple[int, ...]:
+    return tuple(heard.by_place[place].member for place in places)
+
+
+def _make_generation(
+    who: RemainingRank,
+    heard: Quorum,
+    first: RankReport,
+    how: tuple[Membership, Experiment, Experiment],
+    how_text: str,
+) -> NextGeneration:
+    came, to, e = how
+    spare = [heard.by_place[place].member for place in heard.remaining_places if place not in came.places]
+    gone, left_out = who.find_missing((*came.members, *spare))
+    text = f"{describe_loss(gone)}; {name_ranks(came.members)} {how_text}{_describe_left_out(left_out)}"
+    if spare:
+        text += f", and {name_ranks(spare)} {choose_are(spare)} not needed, for so many cannot train alike"
+    if to.partition != e.partition:
+        ranks = f"{to.partition.size} rank{'s' * (to.partition.size > 1)}"
+        text += f"; a replica lies on {ranks} now, partition={type(to.partition).__name__}"
+    text += f"; the vote: {heard.vote_text}"
+    mark = {"members": came.members, "gone": [*gone, *left_out, *spare], "spare": spare, "step": came.step,
+            "text": text, "settings": to.plain(), "back": max(0, heard.furthest_report.step - came.step),
+            "voted": heard.vote_rows}  # fmt: skip
+    processes = [heard.by_place[place].process for place in came.places]
+    _mark_unread(who, gone, heard.furthest_report)
+    return NextGeneration(
+        came,
+        to,
+        first.changes,
+        first.done,
+        first.paused,
+        first.credit,
+        heard.list_requests(first),
+        processes,
+        mark,
+        heard.used(came.step),
+    )
+
+
+def _describe_left_out(left_out: list[int]) -> str:
+    return f", and {name_ranks(left_out)}, to come then, {choose_are(left_out)} left out" if left_out else ""
+
+
+def _mark_unread(who: RemainingRank, gone: list[int], first: RankReport) -> None:
+    run = who.run
+    if gone and run.learner.indexed and not has_common_step(run.experiment) and who.member == first.member:
+        why = f"nobody knows how much {name_ranks(gone)} had read, for ranks keep no step in common"
+        who.mark("data", describe_repeats(why))

@@ -1,0 +1,49 @@
+"""A rank, as the functions of its loop see it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from workbench.host.checkpoint.checkpointer import Checkpointer
+from workbench.host.elastic.carried_state import CarriedState
+from workbench.host.memory.batches import BatchReader
+from workbench.host.observe.non_finite import NonFiniteGuard
+from workbench.host.reconfigure.policy_runner import PolicyRunner
+from workbench.host.transfer.change_view import ChangeView
+
+
+class BucketOrderView(ChangeView, Protocol):
+    """A rank that orders its buckets."""
+
+    @property
+    def saving(self) -> Checkpointer: ...
+
+    async def agree_on_order(self, names: list[str]) -> list[str]:
+        """Returns `names` of the first of the ranks that hold the same part of the model."""
+
+
+class EnteringView(ChangeView, Protocol):
+    """A rank that enters a new generation. It is a LoopView, too. carried: its own state between 2 generations"""
+
+    carried: CarriedState
+
+    @property
+    def saving(self) -> Checkpointer: ...
+    @property
+    def finite(self) -> NonFiniteGuard: ...
+    @property
+    def reads(self) -> BatchReader | None: ...
+    @property
+    def steering(self) -> PolicyRunner: ...
+
+    async def agree_on_order(self, names: list[str]) -> list[str]:
+        """As in LoopView."""
+
+    async def confirm_formed(self) -> None:
+        """Waits until every rank of the generation holds the full state. If one does not, no generation forms."""
+
+    async def run_steps(self) -> None:
+        """As in RankLoop."""
+
+    def set_phase(self, phase: str) -> None:
+        """For example "running"."""

@@ -1,0 +1,31 @@
+"""A rank's view for measurements."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from workbench.host.core.rank_view import RankView
+from workbench.host.memory.account_view import ShardedView
+
+
+class WantedNames(Protocol):
+    """The Samples that a policy reads."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+
+class MeasuringView(RankView, Protocol):
+    """A measured rank. flushing: uncompressed steps left"""
+
+    @property
+    def flushing(self) -> int: ...
+    @property
+    def steering(self) -> WantedNames: ...
+
+
+class WatchedView(RankView, Protocol):
+    """A watched rank."""
+
+    @property
+    def reading(self) -> ShardedView: ...
