@@ -1,6 +1,7 @@
 """One rank of a run, as the other parts of host see it.
 
-A view lists what its users read or call. Sub-packages extend `RankView` in a module of their own, such as `transfer/change_view.py`.
+A view lists what its users read or call. Sub-packages extend `RankView` in modules of their own, such as
+`transfer/change_view.py`.
 """
 
 from __future__ import annotations
