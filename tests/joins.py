@@ -9,11 +9,14 @@ processes that spin. The seed of a round decides the setting, the kind of fault 
 Each setting has a reference for each way to join: `REFERENCES` undisturbed runs with other seeds. For `resize`, two
 ranks train and two more join. For `replace`, four ranks train, one is killed, and a new one replaces it: no other run
 has the same number of examples in each step. A round passes in one of two ways. Either the run ends as planned, and
-each mean of `WINDOW` losses after the fault lies within the range of the reference. Or the run ends with a documented
+each mean of `WINDOW` losses after the fault lies near the range of the reference. Or the run ends with a documented
 error, and no survivor held the full state.
 
-A mean outside of the range may come from the seed alone. So the round then plays a twin: the same seed and the same
-join without the fault. The round stays wrong; its record says whether the twin leaves the range, too.
+The range of ten runs is narrow: `--alarms` shows how many undisturbed runs leave it. So a mean may lie outside by
+`MARGIN` times the width of the range. Survivors that are fewer see fewer examples in each step, and their losses are
+higher. So a round whose means lie outside plays a twin: the same seed, and the same number of ranks from the same
+steps, but by request and without the fault. If the twin's means lie outside on the same side, the fault is not the
+cause, and the round passes.
 `--controls` checks undisturbed runs with further seeds. They show how often the check alone gives an alarm.
 
 The file keeps every round. A later call plays the seeds that the file lacks. With `--parts 3` a call plays every third
@@ -39,21 +42,25 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+import torch
 
 import workbench
 from tests.harm import shut
 from tests.spinning import spinning
 from tests.waiting import until
-from workbench import Digits, Experiment, Lab, Pipeline, Run, Tensor, Whole
+from workbench import Digits, Experiment, Lab, Pipeline, Run, Tensor, Whole, simulate
 from workbench.lab import RankError
 
 STEPS, JOIN, WINDOW, NEAR = 120, 40, 12, 40
 REFERENCES = 10
+DRAWS = 10  # references with which each simulation is compared
+MARGIN = 0.25  # times the width of the reference's range
 LIMIT = 120.0  # seconds for a run of about ten: a hang, not a busy machine, takes longer
 STOPPED = 1.5  # seconds for which a stopped process stands still
 GET_DESCRIPTOR = 438  # Linux's system call pidfd_getfd
@@ -143,23 +150,29 @@ def list_windows(run: Run, after: float = -math.inf) -> Iterator[tuple[int, floa
         yield from zip(steps.astype(int), means, strict=True)
 
 
-def widen(reference: dict[str, list[float]], run: Run) -> None:
+def widen(reference: dict[str, list[float]], windows: Iterable[tuple[int, float]]) -> None:
     """Adds the windows of an undisturbed run to a reference: the lowest and the highest mean by first step."""
-    for step, mean in list_windows(run):
+    for step, mean in windows:
         low, high = reference.get(str(step), (math.inf, -math.inf))
         reference[str(step)] = [min(low, mean), max(high, mean)]
 
 
-def find_outliers(reference: dict[str, list[float]], windows: list[tuple[int, float]]) -> tuple[list[str], list[str]]:
-    """Windows above and windows below the range that the reference has within `NEAR` steps, in words."""
+def find_outliers(reference: dict[str, list[float]], windows: list[tuple[int, float]],
+                  share: float | None = None) -> tuple[list[str], list[str]]:  # fmt: skip
+    """Windows above and windows below the range that the reference has within `NEAR` steps, in words.
+
+    A window counts if it lies outside by more than `share` (default: `MARGIN`) times the width of the range, or is
+    not a number.
+    """
     above, below = list[str](), list[str]()
     for step, mean in windows:
         near = [reference[key] for k in range(step - NEAR, step + NEAR + 1) if (key := str(k)) in reference]
         low, high = min(low for low, _ in near), max(high for _, high in near)
+        margin = (MARGIN if share is None else share) * (high - low)
         text = f"mean loss {mean:.3f} from step {step} on; undisturbed {low:.3f} to {high:.3f}"
-        if not mean <= high:  # nan, too
+        if not mean <= high + margin:  # nan, too
             above.append(text)
-        elif mean < low:
+        elif mean < low - margin:
             below.append(text)
     return above, below
 
@@ -314,7 +327,7 @@ def play(seed: int, reference: dict[str, Any], say: Say) -> dict[str, Any]:
             out |= {"outcome": "wrong", "why": f"{type(error).__name__}: {error}"}
     if "below" in out:  # losses outside of the range
         try:
-            out["twin"] = play_twin(plan, seed, reference)
+            out |= compare_with_twin(out, plan, seed, reference)
         except Exception as error:
             out["twin"] = f"{type(error).__name__}: {error}"
     out["seconds"] = round(time.monotonic() - began, 1)
@@ -386,7 +399,8 @@ def judge(run: Run, join: Join, error: RankError | None, windows: list[tuple[int
     if error is not None and error.step >= STEPS:
         return {"outcome": "too late", "why": f"the run had made its last step: {error}"}
     if above or below:
-        return {"outcome": "wrong", "above": len(above), "below": len(below),
+        return {"outcome": "wrong", "above": len(above), "below": len(below), "sizes": list_sizes(run),
+                "state": run.state,
                 "why": f"{len(above) + len(below)} of {len(windows)} windows: {(above + below)[0]}"}  # fmt: skip
     if error is None and run.state == "done":
         if not windows:
@@ -415,7 +429,7 @@ def measure_reference(strategy: str, partition: Any, how: str, say: Say) -> dict
     for run, took in run_undisturbed(strategy, partition, how, range(3 * REFERENCES)):
         if len(joins) == REFERENCES:
             break
-        widen(windows, run)
+        widen(windows, list_windows(run))
         joins.append(took)
     found = {"join": round(sorted(joins)[len(joins) // 2], 2), "windows": windows}
     say(f"reference of {name_setting(strategy, partition)} ({how}): a join takes {found['join']} s")
@@ -453,10 +467,61 @@ def check_controls(strategy: str, partition: Any, how: str, reference: dict[str,
     return alarms
 
 
-def play_twin(plan: Plan, seed: int, reference: dict[str, Any]) -> str:
-    """Whether the undisturbed run of a round's seed leaves the range of the reference, in words."""
-    alarms = check_controls(plan.strategy, plan.partition, plan.how, reference, [1000 + seed])
-    return alarms[0] if alarms else "within the range"
+def list_sizes(run: Run) -> list[tuple[int, int]]:
+    """(step, number of ranks) of each change of membership in a run."""
+    return [(int(step), len(change["members"])) for step, _, change in run.details("members")]
+
+
+def compare_with_twin(out: dict[str, Any], plan: Plan, seed: int, reference: dict[str, Any]) -> dict[str, Any]:
+    """Plays the run of a round again, with as many ranks at each step, but without the fault.
+
+    Returns {"twin": its first mean outside of the range, in words}, and the outcome "went on" if the means of both
+    lie outside on the same side.
+    """
+    above, below = find_outliers(reference["windows"], play_twin(plan, seed, out["sizes"]))
+    alike = (above or not out["above"]) and (below or not out["below"])
+    twin = {"twin": (above + below)[0] if above or below else "within the range"}
+    return {**twin, "outcome": "went on"} if alike and out["state"] == "done" else twin
+
+
+def play_twin(plan: Plan, seed: int, sizes: list[tuple[int, int]]) -> list[tuple[int, float]]:
+    """The windows, from the join on, of an undisturbed run that is resized at these steps."""
+    e = make_experiment(plan.strategy, plan.partition, 1000 + seed, plan.how)
+    with (Lab(ranks=4, name=f"joins-{os.getpid()}-twin", spare=int(plan.how == "replace")) as lab,
+          tempfile.TemporaryDirectory() as folder):  # fmt: skip
+        run = lab.wait(LIMIT).run(e, out=Path(folder, "run"))
+        for step, ranks in sizes:
+            wait_for_step(lab, 1, step - 1)
+            if lab.live and len(lab.members) != ranks:
+                lab.resize(ranks)
+                until(lambda: not lab.live or len(lab.members) == ranks, LIMIT)  # noqa: B023
+        run.wait(LIMIT)
+        return [window for window in list_windows(run) if window[0] >= JOIN]
+
+
+def simulate_windows(strategy: str, seed: int) -> list[tuple[int, float]]:
+    """The windows of an undisturbed simulation with four ranks."""
+    torch.set_num_threads(1)
+    e = make_experiment(strategy, Whole(), seed, "replace")
+    return list(list_windows(simulate(e, real=True)))
+
+
+def count_alarms(strategy: str, runs: int) -> dict[str, Any]:
+    """How many undisturbed simulations leave the range of `REFERENCES` others, alone and with the margin.
+
+    No rank joins or dies, so each alarm is chance. Each run is compared with `DRAWS` draws of others.
+    """
+    with ProcessPoolExecutor() as pool:
+        each = list(pool.map(simulate_windows, [strategy] * runs, range(runs)))
+    rng, alarms = random.Random(0), Counter[float]()
+    for k, windows in enumerate(each):
+        late = [window for window in windows if window[0] >= JOIN]
+        for _ in range(DRAWS):
+            reference: dict[str, list[float]] = {}
+            for other in rng.sample([i for i in range(runs) if i != k], REFERENCES):
+                widen(reference, each[other])
+            alarms.update(share for share in (0.0, MARGIN) if any(find_outliers(reference, late, share)))
+    return {"compared": runs * DRAWS, "left the range": alarms[0.0], "left the margin": alarms[MARGIN]}
 
 
 def round_numbers(value: Any) -> Any:
@@ -529,6 +594,7 @@ def main() -> None:
     ask.add_argument("--merge", type=Path, nargs="*", help="write the contents of these files into one")
     ask.add_argument("--only", type=int, nargs="*", help="play these seeds, and write nothing")
     ask.add_argument("--controls", type=int, default=0, help="check so many undisturbed runs of each setting")
+    ask.add_argument("--alarms", nargs="*", help="simulate undisturbed runs of these strategies and count alarms")
     ask.add_argument("--out", type=Path, default=Path("docs/data/joins.json"))
     a = ask.parse_args()
     kept = json.loads(a.out.read_text()) if a.out.exists() else {"references": {}, "controls": {}, "each": []}
@@ -550,6 +616,12 @@ def main() -> None:
     if a.merge:
         kept = merge([json.loads(path.read_text()) for path in a.merge])
         save()
+        return
+    if a.alarms:
+        for strategy in a.alarms:
+            kept.setdefault("alarms", {})[strategy] = count_alarms(strategy, 60)
+            say(f"{strategy}: {kept['alarms'][strategy]}")
+            save()
         return
     if a.controls:
         return check_all_controls(kept, a.controls, save, say)

@@ -70,6 +70,8 @@ def test_the_page_counts_joins_with_faults_by_fault_and_setting() -> None:
     assert "**297 of 300 rounds are still to be played.**" in text
     assert "| an old rank killed | 2 | 1 | 1 | 0 |" in text and "| DDP | 3 | 1 | 1 | 1 |" in text
     assert "- seed 3 at abc, DDP, resize, killed rank 0: mean loss 2.302. Not mended yet." in text
+    alarms = {"DDP": {"compared": 600, "left the range": 60, "left the margin": 0}}
+    assert "| DDP | 600 | 60 | 0 |" in joins_page.describe({"each": rounds, "alarms": alarms})
     assert "4 undisturbed runs with further seeds went through the same check of losses; 1 gave an alarm." in text
 
 
@@ -78,11 +80,12 @@ def test_the_page_keeps_outcomes_of_replayed_rounds_and_leaves_out_rounds_of_the
                            "faults": ["killed rank 0"]}  # fmt: skip
     first = {**one, "outcome": "wrong", "why": "it hung", "mended": "a wait without an end."}
     rounds = [{**one, "commit": "def", "outcome": "went on", "why": "", "earlier": [first]},
-              {**one, "seed": 4, "outcome": "wrong", "why": "mean loss 0.1", "twin": "mean loss 0.1 from step 90"},
+              {**one, "seed": 4, "outcome": "wrong", "why": "mean loss 0.1", "twin": "within the range"},
+              {**one, "seed": 6, "outcome": "went on", "why": "", "twin": "mean loss 0.1 from step 90"},
               {**one, "seed": 5, "outcome": "went on", "why": "", "judge": "former"}]  # fmt: skip
     text = joins_page.describe({"each": rounds})
-    assert "2 rounds: in 1 the survivors trained on, 0 ended with a documented error, 1 were wrong." in text
-    assert "1 of the wrong rounds left the range of losses. 1 of their twins left it, too." in text
+    assert "3 rounds: in 2 the survivors trained on, 0 ended with a documented error, 1 were wrong." in text
+    assert "The losses of 2 rounds lay outside. In 1 of them those of the twin did so, too" in text
     assert "- 1 rounds that replaced a rank trained on, but were compared with runs that begin with two ranks." in text
     assert ("- seed 3 at abc, DDP, replace, killed rank 0: it hung. Mended since: a wait without an end. "
             "Played again at def: the survivors trained on.") in text  # fmt: skip

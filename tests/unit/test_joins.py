@@ -29,11 +29,11 @@ def test_a_plan_depends_on_its_seed_alone_and_half_of_the_rounds_are_busy() -> N
 def test_a_loss_outside_of_the_reference_is_found_and_one_inside_is_not() -> None:
     reference: dict[str, list[float]] = {}
     run = synthetic.run(ranks=2, steps=60, changes=())
-    joins.widen(reference, run)
     windows = list(joins.list_windows(run))
+    joins.widen(reference, windows)
     assert len(windows) == 2 * (60 - joins.WINDOW + 1) and joins.find_outliers(reference, windows) == ([], [])
     highest = max(high for _, high in reference.values())
-    for mean, sides in ((highest + 0.1, (1, 0)), (float("nan"), (1, 0)), (-1e9, (0, 1))):
+    for mean, sides in ((2 * highest, (1, 0)), (float("nan"), (1, 0)), (-1e9, (0, 1))):
         above, below = joins.find_outliers(reference, [(30, mean)])
         assert (len(above), len(below)) == sides
     assert len(list(joins.list_windows(run, after=1e9))) == 0
@@ -65,14 +65,19 @@ class _Join:
 class _Done:
     state = "done"
 
+    def details(self, kind: str) -> list[tuple[int, float, dict[str, Any]]]:
+        return [(60, 2.5, {"members": [1]})]
+
 
 def test_losses_below_the_reference_are_as_wrong_as_losses_above_it() -> None:
     reference = {"windows": {str(step): [0.2, 0.4] for step in range(120)}}
-    for mean, outcome in ((0.3, "went on"), (0.19, "wrong"), (0.41, "wrong"), (float("nan"), "wrong")):
+    margin = 0.2 * joins.MARGIN
+    inside, outside = (0.3, 0.201 - margin, 0.399 + margin), (0.199 - margin, 0.401 + margin, float("nan"))
+    for mean, outcome in [*((mean, "went on") for mean in inside), *((mean, "wrong") for mean in outside)]:
         judged = joins.judge(_Done(), _Join(0), None, [(60, 0.3), (61, mean)], reference)  # type: ignore[arg-type]
         assert judged["outcome"] == outcome
-        outside = (judged.get("below", 0), judged.get("above", 0))
-        assert outside == (int(mean < 0.2), int(not mean <= 0.4))
+        sides = (judged.get("below", 0), judged.get("above", 0))
+        assert sides == ((0, 0) if outcome == "went on" else (int(mean < 0.2), int(not mean <= 0.4)))
 
 
 def test_a_run_must_not_end_while_a_survivor_holds_the_full_state_even_after_a_cut() -> None:
@@ -101,3 +106,15 @@ def test_parts_share_all_seeds_and_a_round_that_is_played_again_keeps_its_earlie
     assert [one["seed"] for one in merged["each"]] == [4, 5] and merged["summary"] == {"rounds": 2, "wrong": 2}
     with pytest.raises(ValueError, match="the same seed"):
         joins.merge([files[0], files[0]])
+
+
+def test_a_round_passes_if_a_run_with_as_many_ranks_and_no_fault_has_such_losses_too(monkeypatch: Any) -> None:
+    reference = {"windows": {str(step): [0.2, 0.4] for step in range(120)}}
+    plan = joins.plan_round(275)
+    for twin, outcome in (([0.3], None), ([0.7], "went on"), ([0.01], None), ([0.01, 0.7], "went on")):
+        monkeypatch.setattr(joins, "play_twin", lambda *_, means=twin: [(60, mean) for mean in means])
+        judged = joins.judge(_Done(), _Join(0), None, [(60, 0.6)], reference)  # type: ignore[arg-type]
+        assert judged["outcome"] == "wrong" and judged["sizes"] == [(60, 1)]
+        found = joins.compare_with_twin(judged, plan, 275, reference)
+        assert found.get("outcome") == outcome and (found["twin"] == "within the range") == (twin == [0.3])
+        assert "outcome" not in joins.compare_with_twin({**judged, "state": "failed"}, plan, 275, reference)
