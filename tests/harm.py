@@ -74,7 +74,7 @@ class Patient:
         """Returns how many steps each rank has on the record."""
         rows = self.live.run.timeline.spans.rows()
         mine = rows[rows.equal("lane", "step")].rank.tolist()
-        return {rank: mine.count(rank) for rank in self.live.been}
+        return {rank: mine.count(rank) for rank in self.live.used_ranks}
 
     def goes_on(self, kind: str) -> None:
         """Waits until every member has made `STEPS` more steps; raises Stuck if not."""
@@ -88,7 +88,7 @@ class Patient:
                 self.recovered.setdefault(kind, []).append(took)
                 return
             time.sleep(0.02)
-        raise Stuck(f"after {kind}: no progress in {LIMIT:g} s; {self.live.whereabouts()}; {self.lab.notes[-4:]}")
+        raise Stuck(f"after {kind}: no progress in {LIMIT:g} s; {self.live.describe_ranks()}; {self.lab.notes[-4:]}")
 
 
 # -- engines

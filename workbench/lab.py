@@ -18,7 +18,7 @@ from workbench.cluster.api.handles import RunControls
 from workbench.cluster.engines.cluster import Cluster
 from workbench.cluster.processes.place import ClusterError as ClusterError
 from workbench.cluster.processes.uninterruptible import without_interrupts
-from workbench.cluster.run.changes import BEFORE, Changes
+from workbench.cluster.run.changes import BEFORE_RUN, Changes
 from workbench.cluster.run.changes import PendingChange as PendingChange
 from workbench.cluster.run.controller import RunController
 from workbench.cluster.run.errors import RankError as RankError
@@ -101,7 +101,7 @@ class Lab(RunControls):
         self.tuning: Tuning | None = None
         self.watchers: list[Callable[[], bool]] = []  # each returns whether a user sees this lab through it
         self._begun = True
-        cluster.spares.used = lambda: self._live.been if self.live and self._live else range(ranks)
+        cluster.spares.used = lambda: self._live.used_ranks if self.live and self._live else range(ranks)
         _labs[name] = self
 
     @classmethod
@@ -132,7 +132,7 @@ class Lab(RunControls):
     def experiment(self) -> Experiment:
         """The experiment of the next, present or last run, with every applied change."""
         last = self._live
-        followed = last and (self.live or self._experiment is last.began_with)
+        followed = last and (self.live or self._experiment is last.initial_experiment)
         return last.changes.experiment if last and followed else self._experiment
 
     @property
@@ -204,7 +204,7 @@ class Lab(RunControls):
         if self._live and self._live.state == "stopping":
             wait_for_stop(self._live)
         if self.live and self._live:
-            if begun is None and (experiment is None or wanted in (self.experiment, self._live.began_with)):
+            if begun is None and (experiment is None or wanted in (self.experiment, self._live.initial_experiment)):
                 return cast(Run, self._live.run)
             raise ClusterError(f"{self!r}: a run is live; set its knobs with lab.set(...), or lab.stop() it first")
         to_come = user_input.planned(wanted, user_input.changes(changes))
@@ -233,7 +233,7 @@ class Lab(RunControls):
             return self._live.request_change(path, value)
         launch.refuse_closed(self.cluster, AND.join(each(path, value)))
         self._experiment = launch.check_ranks(self.experiment.set(path, value), self.ranks)
-        self.changes.append(PendingChange(Change(0, path, value, BEFORE), 0))
+        self.changes.append(PendingChange(Change(0, path, value, BEFORE_RUN), 0))
         return self.changes[-1]
 
     def tune(self, paths: Any = None, **how: Any) -> Tuning:

@@ -217,7 +217,7 @@ class Slow:
         self.now, self.asked, self.at, self.passed = 0.0, 0, at, []
         clock = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr("workbench.cluster.transport.reorder_buffer.time", clock)
-        self.gaps = ReorderBuffer({}, self.missed, lambda kind, rank, seq, columns: self.passed.append(seq))
+        self.reorder_buffer = ReorderBuffer({}, self.missed, lambda kind, rank, seq, columns: self.passed.append(seq))
 
     def missed(self, kind: str, rank: int, start: int) -> list[Any]:
         self.asked += 1
@@ -230,34 +230,34 @@ class Slow:
 def test_missing_rows_of_a_slow_rank_are_requested_again(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch, at=3)
     for first in (10, 20, 30):
-        slow.gaps.put_batch(wire.RowBatch("g", "spans", 0, first, spans(first, 10)))
+        slow.reorder_buffer.put_batch(wire.RowBatch("g", "spans", 0, first, spans(first, 10)))
     assert slow.passed == [0, 10, 20, 30]
 
 
 def test_the_end_of_a_run_requests_missing_rows_again(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch, at=3)
-    slow.gaps.put_batch(wire.RowBatch("g", "spans", 0, 10, spans(10, 10)))
-    slow.gaps.fetch_missing("spans", 0, 20)
+    slow.reorder_buffer.put_batch(wire.RowBatch("g", "spans", 0, 10, spans(10, 10)))
+    slow.reorder_buffer.fetch_missing("spans", 0, 20)
     assert slow.passed == [0, 10]
 
 
 def test_later_rows_wait_while_a_reminder_has_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch, at=3)
-    slow.gaps.put_batch(wire.RowBatch("g", "marks", 0, 10, spans(10, 10)))
+    slow.reorder_buffer.put_batch(wire.RowBatch("g", "marks", 0, 10, spans(10, 10)))
     for _ in range(2):
-        slow.gaps.take_count("marks", 0, 20)
+        slow.reorder_buffer.take_count("marks", 0, 20)
     assert slow.passed == [] and slow.asked == 2, "once each time: ranks are watched by the thread that asks"
-    slow.gaps.take_count("marks", 0, 20)
+    slow.reorder_buffer.take_count("marks", 0, 20)
     assert slow.passed == [0, 10]
 
 
 def test_rows_pass_eventually_if_a_rank_never_sends_the_missing_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch, at=99)
     for first in range(10, 110, 10):
-        slow.gaps.put_batch(wire.RowBatch("g", "spans", 0, first, spans(first, 10)))
+        slow.reorder_buffer.put_batch(wire.RowBatch("g", "spans", 0, first, spans(first, 10)))
     assert slow.passed == list(range(10, 110, 10))
     asked = slow.asked
-    slow.gaps.put_batch(wire.RowBatch("g", "spans", 0, 110, spans(110, 10)))
+    slow.reorder_buffer.put_batch(wire.RowBatch("g", "spans", 0, 110, spans(110, 10)))
     assert slow.passed[-1] == 110 and slow.asked == asked, "nobody waits for those any more"
 
 
@@ -305,9 +305,9 @@ def test_an_answer_whose_message_was_lost_is_found_on_disk_though_nothing_follow
     record = Recorder(0, path)  # writes its spool and pushes to no client
     record.mark(5, "change", 0.5, json.dumps({"id": change.id, "path": "bucket_mb", "value": 2}))
     record.close()
-    watch.ask_ranks()
+    watch.request_status()
     assert change.applied_at is None  # its message may still be under way
-    watch.ask_ranks()
+    watch.request_status()
     assert change.wait(0).applied_at == 5
     with pytest.raises(TimeoutError, match="rank 0 at step 5"):
         live.request_change("bucket_mb", 4).wait(0)

@@ -39,7 +39,7 @@ RAISES, RAISES_EVERYWHERE, TALKS, NAN, BLOCKS, STUCK = 1, 2, 3, 4, 5, 6  # as in
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     with apart(tmp_path_factory) as patch:
         patch.syspath_prepend(HERE)
-        patch.setattr(launch, "SESSION", "test_cluster_fake:FakeSession")
+        patch.setattr(launch, "SESSION_CLASS", "test_cluster_fake:FakeSession")
         made = Lab(ranks=2, name="shared")
         yield made.wait(90)
         place = made.cluster.place

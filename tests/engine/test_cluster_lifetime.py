@@ -39,7 +39,7 @@ BEGIN = f"""
 import json, os, psutil, sys, time
 sys.path[:0] = [{str(ROOT)!r}, {str(HERE)!r}]
 from workbench.cluster.api import launch
-launch.SESSION = "test_cluster_fake:FakeSession"
+launch.SESSION_CLASS = "test_cluster_fake:FakeSession"
 from workbench.lab import Lab
 from workbench.experiment import Experiment
 from workbench.run import Run
@@ -57,7 +57,7 @@ def until(condition, seconds=60):
 def _private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    monkeypatch.setattr(launch, "SESSION", "test_cluster_fake:FakeSession")
+    monkeypatch.setattr(launch, "SESSION_CLASS", "test_cluster_fake:FakeSession")
     monkeypatch.syspath_prepend(str(HERE))
     yield
     left = [(p, p.read_state()) for p in list_places()]

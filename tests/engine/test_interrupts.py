@@ -37,7 +37,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(autouse=True)
 def _private(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with apart(tmp_path_factory) as patch:
-        patch.setattr(launch, "SESSION", "test_cluster_fake:FakeSession")
+        patch.setattr(launch, "SESSION_CLASS", "test_cluster_fake:FakeSession")
         patch.syspath_prepend(str(HERE))
         yield
         for lab in list(lab_module._labs.values()):

@@ -35,7 +35,7 @@ BEGIN = f"""
 import json, sys, time
 sys.path[:0] = [{str(ROOT)!r}, {str(HERE)!r}]
 from workbench.cluster.api import launch
-launch.SESSION = "test_cluster_fake:FakeSession"
+launch.SESSION_CLASS = "test_cluster_fake:FakeSession"
 from workbench.experiment import Experiment
 from workbench.lab import Lab
 from workbench.record.run import Run

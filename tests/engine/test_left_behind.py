@@ -13,7 +13,7 @@ import pytest
 from tests.labs import BOUND, apart, endless, reached, rows
 from tests.waiting import until
 from workbench.cluster.processes.place import ClusterError
-from workbench.cluster.run import evicting, resizing
+from workbench.cluster.run import evictions, resizing
 from workbench.lab import Lab
 from workbench.strategies import LocalSGD
 
@@ -73,7 +73,7 @@ def test_survivors_go_on_and_the_stopped_rank_leaves_with_a_message_and_returns(
 def test_a_rank_that_hosts_the_store_cannot_be_evicted_on_another_machine(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evicting, "spans_hosts", lambda engines: True)
+    monkeypatch.setattr(evictions, "spans_hosts", lambda engines: True)
     run = lab.run(endless(ranks=3, on_hang="wait"))
     reached(lab, 3)
     with pytest.raises(ClusterError, match=r"rank=0: where ranks find each other lies with engine 0 on .*"):

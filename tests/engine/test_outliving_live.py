@@ -69,8 +69,8 @@ def test_a_refused_newcomer_leaves_and_its_engine_is_free_again(lab: Lab) -> Non
     assert lab._live is not None and until(lambda: lab._live.ending.awaited_ranks == {0, 1, 2})
     lab.set("strategy", DDP()).wait(60)
     engines = {row["pid"] for row in lab.status}
-    (unwanted,) = lab._live.been - {0, 1, 2}
-    assert until(lambda: lab._live.ending.left.get(unwanted)), "its session is over"
+    (unwanted,) = lab._live.used_ranks - {0, 1, 2}
+    assert until(lambda: lab._live.ending.final_states.get(unwanted)), "its session is over"
     assert lab.resize(4).wait(90).applied_at is not None and len(lab.members) == 4 and unwanted not in lab.members
     assert {row["pid"] for row in lab.status} == engines, "no other engine was started for it"
     lab.stop()
@@ -136,7 +136,7 @@ def unheard(lab: Lab, disk: bool) -> Iterator[None]:
     """
     live = lab._live
     assert live is not None
-    take, missed, remind = lab.cluster.take, live.gaps._missed, live.gaps.take_count
+    take, missed, remind = lab.cluster.take, live.reorder_buffer._missed, live.reorder_buffer.take_count
 
     def unseen(kind: str, rank: int, start: int) -> Any:
         if rank == 0:
@@ -144,12 +144,12 @@ def unheard(lab: Lab, disk: bool) -> Iterator[None]:
         return missed(kind, rank, start)
 
     lab.cluster.take = lambda batch: None if batch.rank == 0 else take(batch)
-    live.gaps._missed = missed if disk else unseen
-    live.gaps.take_count = lambda kind, rank, sent: None if rank == 0 else remind(kind, rank, sent)
+    live.reorder_buffer._missed = missed if disk else unseen
+    live.reorder_buffer.take_count = lambda kind, rank, sent: None if rank == 0 else remind(kind, rank, sent)
     try:
         yield
     finally:
-        lab.cluster.take, live.gaps._missed, live.gaps.take_count = take, missed, remind
+        lab.cluster.take, live.reorder_buffer._missed, live.reorder_buffer.take_count = take, missed, remind
 
 
 @pytest.mark.parametrize("disk", [True, False], ids=["on a disk that is seen", "nowhere"])
@@ -175,7 +175,7 @@ def test_a_resize_is_confirmed_even_if_rank_0_died_before_reporting_it(lab: Lab,
     reached(lab, 10)
     with unheard(lab, disk):
         asked = lab.resize(3)
-        (new,) = asked.coming
+        (new,) = asked.joining
         assert until(lambda: lab._live.status.get(new, {}).get("state") == "running") and asked.applied_at is None
         os.kill(lab.status[0]["pid"], signal.SIGKILL)
         assert asked.wait(60).applied_at is not None

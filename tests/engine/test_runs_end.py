@@ -132,7 +132,7 @@ def deafen(rank: int | None) -> None:
 
     bench = engine_server._bench
     vars(bench).pop("_reply", None)
-    if bench.job.get("rank") == rank:
+    if bench.session_arguments.get("rank") == rank:
         bench._make_reply = lambda ask, blob: [b'{"number": -2}', b""]
 
 
@@ -142,7 +142,7 @@ def test_a_rank_that_is_frozen_is_named_and_its_engine_replaced_when_a_run_is_st
     frozen = lab.status[1]["pid"]
     os.kill(frozen, signal.SIGSTOP)
     time.sleep(0.5)
-    assert ending.MOST + ending.LEAVE < 30, "the bound that stop() states"
+    assert ending.MAX_STEP_WAIT + ending.LEAVE_TIMEOUT < 30, "the bound that stop() states"
     lab.stop()
     assert run.wait(120).state == "stopped"
     (note,) = [n for n in lab.notes if "its engine was ended" in n]

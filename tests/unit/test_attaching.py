@@ -54,23 +54,23 @@ def test_a_kernel_attaches_to_the_first_engine_that_has_the_run(
 ) -> None:
     engines: Any = Engines(*answers)
     job = {"of": found, "generation": "g"}
-    assert launch._asked_of_any(engines, "g") == (job, b"run") and engines.asked == asked
+    assert launch._fetch_session_arguments(engines, "g") == (job, b"run") and engines.asked == asked
 
 
 def test_a_kernel_attaches_to_no_engine_that_still_has_the_run_before() -> None:
     engines: Any = Engines(b"run", b"run")
-    assert launch._asked_of_any(engines, "another") == ({}, b"")
+    assert launch._fetch_session_arguments(engines, "another") == ({}, b"")
 
 
 def test_engines_without_a_run_are_told_from_engines_that_do_not_answer() -> None:
     idle: Any = Engines(None, b"")
-    assert launch._asked_of_any(idle, "g") == ({}, b"")
+    assert launch._fetch_session_arguments(idle, "g") == ({}, b"")
     silent: Any = Engines(None, NoAnswer("rank 1 does not answer"))
     with pytest.raises(NoAnswer, match="rank 1 does not answer"):
-        launch._asked_of_any(silent, "g")
+        launch._fetch_session_arguments(silent, "g")
     dead: Any = Engines(None, None)
     with pytest.raises(ClusterError, match="all engines of the run have ended"):
-        launch._asked_of_any(dead, "g")
+        launch._fetch_session_arguments(dead, "g")
 
 
 def test_a_new_cluster_keeps_what_was_set_for_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:

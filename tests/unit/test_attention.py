@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from workbench.cluster.observe.hang_monitor import HangMonitor
-from workbench.cluster.run.errors import RankError, brought_up
+from workbench.cluster.run.errors import RankError, align_death_steps
 from workbench.experiment import Experiment
 from workbench.record.store import Writer
 from workbench.record.timeline import columns_of
@@ -22,7 +22,7 @@ class Watched:
     def __init__(self, run: Run | None = None, fresh: bool = False) -> None:
         self.now, self.slept, self.notes = 100.0, 0.0, []
         self.run = run or Run({}, live=True)
-        self.attention = HangMonitor(self.run, range(4), self.notes, lambda: self.now, lambda: self.slept)
+        self.hang_monitor = HangMonitor(self.run, range(4), self.notes, lambda: self.now, lambda: self.slept)
         self.step = 0
         if not fresh:
             self.trained()
@@ -31,7 +31,7 @@ class Watched:
         """Ends one more step of 50 ms on every rank."""
         for rank in range(4):
             row = (rank, self.step, "step", "DDP", 0.0, 0.0, 0.05, 0)
-            self.attention.take_rows("spans", rank, columns_of("spans", [row]))
+            self.hang_monitor.take_rows("spans", rank, columns_of("spans", [row]))
         self.step += 1
 
     def second(self, *odd: int, op: str = "forward", mute: bool = True, state: str = "running", **more: Any) -> None:
@@ -43,10 +43,10 @@ class Watched:
                 continue
             waits = {"busy": "all_reduce bucket 0", "waits": bool(odd), "still": still if odd else 0.01}
             own = {"busy": op, "waits": False, "still": still}
-            self.attention.take_status(rank, {"step": self.step, **(own if rank in odd else waits), **more})
+            self.hang_monitor.take_status(rank, {"step": self.step, **(own if rank in odd else waits), **more})
         if not odd:
             self.trained()
-        self.attention.find_stalls(state)
+        self.hang_monitor.find_stalls(state)
 
 
 def test_a_silence_is_one_note_that_is_updated_and_withdrawn() -> None:
@@ -55,14 +55,16 @@ def test_a_silence_is_one_note_that_is_updated_and_withdrawn() -> None:
         w.second()
     for _ in range(9):
         w.second(2)
-    assert w.notes == [] and w.attention.holdup.startswith("rank 2 has said nothing for 9 s"), "said sooner in the line"
+    assert w.notes == [] and w.hang_monitor.holdup.startswith("rank 2 has said nothing for 9 s"), (
+        "said sooner in the line"
+    )
     w.second(2)
-    assert w.notes == [f"{w.attention.holdup}"] and "; 0, 1, 3 wait in all_reduce bucket 0" in w.notes[0]
+    assert w.notes == [f"{w.hang_monitor.holdup}"] and "; 0, 1, 3 wait in all_reduce bucket 0" in w.notes[0]
     for _ in range(4):
         w.second(2)
     assert len(w.notes) == 1 and w.notes[0].startswith("rank 2 has said nothing for 14 s")
     w.second()
-    assert w.notes == ["rank 2 stood still for 14 s and went on"] and w.attention.holdup == ""
+    assert w.notes == ["rank 2 stood still for 14 s and went on"] and w.hang_monitor.holdup == ""
     for _ in range(11):
         w.second(1)
     assert len(w.notes) == 2 and w.notes[1].startswith("rank 1 has said nothing")
@@ -73,7 +75,7 @@ def test_a_ranks_own_report_of_a_freeze_replaces_the_note() -> None:
     for _ in range(12):
         w.second(2)
     said = {"seconds": 12.3, "machine": False, "text": "stood still for 12.3 s: stopped"}
-    w.attention.take_mark(2, 1, "stood still", said)
+    w.hang_monitor.take_mark(2, 1, "stood still", said)
     w.second()
     assert w.notes == ["rank 2 stood still for 12.3 s: stopped (step 1)"]
 
@@ -81,7 +83,7 @@ def test_a_ranks_own_report_of_a_freeze_replaces_the_note() -> None:
 def test_a_short_freeze_is_a_note_too() -> None:
     w = Watched()
     w.second()
-    w.attention.take_mark(
+    w.hang_monitor.take_mark(
         3, 7, "stood still", {"seconds": 5.1, "machine": False, "text": "stood still for 5.1 s: stopped"}
     )
     assert w.notes == ["rank 3 stood still for 5.1 s: stopped (step 7)"]
@@ -104,7 +106,7 @@ def test_time_that_the_kernel_missed_is_reported_once_and_no_ranks_silence() -> 
     w.now += 40.0  # the kernel was stopped without sleep, so all clocks go on
     for rank in range(4):
         text = {"seconds": 40.2, "machine": False, "text": "stood still for 40.2 s"}
-        w.attention.take_mark(rank, 1, "stood still", text)
+        w.hang_monitor.take_mark(rank, 1, "stood still", text)
     w.second(0, 1, 2, 3)
     assert w.notes == ["this machine stood still for 40 s, this kernel and its ranks alike"]
 
@@ -115,7 +117,7 @@ def test_no_rank_counts_as_silent_in_a_run_that_stands(state: str) -> None:
     for _ in range(60):
         w.second(2, state=state)
     w.second(2)
-    assert w.notes == [] and w.attention.holdup == ""
+    assert w.notes == [] and w.hang_monitor.holdup == ""
 
 
 def test_a_rank_that_sleeps_by_its_settings_is_not_silent() -> None:
@@ -128,7 +130,7 @@ def test_a_rank_that_sleeps_by_its_settings_is_not_silent() -> None:
 def test_the_first_step_and_an_evaluation_may_take_longer() -> None:
     w = Watched()
     evaluation = (0, 1, "eval", "evaluate", 0.0, 0.0, 20.0, 0)
-    w.attention.take_rows("spans", 0, columns_of("spans", [evaluation]))
+    w.hang_monitor.take_rows("spans", 0, columns_of("spans", [evaluation]))
     for _ in range(60):
         w.second(0, op="evaluate", mute=False)
     assert w.notes == []
@@ -144,7 +146,7 @@ def test_rows_that_ranks_could_not_write_are_counted_and_reported() -> None:
     w.second(lost=0)
     for rank in (3, 1):
         text = "the record is not being written: No space left on device"
-        w.attention.take_mark(rank, 4, "spool", {"error": "No space left on device", "lost": 7, "text": text})
+        w.hang_monitor.take_mark(rank, 4, "spool", {"error": "No space left on device", "lost": 7, "text": text})
     assert w.run.unwritten == 2 * 7, "at once, not when it is asked next"
     w.second(lost=7)
     w.second(lost=9)
@@ -155,7 +157,7 @@ def test_rows_that_ranks_could_not_write_are_counted_and_reported() -> None:
         "run.save('elsewhere') writes all rows that are shown here"
     )
     for rank in (3, 1):
-        w.attention.take_mark(rank, 9, "spool", {"error": "", "lost": 9, "text": "again"})
+        w.hang_monitor.take_mark(rank, 9, "spool", {"error": "", "lost": 9, "text": "again"})
     (note,) = w.notes
     assert note.startswith("the record is being written again; 36 rows are not on disk so far, run.save(")
 
@@ -163,9 +165,9 @@ def test_rows_that_ranks_could_not_write_are_counted_and_reported() -> None:
 def test_a_recovered_disk_without_losses_is_reported() -> None:
     w = Watched()
     w.run.append("samples", 0, 0, columns_of("samples", [(0, n, "loss", 0.1, 1.0) for n in range(70)]))
-    w.attention.take_mark(2, 4, "spool", {"error": "the disk does not answer", "lost": 50, "text": "not written"})
+    w.hang_monitor.take_mark(2, 4, "spool", {"error": "the disk does not answer", "lost": 50, "text": "not written"})
     assert w.run.unwritten == 50 and "rank 2: the record is not being written: the disk does not answer" in w.notes[0]
-    w.attention.take_mark(2, 9, "spool", {"error": "", "lost": 0, "text": "again"})
+    w.hang_monitor.take_mark(2, 9, "spool", {"error": "", "lost": 0, "text": "again"})
     assert w.run.unwritten == 0 and w.notes == ["the record is being written again, and lacks no row"]
 
 
@@ -178,8 +180,8 @@ def test_rows_missing_on_disk_are_counted_at_the_end(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run", "samples", 0)
     writer.append({k: v[:4] for k, v in rows.items()})
     writer.close()
-    w.attention.take_mark(0, 4, "spool", {"error": "No space left on device", "lost": 3, "text": "not written"})
-    w.attention.recording.count_lacking()
+    w.hang_monitor.take_mark(0, 4, "spool", {"error": "No space left on device", "lost": 3, "text": "not written"})
+    w.hang_monitor.recording.count_lacking()
     assert run.unwritten == 6 and w.notes == [
         f"the record in {tmp_path / 'run'} ends without 6 rows of this run; "
         "run.save('elsewhere') writes all rows that are shown here"
@@ -213,18 +215,18 @@ def test_a_run_directory_that_vanishes_is_reported_once(tmp_path: Path) -> None:
 
 def test_a_death_is_placed_by_the_latest_answer_or_row() -> None:
     w = Watched()
-    w.attention.take_status(1, {"step": 1, "busy": "all_reduce bucket 0"})
-    assert w.attention.find_place(1) == (1, "all_reduce bucket 0")
+    w.hang_monitor.take_status(1, {"step": 1, "busy": "all_reduce bucket 0"})
+    assert w.hang_monitor.find_place(1) == (1, "all_reduce bucket 0")
     w.now += 0.5
     rows = [(1, step, "step", "DDP", 0.0, 0.0, 0.1, 0) for step in range(1, 5)]
-    w.attention.take_rows("spans", 1, columns_of("spans", rows))
-    assert w.attention.find_place(1) == (5, "")
+    w.hang_monitor.take_rows("spans", 1, columns_of("spans", rows))
+    assert w.hang_monitor.find_place(1) == (5, "")
     w.now += 0.1
-    w.attention.take_rows("spans", 1, columns_of("spans", [(1, 5, "compute", "forward", 0.0, 0.0, 0.1, 0)]))
-    assert w.attention.find_place(1) == (5, "after forward")
+    w.hang_monitor.take_rows("spans", 1, columns_of("spans", [(1, 5, "compute", "forward", 0.0, 0.0, 0.1, 0)]))
+    assert w.hang_monitor.find_place(1) == (5, "after forward")
     w.now += 0.1
-    w.attention.take_status(1, {"step": 5, "busy": "backward"})
-    assert w.attention.describe_death(1, "is gone")["op"] == "backward" and w.attention.find_place(1)[0] == 5
+    w.hang_monitor.take_status(1, {"step": 5, "busy": "backward"})
+    assert w.hang_monitor.describe_death(1, "is gone")["op"] == "backward" and w.hang_monitor.find_place(1)[0] == 5
 
 
 @pytest.mark.parametrize(("strategy", "step"), [(DDP(), 5), (LocalSGD(every=8), 3)])
@@ -232,7 +234,7 @@ def test_a_dead_ranks_step_is_the_one_in_which_other_ranks_missed_it(strategy: A
     dead = {"rank": 2, "step": 3, "op": "update", "type": "EngineDied", "text": "its engine is gone"}
     freed = {"step": 5, "op": "all_reduce", "type": "RuntimeError", "text": "Connection closed by peer"}
     errors = {2: dead, 0: {**freed, "rank": 0}, 1: {**freed, "rank": 1}}
-    brought_up(errors, Experiment(ranks=3, strategy=strategy))
+    align_death_steps(errors, Experiment(ranks=3, strategy=strategy))
     error = RankError(list(errors.values()))
     assert (error.rank, error.step, error.freed) == (2, step, [0, 1])
 
@@ -241,23 +243,23 @@ def test_a_rank_that_hangs_in_set_up_is_named() -> None:
     w = Watched(fresh=True)
     for _ in range(40):
         w.second(2, op="set-up", mute=False, state="starting")
-    assert "rank 2 has been in set-up" in w.attention.holdup and "0, 1, 3 wait" in w.attention.holdup
+    assert "rank 2 has been in set-up" in w.hang_monitor.holdup and "0, 1, 3 wait" in w.hang_monitor.holdup
 
 
 def test_the_start_of_engines_does_not_count_as_a_stopped_kernel() -> None:
     w = Watched()
     w.now += 8.0
-    w.attention.start_watch()
+    w.hang_monitor.start_watch()
     w.second()
     w.now += 1.0
-    w.attention.take_mark(1, 3, "stood still", {"seconds": 5.0, "text": "was stopped for 5 s"})
+    w.hang_monitor.take_mark(1, 3, "stood still", {"seconds": 5.0, "text": "was stopped for 5 s"})
     assert w.notes == ["rank 1 was stopped for 5 s (step 3)"]
 
 
 def took(w: Watched, seconds: float, name: str = "forward") -> None:
     """Records an earlier operation of this duration on rank 2."""
     row = (2, w.step, "compute", name, 0.0, 0.0, seconds, 0)
-    w.attention.take_rows("spans", 2, columns_of("spans", [row]))
+    w.hang_monitor.take_rows("spans", 2, columns_of("spans", [row]))
 
 
 @pytest.mark.parametrize(("before", "after", "named_at"), [
@@ -268,8 +270,8 @@ def test_a_rank_hangs_after_a_limit_that_depends_on_earlier_durations(
 ) -> None:
     w = Watched()
     heard: list[Any] = []
-    w.attention.hang_after = lambda: after
-    w.attention.hangs = lambda found, fresh: heard.append((found.odd, fresh))
+    w.hang_monitor.hang_after = lambda: after
+    w.hang_monitor.hangs = lambda found, fresh: heard.append((found.odd, fresh))
     took(w, before)
     for _ in range(named_at - 1):
         w.second(2, mute=False)
@@ -282,7 +284,7 @@ def test_a_rank_hangs_after_a_limit_that_depends_on_earlier_durations(
 
 def test_the_limit_for_steps_does_not_apply_before_the_first_step() -> None:
     w = Watched(fresh=True)
-    w.attention.hang_after = lambda: 2.0
+    w.hang_monitor.hang_after = lambda: 2.0
     for _ in range(29):
         w.second(2, mute=False)
     assert w.notes == []
@@ -292,7 +294,7 @@ def test_the_limit_for_steps_does_not_apply_before_the_first_step() -> None:
 
 def test_the_limit_for_steps_does_not_apply_to_a_first_evaluation() -> None:
     w = Watched()
-    w.attention.hang_after = lambda: 2.0
+    w.hang_monitor.hang_after = lambda: 2.0
     for _ in range(29):
         w.second(2, op="evaluate", mute=False)
     assert w.notes == []
@@ -301,7 +303,7 @@ def test_the_limit_for_steps_does_not_apply_to_a_first_evaluation() -> None:
 def test_only_a_silent_ranks_process_is_inspected() -> None:
     w = Watched()
     asked: list[int] = []
-    w.attention.process = lambda rank: asked.append(rank) or "its process is stopped"  # type: ignore[func-returns-value]
+    w.hang_monitor.process = lambda rank: asked.append(rank) or "its process is stopped"  # type: ignore[func-returns-value]
     for _ in range(11):
         w.second(2)
     assert set(asked) == {2} and "(its process is stopped" in w.notes[0]

@@ -16,7 +16,7 @@ from tests.kept import held
 from tests.piped import piped
 from tests.ranks import batch, ended, experiment, live, mse, toy
 from tests.waiting import until
-from workbench.cluster.run.alarm import Alarm
+from workbench.cluster.run.alarm_monitor import AlarmMonitor
 from workbench.compressors import ErrorFeedback, TopK
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
@@ -214,39 +214,39 @@ class Asked:
 
     def __init__(self, watched: bool) -> None:
         self.notes: list[str] = []
-        self.orders: list[dict[str, Any]] = []
+        self.commands: list[dict[str, Any]] = []
         self.ended, self.step = False, 9
         self.changes = type("C", (), {"experiment": Experiment(on_nan="roll back")})()
-        self.ending = type("E", (), {"unwatched": None})()
+        self.ending = type("E", (), {"unwatched_error": None})()
         self.watched = lambda: watched
         self.over = threading.Event()
 
-    def queue_order(self, what: str, request: dict[str, Any]) -> None:
-        self.orders.append(request)
+    def queue_command(self, what: str, request: dict[str, Any]) -> None:
+        self.commands.append(request)
 
-    def come_to_end(self) -> None:
+    def request_stop(self) -> None:
         self.ended = True
 
 
 def test_the_lab_orders_ranks_back_and_reports_the_outcome() -> None:
     it = Asked(watched=True)
-    alarm = Alarm(it)  # type: ignore[arg-type]
-    alarm.heard("nan", 1, 6, 2.0, {"loss": "nan"})
-    assert it.orders == [{"id": "nan", "kind": "roll back", "step": 6}]
+    alarm = AlarmMonitor(it)  # type: ignore[arg-type]
+    alarm.take_alarm("nan", 1, 6, 2.0, {"loss": "nan"})
+    assert it.commands == [{"id": "nan", "kind": "roll back", "step": 6}]
     assert it.notes == ["rank 1's loss was nan at step 6, before any other's; the ranks go back to a checkpoint"]
-    alarm.went_back(3.0, {"text": "all ranks went back", "to": 4})
+    alarm.take_rollback(3.0, {"text": "all ranks went back", "to": 4})
     assert it.notes[-1] == "all ranks went back" and not it.ended
-    alarm.heard("nan", 0, 7, 2.5, {"loss": "nan"})
-    assert len(it.orders) == 1, "what was met before is settled"
-    alarm.heard("nan", 0, 9, 4.0, {"loss": "nan"})
-    assert it.orders[-1]["step"] == 9
+    alarm.take_alarm("nan", 0, 7, 2.5, {"loss": "nan"})
+    assert len(it.commands) == 1, "what was met before is settled"
+    alarm.take_alarm("nan", 0, 9, 4.0, {"loss": "nan"})
+    assert it.commands[-1]["step"] == 9
 
 
 @pytest.mark.parametrize("watched", [True, False])
 def test_a_run_that_cannot_go_back_pauses_if_watched_and_ends_otherwise(watched: bool) -> None:
     it = Asked(watched)
-    alarm = Alarm(it)  # type: ignore[arg-type]
-    alarm.heard("nan", 1, 6, 2.0, {"loss": "nan"})
-    alarm.went_back(3.0, {"text": "nobody went back at step 7: there is no checkpoint yet"})
-    assert it.ended is not watched and (it.ending.unwatched is None) is watched
+    alarm = AlarmMonitor(it)  # type: ignore[arg-type]
+    alarm.take_alarm("nan", 1, 6, 2.0, {"loss": "nan"})
+    alarm.take_rollback(3.0, {"text": "nobody went back at step 7: there is no checkpoint yet"})
+    assert it.ended is not watched and (it.ending.unwatched_error is None) is watched
     assert it.notes[-1].endswith("the run pauses" if watched else "nobody watches, so the run ends")

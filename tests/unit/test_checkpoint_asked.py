@@ -74,5 +74,5 @@ def test_each_request_has_a_unique_name() -> None:
     live = RunController(Run({}, live=True), Any, Changes(Experiment(ranks=2), []), "g")  # type: ignore[arg-type]
     live.request_checkpoint()
     live.request_checkpoint()
-    names = [live.orders._queue.get()[3]["request"]["id"] for _ in range(2)]
+    names = [live.commands._queue.get()[3]["request"]["id"] for _ in range(2)]
     assert len(set(names)) == 2

@@ -11,7 +11,7 @@ import workbench
 from tests import joins
 from tests.bench import joins_page
 from tests.unit import synthetic
-from workbench.cluster.run.errors import none_holds
+from workbench.cluster.run.errors import explain_lost_state
 from workbench.host.elastic.shrink_plan import mark_end_reason
 from workbench.lab import RankError
 
@@ -41,7 +41,7 @@ def test_a_loss_outside_of_the_reference_is_found_and_one_inside_is_not() -> Non
 
 def test_the_pages_sentences_are_those_of_the_code() -> None:
     errors = {0: {"type": "EngineDied", "text": "killed"}}
-    none_holds(errors, [0], [2], "")
+    explain_lost_state(errors, [0], [2], "")
     marks: list[dict[str, Any]] = []
     mark_end_reason(lambda name, detail: marks.append(detail), "why")
     engine = Path(workbench.__file__).parent / "engine"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workbench.cluster.run.errors import RankError, none_holds
+from workbench.cluster.run.errors import RankError, explain_lost_state
 from workbench.settings import KnobError
 
 
@@ -43,7 +43,7 @@ def test_the_line_of_the_users_own_code_is_shown() -> None:
 
 def test_the_error_reports_a_lost_state_and_gives_advice() -> None:
     errors = {r: {"type": "EngineDied", "text": "its engine ended"} for r in (0, 1)}
-    none_holds(errors, (0, 1), (2, 3), "")
+    explain_lost_state(errors, (0, 1), (2, 3), "")
     assert (
         errors[0]["text"]
         == errors[1]["text"]
@@ -53,9 +53,9 @@ def test_the_error_reports_a_lost_state_and_gives_advice() -> None:
         )
     )
     errors = {0: {"type": "EngineDied", "text": "gone"}}
-    none_holds(errors, (0, 1), (), "run/step-8")
+    explain_lost_state(errors, (0, 1), (), "run/step-8")
     assert errors[0]["text"] == "gone", "rank 1 lives"
-    none_holds(errors, (0,), (), "run/step-8")
+    explain_lost_state(errors, (0,), (), "run/step-8")
     assert errors[0]["text"].endswith("go on from the newest checkpoint with lab.run(resume='run/step-8')")
 
 

@@ -375,7 +375,7 @@ def following(policy: str = "auto", watched: bool = False, ranks: int = 2) -> Ru
 def came(live: RunController, rank: int, step: int, t: float, name: str, **detail: Any) -> None:
     """Delivers a rank's next mark."""
     row = columns_of("marks", [(rank, step, name, t, json.dumps({"rank": rank, **detail}))])
-    live.take_batch(RowBatch("g", "marks", rank, live.gaps.next["marks", rank], row))
+    live.take_batch(RowBatch("g", "marks", rank, live.reorder_buffer.next["marks", rank], row))
 
 
 @pytest.mark.parametrize(("policy", "watched", "ends"), [
@@ -385,7 +385,7 @@ def test_the_lab_pauses_or_ends_a_run_by_its_policy_and_watchers(policy: str, wa
     for name in ("nan", "diverged"):
         it = following(policy, watched)
         came(it, 1, 4, 2.0, name, loss="nan", layer="b", why="it is", best="2")
-        assert (it.ending.asked, it.ending.unwatched is not None) == (ends, ends)
+        assert (it.ending.is_stop_requested, it.ending.unwatched_error is not None) == (ends, ends)
 
 
 def test_the_note_names_rank_layer_step_and_a_remedy() -> None:
@@ -408,7 +408,7 @@ def test_skipped_steps_give_one_note_that_names_the_rank_with_the_bad_gradient()
     assert it.notes == ["rank 1's gradient was not finite at step 4, in layer 'b'; that step was skipped"]
     came(it, 0, 7, 3.0, "nan", loss="", layer="c", why="", skipped=True, own=True)
     assert it.notes == ["rank 0's gradient was not finite at step 7, in layer 'c'; that step was skipped, as 2 in all"]
-    assert not it.ending.asked and it.ending.unwatched is None
+    assert not it.ending.is_stop_requested and it.ending.unwatched_error is None
 
 
 def test_an_older_record_without_a_layer_is_read() -> None:

@@ -62,7 +62,7 @@ def orders(line: RpcClient, generation: str) -> CommandQueue:
         raise failure
 
     ending = SimpleNamespace(
-        living_ranks={0}, dead_ranks=set(), outlives=lambda: False, note_outlived=lambda ranks, step: None
+        living_ranks={0}, dead_ranks=set(), outlives=lambda: False, note_removed=lambda ranks, step: None
     )
     return CommandQueue(
         SimpleNamespace(
@@ -73,7 +73,7 @@ def orders(line: RpcClient, generation: str) -> CommandQueue:
 
 def carried(o: CommandQueue) -> None:
     while not o._queue.empty():
-        o.send_next()
+        o.send_next_command()
 
 
 def test_orders_of_a_finished_run_do_not_affect_the_next_one(
@@ -84,15 +84,15 @@ def test_orders_of_a_finished_run_do_not_affect_the_next_one(
     first.over = True
     second = begun(bench, tmp_path, "b", 0)
     late = orders(line, "a")
-    late.put_order("abort", everyone=True, asked=True)
-    late.put_order("hurry", everyone=True)
-    late.put_order("request", request={"kind": "stop"})
+    late.put_command("abort", everyone=True, asked=True)
+    late.put_command("hurry", everyone=True)
+    late.put_command("request", request={"kind": "stop"})
     carried(late)
     assert (second.over, second.hurried, second.asked) == (False, False, [])
     own = orders(line, "b")
-    own.put_order("request", request={"kind": "stop"})
-    own.put_order("hurry", everyone=True)
-    own.put_order("abort", everyone=True, asked=True)
+    own.put_command("request", request={"kind": "stop"})
+    own.put_command("hurry", everyone=True)
+    own.put_command("abort", everyone=True, asked=True)
     carried(own)
     assert (second.over, second.hurried, second.asked) == (True, True, ["stop"])
 
@@ -138,9 +138,9 @@ def test_an_engine_whose_session_did_not_start_answers_every_order(
     with pytest.raises(RuntimeError, match="can't start new thread"):
         begun(bench, tmp_path, "a", 0, NeverStarts)
     late = orders(line, "a")
-    late.put_order("request", request={"kind": "stop"})
-    late.put_order("hurry", everyone=True)
-    late.put_order("abort", everyone=True, asked=True)
+    late.put_command("request", request={"kind": "stop"})
+    late.put_command("hurry", everyone=True)
+    late.put_command("abort", everyone=True, asked=True)
     carried(late)
     assert line.ask_rank(0, "request", request={"kind": "stop"})[0] is None
     assert line.ask_rank(0, "outlive")[0] == "its engine has no run"

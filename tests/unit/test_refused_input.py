@@ -37,7 +37,7 @@ def test_both_hosts_report_a_batch_without_rows() -> None:
 def test_the_error_of_an_empty_batch_suggests_at_least_one_row() -> None:
     it = following("stop", False)
     came(it, 1, 0, 1.0, "nan", loss="nan", layer="", why=NO_ROWS)
-    text = it.ending.unwatched["text"]
+    text = it.ending.unwatched_error["text"]
     assert "the loss is nan (the batch has no rows)" in text and "give every rank at least 1 row" in text
     assert "learning rate" not in text
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.waiting import until
-from workbench.cluster.run import evicting
+from workbench.cluster.run import evictions
 from workbench.cluster.run.changes import PendingChange
 from workbench.settings import Change
 
@@ -27,15 +27,15 @@ class Lab:
         self.asked: list[int] = []
         self.refusals = refusals
         live: Any = SimpleNamespace(state="running", over=threading.Event(), members=(0, 1), note_error=pytest.fail,
-                                    ending=SimpleNamespace(asked=False),
+                                    ending=SimpleNamespace(is_stop_requested=False),
                                     cluster=SimpleNamespace(describe_death=lambda rank: rank in dead))  # fmt: skip
-        patch.setattr(evicting, "cannot_start", lambda cluster, count: False)
-        patch.setattr(evicting, "resize_run", self._resize)
-        self.evicting = evicting.Evictions(live)
+        patch.setattr(evictions, "cannot_start", lambda cluster, count: False)
+        patch.setattr(evictions, "resize_run", self._resize)
+        self.evictions = evictions.Evictions(live)
 
     def _resize(self, live: Any, ranks: int) -> PendingChange:
         change = PendingChange(Change(0, "ranks", ranks))
-        change.coming = [2 + len(self.asked)]
+        change.joining = [2 + len(self.asked)]
         self.asked.append(ranks)
         refused = self.refusals.pop(0) if self.refusals else None
         change.answer(applied_at=None if refused else 7, refused=refused)
@@ -44,8 +44,8 @@ class Lab:
 
 def test_ranks_are_requested_again_until_they_join(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(monkeypatch, [LOST, LOST])
-    lab.evicting._begin_replacing(1)
-    assert until(lambda: lab.asked == [3, 3, 3] and not lab.evicting._refusals)
+    lab.evictions._begin_replacing(1)
+    assert until(lambda: lab.asked == [3, 3, 3] and not lab.evictions._retries)
 
 
 @pytest.mark.parametrize(
@@ -57,23 +57,23 @@ def test_requests_for_ranks_end_after_a_limit(
     refusals: list[str], dead: tuple[int, ...], asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab = Lab(monkeypatch, refusals, dead)
-    lab.evicting._begin_replacing(1)
+    lab.evictions._begin_replacing(1)
     assert until(lambda: len(lab.asked) == asked and not _replacing())
     assert len(lab.asked) == asked
 
 
 def test_ranks_are_requested_again_if_one_dies_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     lab, notes = Lab(monkeypatch, []), []
-    lab.evicting.live.note_error = notes.append  # type: ignore[method-assign]
+    lab.evictions.live.note_error = notes.append  # type: ignore[method-assign]
     begin = lab._resize
 
     def fails_once(live: Any, ranks: int) -> PendingChange:
         if not notes:
-            raise evicting.RankNotBegun("rank 2 did not join")
+            raise evictions.RankNotBegun("rank 2 did not join")
         return begin(live, ranks)
 
-    monkeypatch.setattr(evicting, "resize_run", fails_once)
-    lab.evicting._begin_replacing(1)
+    monkeypatch.setattr(evictions, "resize_run", fails_once)
+    lab.evictions._begin_replacing(1)
     assert until(lambda: lab.asked == [3] and not _replacing()) and len(notes) == 1
 
 
@@ -85,9 +85,9 @@ def test_one_request_for_new_ranks_is_under_way_at_a_time(monkeypatch: pytest.Mo
     lab = Lab(monkeypatch, [LOST])
     waits, fails = threading.Event(), threading.Event()
     monkeypatch.setattr(PendingChange, "wait", _wait_for(waits, fails))
-    lab.evicting._begin_replacing(1)
+    lab.evictions._begin_replacing(1)
     assert until(waits.is_set)
-    lab.evicting._begin_replacing(2)  # two more ranks are lost while one joins
+    lab.evictions._begin_replacing(2)  # two more ranks are lost while one joins
     time.sleep(0.2)
     assert lab.asked == [3]
     fails.set()

@@ -18,7 +18,7 @@ from workbench.cluster.processes import uninterruptible
 from workbench.cluster.run import commands, resizing
 from workbench.cluster.run.changes import Changes
 from workbench.cluster.run.commands import CommandQueue
-from workbench.cluster.run.ending import Ending
+from workbench.cluster.run.ending import RunEnding
 from workbench.experiment import Experiment
 
 TRACED = {module.__file__ for module in (meeting, commands, resizing, uninterruptible)}
@@ -87,22 +87,22 @@ class Training:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.cluster, self.generation, self.state, self.step = Engines(4), "g", "running", 7
         self.changes = Changes(Experiment(ranks=2).checked(), [])
-        self.members, self.been, self.returned = (0, 1), {0, 1}, dict[int, int]()
-        self.ending, self.preempted = Ending(range(2)), dict[int, float | None]()
-        self.orders = CommandQueue(self)  # type: ignore[arg-type]
-        self.queue_order, self.over = self.orders.put_order, SimpleNamespace(is_set=lambda: False)
-        self.inviting = nullcontext()
-        self.job, self.blob, self.secret, self.spools = {}, b"", "", dict[int, str]()
+        self.members, self.used_ranks, self.successor_ranks = (0, 1), {0, 1}, dict[int, int]()
+        self.ending, self.preempted = RunEnding(range(2)), dict[int, float | None]()
+        self.commands = CommandQueue(self)  # type: ignore[arg-type]
+        self.queue_command, self.over = self.commands.put_command, SimpleNamespace(is_set=lambda: False)
+        self.resize_lock = nullcontext()
+        self.session_arguments, self.pickled_experiment, self.secret, self.spool_folders = {}, b"", "", dict[int, str]()
         self.cluster.jobs |= {100: ("g", 0), 101: ("g", 1)}
         self.cluster.waits |= {100: True, 101: True}  # that is: busy
         patch.setattr(resizing, "begin_sessions", self.begin)
-        patch.setattr(resizing.last_rows, "of_left", lambda *rest: None)
+        patch.setattr(resizing.last_rows, "fetch_departed_rows", lambda *rest: None)
         patch.setattr(meeting, "replace", lambda e, rank: SimpleNamespace(**{**vars(e), "rank": rank, "line": ""}))
         for engine in self.cluster.engines:
             engine.line = ""
 
     def admit_ranks(self, new: list[int]) -> None:
-        self.been |= set(new)
+        self.used_ranks |= set(new)
         self.ending.admit_ranks(new)
 
     def begin(self, cluster: Any, job: Any, blob: bytes, new: list[int], secret: str) -> dict[int, str]:
@@ -117,12 +117,12 @@ class Training:
     def carried(self) -> list[list[int]]:
         """Carries all orders; returns the members of each resize among them."""
         asked = []
-        while not self.orders._queue.empty():
-            what, everyone, to, rest = self.orders._queue.get()
+        while not self.commands._queue.empty():
+            what, everyone, to, rest = self.commands._queue.get()
             if what == "request":
                 asked.append(rest["pending"].request["members"])
             else:
-                self.orders._send_order(what, everyone, to, rest)
+                self.commands._send_command(what, everyone, to, rest)
         return asked
 
     @property
@@ -149,7 +149,7 @@ def test_new_ranks_are_invited_or_dismissed_at_any_interrupt_of_the_kernel(
         came[bool(asked)] += 1
         assert asked in ([], [[0, 1, 2, 3]]), line
         assert live.waiting == ({2, 3} if asked else set()), line
-        pending = [one for one in live.changes.listed if one.refused is None]
+        pending = [one for one in live.changes.history if one.refused is None]
         assert len(pending) == len(asked) and live.ending.ranks - {0, 1} == live.waiting, line
         if not asked:  # all is as before: all engines are still available
             resizing.resize_run(live, 4)  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ def test_starting_engines_join_the_lab_or_end_at_any_interrupt_of_the_kernel(
 
 def test_two_requests_at_once_take_different_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     live = Training(monkeypatch)
-    live.inviting = threading.RLock()
+    live.resize_lock = threading.RLock()
     invite, threads = resizing._begin_sessions, []
 
     def invites(run: Any, new: list[int]) -> None:
@@ -204,4 +204,4 @@ def test_a_rank_that_dies_before_it_waits_is_missed_at_once(monkeypatch: pytest.
     monkeypatch.setattr(resizing, "begin_sessions", live.begin)
     with pytest.raises(resizing.RankNotBegun, match="ranks 2, 3 did not join: the engine of rank 2 ended with signal"):
         resizing.resize_run(live, 4)  # type: ignore[arg-type]
-    assert live.ending.ranks == {0, 1} and live.orders.dismissed == {2, 3}
+    assert live.ending.ranks == {0, 1} and live.commands.dismissed == {2, 3}

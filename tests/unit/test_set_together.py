@@ -51,10 +51,10 @@ def test_an_invalid_group_of_settings_raises_knob_error(path: Any, value: Any) -
 def test_a_lab_checks_a_group_as_a_whole_and_sends_it_as_one() -> None:
     changes, sent = Changes(E, []), list[PendingChange]()
     with pytest.raises(KnobError, match="seed=3: cannot change while a run is live; stop it"):
-        changes.ask({"lr": 0.1, "seed": 3}, None, lambda asked, new: sent.append(asked))
-    asked = changes.ask({"density": 0.2, "compressor": "TopK"}, None, lambda asked, new: sent.append(asked))
+        changes.request_change({"lr": 0.1, "seed": 3}, None, lambda asked, new: sent.append(asked))
+    asked = changes.request_change({"density": 0.2, "compressor": "TopK"}, None, lambda asked, new: sent.append(asked))
     assert sent == [asked] and asked.change.settings.keys() == {"compressor.of.density", "compressor"}
-    changes.applied(7, json.loads(json.dumps(asked.change.plain(), sort_keys=True)))
+    changes.note_applied(7, json.loads(json.dumps(asked.change.plain(), sort_keys=True)))
     assert asked.applied_at == 7 and changes.experiment.compressor.of.density == 0.2  # type: ignore[attr-defined]
     (planned,) = user_input.planned(E, user_input.changes([(9, BOTH)]))
     assert planned == Change(9, {name: to_plain(getattr(E.set(BOTH), name)) for name in BOTH})

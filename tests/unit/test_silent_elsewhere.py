@@ -40,9 +40,9 @@ def live(tmp_path: Path) -> RunController:
     run = Run(Experiment(ranks=2), path=tmp_path / "run", epoch=1.0)
     run.save()
     made = RunController(run, SimpleNamespace(rpc=Line()), Changes(Experiment(ranks=2), []), "g")
-    made.spools[1] = "/on/another/host"
+    made.spool_folders[1] = "/on/another/host"
     late = columns_of("marks", [(1, 5, "log", 0.5, json.dumps({"text": "late"}))])
-    made.gaps._held["marks", 1] = [(1, late)]  # waits for a lost message
+    made.reorder_buffer._held["marks", 1] = [(1, late)]  # waits for a lost message
     return made
 
 
@@ -53,27 +53,27 @@ def asks(live: RunController) -> list[str]:
 def test_the_watch_skips_the_silent_rank_and_passes_on_later_rows(
     live: RunController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch_module, "SILENT", -1.0)
-    RunWatch(live).ask_ranks()
-    assert asks(live) == [] and live.gaps.next["marks", 1] == 2
+    monkeypatch.setattr(watch_module, "SILENCE_LIMIT", -1.0)
+    RunWatch(live).request_status()
+    assert asks(live) == [] and live.reorder_buffer.next["marks", 1] == 2
 
 
 def test_the_end_skips_the_silent_rank_and_passes_on_later_rows(live: RunController) -> None:
-    last_rows.gather_rows(live, {0, 1})
-    assert asks(live) == [] and live.gaps.next["marks", 1] == 2
+    last_rows.gather_last_rows(live, {0, 1})
+    assert asks(live) == [] and live.reorder_buffer.next["marks", 1] == 2
 
 
 def test_rows_are_read_from_a_disk_that_is_visible(live: RunController) -> None:
-    del live.spools[1]
+    del live.spool_folders[1]
     record = Recorder(1, live.run.path)
     record.mark(3, "log", 0.1, json.dumps({"text": "on disk"}))
     record.close()
-    last_rows.of_silent(live, "marks", 1)
+    last_rows.read_silent_rows(live, "marks", 1)
     assert [d["text"] for _, _, d in live.run.details("log")] == ["on disk", "late"]
 
 
 def test_an_answering_rank_is_asked_for_lost_rows(live: RunController) -> None:
-    live.gaps.put_batch(wire.RowBatch("g", "marks", 1, 2, columns_of("marks", [(1, 6, "log", 0.6, "{}")])))
+    live.reorder_buffer.put_batch(wire.RowBatch("g", "marks", 1, 2, columns_of("marks", [(1, 6, "log", 0.6, "{}")])))
     assert asks(live) == ["rows"]
 
 
@@ -82,6 +82,8 @@ def test_the_last_rows_are_fetched_though_the_last_status_is_older(live: RunCont
     about = {"generation": "g", "as": 0, "state": "running", "step": 7, "over": False}
     live.status[0] = {**about, "sent": {"spans": 0}}
     live.cluster.rpc.ask_all = lambda what, **rest: {0: {**about, "sent": {"spans": 1}}}
-    live.gaps._missed = lambda kind, rank, start: [(0, rows)] if (kind, rank, start) == ("spans", 0, 0) else []
-    last_rows.gather_rows(live, {1})
+    live.reorder_buffer._missed = lambda kind, rank, start: (
+        [(0, rows)] if (kind, rank, start) == ("spans", 0, 0) else []
+    )
+    last_rows.gather_last_rows(live, {1})
     assert len(live.run.spans) == 1

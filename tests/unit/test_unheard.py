@@ -35,12 +35,12 @@ def went_on(e: Experiment, gone: list[int], members: list[int], step: int, turn:
 
 def test_a_late_report_of_an_older_generation_answers_but_does_not_take_effect() -> None:
     e, live, _ = live_of(2)
-    asked = live.changes.resizing([0, 1, 2], [2])
+    asked = live.changes.request_resize([0, 1, 2], [2])
     live.admit_ranks([2])
     came(live, 1, 7, 2.0, "members", went_on(e.set("bucket_mb", 0.5), [0], [1, 2], 7, 2))
     late = {**went_on(e, [], [0, 1, 2], 5, 1), "new": [2], "id": asked.id}
     came(live, 0, 5, 1.0, "members", late)
-    assert asked.applied_at == 5 and live.members == (1, 2) and live.orders.first == 1
+    assert asked.applied_at == 5 and live.members == (1, 2) and live.commands.leader == 1
     assert live.changes.experiment.bucket_mb == 0.5 and live.ending.ranks == {1, 2}
     came(live, 0, 5, 1.0, "state", {"state": "paused"})
     assert live.state != "paused"
@@ -50,7 +50,7 @@ def test_an_unreported_loss_does_not_end_a_run_that_goes_on() -> None:
     e, live, _ = live_of(4)
     died = {"step": 5, "op": "", "type": "EngineDied", "text": "gone", "consequence": False}
     for rank in (0, 1):  # rank 1 reported that they went on without rank 0, and was lost with its report
-        live.ending.failed(rank, {**died, "rank": rank})
+        live.ending.note_error(rank, {**died, "rank": rank})
     came(live, 2, 7, 2.0, "members", went_on(e, [1], [2, 3], 7, 2))
     now = live.ending.clock()
     live.ending.clock = lambda: now + 40
@@ -59,7 +59,7 @@ def test_an_unreported_loss_does_not_end_a_run_that_goes_on() -> None:
 
 def test_the_kernel_does_not_wait_for_a_removed_rank_whose_report_was_lost() -> None:
     e, live, _ = live_of(3)
-    asked = live.changes.resizing([0, 1], [])
+    asked = live.changes.request_resize([0, 1], [])
     came(live, 1, 7, 2.0, "members", went_on(e, [0], [1], 7, 2))
     came(live, 1, 5, 1.0, "resized", {"id": asked.id, "text": "rank 2 is taken out", "again": True})
     came(live, 1, 9, 3.0, "end", {"rank": 1, "state": "done"})
@@ -69,7 +69,7 @@ def test_the_kernel_does_not_wait_for_a_removed_rank_whose_report_was_lost() -> 
 def test_the_kernel_does_not_wait_for_a_new_rank_whose_loss_was_unreported() -> None:
     e, live, _ = live_of(2)
     live.admit_ranks([2])
-    asked = live.changes.resizing([0, 1, 2], [2])
+    asked = live.changes.request_resize([0, 1, 2], [2])
     came(live, 1, 7, 2.0, "members", went_on(e, [0], [1], 7, 3))
     came(live, 1, 5, 1.0, "resized", {"id": asked.id, "text": "rank 2 is added", "again": True})
     assert asked.applied_at == 5 and live.ending.ranks == {1}
@@ -88,7 +88,7 @@ def test_late_reports_of_planned_changes_are_listed() -> None:
     came(live, 0, 2, 0.5, "change", {"path": "bucket_mb", "value": 0.5, "id": ""})
     came(live, 1, 7, 2.0, "members", went_on(e, [0], [1, 2], 7, 1))
     came(live, 0, 5, 1.0, "change", {"path": "bucket_mb", "value": 0.25, "id": ""})
-    assert [c.value for c in live.changes.listed] == [0.5, 0.25] and live.changes.experiment.bucket_mb == e.bucket_mb
+    assert [c.value for c in live.changes.history] == [0.5, 0.25] and live.changes.experiment.bucket_mb == e.bucket_mb
 
 
 def test_a_pending_request_is_not_repeated_before_its_dependencies() -> None:
@@ -96,10 +96,10 @@ def test_a_pending_request_is_not_repeated_before_its_dependencies() -> None:
     came(live, 1, 7, 2.0, "members", went_on(e, [0], [1, 2], 7, 1))
     live.request_change("strategy", type("Mine", (DDP,), {"__module__": "__main__"})())
     for _ in range(3):
-        live.orders.send_next()
+        live.commands.send_next_command()
     assert sent == [("learn", ""), ("request", "change")]
-    live.orders.follow_leader(2, [1])
-    live.orders.send_next()
+    live.commands.follow_leader(2, [1])
+    live.commands.send_next_command()
     assert sent[2:] == [("request", "change")], "has gone out, and has no answer"
 
 

@@ -24,7 +24,7 @@ def test_the_final_progress_line_covers_the_whole_run(
     monkeypatch.setattr(waiting, "tqdm", lambda **rest: tqdm(file=out, **rest))
     run = SimpleNamespace(name="late", parent={"step": first} if first else {}, epoch=time.time() - seconds)
     live: Any = SimpleNamespace(run=run, changes=SimpleNamespace(experiment=Experiment()), steps_done=made,
-                                state="stopped", loss=1.5, attention=SimpleNamespace(holdup=""),
+                                state="stopped", loss=1.5, hang_monitor=SimpleNamespace(holdup=""),
                                 cluster=None)  # fmt: skip
     with waiting._make_progress(live) as line:
         waiting._show_progress(live, line)

@@ -82,7 +82,7 @@ class RunControls:
 
         Raises KnobError or ClusterError, and changes nothing, if they could not continue.
         """
-        self._require_run("evict").evicting.evict_ranks(ranks, "as asked", replace)
+        self._require_run("evict").evictions.evict_ranks(ranks, "as asked", replace)
 
     def stacks(self) -> Stacks:
         """Returns all Python stacks, by rank, to print. Takes some seconds if ranks do not answer."""
@@ -90,7 +90,7 @@ class RunControls:
         live = self._live if self.live else None
         found = gather_stacks(cluster, [e.rank for e in cluster.engines if live is None or e.rank in live.members])
         for rank in found if live else ():
-            step, op = live.attention.find_place(rank) if live else (0, "")
+            step, op = live.hang_monitor.find_place(rank) if live else (0, "")
             found[rank] = f"in {op or 'nothing that it told'} of step {step}\n{found[rank]}"
         return found
 
@@ -126,7 +126,7 @@ class RunControls:
         if not live.cluster.health.is_own(live.cluster.engines[rank]):
             raise ClusterError(f"rank={rank}: its engine is gone, or was not started by this lab, which signals only "
                                f"its own")  # fmt: skip
-        live.evicting.record_mark("asked", {"ranks": [rank], "text": f"rank {rank} {said}, as asked"}, besides=[rank])
+        live.evictions.record_mark("asked", {"ranks": [rank], "text": f"rank {rank} {said}, as asked"}, besides=[rank])
         live.cluster.health.send_signal(rank, by)
 
     def _require_run(self, what: str) -> RunController:
@@ -135,6 +135,6 @@ class RunControls:
         return self._live
 
     def _send_request(self, kind: str, **rest: Any) -> None:
-        self._require_run(kind).queue_order(
+        self._require_run(kind).queue_command(
             "request", request={"id": f"{kind} {time.time_ns():x}", "kind": kind, **rest}
         )

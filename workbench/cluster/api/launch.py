@@ -21,7 +21,7 @@ from workbench.cluster.engines.cluster import Cluster
 from workbench.cluster.engines.engines import list_versions
 from workbench.cluster.processes.place import ClusterError, LabPlace, alive, host_name, list_places, runs_dir
 from workbench.cluster.run.beginning import begin_sessions
-from workbench.cluster.run.changes import Changes, PendingChange, classes
+from workbench.cluster.run.changes import Changes, PendingChange, list_foreign_classes
 from workbench.cluster.run.controller import RunController
 from workbench.cluster.run.errors import RankError
 from workbench.cluster.run.resizing import resize_run as resize_run
@@ -34,10 +34,10 @@ from workbench.settings import Change, KnobError
 from workbench.settings.describe_error import said
 
 R = TypeVar("R", bound=Run)
-LOOK = 0.2  # seconds between checks of engines
-SETTLED = 3.0  # seconds for ranks to write sent rows, when a kernel attaches
-ATTACH = 20.0  # seconds for an engine to answer an attaching kernel: it may share a core with many
-SESSION = "workbench.engine.rank.session:Session"  # tests use a lighter one
+POLL_INTERVAL = 0.2  # seconds between checks of engines
+SETTLE_TIMEOUT = 3.0  # seconds for ranks to write sent rows, when a kernel attaches
+ATTACH_TIMEOUT = 20.0  # seconds for an engine to answer an attaching kernel: it may share a core with many
+SESSION_CLASS = "workbench.engine.rank.session:Session"  # tests use a lighter one
 
 
 def fit_experiment(experiment: Experiment, ranks: int) -> Experiment:
@@ -140,31 +140,38 @@ def start_sessions(
     """
     cluster, run, experiment = live.cluster, live.run, live.changes.experiment
     try:
-        while not live.ending.asked and not cluster.wait_settled(LOOK):
+        while not live.ending.is_stop_requested and not cluster.wait_settled(POLL_INTERVAL):
             continue
-        if live.ending.asked:  # before anything began
+        if live.ending.is_stop_requested:  # before anything began
             return live.end_run("stopped")
         cluster.wait()
         cluster.renewal.replace_used(live.ranks, experiment.task.leads)
-        if live.ending.asked:
+        if live.ending.is_stop_requested:
             return live.end_run("stopped")
         cluster.take = live.take_batch
         begun = resume(Path(run.path or ".") / "begun") if resume else ""
-        new = [*classes(experiment), *(c for change in changes for c in classes(change.value))]
+        new = [
+            *list_foreign_classes(experiment),
+            *(c for change in changes for c in list_foreign_classes(change.value)),
+        ]
         blob = _pickle_experiment((experiment, tuple(changes), new))
         _stamp_epoch(run)
-        job = {"session": SESSION, "generation": live.generation, "run_dir": str(run.path), "epoch": run.epoch,
+        job = {"session": SESSION_CLASS, "generation": live.generation, "run_dir": str(run.path), "epoch": run.epoch,
                "resume": str(begun) if begun else "", "leads": experiment.task.leads}  # fmt: skip
         told = {"path": str(run.path), "generation": live.generation, "ranks": experiment.ranks, "epoch": run.epoch}
         cluster.place.write_state(run=told)
         cluster.health.begin_run()
-        live.job, live.blob, live.secret = {**job, "size": experiment.ranks}, blob, secrets.token_hex(32)
-        unwanted = lambda: live.ending.is_unwanted  # noqa: E731
-        live.spools = begin_sessions(cluster, job, blob, live.ranks, unwanted, secret=live.secret)
-        live.start_orders()
+        live.session_arguments, live.pickled_experiment, live.secret = (
+            {**job, "size": experiment.ranks},
+            blob,
+            secrets.token_hex(32),
+        )
+        unwanted = lambda: live.ending.is_stop_overdue  # noqa: E731
+        live.spool_folders = begin_sessions(cluster, job, blob, live.ranks, unwanted, secret=live.secret)
+        live.start_commands()
         RunWatch(live).start_watch()
     except BaseException as error:
-        stopped = live.ending.asked and isinstance(error, RankError)
+        stopped = live.ending.is_stop_requested and isinstance(error, RankError)
         live.end_run("stopped") if stopped else live.end_run("failed", error)
 
 
@@ -205,7 +212,7 @@ def _list_local(state: dict[str, Any]) -> list[list[float]]:
     return [[e["pid"], e["created"]] for e in state["engines"] if e["host"] == host_name()]
 
 
-def _asked_of_any(cluster: Cluster, generation: str) -> tuple[dict[str, Any], bytes]:
+def _fetch_session_arguments(cluster: Cluster, generation: str) -> tuple[dict[str, Any], bytes]:
     """Returns the job and the pickled experiment from any engine of this run, or ({}, b"").
 
     Raises ClusterError if no engine answers.
@@ -213,8 +220,8 @@ def _asked_of_any(cluster: Cluster, generation: str) -> tuple[dict[str, Any], by
     error, answered = ClusterError("all engines of the run have ended"), False
     for rank in [engine.rank for engine in cluster.engines if not cluster.describe_death(engine.rank)]:
         try:
-            if blob := cluster.rpc.ask_rank(rank, "experiment", timeout=ATTACH)[1]:
-                job = cluster.rpc.ask_rank(rank, "job", timeout=ATTACH)[0]
+            if blob := cluster.rpc.ask_rank(rank, "experiment", timeout=ATTACH_TIMEOUT)[1]:
+                job = cluster.rpc.ask_rank(rank, "job", timeout=ATTACH_TIMEOUT)[0]
                 if job.get("generation") == generation:
                     return job, blob
             answered = True
@@ -243,7 +250,7 @@ def rejoin_run(cluster: Cluster, listed: list[PendingChange], kind: type[R]) -> 
     about = cluster.place.read_state().get("run")
     if not about:
         return None
-    job, blob = _asked_of_any(cluster, about["generation"])
+    job, blob = _fetch_session_arguments(cluster, about["generation"])
     if not blob:
         return None
     experiment, _, _ = cloudpickle.loads(blob)
@@ -251,15 +258,15 @@ def rejoin_run(cluster: Cluster, listed: list[PendingChange], kind: type[R]) -> 
     cluster.take = waiting.append  # earlier rows are on disk, or soon will be
     cluster.health.begin_run()
     living = [engine.rank for engine in cluster.engines if not cluster.describe_death(engine.rank)]
-    cluster.rpc.ask_all("settle", timeout=SETTLED, ranks=living)
+    cluster.rpc.ask_all("settle", timeout=SETTLE_TIMEOUT, ranks=living)
     run = _open_run(about, experiment, kind)
     live = RunController(run, cluster, Changes(experiment, listed), about["generation"])
-    live.secret, live.blob, live.job = job.pop("secret"), blob, job
+    live.secret, live.pickled_experiment, live.session_arguments = job.pop("secret"), blob, job
     live.replay_record()
     cluster.take = live.take_batch
     for batch in waiting:
         live.take_batch(batch)
-    live.start_orders()
+    live.start_commands()
     RunWatch(live).start_watch()
-    live.evicting.replace_lost()
+    live.evictions.replace_lost()
     return live

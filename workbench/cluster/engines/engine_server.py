@@ -101,8 +101,8 @@ class EngineServer(RpcHandlers):
         self.lab = setup["lab"]
         self.owner, self.home = setup["owner"], setup["host"]
         self.session: Any = None
-        self.job: dict[str, Any] = {}
-        self.blob = b""
+        self.session_arguments: dict[str, Any] = {}
+        self.pickled_experiment = b""
         self.secret = ""
         self.store: Any = None
         self.sent: dict[str, int] = {}
@@ -167,7 +167,7 @@ class EngineServer(RpcHandlers):
             # before the job, because readers of the job use these
             self.session, self.where, self.learned = session, where, learned
             process_restart.note_run(bool(job.get("leads")))
-            self.job, self.blob, self.sent, self.told_over = job, blob, {}, False
+            self.session_arguments, self.pickled_experiment, self.sent, self.told_over = job, blob, {}, False
             if (job["generation"], job["rank"]) in self._dismissed:
                 session.abort()
             self._dismissed = {life for life in self._dismissed if life[0] == job["generation"]}
@@ -178,7 +178,7 @@ class EngineServer(RpcHandlers):
             with self._life:
                 self.session = None  # a session that never started would block waiters
                 # ignores later orders and attaching kernels, but lets the kernel fetch its files
-                self.job, self.blob = {"rank": job["rank"]}, b""
+                self.session_arguments, self.pickled_experiment = {"rank": job["rank"]}, b""
             raise
         return str(where)
 
@@ -186,7 +186,7 @@ class EngineServer(RpcHandlers):
         """Publishes rows in one message. Without a listener they stay on disk only."""
         frames = []
         for kind, seq, columns in new:
-            batch = RowBatch(self.job["generation"], kind, self.job["rank"], seq, columns)
+            batch = RowBatch(self.session_arguments["generation"], kind, self.session_arguments["rank"], seq, columns)
             self.sent[kind] = seq + len(batch)
             frames += encode_batch(batch)
         with self._lock:
@@ -234,7 +234,7 @@ class EngineServer(RpcHandlers):
         """
         generation, ranks = of
         with self._life:
-            if self.job.get("generation") == generation and self.job["rank"] in ranks:
+            if self.session_arguments.get("generation") == generation and self.session_arguments["rank"] in ranks:
                 return self.handle_request(what, blob, ask)
             if what == "abort":
                 self._dismissed |= {(generation, rank) for rank in ranks}

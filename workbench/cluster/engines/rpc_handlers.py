@@ -24,8 +24,8 @@ class RpcHandlers:
     """One method for each question to an EngineServer."""
 
     session: Any
-    job: dict[str, Any]
-    blob: bytes
+    session_arguments: dict[str, Any]
+    pickled_experiment: bytes
     secret: str
     where: Path
     sent: dict[str, int]
@@ -47,7 +47,7 @@ class RpcHandlers:
         runs = process_restart.list_runs()  # first: a loop that begins now must not look finished
         over = self.told_over = not self.is_busy  # before the status, which then is the last
         status = self.session.status() if self.session else {"state": "idle", "step": 0, "busy": "", "error": None}
-        who = {"generation": self.job.get("generation", ""), "as": self.job.get("rank")}
+        who = {"generation": self.session_arguments.get("generation", ""), "as": self.session_arguments.get("rank")}
         return {**status, **who, "over": over, "sent": self.sent, "trouble": self.trouble,
                 "runs": runs}  # fmt: skip
 
@@ -100,11 +100,11 @@ class RpcHandlers:
 
     def on_experiment(self, blob: bytes) -> bytes:
         """Returns the pickled first experiment to an attaching kernel."""
-        return self.blob
+        return self.pickled_experiment
 
     def on_job(self, blob: bytes) -> dict[str, Any]:
         """Returns the job's shared part and the secret to an attaching kernel."""
-        return {name: x for name, x in self.job.items() if name not in OWN} | {"secret": self.secret}
+        return {name: x for name, x in self.session_arguments.items() if name not in OWN} | {"secret": self.secret}
 
     def on_own(self, blob: bytes, owner: list[float] | None, home: str) -> None:
         """Sets the lab's owner; None after `detach`."""
@@ -116,12 +116,12 @@ class RpcHandlers:
 
     def on_rows(self, blob: bytes, kind: str, start: int) -> bytes:
         """Returns the rank's rows of `kind` from row `start` on, from its own disk."""
-        rank = self.job["rank"]
+        rank = self.session_arguments["rank"]
         return spool.pack_pieces(spool.read_pieces(self.where, kind, rank, start), kind, rank)
 
     def on_files(self, blob: bytes) -> list[list[Any]]:
         """Returns [name, bytes] of each spooled file."""
-        return spool.list_files(self.where, self.job["rank"])
+        return spool.list_files(self.where, self.session_arguments["rank"])
 
     def on_file(self, blob: bytes, name: str, start: int) -> bytes:
         return spool.read_chunk(self.where, name, start)

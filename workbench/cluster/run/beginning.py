@@ -10,16 +10,16 @@ from workbench.cluster.engines import engine_server
 from workbench.cluster.engines.cluster import Cluster
 from workbench.cluster.engines.engines import spans_hosts
 from workbench.cluster.processes.place import ClusterError
-from workbench.cluster.run.ending import LEAVE
+from workbench.cluster.run.ending import LEAVE_TIMEOUT
 from workbench.cluster.run.errors import RankError
 from workbench.settings.describe_error import class_of, text_of
 
-TRUST_TIMEOUT = 30.0  # seconds for all ranks to take the secret
-BEGIN = 60.0  # seconds for all ranks to begin
-LOOK = 0.2  # seconds between checks
+SECRET_TIMEOUT = 30.0  # seconds for all ranks to take the secret
+BEGIN_TIMEOUT = 60.0  # seconds for all ranks to begin
+POLL_INTERVAL = 0.2  # seconds between checks
 
 
-class Late(ClusterError):
+class StartTimeout(ClusterError):
     """An engine has not begun in time, but still may."""
 
 
@@ -40,64 +40,70 @@ def begin_sessions(
         if not loop:
             store = cluster.call(first.id, engine_server.host_store, job["session"], first.reach)
     except Exception as error:
-        raise RankError([_why(cluster, 0, error)]) from None
-    _entrust(cluster, ranks, secret, unwanted)
+        raise RankError([_describe_failure(cluster, 0, error)]) from None
+    _send_secret(cluster, ranks, secret, unwanted)
     shared = {"size": len(ranks), **job, "store": store, "kind": cluster.kind, "loopback": loop}
     for engine in (cluster.engines[rank] for rank in ranks):
-        own = {"rank": engine.rank, "device": cluster.devices[engine.rank], "ours": cluster.health.is_own(engine)}
-        asked[engine.rank] = cluster.client[engine.id].apply_async(engine_server.begin_session, {**shared, **own}, blob)
-    spools, errors, until = {}, {}, time.monotonic() + BEGIN
+        rank_arguments = {
+            "rank": engine.rank,
+            "device": cluster.devices[engine.rank],
+            "ours": cluster.health.is_own(engine),
+        }
+        asked[engine.rank] = cluster.client[engine.id].apply_async(
+            engine_server.begin_session, {**shared, **rank_arguments}, blob
+        )
+    spools, errors, until = {}, {}, time.monotonic() + BEGIN_TIMEOUT
     for rank, answer in asked.items():
         try:
-            spools[rank] = str(_patiently(cluster, rank, answer, until, unwanted))
+            spools[rank] = str(_await_session(cluster, rank, answer, until, unwanted))
         except Exception as error:
             errors[rank] = error
     if errors:
-        late = {rank for rank, error in errors.items() if isinstance(error, Late)}
-        why = [_why(cluster, rank, error) for rank, error in errors.items()]
-        _take_back(cluster, job["generation"], spools, late)
+        late = {rank for rank, error in errors.items() if isinstance(error, StartTimeout)}
+        why = [_describe_failure(cluster, rank, error) for rank, error in errors.items()]
+        _dismiss_begun(cluster, job["generation"], spools, late)
         raise RankError(why)
     return spools
 
 
-def _entrust(cluster: Cluster, ranks: Sequence[int], secret: str, unwanted: Callable[[], bool]) -> None:
+def _send_secret(cluster: Cluster, ranks: Sequence[int], secret: str, unwanted: Callable[[], bool]) -> None:
     """Sends ranks the secret, only over the encrypted line. Raises RankError if one does not take it."""
-    until, waiting = time.monotonic() + TRUST_TIMEOUT, set(ranks)
+    until, waiting = time.monotonic() + SECRET_TIMEOUT, set(ranks)
     while waiting:
-        said = cluster.rpc.ask_all("trust", timeout=1.0, ranks=waiting, secret=secret)
-        silent = {rank: error for rank, error in said.items() if isinstance(error, Exception)}
+        answers = cluster.rpc.ask_all("trust", timeout=1.0, ranks=waiting, secret=secret)
+        silent = {rank: error for rank, error in answers.items() if isinstance(error, Exception)}
         late = silent and time.monotonic() > until
         if late or (silent and unwanted()) or any(cluster.describe_death(rank) for rank in silent):
-            why = [_why(cluster, rank, error) for rank, error in silent.items()]
+            why = [_describe_failure(cluster, rank, error) for rank, error in silent.items()]
             cluster.health.give_up(silent if late else ())
             raise RankError(why)
         waiting = set(silent)
 
 
-def _patiently(cluster: Cluster, rank: int, answer: Any, until: float, unwanted: Callable[[], bool]) -> Any:
+def _await_session(cluster: Cluster, rank: int, answer: Any, until: float, unwanted: Callable[[], bool]) -> Any:
     """Waits while engine and controller live."""
     while not answer.ready():
-        answer.wait(LOOK)
+        answer.wait(POLL_INTERVAL)
         if cluster.describe_death(rank) or cluster.health.describe_controller():
             break
         if time.monotonic() > until or unwanted():
-            raise Late(f"its engine did not begin within {BEGIN:g} s (is a cell running there?)")
-    return answer.get(LOOK)
+            raise StartTimeout(f"its engine did not begin within {BEGIN_TIMEOUT:g} s (is a cell running there?)")
+    return answer.get(POLL_INTERVAL)
 
 
-def _take_back(cluster: Cluster, generation: str, begun: Collection[int], late: set[int]) -> None:
+def _dismiss_begun(cluster: Cluster, generation: str, begun: Collection[int], late: set[int]) -> None:
     """Dismisses ranks that otherwise would wait for the failed one."""
     cluster.rpc.ask_all("abort", timeout=1.0, ranks=begun, of=(generation, list(begun)))
-    until, inside = time.monotonic() + LEAVE, set(begun)
+    until, inside = time.monotonic() + LEAVE_TIMEOUT, set(begun)
     while inside and time.monotonic() < until:
-        said = cluster.rpc.ask_all("status", timeout=1.0, ranks=inside)
-        inside -= {rank for rank, answer in said.items() if isinstance(answer, dict) and answer["over"]}
-        time.sleep(LOOK)
+        answers = cluster.rpc.ask_all("status", timeout=1.0, ranks=inside)
+        inside -= {rank for rank, answer in answers.items() if isinstance(answer, dict) and answer["over"]}
+        time.sleep(POLL_INTERVAL)
     if inside | late:
         cluster.health.give_up(inside | late)
 
 
-def _why(cluster: Cluster, rank: int, error: Exception) -> dict[str, Any]:
+def _describe_failure(cluster: Cluster, rank: int, error: Exception) -> dict[str, Any]:
     about = {"rank": rank, "step": 0, "op": "set-up"}
     if how := cluster.describe_death(rank):
         return {**about, "type": "EngineDied", "text": f"its engine {how}"}

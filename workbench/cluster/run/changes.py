@@ -13,7 +13,7 @@ from typing import Any
 from workbench.experiment import Experiment
 from workbench.settings import NEXT, Change, KnobError, fold, resolved
 
-BEFORE = "before the run"  # id of such a change
+BEFORE_RUN = "before the run"  # id of such a change
 
 
 class PendingChange:
@@ -30,10 +30,10 @@ class PendingChange:
         self.applied_at = applied_at
         self.refused: str | None = None
         self.members: Sequence[int] = ()  # of a resize: the ranks to train with
-        self.coming: Sequence[int] = ()  # of a resize: the new ranks
+        self.joining: Sequence[int] = ()  # of a resize: the new ranks
         self.sent = False  # whether the ranks have received it
         self.seconds: float | None = None  # from request to answer
-        self.whereabouts: Callable[[], str] = lambda: "nobody was asked"  # of the ranks
+        self.describe_ranks: Callable[[], str] = lambda: "nobody was asked"  # of the ranks
         self._answered = threading.Event()
         if applied_at is not None:
             self._answered.set()
@@ -41,7 +41,7 @@ class PendingChange:
     def wait(self, timeout: float | None = None) -> PendingChange:
         """Waits for the answer. Raises KnobError for a refusal, TimeoutError without an answer."""
         if not self._answered.wait(timeout):
-            raise TimeoutError(f"{self.path}={self.value}: no answer within {timeout:g} s; {self.whereabouts()}")
+            raise TimeoutError(f"{self.path}={self.value}: no answer within {timeout:g} s; {self.describe_ranks()}")
         if self.refused:
             raise KnobError(self.refused)
         return self
@@ -60,7 +60,7 @@ class PendingChange:
 
     def __repr__(self) -> str:
         done = f"applied at step {self.applied_at}" if self.applied_at is not None else "requested"
-        done = "kept for the next run" if self.id == BEFORE else done
+        done = "kept for the next run" if self.id == BEFORE_RUN else done
         done += f" by {self.change.by}, since {self.change.reason}" if self.change.by else ""
         return f"Change {self.change.text}: {'refused: ' + self.refused if self.refused else done}"
 
@@ -68,99 +68,102 @@ class PendingChange:
 class Changes:
     """The ranks' current experiment, and all changes."""
 
-    def __init__(self, experiment: Experiment, listed: list[PendingChange]) -> None:
+    def __init__(self, experiment: Experiment, history: list[PendingChange]) -> None:
         self.experiment = experiment
-        self.listed = listed
+        self.history = history
         self._pending: list[PendingChange] = []
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
 
-    def ask(self, path: str | Mapping[str, Any], value: Any,
+    def request_change(self, path: str | Mapping[str, Any], value: Any,
             send: Callable[[PendingChange, list[type]], None]) -> PendingChange:  # fmt: skip
         """Checks a change against the coming settings, then sends it. Raises KnobError if it is invalid."""
         with self._lock:
             number = f"change {next(self._numbers)} {time.time_ns():x}"
             change = Change(NEXT, path, value, number, time.time())
-            change, wanted = resolved(self._wanted(), change, "; stop it, then set it")
-            asked = PendingChange(change)
-            send(asked, list(classes([reduce(getattr, full.split("."), wanted) for full in change.settings])))
-            self._pending.append(asked)
-            self.listed.append(asked)
-            return asked
+            change, wanted = resolved(self._make_coming_experiment(), change, "; stop it, then set it")
+            pending = PendingChange(change)
+            send(
+                pending,
+                list(list_foreign_classes([reduce(getattr, full.split("."), wanted) for full in change.settings])),
+            )
+            self._pending.append(pending)
+            self.history.append(pending)
+            return pending
 
-    def _wanted(self) -> Experiment:
-        waiting = [asked.change for asked in self.unanswered() if not asked.members]
+    def _make_coming_experiment(self) -> Experiment:
+        waiting = [pending.change for pending in self.list_unanswered() if not pending.members]
         return fold(self.experiment, iter(waiting), Experiment.set, skips=True)[-1][1]
 
-    def applied(self, step: int, detail: dict[str, Any], late: bool = False) -> None:
+    def note_applied(self, step: int, detail: dict[str, Any], late: bool = False) -> None:
         """Records that a change of any kernel or of a plan took effect.
 
         late: a later generation has already reported its settings, so `experiment` stays
         """
         with self._lock:
-            asked, change = self._take(detail), Change.read(detail, step)
+            pending, change = self._pop_pending(detail), Change.read(detail, step)
             if not late:
                 self.experiment = self.experiment.set(change.path, change.value)
-            if asked is not None:
-                asked.answer(applied_at=step)
-            elif not (late and change.id and change.id in [known.id for known in self.listed]):
-                self.listed.append(PendingChange(change, step))
+            if pending is not None:
+                pending.answer(applied_at=step)
+            elif not (late and change.id and change.id in [known.id for known in self.history]):
+                self.history.append(PendingChange(change, step))
 
-    def refused(self, detail: dict[str, Any]) -> Sequence[int]:
+    def note_refused(self, detail: dict[str, Any]) -> Sequence[int]:
         """Records a refusal. Returns the ranks that would have joined."""
         with self._lock:
-            if asked := self._take(detail):
-                asked.answer(refused=detail["reason"])
-            return asked.coming if asked else ()
+            if pending := self._pop_pending(detail):
+                pending.answer(refused=detail["reason"])
+            return pending.joining if pending else ()
 
-    def _take(self, detail: dict[str, Any]) -> PendingChange | None:
+    def _pop_pending(self, detail: dict[str, Any]) -> PendingChange | None:
         found = next((t for t in self._pending if t.id == detail.get("id")), None)
         if found:
             self._pending.remove(found)
         return found
 
-    def resizing(self, members: Sequence[int], coming: Sequence[int]) -> PendingChange:
-        """Adds a resize to `members`, with the new ranks `coming`. `resized` or `refused` answers it."""
+    def request_resize(self, members: Sequence[int], joining: Sequence[int]) -> PendingChange:
+        """Adds a resize to `members`, with the new ranks `joining`. `note_resized` or `note_refused` answers it."""
         with self._lock:
             number = f"resize {next(self._numbers)} {time.time_ns():x}"
-            asked = PendingChange(Change(NEXT, "ranks", len(members), number, time.time()))
-            asked.members, asked.coming = members, coming
-            self._pending.append(asked)
-            self.listed.append(asked)
-            return asked
+            pending = PendingChange(Change(NEXT, "ranks", len(members), number, time.time()))
+            pending.members, pending.joining = members, joining
+            self._pending.append(pending)
+            self.history.append(pending)
+            return pending
 
-    def resized(self, step: int, detail: dict[str, Any]) -> None:
+    def note_resized(self, step: int, detail: dict[str, Any]) -> None:
         """Records new settings after a loss or a resize."""
         with self._lock:
             self.experiment = Experiment.read(detail["settings"], self.experiment.task)
-            if asked := self._take(detail):
-                asked.answer(applied_at=step)
+            if pending := self._pop_pending(detail):
+                pending.answer(applied_at=step)
 
-    def made(self, step: int, detail: dict[str, Any]) -> Sequence[int]:
+    def note_superseded_resize(self, step: int, detail: dict[str, Any]) -> Sequence[int]:
         """Answers a resize that a later generation may have replaced. Returns its new ranks."""
         with self._lock:
-            if asked := self._take(detail):
-                asked.answer(applied_at=step)
-            return asked.coming if asked else ()
+            if pending := self._pop_pending(detail):
+                pending.answer(applied_at=step)
+            return pending.joining if pending else ()
 
-    def unanswered(self) -> list[PendingChange]:
+    def list_unanswered(self) -> list[PendingChange]:
         with self._lock:
             return list(self._pending)
 
-    def end(self, reason: str) -> None:
+    def refuse_unanswered(self, reason: str) -> None:
         with self._lock:
-            for asked in self._pending:
-                asked.answer(refused=f"{asked.path}={asked.value}: {reason}")
+            for pending in self._pending:
+                pending.answer(refused=f"{pending.path}={pending.value}: {reason}")
             self._pending.clear()
 
 
-def classes(value: Any) -> Iterator[type]:
+def list_foreign_classes(value: Any) -> Iterator[type]:
     """Yields a value's foreign settings classes, which engines need before the change."""
     if isinstance(value, (tuple, list)):
         for one in value:
-            yield from classes(one)
+            yield from list_foreign_classes(one)
     elif is_dataclass(value) and not isinstance(value, type):
         if not type(value).__module__.startswith("workbench."):
             yield type(value)
         for f in fields(value):
-            yield from classes(getattr(value, f.name))
+            yield from list_foreign_classes(getattr(value, f.name))

@@ -1,4 +1,4 @@
-"""Sends the kernel's orders to the first rank or to every rank, in sequence."""
+"""Sends the kernel's commands to the first rank or to every rank, in sequence."""
 
 from __future__ import annotations
 
@@ -13,85 +13,85 @@ from workbench.cluster.run.state import RunState
 if TYPE_CHECKING:
     from workbench.cluster.run.changes import PendingChange
 
-ASK_AGAIN = "ask again"
-AGAIN = 0.2  # seconds until an order is sent again if there is no first rank
+RESEND = "ask again"
+RESEND_INTERVAL = 0.2  # seconds until a command is sent again if there is no first rank
 
 
 class CommandQueue:
-    """One run's orders, in sequence. first: the rank that takes requests for all ranks
+    """One run's commands, in sequence. leader: the first rank, which takes requests for all ranks
 
-    Each order names its run and ranks, because these may change for the engine.
+    Each command names its run and ranks, because these may change for the engine.
     """
 
     def __init__(self, live: RunState) -> None:
         self.live = live
-        self.first = 0
+        self.leader = 0
         self.dismissed: set[int] = set()  # ranks dismissed before they joined
         self._queue: queue.Queue[tuple[str, bool, Sequence[int], dict[str, Any]]] = queue.Queue()
 
-    def put_order(self, what: str, everyone: bool = False, to: Sequence[int] = (), **rest: Any) -> None:
-        """Queues an order for the first rank, `everyone`, or the ranks `to`. It waits for the sessions."""
+    def put_command(self, what: str, everyone: bool = False, to: Sequence[int] = (), **rest: Any) -> None:
+        """Queues a command for the first rank, `everyone`, or the ranks `to`. It waits for the sessions."""
         self._queue.put((what, everyone, to, rest))
 
-    def put_change(self, asked: PendingChange) -> None:
-        self._queue.put(("request", False, (), {"pending": asked}))
+    def put_change(self, change: PendingChange) -> None:
+        self._queue.put(("request", False, (), {"pending": change}))
 
     def dismiss_ranks(self, ranks: Sequence[int]) -> None:
         """Frees the engines of ranks that have not joined."""
         if ranks:
             with without_interrupts():
                 self.dismissed |= set(ranks)
-                self.live.ending.note_outlived(ranks, self.live.step)
-                self.put_order("abort", to=ranks)
+                self.live.ending.note_removed(ranks, self.live.step)
+                self.put_command("abort", to=ranks)
 
-    def send_next(self) -> None:
+    def send_next_command(self) -> None:
         try:
-            order = self._queue.get(timeout=0.5)
+            command = self._queue.get(timeout=0.5)
         except queue.Empty:
             return
-        if order[0] == ASK_AGAIN:
-            return self._ask_again(order[3]["gone"])
-        self._send_order(*order)
+        if command[0] == RESEND:
+            return self._resend_unanswered(command[3]["gone"])
+        self._send_command(*command)
 
-    def _send_order(self, what: str, everyone: bool, to: Sequence[int], rest: dict[str, Any]) -> None:
-        live, line, asked = self.live, self.live.cluster.rpc, rest.get("pending")
-        said = rest if asked is None else {"request": asked.request}
+    def _send_command(self, what: str, everyone: bool, to: Sequence[int], rest: dict[str, Any]) -> None:
+        live, rpc, change = self.live, self.live.cluster.rpc, rest.get("pending")
+        arguments = rest if change is None else {"request": change.request}
         try:
             if everyone or to:
                 ranks = list(to or live.ending.living_ranks)
-                line.ask_all(what, timeout=1.0, ranks=ranks, of=(live.generation, ranks), **said)
+                rpc.ask_all(what, timeout=1.0, ranks=ranks, of=(live.generation, ranks), **arguments)
             else:
-                line.ask_rank(self.first, what, timeout=1.0, of=(live.generation, [self.first]), **said)
-                if asked is not None:
-                    asked.sent = True
-        except Exception as failure:  # must not block the next order
-            if not (everyone or to) and self._lacks_leader and not live.over.wait(AGAIN):
+                rpc.ask_rank(self.leader, what, timeout=1.0, of=(live.generation, [self.leader]), **arguments)
+                if change is not None:
+                    change.sent = True
+        except Exception as failure:  # must not block the next command
+            if not (everyone or to) and self._lacks_leader and not live.over.wait(RESEND_INTERVAL):
                 return self._queue.put((what, everyone, to, rest))
             live.note_error(failure)
             if rest.get("request", {}).get("kind") == "stop":  # no other rank would learn of the stop
-                live.free_ranks()
+                live.abort_ranks()
 
     @property
     def _lacks_leader(self) -> bool:
         """Whether the first rank is dead and the remaining ranks will choose another."""
-        return self.first in self.live.ending.dead_ranks and self.live.ending.outlives()
+        return self.leader in self.live.ending.dead_ranks and self.live.ending.survives_loss()
 
     def follow_leader(self, rank: int, gone: Sequence[int]) -> None:
         """Makes `rank` the first rank. Repeats requests that the ranks `gone` may have lost."""
-        self.first = rank
+        self.leader = rank
         if gone:
-            self.put_order(ASK_AGAIN, gone=gone)
+            self.put_command(RESEND, gone=gone)
 
-    def _ask_again(self, gone: Sequence[int]) -> None:
+    def _resend_unanswered(self, gone: Sequence[int]) -> None:
         """Repeats unanswered requests, after reading the records of the ranks `gone`.
 
         Their reports may be lost. The remaining ranks apply the requests or repeat the results.
         """
         for one in gone:
             if self.live.cluster.describe_death(one):  # otherwise its rows come by themselves
-                last_rows.of_silent(self.live, "marks", one)
-        for asked in self.live.changes.unanswered():
-            if asked.sent:  # otherwise it still queues
-                self._send_order("request", False, (), {"pending": asked})
+                last_rows.read_silent_rows(self.live, "marks", one)
+        for change in self.live.changes.list_unanswered():
+            if change.sent:  # otherwise it still queues
+                self._send_command("request", False, (), {"pending": change})
         if self.live.state == "stopping":
-            self._send_order("request", False, (), {"request": {"id": "stop", "kind": "stop"}})
+            self._send_command("request", False, (), {"request": {"id": "stop", "kind": "stop"}})

@@ -20,10 +20,10 @@ from workbench.cluster.observe.hang_monitor import HangMonitor, decode_texts
 from workbench.cluster.processes.place import host_name
 from workbench.cluster.processes.supervised_thread import SupervisedThread
 from workbench.cluster.run import generations, last_rows
-from workbench.cluster.run.alarm import Alarm
+from workbench.cluster.run.alarm_monitor import AlarmMonitor
 from workbench.cluster.run.changes import Changes, PendingChange
 from workbench.cluster.run.commands import CommandQueue
-from workbench.cluster.run.evicting import Evictions
+from workbench.cluster.run.evictions import Evictions
 from workbench.cluster.run.questions import RunQuestions
 from workbench.cluster.run.state import RunState
 from workbench.cluster.run.waiting import wait_for_run
@@ -34,8 +34,8 @@ from workbench.record import alarms
 from workbench.record.run import FINAL, Run
 from workbench.settings.describe_error import said
 
-ACTED_ON = ("change", "refused", "resized", "policy", "not saved", "data", "state", "error", "rolled back", "preempted",
-            "members", "memory grows", "end")  # fmt: skip
+REPLAYED_MARKS = ("change", "refused", "resized", "policy", "not saved", "data", "state", "error", "rolled back",
+                  "preempted", "members", "memory grows", "end")  # fmt: skip
 
 
 class RunController(RunState, RunQuestions):
@@ -44,34 +44,34 @@ class RunController(RunState, RunQuestions):
     watched: whether a person sees the run; an unwatched run ends, rather than pauses, at a non-finite loss
     """
 
-    orders: CommandQueue
+    commands: CommandQueue
 
     def __init__(
         self, run: Run, cluster: Cluster, changes: Changes, generation: str, watched: Callable[[], bool] = lambda: True
     ) -> None:
         super().__init__(run, cluster, changes, generation, watched)
-        self.evicting = Evictions(self)
-        self.ending.outlives = lambda: self.changes.experiment.on_death != "end" or bool(self.evicting.leaving)
-        self.orders = CommandQueue(self)
-        self.alarm = Alarm(self)
-        self.gaps = ReorderBuffer(dict(run._following), self._read_missed, self._append_rows)
+        self.evictions = Evictions(self)
+        self.ending.survives_loss = lambda: self.changes.experiment.on_death != "end" or bool(self.evictions.leaving)
+        self.commands = CommandQueue(self)
+        self.alarm_monitor = AlarmMonitor(self)
+        self.reorder_buffer = ReorderBuffer(dict(run._following), self._read_missed, self._append_rows)
         self._lock = threading.RLock()
-        self.attention = HangMonitor(run, self.ranks, self.notes)
-        self.attention.hang_after = lambda: self.changes.experiment.hang_after
-        self.attention.process = lambda rank: cluster.health.describe_stop(rank)
-        self.attention.hangs, self.attention.between = self.evicting.take_stall, self.evicting.name_dead_link
+        self.hang_monitor = HangMonitor(run, self.ranks, self.notes)
+        self.hang_monitor.hang_after = lambda: self.changes.experiment.hang_after
+        self.hang_monitor.process = lambda rank: cluster.health.describe_stop(rank)
+        self.hang_monitor.hangs, self.hang_monitor.between = self.evictions.handle_stall, self.evictions.name_dead_link
         run.live, run._control = True, self
 
     # -- rows (on the relay's thread)
 
     def take_batch(self, batch: RowBatch) -> None:
         if batch.generation == self.generation:
-            self.gaps.put_batch(batch)
+            self.reorder_buffer.put_batch(batch)
 
     def _append_rows(self, kind: str, rank: int, seq: int, columns: dict[str, Any]) -> None:
         if not (new := self.run.append(kind, rank, seq, columns)):
             return
-        self.attention.take_rows(kind, rank, columns)
+        self.hang_monitor.take_rows(kind, rank, columns)
         if kind == "marks":
             skip = len(columns["rank"]) - new
             named = zip(columns["step"], columns["t"], decode_texts(columns["name"]), columns["detail"], strict=True)
@@ -80,20 +80,20 @@ class RunController(RunState, RunQuestions):
                     self._take_mark(rank, int(step), float(t), name, json.loads(detail))
                 skip -= 1
         elif kind == "spans":
-            self.ending.at(rank, int(columns["step"][-1]))
-            self.step = max(self.step, int(columns["step"][-1])) if rank == self.orders.first else self.step
-        elif kind == "samples" and rank == self.orders.first:
+            self.ending.note_step(rank, int(columns["step"][-1]))
+            self.step = max(self.step, int(columns["step"][-1])) if rank == self.commands.leader else self.step
+        elif kind == "samples" and rank == self.commands.leader:
             valued = zip(decode_texts(columns["name"]), columns["value"], strict=True)
             self.loss = next((v for n, v in valued if n == "loss"), self.loss)
 
     def replay_record(self) -> None:
         """Takes in the existing record without acting, when a kernel attaches."""
-        self.evicting.acts = False
-        for rank, step, t, name, detail in self.run.said(*ACTED_ON, *alarms.NAMES):
+        self.evictions.can_replace = False
+        for rank, step, t, name, detail in self.run.said(*REPLAYED_MARKS, *alarms.NAMES):
             self._take_mark(rank, step, t, name, detail)
-        self.evicting.acts = True
+        self.evictions.can_replace = True
         spans = self.run.timeline.spans.rows()
-        self.attention.restore_places(spans)
+        self.hang_monitor.restore_places(spans)
         self.step = int(spans.step.max()) if len(spans) else 0
 
     def _read_missed(self, kind: str, rank: int, start: int) -> spool.Pieces:
@@ -104,68 +104,68 @@ class RunController(RunState, RunQuestions):
 
     def _take_mark(self, rank: int, step: int, t: float, name: str, detail: dict[str, Any]) -> None:
         if name == "change":
-            self.changes.applied(step, detail, rank not in self.members or "again" in detail)
+            self.changes.note_applied(step, detail, rank not in self.members or "again" in detail)
         elif name == "refused":
-            self.orders.dismiss_ranks(self.changes.refused(detail))
+            self.commands.dismiss_ranks(self.changes.note_refused(detail))
         elif name == "resized":
-            generations.was_resized(self, step, detail)
+            generations.answer_resize(self, step, detail)
         elif name == "state" and detail["state"] not in FINAL and rank in self.members:
             if detail["state"] == "running":
-                self.alarm.went_on(t)
+                self.alarm_monitor.note_resumed(t)
             if not (self.state == "stopping" and detail["state"] in ("running", "paused")):
                 self.state = detail["state"]
         elif name == "error":
-            self.ending.failed(rank, detail)
+            self.ending.note_error(rank, detail)
         elif name in ("stood still", "spool"):
-            self.attention.take_mark(rank, step, name, detail)
+            self.hang_monitor.take_mark(rank, step, name, detail)
         elif name == "end":
-            self.ending.gone(rank, detail["state"])
+            self.ending.note_left(rank, detail["state"])
         elif name in ("policy", "not saved", "data") and detail.get("text") not in (None, *self.notes):
             self.notes.append(detail["text"])
         elif name == "memory grows" and detail["text"] not in self.notes:
             self.notes.append(detail["text"])
             self.run.warnings = tuple(dict.fromkeys((*self.run.warnings, detail["text"])))
         elif name in ("rolled back", "not rolled back"):
-            self.alarm.went_back(t, detail)
+            self.alarm_monitor.take_rollback(t, detail)
         elif name == "preempted":
             self.notes.append(detail["text"])
             self.preempted |= dict.fromkeys(detail["ranks"])
         elif name == "members":
-            generations.went_on(self, self.orders, self.evicting, step, detail)
+            generations.apply_new_generation(self, self.commands, self.evictions, step, detail)
         elif name in alarms.NAMES:
-            self.alarm.heard(name, rank, step, t, detail)
+            self.alarm_monitor.take_alarm(name, rank, step, t, detail)
 
     def note_death(self, rank: int, error: dict[str, Any]) -> None:
-        if why := self.evicting.reasons.get(rank):
+        if why := self.evictions.reasons.get(rank):
             error["text"] = f"was put out: {why}; {error['text']}"
-        self.ending.failed(rank, error)
-        gone_on = rank in self.ending.lost  # the report may precede the engine's end
-        if (gone_on or self.ending.outlives()) and not self.ending.asked:
+        self.ending.note_error(rank, error)
+        has_continued = rank in self.ending.lost  # the report may precede the engine's end
+        if (has_continued or self.ending.survives_loss()) and not self.ending.is_stop_requested:
             where = f" at step {error['step']}" if error["step"] or error["op"] else ""  # if the rank reported it
             where += f", {error['op']}" if error["op"] else ""
             self.notes.append(f"rank {rank} is lost{where}: {error['text']}")
             if self.cluster.engines[rank].host != host_name():  # a lost machine closes no connection
-                self.evicting.leave_behind([rank])
+                self.evictions.leave_behind([rank])
 
-    # -- orders
+    # -- commands
 
-    def start_orders(self) -> None:
-        """Sends waiting orders. `RunWatch` then watches the run."""
+    def start_commands(self) -> None:
+        """Sends waiting commands. `RunWatch` then watches the run."""
         self.ending.restart_waits()
-        self.attention.start_watch()
-        if self.began_with.task.leads:
+        self.hang_monitor.start_watch()
+        if self.initial_experiment.task.leads:
             self.cluster.renewal.follow_run(self)
-        SupervisedThread("run orders", self.orders.send_next, self.over, self.note_error).start()
+        SupervisedThread("run orders", self.commands.send_next_command, self.over, self.note_error).start()
 
     def request_change(self, path: str | Mapping[str, Any], value: Any = None) -> PendingChange:
         """Requests a change of knobs, after sending classes that engines lack."""
-        return self.changes.ask(path, value, self._send_change)
+        return self.changes.request_change(path, value, self._send_change)
 
-    def _send_change(self, asked: PendingChange, new: list[type]) -> None:
-        asked.whereabouts = self.describe_places
+    def _send_change(self, change: PendingChange, new: list[type]) -> None:
+        change.describe_ranks = self.describe_ranks
         if new:
-            self.queue_order("learn", everyone=True, blob=cloudpickle.dumps(new))
-        self.orders.put_change(asked)
+            self.queue_command("learn", everyone=True, blob=cloudpickle.dumps(new))
+        self.commands.put_change(change)
 
     def stop(self) -> None:
         """Stops at the next step boundary. A second call aborts. A stop is never a failure of the run.
@@ -176,21 +176,21 @@ class RunController(RunState, RunQuestions):
         """
         if self.state == "stopping":
             return self.abort()
-        self.come_to_end()
+        self.request_stop()
 
     def request_checkpoint(self) -> None:
-        self.queue_order("request", request={"id": f"checkpoint {time.time_ns():x}", "kind": "checkpoint"})
+        self.queue_command("request", request={"id": f"checkpoint {time.time_ns():x}", "kind": "checkpoint"})
 
-    def come_to_end(self) -> None:
+    def request_stop(self) -> None:
         self.state = "stopping"
         self.ending.note_stop()
-        self.queue_order("request", request={"id": "stop", "kind": "stop"})
-        self.queue_order("hurry", everyone=True)
+        self.queue_command("request", request={"id": "stop", "kind": "stop"})
+        self.queue_command("hurry", everyone=True)
 
     def abort(self) -> None:
         self.state = "stopping"
         self.ending.note_stop()
-        self.free_ranks()
+        self.abort_ranks()
 
     def close(self) -> None:
         """Stops the run, and aborts it after 3 s."""
@@ -200,12 +200,12 @@ class RunController(RunState, RunQuestions):
                 self.abort()
                 self.over.wait(2.0)
 
-    def free_ranks(self) -> None:
+    def abort_ranks(self) -> None:
         self.ending.note_abort()
-        self.queue_order("abort", everyone=True, asked=self.ending.asked)
+        self.queue_command("abort", everyone=True, asked=self.ending.is_stop_requested)
 
     def note_saved(self, path: Path, rows: int) -> None:
-        self.attention.recording.note_saved(path, rows, None if self.over.is_set() else self.step)
+        self.hang_monitor.recording.note_saved(path, rows, None if self.over.is_set() else self.step)
 
     def wait(self, timeout: float | None = None) -> Run:
         """Waits for the end with a progress line. Raises RankError if ranks failed. See waiting.py."""
@@ -216,7 +216,7 @@ class RunController(RunState, RunQuestions):
     def leave_run(self, why: str) -> None:
         """Stops following the run, which may continue."""
         if not self.over.is_set():
-            self.changes.end(why)
+            self.changes.refuse_unanswered(why)
             self.run.live = False
             self.notes.append(why)
             self.over.set()
@@ -230,9 +230,9 @@ class RunController(RunState, RunQuestions):
                 self.notes.append(said(error))
             try:
                 last_rows.record_state(self, state, error)
-                self.attention.recording.count_lacking()
+                self.hang_monitor.recording.count_lacking()
             except Exception as failure:  # a disk error must not prevent the end
                 self.note_error(failure)
-            self.changes.end("the run ended before it could be applied")
+            self.changes.refuse_unanswered("the run ended before it could be applied")
             self.run.live = False
             self.over.set()

@@ -7,11 +7,11 @@ from typing import Any
 
 from workbench.settings import KnobError
 
-_CONSEQUENCES = (
+_LOST_PEER_TEXTS = (
     "onnection closed", "onnection reset", "onnection refused", "roken pipe", "ead error", "rite error",
     "pair closure", "ocket closed", "ocket Timeout", "did not finish", "left a collective", "imed out",
 )  # fmt: skip
-_REFUSED = KnobError.__name__  # a rank's type for a refused setting
+_KNOB_ERROR = KnobError.__name__  # a rank's type for a refused setting
 
 
 class RankError(RuntimeError):
@@ -21,7 +21,7 @@ class RankError(RuntimeError):
     """
 
     def __new__(cls, errors: Sequence[dict[str, Any]]) -> RankError:
-        made = RankRefusal if cls is RankError and fold_errors(errors)[0]["type"] == _REFUSED else cls
+        made = RankRefusal if cls is RankError and fold_errors(errors)[0]["type"] == _KNOB_ERROR else cls
         return super().__new__(made)
 
     def __init__(self, errors: Sequence[dict[str, Any]]) -> None:
@@ -33,11 +33,13 @@ class RankError(RuntimeError):
         super().__init__(self._make_sentence())
 
     def _make_sentence(self) -> str:
-        where = f"{_name_ranks(self.ranks)}, step {self.step}" + (f", {self.op}" if self.op else "")
+        where = f"{_format_rank_ranges(self.ranks)}, step {self.step}" + (f", {self.op}" if self.op else "")
         text = f"{where}: {self.type}: {self.text}"
         if self.freed:
-            text += f" ({_name_ranks(self.freed)} {'was' if len(self.freed) == 1 else 'were'} freed because of it)"
-        if line := _where_it_was_raised(self.traceback):
+            text += (
+                f" ({_format_rank_ranges(self.freed)} {'was' if len(self.freed) == 1 else 'were'} freed because of it)"
+            )
+        if line := _find_user_line(self.traceback):
             text += f"\n    {line}"
         return text
 
@@ -58,7 +60,7 @@ def fold_errors(errors: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[
     return first, same, freed
 
 
-def brought_up(errors: dict[int, dict[str, Any]], experiment: Any) -> None:
+def align_death_steps(errors: dict[int, dict[str, Any]], experiment: Any) -> None:
     """Advances a dead rank's step to the one that the other ranks missed it in, if all meet in every step.
 
     Its own last report may be older.
@@ -71,7 +73,7 @@ def brought_up(errors: dict[int, dict[str, Any]], experiment: Any) -> None:
             error.update(step=missed, op="")
 
 
-def none_holds(errors: dict[int, dict[str, Any]], members: Collection[int], joining: Sequence[int],
+def explain_lost_state(errors: dict[int, dict[str, Any]], members: Collection[int], joining: Sequence[int],
                checkpoint: str) -> None:  # fmt: skip
     """If all `members` died, adds to their errors that no rank holds the trained state, and what to do.
 
@@ -82,7 +84,7 @@ def none_holds(errors: dict[int, dict[str, Any]], members: Collection[int], join
         return
     text = "no rank that is left holds the trained state"
     if joining:
-        text += f" ({_name_ranks(joining)} {'was' if len(joining) == 1 else 'were'} still joining)"
+        text += f" ({_format_rank_ranges(joining)} {'was' if len(joining) == 1 else 'were'} still joining)"
     text += f"; go on from the newest checkpoint with lab.run(resume={checkpoint!r})" if checkpoint else (
         "; there is no checkpoint to go on from, take save_every=100")  # fmt: skip
     for rank in dead.intersection(members):
@@ -94,10 +96,10 @@ def is_consequence(error: dict[str, Any]) -> bool:
     """Whether an error only reports a lost peer."""
     if error.get("own"):
         return False
-    return bool(error.get("consequence")) or any(w in str(error["text"]) for w in _CONSEQUENCES)
+    return bool(error.get("consequence")) or any(w in str(error["text"]) for w in _LOST_PEER_TEXTS)
 
 
-def _name_ranks(ranks: Iterable[int]) -> str:
+def _format_rank_ranges(ranks: Iterable[int]) -> str:
     """Names ranks: `rank 2`, `ranks 0-3`, `ranks 0, 2`."""
     every = sorted(ranks)
     if len(every) == 1:
@@ -107,7 +109,7 @@ def _name_ranks(ranks: Iterable[int]) -> str:
     return "ranks " + ", ".join(map(str, every))
 
 
-def _where_it_was_raised(traceback: str) -> str:
+def _find_user_line(traceback: str) -> str:
     """Returns a traceback's last line in the user's code, or else its last."""
     lines = [line.strip() for line in traceback.splitlines() if line.strip().startswith("File ")]
     own = [x for x in lines if not any(part in x for part in ("/workbench/", "/torch/", "/threading.py"))]

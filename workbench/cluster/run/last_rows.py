@@ -14,56 +14,58 @@ from workbench.cluster.transport import spool
 from workbench.record.timeline import KINDS
 from workbench.settings.describe_error import text_of
 
-ON_THE_WAY = 1.0  # seconds for a message to arrive
-ALL = 1 << 62
+ARRIVAL_TIMEOUT = 1.0  # seconds for a message to arrive
+ALL_ROWS = 1 << 62
 
 Marks = list[tuple[int, str, float, dict[str, Any]]]
 
 
-def gather_rows(live: RunState, silent: set[int]) -> None:
+def gather_last_rows(live: RunState, silent: set[int]) -> None:
     """Fetches missing rows; those of `silent` ranks only from visible disks."""
-    _ask_what_was_sent(live, silent)
+    _update_sent_counts(live, silent)
     time.sleep(0.1)  # for messages on their way
-    wait_for(lambda: _have_come(live, silent), ON_THE_WAY)  # these need not be on a disk
+    wait_for(lambda: _have_arrived(live, silent), ARRIVAL_TIMEOUT)  # these need not be on a disk
     for rank in live.ranks:
         sent = live.status.get(rank, {}).get("sent", {})
         for kind in KINDS:
             if rank in silent:
-                of_silent(live, kind, rank)
+                read_silent_rows(live, kind, rank)
             else:
-                live.gaps.fetch_missing(kind, rank, sent.get(kind, ALL))
+                live.reorder_buffer.fetch_missing(kind, rank, sent.get(kind, ALL_ROWS))
         if rank not in silent and live.is_elsewhere(rank):
             _fetch_rows(live, rank)
 
 
-def _ask_what_was_sent(live: RunState, silent: set[int]) -> None:
+def _update_sent_counts(live: RunState, silent: set[int]) -> None:
     """Asks for counts of sent rows, because the last status may be older."""
     asked = [rank for rank in live.ranks if rank not in silent and not live.status.get(rank, {}).get("over")]
-    for rank, answer in live.cluster.rpc.ask_all("status", timeout=ON_THE_WAY, ranks=asked).items():
+    for rank, answer in live.cluster.rpc.ask_all("status", timeout=ARRIVAL_TIMEOUT, ranks=asked).items():
         if isinstance(answer, dict) and (answer["generation"], answer["as"]) == (live.generation, rank):
             live.status[rank] = answer
 
 
-def _have_come(live: RunState, silent: set[int]) -> bool:
-    told = {rank: live.status.get(rank, {}).get("sent", {}) for rank in live.ranks if rank not in silent}
-    return all(live.gaps.next[kind, rank] >= n for rank, sent in told.items() for kind, n in sent.items())
+def _have_arrived(live: RunState, silent: set[int]) -> bool:
+    sent_counts = {rank: live.status.get(rank, {}).get("sent", {}) for rank in live.ranks if rank not in silent}
+    return all(
+        live.reorder_buffer.next[kind, rank] >= n for rank, sent in sent_counts.items() for kind, n in sent.items()
+    )
 
 
-def of_silent(live: RunState, kind: str, rank: int) -> None:
+def read_silent_rows(live: RunState, kind: str, rank: int) -> None:
     """Reads a silent rank's rows, if its disk is visible. Waiting rows pass in any case.
 
     It does not ask the rank: each missing answer delays all rows for seconds.
     """
     if live.is_elsewhere(rank):
-        live.gaps.release_rows(kind, rank)
+        live.reorder_buffer.release_rows(kind, rank)
     else:
-        live.gaps.fetch_missing(kind, rank, ALL)
+        live.reorder_buffer.fetch_missing(kind, rank, ALL_ROWS)
 
 
-def of_left(live: RunState, rank: int, sent: dict[str, int]) -> None:
+def fetch_departed_rows(live: RunState, rank: int, sent: dict[str, int]) -> None:
     """Fetches the last rows of a rank left behind."""
     for kind in KINDS:
-        live.gaps.fetch_missing(kind, rank, sent.get(kind, ALL))
+        live.reorder_buffer.fetch_missing(kind, rank, sent.get(kind, ALL_ROWS))
     if live.is_elsewhere(rank):
         _fetch_rows(live, rank)
 
@@ -75,7 +77,7 @@ def _fetch_rows(live: RunState, rank: int) -> None:
     try:
         spool.fetch_files(live.cluster.rpc.ask_rank(rank, "files")[0], read, Path(live.run.path or "."))
     except OSError:
-        live.attention.recording.note_failure()
+        live.hang_monitor.recording.note_failure()
 
 
 def record_deaths(live: RunState, dead: set[int]) -> None:
@@ -87,10 +89,10 @@ def record_deaths(live: RunState, dead: set[int]) -> None:
 
 def record_state(live: RunState, state: str, error: BaseException | None) -> None:
     """Records the run's end, unless rank 0 has."""
-    said = live.run.details("state")
-    if live.run.path is None or (said and said[-1][2].get("state") == state):
+    state_marks = live.run.details("state")
+    if live.run.path is None or (state_marks and state_marks[-1][2].get("state") == state):
         return
-    now = max(time.time() - live.run.epoch, said[-1][1] if said else 0.0)
+    now = max(time.time() - live.run.epoch, state_marks[-1][1] if state_marks else 0.0)
     _add_marks(
         live, 0, [(live.step, "state", now, {"state": state, "detail": "" if error is None else text_of(error)})]
     )
@@ -100,9 +102,9 @@ def _add_marks(live: RunState, rank: int, marks: Marks) -> None:
     steps, names, times, details = zip(*marks, strict=True)
     columns = {"rank": [rank] * len(marks), "step": steps, "name": names, "t": times}
     columns["detail"] = [json.dumps(d) for d in details]
-    live.run.append("marks", rank, live.gaps.next["marks", rank], columns)
-    live.gaps.next["marks", rank] += len(marks)
+    live.run.append("marks", rank, live.reorder_buffer.next["marks", rank], columns)
+    live.reorder_buffer.next["marks", rank] += len(marks)
     try:
         run_within(PATIENCE, lambda: spool.add_marks(Path(live.run.path or "."), rank, marks))
     except OSError:
-        live.attention.recording.note_failure()
+        live.hang_monitor.recording.note_failure()

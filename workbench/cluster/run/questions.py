@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 class RunQuestions:
     """Answers a RunController's questions."""
 
-    attention: HangMonitor
+    hang_monitor: HangMonitor
     cluster: Cluster
     members: tuple[int, ...]
 
     @property
     def holdup(self) -> str:
         """Names the ranks that hold the run up, or ""."""
-        return self.attention.holdup
+        return self.hang_monitor.holdup
 
     @property
     def standing(self) -> list[Standing]:
         """Every rank's place, at most one second old."""
-        table = self.attention.table
+        table = self.hang_monitor.table
         return [Standing(r, s.step, s.op, s.waits, s.still) for r, s in sorted(table.items()) if r in self.members]
 
     def profile(self, rank: int, steps: int) -> Path:
@@ -38,7 +38,7 @@ class RunQuestions:
             raise KnobError(f"rank={rank!r}: must be one of those that train now: {', '.join(map(str, self.members))}")
         if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= 1000:
             raise KnobError(f"steps={steps!r}: must be an integer in [1, 1000] steps")
-        said = self.cluster.rpc.ask_rank(rank, "profile", steps=steps)[0]
-        if not isinstance(said, str):
+        trace = self.cluster.rpc.ask_rank(rank, "profile", steps=steps)[0]
+        if not isinstance(trace, str):
             raise ClusterError(f"rank={rank}: it is not training; start a run with lab.run()")
-        return Path(said)
+        return Path(trace)

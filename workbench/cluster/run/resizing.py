@@ -20,9 +20,9 @@ from workbench.experiment.user_input import MAX_RANKS
 from workbench.settings import KnobError
 from workbench.settings.progress import doing
 
-WAIT = 60.0  # seconds for a rank to begin its wait
-LOOK = 0.05  # seconds between checks
-ASK = 1.0  # seconds for a free engine's report
+BEGIN_TIMEOUT = 60.0  # seconds for a rank to begin its wait
+POLL_INTERVAL = 0.05  # seconds between checks
+STATUS_TIMEOUT = 1.0  # seconds for a free engine's report
 
 
 class RankNotBegun(ClusterError):
@@ -37,7 +37,7 @@ def resize_run(live: RunState, ranks: int) -> PendingChange:
         name = type(live.changes.experiment.task).__name__
         here = len(live.members)
         raise KnobError(f"ranks={ranks}: the loop of a {name} goes on with the {here} ranks that it began with")
-    with doing(f"bringing the run to {ranks} rank{'s' * (ranks != 1)}"), live.inviting:
+    with doing(f"bringing the run to {ranks} rank{'s' * (ranks != 1)}"), live.resize_lock:
         return _make_resize(live, ranks, list(live.members))  # no other request takes these engines
 
 
@@ -50,8 +50,8 @@ def _make_resize(live: RunState, ranks: int, here: list[int]) -> PendingChange:
     return _request_resize(live, ranks, here, spare, 0)
 
 
-def _request_resize(live: RunState, ranks: int, here: list[int], spare: list[int], wanting: int) -> PendingChange:
-    if wanting and (why := cannot_start(live.cluster, wanting)):
+def _request_resize(live: RunState, ranks: int, here: list[int], spare: list[int], missing: int) -> PendingChange:
+    if missing and (why := cannot_start(live.cluster, missing)):
         raise KnobError(
             f"ranks={ranks}: {len(here)} ranks train, {len(spare)} engines of this lab are idle, and more cannot be "
             f"started: {why}; take at most {len(here) + len(spare)}"
@@ -60,26 +60,26 @@ def _request_resize(live: RunState, ranks: int, here: list[int], spare: list[int
         raise KnobError(f"ranks={ranks}: no rank can come in, since the controller {how}; take at most {len(here)}")
     if live.state not in ("running", "paused"):
         raise ClusterError(f"ranks={ranks}: the run is {live.state}; ranks come and go while it trains")
-    if wanting:
-        spare += start_more(live.cluster, wanting)
+    if missing:
+        spare += start_more(live.cluster, missing)
     new, asked = spare[: max(0, ranks - len(here))], None
     try:
         if new:
             _begin_sessions(live, new)
         with without_interrupts():
-            asked = live.changes.resizing([*here[:ranks], *new], new)
-            live.orders.put_change(asked)
+            asked = live.changes.request_resize([*here[:ranks], *new], new)
+            live.commands.put_change(asked)
     except BaseException:  # also for an interrupt
         if asked is None:  # no rank would invite the new ones
-            live.orders.dismiss_ranks(new)
+            live.commands.dismiss_ranks(new)
         raise
     return asked
 
 
 def list_idle(live: RunState) -> list[int]:
     """Returns ranks with living engines that never were in this run."""
-    engines, been = live.cluster.engines, live.been
-    used = {engines[rank].process_key for rank in been if rank < len(engines)}
+    engines, used_ranks = live.cluster.engines, live.used_ranks
+    used = {engines[rank].process_key for rank in used_ranks if rank < len(engines)}
     fresh = {e.process_key: e.rank for e in engines if e.process_key not in used}
     return [rank for rank in fresh.values() if not live.cluster.describe_death(rank)]
 
@@ -97,42 +97,44 @@ def list_returned(live: RunState) -> list[int]:
 def _list_returned(live: RunState) -> list[int]:
     cluster, engines = live.cluster, live.cluster.engines
     here = {engines[rank].process_key for rank in live.members}
-    last = {engines[rank].process_key: rank for rank in sorted(live.been) if rank < len(engines)}
+    last = {engines[rank].process_key: rank for rank in sorted(live.used_ranks) if rank < len(engines)}
     ends = live.preempted
     gone = [
         rank for process, rank in last.items() if not (process in here or rank in ends or cluster.describe_death(rank))
     ]
-    said = cluster.rpc.ask_all("status", timeout=ASK, ranks=gone) if gone else {}
-    over = {rank: (one["generation"], one["as"]) == (live.generation, rank) for rank, one in said.items()
+    answers = cluster.rpc.ask_all("status", timeout=STATUS_TIMEOUT, ranks=gone) if gone else {}
+    over = {rank: (one["generation"], one["as"]) == (live.generation, rank) for rank, one in answers.items()
             if isinstance(one, dict) and one["over"]}  # fmt: skip
     found = []
     for rank, begun in over.items():
-        if not (begun or rank in live.orders.dismissed):  # it is about to begin
+        if not (begun or rank in live.commands.dismissed):  # it is about to begin
             continue
-        if rank not in live.returned and len(engines) < MAX_RANKS:
+        if rank not in live.successor_ranks and len(engines) < MAX_RANKS:
             if begun:
-                last_rows.of_left(live, rank, said[rank]["sent"])
+                last_rows.fetch_departed_rows(live, rank, answers[rank]["sent"])
             with without_interrupts():
-                live.returned[rank] = reuse_engine(cluster, engines[rank])
-        if rank in live.returned:
-            found.append(live.returned[rank])
+                live.successor_ranks[rank] = reuse_engine(cluster, engines[rank])
+        if rank in live.successor_ranks:
+            found.append(live.successor_ranks[rank])
     return found
 
 
 def _begin_sessions(live: RunState, new: list[int]) -> None:
     """Begins these ranks' waiting sessions. Raises RankError or RankNotBegun if one does not."""
     live.admit_ranks(new)
-    live.spools |= begin_sessions(live.cluster, {**live.job, "joins": True}, live.blob, new, secret=live.secret)
-    until = time.monotonic() + WAIT
+    live.spool_folders |= begin_sessions(
+        live.cluster, {**live.session_arguments, "joins": True}, live.pickled_experiment, new, secret=live.secret
+    )
+    until = time.monotonic() + BEGIN_TIMEOUT
     while True:
-        said = live.cluster.rpc.ask_all("status", timeout=1.0, ranks=new)
-        states = {rank: answer["state"] for rank, answer in said.items() if isinstance(answer, dict)}
+        answers = live.cluster.rpc.ask_all("status", timeout=1.0, ranks=new)
+        states = {rank: answer["state"] for rank, answer in answers.items() if isinstance(answer, dict)}
         if set(states.values()) == {"waiting"} and len(states) == len(new):
             return
         died = {rank: how for rank in new if (how := live.cluster.describe_death(rank))}
         if died or time.monotonic() > until or live.over.is_set():
             live.cluster.rpc.ask_all("abort", timeout=1.0, ranks=new, of=(live.generation, new))
             why = "; ".join(f"the engine of rank {rank} {how}" for rank, how in died.items())
-            why = why or f"they did not begin within {WAIT:.0f} s"
+            why = why or f"they did not begin within {BEGIN_TIMEOUT:.0f} s"
             raise RankNotBegun(f"{name_ranks(new)} did not join: {why}; the run goes on without, ask again")
-        time.sleep(LOOK)
+        time.sleep(POLL_INTERVAL)

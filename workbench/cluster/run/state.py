@@ -11,19 +11,19 @@ from workbench.cluster.engines.cluster import Cluster
 from workbench.cluster.observe.hang_monitor import HangMonitor
 from workbench.cluster.processes.place import ClusterError
 from workbench.cluster.run.changes import Changes, PendingChange
-from workbench.cluster.run.ending import Ending
+from workbench.cluster.run.ending import RunEnding
 from workbench.cluster.transport.reorder_buffer import ReorderBuffer
 from workbench.record.run import Run
 from workbench.settings.describe_error import said, text_of
 
 
-class OrdersView(Protocol):
-    """The queue of orders to ranks. dismissed: ranks that were about to join and were sent away"""
+class CommandsView(Protocol):
+    """The queue of commands to ranks. dismissed: ranks that were about to join and were sent away"""
 
     dismissed: set[int]
 
-    def put_order(self, what: str, everyone: bool = False, to: Sequence[int] = (), **rest: Any) -> None:
-        """Queues an order for the first rank, `everyone`, or the ranks `to`."""
+    def put_command(self, what: str, everyone: bool = False, to: Sequence[int] = (), **rest: Any) -> None:
+        """Queues a command for the first rank, `everyone`, or the ranks `to`."""
 
     def put_change(self, asked: PendingChange) -> None:
         """Queues a change or a resize for the first rank."""
@@ -35,9 +35,9 @@ class OrdersView(Protocol):
 class RunState(ABC):
     """One live run: its members, its progress, and how to end it. watched: whether a person sees the run"""
 
-    orders: OrdersView
-    gaps: ReorderBuffer
-    attention: HangMonitor
+    commands: CommandsView
+    reorder_buffer: ReorderBuffer
+    hang_monitor: HangMonitor
 
     def __init__(
         self, run: Run, cluster: Cluster, changes: Changes, generation: str, watched: Callable[[], bool]
@@ -45,38 +45,38 @@ class RunState(ABC):
         self.run, self.cluster, self.changes, self.generation = run, cluster, changes, generation
         self.watched = watched
         self.ranks = range(changes.experiment.ranks)
-        self.began_with = changes.experiment
+        self.initial_experiment = changes.experiment
         self.members = tuple(self.ranks)  # the training ranks
-        self.turn = 0  # of their generation, if known
-        self.been = set(self.ranks)  # ranks that ever trained
-        self.returned: dict[int, int] = {}  # new rank of a former rank's engine
-        self.inviting = threading.RLock()  # held until chosen engines begin as ranks
-        self.job: dict[str, Any] = {}  # for later ranks
-        self.blob, self.secret = b"", ""
+        self.generation_number = 0  # of their generation, if known
+        self.used_ranks = set(self.ranks)  # ranks that ever trained
+        self.successor_ranks: dict[int, int] = {}  # by a former rank: the new rank of its engine
+        self.resize_lock = threading.RLock()  # held until chosen engines begin as ranks
+        self.session_arguments: dict[str, Any] = {}  # of later ranks too
+        self.pickled_experiment, self.secret = b"", ""
         self.state = "starting"
         self.step = 0
         self.loss: float | None = None
         self.notes: list[str] = []
         self.error: BaseException | None = None
         self.status: dict[int, dict[str, Any]] = {}
-        self.spools: dict[int, str] = {}
+        self.spool_folders: dict[int, str] = {}
         self.preempted: dict[int, float | None] = {}  # and when their engines were first gone
-        self.ending, self.over = Ending(self.ranks), threading.Event()
+        self.ending, self.over = RunEnding(self.ranks), threading.Event()
 
     @property
     def steps_done(self) -> int:
         return self.step + 1 if self.step else 0
 
     def is_elsewhere(self, rank: int) -> bool:
-        return self.spools.get(rank, str(self.run.path)) != str(self.run.path)
+        return self.spool_folders.get(rank, str(self.run.path)) != str(self.run.path)
 
     def admit_ranks(self, new: list[int]) -> None:
-        self.been |= set(new)
-        self.ranks = self.attention.ranks = range(max(self.been) + 1)
+        self.used_ranks |= set(new)
+        self.ranks = self.hang_monitor.ranks = range(max(self.used_ranks) + 1)
         self.ending.admit_ranks(new)
 
-    def queue_order(self, what: str, everyone: bool = False, **rest: Any) -> None:
-        self.orders.put_order(what, everyone, **rest)
+    def queue_command(self, what: str, everyone: bool = False, **rest: Any) -> None:
+        self.commands.put_command(what, everyone, **rest)
 
     def note_error(self, failure: BaseException) -> None:
         """Adds a kernel's error to the notes, unless it is among the last 5."""
@@ -84,7 +84,7 @@ class RunState(ABC):
         if text not in self.notes[-5:]:
             self.notes.append(text)
 
-    def describe_places(self) -> str:
+    def describe_ranks(self) -> str:
         ranks = [f"rank {r} at step {s['step']} in {s['busy'] or 'nothing'}" for r, s in sorted(self.status.items())]
         return ", ".join([f"the run is {self.state}", *ranks, *self.notes[-3:]])
 
@@ -93,7 +93,7 @@ class RunState(ABC):
         """Stops at the next step boundary. A second call aborts."""
 
     @abstractmethod
-    def come_to_end(self) -> None:
+    def request_stop(self) -> None:
         """Stops at the next step boundary."""
 
     @abstractmethod
@@ -101,5 +101,5 @@ class RunState(ABC):
         """Ends the run at once, in the middle of a step."""
 
     @abstractmethod
-    def free_ranks(self) -> None:
+    def abort_ranks(self) -> None:
         """Tells all ranks to leave in the middle of a step."""

@@ -16,16 +16,16 @@ from workbench.settings.progress import doing, seen
 if TYPE_CHECKING:
     from workbench.record.run import Run
 
-STOP = 60.0  # seconds that a new run waits for the last
+STOP_TIMEOUT = 60.0  # seconds that a new run waits for the last
 
 
-def wait_for_stop(live: RunState, patience: float = STOP) -> None:
+def wait_for_stop(live: RunState, patience: float = STOP_TIMEOUT) -> None:
     """Waits until a stopped run is over. Raises ClusterError after `patience` s."""
     with doing(f"waiting for {live.run.name} to stop"):
         if not live.over.wait(patience):
             raise ClusterError(
                 f"the run {live.run.name} was asked to stop and is not over after {patience:g} s: "
-                f"{live.describe_places()}; wait longer with lab.run_now.wait(), or end it at once with lab.abort()"
+                f"{live.describe_ranks()}; wait longer with lab.run_now.wait(), or end it at once with lab.abort()"
             )
 
 
@@ -52,7 +52,7 @@ def wait_for_run(live: RunState, timeout: float | None = None) -> Run:
                 line.set_postfix_str("stopping at the next step; interrupt again to abort")
         _show_progress(live, line)
     if live.run.unwritten and threading.current_thread() is threading.main_thread():
-        print(f"workbench: {live.attention.recording.said}", file=sys.stderr)
+        print(f"workbench: {live.hang_monitor.recording.said}", file=sys.stderr)
     if live.error:
         raise live.error
     return live.run
@@ -72,4 +72,4 @@ def _show_progress(live: RunState, line: Any) -> None:
     if live.state != "stopping":
         text = live.cluster.progress if live.state == "starting" else live.state
         text = text if live.loss is None else f"{text}, loss {live.loss:.3f}"
-        line.set_postfix_str(f"{text}; {live.attention.holdup}" if live.attention.holdup else text)
+        line.set_postfix_str(f"{text}; {live.hang_monitor.holdup}" if live.hang_monitor.holdup else text)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from workbench.cluster.processes.place import ClusterError, alive
 from workbench.cluster.processes.supervised_thread import SupervisedThread
 from workbench.cluster.run import last_rows
-from workbench.cluster.run.errors import RankError, brought_up, none_holds
+from workbench.cluster.run.errors import RankError, align_death_steps, explain_lost_state
 from workbench.record import checkpoints
 from workbench.record.tidy import OFTEN, Tidy
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
     from workbench.cluster.run.controller import RunController
 
-LOOK = 0.2  # seconds between checks
-ASK = 1.0  # seconds between requests
-SILENT = 2.0  # seconds without an answer before reading marks from disk
+POLL_INTERVAL = 0.2  # seconds between checks
+STATUS_INTERVAL = 1.0  # seconds between requests
+SILENCE_LIMIT = 2.0  # seconds without an answer before reading marks from disk
 
 
 class RunWatch:
@@ -27,8 +27,8 @@ class RunWatch:
 
     def __init__(self, live: RunController) -> None:
         self.live, self.ending = live, live.ending
-        self._asked, self._tidy = 0.0, Tidy(OFTEN)
-        self._answered = dict.fromkeys(live.ranks, time.monotonic())  # last answers
+        self._asked_at, self._tidy = 0.0, Tidy(OFTEN)
+        self._answered_at = dict.fromkeys(live.ranks, time.monotonic())  # last answers
         self.silent: set[int] = set()
 
     def start_watch(self) -> None:
@@ -37,18 +37,18 @@ class RunWatch:
     def _watch_once(self) -> None:
         try:
             self._check_engines()
-            if time.monotonic() - self._asked > (LOOK if self.ending.is_near else ASK):
-                self._asked = time.monotonic()
-                self.ask_ranks()
+            if time.monotonic() - self._asked_at > (POLL_INTERVAL if self.ending.is_end_near else STATUS_INTERVAL):
+                self._asked_at = time.monotonic()
+                self.request_status()
             self._tidy.due()
         finally:  # a failed look must not prevent the end
-            self._do_action(self.ending.next_action())
-            self.live.over.wait(LOOK)
+            self._take_action(self.ending.next_action())
+            self.live.over.wait(POLL_INTERVAL)
 
-    def _do_action(self, due: str) -> None:
-        match due:
+    def _take_action(self, action: str) -> None:
+        match action:
             case "abort":
-                self.live.free_ranks()
+                self.live.abort_ranks()
             case "give up":
                 self._give_up(sorted(self.ending.awaited_ranks))
             case "over":
@@ -57,28 +57,28 @@ class RunWatch:
     def _check_engines(self) -> None:
         for rank in self.live.ranks:
             known = rank in self.ending.errors or rank in self.ending.dead_ranks
-            if not known and (how := self.live.cluster.describe_death(rank)) and not self.live.evicting.has_left(rank):
-                self.live.note_death(rank, self.live.attention.describe_death(rank, how))
+            if not known and (how := self.live.cluster.describe_death(rank)) and not self.live.evictions.has_left(rank):
+                self.live.note_death(rank, self.live.hang_monitor.describe_death(rank, how))
 
-    def ask_ranks(self) -> None:
+    def request_status(self) -> None:
         """Asks every rank for its status. Reads a silent rank's marks from a visible disk."""
         live, now = self.live, time.monotonic()
         for rank, answer in live.cluster.rpc.ask_all("status", timeout=0.8, ranks=self.ending.living_ranks).items():
             if isinstance(answer, dict) and (answer["generation"], answer["as"]) == (live.generation, rank):
-                live.status[rank], self._answered[rank] = answer, now
+                live.status[rank], self._answered_at[rank] = answer, now
                 self.silent.discard(rank)
-                live.gaps.take_count("marks", rank, answer["sent"].get("marks", 0))  # no later message may reveal a gap
+                live.reorder_buffer.take_count("marks", rank, answer["sent"].get("marks", 0))  # maybe no later message
                 if answer["error"]:
-                    self.ending.failed(rank, answer["error"])
-                self.ending.heard(rank, answer)
-                live.attention.take_status(rank, answer)
+                    self.ending.note_error(rank, answer["error"])
+                self.ending.take_status(rank, answer)
+                live.hang_monitor.take_status(rank, answer)
                 self._note_error(rank, answer.get("trouble", ""))
-            elif now - self._answered.setdefault(rank, now) > SILENT:
+            elif now - self._answered_at.setdefault(rank, now) > SILENCE_LIMIT:
                 self.silent.add(rank)
-                last_rows.of_silent(live, "marks", rank)
+                last_rows.read_silent_rows(live, "marks", rank)
 
-        live.attention.find_stalls(
-            "failing" if self.ending.errors else live.state, {*self.ending.left, *self.ending.lost}
+        live.hang_monitor.find_stalls(
+            "failing" if self.ending.errors else live.state, {*self.ending.final_states, *self.ending.lost}
         )
 
     def _note_error(self, rank: int, what: str) -> None:
@@ -99,28 +99,28 @@ class RunWatch:
     def _finish_run(self, silent: set[int]) -> None:
         live, dead = self.live, self.ending.dead_ranks
         try:
-            left = {r for r in live.preempted if live.cluster.describe_death(r)} | set(live.returned)
-            last_rows.gather_rows(live, dead | silent | left)
-            brought_up(self.ending.errors, live.changes.experiment)
-            self._tell_none_holds()
+            left = {r for r in live.preempted if live.cluster.describe_death(r)} | set(live.successor_ranks)
+            last_rows.gather_last_rows(live, dead | silent | left)
+            align_death_steps(self.ending.errors, live.changes.experiment)
+            self._explain_lost_state()
             last_rows.record_deaths(live, dead)
         except Exception as failure:  # a full disk or silent rank must not prevent the end
             live.note_error(failure)
-        if self.ending.asked:
+        if self.ending.is_stop_requested:
             self.ending.forget_ranks(set(self.ending.errors) - set(live.members))
         state, errors = self.ending.find_outcome()
         if state != "done" and (why := _describe_orphan(live.cluster)):
             return live.end_run("failed", ClusterError(why))
         live.end_run(state, RankError(errors) if errors else None)
 
-    def _tell_none_holds(self) -> None:
+    def _explain_lost_state(self) -> None:
         """Adds to the errors if all ranks with the trained state died."""
         live, ending = self.live, self.ending
-        joining = sorted(live.been - set(live.members) - ending.dead_ranks - set(ending.lost))
+        joining = sorted(live.used_ranks - set(live.members) - ending.dead_ranks - set(ending.lost))
         kept = (
             checkpoints.list_checkpoints(Path(live.run.path) / checkpoints.FOLDER) if live.run.path is not None else []
         )
-        none_holds(ending.errors, live.members, joining, str(kept[-1]) if kept else "")
+        explain_lost_state(ending.errors, live.members, joining, str(kept[-1]) if kept else "")
 
 
 def _describe_orphan(cluster: Cluster) -> str:
