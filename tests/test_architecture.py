@@ -362,12 +362,12 @@ def test_few_files_lie_in_one_folder() -> None:
 # goals that are not reached yet: each number may only fall (or rise, if the text says so), each list only shrink
 
 
-def test_circles_of_imports_for_type_checkers_become_fewer() -> None:
+def test_no_imports_for_type_checkers_go_in_a_circle() -> None:
     edges = graph(typing=True)
     reached = {name: reach(name, edges) for name in edges}
     inside = {(name, other) for name, path in MODULES.items() for one in list_imports(path)
               if one.typing and name in reached.get(other := find_module(one.name), ())}  # fmt: skip
-    assert len(inside) <= 14, sorted(inside)
+    assert sorted(inside) == []
 
 
 BASES = {(module(p), n.name): [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in n.bases]
@@ -404,7 +404,7 @@ def count_foreign_assignments(package: str) -> int:
     )
 
 
-@pytest.mark.parametrize(("package", "most"), [("engine", 160), ("sim", 160), ("host", 135)])
+@pytest.mark.parametrize(("package", "most"), [("engine", 117), ("sim", 160), ("host", 135)])
 def test_few_attributes_are_set_from_outside(package: str, most: int) -> None:
     assert count_foreign_assignments(f"workbench.{package}") <= most
 

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from tests.ranks import ended, experiment, live
-from workbench.engine.rank import crashing, training
+from workbench.engine.rank import crashing
+from workbench.engine.rank import session as session_module
 from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Crash, Fabric, Slow, load
@@ -86,7 +87,7 @@ def test_a_rank_crashes_after_all_ranks_have_made_the_change(monkeypatch: pytest
         past[session.member] = time.monotonic()
         crash_on(session, mine)
 
-    monkeypatch.setattr(training, "crash_rank", late)
+    monkeypatch.setattr(session_module, "crash_rank", late)
     sessions, (mark,) = crashed(experiment(3, 8, strategy=DDP(), on_death="go on"), crash(5, 1))
     ends = next(t for step, name, t, _ in sessions[1].record.marks if name == "end")
     told = next(t for step, name, t, _ in sessions[1].record.marks if name == "fault")

@@ -57,10 +57,14 @@ class SharedParameters:
     def unshare_parameters(self) -> None:
         if not self.is_shared:
             return
-        layout = self.layout
-        layout.adopt_vectors([w.clone() for w in layout.weights])
-        self.is_shared = False
-        check_equal(self.control, hash_model_state(layout), "no longer shared, the parameters")
+        self.take_own_copy()
+        check_equal(self.control, hash_model_state(self.layout), "no longer shared, the parameters")
+
+    def take_own_copy(self) -> None:
+        """Moves the parameters into this rank's own memory, without the other ranks."""
+        if self.is_shared:
+            self.layout.adopt_vectors([w.clone() for w in self.layout.weights])
+            self.is_shared = False
 
     def share_again(self, lay: Callable[[], None]) -> None:
         """Lays the parameters out by `lay`, in the rank's own memory; then shares them again."""

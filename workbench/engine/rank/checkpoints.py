@@ -10,12 +10,14 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from workbench.engine.collectives.wire import Aborted, Wire
+from workbench.engine.compute.clocked_view import ClockedView
 from workbench.engine.control.canonical import gather_lists
+from workbench.engine.control.peers import Peers
 from workbench.host.checkpoint import piece_files as filing
 from workbench.host.checkpoint.rank_image import RankImage
 from workbench.host.checkpoint.restore import RestoredState, open_image
@@ -26,8 +28,12 @@ from workbench.record.store import RunError
 from workbench.settings import KnobError
 from workbench.settings.describe_error import text_of
 
-if TYPE_CHECKING:
-    from workbench.engine.rank.components import RankComponents
+
+class WrittenView(ClockedView, Protocol):
+    """A rank that writes checkpoints."""
+
+    @property
+    def peers(self) -> Peers: ...
 
 
 class CheckpointStore:
@@ -48,10 +54,21 @@ class CheckpointStore:
             raise KnobError(str(error)) from None
 
 
+def open_resumed(resume: str, rank: int) -> RestoredState | None:
+    """Returns the image of `rank` in the checkpoint from which a run resumes; None without one.
+
+    Raises RunError if the checkpoint cannot be read.
+    """
+    if not resume:
+        return None
+    checkpoint = Checkpoint.open(resume)
+    return open_image(checkpoint, CheckpointFiles(checkpoint), rank, alone=True)
+
+
 class CheckpointWriter:
     """One rank's part in writing checkpoints into `folder`."""
 
-    def __init__(self, run: RankComponents, folder: Path) -> None:
+    def __init__(self, run: WrittenView, folder: Path) -> None:
         self.run, self.folder = run, folder
         self._wire: Wire | None = None
         self._thread: threading.Thread | None = None

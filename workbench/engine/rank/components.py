@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,17 +26,18 @@ from workbench.engine.control.peers import Peers
 from workbench.engine.control.rendezvous import Rendezvous
 from workbench.engine.device import make_chip
 from workbench.engine.p2p.mailbox import Mailbox
-from workbench.engine.rank.checkpoints import CheckpointStore
+from workbench.engine.rank.checkpoints import CheckpointStore, CheckpointWriter, open_resumed
 from workbench.engine.rank.lane_opener import LaneOpener
 from workbench.engine.rank.lead import ScriptLead, TaskLead
 from workbench.engine.rank.model_setup import ScriptModel, TaskModel, explain_refusal, make_optimizer, require_trainable
-from workbench.engine.rank.model_view import LoopLead, TrainedModel
+from workbench.engine.rank.model_view import LoopLead, RankSessionView, TrainedModel
 from workbench.engine.script.loop import ScriptLoop
 from workbench.experiment import Experiment, partition_rules
 from workbench.fabric.load import crashed, pauses
 from workbench.host.checkpoint.checkpointer import Checkpointer
 from workbench.host.checkpoint.divergence import DivergenceRecovery
 from workbench.host.core.change_queue import ChangeQueue
+from workbench.host.core.request_answers import RequestAnswer
 from workbench.host.elastic.rollback import Rollback
 from workbench.host.loop.rank_loop import RankLoop
 from workbench.host.memory.batches import BatchReader, Chance, Numbers, make_example, numbers
@@ -56,9 +58,6 @@ from workbench.host.sharding.read_order import foresee_trace
 from workbench.host.sharding.unsharder import Unsharder
 from workbench.settings import Json, KnobError
 from workbench.tasks import Learner, at_rate
-
-if TYPE_CHECKING:
-    from workbench.engine.rank.session import Session
 
 MESSAGE_MODELS = 16  # a message may have up to this many times the model's bytes
 MIN_MESSAGE_LIMIT = 2**26  # bytes that a message may have in any run
@@ -81,7 +80,7 @@ class RankComponents(RankLoop):
     lane: Lane
     host: Host
 
-    def __init__(self, session: Session, before: RankComponents | None = None) -> None:
+    def __init__(self, session: RankSessionView, before: RankComponents | None = None) -> None:
         """before: the same rank in the previous generation; this rank takes over its parts"""
         torch.set_num_threads(1)
         self.session, self.experiment, self.rank = session, session.experiment, session.rank
@@ -120,10 +119,12 @@ class RankComponents(RankLoop):
         self.shared = shared_parameters.SharedParameters(self.layout, self.control, self.peers.make_path)
         self.meeting = Rendezvous(self)
         self.state: Any = None
+        store = CheckpointStore(session.run_dir)
+        writer = CheckpointWriter(self, store.folder) if store.folder is not None else None
         self.saving = Checkpointer(
-            self, session.make_writer(self), None if before or session.joins else session.open_resumed()
+            self, writer, None if before or session.joins else open_resumed(session.resume, self.rank.id)
         )
-        self.measuring, self.back = CompressionErrorProbe(), DivergenceRecovery(self, CheckpointStore(session.run_dir))
+        self.measuring, self.back = CompressionErrorProbe(), DivergenceRecovery(self, store)
         self.paused, self.credit = False, 0
         self.early_requests: list[dict[str, Any]] | None = None
         self.longest_evaluation = 0.0
@@ -148,6 +149,11 @@ class RankComponents(RankLoop):
         optimizer = self.make_optimizer(self.experiment, params)
         at_rate(optimizer, self.rank.lr)
         return optimizer
+
+    def copy_model(self) -> nn.Module:
+        """Returns the copy for evaluation. Its values are from an earlier evaluation."""
+        self.evaluation_copy = self.evaluation_copy or copy.deepcopy(self.model)
+        return self.evaluation_copy
 
     def make_example(self, wanted: Experiment) -> Any:
         return make_example(self.learner, wanted, self.session.device)
@@ -294,6 +300,12 @@ class RankComponents(RankLoop):
         self.session.set_phase(phase)
 
     # -- changes --
+
+    def refuse_request(self, refusal: dict[str, Json]) -> None:
+        """Answers the present request with a refusal, which rank 0 records."""
+        self.answer = RequestAnswer("refused", self.rank.step, self.now, refusal)
+        if self.rank.id == 0:
+            self.mark("refused", refusal)
 
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
         """Sets the Link, the pace and the faults. A new fault may halt its rank for a while, or end it."""

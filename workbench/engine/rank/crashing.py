@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import TYPE_CHECKING
 
 from workbench.engine.collectives.wire import Aborted, connect_store
 from workbench.engine.control.membership import POLL_SECONDS, is_rank_alive
-
-if TYPE_CHECKING:
-    from workbench.engine.rank.session import Session
+from workbench.engine.rank.session_state import SessionState
 
 
-def crash_rank(session: Session, mine: bool) -> None:
+def crash_rank(session: SessionState, mine: bool) -> None:
     """Ends this rank if it is `mine`, once all ranks have made the change that brought the fault.
 
     If it ended earlier, the remaining ranks might repeat the change and lose the rank that then has its number. A
@@ -31,7 +28,7 @@ def crash_rank(session: Session, mine: bool) -> None:
     raise Aborted("a fault has ended this rank")
 
 
-def _pass_change(session: Session, waits: bool) -> None:
+def _pass_change(session: SessionState, waits: bool) -> None:
     """Reports that this rank is past the change. If it `waits`, waits until all living ranks are."""
     store = connect_store(*session.where, session.generation)
     what, ranks = f"past {session.set_up_already.queue.obeyed}", range(session.rank.size)

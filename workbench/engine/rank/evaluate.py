@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from workbench.engine.control.canonical import use_mean_model
+from workbench.engine.rank.model_view import ModelView
 from workbench.host.observe.held_out_numbers import Evaluated, compute_distance, compute_numbers, hold_values
 from workbench.host.passes.pipelining import evaluate_pipeline
 from workbench.host.placement.canonical_state import flatten_tensors, list_buffers
 from workbench.host.placement.stage_cuts import replace_forward
 from workbench.rank import Bucket, Op, as_real
 
-if TYPE_CHECKING:
-    from workbench.engine.rank.components import RankComponents
 
-
-def evaluate_mean(run: RankComponents) -> Evaluated:
+def evaluate_mean(run: ModelView) -> Evaluated:
     """Evaluates the mean model, and measures this rank's drift from it. Rank 0 evaluates for all ranks.
 
     If parameters are sharded, every rank evaluates, because evaluation gathers them.
@@ -30,7 +27,7 @@ def evaluate_mean(run: RankComponents) -> Evaluated:
         return _evaluate_spread(run) if run.spread is not None else _evaluate_whole(run)
 
 
-def _evaluate_whole(run: RankComponents) -> Evaluated:
+def _evaluate_whole(run: ModelView) -> Evaluated:
     wire, found = run.control, dict[str, float]()
     own = None if run.shared.is_shared else wire
     weights = [] if run.reading.sharded else run.layout.weights  # sharded parameters have only one value
@@ -51,7 +48,7 @@ async def _await_op(op: Op) -> Any:
     return await op
 
 
-def _evaluate_spread(run: RankComponents) -> Evaluated:
+def _evaluate_spread(run: ModelView) -> Evaluated:
     """Evaluates together on the ranks of the first replica, if a replica spans several ranks."""
     wire, rank, piece = run.control, run.rank, run.host.pipeline.piece
     assert wire is not None
@@ -72,7 +69,7 @@ def _evaluate_spread(run: RankComponents) -> Evaluated:
 
 
 @contextmanager
-def _use_replica_mean(run: RankComponents) -> Iterator[float]:
+def _use_replica_mean(run: ModelView) -> Iterator[float]:
     """Makes the local part of the model the mean of all replicas inside the block; yields the RMS distance from it."""
     replicas = run.rank.replicas
     if replicas.size == 1:
@@ -91,7 +88,7 @@ def _use_replica_mean(run: RankComponents) -> Iterator[float]:
         yield compute_distance([own[:numel]], [mean[:numel]], run.layout.element_count)
 
 
-def evaluate_known(run: RankComponents, known: list[Bucket]) -> Evaluated:
+def evaluate_known(run: ModelView, known: list[Bucket]) -> Evaluated:
     """Evaluates the parameters that rank 0 knows, in a copy, because the model itself may change."""
     kept = [] if run.evaluation_copy is None else [*run.evaluation_copy.parameters(), *run.evaluation_copy.buffers()]
     with torch.no_grad(), run.ledger.measure_evaluation(sum(x.nbytes for x in kept)):
@@ -101,7 +98,7 @@ def evaluate_known(run: RankComponents, known: list[Bucket]) -> Evaluated:
         drift = compute_distance(own, values, run.layout.element_count)
         if run.learner.evaluate is None or run.rank.id:
             return {}, drift
-        twin = run.evaluation_copy = run.evaluation_copy or copy.deepcopy(run.model)
+        twin = run.copy_model()
         params = dict(twin.named_parameters())
         for bucket, value in zip(known, values, strict=True):
             for part in bucket.parts:

@@ -13,96 +13,44 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from workbench.engine.collectives.wire import Aborted, Wire, connect_store, is_own_error, is_peer_loss
 from workbench.engine.control import membership
 from workbench.engine.control.membership import NotNeeded
+from workbench.engine.rank.session_state import FormingGeneration, SessionState
+from workbench.engine.rank.training import RankTraining
 from workbench.host.core.data_positions import NO_INDEX_TEXT, describe_repeats
 from workbench.host.core.request_answers import KNOWN_KIND, RequestAnswer
-from workbench.host.elastic.leaving import StateBefore
 from workbench.host.elastic.voting import NextGeneration, name_ranks
 from workbench.host.placement.canonical_state import RankDisagreement
 from workbench.settings.describe_error import text_of
 
-if TYPE_CHECKING:
-    from workbench.engine.rank.session import Session
-    from workbench.engine.rank.training import RankTraining
 
-GENERATION_FIELDS = (
-    "rank",
-    "members",
-    "generation",
-    "voting",
-    "began_with",
-    "used",
-    "training",
-    "words",
-    "outlives_next",
-)
-
-
-class FormingGeneration:
-    """The next generation of one rank, until it has formed.
-
-    to:    how it begins
-    place: this rank's place in it; None: this rank is not needed and only waits
-    was:   the session's attributes that belong to a generation, as they were
-    state: this rank's former state; None for a new rank, and until the ranks have met
-    marks: rows of the record that count only if the generation forms
-    """
-
-    def __init__(self, session: Session, to: NextGeneration) -> None:
-        members = to.came.members
-        self.to, self.began = to, session.clock.now()
-        self.place = members.index(session.member) if session.member in members else None
-        self.was = {name: getattr(session, name) for name in GENERATION_FIELDS}
-        self.state: StateBefore | None = None
-        self.marks: list[tuple[int, str, float, str]] = []
-        self.name = f"{session.base}+{session.turn}"
-
-    def open_store(self, session: Session, timeout: float = 60.0) -> Any:
-        return connect_store(*session.where, self.name, timeout)
-
-    def await_ranks(self, session: Session, what: str) -> None:
-        """Waits until all ranks of the next generation have reported `what`. Raises ConnectionError if one is lost."""
-        members, see = self.to.came.members, partial(check_leaving, session)
-        membership.await_reports(self.open_store(session), what, self.place, self.to.processes, see, members)
-
-
-def check_leaving(session: Session) -> None:
-    """Raises Aborted if this rank must leave."""
-    if session.is_ending:
-        raise Aborted("told to leave while the ranks that are left were looking for each other")
-
-
-def confirm_formed(session: Session) -> None:
+def confirm_formed(session: SessionState) -> None:
     """Reports that this rank holds the full state, and waits until all ranks do. Raises as `await_ranks` does."""
     forming = session.forming
     assert forming is not None
     forming.await_ranks(session, "formed")
-    session.forming, session.words, session.outlives_next = None, None, False
+    undone = session.note_formed()
     if forming.place == 0:
         about = {**forming.to.mark, "turn": session.turn}
         session.mark("members", about, forming.began)
-        _answer_undone(session)
+        _answer_undone(session, undone)
         if not session.set_up_already.learner.indexed:
             session.mark("data", describe_repeats(NO_INDEX_TEXT))
         for what in forming.to.asked:
             session.inbox.put(what)
     for row in forming.marks:
         session.record.mark(*row)
-    session.undone = None
 
 
-def undo_forming(session: Session, error: BaseException) -> bool:
+def undo_forming(session: SessionState, error: BaseException) -> bool:
     """Puts this rank back into the previous generation with its former state.
 
     Returns whether a rank or a connection was lost, so that the old ranks can vote again. If so, a new rank raises
     NotNeeded.
     """
-    forming, session.forming = session.forming, None
+    forming = session.end_forming()
     assert forming is not None
     broke = _has_broken(session, forming, error)
     with contextlib.suppress(RuntimeError):  # the store's host may be gone
@@ -118,15 +66,14 @@ def undo_forming(session: Session, error: BaseException) -> bool:
     if after is not before and after is not None:
         _close_failed(after)
     release_wires(session)
-    for name, value in forming.was.items():
-        setattr(session, name, value)
+    session.restore_generation(forming)
     if forming.state is not None:
         forming.state.restore_state()
     _vote_again(session, forming)
     return broke
 
 
-def _has_broken(session: Session, forming: FormingGeneration, error: BaseException) -> bool:
+def _has_broken(session: SessionState, forming: FormingGeneration, error: BaseException) -> bool:
     """Whether a rank or a connection was lost, or a new rank received another state."""
     if not isinstance(error, Exception) or isinstance(error, Aborted | NotNeeded) or is_own_error(error):
         return False
@@ -144,17 +91,14 @@ def _has_broken(session: Session, forming: FormingGeneration, error: BaseExcepti
 def _close_failed(training: RankTraining) -> None:
     """Gives back the failed generation's parts; the model computes as it did before."""
     training.close()
-    if training.shared.is_shared:
-        training.layout.adopt_vectors([w.clone() for w in training.layout.weights])
-        training.shared.is_shared = False
+    training.shared.take_own_copy()
     training.release_state(training.experiment.seed)
 
 
-def release_wires(session: Session) -> None:
+def release_wires(session: SessionState) -> None:
     """Closes a generation's wires on a thread of its own, because this may take seconds for a wire that was cut."""
-    wires, session.wires = session.wires, []
     threading.Thread(
-        target=_close_wires, args=(wires,), name=f"rank {session.member} giving wires back", daemon=True
+        target=_close_wires, args=(session.take_wires(),), name=f"rank {session.member} giving wires back", daemon=True
     ).start()
 
 
@@ -163,12 +107,11 @@ def _close_wires(wires: list[Wire]) -> None:
         wire.close()
 
 
-def _vote_again(session: Session, forming: FormingGeneration) -> None:
-    before, session.voting = session.voting, f"{session.generation} after {session.turn}"
+def _vote_again(session: SessionState, forming: FormingGeneration) -> None:
+    before = session.begin_vote(forming.to)
     with contextlib.suppress(RuntimeError):
         again = connect_store(*session.where, session.voting)
         membership.prepare_vote(again, connect_store(*session.where, before), session.rank.size)
-    session.undone = session.undone if session.undone and "id" in session.undone.mark else forming.to
 
 
 def _explain_leaving(forming: FormingGeneration) -> str:
@@ -182,9 +125,8 @@ def _explain_leaving(forming: FormingGeneration) -> str:
     return "a rank or a connection was lost while this rank joined; the others go on without it"
 
 
-def _answer_undone(session: Session) -> None:
+def _answer_undone(session: SessionState, undone: NextGeneration | None) -> None:
     """Answers a request for ranks that did not come because a rank was lost in the join."""
-    undone = session.undone
     if undone is None or "id" not in undone.mark or undone.mark["preempted"]:
         return
     ranks = len(undone.came.members)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from workbench.engine.rank.forming import undo_forming
 from workbench.engine.rank.resizing import arrange_generation, await_invitation
+from workbench.engine.rank.session_state import SessionState
 from workbench.engine.rank.surviving import begin_generation, can_outlive, leave_generation, plan_generation
 from workbench.host.elastic.voting import NextGeneration, ResizeSignal
 
-if TYPE_CHECKING:
-    from workbench.engine.rank.session import Session
 
-
-def run_generations(session: Session) -> None:
+def run_generations(session: SessionState) -> None:
     """Runs from the first step to the last. Raises the error that ends this rank's part before."""
     to = await_invitation(session) if session.joins else None
     while True:
@@ -25,11 +21,12 @@ def run_generations(session: Session) -> None:
             if not can_outlive(session, error, broke):
                 raise
             error.__traceback__ = None  # a kept traceback keeps the dead group's sockets open
-            session.words = session.words or leave_generation(session, session.set_up_already)
+            if session.words is None:
+                session.keep_report(leave_generation(session))
             to = plan_generation(session)
 
 
-def _run_generation(session: Session, to: NextGeneration | None) -> NextGeneration | None:
+def _run_generation(session: SessionState, to: NextGeneration | None) -> NextGeneration | None:
     """Runs one generation; `to` is None for the first.
 
     Returns the next generation if ranks leave or join; None at the end of the run.
@@ -44,6 +41,6 @@ def _run_generation(session: Session, to: NextGeneration | None) -> NextGenerati
     except ResizeSignal as asked:
         made = arrange_generation(session, asked)
         del session.set_up_already.pending_requests[0]  # done, or answered if the next generation does not form
-        session.words = leave_generation(session, session.set_up_already)
+        session.keep_report(leave_generation(session))
         return made
     return None

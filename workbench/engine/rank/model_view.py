@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+import queue
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from workbench.engine.collectives.lane import Lane
-from workbench.engine.collectives.shaping import Port
+from workbench.engine.collectives.shaping import PacedSleep, Port
 from workbench.engine.collectives.wire import Wire
 from workbench.engine.compute.clocked_view import ClockedView
 from workbench.engine.compute.host import Host
 from workbench.engine.compute.shared_parameters import SharedParameters
-from workbench.engine.control.peers import Peers
+from workbench.engine.control.peers import PeeringView, Peers
 from workbench.engine.control.script_position import ScriptLine
+from workbench.engine.record.recorder import Recorder
+from workbench.engine.record.step_profiler import StepProfiler
 from workbench.engine.script.script_view import ScriptView, SessionView
 from workbench.experiment import Experiment
 from workbench.host.core.change_queue import ChangeQueue
@@ -26,6 +30,7 @@ from workbench.host.memory.batches import BatchReader
 from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.host.transfer.change_view import ChangeView
 from workbench.rank import Op
+from workbench.settings import Change, Json
 from workbench.tasks import Learner
 
 
@@ -137,6 +142,12 @@ class ModelView(ChangeView, Protocol):
     @property
     def shared(self) -> SharedParameters: ...
 
+    @property
+    def evaluation_copy(self) -> nn.Module | None: ...
+
+    def copy_model(self) -> nn.Module:
+        """Returns the copy for evaluation. Its values are from an earlier evaluation."""
+
     def make_example(self, wanted: Experiment) -> Any:
         """Returns a batch that is equal on all ranks."""
 
@@ -154,6 +165,52 @@ class ScriptPlace(PlaceView, SessionView, Protocol):
     """The session of a rank that runs a script. stopping: whether the run ends before its last step"""
 
     stopping: bool
+
+
+class RankSessionView(PeeringView, ScriptPlace, Protocol):
+    """One rank's part in a run, as its training sees it.
+
+    member:  this rank's number, the same in all generations
+    used:    how many examples of the data's order were used up when this generation began
+    planned: the changes that the run begins with
+    """
+
+    @property
+    def member(self) -> int: ...
+    @property
+    def secret(self) -> bytes: ...
+    @property
+    def run_dir(self) -> Path | None: ...
+    @property
+    def used(self) -> int: ...
+    @property
+    def planned(self) -> list[Change]: ...
+    @property
+    def naps(self) -> PacedSleep: ...
+    @property
+    def inbox(self) -> queue.SimpleQueue[dict[str, Any]]: ...
+    @property
+    def record(self) -> Recorder: ...
+    @property
+    def profiler(self) -> StepProfiler: ...
+
+    def mark(self, name: str, detail: Mapping[str, Json]) -> None:
+        """Records an event."""
+
+    def set_phase(self, phase: str) -> None:
+        """Sets this rank's phase; rank 0 records it as the run's state."""
+
+    def confirm_formed(self) -> None:
+        """Reports that this rank holds the full state of a new generation, and waits until all ranks do."""
+
+    def crash_rank(self, mine: bool) -> None:
+        """Ends this rank if it is `mine`, once all ranks have made the change that brought the fault."""
+
+    async def resize_run(self, members: tuple[int, ...], number: str) -> None:
+        """Goes on with `members`. Raises ResizeSignal. A Mark gives the reason of a refusal."""
+
+    async def remove_preempted(self, members: Sequence[int], number: str) -> None:
+        """Goes on without `members`. Raises ResizeSignal; raises Preempted if the other ranks cannot."""
 
 
 class ScriptRankView(ChangeView, ScriptView, ClockedView, Protocol):

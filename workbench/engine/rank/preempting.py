@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from workbench.engine.collectives.wire import connect_store
 from workbench.engine.rank.resizing import end_generation
-from workbench.engine.rank.survivor_state import list_saved
+from workbench.engine.rank.session_state import SessionState
+from workbench.engine.rank.surviving import list_saved
 from workbench.host.elastic.reentry import fit_survivors
 from workbench.host.elastic.voting import choose_are, name_ranks
 from workbench.rank import Op
 from workbench.settings import KnobError
-
-if TYPE_CHECKING:
-    from workbench.engine.rank.session import Session
-    from workbench.engine.rank.training import RankTraining
 
 PREEMPTED_KEY = "preempted"  # the store's key once any rank is preempted
 
@@ -31,7 +28,7 @@ class Preempted(RuntimeError):
     """Ranks must leave, and the other ranks cannot go on without them."""
 
 
-def announce_preemption(session: Session) -> None:
+def announce_preemption(session: SessionState) -> None:
     """Tells all other ranks that this rank leaves before one of their next steps. May run on any thread."""
     text = f"{name_ranks([session.member])} is preempted: it leaves after the step in hand"
     session.mark(PREEMPTED_KEY, {"ranks": [session.member], "step": session.rank.step, "text": text})
@@ -43,7 +40,7 @@ def announce_preemption(session: Session) -> None:
 class PreemptionWatch:
     """On the first rank: requests once per generation that preempted ranks leave."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: SessionState) -> None:
         self.session = session
         self._store: Any = None
         self._asked: set[tuple[str, int]] = set()
@@ -65,9 +62,9 @@ class PreemptionWatch:
                 session.request({"kind": "preempt", "members": found, "id": name})
 
 
-async def remove_preempted(training: RankTraining, members: Sequence[int], number: str) -> None:
+async def remove_preempted(session: SessionState, members: Sequence[int], number: str) -> None:
     """Removes `members`, and the other ranks go on. Raises ResizeSignal; raises Preempted if they cannot go on."""
-    session = training.session
+    training = session.set_up_already
     gone = [m for m in members if m in session.members]
     left = [place for place, m in enumerate(session.members) if m not in gone]
     if not gone:
@@ -77,15 +74,15 @@ async def remove_preempted(training: RankTraining, members: Sequence[int], numbe
             raise KnobError("nobody is left to go on")
         wanted, places = fit_survivors(training.experiment, left, training.require_trainable)
     except KnobError as error:
-        raise Preempted(await _save_and_explain(training, gone, str(error))) from None
+        raise Preempted(await _save_and_explain(session, gone, str(error))) from None
     await end_generation(
         training, places, tuple(session.members[place] for place in places), wanted, number, tuple(gone)
     )
 
 
-async def _save_and_explain(training: RankTraining, gone: list[int], reason: str) -> str:
+async def _save_and_explain(session: SessionState, gone: list[int], reason: str) -> str:
     """Keeps a checkpoint if there is a run directory. Returns why the run ends, in the same words on all ranks."""
-    session, step = training.session, training.rank.step
+    training, step = session.set_up_already, session.rank.step
     text = f"{name_ranks(gone)} {choose_are(gone)} preempted, and the run cannot go on: {reason}"
     if session.run_dir is None:
         return f"{text}; there is no run directory to keep a checkpoint in"

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from workbench.engine.collectives.wire import Aborted, connect_store
 from workbench.engine.control import membership
+from workbench.engine.rank.session_state import SessionState
+from workbench.engine.rank.training import RankTraining
 from workbench.experiment import Experiment
 from workbench.host.core.data_positions import count_used_up
 from workbench.host.core.request_answers import RequestAnswer
@@ -22,14 +24,10 @@ from workbench.host.elastic.resizing import gather_state
 from workbench.host.elastic.voting import NextGeneration, ResizeSignal, choose_are, name_ranks
 from workbench.settings import Change, Json, KnobError
 
-if TYPE_CHECKING:
-    from workbench.engine.rank.session import Session
-    from workbench.engine.rank.training import RankTraining
 
-
-async def resize_run(training: RankTraining, members: tuple[int, ...], number: str) -> None:
+async def resize_run(session: SessionState, members: tuple[int, ...], number: str) -> None:
     """Goes on with `members`, old and new. Raises ResizeSignal. A Mark gives the reason of a refusal."""
-    session = training.session
+    training = session.set_up_already
     stay = [m for m in session.members if m in members]
     new = [m for m in members if m not in stay]
     try:
@@ -37,9 +35,7 @@ async def resize_run(training: RankTraining, members: tuple[int, ...], number: s
         wanted = _make_experiment(training, session.members, stay, members)
     except KnobError as error:
         refusal: dict[str, Json] = {"path": "ranks", "value": len(members), "id": number, "reason": str(error)}
-        training.answer = RequestAnswer("refused", training.rank.step, training.now, refusal)
-        if training.rank.id == 0:
-            training.mark("refused", refusal)
+        training.refuse_request(refusal)
         return
     places = tuple(session.members.index(m) for m in stay)
     await end_generation(training, places, (*stay, *new), wanted, number)
@@ -61,14 +57,14 @@ async def end_generation(
     """
     with training.guard_step(True):
         if training.rollback is not None:
-            training.rollback.is_gathering = True
+            training.rollback.begin_gathering()
         await gather_state(training, stay)
         if training.rollback is not None:
             training.rollback.note_whole_state(training.rank.id in stay)
         raise ResizeSignal(members, wanted, number, await count_used_up(training), preempted)
 
 
-def _require_waiting(session: Session, new: list[int], ranks: int) -> None:
+def _require_waiting(session: SessionState, new: list[int], ranks: int) -> None:
     """Raises KnobError if a new rank has not reported that it waits, or was invited before: then it is lost.
 
     All ranks find the same, because a new rank reports before the request is made.
@@ -87,7 +83,7 @@ def _make_experiment(
     return training.require_trainable(few)
 
 
-def arrange_generation(session: Session, asked: ResizeSignal) -> NextGeneration:
+def arrange_generation(session: SessionState, asked: ResizeSignal) -> NextGeneration:
     """Waits until all ranks have come together, invites the new ranks, and returns the plan.
 
     Raises ConnectionError if a rank does not come: it is lost, or has lost another rank and votes. Then all other ranks
@@ -120,33 +116,33 @@ def arrange_generation(session: Session, asked: ResizeSignal) -> NextGeneration:
     return to
 
 
-def _check_leaving(session: Session, store: Any = None) -> None:
+def _check_leaving(session: SessionState, store: Any = None) -> None:
     if session.is_ending:
         raise Aborted("told to leave while ranks were coming and going")
     if store is not None and membership.has_vote_begun(store, session.rank.size):
         raise ConnectionError("Connection closed by peer: others have lost a rank while ranks were coming and going")
 
 
-def _make_invitation(session: Session, training: RankTraining, to: NextGeneration) -> dict[str, Any]:
+def _make_invitation(session: SessionState, training: RankTraining, to: NextGeneration) -> dict[str, Any]:
     planned = [change.plain() for change in training.queue.planned if isinstance(change, Change)]
     steps = [change.at_step for change in training.queue.planned if isinstance(change, Change)]
     return {**to._asdict(), "came": to.came._asdict(), "experiment": to.experiment.plain(), "turn": session.turn,
             "asked": [], "planned": planned, "steps": steps}  # fmt: skip
 
 
-def await_invitation(session: Session) -> NextGeneration:
+def await_invitation(session: SessionState) -> NextGeneration:
     """Waits until the training ranks invite this rank."""
     store = connect_store(*session.where, session.base)
     store.set(f"member {session.member}", json.dumps(membership.describe_process()))
-    session.phase = "waiting"
+    session.note_joining("waiting")
     while not store.check([f"join {session.member}"]):
         _check_leaving(session)
         time.sleep(membership.POLL_SECONDS)
-    session.phase = "starting"  # from now on the other ranks count on this one
+    session.note_joining("starting")  # from now on the other ranks count on this one
     said = json.loads(store.get(f"join {session.member}"))
-    session.turn = said.pop("turn")
     planned, steps = said.pop("planned"), said.pop("steps")
-    session.planned = [Change.read(plain, step) for plain, step in zip(planned, steps, strict=True)]
+    changes = [Change.read(plain, step) for plain, step in zip(planned, steps, strict=True)]
+    session.accept_invitation(said.pop("turn"), changes)
     came = Membership(*(tuple(x) if isinstance(x, list) else x for x in said.pop("came").values()))  # type: ignore[arg-type]
     return NextGeneration(
         came=came, experiment=Experiment.read(said.pop("experiment"), session.began_with.task), **said

@@ -6,32 +6,29 @@ The session's thread does all of this, between two loops of its `RankTraining`.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from workbench.engine.collectives.wire import LeaveEvent, connect_store, is_own_error, is_peer_loss
+from workbench.engine.collectives.wire import connect_store, is_own_error, is_peer_loss
 from workbench.engine.control import membership
 from workbench.engine.control.membership import REPORT_TIMEOUT, LeftBehind, NotNeeded
-from workbench.engine.rank.forming import FormingGeneration, check_leaving, release_wires
-from workbench.engine.rank.survivor_state import list_saved, make_survivor, open_former
-from workbench.engine.rank.training import RankTraining
+from workbench.engine.rank.forming import release_wires
+from workbench.engine.rank.session_state import SessionState, check_leaving
+from workbench.host.checkpoint.whole_state import RecoveryCheckpoint, open_images
 from workbench.host.elastic import leaving
-from workbench.host.elastic.carried_state import CarriedState
-from workbench.host.elastic.leaving import StateBefore
 from workbench.host.elastic.reentry import Membership
-from workbench.host.elastic.shrink_plan import mark_end_reason, plan_shrink
+from workbench.host.elastic.shrink_plan import RemainingRank, mark_end_reason, plan_shrink
 from workbench.host.elastic.voting import NextGeneration, Quorum, RankReport
 from workbench.host.loop import generation
 from workbench.rank import Rank
+from workbench.record import checkpoints
 from workbench.settings.describe_error import text_of
-
-if TYPE_CHECKING:
-    from workbench.engine.rank.session import Session
 
 PATIENCE_STEPS = 5.0  # the vote waits this many times a rank's longest step
 
 
-def can_outlive(session: Session, error: BaseException, broke: bool = False) -> bool:
+def can_outlive(session: SessionState, error: BaseException, broke: bool = False) -> bool:
     """Whether `error` comes from a lost peer, and this rank goes on after it.
 
     broke: whether a generation did not form because of it
@@ -54,14 +51,14 @@ def can_outlive(session: Session, error: BaseException, broke: bool = False) -> 
     return not reason
 
 
-def _is_counted(session: Session) -> bool:
+def _is_counted(session: SessionState) -> bool:
     """Whether the other ranks still wait for this one."""
     with contextlib.suppress(RuntimeError):  # the store's host may be gone
         return membership.is_counted(connect_store(*session.where, session.voting, timeout=1.0), session.rank.id)
     return True
 
 
-def explain_refusal(session: Session, alive: bool = False) -> str:
+def explain_refusal(session: SessionState, alive: bool = False) -> str:
     """Returns why the remaining ranks could not go on without one; "" if they could.
 
     alive: see `leaving.explain_refusal`
@@ -71,7 +68,7 @@ def explain_refusal(session: Session, alive: bool = False) -> str:
     return leaving.explain_refusal(session.training, list_saved(session), alive)
 
 
-def _has_lost_rank(session: Session) -> bool:
+def _has_lost_rank(session: SessionState) -> bool:
     try:
         for store in {session.generation, session.voting}:
             membership.require_alive(connect_store(*session.where, store), range(session.rank.size))
@@ -80,14 +77,13 @@ def _has_lost_rank(session: Session) -> bool:
     return False
 
 
-def leave_generation(session: Session, training: RankTraining) -> RankReport:
+def leave_generation(session: SessionState) -> RankReport:
     """Gives back the generation's wires and shared memory. Returns this rank's report."""
+    training = session.set_up_already
     training.leaving.set()
     session.cut_connections()
     training.close()
-    if training.shared.is_shared:
-        training.layout.adopt_vectors([w.clone() for w in training.layout.weights])
-        training.shared.is_shared = False
+    training.shared.take_own_copy()
     parts = leaving.return_to_boundary(training)
     release_wires(session)
     asked = training.unheeded_requests, dict(training.known_answers), training.paused, training.credit
@@ -96,7 +92,7 @@ def leave_generation(session: Session, training: RankTraining) -> RankReport:
     )
 
 
-def vote_with_rest(session: Session, mine: RankReport) -> Quorum:
+def vote_with_rest(session: SessionState, mine: RankReport) -> Quorum:
     """Votes, and returns the reports of all remaining ranks.
 
     Raises Aborted if this rank must leave, LeftBehind if the other ranks went on.
@@ -106,43 +102,66 @@ def vote_with_rest(session: Session, mine: RankReport) -> Quorum:
     return membership.hold_vote(store, rank.id, rank.size, mine, patience, partial(check_leaving, session))
 
 
-def plan_generation(session: Session) -> NextGeneration:
+def plan_generation(session: SessionState) -> NextGeneration:
     """Returns how the remaining ranks go on, once all have reported."""
     assert session.words is not None
     return plan_shrink(make_survivor(session), vote_with_rest(session, session.words))
 
 
-def begin_generation(session: Session, to: NextGeneration) -> Membership:
+def begin_generation(session: SessionState, to: NextGeneration) -> Membership:
     """Gathers the ranks of the next generation and opens their wires; `confirm_formed` ends what begins here.
 
     A rank that is not among them waits until the generation has formed, because it may hold a part that another rank
     loses. Then it raises NotNeeded. After any other error, `undo_forming` takes back what was begun.
     """
-    session.turn += 1
-    session.forming = forming = FormingGeneration(session, to)
+    forming = session.begin_forming(to)
     forming.await_ranks(session, "meet")
     if forming.place is None:
         forming.await_ranks(session, "formed")
-        session.forming = None
+        session.end_forming()
         count = len(to.came.members)
         raise NotNeeded(f"the others went on from step {to.came.step} as {count} ranks, without this one")
     before = session.training
     rank = Rank(forming.place, len(to.came.members), to.experiment.seed)
     rank.step, rank.lr, rank.members = to.came.step, session.rank.lr, to.came.members
     if before is not None:
-        forming.state = StateBefore(before, to)
+        forming.keep_state(before)
         leaving.hand_down_state(before, rank, to)
-    session.rank, session.members, session.leaving = rank, to.came.members, LeaveEvent()
-    session.generation = session.voting = forming.name
-    session.began_with = to.experiment
     back = open_former(to.came.salvaged.saved) if to.came.salvaged and to.came.salvaged.saved else None
-    session.used = back.used if back else to.used
-    session.training = training = RankTraining(session, before)
-    training.queue.obeyed, training.has_begun = to.changes, True
-    training.paused, training.credit = to.paused, to.credit
-    training.known_answers.update(to.done)
-    if before is not None:
-        training.carried, before.carried = before.carried._replace(former=back), CarriedState()
-        training.step_seconds, training.longest_evaluation = before.step_seconds, before.longest_evaluation
+    session.enter_generation(forming, rank, back.used if back else to.used)
+    training = session.make_training(before)
+    training.continue_run(to, before, back)
     generation.begin_generation(training)
     return to.came
+
+
+def make_survivor(session: SessionState) -> RemainingRank:
+    """Returns this rank's view, from which the remaining ranks plan how they go on."""
+    folder = Path(session.run_dir or ".") / checkpoints.FOLDER
+    return RemainingRank(
+        member=session.member, place=session.rank.id, size=session.rank.size, run=session.set_up_already,
+        mark=session.mark, find_missing=partial(find_missing, session),
+        checkpoint_path=lambda step: str(folder / checkpoints.name(step)),
+    )  # fmt: skip
+
+
+def list_saved(session: SessionState) -> list[int]:
+    """Returns the steps before which this rank sees complete checkpoints of this run."""
+    if session.run_dir is None:
+        return []
+    return [
+        checkpoints.step_of(path) for path in checkpoints.list_checkpoints(Path(session.run_dir) / checkpoints.FOLDER)
+    ]
+
+
+def find_missing(session: SessionState, here: Collection[int]) -> tuple[list[int], list[int]]:
+    """Returns the counted ranks that are not `here`: lost ranks, and new ranks that still run."""
+    store, away = connect_store(*session.where, session.base), [m for m in session.counted_members if m not in here]
+    left_out = [m for m in away if m not in session.members and membership.is_process_alive(store.get(f"member {m}"))]
+    return [m for m in away if m not in left_out], left_out
+
+
+def open_former(path: str) -> RecoveryCheckpoint:
+    """Returns the checkpoint to which all ranks go back. Raises RunError if it cannot be read."""
+    checkpoint = checkpoints.Checkpoint.open(path)
+    return open_images(checkpoint, checkpoints.CheckpointFiles(checkpoint))

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,17 +21,17 @@ from workbench.engine.compute.cpu_seconds import CpuUsage
 from workbench.engine.compute.workers import WorkerPool
 from workbench.engine.control.script_position import ScriptLine
 from workbench.engine.rank.components import RankComponents
-from workbench.engine.rank.crashing import crash_rank
 from workbench.engine.rank.evaluate import evaluate_known, evaluate_mean
-from workbench.engine.rank.forming import confirm_formed
 from workbench.engine.rank.model_setup import adopt_order, take_first_names, unwrap_run_model
-from workbench.engine.rank.preempting import remove_preempted
-from workbench.engine.rank.resizing import resize_run
+from workbench.engine.rank.model_view import RankSessionView
 from workbench.engine.record.leak_detector import LeakDetector
 from workbench.experiment import Experiment
+from workbench.host.checkpoint.whole_state import RecoveryCheckpoint
 from workbench.host.core.planned_event import Planned
 from workbench.host.core.request_answers import KNOWN_KIND, Done, RequestAnswer, remember_answer
+from workbench.host.elastic.carried_state import CarriedState
 from workbench.host.elastic.reentry import Membership
+from workbench.host.elastic.voting import NextGeneration
 from workbench.host.loop.generation import train_in_generation
 from workbench.host.observe.held_out_numbers import Evaluated
 from workbench.host.reconfigure import changes
@@ -41,9 +41,6 @@ from workbench.host.transfer import residual
 from workbench.rank import Bucket, Op
 from workbench.record.tidy import Tidy
 from workbench.settings import Change
-
-if TYPE_CHECKING:
-    from workbench.engine.rank.session import Session
 
 ANSWERED_KINDS = ("change", "resize")  # kinds of requests whose sender waits for an answer
 MIN_WAIT_SECONDS = 1e-3  # seconds; a shorter wait for the next step gets no row in the record
@@ -58,7 +55,7 @@ class RankTraining(RankComponents):
     has_begun = False
     _has_evaluated = False  # whether all ranks have evaluated since the last ticket
 
-    def __init__(self, session: Session, before: RankTraining | None = None) -> None:
+    def __init__(self, session: RankSessionView, before: RankTraining | None = None) -> None:
         super().__init__(session, before)
         self.step_seconds: deque[float] = deque([0.0], maxlen=16)  # of the last steps, in seconds
         self.workers = WorkerPool(self)
@@ -172,7 +169,7 @@ class RankTraining(RankComponents):
             self.paused = self.credit == 0
 
     async def crash_rank(self, mine: bool) -> None:
-        await Op("do", partial(crash_rank, self.session, mine))
+        await Op("do", partial(self.session.crash_rank, mine))
 
     async def leave(self, strategy: Any) -> None:
         await strategy.leave(self.rank.replicas, self.state)
@@ -263,12 +260,24 @@ class RankTraining(RankComponents):
     async def evaluate_known(self, known: list[Bucket]) -> Evaluated:
         return await Op("do", partial(evaluate_known, self, known))
 
+    def continue_run(self, to: NextGeneration, before: RankTraining | None, former: RecoveryCheckpoint | None) -> None:
+        """Takes over what the ranks agreed on for this generation, and what this rank did in the last one.
+
+        former: the checkpoint from which the generation goes on, if it does
+        """
+        self.queue.obeyed, self.has_begun = to.changes, True
+        self.paused, self.credit = to.paused, to.credit
+        self.known_answers.update(to.done)
+        if before is not None:
+            self.carried, before.carried = before.carried._replace(former=former), CarriedState()
+            self.step_seconds, self.longest_evaluation = before.step_seconds, before.longest_evaluation
+
     async def place_state(self) -> None:
         await super().place_state()
         self.has_begun = True
 
     async def confirm_formed(self) -> None:
-        await Op("do", partial(confirm_formed, self.session))
+        await Op("do", self.session.confirm_formed)
 
     async def make_due_changes(self) -> None:
         self.host.at("between two steps")
@@ -346,9 +355,9 @@ class RankTraining(RankComponents):
                     self.paused, self.credit = False, int(what.get("n", 1))
                     self.finite.forget_losses()
                 case "resize":
-                    await resize_run(self, tuple(what["members"]), what.get("id", ""))
+                    await self.session.resize_run(tuple(what["members"]), what.get("id", ""))
                 case "preempt" if not self.session.stopping:
-                    await remove_preempted(self, what["members"], what.get("id", ""))
+                    await self.session.remove_preempted(what["members"], what.get("id", ""))
                 case "roll back":
                     await Op("do", partial(self.host.timing.catch_up, self.finite.check_step_loss))
                     if not await self.back.restore_checkpoint(int(what.get("step", 0))):

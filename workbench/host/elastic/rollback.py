@@ -153,6 +153,9 @@ class Rollback:
         """Call it before the update."""
         self._updated = True
 
+    def begin_gathering(self) -> None:
+        self.is_gathering = True
+
     def note_whole_state(self, stays: bool) -> None:
         """Call it once this rank is whole. stays: False if an heir already has its compressor's residual"""
         if self._parts and not self.run.experiment.strategy.tables:
