@@ -24,7 +24,7 @@ def benched(*ranks: int) -> Iterator[tuple[EngineServer, RpcClient]]:
         "lab": "x", "client": keys.public, "owner": this_process(), "host": host_name(), "spans_hosts": False,
         "reach": "127.0.0.1", "paths": [], "place": "",
     })  # fmt: skip
-    line = RpcClient(dict.fromkeys(ranks, made.line_at), keys)
+    line = RpcClient(dict.fromkeys(ranks, made.rpc_address), keys)
     try:
         yield made, line
     finally:

@@ -117,7 +117,7 @@ def replaced(number: int, spare: int) -> dict[str, Any]:
     with Lab(ranks=2, name=f"replaced-{os.getpid()}-{number}-{spare}", spare=spare) as lab:
         lab.wait(120)
         lab.run(e)
-        while lab._live is None or lab._live.step < 20 or len(lab.cluster.spares.warm) < spare:
+        while lab._live is None or lab._live.step < 20 or len(lab.cluster.spares.warm_ranks) < spare:
             time.sleep(0.01)
         run, found = lab._live.run, dict[str, Any](spare=spare)
         os.kill(lab.status[1]["pid"], signal.SIGKILL)

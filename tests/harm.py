@@ -216,7 +216,7 @@ def end_controller(p: Patient) -> str:
     if not p.controller:
         return "none there"
     p.controller = False
-    os.kill(p.lab.cluster.owned.started["controller"].pid, signal.SIGKILL)
+    os.kill(p.lab.cluster.processes.started["controller"].pid, signal.SIGKILL)
     if not p.seen("end_controller", lambda: any("controller" in note for note in p.lab.notes), 20):
         raise Stuck("nobody said that the controller is gone")
     return "killed the controller"

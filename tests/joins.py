@@ -356,7 +356,7 @@ def disturb(lab: Lab, plan: Plan, seed: int, reference: dict[str, Any], folder: 
     try:
         run.wait(LIMIT)
     except TimeoutError as late:
-        where = f"{late}; {lab._live.describe_places() if lab._live else ''}; {lab.notes[-4:]}"
+        where = f"{late}; {lab._live.describe_ranks() if lab._live else ''}; {lab.notes[-4:]}"
         lab.abort()
         return {**found, "outcome": "wrong", "why": f"did not end: {where}"}
     except RankError as raised:

@@ -153,7 +153,7 @@ class Looking:
                 continue  # killed a moment ago
         return {"t": round(time.monotonic() - self._began, 1), "step": lab._live.step, "late": late(run),
                 "kernel": process(os.getpid()), "engines": engines,
-                "controller": process(lab.cluster.owned.started["controller"].pid),
+                "controller": process(lab.cluster.processes.started["controller"].pid),
                 "record": record(run.timeline, self._texts[1]), "disk": disk(run.path or Path())}  # fmt: skip
 
     def close(self) -> None:

@@ -81,7 +81,7 @@ def one(lab: Lab, kind: Kind) -> str:
     except RankError as found:
         error = found
     except TimeoutError as found:
-        where = lab._live.describe_places() if lab._live else ""
+        where = lab._live.describe_ranks() if lab._live else ""
         lab.abort()
         return f"did not end: {found}; {where}"
     said = f"{run.state}, {error}" if error else run.state

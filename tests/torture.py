@@ -268,7 +268,7 @@ def parameters() -> int:
     from workbench.cluster.engines import engine_server
     from workbench.host.placement.canonical_state import hash_model_state
 
-    return hash_model_state(engine_server._bench.session.layout)  # type: ignore[union-attr]
+    return hash_model_state(engine_server._server.session.layout)  # type: ignore[union-attr]
 
 
 def more(out: Path, first: int, turns: int, ranks: int, minutes: float, say: Any) -> bool:

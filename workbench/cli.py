@@ -100,7 +100,7 @@ def run(
 
     with handle_sigterm() as ending:
         with_lab = Lab(ranks=experiment.ranks, name=f"run-{out.resolve().name}")
-        with_lab.cluster.renewal.ahead = False  # because no other run follows
+        with_lab.cluster.renewal.starts_ahead = False  # because no other run follows
         try:
             done = with_lab.run(experiment, out=out, resume=resume)
             ending.lab = with_lab

@@ -91,7 +91,7 @@ class Lab(RunControls):
                             f"fewer ranks in experiments")  # fmt: skip
         on = user_input.device(device)
         with without_interrupts():
-            self._take_over(name, ranks, Cluster(name, ranks, on, connection, spare).start_engines())
+            self._take_over(name, ranks, Cluster(name, ranks, on, connection, spare).start_or_connect())
 
     def _take_over(self, name: str, ranks: int, cluster: Cluster) -> None:
         self.name, self.ranks, self.cluster = name, ranks, cluster
@@ -101,7 +101,7 @@ class Lab(RunControls):
         self.tuning: Tuning | None = None
         self.watchers: list[Callable[[], bool]] = []  # each returns whether a user sees this lab through it
         self._begun = True
-        cluster.spares.used = lambda: self._live.used_ranks if self.live and self._live else range(ranks)
+        cluster.spares.list_used_ranks = lambda: self._live.used_ranks if self.live and self._live else range(ranks)
         _labs[name] = self
 
     @classmethod

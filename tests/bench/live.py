@@ -68,7 +68,7 @@ def latencies(lab: Lab, strategy: Any, count: int, out: Path) -> dict[str, Any]:
 
 def relayed(lab: Lab) -> float:
     """Returns the CPU seconds of a lab's relay so far, over all its runs."""
-    return lab.cluster.relay.seconds if lab.cluster.relay else 0.0
+    return lab.cluster.row_subscriber.seconds if lab.cluster.row_subscriber else 0.0
 
 
 def recording(run: Run, relaying: float) -> dict[str, float]:

@@ -314,7 +314,7 @@ def test_the_repr_of_a_lab_describes_it_in_one_line(lab: Lab) -> None:
 
 def test_listening_costs_next_to_nothing(lab: Lab) -> None:
     lab.run(Experiment(steps=100)).wait(60)
-    relay = lab.cluster.relay
+    relay = lab.cluster.row_subscriber
     assert relay.errors == []
     assert 0 < relay.seconds < 1.0
 
@@ -326,7 +326,7 @@ def test_clients_without_keys_can_neither_read_nor_command_the_engines(lab: Lab)
 
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
-        CurveKeys.make_pair().connect_socket(stranger, lab.cluster.engines[0].line)
+        CurveKeys.make_pair().connect_socket(stranger, lab.cluster.engines[0].rpc_address)
         stranger.send_multipart([b'{"number": 1, "what": "status"}', b""])
         assert not stranger.poll(700)
 

@@ -25,7 +25,7 @@ def test_an_engine_that_is_ended_while_its_rank_trains_does_not_abort(tmp_path_f
         with Lab(ranks=4, name="ended") as lab:
             lab.wait(120).run(endless(ranks=4, strategy=DDP(), pace=0.0))
             reached(lab, 5)
-            owned, place = lab.cluster.owned, lab.cluster.place
+            owned, place = lab.cluster.processes, lab.cluster.place
             assert owned is not None
             place.write_state(ends=True)  # otherwise the lab treats this as a preemption, and the ranks leave first
             children = [owned.started[f"engine {number}"] for number in range(4)]
@@ -43,7 +43,7 @@ def test_a_run_outlives_the_server_that_its_engines_are_forks_of(tmp_path_factor
     with apart(tmp_path_factory), Lab(ranks=2, name="unparented") as lab:
         lab.wait(120).run(endless(ranks=2, strategy=DDP(), on_death="replace"))
         reached(lab, 5)
-        owned, pid = lab.cluster.owned, lab.status[1]["pid"]
+        owned, pid = lab.cluster.processes, lab.status[1]["pid"]
         assert owned is not None
         server = owned.started["engines"]
         server.kill()

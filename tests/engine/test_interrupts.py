@@ -129,11 +129,11 @@ def test_a_lab_trains_after_an_interrupt_of_its_opening_or_of_a_run_start(
 @pytest.mark.engine
 def test_an_interrupted_detach_or_attach_loses_neither_lab_nor_run(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(ranks=1, name="left").wait(60)
-    assert lab.cluster.owned is not None
-    children = list(lab.cluster.owned.started.values())
+    assert lab.cluster.processes is not None
+    children = list(lab.cluster.processes.started.values())
     run = lab.run(Experiment(steps=0))
     assert trains(lab)
-    interrupted(monkeypatch, Cluster, "_disconnect_client", first=True)
+    interrupted(monkeypatch, Cluster, "_release_client", first=True)
     with pytest.raises(KeyboardInterrupt):
         lab.detach()
     assert lab.state == "closed" and not run.live
@@ -141,7 +141,7 @@ def test_an_interrupted_detach_or_attach_loses_neither_lab_nor_run(monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         Lab.attach("left")
     again = Lab.attach("left")
-    assert not again.cluster.guest, "this kernel owns it"
+    assert not again.cluster.is_guest, "this kernel owns it"
     assert trains(again)
     noted = processes(again)
     again.close()

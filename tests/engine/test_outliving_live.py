@@ -41,7 +41,7 @@ def test_ranks_come_and_go(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     reached(lab, gone.applied_at + 5)
     assert lab._live is not None and lab._live.members == (0, 1, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(lab.cluster, "owned", None)
+        patch.setattr(lab.cluster, "processes", None)
         with pytest.raises(KnobError, match=r"3 ranks train, 1 engines .* another has started .*; take at most 4"):
             lab.resize(5)
     pid = lab.status[3]["pid"]
@@ -136,20 +136,20 @@ def unheard(lab: Lab, disk: bool) -> Iterator[None]:
     """
     live = lab._live
     assert live is not None
-    take, missed, remind = lab.cluster.take, live.reorder_buffer._missed, live.reorder_buffer.take_count
+    take, missed, remind = lab.cluster.on_batch, live.reorder_buffer._missed, live.reorder_buffer.take_count
 
     def unseen(kind: str, rank: int, start: int) -> Any:
         if rank == 0:
             raise OSError("its disk is on another machine")
         return missed(kind, rank, start)
 
-    lab.cluster.take = lambda batch: None if batch.rank == 0 else take(batch)
+    lab.cluster.on_batch = lambda batch: None if batch.rank == 0 else take(batch)
     live.reorder_buffer._missed = missed if disk else unseen
     live.reorder_buffer.take_count = lambda kind, rank, sent: None if rank == 0 else remind(kind, rank, sent)
     try:
         yield
     finally:
-        lab.cluster.take, live.reorder_buffer._missed, live.reorder_buffer.take_count = take, missed, remind
+        lab.cluster.on_batch, live.reorder_buffer._missed, live.reorder_buffer.take_count = take, missed, remind
 
 
 @pytest.mark.parametrize("disk", [True, False], ids=["on a disk that is seen", "nowhere"])

@@ -97,7 +97,7 @@ def test_an_idle_engine_ends_at_once_and_so_do_all_engines_when_the_lab_ends(lab
     os.kill(lab.status[2]["pid"], signal.SIGTERM)
     assert until(lambda: gone(lab, 2), BOUND)
     assert not any("preempted" in note for note in lab.notes) and lab.members == (0, 1)
-    owned = lab.cluster.owned
+    owned = lab.cluster.processes
     assert owned is not None
     owned.close()
     end_processes(lab.cluster.place, patience=BOUND)

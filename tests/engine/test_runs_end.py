@@ -130,7 +130,7 @@ def deafen(rank: int | None) -> None:
     """Runs on an engine: the connection of `rank` accepts requests and never answers; None: it answers again."""
     from workbench.cluster.engines import engine_server
 
-    bench = engine_server._bench
+    bench = engine_server._server
     vars(bench).pop("_reply", None)
     if bench.session_arguments.get("rank") == rank:
         bench._make_reply = lambda ask, blob: [b'{"number": -2}', b""]

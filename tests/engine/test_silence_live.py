@@ -194,7 +194,7 @@ def test_a_rank_that_dies_in_a_step_is_reported_with_that_step(lab: Lab, files: 
 
 def test_a_change_on_a_closed_lab_raises_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = SimpleNamespace(name="gone", ranks=2, closed=True, error=None, ready=False, close=lambda: None)
-    engines.start, engines.spares = lambda: engines, SimpleNamespace(used=None)
+    engines.start, engines.spares = lambda: engines, SimpleNamespace(list_used_ranks=None)
     monkeypatch.setattr(lab_module, "Cluster", lambda *asked: engines)
     closed = Lab(2, name="gone")
     with pytest.raises(ClusterError, match="lab 'gone' is closed; make it again"):

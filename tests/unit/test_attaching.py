@@ -74,13 +74,18 @@ def test_engines_without_a_run_are_told_from_engines_that_do_not_answer() -> Non
 
 
 def test_a_new_cluster_keeps_what_was_set_for_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.Cluster, "start_engines", lambda self: self)
+    monkeypatch.setattr(launch.Cluster, "start_or_connect", lambda self: self)
     old = launch.Cluster("lab", 2, spare=1)
     old.error = RuntimeError("it never came up")
-    old.renewal.ahead, old.spares.used = False, lambda: {1}
+    old.renewal.starts_ahead, old.spares.list_used_ranks = False, lambda: {1}
     monkeypatch.setattr(old, "close", lambda: None)
     new = launch.renew_cluster(old)
-    assert new is not old and not new.renewal.ahead and new.spares.used() == {1} and new.spares.count == 1
+    assert (
+        new is not old
+        and not new.renewal.starts_ahead
+        and new.spares.list_used_ranks() == {1}
+        and new.spares.count == 1
+    )
 
 
 class Client:
@@ -99,7 +104,7 @@ def detached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: list[float]
     place.write_state(owner=owner, ranks=1, device="cpu", devices=["cpu"], kind="gloo", engines=[], keys=["a", "b"],
                       here=True, connection="none")  # fmt: skip
     monkeypatch.setattr(cluster_module, "start_guard", lambda place: None)
-    for method in ("_open_sockets", "_tell_owner", "_activate_magic"):
+    for method in ("_open_sockets", "_send_owner", "_activate_magic"):
         monkeypatch.setattr(Cluster, method, lambda self, *rest: None)
     return place
 
@@ -133,7 +138,7 @@ def test_exactly_one_of_two_kernels_that_attach_at_the_same_time_owns_the_lab(
 def test_a_kernel_takes_a_lab_over_from_a_dead_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = detached(tmp_path, monkeypatch, owner=[2**22 + 1, 1.0])
     monkeypatch.setattr(Cluster, "_connect_client", lambda self, connection: Client())
-    assert not Cluster.attach_to(place).guest and place.read_state()["owner"] == this_process()
+    assert not Cluster.attach_to(place).is_guest and place.read_state()["owner"] == this_process()
 
 
 @pytest.mark.parametrize("gone", ["the folder", "the file"])
@@ -193,7 +198,7 @@ def test_engines_hear_of_a_detach_before_another_kernel_can_own_them(
             raise OSError("No space left on device")
 
     monkeypatch.setattr(LabPlace, "write_state", write)
-    monkeypatch.setattr(Cluster, "_tell_owner", lambda self, owner: events.append(("engines", owner)))
+    monkeypatch.setattr(Cluster, "_send_owner", lambda self, owner: events.append(("engines", owner)))
     if full:
         with pytest.raises(OSError, match="No space left"):
             lab.detach()

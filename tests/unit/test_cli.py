@@ -50,10 +50,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Experiment]:
     class Lab:
         def __init__(self, ranks: int, *, name: str) -> None:
             self.ranks = ranks
-            self.cluster = types.SimpleNamespace(renewal=types.SimpleNamespace(ahead=True))
+            self.cluster = types.SimpleNamespace(renewal=types.SimpleNamespace(starts_ahead=True))
 
         def run(self, experiment: Experiment, out: Path, resume: Path | None) -> Any:
-            assert not self.cluster.renewal.ahead, "no other run follows, so no engines are started for one"
+            assert not self.cluster.renewal.starts_ahead, "no other run follows, so no engines are started for one"
             assert experiment.ranks == self.ranks
             found.append(experiment)
             assert (resume is None) == (not RESUMED) or resume == RESUMED[0]

@@ -316,7 +316,7 @@ def test_ranks_are_replaced_although_the_report_of_training_was_lost_with_rank_0
     live.replay_record()
     live.note_death(0, live.hang_monitor.describe_death(0, "(pid 5) is gone"))
     assert live.notes == ["ranks 1, 2 went on", "rank 0 is lost: its engine (pid 5) is gone"]
-    monkeypatch.setattr(evictions, "cannot_start", lambda cluster, count: "")
+    monkeypatch.setattr(evictions, "find_start_obstacle", lambda cluster, count: "")
     monkeypatch.setattr(evictions, "resize_run", lambda live, ranks: asked.append((live.state, ranks)) or GRANTED)
     live.evictions.replace_lost()
     assert not until(lambda: asked, 0.3), "nobody can be asked yet"
@@ -330,7 +330,7 @@ def test_ranks_lost_before_requests_are_possible_are_replaced_together(
     """Two separate requests would each ask for one rank more than there are."""
     there, asked = SimpleNamespace(engines=[], describe_death=lambda rank: None), list[int]()
     live = RunController(Run({}, live=True), there, Changes(Experiment(ranks=4, on_death="replace"), []), "g")  # type: ignore[arg-type]
-    monkeypatch.setattr(evictions, "cannot_start", lambda cluster, count: "")
+    monkeypatch.setattr(evictions, "find_start_obstacle", lambda cluster, count: "")
     monkeypatch.setattr(evictions, "resize_run", lambda live, ranks: asked.append(ranks) or GRANTED)
     live.members = (2, 3)
     for _ in range(2):
@@ -351,7 +351,7 @@ def test_a_run_that_ended_before_it_trained_gets_no_replacements(
     there: Any = SimpleNamespace(engines=[], describe_death=lambda rank: None)
     live = RunController(Run({}, live=True), there, Changes(Experiment(ranks=2, on_death="replace"), []), "g")
     monkeypatch.setattr(evictions, "resize_run", lambda live, ranks: pytest.fail("nobody is to come"))
-    monkeypatch.setattr(evictions, "cannot_start", lambda cluster, count: "")
+    monkeypatch.setattr(evictions, "find_start_obstacle", lambda cluster, count: "")
     live.evictions.unreplaced = 1
     live.evictions.replace_lost()
     replacing = [thread for thread in threading.enumerate() if thread.name == "run replacing"]

@@ -16,7 +16,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, silent: int, done: list[Any]) -> Cl
     made = Cluster("lab", 3, connection="somewhere")
     made.engines = [SimpleNamespace(id=10 + r, rank=r) for r in range(3)]
     made.place = SimpleNamespace(state={"owner": [1, 0.0]}, remove_folder=lambda: None)
-    made.health = SimpleNamespace(describe_controller=lambda: None, describe_death=lambda rank: None)
+    made.health = SimpleNamespace(describe_controller_death=lambda: None, describe_death=lambda rank: None)
     made._ready.set()
 
     def call(engine: int, function: Any, *rest: Any, timeout: float = 60.0) -> None:

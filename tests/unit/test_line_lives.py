@@ -60,7 +60,7 @@ def test_a_look_before_a_session_starts_does_not_end_the_line(
     thread = threading.Thread(target=begin, args=(made, Late, tmp_path))
     thread.start()
     try:
-        assert until(lambda: made.trouble), "a look has met it"
+        assert until(lambda: made.last_error), "a look has met it"
     finally:
         HOLD.set()
         thread.join(60)
@@ -125,8 +125,8 @@ def test_leaving_a_dead_engine_closes_its_socket() -> None:
     """Otherwise a lab would keep a descriptor for each lost engine."""
     with benched(0, 1, 2) as (made, line):
         there = events()
-        line.disconnect_rank(1, made.line_at)
-        line.disconnect_rank(1, made.line_at)
+        line.disconnect_rank(1, made.rpc_address)
+        line.disconnect_rank(1, made.rpc_address)
         assert until(lambda: events() == there - 1)
         with pytest.raises(NoAnswer, match="rank 1 is gone"):
             line.ask_rank(1, "status", timeout=60)
@@ -137,11 +137,11 @@ def test_leaving_a_dead_engine_closes_its_socket() -> None:
 def test_a_busy_wire_is_left_at_the_next_look() -> None:
     with benched(0) as (made, line):
         with line._wires[0].lock:
-            line.disconnect_rank(0, made.line_at)
+            line.disconnect_rank(0, made.rpc_address)
             assert not line._wires[0].socket.closed
         line.disconnect_rank(0, "where the engine before it was")
         assert not line._wires[0].socket.closed
-        line.disconnect_rank(0, made.line_at)
+        line.disconnect_rank(0, made.rpc_address)
         assert line._wires[0].socket.closed
 
 
@@ -149,9 +149,9 @@ def test_only_engines_on_this_machine_are_left_for_good() -> None:
     """An engine on another machine may be unreachable for long, so the lab asks again."""
     left: list[int] = []
     hosts = host_name(), host_name(), "another"
-    engines = [SimpleNamespace(rank=rank, host=where, line="x") for rank, where in enumerate(hosts)]
+    engines = [SimpleNamespace(rank=rank, host=where, rpc_address="x") for rank, where in enumerate(hosts)]
     cluster = SimpleNamespace(engines=engines, rpc=SimpleNamespace(disconnect_rank=lambda rank, at: left.append(rank)))
     health: Any = SimpleNamespace(cluster=cluster, describe_death=lambda rank: None if rank == 0 else "is gone",
                                   _over=SimpleNamespace(wait=lambda seconds: None))  # fmt: skip
-    ProcessHealth._report_dead(health)
+    ProcessHealth._disconnect_dead_engines(health)
     assert left == [1]

@@ -55,13 +55,13 @@ class FailingControllers:
     """Starts controllers that end at once. Each one appends one of `words` to the log."""
 
     def __init__(self, owned: LabProcesses, words: list[str]) -> None:
-        self.owned, self.words, self.started = owned, iter(words), 0
+        self.processes, self.words, self.started = owned, iter(words), 0
 
     def start(self) -> None:
-        with log_file(self.owned.place, "controller").open("a") as log:
+        with log_file(self.processes.place, "controller").open("a") as log:
             log.write(next(self.words) + "\n")
-        self.owned._controllers = self.started = self.started + 1
-        self.owned.started["controller"] = SimpleNamespace(pid=2**22 + 1, poll=lambda: 1)  # type: ignore[assignment]
+        self.processes._controllers = self.started = self.started + 1
+        self.processes.started["controller"] = SimpleNamespace(pid=2**22 + 1, poll=lambda: 1)  # type: ignore[assignment]
 
 
 def test_the_second_controllers_error_is_not_hidden_by_the_first_ones_log(

@@ -29,7 +29,7 @@ class Lab:
         live: Any = SimpleNamespace(state="running", over=threading.Event(), members=(0, 1), note_error=pytest.fail,
                                     ending=SimpleNamespace(is_stop_requested=False),
                                     cluster=SimpleNamespace(describe_death=lambda rank: rank in dead))  # fmt: skip
-        patch.setattr(evictions, "cannot_start", lambda cluster, count: False)
+        patch.setattr(evictions, "find_start_obstacle", lambda cluster, count: False)
         patch.setattr(evictions, "resize_run", self._resize)
         self.evictions = evictions.Evictions(live)
 

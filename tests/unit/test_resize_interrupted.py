@@ -59,15 +59,15 @@ class Engines:
         self.engines = [SimpleNamespace(rank=r, id=r, process_key=100 + r) for r in range(count)]
         self.jobs: dict[int, tuple[str, int]] = {}  # by process: (generation, rank) of its last session
         self.waits: dict[int, bool] = {}  # by process: whether that session waits for an invitation
-        self.rpc, self.starting, self.devices = self, nullcontext(), ["cpu"] * count
-        self.health, self.owned, self.guest = SimpleNamespace(describe_controller=lambda: ""), None, False
+        self.rpc, self.start_lock, self.devices = self, nullcontext(), ["cpu"] * count
+        self.health, self.processes, self.is_guest = SimpleNamespace(describe_controller_death=lambda: ""), None, False
 
     def describe_death(self, rank: int) -> None:
         return None
 
     def connect_rank(self, rank: int, address: str) -> None: ...
 
-    def note_engines(self) -> None: ...
+    def save_engines(self) -> None: ...
 
     def ask_all(self, what: str, ranks: Any, timeout: float, of: Any = None) -> dict[int, Any]:
         return {rank: self._said(what, self.engines[rank].process_key, of) for rank in ranks}
@@ -97,9 +97,11 @@ class Training:
         self.cluster.waits |= {100: True, 101: True}  # that is: busy
         patch.setattr(resizing, "begin_sessions", self.begin)
         patch.setattr(resizing.last_rows, "fetch_departed_rows", lambda *rest: None)
-        patch.setattr(meeting, "replace", lambda e, rank: SimpleNamespace(**{**vars(e), "rank": rank, "line": ""}))
+        patch.setattr(
+            meeting, "replace", lambda e, rank: SimpleNamespace(**{**vars(e), "rank": rank, "rpc_address": ""})
+        )
         for engine in self.cluster.engines:
-            engine.line = ""
+            engine.rpc_address = ""
 
     def admit_ranks(self, new: list[int]) -> None:
         self.used_ranks |= set(new)
@@ -167,11 +169,11 @@ def test_starting_engines_join_the_lab_or_end_at_any_interrupt_of_the_kernel(
     monkeypatch.setattr(meeting, "wait_for_engines", lambda *rest: None)
     for line in range(1, MOST):
         cluster, up = Engines(2), set[int]()
-        cluster.relay = SimpleNamespace(connect_engine=lambda address: None)  # type: ignore[attr-defined]
-        cluster.owned = SimpleNamespace(next_engine=2, start_engine=up.add, dismiss_engine=up.discard)  # type: ignore[attr-defined]
-        found = [SimpleNamespace(rank=r, id=r, process_key=100 + r, line="", rows="") for r in (2, 3)]
+        cluster.row_subscriber = SimpleNamespace(connect_engine=lambda address: None)  # type: ignore[attr-defined]
+        cluster.processes = SimpleNamespace(next_engine=2, start_engine=up.add, dismiss_engine=up.discard)  # type: ignore[attr-defined]
+        found = [SimpleNamespace(rank=r, id=r, process_key=100 + r, rpc_address="", rows_address="") for r in (2, 3)]
         monkeypatch.setattr(meeting, "admit_engines", lambda cluster, numbers, found=found: found)
-        broken = interrupted(lambda c=cluster: meeting.start_more(c, 2), line)  # type: ignore[misc, arg-type]
+        broken = interrupted(lambda c=cluster: meeting.start_more_engines(c, 2), line)  # type: ignore[misc, arg-type]
         assert {e.rank for e in cluster.engines} - {0, 1} == up, line
         if not broken:
             break

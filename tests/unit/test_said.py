@@ -139,7 +139,7 @@ def test_an_error_without_traceback_or_with_a_lost_peers_text_is_still_the_cause
 def bench() -> EngineServer:
     """An engine's Bench without its sockets."""
     made = EngineServer.__new__(EngineServer)
-    made.session, made.trouble, made.learned = None, "", []
+    made.session, made.last_error, made.learned_classes = None, "", []
     return made
 
 
@@ -161,8 +161,8 @@ def test_an_engines_connection_answers_with_the_error(how: str, monkeypatch: pyt
     answer = json.loads(bench()._make_reply({"number": 3, "what": "hurry"}, b"")[0])
     assert answer == {"number": 3, "error": f"Evil: {HOW[how]}"}
     made = bench()
-    made.report_error(Evil(how))
-    assert made.trouble == f"Evil: {HOW[how]}"
+    made.report_rpc_error(Evil(how))
+    assert made.last_error == f"Evil: {HOW[how]}"
 
 
 def test_the_connection_answers_even_if_a_class_exits_while_unpickled() -> None:
@@ -179,7 +179,7 @@ def test_a_failed_start_is_reported_in_a_form_that_ipyparallel_can_send(
 
     made = bench()
     made.begin_session = fails  # type: ignore[method-assign]
-    monkeypatch.setattr(engine_server, "_bench", made)
+    monkeypatch.setattr(engine_server, "_server", made)
     with pytest.raises(RuntimeError, match="Evil: its text is not available: its __str__ raised SystemExit"):
         engine_server.begin_session({}, b"")
 

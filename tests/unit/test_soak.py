@@ -103,7 +103,7 @@ def test_a_failed_look_is_reported_and_the_next_one_is_made(monkeypatch: pytest.
     assert until(lambda: said, 10)
     started = {"controller": SimpleNamespace(pid=os.getpid())}
     lab.cluster = SimpleNamespace(engines=[SimpleNamespace(pid=os.getpid()), SimpleNamespace(pid=2**22 + 1)],
-                                  owned=SimpleNamespace(started=started))  # fmt: skip
+                                  processes=SimpleNamespace(started=started))  # fmt: skip
     lab.members, lab._live = (0, 1), SimpleNamespace(step=3)
     assert until(lambda: seen.looks, 10)
     seen.close()

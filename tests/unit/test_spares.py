@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from workbench.cluster.engines import spares as module
-from workbench.cluster.engines.spares import QUIET, TRIES, SpareEngines
+from workbench.cluster.engines.spares import MAX_FAILURES, PAUSE_BETWEEN_STARTS, SpareEngines
 from workbench.cluster.processes.place import ClusterError
 from workbench.lab import Lab
 from workbench.settings import KnobError
@@ -33,7 +33,7 @@ class Engines:
     def call(self, engine: int, function: Any, timeout: float) -> None:
         self.warmed.append(engine)
 
-    def start_more(self, _: object, count: int) -> list[int]:
+    def start_more_engines(self, _: object, count: int) -> list[int]:
         if self.fails:
             raise ClusterError(self.fails)
         first = len(self.engines)
@@ -44,15 +44,15 @@ class Engines:
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     made = Engines()
-    monkeypatch.setattr(module, "start_more", made.start_more)
-    monkeypatch.setattr(module, "cannot_start", lambda cluster, count: made.cannot)
+    monkeypatch.setattr(module, "start_more_engines", made.start_more_engines)
+    monkeypatch.setattr(module, "find_start_obstacle", lambda cluster, count: made.cannot)
     monkeypatch.setattr(module.time, "monotonic", lambda: made.now)
     return made
 
 
 def kept(engines: Engines, count: int) -> SpareEngines:
     made = SpareEngines(engines, count)  # type: ignore[arg-type]
-    made.used = lambda: engines.used
+    made.list_used_ranks = lambda: engines.used
     made.over.set()  # so that no look waits
     return made
 
@@ -73,9 +73,9 @@ def test_spare_engines_are_started_warmed_and_kept(engines: Engines) -> None:
 def test_used_spares_are_replaced_after_a_while(engines: Engines) -> None:
     spares = looks(kept(engines, 1))
     engines.used.add(2)
-    engines.now = QUIET - 0.1
+    engines.now = PAUSE_BETWEEN_STARTS - 0.1
     assert looks(spares).list_idle() == [], "who comes in has the cores to itself"
-    engines.now = 2 * QUIET
+    engines.now = 2 * PAUSE_BETWEEN_STARTS
     assert looks(spares).list_idle() == [3] and engines.warmed == [2, 3]
 
 
@@ -89,9 +89,10 @@ def test_spares_that_keep_ending_are_not_started_for_ever(engines: Engines) -> N
     for _ in range(20):
         looks(spares)
         engines.dead |= set(spares.list_idle())
-        engines.now += 2 * QUIET
-    assert len(engines.engines) == 2 + TRIES
-    assert spares.trouble == (f"spare=1: 0 spare engines are there, and no more are started: {TRIES} of them ended "
+        engines.now += 2 * PAUSE_BETWEEN_STARTS
+    assert len(engines.engines) == 2 + MAX_FAILURES
+    assert spares.trouble == ("spare=1: 0 spare engines are there, and no more are started: "
+                              f"{MAX_FAILURES} of them ended "
                               "before they were needed, or did not come up")  # fmt: skip
 
 
@@ -105,7 +106,7 @@ def test_the_reason_for_missing_spares_is_reported(engines: Engines) -> None:
     engines.used.add(2)
     engines.cannot = "a lab has at most 64 engines"
     looks(spares)
-    engines.now += 2 * QUIET
+    engines.now += 2 * PAUSE_BETWEEN_STARTS
     assert "a lab has at most 64 engines" in looks(spares).trouble
 
 

@@ -103,8 +103,11 @@ def renew_cluster(cluster: Cluster) -> Cluster:
         return cluster
     cluster.close()
     made = Cluster(cluster.name, cluster.ranks, cluster.device, cluster.connection, cluster.spares.count)
-    made.spares.used, made.renewal.ahead = cluster.spares.used, cluster.renewal.ahead
-    return made.start_engines()
+    made.spares.list_used_ranks, made.renewal.starts_ahead = (
+        cluster.spares.list_used_ranks,
+        cluster.renewal.starts_ahead,
+    )
+    return made.start_or_connect()
 
 
 def _name_write_error(path: Path, error: OSError) -> ClusterError:
@@ -148,7 +151,7 @@ def start_sessions(
         cluster.renewal.replace_used(live.ranks, experiment.task.leads)
         if live.ending.is_stop_requested:
             return live.end_run("stopped")
-        cluster.take = live.take_batch
+        cluster.on_batch = live.take_batch
         begun = resume(Path(run.path or ".") / "begun") if resume else ""
         new = [
             *list_foreign_classes(experiment),
@@ -160,7 +163,7 @@ def start_sessions(
                "resume": str(begun) if begun else "", "leads": experiment.task.leads}  # fmt: skip
         told = {"path": str(run.path), "generation": live.generation, "ranks": experiment.ranks, "epoch": run.epoch}
         cluster.place.write_state(run=told)
-        cluster.health.begin_run()
+        cluster.health.note_shortages()
         live.session_arguments, live.pickled_experiment, live.secret = (
             {**job, "size": experiment.ranks},
             blob,
@@ -255,15 +258,15 @@ def rejoin_run(cluster: Cluster, listed: list[PendingChange], kind: type[R]) -> 
         return None
     experiment, _, _ = cloudpickle.loads(blob)
     waiting: list[Any] = []
-    cluster.take = waiting.append  # earlier rows are on disk, or soon will be
-    cluster.health.begin_run()
+    cluster.on_batch = waiting.append  # earlier rows are on disk, or soon will be
+    cluster.health.note_shortages()
     living = [engine.rank for engine in cluster.engines if not cluster.describe_death(engine.rank)]
     cluster.rpc.ask_all("settle", timeout=SETTLE_TIMEOUT, ranks=living)
     run = _open_run(about, experiment, kind)
     live = RunController(run, cluster, Changes(experiment, listed), about["generation"])
     live.secret, live.pickled_experiment, live.session_arguments = job.pop("secret"), blob, job
     live.replay_record()
-    cluster.take = live.take_batch
+    cluster.on_batch = live.take_batch
     for batch in waiting:
         live.take_batch(batch)
     live.start_commands()

@@ -43,7 +43,7 @@ class Cluster(ClusterState):
     def __init__(self, name: str, ranks: int, device: str | int = "auto", connection: Path | str | None = None,
                  spare: int = 0) -> None:  # fmt: skip
         super().__init__(name, ranks, device, connection)
-        self.take: Callable[[RowBatch], None] = lambda batch: None
+        self.on_batch: Callable[[RowBatch], None] = lambda batch: None
         self.owner: list[float] | None = None
         self.health = ProcessHealth(self)
         self.spares = SpareEngines(self, spare)
@@ -52,20 +52,21 @@ class Cluster(ClusterState):
         self._context: zmq.Context[Any] | None = None
         self._ended = False  # closing is complete
 
-    def start_engines(self) -> Cluster:
+    def start_or_connect(self) -> Cluster:
+        """Starts controller and engines on a thread, or connects to an existing cluster. `wait` waits for them."""
         self.place, self.keys = LabPlace.make_place(self.name), CurveKeys.make_pair()
         self.guard = start_guard(self.place)
-        self.owned = LabProcesses(self.place) if self.connection is None else None
-        threading.Thread(target=self._come_up, name="cluster start", daemon=True).start()
+        self.processes = LabProcesses(self.place) if self.connection is None else None
+        threading.Thread(target=self._finish_start, name="cluster start", daemon=True).start()
         return self
 
-    def _come_up(self) -> None:
+    def _finish_start(self) -> None:
         try:
             with timed(describe_start(self.ranks)):
                 if self.connection is None:
-                    self._start_here()
+                    self._start_new_engines()
                 else:
-                    self._find_engines(self.connection)
+                    self._find_existing_engines(self.connection)
                 self._admit_engines()
             self.progress = "ready"
             self.spares.start_watch()
@@ -91,15 +92,15 @@ class Cluster(ClusterState):
 
     # -- coming up
 
-    def _start_here(self) -> None:
-        assert self.owned
-        self.owned.start_lab(self.ranks)
+    def _start_new_engines(self) -> None:
+        assert self.processes
+        self.processes.start_lab(self.ranks)
         file = self.place.path / "security" / "ipcontroller-client.json"
-        self._wait_until(self.owned.introduce_controller)
+        self._wait_until(self.processes.introduce_controller)
         self.progress = "loading torch"
         self.client = self._connect_client(file)
         self._wait_until(self._count_engines)
-        self.owned.note_children()
+        self.processes.note_children()
 
     def _count_engines(self) -> bool:
         if up := len(self.client.ids):
@@ -107,17 +108,17 @@ class Cluster(ClusterState):
         return up >= self.ranks
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
-        assert self.owned
+        assert self.processes
         deadline = time.monotonic() + START_TIMEOUT
         while not condition():
-            self.owned.check_children()
+            self.processes.check_children()
             if self.closed:
                 raise ClusterError("the lab was closed while it came up")
             if time.monotonic() > deadline:
-                raise ClusterError(self._name_late())
+                raise ClusterError(self._describe_missing())
             time.sleep(0.05)
 
-    def _name_late(self) -> str:
+    def _describe_missing(self) -> str:
         late = ["controller"]
         if self.client is not None:
             late = [f"engine {r}" for r in range(self.ranks) if r not in self.client.ids]
@@ -133,7 +134,7 @@ class Cluster(ClusterState):
         self._context.linger = 0
         return ipyparallel.Client(**how, timeout=FIND_TIMEOUT, context=self._context)
 
-    def _find_engines(self, connection: Path | str) -> None:
+    def _find_existing_engines(self, connection: Path | str) -> None:
         self.progress = "looking for the engines"
         by_profile = str(connection).startswith("profile:")
         if not by_profile:
@@ -152,12 +153,14 @@ class Cluster(ClusterState):
     def _admit_engines(self) -> None:
         self.engines = admit_engines(self, list(self.client.ids)[: self.ranks])
         self._open_sockets()
-        self.note_engines()
+        self.save_engines()
         self._activate_magic()
 
     def _open_sockets(self) -> None:
-        self._line = RpcClient({e.rank: e.line for e in self.engines}, self.keys)
-        self.relay = RowSubscriber([e.rows for e in self.engines], self.keys, lambda batch: self.take(batch))
+        self._rpc = RpcClient({e.rank: e.rpc_address for e in self.engines}, self.keys)
+        self.row_subscriber = RowSubscriber(
+            [e.rows_address for e in self.engines], self.keys, lambda batch: self.on_batch(batch)
+        )
         self.health.start_watch()
 
     def _activate_magic(self) -> None:
@@ -165,12 +168,12 @@ class Cluster(ClusterState):
         if shell is not None:
             self.view.activate()
 
-    def list_ranks(self, said: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    def list_ranks(self, status_of_ranks: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns each rank's process and last status."""
         keys = ("state", "step", "busy")
         last = {e.process_key: e for e in self.engines}.values()  # newest rank of each process
         return [{"rank": e.rank, "engine": e.id, "host": e.host, "pid": e.pid, "device": self.devices[e.rank],
-                 **{k: said.get(e.rank, {}).get(k) for k in keys}} for e in last]  # fmt: skip
+                 **{k: status_of_ranks.get(e.rank, {}).get(k) for k in keys}} for e in last]  # fmt: skip
 
     @property
     def view(self) -> Any:
@@ -182,8 +185,8 @@ class Cluster(ClusterState):
     def describe_death(self, rank: int) -> str | None:
         return self.health.describe_death(rank)
 
-    def describe_controller(self) -> str | None:
-        return self.health.describe_controller()
+    def describe_controller_death(self) -> str | None:
+        return self.health.describe_controller_death()
 
     @property
     def is_usable(self) -> bool:
@@ -191,7 +194,7 @@ class Cluster(ClusterState):
 
     @property
     def is_healthy(self) -> bool:
-        return self.is_ready and self.is_usable and not self.stuck and self.health.is_whole
+        return self.is_ready and self.is_usable and not self.has_stuck_rank and self.health.is_intact
 
     # -- the end
 
@@ -200,18 +203,18 @@ class Cluster(ClusterState):
 
         If this kernel dies before it writes the file, its guard ends the lab, and no other kernel owns it yet.
         """
-        if self.relay:
-            self.relay.close()  # frees a descriptor
-        self._tell_owner(None)
+        if self.row_subscriber:
+            self.row_subscriber.close()  # frees a descriptor
+        self._send_owner(None)
         try:
             self.place.write_state(owner=None)
         except BaseException:
-            self._tell_owner(this_process())
+            self._send_owner(this_process())
             raise
-        let_go(self.owned)
-        self._disconnect_client()
+        let_go(self.processes)
+        self._release_client()
 
-    def _tell_owner(self, owner: list[float] | None) -> None:
+    def _send_owner(self, owner: list[float] | None) -> None:
         self.rpc.ask_all("own", owner=owner, home=host_name())
 
     def close(self) -> None:
@@ -221,31 +224,31 @@ class Cluster(ClusterState):
         if self._ended:
             return
         self.closed = True
-        if self.guest or self.place.state.get("owner") is None:  # another kernel owns it or may attach
-            return self._disconnect_client()
+        if self.is_guest or self.place.state.get("owner") is None:  # another kernel owns it or may attach
+            return self._release_client()
         if self.is_ready and not self.place.state.get("here"):
             for engine in self.engines:
                 with contextlib.suppress(Exception):  # a silent engine must not block the end
-                    if not self.health.describe_controller() and not self.describe_death(engine.rank):
-                        self.call(engine.id, engine_server.close_bench, timeout=10)
+                    if not self.health.describe_controller_death() and not self.describe_death(engine.rank):
+                        self.call(engine.id, engine_server.close_server, timeout=10)
         self._end_processes()
 
     def _end_processes(self) -> None:
-        self._hang_up()
-        if self.owned:
-            self.owned.close()
+        self._close_connections()
+        if self.processes:
+            self.processes.close()
         end_processes(self.place)
-        if self.owned:
-            self.owned.reap_children()
+        if self.processes:
+            self.processes.reap_children()
         self.place.remove_folder()
-        self._disconnect_client()
+        self._release_client()
 
-    def _hang_up(self) -> None:
+    def _close_connections(self) -> None:
         """Closes sockets first: the process may have no descriptors left."""
         self.closed = True
         self.spares.over.set()
         self.renewal.over.set()
-        for part in (self.health, self.relay, self._line):
+        for part in (self.health, self.row_subscriber, self._rpc):
             if part:
                 part.close()
         if self.client is not None:
@@ -253,8 +256,8 @@ class Cluster(ClusterState):
         if self._context is not None:
             self._context.destroy(0)
 
-    def _disconnect_client(self) -> None:
-        self._hang_up()
+    def _release_client(self) -> None:
+        self._close_connections()
         if self.guard and self.guard.stdin:
             self.guard.stdin.close()
             self.guard.wait(5)
@@ -270,24 +273,24 @@ class Cluster(ClusterState):
             raise place.explain_end()
         self = cls(state["name"], state["ranks"], state["device"], None if state["here"] else state["connection"])
         self.place, self.keys = place, CurveKeys(*state["keys"])
-        self.guest, self.owner = alive(state["owner"]), state["owner"]
+        self.is_guest, self.owner = alive(state["owner"]), state["owner"]
         self.engines = [Engine(**e) for e in state["engines"]]
-        self.devices, self.kind = state["devices"], state["kind"]
+        self.devices, self.backend = state["devices"], state["kind"]
         try:
             self.client = self._connect_client(state["connection"])
         except (TimeoutError, OSError) as error:
-            self._disconnect_client()
+            self._release_client()
             raise _explain_silence(state["connection"], error) if place.read_state() else place.explain_end() from None
         self._open_sockets()
-        if not self.guest:
+        if not self.is_guest:
             try:
                 place.claim_ownership()
             except BaseException:
-                self._disconnect_client()
+                self._release_client()
                 raise
             self.guard = start_guard(place)
-            self.owned = LabProcesses(place) if state["here"] else None  # for later engines
-            self._tell_owner(this_process())
+            self.processes = LabProcesses(place) if state["here"] else None  # for later engines
+            self._send_owner(this_process())
         self._activate_magic()
         self.progress = "ready"
         self._ready.set()

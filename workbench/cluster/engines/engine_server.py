@@ -1,4 +1,4 @@
-"""The engine's side: holds its rank's session, publishes its rows and answers the line.
+"""The engine's side: holds its rank's session, publishes its rows and answers the kernel's requests.
 
 The lab calls these functions over ipyparallel before a run. A run uses the engine's own two sockets, so `%%px` may
 occupy the engine's main thread.
@@ -29,21 +29,21 @@ from workbench.cluster.transport.keys import CurveKeys, admit_client
 from workbench.cluster.transport.wire import RowBatch, encode_batch
 from workbench.settings.describe_error import said, speaks, traceback_of
 
-SILENCE = 60.0  # seconds of silence from a remote kernel before a run is abandoned
+ABANDONED_AFTER = 60.0  # seconds of silence from a remote kernel before a run is abandoned
 
-_bench: EngineServer | None = None
+_server: EngineServer | None = None
 
 
 def open_server(setup: dict[str, Any]) -> dict[str, Any]:
     """Opens this engine's sockets for a lab, and returns their addresses. Raises RuntimeError in another lab's run."""
-    global _bench
-    if _bench and _bench.is_busy and _bench.lab != setup["lab"]:
+    global _server
+    if _server and _server.is_busy and _server.lab != setup["lab"]:
         raise RuntimeError("this engine is training for another lab; stop that run or use other engines")
-    if _bench:
-        _bench.close()
+    if _server:
+        _server.close()
     sys.path += [p for p in setup["paths"] if p not in sys.path and os.path.isdir(p)]
-    _bench = EngineServer(setup)
-    return {"rows": _bench.rows_at, "line": _bench.line_at}
+    _server = EngineServer(setup)
+    return {"rows_address": _server.rows_address, "rpc_address": _server.rpc_address}
 
 
 def host_store(session: str, where: str) -> tuple[str, int]:
@@ -51,10 +51,10 @@ def host_store(session: str, where: str) -> tuple[str, int]:
     return _require_server().host_store(session, where)
 
 
-def begin_session(job: dict[str, Any], blob: bytes) -> str:
+def begin_session(arguments: dict[str, Any], blob: bytes) -> str:
     """Starts this rank's session from the pickled `blob`. Returns its spool folder."""
     try:
-        return _require_server().begin_session(job, blob)
+        return _require_server().begin_session(arguments, blob)
     except BaseException as error:
         if speaks(error):
             raise
@@ -68,25 +68,25 @@ def load_modules() -> None:
 
 def restart_engine(lab: str) -> None:
     """Restarts this engine. Raises RuntimeError if it cannot, trains, or serves another lab."""
-    if _bench is None or _bench.lab != lab or _bench.is_busy:
+    if _server is None or _server.lab != lab or _server.is_busy:
         raise RuntimeError("this engine serves another lab, or trains")
     process_restart.refuse_restart()
-    close_bench()
+    close_server()
     process_restart.restart_soon()
 
 
 def _require_server() -> EngineServer:
-    if _bench is None:
+    if _server is None:
         raise RuntimeError("this engine was not opened for a lab")
-    return _bench
+    return _server
 
 
-def close_bench() -> None:
+def close_server() -> None:
     """Ends this engine's work for a lab."""
-    global _bench
-    if _bench:
-        _bench.close()
-    _bench = None
+    global _server
+    if _server:
+        _server.close()
+    _server = None
 
 
 def _load_object(path: str) -> Any:
@@ -99,32 +99,32 @@ class EngineServer(RpcHandlers):
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self.lab = setup["lab"]
-        self.owner, self.home = setup["owner"], setup["host"]
+        self.owner, self.owner_host = setup["owner"], setup["host"]
         self.session: Any = None
         self.session_arguments: dict[str, Any] = {}
         self.pickled_experiment = b""
         self.secret = ""
         self.store: Any = None
-        self.sent: dict[str, int] = {}
-        self.where = Path()
-        self.learned: list[Any] = []  # classes from notebook cells, kept alive for lookups by name
-        self.heard = time.monotonic()
-        self.told_over = False  # the kernel knows that the session is over
-        self.trouble = ""  # the line's last error
+        self.sent_rows: dict[str, int] = {}
+        self.run_folder = Path()
+        self.learned_classes: list[Any] = []  # classes from notebook cells, kept alive for lookups by name
+        self.last_request_at = time.monotonic()
+        self.is_end_reported = False  # the kernel knows that the session is over
+        self.last_error = ""  # of a request
         self._dismissed: set[tuple[str, int]] = set()  # (generation, rank) dismissed before it began
-        self._life = threading.Lock()  # held while a session begins or an order runs
+        self._session_lock = threading.Lock()  # held while a session begins or a command runs
         self._context = zmq.Context()
         keys = CurveKeys.make_pair()
-        self._doorkeeper = admit_client(setup["client"], self._context)
-        self._rows, self.rows_at = self._bind_socket(zmq.PUB, keys, setup)
-        self._line, self.line_at = self._bind_socket(zmq.ROUTER, keys, setup)
+        self._authenticator = admit_client(setup["client"], self._context)
+        self._rows_socket, self.rows_address = self._bind_socket(zmq.PUB, keys, setup)
+        self._rpc_socket, self.rpc_address = self._bind_socket(zmq.ROUTER, keys, setup)
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._notice = PreemptionSignal(self, Path(setup["place"]))
-        self._notice.install_handler()
+        self._preemption = PreemptionSignal(self, Path(setup["place"]))
+        self._preemption.install_handler()
         self._capture = OutputCapture("rank ", self._record_output).__enter__()
         self._thread = SupervisedThread(
-            "line", self._serve_once, self._closing, self.report_error, lambda: self._line.close(0)
+            "line", self._serve_once, self._closing, self.report_rpc_error, lambda: self._rpc_socket.close(0)
         ).start()
 
     def _bind_socket(self, kind: int, keys: CurveKeys, setup: dict[str, Any]) -> tuple[Any, str]:
@@ -146,39 +146,41 @@ class EngineServer(RpcHandlers):
             self.store = _load_object(session).host_store(where)
         return str(self.store[1]), int(self.store[2])
 
-    def begin_session(self, job: dict[str, Any], blob: bytes) -> str:
+    def begin_session(self, arguments: dict[str, Any], blob: bytes) -> str:
         if self.is_busy:
             self.session.abort()
             if not self.session.join(5.0):
                 raise RuntimeError(f"this rank has not left its last run: {self.session.status()['busy'] or 'busy'}")
         process_restart.refuse_second_loop()
-        where = Path(job["run_dir"])
+        where = Path(arguments["run_dir"])
         if not (where / "run.json").exists():  # on another host: the kernel fetches the rows
             where = Path(tempfile.mkdtemp(prefix="training-workbench-run-"))
         experiment, changes, learned = cloudpickle.loads(blob)
-        session = _load_object(job["session"])(
-            experiment, rank=job["rank"], size=job["size"], store=tuple(job["store"]), generation=job["generation"],
-            run_dir=where, push=self.publish_rows, epoch=job["epoch"], changes=changes, device=job["device"],
-            kind=job["kind"], loopback=job["loopback"], secret=bytes.fromhex(self.secret),
-            **{name: job[name] for name in ("joins", "resume", "ours") if job.get(name)},
+        session = _load_object(arguments["session"])(
+            experiment, rank=arguments["rank"], size=arguments["size"], store=tuple(arguments["store"]), run_dir=where,
+            generation=arguments["generation"], push=self.publish_rows, epoch=arguments["epoch"], changes=changes,
+            device=arguments["device"], kind=arguments["kind"], loopback=arguments["loopback"],
+            secret=bytes.fromhex(self.secret),
+            **{name: arguments[name] for name in ("joins", "resume", "ours") if arguments.get(name)},
         )  # fmt: skip
         session.before_end = self._capture.end_lines
-        with self._life:
-            # before the job, because readers of the job use these
-            self.session, self.where, self.learned = session, where, learned
-            process_restart.note_run(bool(job.get("leads")))
-            self.session_arguments, self.pickled_experiment, self.sent, self.told_over = job, blob, {}, False
-            if (job["generation"], job["rank"]) in self._dismissed:
+        with self._session_lock:
+            # before the arguments, because readers of the arguments use these
+            self.session, self.run_folder, self.learned_classes = session, where, learned
+            process_restart.note_run(bool(arguments.get("leads")))
+            self.session_arguments, self.pickled_experiment = arguments, blob
+            self.sent_rows, self.is_end_reported = {}, False
+            if (arguments["generation"], arguments["rank"]) in self._dismissed:
                 session.abort()
-            self._dismissed = {life for life in self._dismissed if life[0] == job["generation"]}
+            self._dismissed = {life for life in self._dismissed if life[0] == arguments["generation"]}
         _show_in_cells("workbench_session", session)
         try:
             session.start()
         except BaseException:
-            with self._life:
+            with self._session_lock:
                 self.session = None  # a session that never started would block waiters
-                # ignores later orders and attaching kernels, but lets the kernel fetch its files
-                self.session_arguments, self.pickled_experiment = {"rank": job["rank"]}, b""
+                # ignores later commands and attaching kernels, but lets the kernel fetch its files
+                self.session_arguments, self.pickled_experiment = {"rank": arguments["rank"]}, b""
             raise
         return str(where)
 
@@ -187,38 +189,38 @@ class EngineServer(RpcHandlers):
         frames = []
         for kind, seq, columns in new:
             batch = RowBatch(self.session_arguments["generation"], kind, self.session_arguments["rank"], seq, columns)
-            self.sent[kind] = seq + len(batch)
+            self.sent_rows[kind] = seq + len(batch)
             frames += encode_batch(batch)
         with self._lock:
-            if not self._rows.closed:
-                self._rows.send_multipart(frames)
+            if not self._rows_socket.closed:
+                self._rows_socket.send_multipart(frames)
 
     def _record_output(self, stream: str, text: str) -> None:
         if self.session is not None:
             self.session.mark("log", {"stream": stream, "text": text})
 
-    # -- the line
+    # -- requests
 
     def _serve_once(self) -> None:
-        if self._line.poll(200):
-            who, head, blob = self._line.recv_multipart()
-            self.heard = time.monotonic()
-            self._line.send_multipart([who, *self._make_reply(json.loads(head), blob)])
+        if self._rpc_socket.poll(200):
+            who, head, blob = self._rpc_socket.recv_multipart()
+            self.last_request_at = time.monotonic()
+            self._rpc_socket.send_multipart([who, *self._make_reply(json.loads(head), blob)])
         elif self.is_busy and self.is_abandoned():
             self.session.abort()
 
-    def report_error(self, error: BaseException) -> None:
-        """Reports an error of the line in log file, status and record."""
+    def report_rpc_error(self, error: BaseException) -> None:
+        """Reports an error of a request in log file, status and record."""
         text = traceback_of(error)
         print(text, file=sys.__stderr__, flush=True)
-        self.trouble = said(error)
+        self.last_error = said(error)
         self._record_output("stderr", f"the engine's line: {text}")
 
-    def _make_reply(self, ask: dict[str, Any], blob: bytes) -> list[bytes]:
-        answer: dict[str, Any] = {"number": ask.pop("number")}
-        out, of, what = b"", ask.pop("of", None), ask.pop("what")
+    def _make_reply(self, request: dict[str, Any], blob: bytes) -> list[bytes]:
+        answer: dict[str, Any] = {"number": request.pop("number")}
+        out, of, what = b"", request.pop("of", None), request.pop("what")
         try:
-            value = self._obey_order(what, of, blob, ask) if of else self.handle_request(what, blob, ask)
+            value = self._execute_command(what, of, blob, request) if of else self.handle_request(what, blob, request)
             if isinstance(value, bytes):
                 out = value
             else:
@@ -227,15 +229,15 @@ class EngineServer(RpcHandlers):
             answer["error"] = said(error)
         return [json.dumps(answer, default=str).encode(), out]
 
-    def _obey_order(self, what: str, of: tuple[str, list[int]], blob: bytes, ask: dict[str, Any]) -> Any:
-        """Runs an order for this session's run and rank, and ignores others.
+    def _execute_command(self, what: str, of: tuple[str, list[int]], blob: bytes, request: dict[str, Any]) -> Any:
+        """Runs a command for this session's run and rank, and ignores other commands.
 
-        A session comes through the controller. An order to leave that overtakes it makes it leave as it begins.
+        A session comes through the controller. A command to leave that overtakes it makes it leave as it begins.
         """
         generation, ranks = of
-        with self._life:
+        with self._session_lock:
             if self.session_arguments.get("generation") == generation and self.session_arguments["rank"] in ranks:
-                return self.handle_request(what, blob, ask)
+                return self.handle_request(what, blob, request)
             if what == "abort":
                 self._dismissed |= {(generation, rank) for rank in ranks}
 
@@ -243,21 +245,21 @@ class EngineServer(RpcHandlers):
         """Whether the lab's kernel ended without detaching."""
         if self.owner is None:
             return False
-        if self.home == host_name():
+        if self.owner_host == host_name():
             return not alive(self.owner)
-        return time.monotonic() - self.heard > SILENCE
+        return time.monotonic() - self.last_request_at > ABANDONED_AFTER
 
     def close(self) -> None:
         if self.is_busy:
             self.session.abort()
             self.session.join(5.0)
-        self._notice.restore_handler()
+        self._preemption.restore_handler()
         self._closing.set()
         self._thread.join(2.0)
         self._capture.__exit__()
         with self._lock:
-            self._rows.close(0)
-        self._doorkeeper.stop()
+            self._rows_socket.close(0)
+        self._authenticator.stop()
         self._context.destroy(0)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from workbench.cluster.processes.place import ClusterError, host_name
 from workbench.settings import KnobError
 
-MARK = "workbench-probe "
+PROBE_PREFIX = "workbench-probe "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ class Engine:
     reach: str
     gpus: int
     versions: dict[str, str]
-    rows: str = ""
-    line: str = ""
+    rows_address: str = ""
+    rpc_address: str = ""
 
     def __str__(self) -> str:
         return f"engine {self.id} on {self.host} (pid {self.pid})"
@@ -67,7 +67,7 @@ def _workbench_probe(controller):
     me = psutil.Process()
     own = dict(torch=version("torch"), workbench=version("training-workbench"))
     about = dict(host=socket.gethostname(), pid=me.pid, created=me.create_time(), reach=reach, gpus=gpus)
-    print({MARK!r} + json.dumps(dict(about, versions=dict(own, Python=platform.python_version()))))
+    print({PROBE_PREFIX!r} + json.dumps(dict(about, versions=dict(own, Python=platform.python_version()))))
 _workbench_probe({{controller!r}})
 del _workbench_probe
 """
@@ -76,8 +76,8 @@ del _workbench_probe
 def probe_engines(client: Any, ids: list[int], controller: str, timeout: float = 60.0) -> list[Engine]:
     """Describes each engine; rank r is on the r-th of `ids`. Raises ClusterError if one does not answer."""
     question, until = _make_probe().replace("{controller!r}", repr(controller)), time.monotonic() + timeout
-    said = dict.fromkeys(ids, "")
-    while missing := [i for i, s in said.items() if not s]:
+    outputs = dict.fromkeys(ids, "")
+    while missing := [i for i, s in outputs.items() if not s]:
         asked = client.direct_view(missing).execute(question, silent=False, block=False)
         try:
             asked.get(max(until - time.monotonic(), 0.0))
@@ -86,9 +86,9 @@ def probe_engines(client: Any, ids: list[int], controller: str, timeout: float =
             text = f"engines {late or missing} did not answer within {timeout:g} s (is a cell running there?)"
             raise ClusterError(text) from None
         asked.wait_for_output(10)  # output may arrive later
-        found = [next((x for x in out.splitlines() if x.startswith(MARK)), "") for out in asked.stdout]
-        said |= dict(zip(missing, found, strict=True))
-    return [Engine(rank=r, id=i, **json.loads(s[len(MARK) :])) for r, (i, s) in enumerate(said.items())]
+        lines = [next((x for x in out.splitlines() if x.startswith(PROBE_PREFIX)), "") for out in asked.stdout]
+        outputs |= dict(zip(missing, lines, strict=True))
+    return [Engine(rank=r, id=i, **json.loads(s[len(PROBE_PREFIX) :])) for r, (i, s) in enumerate(outputs.items())]
 
 
 def list_versions() -> dict[str, str]:

@@ -23,11 +23,11 @@ from workbench.cluster.processes.logs import code_in_words
 from workbench.cluster.processes.place import alive, host_name
 from workbench.cluster.processes.supervised_thread import SupervisedThread
 
-LOOK = 1.0  # seconds between checks
-KNOCK = 2.0  # seconds between attempts to reach a controller without a known process
-ENDING = 2.0  # seconds for a killed engine to be gone
-ASKED = 1.0  # seconds for an engine's orderly end
-SHORTLY = 0.02  # seconds between checks of ending engines
+POLL_INTERVAL = 1.0  # seconds between checks
+PROBE_INTERVAL = 2.0  # seconds between attempts to reach a controller without a known process
+KILL_TIMEOUT = 2.0  # seconds for a killed engine to be gone
+TERM_TIMEOUT = 1.0  # seconds for an engine's orderly end
+END_POLL_INTERVAL = 0.02  # seconds between checks of ending engines
 
 
 class ProcessHealth:
@@ -35,12 +35,15 @@ class ProcessHealth:
 
     def __init__(self, cluster: ClusterState) -> None:
         self.cluster = cluster
-        self.scarcity = Scarcity()
-        self._knocked = -KNOCK
-        self._answers = True
+        self.shortages = Scarcity()
+        self._probed_at = -PROBE_INTERVAL
+        self._controller_answers = True
         self._over = threading.Event()
-        self._watch = SupervisedThread("engine watch", self._report_dead, self._over)
-        self._telling, self._told = threading.Lock(), set[int]()  # dead engines that the controller knows
+        self._watch = SupervisedThread("engine watch", self._disconnect_dead_engines, self._over)
+        self._unregister_lock, self._unregistered = (
+            threading.Lock(),
+            set[int](),
+        )  # dead engines that the controller knows
 
     def start_watch(self) -> None:
         self._watch.start()
@@ -49,17 +52,17 @@ class ProcessHealth:
         """Stops the watch, and drops later signals."""
         self._over.set()
         if self._watch.alive:  # it uses sockets that close next
-            self._watch.join(LOOK)
+            self._watch.join(POLL_INTERVAL)
 
-    def _report_dead(self) -> None:
+    def _disconnect_dead_engines(self) -> None:
         for engine in list(self.cluster.engines):
             if self.describe_death(engine.rank) and engine.host == host_name():  # another machine may be unreachable
-                self.cluster.rpc.disconnect_rank(engine.rank, engine.line)
-        self._over.wait(LOOK)
+                self.cluster.rpc.disconnect_rank(engine.rank, engine.rpc_address)
+        self._over.wait(POLL_INTERVAL)
 
     @property
-    def is_whole(self) -> bool:
-        return not self.describe_controller() and not any(
+    def is_intact(self) -> bool:
+        return not self.describe_controller_death() and not any(
             self.describe_death(e.rank) or self._has_ended(e) for e in self.cluster.engines
         )
 
@@ -71,7 +74,7 @@ class ProcessHealth:
     @property
     def controller_trouble(self) -> str:
         """Text if only the controller is gone; else ""."""
-        if not self.cluster.is_ready or self.cluster.closed or not (how := self.describe_controller()):
+        if not self.cluster.is_ready or self.cluster.closed or not (how := self.describe_controller_death()):
             return ""
         return f"the controller {how}: a run goes on, %%px cells do not; the next lab.run() starts new engines"
 
@@ -80,16 +83,16 @@ class ProcessHealth:
         engine = self.cluster.engines[rank]
         how = self._describe_death(engine)
         if how and engine.id in self.cluster.client.ids:  # without a nanny, calls would wait for the dead engine
-            self.tell_controller(engine)
+            self.unregister_engine(engine)
         return how
 
-    def tell_controller(self, engine: Engine) -> None:
+    def unregister_engine(self, engine: Engine) -> None:
         """Reports a dead engine to the controller, once."""
         client = self.cluster.client
-        with self._telling:
-            if engine.id not in self._told:
+        with self._unregister_lock:
+            if engine.id not in self._unregistered:
                 client._send(client._query_socket, "unregistration_request", content={"id": engine.id})
-                self._told.add(engine.id)
+                self._unregistered.add(engine.id)
 
     def _describe_death(self, engine: Engine) -> str | None:
         if child := self._find_child(f"engine {engine.id}"):
@@ -103,14 +106,14 @@ class ProcessHealth:
         return None if engine.id in self.cluster.client.ids else f"(pid {engine.pid} on {engine.host}) is gone"
 
     def _explain_death(self, pid: int, code: int | None = None) -> str:
-        words = self.scarcity.words(pid, code)
+        words = self.shortages.words(pid, code)
         return f": {words}" if words else ""
 
-    def begin_run(self) -> None:
+    def note_shortages(self) -> None:
         """Reads the system's shortage counts, to explain later deaths."""
-        self.scarcity.read_counts(engine.pid for engine in self.cluster.engines if engine.host == host_name())
+        self.shortages.read_counts(engine.pid for engine in self.cluster.engines if engine.host == host_name())
 
-    def describe_controller(self) -> str | None:
+    def describe_controller_death(self) -> str | None:
         """Returns how the controller ended; None while it lives."""
         if child := self._find_child("controller"):
             return None if (code := child.poll()) is None else f"(pid {child.pid}) ended with {code_in_words(code)}"
@@ -121,33 +124,33 @@ class ProcessHealth:
 
     def _find_child(self, what: str) -> subprocess.Popen[bytes] | ForkedEngine | None:
         """Returns a process of this kernel; only these report how they ended."""
-        child = self.cluster.owned.started.get(what) if self.cluster.owned else None
+        child = self.cluster.processes.started.get(what) if self.cluster.processes else None
         return None if isinstance(child, ForkedEngine) and child.is_unreported else child
 
     def _probe_controller(self) -> bool:
         """Whether another kernel's controller accepts connections. Only a refusal counts as no."""
-        if time.monotonic() - self._knocked > KNOCK:
-            self._knocked = time.monotonic()
+        if time.monotonic() - self._probed_at > PROBE_INTERVAL:
+            self._probed_at = time.monotonic()
             url = str(self.cluster.client._config["registration"])
             address, _, port = url.split("//")[-1].rpartition(":")
-            self._answers = True
+            self._controller_answers = True
             with contextlib.suppress(OSError, ValueError):
                 try:
                     socket.create_connection((address, int(port)), timeout=0.5).close()
                 except ConnectionRefusedError:
-                    self._answers = False
-        return self._answers
+                    self._controller_answers = False
+        return self._controller_answers
 
-    def give_up(self, ranks: Iterable[int]) -> list[int]:
+    def give_up_engines(self, ranks: Iterable[int]) -> list[int]:
         """Bars these ranks' engines from further runs, and ends this lab's. Returns the ranks that lost engines."""
         late = list(ranks)
-        self.cluster.stuck |= bool(late)
+        self.cluster.has_stuck_rank |= bool(late)
         return [rank for rank in late if self._end_engine(self.cluster.engines[rank])]
 
     def is_own(self, engine: Engine) -> bool:
         """Whether the lab may signal the engine: it lives, and this lab started it here."""
         noted = self.cluster.place.state.get("processes", [])
-        own = engine.host == host_name() and any(int(p[0]) == engine.pid for p in noted) and not self.cluster.guest
+        own = engine.host == host_name() and any(int(p[0]) == engine.pid for p in noted) and not self.cluster.is_guest
         return own and alive([engine.pid, engine.created])
 
     def send_signal(self, rank: int, what: int) -> bool:
@@ -183,7 +186,7 @@ class ProcessHealth:
         return self._end_engine(self.cluster.engines[rank])
 
     def retire_engines(self, engines: Collection[Engine]) -> None:
-        """Ends engines without a rank, and their children; kills them after `ASKED` s."""
+        """Ends engines without a rank, and their children; kills them after `TERM_TIMEOUT` s."""
         children = []
         for engine in engines:
             with contextlib.suppress(psutil.Error):
@@ -191,15 +194,15 @@ class ProcessHealth:
                     process = psutil.Process(engine.pid)
                     children += process.children(recursive=True)
                     process.send_signal(signal.SIGTERM)
-        until = time.monotonic() + ASKED
+        until = time.monotonic() + TERM_TIMEOUT
         while time.monotonic() < until and not all(self._describe_death(engine) for engine in engines):
-            time.sleep(SHORTLY)
+            time.sleep(END_POLL_INTERVAL)
         for child in children:
             with contextlib.suppress(psutil.Error):
                 child.kill()
         for engine in engines:
             self._end_engine(engine)
-            self.tell_controller(engine)
+            self.unregister_engine(engine)
             self.cluster.place.drop_process(engine.pid)
 
     def _end_engine(self, engine: Engine) -> bool:
@@ -213,7 +216,7 @@ class ProcessHealth:
                     one.kill()
             if child := self._find_child(f"engine {engine.id}"):
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.wait(ENDING)  # another waiter would take its exit code
+                    child.wait(KILL_TIMEOUT)  # another waiter would take its exit code
             else:
-                process.wait(ENDING)
+                process.wait(KILL_TIMEOUT)
         return self._describe_death(engine) is not None

@@ -18,8 +18,8 @@ from workbench.cluster.processes.place import ClusterError, host_name, this_proc
 from workbench.cluster.processes.uninterruptible import without_interrupts
 from workbench.experiment.user_input import MAX_RANKS
 
-COME_UP = 60.0  # seconds for an engine to come up
-LOOK = 0.05  # seconds between checks
+START_TIMEOUT = 60.0  # seconds for an engine to come up
+POLL_INTERVAL = 0.05  # seconds between checks
 
 
 def admit_engines(cluster: ClusterState, ids: Sequence[int], ranks: Sequence[int] = ()) -> list[Engine]:
@@ -29,114 +29,114 @@ def admit_engines(cluster: ClusterState, ids: Sequence[int], ranks: Sequence[int
     """
     first = len(cluster.engines)
     ranks = ranks or range(first, first + len(ids))
-    probed = probe_engines(cluster.client, list(ids), cluster.find_controller())
-    found = [replace(e, rank=rank) for e, rank in zip(probed, ranks, strict=True)]
-    check_versions(found)
+    probed = probe_engines(cluster.client, list(ids), cluster.find_controller_address())
+    admitted = [replace(e, rank=rank) for e, rank in zip(probed, ranks, strict=True)]
+    check_versions(admitted)
     kept = [e for e in cluster.engines if e.rank not in ranks]
-    places, kind = choose_devices(sorted([*kept, *found], key=lambda e: e.rank), cluster.device)
-    if kept and kind != cluster.kind:
-        raise ClusterError(f"{found[0]} would have to share a GPU, and ranks of one run talk over {cluster.kind}")
-    spans = spans_hosts([*kept, *found])
+    places, kind = choose_devices(sorted([*kept, *admitted], key=lambda e: e.rank), cluster.device)
+    if kept and kind != cluster.backend:
+        raise ClusterError(f"{admitted[0]} would have to share a GPU, and ranks of one run talk over {cluster.backend}")
+    spans = spans_hosts([*kept, *admitted])
     setup = {
         "lab": cluster.place.path.name, "place": str(cluster.place.path), "client": cluster.keys.public,
         "owner": this_process(), "host": host_name(),
         "paths": [os.path.abspath(p) for p in sys.path], "spans_hosts": spans,
     }  # fmt: skip
-    open_: list[Engine] = []
-    for engine in found:
+    opened: list[Engine] = []
+    for engine in admitted:
         reach = engine.reach if spans else "127.0.0.1"
-        at = cluster.call(engine.id, engine_server.open_server, {**setup, "reach": reach})
-        open_.append(replace(engine, rows=at["rows"], line=at["line"]))
-    cluster.devices, cluster.kind = places, kind
-    return open_
+        addresses = cluster.call(engine.id, engine_server.open_server, {**setup, "reach": reach})
+        opened.append(replace(engine, rows_address=addresses["rows_address"], rpc_address=addresses["rpc_address"]))
+    cluster.devices, cluster.backend = places, kind
+    return opened
 
 
 def reuse_engine(cluster: ClusterState, engine: Engine) -> int:
     """Returns a new rank for a free engine that a run left behind."""
     again = replace(engine, rank=len(cluster.engines))
-    cluster.rpc.connect_rank(again.rank, again.line)
+    cluster.rpc.connect_rank(again.rank, again.rpc_address)
     cluster.devices = [*cluster.devices, cluster.devices[engine.rank]]
     cluster.engines.append(again)
-    cluster.note_engines()
+    cluster.save_engines()
     return again.rank
 
 
-def cannot_start(cluster: ClusterState, count: int) -> str:
+def find_start_obstacle(cluster: ClusterState, count: int) -> str:
     """Returns why `count` more engines cannot start; "" if they can."""
-    if cluster.owned is None or cluster.guest:
+    if cluster.processes is None or cluster.is_guest:
         return "another has started its engines"
-    if how := cluster.describe_controller():
+    if how := cluster.describe_controller_death():
         return f"the controller {how}"
     room = MAX_RANKS - len(cluster.engines)
     return f"a lab has at most {MAX_RANKS} engines, the lost ones among them" if count > room else ""
 
 
-def start_more(cluster: ClusterState, count: int) -> list[int]:
+def start_more_engines(cluster: ClusterState, count: int) -> list[int]:
     """Starts `count` more engines here, in seconds of imports. Returns their ranks.
 
     Raises ClusterError if they do not come up; then none stays.
     """
-    with cluster.starting:
+    with cluster.start_lock:
         return _start_engines(cluster, count)
 
 
 def _start_engines(cluster: ClusterState, count: int) -> list[int]:
-    assert cluster.owned is not None
-    first = cluster.owned.next_engine
+    assert cluster.processes is not None
+    first = cluster.processes.next_engine
     numbers, joined = list(range(first, first + count)), list[int]()
     try:
         with timed(describe_start(count, " more")) as work:
             for number in numbers:
-                cluster.owned.start_engine(number)
+                cluster.processes.start_engine(number)
             wait_for_engines(cluster, numbers, work.tell)
-            found = admit_engines(cluster, numbers)
+            admitted = admit_engines(cluster, numbers)
         with without_interrupts():
-            joined += [_join_engine(cluster, engine) for engine in found]
-            cluster.note_engines()
+            joined += [_join_engine(cluster, engine) for engine in admitted]
+            cluster.save_engines()
     except BaseException:  # also for an interrupt: no other code knows them
         for number in numbers if not joined else ():
-            cluster.owned.dismiss_engine(number)
+            cluster.processes.dismiss_engine(number)
         raise
     return joined
 
 
 def _join_engine(cluster: ClusterState, engine: Engine) -> int:
-    cluster.rpc.connect_rank(engine.rank, engine.line)
-    assert cluster.relay is not None
-    cluster.relay.connect_engine(engine.rows)
+    cluster.rpc.connect_rank(engine.rank, engine.rpc_address)
+    assert cluster.row_subscriber is not None
+    cluster.row_subscriber.connect_engine(engine.rows_address)
     cluster.engines.append(engine)
     return engine.rank
 
 
 def replace_engines(cluster: ClusterState, numbers: Mapping[int, int]) -> list[Engine]:
     """Replaces ranks' engines and returns the old ones. numbers: new ipyparallel id by rank"""
-    found = admit_engines(cluster, list(numbers.values()), list(numbers))
+    admitted = admit_engines(cluster, list(numbers.values()), list(numbers))
     before = [cluster.engines[rank] for rank in numbers]
-    assert cluster.relay is not None
+    assert cluster.row_subscriber is not None
     with without_interrupts():
-        for old, engine in zip(before, found, strict=True):
-            cluster.relay.disconnect_engine(old.rows)
-            cluster.relay.connect_engine(engine.rows)
+        for old, engine in zip(before, admitted, strict=True):
+            cluster.row_subscriber.disconnect_engine(old.rows_address)
+            cluster.row_subscriber.connect_engine(engine.rows_address)
             for same in [e.rank for e in cluster.engines if e.process_key == old.process_key]:
-                cluster.rpc.connect_rank(same, engine.line)
+                cluster.rpc.connect_rank(same, engine.rpc_address)
                 cluster.engines[same] = replace(engine, rank=same)
-        cluster.note_engines()
+        cluster.save_engines()
     return before
 
 
-def wait_for_engines(cluster: ClusterState, numbers: Sequence[int], tell: Callable[[], None]) -> None:
+def wait_for_engines(cluster: ClusterState, numbers: Sequence[int], show_progress: Callable[[], None]) -> None:
     """Waits for the engines with these numbers. Raises ClusterError if they do not come up."""
-    assert cluster.owned is not None
-    until = time.monotonic() + COME_UP
+    assert cluster.processes is not None
+    until = time.monotonic() + START_TIMEOUT
     while not set(numbers) <= set(cluster.client.ids):
         for number in numbers:
-            engine = cluster.owned.started[f"engine {number}"]
+            engine = cluster.processes.started[f"engine {number}"]
             if (code := engine.poll()) is not None or (isinstance(engine, ForkedEngine) and engine.is_lost):
                 tail = log_tail(cluster.place, f"engine {number}")
                 raise ClusterError(f"engine {number} ended with {code_in_words(code)} before it was up.{tail}")
         if cluster.closed:
             raise ClusterError("the lab was closed while an engine came up")
         if time.monotonic() > until:
-            raise ClusterError(f"engines {list(numbers)} were not up within {COME_UP:g} s")
-        tell()
-        time.sleep(LOOK)
+            raise ClusterError(f"engines {list(numbers)} were not up within {START_TIMEOUT:g} s")
+        show_progress()
+        time.sleep(POLL_INTERVAL)

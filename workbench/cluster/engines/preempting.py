@@ -1,8 +1,8 @@
 """Handles SIGTERM: a training rank leaves its run first, any other engine ends at once.
 
 An engine also ends at once if its lab is over (a closing lab notes its own SIGTERM in its state) or its kernel is gone.
-A second SIGTERM within `AGAIN` seconds is the same notice: Slurm signals each task, and `srun` passes on its signal. A
-later one ends the engine at once.
+A second SIGTERM within `SAME_NOTICE` seconds is the same notice: Slurm signals each task, and `srun` passes on its
+signal. A later one ends the engine at once.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from workbench.cluster.processes.place import LabPlace
 
-AGAIN = 5.0  # seconds within which a second SIGTERM is the same notice
-LINGER = 1.5  # seconds for the kernel to learn that the rank left
-END = 2.0  # further seconds for an orderly end; a cell may hold its main thread
-LOOK = 0.05  # seconds between two looks
+SAME_NOTICE = 5.0  # seconds within which a second SIGTERM is the same notice
+REPORT_WAIT = 1.5  # seconds for the kernel to learn that the rank left
+EXIT_TIMEOUT = 2.0  # further seconds for an orderly end; a cell may hold its main thread
+POLL_INTERVAL = 0.05  # seconds between checks
 
 
 class SessionView(Protocol):
@@ -33,9 +33,12 @@ class SessionView(Protocol):
 
 
 class ServerView(Protocol):
-    """An engine, as its handler of SIGTERM sees it. told_over: whether the kernel knows that the session is over"""
+    """An engine, as its handler of SIGTERM sees it.
 
-    told_over: bool
+    is_end_reported: whether the kernel knows that the session is over
+    """
+
+    is_end_reported: bool
 
     @property
     def is_busy(self) -> bool: ...
@@ -45,55 +48,55 @@ class ServerView(Protocol):
     def is_abandoned(self) -> bool:
         """Whether the lab's kernel is gone without having detached."""
 
-    def report_error(self, error: BaseException) -> None:
+    def report_rpc_error(self, error: BaseException) -> None:
         """Reports an error of the engine."""
 
 
 class PreemptionSignal:
-    """A `bench`'s handler of SIGTERM."""
+    """The handler of SIGTERM of an EngineServer."""
 
-    def __init__(self, bench: ServerView, place: Path) -> None:
-        self.bench, self.place = bench, place
-        self._told: float | None = None  # when the first SIGTERM came
-        self._left = False
-        self._before: Any = None
+    def __init__(self, server: ServerView, place: Path) -> None:
+        self.server, self.place = server, place
+        self._notified_at: float | None = None  # when the first SIGTERM came
+        self._has_left = False
+        self._earlier_handler: Any = None
 
     def install_handler(self) -> None:
         """Does nothing off the main thread."""
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._handle_signal)
+            self._earlier_handler = signal.signal(signal.SIGTERM, self._handle_signal)
 
     def restore_handler(self) -> None:
-        if self._before is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._before)
+        if self._earlier_handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._earlier_handler)
 
     def _handle_signal(self, number: int, frame: Any) -> None:
         """Uses another thread for slow work, because this one may hold any lock."""
-        now, first = time.monotonic(), self._told is None
-        self._told = now if self._told is None else self._told
-        if self._left or now - self._told > AGAIN or (first and not self.bench.is_busy):
+        now, first = time.monotonic(), self._notified_at is None
+        self._notified_at = now if self._notified_at is None else self._notified_at
+        if self._has_left or now - self._notified_at > SAME_NOTICE or (first and not self.server.is_busy):
             return self._end_process(number, frame)
         if first:
-            threading.Thread(target=self._leave_run, name="preemption", daemon=True).start()
+            threading.Thread(target=self._leave_run_first, name="preemption", daemon=True).start()
 
     def _end_process(self, number: int, frame: Any) -> None:
-        if callable(self._before):
-            self._before(number, frame)
+        if callable(self._earlier_handler):
+            self._earlier_handler(number, frame)
         else:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def _leave_run(self) -> None:
-        if not (self.bench.is_abandoned() or LabPlace(self.place).read_state().get("ends")):
+    def _leave_run_first(self) -> None:
+        if not (self.server.is_abandoned() or LabPlace(self.place).read_state().get("ends")):
             try:
-                self.bench.session.preempt()
-                self.bench.session.join()
+                self.server.session.preempt()
+                self.server.session.join()
             except Exception as error:  # counts as dead
-                self.bench.report_error(error)
-            until = time.monotonic() + LINGER
-            while not self.bench.told_over and time.monotonic() < until:
-                time.sleep(LOOK)
-        self._left = True
+                self.server.report_rpc_error(error)
+            until = time.monotonic() + REPORT_WAIT
+            while not self.server.is_end_reported and time.monotonic() < until:
+                time.sleep(POLL_INTERVAL)
+        self._has_left = True
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(END)
+        time.sleep(EXIT_TIMEOUT)
         os._exit(128 + signal.SIGTERM)

@@ -14,28 +14,28 @@ from typing import Any
 
 import psutil
 
-SOON = 0.2  # seconds for an engine to send its last answer before it restarts
-ENDING = 2.0  # seconds for a killed child to be gone
+RESTART_DELAY = 0.2  # seconds for an engine to send its last answer before it restarts
+KILL_TIMEOUT = 2.0  # seconds for a killed child to be gone
 
-_environment, _folder = dict(os.environ), os.getcwd()  # as before the first run
-_runs: set[str] = set()  # "task", "loop"
+_first_environment, _first_folder = dict(os.environ), os.getcwd()  # as before the first run
+_run_kinds: set[str] = set()  # "task", "loop"
 
 
 def refuse_second_loop() -> None:
     """Raises RuntimeError if this process has run a custom loop."""
-    if "loop" in _runs:
+    if "loop" in _run_kinds:
         raise RuntimeError("another loop has run in this engine's process, and its leftovers would change this run; "
                            "close the lab and make it again")  # fmt: skip
 
 
 def note_run(leads: bool) -> None:
     """Notes a run. leads: whether a custom loop makes the steps"""
-    _runs.add("loop" if leads else "task")
+    _run_kinds.add("loop" if leads else "task")
 
 
-def list_runs() -> list[str]:
+def list_run_kinds() -> list[str]:
     """Returns this process's kinds of run ("task", "loop")."""
-    return sorted(_runs)
+    return sorted(_run_kinds)
 
 
 def refuse_restart() -> None:
@@ -49,7 +49,7 @@ def restart_soon() -> None:
 
     So Slurm or SSH does not see it end.
     """
-    threading.Timer(SOON, _execute_again).start()
+    threading.Timer(RESTART_DELAY, _execute_again).start()
 
 
 def _execute_again() -> None:
@@ -57,7 +57,7 @@ def _execute_again() -> None:
     for child in children:
         with contextlib.suppress(psutil.Error):  # it may have ended
             child.kill()
-    psutil.wait_procs(children, timeout=ENDING)
+    psutil.wait_procs(children, timeout=KILL_TIMEOUT)
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         _restore_stream(number, stream)
     for name in os.listdir("/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"):
@@ -66,8 +66,8 @@ def _execute_again() -> None:
                 os.set_inheritable(number, False)
             except OSError:  # open only for this listing
                 continue
-    os.chdir(_folder)
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], _environment)  # noqa: S606 (its own command line)
+    os.chdir(_first_folder)
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], _first_environment)  # noqa: S606 (its own command line)
 
 
 def _restore_stream(number: int, stream: Any) -> None:

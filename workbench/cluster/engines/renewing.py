@@ -14,15 +14,15 @@ from typing import Any, Protocol
 from workbench.cluster.engines import engine_server
 from workbench.cluster.engines.engines import Engine, probe_engines
 from workbench.cluster.engines.health import ProcessHealth
-from workbench.cluster.engines.meeting import COME_UP, cannot_start, replace_engines, wait_for_engines
+from workbench.cluster.engines.meeting import START_TIMEOUT, find_start_obstacle, replace_engines, wait_for_engines
 from workbench.cluster.engines.state import ClusterState
 from workbench.cluster.processes.duration_history import describe_start, timed
 from workbench.cluster.processes.place import ClusterError
 from workbench.settings.describe_error import text_of
 
-REST = 0.3  # seconds after a run: the lab may close first
-LOOK = 0.05  # seconds between checks
-SILENT = 10.0  # seconds for engines to answer
+PAUSE_AFTER_RUN = 0.3  # seconds after a run: the lab may close first
+POLL_INTERVAL = 0.05  # seconds between checks
+ANSWER_TIMEOUT = 10.0  # seconds for engines to answer
 
 
 class RunView(Protocol):
@@ -39,31 +39,31 @@ class RunView(Protocol):
 class EngineRenewal:
     """Replaces engines of a cluster.
 
-    ahead:   whether to start them during a custom loop; False if no run follows
-    trouble: why engines were not replaced, or ""
+    starts_ahead: whether to start them during a custom loop; False if no run follows
+    trouble:      why engines were not replaced, or ""
     """
 
     def __init__(self, cluster: ClusterState, health: ProcessHealth) -> None:
         self.cluster, self._health = cluster, health
-        self.ahead, self.trouble = True, ""
+        self.starts_ahead, self.trouble = True, ""
         self.over = threading.Event()
-        self._ready: list[int] = []  # ipyparallel ids of engines without a rank
+        self._unranked: list[int] = []  # ipyparallel ids of engines without a rank
         self._lock = threading.Lock()
 
     def follow_run(self, live: RunView) -> None:
         """Replaces the engines of a custom loop when it ends, on a thread."""
-        if not self.cluster.guest:
+        if not self.cluster.is_guest:
             threading.Thread(target=self._follow_run, args=(live,), name="engine renewal", daemon=True).start()
 
     def _follow_run(self, live: RunView) -> None:
         try:
-            while not (live.step or live.over.wait(LOOK)):  # its first step ends its imports
+            while not (live.step or live.over.wait(POLL_INTERVAL)):  # its first step ends its imports
                 continue
-            if self.ahead and self.cluster.owned is not None and not live.over.is_set():
+            if self.starts_ahead and self.cluster.processes is not None and not live.over.is_set():
                 with self._lock:
                     self._start_engines(len(live.ranks))
             live.over.wait()
-            if not self.over.wait(REST):
+            if not self.over.wait(PAUSE_AFTER_RUN):
                 self.replace_used(live.ranks, leads=False)
         except Exception as error:
             if not self.over.is_set():
@@ -81,39 +81,39 @@ class EngineRenewal:
 
     def _list_used(self, ranks: Sequence[int], leads: bool) -> list[int]:
         """Returns the free ranks that the next run cannot use."""
-        said, silent, until = dict[int, dict[str, Any]](), set(ranks), time.monotonic() + SILENT
+        status, silent, until = dict[int, dict[str, Any]](), set(ranks), time.monotonic() + ANSWER_TIMEOUT
         while silent and time.monotonic() < until:
             answers = self.cluster.rpc.ask_all("status", timeout=1.0, ranks=silent)
-            said |= {rank: answer for rank, answer in answers.items() if isinstance(answer, dict)}
-            silent = {rank for rank in ranks if rank not in said and not self.cluster.describe_death(rank)}
-        free = {rank: answer["runs"] for rank, answer in sorted(said.items()) if answer["over"]}
+            status |= {rank: answer for rank, answer in answers.items() if isinstance(answer, dict)}
+            silent = {rank for rank in ranks if rank not in status and not self.cluster.describe_death(rank)}
+        free = {rank: answer["runs"] for rank, answer in sorted(status.items()) if answer["over"]}
         return [rank for rank, runs in free.items() if "loop" in runs or (leads and runs)]
 
     def _replace_engines(self, ranks: list[int]) -> None:
         cluster = self.cluster
-        if cluster.guest:
+        if cluster.is_guest:
             raise ClusterError(
                 f"the engines of ranks {ranks} have had a run before, and only the kernel that owns lab "
                 f"{cluster.name!r} can replace them; run there, or in a lab of your own: Lab(name='mine')"
             )
-        with cluster.starting:
-            if cluster.owned is None:
+        with cluster.start_lock:
+            if cluster.processes is None:
                 with cluster.hold_waits():
                     replace_engines(cluster, dict(zip(ranks, self._restart_engines(ranks), strict=True)))
                 return
             self._start_engines(len(ranks))
-            old = replace_engines(cluster, dict(zip(ranks, self._ready[: len(ranks)], strict=True)))
-            del self._ready[: len(ranks)]
+            old = replace_engines(cluster, dict(zip(ranks, self._unranked[: len(ranks)], strict=True)))
+            del self._unranked[: len(ranks)]
         threading.Thread(target=self._health.retire_engines, args=(old,), name="engine end", daemon=True).start()
 
     def _start_engines(self, count: int) -> None:
         """Starts engines until `count` without a rank are up."""
-        cluster, owned = self.cluster, self.cluster.owned
+        cluster, owned = self.cluster, self.cluster.processes
         assert owned is not None
-        self._ready = [number for number in self._ready if owned.started[f"engine {number}"].poll() is None]
-        if (missing := count - len(self._ready)) <= 0:
+        self._unranked = [number for number in self._unranked if owned.started[f"engine {number}"].poll() is None]
+        if (missing := count - len(self._unranked)) <= 0:
             return
-        if why := cannot_start(cluster, 0):
+        if why := find_start_obstacle(cluster, 0):
             raise ClusterError(f"engines cannot be replaced: {why}")
         first = owned.next_engine
         numbers = list(range(first, first + missing))
@@ -126,7 +126,7 @@ class EngineRenewal:
             for number in numbers:
                 owned.dismiss_engine(number)
             raise
-        self._ready += numbers
+        self._unranked += numbers
 
     def _restart_engines(self, ranks: Collection[int]) -> list[int]:
         """Restarts engines that this lab did not start. Returns their new ipyparallel ids, in the order of `ranks`."""
@@ -135,20 +135,22 @@ class EngineRenewal:
         with timed(describe_start(len(old), " more")) as work:
             for engine in old:
                 cluster.call(engine.id, engine_server.restart_engine, cluster.place.path.name, timeout=10)
-                self._health.tell_controller(engine)
-            found, until = dict[tuple[str, int], int](), time.monotonic() + COME_UP
-            while not all((engine.host, engine.pid) in found for engine in old):
-                if self.over.wait(LOOK) or time.monotonic() > until:
-                    raise ClusterError(_describe_late([e for e in old if (e.host, e.pid) not in found]))
+                self._health.unregister_engine(engine)
+            admitted, until = dict[tuple[str, int], int](), time.monotonic() + START_TIMEOUT
+            while not all((engine.host, engine.pid) in admitted for engine in old):
+                if self.over.wait(POLL_INTERVAL) or time.monotonic() > until:
+                    raise ClusterError(_describe_late([e for e in old if (e.host, e.pid) not in admitted]))
                 for number in set(cluster.client.ids) - known:
                     known.add(number)
-                    (came,) = probe_engines(cluster.client, [number], cluster.find_controller(), timeout=COME_UP)
-                    found[came.host, came.pid] = number
+                    (came,) = probe_engines(
+                        cluster.client, [number], cluster.find_controller_address(), timeout=START_TIMEOUT
+                    )
+                    admitted[came.host, came.pid] = number
                 work.tell()
-        return [found[engine.host, engine.pid] for engine in old]
+        return [admitted[engine.host, engine.pid] for engine in old]
 
 
 def _describe_late(late: Sequence[Engine]) -> str:
     named = ", ".join(map(str, late))
-    return (f"{named} had to start anew after a loop of its own and did not come up within {COME_UP:g} s; see its log, "
-            f"or start engines again and make the lab anew")  # fmt: skip
+    return (f"{named} had to start anew after a loop of its own and did not come up within {START_TIMEOUT:g} s; see "
+            f"its log, or start engines again and make the lab anew")  # fmt: skip

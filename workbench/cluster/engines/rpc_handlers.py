@@ -1,6 +1,6 @@
 """Answers the kernel's questions to an engine, during and between runs.
 
-Handlers run on the line's thread. An answer that is not bytes travels as JSON.
+Handlers run on the thread of the RPC socket. An answer that is not bytes travels as JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from workbench.cluster.observe import links
 from workbench.cluster.processes.stacks import stacks
 from workbench.cluster.transport import spool
 
-OWN = ("rank", "device", "joins", "ours", "store", "kind", "loopback")  # fields of a job for one rank only
+RANK_FIELDS = ("rank", "device", "joins", "ours", "store", "kind", "loopback")  # session arguments of one rank only
 
 
 class RpcHandlers:
@@ -27,13 +27,13 @@ class RpcHandlers:
     session_arguments: dict[str, Any]
     pickled_experiment: bytes
     secret: str
-    where: Path
-    sent: dict[str, int]
-    learned: list[type]
-    trouble: str
-    told_over: bool
+    run_folder: Path
+    sent_rows: dict[str, int]
+    learned_classes: list[type]
+    last_error: str
+    is_end_reported: bool
     owner: list[float] | None
-    home: str
+    owner_host: str
 
     @property
     @abstractmethod
@@ -44,11 +44,11 @@ class RpcHandlers:
 
         runs: this process's kinds of run, see process_restart.py
         """
-        runs = process_restart.list_runs()  # first: a loop that begins now must not look finished
-        over = self.told_over = not self.is_busy  # before the status, which then is the last
+        runs = process_restart.list_run_kinds()  # first: a loop that begins now must not look finished
+        over = self.is_end_reported = not self.is_busy  # before the status, which then is the last
         status = self.session.status() if self.session else {"state": "idle", "step": 0, "busy": "", "error": None}
         who = {"generation": self.session_arguments.get("generation", ""), "as": self.session_arguments.get("rank")}
-        return {**status, **who, "over": over, "sent": self.sent, "trouble": self.trouble,
+        return {**status, **who, "over": over, "sent": self.sent_rows, "trouble": self.last_error,
                 "runs": runs}  # fmt: skip
 
     def on_request(self, blob: bytes, request: dict[str, Any]) -> None:
@@ -67,8 +67,8 @@ class RpcHandlers:
         """Prepares or cancels (`so` is False) a rank's eviction. Returns why this rank cannot continue, or ""."""
         if self.session is None:
             return "its engine has no run"
-        said: str = self.session.set_outliving(so)
-        return said
+        reason: str = self.session.set_outliving(so)
+        return reason
 
     def on_without(self, blob: bytes, members: list[int]) -> None:
         """Continues without `members`, which are unreachable."""
@@ -96,19 +96,21 @@ class RpcHandlers:
 
     def on_learn(self, blob: bytes) -> None:
         """Loads a notebook's classes before a change uses them."""
-        self.learned.append(cloudpickle.loads(blob))
+        self.learned_classes.append(cloudpickle.loads(blob))
 
     def on_experiment(self, blob: bytes) -> bytes:
         """Returns the pickled first experiment to an attaching kernel."""
         return self.pickled_experiment
 
     def on_job(self, blob: bytes) -> dict[str, Any]:
-        """Returns the job's shared part and the secret to an attaching kernel."""
-        return {name: x for name, x in self.session_arguments.items() if name not in OWN} | {"secret": self.secret}
+        """Returns the session arguments that all ranks share, and the secret to an attaching kernel."""
+        return {name: x for name, x in self.session_arguments.items() if name not in RANK_FIELDS} | {
+            "secret": self.secret
+        }
 
     def on_own(self, blob: bytes, owner: list[float] | None, home: str) -> None:
         """Sets the lab's owner; None after `detach`."""
-        self.owner, self.home = owner, home
+        self.owner, self.owner_host = owner, home
 
     def on_settle(self, blob: bytes) -> bool:
         """Returns once all sent rows are on disk."""
@@ -117,14 +119,14 @@ class RpcHandlers:
     def on_rows(self, blob: bytes, kind: str, start: int) -> bytes:
         """Returns the rank's rows of `kind` from row `start` on, from its own disk."""
         rank = self.session_arguments["rank"]
-        return spool.pack_pieces(spool.read_pieces(self.where, kind, rank, start), kind, rank)
+        return spool.pack_pieces(spool.read_pieces(self.run_folder, kind, rank, start), kind, rank)
 
     def on_files(self, blob: bytes) -> list[list[Any]]:
         """Returns [name, bytes] of each spooled file."""
-        return spool.list_files(self.where, self.session_arguments["rank"])
+        return spool.list_files(self.run_folder, self.session_arguments["rank"])
 
     def on_file(self, blob: bytes, name: str, start: int) -> bytes:
-        return spool.read_chunk(self.where, name, start)
+        return spool.read_chunk(self.run_folder, name, start)
 
     def handle_request(self, what: str, blob: bytes, rest: dict[str, Any]) -> Any:
         """Answers the request `what`. rest: the handler's own arguments"""

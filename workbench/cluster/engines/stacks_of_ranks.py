@@ -11,9 +11,9 @@ from collections.abc import Collection
 from workbench.cluster.engines.cluster import Cluster
 from workbench.cluster.processes.stacks import ASK, stacks_file
 
-ANSWER = 2.0  # seconds for an engine's line
-DUMP = 2.0  # seconds from signal to stacks
-LOOK = 0.02  # seconds between checks
+ANSWER_TIMEOUT = 2.0  # seconds for an engine's answer
+DUMP_TIMEOUT = 2.0  # seconds from signal to stacks
+POLL_INTERVAL = 0.02  # seconds between checks
 
 
 class Stacks(dict[int, str]):
@@ -28,26 +28,26 @@ class Stacks(dict[int, str]):
 def gather_stacks(cluster: Cluster, ranks: Collection[int]) -> Stacks:
     """Returns these ranks' stacks within a few seconds."""
     ended = {rank: how for rank in ranks if (how := cluster.describe_death(rank))}
-    found = Stacks({rank: f"its engine {how}" for rank, how in ended.items()})
+    stacks_by_rank = Stacks({rank: f"its engine {how}" for rank, how in ended.items()})
     stopped = {rank: how for rank in ranks if rank not in ended and (how := cluster.health.describe_stop(rank))}
-    found |= {rank: f"{how}; no thread of it runs" for rank, how in stopped.items()}
-    asked = [rank for rank in ranks if rank not in found]
-    answers = cluster.rpc.ask_all("stacks", timeout=ANSWER, ranks=asked) if asked else {}
-    for rank, said in answers.items():
-        found[rank] = said if isinstance(said, str) else _by_signal(cluster, rank)
-    return found
+    stacks_by_rank |= {rank: f"{how}; no thread of it runs" for rank, how in stopped.items()}
+    silent = [rank for rank in ranks if rank not in stacks_by_rank]
+    answers = cluster.rpc.ask_all("stacks", timeout=ANSWER_TIMEOUT, ranks=silent) if silent else {}
+    for rank, answer in answers.items():
+        stacks_by_rank[rank] = answer if isinstance(answer, str) else _request_by_signal(cluster, rank)
+    return stacks_by_rank
 
 
-def _by_signal(cluster: Cluster, rank: int) -> str:
+def _request_by_signal(cluster: Cluster, rank: int) -> str:
     """Returns a silent engine's stacks, newest call first, as faulthandler writes them."""
     engine, file = cluster.engines[rank], stacks_file(cluster.place.path / "log", cluster.engines[rank].pid)
     if ASK is None or not cluster.health.is_own(engine) or not file.exists():  # the signal would end it
         return "it does not answer, and this lab cannot ask its process on another way"
     before = seen = file.stat().st_size
     cluster.health.send_signal(rank, ASK)
-    until = time.monotonic() + DUMP
+    until = time.monotonic() + DUMP_TIMEOUT
     while time.monotonic() < until:
-        time.sleep(LOOK)
+        time.sleep(POLL_INTERVAL)
         size = file.stat().st_size
         if size > before and size == seen:
             break

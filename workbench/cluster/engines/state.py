@@ -21,7 +21,7 @@ class ClusterState(ABC):
     """The state that the parts of a cluster share.
 
     connection: the client file of an existing cluster, None if the lab starts one here
-    starting:   a lock for the thread that starts further engines
+    start_lock: for the thread that starts further engines
     """
 
     place: LabPlace
@@ -30,16 +30,16 @@ class ClusterState(ABC):
     def __init__(self, name: str, ranks: int, device: str | int, connection: Path | str | None) -> None:
         self.name, self.ranks, self.device, self.connection = name, ranks, device, connection
         self.progress, self.engines = "starting controller", list[Engine]()
-        self.devices, self.kind = ["cpu"] * ranks, "gloo"
+        self.devices, self.backend = ["cpu"] * ranks, "gloo"
         self.client: Any = None
         self.error: BaseException | None = None
-        self.guest = False  # another kernel owns the lab
-        self.stuck = False  # a rank did not leave its last run
-        self.owned: LabProcesses | None = None
-        self.starting = threading.RLock()
-        self.relay: RowSubscriber | None = None
+        self.is_guest = False  # another kernel owns the lab
+        self.has_stuck_rank = False  # a rank did not leave its last run
+        self.processes: LabProcesses | None = None
+        self.start_lock = threading.RLock()
+        self.row_subscriber: RowSubscriber | None = None
         self.closed = False  # closing has begun
-        self._line: RpcClient | None = None
+        self._rpc: RpcClient | None = None
         self._ready = threading.Event()
 
     @property
@@ -48,9 +48,9 @@ class ClusterState(ABC):
 
     @property
     def rpc(self) -> RpcClient:
-        if self._line is None:
+        if self._rpc is None:
             raise ClusterError("the engines are not up")
-        return self._line
+        return self._rpc
 
     @contextlib.contextmanager
     def hold_waits(self) -> Iterator[None]:
@@ -63,15 +63,15 @@ class ClusterState(ABC):
             self.progress = "ready"
             self._ready.set()
 
-    def note_engines(self) -> None:
+    def save_engines(self) -> None:
         """Saves the engines for attaching kernels."""
         file = self.connection or self.place.path / "security" / "ipcontroller-client.json"
         self.place.write_state(
             engines=[e.as_dict() for e in self.engines], keys=list(self.keys), connection=str(file), device=self.device,
-            ranks=self.ranks, devices=self.devices, kind=self.kind, here=self.connection is None,
+            ranks=self.ranks, devices=self.devices, kind=self.backend, here=self.connection is None,
         )  # fmt: skip
 
-    def find_controller(self) -> str:
+    def find_controller_address(self) -> str:
         """Returns the controller's address, from which engines find their own address on the route."""
         return str(self.client._config["registration"]).split("//")[-1].rsplit(":", 1)[0]
 
@@ -84,5 +84,5 @@ class ClusterState(ABC):
         """Says how the engine of `rank` ended; None while it lives."""
 
     @abstractmethod
-    def describe_controller(self) -> str | None:
+    def describe_controller_death(self) -> str | None:
         """Says how the controller ended; None while it lives."""

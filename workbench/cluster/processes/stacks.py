@@ -1,6 +1,6 @@
 """Shows the stacks of this process's threads, even if one thread blocks the process.
 
-An engine answers on its line's thread, or else `faulthandler` answers a signal from C. See
+An engine answers on the thread of its RPC socket, or else `faulthandler` answers a signal from C. See
 `engines/stacks_of_ranks.py` for the kernel's side.
 """
 

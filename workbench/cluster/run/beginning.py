@@ -42,7 +42,7 @@ def begin_sessions(
     except Exception as error:
         raise RankError([_describe_failure(cluster, 0, error)]) from None
     _send_secret(cluster, ranks, secret, unwanted)
-    shared = {"size": len(ranks), **job, "store": store, "kind": cluster.kind, "loopback": loop}
+    shared = {"size": len(ranks), **job, "store": store, "kind": cluster.backend, "loopback": loop}
     for engine in (cluster.engines[rank] for rank in ranks):
         rank_arguments = {
             "rank": engine.rank,
@@ -67,7 +67,7 @@ def begin_sessions(
 
 
 def _send_secret(cluster: Cluster, ranks: Sequence[int], secret: str, unwanted: Callable[[], bool]) -> None:
-    """Sends ranks the secret, only over the encrypted line. Raises RankError if one does not take it."""
+    """Sends ranks the secret, only over the encrypted connection. Raises RankError if one does not take it."""
     until, waiting = time.monotonic() + SECRET_TIMEOUT, set(ranks)
     while waiting:
         answers = cluster.rpc.ask_all("trust", timeout=1.0, ranks=waiting, secret=secret)
@@ -75,7 +75,7 @@ def _send_secret(cluster: Cluster, ranks: Sequence[int], secret: str, unwanted: 
         late = silent and time.monotonic() > until
         if late or (silent and unwanted()) or any(cluster.describe_death(rank) for rank in silent):
             why = [_describe_failure(cluster, rank, error) for rank, error in silent.items()]
-            cluster.health.give_up(silent if late else ())
+            cluster.health.give_up_engines(silent if late else ())
             raise RankError(why)
         waiting = set(silent)
 
@@ -84,7 +84,7 @@ def _await_session(cluster: Cluster, rank: int, answer: Any, until: float, unwan
     """Waits while engine and controller live."""
     while not answer.ready():
         answer.wait(POLL_INTERVAL)
-        if cluster.describe_death(rank) or cluster.health.describe_controller():
+        if cluster.describe_death(rank) or cluster.health.describe_controller_death():
             break
         if time.monotonic() > until or unwanted():
             raise StartTimeout(f"its engine did not begin within {BEGIN_TIMEOUT:g} s (is a cell running there?)")
@@ -100,14 +100,14 @@ def _dismiss_begun(cluster: Cluster, generation: str, begun: Collection[int], la
         inside -= {rank for rank, answer in answers.items() if isinstance(answer, dict) and answer["over"]}
         time.sleep(POLL_INTERVAL)
     if inside | late:
-        cluster.health.give_up(inside | late)
+        cluster.health.give_up_engines(inside | late)
 
 
 def _describe_failure(cluster: Cluster, rank: int, error: Exception) -> dict[str, Any]:
     about = {"rank": rank, "step": 0, "op": "set-up"}
     if how := cluster.describe_death(rank):
         return {**about, "type": "EngineDied", "text": f"its engine {how}"}
-    if how := cluster.health.describe_controller():
+    if how := cluster.health.describe_controller_death():
         return {**about, "type": "ControllerDied", "text": f"the controller {how}, so that no run can begin"}
     name = getattr(error, "ename", class_of(error))
     return {**about, "type": name, "text": getattr(error, "evalue", text_of(error))}

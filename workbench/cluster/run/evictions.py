@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from workbench.cluster.engines.engines import spans_hosts
-from workbench.cluster.engines.meeting import cannot_start
+from workbench.cluster.engines.meeting import find_start_obstacle
 from workbench.cluster.observe import links
 from workbench.cluster.observe.hang_diagnosis import StallVerdict, name_ranks
 from workbench.cluster.processes.place import ClusterError
@@ -214,7 +214,7 @@ class Evictions:
         if live.over.is_set() or live.ending.is_stop_requested or live.state in FINAL:
             return
         try:
-            if cannot_start(live.cluster, 1):
+            if find_start_obstacle(live.cluster, 1):
                 count = min(count, len(list_idle(live)) + len(list_returned(live)))
             if not count:
                 raise ClusterError("nobody can come in for a rank that is gone: no engine of this lab is idle, and "

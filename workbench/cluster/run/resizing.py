@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from workbench.cluster.engines.meeting import cannot_start, reuse_engine, start_more
+from workbench.cluster.engines.meeting import find_start_obstacle, reuse_engine, start_more_engines
 from workbench.cluster.observe.hang_diagnosis import name_ranks
 from workbench.cluster.processes.place import ClusterError
 from workbench.cluster.processes.uninterruptible import without_interrupts
@@ -44,24 +44,24 @@ def resize_run(live: RunState, ranks: int) -> PendingChange:
 def _make_resize(live: RunState, ranks: int, here: list[int]) -> PendingChange:
     spare = list_idle(live)
     if ranks > len(here) + len(spare):
-        with live.cluster.starting:  # waits for starting engines, reserves returned ones
+        with live.cluster.start_lock:  # waits for starting engines, reserves returned ones
             spare = list_idle(live) + list_returned(live)
             return _request_resize(live, ranks, here, spare, max(0, ranks - len(here) - len(spare)))
     return _request_resize(live, ranks, here, spare, 0)
 
 
 def _request_resize(live: RunState, ranks: int, here: list[int], spare: list[int], missing: int) -> PendingChange:
-    if missing and (why := cannot_start(live.cluster, missing)):
+    if missing and (why := find_start_obstacle(live.cluster, missing)):
         raise KnobError(
             f"ranks={ranks}: {len(here)} ranks train, {len(spare)} engines of this lab are idle, and more cannot be "
             f"started: {why}; take at most {len(here) + len(spare)}"
         )
-    if ranks > len(here) and (how := live.cluster.health.describe_controller()):
+    if ranks > len(here) and (how := live.cluster.health.describe_controller_death()):
         raise KnobError(f"ranks={ranks}: no rank can come in, since the controller {how}; take at most {len(here)}")
     if live.state not in ("running", "paused"):
         raise ClusterError(f"ranks={ranks}: the run is {live.state}; ranks come and go while it trains")
     if missing:
-        spare += start_more(live.cluster, missing)
+        spare += start_more_engines(live.cluster, missing)
     new, asked = spare[: max(0, ranks - len(here))], None
     try:
         if new:
@@ -90,7 +90,7 @@ def list_returned(live: RunState) -> list[int]:
     Such a rank was removed, was dismissed before it joined, or was unreachable (stopped or disconnected). Its engine is
     free once it finds that the run went on. The kernel first fetches its last rows.
     """
-    with live.cluster.starting:
+    with live.cluster.start_lock:
         return _list_returned(live)
 
 

@@ -86,7 +86,7 @@ class RunWatch:
             self.live.notes.append(text)
 
     def _give_up(self, late: list[int]) -> None:
-        ended, live = self.live.cluster.health.give_up(late), self.live
+        ended, live = self.live.cluster.health.give_up_engines(late), self.live
         for rank in late:
             last = live.status.get(rank, {})
             said = "does not answer" if rank in self.silent else "did not leave the run"
@@ -125,8 +125,8 @@ class RunWatch:
 
 def _describe_orphan(cluster: Cluster) -> str:
     """Describes how a guest's owner ended or closed the lab, or ""."""
-    if cluster.guest and not alive(cluster.owner):
+    if cluster.is_guest and not alive(cluster.owner):
         return f"the kernel that owned lab {cluster.name!r} ended, and its ranks with it"
-    if cluster.guest and not cluster.place.read_state():
+    if cluster.is_guest and not cluster.place.read_state():
         return f"lab {cluster.name!r} was closed by the kernel that owns it"
     return ""
