@@ -155,7 +155,7 @@ def _serve(line: Connection, rank: int, shared: bool) -> None:
 
 def _told(session: Any) -> Told:
     error = (session.error or {}).get("traceback", "")
-    if session.training is None or session.training.reading.sharded:  # no rank has a whole parameter
+    if session.training is None or session.training.unsharder.sharded:  # no rank has a whole parameter
         state, params = 0, {}
     else:
         state = hash_model_state(session.layout)

@@ -131,7 +131,7 @@ def require_no_error(sessions: list[Session]) -> None:
 
 def assemble(sessions: list[Session]) -> None:
     """Gives each session the whole parameters if a run has left them in shards, as its ranks do before they read."""
-    if not sessions[0].training.reading.sharded:
+    if not sessions[0].training.unsharder.sharded:
         return
     shards = [[(begin, _kept(s, index, own)) for index, (begin, own) in
                enumerate(zip(s.layout.begins, s.layout.weights, strict=True))] for s in sessions]  # fmt: skip

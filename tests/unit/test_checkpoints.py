@@ -104,7 +104,7 @@ def test_a_checkpoint_contains_past_changes_once_and_policies_see_them(tmp_path:
     assert [text.count(f"planned {change.at_step}") for change in changes] == [1] * len(changes)
     rest = lived(replace(EXPERIMENTS["DDP"], save_every=10), tmp_path / "b", first)
     for s in (*whole, *rest):
-        assert [(c.at_step, c.path, c.value) for c in s.training.steering.made] == [
+        assert [(c.at_step, c.path, c.value) for c in s.training.policy_runner.made] == [
             (c.at_step, "lr", c.value) for c in changes]  # fmt: skip
 
 
@@ -118,7 +118,9 @@ def test_checkpoints_of_the_older_format_are_read(tmp_path: Path) -> None:
     said = {k: v for k, v in kept.said.items() if k != "made"}
     (kept.path / MANIFEST).write_bytes(seal_manifest(said))
     rest = lived(EXPERIMENTS["DDP"], tmp_path / "b", kept.path)
-    assert [[(c.at_step, c.path, c.value) for c in s.training.steering.made] for s in rest] == [[(4, "lr", 0.004)]] * 3
+    assert [[(c.at_step, c.path, c.value) for c in s.training.policy_runner.made] for s in rest] == [
+        [(4, "lr", 0.004)]
+    ] * 3
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -297,7 +299,7 @@ def test_a_run_that_ends_while_writing_leaves_nothing_torn(tmp_path: Path, monke
     goes.set()
     ended(sessions)
     for s in sessions:
-        s.training.saving.end()
+        s.training.checkpointer.end()
     assert list_checkpoints(tmp_path / FOLDER) == [] and not said(sessions, "saved")
 
 

@@ -60,11 +60,11 @@ def test_ranks_of_one_host_meet_only_for_a_pending_ticket(strategy: Strategy) ->
         asked = [0] * 3
         for k, s in enumerate(sessions):
 
-            def counted(wait: float = 0.0, k: int = k, ask: Any = s.training.tickets.publish_requests) -> None:
+            def counted(wait: float = 0.0, k: int = k, ask: Any = s.training.control_channel.publish_requests) -> None:
                 asked[k] += 1
                 ask(wait)
 
-            s.training.tickets.publish_requests = counted
+            s.training.control_channel.publish_requests = counted
         step = sessions[0].rank.step
         until(lambda: all(s.rank.step > step + 20 for s in sessions))
         assert asked == [0, 0, 0]

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks
 
 def known(session: Any) -> list[tuple[int, str]]:
     """Returns the changes that a rank knows: step and path."""
-    return [(change.at_step, change.path) for change in session.steering.made]
+    return [(change.at_step, change.path) for change in session.policy_runner.made]
 
 
 def told(run: Run) -> list[tuple[int, str]]:

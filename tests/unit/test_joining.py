@@ -233,6 +233,6 @@ def test_messages_name_ranks_by_their_number_in_the_run() -> None:
 
 def test_the_view_has_every_attribute_that_a_failed_generation_gives_back() -> None:
     run, to = MagicMock(), MagicMock()
-    run.steering = SimpleNamespace(run=run)
+    run.policy_runner = SimpleNamespace(run=run)
     settable = {name for cls in GenerationView.__mro__ for name in inspect.get_annotations(cls)}
     assert StateBefore(run, to).settings.keys() <= settable

@@ -42,7 +42,7 @@ def operation(s: LinkShaper, asked: float, codec: float = 0.0, transfer: float =
     """Makes one all-reduce: `codec` seconds of encoding, `transfer` seconds of real transfer. Returns its end on the
     Link.
     """
-    clock = s.naps.clock
+    clock = s.paced_sleep.clock
     clock.t = max(clock.t, asked) + codec
     ready = s.post_ready(clock.t, asked)
     clock.t += transfer
@@ -79,7 +79,7 @@ def test_a_transfer_that_is_slower_than_the_link_is_not_credited() -> None:
 def test_operations_cut_short_by_a_stop_end_at_the_stop() -> None:
     s = shaper(0.0)
     operation(s, asked=0.0)
-    s.naps.hurried = True
+    s.paced_sleep.hurried = True
     ends = [operation(s, asked=0.01) for _ in range(3)]
     assert ends == pytest.approx([0.011, 0.012, 0.013]), "each took what it really takes"
     assert s.port.free == pytest.approx(0.013)
@@ -91,9 +91,9 @@ def test_a_stop_in_the_middle_of_a_collective_ends_all_of_it() -> None:
     s.port.free = 0.5  # earlier messages keep it busy
 
     def stopped(t: float) -> None:
-        s.naps.t, s.naps.hurried = 0.02, True
+        s.paced_sleep.t, s.paced_sleep.hurried = 0.02, True
 
-    s.naps.sleep_until = stopped
+    s.paced_sleep.sleep_until = stopped
     ready = s.post_ready(0.0, 0.0)
     assert s.await_end(even("all_reduce", 10_000, 2), lambda: ready) == pytest.approx((0.02, 0.02, 0.02))
 

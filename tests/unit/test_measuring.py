@@ -229,7 +229,9 @@ def test_a_step_that_fails_leaves_the_rank_its_compressor(names: tuple[str, ...]
     e = experiment(2, 2, strategy=Failing(), compressor=SPARSE, measure_every=0 if names else 1)
     rank = Rank(0, 2)
     rank.compressor = e.compressor
-    run = SimpleNamespace(experiment=e, rank=rank, state=None, flushing=False, steering=SimpleNamespace(names=names))
+    run = SimpleNamespace(
+        experiment=e, rank=rank, state=None, flushing=False, policy_runner=SimpleNamespace(names=names)
+    )
     with pytest.raises(ConnectionError):
         CompressionErrorProbe().measure_step(run).send(None)
     assert rank.compressor is e.compressor

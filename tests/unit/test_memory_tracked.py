@@ -45,7 +45,7 @@ def tracked(rank: int, where: tuple[str, int], name: str, generation: str, out: 
 
     for _ in range(WARM):
         step()
-    training.ledger.recount_standing()
+    training.memory_account.recount_standing()
     if rank:
         step()
     else:

@@ -187,7 +187,7 @@ def test_stashed_weights_are_in_the_memory_report(way: Pipeline) -> None:
         versions = 2 if way.schedule.delayed else way.stages - stage
         assert max(seen(s, "memory parameters")) == versions * s.training.layout.byte_count, stage
         assert seen(plain, "memory parameters")[-1] == s.training.layout.byte_count
-        assert not s.training.flow.versions.kept, "the run has ended, and drained"
+        assert not s.training.micros_in_flight.versions.kept, "the run has ended, and drained"
     if way.micros == 1:  # more minibatches are in flight than the one of a flush
         kept = [[max(seen(s, "memory activations")) for s in each] for each in (sessions, flushed)]
         assert kept[0] == [(way.stages - stage) * one for stage, one in enumerate(kept[1])]

@@ -115,23 +115,23 @@ def test_a_policy_sees_a_repeated_change_once() -> None:
     """One of the obeyed changes is a decision of two parts; a refused one precedes it, an applied one follows."""
     one, parts, last = Change(1, "lr", 0.1), [Change(4, "lr", 0.2), Change(4, "bucket_mb", 1.0)], Change(5, "lr", 0.3)
     run = SimpleNamespace(queue=ChangeQueue(), experiment=setting(), rank=Rank(0, 4, 0))
-    run.steering = PolicyRunner(run)
+    run.policy_runner = PolicyRunner(run)
     for made in ([one], [], parts, [last]):
         for change in made:
-            assert asyncio.run(run.steering.follow_change(change, asyncio.sleep(0, True)))
+            assert asyncio.run(run.policy_runner.follow_change(change, asyncio.sleep(0, True)))
         run.queue.count_obeyed()
     for counts, known in ((4, [one, *parts, last]), (3, [one, *parts]), (2, [one]), (1, [one]), (0, [])):
         replan_changes(run, counts)  # type: ignore[arg-type]
-        assert run.steering.made == known, counts
+        assert run.policy_runner.made == known, counts
 
 
 def test_a_policys_applied_change_stays_if_a_rank_is_lost_during_the_look() -> None:
     run = SimpleNamespace(queue=ChangeQueue(obeyed=3), experiment=setting(), rank=Rank(0, 4, 0))
-    run.steering = PolicyRunner(run)
+    run.policy_runner = PolicyRunner(run)
     part = Change(4, "bucket_mb", 1.0, by="AdaComm")
-    assert asyncio.run(run.steering.follow_change(part, asyncio.sleep(0, True)))
+    assert asyncio.run(run.policy_runner.follow_change(part, asyncio.sleep(0, True)))
     replan_changes(run, 3)  # type: ignore[arg-type]
-    assert run.steering.made == [part]
+    assert run.policy_runner.made == [part]
 
 
 def test_after_a_checkpoint_the_rank_with_most_changes_informs_the_others() -> None:

@@ -48,7 +48,7 @@ def test_requests_in_transit_at_the_loss_of_a_connection_are_still_pending(lost:
         tickets.take_requests()
     assert tickets.unheard_requests == [CHANGE, STOP]
     pending_requests: Any = SimpleNamespace(
-        pending_requests=[{"id": "a"}], early_requests=[{"id": "b"}], tickets=tickets
+        pending_requests=[{"id": "a"}], early_requests=[{"id": "b"}], control_channel=tickets
     )
     assert RankTraining.unheeded_requests.fget(pending_requests) == [{"id": "a"}, {"id": "b"}, CHANGE, STOP]  # type: ignore[attr-defined]
 

@@ -47,7 +47,7 @@ class FullySharded:
 
     module:    the copy; forward calls it
     optimizer: the optimizer of its shards
-    alive:     returns the bytes of live activations, if the ledger measures this backward
+    alive:     returns the bytes of live activations, if the memory account measures this backward
     """
 
     def __init__(self, run: BaselineView, wire: Wire, lane: Lane | None) -> None:
@@ -135,11 +135,11 @@ class FullySharded:
             layout.hold_bucket(type(bucket)(bucket.index, bucket.data[:0], (), bucket.offset))
             for place in layout.groups[bucket.index]:
                 unmaterialized.make_absent(place.param, _refuse_read)
-        self._run.ledger.note_held(self._kept)
+        self._run.memory_account.note_held(self._kept)
 
     async def fetch_values(self) -> None:
         """Copies trained values and plain attributes into the run's own model. All ranks call it together."""
-        layout, ledger = self._run.layout, self._run.ledger
+        layout, memory_account = self._run.layout, self._run.memory_account
         for bucket in layout.list_params():
             places = layout.groups[bucket.index]
             own = [_read_local(self._shards[place.name]) for place in places]
@@ -148,7 +148,7 @@ class FullySharded:
             for place in places:
                 unmaterialized.make_present(place.param)
         copy_attributes(self.module, self._run.model)
-        ledger.note_held(self._kept + layout.held)
+        memory_account.note_held(self._kept + layout.held)
 
     async def return_state(self) -> None:
         """Copies trained values, optimizer state and hooks back to the run. All ranks call it together."""
@@ -171,7 +171,7 @@ class FullySharded:
         for mine, its in zip(self._own.param_groups, self.optimizer.param_groups, strict=True):
             mine.update({name: x for name, x in its.items() if name != "params"})
         run.use_optimizer(self._own)
-        run.ledger.note_held(run.layout.held)
+        run.memory_account.note_held(run.layout.held)
 
     def end(self) -> None:
         _unregister_process_group(self._name)
@@ -215,8 +215,8 @@ class FullySharded:
         self._run.layout.unused = self._shards.keys() - self._listener.used
         self._average_whole()
         self._listener.settle_frozen(self._shards)
-        self._run.ledger.note_held(self._peak)
-        self._run.ledger.note_held(self._kept)
+        self._run.memory_account.note_held(self._peak)
+        self._run.memory_account.note_held(self._kept)
 
     def drop_unused(self) -> None:
         """Makes the optimizer leave out parameters that no rank used."""
@@ -247,7 +247,7 @@ class FullySharded:
             torch._foreach_mul_(grads, factor)
         return norm
 
-    # -- what the ledger counts --
+    # -- what the memory account counts --
 
     def gradients(self) -> int:
         return sum(_read_local(p.grad).nbytes for p in self._shards.values() if p.grad is not None)
@@ -266,7 +266,7 @@ class FullySharded:
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         """Gathers the parameters of one unit. x: (n,), this rank's shard. out: (p n,), for p ranks."""
-        if self._run.ledger.due:
+        if self._run.memory_account.due:
             beside = sum(p.untyped_storage().nbytes() for p in self.list_whole())
             self._peak = max(self._peak, self._kept + beside + out.nbytes)
         out, x = as_real(out).view(-1), as_real(x).view(-1)
@@ -281,7 +281,7 @@ class FullySharded:
         """
         if not self._listener.used.issuperset(self._units[unit]):
             self._run.host.usage.raise_hand(self._run.rank.step)
-        if self._run.ledger.due:
+        if self._run.memory_account.due:
             self.most = max(self.most, self.gradients() + x.nbytes + out.nbytes + self.alive())
         out, x = as_real(out).view(-1), as_real(x).view(-1)
         if self._rounds.needed:

@@ -85,8 +85,8 @@ class Port:
     taken it in. Both ends take as long as the slower port needs.
     """
 
-    def __init__(self, rank: int, size: int, naps: PacedSleep, seed: int) -> None:
-        self.rank, self.size, self.naps, self.seed = rank, size, naps, seed
+    def __init__(self, rank: int, size: int, paced_sleep: PacedSleep, seed: int) -> None:
+        self.rank, self.size, self.paced_sleep, self.seed = rank, size, paced_sleep, seed
         self.fabric = Fabric()
         self.free = 0.0  # when the port can send again
         self._taken = 0.0  # when it can receive again
@@ -114,10 +114,10 @@ class Port:
 
     def find_end(self, end: float) -> float:
         """Returns when an operation is over that the Link would end at `end`: at once after a stop."""
-        return min(end, self.now()) if self.naps.hurried else end
+        return min(end, self.now()) if self.paced_sleep.hurried else end
 
     def now(self) -> float:
-        return self.naps.clock.now()
+        return self.paced_sleep.clock.now()
 
     def send_message(self, nbytes: int, to: int) -> tuple[float, float, float]:
         """Sends a message to rank `to`: (when it begins, seconds on a healthy port, when the port is free again)."""
@@ -147,7 +147,7 @@ class LinkShaper:
     """
 
     def __init__(self, port: Port, table: ArrivalTable | None, group: Group | None = None) -> None:
-        self.port, self.table, self.naps, self.group = port, table, port.naps, group
+        self.port, self.table, self.paced_sleep, self.group = port, table, port.paced_sleep, group
         self.ranks: Sequence[int] = group.ranks if group else range(port.size)
         self.number = 0
         self._ended = self._woke = 0.0  # until when the last operation slept, and when it really awoke
@@ -176,10 +176,10 @@ class LinkShaper:
         began, end = self.port.reserve_time(
             self, self.table.last_arrival(self.number) if self.table else last(), slowest * noise
         )
-        own, self._ended = began + mine * noise, max(end, self.naps.clock.now())
-        self.naps.sleep_until(end)
-        self._woke = self.naps.clock.now()
-        if self.naps.hurried:  # after a stop the operation ended when the rank went on
+        own, self._ended = began + mine * noise, max(end, self.paced_sleep.clock.now())
+        self.paced_sleep.sleep_until(end)
+        self._woke = self.paced_sleep.clock.now()
+        if self.paced_sleep.hurried:  # after a stop the operation ended when the rank went on
             self.port.free_now(self._woke)
             began, own, end, self._ended = (min(t, self._woke) for t in (began, own, end, self._ended))
         return began, own, end
@@ -200,8 +200,8 @@ class ComputePace:
 
     shares: ClassVar[dict[str, float]] = SHARES
 
-    def __init__(self, rank: int, naps: PacedSleep) -> None:
-        self.rank, self.naps = rank, naps
+    def __init__(self, rank: int, paced_sleep: PacedSleep) -> None:
+        self.rank, self.paced_sleep = rank, paced_sleep
         self.seconds = 0.0
         self.faults: tuple[Fault, ...] = ()
         self._kept = Kept()
@@ -223,7 +223,7 @@ class ComputePace:
         if not self.is_active:
             return
         self._add_phase()
-        self._began, self._slept = self.naps.clock.now(), 0.0
+        self._began, self._slept = self.paced_sleep.clock.now(), 0.0
         self._stretch = stretch(self.faults, self.rank, step, phase)
         self._asked = self.seconds * (self.shares[phase] + again * self.shares["forward"]) * share
 
@@ -234,24 +234,24 @@ class ComputePace:
     @contextmanager
     def pause_phase(self) -> Iterator[None]:
         """Pauses this phase for another one inside it, such as an update in a forward."""
-        kept, since = (self._slept, self._stretch, self._asked, self._took), self.naps.clock.now()
+        kept, since = (self._slept, self._stretch, self._asked, self._took), self.paced_sleep.clock.now()
         began, self._asked, self._took = self._began, 0.0, 0.0
         yield
         self._add_phase()
         self._slept, self._stretch, self._asked, self._took = kept
-        self._began = began + self.naps.clock.now() - since
+        self._began = began + self.paced_sleep.clock.now() - since
 
     def reach_fraction(self, fraction: float) -> None:
         """Sleeps until `fraction` of the phase's time is over, because that part of it is computed."""
         if not self.is_active:
             return
-        now = self.naps.clock.now()
+        now = self.paced_sleep.clock.now()
         computed = now - self._began - self._slept
         until = self._began + lasts(self._asked * fraction, computed, self._stretch)
         if until > now:
-            self.naps.sleep_until(until)
-            self._slept += self.naps.clock.now() - now
-        self._took = (self.naps.clock.now() - self._began) / self._stretch
+            self.paced_sleep.sleep_until(until)
+            self._slept += self.paced_sleep.clock.now() - now
+        self._took = (self.paced_sleep.clock.now() - self._began) / self._stretch
 
     def end_step(self) -> dict[str, Any] | None:
         """Ends a step. Returns a report if the rank begins or ceases to miss its pace, else None."""

@@ -83,7 +83,7 @@ class ActivityView(Protocol):
     @property
     def error(self) -> dict[str, Any] | None: ...
     @property
-    def naps(self) -> PacedSleep: ...
+    def paced_sleep(self) -> PacedSleep: ...
     @property
     def record(self) -> Recorder: ...
     @property
@@ -108,7 +108,7 @@ def describe_rank(run: ActivityView) -> dict[str, Any]:
     step_s = (
         max(run.training.longest_evaluation, *run.training.step_seconds.copy()) if run.training is not None else 0.0
     )
-    more = {"asleep": run.naps.is_asleep, "lost": run.record.lost_rows, "step_s": step_s}
+    more = {"asleep": run.paced_sleep.is_asleep, "lost": run.record.lost_rows, "step_s": step_s}
     return {**where, "waits": waits or own, "own": own, "still": round(still, 3), **more}
 
 

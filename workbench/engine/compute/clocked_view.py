@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class ClockedView(RankView, Protocol):
-    """A rank on a real clock. naps: the waits that last as long as the settings say"""
+    """A rank on a real clock. paced_sleep: the waits that last as long as the settings say"""
 
     @property
     def clock(self) -> Clock: ...
     @property
-    def naps(self) -> PacedSleep: ...
+    def paced_sleep(self) -> PacedSleep: ...
     @property
     def chip(self) -> Chip: ...
     @property

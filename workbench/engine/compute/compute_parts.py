@@ -54,10 +54,10 @@ class ComputeParts:
     mailbox: Mailbox
     pace: ComputePace
     watch: Stopwatch
-    ledger: MemoryAccount
-    reading: Unsharder
-    narrowing: SubModelTraining
-    finite: NonFiniteGuard
+    memory_account: MemoryAccount
+    unsharder: Unsharder
+    submodel: SubModelTraining
+    non_finite_guard: NonFiniteGuard
     rollback: Rollback
     away: OffloadPerformer
     usage: ParameterUsage

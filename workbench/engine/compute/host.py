@@ -54,7 +54,7 @@ class Host:
         self.parts, self.rank, self.lane, self.at, self.alone = parts, parts.rank, parts.lane, parts.at, parts.alone
         self.mailbox, self.pace, self.watch, self.usage = parts.mailbox, parts.pace, parts.watch, parts.usage
         self.check_background, self._check_peers = check_background, check_peers
-        self._clock, self._record, self._reading = parts.watch.clock, parts.watch.record, parts.reading
+        self._clock, self._record, self._unsharder = parts.watch.clock, parts.watch.record, parts.unsharder
         self.timing = PassTimer(parts.rank, parts.lane, parts.pace, parts.watch, parts.at)
         self.tensor = TensorPerformer(parts, self.timing, self.perform_op, self._perform_in_pass)
         self.hooks = GradientHooks(parts, self.timing, self.tensor, self.resume_strategy)
@@ -73,7 +73,7 @@ class Host:
 
     def _list_verbs(self) -> dict[str, Callable[..., Any]]:
         whole, pipeline, piecewise, arithmetic = self.whole, self.pipeline, self.piecewise, self.arithmetic
-        narrowing, batches = self.parts.narrowing, self.parts.batches
+        submodel, batches = self.parts.submodel, self.parts.batches
         return {
             "forward": whole.run_forward,
             "backward": whole.run_backward,
@@ -102,7 +102,7 @@ class Host:
             "rise": piecewise.piece_forward,
             "fall": piecewise.piece_backward,
             "narrow": piecewise.narrow_model,
-            "units": lambda: narrowing.hidden_units,
+            "units": lambda: submodel.hidden_units,
             "collect": whole.curvature.collect_factors,
             "factors": arithmetic.compute_factors,
             "curve": arithmetic.compute_curvature,
@@ -188,7 +188,7 @@ class Host:
 
     def _forward_by_buckets(self, coro: Coroutine[Op, Any, Any], forward: Forward) -> Any:
         """Runs a forward that stops before each bucket. The strategy goes on once all are handed out."""
-        if self.pipeline.piece is not None or self.tensor.group is not None or self._reading.sharded:
+        if self.pipeline.piece is not None or self.tensor.group is not None or self._unsharder.sharded:
             raise StrategyError("a forward stops before each bucket of a whole model: await `rank.forward()` here")
         with self._stops.stop_at_reads(coro):
             forward.loss = self.whole.run_forward(forward.x, forward.micro)
@@ -204,8 +204,8 @@ class Host:
         if self._stash is not None or self._ended is not None:
             return
         with self.lane.chip.use_stream():
-            if self._reading.sharded:
-                drive_coroutine(self._reading.note_filled(bucket.index), self._perform_in_pass, self.alone)
+            if self._unsharder.sharded:
+                drive_coroutine(self._unsharder.note_filled(bucket.index), self._perform_in_pass, self.alone)
             self._resume_strategy(bucket)
 
     def _resume_strategy(self, bucket: Bucket) -> None:
@@ -276,8 +276,8 @@ class Host:
         )
 
     def _send_message(self, tensor: Tensor, to: int, kind: str = "") -> None:
-        self.parts.ledger.buffers.note_message(tensor)
-        self.mailbox.send(tensor, to, kind, lane="measuring" if self._reading.phase == "evaluation" else "comm")
+        self.parts.memory_account.buffers.note_message(tensor)
+        self.mailbox.send(tensor, to, kind, lane="measuring" if self._unsharder.phase == "evaluation" else "comm")
 
     def _receive_message(self, into: Tensor | None, source: int | None, kind: str) -> Any:
         name = message_name("recv", kind, **{"from": source})
@@ -292,7 +292,7 @@ class Host:
 
         got = self.mailbox.recv(into, source, kind, over)
         now = self._clock.now()
-        if self._reading.phase != "evaluation":
+        if self._unsharder.phase != "evaluation":
             self._record.span(self.rank.step, "wait", name, began, began, now, 0)
         if into is None and got is not None:
             got = got[0].to(self.parts.layout.order[0].param.device), got[1]
@@ -303,7 +303,7 @@ class Host:
     def _stand_still(self, seconds: float) -> float:
         """Stands still for `seconds`, or less if the run is hurried. Returns the seconds that it did."""
         began = self._clock.now()
-        self.pace.naps.sleep_until(began + seconds)
+        self.pace.paced_sleep.sleep_until(began + seconds)
         return self._clock.now() - began
 
     def _refuse_again(self, *_: Any, group: Group | None = None) -> int:

@@ -39,8 +39,8 @@ class ModelPerformer:
         self._hooks, self._agree, self._perform_in_pass = hooks, agree, perform_in_pass
         self._before_update = before_update
         self._rank, self._at, self._pace, self._watch = parts.rank, parts.at, parts.pace, parts.watch
-        self._layout, self._usage, self._narrowing = parts.layout, parts.usage, parts.narrowing
-        self._reading, self._ledger = parts.reading, parts.ledger
+        self._layout, self._usage, self._submodel = parts.layout, parts.usage, parts.submodel
+        self._unsharder, self._memory_account = parts.unsharder, parts.memory_account
         self.curvature = CurvatureEstimator(parts.model, parts.learner.loss, parts.layout)
         self._module_hooks = ModuleHooks(parts.model)
         self.open_losses: dict[int, Tensor] = {}  # losses without a backward so far, by micro-batch
@@ -48,7 +48,7 @@ class ModelPerformer:
 
     def run_forward(self, x: Any, micro: int) -> Tensor | None:
         """Computes a loss, and returns it as it is recorded. A stage only keeps the batch for its backward."""
-        parts, reading, group = self._parts, self._reading, self._tensor.group
+        parts, reading, group = self._parts, self._unsharder, self._tensor.group
         batch = self.next_batch() if x is None else x
         if self._pipeline.piece is not None:
             self._pipeline.keep_batch(micro, batch)
@@ -56,7 +56,7 @@ class ModelPerformer:
         self._tensor.meet_before(batch)
         self._tensor.begin_pass("forward")
         self._at("forward")
-        self._timing.begin_pass("forward", "forward", self._pipeline.share * self._narrowing.compute_share("forward"))
+        self._timing.begin_pass("forward", "forward", self._pipeline.share * self._submodel.compute_share("forward"))
         joint = group.run_pass(None) if group else nullcontext()
         with reading.run_pass("forward"), joint, self._module_hooks.wrap_hooks():
             with explain_errors() if parts.module is not parts.model else nullcontext():
@@ -69,7 +69,7 @@ class ModelPerformer:
         shown = parts.show_loss(loss)
         self._timing.losses.append(shown)
         self.curvature.note_forward(batch)
-        self._ledger.note_forward(batch)
+        self._memory_account.note_forward(batch)
         self.check_loss(shown, batch)
         self._timing.end_pass()
         return shown
@@ -77,7 +77,7 @@ class ModelPerformer:
     def check_loss(self, loss: Tensor, batch: Any) -> None:
         """Checks that a loss is finite, unless the chip runs ahead: then it is known some steps later."""
         if not self._parts.lane.chip.runs_ahead:
-            self._parts.finite.check_forward(loss, batch)
+            self._parts.non_finite_guard.check_forward(loss, batch)
 
     def next_batch(self) -> Any:
         self._at("data iterator")
@@ -88,7 +88,7 @@ class ModelPerformer:
         """Computes a forward's gradients. If `exchanged`, they go into buckets, which are handed out as they fill."""
         if isinstance(grad, Tensor):
             raise StrategyError("a rank's backward begins with its loss, or its replica's: give a number, or nothing")
-        parts, reading = self._parts, self._reading
+        parts, reading = self._parts, self._unsharder
         self._layout.unused = set()
         self._usage.begin_backward(self._rank.step)
         self._usage.require_trained(parts.strategy())
@@ -98,7 +98,7 @@ class ModelPerformer:
             with own_loss((place.param for place in self._layout.order), None):  # in parts, as micro-batches are
                 self._timing.losses.append(self._pipeline.run_batch(grad, micro, exchanged))
             return
-        self._narrowing.require_awaited(exchanged)
+        self._submodel.require_awaited(exchanged)
         if exchanged:
             self._hooks.begin_exchange()
         self._at("backward")
@@ -109,9 +109,9 @@ class ModelPerformer:
         self.curvature.note_backward(grad)
         if parts.fully is not None:
             parts.fully.begin_backward()
-        share = self._pipeline.share * self._narrowing.compute_share("backward")
+        share = self._pipeline.share * self._submodel.compute_share("backward")
         self._timing.begin_pass("backward", "backward", share, self._tensor.recomputed_share("backward"))
-        with self._ledger.measure_backward(self._hooks.is_exchanging), reading.run_pass("backward"):
+        with self._memory_account.measure_backward(self._hooks.is_exchanging), reading.run_pass("backward"):
             with explain_errors() if parts.module is not parts.model else nullcontext():
                 with own_loss((p.param for p in self._layout.order), grad), self._module_hooks.wrap_hooks(grad):
                     parts.run_loss_backward(loss, grad)
@@ -128,17 +128,22 @@ class ModelPerformer:
         Runs inside torch; for a GPU's backward, on autograd's thread.
         """
         parts = self._parts
-        with parts.lane.chip.use_stream(), torch.inference_mode(False), torch.no_grad(), self._ledger.exclude_fetched():
+        with (
+            parts.lane.chip.use_stream(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            self._memory_account.exclude_fetched(),
+        ):
             around = self._at.now
-            if self._reading.phase != "evaluation":
+            if self._unsharder.phase != "evaluation":
                 self._timing.reach_fraction(share)
-            drive_coroutine(self._reading.gather_buckets(buckets, beside), self._perform_in_pass, parts.alone)
+            drive_coroutine(self._unsharder.gather_buckets(buckets, beside), self._perform_in_pass, parts.alone)
             self._at(*around[:2])
 
     def hold_bucket(self, bucket: Bucket) -> Bucket:
-        self._reading.require_sharded()
+        self._unsharder.require_sharded()
         held = self._layout.hold_bucket(bucket)
-        self._ledger.note_held(self._layout.held + self._reading.count_copies())
+        self._memory_account.note_held(self._layout.held + self._unsharder.count_copies())
         return held
 
     def move_values(self, op: Op) -> Any:
@@ -167,7 +172,7 @@ class ModelPerformer:
         with pace.pause_phase() if self._timing.is_computing else nullcontext():
             if bucket is None:
                 pace.begin_phase(
-                    "update", self._rank.step, self._pipeline.share * self._narrowing.compute_share("update")
+                    "update", self._rank.step, self._pipeline.share * self._submodel.compute_share("update")
                 )
                 parts.rollback.note_update()
                 self._update_all(by)
@@ -183,14 +188,14 @@ class ModelPerformer:
     def _mark_written(self) -> None:
         """Notes that parameters are about to be written."""
         self._tensor.mark_stale()
-        self._pipeline.flow.versions.keep_weights()
+        self._pipeline.micros_in_flight.versions.keep_weights()
 
     def _update_all(self, by: Callable[[], None] | None) -> None:
-        parts, narrowing, experiment = self._parts, self._narrowing, self._parts.experiment()
-        if narrowing.is_narrow:
+        parts, submodel, experiment = self._parts, self._submodel, self._parts.experiment()
+        if submodel.is_narrow:
             with parts.alone:
-                norm = narrowing.step_optimizer(experiment.clip, by)
-            self._ledger.note_submodel(narrowing.own_params, narrowing.optimizer_state)
+                norm = submodel.step_optimizer(experiment.clip, by)
+            self._memory_account.note_submodel(submodel.own_params, submodel.optimizer_state)
             return self.sample("grad_norm", norm) if norm is not None else None
         self._layout.drop_unused() if parts.fully is None else parts.fully.drop_unused()
         if experiment.strategy.periodic and not self._usage.settled:
@@ -233,7 +238,7 @@ class ModelPerformer:
         return self._layout.list_params()
 
     def list_grads(self) -> list[Bucket]:
-        self._narrowing.require_awaited(True)
+        self._submodel.require_awaited(True)
         return self._layout.list_grads()
 
     def list_slots(self) -> list[Tensor]:

@@ -58,7 +58,7 @@ class OffloadPerformer:
             return
         with self._lock:
             until = self._ways.occupy(run.port.fabric, began, hops, out)
-        run.naps.sleep_until(until)
+        run.paced_sleep.sleep_until(until)
         lane = "measuring" if op.measures else "offload"
         run.record.span(step, lane, name_span(op), began, began, run.clock.now(), hops[0][1])
 
@@ -72,7 +72,7 @@ class OffloadPerformer:
         if pace.is_active:
             asked = pace.seconds * SHARES["update"] * shard.data.numel() / run.layout.element_count
             factor = stretch(pace.faults, run.rank.id, step, "update")
-            run.naps.sleep_until(began + lasts(asked, clock.now() - began, factor))
+            run.paced_sleep.sleep_until(began + lasts(asked, clock.now() - began, factor))
         run.record.span(step, "offload", f"update {shard.index}", began, began, clock.now(), 0)
 
     def _copy_out(self, x: Tensor) -> Tensor:

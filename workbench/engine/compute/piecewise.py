@@ -40,13 +40,13 @@ class PiecewisePerformer:
             if not falls:
                 self._whole.open_losses[micro] = loss
             self._whole.check_loss(shown, drawn)
-        self._parts.ledger.note_forward(drawn)
+        self._parts.memory_account.note_forward(drawn)
         self._timing.end_pass()
         return shown
 
     def piece_backward(self, micro: int, piece: int, of: int, grad: float) -> None:
         self._begin_pass("backward", micro, piece, of)
-        with self._parts.ledger.measure_backward(False):
+        with self._parts.memory_account.measure_backward(False):
             self._waves.piece_backward(micro, piece, of, grad)
         self._timing.end_pass()
 
@@ -62,6 +62,6 @@ class PiecewisePerformer:
         if self._whole.open_losses:
             raise StrategyError("narrow: a forward is open; ask for its backward first")
         self._parts.at("narrow")
-        share: float = self._parts.narrowing.switch_to(kept, scaled)
-        self._parts.ledger.note_submodel(self._parts.narrowing.own_params)
+        share: float = self._parts.submodel.switch_to(kept, scaled)
+        self._parts.memory_account.note_submodel(self._parts.submodel.own_params)
         return share

@@ -28,7 +28,7 @@ class PipelinePerformer:
 
     piece:    this rank's part of the model; None while it holds all layers
     share:    this rank's share of the model's compute: of its stage, and of its slices
-    flow:     the micro-batches in flight
+    micros_in_flight:     the micro-batches in flight
     """
 
     def __init__(self, parts: ComputeParts, timing: PassTimer, tensor: TensorPerformer, hooks: GradientHooks,
@@ -37,7 +37,7 @@ class PipelinePerformer:
         self._rank, self._perform = parts.rank, perform
         self.piece: StageModule | None = None
         self.share = 1.0
-        self.flow = InFlight(
+        self.micros_in_flight = InFlight(
             lambda: parts.layout,
             lambda after: parts.batches.peek_batch(after),
             self._list_buffers,
@@ -94,10 +94,10 @@ class PipelinePerformer:
         self._count = count = partition.micro_batches
         self._left = [count] * partition.pieces
         batch, self._exchanged = self._batches.pop(micro), exchanged
-        self.flow.cut_batch(batch, partition)
+        self.micros_in_flight.cut_batch(batch, partition)
         self._tensor.meet_before(batch)
         share = (1.0 if grad is None else grad) / count
-        passes = run_batch(self._rank.group("stage"), partition, share, self.flow, self._rank.step)
+        passes = run_batch(self._rank.group("stage"), partition, share, self.micros_in_flight, self._rank.step)
         loss: Tensor = drive_coroutine(passes, self._perform, self._parts.alone)
         return loss
 
@@ -105,12 +105,12 @@ class PipelinePerformer:
         """Runs a piece's forward, together with the ranks that hold the other slices of its matrices."""
         assert self.piece is not None
         self._begin_pass("forward", micro, chunk)
-        part, number = self.flow.take_micro(micro), self.flow.number_micro(micro)
+        part, number = self.micros_in_flight.take_micro(micro), self.micros_in_flight.number_micro(micro)
         group = self._tensor.group
         with torch.enable_grad(), group.run_pass(x, self.piece.list_params(chunk)) if group else nullcontext():
-            with self.flow.read_in_forward(micro):
+            with self.micros_in_flight.read_in_forward(micro):
                 made = self.piece.run_forward(self._parts.learner.loss, part, x, number, chunk)
-        self._parts.ledger.note_forward(list(self.flow.inputs.values()))
+        self._parts.memory_account.note_forward(list(self.micros_in_flight.inputs.values()))
         self._timing.end_pass()
         return made
 
@@ -123,7 +123,7 @@ class PipelinePerformer:
         """Runs the half of a backward that computes and returns the input's gradient."""
         assert self.piece is not None
         self._begin_pass("backward", micro, chunk, 0.5)
-        came = self.piece.backward_inputs(grad, self.flow.number_micro(micro), chunk)
+        came = self.piece.backward_inputs(grad, self.micros_in_flight.number_micro(micro), chunk)
         self._timing.end_pass()
         return came
 
@@ -144,8 +144,11 @@ class PipelinePerformer:
                 [place.param for place in self._parts.layout.order if id(place.param) not in mine]
             )
         self._begin_pass(name, micro, chunk, part)
-        with self._parts.ledger.measure_backward(self._hooks.is_exchanging), self.flow.read_in_backward(micro):
-            came = run(self.flow.number_micro(micro), chunk)
+        with (
+            self._parts.memory_account.measure_backward(self._hooks.is_exchanging),
+            self.micros_in_flight.read_in_backward(micro),
+        ):
+            came = run(self.micros_in_flight.number_micro(micro), chunk)
             if self._exchanged and not begun and any(self._left):
                 self._hooks.attach_hooks()
                 self._parts.layout.move_gradients()
@@ -158,7 +161,7 @@ class PipelinePerformer:
         phase = name.partition(" ")[0]
         self._parts.at(f"{name} of micro-batch {micro}")
         self._tensor.begin_pass(phase, chunk)
-        called = name_pass(name, self.flow.number_micro(micro), chunk, len(self.piece.pieces))
+        called = name_pass(name, self.micros_in_flight.number_micro(micro), chunk, len(self.piece.pieces))
         again = self._tensor.recomputed_share(phase, chunk)
         self._timing.begin_pass(called, phase, self._shares[chunk] * part / self._count, again)
 

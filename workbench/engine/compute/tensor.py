@@ -103,7 +103,7 @@ class TensorPerformer:
         number, self._met = self._met, self._met + 1
         with self._chip.use_stream(), torch.inference_mode(False), torch.no_grad():
             around = self._at.now
-            if number < len(self._plan) and self._parts.reading.phase != "evaluation":
+            if number < len(self._plan) and self._parts.unsharder.phase != "evaluation":
                 self._timing.reach_fraction(self._plan[number].share)
             meet = perform_meeting(self._rank.group("tensor"), meeting, x)
             made: Tensor = drive_coroutine(meet, self._perform_in_pass, self._parts.alone)

@@ -41,7 +41,7 @@ class WorkerModel:
         self.run, self.number, self._batches = run, number, batches
         self.model = copy.deepcopy(run.model)
         self.params = dict(self.model.named_parameters())
-        self.pace = ComputePace(run.rank.id, run.naps)
+        self.pace = ComputePace(run.rank.id, run.paced_sleep)
         self.error: BaseException | None = None
         self._drawn_batch: Any = None  # the batch of the next forward, if its rows were looked up
         self._loss: Tensor | None = None

@@ -37,7 +37,10 @@ class Background:
         self.lane = Lane("background", run.port, run.watch, run.chip, open, GroupWires(wire, shaper, wire))
         self.lane.eager = True  # its children run on this thread
         self.lane.perform_hop = run.perform_hop
-        self.lane.on_collective, self.lane.on_child_end = run.ledger.buffers.note_request, run.ledger.buffers.note_end
+        self.lane.on_collective, self.lane.on_child_end = (
+            run.memory_account.buffers.note_request,
+            run.memory_account.buffers.note_end,
+        )
         self.error: BaseException | None = None
         self._idle = threading.Event()  # whether the step has come to its end
         self._moved = threading.Event()
@@ -51,7 +54,7 @@ class Background:
             "params": run.layout.list_params,
             "clock": run.clock.now,
             "sample": self._record_sample,
-            "units": lambda: run.host.parts.narrowing.hidden_units,
+            "units": lambda: run.host.parts.submodel.hidden_units,
             "work": lambda of, flops, name: of(),
             "update_rows": run.host.whole.update_rows,
             "send": self._send_message,
@@ -197,7 +200,7 @@ class Background:
         self.run.record.sample(self.run.lane.step, name, self.run.clock.now(), float(value))
 
     def _send_message(self, tensor: torch.Tensor, to: int, kind: str) -> None:
-        self.run.ledger.buffers.note_message(tensor)
+        self.run.memory_account.buffers.note_message(tensor)
         self.run.mailbox.send(tensor, to, kind, FROM_BACKGROUND)
 
     def _receive_message(self, into: torch.Tensor | None, source: int | None, kind: str) -> Any:

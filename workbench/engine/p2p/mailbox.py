@@ -154,7 +154,7 @@ class Mailbox:
         message = self.take_message(source, kind, over)
         if message is None:
             return None
-        self.port.naps.sleep_until(message.ready)
+        self.port.paced_sleep.sleep_until(message.ready)
         dtype, shape = message.what[:-1].split("[")
         sizes = [int(n) for n in shape.split(",") if n]
         sent = torch.empty(sizes, dtype=getattr(torch, dtype))

@@ -84,7 +84,8 @@ class RankComponents(RankLoop):
         """before: the same rank in the previous generation; this rank takes over its parts"""
         torch.set_num_threads(1)
         self.session, self.experiment, self.rank = session, session.experiment, session.rank
-        self.clock, self.naps, self.leaving, self.inbox = session.clock, session.naps, session.leaving, session.inbox
+        self.clock, self.paced_sleep = session.clock, session.paced_sleep
+        self.leaving, self.inbox = session.leaving, session.inbox
         self.trained, self.lead = self._make_lead()
         try:
             self._make_parts(before)
@@ -100,8 +101,8 @@ class RankComponents(RankLoop):
 
     def _make_parts(self, before: RankComponents | None) -> None:
         session = self.session
-        self.steering = before.steering if before else PolicyRunner(self)
-        self.steering.run, self.record = self, TappedRecorder(session.record, self.steering)
+        self.policy_runner = before.policy_runner if before else PolicyRunner(self)
+        self.policy_runner.run, self.record = self, TappedRecorder(session.record, self.policy_runner)
         self.queue = ChangeQueue(before.queue.planned if before else session.planned)
         self.chip = make_chip(session.device)
         self.chip.bind_thread()
@@ -109,22 +110,22 @@ class RankComponents(RankLoop):
         self.control = self.peers.control
         if reason := explain_refusal(self, self.experiment.strategy):
             raise KnobError(reason)
-        self.tickets = ControlChannel(self.control, self.rank.id, self.inbox, self.peers.make_flag())
+        self.control_channel = ControlChannel(self.control, self.rank.id, self.inbox, self.peers.make_flag())
         self.spread: ReplicaSpread | None = None
         self._take_over(before) if before else self._make_model()
         self.require_trainable(self.experiment)
         self.rollback = Rollback(self)
-        self._make_host(before.finite.first if before else None)
+        self._make_host(before.non_finite_guard.first if before else None)
         self.trained.mark_limits()
         self.shared = shared_parameters.SharedParameters(self.layout, self.control, self.peers.make_path)
         self.meeting = Rendezvous(self)
         self.state: Any = None
         store = CheckpointStore(session.run_dir)
         writer = CheckpointWriter(self, store.folder) if store.folder is not None else None
-        self.saving = Checkpointer(
+        self.checkpointer = Checkpointer(
             self, writer, None if before or session.joins else open_resumed(session.resume, self.rank.id)
         )
-        self.measuring, self.back = CompressionErrorProbe(), DivergenceRecovery(self, store)
+        self.error_probe, self.back = CompressionErrorProbe(), DivergenceRecovery(self, store)
         self.paused, self.credit = False, 0
         self.early_requests: list[dict[str, Any]] | None = None
         self.longest_evaluation = 0.0
@@ -189,7 +190,7 @@ class RankComponents(RankLoop):
 
     def _make_host(self, first: float | None) -> None:
         rank, session, peers = self.rank, self.session, self.peers
-        self.port = Port(rank.id, rank.size, self.naps, self.experiment.seed)
+        self.port = Port(rank.id, rank.size, self.paced_sleep, self.experiment.seed)
         self.mailbox = Mailbox(
             rank,
             peers.store,
@@ -207,24 +208,24 @@ class RankComponents(RankLoop):
         seen = make_stopwatch(self.chip, self.clock, self.record, self._check_peers)
         self.watch = seen
         self.away = OffloadPerformer(self)
-        narrowing = SubModelTraining(self.model, self.learner, self._make_for, lambda: self.experiment)
+        submodel = SubModelTraining(self.model, self.learner, self._make_for, lambda: self.experiment)
         counts = RealMemoryCounts(
             self,
             lambda: self.host.list_open(),
             lambda: self.batches.nbytes,
             lambda: self.host.parts.fully,
-            lambda: narrowing.own_params,
+            lambda: submodel.own_params,
         )
-        self.ledger = MemoryAccount(self, counts, self.away.kept, self._read_allocator)
-        opener = LaneOpener(session.kind, peers, self.port, self.mailbox, seen, self.chip, self.away, self.ledger,
-                                 lambda handle: self.host.lanes.wait(handle))  # fmt: skip
+        self.memory_account = MemoryAccount(self, counts, self.away.kept, self._read_allocator)
+        opener = LaneOpener(session.kind, peers, self.port, self.mailbox, seen, self.chip, self.away,
+                            self.memory_account, lambda handle: self.host.lanes.wait(handle))  # fmt: skip
         self.perform_hop = opener.perform_hop
         self.lane = opener.open_lane(
             "comm", GroupWires(peers.data, LinkShaper(self.port, peers.make_arrival_table()), peers.arrivals)
         )
-        self.lane.on_child_start = self.tickets.notify_ranks
-        self.reading = Unsharder(self, lambda *asked: self.host.whole.unshard_buckets(*asked), listens=True)
-        self.finite = NonFiniteGuard(self, self.handle_alarm, first, self.trained.repeats)
+        self.lane.on_child_start = self.control_channel.notify_ranks
+        self.unsharder = Unsharder(self, lambda *asked: self.host.whole.unshard_buckets(*asked), listens=True)
+        self.non_finite_guard = NonFiniteGuard(self, self.handle_alarm, first, self.trained.repeats)
         rollback = self.rollback
         assert rollback is not None
         parts = ComputeParts(
@@ -237,12 +238,12 @@ class RankComponents(RankLoop):
             batches=self.batches,
             lane=self.lane,
             mailbox=self.mailbox,
-            pace=ComputePace(rank.id, self.naps),
+            pace=ComputePace(rank.id, self.paced_sleep),
             watch=seen,
-            ledger=self.ledger,
-            reading=self.reading,
-            narrowing=narrowing,
-            finite=self.finite,
+            memory_account=self.memory_account,
+            unsharder=self.unsharder,
+            submodel=submodel,
+            non_finite_guard=self.non_finite_guard,
             rollback=rollback,
             away=self.away,
             usage=ParameterUsage(peers.make_unused_flags()),
@@ -256,7 +257,7 @@ class RankComponents(RankLoop):
             lambda: self.meeting.check_background(),
             peers.check_with_grace,
         )
-        self.flow = self.host.pipeline.flow
+        self.micros_in_flight = self.host.pipeline.micros_in_flight
 
     @abstractmethod
     def before_update(self) -> None:
@@ -388,8 +389,8 @@ class RankComponents(RankLoop):
 
     def take_early_requests(self) -> None:
         """Takes requests that are on their way, because another exchange follows."""
-        if self.tickets.has_pending:
-            self.early_requests = self.tickets.take_requests()
+        if self.control_channel.has_pending:
+            self.early_requests = self.control_channel.take_requests()
 
     def foresee_reads(self, cheaply: bool) -> Any:
         return foresee_trace(self.learner, self.experiment, cheaply)

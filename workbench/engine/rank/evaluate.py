@@ -23,19 +23,19 @@ def evaluate_mean(run: ModelView) -> Evaluated:
 
     If parameters are sharded, every rank evaluates, because evaluation gathers them.
     """
-    with run.ledger.measure_evaluation():
+    with run.memory_account.measure_evaluation():
         return _evaluate_spread(run) if run.spread is not None else _evaluate_whole(run)
 
 
 def _evaluate_whole(run: ModelView) -> Evaluated:
     wire, found = run.control, dict[str, float]()
     own = None if run.shared.is_shared else wire
-    weights = [] if run.reading.sharded else run.layout.weights  # sharded parameters have only one value
+    weights = [] if run.unsharder.sharded else run.layout.weights  # sharded parameters have only one value
     with torch.no_grad(), use_mean_model(own, run.layout, weights, run.model) as drift:
-        if run.reading.sharded:
-            with run.reading.run_pass("evaluation"):
+        if run.unsharder.sharded:
+            with run.unsharder.run_pass("evaluation"):
                 found = compute_numbers(run.learner.evaluate, run.model)
-                run.host.drive_coroutine(run.reading.reshard_all())
+                run.host.drive_coroutine(run.unsharder.reshard_all())
             found = found if run.rank.id == 0 else {}
         elif run.rank.id == 0:
             found = compute_numbers(run.learner.evaluate, run.model)
@@ -58,7 +58,7 @@ def _evaluate_spread(run: ModelView) -> Evaluated:
         assert piece is not None
         return run.host.drive_coroutine(evaluate_pipeline(rank.group("stage"), piece.pieces, *inputs, **named))
 
-    with torch.no_grad(), run.reading.run_pass("evaluation"), _use_replica_mean(run) as drift:
+    with torch.no_grad(), run.unsharder.run_pass("evaluation"), _use_replica_mean(run) as drift:
         if rank.replicas.index == 0:
             if run.host.tensor.group is not None:
                 run.host.tensor.refresh_common()
@@ -91,7 +91,7 @@ def _use_replica_mean(run: ModelView) -> Iterator[float]:
 def evaluate_known(run: ModelView, known: list[Bucket]) -> Evaluated:
     """Evaluates the parameters that rank 0 knows, in a copy, because the model itself may change."""
     kept = [] if run.evaluation_copy is None else [*run.evaluation_copy.parameters(), *run.evaluation_copy.buffers()]
-    with torch.no_grad(), run.ledger.measure_evaluation(sum(x.nbytes for x in kept)):
+    with torch.no_grad(), run.memory_account.measure_evaluation(sum(x.nbytes for x in kept)):
         with run.host.alone:
             values = [bucket.data.clone() for bucket in known]
             own = values if run.shared.is_shared else [bucket.data for bucket in run.layout.list_params()]

@@ -24,9 +24,9 @@ class LaneOpener:
     """Makes the lanes of one rank. wait: waits for a child's handle"""
 
     def __init__(self, kind: str, peers: Peers, port: Port, mailbox: Mailbox, watch: Stopwatch, chip: Chip,
-                 away: OffloadPerformer, ledger: MemoryAccount, wait: Callable[..., Any]) -> None:  # fmt: skip
+                 away: OffloadPerformer, memory_account: MemoryAccount, wait: Callable[..., Any]) -> None:  # fmt: skip
         self._kind, self._peers, self._port, self._mailbox = kind, peers, port, mailbox
-        self._watch, self._chip, self._away, self._buffers, self._wait = watch, chip, away, ledger.buffers, wait
+        self._watch, self._chip, self._away, self._buffers, self._wait = watch, chip, away, memory_account.buffers, wait
 
     def open_lane(self, name: str, whole: GroupWires | None = None) -> Lane:
         """Makes one more lane; its wires open at first use."""

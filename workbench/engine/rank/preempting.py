@@ -86,8 +86,8 @@ async def _save_and_explain(session: SessionState, gone: list[int], reason: str)
     text = f"{name_ranks(gone)} {choose_are(gone)} preempted, and the run cannot go on: {reason}"
     if session.run_dir is None:
         return f"{text}; there is no run directory to keep a checkpoint in"
-    await training.saving.make_checkpoint(asked=True)
-    await Op("do", training.saving.end)
+    await training.checkpointer.make_checkpoint(asked=True)
+    await Op("do", training.checkpointer.end)
     kept = await training.gather(int(training.rank.id == 0 and step in list_saved(session)))
     then = f"a checkpoint before step {step} is kept; go on from it with lab.run(resume=...)"
     return f"{text}; {then if any(kept) else f'no checkpoint could be made before step {step}'}"

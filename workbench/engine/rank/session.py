@@ -56,7 +56,7 @@ class Session(SessionState):
 
     def hurry(self) -> None:
         """Ends emulated delays before a stop. From now on a lost peer is no failure."""
-        self.naps.hurried = True
+        self.paced_sleep.hurried = True
         self._end_asked.set()
 
     def set_outliving(self, so: bool) -> str:
@@ -195,7 +195,7 @@ class Session(SessionState):
         consequence = not own and is_peer_loss(error, text)
         if consequence and not self.stopping:  # the request to leave may follow
             self._end_asked.wait(0.4)
-        if (self.stopping and self.naps.hurried) or (consequence and self._end_asked.is_set()):
+        if (self.stopping and self.paced_sleep.hurried) or (consequence and self._end_asked.is_set()):
             return self.set_phase("stopped", f"left in the middle of step {self.rank.step}")
         self.error = {
             "rank": self.member,

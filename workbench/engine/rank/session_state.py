@@ -121,7 +121,7 @@ class SessionState(ABC):
         self.joins, self.ours = joins, ours
         self.device, self.kind, self.loopback = device, kind, loopback
         self.clock = Clock(epoch)
-        self.naps = PacedSleep(self.clock)
+        self.paced_sleep = PacedSleep(self.clock)
         self.record = Recorder(rank, run_dir, push)
         self.before_end: Callable[[], None] = lambda: None  # tear_down calls it while the record is still open
         self.run_dir, self.resume = run_dir, resume
@@ -185,7 +185,7 @@ class SessionState(ABC):
 
     def abort(self, asked: bool = False) -> None:
         """Leaves at once, and frees the peers. asked: a person wants this, so it is no failure."""
-        self.naps.hurried = True
+        self.paced_sleep.hurried = True
         if asked:
             self.stopping = True
             self._end_asked.set()

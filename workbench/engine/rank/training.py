@@ -69,8 +69,8 @@ class RankTraining(RankComponents):
         self.set_fabric(None, self.experiment)
         residual.start_compressor(self)
         changes.mark_idle_faults(self)
-        if self.saving.saved is not None:
-            self.saving.saved.begin_restore(self)
+        if self.checkpointer.saved is not None:
+            self.checkpointer.saved.begin_restore(self)
         self.enter_strategy(None, self.experiment)
         if self.experiment.strategy.opaque:
             self.enter_opaque()
@@ -101,7 +101,7 @@ class RankTraining(RankComponents):
         return self.host.met
 
     @property
-    def called_count(self) -> int:
+    def agreed_due_count(self) -> int:
         return self.meeting.due
 
     async def train_from_start(self) -> None:
@@ -122,7 +122,7 @@ class RankTraining(RankComponents):
         if not made:
             return 0
         host.watch.write_span(self.rank.step, "step", type(strategy).__name__, began, began, host.watch.now(), 0)
-        await Op("do", partial(host.timing.close_step, self.finite.check_step_loss))
+        await Op("do", partial(host.timing.close_step, self.non_finite_guard.check_step_loss))
         self.step_seconds.append(self.clock.now() - since)  # includes the host's waits for its chip
         self.session.profiler.end(made)
         self.cost.write_if_due(self.rank.step)
@@ -189,7 +189,7 @@ class RankTraining(RankComponents):
             self.peers.close_wires(lane.wires.forget_groups(self.rank.mesh.generation))
             lane.started = lane.completed = 0
         flat = self.rank.mesh.flat and not self.rank.mesh.inside
-        self.tickets.enter_strategy(self.experiment.strategy, self.lane, flat)
+        self.control_channel.enter_strategy(self.experiment.strategy, self.lane, flat)
 
     @contextmanager
     def record_switch(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
@@ -221,7 +221,7 @@ class RankTraining(RankComponents):
         if strategy.workers > 1:
             self.host.at("workers")
             return await Op("do", self.workers.run_steps) or 1
-        return await self.lead.drive_step(self.finite.guard_step(self.measuring.measure_step(self)))
+        return await self.lead.drive_step(self.non_finite_guard.guard_step(self.error_probe.measure_step(self)))
 
     async def check_ended(self) -> bool:
         return await self.lead.check_loop_end(await super().check_ended())
@@ -229,24 +229,26 @@ class RankTraining(RankComponents):
     async def finish_run(self) -> None:
         await self.lead.finish_loop()
         await self.leave_opaque()
-        await Op("do", partial(self.host.timing.catch_up, self.finite.check_step_loss))
-        await Op("do", self.saving.end)
+        await Op("do", partial(self.host.timing.catch_up, self.non_finite_guard.check_step_loss))
+        await Op("do", self.checkpointer.end)
         self.host.at("wait for all ranks to end", waits=True)
         await Op("do", self.peers.await_ends)
         self.set_phase("stopped" if self.session.stopping else "done")
 
     def before_update(self) -> None:
         """Asks for the ticket if one is due, so that it overlaps the update."""
-        if self.host.met and not self.tickets.has_pending:
-            if self.tickets.is_due(self.lane.completed) or self.host.lanes.used_other_lane:  # other lanes have no flag
-                self.tickets.publish_requests()
+        if self.host.met and not self.control_channel.has_pending:
+            if (
+                self.control_channel.is_due(self.lane.completed) or self.host.lanes.used_other_lane
+            ):  # other lanes have no flag
+                self.control_channel.publish_requests()
 
     async def evaluate_model(self, together: bool) -> None:
         began, self.lane.step = self.now, self.rank.step
         self.host.at("evaluate")
         fully = self.host.parts.fully
         if fully is not None:
-            with self.reading.run_pass("evaluation"):
+            with self.unsharder.run_pass("evaluation"):
                 await fully.fetch_values()
         await super().evaluate_model(together)
         if fully is not None:
@@ -300,21 +302,21 @@ class RankTraining(RankComponents):
         if self.early_requests is not None:
             requests, self.early_requests = self.early_requests, None
             await self._execute_requests(requests)
-        elif apart or self.tickets.has_pending or self.rank.step == 0 or self.control is None:
-            if not self.tickets.has_pending:
-                self.tickets.publish_requests()
+        elif apart or self.control_channel.has_pending or self.rank.step == 0 or self.control is None:
+            if not self.control_channel.has_pending:
+                self.control_channel.publish_requests()
             since, quiet = (self.clock.now(), self.host.watch.now()), not apart
-            while self.tickets.pending_count > self.experiment.partition.ahead(0):
-                requests = await Op("do", self.tickets.take_requests)
+            while self.control_channel.pending_count > self.experiment.partition.ahead(0):
+                requests = await Op("do", self.control_channel.take_requests)
                 quiet = quiet and not requests
                 await self._execute_requests(requests)
-            self.tickets.has_pending = False
+            self.control_channel.has_pending = False
             self._since = since if quiet and self.rank.step else None
         if self._has_evaluated and not (apart or self.experiment.partition.ahead(0)):
             await self._execute_requests(await Op("do", partial(self._receive_requests, 0.0)))
         self._has_evaluated = False
         if self.paused and not self.session.stopping:
-            await Op("do", partial(self.host.timing.catch_up, self.finite.check_step_loss))
+            await Op("do", partial(self.host.timing.catch_up, self.non_finite_guard.check_step_loss))
             self.set_phase("paused")
             self._since = None
             while self.paused and not self.session.stopping:
@@ -324,13 +326,13 @@ class RankTraining(RankComponents):
     @property
     def unheeded_requests(self) -> list[dict[str, Any]]:
         """Requests that have left the inbox and that this rank has not obeyed yet."""
-        return [*self.pending_requests, *(self.early_requests or []), *self.tickets.unheard_requests]
+        return [*self.pending_requests, *(self.early_requests or []), *self.control_channel.unheard_requests]
 
     def _receive_requests(self, wait: float) -> list[dict[str, Any]]:
         """Returns the requests of the next ticket. Rank 0 waits up to `wait` seconds for one."""
-        if not self.tickets.has_pending:
-            self.tickets.publish_requests(wait)
-        return self.tickets.take_requests()
+        if not self.control_channel.has_pending:
+            self.control_channel.publish_requests(wait)
+        return self.control_channel.take_requests()
 
     async def _execute_requests(self, requests: list[dict[str, Any]]) -> None:
         requests = self.lead.accept_requests(requests)
@@ -350,23 +352,23 @@ class RankTraining(RankComponents):
                     self.paused, self.credit = True, 0
                 case "resume":
                     self.paused, self.credit = False, 0
-                    self.finite.forget_losses()
+                    self.non_finite_guard.forget_losses()
                 case "step":
                     self.paused, self.credit = False, int(what.get("n", 1))
-                    self.finite.forget_losses()
+                    self.non_finite_guard.forget_losses()
                 case "resize":
                     await self.session.resize_run(tuple(what["members"]), what.get("id", ""))
                 case "preempt" if not self.session.stopping:
                     await self.session.remove_preempted(what["members"], what.get("id", ""))
                 case "roll back":
-                    await Op("do", partial(self.host.timing.catch_up, self.finite.check_step_loss))
+                    await Op("do", partial(self.host.timing.catch_up, self.non_finite_guard.check_step_loss))
                     if not await self.back.restore_checkpoint(int(what.get("step", 0))):
                         self.paused, self.credit = True, 0
-                    self.ledger.recount_standing()
+                    self.memory_account.recount_standing()
                 case kind if kind == KNOWN_KIND:
                     self.answer = RequestAnswer(*what["answer"])
                 case "checkpoint":
-                    await self.saving.make_checkpoint(asked=True)
+                    await self.checkpointer.make_checkpoint(asked=True)
                 case "stop":
                     self.session.stopping = True
             remember_answer(self.known_answers, what.get("id", ""), self.answer)
@@ -387,12 +389,12 @@ class RankTraining(RankComponents):
         self.cost.write_samples(self.rank.step)
         self.host.watch.record_reached(self.rank.step)
         self.leaving.set()  # for threads that still wait
-        self.saving.end(patience=5.0)
+        self.checkpointer.end(patience=5.0)
         self.meeting.close_background()
         self.host.hooks.detach_hooks()
         self.unwrap_model()
         self.host.lanes.close()
-        self.tickets.close()
+        self.control_channel.close()
         self.host.usage.close_flags()
         self.mailbox.close()
         self.peers.store = None

@@ -151,7 +151,7 @@ class Checkpointer:
                 return await make_model_image(run), ""
             except UnsavableValue as error:
                 return None, str(error)
-        await drain_pipeline(run.flow)
+        await drain_pipeline(run.micros_in_flight)
         if strategy.in_flight:
             await strategy.drain(replicas, run.state)
         await strategy.recall(replicas, run.state)
@@ -175,10 +175,10 @@ class Checkpointer:
         to_come = [change for change in run.queue.planned if isinstance(change, Change)]
         planned, made = (
             [change.plain() | {"at_step": change.at_step} for change in changes]
-            for changes in (to_come, run.steering.made)
+            for changes in (to_come, run.policy_runner.made)
         )
         kind = MODEL_KIND if run.experiment.task.leads else "ranks"
-        trial = run.reading.trial if run.reading.sharded else None
+        trial = run.unsharder.trial if run.unsharder.sharded else None
         return {"kind": kind, "step": step, "ranks": run.rank.size, "experiment": run.experiment.plain(),
                 "held_out": run.held_out, "asked": asked, "planned": planned, "made": made,
                 "reads": None if trial is None else trial.to_json()}  # fmt: skip

@@ -50,7 +50,7 @@ class DivergenceRecovery:
         run = self.run
         if met < self._since:
             return True
-        await Op("do", run.saving.end)  # it may be writing one
+        await Op("do", run.checkpointer.end)  # it may be writing one
         listed = json.loads(
             await run.broadcast_text(json.dumps(self.kept.list_steps()[:MAX_CHECKPOINTS]) if run.rank.id == 0 else "")
         )
@@ -92,13 +92,13 @@ class DivergenceRecovery:
     async def _restore_image(self, saved: RestoredState, step: int) -> None:
         run = self.run
         strategy, replicas = run.experiment.strategy, run.rank.replicas
-        await drain_pipeline(run.flow)
+        await drain_pipeline(run.micros_in_flight)
         if strategy.in_flight or strategy.late_update:
             await strategy.drain(replicas, run.state)
         await saved.restore_order(run)
         await saved.restore_state(run, anew=False)
         saved.close()
-        run.finite.forget_losses()
+        run.non_finite_guard.forget_losses()
         self._since = run.rank.step
         self._times = self._times + 1 if step == self._to else 1
         self._to = step

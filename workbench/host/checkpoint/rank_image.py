@@ -95,8 +95,8 @@ def make_rank_image(run: CheckpointView) -> RankImage:
     remembered = {
         "state": run.state, "memory": run.rank.memory, "compressor": run.rank.compressor if run.flushing else None,
         "groups": read_settings(optimizer), "others": {name: x for name, x in others.items() if x},
-        "rate": vars(run.rate), "measuring": vars(run.measuring), "policy": run.steering.kept(),
-        "draws": encode_rng_states(run.rng_states), "crowd": run.slice_rng, "first": run.finite.first,
+        "rate": vars(run.rate), "measuring": vars(run.error_probe), "policy": run.policy_runner.kept(),
+        "draws": encode_rng_states(run.rng_states), "crowd": run.slice_rng, "first": run.non_finite_guard.first,
     }  # fmt: skip
     for name, x in remembered.items():
         said[name] = encode_value(x, image.add_own, name)

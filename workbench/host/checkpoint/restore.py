@@ -91,7 +91,7 @@ class RestoredState:
         with self.refuse_misfits():
             run.rank.step = int(self.entries["step"])
             if self.reads is not None and not self.whole:
-                run.reading.trial = _decode_trace(self.reads, run.model)
+                run.unsharder.trial = _decode_trace(self.reads, run.model)
         if self.whole:
             with self.refuse_misfits(), torch.no_grad():
                 unfreeze_parameters(run, self.entries["parameters"].keys())
@@ -148,8 +148,8 @@ class RestoredState:
 
     def _restore_position(self, run: CheckpointView, reader: ValueDecoder) -> None:
         vars(run.rate).update(_keep_known(reader.decode_value(self.entries["rate"]), vars(run.rate)))
-        run.finite.take_first_loss(reader.decode_value(self.entries.get("first")))
-        vars(run.measuring).update(_keep_known(reader.decode_value(self.entries["measuring"]), vars(run.measuring)))
+        run.non_finite_guard.take_first_loss(reader.decode_value(self.entries.get("first")))
+        vars(run.error_probe).update(_keep_known(reader.decode_value(self.entries["measuring"]), vars(run.error_probe)))
         run.flushing = int(self.entries["flushing"])
         if run.flushing:
             run.rank.compressor = reader.decode_value(self.entries["compressor"])
@@ -167,7 +167,7 @@ class RestoredState:
         kept = {c.residual for c in inside(run.experiment.compressor)}
         rank.memory.buffers.update({name: found for name, found in mine.items() if name in kept})
         vars(run.rate).update(_keep_known(reader.decode_value(self.entries["rate"]), vars(run.rate)))
-        run.finite.take_first_loss(reader.decode_value(self.entries.get("first")))
+        run.non_finite_guard.take_first_loss(reader.decode_value(self.entries.get("first")))
 
     def finish_restore(self, run: CheckpointView) -> None:
         """Restores the policy and random numbers, last."""
@@ -177,7 +177,9 @@ class RestoredState:
             reader = self.make_decoder(run)
             kept = reader.decode_value(self.entries["policy"])
             own = [{**plain, "at_step": step} for step, plain in kept.pop("made", ())]  # from older versions
-            run.steering.restore_state(kept, [Change.read(plain, int(plain["at_step"])) for plain in self.made or own])
+            run.policy_runner.restore_state(
+                kept, [Change.read(plain, int(plain["at_step"])) for plain in self.made or own]
+            )
             run.restore_slice_rng(reader.decode_value(self.entries["crowd"]))
             run.restore_rng(_decode_rng_states(reader.decode_value(self.entries["draws"])))
 

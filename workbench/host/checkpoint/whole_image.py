@@ -37,7 +37,7 @@ async def gather_model(run: CheckpointView) -> tuple[Any, dict[str, str], Shares
     """
     was, replicas = run.experiment, run.rank.replicas
     wanted = replace(was, partition=Whole())
-    await drain_pipeline(run.flow)
+    await drain_pipeline(run.micros_in_flight)
     if was.strategy.in_flight:
         await was.strategy.drain(replicas, run.state)
     await changes.make_state_canonical(run, was, wanted, handover.find_shards(run, was.strategy), ())
@@ -75,7 +75,8 @@ def make_whole_image(run: CheckpointView, momentum: Any, rules: dict[str, str], 
                      for name, x in read_slots(run.layout, optimizer).items()}  # fmt: skip
     owed = {rank: inherit_shares(rank, size, rules, shares) for rank in range(size)}
     said["frozen"] = run.layout.frozen_names
-    rest = {"groups": read_settings(optimizer), "others": {}, "rate": vars(run.rate), "first": run.finite.first,
+    rest = {"groups": read_settings(optimizer), "others": {}, "rate": vars(run.rate),
+            "first": run.non_finite_guard.first,
             "more": {OUTER_MOMENTUM: momentum,
                      OWED_RESIDUALS: {rank: found for rank, found in owed.items() if found}}}  # fmt: skip
     for name, x in rest.items():

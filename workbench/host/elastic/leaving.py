@@ -96,7 +96,7 @@ class StateBefore:
 
     def __init__(self, run: GenerationView, to: NextGeneration) -> None:
         self.run = run
-        self.steering = {name: copy(value) for name, value in vars(run.steering).items() if name != "run"}
+        self.policy_runner = {name: copy(value) for name, value in vars(run.policy_runner).items() if name != "run"}
         self.settings = {name: getattr(run, name) for name in ("experiment", "carried")}
         self.settings |= {"queue": run.queue.copy(), "rate": copy(run.rate)}
         self.optimizer = run.optimizer
@@ -115,8 +115,8 @@ class StateBefore:
             run.resize_own_buckets(self.settings["experiment"].bucket_mb)
         for name, value in self.settings.items():
             setattr(run, name, value)
-        vars(run.steering).update(self.steering)
-        run.steering.run = run
+        vars(run.policy_runner).update(self.policy_runner)
+        run.policy_runner.run = run
         if self.whole is None:
             return
         run.use_optimizer(self.optimizer)
@@ -160,7 +160,7 @@ def hand_down_state(before: GenerationView, rank: Rank, to: NextGeneration) -> N
 def replan_changes(run: GenerationView, changes: int) -> None:
     """Makes `changes` the number of changes that this rank has made, and tells the policy which ones are undone."""
     if run.queue.undo_changes(changes):
-        run.steering.undo_changes(changes)
+        run.policy_runner.undo_changes(changes)
 
 
 def _count_ranks_behind(run: RankView, came: Membership) -> None:

@@ -21,7 +21,7 @@ from workbench.rank import Bucket
 async def gather_state(run: ChangeView, stay: tuple[int, ...]) -> None:
     """Gives every rank the whole model, with nothing in flight. stay: places that go on"""
     was = run.experiment
-    await drain_pipeline(run.flow)
+    await drain_pipeline(run.micros_in_flight)
     if was.strategy.in_flight:
         await was.strategy.drain(run.rank.replicas, run.state)
     with run.record_switch(was, was):
@@ -30,7 +30,7 @@ async def gather_state(run: ChangeView, stay: tuple[int, ...]) -> None:
         else:
             lies = handover.find_shards(run, was.strategy)
             await was.strategy.recall(run.rank.replicas, run.state)
-            await run.reading.unshard_all()
+            await run.unsharder.unshard_all()
             await run.leave(was.strategy)
             await handover.reshard_slots(run, lies, None)
             await handover.consolidate_state(run, was.strategy)

@@ -26,9 +26,9 @@ async def split_state(run: BucketOrderView, ahead: bool = False) -> None:
         changes.mark_recomputed(run)
     if ahead:
         await foresee_order(run)
-        await run.saving.restore_order()
+        await run.checkpointer.restore_order()
     await handover.reshard_slots(run, None, handover.find_shards(run, run.experiment.strategy))
-    await run.reading.shard_parameters()
+    await run.unsharder.shard_parameters()
 
 
 async def foresee_order(run: BucketOrderView) -> None:
@@ -40,7 +40,7 @@ async def foresee_order(run: BucketOrderView) -> None:
     shards = "parameters" in strategy.shards
     if strategy.opaque or not (shards or strategy.exchanges == "gradients"):
         return
-    if (trial := await run.reading.foresee_trace(cheaply=not shards)) is None:
+    if (trial := await run.unsharder.foresee_trace(cheaply=not shards)) is None:
         return
     arrival = _find_sliced_order(run) or trial.gradient_order
     present = _list_names(run)

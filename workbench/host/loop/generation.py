@@ -33,8 +33,8 @@ async def train_in_generation(run: EnteringView, came: Membership) -> None:
     await agree_on_state(run, came)
     if len(came.members) > len(came.places):
         await run.rate.agree_on_factor(run)
-        await run.finite.agree_on_first_loss()
-    await run.steering.agree_on_changes()
+        await run.non_finite_guard.agree_on_first_loss()
+    await run.policy_runner.agree_on_changes()
     _start_strategy(run)
     await split_state(run, ahead=came.salvaged is not None)
     if run.experiment.strategy.has_outer and run.experiment.partition.size == 1:
@@ -61,6 +61,6 @@ def _start_strategy(run: EnteringView) -> None:
     if run.experiment.strategy.opaque:
         run.enter_opaque()
     run.choose_lane()
-    run.steering.restart_plan()
-    run.saving.plan_next()
-    run.ledger.recount_standing()
+    run.policy_runner.restart_plan()
+    run.checkpointer.plan_next()
+    run.memory_account.recount_standing()

@@ -62,13 +62,13 @@ class RankLoop(ABC):
     rank: Rank
     state: Any  # the strategy's own
     rate: Rate
-    measuring: CompressionErrorProbe
-    ledger: MemoryAccount
-    reading: Unsharder
-    flow: InFlight
-    steering: PolicyRunner
-    finite: NonFiniteGuard
-    saving: Checkpointer
+    error_probe: CompressionErrorProbe
+    memory_account: MemoryAccount
+    unsharder: Unsharder
+    micros_in_flight: InFlight
+    policy_runner: PolicyRunner
+    non_finite_guard: NonFiniteGuard
+    checkpointer: Checkpointer
     queue: ChangeQueue
     rollback: Rollback | None = None
     carried = CarriedState()
@@ -104,12 +104,12 @@ class RankLoop(ABC):
 
     async def train_from_start(self) -> None:
         await self.place_state()
-        await self.saving.restore_state()
-        self.steering.plan_first()
+        await self.checkpointer.restore_state()
+        self.policy_runner.plan_first()
         await self.evaluate_model(together=True)
-        self.saving.finish_restore()
+        self.checkpointer.finish_restore()
         self.set_phase("running")
-        self.ledger.recount_standing()
+        self.memory_account.recount_standing()
         await self.run_steps()
 
     async def run_steps(self) -> None:
@@ -121,14 +121,14 @@ class RankLoop(ABC):
             if self.experiment.evaluates(before, self.rank.step):
                 await agree_in_common_step(self)
                 await self.evaluate_model(together=self.experiment.strategy.lockstep)
-        await drain_pipeline(self.flow)
+        await drain_pipeline(self.micros_in_flight)
         await agree_in_common_step(self)
         await self.await_background()
         strategy = self.experiment.strategy
         if strategy.lockstep and strategy.can_drain:
             await strategy.drain(self.rank.replicas, self.state)
         if self.experiment.task.keeps:
-            await self.saving.make_checkpoint(asked=False, last=True)
+            await self.checkpointer.make_checkpoint(asked=False, last=True)
         await self.finish_run()
 
     async def place_state(self) -> None:
@@ -136,7 +136,7 @@ class RankLoop(ABC):
         await split_state(self, ahead=True)
         self._laid = True
         self.mark_buckets()
-        self.ledger.note_model_cut()
+        self.memory_account.note_model_cut()
 
     async def check_ended(self) -> bool:
         """Takes what is due at this boundary. Returns whether this rank has made its last step."""
@@ -155,7 +155,7 @@ class RankLoop(ABC):
             await self.assemble_ranks()
         if apart or self.due_count:
             await agree_on_unfrozen(self)
-        due = self.called_count if apart else self.due_count
+        due = self.agreed_due_count if apart else self.due_count
         await self._make_changes(due)
         while self.due_count and not self.is_asynchronous:  # ranks that met late are past their steps
             await self._make_changes(1)
@@ -186,16 +186,16 @@ class RankLoop(ABC):
     async def execute_change(self, change: Planned) -> bool:
         """Also asks the policy, or makes a checkpoint. Returns whether a change was made."""
         if isinstance(change, CheckpointEvent):
-            await self.saving.make_planned(change)
+            await self.checkpointer.make_planned(change)
             return False
         if isinstance(change, PolicyTick):
-            made = await self.steering.run_tick(change)
+            made = await self.policy_runner.run_tick(change)
         else:
             assert isinstance(change, Change)
             with self.guard_step(True):
-                made = await self.steering.follow_change(change, changes.execute_change(self, change))
-        self.ledger.recount_standing()
-        self.saving.plan_next()
+                made = await self.policy_runner.follow_change(change, changes.execute_change(self, change))
+        self.memory_account.recount_standing()
+        self.checkpointer.plan_next()
         return made
 
     async def make_step(self) -> None:
@@ -210,22 +210,22 @@ class RankLoop(ABC):
         if self.reads is not None:
             self.reads.note_boundary(self.rank.step)
         with self.guard_step():
-            self.ledger.begin_step()
+            self.memory_account.begin_step()
             before = self.drawn_batches
             made = await self.step_strategy()
-            self.ledger.end_step()
+            self.memory_account.end_step()
             self._note_examples((self.drawn_batches - before) * self.experiment.batch)
             if self.flushing and self.has_met:
                 if self.experiment.strategy.in_flight:
                     await self.experiment.strategy.drain(self.rank.replicas, self.state)
                 await residual.count_flush_step(self)
-            if self.reading.learning:
-                await self.reading.learn_trace(self.access_trace)
+            if self.unsharder.learning:
+                await self.unsharder.learn_trace(self.access_trace)
             await train_unfrozen_in_step(self)
             if self.has_new_order:
                 await reorder_buckets(self, await self.learn_order())
             self.rank.step += made
-        self.steering.steps += 1
+        self.policy_runner.steps += 1
         self.note_steps(made)
 
     def _note_examples(self, count: int) -> None:
@@ -276,7 +276,7 @@ class RankLoop(ABC):
 
     @property
     @abstractmethod
-    def called_count(self) -> int:
+    def agreed_due_count(self) -> int:
         """Counts rank 0's due changes, after a meeting."""
 
     @abstractmethod

@@ -140,7 +140,7 @@ class MemoryAccount:
         if not self.is_evaluation_measured:
             yield
             return
-        self._held, self.buffers.measured = self._holds, self._run.reading.sharded
+        self._held, self.buffers.measured = self._holds, self._run.unsharder.sharded
         self.buffers.take_peak(stepping=False)
         self._following = following = StorageTracker(rises=partial(self._require_now, kept))
         try:
@@ -233,7 +233,7 @@ class MemoryAccount:
 
     def _recount_standing(self) -> None:
         run = self._run
-        stashed = sum(x.nbytes for x in run.flow.stashed)
+        stashed = sum(x.nbytes for x in run.micros_in_flight.stashed)
         seen = (
             id(run.layout.buckets),
             self._counts.has_gradient_memory,

@@ -91,7 +91,9 @@ class RealMemoryCounts:
     def measure_forward(self, inputs: object) -> int:
         """Counts what open losses keep, without parameters and inputs."""
         run, fully = self._run, self._fully()
-        others = memory.find_parameters(run.model, run.layout) | memory.find_storages([inputs, run.flow.versions.kept])
+        others = memory.find_parameters(run.model, run.layout) | memory.find_storages(
+            [inputs, run.micros_in_flight.versions.kept]
+        )
         others |= memory.find_storages(fully.list_whole()) if fully else memory.find_storages(self._part())
         opened = list(self._opened())
         self._hooks.hook_graphs(opened)

@@ -29,7 +29,7 @@ class CompressionErrorProbe:
         step = e.strategy.step(run.rank.replicas, run.state)
         if run.flushing:
             return step
-        if "gradient_sent" in run.steering.names and _exchanges_in_step(e) and gains(e.compressor):
+        if "gradient_sent" in run.policy_runner.names and _exchanges_in_step(e) and gains(e.compressor):
             step = _run_weighed(run, step)
         return self._run_measured(run, step) if is_measurable(e) else step
 

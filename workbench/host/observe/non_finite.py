@@ -115,7 +115,7 @@ class NonFiniteGuard:
     @property
     def _can_recompute(self) -> bool:
         run = self.run
-        return self.again and run.spread is None and not run.reading.sharded and run.experiment.strategy.workers == 1
+        return self.again and run.spread is None and not run.unsharder.sharded and run.experiment.strategy.workers == 1
 
     # -- skipped steps --
 

@@ -121,7 +121,7 @@ class _AttentionRecompute(TorchFunctionMode):
 
 
 class _SavedInput(torch.autograd.Function):
-    """Saves a checkpoint's input where the memory ledger looks for saved tensors."""
+    """Saves a checkpoint's input where the memory account looks for saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -43,22 +43,22 @@ async def require_same_batch(rank: Rank, batch: object, device: torch.device) ->
         )
 
 
-async def run_batch(rank: Rank, partition: Partition, share: float, flow: InFlight, step: int) -> Tensor:
+async def run_batch(rank: Rank, partition: Partition, share: float, micros_in_flight: InFlight, step: int) -> Tensor:
     """Runs one batch in the schedule's order. Returns its mean loss.
 
     rank:   this rank among the stages of its replica
     share:  the weight of each micro-batch's loss, so that gradients add up to the batch's
-    flow:   earlier forwards of this and later batches; empty if the schedule flushes each batch
+    micros_in_flight:   earlier forwards of this and later batches; empty if the schedule flushes each batch
     """
     losses: list[Tensor] = []
     before, after = (rank.index - 1) % rank.size, (rank.index + 1) % rank.size
-    actions, end = flow.begin_batch(rank, partition, step), partition.pieces * rank.size - 1
-    crossing = flow.crossing
+    actions, end = micros_in_flight.begin_batch(rank, partition, step), partition.pieces * rank.size - 1
+    crossing = micros_in_flight.crossing
     for what, micro, chunk in actions:
-        piece, number = chunk * rank.size + rank.index, flow.number_micro(micro)
+        piece, number = chunk * rank.size + rank.index, micros_in_flight.number_micro(micro)
         if what == "F":
             x = await crossing.receive_activation(before, (number, piece)) if piece else None
-            flow.note_forward(micro)
+            micros_in_flight.note_forward(micro)
             made = await Op("stage_forward", x, micro, chunk)
             if piece == end:
                 losses.append(made)
@@ -66,14 +66,14 @@ async def run_batch(rank: Rank, partition: Partition, share: float, flow: InFlig
                 await crossing.send_activation(made, after, (number, piece + 1))
         elif what == "W":
             await Op("stage_weights", micro, chunk)
-            flow.free_micro(micro)
+            micros_in_flight.free_micro(micro)
         else:
             grad: Any = share if piece == end else await crossing.receive_gradient(after, (number, piece + 1))
             came = await Op("stage_backward" if what == "B" else "stage_inputs", grad, micro, chunk)
             if piece:
                 await crossing.send_gradient(came, before, (number, piece))
-            flow.free_micro(micro)
-    flow.end_batch()
+            micros_in_flight.free_micro(micro)
+    micros_in_flight.end_batch()
     if rank.index < rank.size - 1:
         return await receive_tensor(rank, rank.size - 1, LOSS_MESSAGE)
     mean = sum(losses[1:], losses[0]) / len(losses)
@@ -82,18 +82,18 @@ async def run_batch(rank: Rank, partition: Partition, share: float, flow: InFlig
     return mean
 
 
-async def drain_pipeline(flow: InFlight) -> None:
+async def drain_pipeline(micros_in_flight: InFlight) -> None:
     """Drops all forwards of later batches, and receives their activations in flight.
 
     The previous stage has sent activations that this stage has not received.
     """
-    if not flow.batches:
+    if not micros_in_flight.batches:
         return
-    stage, ahead = flow.crossing.rank.index, flow.partition.ahead
+    stage, ahead = micros_in_flight.crossing.rank.index, micros_in_flight.partition.ahead
     for micro in range(ahead(stage), ahead(stage - 1)) if stage else ():
-        if flow.has_step(micro):
-            await flow.crossing.receive_activation(stage - 1, (flow.number_micro(micro), stage))
-    flow.drop_micros()
+        if micros_in_flight.has_step(micro):
+            await micros_in_flight.crossing.receive_activation(stage - 1, (micros_in_flight.number_micro(micro), stage))
+    micros_in_flight.drop_micros()
 
 
 async def evaluate_pipeline(rank: Rank, pieces: Sequence[Sequence[nn.Module]], *inputs: object, **named: object) -> Any:

@@ -107,7 +107,7 @@ def _require_ready(run: ChangeView, wanted: Experiment) -> Experiment:
 async def apply_experiment(run: ChangeView, wanted: Experiment) -> None:
     """All ranks call it at the same step boundary."""
     was = run.experiment
-    await drain_pipeline(run.flow)
+    await drain_pipeline(run.micros_in_flight)
     if was.strategy.in_flight:
         await was.strategy.drain(run.rank.replicas, run.state)
     same = type(wanted.strategy) is type(was.strategy)
@@ -142,8 +142,8 @@ async def apply_experiment(run: ChangeView, wanted: Experiment) -> None:
         run.enter_opaque()
     if wanted.partition.recompute != was.partition.recompute:
         mark_recomputed(run)
-        await run.reading.forget_trace()
-    run.reading.by = wanted.strategy
+        await run.unsharder.forget_trace()
+    run.unsharder.by = wanted.strategy
     if not run.flushing:
         await move_momentum(run)
     run.choose_lane()
@@ -250,11 +250,11 @@ async def _switch_strategy(run: ChangeView, was: Experiment, wanted: Experiment)
         run.enter_strategy(was, wanted)
         wanted.strategy.takes(run.rank.replicas, run.state, momentum)
         report_dropped_state(run, was, wanted, remembered, momentum is not None)
-        if not run.reading.sharded and pieces is None:
+        if not run.unsharder.sharded and pieces is None:
             await handover.require_agreement(run)
         if wanted.strategy.opaque:
             run.enter_opaque()
-        await run.reading.shard_parameters(pieces)
+        await run.unsharder.shard_parameters(pieces)
 
 
 async def make_state_canonical(run: ChangeView, was: Experiment, wanted: Experiment, shards: ShardLayout | None,
@@ -271,7 +271,7 @@ async def make_state_canonical(run: ChangeView, was: Experiment, wanted: Experim
     else:
         await was.strategy.recall(run.rank.replicas, run.state)
         if "parameters" not in stays:
-            await run.reading.unshard_all()
+            await run.unsharder.unshard_all()
         await run.leave(was.strategy)
         if said := was.strategy.left(run.state):
             run.mark("left", {"strategy": type(was.strategy).__name__, "text": said})

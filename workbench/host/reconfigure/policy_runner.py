@@ -260,8 +260,8 @@ class PolicyRunner:
 class TappedRecorder:
     """Also passes samples and compute times to a PolicyRunner."""
 
-    def __init__(self, record: Any, steering: PolicyRunner) -> None:
-        self._record, self._receive = record, steering.receive_sample
+    def __init__(self, record: Any, policy_runner: PolicyRunner) -> None:
+        self._record, self._receive = record, policy_runner.receive_sample
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._record, name)

@@ -103,7 +103,7 @@ async def train_unfrozen(run: ChangeView, names: Sequence[str], apart: bool = Fa
             f"parameter {names[0]}: was unfrozen while a replica lies on several ranks "
             f"(partition={type(e.partition).__name__}); unfreeze it before the run, or take partition=Whole"
         )
-    await drain_pipeline(run.flow)
+    await drain_pipeline(run.micros_in_flight)
     if e.strategy.in_flight:
         await e.strategy.drain(run.rank.replicas, run.state)
     with run.record_switch(e, e):
@@ -112,14 +112,14 @@ async def train_unfrozen(run: ChangeView, names: Sequence[str], apart: bool = Fa
         run.lay_out_parameters({*(place.name for place in run.layout.order), *names}, None)
         if apart:
             await average_new(run, names)
-        await run.reading.forget_trace()
+        await run.unsharder.forget_trace()
         await handover.reshard_slots(run, None, handover.find_shards(run, e.strategy))
         run.enter_strategy(e, e)
         e.strategy.takes(run.rank.replicas, run.state, momentum)
         await handover.require_agreement(run)
         if e.strategy.opaque:
             run.enter_opaque()
-        await run.reading.shard_parameters()
+        await run.unsharder.shard_parameters()
     run.choose_lane()
     if run.rank.id == 0:
         run.mark("unfrozen", {"names": [*names], "text": f"{', '.join(names)}: unfrozen, and trained from now on"})

@@ -13,7 +13,7 @@ class ReadView(RankView, Protocol):
     """A rank with parameters in shards."""
 
     @property
-    def ledger(self) -> MemoryAccount: ...
+    def memory_account(self) -> MemoryAccount: ...
 
     def foresee_reads(self, cheaply: bool) -> AccessTrace | None:
         """Returns a step's reads; None if unknown. cheaply: the model is not built for it"""

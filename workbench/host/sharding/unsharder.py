@@ -143,7 +143,7 @@ class Unsharder:
         """Between steps: the shards get another layout."""
         self.note_new_buckets()
         self.sharded = self.learning = False
-        self._run.ledger.note_held(None)
+        self._run.memory_account.note_held(None)
 
     async def forget_trace(self) -> None:
         """Between steps: a step may read other parameters from now on."""
@@ -207,7 +207,7 @@ class Unsharder:
             await self._gather_bucket(index, plan)
 
     async def _gather_bucket(self, index: int, plan: PassEvents) -> None:
-        if self.phase and self._ask is not None and self._run.ledger.due:  # another order would mix up buckets
+        if self.phase and self._ask is not None and self._run.memory_account.due:  # another order would mix up buckets
             check_same(await self._run.gather(index), f"the parameters that {self.phase} reads next",
                        [self._run.rank.number(place) for place in range(self._run.rank.size)])  # fmt: skip
         self._offered.add(index)

@@ -79,7 +79,7 @@ def make_boundary(run: ChangeView, bound: Bound, spare: Boundary | None = None, 
     """
     layout, state = run.layout, dict[str, Tensor]()
     lies = find_shards(run, run.experiment.strategy)
-    state |= list_own_elements(layout, lies if run.reading.sharded else None, run.rank.id)
+    state |= list_own_elements(layout, lies if run.unsharder.sharded else None, run.rank.id)
     state |= {name: x.clone().reshape(-1) for name, x in run.model.named_buffers() if x.numel()}
     state |= {name: x.reshape(-1) for name, x in read_slots(layout, run.optimizer).items()}
     memory: dict[str, State] = run.rank.memory.buffers
@@ -87,7 +87,7 @@ def make_boundary(run: ChangeView, bound: Bound, spare: Boundary | None = None, 
         state = _copy_tensors(state, spare.state if spare else {})
         old = spare.memory if spare else {}
         memory = {kind: _copy_tensors(of, old.get(kind, {})) for kind, of in memory.items()}
-    return Boundary(bound, run.rank.id, run.rank.size, run.spread, lies, run.reading.sharded, state, memory,
+    return Boundary(bound, run.rank.id, run.rank.size, run.spread, lies, run.unsharder.sharded, state, memory,
                     count_steps_apart(run))  # fmt: skip
 
 

@@ -218,8 +218,8 @@ async def reshard_slots(run: ChangeView, was: ShardLayout | None, to: ShardLayou
     sizes = tuple((place.name, place.numel) for place in layout.order)
     slots_of = tuple((name, bool(like[name].numel())) for name in kept)
     if was is None and layout.has_sizes_only:  # without values
-        if run.ledger.has_optimizer_state:
-            run.ledger.note_surge(
+        if run.memory_account.has_optimizer_state:
+            run.memory_account.note_surge(
                 sum(n * like[name].element_size() for name, n in _count_slot_elements(dict(sizes), slots_of).items())
             )
         return run.sharded(to)
@@ -230,8 +230,8 @@ async def reshard_slots(run: ChangeView, was: ShardLayout | None, to: ShardLayou
     given = await move_state(
         rank, {name: here[name] for name in lies.slices_of_rank(rank.id)}, lies, comes, range(rank.size), like
     )
-    if run.ledger.has_optimizer_state:
-        run.ledger.note_surge(_count_bytes(here))  # held in addition to `given`
+    if run.memory_account.has_optimizer_state:
+        run.memory_account.note_surge(_count_bytes(here))  # held in addition to `given`
     if await sum_hashes(run, given, comes) != before:
         raise RankDisagreement("the optimizer's state is not what it was before it was shared out anew")
     if not layout.has_sizes_only:

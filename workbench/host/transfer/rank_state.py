@@ -112,7 +112,7 @@ async def _move_checked(
     given = await move_state(run.rank, state, was, to, range(run.rank.size), likes)
     if await sum_hashes(run, given, to) != before:
         raise RankDisagreement("what ranks remember of their own is not what it was before it was dealt on")
-    run.ledger.note_surge(sum(x.numel() * x.element_size() for x in (*state.values(), *given.values())))
+    run.memory_account.note_surge(sum(x.numel() * x.element_size() for x in (*state.values(), *given.values())))
     todo = plan_transfers(was, to, range(run.rank.size), dict.fromkeys(to.sizes, like.element_size()))
     return given, sum(todo.nbytes.values())
 

@@ -36,16 +36,16 @@ KeptSlots = tuple[tuple[str, bool], ...]  # "exp_avg/NAME", and "/NAME" for a pa
 
 async def recut_buckets(run: ChangeView, strategy: Strategy, anew: Callable[[], Awaitable[None]]) -> None:
     """Calls `anew`, which cuts buckets, and moves sharded state."""
-    if run.reading.sharded:
+    if run.unsharder.sharded:
         if not (away := strategy.aside(run.state)):
             await strategy.recall(run.rank.replicas, run.state)
         return await _move_buckets(run, strategy, away, anew)
     await strategy.recall(run.rank.replicas, run.state)
     before = find_shards(run, strategy)
-    await run.reading.unshard_all()
+    await run.unsharder.unshard_all()
     await anew()
     await reshard_slots(run, before, find_shards(run, strategy))
-    await run.reading.shard_parameters()
+    await run.unsharder.shard_parameters()
 
 
 class _OldShards(NamedTuple):
@@ -68,14 +68,14 @@ class _OldShards(NamedTuple):
 
 async def _move_buckets(run: ChangeView, strategy: Strategy, away: list[Bucket],
                       anew: Callable[[], Awaitable[None]]) -> None:  # fmt: skip
-    run.ledger.note_model_cut()  # some buckets were whole in the last step
+    run.memory_account.note_model_cut()  # some buckets were whole in the last step
     was = _find_parameter_shards(run, strategy)
     old = await _collect_state(run, was, away)
     room, sums, given = _MoveMemory(was), [0, 0], dict[str, Tensor]()
     room.add_state(old.state)
     await anew()
     to = _find_parameter_shards(run, strategy)
-    run.reading.note_new_buckets()
+    run.unsharder.note_new_buckets()
     for bucket in run.layout.list_params():
         room.add_state(await _fetch_shards(run, old, bucket))
         mine = await _move_bucket(run, old, (was, to), bucket, sums)
@@ -88,17 +88,17 @@ async def _move_buckets(run: ChangeView, strategy: Strategy, away: list[Bucket],
         await run.rank.hold(shard)
         if not away:
             given |= own
-            assert run.reading.by is not None
-            await run.reading.by.reshard(run.rank, run.state, run.layout.weight_bucket(bucket.index))
+            assert run.unsharder.by is not None
+            await run.unsharder.by.reshard(run.rank, run.state, run.layout.weight_bucket(bucket.index))
             continue
         if not run.layout.has_sizes_only:
             put_slots(run.layout, run.optimizer, own, old.like, run.layout.groups[bucket.index])
         await strategy.stow(run.rank, run.state, run.layout.weight_bucket(bucket.index))
         room.subtract_bytes(
-            shard.nbytes + (_count_bytes(own.values()) if run.ledger.away.has_kind("optimizer state") else 0)
+            shard.nbytes + (_count_bytes(own.values()) if run.memory_account.away.has_kind("optimizer state") else 0)
         )
-    run.ledger.away.drop_old_items()
-    run.ledger.note_surge(room.surge_bytes)
+    run.memory_account.away.drop_old_items()
+    run.memory_account.note_surge(room.surge_bytes)
     before, after = [await run.gather(own & SUM_MASK) for own in sums]
     if (sum(before) - sum(after)) & SUM_MASK:
         raise RankDisagreement(
@@ -120,8 +120,10 @@ async def _collect_state(run: ChangeView, was: ShardLayout, away: list[Bucket]) 
     some = {place.name for place in layout.order if place.numel}
     both = make_slot_likes(layout.order, run.optimizer), read_slots(layout, run.optimizer)
     like, here = ({name: x for name, x in each.items() if name.partition("/")[2] in some} for each in both)
-    gone: set[str] = run.ledger.away.list_slots() if away else set()
-    if layout.has_sizes_only and not (run.ledger.has_optimizer_state or run.ledger.away.has_kind("optimizer state")):
+    gone: set[str] = run.memory_account.away.list_slots() if away else set()
+    if layout.has_sizes_only and not (
+        run.memory_account.has_optimizer_state or run.memory_account.away.has_kind("optimizer state")
+    ):
         here = {}  # as if the one optimizer had stepped
     known = [n for n in await list_slots(run, like, here | {n: x for n, x in like.items() if n in gone}) if n in like]
     sizes = tuple((place.name, place.numel) for place in layout.order)
@@ -137,7 +139,7 @@ async def _collect_state(run: ChangeView, was: ShardLayout, away: list[Bucket]) 
         for place in layout.order:
             run.optimizer.state.pop(place.param, None)
     if away:
-        run.ledger.away.renumber_items()
+        run.memory_account.away.renumber_items()
     others = {~b.index: Bucket(~b.index, b.data, b.parts, b.offset) for b in away}
     return _OldShards(sizes, kept, state, like, lies, others)
 

@@ -90,7 +90,7 @@ async def repartition_state(
         sums = [sums[0] + hash_state(run, own, now), sums[1] + hash_state(run, new, then)]
         given |= new
     gone = [what.here[name] for name in lies.slices_of_rank(rank.id) if given.get(name) is not what.here[name]]
-    run.ledger.note_surge(sum(x.numel() * x.element_size() for x in gone))
+    run.memory_account.note_surge(sum(x.numel() * x.element_size() for x in gone))
     before, after = [sum(await run.gather(total & SUM_MASK)) for total in sums]
     if (before - after) & SUM_MASK:
         raise RankDisagreement("the model's state is not what it was before it was spread anew")
@@ -130,7 +130,7 @@ async def _cut_sizes(
     wants = place_replica(tuple(what.sizes.items()), spread, len(spread)).slices_of_rank(rank.id % len(spread))
     stays = {name for name, slices in wants.items() if slices == (StridedSlice(0, what.sizes[name]),)}
     given = {name: what.like[name].new_empty(sum(s.element_count for s in slices)) for name, slices in wants.items()}
-    run.ledger.note_surge(
+    run.memory_account.note_surge(
         sum(n * what.like[name].element_size() for name, n in what.sizes.items() if name not in stays)
     )
     mine = spread.select_trained(rank.id, set(trained))
@@ -173,7 +173,7 @@ async def _collect_state(
     like = make_slot_likes(places, run.make_optimizer(run.experiment, list(trained.values())))
     kept = await list_slots(run, like, here)
     if run.layout.has_sizes_only:  # one optimizer for all ranks
-        kept = list(like) if any(await run.gather(int(run.ledger.has_optimizer_state))) else []
+        kept = list(like) if any(await run.gather(int(run.memory_account.has_optimizer_state))) else []
     sizes = {name: whole_numel(p) for name, p in trained.items()} | {name: b.numel() for name, b in buffers.items()}
     sizes |= {name: like[name].numel() or whole_numel(trained[name.partition("/")[2]]) for name in kept}
     like = {**{name: unmaterialized.read_data(p) for name, p in trained.items()}, **buffers, **like}
@@ -194,7 +194,7 @@ async def _place_state(run: ChangeView, trained: dict[str, nn.Parameter], given:
                   what: _MovedState) -> None:  # fmt: skip
     """Leaves sharded parameters to the caller."""
     spread = to.spread
-    run.reading.release_shards()
+    run.unsharder.release_shards()
     if not run.layout.has_sizes_only:
         buffers = _list_buffers(run)
         with torch.no_grad():

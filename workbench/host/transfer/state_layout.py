@@ -46,7 +46,7 @@ WHOLE = StateLayout()
 def find_layout(run: ChangeView, strategy: Strategy) -> StateLayout:
     """Returns the current placement."""
     shards = find_shards(run, strategy)
-    return StateLayout(run.spread, shards, run.reading.sharded and shards is not None)
+    return StateLayout(run.spread, shards, run.unsharder.sharded and shards is not None)
 
 
 @lru_cache(maxsize=8)  # simulated ranks share it
@@ -77,7 +77,7 @@ async def plan_layout(run: ChangeView, wanted: Experiment) -> StateLayout:
     if len((groups := list_shard_groups(strategy, rank.size))[0]) == 1:
         return WHOLE
     shared = "parameters" in strategy.shards
-    trial = await run.reading.foresee_trace(cheaply=not shared)
+    trial = await run.unsharder.foresee_trace(cheaply=not shared)
     params = {name: p for name, p in reversed(list(run.model.named_parameters())) if p.requires_grad}
     order = dict.fromkeys([*(name for name in (trial.gradient_order if trial else ()) if name in params), *params])
     digest = hashlib.blake2b(";".join(order).encode(), digest_size=8).digest()

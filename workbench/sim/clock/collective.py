@@ -63,7 +63,7 @@ class Collective:
     def add_rank(self, fiber: Fiber, op: Op) -> None:
         """Adds a rank. Raises Mismatch if its request differs from the first rank's."""
         x = op.args[0]
-        fiber.host.ledger.buffers.note_request(fiber, op)
+        fiber.host.memory_account.buffers.note_request(fiber, op)
         if op.verb != self.op.verb or (x is not self.x and _measure_op_size(op) != self.size):
             raise self._make_mismatch(fiber, op)
         r = fiber.host.index if self.group is None else self.world.find_position(self.group, fiber.host.index)
@@ -104,7 +104,7 @@ class Collective:
         for fiber, value in zip(self.fibers, results, strict=True):
             fiber.resumed = now
             if not isinstance(fiber, ChildFiber):  # a background's buffers; a child returns its own when it ends
-                fiber.host.ledger.buffers.note_end(fiber)
+                fiber.host.memory_account.buffers.note_end(fiber)
             fiber.resume(value)
 
     def _compute_results(self) -> list[Any]:

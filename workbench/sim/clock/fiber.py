@@ -71,7 +71,7 @@ class RankState(Protocol):
     @property
     def record(self) -> Record: ...
     @property
-    def ledger(self) -> MemoryAccount: ...
+    def memory_account(self) -> MemoryAccount: ...
     @property
     def usage(self) -> ParameterUsage: ...
     @property
@@ -183,7 +183,7 @@ class ChildFiber(Fiber):
 
     def end(self, value: Any) -> None:
         self.done, self.value = True, value
-        buffers, waiter = self.host.ledger.buffers, self.waiter
+        buffers, waiter = self.host.memory_account.buffers, self.waiter
         buffers.note_end(self, value)
         assert self.lane is not None
         self.lane.begin_next()  # the next child can use what this child returns

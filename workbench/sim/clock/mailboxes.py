@@ -59,7 +59,7 @@ class Mailboxes:
         if to != source:
             fiber.host.span("comm", message_name("send", kind, to=to), now, begins, left, nbytes)
             fiber.host.sent_bytes += nbytes
-        fiber.host.ledger.buffers.note_message(tensor)
+        fiber.host.memory_account.buffers.note_message(tensor)
         data = tensor if tensor.is_meta else tensor.clone()
         world.clock.resume_at(comes, _Arrival(self, Message(source, to, kind, data)))
 

@@ -30,7 +30,7 @@ class BucketDelivery:
     def __init__(self, parts: ComputeParts, timing: PassTimer, make_fiber: MakeFiber,
                  run_inner: Callable[[Fiber, Coroutine[Op, Any, Any]], Any]) -> None:  # fmt: skip
         self._parts, self._body, self._timing = parts, parts.body, timing
-        self._reading, self._rank = parts.reading, parts.rank
+        self._unsharder, self._rank = parts.unsharder, parts.rank
         self.make_fiber, self.run_inner = make_fiber, run_inner
 
     def next_bucket(self, fiber: Fiber, op: Op) -> Any:
@@ -55,7 +55,7 @@ class BucketDelivery:
 
     async def next_full(self, passing: BucketPass) -> Any:
         """Returns the next full bucket in a pass of sharded or sliced parameters, or PASS_OVER."""
-        reading, events = self._reading, passing.events
+        reading, events = self._unsharder, passing.events
         assert events is not None
         reading.phase = self._rank.phase = passing.phase
         while events:

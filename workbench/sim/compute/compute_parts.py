@@ -36,13 +36,13 @@ class ComputeParts:
     rank: Rank
     experiment: Experiment
     body: Any
-    flow: InFlight
+    micros_in_flight: InFlight
     usage: ParameterUsage
-    steering: PolicyRunner
+    policy_runner: PolicyRunner
     rollback: Rollback | None
-    narrowing: SubModelTraining
-    ledger: MemoryAccount
-    reading: Unsharder
+    submodel: SubModelTraining
+    memory_account: MemoryAccount
+    unsharder: Unsharder
     alone: AbstractContextManager[None] = field(default_factory=nullcontext)
 
     def __post_init__(self) -> None:
@@ -73,11 +73,11 @@ class ComputeParts:
 
     def span(self, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int, step: int = -1) -> None:
         """Records a span. step: negative for the present step"""
-        if lane == "compute" and self.steering.names:
-            self.steering.receive_sample(lane, t1 - t0)
+        if lane == "compute" and self.policy_runner.names:
+            self.policy_runner.receive_sample(lane, t1 - t0)
         rank = self.rank
         self.record.span(rank.id, rank.step if step < 0 else step, lane, name, asked, t0, t1, nbytes)
 
     def note(self, name: str, value: float) -> None:
-        self.steering.receive_sample(name, value)
+        self.policy_runner.receive_sample(name, value)
         self.record.sample(self.rank.id, self.rank.step, name, self.clock.now, float(value))

@@ -48,7 +48,7 @@ class Host:
         self.parts, self.world, self.clock = parts, parts.world, parts.clock
         self.record, self.rank = parts.record, parts.rank
         self.index, self.size, self.body = parts.rank.id, parts.world.size, parts.body
-        self.usage, self.ledger = parts.usage, parts.ledger
+        self.usage, self.memory_account = parts.usage, parts.memory_account
         self.span, self.note, self.ended = parts.span, parts.note, ended
         self.timing = PassTimer(parts)
         self.offload, self._piecewise = OffloadPerformer(parts, self.timing), PiecewisePerformer(parts, self.timing)
@@ -69,7 +69,7 @@ class Host:
     def _list_verbs(self) -> dict[str, Callable[[Fiber, Op], Any]]:
         whole, pipeline, piecewise, arithmetic = self.whole, self._pipeline, self._piecewise, self._arithmetic
         batches, offload, meet = self._batches, self.offload, self._run_collective
-        narrowing, body = self.parts.narrowing, self.body
+        submodel, body = self.parts.submodel, self.body
         return {
             "next_bucket": self._delivery.next_bucket,
             "start": self._start_child,
@@ -106,7 +106,7 @@ class Host:
             "pieces": piecewise.count_pieces,
             "rise": piecewise.piece_forward,
             "fall": piecewise.piece_backward,
-            "units": lambda fiber, op: narrowing.hidden_units,
+            "units": lambda fiber, op: submodel.hidden_units,
             "narrow": piecewise.narrow_model,
             "look_up": batches.look_up,
             "row_grads": batches.row_grads,
@@ -193,7 +193,7 @@ class Host:
             return self.run_inner(fiber, self._wait_and_agree(handle))
         child: ChildFiber = handle._state
         if child.done:
-            self.ledger.buffers.note_end(child)
+            self.memory_account.buffers.note_end(child)
             return child.value
         if fiber.lane is not None and fiber.lane is child.lane:
             raise StrategyError(f"{fiber.name} waits for {child.name} on its own lane, which can never begin")

@@ -33,8 +33,13 @@ class ModelPerformer:
         self._parts, self._body, self._timing = parts, parts.body, timing
         self._delivery, self._tensor = delivery, tensor
         self._pipeline, self._piecewise, self._offload = pipeline, piecewise, offload
-        self._rank, self._reading, self._ledger, self._usage = parts.rank, parts.reading, parts.ledger, parts.usage
-        self._narrowing, self._clock = parts.narrowing, parts.clock
+        self._rank, self._unsharder, self._memory_account, self._usage = (
+            parts.rank,
+            parts.unsharder,
+            parts.memory_account,
+            parts.usage,
+        )
+        self._submodel, self._clock = parts.submodel, parts.clock
         self._held: tuple[Any, dict[int, int]] = None, {}  # a layout's buckets, bytes of held parameters by bucket
 
     def run_forward(self, fiber: Fiber, op: Op) -> Any:
@@ -43,7 +48,7 @@ class ModelPerformer:
             return self._body.store_batch(*op.args)
         if self._body.split is not None:
             return self._delivery.run_inner(fiber, self._tensor.joint_forward(fiber, *op.args))
-        if self._reading.sharded:
+        if self._unsharder.sharded:
             return self._delivery.run_inner(
                 fiber, self._run_sharded(fiber, "forward", lambda: self._body.run_forward(*op.args))
             )
@@ -57,7 +62,7 @@ class ModelPerformer:
             grad, micro = op.args
             return self._delivery.run_inner(fiber, self._tensor.joint_backward(fiber, grad, micro, False))
         value = self._body.run_backward(*op.args, False)
-        if self._reading.sharded:
+        if self._unsharder.sharded:
             return self._delivery.run_inner(fiber, self._run_sharded(fiber, "backward", lambda: value))
         return self._timing.run_phase(fiber, "backward", value)
 
@@ -66,7 +71,7 @@ class ModelPerformer:
         if self._usage.step is not None:
             return self._delivery.run_inner(fiber, self._agreed_update(op))
         self._tensor.mark_stale()
-        self._parts.flow.versions.keep_weights()
+        self._parts.micros_in_flight.versions.keep_weights()
         if on == "host":
             return self._offload.update_on_host(fiber, bucket)
         share = 1.0 if bucket is None else bucket.data.numel() / self._body.layout.element_count
@@ -81,7 +86,7 @@ class ModelPerformer:
         clip, squares = self._parts.experiment.clip, self._pipeline.take_squares()
         if clip and self._rank.mesh.inside and squares is None:
             return self._delivery.run_inner(fiber, self._pipeline.clipped_update(op))
-        if self._narrowing.is_narrow:
+        if self._submodel.is_narrow:
             norm = self._piecewise.step_narrow(clip, by)
         else:
             norm = self._body.update_model(bucket, clip, by, squares)
@@ -107,13 +112,13 @@ class ModelPerformer:
         self._usage.listening = self._parts.world.real
         if self._body.piece is not None:
             return self._delivery.run_inner(fiber, self._pipeline.run_batch_through(grad, micro, fiber))
-        self._narrowing.require_awaited(True)
+        self._submodel.require_awaited(True)
         if self._body.split is not None:
             return self._delivery.run_inner(fiber, self._tensor.joint_backward(fiber, grad, micro, True))
         self._body.run_backward(*op.args, True)
         fiber.passing = self._timing.begin_pass(fiber, "backward", self._body.cut.ready)
-        if self._reading.sharded:
-            fiber.passing.events = deque(self._reading.list_events("backward"))
+        if self._unsharder.sharded:
+            fiber.passing.events = deque(self._unsharder.list_events("backward"))
         return self._delivery.next_bucket(fiber, op)
 
     def forward_buckets(self, fiber: Fiber, op: Op) -> Any:
@@ -139,22 +144,22 @@ class ModelPerformer:
 
     async def _run_sharded(self, fiber: Fiber, phase: str, computed: Callable[[], Any]) -> Any:
         passing = self._timing.begin_pass(fiber, phase, [])
-        await self._delivery.pass_events(passing, self._reading.list_events(phase))
+        await self._delivery.pass_events(passing, self._unsharder.list_events(phase))
         if phase == "backward" or not self._parts.world.real:
             return computed()
-        more = await self._reading.gather_unforeseen(phase)
+        more = await self._unsharder.gather_unforeseen(phase)
         value = computed()
-        await self._reading.reshard_buckets(more)
+        await self._unsharder.reshard_buckets(more)
         return value
 
     def list_params(self, fiber: Fiber, op: Op) -> Any:
         self._tensor.mark_stale()
-        self._parts.flow.versions.keep_weights()
+        self._parts.micros_in_flight.versions.keep_weights()
         return self._body.list_params()
 
     def list_grads(self, fiber: Fiber, op: Op) -> Any:
         self._body.activate_worker(fiber.origin)
-        self._narrowing.require_awaited(True)
+        self._submodel.require_awaited(True)
         return self._body.list_grads()
 
     def list_slots(self, fiber: Fiber, op: Op) -> Any:
@@ -162,18 +167,18 @@ class ModelPerformer:
 
     def hold_bucket(self, fiber: Fiber, op: Op) -> Any:
         (bucket,) = op.args
-        self._reading.require_sharded()
+        self._unsharder.require_sharded()
         layout = self._body.layout
         if self._parts.world.real:
             bucket = layout.hold_bucket(bucket)
-            self._ledger.note_held(layout.held + self._reading.count_copies())
+            self._memory_account.note_held(layout.held + self._unsharder.count_copies())
         else:  # all ranks share one layout
             if self._held[0] is not layout.buckets:
-                here = self._reading.whole
+                here = self._unsharder.whole
                 self._held = (
                     layout.buckets,
                     {b.index: b.nbytes for b in self._body.list_params() if b.index in here},
                 )
             self._held[1][bucket.index] = bucket.nbytes
-            self._ledger.note_held(sum(self._held[1].values()) + self._reading.count_copies())
+            self._memory_account.note_held(sum(self._held[1].values()) + self._unsharder.count_copies())
         return bucket

@@ -37,7 +37,7 @@ class PassTimer:
         """Returns the seconds of a share of a phase in this step. chunk: a piece of its stage"""
         parts = self._parts
         e, costs, step, body = parts.experiment, self._world.costs, self._rank.step, parts.body
-        share *= body.share * parts.narrowing.compute_share(phase)
+        share *= body.share * parts.submodel.compute_share(phase)
         again = body.again[chunk] if phase == "backward" else 0.0
         asked = e.pace * 1e-3 * (SHARES[phase] + again * SHARES["forward"]) * share
         if costs is not None and costs.parts and phase != "update":

@@ -25,7 +25,7 @@ class PiecewisePerformer:
 
     def __init__(self, parts: ComputeParts, timing: PassTimer) -> None:
         self._parts, self._body, self._timing = parts, parts.body, timing
-        self._ledger, self._narrowing = parts.ledger, parts.narrowing
+        self._memory_account, self._submodel = parts.memory_account, parts.submodel
         self._counted: tuple[Any, int, int] = None, 0, 0  # a state, its entries, their bytes
 
     @cached_property
@@ -43,13 +43,13 @@ class PiecewisePerformer:
         else:
             self._body.taken_batches += piece == 0
             self._body.opened[0] += 1 / of
-            self._ledger.note_forward()
+            self._memory_account.note_forward()
         return self._run_piece(fiber, "forward", loss, micro, piece, of)
 
     def piece_backward(self, fiber: Fiber, op: Op) -> Any:
         micro, piece, of, grad = op.args
         if self._parts.world.real:
-            with self._ledger.measure_backward(False), torch.enable_grad():
+            with self._memory_account.measure_backward(False), torch.enable_grad():
                 self.piecewise_pass.piece_backward(micro, piece, of, grad)
         else:
             self._body.opened[0] -= 1 / of
@@ -64,20 +64,20 @@ class PiecewisePerformer:
     def narrow_model(self, fiber: Fiber, op: Op) -> Any:
         if self._parts.world.real and self._body.list_open():
             raise StrategyError("narrow: a forward is open; ask for its backward first")
-        share = self._narrowing.switch_to(*op.args)
-        self._ledger.note_submodel(self._narrowing.own_params)
+        share = self._submodel.switch_to(*op.args)
+        self._memory_account.note_submodel(self._submodel.own_params)
         return share
 
     def step_narrow(self, clip: float, by: Callable[[], None] | None) -> float | None:
         """Steps a sub-model's optimizer. Returns the norm of a clipped gradient."""
         if self._parts.world.real:
             with torch.enable_grad():
-                norm = self._narrowing.step_optimizer(clip, by)
-            self._ledger.note_submodel(self._narrowing.own_params, self._narrowing.optimizer_state)
+                norm = self._submodel.step_optimizer(clip, by)
+            self._memory_account.note_submodel(self._submodel.own_params, self._submodel.optimizer_state)
             return norm
         self._body.came = None
-        self._ledger.note_submodel(
-            self._narrowing.own_params, round(self._count_slot_bytes() * self._narrowing.compute_share("update"))
+        self._memory_account.note_submodel(
+            self._submodel.own_params, round(self._count_slot_bytes() * self._submodel.compute_share("update"))
         )
         return None
 

@@ -24,7 +24,7 @@ class PipelinePerformer:
                  tensor: TensorPerformer) -> None:  # fmt: skip
         self._parts, self._body, self._timing = parts, parts.body, timing
         self._delivery, self._tensor = delivery, tensor
-        self._rank, self._flow = parts.rank, parts.flow
+        self._rank, self._micros_in_flight = parts.rank, parts.micros_in_flight
         self._count = 1
         self._left: list[int] = []  # by piece, the remaining backwards of the present batch
         self._squares: float | None = None  # sum over the gradients of all stages, if the next update clips them
@@ -39,7 +39,7 @@ class PipelinePerformer:
         batch = self._body.begin_batch(micro, partition)
         await self._tensor.meet_before(batch)
         share = (1.0 if grad is None else grad) / self._count
-        loss = await run_batch(self._rank.group("stage"), partition, share, self._flow, self._rank.step)
+        loss = await run_batch(self._rank.group("stage"), partition, share, self._micros_in_flight, self._rank.step)
         self._body.store_loss(loss)
         return None if takes is None else PASS_OVER
 
@@ -62,7 +62,7 @@ class PipelinePerformer:
 
     def stage_forward(self, fiber: Fiber, op: Op) -> Any:
         x, micro, chunk = op.args
-        name = name_pass("forward", self._flow.number_micro(micro), chunk, len(self._left))
+        name = name_pass("forward", self._micros_in_flight.number_micro(micro), chunk, len(self._left))
         if self._body.split is not None:
             passing = self._timing.begin_pass(fiber, "forward", [], self._find_micro_share(chunk), name, chunk)
             forward = partial(self._body.stage_forward, x, micro, chunk)
@@ -77,7 +77,7 @@ class PipelinePerformer:
     def stage_inputs(self, fiber: Fiber, op: Op) -> Any:
         grad, micro, chunk = op.args
         came = self._body.stage_inputs(grad, micro, chunk)
-        name = name_pass("backward", self._flow.number_micro(micro), chunk, len(self._left))
+        name = name_pass("backward", self._micros_in_flight.number_micro(micro), chunk, len(self._left))
         return self._timing.run_phase(fiber, "backward", came, 0.5 * self._find_micro_share(chunk), name, chunk)
 
     def stage_weights(self, fiber: Fiber, op: Op) -> Any:
@@ -92,7 +92,7 @@ class PipelinePerformer:
         takes = self._takes if not any(self._left) else None
         first = self._takes is not None and not begun and any(self._left)
         name, part = (
-            name_pass(name, self._flow.number_micro(micro), chunk, len(self._left)),
+            name_pass(name, self._micros_in_flight.number_micro(micro), chunk, len(self._left)),
             part * self._find_micro_share(chunk),
         )
         backward = partial(run, micro, chunk, takes is not None, first)

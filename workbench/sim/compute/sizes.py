@@ -45,14 +45,14 @@ class RankSizes(RenewableSizes, BatchOutline):
     """The state of one rank. See `ModelPortion` for common fields."""
 
     losses: tuple[()] = ()
-    ledger: Any = None  # the session sets it
+    memory_account: Any = None  # the session sets it
     share = 1.0
     again: tuple[float, ...] = (0.0,)
     fresh = False
     split: TensorSplit | None = None
     stage = (0, 1)
     common_params: Any = None
-    flow: Any = None  # the host sets it
+    micros_in_flight: Any = None  # the host sets it
     spread: ReplicaSpread | None = None
     layers: Partition  # how the ranks of a stage compute its layers
 
@@ -185,14 +185,14 @@ class RankSizes(RenewableSizes, BatchOutline):
         return compute_ready_shares(self.layout, self._stage.arrival, there) if there else self.cut.ready
 
     def stage_forward(self, x: torch.Tensor | None, micro: int, chunk: int) -> torch.Tensor:
-        self._asked[self.flow.number_micro(micro), chunk] = x
+        self._asked[self.micros_in_flight.number_micro(micro), chunk] = x
         self.opened[chunk] += 1
-        self.ledger.note_forward()
+        self.memory_account.note_forward()
         return self._stage.hands_on(self.examples(), self._count, chunk)
 
     def stage_backward(self, grad: Any, micro: int, chunk: int, exchanged: bool, first: bool) -> torch.Tensor | None:
         self.run_backward(grad, micro, exchanged, first or bool(self.came), chunk)
-        x = self._asked.pop((self.flow.number_micro(micro), chunk))
+        x = self._asked.pop((self.micros_in_flight.number_micro(micro), chunk))
         return None if x is None else torch.empty_like(x)
 
     def stage_inputs(self, grad: Any, micro: int, chunk: int) -> torch.Tensor | None:
@@ -212,14 +212,14 @@ class RankSizes(RenewableSizes, BatchOutline):
     def run_forward(self, x: Any, micro: int) -> Any:
         self.opened[0] += 1
         self.taken_batches += 0 if self.split else 1  # `drawn` has counted it
-        self.ledger.note_forward()
+        self.memory_account.note_forward()
         return x
 
     def run_backward(self, grad: Any, micro: int, exchanged: bool, kept: bool = False, chunk: int = 0) -> Any:
         """kept: whether gradients stay in the buckets, exchanged or not"""
         self.learning, self.roomy = self.learning or exchanged, self.roomy or exchanged
         self.going = chunk
-        with self.ledger.measure_backward(exchanged):
+        with self.memory_account.measure_backward(exchanged):
             self.opened[chunk] -= 1
             self.came, self.roomy = exchanged or kept, self.roomy or kept
 

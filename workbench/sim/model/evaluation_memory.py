@@ -110,7 +110,7 @@ def count_evaluation_bytes(run: Any, together: bool, most: int | None) -> int | 
     rank, layout = run.rank, run.layout
     others = sum(b.numel() * b.element_size() for b in list_buffers(run.model))
     sizes = [bucket.nbytes for bucket in layout.list_params()]
-    first = rank.replicas.index == 0 or run.reading.sharded
+    first = rank.replicas.index == 0 or run.unsharder.sharded
     if run.learner.evaluate is None:
         most = 0
     if first and most is None:
@@ -120,7 +120,7 @@ def count_evaluation_bytes(run: Any, together: bool, most: int | None) -> int | 
         return sum(sizes) + max(compared, sum(sizes) + others + computes if first and most else 0)
     if run.spread is not None:
         return computes if rank.replicas.size == 1 else 2 * (sum(sizes) + others) + max(compared, computes)
-    held = 0 if run.reading.sharded else sum(sizes)
+    held = 0 if run.unsharder.sharded else sum(sizes)
     kept = count_kept_bytes(run.experiment.strategy, rank.size, held, others)
     made = max(sizes) if held and rank.size > 1 else 0
     return kept + max(made, computes)

@@ -80,7 +80,7 @@ class KnownMemory:
             if exchanged and self._body.gradient_shards > 1:
                 self.shared_counts[key] = _sharded_peak(kept, layout, self._body.gradient_shards)
             else:
-                part = self._body.narrowing.compute_share("update")
+                part = self._body.submodel.compute_share("update")
                 new = {
                     p.name: 0 if there else round(memory.count_gradient_bytes(p, exchanged) * part)
                     for p in layout.order
@@ -97,7 +97,7 @@ class KnownMemory:
         if key not in self.shared_counts:
             beyond = 0 if came is None else sum(memory.count_gradient_bytes(p, came) for p in layout.order)
             self.shared_counts[key] = memory.count_bytes(self.list_standing()["gradients"]) + beyond
-        return round(self.shared_counts[key] * self._body.narrowing.compute_share("update"))
+        return round(self.shared_counts[key] * self._body.submodel.compute_share("update"))
 
     def count_activations(self) -> int:
         kept = self._list_kept_bytes()
@@ -108,8 +108,8 @@ class KnownMemory:
 
     def _list_kept_bytes(self) -> list[KeptBytes] | None:
         """Returns by piece what a batch keeps, also for a sub-model."""
-        with self._body.narrowing.use_submodel():
-            found: list[KeptBytes] | None = self._body.kept(self._batch(), self._body.narrowing.counts)
+        with self._body.submodel.use_submodel():
+            found: list[KeptBytes] | None = self._body.kept(self._batch(), self._body.submodel.counts)
         return found
 
     def _count_open_bytes(self, kept: Sequence[KeptBytes]) -> int:

@@ -39,11 +39,11 @@ class ModelPortion:
     """
 
     batches: BatchReader
-    flow: InFlight  # the host sets it
+    micros_in_flight: InFlight  # the host sets it
     cut: BucketCut
     layout: ParameterLayout
     learner: Learner
-    ledger: Any
+    memory_account: Any
     losses: list[float]
     memory: Memory  # the session sets it
     model: nn.Module
@@ -151,7 +151,7 @@ class ModelPortion:
         if micro not in self._batches:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         batch = self._batches.pop(micro)
-        self.flow.cut_batch(batch, partition)
+        self.micros_in_flight.cut_batch(batch, partition)
         return batch
 
     def peek_batch(self, after: int) -> Any:
@@ -180,19 +180,24 @@ class ModelPortion:
 
     def stage_forward(self, x: Tensor | None, micro: int, chunk: int) -> Tensor:
         assert self.piece is not None
-        part, number = self.flow.take_micro(micro), self.flow.number_micro(micro)
-        with self._use_own_rng(), torch.enable_grad(), self.forward_context(x, chunk), self.flow.read_in_forward(micro):
+        part, number = self.micros_in_flight.take_micro(micro), self.micros_in_flight.number_micro(micro)
+        with (
+            self._use_own_rng(),
+            torch.enable_grad(),
+            self.forward_context(x, chunk),
+            self.micros_in_flight.read_in_forward(micro),
+        ):
             made = self.piece.run_forward(self.learner.loss, part, x, number, chunk)
-        self.ledger.note_forward(list(self.flow.inputs.values()))
+        self.memory_account.note_forward(list(self.micros_in_flight.inputs.values()))
         return made
 
     def stage_backward(self, grad: Any, micro: int, chunk: int, exchanged: bool, first: bool) -> Tensor | None:
         """Runs a backward. A batch's last is `exchanged`. From the `first` on, gradients are in the buckets."""
         assert self.piece is not None
         came: list[Tensor | None] = []
-        piece, number = self.piece, self.flow.number_micro(micro)
+        piece, number = self.piece, self.micros_in_flight.number_micro(micro)
         there = self._list_other_names(chunk) if exchanged else []
-        with self.flow.read_in_backward(micro):
+        with self.micros_in_flight.read_in_backward(micro):
             self._collect_gradients(
                 lambda: came.append(piece.run_backward(grad, number, chunk)), exchanged, first, there
             )
@@ -202,14 +207,17 @@ class ModelPortion:
         """Runs the first half of a backward, without gradients of parameters."""
         assert self.piece is not None
         with self._use_own_rng(), torch.enable_grad():
-            return self.piece.backward_inputs(grad, self.flow.number_micro(micro), chunk)
+            return self.piece.backward_inputs(grad, self.micros_in_flight.number_micro(micro), chunk)
 
     def stage_weights(self, micro: int, chunk: int, exchanged: bool, first: bool) -> None:
         """Runs the second half of a backward."""
         assert self.piece is not None
         there = self._list_other_names(chunk) if exchanged else []
         self._collect_gradients(
-            partial(self.piece.backward_weights, self.flow.number_micro(micro), chunk), exchanged, first, there
+            partial(self.piece.backward_weights, self.micros_in_flight.number_micro(micro), chunk),
+            exchanged,
+            first,
+            there,
         )
 
     def measure_evaluation(self) -> int | None:

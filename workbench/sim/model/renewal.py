@@ -48,7 +48,7 @@ class RenewableTensors:
 class RenewableSizes:
     """The part of RankSizes that begins another generation."""
 
-    reading: Any = None  # the session sets it
+    unsharder: Any = None  # the session sets it
 
     def discard_step(self) -> None:
         me: Any = self

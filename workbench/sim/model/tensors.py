@@ -56,9 +56,9 @@ class RankTensors(RenewableTensors, ModelPortion):
         torch.manual_seed(experiment.seed * 100_003 + rank + 1)
         self._random_state = torch.get_rng_state()
         self.losses: list[float] = []
-        self.ledger: Any = None  # the session sets these three
-        self.reading: Any = None
-        self.finite: Any = None
+        self.memory_account: Any = None  # the session sets these three
+        self.unsharder: Any = None
+        self.non_finite_guard: Any = None
         self._open: dict[tuple[str, int], Tensor] = {}  # losses without a backward, by worker and micro-batch
         self._worker = ""
         self._looked: dict[str, Any] = {}  # by worker: the batch of its next forward, after a look-up of rows
@@ -150,14 +150,14 @@ class RankTensors(RenewableTensors, ModelPortion):
         with self._use_own_rng(), torch.enable_grad():
             looked = self._looked.pop(self._worker, None) if x is None else x
             inputs = self.batches.next_batch() if looked is None else looked
-            with self.reading.run_pass("forward"), self.forward_context(None), self._module_hooks.wrap_hooks():
+            with self.unsharder.run_pass("forward"), self.forward_context(None), self._module_hooks.wrap_hooks():
                 loss = self.learner.loss(self.model, inputs)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TypeError("the loss must be a scalar tensor with a gradient")
         self._open[self._worker, micro] = loss
         self.losses.append(float(loss.detach()))
         self.curvature.note_forward(inputs)
-        self.ledger.note_forward(inputs)
+        self.memory_account.note_forward(inputs)
         self._check_loss(loss, inputs)
         return loss.detach()
 
@@ -171,12 +171,12 @@ class RankTensors(RenewableTensors, ModelPortion):
             if not falls:
                 self._open[self._worker, micro] = loss
             self._check_loss(loss, batch)
-        self.ledger.note_forward(batch)
+        self.memory_account.note_forward(batch)
         return None if loss is None else loss.detach()
 
     def _check_loss(self, loss: Tensor, batch: Any) -> None:
         with self._use_own_rng():
-            self.finite.check_forward(loss.detach(), batch)
+            self.non_finite_guard.check_forward(loss.detach(), batch)
 
     def list_open(self) -> Iterable[Tensor]:
         risen = self._waves.list_open() if self._waves else ()
@@ -213,8 +213,8 @@ class RankTensors(RenewableTensors, ModelPortion):
         self.usage.require_trained(self.strategy_now())
         if exchanged:
             self.layout.allocate_gradients()
-        with self.ledger.measure_backward(exchanged), self._use_own_rng(), torch.enable_grad():
-            with self.reading.run_pass("backward"):
+        with self.memory_account.measure_backward(exchanged), self._use_own_rng(), torch.enable_grad():
+            with self.unsharder.run_pass("backward"):
                 if exchanged:
                     names = self._run_watched(run)
                     if self._arrival is None:

@@ -26,7 +26,7 @@ from workbench.sim.model.tensors import RankTensors
 
 def evaluate_mean(ranks: list[RankTensors]) -> list[Evaluated]:
     """Returns by rank (metrics of the mean model, on rank 0 only; RMS distance of the rank from it)."""
-    first, sharded = ranks[0], ranks[0].reading.sharded
+    first, sharded = ranks[0], ranks[0].unsharder.sharded
     if first.spread is not None:
         return _evaluate_spread(ranks, first.spread)
     if sharded:

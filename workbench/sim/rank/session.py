@@ -74,27 +74,32 @@ class Session(Reconfigurable):
         self.queue = ChangeQueue(world.planned, to.changes if to else 0)
         if to is not None:
             self._enter_generation(before, to)
-        self.steering = before.steering if before else PolicyRunner(self)
-        self.steering.run = self
+        self.policy_runner = before.policy_runner if before else PolicyRunner(self)
+        self.policy_runner.run = self
         self.stepped: Callable[[int], None] = before.stepped if before else lambda steps: None  # gets the step count
         self.state: Any = None
-        self.measuring = CompressionErrorProbe()
+        self.error_probe = CompressionErrorProbe()
         self.rollback = Rollback(self) if world.mortal else None
-        self.saving = Checkpointer(
+        self.checkpointer = Checkpointer(
             self, world.keeper and world.keeper.make_writer(self), world.saved and world.saved(index)
         )
-        self.narrowing = body.narrowing = SubModelTraining(
+        self.submodel = body.submodel = SubModelTraining(
             body.model, body.learner, self._make_for, lambda: self.experiment, lies=world.real
         )
-        self.ledger = body.ledger = MemoryAccount(self, self._make_counts(), body.away)
-        self.reading = body.reading = Unsharder(self, None, listens=world.real)
-        self.finite = body.finite = NonFiniteGuard(self, self.handle_alarm, before.finite.first if before else None)
-        self.flow = body.flow = InFlight(lambda: body.layout, body.peek_batch, body.list_buffers, body.forget_micros,
-                                         lambda: self.experiment.steps)  # fmt: skip
+        self.memory_account = body.memory_account = MemoryAccount(self, self._make_counts(), body.away)
+        self.unsharder = body.unsharder = Unsharder(self, None, listens=world.real)
+        self.non_finite_guard = body.non_finite_guard = NonFiniteGuard(
+            self, self.handle_alarm, before.non_finite_guard.first if before else None
+        )
+        self.micros_in_flight = body.micros_in_flight = InFlight(
+            lambda: body.layout, body.peek_batch, body.list_buffers, body.forget_micros, lambda: self.experiment.steps
+        )
         self.meeting = Rendezvous(self)
         usage = ParameterUsage(world.make_unused_flags(index))
-        parts = ComputeParts(world, self.rank, experiment, body, self.flow, usage, self.steering, self.rollback,
-                             self.narrowing, self.ledger, self.reading)  # fmt: skip
+        parts = ComputeParts(
+            world, self.rank, experiment, body, self.micros_in_flight, usage, self.policy_runner, self.rollback,
+            self.submodel, self.memory_account, self.unsharder,
+        )  # fmt: skip
         self.host = Host(parts, self.meeting.handle_end)
         body.examples = lambda: self.experiment.batch
         if world.real:
@@ -114,7 +119,7 @@ class Session(Reconfigurable):
         if self.world.real:
             drawn = self.body.batches
             return RealMemoryCounts(
-                self, self.body.list_open, lambda: drawn.nbytes, part=lambda: self.narrowing.own_params
+                self, self.body.list_open, lambda: drawn.nbytes, part=lambda: self.submodel.own_params
             )
         return KnownMemory(self.body, lambda: self.experiment.batch)
 
@@ -164,8 +169,8 @@ class Session(Reconfigurable):
             said["stands_for"] = many
         self.mark("start", said)
         changes.mark_idle_faults(self)
-        if self.saving.saved is not None:
-            self.saving.saved.begin_restore(self)
+        if self.checkpointer.saved is not None:
+            self.checkpointer.saved.begin_restore(self)
         self.enter_strategy(None, self.experiment)
         await super().train_from_start()
 
@@ -182,7 +187,7 @@ class Session(Reconfigurable):
         return self.host.met
 
     @property
-    def called_count(self) -> int:
+    def agreed_due_count(self) -> int:
         return self.world.due
 
     async def finish_run(self) -> None:
@@ -196,7 +201,7 @@ class Session(Reconfigurable):
         if strategy.workers > 1:
             await self.meeting.run_workers()
         else:
-            made = await Op("drive", self.finite.guard_step(self.measuring.measure_step(self)))
+            made = await Op("drive", self.non_finite_guard.guard_step(self.error_probe.measure_step(self)))
         if (costs := self.world.costs) is not None and costs.between:
             await Op("stand", costs.between)
         if said := host.timing.take_pace_news():
@@ -206,7 +211,7 @@ class Session(Reconfigurable):
         if losses := self.body.losses:
             host.note("loss", loss := sum(losses) / len(losses))
             losses.clear()
-            self.finite.check_step_loss(self.rank.step, loss)
+            self.non_finite_guard.check_step_loss(self.rank.step, loss)
         return made or 1
 
     @property
@@ -267,10 +272,10 @@ class Session(Reconfigurable):
     def _count_evaluation(self, together: bool) -> None:
         """Counts an evaluation's memory, if each rank has its own memory."""
         if (
-            self.ledger.is_evaluation_measured
+            self.memory_account.is_evaluation_measured
             and (nbytes := count_evaluation_bytes(self, together, self.body.measure_evaluation())) is not None
         ):
-            self.ledger.note_evaluation(nbytes)
+            self.memory_account.note_evaluation(nbytes)
 
     # -- ends --
 

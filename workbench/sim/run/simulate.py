@@ -163,7 +163,7 @@ def _run_simulation(
             if files is not None:
                 files.close()
         every = [session.body for session in sessions]
-        for body in every if real and every[0].reading.sharded else ():
+        for body in every if real and every[0].unsharder.sharded else ():
             assemble_shards(every, body)
     timeline = Record.make_timeline(generations.records)
     return Run(experiment, timeline=timeline, environment=_describe_environment(real), name="simulated")
