@@ -74,5 +74,5 @@ def measured(run: Run, began: float) -> dict[str, Any]:
 def _ready(lab: Lab) -> bool:
     """Whether four ranks train and the waiting engines are warm."""
     live, spares = lab._live, lab.cluster.spares
-    warm = spares.warm.intersection(spares.list_idle())
+    warm = spares.warm_ranks.intersection(spares.list_idle())
     return live is not None and live.step > 3 and len(live.members) == SIZE and len(warm) >= spares.count
