@@ -11,8 +11,8 @@ import cloudpickle
 import pytest
 
 from workbench.cluster.engines.engine_server import EngineServer
-from workbench.cluster.processes.place import host_name, this_process
-from workbench.cluster.transport.keys import CurveKeys
+from workbench.cluster.processes.lab_place import host_name, this_process
+from workbench.cluster.transport.curve_keys import CurveKeys
 from workbench.cluster.transport.rpc_client import RpcClient
 
 

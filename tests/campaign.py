@@ -34,7 +34,7 @@ from tests.harm import LIMIT, Harm, Patient, Stuck, left, planned, possible
 from tests.spinning import spinning
 from tests.torture import ANSWER, SPARE, one, parameters, pause, start
 from tests.waiting import until
-from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.processes.lab_place import ClusterError
 from workbench.lab import Lab
 from workbench.run import Run
 from workbench.settings import KnobError, members

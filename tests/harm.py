@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from tests.waiting import until
-from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.processes.lab_place import ClusterError
 from workbench.lab import Lab
 from workbench.settings import KnobError
 

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
-from workbench.cluster.processes.place import ClusterError
-from workbench.cluster.run.errors import RankError
+from workbench.cluster.processes.lab_place import ClusterError
+from workbench.cluster.run.rank_errors import RankError
 from workbench.run import Run, RunError
 from workbench.settings import KnobError
 

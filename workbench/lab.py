@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from workbench.cluster.api import launch
-from workbench.cluster.api.handles import RunControls
+from workbench.cluster.api.run_controls import RunControls
 from workbench.cluster.engines.cluster import Cluster
-from workbench.cluster.processes.place import ClusterError as ClusterError
+from workbench.cluster.processes.lab_place import ClusterError as ClusterError
 from workbench.cluster.processes.uninterruptible import without_interrupts
-from workbench.cluster.run.changes import BEFORE_RUN, Changes
-from workbench.cluster.run.changes import PendingChange as PendingChange
-from workbench.cluster.run.controller import RunController
-from workbench.cluster.run.errors import RankError as RankError
-from workbench.cluster.run.waiting import wait_for_stop
+from workbench.cluster.run.rank_errors import RankError as RankError
+from workbench.cluster.run.run_changes import BEFORE_RUN, Changes
+from workbench.cluster.run.run_changes import PendingChange as PendingChange
+from workbench.cluster.run.run_controller import RunController
+from workbench.cluster.run.run_waiting import wait_for_stop
 from workbench.experiment import Experiment, user_input
 from workbench.record.display import dashboard, face, show
 from workbench.record.run import hearers

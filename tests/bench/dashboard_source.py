@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import zmq
 
-from workbench.cluster.transport.keys import CurveKeys
+from workbench.cluster.transport.curve_keys import CurveKeys
+from workbench.cluster.transport.row_encoding import RowBatch, encode_batch
 from workbench.cluster.transport.row_subscriber import RowSubscriber
-from workbench.cluster.transport.wire import RowBatch, encode_batch
 from workbench.run import Run
 
 RANKS, RATE, BUCKETS, PUSHES = 8, 20.0, 4, 4.0

@@ -17,7 +17,7 @@ from unittest import mock
 
 from tests.bench.dashboard_source import PUSHES, Rank
 from widgets.charts.feed import Feed
-from workbench.cluster.transport.wire import decode_batches
+from workbench.cluster.transport.row_encoding import decode_batches
 from workbench.run import Run
 
 LOOKS = 6.0  # per second

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.unit.synthetic import run as recorded
 from tests.unit.test_dashboard import StillLab
-from workbench.cluster.run.changes import PendingChange
+from workbench.cluster.run.run_changes import PendingChange
 from workbench.run import Run
 from workbench.settings import Change
 

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench.cluster.run.changes import Changes
-from workbench.cluster.run.controller import RunController
-from workbench.cluster.run.watch import RunWatch
-from workbench.cluster.transport import spool, wire
+from workbench.cluster.run.run_changes import Changes
+from workbench.cluster.run.run_controller import RunController
+from workbench.cluster.run.run_watch import RunWatch
+from workbench.cluster.transport import disk_rows, row_encoding
 from workbench.cluster.transport.reorder_buffer import ReorderBuffer
 from workbench.engine.record.recorder import Recorder
 from workbench.experiment import Experiment
@@ -165,13 +165,13 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def test_what_is_decoded_is_what_was_encoded() -> None:
     for kind, columns in (("spans", spans(5, 100, rank=2)), ("marks", marks(3))):
-        batch = wire.decode_batch(wire.encode_batch(wire.RowBatch("g", kind, 2, 7, columns)))
+        batch = row_encoding.decode_batch(row_encoding.encode_batch(row_encoding.RowBatch("g", kind, 2, 7, columns)))
         assert (batch.generation, batch.kind, batch.rank, batch.seq) == ("g", kind, 2, 7)
         assert same(batch.columns, columns)
 
 
 def test_a_message_is_small() -> None:
-    frames = wire.encode_batch(wire.RowBatch("g" * 32, "spans", 2, 7, spans(0, 1000)))
+    frames = row_encoding.encode_batch(row_encoding.RowBatch("g" * 32, "spans", 2, 7, spans(0, 1000)))
     assert sum(map(len, frames)) < 1000 * 40 + 500
 
 
@@ -181,11 +181,11 @@ def test_rows_that_a_message_lost_come_from_disk_before_later_ones_pass() -> Non
 
     passed: list[int] = []
     gaps, reached = ReorderBuffer({}, disk, lambda kind, rank, seq, columns: passed.append(seq)), 10
-    gaps.put_batch(wire.RowBatch("g", "spans", 0, 0, spans(0, 10)))
-    gaps.put_batch(wire.RowBatch("g", "spans", 0, 20, spans(20, 10)))
+    gaps.put_batch(row_encoding.RowBatch("g", "spans", 0, 0, spans(0, 10)))
+    gaps.put_batch(row_encoding.RowBatch("g", "spans", 0, 20, spans(20, 10)))
     assert passed == [0]
     reached = 20
-    gaps.put_batch(wire.RowBatch("g", "spans", 0, 30, spans(30, 5)))
+    gaps.put_batch(row_encoding.RowBatch("g", "spans", 0, 30, spans(30, 5)))
     assert passed == [0, 10, 20, 30]
     assert gaps.next["spans", 0] == 35
 
@@ -197,12 +197,12 @@ def test_a_gap_between_rows_that_wait_is_filled_too() -> None:
     passed: list[tuple[int, int]] = []
     gaps = ReorderBuffer({}, disk, lambda kind, rank, seq, columns: passed.append((seq, seq + len(columns["rank"]))))
     on_disk = 0
-    gaps.put_batch(wire.RowBatch("g", "spans", 0, 10, spans(10, 10)))  # rows 0 to 9 and 20 to 29 are lost
+    gaps.put_batch(row_encoding.RowBatch("g", "spans", 0, 10, spans(10, 10)))  # rows 0 to 9 and 20 to 29 are lost
     on_disk = 20
-    gaps.put_batch(wire.RowBatch("g", "spans", 0, 30, spans(30, 10)))
+    gaps.put_batch(row_encoding.RowBatch("g", "spans", 0, 30, spans(30, 10)))
     assert max(end for _, end in passed) == 20, "rows 30 to 39 wait for rows 20 to 29"
     on_disk = 40
-    gaps.put_batch(wire.RowBatch("g", "spans", 0, 40, spans(40, 10)))
+    gaps.put_batch(row_encoding.RowBatch("g", "spans", 0, 40, spans(40, 10)))
     reached = 0
     for first, end in passed:
         assert first <= reached, f"rows {reached} to {first - 1} were skipped"
@@ -230,20 +230,20 @@ class Slow:
 def test_missing_rows_of_a_slow_rank_are_requested_again(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch, at=3)
     for first in (10, 20, 30):
-        slow.reorder_buffer.put_batch(wire.RowBatch("g", "spans", 0, first, spans(first, 10)))
+        slow.reorder_buffer.put_batch(row_encoding.RowBatch("g", "spans", 0, first, spans(first, 10)))
     assert slow.passed == [0, 10, 20, 30]
 
 
 def test_the_end_of_a_run_requests_missing_rows_again(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch, at=3)
-    slow.reorder_buffer.put_batch(wire.RowBatch("g", "spans", 0, 10, spans(10, 10)))
+    slow.reorder_buffer.put_batch(row_encoding.RowBatch("g", "spans", 0, 10, spans(10, 10)))
     slow.reorder_buffer.fetch_missing("spans", 0, 20)
     assert slow.passed == [0, 10]
 
 
 def test_later_rows_wait_while_a_reminder_has_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch, at=3)
-    slow.reorder_buffer.put_batch(wire.RowBatch("g", "marks", 0, 10, spans(10, 10)))
+    slow.reorder_buffer.put_batch(row_encoding.RowBatch("g", "marks", 0, 10, spans(10, 10)))
     for _ in range(2):
         slow.reorder_buffer.take_count("marks", 0, 20)
     assert slow.passed == [] and slow.asked == 2, "once each time: ranks are watched by the thread that asks"
@@ -254,10 +254,10 @@ def test_later_rows_wait_while_a_reminder_has_no_answer(monkeypatch: pytest.Monk
 def test_rows_pass_eventually_if_a_rank_never_sends_the_missing_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch, at=99)
     for first in range(10, 110, 10):
-        slow.reorder_buffer.put_batch(wire.RowBatch("g", "spans", 0, first, spans(first, 10)))
+        slow.reorder_buffer.put_batch(row_encoding.RowBatch("g", "spans", 0, first, spans(first, 10)))
     assert slow.passed == list(range(10, 110, 10))
     asked = slow.asked
-    slow.reorder_buffer.put_batch(wire.RowBatch("g", "spans", 0, 110, spans(110, 10)))
+    slow.reorder_buffer.put_batch(row_encoding.RowBatch("g", "spans", 0, 110, spans(110, 10)))
     assert slow.passed[-1] == 110 and slow.asked == asked, "nobody waits for those any more"
 
 
@@ -275,9 +275,9 @@ def test_pieces_of_a_spool_travel_as_one_blob(tmp_path: Path) -> None:
     for i in range(30):
         record.span(i, "comm", "x", i, i, i + 1, 8)
     record.close()
-    found = spool.read_pieces(tmp_path, "spans", 1, 10)
+    found = disk_rows.read_pieces(tmp_path, "spans", 1, 10)
     assert [(seq, len(c["rank"])) for seq, c in found] == [(10, 20)]
-    back = spool.unpack_pieces(spool.pack_pieces(found, "spans", 1))
+    back = disk_rows.unpack_pieces(disk_rows.pack_pieces(found, "spans", 1))
     assert back[0][0] == 10 and same(back[0][1], dict(found[0][1]))
 
 
@@ -287,7 +287,7 @@ def test_the_kernel_writes_the_last_mark_of_a_dead_rank_to_disk(tmp_path: Path) 
     record = Recorder(0, path)
     record.mark(1, "state", 0.5, json.dumps({"state": "running"}))
     record.close()
-    spool.add_marks(path, 0, [(9, "state", 2.0, {"state": "failed"})])
+    disk_rows.add_marks(path, 0, [(9, "state", 2.0, {"state": "failed"})])
     again = Run.open(path)
     assert again.state == "failed" and again.missing == 0
 

@@ -21,10 +21,10 @@ import pytest
 from tests.labs import apart
 from tests.waiting import until
 from workbench.cluster.api import launch
-from workbench.cluster.processes.place import ClusterError, LabPlace, alive
-from workbench.cluster.run.controller import RunController
-from workbench.cluster.run.waiting import wait_for_stop
-from workbench.cluster.transport.wire import RowBatch
+from workbench.cluster.processes.lab_place import ClusterError, LabPlace, alive
+from workbench.cluster.run.run_controller import RunController
+from workbench.cluster.run.run_waiting import wait_for_stop
+from workbench.cluster.transport.row_encoding import RowBatch
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment
 from workbench.lab import Lab, RankError
@@ -322,7 +322,7 @@ def test_listening_costs_next_to_nothing(lab: Lab) -> None:
 def test_clients_without_keys_can_neither_read_nor_command_the_engines(lab: Lab) -> None:
     import zmq
 
-    from workbench.cluster.transport.keys import CurveKeys
+    from workbench.cluster.transport.curve_keys import CurveKeys
 
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0

@@ -23,8 +23,8 @@ from tests.waiting import until
 from workbench.cluster.api import launch
 from workbench.cluster.engines import cluster as cluster_module
 from workbench.cluster.processes.fork_server import can_fork
-from workbench.cluster.processes.place import ClusterError, alive, list_places
-from workbench.cluster.processes.processes import end_processes
+from workbench.cluster.processes.lab_place import ClusterError, alive, list_places
+from workbench.cluster.processes.lab_processes import end_processes
 from workbench.experiment import Experiment
 from workbench.lab import Lab
 from workbench.run import Run

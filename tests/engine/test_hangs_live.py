@@ -24,7 +24,7 @@ from torch import nn
 from tests.harm import Patient, kill_link
 from tests.labs import apart
 from tests.waiting import until
-from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.processes.lab_place import ClusterError
 from workbench.experiment import Experiment
 from workbench.lab import Lab, RankError
 from workbench.run import Run

@@ -24,9 +24,9 @@ from workbench import lab as lab_module
 from workbench.cluster.api import launch
 from workbench.cluster.engines import cluster as cluster_module
 from workbench.cluster.engines.cluster import Cluster
-from workbench.cluster.processes.place import alive, list_places
+from workbench.cluster.processes.lab_place import alive, list_places
 from workbench.cluster.processes.uninterruptible import without_interrupts
-from workbench.cluster.transport.keys import CurveKeys
+from workbench.cluster.transport.curve_keys import CurveKeys
 from workbench.cluster.transport.rpc_client import RpcClient
 from workbench.experiment import Experiment
 from workbench.lab import Lab

@@ -24,8 +24,8 @@ import psutil
 import pytest
 
 from tests.waiting import until
-from workbench.cluster.processes.place import alive, list_places
-from workbench.cluster.processes.processes import end_processes
+from workbench.cluster.processes.lab_place import alive, list_places
+from workbench.cluster.processes.lab_processes import end_processes
 from workbench.record.run import Run
 
 pytestmark = pytest.mark.engine

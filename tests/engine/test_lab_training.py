@@ -17,7 +17,7 @@ from torch import nn
 
 from tests.labs import apart
 from tests.waiting import until
-from workbench.cluster.run import ending, watch
+from workbench.cluster.run import run_ending, run_watch
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
 from workbench.lab import Lab, RankError
@@ -236,7 +236,7 @@ def test_what_a_bad_loss_does_is_set_live(lab: Lab) -> None:
 
 def test_a_killed_engine_ends_the_run_at_the_next_check(lab: Lab) -> None:
     """The lab sees it within a second. The other rank alone would wait for minutes."""
-    assert watch.POLL_INTERVAL + ending.REPORT_TIMEOUT < 1.0
+    assert run_watch.POLL_INTERVAL + run_ending.REPORT_TIMEOUT < 1.0
     running(lab, Experiment(task=task()))
     psutil.Process(lab.status[0]["pid"]).kill()
     with pytest.raises(RankError, match=r"rank 0, step \d+.*its engine .* ended with signal SIGKILL"):

@@ -17,8 +17,8 @@ import pytest
 
 from tests.labs import BOUND, apart, endless, reached
 from tests.waiting import until
-from workbench.cluster.processes.place import ClusterError
-from workbench.cluster.run.changes import PendingChange
+from workbench.cluster.processes.lab_place import ClusterError
+from workbench.cluster.run.run_changes import PendingChange
 from workbench.experiment import Experiment
 from workbench.lab import Lab
 from workbench.run import Run

@@ -12,8 +12,8 @@ import pytest
 
 from tests.labs import BOUND, apart, endless, reached, rows
 from tests.waiting import until
-from workbench.cluster.processes.place import ClusterError
-from workbench.cluster.run import evictions, resizing
+from workbench.cluster.processes.lab_place import ClusterError
+from workbench.cluster.run import evictions, run_resize
 from workbench.lab import Lab
 from workbench.strategies import LocalSGD
 
@@ -53,13 +53,13 @@ def test_survivors_go_on_and_the_stopped_rank_leaves_with_a_message_and_returns(
     assert until(over, BOUND), lab.cluster.rpc.ask_rank(2, "status")
     assert lab.live and lab.members == (0, 1), "that it has failed ends nothing"
     before = rows(run, 2)
-    begin = resizing.begin_sessions
+    begin = run_resize.begin_sessions
 
     def late(*args: Any, **more: Any) -> Any:
         time.sleep(3.0)  # the lab asks for its status in this time, and the engine knows only its previous session
         return begin(*args, **more)
 
-    monkeypatch.setattr(resizing, "begin_sessions", late)
+    monkeypatch.setattr(run_resize, "begin_sessions", late)
     lab.resize(3).wait(BOUND)
     assert until(lambda: lab.members == (0, 1, 3), BOUND), lab.notes
     assert [(row["rank"], row["pid"]) for row in lab.status][2] == (3, pid), "the engine is there once"

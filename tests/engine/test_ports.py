@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from workbench.cluster.processes.place import ClusterError, LabPlace
+from workbench.cluster.processes.lab_place import ClusterError, LabPlace
+from workbench.cluster.processes.lab_processes import CONTROLLERS, LabProcesses, end_processes, wait_for
 from workbench.cluster.processes.ports import list_listened, list_ports
-from workbench.cluster.processes.processes import CONTROLLERS, LabProcesses, end_processes, wait_for
 
 pytestmark = pytest.mark.engine
 REGISTRATION, HEARTBEAT, SCHEDULER = 0, 6, 8  # index of the taken port in a controller's choice

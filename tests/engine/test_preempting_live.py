@@ -14,7 +14,7 @@ import pytest
 from tests.harm import Patient
 from tests.labs import BOUND, apart, endless, reached
 from tests.waiting import until
-from workbench.cluster.processes.processes import end_processes
+from workbench.cluster.processes.lab_processes import end_processes
 from workbench.lab import Lab, RankError
 from workbench.record.checkpoints import Checkpoint
 from workbench.record.process import alive

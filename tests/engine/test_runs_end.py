@@ -23,7 +23,7 @@ from tests import runs_end
 from tests.labs import apart
 from tests.ranks import mse, toy
 from tests.waiting import until
-from workbench.cluster.run import ending
+from workbench.cluster.run import run_ending
 from workbench.experiment import Experiment
 from workbench.lab import Lab
 from workbench.settings import KnobError
@@ -142,7 +142,7 @@ def test_a_rank_that_is_frozen_is_named_and_its_engine_replaced_when_a_run_is_st
     frozen = lab.status[1]["pid"]
     os.kill(frozen, signal.SIGSTOP)
     time.sleep(0.5)
-    assert ending.MAX_STEP_WAIT + ending.LEAVE_TIMEOUT < 30, "the bound that stop() states"
+    assert run_ending.MAX_STEP_WAIT + run_ending.LEAVE_TIMEOUT < 30, "the bound that stop() states"
     lab.stop()
     assert run.wait(120).state == "stopped"
     (note,) = [n for n in lab.notes if "its engine was ended" in n]

@@ -10,7 +10,7 @@ import torch
 
 from tests.labs import shared_lab
 from tests.torchrun import HERE, started_by_torchrun
-from workbench.cluster.run.errors import RankError
+from workbench.cluster.run.rank_errors import RankError
 from workbench.experiment import Experiment
 from workbench.lab import Lab
 from workbench.run import Run

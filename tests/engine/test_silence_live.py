@@ -25,7 +25,7 @@ from tests.waiting import until
 from workbench import lab as lab_module
 from workbench.cluster.api import launch
 from workbench.cluster.observe import hang_diagnosis
-from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.processes.lab_place import ClusterError
 from workbench.experiment import Experiment
 from workbench.lab import Lab, RankError
 from workbench.run import Run

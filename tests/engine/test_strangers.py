@@ -19,7 +19,7 @@ import pytest
 from tests.engine.stranger import NOBODY
 from tests.waiting import until
 from workbench.cluster.api import launch
-from workbench.cluster.processes.processes import alive
+from workbench.cluster.processes.lab_processes import alive
 from workbench.experiment import Experiment
 from workbench.lab import Lab
 from workbench.run import Run

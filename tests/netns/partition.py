@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.labs import endless, rows
 from tests.network import Network
 from tests.waiting import until
-from workbench.cluster.processes.place import host_name
+from workbench.cluster.processes.lab_place import host_name
 from workbench.lab import Lab
 from workbench.strategies import DDP
 

@@ -13,7 +13,7 @@ import pytest
 from workbench.cluster.api import launch
 from workbench.cluster.engines import cluster as cluster_module
 from workbench.cluster.engines.cluster import Cluster
-from workbench.cluster.processes.place import ClusterError, LabPlace, this_process
+from workbench.cluster.processes.lab_place import ClusterError, LabPlace, this_process
 from workbench.cluster.transport.rpc_client import NoAnswer
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from workbench.cluster.observe.hang_monitor import HangMonitor
-from workbench.cluster.run.errors import RankError, align_death_steps
+from workbench.cluster.run.rank_errors import RankError, align_death_steps
 from workbench.experiment import Experiment
 from workbench.record.store import Writer
 from workbench.record.timeline import columns_of

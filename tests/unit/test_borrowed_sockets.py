@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from workbench.cluster.observe import links
+from workbench.cluster.observe import dead_links
 from workbench.engine.device import gloo
 
 
-@pytest.mark.parametrize("list_sockets", [gloo._list_sockets, links.list_connections])
+@pytest.mark.parametrize("list_sockets", [gloo._list_sockets, dead_links.list_connections])
 def test_a_listed_socket_still_blocks_if_a_default_timeout_is_set(list_sockets: Callable[[], object]) -> None:
     """Libraries that download files call `socket.setdefaulttimeout`."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:

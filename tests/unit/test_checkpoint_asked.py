@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from workbench.cluster.run.changes import Changes
-from workbench.cluster.run.controller import RunController
+from workbench.cluster.run.run_changes import Changes
+from workbench.cluster.run.run_controller import RunController
 from workbench.experiment import Experiment
 from workbench.record import kept
 from workbench.record.kept import PendingCheckpoint

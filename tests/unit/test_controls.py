@@ -17,7 +17,7 @@ from widgets.controls.options import find_chosen, list_options
 from widgets.controls.requests import list_items
 from widgets.controls.rows import FIRST, ControlState, make_rows
 from widgets.controls.stops import list_stops, nearest_stop
-from workbench.cluster.run.changes import PendingChange
+from workbench.cluster.run.run_changes import PendingChange
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment
 from workbench.fabric import Slow

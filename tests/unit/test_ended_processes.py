@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from workbench.cluster.engines import process_restart
-from workbench.cluster.processes import processes as module
-from workbench.cluster.processes.place import LabPlace, this_process
-from workbench.cluster.processes.processes import LabProcesses, measure_memory
+from workbench.cluster.processes import lab_processes as module
+from workbench.cluster.processes.lab_place import LabPlace, this_process
+from workbench.cluster.processes.lab_processes import LabProcesses, measure_memory
 
 GONE = 2**22 + 1  # more than the largest pid
 

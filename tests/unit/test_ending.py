@@ -14,15 +14,15 @@ import pytest
 
 from tests.unit import synthetic
 from tests.waiting import until
-from workbench.cluster.processes.place import host_name
+from workbench.cluster.processes.lab_place import host_name
 from workbench.cluster.processes.supervised_thread import SupervisedThread
 from workbench.cluster.run import evictions
-from workbench.cluster.run.changes import Changes
-from workbench.cluster.run.controller import RunController
-from workbench.cluster.run.ending import FIRST_STEP_WAIT, LEAVE_TIMEOUT, MAX_STEP_WAIT, RunEnding
-from workbench.cluster.run.errors import RankError
-from workbench.cluster.run.watch import RunWatch
-from workbench.cluster.transport.wire import RowBatch
+from workbench.cluster.run.rank_errors import RankError
+from workbench.cluster.run.run_changes import Changes
+from workbench.cluster.run.run_controller import RunController
+from workbench.cluster.run.run_ending import FIRST_STEP_WAIT, LEAVE_TIMEOUT, MAX_STEP_WAIT, RunEnding
+from workbench.cluster.run.run_watch import RunWatch
+from workbench.cluster.transport.row_encoding import RowBatch
 from workbench.experiment import Experiment
 from workbench.record import tidy
 from workbench.record.timeline import columns_of

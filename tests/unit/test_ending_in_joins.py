@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.unit.test_ending import Clock, first, lost, status
-from workbench.cluster.run.ending import LEAVE_TIMEOUT, REGROUP_TIMEOUT, RunEnding
-from workbench.cluster.run.errors import RankError
+from workbench.cluster.run.rank_errors import RankError
+from workbench.cluster.run.run_ending import LEAVE_TIMEOUT, REGROUP_TIMEOUT, RunEnding
 
 
 def ending(ranks: int, outlives: bool = True) -> RunEnding:

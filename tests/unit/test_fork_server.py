@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from tests.waiting import until
-from workbench.cluster.processes import fork_server, processes
+from workbench.cluster.processes import fork_server, lab_processes
 from workbench.cluster.processes.fork_server import ForkedEngine, ForkServer
-from workbench.cluster.processes.place import LabPlace
-from workbench.cluster.processes.processes import LabProcesses, end_processes
+from workbench.cluster.processes.lab_place import LabPlace
+from workbench.cluster.processes.lab_processes import LabProcesses, end_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 60.0
@@ -177,8 +177,8 @@ def owned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LabProces
     """Returns what starts a lab's processes, with light stand-ins for these."""
     monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path / "labs"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(processes, "_HERE", tmp_path)
-    monkeypatch.setattr(processes, "can_fork", lambda: True)
+    monkeypatch.setattr(lab_processes, "_HERE", tmp_path)
+    monkeypatch.setattr(lab_processes, "can_fork", lambda: True)
     (tmp_path / "boot.py").write_text(f"import sys, time\nif sys.argv[1] != 'engines': time.sleep(600)\n{SERVER}")
     made = LabProcesses(LabPlace.make_place("many"))
     yield made

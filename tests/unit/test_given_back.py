@@ -16,7 +16,7 @@ from workbench.run import Run
 OPENED = """
 import json, psutil, sys
 from pathlib import Path
-from workbench.cluster.transport import spool
+from workbench.cluster.transport import disk_rows as spool
 from workbench.run import Run
 spool.read_pieces(Path(sys.argv[1]), "marks", 0)
 before = psutil.Process().memory_info().rss

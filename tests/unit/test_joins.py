@@ -11,7 +11,7 @@ import workbench
 from tests import joins
 from tests.bench import joins_page
 from tests.unit import synthetic
-from workbench.cluster.run.errors import explain_lost_state
+from workbench.cluster.run.rank_errors import explain_lost_state
 from workbench.host.elastic.shrink_plan import mark_end_reason
 from workbench.lab import RankError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from workbench.cluster.run.changes import BEFORE_RUN, Changes, PendingChange, list_foreign_classes
+from workbench.cluster.run.run_changes import BEFORE_RUN, Changes, PendingChange, list_foreign_classes
 from workbench.experiment import Experiment, user_input
 from workbench.lab import Lab
 from workbench.settings import NEXT, Change, KnobError, to_plain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workbench.cluster.run.errors import RankError, explain_lost_state
+from workbench.cluster.run.rank_errors import RankError, explain_lost_state
 from workbench.settings import KnobError
 
 

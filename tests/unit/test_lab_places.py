@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from workbench.cluster.api.launch import find_place, fit_experiment, open_run
-from workbench.cluster.engines import engines as engines_module
-from workbench.cluster.engines.engines import Engine, check_versions, choose_devices, list_versions
+from workbench.cluster.engines import engine_probe as engines_module
+from workbench.cluster.engines.engine_probe import Engine, check_versions, choose_devices, list_versions
 from workbench.cluster.processes import duration_history
-from workbench.cluster.processes import place as place_module
-from workbench.cluster.processes.place import (
+from workbench.cluster.processes import lab_place as place_module
+from workbench.cluster.processes.lab_place import (
     ClusterError,
     LabPlace,
     alive,
@@ -32,7 +32,7 @@ from workbench.cluster.processes.place import (
     runtime_root,
     this_process,
 )
-from workbench.cluster.processes.processes import end_processes, wait_for
+from workbench.cluster.processes.lab_processes import end_processes, wait_for
 from workbench.engine.record.row_spool import RowSpool
 from workbench.experiment import Experiment
 from workbench.record import folders, store
@@ -75,7 +75,7 @@ def test_an_owner_and_a_guest_keep_what_the_other_wrote() -> None:
 
 def test_no_write_is_lost_when_kernels_write_at_the_same_time() -> None:
     place = LabPlace.make_place("busy")
-    code = "import sys; from pathlib import Path; from workbench.cluster.processes.place import LabPlace\n" \
+    code = "import sys; from pathlib import Path; from workbench.cluster.processes.lab_place import LabPlace\n" \
            "p = LabPlace(Path(sys.argv[1]))\nfor i in range(20): p.add_process([i, 0.0], sys.argv[2])"  # fmt: skip
     others = [subprocess.Popen([sys.executable, "-c", code, str(place.path), name]) for name in ("a", "b")]
     for i in range(20):
@@ -85,7 +85,7 @@ def test_no_write_is_lost_when_kernels_write_at_the_same_time() -> None:
 
 
 HOLDER = """import fcntl, os, signal, sys; from pathlib import Path
-from workbench.cluster.processes.place import LabPlace
+from workbench.cluster.processes.lab_place import LabPlace
 with LabPlace(Path(sys.argv[1]))._locked():
     os.kill(os.getpid(), signal.SIGSTOP)
 """
@@ -124,7 +124,8 @@ def test_a_lock_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_kernel_that_dies_while_it_writes_leaves_no_draft_for_long() -> None:
     place = LabPlace.make_place("busy")
-    code = "import json, os, sys; from pathlib import Path; from workbench.cluster.processes.place import LabPlace\n" \
+    code = "import json, os, sys; from pathlib import Path\n" \
+           "from workbench.cluster.processes.lab_place import LabPlace\n" \
            "json.dump = lambda *rest: os._exit(9)\nLabPlace(Path(sys.argv[1])).write_state(more=1)"  # fmt: skip
     assert subprocess.run([sys.executable, "-c", code, str(place.path)], timeout=60, check=False).returncode == 9
     with pytest.raises(TypeError, match="not JSON serializable"):

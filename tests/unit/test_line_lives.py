@@ -16,8 +16,8 @@ from tests.benched import begin, benched
 from tests.ranks import experiment
 from tests.waiting import until
 from workbench.cluster.engines.engine_server import EngineServer
-from workbench.cluster.engines.health import ProcessHealth
-from workbench.cluster.processes.place import host_name
+from workbench.cluster.engines.process_health import ProcessHealth
+from workbench.cluster.processes.lab_place import host_name
 from workbench.cluster.transport.rpc_client import NoAnswer, RpcClient
 from workbench.engine.rank.session import Session
 

@@ -13,8 +13,8 @@ import pytest
 
 from tests.harm import deaf
 from tests.waiting import until
+from workbench.cluster.observe.dead_links import find_dead_links, list_connections, name_dead_link, read_silence
 from workbench.cluster.observe.hang_diagnosis import StallVerdict
-from workbench.cluster.observe.links import find_dead_links, list_connections, name_dead_link, read_silence
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what was acknowledged")
 

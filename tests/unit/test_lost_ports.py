@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from workbench.cluster.processes.logs import log_file
-from workbench.cluster.processes.place import ClusterError, LabPlace
-from workbench.cluster.processes.processes import LabProcesses
+from workbench.cluster.processes.lab_place import ClusterError, LabPlace
+from workbench.cluster.processes.lab_processes import LabProcesses
+from workbench.cluster.processes.process_logs import log_file
 
 LOST = "zmq.error.ZMQError: Address already in use (addr='tcp://127.0.0.1:36619')"
 

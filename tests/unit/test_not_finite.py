@@ -17,9 +17,9 @@ from tests.ranks import batch, experiment, live, make_fitting, mse, net, run, sh
 from tests.sim.insides import simulated
 from tests.waiting import until
 from workbench import Change, simulate
-from workbench.cluster.run.changes import Changes
-from workbench.cluster.run.controller import RunController
-from workbench.cluster.transport.wire import RowBatch
+from workbench.cluster.run.run_changes import Changes
+from workbench.cluster.run.run_controller import RunController
+from workbench.cluster.transport.row_encoding import RowBatch
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment
 from workbench.host.observe import non_finite

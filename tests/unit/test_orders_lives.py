@@ -12,7 +12,7 @@ import pytest
 from tests.benched import begin, benched
 from tests.waiting import until
 from workbench.cluster.engines.engine_server import EngineServer
-from workbench.cluster.run.commands import CommandQueue
+from workbench.cluster.run.command_queue import CommandQueue
 from workbench.cluster.transport.rpc_client import RpcClient
 
 

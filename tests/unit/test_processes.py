@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from workbench.cluster.processes import processes as module
-from workbench.cluster.processes.place import ClusterError, LabPlace
-from workbench.cluster.processes.processes import LabProcesses
+from workbench.cluster.processes import lab_processes as module
+from workbench.cluster.processes.lab_place import ClusterError, LabPlace
+from workbench.cluster.processes.lab_processes import LabProcesses
 
 
 class Child:

@@ -14,7 +14,7 @@ from tests.unit import synthetic
 from workbench import simulate
 from workbench.cli import app
 from workbench.cluster.api import launch
-from workbench.cluster.processes.place import ClusterError, check_connection
+from workbench.cluster.processes.lab_place import ClusterError, check_connection
 from workbench.experiment import Experiment, user_input
 from workbench.experiment.recipes import recipe
 from workbench.fabric import Fabric, Link

@@ -11,7 +11,7 @@ import pytest
 
 from tests.waiting import until
 from workbench.cluster.run import evictions
-from workbench.cluster.run.changes import PendingChange
+from workbench.cluster.run.run_changes import PendingChange
 from workbench.settings import Change
 
 LOST = "ranks=3: a rank or a connection was lost in the join; ask again"

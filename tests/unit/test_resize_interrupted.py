@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from workbench.cluster.engines import meeting
+from workbench.cluster.engines import engine_admission
 from workbench.cluster.processes import uninterruptible
-from workbench.cluster.run import commands, resizing
-from workbench.cluster.run.changes import Changes
-from workbench.cluster.run.commands import CommandQueue
-from workbench.cluster.run.ending import RunEnding
+from workbench.cluster.run import command_queue, run_resize
+from workbench.cluster.run.command_queue import CommandQueue
+from workbench.cluster.run.run_changes import Changes
+from workbench.cluster.run.run_ending import RunEnding
 from workbench.experiment import Experiment
 
-TRACED = {module.__file__ for module in (meeting, commands, resizing, uninterruptible)}
+TRACED = {module.__file__ for module in (engine_admission, command_queue, run_resize, uninterruptible)}
 MOST = 1000  # lines, more than there are
 
 
@@ -95,10 +95,10 @@ class Training:
         self.session_arguments, self.pickled_experiment, self.secret, self.spool_folders = {}, b"", "", dict[int, str]()
         self.cluster.jobs |= {100: ("g", 0), 101: ("g", 1)}
         self.cluster.waits |= {100: True, 101: True}  # that is: busy
-        patch.setattr(resizing, "begin_sessions", self.begin)
-        patch.setattr(resizing.last_rows, "fetch_departed_rows", lambda *rest: None)
+        patch.setattr(run_resize, "begin_sessions", self.begin)
+        patch.setattr(run_resize.last_rows, "fetch_departed_rows", lambda *rest: None)
         patch.setattr(
-            meeting, "replace", lambda e, rank: SimpleNamespace(**{**vars(e), "rank": rank, "rpc_address": ""})
+            engine_admission, "replace", lambda e, rank: SimpleNamespace(**{**vars(e), "rank": rank, "rpc_address": ""})
         )
         for engine in self.cluster.engines:
             engine.rpc_address = ""
@@ -146,7 +146,7 @@ def test_new_ranks_are_invited_or_dismissed_at_any_interrupt_of_the_kernel(
     came = {True: 0, False: 0}
     for line in range(1, MOST):
         live = Training(monkeypatch)
-        broken = interrupted(lambda live=live: resizing.resize_run(live, 4), line)  # type: ignore[arg-type, misc]
+        broken = interrupted(lambda live=live: run_resize.resize_run(live, 4), line)  # type: ignore[arg-type, misc]
         asked = live.carried()
         came[bool(asked)] += 1
         assert asked in ([], [[0, 1, 2, 3]]), line
@@ -154,7 +154,7 @@ def test_new_ranks_are_invited_or_dismissed_at_any_interrupt_of_the_kernel(
         pending = [one for one in live.changes.history if one.refused is None]
         assert len(pending) == len(asked) and live.ending.ranks - {0, 1} == live.waiting, line
         if not asked:  # all is as before: all engines are still available
-            resizing.resize_run(live, 4)  # type: ignore[arg-type]
+            run_resize.resize_run(live, 4)  # type: ignore[arg-type]
             (members,) = live.carried()
             assert live.waiting == set(members) - {0, 1} and len(members) == 4, line
         if not broken:
@@ -165,15 +165,15 @@ def test_new_ranks_are_invited_or_dismissed_at_any_interrupt_of_the_kernel(
 def test_starting_engines_join_the_lab_or_end_at_any_interrupt_of_the_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(meeting, "timed", lambda work: nullcontext(SimpleNamespace(tell=lambda: None)))
-    monkeypatch.setattr(meeting, "wait_for_engines", lambda *rest: None)
+    monkeypatch.setattr(engine_admission, "timed", lambda work: nullcontext(SimpleNamespace(tell=lambda: None)))
+    monkeypatch.setattr(engine_admission, "wait_for_engines", lambda *rest: None)
     for line in range(1, MOST):
         cluster, up = Engines(2), set[int]()
         cluster.row_subscriber = SimpleNamespace(connect_engine=lambda address: None)  # type: ignore[attr-defined]
         cluster.processes = SimpleNamespace(next_engine=2, start_engine=up.add, dismiss_engine=up.discard)  # type: ignore[attr-defined]
         found = [SimpleNamespace(rank=r, id=r, process_key=100 + r, rpc_address="", rows_address="") for r in (2, 3)]
-        monkeypatch.setattr(meeting, "admit_engines", lambda cluster, numbers, found=found: found)
-        broken = interrupted(lambda c=cluster: meeting.start_more_engines(c, 2), line)  # type: ignore[misc, arg-type]
+        monkeypatch.setattr(engine_admission, "admit_engines", lambda cluster, numbers, found=found: found)
+        broken = interrupted(lambda c=cluster: engine_admission.start_more_engines(c, 2), line)  # type: ignore[misc, arg-type]
         assert {e.rank for e in cluster.engines} - {0, 1} == up, line
         if not broken:
             break
@@ -183,17 +183,17 @@ def test_starting_engines_join_the_lab_or_end_at_any_interrupt_of_the_kernel(
 def test_two_requests_at_once_take_different_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     live = Training(monkeypatch)
     live.resize_lock = threading.RLock()
-    invite, threads = resizing._begin_sessions, []
+    invite, threads = run_resize._begin_sessions, []
 
     def invites(run: Any, new: list[int]) -> None:
         if not threads:  # a second request comes after the first one has chosen its engine
-            threads.append(threading.Thread(target=resizing.resize_run, args=(live, 3)))
+            threads.append(threading.Thread(target=run_resize.resize_run, args=(live, 3)))
             threads[0].start()
             threads[0].join(0.2)
         invite(run, new)
 
-    monkeypatch.setattr(resizing, "_begin_sessions", invites)
-    resizing.resize_run(live, 3)  # type: ignore[arg-type]
+    monkeypatch.setattr(run_resize, "_begin_sessions", invites)
+    run_resize.resize_run(live, 3)  # type: ignore[arg-type]
     threads[0].join(60)
     assert sorted(live.carried()) == [[0, 1, 2], [0, 1, 3]]
 
@@ -201,9 +201,11 @@ def test_two_requests_at_once_take_different_engines(monkeypatch: pytest.MonkeyP
 def test_a_rank_that_dies_before_it_waits_is_missed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     live = Training(monkeypatch)
     live.cluster.describe_death = lambda rank: "ended with signal SIGKILL" if rank == 2 else None  # type: ignore[method-assign]
-    monkeypatch.setattr(resizing, "list_idle", lambda live: [2, 3])
+    monkeypatch.setattr(run_resize, "list_idle", lambda live: [2, 3])
     live.begin = lambda *rest, **more: {}  # type: ignore[method-assign]
-    monkeypatch.setattr(resizing, "begin_sessions", live.begin)
-    with pytest.raises(resizing.RankNotBegun, match="ranks 2, 3 did not join: the engine of rank 2 ended with signal"):
-        resizing.resize_run(live, 4)  # type: ignore[arg-type]
+    monkeypatch.setattr(run_resize, "begin_sessions", live.begin)
+    with pytest.raises(
+        run_resize.RankNotBegun, match="ranks 2, 3 did not join: the engine of rank 2 ended with signal"
+    ):
+        run_resize.resize_run(live, 4)  # type: ignore[arg-type]
     assert live.ending.ranks == {0, 1} and live.commands.dismissed == {2, 3}

@@ -17,12 +17,12 @@ from tests.waiting import until
 from workbench.cluster.api import launch
 from workbench.cluster.engines import engine_server
 from workbench.cluster.engines.engine_server import EngineServer
-from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.processes.lab_place import ClusterError
 from workbench.cluster.processes.supervised_thread import SupervisedThread
-from workbench.cluster.run.changes import Changes
-from workbench.cluster.run.controller import RunController
-from workbench.cluster.run.errors import RankError
-from workbench.cluster.transport.capture import OutputCapture
+from workbench.cluster.run.rank_errors import RankError
+from workbench.cluster.run.run_changes import Changes
+from workbench.cluster.run.run_controller import RunController
+from workbench.cluster.transport.output_capture import OutputCapture
 from workbench.cluster.transport.row_subscriber import RowSubscriber
 from workbench.experiment import Experiment
 from workbench.run import Run

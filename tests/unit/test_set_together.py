@@ -14,7 +14,7 @@ from tests.unit.test_tensor import parts
 from widgets.charts.marks import change_marks
 from workbench.analysis import list_stretches
 from workbench.analysis.export.export import as_python
-from workbench.cluster.run.changes import Changes, PendingChange
+from workbench.cluster.run.run_changes import Changes, PendingChange
 from workbench.experiment import Experiment, user_input
 from workbench.partitions import Pipeline
 from workbench.policies import Policy

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from workbench.cluster.run import last_rows
-from workbench.cluster.run import watch as watch_module
-from workbench.cluster.run.changes import Changes
-from workbench.cluster.run.controller import RunController
-from workbench.cluster.run.watch import RunWatch
-from workbench.cluster.transport import wire
+from workbench.cluster.run import run_watch as watch_module
+from workbench.cluster.run.run_changes import Changes
+from workbench.cluster.run.run_controller import RunController
+from workbench.cluster.run.run_watch import RunWatch
+from workbench.cluster.transport import row_encoding
 from workbench.engine.record.recorder import Recorder
 from workbench.experiment import Experiment
 from workbench.record.timeline import columns_of
@@ -73,7 +73,9 @@ def test_rows_are_read_from_a_disk_that_is_visible(live: RunController) -> None:
 
 
 def test_an_answering_rank_is_asked_for_lost_rows(live: RunController) -> None:
-    live.reorder_buffer.put_batch(wire.RowBatch("g", "marks", 1, 2, columns_of("marks", [(1, 6, "log", 0.6, "{}")])))
+    live.reorder_buffer.put_batch(
+        row_encoding.RowBatch("g", "marks", 1, 2, columns_of("marks", [(1, 6, "log", 0.6, "{}")]))
+    )
     assert asks(live) == ["rows"]
 
 

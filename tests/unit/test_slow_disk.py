@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 
 from tests.waiting import until
-from workbench.cluster.observe import disk
-from workbench.cluster.observe.disk import RunFolder
-from workbench.cluster.observe.recording import RecordMonitor
+from workbench.cluster.observe import run_folder
+from workbench.cluster.observe.record_monitor import RecordMonitor
+from workbench.cluster.observe.run_folder import RunFolder
 
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """The disk hangs until this event is set."""
-    event, there = threading.Event(), disk._has_run
+    event, there = threading.Event(), run_folder._has_run
 
     def slow(path: Path) -> bool:
         assert event.wait(30)
         return there(path)
 
-    monkeypatch.setattr(disk, "_has_run", slow)
+    monkeypatch.setattr(run_folder, "_has_run", slow)
     yield event
     event.set()
 

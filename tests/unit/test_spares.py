@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from workbench.cluster.engines import spares as module
-from workbench.cluster.engines.spares import MAX_FAILURES, PAUSE_BETWEEN_STARTS, SpareEngines
-from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.engines import spare_engines as module
+from workbench.cluster.engines.spare_engines import MAX_FAILURES, PAUSE_BETWEEN_STARTS, SpareEngines
+from workbench.cluster.processes.lab_place import ClusterError
 from workbench.lab import Lab
 from workbench.settings import KnobError
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from tests.unit.test_ending import came
 from workbench.analysis.compare.effect import _list_changes
-from workbench.cluster.run.changes import Changes
-from workbench.cluster.run.controller import RunController
+from workbench.cluster.run.run_changes import Changes
+from workbench.cluster.run.run_controller import RunController
 from workbench.experiment import Experiment
 from workbench.host.core.request_answers import MAX_ANSWERS, MAX_NAMES, RequestAnswer, remember_answer
 from workbench.run import Run

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
-from workbench.cluster.run import waiting
+from workbench.cluster.run import run_waiting
 from workbench.experiment import Experiment
 
 
@@ -20,14 +20,14 @@ def test_the_final_progress_line_covers_the_whole_run(
     monkeypatch: pytest.MonkeyPatch, first: int, made: int, seconds: float
 ) -> None:
     out = io.StringIO()
-    monkeypatch.setattr(waiting, "seen", lambda: True)
-    monkeypatch.setattr(waiting, "tqdm", lambda **rest: tqdm(file=out, **rest))
+    monkeypatch.setattr(run_waiting, "seen", lambda: True)
+    monkeypatch.setattr(run_waiting, "tqdm", lambda **rest: tqdm(file=out, **rest))
     run = SimpleNamespace(name="late", parent={"step": first} if first else {}, epoch=time.time() - seconds)
     live: Any = SimpleNamespace(run=run, changes=SimpleNamespace(experiment=Experiment()), steps_done=made,
                                 state="stopped", loss=1.5, hang_monitor=SimpleNamespace(holdup=""),
                                 cluster=None)  # fmt: skip
-    with waiting._make_progress(live) as line:
-        waiting._show_progress(live, line)
+    with run_waiting._make_progress(live) as line:
+        run_waiting._show_progress(live, line)
     last = out.getvalue().rpartition("\r")[2]
     found = re.search(r"late: (\d+)step \[00:(\d+), +([\d.]+)(step/s|s/step), stopped, loss 1.500\]", last)
     assert found, last

@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 import cloudpickle
 
 from workbench.cluster.engines.cluster import Cluster
-from workbench.cluster.engines.engines import list_versions
-from workbench.cluster.processes.place import ClusterError, LabPlace, alive, host_name, list_places, runs_dir
-from workbench.cluster.run.beginning import begin_sessions
-from workbench.cluster.run.changes import Changes, PendingChange, list_foreign_classes
-from workbench.cluster.run.controller import RunController
-from workbench.cluster.run.errors import RankError
-from workbench.cluster.run.resizing import resize_run as resize_run
-from workbench.cluster.run.watch import RunWatch
+from workbench.cluster.engines.engine_probe import list_versions
+from workbench.cluster.processes.lab_place import ClusterError, LabPlace, alive, host_name, list_places, runs_dir
+from workbench.cluster.run.rank_errors import RankError
+from workbench.cluster.run.run_changes import Changes, PendingChange, list_foreign_classes
+from workbench.cluster.run.run_controller import RunController
+from workbench.cluster.run.run_resize import resize_run as resize_run
+from workbench.cluster.run.run_watch import RunWatch
+from workbench.cluster.run.session_start import begin_sessions
 from workbench.experiment import Experiment, user_input
 from workbench.record.folders import make_private_folder
 from workbench.record.run import Run, RunError

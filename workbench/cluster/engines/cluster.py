@@ -14,20 +14,27 @@ from typing import Any
 import zmq
 
 from workbench.cluster.engines import engine_server
-from workbench.cluster.engines.engines import Engine
-from workbench.cluster.engines.health import ProcessHealth
-from workbench.cluster.engines.meeting import admit_engines
-from workbench.cluster.engines.renewing import EngineRenewal
-from workbench.cluster.engines.spares import SpareEngines
-from workbench.cluster.engines.state import ClusterState
+from workbench.cluster.engines.cluster_state import ClusterState
+from workbench.cluster.engines.engine_admission import admit_engines
+from workbench.cluster.engines.engine_probe import Engine
+from workbench.cluster.engines.engine_renewal import EngineRenewal
+from workbench.cluster.engines.process_health import ProcessHealth
+from workbench.cluster.engines.spare_engines import SpareEngines
 from workbench.cluster.processes.duration_history import awaited, describe_start, timed
-from workbench.cluster.processes.logs import log_tail
-from workbench.cluster.processes.place import ClusterError, LabPlace, alive, check_connection, host_name, this_process
-from workbench.cluster.processes.processes import LabProcesses, end_processes, let_go, start_guard, wait_for
-from workbench.cluster.transport.keys import CurveKeys
+from workbench.cluster.processes.lab_place import (
+    ClusterError,
+    LabPlace,
+    alive,
+    check_connection,
+    host_name,
+    this_process,
+)
+from workbench.cluster.processes.lab_processes import LabProcesses, end_processes, let_go, start_guard, wait_for
+from workbench.cluster.processes.process_logs import log_tail
+from workbench.cluster.transport.curve_keys import CurveKeys
+from workbench.cluster.transport.row_encoding import RowBatch
 from workbench.cluster.transport.row_subscriber import RowSubscriber
 from workbench.cluster.transport.rpc_client import RpcClient
-from workbench.cluster.transport.wire import RowBatch
 from workbench.settings.describe_error import text_of
 
 START_TIMEOUT = 120.0  # seconds to come up

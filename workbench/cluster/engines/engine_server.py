@@ -20,13 +20,13 @@ import cloudpickle
 import zmq
 
 from workbench.cluster.engines import process_restart
-from workbench.cluster.engines.preempting import PreemptionSignal
+from workbench.cluster.engines.preemption_signal import PreemptionSignal
 from workbench.cluster.engines.rpc_handlers import RpcHandlers
-from workbench.cluster.processes.place import alive, host_name
+from workbench.cluster.processes.lab_place import alive, host_name
 from workbench.cluster.processes.supervised_thread import SupervisedThread
-from workbench.cluster.transport.capture import OutputCapture
-from workbench.cluster.transport.keys import CurveKeys, admit_client
-from workbench.cluster.transport.wire import RowBatch, encode_batch
+from workbench.cluster.transport.curve_keys import CurveKeys, admit_client
+from workbench.cluster.transport.output_capture import OutputCapture
+from workbench.cluster.transport.row_encoding import RowBatch, encode_batch
 from workbench.settings.describe_error import said, speaks, traceback_of
 
 ABANDONED_AFTER = 60.0  # seconds of silence from a remote kernel before a run is abandoned

@@ -1,7 +1,7 @@
 """Restarts an engine's process, and notes its kinds of run.
 
 A custom loop (a script or a function) leaves default types, seeds, modules and threads behind. So it gets a fresh
-process, and no later run uses that process. renewing.py is the lab's side.
+process, and no later run uses that process. engine_renewal.py is the lab's side.
 """
 
 from __future__ import annotations

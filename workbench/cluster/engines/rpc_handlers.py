@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import cloudpickle
 
 from workbench.cluster.engines import process_restart
-from workbench.cluster.observe import links
-from workbench.cluster.processes.stacks import stacks
-from workbench.cluster.transport import spool
+from workbench.cluster.observe import dead_links
+from workbench.cluster.processes.stack_dump import stacks
+from workbench.cluster.transport import disk_rows
 
 RANK_FIELDS = ("rank", "device", "joins", "ours", "store", "kind", "loopback")  # session arguments of one rank only
 
@@ -87,8 +87,8 @@ class RpcHandlers:
         return str(self.session.profiler.request_profile(steps)) if self.is_busy else None
 
     def on_wires(self, blob: bytes) -> list[list[Any]]:
-        """Returns this process's connections. See links.py."""
-        return links.list_connections()
+        """Returns this process's connections. See dead_links.py."""
+        return dead_links.list_connections()
 
     def on_trust(self, blob: bytes, secret: str) -> None:
         """Takes the next run's secret, in hexadecimal."""
@@ -119,14 +119,14 @@ class RpcHandlers:
     def on_rows(self, blob: bytes, kind: str, start: int) -> bytes:
         """Returns the rank's rows of `kind` from row `start` on, from its own disk."""
         rank = self.session_arguments["rank"]
-        return spool.pack_pieces(spool.read_pieces(self.run_folder, kind, rank, start), kind, rank)
+        return disk_rows.pack_pieces(disk_rows.read_pieces(self.run_folder, kind, rank, start), kind, rank)
 
     def on_files(self, blob: bytes) -> list[list[Any]]:
         """Returns [name, bytes] of each spooled file."""
-        return spool.list_files(self.run_folder, self.session_arguments["rank"])
+        return disk_rows.list_files(self.run_folder, self.session_arguments["rank"])
 
     def on_file(self, blob: bytes, name: str, start: int) -> bytes:
-        return spool.read_chunk(self.run_folder, name, start)
+        return disk_rows.read_chunk(self.run_folder, name, start)
 
     def handle_request(self, what: str, blob: bytes, rest: dict[str, Any]) -> Any:
         """Answers the request `what`. rest: the handler's own arguments"""

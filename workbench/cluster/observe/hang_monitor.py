@@ -25,7 +25,7 @@ from workbench.cluster.observe.hang_diagnosis import (
     find_stall,
     name_ranks,
 )
-from workbench.cluster.observe.recording import RecordMonitor
+from workbench.cluster.observe.record_monitor import RecordMonitor
 from workbench.record.run import Run
 from workbench.record.timeline import Rows
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from workbench.cluster.processes.place import LabPlace
+    from workbench.cluster.processes.lab_place import LabPlace
 
 PATIENCE = 6.0  # seconds for the guard, before a process ends itself
 DESCRIPTORS = 65_536  # per engine: soft limits of 1,024 were made for select()
@@ -48,7 +48,7 @@ def main(kind: str, file: str) -> None:
 
 def run_engine(place: Path) -> NoReturn:
     """Runs as an engine of the lab in `place`."""
-    from workbench.cluster.processes.stacks import answering
+    from workbench.cluster.processes.stack_dump import answering
 
     keep_watch(place)
     answering(place / "log")
@@ -62,7 +62,7 @@ def run_engine(place: Path) -> NoReturn:
 
 def keep_watch(place: Path) -> None:
     """Watches the lab's owner on a thread."""
-    from workbench.cluster.processes.place import LabPlace
+    from workbench.cluster.processes.lab_place import LabPlace
 
     threading.Thread(target=watch_owner, args=(LabPlace(place),), name="owner watch", daemon=True).start()
 
@@ -133,7 +133,7 @@ def watch_owner(place: LabPlace) -> None:
     """Ends this process and its children once the owner is gone. A detached lab has none."""
     import psutil
 
-    from workbench.cluster.processes.place import alive
+    from workbench.cluster.processes.lab_place import alive
 
     alone = 0.0
     while alone < PATIENCE:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from workbench.cluster.processes.place import runs_dir
+from workbench.cluster.processes.lab_place import runs_dir
 from workbench.record.folders import make_private_folder
 from workbench.record.store import write_atomically
 from workbench.settings.progress import Doing, doing, seen

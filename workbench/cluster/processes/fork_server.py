@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from workbench.cluster.processes.place import alive
+from workbench.cluster.processes.lab_place import alive
 
 LOADED = (  # else torch and ipykernel load torch._dynamo and ipykernel.debugger in every engine
     "torch", "torch._dynamo", "ipyparallel.engine.app", "ipykernel.debugger", "workbench.engine.rank.session",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from workbench.cluster.run.state import RunState
+from workbench.cluster.run.run_state import RunState
 from workbench.experiment.non_finite_rules import NO_ROWS
 from workbench.record.alarms import describe_layer, describe_value
 

@@ -11,19 +11,19 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from workbench.cluster.engines.engines import spans_hosts
-from workbench.cluster.engines.meeting import find_start_obstacle
-from workbench.cluster.observe import links
+from workbench.cluster.engines.engine_admission import find_start_obstacle
+from workbench.cluster.engines.engine_probe import spans_hosts
+from workbench.cluster.observe import dead_links
 from workbench.cluster.observe.hang_diagnosis import StallVerdict, name_ranks
-from workbench.cluster.processes.place import ClusterError
-from workbench.cluster.run.errors import RankError
-from workbench.cluster.run.resizing import POLL_INTERVAL, RankNotBegun, list_idle, list_returned, resize_run
-from workbench.cluster.run.state import RunState
+from workbench.cluster.processes.lab_place import ClusterError
+from workbench.cluster.run.rank_errors import RankError
+from workbench.cluster.run.run_resize import POLL_INTERVAL, RankNotBegun, list_idle, list_returned, resize_run
+from workbench.cluster.run.run_state import RunState
 from workbench.record.run import FINAL
 from workbench.settings import KnobError
 
 if TYPE_CHECKING:
-    from workbench.cluster.run.changes import PendingChange
+    from workbench.cluster.run.run_changes import PendingChange
 
 ANSWER_TIMEOUT = 2.0  # seconds for the remaining ranks to report whether they can go on
 RETRY_SUFFIX = "ask again"  # ends a temporary refusal
@@ -74,7 +74,7 @@ class Evictions:
 
     def name_dead_link(self, stall: StallVerdict) -> StallVerdict:
         """Names a dead link, if any, when all ranks wait."""
-        return links.name_dead_link(
+        return dead_links.name_dead_link(
             stall, self.live.cluster.rpc.ask_all("wires", timeout=ANSWER_TIMEOUT, ranks=self.live.members)
         )
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from workbench.cluster.run.commands import CommandQueue
+from workbench.cluster.run.command_queue import CommandQueue
 from workbench.cluster.run.evictions import Evictions
-from workbench.cluster.run.state import RunState
+from workbench.cluster.run.run_state import RunState
 
 
 def apply_new_generation(

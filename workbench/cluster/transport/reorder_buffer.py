@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from workbench.cluster.transport.wire import RowBatch
+from workbench.cluster.transport.row_encoding import RowBatch
 
 Piece = tuple[int, dict[str, Any]]
 Append = Callable[[str, int, int, dict[str, Any]], None]

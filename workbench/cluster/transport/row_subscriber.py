@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 import zmq
 
 from workbench.cluster.processes.supervised_thread import SupervisedThread
-from workbench.cluster.transport.keys import CurveKeys
-from workbench.cluster.transport.wire import RowBatch, decode_batches
+from workbench.cluster.transport.curve_keys import CurveKeys
+from workbench.cluster.transport.row_encoding import RowBatch, decode_batches
 from workbench.settings.describe_error import said
 
 PAUSE = 0.2  # seconds: fast enough for the eye

@@ -15,9 +15,9 @@ from typing import Any
 
 import zmq
 
-from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.processes.lab_place import ClusterError
 from workbench.cluster.processes.uninterruptible import without_interrupts
-from workbench.cluster.transport.keys import CurveKeys
+from workbench.cluster.transport.curve_keys import CurveKeys
 
 
 class NoAnswer(ClusterError):

@@ -15,21 +15,21 @@ from typing import Any
 import cloudpickle
 
 from workbench.cluster.engines.cluster import Cluster
-from workbench.cluster.observe.disk import PATIENCE, run_within
 from workbench.cluster.observe.hang_monitor import HangMonitor, decode_texts
-from workbench.cluster.processes.place import host_name
+from workbench.cluster.observe.run_folder import PATIENCE, run_within
+from workbench.cluster.processes.lab_place import host_name
 from workbench.cluster.processes.supervised_thread import SupervisedThread
 from workbench.cluster.run import generations, last_rows
 from workbench.cluster.run.alarm_monitor import AlarmMonitor
-from workbench.cluster.run.changes import Changes, PendingChange
-from workbench.cluster.run.commands import CommandQueue
+from workbench.cluster.run.command_queue import CommandQueue
 from workbench.cluster.run.evictions import Evictions
-from workbench.cluster.run.questions import RunQuestions
-from workbench.cluster.run.state import RunState
-from workbench.cluster.run.waiting import wait_for_run
-from workbench.cluster.transport import spool
+from workbench.cluster.run.run_changes import Changes, PendingChange
+from workbench.cluster.run.run_questions import RunQuestions
+from workbench.cluster.run.run_state import RunState
+from workbench.cluster.run.run_waiting import wait_for_run
+from workbench.cluster.transport import disk_rows
 from workbench.cluster.transport.reorder_buffer import ReorderBuffer
-from workbench.cluster.transport.wire import RowBatch
+from workbench.cluster.transport.row_encoding import RowBatch
 from workbench.record import alarms
 from workbench.record.run import FINAL, Run
 from workbench.settings.describe_error import said
@@ -96,11 +96,11 @@ class RunController(RunState, RunQuestions):
         self.hang_monitor.restore_places(spans)
         self.step = int(spans.step.max()) if len(spans) else 0
 
-    def _read_missed(self, kind: str, rank: int, start: int) -> spool.Pieces:
+    def _read_missed(self, kind: str, rank: int, start: int) -> disk_rows.Pieces:
         if not self.is_elsewhere(rank):
             path = Path(self.run.path or ".")
-            return run_within(PATIENCE, lambda: spool.read_pieces(path, kind, rank, start))
-        return spool.unpack_pieces(self.cluster.rpc.ask_rank(rank, "rows", kind=kind, start=start)[1])
+            return run_within(PATIENCE, lambda: disk_rows.read_pieces(path, kind, rank, start))
+        return disk_rows.unpack_pieces(self.cluster.rpc.ask_rank(rank, "rows", kind=kind, start=start)[1])
 
     def _take_mark(self, rank: int, step: int, t: float, name: str, detail: dict[str, Any]) -> None:
         if name == "change":
@@ -208,7 +208,7 @@ class RunController(RunState, RunQuestions):
         self.hang_monitor.recording.note_saved(path, rows, None if self.over.is_set() else self.step)
 
     def wait(self, timeout: float | None = None) -> Run:
-        """Waits for the end with a progress line. Raises RankError if ranks failed. See waiting.py."""
+        """Waits for the end with a progress line. Raises RankError if ranks failed. See run_waiting.py."""
         return wait_for_run(self, timeout)
 
     # -- the end

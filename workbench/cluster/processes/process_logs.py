@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from workbench.cluster.processes.place import LabPlace
+from workbench.cluster.processes.lab_place import LabPlace
 
 
 def log_file(place: LabPlace, what: str) -> Path:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.cluster.processes.uninterruptible import without_interrupts
 from workbench.cluster.run import last_rows
-from workbench.cluster.run.state import RunState
+from workbench.cluster.run.run_state import RunState
 
 if TYPE_CHECKING:
-    from workbench.cluster.run.changes import PendingChange
+    from workbench.cluster.run.run_changes import PendingChange
 
 RESEND = "ask again"
 RESEND_INTERVAL = 0.2  # seconds until a command is sent again if there is no first rank

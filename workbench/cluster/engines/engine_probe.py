@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from workbench.cluster.processes.place import ClusterError, host_name
+from workbench.cluster.processes.lab_place import ClusterError, host_name
 from workbench.settings import KnobError
 
 PROBE_PREFIX = "workbench-probe "

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from workbench.cluster.observe.disk import PATIENCE, RunFolder, count_lacking, run_within
 from workbench.cluster.observe.hang_diagnosis import name_ranks
+from workbench.cluster.observe.run_folder import PATIENCE, RunFolder, count_lacking, run_within
 from workbench.record.run import Run
 from workbench.record.timeline import KINDS
 

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from workbench.cluster.engines.cluster import Cluster
 from workbench.cluster.observe.hang_monitor import HangMonitor
-from workbench.cluster.processes.place import ClusterError
-from workbench.cluster.run.changes import Changes, PendingChange
-from workbench.cluster.run.ending import RunEnding
+from workbench.cluster.processes.lab_place import ClusterError
+from workbench.cluster.run.run_changes import Changes, PendingChange
+from workbench.cluster.run.run_ending import RunEnding
 from workbench.cluster.transport.reorder_buffer import ReorderBuffer
 from workbench.record.run import Run
 from workbench.settings.describe_error import said, text_of

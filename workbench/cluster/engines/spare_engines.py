@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Collection
 
 from workbench.cluster.engines import engine_server
-from workbench.cluster.engines.meeting import find_start_obstacle, start_more_engines
-from workbench.cluster.engines.state import ClusterState
+from workbench.cluster.engines.cluster_state import ClusterState
+from workbench.cluster.engines.engine_admission import find_start_obstacle, start_more_engines
 from workbench.cluster.processes.supervised_thread import SupervisedThread
 from workbench.settings.describe_error import text_of
 

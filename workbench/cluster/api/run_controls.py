@@ -10,11 +10,11 @@ import time
 from typing import Any
 
 from workbench.cluster.engines.cluster import Cluster
-from workbench.cluster.engines.stacks_of_ranks import Stacks, gather_stacks
-from workbench.cluster.processes.place import ClusterError
-from workbench.cluster.run.changes import PendingChange
-from workbench.cluster.run.controller import RunController
-from workbench.cluster.run.resizing import resize_run
+from workbench.cluster.engines.rank_stacks import Stacks, gather_stacks
+from workbench.cluster.processes.lab_place import ClusterError
+from workbench.cluster.run.run_changes import PendingChange
+from workbench.cluster.run.run_controller import RunController
+from workbench.cluster.run.run_resize import resize_run
 from workbench.record.kept import PendingCheckpoint
 from workbench.settings import KnobError
 

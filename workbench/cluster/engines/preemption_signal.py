@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from workbench.cluster.processes.place import LabPlace
+from workbench.cluster.processes.lab_place import LabPlace
 
 SAME_NOTICE = 5.0  # seconds within which a second SIGTERM is the same notice
 REPORT_WAIT = 1.5  # seconds for the kernel to learn that the rank left

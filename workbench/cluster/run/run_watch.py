@@ -6,16 +6,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workbench.cluster.processes.place import ClusterError, alive
+from workbench.cluster.processes.lab_place import ClusterError, alive
 from workbench.cluster.processes.supervised_thread import SupervisedThread
 from workbench.cluster.run import last_rows
-from workbench.cluster.run.errors import RankError, align_death_steps, explain_lost_state
+from workbench.cluster.run.rank_errors import RankError, align_death_steps, explain_lost_state
 from workbench.record import checkpoints
 from workbench.record.tidy import OFTEN, Tidy
 
 if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
-    from workbench.cluster.run.controller import RunController
+    from workbench.cluster.run.run_controller import RunController
 
 POLL_INTERVAL = 0.2  # seconds between checks
 STATUS_INTERVAL = 1.0  # seconds between requests

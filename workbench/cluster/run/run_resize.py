@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 
-from workbench.cluster.engines.meeting import find_start_obstacle, reuse_engine, start_more_engines
+from workbench.cluster.engines.engine_admission import find_start_obstacle, reuse_engine, start_more_engines
 from workbench.cluster.observe.hang_diagnosis import name_ranks
-from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.processes.lab_place import ClusterError
 from workbench.cluster.processes.uninterruptible import without_interrupts
 from workbench.cluster.run import last_rows
-from workbench.cluster.run.beginning import begin_sessions
-from workbench.cluster.run.changes import PendingChange
-from workbench.cluster.run.state import RunState
+from workbench.cluster.run.run_changes import PendingChange
+from workbench.cluster.run.run_state import RunState
+from workbench.cluster.run.session_start import begin_sessions
 from workbench.experiment.user_input import MAX_RANKS
 from workbench.settings import KnobError
 from workbench.settings.progress import doing

@@ -8,10 +8,10 @@ from typing import Any
 
 from workbench.cluster.engines import engine_server
 from workbench.cluster.engines.cluster import Cluster
-from workbench.cluster.engines.engines import spans_hosts
-from workbench.cluster.processes.place import ClusterError
-from workbench.cluster.run.ending import LEAVE_TIMEOUT
-from workbench.cluster.run.errors import RankError
+from workbench.cluster.engines.engine_probe import spans_hosts
+from workbench.cluster.processes.lab_place import ClusterError
+from workbench.cluster.run.rank_errors import RankError
+from workbench.cluster.run.run_ending import LEAVE_TIMEOUT
 from workbench.settings.describe_error import class_of, text_of
 
 SECRET_TIMEOUT = 30.0  # seconds for all ranks to take the secret

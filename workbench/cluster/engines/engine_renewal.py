@@ -12,12 +12,17 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from workbench.cluster.engines import engine_server
-from workbench.cluster.engines.engines import Engine, probe_engines
-from workbench.cluster.engines.health import ProcessHealth
-from workbench.cluster.engines.meeting import START_TIMEOUT, find_start_obstacle, replace_engines, wait_for_engines
-from workbench.cluster.engines.state import ClusterState
+from workbench.cluster.engines.cluster_state import ClusterState
+from workbench.cluster.engines.engine_admission import (
+    START_TIMEOUT,
+    find_start_obstacle,
+    replace_engines,
+    wait_for_engines,
+)
+from workbench.cluster.engines.engine_probe import Engine, probe_engines
+from workbench.cluster.engines.process_health import ProcessHealth
 from workbench.cluster.processes.duration_history import describe_start, timed
-from workbench.cluster.processes.place import ClusterError
+from workbench.cluster.processes.lab_place import ClusterError
 from workbench.settings.describe_error import text_of
 
 PAUSE_AFTER_RUN = 0.3  # seconds after a run: the lab may close first

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from workbench.cluster.run.errors import is_consequence
+from workbench.cluster.run.rank_errors import is_consequence
 from workbench.record.run import FINAL
 
 MIN_STEP_WAIT = 1.0  # seconds

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from workbench.cluster.engines import engine_server
-from workbench.cluster.engines.engines import Engine, check_versions, choose_devices, probe_engines, spans_hosts
-from workbench.cluster.engines.state import ClusterState
+from workbench.cluster.engines.cluster_state import ClusterState
+from workbench.cluster.engines.engine_probe import Engine, check_versions, choose_devices, probe_engines, spans_hosts
 from workbench.cluster.processes.duration_history import describe_start, timed
 from workbench.cluster.processes.fork_server import ForkedEngine
-from workbench.cluster.processes.logs import code_in_words, log_tail
-from workbench.cluster.processes.place import ClusterError, host_name, this_process
+from workbench.cluster.processes.lab_place import ClusterError, host_name, this_process
+from workbench.cluster.processes.process_logs import code_in_words, log_tail
 from workbench.cluster.processes.uninterruptible import without_interrupts
 from workbench.experiment.user_input import MAX_RANKS
 

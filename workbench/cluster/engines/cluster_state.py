@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from workbench.cluster.engines.engines import Engine
-from workbench.cluster.processes.place import ClusterError, LabPlace
-from workbench.cluster.processes.processes import LabProcesses
-from workbench.cluster.transport.keys import CurveKeys
+from workbench.cluster.engines.engine_probe import Engine
+from workbench.cluster.processes.lab_place import ClusterError, LabPlace
+from workbench.cluster.processes.lab_processes import LabProcesses
+from workbench.cluster.transport.curve_keys import CurveKeys
 from workbench.cluster.transport.row_subscriber import RowSubscriber
 from workbench.cluster.transport.rpc_client import RpcClient
 

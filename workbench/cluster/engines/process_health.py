@@ -15,12 +15,12 @@ from collections.abc import Collection, Iterable
 
 import psutil
 
-from workbench.cluster.engines.engines import Engine
-from workbench.cluster.engines.state import ClusterState
+from workbench.cluster.engines.cluster_state import ClusterState
+from workbench.cluster.engines.engine_probe import Engine
 from workbench.cluster.processes.exit_causes import Scarcity
 from workbench.cluster.processes.fork_server import ForkedEngine
-from workbench.cluster.processes.logs import code_in_words
-from workbench.cluster.processes.place import alive, host_name
+from workbench.cluster.processes.lab_place import alive, host_name
+from workbench.cluster.processes.process_logs import code_in_words
 from workbench.cluster.processes.supervised_thread import SupervisedThread
 
 POLL_INTERVAL = 1.0  # seconds between checks

@@ -21,9 +21,9 @@ from typing import Any
 import psutil
 
 from workbench.cluster.processes.fork_server import QUIET, ForkedEngine, ForkServer, can_fork
-from workbench.cluster.processes.logs import code_in_words, log_file, log_tail
-from workbench.cluster.processes.place import ClusterError, LabPlace, alive
+from workbench.cluster.processes.lab_place import ClusterError, LabPlace, alive
 from workbench.cluster.processes.ports import is_taken, list_listened, list_ports
+from workbench.cluster.processes.process_logs import code_in_words, log_file, log_tail
 
 _HERE = Path(__file__).parent
 FEW = {"MALLOC_ARENA_MAX": "2"}  # else threads keep memory that other threads freed: 40 MB after 500 live changes

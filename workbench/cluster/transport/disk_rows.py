@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from workbench.cluster.transport.wire import RowBatch, cut_columns, decode_batches, encode_batch
+from workbench.cluster.transport.row_encoding import RowBatch, cut_columns, decode_batches, encode_batch
 from workbench.record import store
 
 CHUNK = 1 << 20  # bytes per message

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from workbench.cluster.processes.place import ClusterError
-from workbench.cluster.run.state import RunState
+from workbench.cluster.processes.lab_place import ClusterError
+from workbench.cluster.run.run_state import RunState
 from workbench.settings.progress import doing, seen
 
 if TYPE_CHECKING:

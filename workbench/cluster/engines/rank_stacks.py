@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection
 
 from workbench.cluster.engines.cluster import Cluster
-from workbench.cluster.processes.stacks import ASK, stacks_file
+from workbench.cluster.processes.stack_dump import ASK, stacks_file
 
 ANSWER_TIMEOUT = 2.0  # seconds for an engine's answer
 DUMP_TIMEOUT = 2.0  # seconds from signal to stacks
