@@ -453,7 +453,7 @@ _FAULTS = (  # mistakes that existed before outside faults were handled
     Mutant("norm: a complex gradient counts with its real part", "rank/dtypes.py", "return torch.view_as_real(x)",
            "return x.real", ("tests/laws/test_element_types.py", "-m", "ranks or not ranks", "-k",
                              "norm_of_a_complex"), "clipping lets long gradients through"),
-    Mutant("optimizers: one that asks for a closure is taken", "experiment/closure_rules.py", "if e.task.leads:",
+    Mutant("optimizers: one that asks for a closure is taken", "experiment/closure_rules.py", "if e.task.has_own_loop:",
            "if True:", REFUSED, "LBFGS raises a bare TypeError"),
     Mutant("empty batch: nobody looks whether it has rows", "host/observe/non_finite.py", "if has_no_rows(batch):",
            "if False:", REFUSED, "the advice is to lower the learning rate"),

@@ -92,7 +92,7 @@ def run(
     asked = [*map(setting, knobs or ()), ("steps", steps), ("ranks", ranks)]
     start = begun(recipe, resume, words or [])
     experiment = user_input.turned(start, [(path, value) for path, value in asked if value is not None])
-    experiment = experiment if experiment.steps or experiment.task.leads else experiment.set("steps", 200)
+    experiment = experiment if experiment.steps or experiment.task.has_own_loop else experiment.set("steps", 200)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out}: is there already; name a directory that is new")
     from workbench.entrypoints.termination import CODE, describe_end, handle_sigterm
@@ -104,7 +104,7 @@ def run(
         try:
             done = with_lab.run(experiment, out=out, resume=resume)
             ending.lab = with_lab
-            followed(done) if experiment.task.leads else done.wait()
+            followed(done) if experiment.task.has_own_loop else done.wait()
             print_summary(done)
         finally:
             with_lab.close()

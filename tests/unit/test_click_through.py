@@ -16,7 +16,7 @@ from workbench.compressors import Dense, Zen
 from workbench.experiment import Experiment
 from workbench.tasks import ClickThrough, TaskError
 from workbench.tasks._clicks import auc
-from workbench.tasks.click_through import dealt_ids, held_out, planted
+from workbench.tasks.click_through import held_out, planted, shard_ids
 
 SMALL = ClickThrough(fields=3, ids=200, numbers=2, width=4, hidden=8)
 
@@ -130,7 +130,7 @@ def test_with_shards_ranks_share_no_first_id_and_all_other_ids() -> None:
 
 def test_ids_are_dealt_out_completely_with_even_frequencies() -> None:
     frequency = planted(ClickThrough()._about).frequency
-    shares = [dealt_ids(frequency, 4, rank) for rank in range(4)]
+    shares = [shard_ids(frequency, 4, rank) for rank in range(4)]
     assert torch.equal(torch.stack(shares).sum(0), frequency)
     assert all(float(share.sum()) == pytest.approx(0.25, abs=1e-3) for share in shares)
     with pytest.raises(TaskError, match="ids=3: cannot be dealt to 4 ranks; take at most 3 ranks, or shards='iid'"):

@@ -17,7 +17,7 @@ from workbench.experiment import Experiment
 from workbench.fabric import traffic
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, KFAC
-from workbench.strategies._kronecker import Layer, dealt
+from workbench.strategies._kronecker import Layer, assign_layers
 
 pytestmark = pytest.mark.ranks
 LR, MOMENTUM = 0.1, 0.9
@@ -176,10 +176,10 @@ def test_with_kronecker_blocks_a_step_is_the_exact_gauss_newton_step() -> None:
 def test_layers_are_dealt_out_by_cost(ranks: int) -> None:
     """Graham 1969: the largest job first, each to the least loaded rank, is within 4/3 of the optimum."""
     layers = [Layer(str(n), "", n, 3) for n in (40, 64, 20, 33, 64, 50, 12)]
-    owner = dealt(layers, ranks)
+    owner = assign_layers(layers, ranks)
     cost = {x.weight + str(i): x.inputs**3 + x.outputs**3 for i, x in enumerate(layers)}
     assert set(owner) == {x.weight for x in layers}
-    spread = dealt([x._replace(weight=w) for w, x in zip(cost, layers, strict=True)], ranks)
+    spread = assign_layers([x._replace(weight=w) for w, x in zip(cost, layers, strict=True)], ranks)
     mine = max(sum(cost[w] for w, r in spread.items() if r == rank) for rank in range(ranks))
     best = min(
         max(sum(c for c, r in zip(cost.values(), who, strict=True) if r == rank) for rank in range(ranks))

@@ -107,7 +107,7 @@ def _typed(cls: type) -> Any:
 @pytest.mark.parametrize("base", FAMILIES, ids=lambda b: b.__name__)
 def test_every_member_survives_json_and_has_documented_knobs(base: type) -> None:
     for name, member in members(base).items():
-        own = member is Task or getattr(member, "leads", False)  # made of a user's own objects
+        own = member is Task or getattr(member, "has_own_loop", False)  # made of a user's own objects
         if own or not member.__module__.startswith("workbench."):
             continue
         value = member()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.spread import elements, local
-from workbench.host.placement.strided_slices import StridedSlice, deal_slices, refine_slices
+from workbench.host.placement.strided_slices import StridedSlice, cut_slices, refine_slices
 
 
 def drawn(rng: random.Random, size: int) -> StridedSlice:
@@ -88,7 +88,7 @@ def test_a_line_is_dealt_in_order_with_cuts_at_the_nearest_borders() -> None:
         widths = {name: width for _, width, name in line}
         total = sum(s.element_count * width for s, width, _ in line)
         ends = [*sorted(rng.randint(0, total) for _ in range(rng.randint(0, 4))), total]
-        hands = deal_slices(line, ends)
+        hands = cut_slices(line, ends)
         dealt = [(name, e) for hand in hands for s, name in hand for e in elements(s)]
         assert dealt == [(name, e) for s, _, name in line for e in elements(s)]
         at = 0

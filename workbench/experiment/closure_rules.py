@@ -15,7 +15,7 @@ def explain_refusal(e: Experiment, made: Callable[[], Any]) -> str | None:
 
     made: makes `e`'s optimizer for its model
     """
-    if e.task.leads:
+    if e.task.has_own_loop:
         return None
     optimizer = made()
     asks = inspect.signature(type(optimizer).step).parameters.get("closure")

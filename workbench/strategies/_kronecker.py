@@ -45,16 +45,16 @@ def seen(factors: Iterable[Factors]) -> list[Layer]:
     return [Layer(f.weight, f.bias, len(f.inputs), len(f.outputs)) for f in factors]
 
 
-def dealt(layers: Sequence[Layer], size: int) -> dict[str, int]:
+def assign_layers(layers: Sequence[Layer], size: int) -> dict[str, int]:
     """Returns, by weight, which of `size` ranks inverts its factors.
 
     The costliest layer comes first, and each goes to the least loaded rank. A matrix of n rows costs n^3.
     """
-    return _dealt(tuple(layers), size)
+    return _assign_layers(tuple(layers), size)
 
 
 @lru_cache(maxsize=16)  # every rank calls it in every step
-def _dealt(layers: tuple[Layer, ...], size: int) -> dict[str, int]:
+def _assign_layers(layers: tuple[Layer, ...], size: int) -> dict[str, int]:
     load, owner = [0] * size, {}
     for layer in sorted(layers, key=_cost, reverse=True):
         owner[layer.weight] = lightest = load.index(min(load))

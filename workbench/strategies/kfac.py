@@ -16,8 +16,8 @@ from workbench.strategies._base import Strategy
 from workbench.strategies._kronecker import (
     Gradients,
     Layer,
+    assign_layers,
     cubes,
-    dealt,
     fold,
     invert,
     keep,
@@ -161,7 +161,7 @@ class KFAC(Strategy):
 
     async def _invert(self, rank: Rank, state: _State) -> None:
         """Inverts this rank's layers; then the ranks that keep inverses exchange them."""
-        keepers, owner = _along(rank, "keepers"), dealt(state.layers, rank.size)
+        keepers, owner = _along(rank, "keepers"), assign_layers(state.layers, rank.size)
         mine = [layer for layer in state.layers if owner[layer.weight] == rank.index]
         inverted = partial(invert, state.memory, damping=self.damping)
         own = await rank.work(lambda: list(map(inverted, mine)), cubes(mine), "inverses")
@@ -180,7 +180,7 @@ class KFAC(Strategy):
         if not state.layers:
             return
         keepers, receivers = _along(rank, "keepers"), _along(rank, "receivers")
-        owner, gradients = dealt(state.layers, rank.size), Gradients(await rank.grads())
+        owner, gradients = assign_layers(state.layers, rank.size), Gradients(await rank.grads())
         made: dict[Layer, Tensor] = {}
         for source, theirs in _by(lambda x: owner[x.weight] // keepers.size, state.layers, receivers.size):
             if source == receivers.index:

@@ -39,9 +39,9 @@ def adopt(
     import torch
     from torch import nn
 
-    from workbench.tasks._dealt import dealt
     from workbench.tasks._groups import Groups, Schedule
     from workbench.tasks._judged import Model, fitting
+    from workbench.tasks._loader_shards import adopt_loader
 
     model = getattr(model, "_orig_mod", model)  # torch.compile's
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
@@ -64,7 +64,7 @@ def adopt(
         scaled = "float16 needs its losses scaled, which is not adopted; " if "16" in str(autocast) else ""
         raise KnobError(f"autocast={short(str(autocast))}: {scaled}must be 'bf16' or None")
     groups = Groups(optimizer, model)
-    data = dealt(loader, batch, accumulate)
+    data = adopt_loader(loader, batch, accumulate)
     precision = None if autocast is None else torch.bfloat16
     return Task(
         model=Model(model, groups.of), data=data, loss=fitting(model, data, loss, accumulate, precision),

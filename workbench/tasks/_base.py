@@ -69,7 +69,7 @@ class TaskBase(Family):
     metric: ClassVar[str] = "held-out loss"
     keeps: ClassVar[bool] = False  # whether the run's end saves a checkpoint, if the ranks have a step in common
     looks_up: ClassVar[bool] = False  # whether it names a batch's rows of embedding tables
-    leads: ClassVar[bool] = False  # whether its own loop makes the steps
+    has_own_loop: ClassVar[bool] = False  # whether its own loop makes the steps
 
     def build(self) -> Learner:
         """Returns the functions that the engine calls on each rank."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from workbench.settings import KnobError, short
 from workbench.tasks._base import TaskError
-from workbench.tasks._loops import Led, leads, steps
+from workbench.tasks._loops import LedRank, find_led_rank, steps
 from workbench.tasks._written import written
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ B = TypeVar("B")
 class Block:
     """The object that `training` gives to its block, on rank `rank` of `ranks`; a process alone is rank 0 of 1."""
 
-    def __init__(self, model: nn.Module, led: Led | None) -> None:
+    def __init__(self, model: nn.Module, led: LedRank | None) -> None:
         self._model, self._led, self._over = model, led, False
         self.rank, self.ranks = led.rank_and_size if led is not None else (0, 1)
 
@@ -78,7 +78,7 @@ def training(model: nn.Module, *optimizers: Optimizer) -> Iterator[Block]:
     model:      the Module that the loop calls. A run has one model and one block
     optimizers: the optimizers that step it
     """
-    led = leads()
+    led = find_led_rank()
     _check(model, optimizers)
     if led is not None:
         led.enter_block()

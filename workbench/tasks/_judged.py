@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from workbench.settings import KnobError
 from workbench.tasks._chance import Chance
-from workbench.tasks._dealt import Examples, Micros, Whole
+from workbench.tasks._loader_shards import Examples, Micros, Whole
 
 
 class Model:

@@ -11,7 +11,7 @@ from workbench.settings import KnobError, short
 B = TypeVar("B")
 
 
-class Led(Protocol):
+class LedRank(Protocol):
     """A loop's rank, as the loop sees it.
 
     rank_and_size: its rank and the number of ranks
@@ -25,7 +25,7 @@ class Led(Protocol):
     @property
     def rank_and_size(self) -> tuple[int, int]: ...
 
-    def deal_batches(self, loader: Iterable[Any], model: Any, accumulate: int) -> Iterator[Any]:
+    def share_out_batches(self, loader: Iterable[Any], model: Any, accumulate: int) -> Iterator[Any]:
         """Returns this rank's share of one pass; `model` is the model that it trains."""
 
     def enter_block(self) -> None:
@@ -35,12 +35,12 @@ class Led(Protocol):
         """Ends the block, by this `error` if any. Returns whether `error` only stops the loop."""
 
 
-LEADS: dict[int, Led] = {}  # by thread, the rank whose loop runs on it
+LED_RANKS: dict[int, LedRank] = {}  # by thread, the rank whose loop runs on it
 
 
-def leads() -> Any:
+def find_led_rank() -> Any:
     """Returns the rank whose loop runs on this thread, or None."""
-    return LEADS.get(threading.get_ident())
+    return LED_RANKS.get(threading.get_ident())
 
 
 def steps(loader: Iterable[B], model: Any, accumulate: int = 1) -> Iterator[B]:
@@ -56,5 +56,5 @@ def steps(loader: Iterable[B], model: Any, accumulate: int = 1) -> Iterator[B]:
     """
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or not 1 <= accumulate <= 10**6:
         raise KnobError(f"accumulate={short(accumulate)}: must be an integer in [1, 1000000] batches")
-    rank = leads()
-    return iter(loader) if rank is None else cast(Iterator[B], rank.deal_batches(loader, model, accumulate))
+    rank = find_led_rank()
+    return iter(loader) if rank is None else cast(Iterator[B], rank.share_out_batches(loader, model, accumulate))

@@ -1,4 +1,4 @@
-"""Deals examples to ranks as shards, evenly or skewed."""
+"""Splits examples into shards, one for each rank, evenly or skewed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from workbench.tasks._base import TaskError, shuffled
 
 
-def dealt(shards: list[Tensor], rank: int, batch: int, seed: int) -> Iterator[Tensor]:
+def draw_from_shard(shards: list[Tensor], rank: int, batch: int, seed: int) -> Iterator[Tensor]:
     """Yields indices of one rank's batches without end from its own shard, shuffled each epoch: (batch,) int64."""
     mine = shards[rank]
     return (mine[index] for index in shuffled(len(mine), 0, 1, batch, seed * 4099 + rank))

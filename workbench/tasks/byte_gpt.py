@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from workbench.settings import knob
 from workbench.tasks._base import Learner, TaskBase, shuffled
-from workbench.tasks._shards import by_files, dealt
+from workbench.tasks._shards import by_files, draw_from_shard
 from workbench.tasks._source import ends, source
 from workbench.tasks._split import Colwise, Plan, Rowwise, Scatter, Sequence
 
@@ -69,7 +69,7 @@ class ByteGPT(TaskBase):
         if self.shards == "iid":
             order = shuffled(len(windows), rank, ranks, batch, seed, used)
         else:
-            order = dealt(_filed(self.context, ranks), rank, batch, seed)
+            order = draw_from_shard(_filed(self.context, ranks), rank, batch, seed)
         return (windows[index] for index in order)
 
 

@@ -79,7 +79,7 @@ class ClickThrough(TaskBase):
 
     def _batches(self, rank: int, ranks: int, batch: int, seed: int, used: int = 0) -> Iterator[Batch]:
         world = planted(self._about)
-        first = world.frequency if self.shards == "iid" else dealt_ids(world.frequency, ranks, rank)
+        first = world.frequency if self.shards == "iid" else shard_ids(world.frequency, ranks, rank)
         below = first.cumsum(0)
         about = f"{seed}/{rank}/{ranks}" + (f"/{used}" if used else "")
         generator = torch.Generator().manual_seed(zlib.crc32(about.encode()))
@@ -143,7 +143,7 @@ def planted(about: About) -> World:
     return World(frequency, frequency.cumsum(0), alone, factors, weights)
 
 
-def dealt_ids(frequency: Tensor, ranks: int, rank: int) -> Tensor:
+def shard_ids(frequency: Tensor, ranks: int, rank: int) -> Tensor:
     """Returns the frequencies of the ids of `rank`, zero elsewhere. Each id goes to the rank with the least so far."""
     n = len(frequency)
     if n < ranks:

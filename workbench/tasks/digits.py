@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from workbench.settings import knob
 from workbench.tasks._base import Learner, TaskBase, TaskError, shuffled
-from workbench.tasks._shards import dealt, dirichlet
+from workbench.tasks._shards import dirichlet, draw_from_shard
 
 EVERY = 5  # one image in this many is held out
 
@@ -68,7 +68,7 @@ class Digits(TaskBase):
         if self.shards == "iid":
             order = shuffled(len(shown), rank, ranks, batch, seed, used)
         else:
-            order = dealt(_skewed(ranks, self.alpha, self.shard_seed), rank, batch, seed)
+            order = draw_from_shard(_skewed(ranks, self.alpha, self.shard_seed), rank, batch, seed)
         return ((images[index], shown[index]) for index in order)
 
 

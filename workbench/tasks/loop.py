@@ -39,7 +39,7 @@ class Loop(TaskBase):
 
     lr: ClassVar[float] = 0.0
     batch: ClassVar[int] = 0
-    leads: ClassVar[bool] = True
+    has_own_loop: ClassVar[bool] = True
     keeps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

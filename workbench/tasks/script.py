@@ -40,7 +40,7 @@ class Script(TaskBase):
 
     lr: ClassVar[float] = 0.0
     batch: ClassVar[int] = 0
-    leads: ClassVar[bool] = True
+    has_own_loop: ClassVar[bool] = True
     keeps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

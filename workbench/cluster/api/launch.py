@@ -148,7 +148,7 @@ def start_sessions(
         if live.ending.is_stop_requested:  # before anything began
             return live.end_run("stopped")
         cluster.wait()
-        cluster.renewal.replace_used(live.ranks, experiment.task.leads)
+        cluster.renewal.replace_used(live.ranks, experiment.task.has_own_loop)
         if live.ending.is_stop_requested:
             return live.end_run("stopped")
         cluster.on_batch = live.take_batch
@@ -160,7 +160,7 @@ def start_sessions(
         blob = _pickle_experiment((experiment, tuple(changes), new))
         _stamp_epoch(run)
         job = {"session": SESSION_CLASS, "generation": live.generation, "run_dir": str(run.path), "epoch": run.epoch,
-               "resume": str(begun) if begun else "", "leads": experiment.task.leads}  # fmt: skip
+               "resume": str(begun) if begun else "", "leads": experiment.task.has_own_loop}  # fmt: skip
         told = {"path": str(run.path), "generation": live.generation, "ranks": experiment.ranks, "epoch": run.epoch}
         cluster.place.write_state(run=told)
         cluster.health.note_shortages()

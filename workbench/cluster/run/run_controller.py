@@ -153,7 +153,7 @@ class RunController(RunState, RunQuestions):
         """Sends waiting commands. `RunWatch` then watches the run."""
         self.ending.restart_waits()
         self.hang_monitor.start_watch()
-        if self.initial_experiment.task.leads:
+        if self.initial_experiment.task.has_own_loop:
             self.cluster.renewal.follow_run(self)
         SupervisedThread("run orders", self.commands.send_next_command, self.over, self.note_error).start()
 

@@ -33,7 +33,7 @@ def resize_run(live: RunState, ranks: int) -> PendingChange:
     """Makes `ranks` ranks train from one of the next steps. Raises KnobError if that is impossible."""
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise KnobError(f"ranks={ranks!r}: must be an integer of at least 1")
-    if live.changes.experiment.task.leads:
+    if live.changes.experiment.task.has_own_loop:
         name = type(live.changes.experiment.task).__name__
         here = len(live.members)
         raise KnobError(f"ranks={ranks}: the loop of a {name} goes on with the {here} ranks that it began with")

@@ -70,14 +70,14 @@ class PipelinePerformer:
         """
         self.piece, self.share = None, 1.0
         here, index = spread.locate_rank(self._rank.id) if spread else (0, 0)
-        dealt = spread.split.share if spread and spread.split else 1.0
+        split_share = spread.split.share if spread and spread.split else 1.0
         if spread and (stages := spread.stages):
             self.piece = StageModule(self._parts.model, stages.pieces_of_stage(here), here, len(stages))
             self.share, self._shares = (
                 stages.compute_share(here),
-                tuple(s * dealt for s in stages.shares[here :: len(stages)]),
+                tuple(s * split_share for s in stages.shares[here :: len(stages)]),
             )
-        self.share *= dealt
+        self.share *= split_share
         self._tensor.take_slices(spread.split if spread else None, index, seed)
 
     def tune_partition(self, plans: tuple[PassPlan, ...], units: list[nn.Module], again: tuple[float, ...]) -> None:

@@ -94,7 +94,7 @@ class RankComponents(RankLoop):
             raise
 
     def _make_lead(self) -> tuple[TrainedModel, LoopLead]:
-        if self.experiment.task.leads:
+        if self.experiment.task.has_own_loop:
             loop = ScriptLoop(self)
             return ScriptModel(self, loop), ScriptLead(self, loop)
         return TaskModel(self), TaskLead(self)

@@ -1,4 +1,4 @@
-"""Deals a loop the batches of its passes, and ends its block, on the loop's thread."""
+"""Gives a loop the batches of its passes, and ends its block, on the loop's thread."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class ScriptBatches:
             vars(model).pop("forward", None)
         self._patched.clear()
 
-    def deal_batches(self, loader: Iterable[Any], model: nn.Module, accumulate: int) -> Iterator[Any]:
+    def share_out_batches(self, loader: Iterable[Any], model: nn.Module, accumulate: int) -> Iterator[Any]:
         """Yields this rank's batches of a pass. The last of `accumulate` batches exchanges gradients.
 
         See `workbench.tasks.steps`. Raises KnobError if the block is over.

@@ -1,6 +1,6 @@
 """Intercepts a loop's calls of torch: DistributedDataParallel, backward, state dicts and optimizer steps.
 
-Threads without a loop (see workbench.tasks.LEADS), such as the engine's, still get torch's own functions.
+Threads without a loop (see workbench.tasks.LED_RANKS), such as the engine's, still get torch's own functions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from workbench.host.memory.batches import move_to_device
 from workbench.settings import KnobError
-from workbench.tasks._loops import leads
+from workbench.tasks._loops import find_led_rank
 
 REDUCER_OPTIONS = (
     "bucket_cap_mb",
@@ -57,11 +57,11 @@ class DDPShim(DistributedDataParallel):
         super().__init__(*args, **kwargs)
         self._remove_autograd_hooks()
         del self.reducer, self.logger
-        self.led = leads()
+        self.led_rank = find_led_rank()
         self._require_all()
         self.options = {name: given[name] for name in REDUCER_OPTIONS if name in given}
         self.comm_hook: tuple[object, Callable[..., Any]] | None = None
-        self.led.wrappers.append(weakref.ref(self))
+        self.led_rank.wrappers.append(weakref.ref(self))
 
     def _require_all(self) -> None:
         """Raises KnobError if the script excludes ranks or parameters, because every strategy includes them."""
@@ -78,8 +78,8 @@ class DDPShim(DistributedDataParallel):
         if self.device_ids:
             args, kwargs = move_to_device((args, kwargs), str(self.device))
         learns = torch.is_grad_enabled()
-        run = self.led.enter_forward(self.module, self.require_backward_grad_sync) if learns else self.module
-        if self.will_sync_module_buffers() and (self.led.settled or not self.led.has_left):
+        run = self.led_rank.enter_forward(self.module, self.require_backward_grad_sync) if learns else self.module
+        if self.will_sync_module_buffers() and (self.led_rank.settled or not self.led_rank.has_left):
             self._sync_buffers()
         self.require_forward_param_sync = learns and self.require_backward_grad_sync  # torch's rule
         return run(*args, **kwargs)
@@ -110,16 +110,16 @@ class DDPShim(DistributedDataParallel):
     def _require_no_hook(self, name: str) -> None:
         if self.comm_hook is not None:
             raise RuntimeError(f"{name}: a communication hook can be registered only once")
-        if self.led.model is self.module:
+        if self.led_rank.model is self.module:
             raise KnobError(f"{name}: the first step has begun; register the hook before the first forward")
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
-        return {name: value for name, value in self.__dict__.items() if name not in ("process_group", "led")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("process_group", "led_rank")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super(DistributedDataParallel, self).__setstate__(state)
-        self.process_group, self.led = dist.distributed_c10d._get_default_group(), leads()
+        self.process_group, self.led_rank = dist.distributed_c10d._get_default_group(), find_led_rank()
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return {}
@@ -153,7 +153,7 @@ def install_hooks() -> None:
 
 
 def _new_ddp(cls: Any, *_: Any, **__: Any) -> Any:
-    return object.__new__(cls if leads() is None or issubclass(cls, DDPShim) else _make_shim_class(cls))
+    return object.__new__(cls if find_led_rank() is None or issubclass(cls, DDPShim) else _make_shim_class(cls))
 
 
 @cache
@@ -166,7 +166,7 @@ def _wrap_backward(really: Callable[..., None]) -> Callable[..., None]:
     @wraps(really)
     def backward(tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
                  grad_variables: Any = None, inputs: Any = None) -> None:  # fmt: skip
-        if (led := leads()) is None:
+        if (led := find_led_rank()) is None:
             return really(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
         given = grad_variables if grad_tensors is None else grad_tensors
         led.intercept_backward(
@@ -190,7 +190,7 @@ def _wrap_scale(really: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(really)
     def scale(self: Any, outputs: Any) -> Any:
         made = really(self, outputs)
-        if leads() is not None and isinstance(made, Tensor) and made is not outputs:
+        if find_led_rank() is not None and isinstance(made, Tensor) and made is not outputs:
             made.unscaled = outputs.detach()  # type: ignore[attr-defined]
         return made
 
@@ -201,7 +201,7 @@ def _wrap_save(really: Callable[..., None]) -> Callable[..., None]:
     @wraps(really)
     def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         really(self, destination, prefix, keep_vars)
-        if (led := leads()) is not None and not keep_vars:
+        if (led := find_led_rank()) is not None and not keep_vars:
             for name in self._parameters:
                 if (x := destination.get(prefix + name)) is not None:
                     destination[prefix + name] = led.separate_storage(x)
@@ -212,7 +212,7 @@ def _wrap_save(really: Callable[..., None]) -> Callable[..., None]:
 def _wrap_spawn(really: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(really)
     def spawn(*args: Any, **kwargs: Any) -> Any:
-        if leads() is None:
+        if find_led_rank() is None:
             return really(*args, **kwargs)
         raise KnobError("mp.spawn: starts ranks of its own; let the script read RANK and WORLD_SIZE, as for torchrun")
 
@@ -220,10 +220,10 @@ def _wrap_spawn(really: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_step_begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if (led := leads()) is not None:
+    if (led := find_led_rank()) is not None:
         led.check_step(optimizer)
 
 
 def _on_step_end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if (led := leads()) is not None:
+    if (led := find_led_rank()) is not None:
         led.note_step(optimizer)

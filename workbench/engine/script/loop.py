@@ -32,7 +32,7 @@ from workbench.host.memory.batches import numbers
 from workbench.settings import KnobError
 from workbench.tasks import Learner, TaskError
 from workbench.tasks._chance import Chance, Numbers
-from workbench.tasks._loops import LEADS
+from workbench.tasks._loops import LED_RANKS
 
 POLL_SECONDS = 0.2  # seconds between 2 checks whether this rank must leave
 END_TIMEOUT = 5.0  # seconds that the rank waits for the loop's thread at the end
@@ -227,7 +227,7 @@ class ScriptLoop(ScriptBatches):
     # -- on the loop's thread --
 
     def _run_loop(self) -> None:
-        LEADS[threading.get_ident()] = self
+        LED_RANKS[threading.get_ident()] = self
         error: BaseException | None = None
         task: Any = self.task
         try:
@@ -247,7 +247,7 @@ class ScriptLoop(ScriptBatches):
         except BaseException as failed:
             error = failed
         finally:
-            del LEADS[threading.get_ident()]
+            del LED_RANKS[threading.get_ident()]
             self.restore_forwards()
             self._arrivals.put(("end", error))
 

@@ -23,26 +23,26 @@ class ScriptLoopView(Protocol):
 class ScriptOptimizer:
     """The optimizers of a loop as one optimizer. Its step lets the loop step them."""
 
-    def __init__(self, led: ScriptLoopView) -> None:
-        self._led = led
+    def __init__(self, loop: ScriptLoopView) -> None:
+        self._loop = loop
         self.defaults: dict[str, Any] = {}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Copies, because only the loop sets rates."""
-        return [dict(group) for one in self._led.optimizers for group in one.param_groups]
+        return [dict(group) for one in self._loop.optimizers for group in one.param_groups]
 
     @property
     def classes(self) -> list[type]:
-        return [type(one) for one in self._led.optimizers]
+        return [type(one) for one in self._loop.optimizers]
 
     @property
     def state(self) -> Any:
-        found = [one.state for one in self._led.optimizers]
+        found = [one.state for one in self._loop.optimizers]
         return found[0] if len(found) == 1 else {p: slots for state in found for p, slots in state.items()}
 
     def step(self) -> None:
-        self._led.run_update()
+        self._loop.run_update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: the loop clears its gradients."""

@@ -146,7 +146,7 @@ class Checkpointer:
         """Returns (None, reason) if state cannot be written."""
         run = self.run
         strategy, replicas = run.experiment.strategy, run.rank.replicas
-        if run.experiment.task.leads:
+        if run.experiment.task.has_own_loop:
             try:
                 return await make_model_image(run), ""
             except UnsavableValue as error:
@@ -177,7 +177,7 @@ class Checkpointer:
             [change.plain() | {"at_step": change.at_step} for change in changes]
             for changes in (to_come, run.policy_runner.made)
         )
-        kind = MODEL_KIND if run.experiment.task.leads else "ranks"
+        kind = MODEL_KIND if run.experiment.task.has_own_loop else "ranks"
         trial = run.unsharder.trial if run.unsharder.sharded else None
         return {"kind": kind, "step": step, "ranks": run.rank.size, "experiment": run.experiment.plain(),
                 "held_out": run.held_out, "asked": asked, "planned": planned, "made": made,

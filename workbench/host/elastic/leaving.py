@@ -37,7 +37,7 @@ def explain_refusal(run: GenerationView, saved: Sequence[int], alive: bool = Fal
     e, rollback = run.experiment, run.rollback
     if rollback is None:
         return "not all ranks have begun to train"
-    if e.task.leads:
+    if e.task.has_own_loop:
         return "the loop that makes its steps goes on only with the ranks that it began with"
     if has_parts(e) and rollback.copies == 1 and not (rollback.is_gathering or saved or (alive and rollback.kept)):
         return explain_missing(e)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
-from workbench.host.placement.strided_slices import StridedSlice, deal_slices, refine_slices
+from workbench.host.placement.strided_slices import StridedSlice, cut_slices, refine_slices
 
 Held = Mapping[str, tuple[StridedSlice, ...]]  # by tensor name
 
@@ -150,7 +150,7 @@ class Placement:
         ends = [total * share // every for share in accumulate(shares)] if shares else [
             min(total, chunk * (k + 1)) for k in range(count)]  # fmt: skip
         pieces: list[dict[str, tuple[StridedSlice, ...]]] = [{} for _ in range(count)]
-        for piece, hand in zip(pieces, deal_slices(line, ends), strict=True):
+        for piece, hand in zip(pieces, cut_slices(line, ends), strict=True):
             for s, name in hand:
                 piece[name] = (*piece.get(name, ()), s)
         return list(pieces)

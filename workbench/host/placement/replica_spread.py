@@ -98,8 +98,8 @@ def _list_slices(split: TensorSplit) -> dict[str, list[tuple[StridedSlice, ...]]
     found: dict[str, list[tuple[StridedSlice, ...]]] = {}
     for dim in {made.dim for made in split.sliced.values()}:
         views = {name: made.view for name, made in split.sliced.items() if made.dim == dim}
-        dealt = Placement.place_slices(views, range(split.ways), dim)
-        found |= {name: [dealt.slices_of_rank(index)[name] for index in range(split.ways)] for name in views}
+        placement = Placement.place_slices(views, range(split.ways), dim)
+        found |= {name: [placement.slices_of_rank(index)[name] for index in range(split.ways)] for name in views}
     return found
 
 

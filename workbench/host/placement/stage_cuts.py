@@ -87,10 +87,10 @@ def _make_stages(e: Experiment, model: nn.Module, learner: Learner) -> StageCuts
     weights = [estimate_compute(part) for part in parts]
     ends = [0, *(begins or find_balanced_cut([weights], count * each)), len(parts)]
     pieces = tuple(tuple(parts[a:b]) for a, b in pairwise(ends))
-    dealt = [[part for piece in pieces[stage::count] for part in piece] for stage in range(count)]
+    stage_parts = [[part for piece in pieces[stage::count] for part in piece] for stage in range(count)]
     own = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers())}
     trained = {id(p) for p in model.parameters() if p.requires_grad}
-    names = tuple(frozenset(own[id(x)] for x in _list_tensors(some) if id(x) in own) for some in dealt)
+    names = tuple(frozenset(own[id(x)] for x in _list_tensors(some) if id(x) in own) for some in stage_parts)
     for name in (name for where, name in own.items() if where in trained):
         stages = [stage for stage, has in enumerate(names) if name in has]
         if len(stages) > 1:
@@ -100,7 +100,7 @@ def _make_stages(e: Experiment, model: nn.Module, learner: Learner) -> StageCuts
             )
         if not stages:
             raise KnobError(f"{said}: parameter {name} is in no part of the model; let `parts` return one that has it")
-    if empty := [stage for stage, some in enumerate(dealt) if not trained & {id(x) for x in _list_tensors(some)}]:
+    if empty := [stage for stage, some in enumerate(stage_parts) if not trained & {id(x) for x in _list_tensors(some)}]:
         would = "other cuts, or cuts=[]" if begins else "fewer stages, or a model whose parts are more alike"
         raise KnobError(f"stages={count}: stage {empty[0]} would have no parameters to train; take {would}")
     total = sum(weights)

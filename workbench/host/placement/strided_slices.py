@@ -160,18 +160,18 @@ def _join_members(blocks: Iterable[_PeriodicBlock]) -> int:
     return found
 
 
-def deal_slices(line: Iterable[tuple[StridedSlice, int, T]], ends: Sequence[int]) -> list[list[tuple[StridedSlice, T]]]:
+def cut_slices(line: Iterable[tuple[StridedSlice, int, T]], ends: Sequence[int]) -> list[list[tuple[StridedSlice, T]]]:
     """Lays slices end to end and cuts the line into pieces. The last piece takes the remainder.
 
     line: (slice, length of one element on the line, any value)
     ends: the end of each piece on the line; the cut is at the nearest border of two elements
 
-    >>> deal_slices([(StridedSlice(0, 4), 1, "a"), (StridedSlice(0, 8), 1, "b")], [6, 12])
+    >>> cut_slices([(StridedSlice(0, 4), 1, "a"), (StridedSlice(0, 8), 1, "b")], [6, 12])
     [[(StridedSlice(start=0, length=4, stride=0, times=1), 'a'),
       (StridedSlice(start=0, length=2, stride=0, times=1), 'b')],
      [(StridedSlice(start=2, length=6, stride=0, times=1), 'b')]]
     """
-    hands: list[list[tuple[StridedSlice, T]]] = [[] for _ in ends]
+    pieces: list[list[tuple[StridedSlice, T]]] = [[] for _ in ends]
     who = at = 0
     for whole, width, what in line:
         left = [whole]
@@ -179,12 +179,12 @@ def deal_slices(line: Iterable[tuple[StridedSlice, int, T]], ends: Sequence[int]
             one = left.pop()
             room = (2 * (ends[who] - at) + width) // (2 * width) if who < len(ends) - 1 else one.element_count
             if room >= one.element_count:
-                hands[who].append((one, what))
+                pieces[who].append((one, what))
                 at += one.element_count * width
                 continue
             head, tail = one.cut_at(room) if room > 0 else ([], [one])
-            hands[who] += [(s, what) for s in head]
+            pieces[who] += [(s, what) for s in head]
             at += max(room, 0) * width
             left += reversed(tail)
             who += 1
-    return hands
+    return pieces

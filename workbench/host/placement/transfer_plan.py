@@ -21,7 +21,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from workbench.host.placement.placement import Placement
-from workbench.host.placement.strided_slices import StridedSlice, deal_slices, refine_slices
+from workbench.host.placement.strided_slices import StridedSlice, cut_slices, refine_slices
 
 MAX_SHOWN = 3  # tensors per error
 
@@ -90,7 +90,7 @@ def _plan_transfers(
         line = [(piece, widths[name], (rank, name)) for rank, name, piece in sorted(wanted[owners])]
         amount = sum(piece.element_count * width for piece, width, _ in line)
         ends = list(accumulate(level_loads([sent[owner] for owner in owners], amount)))
-        for owner, hand in zip(owners, deal_slices(line, ends), strict=True):
+        for owner, hand in zip(owners, cut_slices(line, ends), strict=True):
             for piece, (rank, name) in hand:
                 between[owner, rank].append(Transfer(owner, rank, name, piece))
                 sent[owner] += piece.element_count * widths[name]

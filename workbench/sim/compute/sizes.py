@@ -109,7 +109,7 @@ class RankSizes(RenewableSizes, BatchOutline):
     def restart_data(self, batch: int, seed: int, step: int, used: int = 0) -> None:
         pass
 
-    def deal_data(self, rank: int, size: int, seed: int | None) -> None:
+    def shard_data(self, rank: int, size: int, seed: int | None) -> None:
         pass
 
     @property

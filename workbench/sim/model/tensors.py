@@ -119,7 +119,7 @@ class RankTensors(RenewableTensors, ModelPortion):
         self.layout.reorder_buckets(names)
         self._cut_buckets()
 
-    def deal_data(self, rank: int, size: int, seed: int | None) -> None:
+    def shard_data(self, rank: int, size: int, seed: int | None) -> None:
         """Reads the data of `rank` from the next restart on; see `BatchReader.set_share`."""
         self.batches.set_share(rank, size, seed)
 

@@ -87,7 +87,7 @@ class Reconfigurable(RankLoop):
             self.mark("estimate", detail | ({"text": taken} if taken else {}))
 
     def restart_data(self, used: int) -> None:
-        self.body.deal_data(*find_data_shard(self.experiment, self.rank.id))
+        self.body.shard_data(*find_data_shard(self.experiment, self.rank.id))
         self.body.restart_data(self.experiment.batch, self.experiment.seed, self.rank.step, used)
 
     @property

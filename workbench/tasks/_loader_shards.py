@@ -1,4 +1,4 @@
-"""Adopts a script's own loader, and deals its batches to ranks."""
+"""Adopts a script's own loader, and gives each rank its batches."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Sampled(Whole):
             turn += len(found)
 
 
-def dealt(loader: Any, batch: int, micros: int) -> Examples | Whole:
+def adopt_loader(loader: Any, batch: int, micros: int) -> Examples | Whole:
     """Returns a DataLoader, a Dataset or an iterable of batches as a task's data. Raises KnobError.
 
     batch:  examples per batch of a Dataset; 0 for a DataLoader
