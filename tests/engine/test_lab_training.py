@@ -216,7 +216,7 @@ def bad_once(net: nn.Module, batch: Any, seen: list[int] = [0]) -> torch.Tensor:
 def test_a_bad_step_is_skipped_and_named_and_the_policy_is_set_live(lab: Lab) -> None:
     run = lab.run(Experiment(task=task(bad_once), steps=30, on_nan="skip")).wait(60)
     assert run.state == "done"
-    assert lab.notes == ["rank 1's gradient was not finite at step 5 (what the model is given is not finite); "
+    assert lab.notes == ["rank 1's gradient was not finite at step 5 (the input of the model is not finite); "
                          "that step was skipped"]  # fmt: skip
     running(lab, Experiment(task=task(turns_nan), on_nan="skip", diverged=0))
     with pytest.raises(RankError, match="rank 1, step 20: FloatingPointError: a gradient is not finite, and "):

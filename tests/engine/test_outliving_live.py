@@ -206,8 +206,8 @@ def test_a_lost_rank_is_replaced(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("way", "strategy", "ranks", "taken"),
     [
-        (Pipeline(micros=2), DDP(), 4, "with what others have of the same parts, and rank 0 is not needed"),
-        (Tensor(), DDP(), 4, "with what others have of the same parts, and rank 0 is not needed"),
+        (Pipeline(micros=2), DDP(), 4, "with other ranks' copies of the lost parts, and rank 0 is not needed"),
+        (Tensor(), DDP(), 4, "with other ranks' copies of the lost parts, and rank 0 is not needed"),
         (Whole(), ZeRO1(), 3, "went back to the checkpoint before step"),
     ],
     ids=["stages", "slices", "shards"],

@@ -186,7 +186,7 @@ def test_tables_that_the_model_has_not_are_refused_when_it_is_chosen_live_too() 
     e = experiment(2, 4, task=task, pace=2.0)
     done = simulate(e, changes=[Change(2, "strategy", "ShadowSync")], real=True)
     (refused,) = done.marks[done.marks["name"] == "refused"].detail
-    assert "'c.weight' is no weight of an embedding that is trained; there are b.weight, a.weight" in str(refused)
+    assert "'c.weight' is not the weight of a trained embedding; there are b.weight, a.weight" in str(refused)
     assert not done.changes and done.state == "done"
 
 

@@ -71,7 +71,7 @@ def test_simulated_ranks_end_with_the_parameters_of_plain_torch(case: str, name:
 @pytest.mark.parametrize("name", [name for name, cls in EXACT.items() if cls.offloads])
 def test_both_hosts_refuse_writes_into_parameters_whose_copy_is_stepped(name: str) -> None:
     e = chosen(CASES["data of parameters replaced"], name, pace=2.0)
-    said = "parameter .: the model has written into it, and the strategy steps a copy of it on the host or the disk"
+    said = "parameter .: the model has written into it, and the strategy updates a copy on the host or the disk"
     with pytest.raises(StrategyError, match=said):
         simulate(e, real=True)
     with pytest.raises(AssertionError, match=said):

@@ -208,5 +208,5 @@ def test_state_corrupted_in_transit_ends_the_run_with_an_error(monkeypatch: pyte
         return given
 
     monkeypatch.setattr(repartition, "move_state", spoiled)
-    with pytest.raises(RankDisagreement, match="the model's state is not what it was before it was spread anew"):
+    with pytest.raises(RankDisagreement, match="the model's state changed while ranks moved it to the new partition"):
         simulated(started((DDP(), Whole()), 6, optimizer=AdamW()), Change(3, "partition", Tensor()))

@@ -228,12 +228,12 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize(("model", "split", "words"), [
-    (Residual, None, "strategy=AsyncDrop: nothing says which of a Residual's features a sub-model can be without"),
+    (Residual, None, "strategy=AsyncDrop: the task does not declare which features of a Residual a sub-model can omit"),
     (lambda: nn.Sequential(nn.Linear(8, 4), nn.Softmax(1)), None, "no two Linears or convolutions"),
-    (Residual, lambda model: {"a": Colwise(), "b": Rowwise()}, "tried on one batch, a sub-model fails"),
-    (Residual, lambda model: {"a": Colwise(), "c": Rowwise()}, "tried on one batch, a sub-model fails"),
-    (Residual, lambda model: {"b": Colwise()}, "names no Colwise.. Linears with a Rowwise.. one"),
-    (Residual, lambda model: {"d": Colwise()}, "the plan names d, and no module"),
+    (Residual, lambda model: {"a": Colwise(), "b": Rowwise()}, "in a trial on one batch, a sub-model fails"),
+    (Residual, lambda model: {"a": Colwise(), "c": Rowwise()}, "in a trial on one batch, a sub-model fails"),
+    (Residual, lambda model: {"b": Colwise()}, "has no Colwise.. Linear followed by a Rowwise.. Linear"),
+    (Residual, lambda model: {"d": Colwise()}, "the plan names d, and the model has no such module"),
 ])  # fmt: skip
 def test_models_without_droppable_units_are_refused(model: Any, split: Any, words: str) -> None:
     task = toy(model=model, **({"split": split} if split else {}))
@@ -246,7 +246,7 @@ def test_a_plan_that_splits_heads_is_refused() -> None:
     plan = {"blocks.*.qkv": Colwise(packed=3), "blocks.*.attention_out": Rowwise()}
     task = toy(model=whole.model, loss=whole.loss, data=lambda rank, ranks, seed: whole.data(rank, ranks, 4, seed),
                evaluate=None, split=lambda model: plan)  # fmt: skip
-    with pytest.raises(KnobError, match=r"units in another order the model has loss .* stay `together`"):
+    with pytest.raises(KnobError, match=r"units in another order the model has the loss .* stay `together`"):
         simulate(experiment(2, 2, task=task, strategy=AsyncDrop(), pace=5.0), real=True)
 
 

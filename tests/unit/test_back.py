@@ -160,7 +160,7 @@ def test_a_run_goes_back_to_the_same_checkpoint_a_few_times_and_then_pauses(tmp_
         ", for the third time"
     )
     (cannot,) = said(sessions, "not rolled back")
-    assert cannot["text"].endswith(f"{MAX_RETURNS} times, which did not help")
+    assert cannot["text"].endswith(f"did not help in {MAX_RETURNS} attempts")
     for s in sessions:
         s.abort()
     ended(sessions)
@@ -175,7 +175,7 @@ def test_without_a_fitting_checkpoint_the_run_pauses_with_a_reason(changes: Any,
     sessions = live(rolling(0), changes, run_dir=tmp_path)
     waited(sessions, lambda: sessions[0].phase == "paused")
     (cannot,) = said(sessions, "not rolled back")
-    assert why in cannot["text"] and cannot["text"].startswith("nobody went back at step ")
+    assert why in cannot["text"] and cannot["text"].startswith("no rank went back at step ")
     for s in sessions:
         s.abort()
     ended(sessions)
@@ -247,6 +247,6 @@ def test_a_run_that_cannot_go_back_pauses_if_watched_and_ends_otherwise(watched:
     it = Asked(watched)
     alarm = AlarmMonitor(it)  # type: ignore[arg-type]
     alarm.take_alarm("nan", 1, 6, 2.0, {"loss": "nan"})
-    alarm.take_rollback(3.0, {"text": "nobody went back at step 7: there is no checkpoint yet"})
+    alarm.take_rollback(3.0, {"text": "no rank went back at step 7: there is no checkpoint yet"})
     assert it.ended is not watched and (it.ending.unwatched_error is None) is watched
     assert it.notes[-1].endswith("the run pauses" if watched else "nobody watches, so the run ends")

@@ -289,9 +289,9 @@ class Writing(nn.Module):
 
 
 REFUSED: list[tuple[Any, Partition, str]] = [
-    (lambda: nn.Bilinear(8, 8, 4), UNITS, "checkpoint=units: nothing says what the model's units are"),
+    (lambda: nn.Bilinear(8, 8, 4), UNITS, "checkpoint=units: the units of the model are not known"),
     (lambda: nn.Sequential(nn.Linear(8, 8), Writing(), nn.Linear(8, 4)), UNITS,
-     "checkpoint=units: tried on one batch, a unit cannot be computed again"),
+     "checkpoint=units: in a trial on one batch, a unit cannot be computed again"),
     (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), CORE,
      "checkpoint=attention: no unit of the model calls scaled_dot_product_attention"),
 ]  # fmt: skip

@@ -269,7 +269,7 @@ def test_a_checkpoint_due_while_another_is_written_is_skipped_with_a_reason(
     monkeypatch.setattr(CheckpointWriter, "close", lambda self, patience=None: (goes.set(), self._thread.join()))
     sessions = lived(experiment(2, 9, save_every=3), tmp_path / "a")
     (left,) = said(sessions, "not saved")
-    why = "the one before it is still being written; raise save_every"
+    why = "the previous one is still being written; raise save_every"
     assert left["text"] == f"no checkpoint was made before step 6: {why}"
     assert [one["step"] for one in said(sessions, "saved")] == [3, 9]  # ranks wait for the last one
 

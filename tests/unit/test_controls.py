@@ -260,11 +260,11 @@ def test_options_that_the_model_refuses_are_disabled_with_the_reason() -> None:
     controls.refresh()
     offered = {o["text"]: o for o in row(controls, "partition")["options"]}
     assert not offered["Whole"]["refused"]
-    assert offered["Tensor"]["refused"] and "nothing says how Own is dealt out" in offered["Tensor"]["doc"]
-    assert offered["Pipeline"]["refused"] and "does not say where it may be cut" in offered["Pipeline"]["doc"]
+    assert offered["Tensor"]["refused"] and "no plan says how to split Own" in offered["Tensor"]["doc"]
+    assert offered["Pipeline"]["refused"] and "has no declared cuts" in offered["Pipeline"]["doc"]
     assert not any(o["refused"] for o in row(controls, "optimizer")["options"])
     controls.handle_message({"change": "partition", "value": "Tensor"})
-    assert "nothing says how Own is dealt out" in row(controls, "partition")["error"] and not lab.changes
+    assert "no plan says how to split Own" in row(controls, "partition")["error"] and not lab.changes
     assert built == ["meta"] and torch.equal(torch.get_rng_state(), kept)
     # set by a program, so other knobs are not to blame
     lab.experiment = replace(lab.experiment, partition=Tensor()).checked()

@@ -241,7 +241,7 @@ def test_requests_before_collecting_are_refused_with_a_reason(what: str, said: s
 
 @pytest.mark.parametrize(("loss", "said"), [
     (lambda model, pair: (model(pair[0]) + model(-pair[0])).square().mean(), "calls the model 2 times"),
-    (lambda model, pair: model(pair[0]).mean(), "linear in what the model returns"),
+    (lambda model, pair: model(pair[0]).mean(), "linear in the model's output"),
 ])  # fmt: skip
 def test_a_loss_without_gauss_newton_matrix_is_refused(loss: Any, said: str) -> None:
     with pytest.raises(StrategyError, match=said):

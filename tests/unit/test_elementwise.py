@@ -68,7 +68,7 @@ class Sharded(Strategy):
 @pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
 def test_other_optimizers_refuse_a_shard(optimizer: str) -> None:
     e = experiment(2, 3, task=toy(), strategy=Sharded(), pace=5).set("optimizer", optimizer)
-    with pytest.raises(StrategyError, match="not known to step each element by itself; take SGD, Adam or AdamW"):
+    with pytest.raises(StrategyError, match="not known to step each element by itself; use SGD, Adam or AdamW"):
         simulate(e)
 
 

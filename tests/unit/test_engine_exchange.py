@@ -150,8 +150,8 @@ def test_one_rank_with_another_model_is_named_before_training() -> None:
 
     sessions = _fail(experiment(2, 4, task=toy(model=model)))
     (text,) = {s.error["text"] for s in sessions if not s.error["consequence"]}
-    assert "task.model() must make the same model on every rank" in text
-    assert "is there on rank" in text or "where rank 1 has" in text
+    assert "task.model() must return the same model on every rank" in text
+    assert "exists on rank" in text or "where rank 1 has" in text
 
 
 def test_a_parameter_of_another_shape_is_named_with_both_shapes_and_both_ranks() -> None:
@@ -162,7 +162,7 @@ def test_a_parameter_of_another_shape_is_named_with_both_shapes_and_both_ranks()
     sessions = _fail(experiment(3, 4, task=toy(model=model)))
     assert {s.error["text"] for s in sessions if not s.error["consequence"]} == {
         "parameter '1.weight' is float32 of shape (4, 64) on rank 0, float32 of shape (5, 64) on rank 2: "
-        "task.model() must make the same model on every rank"
+        "task.model() must return the same model on every rank"
     }
 
 

@@ -210,7 +210,7 @@ def test_a_mark_warns_of_repeated_examples_without_an_index() -> None:
         crowd.resize(0, 1, 2)
         crowd.until(lambda: crowd.said("data"))  # the generation forms after its ranks have met
         said = crowd.said("data")
-        assert len(said) == 1 and said[0]["text"].endswith("so examples may come again or be left out")
+        assert len(said) == 1 and said[0]["text"].endswith("so examples may repeat or be skipped")
 
 
 @pytest.mark.ranks

@@ -150,7 +150,7 @@ def test_a_stage_without_input_gradient_is_refused() -> None:
     for came, parts in ((torch.tensor([1, 2]), (model[0],)), (torch.randn(2, WIDTH), (Cut(), model[1]))):
         piece = StageModule(model, [parts], 1, 3)
         made = piece.run_forward(lambda net, batch: net(batch), None, came, 0)
-        with pytest.raises(StrategyError, match="gives no gradient to what it is handed"):
+        with pytest.raises(StrategyError, match="returns no gradient for its input"):
             piece.backward_inputs(torch.ones_like(made), 0)
 
 

@@ -173,7 +173,7 @@ def test_drop_discards_the_residual_and_records_its_length() -> None:
     assert len(every) == 3 and all(m["dropped"] > 0 and m["unit"] == "gradients" for m in every)
     assert all(m["mean"] == pytest.approx(length(BOOKS.dropped), rel=0.15) for m in every)
     (text,) = [m["text"] for m in every if "text" in m]
-    assert text.startswith("dropped what compression had left unsent: gradients of length")
+    assert text.startswith("dropped the residual of the compression: gradients of length")
     assert _read_mark("residual", every[0]) == ("residual", text)
     assert _read_mark("residual", every[1]) is None
 
@@ -184,7 +184,7 @@ def test_flushing_warns_of_a_long_residual_only() -> None:
     exact = length(BOOKS.owed[29]) / length(BOOKS.gradients[30])
     (mark,) = marks(found)
     assert exact > 4 and mark["sent"] / mark["gradient"] == pytest.approx(exact, rel=0.2)
-    assert "times as long as its own gradient" in mark["text"] and "off='bleed'" in mark["text"]
+    assert "times as long as its gradient" in mark["text"] and "off='bleed'" in mark["text"]
     assert _read_mark("residual", mark) == ("residual", mark["text"])
     short, _ = kept(2, 40, ErrorFeedback(of=TopK(density=0.6)), Change(30, "compressor", "Dense"))
     assert "text" not in marks(short)[0]

@@ -107,15 +107,17 @@ def test_requests_to_some_ranks_are_made_by_all_but_never_twice(tmp_path: Path) 
 def test_a_vote_is_described_in_words() -> None:
     apart = Quorum({0: said(0, 25), 1: said(1, 25), 3: said(3, 24)})
     assert apart.vote_rows == [[0, 25], [1, 25], [3, 24]]
-    assert apart.vote_text == "ranks 0, 1 stood before step 25, rank 3 before step 24"
-    assert Quorum({0: said(0, 7), 1: said(4, 7)}).vote_text == "ranks 0, 4 stood before step 7"
+    assert apart.vote_text == "ranks 0, 1 before step 25, rank 3 before step 24"
+    assert Quorum({0: said(0, 7), 1: said(4, 7)}).vote_text == "ranks 0, 4 before step 7"
 
 
 def test_as_many_ranks_go_on_as_the_strategy_permits() -> None:
     e = Experiment(task=Digits(), strategy=HierarchicalLocalSGD(group=2), ranks=6).checked()
     fewer, places = fit_survivors(e, [5, 0, 1, 2, 3])
     assert (fewer.ranks, places) == (4, (0, 1, 2, 5))
-    with pytest.raises(KnobError, match="1 of 6 ranks are left, and cannot go on so: group=2 does not divide 1"):
+    with pytest.raises(
+        KnobError, match="1 of 6 ranks are left, and these settings do not fit them: group=2 does not divide 1"
+    ):
         fit_survivors(e, [3])
 
 
@@ -207,7 +209,7 @@ def test_a_survivor_reports_why_too_few_ranks_are_left() -> None:
     sessions[0].abort()
     ended(sessions, 60)
     (said,) = (json.loads(mark[3])["text"] for mark in sessions[1].record.noted("members"))
-    assert "the run cannot go on without it: 1 of 2 ranks are left, and cannot go on so: group=2" in said
+    assert "the run cannot go on without it: 1 of 2 ranks are left, and these settings do not fit them: group=2" in said
     assert sessions[1].phase == "failed"
 
 

@@ -95,10 +95,10 @@ def test_one_rank_alone_moves_within_itself() -> None:
 @pytest.mark.parametrize(
     ("state", "like", "said"),
     [
-        ({"a": TRUE["a"]}, LIKE, "rank 0 is said to hold 15 elements of b, and it is not in its state"),
-        ({**TRUE, "b": torch.ones(4)}, LIKE, "rank 0 is said to hold 15 elements of b, and 4 of them are in its state"),
+        ({"a": TRUE["a"]}, LIKE, "by the placement rank 0 has 15 elements of b, and it is not in its state"),
+        ({**TRUE, "b": torch.ones(4)}, LIKE, "by the placement rank 0 has 15 elements of b, and 4 of them"),
         ({**TRUE, "b": TRUE["b"].double()}, LIKE, "b is torch.float64 on rank 0 and torch.float32 in `like`"),
-        (TRUE, {"a": LIKE["a"]}, "b has no dtype; name it in `like`"),
+        (TRUE, {"a": LIKE["a"]}, "b has no dtype; add it to `like`"),
     ],
 )  # fmt: skip
 def test_a_state_that_contradicts_its_placement_raises_value_error(state: Any, like: Any, said: str) -> None:

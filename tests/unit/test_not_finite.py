@@ -99,7 +99,7 @@ def test_the_named_layer_is_the_first_in_forward_order_with_a_non_finite_output(
     model = net(lambda: Breaks(how))
     found = find_in_forward(model, mse, data(1, 2, 0)[BAD])
     assert (found.layer, found.why) == (layer, "the first in forward order whose output is not finite")
-    assert find_in_forward(model, mse, data(1, 2, 0)[0]).why == "the same batch computed once more gives a number"
+    assert find_in_forward(model, mse, data(1, 2, 0)[0]).why == "the same batch, computed again, gives a finite loss"
 
 
 def test_arithmetic_between_layers_is_blamed_on_its_module_not_the_next_layer() -> None:
@@ -119,9 +119,9 @@ def test_a_bad_batch_and_a_bad_loss_are_distinguished_from_a_layer() -> None:
     x, y = batch(0, 0, 0)
     assert find_in_forward(net(), mse, (x * NAN, y)).why == "the batch holds numbers that are not finite"
     given = find_in_forward(net(), lambda model, pair: mse(model, (pair[0] * NAN, pair[1])), (x, y))
-    assert given == ("", "what the model is given is not finite")
+    assert given == ("", "the input of the model is not finite")
     found = find_in_forward(net(), lambda model, pair: mse(model, pair) * NAN, (x, y))
-    assert (found.layer, found.why[:37]) == ("", "every layer's output is finite, and t")
+    assert (found.layer, found.why[:37]) == ("", "the output of every layer is finite, ")
 
 
 def test_the_named_layer_is_the_first_in_backward_order_with_a_non_finite_gradient() -> None:
@@ -152,7 +152,7 @@ def test_the_search_for_the_layer_changes_nothing_and_never_raises() -> None:
     def fails(model: nn.Module, pair: Any) -> Tensor:
         raise ValueError("once is enough")
 
-    assert find_in_forward(model, fails, pair) == ("", "that batch cannot be computed once more")
+    assert find_in_forward(model, fails, pair) == ("", "the batch cannot be computed again")
     assert find_in_backward(model, fails, pair) is None
 
 

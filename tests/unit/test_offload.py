@@ -352,7 +352,7 @@ class Hasty(ZeROOffload):
 def test_a_host_step_without_offload_raises_an_error() -> None:
     sessions = live(many(1, strategy=Hasty()))
     ended(sessions)
-    assert sessions[0].error and "not kept away from the device: `rank.offload` them first" in sessions[0].error["text"]
+    assert sessions[0].error and "on the device: call `rank.offload` first" in sessions[0].error["text"]
 
 
 def test_an_unknown_place_or_kind_of_state_raises_strategy_error() -> None:

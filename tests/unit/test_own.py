@@ -138,7 +138,7 @@ def test_a_rank_that_still_holds_an_element_keeps_its_own_value_exactly() -> Non
         for name in SHAPES:
             np.testing.assert_array_equal(np.where(np.isnan(was[name]), 0.0, was[name]), now[name])
     (said,) = told(record)
-    assert said["nbytes"] == 0 and said["rules"] == {"residual": "sum"} and "went with the parameters" in said["text"]
+    assert said["nbytes"] == 0 and said["rules"] == {"residual": "sum"} and "moved with the parameters" in said["text"]
 
 
 def test_shares_of_replicas_that_end_go_to_their_heirs() -> None:
@@ -215,7 +215,7 @@ def test_state_without_a_rule_restarts_on_all_ranks(of: Compressor) -> None:
     with looks.watching(steps):
         record, _ = simulated(spread(4, 12, compressor=ErrorFeedback(of=of)), *asked)
     stays(looks, "residual")
-    assert all("drop" in said["rules"].values() and "began anew" in said["text"] for said in told(record))
+    assert all("drop" in said["rules"].values() and "started again" in said["text"] for said in told(record))
 
 
 def test_a_residual_that_is_being_bled_off_continues_after_a_switch() -> None:

@@ -78,7 +78,7 @@ UNCUT = [
     ({"model": Tied, "parts": inside_out}, "parameter into.weight is tied: stages 0 and 1"),
     ({"model": Tied, "parts": lambda m: [m.into, m.between]}, "parameter out.bias is in no part"),
     ({"loss": twice}, "the loss calls the model 2 times"),
-    ({"parts": lambda m: [*list(m)[-2::-1], m[-1]]}, "one after the other have loss"),
+    ({"parts": lambda m: [*list(m)[-2::-1], m[-1]]}, "one after the other, give the loss"),
     ({"model": lambda: nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, 4))}, "would have no parameters to train"),
     ({"model": lambda: nn.Sequential(nn.Linear(WIDTH, 4))}, "has one part, too few for 2 stages; take Whole()"),
 ]
@@ -139,7 +139,7 @@ def test_stages_that_read_different_batches_raise_an_error() -> None:
 
     sessions = live(piped(2, 4, partition=Pipeline(), task=toy(model=deep, data=own, loss=loss, evaluate=None)))
     ended(sessions)
-    assert any("read unlike batches" in (s.error or {}).get("text", "") for s in sessions)
+    assert any("read different batches" in (s.error or {}).get("text", "") for s in sessions)
 
 
 def inplace() -> nn.Module:
@@ -242,8 +242,8 @@ def narrow() -> nn.Module:
 
 
 WORSE = [
-    ({"parts": tuples, "model": lambda: nn.Sequential(nn.Linear(WIDTH, 99), nn.Linear(99, 4))}, "must be one Tensor"),
-    ({"parts": turned, "model": narrow}, "tried on one batch, a stage fails"),
+    ({"parts": tuples, "model": lambda: nn.Sequential(nn.Linear(WIDTH, 99), nn.Linear(99, 4))}, "return one Tensor"),
+    ({"parts": turned, "model": narrow}, "in a trial on one batch, a stage fails"),
     ({"parts": lambda m: m}, "must return a list of torch.nn.Modules"),
     ({"loss": summed}, "reduction='mean'"),
 ]  # fmt: skip
@@ -291,7 +291,7 @@ def test_a_batch_that_cannot_be_split_is_refused_and_the_run_goes_on() -> None:
     """The task makes its own batches, so only they show how many examples they have."""
     sessions = run(piped(2, 6, partition=Pipeline()), Change(3, "micros", 3))
     (refused,) = sessions[0].record.noted("refused")
-    assert "have 8 rows and cannot be cut into so many equal parts" in json.loads(refused[3])["reason"]
+    assert "have 8 rows and cannot be cut into 3 equal parts" in json.loads(refused[3])["reason"]
     assert len(seen(sessions[0], "loss")) == 6
 
 
@@ -301,7 +301,7 @@ def test_reading_a_parameter_of_another_stage_raises_an_error() -> None:
 
     sessions = live(piped(2, 4, partition=Pipeline(), task=toy(model=deep, data=batches, loss=loss, evaluate=nosy)))
     ended(sessions)
-    assert any("lies on another stage" in (s.error or {}).get("text", "") for s in sessions)
+    assert any("it is on another stage" in (s.error or {}).get("text", "") for s in sessions)
 
 
 class Wrapping(nn.Module):
@@ -323,5 +323,5 @@ def test_an_evaluation_of_a_model_that_returns_no_named_tensors_is_refused(wrap:
     task = Task(model=lambda: nn.Sequential(*deep(), Wrapping(wrap)), data=batches, optimizer=_sgd,
                 loss=lambda model, pair: nn.functional.mse_loss(first(model(pair[0])), pair[1]),
                 evaluate=lambda model: float(first(model(batches(9, 1, 0)[0][0])).sum()))  # fmt: skip
-    with pytest.raises(TaskError, match=f"the model returns a {kind} without tensors by name"):
+    with pytest.raises(TaskError, match=f"the model returns a {kind} and the model returns a"):
         simulate(piped(2, 2, task=task, pace=2.0, partition=Pipeline(), eval_every=1), real=True)

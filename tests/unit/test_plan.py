@@ -132,7 +132,7 @@ def test_elements_without_an_owner_are_named() -> None:
 
 def test_a_tensor_without_a_place_or_with_another_size_is_named() -> None:
     one, other = Placement.place_whole({"w": 4}, [0]), Placement.place_whole({"w": 5}, [0])
-    with pytest.raises(ValueError, match="w has 4 elements where it lies and 5 where it is to lie"):
+    with pytest.raises(ValueError, match="w has 4 elements before the move and 5 after it"):
         plan_transfers(one, other, [0], {"w": 4})
     with pytest.raises(LookupError, match="v: 2 elements have no owner left"):
         plan_transfers(one, Placement.place_whole({"v": 2}, [0]), [0], {"v": 4})

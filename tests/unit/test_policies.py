@@ -424,8 +424,8 @@ def test_a_failing_policy_is_paused_with_a_note_and_training_goes_on(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(Clumsy, "error", error)
     e = experiment(steps=20, policy=Clumsy(look_every=5))
-    wanted = (f"Clumsy failed at step 5 with {error.__name__}: no such luck; it is put off, and training goes on "
-              f"without it; policy.paused=false lets it try again")  # fmt: skip
+    wanted = (f"Clumsy failed at step 5 with {error.__name__}: no such luck; it is paused, and training goes on "
+              f"without it; set policy.paused=false to try again")  # fmt: skip
     done = simulate(e, costs=PACED, real=True)
     assert said(done) == [wanted]
     assert made(done) == [(5, "policy.paused", True)]

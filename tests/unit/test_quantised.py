@@ -60,7 +60,7 @@ def test_the_scale_is_one_over_one_plus_b() -> None:
 
 @pytest.mark.parametrize(("chosen", "says"), [
     (lambda: Quantised(of=PowerSGD()), "use TopK"), (lambda: Quantised(by=TernGrad()), "use TopK"),
-    (lambda: Quantised(of=QSGD()), "whole numbers only"), (lambda: Quantised(by=OneBit(), scaled=True), "scaled=False"),
+    (lambda: Quantised(of=QSGD()), "only integers"), (lambda: Quantised(by=OneBit(), scaled=True), "scaled=False"),
     (lambda: ErrorFeedback(of=Quantised(by=COARSE)), "scaled=True"),
 ], ids=["no codec", "rounds by no codec", "nothing to round", "not known", "grows"])  # fmt: skip
 def test_an_invalid_composition_is_refused_with_an_alternative(chosen: object, says: str) -> None:

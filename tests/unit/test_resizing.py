@@ -196,7 +196,7 @@ def test_a_new_rank_leaves_if_another_is_lost_before_the_meeting(monkeypatch: py
         crowd.reach(crowd.first.rank.step + 3)
         assert [s.members for s in crowd.there] == [(0, 2)] * 2, "who was to be taken out is still there"
         text = crowd.said("members")[0]["text"]
-        assert text.startswith("rank 1 is lost; ranks 0, 2 went on") and "rank 3, to come then, is left out" in text
+        assert text.startswith("rank 1 is lost; ranks 0, 2 went on") and "joining rank 3 is left out" in text
         crowd.resize(0, 4)
         crowd.reach(crowd.first.rank.step + 3)
         assert [s.member for s in crowd.stopped()] == [0, 4]
@@ -278,7 +278,7 @@ def test_a_run_goes_on_without_a_lost_rank_whose_part_the_others_already_have(
         crowd.resize(*((0, 1) if e.ranks == 3 else (0, 1, 2, 3)))
         crowd.reach(crowd.first.rank.step + 3)
         said = crowd.said("members")[0]
-        assert said["gone"][0] == 1 and "with all of the model, which they had brought together" in said["text"]
+        assert said["gone"][0] == 1 and "with the whole model that ranks had gathered" in said["text"]
         assert {m for s in crowd.there for m in s.members} == set(range(e.ranks)) - {1}
     assert set(had) == set(range(e.ranks)) and hashes
     for member, now in hashes.items():

@@ -126,7 +126,7 @@ CLASSES = [
 @pytest.mark.parametrize("kind", ["object", "named"])
 def test_only_the_members_state_classes_are_created(name: str, kind: str) -> None:
     reader = ValueDecoder(lambda n: torch.zeros(1), {__name__})
-    with pytest.raises(ValueError, match=r"which is no class that a run remembers things by|has other fields"):
+    with pytest.raises(ValueError, match=r"which is not a class of a run's state|has other fields"):
         reader.decode_value({kind: name, "values": {} if kind == "object" else []})
 
 
@@ -136,7 +136,7 @@ def test_a_module_whose_name_only_begins_like_a_family_is_refused(module: str, m
     vars(there)["Known"] = type("Known", (), {"__module__": module})
     monkeypatch.setitem(sys.modules, module, there)
     reader = ValueDecoder(lambda n: torch.zeros(1), set())
-    with pytest.raises(ValueError, match="which is no class that a run remembers things by"):
+    with pytest.raises(ValueError, match="which is not a class of a run's state"):
         reader.decode_value({"object": f"{module}:Known", "values": {}})
     reader = ValueDecoder(lambda n: torch.zeros(1), {module})  # a module of the run's own members
     assert type(reader.decode_value({"object": f"{module}:Known", "values": {}})) is vars(there)["Known"]

@@ -177,12 +177,12 @@ def test_a_recomputed_layer_draws_the_same_random_numbers() -> None:
 
 REFUSED = [
     ({name: way for name, way in PLAN.items() if not isinstance(way, Scatter | Sequence)}, 2,
-     "sequence=true: the plan does not say where positions are dealt out first"),
+     "sequence=true: the plan has no layer that splits positions first"),
     ({name: way for name, way in PLAN.items() if name != "norm"}, 2,
-     "norm.weight would learn something else than in the whole model"),
+     "norm.weight would get another gradient than in the whole model"),
     ({name: way for name, way in PLAN.items() if name != "blocks.*.norms.*"}, 2,
-     "blocks.0.norms.0.weight would learn something else than in the whole model"),
-    (PLAN, 4, "6 positions cannot be dealt out to 4 ranks evenly; take sequences of a multiple of 4"),
+     "blocks.0.norms.0.weight would get another gradient than in the whole model"),
+    (PLAN, 4, "6 positions cannot be split evenly over 4 ranks; take a sequence length that is a multiple of 4"),
 ]  # fmt: skip
 
 

@@ -32,8 +32,8 @@ from workbench.tasks import ByteGPT, Colwise, Partial, Plan, Rowwise
 pytestmark = pytest.mark.ranks
 NO_NORM = {name: way for name, way in PLAN.items() if name != "norm"}
 SWITCHES: list[tuple[Partition, Plan, Change, str]] = [
-    (Tensor(), NO_NORM, Change(3, "sequence", True), "norm.weight would learn something else"),
-    (Pipeline(micros=1), {"head": Colwise()}, Change(3, "partition", Tensor()), "a rank's slices fail"),
+    (Tensor(), NO_NORM, Change(3, "sequence", True), "norm.weight would get another gradient"),
+    (Pipeline(micros=1), {"head": Colwise()}, Change(3, "partition", Tensor()), "the slices of a rank fail"),
     (Tensor(ways=4), PLAN, Change(3, "sequence", True), "6 positions cannot be dealt out to 4 ranks evenly"),
 ]
 
@@ -77,8 +77,8 @@ def test_a_wrong_but_small_gradient_is_found() -> None:
     sessions = live(spread(2, 6, task=task, partition=Tensor()))
     ended(sessions)
     said = str(sessions[0].error)
-    assert re.search(r"blocks\.\d\.queries\.\w+ would learn something else than in the whole model", said)
-    assert "is Partial()" in said
+    assert re.search(r"blocks\.\d\.queries\.\w+ would get another gradient than in the whole model", said)
+    assert "use Partial()" in said
 
 
 def test_a_module_on_a_ranks_own_heads_learns_from_all_ranks() -> None:
@@ -111,7 +111,7 @@ def test_a_loss_that_reads_parameters_is_refused_with_the_reason() -> None:
 
     sessions = run(spread(2, 6, task=small(loss=decayed, evaluate=None)), Change(3, "partition", Tensor()))
     ((*_, refused),) = sessions[0].record.noted("refused")
-    assert "it reads parameters, of which a rank has slices" in refused
+    assert "the loss reads parameters, and a rank has only slices" in refused
 
 
 def test_a_copy_of_the_model_computes_with_its_own_weights() -> None:
@@ -198,7 +198,7 @@ def test_a_model_that_reads_values_trains_but_cannot_be_simulated() -> None:
 
     e = spread(2, 6, task=small(model=Looking), partition=Tensor(), pace=1.0)
     near(together(run(e)), alone(e, 1, model=Looking()))
-    with pytest.raises(KnobError, match=r"when ranks meet in a pass cannot be told, .* train it on real ranks"):
+    with pytest.raises(KnobError, match=r"the exchanges inside a pass are not known, .* train on real ranks"):
         simulate(e, real=True)
 
 
@@ -250,7 +250,7 @@ def test_activations_between_layers_stay_in_half_precision() -> None:
 
 WORDS: list[tuple[Any, Plan, bool, str]] = [
     (lambda: nn.Sequential(weight_norm(nn.Linear(6, 8)), nn.Linear(8, 2)), {"0": Colwise(), "1": Rowwise()}, False,
-     "0 computes its weight from others (weight_norm, spectral_norm, pruning)"),
+     "0 computes its weight from other parameters (weight_norm, spectral_norm, pruning)"),
     (lambda: nn.Sequential(nn.Embedding(8, 4, max_norm=1.0)), {"0": Rowwise()}, False, "an Embedding with max_norm"),
 ]  # fmt: skip
 
@@ -267,7 +267,7 @@ def test_modules_that_compute_their_weights_raise_knob_error(
 def test_batch_norm_is_refused_with_sequence_parallelism() -> None:
     model = Small()
     model.norm = nn.BatchNorm1d(16)  # type: ignore[assignment]
-    with pytest.raises(KnobError, match="norm: a BatchNorm1d takes statistics of a whole batch"):
+    with pytest.raises(KnobError, match="norm: a BatchNorm1d needs the statistics of a whole batch"):
         split_model(2, model, small().build(), True)
 
 

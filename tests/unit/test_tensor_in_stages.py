@@ -118,8 +118,8 @@ def test_a_slice_without_parameters_to_train_is_refused_and_the_run_goes_on() ->
         return net(lambda: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(4, 4, bias=False)))
 
     e, barren = experiment(4, 6, task=toy(model=layers), pace=2.0), Pipeline(micros=2, of=Tensor(), cuts=(2,))
-    with pytest.raises(KnobError, match=r"slice 1 of 2 of stage 1 would have nothing to train.*take other cuts"):
+    with pytest.raises(KnobError, match=r"slice 1 of 2 of stage 1 would have no parameters to train.*take other cuts"):
         simulate(e.set("partition", barren))
     sessions = run(e, Change(3, "partition", barren))
-    assert "slice 1 of 2 of stage 1 would have nothing to train" in sessions[0].record.noted("refused")[0][3]
+    assert "slice 1 of 2 of stage 1 would have no parameters to train" in sessions[0].record.noted("refused")[0][3]
     assert {s.phase for s in sessions} == {"done"}

@@ -27,7 +27,7 @@ from workbench.tasks import ByteGPT, Colwise, Rowwise, TaskError
 pytestmark = pytest.mark.ranks
 
 REFUSED = [
-    ({"partition": Tensor(ways=3)}, "ways=3: one replica takes 3 ranks, and 4 cannot be dealt out to such"),
+    ({"partition": Tensor(ways=3)}, "ways=3: one replica takes 3 ranks, and 4 ranks are not a multiple of that"),
     ({"partition": Tensor(), "strategy": ZeRO3()}, "ranks shard parameters that"),
     ({"partition": Tensor(), "strategy": AsyncServer()}, "ranks also exchange in the background"),
     (
@@ -65,22 +65,22 @@ def padded() -> nn.Module:
 
 ODD = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
 SLIPS: list[tuple[Any, Any, int, str]] = [
-    (Small, {"blocks.*.upp": Colwise()}, 2, "the plan names blocks.*.upp, and no module of the model is called so"),
-    (Small, {"norm": Colwise()}, 2, "norm is of class LayerNorm, and Colwise deals out Linear; leave it out of the "),
-    (Small, {"words": Colwise()}, 2, "words is of class Embedding, and Colwise deals out Linear"),
-    (Small, {"head": "sharded"}, 2, "the plan says 'sharded' of head; take Colwise() or Rowwise()"),
-    (Small, PLAN, 8, "ways=8: blocks.0.q has 16 outputs, 4 of which stay together, and they cannot be dealt out to so "
-                     "many ranks evenly; take ways=2 or 4"),
-    (Small, {"head": Colwise(packed=3)}, 2, "head has 32 outputs, which are not 3 matrices of one size"),
-    (tied, {**PLAN, "head": Rowwise()}, 2, "words.weight is tied, and head would be dealt out "
-                                                               "otherwise"),
-    (tied, {"head": Colwise(gather=True)}, 2, "is tied, and words needs it whole; deal that out along the same "),
+    (Small, {"blocks.*.upp": Colwise()}, 2, "the plan names blocks.*.upp, and the model has no such module"),
+    (Small, {"norm": Colwise()}, 2, "norm is of class LayerNorm, and Colwise splits Linear; remove it from the "),
+    (Small, {"words": Colwise()}, 2, "words is of class Embedding, and Colwise splits Linear"),
+    (Small, {"head": "sharded"}, 2, "the plan has 'sharded' for head; use Colwise() or Rowwise()"),
+    (Small, PLAN, 8, "ways=8: blocks.0.q has 16 outputs, in groups of 4 that stay together, which cannot be split "
+                     "evenly over the ranks; take ways=2 or 4"),
+    (Small, {"head": Colwise(packed=3)}, 2, "head has 32 outputs, which do not make 3 matrices of one size"),
+    (tied, {**PLAN, "head": Rowwise()}, 2, "words.weight is tied, and head would split it along "
+                                                               "another"),
+    (tied, {"head": Colwise(gather=True)}, 2, "is tied, and words needs it whole; split both along the same "),
     (frozen, PLAN, 2, "parameter blocks.1.up.weight is frozen"),
     (padded, PLAN, 2, "words: an Embedding with max_norm, scale_grad_by_freq or sparse gradients"),
-    (lambda: ODD, None, 4, "ways=4: 0 has 6 outputs, and they cannot be dealt out to so many ranks evenly; take ways=2 "
+    (lambda: ODD, None, 4, "ways=4: 0 has 6 outputs, which cannot be split evenly over the ranks; take ways=2 "
                            "or 3 or 6"),
     (lambda: nn.Sequential(nn.Linear(4, 4)), None, 2, "nothing says how a Sequential without two Linears in a row"),
-    (lambda: nn.Bilinear(2, 2, 2), None, 2, "nothing says how Bilinear is dealt out; give the task `split`"),
+    (lambda: nn.Bilinear(2, 2, 2), None, 2, "no plan says how to split Bilinear over ranks; give the task `split`"),
 ]  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def test_each_suggested_number_of_ways_works() -> None:
 
 def test_the_error_about_uneven_positions_mentions_nothing_else() -> None:
     e = Experiment(task=ByteGPT(context=63), ranks=2, steps=2, pace=5.0, partition=Tensor(sequence=True))
-    with pytest.raises(KnobError, match="63 positions cannot be dealt out to 2 ranks evenly; take") as refused:
+    with pytest.raises(KnobError, match="63 positions cannot be split evenly over 2 ranks; take") as refused:
         simulate(e)
     assert "meta device" not in str(refused.value)
 
@@ -114,11 +114,11 @@ def test_a_plan_that_is_no_dict_is_refused() -> None:
 
 
 SILENT: list[tuple[Mapping[str, Any], str]] = [
-    ({"blocks.*.up": Colwise()}, "a rank's slices fail"),
-    ({"blocks.*.down": Rowwise()}, "a rank's slices fail"),
-    ({"blocks.*.q": Colwise(), "blocks.*.k": Colwise(), "blocks.*.v": Colwise()}, "a rank's slices fail"),
-    ({"blocks.*.up": Colwise(gather=True), "blocks.*.down": Rowwise()}, "a rank's slices fail"),
-    ({"head": Colwise()}, "a rank's slices fail"),
+    ({"blocks.*.up": Colwise()}, "the slices of a rank fail"),
+    ({"blocks.*.down": Rowwise()}, "the slices of a rank fail"),
+    ({"blocks.*.q": Colwise(), "blocks.*.k": Colwise(), "blocks.*.v": Colwise()}, "the slices of a rank fail"),
+    ({"blocks.*.up": Colwise(gather=True), "blocks.*.down": Rowwise()}, "the slices of a rank fail"),
+    ({"head": Colwise()}, "the slices of a rank fail"),
 ]
 
 
@@ -146,7 +146,7 @@ def test_a_module_between_two_layers_must_work_feature_by_feature() -> None:
                split=lambda _: {"0": Colwise(), "2": Rowwise()})  # fmt: skip
     sessions = live(spread(2, 6, task=task, partition=Tensor()))
     ended(sessions)
-    assert any("0.weight would learn something else than in the whole model" in str(s.error) for s in sessions)
+    assert any("0.weight would get another gradient than in the whole model" in str(s.error) for s in sessions)
 
 
 def pairs(rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -208,12 +208,12 @@ def test_different_batches_on_the_ranks_of_a_replica_raise_an_error() -> None:
 
     sessions = live(spread(2, 6, task=small(data=own), partition=Tensor()))
     ended(sessions)
-    assert any("read unlike batches" in str(s.error) for s in sessions)
+    assert any("read different batches" in str(s.error) for s in sessions)
 
 
 def test_byte_gpt_suggests_a_possible_number_of_ways() -> None:
     e = Experiment(task=ByteGPT(width=48, heads=6), ranks=4, partition=Tensor(ways=4), optimizer=SGD())
     learner = e.task.build()
-    said = re.escape("blocks.0.qkv has 48 outputs, 8 of which stay together")
+    said = re.escape("blocks.0.qkv has 48 outputs, in groups of 8 that stay together")
     with pytest.raises(KnobError, match=f"{said}.* take ways=2$"):  # 256 rows cannot be split over 3 ranks
         split_model(4, learner.model(), learner)

@@ -77,7 +77,7 @@ def test_units_whose_order_changes_the_loss_are_refused(value: float) -> None:
     wanted, model = experiment(2, 2, strategy=AsyncDrop()), net()
     run = SimpleNamespace(learner=learner, model=model, make_example=lambda _: batch(0, 0, 0),
                           layout=SimpleNamespace(order=[SimpleNamespace(param=next(model.parameters()))]))  # fmt: skip
-    with pytest.raises(KnobError, match=f"in another order the model has loss {value:.6g} in place of"):
+    with pytest.raises(KnobError, match=f"in another order the model has the loss {value:.6g} in place of"):
         require_submodels(run, wanted)
 
 
@@ -88,5 +88,5 @@ def test_micro_batches_with_another_mean_are_refused(value: float) -> None:
         return made if len(pair[0]) == ROWS else valued(made, value)
 
     task = toy(model=deep, data=batches, loss=loss, evaluate=None)
-    with pytest.raises(KnobError, match=f"the mean over its micro-batches {value:.6g}"):
+    with pytest.raises(KnobError, match=f"the mean over its micro-batches is {value:.6g}"):
         simulate(piped(2, 2, pace=2.0, task=task, partition=Pipeline(micros=2)), real=True)

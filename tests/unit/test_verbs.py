@@ -71,7 +71,7 @@ class AsksForTooMuch(Strategy):
 
 
 REFUSED = [
-    (lambda rank, params: rank.hold(params[0].shard(0, 2)), "a strategy that keeps parts of them claims"),
+    (lambda rank, params: rank.hold(params[0].shard(0, 2)), "a strategy that shards them must claim"),
     (lambda rank, params: rank.backward(torch.ones(3)), "begins with its loss"),
 ]
 

@@ -153,9 +153,9 @@ def twice(model: nn.Module, pair: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("task", "words"), [
-    (toy(model=partial(net, deep), loss=twice), "the loss calls the model 2 times.*let loss.* call model once"),
-    (toy(parts=lambda model: [model.a, model.b, model.c]), "the model's parts one after the other have loss"),
-    (toy(parts=lambda model: [model.c, model.a]), "the model part by part fails: "),
+    (toy(model=partial(net, deep), loss=twice), "the loss calls the model 2 times.* call model once"),
+    (toy(parts=lambda model: [model.a, model.b, model.c]), "the parts, one after the other, give the loss"),
+    (toy(parts=lambda model: [model.c, model.a]), "the model fails part by part: "),
 ])  # fmt: skip
 def test_a_model_unequal_to_its_parts_is_refused_at_start_and_live(task: Any, words: str) -> None:
     e = experiment(2, 4, strategy=Wavelet(), task=task, pace=1.0)
@@ -203,7 +203,7 @@ def test_a_piece_that_modifies_its_input_is_an_explained_error() -> None:
     made = learner()
     waves = PiecewisePass(nn.Sequential(nn.Linear(8, 8), Adds(8, 8), nn.Linear(8, 4)), made)
     waves.piece_forward(lambda: batch(0, 0, 0), 0, 0, 3, True)
-    with pytest.raises(StrategyError, match="piece 1 of 3 writes into what it is handed: let it compute x = x"):
+    with pytest.raises(StrategyError, match="piece 1 of 3 writes into its input: compute x = x"):
         waves.piece_forward(lambda: batch(0, 0, 0), 0, 1, 3, True)
 
 
@@ -211,9 +211,9 @@ def test_pieces_in_the_wrong_order_are_an_explained_error() -> None:
     made = learner()
     waves = PiecewisePass(made.model(), made)
     waves.piece_forward(lambda: batch(0, 0, 0), 0, 0, 3, True)
-    with pytest.raises(StrategyError, match="batch 0 cannot fall through piece 2 of 3 now"):
+    with pytest.raises(StrategyError, match="batch 0 cannot go backward through piece 2 of 3 now"):
         waves.piece_backward(0, 2, 3, 1.0)
-    with pytest.raises(StrategyError, match="rises anew before it has fallen"):
+    with pytest.raises(StrategyError, match="starts another forward before its backward has ended"):
         waves.piece_forward(lambda: batch(0, 0, 0), 0, 0, 3, True)
-    with pytest.raises(StrategyError, match="batch 1 has not begun to rise"):
+    with pytest.raises(StrategyError, match="batch 1 has not begun its forward"):
         waves.piece_forward(lambda: batch(0, 0, 0), 1, 1, 3, True)

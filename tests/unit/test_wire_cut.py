@@ -49,7 +49,7 @@ def settled(e: Experiment, victim: int, put: Seen) -> None:
     (mark,) = said
     assert mark["members"] == list(range(e.ranks)) and mark["gone"] == []
     assert 0 <= mark["back"] <= 1, "no more than the step in hand is made again"  # type: ignore[operator]
-    assert "went on from step" in str(mark["text"]) and "with what each of them had" in str(mark["text"])
+    assert "went on from step" in str(mark["text"]) and "with the parts of each rank" in str(mark["text"])
     (step,) = {one.step for one in put.values()}
     clean = run(replace(e, steps=step, pace=0.0))
     for one in put.values():
@@ -71,7 +71,7 @@ def test_stages_and_slices_survive_a_cut(strategy: DDP | LocalSGD, way: Pipeline
 def test_a_cut_fails_the_run_where_state_is_stored_elsewhere(name: str) -> None:
     sessions, said = cut(setting(shipped(Strategy)[name](), task=alike(Whole()), steps=0), 1, at=7)
     assert {s.phase for s in sessions} == {"failed"}
-    assert said and f"strategy={name}: nobody else has its shard" in str(said[0]["text"])
+    assert said and f"strategy={name}: no other rank has its shard" in str(said[0]["text"])
 
 
 @pytest.mark.parametrize("name", AWAY)

@@ -224,7 +224,7 @@ def test_state_corrupted_in_transfer_fails_the_switch(monkeypatch: pytest.Monkey
     monkeypatch.setattr(handover, "move_state", spoilt)
     sessions = live(experiment(2, 8, optimizer=AdamW()), (Change(4, "strategy", "ZeRO1"),))
     ended(sessions)
-    assert any("is not what it was before it was shared out" in s.error["text"] for s in sessions if s.error)
+    assert any("changed while ranks resharded" in s.error["text"] for s in sessions if s.error)
 
 
 @stages

@@ -129,14 +129,18 @@ class Checkpointer:
             await Op("do", self.end)
             able = [1]
         if self.keeper is None or set(able) != {1}:
-            missing = "there is no run directory to keep it in"
-            busy = "the one before it is still being written; raise save_every"
+            missing = "there is no run directory for it"
+            busy = "the previous one is still being written; raise save_every"
             return self._mark_unsaved(missing if 0 in able else busy) if run.rank.id == 0 else None
         began = run.now
         image, reason = await self._make_image()
         refusing = await run.gather(int(image is None))
         if image is None or any(refusing):
-            return self._mark_unsaved(reason or "another rank cannot") if run.rank.id == refusing.index(1) else None
+            return (
+                self._mark_unsaved(reason or "another rank cannot make it make it make it")
+                if run.rank.id == refusing.index(1)
+                else None
+            )
         self._last, self._stays = step, asked
         run.sample("checkpoint_copied", run.now - began)
         run.sample("checkpoint_bytes", image.nbytes)

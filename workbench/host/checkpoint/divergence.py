@@ -57,7 +57,7 @@ class DivergenceRecovery:
         reason = "there is no checkpoint yet; set save_every, or make one with lab.checkpoint()"
         for step in listed:
             if step == self._to and self._times >= MAX_RETURNS:
-                reason = f"it went back to the checkpoint before step {step} {MAX_RETURNS} times, which did not help"
+                reason = f"going back to the checkpoint before step {step} did not help in {MAX_RETURNS} attempts"
                 break
             saved, mine = self._open_image(step)
             every = await run.gather(int(bool(mine)))
@@ -65,11 +65,11 @@ class DivergenceRecovery:
                 await self._restore_image(saved, step)
                 return True
             if any(every) and run.rank.id == 0:
-                reason = mine or f"rank {every.index(1)} cannot go on from the checkpoint before step {step}"
+                reason = mine or f"rank {every.index(1)} cannot resume from the checkpoint before step {step}"
             if saved is not None:
                 saved.close()
         if run.rank.id == 0:
-            text = f"nobody went back at step {run.rank.step}: {reason}"
+            text = f"no rank went back at step {run.rank.step}: {reason}"
             run.mark("not rolled back", {"text": text})
         return False
 
@@ -82,7 +82,7 @@ class DivergenceRecovery:
             if other:
                 raise KnobError(f"{which} was made with another {other[0]}")
             if run.flushing or saved.entries["flushing"]:
-                raise KnobError(f"{which}, or this step, is among those in which a residual is still being sent")
+                raise KnobError(f"{which} or this step is one of the steps that still send a residual")
         except (KnobError, *MISFIT_ERRORS) as error:
             if saved is not None:
                 saved.close()
@@ -104,5 +104,7 @@ class DivergenceRecovery:
         self._to = step
         if run.rank.id == 0:
             again = f", for the {('second', 'third')[self._times - 2]} time" if self._times > 1 else ""
-            text = f"all ranks went back to the checkpoint before step {step}, and on with step {self._since}{again}"
+            text = (
+                f"all ranks went back to the checkpoint before step {step} and continued with step {self._since}{again}"
+            )
             run.mark("rolled back", {"to": step, "step": self._since, "times": self._times, "text": text})

@@ -23,7 +23,7 @@ async def make_model_image(run: RankView) -> RankImage:
     """Returns the same on all ranks. Raises UnsavableValue for state other than tensors."""
     state = dict(run.model.state_dict())
     if other := next((name for name, x in state.items() if not isinstance(x, Tensor)), None):
-        raise UnsavableValue(f"{other} of the model's state is no tensor")
+        raise UnsavableValue(f"{other} of the model's state is not a tensor")
     state = {name: x.detach().clone() for name, x in state.items()}
     await _average_drifted(run, state)
     image = RankImage(run.rank.step)

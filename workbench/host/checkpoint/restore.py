@@ -65,9 +65,9 @@ class RestoredState:
                 words in text_of(error) for words in MACHINE_ERRORS
             ):
                 raise
-            said = f"it holds no {error}" if isinstance(error, KeyError) else str(error).split("\n")[0]
-            raise KnobError(f"resume={self.path}: does not fit this run: {said}; resume with the settings and the task "
-                            f"that it was made with, and change them afterwards") from error  # fmt: skip
+            said = f"it has no {error}" if isinstance(error, KeyError) else str(error).split("\n")[0]
+            raise KnobError(f"resume={self.path}: does not fit this run: {said}; resume with the settings and the "
+            f"task of the checkpoint, and change them afterwards") from error  # fmt: skip
 
     @property
     def used(self) -> int:
@@ -156,7 +156,7 @@ class RestoredState:
         run.rank.lr = float(self.entries["lr"])
         same = _restore_data(run, reader.decode_value(self.entries["data"]))
         if not same:
-            why = f"the data of rank {run.rank.number()} yield other batches when they are read again"
+            why = f"the data of rank {run.rank.number()} yields different batches on a second reading"
             run.mark("data", describe_repeats(why))
 
     def _restore_inherited(self, run: CheckpointView, reader: ValueDecoder) -> None:
@@ -188,7 +188,7 @@ def _decode_trace(said: Any, model: nn.Module) -> AccessTrace:
     """Raises ValueError if `model` lacks a parameter."""
     trial = AccessTrace.from_json(said)
     if other := sorted(set(trial.names()) - {name for name, _ in model.named_parameters()}):
-        raise ValueError(f"it reads {_shorten_names(other)}, and this model has no such parameters")
+        raise ValueError(f"it reads {_shorten_names(other)}, which this model does not have")
     return trial
 
 
@@ -210,7 +210,7 @@ def _restore_values(run: RankView, saved: RestoredState) -> None:
                                  f"{given.dtype} there")  # fmt: skip
             x.copy_(given.view(x.shape))
         if left := [name for name in numbers if name not in saved.entries["parameters"]]:  # older versions wrote both
-            raise ValueError(f"it has {_shorten_names(left)}, and this run has not")
+            raise ValueError(f"it has {_shorten_names(left)}, which this run does not have")
 
 
 def _restore_optimizer(run: RankView, saved: RestoredState) -> None:

@@ -130,12 +130,12 @@ class ValueDecoder:
         if type(said) in PLAIN_TYPES:
             return said
         if not isinstance(said, dict) or not said:
-            raise ValueError("it holds a list where a kind of value must be named")
+            raise ValueError("it has a list in place of a kind of value")
         kind = next(iter(said))
         if kind in LIST_TYPES:
             return LIST_TYPES[kind](map(self.decode_value, self._require_list(said, kind)))
         if kind not in DECODERS:
-            raise ValueError(f"it holds a {kind!r}, which is no kind of value")
+            raise ValueError(f"it has the unknown kind of value {kind!r}")
         return getattr(self, DECODERS[kind])(said)
 
     def _require_list(self, said: dict[str, Any], kind: str) -> list[Any]:
@@ -145,7 +145,7 @@ class ValueDecoder:
 
     def _read_tensor(self, number: Any) -> Tensor:
         if type(number) is not int or number < 0:
-            raise ValueError("it names no tensor")
+            raise ValueError("a tensor has no name")
         return self._tensor(number)
 
     def _decode_tensor(self, said: dict[str, Any]) -> Tensor:
@@ -163,7 +163,7 @@ class ValueDecoder:
     def _decode_dtype(self, said: dict[str, Any]) -> torch.dtype:
         found = getattr(torch, str(said["dtype"]), None)
         if not isinstance(found, torch.dtype):
-            raise ValueError("it names no dtype")
+            raise ValueError("a dtype has no name")
         return found
 
     def _decode_random(self, said: dict[str, Any]) -> random.Random:
@@ -218,7 +218,7 @@ class ValueDecoder:
                 found = None
             if isinstance(found, type) and found.__module__ == module and _is_plain_class(found):
                 return found
-        raise ValueError(f"it names {str(name)[:100]!r}, which is no class that a run remembers things by")
+        raise ValueError(f"it names {str(name)[:100]!r}, which is not a class of a run's state")
 
 
 def _get_member(of: Any, name: str) -> Any:

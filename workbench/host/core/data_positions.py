@@ -40,7 +40,7 @@ async def count_used_up(run: LearningView) -> int:
 
 def describe_repeats(why: str) -> dict[str, str]:
     """Describes that examples may come twice in an epoch."""
-    return {"text": f"{why}, so examples may come again or be left out"}
+    return {"text": f"{why}, so examples may repeat or be skipped"}
 
 
-NO_INDEX_TEXT = "the data begin anew on every rank, for they go on from no place in an order that all have in common"
+NO_INDEX_TEXT = "the data start again on every rank, because ranks have no common order of examples to continue"

@@ -17,8 +17,8 @@ from workbench.rank import Memory
 BY_BUCKET = "by bucket"  # dicts by bucket
 UNDECLARED = "undeclared"
 RULE_TEXTS = {
-    UNDECLARED: "was dropped, for nobody declares it",
-    "sum": "was brought to those whom it is for",
+    UNDECLARED: "was dropped, because the strategy does not declare it",
+    "sum": "was sent to the ranks that it is for",
     "mean": "became the ranks' mean",
     "drop": "was dropped",
 }
@@ -72,5 +72,5 @@ def _describe_rules(owner: str, rules: dict[str, str], to: str = "") -> list[str
     by = defaultdict(list)
     for name, said in rules.items():
         by[said].append(name)
-    parts = [f"{', '.join(by[said])} {RULE_TEXTS.get(said, f'goes on under {to}')}" for said in sorted(by)]
-    return [f"of what {owner} remembers, {'; '.join(parts)}"] if parts else []
+    parts = [f"{', '.join(by[said])} {RULE_TEXTS.get(said, f'continues under {to}')}" for said in sorted(by)]
+    return [f"state of {owner}: {'; '.join(parts)}"] if parts else []

@@ -115,8 +115,8 @@ def require_gradient(name: str, p: Tensor) -> bool:
     """
     if p.grad is None and p.requires_grad:
         raise StrategyError(
-            f"parameter {name}: a hook of the model has set its gradient to None before ranks could exchange it; let "
-            f"the hook keep the gradient, and leave the update to the task's optimizer"
+            f"parameter {name}: a hook of the model has set its gradient to None before ranks could exchange it; "
+            f"keep the gradient in the hook, and leave the update to the task's optimizer"
         )
     return p.grad is not None
 

@@ -38,13 +38,13 @@ def explain_refusal(run: GenerationView, saved: Sequence[int], alive: bool = Fal
     if rollback is None:
         return "not all ranks have begun to train"
     if e.task.has_own_loop:
-        return "the loop that makes its steps goes on only with the ranks that it began with"
+        return "the training loop of the task cannot lose or replace ranks"
     if has_parts(e) and rollback.copies == 1 and not (rollback.is_gathering or saved or (alive and rollback.kept)):
         return explain_missing(e)
     if rollback.open or not (rollback.is_wanted or rollback.is_free):
         name = type(e.strategy).__name__
-        return (f"with on_death='end' and on_hang='wait' no rank keeps a way back to the last boundary under {name} "
-                f"with {type(e.compressor).__name__}; stop the run, and begin with on_death='go on'")  # fmt: skip
+        return (f"with on_death='end' and on_hang='wait' ranks under {name} with {type(e.compressor).__name__} keep "
+        f"no state of the last step boundary; stop the run, and start it with on_death='go on'")  # fmt: skip
     return ""
 
 

@@ -83,7 +83,7 @@ def fit_survivors(
                 return able(resize_experiment(replace(e, partition=way), places)), places
             except KnobError as error:
                 reason = reason or error
-    raise KnobError(f"{len(left)} of {e.ranks} ranks are left, and cannot go on so: {reason}")
+    raise KnobError(f"{len(left)} of {e.ranks} ranks are left, and these settings do not fit them: {reason}")
 
 
 def _list_partitions(way: Partition) -> Iterator[Partition]:
@@ -121,7 +121,7 @@ async def agree_on_state(run: ChangeView, came: Membership) -> None:
             *handover.list_parameters(run.layout).values(),
             *handover.prepare_drifting(run, run.experiment.optimizer),
         ]
-        await handover.average_tensors(run.rank, [x for x in state if x.numel()], "those who are left", came.trained)
+        await handover.average_tensors(run.rank, [x for x in state if x.numel()], "the remaining ranks", came.trained)
     elif len(came.furthest) < run.rank.size:
         await handover.send_missing(run, came.furthest)
     await handover.require_agreement(run)

@@ -64,7 +64,7 @@ def _plan_from_replicas(who: RemainingRank, heard: Quorum) -> NextGeneration:
     )
     if spare:
         text += f", and {name_ranks(spare)} {choose_are(spare)} not needed, for so many cannot train alike"
-    text += f"; the vote: {heard.vote_text}"
+    text += f"; progress: {heard.vote_text}"
     mark = {"members": came.members, "gone": [*gone, *left_out, *spare], "spare": spare, "step": came.step,
             "text": text, "settings": e.plain(), "voted": heard.vote_rows}  # fmt: skip
     _mark_unread(who, gone, first)
@@ -84,7 +84,7 @@ def _plan_from_replicas(who: RemainingRank, heard: Quorum) -> NextGeneration:
 
 def mark_end_reason(mark: Callable[[str, Mapping[str, Json]], None], why: object) -> None:
     """Records why the run ends."""
-    lost = "a rank, or a wire to it, is lost"
+    lost = "a rank or its connection is lost"
     mark("members", {"text": f"{lost}, and the run cannot go on without it: {why}"})
 
 
@@ -94,7 +94,7 @@ def _plan_from_parts(who: RemainingRank, heard: Quorum) -> NextGeneration:
     if any(one.whole for one in said.values()):
         return _plan_from_gathered(who, heard)
     remembers = any(one.remembers for one in said.values())
-    how = "with what others have of the same parts" if len(said) < who.size else "with what each of them had"
+    how = "with other ranks' copies of the lost parts" if len(said) < who.size else "with the parts of each rank"
     for changes in sorted({one.changes for one in said.values()}, reverse=True):
         first = max(
             (one for one in said.values() if one.changes == changes), key=lambda one: (*one.progress_key, -one.member)
@@ -122,7 +122,7 @@ def _plan_from_gathered(who: RemainingRank, heard: Quorum) -> NextGeneration:
     holders = tuple(sorted(place for place, one in whole.items() if one.progress_key == first.progress_key))
     found = PieceSources(first.step, (holders,), dict.fromkeys(holders, first.step))
     e, at = _read_experiment(who, heard, first), recovery_sources.PieceMap(1, (0,) * who.size)
-    return _plan_from_pieces(who, heard, first, e, found, at, "with all of the model, which they had brought together")
+    return _plan_from_pieces(who, heard, first, e, found, at, "with the whole model that ranks had gathered")
 
 
 def _read_experiment(who: RemainingRank, heard: Quorum, of: RankReport) -> Experiment:
@@ -138,13 +138,13 @@ def explain_missing(e: Experiment, reason: str = "") -> str:
         return f"{reason}; and there is no checkpoint to go back to: take save_every=100, or more replicas"
     if e.partition.size > 1:
         return (
-            f"partition={way}: nobody else has what the rank held, and there is no checkpoint to go back to; take "
-            f"save_every=100, or ranks={2 * e.partition.size} or more, so that each part is there twice"
+            f"partition={way}: no other rank has the lost part, and there is no checkpoint to go back to; take "
+            f"save_every=100, or ranks={2 * e.partition.size} or more, so that each part exists twice"
         )
     what = "its tables" if e.strategy.tables else "its shard"
     other = "" if e.strategy.tables else ", or HSDP(), whose groups each have all shards"
     return (
-        f"strategy={strategy}: nobody else has {what}, and there is no checkpoint to go back to; take "
+        f"strategy={strategy}: no other rank has {what}, and there is no checkpoint to go back to; take "
         f"save_every=100{other}"
     )
 
@@ -168,7 +168,7 @@ def _plan_from_pieces(
     sources = tuple(tuple(new[place] for place in group) for group in groups
                     if len({at.at[place] for place in group}) == at.ways)  # fmt: skip
     if not sources:
-        raise KnobError(f"ranks={len(places)}: so many are left that can train, and not all parts are with them")
+        raise KnobError(f"ranks={len(places)}: the ranks that are left can train, but they lack parts of the model")
     steps = tuple(found.steps.get(place, -1) for place in places)
     was = e if at.ways > 1 else replace(e, partition=Whole())
     salvaged = RecoverySource(was, first.changes, who.size, sources, steps)
@@ -198,7 +198,7 @@ def _plan_from_checkpoint(who: RemainingRank, heard: Quorum, e: Experiment, step
     )
     undone = heard.furthest_report.step - step
     text = (
-        f"went back to the checkpoint before step {step}, for nobody else had the same parts: {undone} "
+        f"went back to the checkpoint before step {step}, because no other rank had the same parts: {undone} "
         f"step{'s are' if undone != 1 else ' is'} lost"
     )
     return _make_generation(who, heard, heard.furthest_report, (came, to, e), text)
@@ -223,8 +223,8 @@ def _make_generation(
         text += f", and {name_ranks(spare)} {choose_are(spare)} not needed, for so many cannot train alike"
     if to.partition != e.partition:
         ranks = f"{to.partition.size} rank{'s' * (to.partition.size > 1)}"
-        text += f"; a replica lies on {ranks} now, partition={type(to.partition).__name__}"
-    text += f"; the vote: {heard.vote_text}"
+        text += f"; a replica now takes {ranks}, partition={type(to.partition).__name__}"
+    text += f"; progress: {heard.vote_text}"
     mark = {"members": came.members, "gone": [*gone, *left_out, *spare], "spare": spare, "step": came.step,
             "text": text, "settings": to.plain(), "back": max(0, heard.furthest_report.step - came.step),
             "voted": heard.vote_rows}  # fmt: skip
@@ -245,11 +245,11 @@ def _make_generation(
 
 
 def _describe_left_out(left_out: list[int]) -> str:
-    return f", and {name_ranks(left_out)}, to come then, {choose_are(left_out)} left out" if left_out else ""
+    return f", and joining {name_ranks(left_out)} {choose_are(left_out)} left out" if left_out else ""
 
 
 def _mark_unread(who: RemainingRank, gone: list[int], first: RankReport) -> None:
     run = who.run
     if gone and run.learner.indexed and not has_common_step(run.experiment) and who.member == first.member:
-        why = f"nobody knows how much {name_ranks(gone)} had read, for ranks keep no step in common"
+        why = f"it is not known how much {name_ranks(gone)} had read, because ranks do not train in lockstep"
         who.mark("data", describe_repeats(why))

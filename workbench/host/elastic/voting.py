@@ -98,11 +98,10 @@ class Quorum(NamedTuple):
 
     @property
     def vote_text(self) -> str:
-        """The vote in words; the furthest ranks come first."""
+        """The ranks by their next step, the furthest first."""
         steps = sorted({step for _, step in self.vote_rows}, reverse=True)
         who = [name_ranks([member for member, at in self.vote_rows if at == step]) for step in steps]
-        return ", ".join(f"{one} {'' if n else 'stood '}before step {step}"
-                         for n, (one, step) in enumerate(zip(who, steps, strict=True)))  # fmt: skip
+        return ", ".join(f"{one} before step {step}" for one, step in zip(who, steps, strict=True))
 
     def make_membership(self, places: tuple[int, ...]) -> Membership:
         """Returns the Membership of the ranks at `places`, in this order."""

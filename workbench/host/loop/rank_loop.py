@@ -176,7 +176,7 @@ class RankLoop(ABC):
         if self.crashing:
             mine, self.crashing = self.rank.id in self.crashing, frozenset()
             if mine:
-                self.mark("fault", {"text": "crashed, as a fault says"})
+                self.mark("fault", {"text": "crashed by an injected fault"})
             await self.crash_rank(mine)
 
     def guard_step(self, changes: bool = False) -> AbstractContextManager[None]:

@@ -137,7 +137,7 @@ class BatchReader:
             self._drawn, self._total = self._drawn + 1, self._total + 1
             return batch
         if not self._drawn:
-            raise TaskError(f"the data of rank {self._rank} yields nothing: give every rank at least one batch")
+            raise TaskError(f"the data of rank {self._rank} yields no batch: give every rank at least one batch")
         drawn, self._drawn = self._drawn, 0
         self._pass_began = numbers()
         self._iterator = iter(self._source)
@@ -145,8 +145,8 @@ class BatchReader:
             self._drawn, self._total = 1, self._total + 1
             return batch
         raise TaskError(
-            f"the data of rank {self._rank} ran out after {drawn} batches and cannot start over: return something that "
-            f"can be iterated again (a list, a DataLoader), or a generator that does not end"
+            f"the data of rank {self._rank} ran out after {drawn} batches and cannot start again: return an object "
+            f"that can be iterated again (a list, a DataLoader), or an endless generator"
         )
 
     # -- examples used up --

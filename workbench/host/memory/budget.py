@@ -58,7 +58,7 @@ def require_fits(run: RankView, needed: int, of: Mapping[str, int], when: str) -
     parts = ", ".join(f"{name} {format_mb(nbytes)}" for name, nbytes in of.items() if nbytes >= 0.005 * needed)
     more = f"memory_mb={format_mb(1.05 * needed)}"
     if when != WHEN_STEP and (run.rank.step == 0 or not when.endswith(WHEN_EVALUATED)):
-        more = f"a memory_mb above {format_mb(needed)}, and a step may take more"
+        more = f"memory_mb above {format_mb(needed)}; a step may need more"
     said = f"memory_mb={limit_mb:g}: rank {rank} needs {format_mb(needed)} MB {when} ({parts})"
     lack = MemoryShortage(e, needed, said, more, when)
     error = OutOfMemory(lack.make_message())

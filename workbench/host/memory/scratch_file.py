@@ -76,7 +76,7 @@ class ScratchFile:
         while left:
             done = os.preadv(self._fd, [left], at)
             if not done:
-                raise OSError(f"the file of what is kept on disk ends before byte {at}")
+                raise OSError(f"the file of offloaded state on disk ends before byte {at}")
             left, at = left[done:], at + done
         self._drop_pages(place.at, place.nbytes)
         return [joined[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)

@@ -154,8 +154,8 @@ class GaussNewtonProducts:
             hook.remove()
         if len(calls) != 1 or not calls[0]:
             raise StrategyError(
-                f"a Gauss-Newton product: the loss calls the model {len(calls)} times, and must call it once and go by "
-                f"the tensors that it returns; let loss(model, batch) do so, or take another strategy"
+                f"a Gauss-Newton product: the loss calls the model {len(calls)} times, and must call it once and use "
+                f"only the tensors that it returns; change loss(model, batch), or take another strategy"
             )
         self._leaves = calls[0]
         with torch.enable_grad(), _twice_differentiable():
@@ -163,8 +163,8 @@ class GaussNewtonProducts:
             bent = [i for i, s in enumerate(slopes) if s is not None and s.requires_grad]
             if not bent:
                 raise StrategyError(
-                    "a Gauss-Newton product: the loss is linear in what the model returns, so it has no curvature to "
-                    "go by; let loss(model, batch) compute it of the model's predictions, or take another strategy"
+                    "a Gauss-Newton product: the loss is linear in the model's output, so it has no curvature; "
+                    "compute the loss from the model's predictions in loss(model, batch), or take another strategy"
                 )
             self._made, self._leaves = [self._made[i] for i in bent], [self._leaves[i] for i in bent]
             self._slopes = [slopes[i] for i in bent]
@@ -226,7 +226,7 @@ class CurvatureEstimator:
 
     def take_factors(self) -> list[Factors]:
         if self._collecting is None:
-            raise StrategyError("factors were asked for before `collect`")
+            raise StrategyError("factors were requested before `collect`")
         collecting, self._collecting = self._collecting, None
         return collecting.take_factors()
 
@@ -248,7 +248,7 @@ class CurvatureEstimator:
         It discards buffer writes. Raises StrategyError before a forward and after the update.
         """
         if self._batch is None:
-            raise StrategyError("a batch's loss was asked for again before its forward, or after the update")
+            raise StrategyError("a batch's loss was requested again before its forward, or after the update")
         where = next(self._model.parameters()).device
         kept = [(m, name, b) for m in self._model.modules() for name, b in m._buffers.items() if b is not None]
         for module, name, buffer in kept:  # autograd has saved the originals

@@ -55,12 +55,12 @@ def find_in_forward(model: nn.Module, loss: Loss, batch: object) -> NonFiniteOri
     if bad:
         return NonFiniteOrigin(bad[0], "the first in forward order whose output is not finite")
     if fed:
-        return NonFiniteOrigin("", "what the model is given is not finite")
+        return NonFiniteOrigin("", "the input of the model is not finite")
     if again is None:
-        return NonFiniteOrigin("", "that batch cannot be computed once more")
+        return NonFiniteOrigin("", "the batch cannot be computed again")
     if _is_finite(again):
-        return NonFiniteOrigin("", "the same batch computed once more gives a number")
-    return NonFiniteOrigin("", "every layer's output is finite, and the loss that is made of them is not")
+        return NonFiniteOrigin("", "the same batch, computed again, gives a finite loss")
+    return NonFiniteOrigin("", "the output of every layer is finite, and the loss is not")
 
 
 def find_in_backward(model: nn.Module, loss: Loss, batch: object) -> NonFiniteOrigin | None:
@@ -86,7 +86,7 @@ def find_in_gradients(model: nn.Module) -> NonFiniteOrigin:
     """Gradients may be sums over ranks."""
     wrong = {name for name, p in model.named_parameters() if p.grad is not None and not _is_finite(p.grad)}
     return _find_last_layer(
-        list(_list_layers(model)), wrong, "the first in backward order whose gradient, of all ranks, is not finite"
+        list(_list_layers(model)), wrong, "the first in backward order whose gradient, summed over ranks, is not finite"
     )
 
 
@@ -96,7 +96,7 @@ def find_in_parameters(model: nn.Module, called: Iterable[str] = ()) -> NonFinit
     called: names of modules in forward order, if known
     """
     wrong = {name for name, p in model.named_parameters() if not _is_finite(p.detach())}
-    why = "its parameters are not finite, as the first in backward order: a gradient of a step before was not"
+    why = "the first in backward order whose parameters are not finite, because an earlier gradient was not"
     return _find_last_layer(list(called) or list(_list_layers(model)), wrong, why)
 
 

@@ -59,8 +59,8 @@ def measure_unit_times(e: Experiment, learner: Learner, rounds: int) -> tuple[Ti
         raise
     except Exception as error:
         raise KnobError(
-            f"partition={type(e.partition).__name__}: the model's parts cannot be timed one by one, for one fails: "
-            f"{text_of(error)}; give the times (`times=`), or the task other `parts`"
+            f"partition={type(e.partition).__name__}: the model's parts cannot be timed one by one, because one "
+            f"fails: {text_of(error)}; pass the times (`times=`), or give the task other `parts`"
         ) from error
     finally:
         torch.set_num_threads(threads)
@@ -84,8 +84,8 @@ def measure_outputs(e: Experiment, learner: Learner) -> tuple[int, ...]:
             return tuple(passes.run_forward(number) for number in range(len(parts) - 1))
     except Exception as error:
         raise KnobError(
-            f"partition={type(e.partition).__name__}: what the model's parts hand on cannot be told, for they do not "
-            f"run on the meta device ({text_of(error)}); take a task whose model does"
+            f"partition={type(e.partition).__name__}: the outputs of the model's parts are not known, because the "
+            f"parts do not run on the meta device ({text_of(error)}); take a task whose model does"
         ) from error
 
 

@@ -36,13 +36,13 @@ def list_units(model: nn.Module, learner: Learner, layers: Partition) -> list[nn
     try:
         parts = list_parts(model, learner)
     except KnobError as error:
-        raise KnobError(f"checkpoint={what}: nothing says what the model's units are ({error})") from error
+        raise KnobError(f"checkpoint={what}: the units of the model are not known ({error})") from error
     own = {id(module) for module in model.modules()} - {id(model)}
     units = [unit for part in parts for unit in (_find_own_module(part, own),) if unit is not None]
     if not units:
         raise KnobError(
-            f"checkpoint={what}: none of the model's parts is a Module of the model itself; let `parts` return such, "
-            f"or take checkpoint=none"
+            f"checkpoint={what}: none of the model's parts is a Module of the model itself; return such Modules from "
+            f"`parts`, or take checkpoint=none"
         )
     return units[::every]
 

@@ -80,7 +80,8 @@ def require_floats(x: Tensor, name: str) -> None:
     """Raises StrategyError for complex numbers, because codecs drop imaginary parts."""
     if x.is_complex():
         kind = str(x.dtype)[6:]
-        raise StrategyError(f"{name}: codecs take floats, and this tensor has {kind}; take activations=Dense() and "
+        raise StrategyError(f"{name}: compressors take real floats, and this tensor has {kind}; take "
+        f"activations=Dense() and "
                             f"gradients=Dense()")  # fmt: skip
 
 
@@ -168,7 +169,7 @@ def cut_parts(x: Tensor, count: int, meeting: MeetingKind) -> list[Tensor]:
     """Raises StrategyError if the parts cannot be equal."""
     if x.shape[meeting.dim] % count:
         raise StrategyError(
-            f"{meeting.name}: {x.shape[meeting.dim]} positions cannot be dealt out to {count} ranks evenly; take "
-            f"sequences of a multiple of {count}, or sequence=false"
+            f"{meeting.name}: {x.shape[meeting.dim]} positions cannot be split evenly over {count} ranks; take a "
+            f"sequence length that is a multiple of {count}, or sequence=false"
         )
     return list(x.chunk(count, meeting.dim))

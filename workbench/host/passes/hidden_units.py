@@ -29,16 +29,18 @@ def find_units(model: nn.Module, learner: Learner) -> list[Units]:
         except TaskError as error:
             raise KnobError(str(error)) from error
         found = list(_find_planned(model, plan))
-        lacks = "the task's `split` names no Colwise() Linears with a Rowwise() one that has an input for each output"
+        lacks = (
+            "the task's `split` has no Colwise() Linear followed by a Rowwise() Linear with one input for each output"
+        )
     elif isinstance(model, nn.Sequential):
         found = list(_find_sequential(model))
-        lacks = "the Sequential has no two Linears or convolutions with nothing but activations and pooling between"
+        lacks = "the Sequential has no two Linears or convolutions with only activations and pooling between them"
     else:
-        found, lacks = [], f"nothing says which of a {type(model).__name__}'s features a sub-model can be without"
+        found, lacks = [], f"the task does not declare which features of a {type(model).__name__} a sub-model can omit"
     if not found:
         raise KnobError(
             f'{lacks}; give the task `split`: model -> {{"blocks.*.up": Colwise(), "blocks.*.down": Rowwise()}}, with '
-            f"Colwise(together=...) where outputs form heads, or take AsyncServer or TEASQFed, which train all of it"
+            f"Colwise(together=...) if outputs form heads, or take AsyncServer or TEASQFed, which train the whole model"
         )
     return found
 

@@ -123,9 +123,9 @@ class InFlight:
         """Raises StrategyError if another batch went forward ahead of its step."""
         if self._open and self._open[0][0] is not batch:
             raise StrategyError(
-                f"backward of a batch that is not the next one: under schedule="
-                f"{type(getattr(partition, 'schedule', partition)).__name__} batches go forward before their step; "
-                f"await rank.forward() without examples, and backward before the next one"
+                f"backward of a batch that is not the next one: under "
+                f"schedule={type(getattr(partition, 'schedule', partition)).__name__} a batch's forward comes before "
+                f"its step; await rank.forward() without examples, and backward before the next one"
             )
         if not self._open:
             self._open.append((batch, cut_batch(batch, partition.micro_batches)))

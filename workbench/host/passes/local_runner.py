@@ -103,7 +103,9 @@ def _answer_meeting(members: list[_LocalRank]) -> None:
     meeting = asked[0][0]
     if len(asked) < len(members) or any(other != meeting for other, _ in asked):
         said = ", ".join(member.asked[0].name if member.asked else "the end" for member in members)
-        raise RuntimeError(f"ranks that compute together must ask for the same in the same order; they came to {said}")
+        raise RuntimeError(
+            f"ranks that compute a layer together must make the same requests in the same order; they made {said}"
+        )
     for member, answer in zip(members, compute_answers(meeting, [x for _, x in asked]), strict=True):
         member.asked, member.answer = None, answer
 

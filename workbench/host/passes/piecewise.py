@@ -80,7 +80,7 @@ class PiecewisePass:
         """Returns the batch, and its loss after the last piece."""
         if piece == 0:
             if micro in self._risen:
-                raise StrategyError(f"batch {micro} rises anew before it has fallen")
+                raise StrategyError(f"batch {micro} starts another forward before its backward has ended")
             self._risen[micro] = _OpenBatch(draw(), of, falls)
         risen = self._find_open(micro, of)
         x, entry = risen.made, None
@@ -92,8 +92,7 @@ class PiecewisePass:
             if entry is None or _WRITTEN not in text_of(error):
                 raise
             raise StrategyError(
-                f"piece {piece} of {of} writes into what it is handed: let it compute x = x + y instead of x += y, or "
-                f"take pieces=1"
+                f"piece {piece} of {of} writes into its input: compute x = x + y instead of x += y, or take pieces=1"
             ) from error
         if piece == of - 1 and not (isinstance(made, Tensor) and made.numel() == 1 and made.requires_grad):
             raise TypeError("the loss must be a scalar tensor with a gradient")
@@ -111,7 +110,9 @@ class PiecewisePass:
     def piece_backward(self, micro: int, piece: int, of: int, grad: float) -> None:
         risen = self._find_open(micro, of)
         if not risen.falls or risen.loss is None or len(risen.graphs) != piece + 1:
-            raise StrategyError(f"batch {micro} cannot fall through piece {piece} of {of} now: the last falls first")
+            raise StrategyError(
+                f"batch {micro} cannot go backward through piece {piece} of {of} now: the last piece comes first"
+            )
         edge, entry = risen.graphs.pop()
         seed = torch.full_like(risen.loss, grad) if piece == of - 1 else risen.grad
         if edge is not None and seed is not None:
@@ -131,7 +132,7 @@ class PiecewisePass:
 
     def _find_open(self, micro: int, of: int) -> _OpenBatch:
         if micro not in self._risen or self._risen[micro].of != of:
-            raise StrategyError(f"batch {micro} has not begun to rise through {of} pieces")
+            raise StrategyError(f"batch {micro} has not begun its forward through {of} pieces")
         return self._risen[micro]
 
     def _list_parts(self, piece: int, of: int) -> list[nn.Module]:

@@ -38,8 +38,8 @@ async def require_same_batch(rank: Rank, batch: object, device: torch.device) ->
     rows = await rank.all_gather(mine, "batch")
     if not rows.is_meta and len(set(rows.reshape(-1).tolist())) > 1:
         raise StrategyError(
-            "the stages of a replica read unlike batches: data(rank, ranks, seed) must give all who ask for the same "
-            "rank the same examples; draw what is random by `seed`, or by torch's, numpy's or Python's own generators"
+            "the stages of a replica read different batches: data(rank, ranks, seed) must return the same examples "
+            "for the same rank; draw random values from `seed`, or from torch's, numpy's or Python's global generators"
         )
 
 
@@ -121,7 +121,7 @@ class NamedOutput(dict[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
-            raise AttributeError(f"the model's answer has {', '.join(self) or 'nothing'} and no {name}")
+            raise AttributeError(f"the model's output has {', '.join(self) or 'nothing'} and no {name}")
         return self[name]
 
 
@@ -130,9 +130,8 @@ async def _send_output(rank: Rank, x: object, to: int) -> None:
     named = {"": x} if isinstance(x, Tensor) else {k: v for k, v in several.items() if isinstance(v, Tensor)}
     if not named:
         raise TaskError(
-            f"partition=Pipeline: in an evaluation the model returns a {type(x).__name__} without tensors by name, and "
-            f"its last stage sends one tensor or a dict of tensors to the other stages; let the model return one of "
-            f"these"
+            f"partition=Pipeline: in an evaluation the last stage sends one tensor or a dict of tensors to the other "
+            f"stages, and the model returns a {type(x).__name__}; return a tensor or a dict of tensors"
         )
     like = next(iter(named.values()))
     names = torch.tensor(list("\n".join(named).encode()), dtype=torch.uint8, device=like.device)

@@ -70,8 +70,8 @@ def _try_passes(e: Experiment, learner: Learner, split: TensorSplit | None) -> S
         raise
     except Exception as error:
         raise KnobError(
-            f"checkpoint={what}: tried on one batch, a unit cannot be computed again: {text_of(error)}; let no unit "
-            f"write into what it is given, or take checkpoint=none"
+            f"checkpoint={what}: in a trial on one batch, a unit cannot be computed again: {text_of(error)}; do not "
+            f"write into a unit's input, or take checkpoint=none"
         ) from error
     shares = tuple((b - a) / (forward or 1.0) for (forward, a), (_, b) in zip(plain, again, strict=True))
     if what == "attention" and not any(shares):

@@ -108,8 +108,8 @@ class StageModule:
     def _require_gradient(self, found: Tensor | None, chunk: int) -> Tensor:
         if found is None:
             raise StrategyError(
-                f"stage {self.stage}: its piece {chunk} gives no gradient to what it is handed; let floats cross "
-                f"between stages, and every piece use them"
+                f"stage {self.stage}: its piece {chunk} returns no gradient for its input; pass float tensors "
+                f"between stages, and use them in every piece"
             )
         return found
 
@@ -130,8 +130,8 @@ class StageModule:
                 raise TypeError("the loss must be a scalar tensor with a gradient")
         elif not isinstance(made, Tensor):
             raise TaskError(
-                f"the last part of a piece on stage {self.stage} returned a {type(made).__name__}: what crosses "
-                f"between stages must be one Tensor"
+                f"the last part of a piece on stage {self.stage} returned a {type(made).__name__}: it must return "
+                f"one Tensor for the next stage"
             )
 
 
@@ -162,12 +162,13 @@ def cut_batch(batch: object, count: int) -> list[Any]:
         return [batch]
     sizes = {x.shape[0] for x in list_tensors(batch) if x.dim()}
     if not sizes:
-        raise TaskError("micro_batches: the batch holds no tensors that could be cut; take micros=1")
+        raise TaskError("micro_batches: the batch has no tensors to cut; take micros=1")
     if len(sizes) > 1 or next(iter(sizes)) % count:
         listed = ", ".join(map(str, sorted(sizes)))
         raise TaskError(
-            f"micros={count}: the batch's tensors have {listed} rows and cannot be cut into so many equal parts; let "
-            f"the first dimension of each count the examples, always a multiple of {count} (DataLoader: drop_last=True)"
+            f"micros={count}: the batch's tensors have {listed} rows and cannot be cut into {count} equal parts; the "
+            f"first dimension of each must count the examples, and be a multiple of {count} (DataLoader: "
+            f"drop_last=True)"
         )
     return [_take_part(batch, number, count, next(iter(sizes))) for number in range(count)]
 

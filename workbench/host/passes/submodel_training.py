@@ -62,8 +62,8 @@ class SubModelTraining:
     def require_awaited(self, exchanged: bool) -> None:
         if exchanged and self.is_narrow:
             raise StrategyError(
-                "a sub-model's gradients stay with it: await rank.backward() whole and rank.update(), or ask for "
-                "narrow(None) first"
+                "the gradients of a sub-model cannot be exchanged: await the whole rank.backward() and "
+                "rank.update(), or call narrow(None) first"
             )
 
     @property
@@ -91,7 +91,7 @@ class SubModelTraining:
             *[True] * len(self.hidden_units),
         ]:
             raise StrategyError(
-                f"narrow: a sub-model keeps some of each of the {len(self.hidden_units)} kinds of units"
+                f"narrow: give the units to keep for each of the {len(self.hidden_units)} kinds of units"
             )
         self._entries, self.counts = Entries(self.hidden_units, kept), tuple(index.numel() for index in kept)
         model, units = self._model, self.hidden_units

@@ -102,9 +102,9 @@ def find_plans(e: Experiment, learner: Learner, split: TensorSplit) -> tuple[Pas
                 raise KnobError(f"partition={type(way).__name__}: {error}") from error
             except Exception as error:
                 raise KnobError(
-                    f"partition={type(way).__name__}: when ranks meet in a pass cannot be told, for the model does not "
-                    f"run on the meta device ({text_of(error)}); take a task whose model does, or train it on real "
-                    f"ranks"
+                    f"partition={type(way).__name__}: the exchanges inside a pass are not known, because the model "
+                    f"does not run on the meta device ({text_of(error)}); take a task whose model does, or train on "
+                    f"real ranks"
                 ) from error
     return made[key]
 

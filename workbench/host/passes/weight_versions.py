@@ -78,8 +78,8 @@ class _SavedTensor(NamedTuple):
         """
         if self.x._version != self.version:
             raise StrategyError(
-                f"backward reads a tensor of {list(self.x.shape)} that was changed in place after its forward: where "
-                f"several micro-batches are in flight the next one's forward does that; let the model make a new tensor"
+                f"backward reads a tensor of {list(self.x.shape)} that was changed in place after its forward, "
+                f"probably by the forward of the next micro-batch; make a new tensor in the model instead"
             )
         return self.x
 

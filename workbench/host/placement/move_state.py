@@ -109,10 +109,10 @@ def _require_match(rank: int, has: Mapping[str, int], state: Mapping[str, Tensor
            like: Mapping[str, Tensor]) -> None:  # fmt: skip
     """has: by name, the number of elements under the placement"""
     if unlike := [name for name in to.sizes if name not in like]:
-        raise ValueError(f"move: {unlike[0]} has no dtype; name it in `like`")
+        raise ValueError(f"move: {unlike[0]} has no dtype; add it to `like`")
     for name, n in has.items():
         if name not in state or state[name].numel() != n:
             there = f"{state[name].numel()} of them are" if name in state else "it is not"
-            raise ValueError(f"move: rank {rank} is said to hold {n} elements of {name}, and {there} in its state")
+            raise ValueError(f"move: by the placement rank {rank} has {n} elements of {name}, and {there} in its state")
         if name in to.sizes and state[name].dtype != like[name].dtype:
             raise ValueError(f"move: {name} is {state[name].dtype} on rank {rank} and {like[name].dtype} in `like`")

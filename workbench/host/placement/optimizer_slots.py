@@ -81,8 +81,8 @@ def require_steppable(layout: ParameterLayout, optimizer: Optimizer, shard: Buck
         raise StrategyError("one bucket's gradients have no global norm: take clip=0, or `rank.update()` whole")
     if shard.data.numel() < layout.buckets[shard.index].data.numel() and not elementwise(optimizer):
         raise StrategyError(
-            f"update of part of a tensor: {type(optimizer).__name__} is not known to step each element by itself; take "
-            f"SGD, Adam or AdamW, let the class of your own say `elementwise = True`, or update whole buckets"
+            f"update of part of a tensor: {type(optimizer).__name__} is not known to step each element by itself; use "
+            f"SGD, Adam or AdamW, give your own class `elementwise = True`, or update whole buckets"
         )
 
 

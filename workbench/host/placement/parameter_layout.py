@@ -174,8 +174,8 @@ class ParameterLayout:
             written = [part.name for _, part in found] or [n for n, seen in versions.items() if seen != copied[n]]
             if copied and written:
                 raise StrategyError(
-                    f"parameter {written[0]}: the model has written into it, and the strategy steps a copy of it on "
-                    f"the host or the disk; take ZeRO2 or ZeRO3, or let the model only read its parameters"
+                    f"parameter {written[0]}: the model has written into it, and the strategy updates a copy on the "
+                    f"host or the disk; take ZeRO2 or ZeRO3, or do not write into parameters in the model"
                 )
             for x, part in found:
                 _require_like(part.name, x, part, own)
@@ -336,7 +336,7 @@ def _require_like(name: str, given: Tensor, part: Part, own: Tensor) -> None:
                     ((part.shape, own.dtype), (given.shape, given.dtype)))  # fmt: skip
         raise StrategyError(
             f"parameter {name}: the model has replaced its data of shape {was[0]} and type {was[1]} by {now[0]} and "
-            f"{now[1]}, and ranks cannot follow; keep shape and type, or let the model be made so"
+            f"{now[1]}, and ranks cannot follow; keep the shape and type, or create the model with the new ones"
         )
 
 

@@ -160,7 +160,7 @@ class Placement:
         for rank, here in self.held.items():
             for name, slices in here.items():
                 if name not in sets:
-                    raise ValueError(f"placement: rank {rank} holds {name!r}, which has no size; name it in `sizes`")
+                    raise ValueError(f"placement: rank {rank} holds {name!r}, which has no size; add it to `sizes`")
                 sets[name].setdefault(slices, rank)
         for name, each in sets.items():
             for slices, rank in each.items():
@@ -171,8 +171,8 @@ class Placement:
                 else _count_elements(refine_slices(list(each)))
             )
             if known < self.sizes[name]:
-                raise ValueError(f"placement: {name}: {self.sizes[name] - known} elements lie on no rank; give them to "
-                                 f"one, or leave the tensor out of `sizes`")  # fmt: skip
+                raise ValueError(f"placement: {name}: {self.sizes[name] - known} elements have no rank; give them to "
+                f"one, or remove the tensor from `sizes`")  # fmt: skip
 
 
 def _add_slices(held: dict[str, tuple[StridedSlice, ...]], more: Held) -> None:
@@ -194,7 +194,7 @@ def _check_slices(who: str, name: str, size: int, slices: tuple[StridedSlice, ..
         else 0
     )
     if twice:
-        raise ValueError(f"{who} {twice} elements of {name} twice; let its slices share none")
+        raise ValueError(f"{who} {twice} elements of {name} twice; its slices must not overlap")
 
 
 def _count_elements(parts: list[tuple[StridedSlice, int]]) -> int:

@@ -31,8 +31,8 @@ def describe_difference(first: list[list[Any]], other: list[list[Any]], rank: in
     else:
         more, who = (first, 0) if len(first) > len(other) else (other, rank)
         extra = more[min(len(first), len(other))]
-        what = f"parameter {extra[0]!r}, {_format_parameter(extra)}, is there on rank {who} only"
-    return f"{what}: task.model() must make the same model on every rank"
+        what = f"parameter {extra[0]!r}, {_format_parameter(extra)}, exists on rank {who} only"
+    return f"{what}: task.model() must return the same model on every rank"
 
 
 def _format_parameter(about: list[Any]) -> str:

@@ -81,8 +81,8 @@ def _make_stages(e: Experiment, model: nn.Module, learner: Learner) -> StageCuts
         raise KnobError(f"{said}: the model has {have}, too few for {what}; take {most}, or a deeper model")
     if (begins := e.partition.cuts) and begins[-1] >= len(parts):
         raise KnobError(
-            f"cuts={list(begins)}: the model has {len(parts)} parts, the last of which is number {len(parts) - 1}, and "
-            f"no piece can begin after it; take smaller numbers, or cuts=[]"
+            f"cuts={list(begins)}: the model has {len(parts)} parts, the last of which is number {len(parts) - 1}, "
+            f"and no piece can begin after the last part; take smaller numbers, or cuts=[]"
         )
     weights = [estimate_compute(part) for part in parts]
     ends = [0, *(begins or find_balanced_cut([weights], count * each)), len(parts)]
@@ -95,8 +95,8 @@ def _make_stages(e: Experiment, model: nn.Module, learner: Learner) -> StageCuts
         stages = [stage for stage, has in enumerate(names) if name in has]
         if len(stages) > 1:
             raise KnobError(
-                f"{said}: parameter {name} is tied: stages {' and '.join(map(str, stages))} would each need it; untie "
-                f"it, or take fewer stages, so that the parts which share it lie on one"
+                f"{said}: parameter {name} is tied: stages {' and '.join(map(str, stages))} would each need it; "
+                f"untie it, or take fewer stages, so that one stage has all parts that share it"
             )
         if not stages:
             raise KnobError(f"{said}: parameter {name} is in no part of the model; let `parts` return one that has it")
@@ -119,8 +119,8 @@ def list_parts(model: nn.Module, learner: Learner) -> list[nn.Module]:
     if (found := decoder_parts(model)) is not None:
         return found
     raise KnobError(
-        f"partition=Pipeline: a {type(model).__name__} does not say where it may be cut; make the model a Sequential, "
-        f"or give the task `parts`: model -> a list of Modules that compute, one after the other, what the model does"
+        f"partition=Pipeline: a {type(model).__name__} has no declared cuts; make the model a Sequential, or give "
+        f"the task `parts`: model -> a list of Modules that, one after the other, compute the model"
     )
 
 

@@ -86,8 +86,8 @@ def split_model(ways: int, model: nn.Module, learner: Learner, sequence: bool = 
     every = dict(match_plan(model, _find_plan(model, learner)))
     if sequence and not any(isinstance(way, Scatter) for way in every.values()):
         raise KnobError(
-            "sequence=true: the plan does not say where positions are dealt out first; let it say Scatter() of the "
-            "first block, Sequence() of norms and Colwise(gather=True) of the last layer, or take sequence=false"
+            "sequence=true: the plan has no layer that splits positions first; use Scatter() for the first block, "
+            "Sequence() for norms and Colwise(gather=True) for the last layer, or take sequence=false"
         )
     plan = every if sequence else {n: w for n, w in every.items() if not isinstance(w, Scatter | Sequence)}
     modules, trained = dict(model.named_modules()), {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -99,18 +99,18 @@ def split_model(ways: int, model: nn.Module, learner: Learner, sequence: bool = 
             full = names.get(id(getattr(modules[name], kind)), "")
             if not full:
                 raise _make_refusal(
-                    f"{name} computes its {kind} from others (weight_norm, spectral_norm, pruning); leave it out of "
-                    f"the plan, or take that off"
+                    f"{name} computes its {kind} from other parameters (weight_norm, spectral_norm, pruning); remove "
+                    f"it from the plan, or remove that transform"
                 )
             if full not in trained:
                 raise _make_refusal(
-                    f"parameter {full} is frozen, and only what learns is dealt out; leave {name} out of the "
-                    f"plan, or let it learn"
+                    f"parameter {full} is frozen, and a plan splits trainable parameters only; remove {name} from "
+                    f"the plan, or unfreeze the parameter"
                 )
             if sliced.setdefault(full, made) != made:
                 raise _make_refusal(
-                    f"parameter {full} is tied, and {name} would be dealt out otherwise than the other module "
-                    f"that has it; deal both out along the same dimension"
+                    f"parameter {full} is tied, and {name} would split it along another dimension than the other "
+                    f"module that has it; split both along the same dimension"
                 )
     _require_alone(model, plan, sliced)
     whole = {name: whole_numel(p) for name, p in trained.items() if name not in sliced}
@@ -133,7 +133,7 @@ def _find_plan(model: nn.Module, learner: Learner) -> Plan:
         return pairs
     what = "a Sequential without two Linears in a row" if isinstance(model, nn.Sequential) else type(model).__name__
     raise _make_refusal(
-        f"nothing says how {what} is dealt out; give the task `split`: model -> "
+        f"no plan says how to split {what} over ranks; give the task `split`: model -> "
         f'{{"blocks.*.up": Colwise(), "blocks.*.down": Rowwise()}}, or take another partition'
     )
 
@@ -163,13 +163,14 @@ def match_plan(model: nn.Module, plan: Plan, whose: str = "partition=Tensor") ->
         way = way_of(said)
         if way is None:
             raise _make_refusal(
-                f"the plan says {said!r} of {pattern}; take Colwise() or Rowwise(), or leave it out: it is whole then",
+                f"the plan has {said!r} for {pattern}; use Colwise() or Rowwise(), or remove it to keep the layer "
+                f"whole",
                 whose,
             )
         like = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         if not (fits := [name for name in names if like.fullmatch(name)]):
             raise _make_refusal(
-                f"the plan names {pattern}, and no module of the model is called so; it has "
+                f"the plan names {pattern}, and the model has no such module; it has "
                 f"{', '.join(names[:6])}{' ...' if len(names) > 6 else ''}",
                 whose,
             )
@@ -180,24 +181,24 @@ def match_plan(model: nn.Module, plan: Plan, whose: str = "partition=Tensor") ->
 def _list_sliced(name: str, module: nn.Module, way: Way, ways: int) -> Iterator[tuple[str, SlicedParameter]]:
     if isinstance(way, Sequence) and (odd := [m for m in module.modules() if hasattr(m, "running_mean")]):
         raise _make_refusal(
-            f"{name}: a {type(odd[0]).__name__} takes statistics of a whole batch, of which a rank has some positions; "
-            f"take a LayerNorm, or sequence=false"
+            f"{name}: a {type(odd[0]).__name__} needs the statistics of a whole batch, and a rank has only some "
+            f"positions; use a LayerNorm, or sequence=false"
         )
     if isinstance(way, Scatter | Sequence | Partial):
         return
     if type(module) is nn.Embedding and isinstance(way, Rowwise):
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise _make_refusal(
-                f"{name}: an Embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be dealt out by "
-                f"its rows; leave it out of the plan"
+                f"{name}: the rows of an Embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be "
+                f"split; remove it from the plan"
             )
         rows, width = whole_shape(module.weight)
         _require_divisible(name, "rows", rows, 1, ways)
         yield "weight", SlicedParameter((rows, width), (rows, width), 0, 0)
         return
     if type(module) is not nn.Linear:
-        kinds = "Rowwise deals out Linear or Embedding" if isinstance(way, Rowwise) else "Colwise deals out Linear"
-        raise _make_refusal(f"{name} is of class {type(module).__name__}, and {kinds}; leave it out of the plan")
+        kinds = "Rowwise splits Linear or Embedding" if isinstance(way, Rowwise) else "Colwise splits Linear"
+        raise _make_refusal(f"{name} is of class {type(module).__name__}, and {kinds}; remove it from the plan")
     out, into = whole_shape(module.weight)
     if not isinstance(way, Colwise):
         _require_divisible(name, "inputs", into, 1, ways)
@@ -205,8 +206,8 @@ def _list_sliced(name: str, module: nn.Module, way: Way, ways: int) -> Iterator[
         return
     if out % way.packed:
         raise _make_refusal(
-            f"{name} has {out} outputs, which are not {way.packed} matrices of one size; let `packed` be a "
-            f"number that divides it"
+            f"{name} has {out} outputs, which do not make {way.packed} matrices of one size; set `packed` to a "
+            f"divisor of the outputs"
         )
     _require_divisible(name, "outputs", out // way.packed, way.together, ways)
     each = (way.packed, out // way.packed) if way.packed > 1 else (out,)
@@ -226,9 +227,9 @@ def _require_divisible(name: str, what: str, count: int, together: int, ways: in
     units = count // together
     if count % together == 0 and units % ways == 0:
         return
-    some = f", {together} of which stay together" if together > 1 else ""
+    some = f", in groups of {together} that stay together" if together > 1 else ""
     raise UnevenSplitError(
-        f"ways={ways}: {name} has {count} {what}{some}, and they cannot be dealt out to so many ranks evenly", units
+        f"ways={ways}: {name} has {count} {what}{some}, which cannot be split evenly over the ranks", units
     )
 
 
@@ -255,7 +256,7 @@ def _require_even(modules: Mapping[str, nn.Module], plan: Mapping[str, Way], way
     if lines := uneven(ways):
         least = min(line.units for line in lines)
         fits = [n for n in range(2, least + 1) if least % n == 0 and not uneven(n)]
-        would = f"take ways={' or '.join(map(str, fits[:4]))}" if fits else "leave it out of the plan"
+        would = f"take ways={' or '.join(map(str, fits[:4]))}" if fits else "remove it from the plan"
         raise KnobError(f"{lines[0]}; {would}")
 
 
@@ -267,8 +268,8 @@ def _require_alone(model: nn.Module, plan: Mapping[str, Way], sliced: Mapping[st
         if own and name not in plan:
             tied = next(n for n, p in named.items() if p is own[0])
             raise _make_refusal(
-                f"parameter {tied} is tied, and {name or 'the model'} needs it whole; deal that out along the "
-                f"same dimension, too, or neither"
+                f"parameter {tied} is tied, and {name or 'the model'} needs it whole; split both along the same "
+                f"dimension, or neither"
             )
 
 

@@ -124,8 +124,8 @@ def _find_wanted(was: Placement, to: Placement, alive: tuple[int, ...]) -> dict[
     known: dict[_Sets, list[_Missing]] = {}  # parameters and their moments mostly have the same slices
     for name in sorted(to.sizes):
         if was.sizes.get(name, to.sizes[name]) != to.sizes[name]:
-            raise ValueError(f"{name} has {was.sizes[name]} elements where it lies and {to.sizes[name]} where it is to "
-                             f"lie; a name stands for one tensor")  # fmt: skip
+            raise ValueError(f"{name} has {was.sizes[name]} elements before the move and {to.sizes[name]} after it; "
+            f"a name must stand for one tensor")  # fmt: skip
         sets = _find_slice_sets(name, was, to, alive)
         if sets not in known:
             known[sets] = list(_find_missing(sets))

@@ -54,7 +54,7 @@ async def execute_change(run: ChangeView, change: Change) -> bool:
     refusing = await run.gather(int(wanted is None))  # one refusal is enough
     if wanted is None or any(refusing):
         first = refusing.index(1)
-        reason = reason or f"rank {run.rank.number(first)} cannot make it, and why was not heard"
+        reason = reason or f"rank {run.rank.number(first)} cannot make it, for a reason that it did not report"
         _record_answer(run, first, "refused", _describe_refusal(change, reason))
         return False
     began, sent = run.now, run.sent_bytes
@@ -98,8 +98,8 @@ def _require_ready(run: ChangeView, wanted: Experiment) -> Experiment:
     """Returns `wanted`. Raises KnobError if an earlier change must complete first."""
     if wanted.strategy.shards and MOMENTUM in run.rank.memory.buffers:
         raise KnobError(
-            f"strategy={type(wanted.strategy).__name__}: a compressor still hands the momentum back to the optimizer, "
-            f"which is to be shared out; switch one step later"
+            f"strategy={type(wanted.strategy).__name__}: a compressor still returns the momentum to the optimizer, "
+            f"whose state would be sharded; switch one step later"
         )
     return wanted
 

@@ -69,7 +69,7 @@ class PolicyRunner:
         """Plans the first look, on all ranks before the first step."""
         self._given = any(isinstance(change, Change) and change.by for change in self.run.queue.planned)
         if self._given and self.policy:
-            self._mark_once("given", "its decisions are those of another run, given as changes; it makes no others")
+            self._mark_once("given", "it replays the decisions of another run, given as changes, and makes no new ones")
         self._plan_tick(-1)
 
     def restart_plan(self) -> None:
@@ -213,14 +213,12 @@ class PolicyRunner:
                 self._state, self._known = policy.init(), True
             wanted = list(self._list_decisions(policy, seen))
             if not wanted and seen.numbers and all(math.isnan(x) for each in seen.numbers.values() for x in each):
-                self._mark_once(
-                    "blind", f"no rank has told of {' or '.join(seen.numbers)} yet; it waits until one does"
-                )
+                self._mark_once("blind", f"no rank has reported {' or '.join(seen.numbers)} yet; the policy waits")
             return json.dumps(wanted)
         except POLICY_ERRORS as error:
             text = (
-                f"{name} failed at step {seen.step} with {said(error)}; it is put off, and training "
-                f"goes on without it; policy.paused=false lets it try again"
+                f"{name} failed at step {seen.step} with {said(error)}; it is paused, and training goes on without "
+                f"it; set policy.paused=false to try again"
             )
             self._mark_once(text, text, named=True)
             return json.dumps([[Change(0, "policy.paused", True, by=name, reason=text).plain()]])
@@ -242,8 +240,8 @@ class PolicyRunner:
             if held:
                 self._mark_once(
                     f"leaves {held}",
-                    f"leaves {' and '.join(held)} alone, which a person set at step "
-                    f"{self._held[held[0]]}; set policy again to put that into its hands",
+                    f"does not change {' and '.join(held)}, because a person set it at step {self._held[held[0]]}; "
+                    f"set the policy again to let it change this setting",
                 )
             elif decision and not any(_make_key(c) in self._refused for c in decision):
                 now = after

@@ -51,8 +51,8 @@ def check_parts(model: nn.Module, learner: Learner, batch: object, said: str) ->
         with _preserve_model(model) as again:
             whole, pieces, calls = _compute_losses(again, model, parts, learner, batch)
     except Exception as error:
-        raise KnobError(f"{said}: tried on one batch, the model part by part fails: {text_of(error)}") from error
-    _require_once(calls, said, "it is passed part by part once")
+        raise KnobError(f"{said}: in a trial on one batch, the model fails part by part: {text_of(error)}") from error
+    _require_once(calls, said, "the trial calls its parts once")
     _compare_losses(float(whole), float(pieces), said)
 
 
@@ -71,7 +71,7 @@ def _check_stages(model: nn.Module, learner: Learner, stages: StageCuts, batch: 
         raise
     except Exception as error:
         raise KnobError(_explain_failure(model, error)) from error
-    _require_once(calls, PIPELINE, "a pipeline passes each micro-batch through once")
+    _require_once(calls, PIPELINE, "a pipeline calls each part once per micro-batch")
     if not whole.is_meta:
         _compare_losses(float(whole), float(pieces), PIPELINE)
         _compare_means(float(whole), [float(x) for x in means])
@@ -92,15 +92,15 @@ def _compute_losses(again: Again, model: nn.Module, parts: list[nn.Module], lear
 
 def _require_once(calls: int, said: str, why: str) -> None:
     if calls != 1:
-        raise KnobError(f"{said}: the loss calls the model {calls} times, and {why}; let loss(model, batch) call "
-                        f"model once")  # fmt: skip
+        raise KnobError(f"{said}: the loss calls the model {calls} times, and {why}; call model once in loss(model, "
+        f"batch)")  # fmt: skip
 
 
 def _compare_losses(whole: float, pieces: float, said: str) -> None:
     if math.isfinite(whole) and whole != pieces:  # else nothing can be compared
         raise KnobError(
-            f"{said}: the model's parts one after the other have loss {pieces:.6g} where the model has "
-            f"{whole:.6g}; let `parts` return Modules that together compute what the model does"
+            f"{said}: the parts, one after the other, give the loss {pieces:.6g}, and the model gives {whole:.6g}; "
+            f"return parts from `parts` that together compute the model"
         )
 
 
@@ -108,9 +108,9 @@ def _compare_means(whole: float, means: list[float]) -> None:
     mean = sum(means) / len(means)
     if math.isfinite(whole) and not abs(mean - whole) <= MEAN_TOLERANCE * abs(whole) + 1e-6:
         raise KnobError(
-            f"partition=Pipeline: a batch's loss is {whole:.6g} and the mean over its micro-batches {mean:.6g}; a "
-            f"pipeline adds up means, so let loss(model, batch) be a mean over examples (reduction='mean'), or take "
-            f"micros=1"
+            f"partition=Pipeline: the loss of a batch is {whole:.6g}, and the mean over its micro-batches is "
+            f"{mean:.6g}; a pipeline sums means, so return a mean over examples from loss(model, batch) "
+            f"(reduction='mean'), or take micros=1"
         )
 
 
@@ -148,7 +148,7 @@ def _preserve_model(model: nn.Module) -> Iterator[Again]:
 def _explain_failure(model: nn.Module, error: Exception) -> str:
     if next(model.parameters()).is_meta:
         return (
-            f"partition=Pipeline: what stages hand on cannot be told, for the model does not run on the meta device "
-            f"({text_of(error)}); take a task whose model does, or real=True"
+            f"partition=Pipeline: the outputs of stages are not known, because the model does not run on the meta "
+            f"device ({text_of(error)}); take a task whose model does, or real=True"
         )
-    return f"partition=Pipeline: tried on one batch, a stage fails: {text_of(error)}"
+    return f"partition=Pipeline: in a trial on one batch, a stage fails: {text_of(error)}"

@@ -61,7 +61,9 @@ def check_slices(model: nn.Module, learner: Learner, split: TensorSplit, batch: 
         try:
             found = run_together(works)
         except Exception as error:
-            raise KnobError(f"partition=Tensor: tried on one batch, a rank's slices fail: {text_of(error)}") from error
+            raise KnobError(
+                f"partition=Tensor: in a trial on one batch, the slices of a rank fail: {text_of(error)}"
+            ) from error
     _compare_gradients(split, loss, whole, [one[0] for one in found], [one[1] for one in found], double)
 
 
@@ -79,7 +81,7 @@ def _compute_whole(
     try:
         return False, _compute_gradients(twin, learner, batch), batch
     except Exception as error:
-        said = f"partition=Tensor: tried on one batch on the CPU, the model itself fails: {text_of(error)}"
+        said = f"partition=Tensor: in a trial on one batch on the CPU, the model itself fails: {text_of(error)}"
         raise KnobError(said) from error
 
 
@@ -106,7 +108,7 @@ def _compare_gradients(
     double: bool,
 ) -> None:
     """Raises KnobError if the slices' results differ. Skips results that are not finite in the whole model."""
-    near, ways = TOLERANCE[double], f"dealt out over {split.ways} ranks"
+    near, ways = TOLERANCE[double], f"split over {split.ways} ranks"
     norms = {name: float(as_real(grad).float().norm()) for name, grad in whole.items()}
     compared = {name: whole[name] for name, norm in norms.items() if math.isfinite(norm)}
     least = TOTAL_TOLERANCE[double] * math.hypot(*(norms[name] for name in compared))
@@ -115,17 +117,17 @@ def _compare_gradients(
         if not off <= near * float(grad.norm()) + least:
             share = f"its gradient is off by {off / (float(grad.norm()) or 1.0):.0%}"
             raise KnobError(
-                f"partition=Tensor: {ways} {name} would learn something else than in the whole model: {share}. Let "
-                f"each Colwise be followed by the Rowwise that takes its outputs, with nothing between but what works "
-                f"feature by feature or head by head (`packed`, `together`); what is whole and works on a rank's own "
-                f"heads is Partial(), on its own positions Sequence()"
+                f"partition=Tensor: {ways} {name} would get another gradient than in the whole model: {share}. "
+                f"Follow each Colwise by the Rowwise that reads its outputs, with only operations by feature or by "
+                f"head between them (`packed`, `together`); use Partial() for a whole module that works on a rank's "
+                f"heads, and Sequence() for one that works on a rank's positions"
             )
     odd = [x for x in losses if math.isfinite(loss) and not abs(x - loss) <= near * max(1.0, abs(loss))]
     if odd:
         raise KnobError(
-            f"partition=Tensor: {ways} the loss is {odd[0]:.6g}, and {loss:.6g} of the whole model, though gradients "
-            f"are the same: it reads parameters, of which a rank has slices; let it read only what the model returns, "
-            f"and take weight decay from the optimizer"
+            f"partition=Tensor: {ways} the loss is {odd[0]:.6g}, and that of the whole model is {loss:.6g}, although "
+            f"gradients agree: the loss reads parameters, and a rank has only slices of them; use only the model's "
+            f"output in the loss, and take weight decay from the optimizer"
         )
 
 

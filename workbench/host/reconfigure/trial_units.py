@@ -62,14 +62,14 @@ def _try_units(learner: Learner, units: list[Units], batch: object, seed: int) -
             loss()
         except Exception as error:
             raise KnobError(
-                f"tried on one batch, a sub-model fails: {text_of(error)}; let the model take its sizes from what a "
-                f"layer returns, and name no layer whose outputs others read, too"
+                f"in a trial on one batch, a sub-model fails: {text_of(error)}; take sizes in the model from the "
+                f"outputs of layers, and do not name a layer whose outputs several layers read"
             ) from error
     if math.isfinite(whole) and not abs(whole - other) <= TOLERANCE[double] * abs(whole):
         raise KnobError(
-            f"with its hidden units in another order the model has loss {other:.6g} in place of {whole:.6g}, so they "
-            f"are no units that it can be without; let the task's `split` say which outputs stay `together`, as those "
-            f"of an attention head must, and leave out what is not read by the next layer alone"
+            f"with its hidden units in another order the model has the loss {other:.6g} in place of {whole:.6g}, so "
+            f"a sub-model cannot omit these units; declare in the task's `split` which outputs stay `together`, such "
+            f"as those of an attention head, and remove layers whose outputs are read by more than the next layer"
         )
 
 

@@ -100,7 +100,7 @@ async def train_unfrozen(run: ChangeView, names: Sequence[str], apart: bool = Fa
     e = run.experiment
     if run.spread is not None:
         raise StrategyError(
-            f"parameter {names[0]}: was unfrozen while a replica lies on several ranks "
+            f"parameter {names[0]}: was unfrozen while a replica takes several ranks "
             f"(partition={type(e.partition).__name__}); unfreeze it before the run, or take partition=Whole"
         )
     await drain_pipeline(run.micros_in_flight)

@@ -49,7 +49,7 @@ def refuses_model(e: Experiment, model: nn.Module, learner: Learner) -> str | No
         parts = [Part(name, shape, 0, prod(shape)) for name, shape in here.items()]
         said = [e.strategy.refuses_model(parts), *(c.refuses_model(parts) for c in inside(e.compressor))]
         if reason := next((reason for reason in said if reason), None):
-            return f"{reason} (of a rank's part: a replica lies in {spread})" if spread else reason
+            return f"{reason} (for the part of one rank: a replica is split into {spread})" if spread else reason
     return None
 
 
@@ -73,8 +73,8 @@ def _explain_barren_slice(e: Experiment, spread: ReplicaSpread, rank: int) -> st
     said += f" of stage {stage}" if spread.stages else ""
     would = "other cuts, fewer stages, or of=Whole()" if spread.stages else "partition=Whole()"
     return (
-        f"{said} would have nothing to train, for no matrix there is dealt out and others look after what is "
-        f"whole; take {would}, or deal out more of the model's matrices"
+        f"{said} would have no parameters to train, because the plan splits no matrix there and other ranks own the "
+        f"whole parameters; take {would}, or split more of the model's matrices"
     )
 
 
@@ -154,8 +154,8 @@ def _require_movable_slots(run: TryingView, wanted: Experiment) -> None:
     for name, x in read_slots(run.layout, run.optimizer).items():
         if x.numel() > 1 and x.shape != shapes[name.partition("/")[2]]:
             raise KnobError(
-                f"partition={type(wanted.partition).__name__}: {type(run.optimizer).__name__} remembers {name} in a "
-                f"shape of its own, which does not show how to hand it over; take optimizer=AdamW() or SGD()"
+                f"partition={type(wanted.partition).__name__}: {type(run.optimizer).__name__} stores {name} in "
+                f"another shape than the parameter, so ranks cannot move it; take optimizer=AdamW() or SGD()"
             )
 
 

@@ -68,8 +68,8 @@ class ParameterUsage:
         frozen = (place.name for place in self._trained if not place.param.requires_grad)
         if strategy.moves_frozen and (name := next(frozen, "")):
             raise StrategyError(
-                f"parameter {name}: was frozen during the run, and {type(strategy).__name__} would go on moving it, by "
-                f"a momentum of its own or by rounding; freeze it before the run, or take DDP or LocalSGD"
+                f"parameter {name}: was frozen during the run, and {type(strategy).__name__} would still change it "
+                f"by its momentum or by rounding; freeze it before the run, or take DDP or LocalSGD"
             )
 
     def list_unfrozen(self) -> list[str]:
@@ -84,7 +84,7 @@ class ParameterUsage:
         trained = [(name, id(p)) for name, p in model.named_parameters() if p.requires_grad] if self._is_whole else []
         changed = [f"{name} was replaced or removed" for key, name in known.items() if key not in now]
         changed += [f"{name} was added" for name, key in trained if key not in known]
-        return f"parameter {changed[0]} during the run, and a resumed run begins without that" if changed else ""
+        return f"parameter {changed[0]} during the run, and a resumed run starts without this change" if changed else ""
 
     def begin_backward(self, step: int) -> None:
         """Raises a hand if the model has unfrozen parameters."""

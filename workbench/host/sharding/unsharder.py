@@ -280,8 +280,8 @@ class Unsharder:
         """Raises StrategyError if a strategy holds a shard that nothing would gather."""
         if not self.sharded:
             raise StrategyError(
-                "hold: parameters are all here; a strategy that keeps parts of them claims 'parameters' in `shards` "
-                "and holds them in its `unshard` and `reshard`"
+                "hold: all parameters are on this rank; a strategy that shards them must claim 'parameters' in "
+                "`shards` and call this in its `unshard` and `reshard`"
             )
 
     async def note_filled(self, index: int) -> None:
@@ -322,8 +322,8 @@ class Unsharder:
         if not self.phase:
             name = next(iter(buckets.values()))
             raise StrategyError(
-                f"parameter {name} is read between two passes, and no rank holds all of it: read it in a forward, a "
-                f"backward or an evaluation, or take a strategy that keeps parameters whole (ZeRO2)"
+                f"parameter {name} is read between two passes, when each rank has only a shard of it: read it in a "
+                f"forward, a backward or an evaluation, or take a strategy with whole parameters (ZeRO2)"
             )
         beside = {self._known[1][id(p)].bucket for p in others if id(p) in self._known[1]}
         self._fetch_buckets(buckets, beside)

@@ -95,4 +95,4 @@ def _find_table(layout: ParameterLayout, name: str) -> ParameterPlace:
         if place.name == name and place.param.dim() == 2:
             return place
     there = ", ".join(place.name for place in layout.order if place.param.dim() == 2)
-    raise StrategyError(f"lookups: {name!r} is no weight of an embedding that is trained; there are {there or 'none'}")
+    raise StrategyError(f"lookups: {name!r} is not the weight of a trained embedding; there are {there or 'none'}")

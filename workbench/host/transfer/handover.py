@@ -233,7 +233,7 @@ async def reshard_slots(run: ChangeView, was: ShardLayout | None, to: ShardLayou
     if run.memory_account.has_optimizer_state:
         run.memory_account.note_surge(_count_bytes(here))  # held in addition to `given`
     if await sum_hashes(run, given, comes) != before:
-        raise RankDisagreement("the optimizer's state is not what it was before it was shared out anew")
+        raise RankDisagreement("the optimizer's state changed while ranks resharded it")
     if not layout.has_sizes_only:
         put_slots(layout, run.optimizer, given, like)
     run.sharded(to)

@@ -65,13 +65,13 @@ async def migrate_rank_state(run: ChangeView, was: ReplicaSpread | None, to: Rep
 
 def _describe_move(rules: dict[str, str], nbytes: int) -> dict[str, Json]:
     said = [
-        f"{name} went with the parameters ({rule} over ranks)" for name, rule in rules.items() if rule in MOVED_RULES
+        f"{name} moved with the parameters ({rule} over ranks)" for name, rule in rules.items() if rule in MOVED_RULES
     ]
     stays = [name for name, rule in rules.items() if rule == "keep"]
     lost = [name for name, rule in rules.items() if rule not in (*MOVED_RULES, "keep")]
     said += [f"{', '.join(stays)} stayed"] if stays else []
-    said += [f"{', '.join(lost)} began anew"] if lost else []
-    return {"rules": rules, "nbytes": nbytes, "text": f"of what compression remembers, {'; '.join(said)}"}
+    said += [f"{', '.join(lost)} started again"] if lost else []
+    return {"rules": rules, "nbytes": nbytes, "text": f"state of compression: {'; '.join(said)}"}
 
 
 def _group_by_dtype(run: ChangeView) -> dict[torch.dtype, Named]:
@@ -90,7 +90,7 @@ def _join_pieces(pieces: State, lies: Placement, rank: Rank, like: Tensor) -> Te
         parts.append(like.new_zeros(n) if like.is_meta or name not in pieces else pieces[name].to(like))
         if parts[-1].numel() != n:
             raise RankDisagreement(
-                f"rank {rank.number()} remembers {parts[-1].numel()} elements of {name} and holds {n}"
+                f"rank {rank.number()} has state of {parts[-1].numel()} elements for {name} and a part of {n}"
             )
     return torch.cat(parts) if parts else like.new_zeros(0)
 
@@ -111,7 +111,7 @@ async def _move_checked(
     before = await sum_hashes(run, state, was)
     given = await move_state(run.rank, state, was, to, range(run.rank.size), likes)
     if await sum_hashes(run, given, to) != before:
-        raise RankDisagreement("what ranks remember of their own is not what it was before it was dealt on")
+        raise RankDisagreement("the ranks' own state changed while they moved it")
     run.memory_account.note_surge(sum(x.numel() * x.element_size() for x in (*state.values(), *given.values())))
     todo = plan_transfers(was, to, range(run.rank.size), dict.fromkeys(to.sizes, like.element_size()))
     return given, sum(todo.nbytes.values())

@@ -101,9 +101,7 @@ async def _move_buckets(run: ChangeView, strategy: Strategy, away: list[Bucket],
     run.memory_account.note_surge(room.surge_bytes)
     before, after = [await run.gather(own & SUM_MASK) for own in sums]
     if (sum(before) - sum(after)) & SUM_MASK:
-        raise RankDisagreement(
-            "parameters and the optimizer's state are not what they were before buckets were cut anew"
-        )
+        raise RankDisagreement("parameters or the optimizer's state changed while buckets were rebuilt")
     if not (away or run.layout.has_sizes_only):
         put_slots(run.layout, run.optimizer, given, old.like)
     run.sharded(find_shards(run, strategy))

@@ -93,7 +93,7 @@ async def repartition_state(
     run.memory_account.note_surge(sum(x.numel() * x.element_size() for x in gone))
     before, after = [sum(await run.gather(total & SUM_MASK)) for total in sums]
     if (before - after) & SUM_MASK:
-        raise RankDisagreement("the model's state is not what it was before it was spread anew")
+        raise RankDisagreement("the model's state changed while ranks moved it to the new partition")
     mine = to.spread.select_trained(rank.id, set(trained)) if to.spread else set(trained)
     await _place_state(run, trained, given, mine, to, what)
     widths = {name: what.like[name].element_size() for name in comes.sizes}
@@ -141,8 +141,8 @@ async def _cut_sizes(
 
 def _mark_partition(run: ChangeView, lies: StateLayout, nbytes: int, began: float) -> None:
     if run.rank.id == 0:
-        to, whole = lies.spread, "all ranks share the model out" if lies.sharded else "every rank holds the whole model"
-        text = f"each replica lies in {to}" if to else whole
+        to, whole = lies.spread, "ranks shard the model" if lies.sharded else "every rank holds the whole model"
+        text = f"each replica is split into {to}" if to else whole
         stages, slices = len(to.stages) if to and to.stages else 1, to.split.ways if to and to.split else 1
         said = {"stages": stages, "slices": slices, "nbytes": nbytes, "seconds": run.now - began}
         run.mark("partition", said | {"text": text})
@@ -208,7 +208,7 @@ async def _place_state(run: ChangeView, trained: dict[str, nn.Parameter], given:
     if to.order:
         await run.reorder_parameters(list(to.order))
     if to.shards is not None and find_shards(run, run.experiment.strategy) != to.shards:
-        raise RankDisagreement("buckets are cut otherwise than ranks have shared out")
+        raise RankDisagreement("buckets do not match the ranks' shards")
     run.sharded(to.shards)
     if run.layout.has_sizes_only:
         return
@@ -243,6 +243,6 @@ def _place_parameters(trained: dict[str, nn.Parameter], given: State, mine: set[
 def _raise_absent(params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
     shape = tuple(params[0].shape)
     raise StrategyError(
-        f"a parameter of shape {shape} is read that lies on another stage: parts of a pipeline, and `evaluate`, may "
-        f"read a model only by calling it; let it be in the part that reads it, or take partition=Whole()"
+        f"a parameter of shape {shape} is read, and it is on another stage: parts of a pipeline and `evaluate` may "
+        f"read a model only by calling it; move the parameter to the part that reads it, or take partition=Whole()"
     )

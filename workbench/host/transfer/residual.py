@@ -102,12 +102,12 @@ def _mark_sent(run: ChangeView) -> None:
         "unit": run.experiment.strategy.exchanges,
     }
     if float(share.norm()) > WARN_RATIO * gradient:
-        part = f" (of what rank {run.rank.number()} holds of the model)" if run.rank.mesh.inside else ""
+        part = f" (in rank {run.rank.number()}'s part of the model)" if run.rank.mesh.inside else ""
         times = f"{float(share.norm()) / gradient:.1f} times" if gradient else "infinitely many times"
         detail["text"] = (
-            f"a step sent what compression had left unsent, {times} as long as its own gradient{part}; "
-            f"ErrorFeedback(off='bleed') would spread that over {'more' if run.flushing > 1 else 'several'} steps, "
-            f"off='drop' would leave it out"
+            f"a step sent the residual of the compression, {times} as long as its gradient{part}; "
+            f"ErrorFeedback(off='bleed') would spread it over {'more' if run.flushing > 1 else 'several'} steps, and "
+            f"off='drop' would drop it"
         )
     run.mark("residual", detail)
 
@@ -135,7 +135,7 @@ def _drop_residual(run: ChangeView, was: Experiment, buffer: str, owed: Tensor |
     detail: dict[str, Json] = {"dropped": norm, "mean": float(owed.norm()), "unit": was.strategy.exchanges}
     if run.rank.id == 0:
         what = f"{was.strategy.exchanges} of length {detail['mean']:.3g}"
-        detail["text"] = f"dropped what compression had left unsent: {what}"
+        detail["text"] = f"dropped the residual of the compression: {what}"
     run.mark("residual", detail)
 
 
