@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.ranks import Net, experiment, net, run, toy, weights
 from workbench import simulate
-from workbench.host.core.gradient_hooks import own_loss
+from workbench.host.core.gradient_hooks import unscale_grads
 from workbench.rank import StrategyError
 from workbench.strategies import DDP, LocalSGD, Strategy, TorchDDP, TorchFSDP, ZeRO3
 
@@ -24,7 +24,7 @@ def test_hooks_see_the_gradient_of_the_loss_before_it_was_scaled() -> None:
         return grad.clamp(max=1.0)
 
     p.register_hook(clip)
-    with own_loss([p], 0.25):
+    with unscale_grads([p], 0.25):
         (3 * p).sum().backward(torch.tensor(0.25))
     assert seen == [[3.0, 3.0]]
     assert p.grad is not None and p.grad.tolist() == [0.25, 0.25]
@@ -33,7 +33,7 @@ def test_hooks_see_the_gradient_of_the_loss_before_it_was_scaled() -> None:
 def test_a_hook_can_be_removed_inside_and_the_others_are_as_before_afterwards() -> None:
     p = nn.Parameter(torch.ones(2))
     first, second = p.register_hook(lambda grad: 2 * grad), p.register_hook(lambda grad: 3 * grad)
-    with own_loss([p], 0.5):
+    with unscale_grads([p], 0.5):
         first.remove()
     p.sum().backward()
     assert p.grad is not None and p.grad.tolist() == [3.0, 3.0]

@@ -67,7 +67,7 @@ def tracked(rank: int, where: tuple[str, int], name: str, generation: str, out: 
         parts.learner = replace(parts.learner, loss=lambda model, x: note("forward", loss_of(model, x)))
         rollback.note_update = begin_update  # type: ignore[method-assign]
         # MemTracker has hooks on gradients, and a rank makes each hook of a model a copy of the gradient
-        model.own_loss = lambda params, share: nullcontext()  # type: ignore[assignment]
+        model.unscale_grads = lambda params, share: nullcontext()  # type: ignore[assignment]
         external = [training.model, training.optimizer, *(batch if isinstance(batch, tuple) else [batch])]
         tracker.track_external(*external, *list_bucket_vectors(training.layout))  # gradients, as soon as they exist
         with tracker:

@@ -16,7 +16,7 @@ from workbench.engine.compute.pass_timer import PassTimer
 from workbench.engine.compute.pipeline import PipelinePerformer
 from workbench.engine.compute.tensor import TensorPerformer
 from workbench.host.core.drive import drive_coroutine
-from workbench.host.core.gradient_hooks import ModuleHooks, own_loss
+from workbench.host.core.gradient_hooks import ModuleHooks, unscale_grads
 from workbench.host.observe.curvature import CurvatureEstimator
 from workbench.host.placement.canonical_state import clip_gradients, list_optimizer_tensors
 from workbench.host.placement.optimizer_slots import require_steppable, step_shard
@@ -95,7 +95,7 @@ class ModelPerformer:
         if parts.module is not parts.model:  # torch exchanges this backward's gradients
             self._usage.step = self._rank.step
         if self._pipeline.piece is not None:
-            with own_loss((place.param for place in self._layout.order), None):  # in parts, as micro-batches are
+            with unscale_grads((place.param for place in self._layout.order), None):  # in parts, as micro-batches are
                 self._timing.losses.append(self._pipeline.run_batch(grad, micro, exchanged))
             return
         self._submodel.require_awaited(exchanged)
@@ -113,7 +113,10 @@ class ModelPerformer:
         self._timing.begin_pass("backward", "backward", share, self._tensor.recomputed_share("backward"))
         with self._memory_account.measure_backward(self._hooks.is_exchanging), reading.run_pass("backward"):
             with explain_errors() if parts.module is not parts.model else nullcontext():
-                with own_loss((p.param for p in self._layout.order), grad), self._module_hooks.wrap_hooks(grad):
+                with (
+                    unscale_grads((p.param for p in self._layout.order), grad),
+                    self._module_hooks.wrap_hooks(grad),
+                ):
                     parts.run_loss_backward(loss, grad)
         if parts.fully is not None:
             parts.fully.end_backward()

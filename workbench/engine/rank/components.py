@@ -189,47 +189,56 @@ class RankComponents(RankLoop):
         self.batches.restart_reading(self.experiment.batch, self.experiment.seed, self.rank.step, used)
 
     def _make_host(self, first: float | None) -> None:
-        rank, session, peers = self.rank, self.session, self.peers
-        self.port = Port(rank.id, rank.size, self.paced_sleep, self.experiment.seed)
-        self.mailbox = Mailbox(
-            rank,
-            peers.store,
-            session.where,
-            session.secret,
-            self.port,
-            self.leaving,
-            self.record.span,
-            session.loopback,
-            max(MIN_MESSAGE_LIMIT, MESSAGE_MODELS * self.layout.byte_count),
-        )
-        self.mailbox.step = lambda: self.lane.step
-        self.mailbox.report_strangers = lambda n: self.record.sample(rank.step, "strangers", self.clock.now(), n)
-        self.mailbox.chip, self.mailbox.check_peers = self.chip, self.peers.check_peers
-        seen = make_stopwatch(self.chip, self.clock, self.record, self._check_peers)
-        self.watch = seen
+        """Makes the host and all that it performs with. first: the run's first loss, if a generation before knew it"""
+        self.port = Port(self.rank.id, self.rank.size, self.paced_sleep, self.experiment.seed)
+        self.mailbox = self._make_mailbox()
+        self.watch = make_stopwatch(self.chip, self.clock, self.record, self._check_peers)
         self.away = OffloadPerformer(self)
         submodel = SubModelTraining(self.model, self.learner, self._make_for, lambda: self.experiment)
-        counts = RealMemoryCounts(
-            self,
-            lambda: self.host.list_open(),
-            lambda: self.batches.nbytes,
-            lambda: self.host.parts.fully,
-            lambda: submodel.own_params,
+        self.memory_account = self._make_memory_account(submodel)
+        opener = self._open_lane()
+        self.unsharder = Unsharder(self, lambda *asked: self.host.whole.unshard_buckets(*asked), listens=True)
+        self.non_finite_guard = NonFiniteGuard(self, self.handle_alarm, first, self.trained.repeats)
+        self.host = Host(
+            self._list_compute_parts(submodel),
+            opener.open_lane,
+            self.before_update,
+            lambda: self.meeting.check_background(),
+            self.peers.check_with_grace,
         )
-        self.memory_account = MemoryAccount(self, counts, self.away.kept, self._read_allocator)
-        opener = LaneOpener(session.kind, peers, self.port, self.mailbox, seen, self.chip, self.away,
+        self.micros_in_flight = self.host.pipeline.micros_in_flight
+
+    def _make_mailbox(self) -> Mailbox:
+        rank, session = self.rank, self.session
+        limit = max(MIN_MESSAGE_LIMIT, MESSAGE_MODELS * self.layout.byte_count)
+        mailbox = Mailbox(rank, self.peers.store, session.where, session.secret, self.port, self.leaving,
+                          self.record.span, session.loopback, limit)  # fmt: skip
+        mailbox.step = lambda: self.lane.step
+        mailbox.report_strangers = lambda n: self.record.sample(rank.step, "strangers", self.clock.now(), n)
+        mailbox.chip, mailbox.check_peers = self.chip, self.peers.check_peers
+        return mailbox
+
+    def _make_memory_account(self, submodel: SubModelTraining) -> MemoryAccount:
+        counts = RealMemoryCounts(self, lambda: self.host.list_open(), lambda: self.batches.nbytes,
+                                  lambda: self.host.parts.fully, lambda: submodel.own_params)  # fmt: skip
+        return MemoryAccount(self, counts, self.away.kept, self._read_allocator)
+
+    def _open_lane(self) -> LaneOpener:
+        """Opens the lane of all ranks. Returns what opens further lanes."""
+        peers = self.peers
+        opener = LaneOpener(self.session.kind, peers, self.port, self.mailbox, self.watch, self.chip, self.away,
                             self.memory_account, lambda handle: self.host.lanes.wait(handle))  # fmt: skip
         self.perform_hop = opener.perform_hop
         self.lane = opener.open_lane(
             "comm", GroupWires(peers.data, LinkShaper(self.port, peers.make_arrival_table()), peers.arrivals)
         )
         self.lane.on_child_start = self.control_channel.notify_ranks
-        self.unsharder = Unsharder(self, lambda *asked: self.host.whole.unshard_buckets(*asked), listens=True)
-        self.non_finite_guard = NonFiniteGuard(self, self.handle_alarm, first, self.trained.repeats)
-        rollback = self.rollback
-        assert rollback is not None
-        parts = ComputeParts(
-            rank=rank,
+        return opener
+
+    def _list_compute_parts(self, submodel: SubModelTraining) -> ComputeParts:
+        assert self.rollback is not None
+        return ComputeParts(
+            rank=self.rank,
             experiment=lambda: self.experiment,
             learner=self.learner,
             model=self.model,
@@ -238,26 +247,18 @@ class RankComponents(RankLoop):
             batches=self.batches,
             lane=self.lane,
             mailbox=self.mailbox,
-            pace=ComputePace(rank.id, self.paced_sleep),
-            watch=seen,
+            pace=ComputePace(self.rank.id, self.paced_sleep),
+            watch=self.watch,
             memory_account=self.memory_account,
             unsharder=self.unsharder,
             submodel=submodel,
             non_finite_guard=self.non_finite_guard,
-            rollback=rollback,
+            rollback=self.rollback,
             away=self.away,
-            usage=ParameterUsage(peers.make_unused_flags()),
+            usage=ParameterUsage(self.peers.make_unused_flags()),
             run_loss_backward=self.trained.run_loss_backward,
             show_loss=self.trained.show_loss,
         )
-        self.host = Host(
-            parts,
-            opener.open_lane,
-            self.before_update,
-            lambda: self.meeting.check_background(),
-            peers.check_with_grace,
-        )
-        self.micros_in_flight = self.host.pipeline.micros_in_flight
 
     @abstractmethod
     def before_update(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 from torch import Tensor, nn
 
@@ -19,15 +20,16 @@ from workbench.rank import StrategyError
 
 Hook = Callable[[Tensor], Tensor | None]
 ModuleHook = Callable[..., object]
+H = TypeVar("H", Hook, ModuleHook)
 
 
 @contextmanager
-def own_loss(params: Iterable[nn.Parameter], share: float | None) -> Iterator[None]:
+def unscale_grads(params: Iterable[nn.Parameter], share: float | None) -> Iterator[None]:
     """Inside, the model's hooks on these parameters' gradients see them as if `share` had not scaled the loss.
 
     share: the factor of the loss in the backward that runs inside; None: 1
     """
-    changed: list[tuple[dict[int, Hook], int, Hook]] = []
+    wrapped_hooks: list[tuple[dict[int, Hook], int, Hook]] = []
     scale = 1.0 if share is None else float(share)
     with unmaterialized.prevent_fetches():
         for p in params:
@@ -39,16 +41,14 @@ def own_loss(params: Iterable[nn.Parameter], share: float | None) -> Iterator[No
             for held, wrapped in zip((before, after), wrappers, strict=True):
                 if not held:
                     continue
-                for number, hook in _move_hosts_behind(held):
-                    changed.append((held, number, hook))
+                for number, hook in _move_hosts_hooks_last(held):
+                    wrapped_hooks.append((held, number, hook))
                     if scale != 1.0:
                         held[number] = partial(wrapped, hook=hook, scale=scale)
     try:
         yield
     finally:
-        for held, number, hook in changed:
-            if number in held:
-                held[number] = hook
+        _restore_hooks(wrapped_hooks)
 
 
 class ModuleHooks:
@@ -76,15 +76,20 @@ class ModuleHooks:
         try:
             yield
         finally:
-            for held, number, hook in wrapped:
-                if number in held:
-                    held[number] = hook
+            _restore_hooks(wrapped)
 
     def _run_hook(self, hook: ModuleHook, module: nn.Module, *grads: object) -> object:
         if self.share == 1.0:
             return hook(module, *grads)
         made = hook(module, *(_multiply_each(grad, 1 / self.share) for grad in grads))
         return None if made is None else _multiply_each(made, self.share)
+
+
+def _restore_hooks(wrapped: Iterable[tuple[dict[int, H], int, H]]) -> None:
+    """Puts hooks back in place of their wrappers, except hooks that have been removed."""
+    for held, number, hook in wrapped:
+        if number in held:
+            held[number] = hook
 
 
 def _list_hooked(model: nn.Module) -> list[nn.Module]:
@@ -121,10 +126,10 @@ def require_gradient(name: str, p: Tensor) -> bool:
     return p.grad is not None
 
 
-def _move_hosts_behind(held: dict[int, Hook]) -> list[tuple[int, Hook]]:
-    if len(held) == 1 and _is_hosts(*held.values()):  # the usual case, in every backward
+def _move_hosts_hooks_last(held: dict[int, Hook]) -> list[tuple[int, Hook]]:
+    if len(held) == 1 and _is_hosts_hook(*held.values()):  # the usual case, in every backward
         return []
-    hosts = [number for number, hook in held.items() if _is_hosts(hook)]
+    hosts = [number for number, hook in held.items() if _is_hosts_hook(hook)]
     if len(hosts) == len(held):
         return []
     for number in hosts:
@@ -132,7 +137,7 @@ def _move_hosts_behind(held: dict[int, Hook]) -> list[tuple[int, Hook]]:
     return list(held.items())[: len(held) - len(hosts)]
 
 
-def _is_hosts(hook: object) -> bool:
+def _is_hosts_hook(hook: object) -> bool:
     module: str = getattr(getattr(hook, "func", hook), "__module__", None) or ""
     return module.startswith("workbench.")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from workbench.host.core.gradient_hooks import own_loss
+from workbench.host.core.gradient_hooks import unscale_grads
 from workbench.host.passes.stage_module import StageDone, enter_graph
 from workbench.host.placement.stage_cuts import estimate_compute, list_parts, replace_forward, run_parts
 from workbench.rank import StrategyError
@@ -116,7 +116,7 @@ class PiecewisePass:
         edge, entry = risen.graphs.pop()
         seed = torch.full_like(risen.loss, grad) if piece == of - 1 else risen.grad
         if edge is not None and seed is not None:
-            with own_loss([p for part in self._list_parts(piece, of) for p in part.parameters()], grad):
+            with unscale_grads([p for part in self._list_parts(piece, of) for p in part.parameters()], grad):
                 torch.autograd.backward((edge,), (seed,))
         risen.grad = None if entry is None else entry.grad
         if not piece:

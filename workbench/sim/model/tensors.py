@@ -14,7 +14,7 @@ from torch import Tensor
 
 from workbench.experiment import Experiment
 from workbench.experiment.partition_rules import find_data_shard
-from workbench.host.core.gradient_hooks import ModuleHooks, own_loss, require_gradient
+from workbench.host.core.gradient_hooks import ModuleHooks, require_gradient, unscale_grads
 from workbench.host.memory.batches import BatchReader
 from workbench.host.memory.offload import OffloadStore
 from workbench.host.observe.curvature import CurvatureEstimator
@@ -201,7 +201,7 @@ class RankTensors(RenewableTensors, ModelPortion):
         if exchanged and self._worker:
             raise StrategyError("several workers have one set of buckets: await rank.backward() whole, or real=False")
         self.curvature.note_backward(grad)
-        with own_loss((place.param for place in self.layout.order), grad), self._module_hooks.wrap_hooks(grad):
+        with unscale_grads((place.param for place in self.layout.order), grad), self._module_hooks.wrap_hooks(grad):
             self._collect_gradients(partial(_run_loss_backward, loss, grad), exchanged)
 
     def _collect_gradients(
