@@ -207,7 +207,7 @@ def main() -> None:
     ask.add_argument("--minutes", type=float, default=10.0)
     ask.add_argument("--rounds", type=int, default=10**6)
     ask.add_argument("--seed", type=int, default=None, help="of the first round; default: another each time, printed")
-    ask.add_argument("--busy", action="store_true", help="beside two processes that spin")
+    ask.add_argument("--busy", action="store_true", help="next to two busy processes")
     ask.add_argument("--out", type=Path, help="a file of all rounds; goes on there, and adds to it")
     a = ask.parse_args()
     kept = json.loads(a.out.read_text())["each"] if a.out and a.out.exists() else []

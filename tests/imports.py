@@ -13,7 +13,7 @@ SOURCES = sorted(p for package in ("workbench", "widgets") for p in (ROOT / pack
 
 
 class Import(NamedTuple):
-    """One imported name. name: dotted, with the attribute; alias: what the file calls it; typing: for type checkers."""
+    """One imported name. name: dotted, with the attribute; alias: its name in the file; typing: for type checkers."""
 
     name: str
     alias: str

@@ -172,7 +172,7 @@ def main() -> None:
     ask.add_argument("--minutes", type=float, default=60.0, help="no cell begins later")
     ask.add_argument("--only", nargs="*", default=[], metavar="METHOD", help="claims as the page names them")
     ask.add_argument("--workers", type=int, default=strategies.CORES, help="cells at a time, of one thread each")
-    ask.add_argument("--plan", action="store_true", help="say what is there, and run nothing")
+    ask.add_argument("--plan", action="store_true", help="list existing results, and run nothing")
     ask.add_argument("--confirm", action="store_true", help="run a few cells of each row again: is it still true?")
     ask.add_argument("--page-only", action="store_true")
     a = ask.parse_args()

@@ -29,7 +29,7 @@ from workbench.record.timeline import Timeline
 from workbench.run import Run
 
 PACE = {4: 0.16, 8: 0.2}  # seconds of a step's compute
-WIRE = 0.5  # of that, for the exchange
+WIRE = 0.5  # of that: the exchange
 BUCKET_MB = 0.065  # six buckets
 BEGIN, WITHIN, BETWEEN, EVERY = 40, 20, 40, 4  # steps; EVERY: steps between looks outside the plan
 CAUSES = ("input", "forward", "backward", "optimizer", "network", "codec", "outside")
@@ -182,7 +182,7 @@ CELLS |= {f"{ranks} ranks, {x} %, busy": Cell(ranks, x, 3, ONE, 300, 2) for x in
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--out", type=Path, required=True)
-    ask.add_argument("--runs", type=Path, default=Path("runs/named"), help="what is there is only looked at again")
+    ask.add_argument("--runs", type=Path, default=Path("runs/named"), help="existing runs are only analysed again")
     ask.add_argument("--cells", nargs="*", default=list(CELLS), help="only these")
     a = ask.parse_args()
     found = json.loads(a.out.read_text()) if a.out.exists() else {}

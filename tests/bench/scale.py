@@ -118,7 +118,7 @@ def main() -> None:
     ask.add_argument("--out", type=Path, default=None)
     ask.add_argument("--only", nargs="*", default=None, metavar="NAME")
     ask.add_argument("--one", help="a strategy to simulate in this very process")
-    ask.add_argument("--alike", action="store_true", help="where --one is given")
+    ask.add_argument("--alike", action="store_true", help="only with --one")
     ask.add_argument("--ranks", type=int, default=RANKS)
     ask.add_argument("--steps", type=int, default=STEPS)
     a = ask.parse_args()

@@ -10,8 +10,9 @@ from tests.golden.problem import STEPS, Problem
 def ada_alter(problem: Problem, lr: float, every: int, b0: float, eps: float) -> np.ndarray:
     """t counts steps from 1, t' = mod(t - 1, H) + 1; b^2 is of the last step in which all synchronised.
 
-    y_i,t = x_i,t-1 - lr g_i,t / sqrt(b^2_t-t' + t' eps^2),   a^2_i,t = a^2_i,t-1 + g_i,t^2;   where H divides t, x and
-    b^2 (and with it every a^2_i) are the means of all y and a^2, elsewhere x_i,t = y_i,t.
+        y_i,t = x_i,t-1 - lr g_i,t / sqrt(b^2_t-t' + t' eps^2),   a^2_i,t = a^2_i,t-1 + g_i,t^2
+
+    If H divides t, x is the mean of all y, and b^2 and each a^2_i are the mean of all a^2. Otherwise x_i,t = y_i,t.
     """
     x = np.tile(problem.start, (problem.ranks, 1))
     b_squared = np.full_like(problem.start, b0**2)

@@ -19,7 +19,7 @@ def bmuf(
     nesterov: bool = False,
     rates: Mapping[int, float] | None = None,
 ) -> np.ndarray:
-    """Ranks train a block from Wg(t-1) to Wbar(t), their mean. `rates`: the step from which on the rate is another.
+    """Ranks train a block from Wg(t-1) to Wbar(t), their mean. rates: new learning rates by step
 
     G(t) = Wbar(t) - Wg(t-1),   Delta(t) = eta Delta(t-1) + zeta G(t),   W(t) = W(t-1) + Delta(t)
     Wg(t) = W(t) for classical block momentum,   W(t) + eta Delta(t) for Nesterov block momentum

@@ -22,24 +22,24 @@ def euclidean(x: np.ndarray, g: np.ndarray, lr: float) -> np.ndarray:
 
 
 def entropic(x: np.ndarray, g: np.ndarray, lr: float) -> np.ndarray:
-    """argmin <g, y> + (1 / lr) sum y log(y / x) over y with the sum of x, for each layer by itself."""
+    """argmin <g, y> + (1 / lr) sum y log(y / x) over y with the sum of x. Each layer is separate."""
     rows, slope = x.reshape(LAYERS, SIZE), g.reshape(LAYERS, SIZE)
     y = rows * np.exp(-lr * slope)
     return (y / y.sum(1, keepdims=True) * rows.sum(1, keepdims=True)).reshape(NUMEL)
 
 
 def exponential(ranks: int) -> list[np.ndarray]:
-    """In each mixing half of what the rank has that is 1, 2, 4, ... before, in turn; none is further off than all."""
+    """Returns mixings in which a rank takes half from the rank 1, 2, 4, ... before it, in turn."""
     hops = [2**k for k in range(ranks) if 2**k < ranks]
     return [(np.eye(ranks) + np.roll(np.eye(ranks), away, axis=0)) / 2 for away in hops]
 
 
 def dabmd(problem: Problem, lr: float, batches: list[int], w: list[np.ndarray], rounds: int, mirror: str,
           weighted: bool, steps: int, first: bool = False, decay: float = 0.0) -> np.ndarray:  # fmt: skip
-    """Rank i takes batches[i] of its batches in turn in each round; numerators and denominators are mixed apart.
+    """Rank i takes its next batches[i] batches in each round. Numerators and denominators are mixed separately.
 
-    w: the matrices of one mixing after another, over and over again
-    first: what is mixed are the x before the step, which is made from there with the gradient of before
+    w: the mixing matrices, repeated in this order
+    first: mix the x before the step; the step then uses the gradient at the unmixed x
     decay: the step of round t = 1, 2, ... is lr / t^decay
     """
     x = np.tile(problem.start, (problem.ranks, 1))

@@ -12,9 +12,9 @@ from tests.golden.problem import STEPS, Problem, Replicas
 def diloco(
     problem: Problem, inner: Any, every: int, outer_lr: float, momentum: float, nesterov: bool = True
 ) -> np.ndarray:
-    """H steps alone from a common theta; then the outer gradient theta - mean_i theta_i is given to SGD with momentum.
+    """Each rank makes H steps from a common theta. SGD with momentum then takes the gradient theta - mean_i theta_i.
 
-    Inner optimizers stay where they are: their state is never reset nor exchanged.
+    The state of inner optimizers is never reset nor exchanged.
     """
     ranks = Replicas(problem, inner)
     theta, b = problem.start.copy(), np.zeros_like(problem.start)

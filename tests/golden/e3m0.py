@@ -1,8 +1,9 @@
-"""Four bits per element in numpy: a sign and one of eight magnitudes, and a mean over ranks that sends nothing wider.
+"""Four bits per element in numpy: a sign and one of eight magnitudes. The mean over ranks sends nothing wider.
 
-Streaming DiLoCo sends E3M0 and adds up in fp32. What the scale is and which code is zero could not be established; here
-they are as the workbench documents its own: blocks of 256 elements, their largest magnitude s as an fp32 scale, and the
-nearest of 0 and s 2^-6, ..., s. Each rank adds up one of p chunks of ceil(n / p) elements, and sends the mean likewise.
+Streaming DiLoCo sends E3M0 and adds up in fp32. Its scale and its code of zero could not be established. This file
+follows the workbench's documentation: blocks of 256 elements, their largest magnitude s as an fp32 scale, and the
+nearest of 0 and s 2^-6, ..., s. Each rank adds up one of p chunks of ceil(n / p) elements, and sends the mean in this
+form.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ MAGNITUDES = np.array([2.0**-k for k in range(7)] + [0.0])  # from the largest: 
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """(n,) -> (n,) float32: what arrives of x."""
+    """(n,) -> (n,) float32: x after rounding and sending."""
     return np.concatenate([_block(x[at : at + BLOCK].astype(np.float32)) for at in range(0, len(x), BLOCK)])
 
 

@@ -14,7 +14,7 @@ def easgd(problem: Problem, inner: Any, tau: int, beta: float) -> tuple[np.ndarr
 
     x_i <- x_i - eta g_i(x_i) - alpha (x_i - centre),   centre <- centre + alpha sum_i (x_i - centre)
 
-    The elastic terms are there where tau divides t, and the first step is t = 1. The gradient is that before the pull.
+    The elastic terms apply if tau divides t. The first step is t = 1. The gradient is taken before the pull.
     """
     ranks = Replicas(problem, inner)
     centre, alpha = problem.start.copy(), beta / problem.ranks

@@ -1,4 +1,4 @@
-"""From SlowMo to DiLoCo in numpy: what one hands on in units of gradients is the other's in units of displacements."""
+"""From SlowMo to DiLoCo in numpy: the outer momentum changes from units of gradients to units of displacements."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What is trained, in numpy alone: linear regression on every rank's own examples, and three optimizers written out.
+"""A problem to train, in numpy: linear regression on each rank's own examples, with optimizers.
 
-Nothing here or in the papers' files beside it knows the workbench: they say what it has to compute.
+Neither this file nor the papers' files next to it import the workbench. They give the results that it must compute.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NUMEL = LAYERS * SIZE
 
 
 class Problem:
-    """min over theta of 1/2 mean_e ||sum_l W_l x_el - y_e||^2, where every rank has examples and an optimum of its own.
+    """min over theta of 1/2 mean_e ||sum_l W_l x_el - y_e||^2. Each rank has its own examples and optimum.
 
     theta: (NUMEL,) float64: W_0, W_1, ... row by row, each (OUTPUTS, INPUTS), so they are four layers of equal size.
     """
@@ -73,7 +73,7 @@ class AdamW:
 
 
 class Replicas:
-    """All ranks' parameters, x: (ranks, NUMEL), an optimizer for each, and what x was after each step."""
+    """All ranks' parameters, x: (ranks, NUMEL), their optimizers, and x after each step."""
 
     def __init__(self, problem: Problem, inner: Any) -> None:
         self.problem = problem
@@ -82,15 +82,15 @@ class Replicas:
         self.seen = [self.x.copy()]
 
     def grads(self, step: int) -> np.ndarray:
-        """(ranks, NUMEL): everybody's gradient where it is now."""
+        """Returns (ranks, NUMEL): each rank's gradient at its parameters."""
         return np.stack([self.problem.grad(r, step, x) for r, x in enumerate(self.x)])
 
     def move(self, grads: np.ndarray) -> None:
-        """One step of each rank's optimizer."""
+        """Makes one step of each rank's optimizer."""
         self.x = np.stack([o.step(x, g) for o, x, g in zip(self.optimizers, self.x, grads, strict=True)])
 
     def note(self) -> None:
-        """A step is over."""
+        """Records x at the end of a step."""
         self.seen.append(self.x.copy())
 
     def path(self) -> np.ndarray:

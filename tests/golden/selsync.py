@@ -11,7 +11,7 @@ from tests.golden.problem import LAYERS, STEPS, Problem, Replicas, gradient
 
 
 def smooth(values: list[float], window: int, smoothing: float) -> float:
-    """The exponentially weighted mean of the last `window` values: each counts 1 - smoothing of the one after it."""
+    """Returns the exponentially weighted mean of the last `window` values. Weights fall by 1 - smoothing per step."""
     last = np.array(values[-window:])
     weights = (1 - smoothing) ** np.arange(len(last))[::-1]
     return float(weights @ last / weights.sum())

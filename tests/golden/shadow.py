@@ -14,7 +14,7 @@ from tests.golden.problem import Problem
 
 
 class Event(NamedTuple):
-    """What happens on `rank`: "forward", "update", "look" (at its parameters), "meet" (the server), "correct"."""
+    """An event on `rank`: "forward", "update", "look" (at its parameters), "meet" (the server) or "correct"."""
 
     at: float
     order: int  # among events of one moment
@@ -44,7 +44,7 @@ class _Ranks:
 
 
 def easgd(problem: Problem, lr: float, alpha: float, events: Iterable[Event]) -> list[list[np.ndarray]]:
-    """What each rank's forwards saw."""
+    """Returns the parameters at each rank's forwards."""
     ranks = _Ranks(problem, lr)
     centre, back = problem.start.copy(), ranks.x.copy()
     for event in sorted(events):
@@ -61,7 +61,7 @@ def easgd(problem: Problem, lr: float, alpha: float, events: Iterable[Event]) ->
 def bmuf(
     problem: Problem, lr: float, alpha: float, eta: float, zeta: float, events: Iterable[Event]
 ) -> list[list[np.ndarray]]:
-    """What each rank's forwards saw; with eta = 0 and zeta = 1 it is the shadow that averages."""
+    """Returns the parameters at each rank's forwards. With eta = 0 and zeta = 1 the shadow averages."""
     ranks, corrected = _Ranks(problem, lr), 0
     w, delta = problem.start.copy(), np.zeros_like(problem.start)
     for event in sorted(events):

@@ -1,6 +1,6 @@
-"""ShadowSync in numpy: tables on a server, given in which order it hears of whom, and optimizers that step single rows.
+"""ShadowSync in numpy, for a given order of messages: tables on a server, and optimizers that step single rows.
 
-Zheng et al., 2020, https://arxiv.org/abs/2003.03477; rows alone as torch.optim.SparseAdam steps them.
+Zheng et al., 2020, https://arxiv.org/abs/2003.03477. Rows step as under torch.optim.SparseAdam.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Params = dict[str, np.ndarray]  # tables a and b, head w
 
 
 def gradients(at: Params, batch: Batch) -> tuple[float, Params]:
-    """Of the mean of (w . [a[id], b[id]] - wanted)^2 / 2."""
+    """Returns the loss, the mean of (w . [a[id], b[id]] - wanted)^2 / 2, and its gradients."""
     ids, wanted = batch
     e = np.concatenate([at["a"][ids[:, 0]], at["b"][ids[:, 1]]], 1)
     off = (e @ at["w"] - wanted) / len(wanted)

@@ -40,7 +40,7 @@ def slowmo(
 
 
 def settle(ranks: Replicas, buffers: str) -> None:
-    """What the base optimizer remembers: each rank keeps its own, all begin with zero, or with the mean."""
+    """Sets the base optimizers' state after a round. Ranks keep their own, begin with zero, or take the mean."""
     mean = [np.mean(same, axis=0) for same in zip(*(o.slots for o in ranks.optimizers), strict=True)]
     for optimizer in ranks.optimizers:
         if buffers == "zero":

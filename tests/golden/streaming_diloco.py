@@ -11,7 +11,7 @@ from tests.golden.problem import LAYERS, NUMEL, SIZE, STEPS, Problem, Replicas
 
 
 def strided(fragments: int) -> list[np.ndarray]:
-    """Which elements each fragment has: the layers f, f + fragments, f + 2 fragments, ... of the paper's figure 2."""
+    """Returns each fragment's elements: layers f, f + fragments, f + 2 fragments, ... of the paper's figure 2."""
     layers = np.arange(NUMEL).reshape(LAYERS, SIZE)
     return [np.concatenate(layers[f::fragments]) for f in range(fragments)]
 

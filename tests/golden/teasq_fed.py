@@ -1,4 +1,4 @@
-"""The server of TEA-Fed and TEASQ-Fed in numpy, given in which order clients' messages came: Jia et al., 2023."""
+"""The server of TEA-Fed and TEASQ-Fed in numpy, for a given order of messages: Jia et al., 2023."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class Knobs(NamedTuple):
 
 def teasq_fed(problem: Problem, lr: float, knobs: Knobs, order: list[int],
               batches: dict[int, int] | None = None) -> tuple[np.ndarray, list[int], int]:  # fmt: skip
-    """order: by message at the server the rank it came from, which asks, pushes, asks, ... in turn.
+    """Returns the model, the staleness of each update, and the largest number of tasks at once.
 
-    Of `problem.ranks` clients, those of rank r are r * clients, r * clients + 1, ... and take turns. Returns the model,
-    with what the cache held mixed in at the end, the staleness of each update and the most tasks at once.
+    At the end the cached updates are mixed into the model. The clients of rank r, which take turns, are r * clients,
+    r * clients + 1, ...
 
-    batches: by rank how many of them a deadline lets its tasks take, for as much of which an update then counts
+    order:   the rank of each message at the server. A rank asks, pushes, asks, ... in turn
+    batches: by rank, the batches that a task takes before its deadline; they weigh its update
     """
     w, version, cached, stale = problem.start.copy(), 0, [], []
     allowed = ceil(knobs.share * problem.ranks)

@@ -1,4 +1,4 @@
-"""What says how a method computes knows nothing of the code that it judges."""
+"""Checks that reference implementations do not use the code that they judge."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import ast
 from pathlib import Path
 
 HERE = Path(__file__).parent
-DRIVES = {"driven"}  # what the workbench does is measured there
+DRIVES = {"driven"}  # runs the workbench
 
 
-def test_the_papers_side_imports_numpy_and_nothing_of_ours() -> None:
+def test_reference_implementations_import_numpy_only() -> None:
     papers = [path for path in HERE.glob("*.py") if not path.name.startswith("test_") and path.stem not in DRIVES]
     assert len(papers) > 7
     apart = {f"tests.golden.{path.stem}" for path in papers}

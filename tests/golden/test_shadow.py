@@ -28,7 +28,7 @@ LR, STEPS = 0.05, 24
 
 
 def trained(problem: Problem, strategy: Any, mbit: float = 60.0) -> tuple[list[list[np.ndarray]], Run]:
-    """What each rank's forwards saw, and the record; rank 1 takes half as long again for a step."""
+    """Returns the parameters at each rank's forwards, and the run. A step of rank 1 takes 1.5 times as long."""
     seen: list[list[np.ndarray]] = [[] for _ in range(problem.ranks)]
 
     def data(rank: int, ranks: int, seed: int) -> list[Any]:
@@ -48,7 +48,7 @@ def trained(problem: Problem, strategy: Any, mbit: float = 60.0) -> tuple[list[l
 
 
 def happened(run: Run, looked: str) -> list[Event]:
-    """The events of a run; `looked` begins the name of what a shadow does first with the parameters it looked at."""
+    """Returns the events of a run. looked: how the name of a shadow's first transfer of copied parameters begins"""
     spans, samples, events = run.spans, run.samples, []
     for span in spans[spans.lane == "compute"].itertuples():
         if span.name == "forward":
@@ -70,7 +70,7 @@ def agree(got: list[list[np.ndarray]], want: list[list[np.ndarray]]) -> None:
 
 
 @pytest.mark.parametrize(("alpha", "eta", "zeta"), [(1.0, 0.5, 1.0), (0.4, 0.8, 0.7), (0.7, 0.0, 1.0)])
-def test_shadow_bmuf_is_block_momentum_beside_the_steps(alpha: float, eta: float, zeta: float) -> None:
+def test_shadow_bmuf_applies_block_momentum_in_the_background(alpha: float, eta: float, zeta: float) -> None:
     problem = Problem(3)
     seen, run = trained(problem, ShadowBMUF(alpha=alpha, eta=eta, zeta=zeta))
     want = bmuf(problem, LR, alpha, eta, zeta, happened(run, "all_reduce shadow"))
@@ -92,7 +92,7 @@ def test_shadow_easgd_meets_the_centre_one_rank_at_a_time(servers: int, alpha: f
     met = [int(name.split()[-1]) for name in answers.name]
     events = happened(run, f"send turn to {server}")
     events += [Event(t, 3, "meet", who) for t, who in zip(answers.asked, met, strict=True)]
-    if not servers:  # rank 0 meets the centre beside it once it has met the others as often as there are of them
+    if not servers:  # rank 0 has the centre: it meets it after as many meetings of other ranks as there are such ranks
         own = answers.asked[problem.ranks - 2 :: problem.ranks - 1]
         events += [Event(t, 6 + k, what, 0) for t in own for k, what in enumerate(("look", "meet", "correct"))]
         met += [0] * len(own)
@@ -101,7 +101,7 @@ def test_shadow_easgd_meets_the_centre_one_rank_at_a_time(servers: int, alpha: f
     assert len(set(met)) == problem.ranks - servers and len(met) > 12
 
 
-def test_the_gap_is_how_many_steps_a_round_lasts() -> None:
+def test_the_sync_gap_counts_the_steps_of_a_round() -> None:
     problem = Problem(3)
     gaps = []
     for mbit in (200.0, 5.0):
@@ -113,14 +113,14 @@ def test_the_gap_is_how_many_steps_a_round_lasts() -> None:
 
 
 @pytest.mark.parametrize("strategy", [ShadowMA(), ShadowBMUF(), ShadowEASGD(servers=1)], ids=str)
-def test_a_round_gives_back_what_it_held(strategy: Any) -> None:
+def test_a_round_frees_its_buffers(strategy: Any) -> None:
     _, run = trained(Problem(3), strategy)
     held = run.samples[run.samples["name"] == "memory buffers in flight"]["value"]
     assert 0 < held.max() < 3 * 8 * LAYERS * SIZE, "a copy of the model, its mean, and a message"
 
 
 def standing(strategy: Any, start: list[float], at: list[list[float]]) -> tuple[list[Rank], list[Bucket], list[Any]]:
-    """Ranks that began at `start` and have come to `at`, with what each remembers; their backgrounds go one round."""
+    """Returns ranks that began at `start` and stand at `at`, with their states. Their backgrounds make one round."""
     ranks, buckets, states = [], [], []
     for index, own in enumerate(at):
         rank, bucket = Rank(index, len(at)), Bucket(0, torch.tensor(start), tuple(placed((len(start),))), 0)
@@ -142,11 +142,11 @@ def standing(strategy: Any, start: list[float], at: list[list[float]]) -> tuple[
 
 
 @pytest.mark.parametrize("servers", [0, 1, 2])
-def test_when_it_is_left_all_trainers_meet_the_centre_once_more_and_it_is_with_them(servers: int) -> None:
+def test_leaving_lets_all_trainers_meet_the_centre_once_more(servers: int) -> None:
     at = [[4.0, 0.0], [2.0, 6.0], *[[1.0, 1.0]] * servers]
     strategy = ShadowEASGD(servers=servers, alpha=0.25)
     ranks, buckets, states = standing(strategy, [1.0, 1.0], at)
-    for _ in range(2):  # the second time they are where it is, and nothing moves
+    for _ in range(2):  # the second time all ranks are at the centre, and nothing moves
         together([strategy.leave(*each) for each in zip(ranks, states, strict=True)])
         assert [bucket.data.tolist() for bucket in buckets] == [[1.5, 1.5]] * len(at), "3/4 of 1 and 1/4 of 3"
 
@@ -155,7 +155,7 @@ def test_when_it_is_left_all_trainers_meet_the_centre_once_more_and_it_is_with_t
     (ShadowMA(alpha=0.5), [3.0, 3.0]), (ShadowBMUF(alpha=0.5, zeta=0.5), [2.0, 2.0]),
     (ShadowEASGD(servers=1), [1.0, 1.0]),
 ], ids=str)  # fmt: skip
-def test_what_is_evaluated_is_what_ranks_have_in_common_and_no_replica(strategy: Any, common: list[float]) -> None:
+def test_evaluation_uses_the_common_model_and_no_replica(strategy: Any, common: list[float]) -> None:
     ranks, buckets, states = standing(strategy, [1.0, 1.0], [[4.0, 0.0], [2.0, 6.0]])
     if not isinstance(strategy, ShadowEASGD):
         together([strategy.background(*each) for each in zip(ranks, states, strict=True)])

@@ -28,10 +28,10 @@ STEPS = 30  # before the switch
 
 
 class Noted:
-    """What happens to the trainers' parameters, in an order in which it could happen; each notes it while it has them.
+    """Records the events of the trainers' parameters, in a possible order.
 
-    Between two operations a coroutine has its rank to itself, so what it notes there happened at that place. A forward
-    reads while a shadow may write: here it takes all that its gradient depends on at one moment.
+    A coroutine records an event between two operations, while no other code uses its rank. A shadow may write during a
+    forward. So the forward here first copies the parameters on which its gradient depends.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ class Noted:
 
             def step(self, closure: Any = None) -> Any:
                 for param in self.param_groups[0]["params"]:
-                    if id(param) in noted._whose:  # and not rows of a table, which a server steps
+                    if id(param) in noted._whose:  # not a table's rows, which a server steps
                         noted.events.append(("update", noted._whose[id(param)]))
                 return super().step(closure)
 
@@ -90,7 +90,7 @@ def with_rank(rank: int, ranks: int, seed: int) -> list[Any]:
 
 
 def rows_alone(spans: Any, heard: Any) -> list[int]:
-    """Of whom the server heard, those that came for rows and not to meet the centre."""
+    """Returns the ranks in `heard` that came for rows, not to meet the centre."""
     asked = {}
     for who in range(2):
         sent = spans[(spans["rank"] == who) & (spans.name == "send turn to 2")].sort_values("asked", kind="stable")
@@ -99,13 +99,13 @@ def rows_alone(spans: Any, heard: Any) -> list[int]:
 
 
 FORMS = [(ShadowSyncMA(alpha=0.6), (0.6, 0.0, 1.0)), (ShadowSyncBMUF(alpha=0.8, eta=0.6, zeta=0.7), (0.8, 0.6, 0.7))]
-ELASTIC = ShadowSync(alpha=0.3), (0.3, 0.0, 0.0)  # when an answer is added nobody notes where ranks are threads
+ELASTIC = ShadowSync(alpha=0.3), (0.3, 0.0, 0.0)  # ranks on threads do not record when they add an answer
 
 
 @pytest.mark.parametrize(("host", "strategy", "block"), [
     *(("simulator", *form) for form in [*FORMS, ELASTIC]), *(("engine", *form) for form in FORMS),
 ], ids=str)  # fmt: skip
-def test_trainers_meet_beside_the_steps_and_what_they_have_in_common_goes_on(
+def test_trainers_meet_during_steps_and_a_switch_keeps_the_common_model(
     host: str, strategy: Any, block: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elastic = isinstance(strategy, ShadowSync)
@@ -125,7 +125,7 @@ def test_trainers_meet_beside_the_steps_and_what_they_have_in_common_goes_on(
         found, heard = [samples(done, "loss", r).tolist() for r in range(2)], samples(done, "recv turn", 2)
     together = [i for i, (what, who) in enumerate(noted.events) if (what, who) == ("forward", 2)]
     events = [event for event in noted.events[: together[0]] if event[1] < 2]
-    while events[-1][0] == "forward":  # a trainer's first under DDP: none is without its update before that
+    while events[-1][0] == "forward":  # a trainer's first forward under DDP; every earlier forward has an update
         events.pop()
     looked_up = [int(who) for who in heard] if not elastic else rows_alone(done.spans, heard)
     want, first = averaged(begun(), LR, batches, block, events, looked_up, elastic)
@@ -138,7 +138,7 @@ def test_trainers_meet_beside_the_steps_and_what_they_have_in_common_goes_on(
 
 @pytest.mark.parametrize("kind", [ShadowSync, ShadowSyncMA, ShadowSyncBMUF])
 def test_the_record_has_examples_per_second_the_gap_and_the_normalised_entropy(kind: Any) -> None:
-    task = ClickThrough(fields=2, ids=50, width=2, hidden=4)  # 45 numbers beside the tables
+    task = ClickThrough(fields=2, ids=50, width=2, hidden=4)  # 45 numbers in addition to the tables
     e = experiment(4, 40, task=task, batch=8, strategy=kind(workers=2), pace=10.0, eval_every=20,
                    fabric=Fabric(link=Link(bandwidth=0.1)))  # fmt: skip
     done = simulate(e, real=True)

@@ -1,4 +1,4 @@
-"""SlowMo against its paper: what becomes of the base optimizer, and a rate that changes between two rounds."""
+"""SlowMo against its paper: the state of the base optimizer, and a rate that changes between two rounds."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_it_is_its_papers_algorithm(
 
 @pytest.mark.parametrize(("ranks", "tau"), [(4, 2), (3, 0)], ids=["whole chunks", "a chunk that is shorter"])
 def test_in_four_bits_it_is_the_papers_algorithm_with_what_those_hold(ranks: int, tau: int) -> None:
-    """As near as float64, for the fp32 in it, scales and sums, is the same numbers in the same order."""
+    """As exact as float64, because the fp32 scales and sums are the same numbers in the same order."""
     problem = Problem(ranks)
     chosen = StreamingDiLoCo(every=8, fragments=2, delay=tau, alpha=0.5, bits=4)
     agree(trained(problem, chosen, plain), streaming(problem, plain, 8, 2, tau, 0.5, 0.7, 0.9, four_bits=True))

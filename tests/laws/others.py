@@ -1,4 +1,4 @@
-"""Alternative knob values, most effective first, for the law that every knob has an effect."""
+"""Alternative knob values, most effective first. The law that every knob has an effect uses them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Makes the recorded runs of this folder: `python -m tests.recorded.make FOLDER`.
 
-They were made once, by version 0.1.0, and hold every member of every family that it shipped. They are kept so that
-whatever is renamed or rebuilt later, what people recorded then still opens, is redrawn and replayed. Do not make them
-anew in place: a record in a later format belongs beside them, in a folder of its own.
+Version 0.1.0 made them once, with every member of every family that it shipped. They show that its records still open,
+draw and replay after later changes. Do not replace them. Put a record in a later format into a new folder next to them.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ CLICKS = HERE / "clicks.tsv"
 
 
 class Plan(NamedTuple):
-    """What a run begins with and the knobs turned in it, one in every few steps."""
+    """The first settings of a run, and its changes, one every `EVERY` steps."""
 
     experiment: Experiment
     turned: list[tuple[str, Any]]
 
 
 def of(base: type, *names: str) -> list[Any]:
-    """The usual members of a family by name."""
+    """Returns members of a family with their usual knobs."""
     return [members(base)[name].usual() for name in names]
 
 
@@ -47,7 +46,7 @@ def turns(path: str, values: list[Any]) -> list[tuple[str, Any]]:
 
 
 def plans() -> dict[str, Plan]:
-    """The nine that are made on real ranks; the tenth is simulated."""
+    """Returns the nine runs on real ranks. The tenth is simulated."""
     digits, small = Digits(), {"ranks": 2, "eval_every": 10, "batch": 16}
     wire = Fabric(link=Link(bandwidth=400, latency=0.2))
     together = of(Strategy, "BackupWorkers", "BoundedStaleness", "LocalSGD", "SlowMo", "BMUF", "EASGD", "SelSync")
@@ -89,14 +88,14 @@ def plans() -> dict[str, Plan]:
 
 
 def simulated() -> Run:
-    """Sixteen ranks that were never there, with a replayable change of nearly everything."""
+    """Simulates 16 ranks, with replayable changes."""
     e = Experiment(task=ByteGPT(), ranks=16, steps=24, pace=50, fabric=Fabric(link=Link(bandwidth=200, latency=1.0)))
     turned = [("strategy", LocalSGD(every=4)), ("strategy", DDP()), ("compressor", TopK()), ("bucket_mb", 0.25)]
     return simulate(e, changes=[Change(step, *turn) for step, turn in zip((4, 12, 16, 20), turned, strict=True)])
 
 
 def clicks(lines: int = 400) -> Iterator[str]:
-    """Lines in Criteo's format that mean nothing."""
+    """Yields random lines in Criteo's format."""
     rng = random.Random(3)
     for _ in range(lines):
         numbers = [str(rng.randrange(100)) if rng.random() < 0.8 else "" for _ in range(13)]
@@ -118,7 +117,7 @@ def recorded(name: str, plan: Plan, path: Path) -> Run:
 
 
 def anonymous(path: Path) -> None:
-    """Takes the machine out of run.json."""
+    """Removes the machine's name and paths from run.json."""
     about = json.loads((path / "run.json").read_text().replace(str(CLICKS), f"tests/recorded/{CLICKS.name}"))
     about["run_dir"] = path.name
     if about["environment"].get("host") != "simulated":

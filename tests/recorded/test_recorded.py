@@ -1,7 +1,7 @@
-"""Runs that were recorded by earlier versions still open, are redrawn and replayed, whatever was renamed since.
+"""Checks that runs of earlier versions still open, draw and replay after renames.
 
-`said.json` beside each version's runs is what that version itself said of them, and the members that it shipped (but
-Task, which is made of functions of one's own: a record keeps only their names).
+Each version's folder has a `said.json`. It holds that version's own facts about the runs, and its members. Task is not
+among them: its functions are the user's own, and a record keeps only their names.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ every_run = pytest.mark.parametrize("path", RUNS, ids=lambda p: f"{p.parent.name
 
 
 def facts(run: Run) -> dict[str, Any]:
-    """What must not change of a record: how far it went, what was turned when, its rows by name, its last losses."""
+    """Returns the facts of a record that must not change: progress, changes, rows by name, and losses."""
     spans, samples = run.spans, run.samples
     held = samples[samples.name == "held_out"]
     return {
@@ -56,7 +56,7 @@ def facts(run: Run) -> dict[str, Any]:
 
 
 def changed(run: Run) -> list[Experiment]:
-    """The run's experiment, and what each of its changes made of it."""
+    """Returns the run's experiment at the beginning and after each change."""
     every = [run.experiment]
     for change in run.changes:
         every.append(user_input.turned(every[-1], [(change.path, change.value)]))
@@ -64,7 +64,7 @@ def changed(run: Run) -> list[Experiment]:
 
 
 @every_run
-def test_it_opens_and_says_what_it_said(path: Path) -> None:
+def test_a_recorded_run_opens_with_the_same_facts(path: Path) -> None:
     run = Run.open(path)
     assert not run.missing and not run.warnings
     assert facts(run) == SAID[path.parent.name]["runs"][path.name]
@@ -78,7 +78,7 @@ def test_they_open_without_torch() -> None:
 
 
 @pytest.mark.parametrize("version", sorted(SAID))
-def test_all_that_a_version_shipped_is_in_its_runs_and_still_means_something(version: str) -> None:
+def test_all_members_of_a_version_are_in_its_runs_and_still_load(version: str) -> None:
     met: dict[str, set[str]] = {family: set() for family in FAMILIES}
     for path in HERE.glob(f"{version}/*/run.json"):
         run = Run.open(path.parent)
@@ -90,7 +90,7 @@ def test_all_that_a_version_shipped_is_in_its_runs_and_still_means_something(ver
 
 
 def named(plain: Any) -> list[str]:
-    """Every key in a record's plain settings, however deep: members are written as {name: knobs}."""
+    """Returns all keys in a record's plain settings, nested ones included. A member is {name: knobs}."""
     if isinstance(plain, Mapping):
         return [*map(str, plain), *(name for inner in plain.values() for name in named(inner))]
     return [name for inner in plain for name in named(inner)] if isinstance(plain, list | tuple) else []
@@ -115,7 +115,7 @@ def test_the_simulator_replays_it(path: Path) -> None:
     assert again.summary()["steps"] == run.summary()["steps"]
     opaque = [
         change for change in run.changes if change.path == "strategy" and "TorchDDP" in change.value
-    ]  # torch's own: nothing to look into
+    ]  # torch's own DDP, which the simulator cannot look into
     assert [detail["value"] for _, _, detail in again.details("refused")] == [change.value for change in opaque]
     followed = [change for change in run.changes if change not in opaque]
     assert [c.path for c in again.changes] == [c.path for c in followed]
@@ -124,7 +124,7 @@ def test_the_simulator_replays_it(path: Path) -> None:
 
 
 @every_run
-def test_its_python_asks_for_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_code_of_a_recorded_run_repeats_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Experiment, list[Any]]] = []
 
     class Still:

@@ -1,4 +1,4 @@
-"""A module beside a script."""
+"""A module next to a script."""
 
 import torch
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Named(DistributedDataParallel):
-    """Passes on what it does not have to the model inside."""
+    """Looks up missing attributes in the model inside."""
 
     def __getattr__(self, name):
         try:

@@ -1,4 +1,4 @@
-"""A scheduler per step, groups with rates of their own, words on the command line, a module beside the script."""
+"""A scheduler per step, groups with their own rates, command line arguments, a module next to the script."""
 
 import argparse
 

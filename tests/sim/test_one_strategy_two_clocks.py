@@ -35,7 +35,7 @@ def chosen(name: str, compressor: str) -> Experiment | None:
         return None
 
 
-TIED = URGENT | {"HSDP"}  # whose first gather and the sum over all ranks begin at second 0 of the virtual clock
+TIED = URGENT | {"HSDP"}  # their first gather and the sum over all ranks begin at second 0 of the virtual clock
 WANTED = [(n, c) for n in LOCKSTEP for c in COMPRESSORS if c in KINDS or n in ("DDP", "LocalSGD")]
 PAIRS = [pair for pair in WANTED if chosen(*pair)]
 

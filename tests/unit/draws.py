@@ -1,4 +1,4 @@
-"""Gradients to round, and many draws of what becomes of them at once."""
+"""Random gradients, and many draws of their compressed sum in one exchange."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def heavy(seed: int, n: int) -> torch.Tensor:
 
 
 def reduced(compressor: Compressor, g: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """(ranks, n) -> (n,) float64: what every rank is given."""
+    """(ranks, n) -> (n,) float64: the sum that every rank receives."""
     return exchange(compressor, g.clone(), placed((g.shape[1],)), [Memory(seed + r) for r in range(len(g))])
 
 
 def drawn(compressor: Compressor, x: torch.Tensor, draws: int, seed: int = 0) -> torch.Tensor:
-    """(ranks, n) -> (draws, n) float64: one bucket of many blocks of n that are all alike, so each is a draw."""
+    """(ranks, n) -> (draws, n) float64. The bucket repeats the same n elements, so that each block is a draw."""
     return reduced(compressor, x.repeat(1, draws), seed).view(draws, -1)

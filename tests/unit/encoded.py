@@ -1,7 +1,7 @@
-"""Runs made up from a rule, of ranks that compress two buckets beside backward: what a step takes is added up by hand.
+"""Makes runs of ranks that compress two buckets during backward. The length of a step is computed by hand.
 
-Forward lasts 10 ms and backward 20 ms; a bucket is ready in the middle of backward and one at its end. Each is encoded
-and then sent, one after the other; the step stands still from the end of backward until the last has come.
+Forward lasts 10 ms and backward 20 ms. One bucket is ready in the middle of backward, the other at its end. A rank
+encodes and sends one bucket, then the other. The step waits from the end of backward until the last bucket has arrived.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ DENSE: dict[str, Any] = {"Dense": {}}
 
 
 class Exchange(NamedTuple):
-    """What the two buckets take in ms, and how many bytes a rank sends for both."""
+    """The times of two buckets in ms, and the bytes that a rank sends for both."""
 
     codec: tuple[float, float]
     wire: float
     sent: int
-    dense: float  # ms of a dense all-reduce of either, where steps are measured
+    dense: float  # ms of one bucket's dense all-reduce in a measured step
 
 
 class Author:
-    """Writes down a run step by step; the model's elements are `width` bytes wide."""
+    """Writes a run step by step. width: bytes per element of the model"""
 
     def __init__(self, compressor: dict[str, Any], width: int = 4, **settings: Any) -> None:
         plain = {"strategy": {"DDP": {}}, "fabric": {"Fabric": {"link": {"Link": {"bandwidth": 100.0}}}}}
@@ -46,7 +46,7 @@ class Author:
         self.mark("change", path=path, value=value, text=f"{path} = {value}")
 
     def steps(self, n: int, e: Exchange, measure: int = 0, found: tuple[float, float, float] = (0.5, 0.8, 2.0)) -> None:
-        """`n` steps, the last of every `measure` of them measured."""
+        """Adds `n` steps. Measures the last of every `measure` steps."""
         for k in range(n):
             self._one(e, bool(measure) and k % measure == measure - 1, found)
 
@@ -92,7 +92,7 @@ WHOLE = Exchange((0.0, 0.0), 6.0, 1_000_000, 6.0)  # Dense on the link of SLOW
 
 
 def compressed(e: Exchange, steps: int = 40, measure: int = 5) -> Run:
-    """A run that compresses from its first step on."""
+    """Returns a run that compresses from its first step on."""
     author = Author(TOPK, measure_every=measure)
     author.steps(steps, e, measure)
     return author.run

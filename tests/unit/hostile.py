@@ -1,4 +1,4 @@
-"""Run directories that somebody made to do harm, from a seed; and what a person does with one who trusts it."""
+"""Makes malicious run directories from a seed, and uses each as a trusting user would."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HOLE = 8 << 30  # bytes of a file that is a hole
 
 
 def values(rng: random.Random) -> Any:
-    """Something that is not what was asked for."""
+    """Returns a value of a wrong type, range or length."""
     kind = rng.randrange(8)
     if kind == 0:
         deep: Any = rng.choice(TEXTS)
@@ -55,18 +55,18 @@ def values(rng: random.Random) -> Any:
 
 
 def nodes(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key) of a JSON value."""
+    """Yields each (container, key) of a JSON value."""
     for key, inner in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
         yield tree, key
         if isinstance(inner, dict | list):
             yield from nodes(inner)
 
 
-# -- what is done to a directory: each takes a good one and makes it bad
+# -- ways to damage a directory
 
 
 def json_values(path: Path, rng: random.Random) -> None:
-    """run.json with other values, names and holes."""
+    """Changes, renames and removes values in run.json."""
     about = json.loads((path / "run.json").read_text())
     for _ in range(rng.choice((1, 1, 2, 5))):
         holder, key = rng.choice(list(nodes(about)))
@@ -82,12 +82,13 @@ def json_values(path: Path, rng: random.Random) -> None:
 
 
 def json_text(path: Path, rng: random.Random) -> None:
-    """run.json that is none."""
+    """Makes run.json invalid or empty."""
     texts = ("", "{", "null", "[" * 200_000, '{"schema":1e999}', "\ufeff{}", '{"a":' * 5000, "9" * 6000)
     (path / "run.json").write_text(rng.choice(texts))
 
 
 def bytes_flipped(path: Path, rng: random.Random) -> None:
+    """Changes 1 to 30 bytes of a file."""
     file = some(path, rng)
     data = bytearray(file.read_bytes())
     for _ in range(rng.choice((1, 1, 3, 30))):
@@ -97,7 +98,7 @@ def bytes_flipped(path: Path, rng: random.Random) -> None:
 
 
 def cut(path: Path, rng: random.Random) -> None:
-    """A file that ends, or goes on, where it should not."""
+    """Shortens or lengthens a file."""
     file = some(path, rng)
     data = file.read_bytes()
     at = rng.randrange(len(data))
@@ -105,7 +106,7 @@ def cut(path: Path, rng: random.Random) -> None:
 
 
 def other_files(path: Path, rng: random.Random) -> None:
-    """What is no file, or none of a run, under a name of one."""
+    """Puts a link, pipe, folder, socket or foreign file in the place of one of the run."""
     name = rng.choice(("run.json", "spans-0.arrow", "spans-7.arrow", "marks-0.1.arrow", "samples-99999.arrow"))
     file = path / name
     file.unlink(missing_ok=True)
@@ -122,7 +123,7 @@ def other_files(path: Path, rng: random.Random) -> None:
         case 4:
             with socket.socket(socket.AF_UNIX) as s:
                 there = os.getcwd()
-                os.chdir(path)  # its name may not be long
+                os.chdir(path)  # a socket's path may not be long
                 s.bind(name)
                 os.chdir(there)
         case 5:
@@ -139,7 +140,7 @@ def other_files(path: Path, rng: random.Random) -> None:
 
 
 def rows(path: Path, rng: random.Random) -> None:
-    """A whole file with rows that no rank writes."""
+    """Replaces a file by a complete one with rows that no rank writes."""
     kind, rank = rng.choice(list(KINDS)), rng.choice((0, 1, 32767))
     n = rng.choice((1, 5, 200))
     first = rng.choice(("0", "5", "-1", "x", "9" * 14, "9" * 40, "", "\u0663"))
@@ -169,19 +170,19 @@ def column(field: pa.Field, n: int, rng: random.Random, rank: int) -> pa.Array:
 
 
 def named(numbers: Any, words: list[str]) -> pa.Array:
-    """A column of few words."""
+    """Returns a dictionary column of few words."""
     return pa.DictionaryArray.from_arrays(pa.array(numbers, pa.int32()), pa.array(words), safe=False)
 
 
 def detail(rng: random.Random) -> str:
-    """A mark's detail."""
+    """Returns a mark's detail with wrong values."""
     names = ("path", "value", "text", "nbytes", "dims", "ranks", "serve", "state", "stages", "parameters", "met")
     text = json.dumps({rng.choice(names): values(rng) for _ in range(3)})
     return rng.choice((text, text, "{", "[]", TAG, "[" * 50_000)).encode("utf8", "replace").decode()
 
 
 def marks(path: Path, rng: random.Random) -> None:
-    """Marks of every name that a run knows, with fields of any kind."""
+    """Writes marks of all known names, with fields of any type."""
     from workbench.record.marks import FIELDS, MUST
 
     names = [rng.choice([*FIELDS, "policy", "log", "left", TAG]) for _ in range(30)]
@@ -203,7 +204,7 @@ def marks(path: Path, rng: random.Random) -> None:
 
 
 def invalid(path: Path, rng: random.Random) -> None:
-    """Buffers that Arrow itself would not make: offsets outside, numbers of words that are not there, broken text."""
+    """Writes buffers that Arrow would not make: offsets and word numbers out of range, and invalid text."""
     kind = schema("marks", 0)
     n = 3
     offsets = rng.choice(([0, 5, 2, 9], [0, 9, -3, 9], [0, 2**31 - 1, 6, 9], [0, 3, 6, 9]))
@@ -226,18 +227,18 @@ WAYS: tuple[Callable[[Path, random.Random], None], ...] = (
 
 
 def good(path: Path) -> Path:
-    """A run directory that nobody has touched."""
+    """Makes an undamaged run directory."""
     changes = ((5, "strategy.every", 4), (8, "compressor", {"TopK": {"density": 0.1}}))
     run = synthetic.run(ranks=2, steps=12, changes=changes)
     run.settings |= {"compressor": {"ErrorFeedback": {"of": {"TopK": {"density": 0.01}}}}, "lr": 0.1, "steps": 12}
     return run.save(path)
 
 
-# -- what a person does with it
+# -- use by a person
 
 
 def used(path: Path, out: Path) -> str:
-    """Opens a run and asks it everything; what was said, in a sentence if it is refused."""
+    """Opens a run and calls all its analyses. Returns "opened", or the message of a refusal."""
     out.mkdir(exist_ok=True)
     try:
         run = Run.open(path)
@@ -274,7 +275,7 @@ def used(path: Path, out: Path) -> str:
 
 
 def sentence(text: str) -> str:
-    """One sentence that a terminal can show."""
+    """Returns `text`. Fails if a terminal cannot show it as one sentence."""
     assert text and len(text) < 1000 and text.isprintable(), repr(text[:300])
     return text
 
@@ -284,7 +285,7 @@ ALLOWED = (ast.Module, ast.ImportFrom, ast.alias, ast.Assign, ast.Expr, ast.Call
 
 
 def harmless(code: str) -> None:
-    """Fails if `code` does anything but make settings of members that ship, and run them."""
+    """Fails if `code` does anything but make settings of shipped members and run them."""
     calls = {*public_names()} - {"Run", "simulate", "plan", "tune", "balance", "recipe"}
     for node in ast.walk(ast.parse(code)):
         assert isinstance(node, ALLOWED), ast.dump(node)[:200]
@@ -301,7 +302,7 @@ def harmless(code: str) -> None:
 
 
 def tried(first: int, stop: int, out: Path) -> dict[str, Any]:
-    """What became of the directories of these seeds: which failed and how, the longest time, the memory at most."""
+    """Tries the directories of these seeds. Returns failures, the longest time and the growth of memory."""
     start = good(out / "good")
     used(start, out)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -312,7 +313,7 @@ def tried(first: int, stop: int, out: Path) -> dict[str, Any]:
         shutil.copytree(start, path)
         way = WAYS[seed % len(WAYS)]
         way(path, rng)
-        began = time.process_time()  # of the processor: others may keep it busy
+        began = time.process_time()  # CPU time: other processes may use the machine
         signal.alarm(300)
         try:
             opened += used(path, path / "out") == "opened"

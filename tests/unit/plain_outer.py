@@ -1,4 +1,4 @@
-"""Plain references for strategies with an outer optimizer: all ranks in one process, one vector each, no workbench."""
+"""Reference implementations of strategies with an outer optimizer: all ranks in one process, without the workbench."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOMENTUM = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
 
 
 class Plain:
-    """`ranks` models that train side by side on what the ranks of an experiment train on."""
+    """`ranks` models that train on the same data as the ranks of an experiment."""
 
     def __init__(self, ranks: int, optimizer: Any) -> None:
         self.models = [net() for _ in range(ranks)]
@@ -35,11 +35,11 @@ class Plain:
             optimizer.param_groups[0]["lr"] = lr
 
     def get(self, layer: str = "") -> torch.Tensor:
-        """(ranks, n) float64: every rank's parameters, of one layer if named, in the order of their names."""
+        """Returns (ranks, n) float64: each rank's parameters by name. layer: only parameters of this layer"""
         return torch.stack([torch.cat([p.detach().reshape(-1).double() for p in its]) for its in self._params(layer)])
 
     def put(self, rows: torch.Tensor, layer: str = "") -> None:
-        """(ranks, n) or (n,) for all."""
+        """Sets the parameters. rows: (ranks, n), or (n,) for all ranks"""
         for row, its in zip(rows.expand(len(self.models), rows.shape[-1]), self._params(layer), strict=True):
             for p, piece in zip(its, row.split([p.numel() for p in its]), strict=True):
                 p.data.copy_(piece.view(p.shape))
@@ -49,7 +49,7 @@ class Plain:
 
 
 def outer_sgd(start: torch.Tensor, **settings: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """torch's own SGD as the outer optimizer: a function from the outer gradient to the new outer parameters."""
+    """Returns a function from the outer gradient to the new outer parameters, by torch's SGD."""
     theta = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.SGD([theta], **settings)
 

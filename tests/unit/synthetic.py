@@ -1,7 +1,7 @@
-"""Timelines and runs made up from a rule, as an engine would have written them; no processes, no torch tensors.
+"""Makes timelines and runs as an engine would write them, without processes or tensors.
 
-Each rank's compute is drawn with noise and hiccups; a collective begins at the last arrival and ends for all
-when the slowest port is done. One rank can be made slow in one phase, so that analyses have something to find.
+Each rank's compute times have noise and hiccups. A collective begins at the last arrival. It ends for all ranks when
+the slowest port has finished. A caller can make one rank slow in one phase.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Slow = tuple[int, str, float]  # rank, phase, how many times longer
 
 
 def factor(phase: str, share: float = 0.2) -> float:
-    """How many times longer `phase` must last to add `share` of a step."""
+    """Returns the factor by which `phase` must last longer to add `share` of a step."""
     return 1.0 + share / SHARE.get(phase, WIRE)
 
 
 class Host:
-    """Plays ranks on a virtual clock and writes down what happened."""
+    """Plays ranks on a virtual clock and records them."""
 
     def __init__(self, ranks: int, step_s: float, *, link: bool, seed: int, noise: float, hiccups: float) -> None:
         self.ranks, self.step_s, self.link = ranks, step_s, link
@@ -42,23 +42,23 @@ class Host:
         self.marks: list[Mark] = []
 
     def seconds(self, rank: int, phase: str) -> float:
-        """How long a phase of compute lasts this time."""
+        """Returns the seconds of this phase, with noise."""
         s = self.step_s * SHARE[phase] * float(np.exp(self.noise * self.rng.standard_normal()))
         s *= 2.0 if self.rng.random() < self.hiccups else 1.0
         return s * (self.slow[2] if self.slow and self.slow[:2] == (rank, phase) else 1.0)
 
     def port(self, rank: int) -> float:
-        """How long a rank's port is busy with one bucket."""
+        """Returns the seconds for which a rank's port is busy with one bucket."""
         s = self.step_s * WIRE / BUCKETS
         return s * (self.slow[2] if self.slow and self.slow[:2] == (rank, "link") else 1.0)
 
     def encode(self, rank: int) -> float:
-        """How long a rank packs one bucket: no time, but for a delay as long as a port's would be."""
+        """Returns the seconds in which a rank packs one bucket: 0, or the delay of a rank with a slow codec."""
         slow = self.slow and self.slow[:2] == (rank, "codec")
         return self.step_s * WIRE / BUCKETS * (self.slow[2] - 1.0) if slow and self.slow else 0.0
 
     def compute(self, step: int, phase: str) -> np.ndarray:
-        """One phase of compute on every rank; returns (begin, end) per rank."""
+        """Plays one phase of compute on all ranks. Returns (begin, end) per rank: (2, ranks)."""
         begin = self.now.copy()
         for r in range(self.ranks):
             self.now[r] += self.seconds(r, phase)
@@ -66,7 +66,7 @@ class Host:
         return np.stack([begin, self.now])
 
     def meet(self, step: int, ready: np.ndarray) -> None:
-        """All buckets averaged in order; bucket k is `ready[k, rank]`. The step waits for the last of them."""
+        """Averages all buckets in order. The step waits for the last one. ready: (buckets, ranks) seconds"""
         done = np.zeros(self.ranks)
         for k in range(BUCKETS):
             packed = np.maximum(ready[k], done)
@@ -85,7 +85,7 @@ class Host:
                 self.now[r] = done[r]
 
     def step(self, step: int) -> None:
-        """One step of every rank under the present strategy."""
+        """Plays one step of all ranks under the present strategy."""
         begin = self.now.copy()
         self.compute(step, "forward")
         b0, b1 = self.compute(step, "backward")
@@ -107,7 +107,7 @@ class Host:
         self.now += 2e-4
 
     def memory(self, rank: int) -> None:
-        """What the rank's memory holds in the first step, and from then on: of a model as large as its buckets."""
+        """Records a rank's memory by kind. The model is as large as its buckets."""
         model = BUCKETS * NBYTES
         held = {"parameters": 1, "gradients": 1, "optimizer state": 2, "activations": 3, "buffers in flight": 0,
                 "peak": 6.5}  # fmt: skip
@@ -115,7 +115,7 @@ class Host:
             self.samples.append(Sample(rank, 0, f"memory {name}", self.now[rank], times * model))
 
     def evaluate(self, step: int) -> None:
-        """Before step `step`: rank 0 evaluates the mean model while the others stand and wait."""
+        """Plays an evaluation before `step`: rank 0 evaluates the mean model, and the other ranks wait."""
         begin = self.now.copy()
         self.now[:] = begin.max() + 0.3 * self.step_s + self.rng.random(self.ranks) * 1e-4
         for r in range(self.ranks):
@@ -127,7 +127,7 @@ class Host:
             self.samples.append(Sample(r, step, "drift", self.now[r], 0.01 * self.since))
 
     def switch(self, step: int, strategy: str) -> None:
-        """The hand-over to another strategy."""
+        """Plays the hand-over to another strategy."""
         begin = self.now.copy()
         self.now[:] = begin.max() + 0.8 * self.step_s
         for r in range(self.ranks):
@@ -138,7 +138,7 @@ class Host:
         self.marks.append(Mark(rank, step, name, float(self.now[rank]), json.dumps(detail)))
 
     def timeline(self) -> Timeline:
-        """What was written, in the order in which it ended."""
+        """Returns the record, sorted by end times."""
         out = Timeline()
         out.spans.add(sorted(self.spans, key=lambda s: s.t1))
         out.samples.add(sorted(self.samples, key=lambda s: s.t))
@@ -162,9 +162,10 @@ def timeline(
     slow_from: int = 0,
     changes: Iterable[tuple[int, str, Any]] = (),
 ) -> Timeline:
-    """A run of `steps` steps; `slow` = (rank, phase, factor) from step `slow_from` on; phase may be "link".
+    """Returns the timeline of a run.
 
-    `changes` are (step, path, value) as a person would make them; "strategy" and "strategy.every" act.
+    slow:    (rank, phase, factor) from step `slow_from` on; the phase may also be "link" or "codec"
+    changes: (step, path, value); only "strategy" and "strategy.every" have an effect
     """
     host = Host(ranks, step_s, link=link, seed=seed, noise=noise, hiccups=hiccups)
     host.strategy, host.every = strategy, every
@@ -199,7 +200,7 @@ def run(
     changes: Iterable[tuple[int, str, Any]] = ((100, "strategy", "LocalSGD"), (150, "strategy.every", 16)),
     **rest: Any,
 ) -> Run:
-    """A recorded run with changes, samples and hand-overs, as `Run.open` would give it."""
+    """Returns a recorded run with changes, samples and hand-overs, as `Run.open` does."""
     changes = tuple(changes)
     tl = timeline(strategy, ranks, steps, step_s, slow, link, seed, changes=changes, **rest)
     port = {"bandwidth": 100.0 if link else 0.0, "latency": 0.0, "jitter": 0.0}

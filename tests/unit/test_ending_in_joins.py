@@ -1,4 +1,4 @@
-"""How a run ends if ranks die while others join, or if a stop comes before the others have agreed how to go on."""
+"""How a run ends if ranks die while new ranks join, or if a stop comes before the remaining ranks have agreed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks of a model on its gradients: what they see, when they run, and what they must not do."""
+"""Hooks on gradients: the values that they see, the order, and their limits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_hook_can_be_removed_inside_and_the_others_are_as_before_afterwards() 
 
 
 class Late(Net):
-    """Its 3rd forward in training registers a hook that clips what has been added up."""
+    """Its 3rd forward in training registers a hook that clips the accumulated gradient."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ def test_the_pages_sentences_are_those_of_the_code() -> None:
 
 
 class _Join:
-    """What the judge reads of a join in which rank 0 was killed."""
+    """The data that the judge reads of a join, in which rank 0 was killed."""
 
     def __init__(self, setting: int, how: str = "resize") -> None:
         strategy, partition = joins.SETTINGS[setting]

@@ -63,7 +63,7 @@ def one_residual(steps: list[np.ndarray], scale: str) -> list[np.ndarray]:
 
 
 def momenta(ranks: int, n: int, count: int, heavy: bool = False) -> list[np.ndarray]:
-    """Returns moving averages of noisy gradients with a common part, for each rank."""
+    """Returns moving averages of noisy gradients with a common part: one per rank."""
     common, m, out = noise(1, n), torch.zeros(ranks, n), []
     for step in range(count):
         g = common + noise(100 + step, ranks, n)

@@ -12,7 +12,7 @@ from workbench.rank import StrategyError
 
 
 def take_part(monkeypatch: pytest.MonkeyPatch, *announced: list[int]) -> tuple[list[int], list[int]]:
-    """Makes the sum of unit 0 on a rank while ranks announce these. Returns what it performs, and what it serves."""
+    """Makes the sum of unit 0 on a rank while ranks announce these. Returns the performed and the served units."""
     run: Any = SimpleNamespace(control=None, foresee_reads=lambda cheaply: None)
     made, served = list[int](), list[int]()
     rounds = units.UnitRounds(run, ["a", "b"], lambda unit, is_sum, numel: served.append(unit), lambda unit: 8)

@@ -158,7 +158,7 @@ def test_a_strategy_does_the_same_between_sliced_and_whole_replicas(name: str) -
 
 @pytest.mark.parametrize("name", PARTED)
 def test_no_strategy_makes_replicated_parameters_differ_within_a_replica(name: str) -> None:
-    """All ranks of a replica have the same parameters in the next forward, whatever a strategy does to one rank's."""
+    """All ranks of a replica have the same parameters in the next forward, also if a strategy changes one rank's."""
     strategy = make_fitting(shipped(Strategy)[name], 2)
     compressor = ErrorFeedback(of=TopK(density=0.1)) if strategy.exchanges == "gradients" else None
     e = spread(4, 8, strategy=strategy, partition=Tensor(), eval_every=0)

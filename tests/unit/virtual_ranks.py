@@ -1,4 +1,4 @@
-"""Ranks that train on a virtual clock, with noise, and are steered as a lab's are: what a tuner knows of a lab."""
+"""Noisy ranks on a virtual clock, with the part of a lab's interface that a tuner uses."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from workbench.settings import KnobError
 from workbench.sim import Costs
 
 AHEAD = 80  # steps that are simulated after a change
-EACH = 2  # steps that the ranks make between two looks of whoever asks whether they are live
+EACH = 2  # steps that the ranks make between two reads of `live`
 
 
 class VirtualRanks:
-    """`costs` are how long things really take; whoever tunes is told others.
+    """`costs` are the real costs. The tuner gets different ones.
 
-    refuses: of an experiment, the reason why ranks refuse it, or None
-    loss:    of a step and the experiment at that time; None: nothing is learned
-    on_step: called with the step that the ranks have come to
+    refuses: returns why ranks refuse an experiment, or None
+    loss:    returns the loss of a step under an experiment; None: no losses
+    on_step: called with the ranks' present step
     """
 
     def __init__(self, e: Experiment, costs: Costs, *, steps: int = 10**6, refuses: Callable[[Any], str | None] = str,

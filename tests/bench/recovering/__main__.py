@@ -88,9 +88,9 @@ def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("names", nargs="*", metavar="NAME", help="; ".join(WAYS))
     ask.add_argument("--kills", type=int, default=10, help="of each")
-    ask.add_argument("--busy", action="store_true", help="beside two processes that spin")
+    ask.add_argument("--busy", action="store_true", help="next to two busy processes")
     ask.add_argument("--seed", type=int, default=1)
-    ask.add_argument("--python", required=True, help="one that has the others")
+    ask.add_argument("--python", required=True, help="a Python with the other libraries")
     ask.add_argument("--out", type=Path, required=True)
     said = ask.parse_args()
     if unknown := set(said.names) - set(WAYS):
