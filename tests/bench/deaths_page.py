@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 MEDIAN, LATEST = 1.0, 3.0  # seconds: required of the median, quiet, and of the 95th percentile, busy
-ABOUT = """Labs of four ranks lose them one after the other until one is left; strategy, victim and moment are drawn
-(`python -m tests.deaths`). Noticed is when a note of the lab says so; a kill is survived if all who are left end a new
-step. The load is the average of the last five minutes, at the end;
-what the ranks themselves do is in it.
+ABOUT = """In a lab of four ranks one rank after another is killed until one is left. Strategy, victim and moment are
+random (`python -m tests.deaths`). A kill counts as noticed when a note of the lab names it. It is survived if all
+remaining ranks complete a new step. The load is the average of the last five minutes, at the end; it includes the ranks
+themselves.
 """
 
 
 def section(each: list[dict[str, Any]]) -> str:
     """Returns a row for each series of kills, and whether it met the requirement."""
-    lines = ["| ranks hold | beside two that spin | kills | survived | noticed (s: median, 95th percentile, worst) | "
-             "all go on (s) | load |", "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    lines = ["| ranks hold | with two busy processes | kills | survived | "
+             "noticed (s: median, 95th percentile, worst) | all go on (s) | load |",
+             "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     for one in each:
         parts, busy = "parts" if one["partitions"] else "the whole model", "yes" if one["busy"] else "no"
         lines.append(f"| {parts} | {busy} | {one['kills']} | {one['survived']} | {times(one, 'seen')} | "
@@ -34,4 +35,4 @@ def verdict(one: dict[str, Any]) -> str:
     took, words = one["seen"][name], {"p95": "95th percentile", "median": "median"}[name]
     where = f"{'parts' if one['partitions'] else 'whole models'}, {'busy' if one['busy'] else 'quiet'}"
     kept = "kept" if took <= most else "**not kept**"
-    return f"- {where}: noticed within {most:g} s is asked of the {words}, {took:.2f} s: {kept}."
+    return f"- {where}: the {words} of noticing must be within {most:g} s; it is {took:.2f} s: {kept}."

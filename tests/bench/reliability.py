@@ -32,38 +32,38 @@ CHANGES, FAULTS = 10_000, 500  # required
 KINDS = {
     "kill": "the engine of a rank killed (SIGKILL)",
     "freeze": "the engine of a rank stopped for up to 3 s (SIGSTOP)",
-    "join": "a rank comes in",
-    "leave": "a rank is taken out",
+    "join": "a rank joins",
+    "leave": "a rank is removed",
     "cut": "every connection between two ranks shut down",
     "interrupt": "the kernel interrupted in the middle of a call",
     "end_controller": "ipyparallel's controller killed",
     "kernel": "the kernel killed",
 }
-KERNELS = {"kernel at any moment": "the kernel killed at any moment: nothing is left",
-           "kernel training": "while it trains, in half of them with an engine stopped: nothing is left",
-           "kernel detached": "with its lab detached: the lab is there again, its record whole"}  # fmt: skip
-OTHERS = """| | what is said | where |
+KERNELS = {"kernel at any moment": "the kernel killed at any moment: no process remains",
+           "kernel training": "during training, in half of them with an engine stopped: no process remains",
+           "kernel detached": "with its lab detached: the lab attaches again, its record complete"}  # fmt: skip
+OTHERS = """| | statement | source |
 | --- | --- | --- |
-| torchft | Tolerates faults per step: members may change between two steps, health is told by heartbeats, \
-and one that comes takes its state from a healthy peer. For replicated weights (DDP, the replicated dimension of \
-HSDP); LocalSGD and DiLoCo are called experimental. No time is promised. | \
+| torchft | Tolerates faults per step: members may change between two steps, heartbeats show health, \
+and a new member takes its state from a healthy peer. For replicated weights (DDP, the replicated dimension of \
+HSDP); LocalSGD and DiLoCo are experimental. It promises no time. | \
 [README](https://github.com/meta-pytorch/torchft/blob/main/README.md) |
-| | Managers send a heartbeat every 100 ms; a threshold of 1 s was held to be enough. | \
+| | Managers send a heartbeat every 100 ms; the authors consider a threshold of 1 s sufficient. | \
 [issue 35](https://github.com/meta-pytorch/torchft/issues/35) |
-| | The others leave a collective that hangs only by its time limit; leaving it when heartbeats cease is asked for. | \
-[issue 164](https://github.com/meta-pytorch/torchft/issues/164) |
-| | A user measured 948 s from a fault until all were back (Llama 3 8B, torchtitan), and asks why. | \
+| | Only a time limit ends a hanging collective on the other members. The issue proposes to end it when heartbeats \
+stop. | [issue 164](https://github.com/meta-pytorch/torchft/issues/164) |
+| | A user measured 948 s from a fault until all members trained again (Llama 3 8B, torchtitan), and asks why. | \
 [issue 329](https://github.com/meta-pytorch/torchft/issues/329) |
-| torchrun | When a worker fails, or members change, all workers are ended and started again, at most `--max-restarts` \
-times in all. | [elastic agent](https://docs.pytorch.org/docs/stable/elastic/agent.html), \
+| torchrun | When a worker fails, or members change, the agent restarts all workers, at most `--max-restarts` \
+times in total. | [elastic agent](https://docs.pytorch.org/docs/stable/elastic/agent.html), \
 [quickstart](https://docs.pytorch.org/docs/stable/elastic/quickstart.html) |
-| | What was trained since the last checkpoint is lost; saving and loading are the script's own. | \
+| | The steps since the last checkpoint are lost. The script saves and loads. | \
 [train script](https://docs.pytorch.org/docs/stable/elastic/train_script.html) |
-| Ray Train | When a failure is found all workers are shut down and new ones started, which may load the latest \
-checkpoint; saving and loading are the training function's own. | \
+| Ray Train | After a failure it shuts all workers down and starts new ones, which may load the latest \
+checkpoint. The training function saves and loads. | \
 [failures](https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html) |
-| | Off unless `max_failures` is set (0). With a range of workers it goes on with those there are, in new processes. | \
-[FailureConfig](https://docs.ray.io/en/latest/train/api/doc/ray.train.FailureConfig.html), \
+| | Off by default (`max_failures` is 0). With a range of workers it continues with the available ones, in new \
+processes. | [FailureConfig](https://docs.ray.io/en/latest/train/api/doc/ray.train.FailureConfig.html), \
 [elastic](https://docs.ray.io/en/latest/train/user-guides/elastic-training.html) |
 """
 
@@ -106,7 +106,8 @@ def table(rounds: Each) -> str:
     seen, on = gathered(rounds, "noticed"), gathered(rounds, "recovered")
     ended = Counter(one["at"] for one in rounds if one["at"] and not one["wrong"])
     wrong = Counter(one["at"] for one in rounds if one["wrong"])
-    lines = ["| fault | injected | survived | ended in words | wrong | noticed (s: median, worst) | all go on (s) |",
+    lines = ["| fault | injected | survived | ended with an error | wrong | noticed (s: median, worst) | "
+             "all go on (s) |",
              "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     for kind, words in KINDS.items():
         survived = done[kind] - ended[kind] - wrong[kind]
@@ -119,7 +120,7 @@ def table(rounds: Each) -> str:
 
 
 def campaigns(rounds: Each) -> str:
-    lines = ["| first seed | minutes | rounds | changes applied | refused in words | faults | ended in words | wrong |",
+    lines = ["| first seed | minutes | rounds | changes applied | refused | faults | ended with an error | wrong |",
              "| --- | --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     for name in dict.fromkeys(one["campaign"] for one in rounds):
         mine = [one for one in rounds if one["campaign"] == name]
@@ -131,7 +132,7 @@ def campaigns(rounds: Each) -> str:
 
 
 def without_faults(calm: Each) -> str:
-    lines = ["| first seed | minutes | labs | changes applied | refused in words | pauses, steps | wrong |",
+    lines = ["| first seed | minutes | labs | changes applied | refused | pauses, steps | wrong |",
              "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     if calm:
         done = " | ".join(str(sum(one.get(what, 0) for one in calm)) for what in ("applied", "refused", "others"))
@@ -142,7 +143,7 @@ def without_faults(calm: Each) -> str:
 
 def interrupts(broken: Each) -> str:
     """Returns the results of the interrupts, by the kernel's activity."""
-    lines = ["| interrupted while it | times | in the middle | trains ten steps after | closed, nothing left | wrong |",
+    lines = ["| interrupted call | times | inside of the call | trained ten steps | closed without remains | wrong |",
              "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     for point in sorted({one["point"] for one in broken}):
         mine = [one for one in broken if one["point"] == point]
@@ -179,7 +180,7 @@ def since(rounds: Each, broken: Each) -> str:
            f"nothing lost."  # fmt: skip
     every = faults + len(broken)
     if not wrongs([], broken, []) and applied >= CHANGES and every >= FAULTS:
-        text += f" With the interrupts, which lost nothing either, these are {every} faults: what is asked."
+        text += f" With the interrupts, which lost nothing either, these are {every} faults, as required."
     return f"{text}\n"
 
 
@@ -187,13 +188,13 @@ def against(rounds: Each, broken: Each, calm: Each) -> str:
     """Returns sentences that compare the results so far with the requirement."""
     (applied, faults), quietly = counted(rounds), sum(one.get("applied", 0) for one in calm)
     changes, harmed, wrong = applied + quietly, faults + len(broken), wrongs(rounds, broken, calm)
-    text = (f"Asked are {CHANGES:,} changes and {FAULTS:,} faults with nothing lost. Run so far: {changes:,} of "
+    text = (f"The goal is {CHANGES:,} changes and {FAULTS:,} faults without any loss. So far: {changes:,} of "
             f"{CHANGES:,} changes ({applied:,} in campaigns, {quietly:,} without faults) and {harmed:,} of {FAULTS:,} "
             f"faults ({faults} in campaigns, {len(broken)} interrupts). ")  # fmt: skip
     if changes < CHANGES or harmed < FAULTS:
         text += "**That is not reached yet.** "
     else:
-        text += "**The numbers are reached, but not with nothing lost.** " if wrong else "That is reached. "
+        text += "**The numbers are reached, but not without loss.** " if wrong else "That is reached. "
     text += f"{len(wrong)} ended wrong{':' if wrong else '.'}\n"
     return text + ("\n" + "\n".join(wrong) + "\n\n" + since(rounds, broken) if wrong else "")
 
@@ -203,7 +204,7 @@ def page(rounds: Each, broken: Each, calm: Each, hour: dict[str, Any], same: Eac
     """Returns docs/reliability.md. more: the data of each section in `SECTIONS`, by file name."""
     sections = "".join(f"## {head}\n\n{describe((more or {}).get(name, {}))}\n" for head, name, describe in SECTIONS)
     files = ", ".join(f"`docs/data/{name}`" for _, name, _ in SECTIONS)
-    return f"""# What labs were put through, and how they came through it
+    return f"""# Reliability: stress tests of labs
 
 Written by `python -m tests.bench.reliability` from `docs/data/campaigns/`, `docs/data/deaths/`,
 `docs/data/torture.json`, `docs/data/interrupts.json`, `docs/data/soak.json`, `docs/data/recovering.json` and
@@ -212,11 +213,11 @@ Written by `python -m tests.bench.reliability` from `docs/data/campaigns/`, `doc
 {against(rounds, broken, calm)}
 ## Campaigns
 
-A round is one lab of five engines (seeds before 20008: six) and a run that begins with four ranks, on two cores that
-others share: live changes in waves, and then a fault. A fault is survived if all who are left make steps again within
-60 s. Where nobody has what was lost, the run may end and say that ("ended in words"). At the end of a round ranks agree
-to the bit, and no row is lost or there twice. Times of deaths begin with the death, others when the fault is over. They
-hold whatever the machine was busy with besides, so they are upper bounds.
+A round is one lab of five engines (seeds before 20008: six) and a run that begins with four ranks, on two shared
+cores. It makes live changes in waves, and then a fault. A fault is survived if all remaining ranks make steps again
+within 60 s. If no rank has the lost state, the run may end with an error that says so. At the end of a round all ranks
+are bit-identical, and no row is lost or duplicate. Times after a death begin with the death, other times with the end
+of the fault. The machine was also busy with other work, so the times are upper bounds.
 
 {table(rounds)}
 
@@ -228,16 +229,16 @@ hold whatever the machine was busy with besides, so they are upper bounds.
 
 {sections}## Changes without faults
 
-Four ranks, two runs in a lab: bursts of up to eight changes at once, pipelines and slices among them. No step mixes
-settings, ranks agree to the bit, no row is lost, and the second run leaves no more threads or descriptors than the
-first.
+Four ranks make two runs in a lab, with bursts of up to eight changes at once, also to pipelines and slices. No step
+mixes settings, all ranks are bit-identical, no row is lost, and the second run leaves no more threads or descriptors
+than the first.
 
 {without_faults(calm)}
 
 ## Interrupts
 
-A cell in a kernel of Jupyter's, and one SIGINT to it at a random part of the time that the cell takes. Afterwards every
-rank makes ten steps more, or the lab is closed with no process, descriptor, shared memory or file left.
+A cell runs in a Jupyter kernel, which gets one SIGINT at a random moment of the cell. Afterwards every rank makes ten
+more steps, or the lab closes and leaves no process, descriptor, shared memory or file.
 
 {interrupts(broken)}
 
@@ -245,9 +246,9 @@ rank makes ten steps more, or the lab is closed with no process, descriptor, sha
 
 {soak_page.text(hour)}
 
-{others.section(same or [])}## What others promise
+{others.section(same or [])}## Promises of other systems
 
-From their own documentation and issues, read in November 2026.
+These statements are from their own documentation and issues, read in November 2026.
 
 {OTHERS}"""
 

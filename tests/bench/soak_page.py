@@ -9,16 +9,15 @@ from typing import Any
 FLAT = 0.05  # smaller growth counts as flat
 ALONE = {"kernel pss": "the kernel, MB", "record": "the record in its memory, MB",
          "kernel pss without the record": "the kernel without the record, MB",
-         "kernel anonymous without the record": "the same, pages of its own, MB",
+         "kernel anonymous without the record": "the same, anonymous pages, MB",
          "controller pss": "ipyparallel's controller, MB", "kernel descriptors": "descriptors of the kernel",
          "kernel threads": "threads of the kernel", "controller descriptors": "descriptors of the controller",
          "disk": "the run directory, MB"}  # fmt: skip
-EACH = {"pss": "MB", "anonymous": "MB of pages of its own", "descriptors": "descriptors", "threads": "threads"}
+EACH = {"pss": "MB", "anonymous": "MB of anonymous pages", "descriptors": "descriptors", "threads": "threads"}
 GROWS = ("kernel pss", "record", "disk")  # with the record, which is kept whole
-MEASURED = """Memory is a process's proportional share (Pss), read every ten seconds; since that of a file goes up when
-another process that maps it ends, and down when one begins, also the pages that are no file's (Anonymous). Engines
-are those that were there from the beginning to the end. The record is kept whole, in memory and on disk, so it grows
-with the rows."""
+MEASURED = """Memory is a process's proportional share (Pss), read every ten seconds. The share of a mapped file changes
+when other processes map it or end, so the table also has the pages that belong to no file (Anonymous). Engines are the
+ones that lasted for the whole run. The record stays complete, in memory and on disk, so it grows with the rows."""
 
 
 def text(found: dict[str, Any]) -> str:
@@ -26,12 +25,13 @@ def text(found: dict[str, Any]) -> str:
     if not found:
         return "Not run yet: `make soak`."
     done, read, wrong = found["done"], found["page"], found["wrong"]
-    back = f" ({statistics.median(found['back']):.0f} s until as many train, in the median)" if found["back"] else ""
+    back = f" ({statistics.median(found['back']):.0f} s until as many ranks train, median)" if found["back"] else ""
     about = f"""`make soak`: {found["ranks"]} ranks train for {found["minutes"]:g} minutes on two shared cores,
-and come to step {found["steps"]:,}. {done["applied"]} live changes were applied and {done.get("refused", 0)} refused
-in words, {done.get("killed", 0)} engines killed and replaced{back}, and {done.get("checkpoints", 0)} checkpoints asked
-for besides those that are made by themselves. A page read the dashboard meanwhile: {read["messages"]:,} messages,
-{read["mb"]:g} MB, {read["longest"] / 1e6:.1f} MB the longest; it was loaded anew {read["opened"] - 1} times."""
+and reach step {found["steps"]:,}. The ranks applied {done["applied"]} live changes and refused
+{done.get("refused", 0)}. {done.get("killed", 0)} engines were killed and replaced{back}. In addition to the planned
+checkpoints there were {done.get("checkpoints", 0)} requested ones. A page read the dashboard:
+{read["messages"]:,} messages, {read["mb"]:g} MB, {read["longest"] / 1e6:.1f} MB the longest. It was loaded again
+{read["opened"] - 1} times."""
     said = f"{len(wrong)} went wrong:\n\n" + "\n".join(f"- {one.splitlines()[0][:300]}" for one in wrong)
     notes = "\n".join(f"- {note}" for note in found.get("notes", ()))  # by hand: causes, and other load
     return "\n\n".join([fill(about, 120), said if wrong else "Nothing went wrong.", MEASURED, table(found["grown"]),

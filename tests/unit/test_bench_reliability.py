@@ -40,12 +40,12 @@ def test_the_page_counts_faults_survivals_and_missing_rounds() -> None:
     held = [{**calm[0], "applied": 1_000}]
     assert "That is reached. 0 ended wrong." in reliability.page(enough, [], held, {})
     lost = reliability.page([{**enough[0], "wrong": "Stuck"}, round_of(8, cut=2, applied=7)], [], held, {})
-    assert "**The numbers are reached, but not with nothing lost.** 1 ended wrong:" in lost
+    assert "**The numbers are reached, but not without loss.** 1 ended wrong:" in lost
     assert "In the 1 rounds since the last of them: 7 changes, 2 faults, nothing lost." in lost
-    assert "what is asked" not in lost
+    assert "as required" not in lost
     again = [round_of(6, wrong="Stuck"), round_of(7, applied=10_000, kill=498)]
-    assert "are 500 faults: what is asked." in reliability.page(again, [broken[0]] * 2, [], {})
-    assert "what is asked" not in reliability.page(again, broken, [], {}), "an interrupt lost something"
+    assert "are 500 faults, as required." in reliability.page(again, [broken[0]] * 2, [], {})
+    assert "as required" not in reliability.page(again, broken, [], {}), "an interrupt lost something"
 
 
 def series(busy: bool, noticed: float) -> dict[str, Any]:
@@ -56,8 +56,8 @@ def series(busy: bool, noticed: float) -> dict[str, Any]:
 def test_the_page_judges_how_fast_kills_are_noticed() -> None:
     text = reliability.page([], [], [], {}, kills=[series(False, 0.5), series(True, 1.1)])
     assert "| the whole model | no | 100 | 99 | 0.50, 1.50, 2.00 | 0.50, 1.50, 2.00 | 3 |" in text
-    assert "- whole models, quiet: noticed within 1 s is asked of the median, 0.50 s: kept." in text
-    assert "- parts, busy: noticed within 3 s is asked of the 95th percentile, 3.30 s: **not kept**." in text
+    assert "- whole models, quiet: the median of noticing must be within 1 s; it is 0.50 s: kept." in text
+    assert "- parts, busy: the 95th percentile of noticing must be within 3 s; it is 3.30 s: **not kept**." in text
 
 
 def test_the_page_counts_joins_with_faults_by_fault_and_setting() -> None:

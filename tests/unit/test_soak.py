@@ -48,8 +48,8 @@ def test_the_page_has_the_actions_of_the_hour() -> None:
              "page": {"messages": 9000, "mb": 80.5, "longest": 2_000_000, "opened": 12}, "steps": 12345,
              "grown": grown(looks(60)), "looks": []}  # fmt: skip
     text = soak_page.text(found).replace("\n", " ")
-    assert "8 ranks train for 60 minutes" in text and "700 live changes were applied and 0 refused" in text
-    assert "2 engines killed and replaced (25 s until" in text and "anew 11 times.  Nothing went wrong.  " in text
+    assert "8 ranks train for 60 minutes" in text and "The ranks applied 700 live changes and refused 0." in text
+    assert "2 engines were killed and replaced (25 s until" in text and "again 11 times.  Nothing went wrong.  " in text
     assert "| the kernel without the record, MB | 100 | 100 | 1.00 |" in text
     assert "1 went wrong:\n\n- Stuck: at" in soak_page.text({**found, "wrong": ["Stuck: at\nstep 3"]})
     assert soak_page.text({}) == "Not run yet: `make soak`."
