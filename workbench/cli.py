@@ -59,9 +59,9 @@ def lab(
 @app.command()
 @plainly
 def demo(
-    out: Annotated[Path, typer.Option(help="the page that is written")] = Path("demo.html"),
+    out: Annotated[Path, typer.Option(help="the page to write")] = Path("demo.html"),
     ranks: Annotated[int, typer.Option(help="how many ranks train")] = 4,
-    seconds: Annotated[float, typer.Option(help="how long they train, about", min=5)] = 60.0,
+    seconds: Annotated[float, typer.Option(help="approximate training time", min=5)] = 60.0,
 ) -> None:
     """Train on a slow link, switch strategy and compressor live, and print the effect of each change."""
     from workbench.entrypoints.demo import run_tour
@@ -74,11 +74,13 @@ def demo(
 def run(
     out: Annotated[Path, typer.Option(help="the run directory that is written")],
     recipe: Annotated[str | None, typer.Argument(help=WHAT)] = None,
-    words: Annotated[list[str] | None, typer.Argument(help="after --, what the script finds in sys.argv")] = None,
+    words: Annotated[list[str] | None, typer.Argument(help="after --, the arguments of the script")] = None,
     knobs: Annotated[list[str] | None, typer.Option("--set", help="a knob, as path=value; may be given again")] = None,
-    steps: Annotated[int | None, typer.Option(help="stop after so many steps (200 if the recipe does not say)")] = None,
+    steps: Annotated[int | None, typer.Option(help="stop after this many steps (200 if the recipe sets none)")] = None,
     ranks: Annotated[int | None, typer.Option(help="how many ranks train")] = None,
-    resume: Annotated[Path | None, typer.Option(help="go on from this checkpoint, or the newest of this run")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="resume from this checkpoint, or from the newest one of this run")
+    ] = None,
 ) -> None:
     """Run a recipe or a training script without a browser and record it, or go on from a checkpoint.
 
@@ -94,7 +96,7 @@ def run(
     experiment = user_input.turned(start, [(path, value) for path, value in asked if value is not None])
     experiment = experiment if experiment.steps or experiment.task.has_own_loop else experiment.set("steps", 200)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"{out}: is there already; name a directory that is new")
+        raise RunError(f"{out}: already exists; name a new directory")
     from workbench.entrypoints.termination import CODE, describe_end, handle_sigterm
     from workbench.lab import Lab
 
@@ -158,7 +160,7 @@ def what_if(
     rundir: Annotated[str, typer.Argument(help="a run directory; runs/first@100:200 are its steps 100 to 199")],
     knobs: Annotated[list[str] | None, typer.Option("--set", help="a knob, as path=value; may be given again")] = None,
     network: Annotated[str, typer.Option(help="a network by its name, such as 100 GbE, in place of the run's")] = "",
-    ranks: Annotated[list[int] | None, typer.Option(help="how many ranks; given again, a row for each")] = None,
+    ranks: Annotated[list[int] | None, typer.Option(help="number of ranks; may be given again, a row for each")] = None,
     over: Annotated[bool, typer.Option("--over", help="a row for each of 2, 4, 8, ... 4,096 ranks")] = False,
 ) -> None:
     """Predict a recorded run under other settings, networks and numbers of ranks, with the simulator."""
@@ -178,8 +180,10 @@ def what_if(
 @plainly
 def compare(
     a: Annotated[str, typer.Argument(help="a run directory; runs/first@100:200 are its steps 100 to 199")],
-    b: Annotated[str, typer.Argument(help="another, or another segment of the same")],
-    metric: Annotated[str | None, typer.Option(help="only metrics that begin so: step, exposed, bytes, loss")] = None,
+    b: Annotated[str, typer.Argument(help="another run directory, or another segment of the same run")],
+    metric: Annotated[
+        str | None, typer.Option(help="only metrics whose name begins with this: step, exposed, bytes, loss")
+    ] = None,
     tolerance: Annotated[float, typer.Option(help="share of a's value by which b may be worse", min=0, max=10)] = 0.0,
     out: Annotated[Path | None, typer.Option(help="also write the overlaid curves into this page")] = None,
 ) -> None:
@@ -195,7 +199,7 @@ def compare(
 def export(
     rundir: Annotated[str, typer.Argument(help="a run directory; runs/first@100:200 are its steps 100 to 199")],
     to: Annotated[str, typer.Option(help="perfetto, chrome, parquet, csv or tensorboard")],
-    out: Annotated[Path | None, typer.Option(help="the file or folder that is written")] = None,
+    out: Annotated[Path | None, typer.Option(help="the file or folder to write")] = None,
 ) -> None:
     """Write a recorded run for another tool."""
     typer.echo(f"wrote {opened(rundir).export(to, out)}")
@@ -205,7 +209,7 @@ def export(
 @plainly
 def open_traces(
     traces: Annotated[list[Path], typer.Argument(help="files of torch.profiler, .json or .json.gz, one per rank")],
-    save: Annotated[Path | None, typer.Option(help="also keep them as this run directory")] = None,
+    save: Annotated[Path | None, typer.Option(help="also save them as this run directory")] = None,
     out: Annotated[Path | None, typer.Option(help="also write the charts into this page")] = None,
 ) -> None:
     """Read traces of another job and print its timeline, overlaps and waits."""
@@ -234,14 +238,14 @@ def begun(recipe: str | None, resume: Path | None, words: list[str]) -> Any:
     from workbench.experiment.recipes import recipe as find
 
     if (recipe is None) == (resume is None):
-        raise KnobError("run: name a recipe, such as digits, a script, such as train.py, or a checkpoint with "
-                        "--resume; and not both")  # fmt: skip
+        raise KnobError("run: name either a recipe, such as digits, or a script, such as train.py, or a checkpoint "
+        "with --resume")  # fmt: skip
     if recipe is not None and recipe.endswith(".py"):
         from workbench.experiment import user_input
 
         return user_input.script(recipe, words)
     if words:
-        raise KnobError(f"run: {recipe or resume} takes no words of its own; these are a script's: {' '.join(words)}")
+        raise KnobError(f"run: {recipe or resume} takes no arguments; only a script does: {' '.join(words)}")
     if recipe is not None:
         return find(recipe)
     from workbench.run import settings_of

@@ -91,7 +91,7 @@ def test_controls_of_single_ranks_and_stacks_are_not_cut_off(shown: Sheet, size:
     assert panel.locator("option").all_text_contents() == ["rank 0", "rank 1", "rank 3"]
     panel.locator("select").select_option("3")
     panel.locator("[data-do=evict]").click()
-    panel.get_by_text("rank=3: the others cannot go on alone").wait_for()
+    panel.get_by_text("rank=3: the other ranks cannot go on without it").wait_for()
     shown.run("lab.hang()", keys="Control+Enter")
     alert = shown.page.locator(".twb-alert:visible .twb-stacks")
     alert.wait_for()

@@ -96,4 +96,4 @@ def test_lateness_under_torchs_own_ddp_says_why_it_is_empty(lab: Lab, tmp_path: 
     run.wait(BOUND)
     late = run.lateness()
     assert late.shape == (2, 8) and late.isna().all(axis=None)
-    assert "torch makes the exchange of TorchDDP" in late.attrs["why"] and late.attrs["why"] in repr(late)
+    assert "torch itself performs the exchange of TorchDDP" in late.attrs["why"] and late.attrs["why"] in repr(late)

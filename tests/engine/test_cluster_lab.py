@@ -332,7 +332,7 @@ def test_clients_without_keys_can_neither_read_nor_command_the_engines(lab: Lab)
 
 
 def test_an_engine_refuses_an_unknown_request_in_a_sentence(lab: Lab) -> None:
-    with pytest.raises(ClusterError, match="no handler for 'fly': its workbench is of another version"):
+    with pytest.raises(ClusterError, match="no handler for 'fly': it has another version of the workbench"):
         lab.cluster.rpc.ask_rank(0, "fly")
 
 

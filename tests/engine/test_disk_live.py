@@ -285,7 +285,7 @@ def test_a_disk_that_hangs_for_a_while(lab: Lab, tmp_path: Path, slow: Path, oth
         stopped(lab, run)
     recorded = Run.open(run.path)
     assert rows(recorded) == rows(run) and not recorded.missing and not run.unwritten
-    assert lab.notes == [f"the record in {run.path} is whole, though it was not written for a while"]
+    assert lab.notes == [f"the record in {run.path} is complete, after a pause in writing"]
 
 
 def hangs_for_a_while(lab: Lab, run: Run, hang: Callable[[], Any], thaw: Callable[[], Any]) -> None:
@@ -295,7 +295,7 @@ def hangs_for_a_while(lab: Lab, run: Run, hang: Callable[[], Any], thaw: Callabl
         was = run.unwritten
         assert until(lambda: run.unwritten > was), "rows that wait are not on disk so far"
     thaw()
-    noted(lab, "the record is being written again, and lacks no row")
+    noted(lab, "the record is being written again, and no row is missing")
 
 
 def test_a_run_ends_though_the_disk_hangs(lab: Lab, tmp_path: Path, slow: Path) -> None:

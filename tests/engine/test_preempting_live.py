@@ -50,7 +50,7 @@ def test_other_ranks_go_on_after_a_preemption_and_a_rank_dies_only_after_the_gra
     assert said["preempted"] == [victim] and f"rank {victim} was preempted and left; ranks" in said["text"]
     assert until(lambda: lab.members == tuple({0, 1, 2} - {victim}), BOUND)
     Patient(lab, None).goes_on("preemption")  # type: ignore[arg-type]
-    assert f"rank {victim} is preempted: it leaves after the step in hand" in lab.notes and said["text"] in lab.notes
+    assert f"rank {victim} is preempted: it leaves after the current step" in lab.notes and said["text"] in lab.notes
     assert not any("is lost" in note for note in lab.notes) and not run.details("error")
     lab.set("on_death", "go on").wait(BOUND)
     lab.freeze(1)
@@ -80,7 +80,7 @@ def test_preempting_the_last_rank_ends_the_run_with_a_checkpoint(lab: Lab, tmp_p
     run = lab.run(endless(strategy=DDP(), ranks=1), out=tmp_path / "run")
     reached(lab, 10)
     lab.preempt(0)
-    with pytest.raises(RankError, match="Preempted: rank 0 is preempted, and the run cannot go on: nobody is left"):
+    with pytest.raises(RankError, match="Preempted: rank 0 is preempted, and the run cannot go on: no rank is left"):
         run.wait(BOUND)
     assert until(lambda: gone(lab, 0), BOUND)
     assert run.state == "preempted" == Run.open(tmp_path / "run").state and lab.state == "idle"

@@ -92,7 +92,7 @@ def test_a_script_is_changed_paused_and_stopped_live_but_cannot_roll_back(lab: L
     at = run.made
     lab.step(2)
     assert until(lambda: lab.state == "paused" and run.made == at + 2)
-    with pytest.raises(KnobError, match="with the 2 ranks that it began with"):
+    with pytest.raises(KnobError, match="keeps the 2 ranks that it started with"):
         lab.resize(1)
     with pytest.raises(KnobError, match="into=None: a loop of its own has made this model, and only it knows how"):
         run.model()

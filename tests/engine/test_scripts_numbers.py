@@ -127,11 +127,11 @@ model = DDP(first, process_group=groups[rank])
     "init_sync": ("""
 nn.init.constant_(first.weight, rank)
 model = DDP(first, init_sync=False)
-""", "ranks begin with different parameters"),
+""", "ranks start with different parameters"),
     "ignored": ("""
 DDP._set_params_and_buffers_to_ignore_for_model(first, ["bias"])
 model = DDP(first)
-""", "ignore parameter 'bias'"),
+""", "excludes parameter 'bias'"),
     "mixed_precision": ("""
 from torch.nn.parallel.distributed import _MixedPrecision
 model = DDP(first, mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))

@@ -197,7 +197,7 @@ def test_a_change_on_a_closed_lab_raises_a_clear_error(monkeypatch: pytest.Monke
     engines.start, engines.spares = lambda: engines, SimpleNamespace(list_used_ranks=None)
     monkeypatch.setattr(lab_module, "Cluster", lambda *asked: engines)
     closed = Lab(2, name="gone")
-    with pytest.raises(ClusterError, match="lab 'gone' is closed; make it again"):
+    with pytest.raises(ClusterError, match="lab 'gone' is closed; create it again"):
         closed.set("lr", 0.1)
     engines.error = ClusterError("engine 1 ended with code 1")
     with pytest.raises(ClusterError, match=r"lr: lab 'gone' has no engines, lab.run\(\) starts them again; engine 1"):

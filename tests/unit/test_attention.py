@@ -168,7 +168,7 @@ def test_a_recovered_disk_without_losses_is_reported() -> None:
     w.hang_monitor.take_mark(2, 4, "spool", {"error": "the disk does not answer", "lost": 50, "text": "not written"})
     assert w.run.unwritten == 50 and "rank 2: the record is not being written: the disk does not answer" in w.notes[0]
     w.hang_monitor.take_mark(2, 9, "spool", {"error": "", "lost": 0, "text": "again"})
-    assert w.run.unwritten == 0 and w.notes == ["the record is being written again, and lacks no row"]
+    assert w.run.unwritten == 0 and w.notes == ["the record is being written again, and no row is missing"]
 
 
 def test_rows_missing_on_disk_are_counted_at_the_end(tmp_path: Path) -> None:

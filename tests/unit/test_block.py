@@ -143,7 +143,7 @@ def wrong(kind: str) -> Callable[[], None]:
 @pytest.mark.ranks
 @pytest.mark.parametrize(("kind", "said"), [
     ("raises", "a bad example"), ("too early", "model(): is there once the block of workbench.training is over"),
-    ("another block", "training: a run has one block"), ("behind it", "steps: the run's steps are over with its block"),
+    ("another block", "training: a run has only one block"), ("behind it", "steps: the block of workbench.training"),
     ("fails behind it", "no such file"),
 ])  # fmt: skip
 def test_errors_in_and_after_a_block_end_the_run_with_a_reason(kind: str, said: str) -> None:

@@ -80,7 +80,7 @@ def test_compression_that_pays_is_reported() -> None:
 def test_encoding_hidden_by_compute_pays_only_with_idle_cores() -> None:
     found = told(compressed(HIDDEN))
     assert found.verdict == "depends" and found.beside == pytest.approx(0.009)
-    assert "it costs more than it saves, unless cores are idle meanwhile" in found.text
+    assert "it costs more than it saves, unless cores would be idle otherwise" in found.text
 
 
 def test_recorded_steps_with_dense_are_compared_as_whole_steps() -> None:
@@ -106,7 +106,7 @@ def test_dense_on_another_link_does_not_count() -> None:
     author.steps(30, SLOW)
     found = told(author.run)
     assert (found.verdict, found.known) == ("unknown", "") and np.isnan(found.dense)
-    assert "What Dense would take is not known here: set measure_every to 20" in found.text
+    assert "The time with Dense is not known: set measure_every to 20" in found.text
 
 
 def test_no_verdict_without_compression_or_just_after_a_change() -> None:
@@ -221,7 +221,7 @@ def test_few_steps_give_numbers_without_a_verdict() -> None:
     author.steps(4, SLOW)
     found = told(author.run)
     assert found.verdict == "short" and found.codec == pytest.approx(0.040)
-    assert found.text.endswith("Whether it pays is not said yet: too short: 4 steps, 2 of them undisturbed; needs 20.")
+    assert found.text.endswith("No verdict yet: too short: 4 steps, 2 of them undisturbed; needs 20.")
     assert analysis.before_after(author.run.timeline, 40).rows[0].verdict == ""
 
 

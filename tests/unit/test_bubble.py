@@ -69,7 +69,7 @@ def test_schedules_without_flush_do_not_idle(schedule: Any, stages: int, micros:
     assert found is not None and (found.stages, found.micros, found.flushes) == (stages, micros, False)
     assert found.share == pytest.approx(0.0, abs=2e-3) and found.least == 0.0
     assert found.in_flight.tolist() == [stages - r % stages for r in range(4)]
-    assert "never drained" in found.text and "longest" not in found.text
+    assert "never drain" in found.text and "longest" not in found.text
     flushed = measure_bubble(simulated(4, EQUAL, 30, partition=Pipeline(stages=stages, micros=micros)))
     assert flushed is not None and flushed.share == pytest.approx((stages - 1) / (micros + stages - 1), abs=2e-3)
     slow = measure_bubble(simulated(4, EQUAL, 30, partition=way, fabric=Fabric(link=Link(latency=5.0))))

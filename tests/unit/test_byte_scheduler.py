@@ -294,8 +294,8 @@ async def _urgent_copy(rank: Rank) -> None:
 
 @pytest.mark.parametrize(
     ("asks", "words"),
-    [(_update_all, "update of the whole model cannot be asked for between two buckets"),
-     (_backward_inside, "backward cannot be asked for between two buckets of a forward"),
+    [(_update_all, "update of the whole model cannot be requested between two buckets"),
+     (_backward_inside, "backward cannot be requested between two buckets of a forward"),
      (_forward_inside, "begins a forward that stops before each bucket only in `step`"),
      (_urgent_copy, "priority: all ranks, each with a whole replica")],
 )  # fmt: skip

@@ -130,9 +130,12 @@ def test_run_resumes_a_checkpoint_with_new_settings(
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ([], "name a recipe, such as digits, a script, such as train.py, or a checkpoint"),
-        (["digits", "--resume", "x"], "name a recipe, such as digits, a script, such as train.py, or a checkpoint"),
-        (["digits", "7", "--steps", "2"], "digits takes no words of its own; these are a script's: 7"),
+        ([], "name either a recipe, such as digits, or a script, such as train.py, or a checkpoint"),
+        (
+            ["digits", "--resume", "x"],
+            "name either a recipe, such as digits, or a script, such as train.py, or a checkpoint",
+        ),
+        (["digits", "7", "--steps", "2"], "digits takes no arguments; only a script does: 7"),
         (["no/train.py"], "file='no/train.py': there is no such file"),
         (["--resume", "no/where"], "no/where: holds no checkpoint that is whole"),
         (["digit"], "recipe='digit': no such recipe; did you mean digits?"),
@@ -153,7 +156,7 @@ def test_invalid_runs_are_refused_in_a_sentence(
 
 def test_a_run_does_not_overwrite_another(asked: list[Experiment], tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("x")
-    assert "is there already" in refused(say("run", "digits", "--out", str(tmp_path)))
+    assert "already exists" in refused(say("run", "digits", "--out", str(tmp_path)))
 
 
 def test_a_value_is_json_or_a_word() -> None:

@@ -46,7 +46,7 @@ class StillLab:
         return "rank 0: in forward of step 5"
 
     def evict(self, rank: int) -> None:
-        raise KnobError(f"rank={rank}: the others cannot go on alone")
+        raise KnobError(f"rank={rank}: the other ranks cannot go on without it")
 
     def freeze(self, rank: int) -> None:
         self.asked.append(f"freeze {rank}")
@@ -240,7 +240,7 @@ def test_actions_on_single_ranks_are_done_or_refused_with_a_reason() -> None:
         members.execute_request(message)
     assert members.lab.asked == ["freeze 3", "preempt 1", "resize 2"] and members.error == ""
     members.execute_request({"do": "evict", "rank": 1})
-    assert members.error == "rank=1: the others cannot go on alone"
+    assert members.error == "rank=1: the other ranks cannot go on without it"
     members.execute_request({"do": "resize", "ranks": "many"})
     assert "many" in members.error
 
@@ -251,7 +251,7 @@ def test_events_of_ranks_are_drawn_next_to_changes_and_listed() -> None:
     noted(run, (0, 5, "asked", {"ranks": [2], "text": "rank 2 was frozen, as asked"}),
           (0, 6, "hang", {"ranks": [2], "text": "rank 2 has said nothing for 12 s"}),
           (0, 7, "members", {"members": [0, 1, 3], "gone": [2], "text": "rank 2 is lost"}),
-          (3, 8, "preempted", {"ranks": [3], "text": "rank 3 is preempted: it leaves after the step in hand"}),
+          (3, 8, "preempted", {"ranks": [3], "text": "rank 3 is preempted: it leaves after the current step"}),
           (0, 8, "members", {"text": "the run cannot go on"}),
           (0, 9, "rolled back", {"to": 4, "text": "all ranks went back"}))  # fmt: skip
     new = [mark for mark in all_marks(run) if mark.number == "!"]

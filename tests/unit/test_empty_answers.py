@@ -19,8 +19,8 @@ QUESTIONS: dict[str, tuple[Callable[[Run], Any], str]] = {
     "critical_path": (lambda run: run.critical_path(), NO_STEP),
     "overlap": (lambda run: run.overlap(), NO_STEP),
     "entered": (lambda run: run.entered(), "The run is not live"),
-    "clocks": (lambda run: run.clocks(), "No rank has said which host"),
-    "recording": (lambda run: run.recording(), "No rank has said what recording took"),
+    "clocks": (lambda run: run.clocks(), "No rank has reported its host"),
+    "recording": (lambda run: run.recording(), "No rank has reported the cost of recording"),
     "gpus": (lambda run: run.gpus(), "have no reading of a GPU"),
     "advice": (lambda run: run.advice(), "Too few steps to say what costs a step most: 0 of the last 40"),
 }  # fmt: skip
@@ -60,7 +60,7 @@ def test_every_query_of_a_run_is_in_the_table() -> None:
 @pytest.mark.parametrize("name", ["lateness", "collectives", "overlap"])
 def test_an_exchange_by_torch_is_named_as_the_reason(strategy: str, name: str) -> None:
     found = QUESTIONS[name][0](run_under(strategy, without_exchange()))
-    why = f"torch makes the exchange of {strategy}, and the record sees it only on an emulated Link."
+    why = f"torch itself performs the exchange of {strategy}, and the record shows it only on an emulated Link."
     assert why in repr(found) and "take the strategy DDP" in found.attrs["why"]
 
 
@@ -68,7 +68,7 @@ def test_ranks_without_meetings_and_a_single_rank_are_named_as_reasons() -> None
     apart = run_under("LocalSGD", without_exchange()).lateness(5)
     assert "met in no collective of steps 7 to 11 under LocalSGD" in repr(apart) and "last=" in repr(apart)
     assert "One rank trains" in repr(run_under("DDP", without_exchange(1), 1).lateness())
-    assert "last=0 asks for no step" in repr(run_under("DDP", without_exchange()).lateness(0))
+    assert "last=0 must be 1 or more" in repr(run_under("DDP", without_exchange()).lateness(0))
 
 
 def test_an_answer_shows_no_reason_if_it_is_not_empty() -> None:

@@ -394,7 +394,7 @@ def test_hogwild_on_several_hosts_is_refused_before_a_run_and_a_change(monkeypat
     monkeypatch.setattr(clocks.platform, "node", lambda: threading.current_thread().name.split(" training")[0])
     sessions = live(experiment(2, 4, strategy=Hogwild()))
     ended(sessions)
-    assert any("which those of several hosts do not have" in s.error["text"] for s in sessions if s.error)
+    assert any("and ranks on several hosts cannot" in s.error["text"] for s in sessions if s.error)
     assert all(s.phase == "failed" and s.rank.step == 0 for s in sessions)
     sessions = run(experiment(2, 8), Change(3, "strategy", "Hogwild"))
     (reason,) = refusals(sessions)

@@ -150,7 +150,7 @@ def test_a_runtime_directory_that_is_not_ours_is_not_used(tmp_path: Path, monkey
     tmp_path.chmod(0o777)
     assert runtime_root() == tmp_path / "data" / "training-workbench" / "runtime"
     monkeypatch.setattr(place_module.os, "getuid", lambda: os.geteuid() + 1)
-    with pytest.raises(ClusterError, match="not this user's own"):
+    with pytest.raises(ClusterError, match="belongs to another user"):
         runtime_root()
 
 
@@ -167,7 +167,7 @@ def test_a_runtime_directory_whose_parent_a_group_can_write_to_is_not_used(
     assert runtime_root() == tmp_path / "runtime"
     monkeypatch.delenv(folders.ALLOW)
     (tmp_path / "data" / "training-workbench").chmod(0o770)
-    with pytest.raises(ClusterError, match=f"other users can write to the folder around it.*set {folders.ALLOW}=1"):
+    with pytest.raises(ClusterError, match=f"other users can write to its parent folder.*set {folders.ALLOW}=1"):
         runtime_root()
 
 

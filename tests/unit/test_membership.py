@@ -95,7 +95,7 @@ def test_a_silent_rank_is_left_behind_and_learns_of_it(tmp_path: Path) -> None:
     membership.store_process(store, 1, NOBODY)
     assert list(voted(tmp_path, {0: said(0, 3)}, 2, patience=0.3)[0].by_place) == [0]
     late = voted(tmp_path, {1: said(1, 3)}, 2)[1]
-    assert isinstance(late, LeftBehind) and "the others went on without rank 1" in str(late)
+    assert isinstance(late, LeftBehind) and "the other ranks went on without rank 1" in str(late)
 
 
 def test_requests_to_some_ranks_are_made_by_all_but_never_twice(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_preempting_the_last_ranks_keeps_a_checkpoint(tmp_path: Path) -> None:
         (kept,) = [path for path in (tmp_path / FOLDER).iterdir() if path.name.startswith("step-")]
         checkpoint = Checkpoint.open(kept)
         assert any(f"a checkpoint before step {checkpoint.step} is kept; go on from it" in text for text in said), said
-        assert any("nobody is left to go on" in text for text in said)
+        assert any("no rank is left to go on" in text for text in said)
 
 
 def test_if_too_few_ranks_are_left_the_run_ends_with_a_reason_and_a_checkpoint(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_without_a_run_directory_the_error_reports_no_checkpoint() -> None:
         crowd.reach(3)
         crowd.every[0].preempt()
         (said,) = ends(crowd)
-        assert said == ("rank 0 is preempted, and the run cannot go on: nobody is left to go on; there is no run "
+        assert said == ("rank 0 is preempted, and the run cannot go on: no rank is left to go on; there is no run "
                         "directory to keep a checkpoint in")  # fmt: skip
 
 

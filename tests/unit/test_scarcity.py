@@ -94,7 +94,7 @@ def test_an_unlimited_cgroup_reports_no_number() -> None:
 def test_a_sigbus_is_reported_with_the_room_of_dev_shm() -> None:
     found = SimpleNamespace(f_frsize=4096, f_blocks=16384, f_bavail=0)
     it = Scarcity(System().read, lambda path: found)  # type: ignore[arg-type, return-value]
-    assert "no room (/dev/shm has 67.1 MB, 0.0 free); give it more" in it.words(7, -signal.SIGBUS)
+    assert "no room (/dev/shm has 67.1 MB, 0.0 free); enlarge it" in it.words(7, -signal.SIGBUS)
 
     def none(path: str) -> Any:
         raise FileNotFoundError(path)
@@ -153,7 +153,7 @@ def test_shared_memory_is_allocated_when_it_is_mapped(tmp_path: Path) -> None:
     one, two = map_file(tmp_path / "x", 4096), map_file(tmp_path / "x", 4096)
     one[:2] = b"hi"
     assert two[:2] == b"hi" and (tmp_path / "x").stat().st_blocks * 512 >= 4096
-    with pytest.raises(OSError, match="8 bytes that ranks share; make room there, or set TMPDIR"):
+    with pytest.raises(OSError, match="8 bytes of memory that ranks share; free space there, or set TMPDIR"):
         raise_full(tmp_path)
 
 
@@ -189,7 +189,7 @@ def test_on_a_full_disk_a_rank_gets_an_error_instead_of_a_signal(tmp_path: Path)
     if (done.returncode in (1, 32) and "unshare" in done.stderr + done.stdout) or "mount:" in done.stderr:
         pytest.skip("no file system can be mounted here")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "No space left on device: 1048576 bytes that ranks share; make room there" in done.stdout
+    assert "No space left on device: 1048576 bytes of memory that ranks share; free space there" in done.stdout
 
 
 LIMITS = """

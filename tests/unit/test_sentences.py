@@ -169,7 +169,7 @@ SPOKEN = {
     "two steps after a change": ("cards", "No verdict. After: too short: 2 steps, 0 of them undisturbed; needs 20."),
     "change that no step followed": ("cards", "A card for each change appears here"),
     "compressed for two steps": ("pays", "The run has too few steps with TopK(density=0.01)"),
-    "compressed": ("pays", "What Dense would take is not known here"),
+    "compressed": ("pays", "The time with Dense is not known"),
 }
 
 

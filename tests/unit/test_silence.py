@@ -36,7 +36,7 @@ def test_a_silent_rank_is_named_with_the_operation_the_others_wait_in() -> None:
 @pytest.mark.parametrize(
     ("op", "words"),
     [("forward", "forward of step 5"), ("data iterator", "its data iterator of step 5"), ("evaluate", "evaluate of"),
-     ("step", "its strategy's own code"), ("", "nothing that it told")],
+     ("step", "its strategy's own code"), ("", "an unknown operation")],
 )  # fmt: skip
 def test_a_rank_in_its_own_code_is_named_while_the_others_wait(op: str, words: str) -> None:
     said = text(waits(), computes(op=op), waits())
@@ -151,5 +151,5 @@ def test_a_verdict_is_sure_only_if_few_ranks_hang_and_no_other_may(table: tuple[
 
 
 def test_the_systems_state_of_a_process_is_reported() -> None:
-    said = text(waits(), mute()._replace(process="its process (pid 7) is stopped, as SIGSTOP stops one"))
-    assert "12 s (its process (pid 7) is stopped, as SIGSTOP stops one; last seen in forward of step 5); 0 w" in said
+    said = text(waits(), mute()._replace(process="its process (pid 7) is stopped, as by SIGSTOP"))
+    assert "12 s (its process (pid 7) is stopped, as by SIGSTOP; last seen in forward of step 5); 0 w" in said

@@ -91,7 +91,7 @@ def test_spares_that_keep_ending_are_not_started_for_ever(engines: Engines) -> N
         engines.dead |= set(spares.list_idle())
         engines.now += 2 * PAUSE_BETWEEN_STARTS
     assert len(engines.engines) == 2 + MAX_FAILURES
-    assert spares.trouble == ("spare=1: 0 spare engines are there, and no more are started: "
+    assert spares.trouble == ("spare=1: 0 spare engines are up, and the lab starts no more: "
                               f"{MAX_FAILURES} of them ended "
                               "before they were needed, or did not come up")  # fmt: skip
 
@@ -100,7 +100,7 @@ def test_the_reason_for_missing_spares_is_reported(engines: Engines) -> None:
     spares = kept(engines, 1)
     engines.fails = "engine 2 ended with exit code 1 before it was up."
     looks(spares)
-    assert "no more are started: engine 2 ended with exit code 1" in spares.trouble
+    assert "the lab starts no more: engine 2 ended with exit code 1" in spares.trouble
     engines.fails = ""
     assert looks(spares).list_idle() == [2] and spares.trouble == ""
     engines.used.add(2)

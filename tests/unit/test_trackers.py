@@ -118,7 +118,10 @@ def test_a_report_has_the_runs_of_its_block_even_after_an_error(tmp_path: Path) 
         simulate(Experiment(ranks=2, steps=10, pace=5.0))
         _ = 1 / 0
     assert (tmp_path / "broken.html").stat().st_size > 1e6 and not hearers
-    with pytest.raises(RunError, match="is not written, for no run began"), workbench.report(tmp_path / "none.html"):
+    with (
+        pytest.raises(RunError, match="is not written, because no run began"),
+        workbench.report(tmp_path / "none.html"),
+    ):
         pass
     with pytest.raises(RunError, match="path='': must be a page"), workbench.report(""):
         pass

@@ -149,7 +149,7 @@ def test_one_of_several_workers_may_not_request_the_ranks_own_verbs(monkeypatch:
     (session,) = live(experiment(1, 2, strategy=AsksForTooMuch()))
     assert session.join(60)
     assert session.error is not None
-    assert "`grads`: one of several workers cannot ask for it; take workers=1" in session.error["text"]
+    assert "`grads`: one of several workers cannot request it; take workers=1" in session.error["text"]
 
 
 def test_only_a_strategy_that_declares_it_has_a_background() -> None:

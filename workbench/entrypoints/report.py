@@ -15,7 +15,7 @@ def write_page(run: Run, path: Path | str) -> Path:
     for entry in entry_points(group="workbench.display", name="report"):
         entry.load()(run, Path(path))
         return Path(path)
-    raise RunError(f"{path}: nothing here can draw a page; install training-workbench with its widgets")
+    raise RunError(f"{path}: the package to draw a page is missing; install training-workbench with its widgets")
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def report(path: Path | str) -> Iterator[list[Run]]:
     finally:
         hearers.remove(runs.append)
     if not runs:
-        raise RunError(f"{page}: is not written, for no run began in the block")
+        raise RunError(f"{page}: is not written, because no run began in the block")
     _written(page, runs)
 
 

@@ -32,7 +32,7 @@ def print_comparison(a: Run, b: Run, metric: str | None, tolerance: float, out: 
         a.beside = b
         print(f"wrote {write_page(a, out)}")
     if all(row.verdict == UNKNOWN for row in rows):
-        raise RunError(f"nothing can be told of b: {rows[0].why}")
+        raise RunError(f"no verdict on b: {rows[0].why}")
     return any(row.verdict == WORSE for row in rows)
 
 

@@ -33,7 +33,7 @@ def tune_run(e: Experiment, space: dict[str, Any] | None, trials: int | None, wo
         found = tuning.wait()
         typer.echo(f"best: {found.best.cells[0]}, {found.best.cells[1]} per step; {found.steps} steps in all")
         if found.left_out:
-            typer.echo(f"not tried: {len(found.left_out)} more, far slower as the simulator says, or refused")
+            typer.echo(f"not tried: {len(found.left_out)} more, which are refused or far slower in the simulator")
         lab.stop()
         run.wait()
         return found

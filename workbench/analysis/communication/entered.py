@@ -47,5 +47,5 @@ def list_open(standing: Iterable[Standing]) -> list[OpenCollective]:
 
 def describe_standing(one: Standing) -> str:
     """Describes a rank's operation and its duration."""
-    what = one.op or "nothing that it told"
+    what = one.op or "an unknown operation"
     return f"{what} of step {one.step}, for {one.seconds:.0f} s"

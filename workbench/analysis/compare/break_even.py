@@ -194,11 +194,11 @@ def _describe_verdict(
     takes = f"takes {format_seconds(codec)} per step to encode and decode{aside}{',' if aside else ''}"
     if verdict == "short":
         so_far = f"{name} {takes} and is stalled for {format_seconds(exposed)} more"
-        return f"{so_far}. Whether it pays is not said yet: {side.lacks}."
+        return f"{so_far}. No verdict yet: {side.lacks}."
     if dense is None:
         return (
-            f"{name} {takes} and is stalled for {format_seconds(exposed)} more. What Dense would take is not known "
-            f"here: set measure_every to 20, or make some steps with the compressor Dense."
+            f"{name} {takes} and is stalled for {format_seconds(exposed)} more. The time with Dense is not known: "
+            f"set measure_every to 20, or make some steps with the compressor Dense."
         )
     saved = standing - exposed
     saves = (
@@ -212,12 +212,12 @@ def _describe_verdict(
         case "costs":
             end = f"{name} {takes} and {saves}: on this link Dense would be faster."
         case "pays" if saved < codec:
-            end = f"{name} {takes} and {saves}: it pays, for most of that is hidden."
+            end = f"{name} {takes} and {saves}: it pays, because most of that time is hidden."
         case "pays":
             least = f"takes {format_seconds(codec)} to encode and decode{aside}"
             end = f"{name} {saves} per step and {least}: it pays on this link."
         case "depends":
-            end = f"{name} {takes} and {saves}: it costs more than it saves, unless cores are idle meanwhile."
+            end = f"{name} {takes} and {saves}: it costs more than it saves, unless cores would be idle otherwise."
         case _:
             end = f"{name} {takes} and {saves}: no clear difference from Dense on this link."
     if dense.step is not None:

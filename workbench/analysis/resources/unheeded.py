@@ -33,6 +33,5 @@ def _describe_pace(late: dict[int, tuple[float, float]]) -> str:
     return (
         f"Pace not met: compute takes {format_seconds(takes)} on rank {worst}, the pace asks for "
         f"{format_seconds(asked)}{others}. "
-        "A longer pace or fewer ranks would do. Until then a slow rank is slow by what is really computed, not by the "
-        "pace."
+        "Set a longer pace or fewer ranks. Until then a fault slows the real compute, not the pace."
     )

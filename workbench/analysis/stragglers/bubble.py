@@ -44,7 +44,7 @@ class Bubble(NamedTuple):
         pieces = f" through {self.pieces} pieces each" if self.pieces > 1 else ""
         least = (
             f"filling and draining {p} stages with {m} micro-batch{'es' if m > 1 else ''}{pieces} makes "
-            f"{self.least * 100:.0f} %" if self.flushes else f"{p} stages that are never drained need not at all"
+            f"{self.least * 100:.0f} %" if self.flushes else f"{p} stages that never drain need no idle time"
         )  # fmt: skip
         said = [f"Stages are idle for {self.share * 100:.0f} % of their passes' time; {least}."]
         by_stage = self.busy.reshape(-1, p, self.slices).swapaxes(1, 2).reshape(-1, p)

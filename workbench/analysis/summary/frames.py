@@ -26,7 +26,7 @@ class RunFrames(Run):
         """
         stop = analysis.last_steps(self.timeline)[1]
         found = analysis.measure_memory(self.timeline, 0 if last is None else max(0, stop - last))
-        return found or EmptyAnswer(why_no_step(self, last) or "The record says nothing of memory.")
+        return found or EmptyAnswer(why_no_step(self, last) or "The record has no memory data.")
 
     def lateness(self, last: int | None = None) -> pd.DataFrame:
         """Returns each rank's arrival after the other ranks' median, in seconds (negative: before).
@@ -104,7 +104,7 @@ class RunFrames(Run):
         >>> RunFrames({"ranks": 2}).clocks().columns.tolist()
         ['rank', 'host', 'offset', 'error']
         """
-        return self._frame_of(analysis.list_clocks(self), analysis.RankClock, "No rank has said which host it is on.")
+        return self._frame_of(analysis.list_clocks(self), analysis.RankClock, "No rank has reported its host.")
 
     def recording(self) -> pd.DataFrame:
         """Returns each rank's CPU seconds while it trained, and the part that recording took.
@@ -112,7 +112,7 @@ class RunFrames(Run):
         >>> RunFrames({"ranks": 2}).recording().columns.tolist()
         ['rank', 'process', 'recording']
         """
-        why = "No rank has said what recording took. Real ranks say it every few seconds and at the end."
+        why = "No rank has reported the cost of recording. Real ranks report it every few seconds and at the end."
         return self._frame_of(analysis.recording_costs(self.timeline), analysis.RankCost, why)
 
     def gpus(self, seconds: float = 10.0) -> pd.DataFrame:

@@ -23,7 +23,7 @@ def why_no_step(run: Run, last: int | None = None) -> str:
     if stop > first:
         return ""
     if last is not None and last < 1:
-        return f"last={last} asks for no step; take 1 or more, or None for all."
+        return f"last={last} must be 1 or more, or None for all steps."
     return "No step has ended on every rank yet." if run.live else "No step ended on every rank."
 
 
@@ -39,8 +39,8 @@ def why_no_meeting(run: Run, last: int | None = None) -> str:
         return ""
     name = strategy_at(run, stop - 1)
     if name in UNSEEN:
-        return (f"torch makes the exchange of {name}, and the record sees it only on an emulated Link. Set "
-                f"fabric.link.bandwidth, or take the strategy DDP.")  # fmt: skip
+        return (f"torch itself performs the exchange of {name}, and the record shows it only on an emulated Link. "
+        f"Set fabric.link.bandwidth, or take the strategy DDP.")  # fmt: skip
     return (f"Ranks met in no collective of steps {first} to {stop - 1} under {name}: they send messages, or train "
             f"alone between their meetings. Look at more steps (last=).")  # fmt: skip
 

@@ -85,7 +85,7 @@ def open_run(experiment: Experiment, out: Path | str | None, kind: type[R], pare
 def refuse_closed(cluster: Cluster, knob: str = "") -> None:
     """Raises ClusterError if the lab is closed or, given a `knob` to set, has no engines."""
     if cluster.closed and not cluster.error:
-        raise ClusterError(f"lab {cluster.name!r} is closed; make it again with Lab(ranks={cluster.ranks})")
+        raise ClusterError(f"lab {cluster.name!r} is closed; create it again with Lab(ranks={cluster.ranks})")
     if knob and cluster.error:
         name = cluster.name
         raise ClusterError(f"{knob}: lab {name!r} has no engines, lab.run() starts them again; {cluster.error}")

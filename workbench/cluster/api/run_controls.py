@@ -91,7 +91,7 @@ class RunControls:
         found = gather_stacks(cluster, [e.rank for e in cluster.engines if live is None or e.rank in live.members])
         for rank in found if live else ():
             step, op = live.hang_monitor.find_place(rank) if live else (0, "")
-            found[rank] = f"in {op or 'nothing that it told'} of step {step}\n{found[rank]}"
+            found[rank] = f"in {op or 'an unknown operation'} of step {step}\n{found[rank]}"
         return found
 
     # -- for teaching

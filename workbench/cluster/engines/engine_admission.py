@@ -68,7 +68,7 @@ def find_start_obstacle(cluster: ClusterState, count: int) -> str:
     if how := cluster.describe_controller_death():
         return f"the controller {how}"
     room = MAX_RANKS - len(cluster.engines)
-    return f"a lab has at most {MAX_RANKS} engines, the lost ones among them" if count > room else ""
+    return f"a lab has at most {MAX_RANKS} engines, lost engines included" if count > room else ""
 
 
 def start_more_engines(cluster: ClusterState, count: int) -> list[int]:

@@ -72,7 +72,7 @@ class EngineRenewal:
                 self.replace_used(live.ranks, leads=False)
         except Exception as error:
             if not self.over.is_set():
-                self.trouble = f"engines that have run a loop of their own are not replaced yet: {text_of(error)}"
+                self.trouble = f"engines that have run a script or a loop are not replaced yet: {text_of(error)}"
 
     def replace_used(self, ranks: Sequence[int], leads: bool) -> None:
         """Replaces engines of `ranks` that the next run cannot use. Raises ClusterError if it cannot.
@@ -98,8 +98,8 @@ class EngineRenewal:
         cluster = self.cluster
         if cluster.is_guest:
             raise ClusterError(
-                f"the engines of ranks {ranks} have had a run before, and only the kernel that owns lab "
-                f"{cluster.name!r} can replace them; run there, or in a lab of your own: Lab(name='mine')"
+                f"the engines of ranks {ranks} have run a training loop before, and only the kernel that owns lab "
+                f"{cluster.name!r} can replace them; run there, or create another lab: Lab(name='mine')"
             )
         with cluster.start_lock:
             if cluster.processes is None:
@@ -157,5 +157,5 @@ class EngineRenewal:
 
 def _describe_late(late: Sequence[Engine]) -> str:
     named = ", ".join(map(str, late))
-    return (f"{named} had to start anew after a loop of its own and did not come up within {START_TIMEOUT:g} s; see "
-            f"its log, or start engines again and make the lab anew")  # fmt: skip
+    return (f"{named} had to restart after a training loop and was not up within {START_TIMEOUT:g} s; see its log, "
+    f"or start the engines and create the lab again")  # fmt: skip

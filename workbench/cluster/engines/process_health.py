@@ -178,7 +178,7 @@ class ProcessHealth:
         if engine.host == host_name():
             with contextlib.suppress(psutil.Error):
                 if psutil.Process(engine.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                    return f"its process (pid {engine.pid}) is stopped, as SIGSTOP stops one"
+                    return f"its process (pid {engine.pid}) is stopped, as by SIGSTOP"
         return ""
 
     def end_rank(self, rank: int) -> bool:

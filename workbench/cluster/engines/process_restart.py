@@ -24,8 +24,8 @@ _run_kinds: set[str] = set()  # "task", "loop"
 def refuse_second_loop() -> None:
     """Raises RuntimeError if this process has run a custom loop."""
     if "loop" in _run_kinds:
-        raise RuntimeError("another loop has run in this engine's process, and its leftovers would change this run; "
-                           "close the lab and make it again")  # fmt: skip
+        raise RuntimeError("another training loop has run in this engine's process, and its state would change this "
+        "run; close the lab and create it again")  # fmt: skip
 
 
 def note_run(leads: bool) -> None:

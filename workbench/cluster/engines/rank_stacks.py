@@ -42,7 +42,7 @@ def _request_by_signal(cluster: Cluster, rank: int) -> str:
     """Returns a silent engine's stacks, newest call first, as faulthandler writes them."""
     engine, file = cluster.engines[rank], stacks_file(cluster.place.path / "log", cluster.engines[rank].pid)
     if ASK is None or not cluster.health.is_own(engine) or not file.exists():  # the signal would end it
-        return "it does not answer, and this lab cannot ask its process on another way"
+        return "it does not answer, and this lab has no other way to inspect its process"
     before = seen = file.stat().st_size
     cluster.health.send_signal(rank, ASK)
     until = time.monotonic() + DUMP_TIMEOUT
@@ -55,4 +55,4 @@ def _request_by_signal(cluster: Cluster, rank: int) -> str:
     with file.open("rb") as written:
         written.seek(before)
         text = written.read().decode(errors="replace").strip()
-    return f"it answers nobody, for its code lets no other thread run\n{text}" if text else "it does not answer"
+    return f"it does not answer, because its code lets no other thread run\n{text}" if text else "it does not answer"

@@ -131,7 +131,7 @@ class RpcHandlers:
     def handle_request(self, what: str, blob: bytes, rest: dict[str, Any]) -> Any:
         """Answers the request `what`. rest: the handler's own arguments"""
         if what not in self.HANDLERS:
-            raise RuntimeError(f"this engine has no handler for {what!r}: its workbench is of another version")
+            raise RuntimeError(f"this engine has no handler for {what!r}: it has another version of the workbench")
         return self.HANDLERS[what](self, blob=blob, **rest)
 
     HANDLERS: ClassVar[dict[str, Callable[..., Any]]] = {

@@ -75,4 +75,4 @@ class SpareEngines:
 
     def _note_trouble(self, why: str) -> None:
         there = len(self.list_idle())
-        self.trouble = f"spare={self.count}: {there} spare engines are there, and no more are started: {why}"
+        self.trouble = f"spare={self.count}: {there} spare engines are up, and the lab starts no more: {why}"

@@ -73,7 +73,7 @@ def name_dead_link(found: StallVerdict, told: Mapping[int, Any]) -> StallVerdict
     pairs = find_dead_links(told)
     if not pairs:
         return found
-    texts = [f"rank {a} waits for rank {b}, and rank {b} for rank {a}: nothing has got over the link between them for "
-             f"{seconds:.0f} s" for (a, b), seconds in sorted(pairs.items())]  # fmt: skip
+    texts = [f"rank {a} waits for rank {b}, and rank {b} for rank {a}: no data has crossed the link between them for "
+    f"{seconds:.0f} s" for (a, b), seconds in sorted(pairs.items())]  # fmt: skip
     odd = tuple(sorted({rank for pair in pairs for rank in pair}))
     return found._replace(text="; ".join([*texts, found.text]), odd=odd)

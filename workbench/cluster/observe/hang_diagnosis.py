@@ -140,7 +140,7 @@ def _group_alike(table: Mapping[int, RankPlace], ranks: Iterable[int]) -> list[l
 
 
 def _describe_place(seen: RankPlace) -> str:
-    own = {"data iterator": "its data iterator", "step": "its strategy's own code", "": "nothing that it told"}
+    own = {"data iterator": "its data iterator", "step": "its strategy's own code", "": "an unknown operation"}
     return f"{own.get(seen.op, seen.op)} of step {seen.step}"
 
 

@@ -92,7 +92,7 @@ class RecordMonitor:
         elif self.run.unwritten:
             self._put_note(f"the record in {path} ends without {lacks}")
         else:
-            self._put_note(f"the record in {path} is whole, though it was not written for a while")
+            self._put_note(f"the record in {path} is complete, after a pause in writing")
 
     def _count_unwritten(self) -> None:
         """Counts unwritten rows since this kernel attached."""
@@ -108,7 +108,7 @@ class RecordMonitor:
         elif self.run.unwritten:
             text = f"the record is being written again; {lacks}, {RESCUE}"
         else:
-            text = "the record is being written again, and lacks no row"
+            text = "the record is being written again, and no row is missing"
         self._put_note(text, fresh)
 
     def _put_note(self, text: str, fresh: bool = True) -> None:

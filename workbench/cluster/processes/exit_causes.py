@@ -13,7 +13,7 @@ from pathlib import Path
 
 CGROUPS = "/sys/fs/cgroup"
 MACHINE = "/proc/vmstat"
-WHAT_WOULD_DO = "take a smaller batch or model, let memory_mb refuse what does not fit, or give it more memory"
+WHAT_WOULD_DO = "take a smaller batch or model, set memory_mb to refuse settings that do not fit, or add memory"
 NO_LIMIT = 1 << 60  # bytes: version 1's "no limit"
 
 Read = Callable[[str], str]  # a file's text; raises OSError
@@ -97,4 +97,6 @@ class Scarcity:
         if found is None:
             return said
         whole, free = (n * found.f_frsize / 1e6 for n in (found.f_blocks, found.f_bavail))
-        return f"{said} (/dev/shm has {whole:.1f} MB, {free:.1f} free); give it more, or data loaders no workers"
+        return (
+            f"{said} (/dev/shm has {whole:.1f} MB, {free:.1f} free); enlarge it, or set num_workers=0 in data loaders"
+        )

@@ -44,8 +44,8 @@ def runtime_root() -> Path:
         path = Path(platformdirs.user_data_dir("training-workbench")) / "runtime"
         if not _make_private(path):
             raise ClusterError(
-                f"{path}: is not this user's own, or other users can write to the folder around it, so nothing private "
-                f"can be kept there; name another folder with WORKBENCH_RUNTIME_DIR, or set {ALLOW}=1 if you trust them"
+                f"{path}: belongs to another user, or other users can write to its parent folder, so it is not "
+                f"private; set WORKBENCH_RUNTIME_DIR to another folder, or set {ALLOW}=1 if you trust them"
             )
     return path
 

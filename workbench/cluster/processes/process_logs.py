@@ -29,5 +29,5 @@ def log_tail(place: LabPlace, what: str, lines: int = 12) -> str:
 def code_in_words(code: int | None) -> str:
     """Describes how a child ended: `signal SIGKILL`, `exit code 1`."""
     if code is None:
-        return "an exit code that nobody knows"
+        return "an unknown exit code"
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -52,8 +52,8 @@ class SupervisedThread:
     def _tell(self, error: BaseException) -> None:
         if (text := said(error)) != self._logged:
             self._logged = text
-            _log.error("%s: a look failed, the next one is made all the same", self._thread.name, exc_info=error)
+            _log.error("%s: one poll failed; polling goes on", self._thread.name, exc_info=error)
         try:
             self.said(error)
         except BaseException:
-            _log.exception("%s: what it said was not taken", self._thread.name)
+            _log.exception("%s: its report was not accepted", self._thread.name)

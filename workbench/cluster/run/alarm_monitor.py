@@ -12,8 +12,8 @@ from workbench.cluster.run.run_state import RunState
 from workbench.experiment.non_finite_rules import NO_ROWS
 from workbench.record.alarms import describe_layer, describe_value
 
-UNWATCHED_ERROR = "{what}, and the run was ended, {why}; {mend}, {else_}, or let it pause: on_nan='pause'"
-ALTERNATIVES = {"nan": "let it skip such steps: on_nan='skip'", "diverged": "let it go on: diverged=0"}
+UNWATCHED_ERROR = "{what}, and the run was ended, {why}; {mend}, {else_}, or pause the run: on_nan='pause'"
+ALTERNATIVES = {"nan": "skip such steps: on_nan='skip'", "diverged": "set diverged=0"}
 
 
 class LossAlarm(NamedTuple):
@@ -112,7 +112,7 @@ class AlarmMonitor:
             "the run pauses" if self._is_pausing else "the run ends" if is_stop else "nobody watches, so the run ends"
         )
         self._put_note("first", f"{first.sentence}, before any other's; {outcome}")
-        why = "as on_nan='stop' says" if is_stop else "for nobody watches it who could take something back and go on"
+        why = "as on_nan='stop' says" if is_stop else "because nobody watches it who could undo a change and resume"
         about = {"rank": first.rank, "step": first.step, "op": f"layer {first.layer!r}" if first.layer else ""}
         empty = first.why == NO_ROWS
         known = {**first._asdict(), "layer": "", "why": NO_ROWS if empty else ""}

@@ -161,13 +161,13 @@ class Evictions:
             if isinstance(rank, bool) or not isinstance(rank, int) or rank not in here:
                 raise KnobError(f"rank={rank!r}: must be one of those that train now: {', '.join(map(str, here))}")
         if not ranks or set(ranks) >= set(here):
-            raise KnobError(f"rank={', '.join(map(str, ranks)) or 'none'}: put out at least one rank, and leave at "
-                            f"least one; lab.stop() ends the run")  # fmt: skip
+            raise KnobError(f"rank={', '.join(map(str, ranks)) or 'none'}: name at least one rank, and leave at "
+            f"least one; lab.stop() ends the run")  # fmt: skip
         first = live.cluster.engines[0]
         if first.rank in ranks and spans_hosts(live.cluster.engines):
             raise ClusterError(
-                f"rank={first.rank}: where ranks find each other lies with {first}, and nobody can go on without that; "
-                f"lab.stop() ends the run"
+                f"rank={first.rank}: {first} hosts the store that ranks need to find each other, so no rank can go "
+                f"on without it; lab.stop() ends the run"
             )
         return list(dict.fromkeys(ranks))
 
@@ -188,11 +188,11 @@ class Evictions:
             live.cluster.rpc.ask_all("outlive", timeout=ANSWER_TIMEOUT, ranks=set(remaining) - set(silent), so=False)
         if silent:
             raise ClusterError(
-                f"rank={these}: {name_ranks(silent)} would have to go on, and does not answer either; put "
-                f"out all that hang, or lab.stop()"
+                f"rank={these}: {name_ranks(silent)} would have to go on, and does not answer either; name all ranks "
+                f"that hang, or call lab.stop()"
             )
         if reason and not force:
-            raise ClusterError(f"rank={these}: the others cannot go on alone: {reason}")
+            raise ClusterError(f"rank={these}: the other ranks cannot go on without it: {reason}")
         return not reason
 
     def _replace_now(self) -> None:
@@ -217,8 +217,8 @@ class Evictions:
             if find_start_obstacle(live.cluster, 1):
                 count = min(count, len(list_idle(live)) + len(list_returned(live)))
             if not count:
-                raise ClusterError("nobody can come in for a rank that is gone: no engine of this lab is idle, and "
-                                   "none can be started")  # fmt: skip
+                raise ClusterError("no rank can replace a lost one: no engine of this lab is idle, and none can be "
+                "started")  # fmt: skip
             change = resize_run(live, len(live.members) + count)
         except Exception as failure:  # the run continues without
             live.note_error(failure)

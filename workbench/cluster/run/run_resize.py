@@ -36,7 +36,7 @@ def resize_run(live: RunState, ranks: int) -> PendingChange:
     if live.changes.experiment.task.has_own_loop:
         name = type(live.changes.experiment.task).__name__
         here = len(live.members)
-        raise KnobError(f"ranks={ranks}: the loop of a {name} goes on with the {here} ranks that it began with")
+        raise KnobError(f"ranks={ranks}: the loop of a {name} keeps the {here} ranks that it started with")
     with doing(f"bringing the run to {ranks} rank{'s' * (ranks != 1)}"), live.resize_lock:
         return _make_resize(live, ranks, list(live.members))  # no other request takes these engines
 
@@ -57,9 +57,11 @@ def _request_resize(live: RunState, ranks: int, here: list[int], spare: list[int
             f"started: {why}; take at most {len(here) + len(spare)}"
         )
     if ranks > len(here) and (how := live.cluster.health.describe_controller_death()):
-        raise KnobError(f"ranks={ranks}: no rank can come in, since the controller {how}; take at most {len(here)}")
+        raise KnobError(f"ranks={ranks}: no rank can join, because the controller {how}; take at most {len(here)}")
     if live.state not in ("running", "paused"):
-        raise ClusterError(f"ranks={ranks}: the run is {live.state}; ranks come and go while it trains")
+        raise ClusterError(
+            f"ranks={ranks}: the run is {live.state}; the number of ranks can change only while it trains"
+        )
     if missing:
         spare += start_more_engines(live.cluster, missing)
     new, asked = spare[: max(0, ranks - len(here))], None
@@ -136,5 +138,5 @@ def _begin_sessions(live: RunState, new: list[int]) -> None:
             live.cluster.rpc.ask_all("abort", timeout=1.0, ranks=new, of=(live.generation, new))
             why = "; ".join(f"the engine of rank {rank} {how}" for rank, how in died.items())
             why = why or f"they did not begin within {BEGIN_TIMEOUT:.0f} s"
-            raise RankNotBegun(f"{name_ranks(new)} did not join: {why}; the run goes on without, ask again")
+            raise RankNotBegun(f"{name_ranks(new)} did not join: {why}; the run goes on without them; ask again")
         time.sleep(POLL_INTERVAL)

@@ -82,7 +82,14 @@ class RunWatch:
         )
 
     def _note_error(self, rank: int, what: str) -> None:
-        if what and (text := f"rank {rank}'s line met {what}; the traceback is in its log") not in self.live.notes:
+        if (
+            what
+            and (
+                text := f"rank {rank}'s connection to this kernel failed with {what}; the traceback is in the "
+                f"log of its engine"
+            )
+            not in self.live.notes
+        ):
             self.live.notes.append(text)
 
     def _give_up(self, late: list[int]) -> None:

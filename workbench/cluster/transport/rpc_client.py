@@ -98,7 +98,7 @@ class RpcClient:
 
     def _receive_answer(self, rank: int, wire: _Channel, what: str, timeout: float) -> tuple[Any, bytes]:
         if wire.socket.closed:
-            raise NoAnswer(f"rank {rank} is gone: nobody is there to answer '{what}'")
+            raise NoAnswer(f"rank {rank} is gone and cannot answer '{what}'")
         while wire.socket.poll(int(timeout * 1000)):
             head, blob = wire.socket.recv_multipart()
             answer = json.loads(head)

@@ -364,8 +364,8 @@ def count_padded(shape: Sequence[int], size: int) -> int:
 
 def _refuse_read(params: list[Any], others: list[Any]) -> None:
     raise StrategyError(
-        f"a parameter of shape {tuple(params[0].shape)} is read while torch's fully_shard holds all of them in shards "
-        f"of its own: read it through the model that the loss is given, or take ZeRO3"
+        f"a parameter of shape {tuple(params[0].shape)} is read while torch's fully_shard keeps parameters in "
+        f"shards: read it through the model that the loss receives, or take ZeRO3"
     )
 
 

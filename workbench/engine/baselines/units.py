@@ -122,8 +122,8 @@ class UnitRounds:
             is_served = other != BACKWARD_OVER and other % 2 == 1 and any(one != other for one, _ in every)
             if asked.setdefault(other, n) != n or (is_served and n != self._count(other // 2)):
                 raise StrategyError(
-                    f"TorchFSDP: ranks have gradients of different parameters of {self._names[other // 2]}, which this "
-                    f"version of torch does not sum; take ZeRO3, or torch 2.13"
+                    f"TorchFSDP: ranks have gradients of different parameters of {self._names[other // 2]}, which "
+                    f"this version of torch cannot sum; take ZeRO3, or torch 2.13"
                 )
         asked.pop(BACKWARD_OVER, None)
         return asked

@@ -246,7 +246,7 @@ class Lane(CollectiveIssuer):
             return self.record.sample(job.step, name, self.clock.now(), float(value))
         issue = self.ISSUERS.get(op.verb)
         if issue is None:
-            raise StrategyError(f"a child asked for {op.verb}, which is not one of the collectives: ask it in `step`")
+            raise StrategyError(f"a child requested {op.verb}, which is not a collective: request it in `step`")
         job.measures = op.measures
         self._busy = what = collective(op, job.name)
         wire, shaper, *_ = line = self.wires.for_group(op.group)

@@ -19,7 +19,10 @@ def map_file(path: Path, nbytes: int) -> mmap.mmap:
         _allocate_space(fd, nbytes)
         return mmap.mmap(fd, nbytes)
     except OSError as error:
-        why = f"{error.strerror}: {nbytes} bytes that ranks share; make room there, or set TMPDIR to another place"
+        why = (
+            f"{error.strerror}: {nbytes} bytes of memory that ranks share; free space there, or set TMPDIR to "
+            f"another folder"
+        )
         raise OSError(error.errno, why, str(path.parent)) from None
     finally:
         os.close(fd)

@@ -148,8 +148,8 @@ class Wire:
         """Starts a reduction. A "mean" is only summed, because gloo has no mean: the caller divides."""
         if self.line.carried is not None and x.dtype not in self.line.carried:
             raise StrategyError(
-                f"all_reduce of {str(x.dtype)[6:]}: {self.kind} adds no such numbers; hand in int32 or float32, or "
-                f"gather them and add them here"
+                f"all_reduce of {str(x.dtype)[6:]}: {self.kind} cannot sum this type; pass int32 or float32, or "
+                f"gather the tensors and add them on each rank"
             )
         return self._issued(self.group.allreduce([x], _OPS[op]))
 

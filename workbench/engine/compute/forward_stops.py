@@ -89,5 +89,7 @@ class ForwardStops:
             raise LeaveLoop
         if op.verb not in _VERBS_BETWEEN or (op.verb == "update" and op.args[0] is None):
             what = "update of the whole model" if op.verb == "update" else op.verb
-            raise StrategyError(f"{what} cannot be asked for between two buckets of a forward: ask it after its loop")
+            raise StrategyError(
+                f"{what} cannot be requested between two buckets of a forward: request it after the loop over buckets"
+            )
         return self._do(op)

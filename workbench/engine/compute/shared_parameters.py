@@ -47,7 +47,9 @@ class SharedParameters:
             check_equal(control, hash_model_state(layout), "before they are shared the parameters")
             if not path.exists():
                 gather_numbers(control, 0)  # raises here if a peer has failed and removed the file
-                raise RuntimeError(f"{path}: this rank does not see what rank 0 made; a host's ranks need one disk")
+                raise RuntimeError(
+                    f"{path}: this rank does not see the file of rank 0; the ranks of a host need a common disk"
+                )
             layout.adopt_vectors(_map_block(path, layout.weights))
             gather_numbers(control, 0)  # the name goes once all ranks have mapped the file
         finally:
@@ -87,8 +89,8 @@ def explain_refusal(strategy: Any, size: int, device: str, local: bool) -> str |
         )
     if not local:
         return (
-            f"strategy={name}: ranks share one memory, which those of several hosts do not have; take a lab on one "
-            f"host, or a strategy that sends (AsyncServer, DDP)"
+            f"strategy={name}: ranks share one memory, and ranks on several hosts cannot; take a lab on one host, or "
+            f"a strategy that sends (AsyncServer, DDP)"
         )
     return None
 

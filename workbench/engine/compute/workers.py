@@ -79,7 +79,7 @@ class WorkerModel:
 
     def _perform_op(self, op: Op) -> Any:
         if op.verb not in self._verbs or op.group is not None:
-            raise StrategyError(f"`{op.verb}`: one of several workers cannot ask for it; take workers=1")
+            raise StrategyError(f"`{op.verb}`: one of several workers cannot request it; take workers=1")
         return self._verbs[op.verb](*op.args)
 
     def _look_up(self) -> dict[str, Tensor]:

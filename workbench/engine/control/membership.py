@@ -100,7 +100,9 @@ def hold_vote(store: Any, place: int, size: int, mine: RankReport, patience: flo
             time.sleep(POLL_SECONDS)
     counted = json.loads(store.get("verdict"))
     if place not in counted:
-        raise LeftBehind(f"the others went on without rank {mine.member}, which had said nothing for {patience:.0f} s")
+        raise LeftBehind(
+            f"the other ranks went on without rank {mine.member}, which had not reported for {patience:.0f} s"
+        )
     return Quorum({other: RankReport(**json.loads(store.get(f"said {other}"))) for other in counted})
 
 

@@ -38,7 +38,7 @@ def greet_as_caller(secret: bytes, who: int, whom: int, door: str, say: Say) -> 
     proof = bytearray(PROOF_BYTES)
     yield memoryview(proof)
     if not hmac.compare_digest(proof, make_proof(secret, b"called", who, whom, door, bytes(theirs), mine)):
-        raise AuthenticationError(f"whoever answered at {door} is not rank {whom} of this run")
+        raise AuthenticationError(f"the process that answered at {door} is not rank {whom} of this run")
 
 
 def greet_as_called(secret: bytes, whom: int, size: int, door: str, say: Say) -> Generator[memoryview, None, int]:
@@ -49,7 +49,7 @@ def greet_as_called(secret: bytes, whom: int, size: int, door: str, say: Say) ->
     who, theirs, proof = HELLO_STRUCT.unpack(hello)
     good = hmac.compare_digest(proof, make_proof(secret, b"caller", who, whom, door, mine, theirs))
     if not good or who >= size or who == whom:
-        raise AuthenticationError("a caller is no rank of this run")
+        raise AuthenticationError("a connecting process is not a rank of this run")
     say(make_proof(secret, b"called", who, whom, door, mine, theirs))
     return int(who)
 

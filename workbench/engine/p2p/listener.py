@@ -78,7 +78,7 @@ def await_address(store: Any, key: str, look: Callable[[], object], patience: fl
     while not store.check([key]):
         look()
         if time.monotonic() > until:
-            raise ConnectionError(f"no door was opened under {key}")
+            raise ConnectionError(f"no listener is open under {key}")
         time.sleep(0.005)
     return str(store.get(key).decode())
 

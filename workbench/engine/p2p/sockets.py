@@ -166,7 +166,7 @@ class ReceiverEnd:
             mailbox.secret, mailbox.rank, mailbox.size, mailbox.door.where, tell
         )
         if source in mailbox.heard_from:
-            raise greeting.AuthenticationError(f"rank {mailbox.number(source)} has a line to this rank already")
+            raise greeting.AuthenticationError(f"rank {mailbox.number(source)} already has a connection to this rank")
         self.source = source
         mailbox.door.register_caller(self)
         head = bytearray(FRAME_HEAD.size)

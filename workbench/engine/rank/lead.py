@@ -16,9 +16,9 @@ from workbench.rank import Op
 from workbench.settings import KnobError
 
 REFUSED_REQUESTS = {
-    "resize": "the loop goes on with the ranks that it began with",
+    "resize": "the script's loop keeps the ranks that it started with",
     "roll back": "the loop cannot go back",
-    "preempt": "the loop goes on with the ranks that it began with, so the run ends",
+    "preempt": "the script's loop keeps the ranks that it started with, so the run ends",
 }
 
 

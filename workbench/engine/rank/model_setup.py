@@ -100,8 +100,8 @@ class ScriptModel:
     def build_parts(self) -> BuiltModel:
         run, e, rank, loop = self._run, self._run.experiment, self._run.rank, self._loop
         if run.session.resume:
-            raise KnobError(f"resume={run.session.resume!r}: a loop of its own begins at its beginning; let it load a "
-                            f"checkpoint of its own")  # fmt: skip
+            raise KnobError(f"resume={run.session.resume!r}: a script or a loop starts at its beginning; load a "
+            f"checkpoint in the script")  # fmt: skip
         learner = loop.make_learner()
         torch.manual_seed(e.seed)
         random.seed(e.seed)
@@ -113,8 +113,8 @@ class ScriptModel:
             broadcast_model(run.control, layout, model)
         elif len(set(gather_numbers(run.control, hash_model_state(layout)))) > 1:
             raise KnobError(
-                f"{loop.loop_name}: ranks begin with different parameters, and no strategy trains such; "
-                f"leave out init_sync=False, and load the same values on all ranks"
+                f"{loop.loop_name}: ranks start with different parameters, which no strategy supports; remove "
+                f"init_sync=False, and load the same values on all ranks"
             )
         optimizer = make_optimizer(learner, model, layout, e)
         batches = BatchReader(learner.data, rank.id, rank.size, run.session.device)

@@ -30,7 +30,7 @@ class Preempted(RuntimeError):
 
 def announce_preemption(session: SessionState) -> None:
     """Tells all other ranks that this rank leaves before one of their next steps. May run on any thread."""
-    text = f"{name_ranks([session.member])} is preempted: it leaves after the step in hand"
+    text = f"{name_ranks([session.member])} is preempted: it leaves after the current step"
     session.mark(PREEMPTED_KEY, {"ranks": [session.member], "step": session.rank.step, "text": text})
     store = connect_store(*session.where, session.base)
     store.set(f"{PREEMPTED_KEY} {session.member}", "1")
@@ -71,7 +71,7 @@ async def remove_preempted(session: SessionState, members: Sequence[int], number
         return
     try:
         if not left:
-            raise KnobError("nobody is left to go on")
+            raise KnobError("no rank is left to go on")
         wanted, places = fit_survivors(training.experiment, left, training.require_trainable)
     except KnobError as error:
         raise Preempted(await _save_and_explain(session, gone, str(error))) from None

@@ -78,7 +78,7 @@ def _make_experiment(
     training: RankTraining, now: tuple[int, ...], stay: list[int], members: tuple[int, ...]
 ) -> Experiment:
     if not stay:
-        raise KnobError(f"ranks={len(members)}: at least one of those who train now must stay, to hand the model on")
+        raise KnobError(f"ranks={len(members)}: at least one rank that trains now must stay, to hand over the model")
     few = resize_experiment(training.experiment, tuple(now.index(m) for m in stay), len(members))
     return training.require_trainable(few)
 

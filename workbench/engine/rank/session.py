@@ -173,7 +173,7 @@ class Session(SessionState):
             except Exception:
                 self.mark("log", {"stream": "stderr", "text": traceback.format_exc()})
         if self.phase not in FINAL:
-            self.set_phase("failed", "its training thread ended without a word")
+            self.set_phase("failed", "its training thread ended without a report")
         self.mark("end", {"rank": self.member, "state": self.phase})
         self.record.close()
 

@@ -43,7 +43,7 @@ def can_outlive(session: SessionState, error: BaseException, broke: bool = False
     if session.rank.size == 1:
         return False
     if met and not _is_counted(session):
-        raise LeftBehind(f"the others went on without rank {session.member}, which they had left behind")
+        raise LeftBehind(f"the other ranks went on without rank {session.member}, because it had not answered in time")
     if not met or (training.experiment.on_death == "end" and not session.outlives_next):
         return False
     if reason := explain_refusal(session, alive=True):

@@ -63,7 +63,7 @@ class ScriptBatches:
 
     def enter_block(self) -> None:
         if self.in_block:
-            raise KnobError("training: a run has one block, and its steps end with that; put both loops into one")
+            raise KnobError("training: a run has only one block of workbench.training; put both loops into one block")
         self.in_block = True
 
     def leave_block(self, error: BaseException | None) -> bool:
@@ -94,7 +94,9 @@ class ScriptBatches:
         See `workbench.tasks.steps`. Raises KnobError if the block is over.
         """
         if self.settled:
-            raise KnobError("steps: the run's steps are over with its block of workbench.training; loop inside of it")
+            raise KnobError(
+                "steps: the block of workbench.training has ended, and so have the run's steps; loop inside the block"
+            )
         return self._count_batches(loader, model, accumulate)
 
     def _count_batches(self, loader: Iterable[Any], model: nn.Module, accumulate: int) -> Iterator[Any]:

@@ -52,8 +52,8 @@ class DDPShim(DistributedDataParallel):
         given = DDP_SIGNATURE.bind(self, *args, **kwargs).arguments
         given = {name: value for name, value in given.items() if value is not None}
         if name := next((name for name in REFUSED_OPTIONS if name in given), None):
-            raise KnobError(f"DistributedDataParallel({name}=...): no strategy here exchanges gradients so; leave it "
-                            f"out, or run the script with torchrun")  # fmt: skip
+            raise KnobError(f"DistributedDataParallel({name}=...): no strategy supports this argument; remove it, or "
+            f"run the script with torchrun")  # fmt: skip
         super().__init__(*args, **kwargs)
         self._remove_autograd_hooks()
         del self.reducer, self.logger
@@ -67,12 +67,12 @@ class DDPShim(DistributedDataParallel):
         """Raises KnobError if the script excludes ranks or parameters, because every strategy includes them."""
         size, every = dist.get_world_size(self.process_group), dist.get_world_size()
         if size != every:
-            raise KnobError(f"DistributedDataParallel(process_group=...): the group has {size} of {every} ranks, and a "
-                            f"run exchanges over all; give it all ranks")  # fmt: skip
+            raise KnobError(f"DistributedDataParallel(process_group=...): the group has {size} of {every} ranks, and "
+            f"a run exchanges over all ranks; create the group with all ranks")  # fmt: skip
         trained = {name for name, p in self.module.named_parameters() if p.requires_grad}
         if left := sorted(trained & set(self.parameters_to_ignore)):
-            raise KnobError(f"DistributedDataParallel: the module has it ignore parameter {left[0]!r}, and a run "
-                            f"exchanges all that are trained; freeze it, or run the script with torchrun")  # fmt: skip
+            raise KnobError(f"DistributedDataParallel: the module excludes parameter {left[0]!r}, and a run "
+            f"exchanges every trained parameter; freeze it, or run the script with torchrun")  # fmt: skip
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.device_ids:
@@ -85,8 +85,8 @@ class DDPShim(DistributedDataParallel):
         return run(*args, **kwargs)
 
     def join(self, *_: Any, **__: Any) -> Any:
-        raise KnobError("join(): ranks with unequal numbers of batches cannot be followed; give each as many, as "
-                        "DistributedSampler does")  # fmt: skip
+        raise KnobError("join(): ranks must have the same number of batches; give each rank as many, as "
+        "DistributedSampler does")  # fmt: skip
 
     join_hook = join  # for `torch.distributed.algorithms.Join`
 
@@ -97,15 +97,15 @@ class DDPShim(DistributedDataParallel):
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self._require_no_hook("_register_builtin_comm_hook")
-        raise KnobError(f"{comm_hook_type}: TorchDDP takes hooks that are written in Python; take the one of that name "
-                        f"in torch.distributed.algorithms.ddp_comm_hooks.default_hooks")  # fmt: skip
+        raise KnobError(f"{comm_hook_type}: TorchDDP takes only hooks written in Python; take the hook of that name "
+        f"in torch.distributed.algorithms.ddp_comm_hooks.default_hooks")  # fmt: skip
 
     def _register_buffer_comm_hook(self, *_: Any, **__: Any) -> None:
-        raise KnobError("_register_buffer_comm_hook: buffers are broadcast from rank 0; leave the hook out")
+        raise KnobError("_register_buffer_comm_hook: a run broadcasts buffers from rank 0; remove the hook")
 
     def _register_fused_optim(self, *_: Any, **__: Any) -> None:
-        raise KnobError("_register_fused_optim: an update inside of a backward cannot be followed; let the loop step "
-                        "its optimizer")  # fmt: skip
+        raise KnobError("_register_fused_optim: a run cannot update inside a backward; step the optimizer in the "
+        "loop")  # fmt: skip
 
     def _require_no_hook(self, name: str) -> None:
         if self.comm_hook is not None:
@@ -214,7 +214,7 @@ def _wrap_spawn(really: Callable[..., Any]) -> Callable[..., Any]:
     def spawn(*args: Any, **kwargs: Any) -> Any:
         if find_led_rank() is None:
             return really(*args, **kwargs)
-        raise KnobError("mp.spawn: starts ranks of its own; let the script read RANK and WORLD_SIZE, as for torchrun")
+        raise KnobError("mp.spawn: starts its own ranks; read RANK and WORLD_SIZE in the script, as for torchrun")
 
     return spawn
 

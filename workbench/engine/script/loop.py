@@ -108,7 +108,8 @@ class ScriptLoop(ScriptBatches):
                 self.optimizers.append(one)
         if not self.optimizers:
             raise TaskError(
-                f"{self.loop_name}: no optimizer has a parameter of its model; make it before the first forward"
+                f"{self.loop_name}: no optimizer has a parameter of its model; create the optimizer before the first "
+                f"forward"
             )
         self._require_one_model()
         return self.model
@@ -124,7 +125,9 @@ class ScriptLoop(ScriptBatches):
 
     @property
     def _two_models(self) -> str:
-        return f"{self.loop_name}: trains two models, and one can be exchanged; wrap one, or put both into one"
+        return (
+            f"{self.loop_name}: trains two models, and a run exchanges only one; wrap one, or join both in one Module"
+        )
 
     @property
     def ddp_shim(self) -> DDPShim | None:
@@ -321,8 +324,8 @@ class ScriptLoop(ScriptBatches):
         kinds = {type(p).__name__ for group in optimizer.param_groups for p in group["params"]}
         if kinds & SHARDED_TYPES:
             raise KnobError(
-                f"{self.loop_name}: shards its model itself (fully_shard, FullyShardedDataParallel), and no "
-                f"strategy can follow that; wrap it in DistributedDataParallel instead"
+                f"{self.loop_name}: shards its model itself (fully_shard, FullyShardedDataParallel), which no "
+                f"strategy supports; wrap it in DistributedDataParallel instead"
             )
         if dist.is_initialized():
             raise KnobError(
