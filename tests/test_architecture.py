@@ -394,17 +394,25 @@ def count_any(package: str) -> int:
     return sum(isinstance(n, ast.Name) and n.id == "Any" for tree in trees for n in ast.walk(tree))
 
 
+def is_foreign_assignment(node: ast.AST) -> bool:
+    """Whether `node` sets an attribute of another object than `self`.
+
+    torch offers no method for a tensor's `grad`, `data` and `requires_grad`, so these do not count. Buckets and places
+    are no tensors, although they have attributes of these names.
+    """
+    if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
+        return False
+    owner = ast.unparse(node.value)
+    of_tensor = not re.search(r"(bucket|buckets\[.*\]|place)$", owner)
+    return owner not in ("self", "cls") and not (of_tensor and node.attr in ("grad", "data", "requires_grad"))
+
+
 def count_foreign_assignments(package: str) -> int:
-    """Counts assignments to an attribute of another object than `self`."""
     trees = [parse(path) for name, path in MODULES.items() if within(name, package)]
-    return sum(
-        isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and ast.unparse(n.value) not in ("self", "cls")
-        for tree in trees
-        for n in ast.walk(tree)
-    )
+    return sum(is_foreign_assignment(n) for tree in trees for n in ast.walk(tree))
 
 
-@pytest.mark.parametrize(("package", "most"), [("engine", 117), ("sim", 160), ("host", 135)])
+@pytest.mark.parametrize(("package", "most"), [("engine", 40), ("sim", 152), ("host", 100)])
 def test_few_attributes_are_set_from_outside(package: str, most: int) -> None:
     assert count_foreign_assignments(f"workbench.{package}") <= most
 

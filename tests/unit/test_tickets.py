@@ -71,7 +71,7 @@ def test_a_late_rank_still_sees_an_earlier_raise_of_the_first_ranks_flag(tmp_pat
     wire: Any = SimpleNamespace(size=2, broadcast=lambda what, root: None)
     first, other = (of(wire, rank=rank, flag=RequestFlag(tmp_path / "flag")) for rank in (0, 1))
     for tickets in (first, other):
-        tickets.enter_strategy(ZeRO1(), SimpleNamespace(), flat=True)  # type: ignore[arg-type]
+        tickets.enter_strategy(ZeRO1(), flat=True)
     for child in range(1, 40, 2):
         first.inbox.put(CHANGE)
         first.notify_ranks(child)

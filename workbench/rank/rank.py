@@ -41,17 +41,17 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
     phase:        the pass under way if parameters are sharded: "forward", "backward" or "evaluation"; else ""
     """
 
-    def __init__(self, index: int, size: int, seed: int = 0) -> None:
+    def __init__(self, index: int, size: int, seed: int = 0, *, step: int = 0, lr: float = 0.0,
+                 members: tuple[int, ...] = ()) -> None:  # fmt: skip
         self.id = self.index = index
         self.size = size
-        self.members: tuple[int, ...] = ()
+        self.members = members
         self.within: Group | None = None
         self._groups: dict[tuple[str, ...], Rank] = {}
         self.mesh = Mesh.line(size)
         self.worker = 0
         self.role = "trainer"
-        self.step = 0
-        self.lr = self.clip = 0.0
+        self.step, self.lr, self.clip = step, lr, 0.0
         self.rated: Callable[[int], None] = lambda step: None
         self.compressor: Any = None
         self.density = 0.01

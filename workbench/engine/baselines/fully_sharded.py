@@ -212,7 +212,7 @@ class FullySharded:
     def end_backward(self) -> None:
         """Ends a backward: all ranks have summed all gradients, and nothing is whole any more."""
         self._rounds.end()
-        self._run.layout.unused = self._shards.keys() - self._listener.used
+        self._run.layout.note_unused(self._shards.keys() - self._listener.used)
         self._average_whole()
         self._listener.settle_frozen(self._shards)
         self._run.memory_account.note_held(self._peak)

@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from workbench.engine.collectives.lane_wires import GroupWires
 from workbench.fabric import Load
 from workbench.rank import Op
+
+
+class LaneCalls(NamedTuple):
+    """What a lane calls outside itself.
+
+    on_child_start: called with the number of a child, before it begins
+    on_collective:  called when a child starts a collective
+    on_child_end:   called when the child is over, and when the caller has waited for its value. Between these calls,
+        the memory of the collective is held.
+    read_settings:  returns the optimizer's settings at the start of a child
+    perform_hop:    performs one message of an all-reduce, in a step
+    wireless:       performs ops without a wire, by verb
+    """
+
+    on_child_start: Callable[[int], None] = lambda number: None
+    on_collective: Callable[[ChildJob, Op], None] = lambda job, op: None
+    on_child_end: Callable[[ChildJob, Any], None] = lambda job, value: None
+    read_settings: Callable[[], Any] = lambda: None
+    perform_hop: Callable[[Op, int], Any] = lambda op, step: None
+    wireless: Mapping[str, Callable[[Op, ChildJob], Any]] = MappingProxyType({})
 
 
 class ChildJob:
@@ -43,20 +64,43 @@ class ChildJob:
         done: threading.Event | None,
         step: int,
         number: int,
+        by: Any = None,
+        priority: int = 0,
+        share: float = 1.0,
     ) -> None:
         self.child, self.name, self.asked, self.number = child, name, asked, number
         self.step = step  # in which it was started; all its spans belong to this step
         self.done = done  # None if the thread that waits also runs it
-        self.priority, self.share = 0, 1.0
+        self.priority, self.share = priority, share
         self.value: Any = None
         self.error: BaseException | None = None
         self.flight: PendingCollective | None = None
         self.resumed = self.began = asked  # when its last op was answered, and when it went on
         self.measures = False  # whether its last op is part of a measurement
-        self.by: Any = None  # the optimizer's settings at its start
+        self.by = by  # the optimizer's settings at its start
         self.after: Any = None  # on a GPU: the event after which it may begin
         self.event: Any = None  # on a GPU: the event after which it is over
         self.held: Any = None  # on a GPU: its arguments, kept until it is over
+
+    def keep_arguments(self, after: Any, held: Any) -> None:
+        self.after, self.held = after, held
+
+    def resume(self, now: Any) -> None:
+        """Notes that its last op was answered `now`."""
+        self.resumed = self.began = now
+
+    def suspend(self, flight: PendingCollective) -> None:
+        """Leaves the child in a collective, until the caller waits for it."""
+        self.flight = flight
+
+    def take_flight(self) -> PendingCollective | None:
+        """Returns the collective in which the child was left."""
+        flight, self.flight = self.flight, None
+        return flight
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the child with `error`, unless it has one of its own."""
+        self.error, self.flight = self.error or error, None
 
 
 class PendingCollective:

@@ -26,13 +26,14 @@ def agree_on_time(wire: Wire, clock: Clock) -> tuple[bool, float]:
     wire.wait(wire.all_gather(every, mine))
     table = every.view(wire.size, 2)
     if bool((table[:, 0] == table[0, 0]).all()):
-        clock.base = float(table[0, 1])
+        clock.move_base(float(table[0, 1]))
         return True, 0.0
     doubt = 0.0
     for other in range(1, wire.size):
         offset, error = _measure_offset(wire, other)
         if wire.rank == other:
-            clock.base, doubt = float(table[0, 1]) + offset, error
+            clock.move_base(float(table[0, 1]) + offset)
+            doubt = error
     return False, doubt
 
 

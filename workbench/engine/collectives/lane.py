@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from workbench.engine.collectives.child_job import ChildJob, PendingCollective
+from workbench.engine.collectives.child_job import ChildJob, LaneCalls, PendingCollective
 from workbench.engine.collectives.child_order import MAX_CHOSEN, ChildQueue
 from workbench.engine.collectives.issuing import CollectiveIssuer, make_lone_result
 from workbench.engine.collectives.lane_wires import GroupWires, LaneWires
@@ -47,25 +47,23 @@ class Lane(CollectiveIssuer):
         chip: Chip,
         open: Callable[[Group | None], GroupWires],
         whole: GroupWires | None = None,
+        calls: LaneCalls = LaneCalls(),  # noqa: B008
+        eager: bool = False,
+        wireless: bool = False,
     ) -> None:
+        """wireless: whether no child of this lane starts a collective"""
         self.name, self.port, self.watch, self.chip = name, port, watch, chip
         self.clock, self.record, self.span = watch.clock, watch.record, watch.write_span
         self.wires = LaneWires(whole, open)
         self.size, self.rank = port.size, port.rank
-        self.eager = False
+        self.eager, self.wireless = eager, wireless
         self.now = self._read_now if chip.runs_ahead else self.clock.now
         self.sent = 0  # bytes
         self.step = 0
         self.started = self.completed = 0  # numbers of the last child that was started, and of the last waited for
-        self.on_child_start: Callable[[int], None] = lambda number: None  # called before a child begins
-        # The lane calls `on_collective` when a child starts a collective, and `on_child_end` when the child is over and
-        # when the caller has waited for its value. They count the memory that is held in between.
-        self.on_collective: Callable[[ChildJob, Op], None] = lambda job, op: None
-        self.on_child_end: Callable[[ChildJob, Any], None] = lambda job, value: None
-        self.wireless_verbs: dict[str, Callable[[Op, ChildJob], Any]] = {}  # performs ops without a wire, by verb
-        self.read_settings: Callable[[], Any] = lambda: None
-        self.perform_hop: Callable[[Op, int], Any] = lambda op, step: None  # performs one message of an all-reduce
-        self.wireless = False  # whether no child of this lane starts a collective
+        self.on_child_start, self.on_collective, self.on_child_end = calls[:3]
+        self.read_settings, self.perform_hop = calls.read_settings, calls.perform_hop
+        self.wireless_verbs = {**calls.wireless, "work": self.run_work} if calls.wireless else {}
         self._turns = ChildQueue(self._broadcast_choice, self.rank == 0)
         self._thread: threading.Thread | None = None
         self._busy = ""
@@ -80,6 +78,17 @@ class Lane(CollectiveIssuer):
 
     # -- called by the host's thread --
 
+    def run_eagerly(self, so: bool) -> None:
+        self.eager = so
+
+    def enter_step(self, step: int) -> None:
+        """Says to which step the rows of the next children belong."""
+        self.step = step
+
+    def restart_count(self) -> None:
+        """Counts children from 1 again."""
+        self.started = self.completed = 0
+
     def start(self, child: Coroutine[Op, Any, Any], name: str, priority: int = 0, share: float = 1.0) -> Handle:
         handle = Handle(name, self.name)
         self.eager = self.eager and not priority  # a child with a priority must not begin before its turn
@@ -87,8 +96,8 @@ class Lane(CollectiveIssuer):
         self.started += 1
         self.on_child_start(self.started)
         done = None if here else threading.Event()
-        job = handle._state = ChildJob(child, name, self.now(), done, self.step, self.started)
-        job.by, job.priority, job.share = self.read_settings(), priority, share
+        now, by = self.now(), self.read_settings()
+        job = handle._state = ChildJob(child, name, now, done, self.step, self.started, by, priority, share)
         if self.chip.runs_ahead:
             self._keep_tensors(job)
         if here:
@@ -126,7 +135,7 @@ class Lane(CollectiveIssuer):
 
     def _keep_tensors(self, job: ChildJob) -> None:
         """Keeps the tensors of `job` until it is over. See [Note: Memory that crosses] in engine/device/cuda.py."""
-        job.after, job.held = self.chip.record_event(), self.chip.list_arguments(job.child)
+        job.keep_arguments(self.chip.record_event(), self.chip.list_arguments(job.child))
         while self._kept and self._kept[0].event is not None and self.chip.has_reached(self._kept[0].event):
             self._kept.popleft()
         self._kept.append(job)
@@ -171,7 +180,7 @@ class Lane(CollectiveIssuer):
                 try:
                     self._drive_child(job, finish)
                 except BaseException as error:
-                    job.error = error
+                    job.fail(error)
                     self._broken = None if isinstance(error, StrategyError) else error  # all ranks raise this one
                 if self.chip.runs_ahead and job.flight is None:
                     job.event = self.chip.record_event()
@@ -187,14 +196,14 @@ class Lane(CollectiveIssuer):
         if job.flight is None or failed is not None:
             self.on_child_end(job, job.value)
         if failed is not None:
-            job.error, job.flight = job.error or failed, None
+            job.fail(failed)
             with contextlib.suppress(Exception):  # the child may not have begun
                 job.child.close()
         if job.done is not None:
             job.done.set()
 
     def _drive_child(self, job: ChildJob, finish: bool) -> None:
-        flight, job.flight = job.flight, None
+        flight = job.take_flight()
         value = self._complete_collective(flight) if flight is not None else None  # of an eager child
         job.began = self.now()
 
@@ -202,19 +211,19 @@ class Lane(CollectiveIssuer):
             self._write_codec_span(job)
             if (by := all_reduce.choose_algorithm(self.port.fabric, self.size, op)) is not None:
                 value = self._sum_in_messages(by, op, job)
-                job.resumed = job.began = self.now()
+                job.resume(self.now())
                 return value
             if op.verb in self.wireless_verbs:
                 job.measures = op.measures
                 value = self.wireless_verbs[op.verb](op, job)
-                job.resumed = job.began = self.now()
+                job.resume(self.now())
                 return value
             flight = self._issue_collective(op, job)
             if not finish and flight is not None:
-                job.flight = flight
+                job.suspend(flight)
                 raise LeaveLoop
             value = self._complete_collective(flight) if flight else make_lone_result(op)
-            job.resumed = job.began = self.now()
+            job.resume(self.now())
             return value
 
         try:

@@ -41,7 +41,7 @@ class Lanes:
         if lane not in self._lanes:
             self._lanes[lane] = self.open(lane)
         self.used_other_lane = self.used_other_lane or not self._lanes[lane].wireless
-        self._lanes[lane].step = self.first.step
+        self._lanes[lane].enter_step(self.first.step)
         return self._lanes[lane].start(child, name, priority, share)
 
     def wait(self, handle: Handle) -> Any:

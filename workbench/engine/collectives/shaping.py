@@ -34,6 +34,9 @@ class Clock:
     def now(self) -> float:
         return time.perf_counter() - self.base
 
+    def move_base(self, base: float) -> None:
+        self.base = base
+
 
 class PacedSleep:
     """Sleeps that end early after a stop (`hurried`)."""
@@ -42,6 +45,10 @@ class PacedSleep:
         self.clock = clock
         self.hurried = False
         self._end = 0.0  # of the longest sleep so far
+
+    def hurry(self) -> None:
+        """Ends all sleeps, also later ones."""
+        self.hurried = True
 
     @property
     def is_asleep(self) -> bool:

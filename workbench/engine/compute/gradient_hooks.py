@@ -158,7 +158,7 @@ class GradientHooks:
         """
         layout = self._layout
         left = [place for place in layout.order if place.round != self._round]
-        layout.unused = {place.name for place in left if place.param.grad is None or place.filled}
+        layout.note_unused({place.name for place in left if place.param.grad is None or place.filled})
         if layout.unused:
             self._usage.raise_hand(self._rank.step)
         for place in left:

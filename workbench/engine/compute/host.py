@@ -174,7 +174,7 @@ class Host:
         try:
             self.whole.run_backward(grad, micro, exchanged=True)
             self.hooks.hand_out_rest()
-            self.usage.step = self.rank.step
+            self.usage.note_backward(self.rank.step)
             self.at("step")
         finally:
             self.hooks.end_exchange()
@@ -252,7 +252,7 @@ class Host:
         self.met = self.met or (everyone and lane not in OFFLOAD_LANES)
         handle = self.lanes.start(child, name, lane, priority, share)
         if self.hooks.is_exchanging and lane not in OFFLOAD_LANES:
-            self.usage.last = handle
+            self.usage.note_last(handle)
         return handle
 
     def _await_child(self, handle: Handle) -> Any:

@@ -89,11 +89,11 @@ class ModelPerformer:
         if isinstance(grad, Tensor):
             raise StrategyError("a rank's backward begins with its loss, or its replica's: give a number, or nothing")
         parts, reading = self._parts, self._unsharder
-        self._layout.unused = set()
+        self._layout.note_unused(set())
         self._usage.begin_backward(self._rank.step)
         self._usage.require_trained(parts.strategy())
         if parts.module is not parts.model:  # torch exchanges this backward's gradients
-            self._usage.step = self._rank.step
+            self._usage.note_backward(self._rank.step)
         if self._pipeline.piece is not None:
             with unscale_grads((place.param for place in self._layout.order), None):  # in parts, as micro-batches are
                 self._timing.losses.append(self._pipeline.run_batch(grad, micro, exchanged))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from workbench.engine.collectives.child_job import LaneCalls
 from workbench.engine.collectives.lane import Lane
 from workbench.engine.collectives.lane_wires import GroupWires
 from workbench.engine.collectives.shaping import LinkShaper
@@ -34,13 +35,12 @@ class Background:
     def __init__(self, run: BackgroundView, name: str, wire: Wire | None, shaper: LinkShaper) -> None:
         self.run, self.wire, self._name = run, wire, name
         open = make_opener(run.peers, run.port, name, "gloo")
-        self.lane = Lane("background", run.port, run.watch, run.chip, open, GroupWires(wire, shaper, wire))
-        self.lane.eager = True  # its children run on this thread
-        self.lane.perform_hop = run.perform_hop
-        self.lane.on_collective, self.lane.on_child_end = (
-            run.memory_account.buffers.note_request,
-            run.memory_account.buffers.note_end,
+        buffers, whole = run.memory_account.buffers, GroupWires(wire, shaper, wire)
+        calls = LaneCalls(
+            on_collective=buffers.note_request, on_child_end=buffers.note_end, perform_hop=run.perform_hop
         )
+        # eager: its children run on this thread
+        self.lane = Lane("background", run.port, run.watch, run.chip, open, whole, calls, eager=True)
         self.error: BaseException | None = None
         self._idle = threading.Event()  # whether the step has come to its end
         self._moved = threading.Event()
@@ -160,7 +160,7 @@ class Background:
             self.run.mailbox.wake_waiters()
 
     def _perform_op(self, op: Op) -> Any:
-        self.lane.step = self.run.lane.step  # between two steps, rows belong to the former
+        self.lane.enter_step(self.run.lane.step)  # between two steps, rows belong to the former
         do = self._verbs.get(op.verb)
         if do is not None:
             return do(*op.args) if op.group is None else do(*op.args, group=op.group)

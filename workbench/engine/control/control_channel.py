@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from workbench.engine.collectives.lane import Lane
 from workbench.engine.collectives.mapped_file import map_file
 from workbench.engine.collectives.wire import Wire
 
@@ -92,8 +91,8 @@ class ControlChannel:
         self._last_number, self._raised = number, False
         return True
 
-    def enter_strategy(self, strategy: Any, lane: Lane, flat: bool) -> None:
-        """Begins a strategy: children are counted from 1 again. torch's own strategies have none on our lane.
+    def enter_strategy(self, strategy: Any, flat: bool) -> None:
+        """Begins a strategy, after the lanes count children from 1 again. torch's own strategies have none on our lane.
 
         flat: whether every group contains rank 0. Another group could complete a child that rank 0 has not begun.
         """
@@ -101,13 +100,16 @@ class ControlChannel:
         alike = flat and strategy.lockstep and not strategy.opaque and not strategy.propagation(size)
         self._by_flag = self.flag is not None and alike
         self._last_number, self._raised = 0, False
-        lane.started = lane.completed = 0
         if self.flag is not None and self.rank == 0:
             self.flag.clear_numbers()
 
     def close(self) -> None:
         if self.flag is not None:
             self.flag.close()
+
+    def end_taking(self) -> None:
+        """Notes that all pending tickets are taken."""
+        self.has_pending = False
 
     def publish_requests(self, wait: float = 0.0) -> None:
         """Publishes rank 0's inbox, after up to `wait` seconds for a request; other ranks listen."""

@@ -62,8 +62,13 @@ class StoppingView(Protocol):
 class MeetingView(BackgroundView, Protocol):
     """A rank that meets the other ranks. due_count: planned changes that are due"""
 
-    paused: bool
-    credit: int
+    @property
+    def paused(self) -> bool: ...
+    @property
+    def credit(self) -> int: ...
+
+    def set_paused(self, so: bool) -> None:
+        """Pauses the rank, or lets it go on."""
 
     @property
     def control(self) -> Wire | None: ...

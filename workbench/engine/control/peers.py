@@ -115,6 +115,9 @@ class Peers:
         self._watching = self._watching or connect_store(*self.session.where, self.session.generation)
         membership.require_alive(self._watching, range(self.rank.size), self.rank.members)
 
+    def drop_store(self) -> None:
+        self.store = None
+
     def close_wires(self, wires: list[Wire]) -> None:
         for wire in wires:
             wire.close()

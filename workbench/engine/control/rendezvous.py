@@ -117,6 +117,10 @@ class Rendezvous:
                 run.host.at(IDLE_OPERATION, waits=True)
             run.mailbox.await_news(POLL_SECONDS)
 
+    def note_step(self, step: int) -> None:
+        """Notes the step that all ranks have made."""
+        self.latest_step = step
+
     def assemble_ranks(self) -> None:
         run = self.run
         facts = [run.rank.step, self.run.due_count, self.has_ended, run.mailbox.meet, run.paused]
@@ -124,9 +128,8 @@ class Rendezvous:
         self.latest_step, self.due, self.has_ended = max(row[0] for row in table), table[0][1], bool(table[0][2])
         if self.propagation and not self.does_train:  # this rank may have stood here since the previous meeting
             run.rank.step = self.latest_step
-        run.mailbox.meet = max(row[3] for row in table)  # now all ranks know of a meeting that some knew
-        run.paused = bool(table[0][4])
-        run.credit = 0 if run.paused else run.credit
+        run.mailbox.plan_meeting(max(row[3] for row in table))  # now all ranks know of a meeting that some knew
+        run.set_paused(bool(table[0][4]))
         if self.background is not None:
             self.background.end_exchanges(run.control)
             gather_numbers(run.control, 0)  # no rank goes on, and sends, before all backgrounds have ended
@@ -162,7 +165,7 @@ class Rendezvous:
             planned = bool(run.due_count)
             if run.mailbox.meet < run.rank.step and (self._has_requests or (planned and not self.strategy.lockstep)):
                 with run.host.alone:  # so a server lets no rank on before it knows the step
-                    run.mailbox.meet = asynchronous.choose_meeting_step(run.experiment, run.rank, run.state)
+                    run.mailbox.plan_meeting(asynchronous.choose_meeting_step(run.experiment, run.rank, run.state))
             return planned and bool(self.strategy.lockstep)
         if not (ended or run.paused or self.run.due_count or self._has_requests):
             return False

@@ -61,16 +61,21 @@ class Mailbox:
         span: Callable[..., None],
         local: bool,
         limit: int = 2**30,
+        *,
+        chip: Chip | None = None,
+        step: Callable[[], int] | None = None,
+        report_strangers: Callable[[int], None] = lambda count: None,
+        check_peers: Callable[[], object] = lambda: None,
     ) -> None:
+        """check_peers: raises if this rank must leave or a peer is gone"""
         self.number = rank.number
         self.rank, self.size, self.store, self.where, self.secret = rank.id, rank.size, store, where, secret
         self.limit = limit
         self.door: RankListener | None = None
-        self.step = lambda: rank.step
-        self.chip = Chip()
+        self.step = step or (lambda: rank.step)
+        self.chip = chip or Chip()
         self.port, self.leaving, self.span, self.local = port, leaving, span, local
-        self.report_strangers: Callable[[int], None] = lambda count: None
-        self.check_peers: Callable[[], object] = lambda: None  # raises if this rank must leave or a peer is gone
+        self.report_strangers, self.check_peers = report_strangers, check_peers
         self.page, self.meet, self.received_count, self.posted_count = 0, -1, 0, 0
         self.gone: set[int] = set()  # ranks that have closed their end
         self.heard_from: set[int] = set()  # ranks with an open line to this one
@@ -99,6 +104,9 @@ class Mailbox:
             self.store.set(f"mailbox/{self.rank}", self.door.where)
             self._thread = threading.Thread(target=self._run_thread, name=f"rank {self.rank} mailbox", daemon=True)
             self._thread.start()
+
+    def plan_meeting(self, step: int) -> None:
+        self.meet = step
 
     @property
     def stranger_count(self) -> int:

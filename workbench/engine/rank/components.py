@@ -102,7 +102,8 @@ class RankComponents(RankLoop):
     def _make_parts(self, before: RankComponents | None) -> None:
         session = self.session
         self.policy_runner = before.policy_runner if before else PolicyRunner(self)
-        self.policy_runner.run, self.record = self, TappedRecorder(session.record, self.policy_runner)
+        self.policy_runner.follow_rank(self)
+        self.record = TappedRecorder(session.record, self.policy_runner)
         self.queue = ChangeQueue(before.queue.planned if before else session.planned)
         self.chip = make_chip(session.device)
         self.chip.bind_thread()
@@ -211,12 +212,11 @@ class RankComponents(RankLoop):
     def _make_mailbox(self) -> Mailbox:
         rank, session = self.rank, self.session
         limit = max(MIN_MESSAGE_LIMIT, MESSAGE_MODELS * self.layout.byte_count)
-        mailbox = Mailbox(rank, self.peers.store, session.where, session.secret, self.port, self.leaving,
-                          self.record.span, session.loopback, limit)  # fmt: skip
-        mailbox.step = lambda: self.lane.step
-        mailbox.report_strangers = lambda n: self.record.sample(rank.step, "strangers", self.clock.now(), n)
-        mailbox.chip, mailbox.check_peers = self.chip, self.peers.check_peers
-        return mailbox
+        return Mailbox(
+            rank, self.peers.store, session.where, session.secret, self.port, self.leaving, self.record.span,
+            session.loopback, limit, chip=self.chip, step=lambda: self.lane.step, check_peers=self.peers.check_peers,
+            report_strangers=lambda n: self.record.sample(rank.step, "strangers", self.clock.now(), n),
+        )  # fmt: skip
 
     def _make_memory_account(self, submodel: SubModelTraining) -> MemoryAccount:
         counts = RealMemoryCounts(self, lambda: self.host.list_open(), lambda: self.batches.nbytes,
@@ -230,9 +230,9 @@ class RankComponents(RankLoop):
                             self.memory_account, lambda handle: self.host.lanes.wait(handle))  # fmt: skip
         self.perform_hop = opener.perform_hop
         self.lane = opener.open_lane(
-            "comm", GroupWires(peers.data, LinkShaper(self.port, peers.make_arrival_table()), peers.arrivals)
-        )
-        self.lane.on_child_start = self.control_channel.notify_ranks
+            "comm", GroupWires(peers.data, LinkShaper(self.port, peers.make_arrival_table()), peers.arrivals),
+            self.control_channel.notify_ranks,
+        )  # fmt: skip
         return opener
 
     def _list_compute_parts(self, submodel: SubModelTraining) -> ComputeParts:
@@ -303,6 +303,9 @@ class RankComponents(RankLoop):
 
     # -- changes --
 
+    def set_paused(self, so: bool) -> None:
+        self.paused, self.credit = so, 0 if so else self.credit
+
     def refuse_request(self, refusal: dict[str, Json]) -> None:
         """Answers the present request with a refusal, which rank 0 records."""
         self.answer = RequestAnswer("refused", self.rank.step, self.now, refusal)
@@ -321,7 +324,7 @@ class RankComponents(RankLoop):
         alone = self.session.kind == "gloo" or self.rank.mesh.flat  # else two communicators would be under way at once
         quick = self.rank.compressor.immediate and not self.port.is_active and not self.experiment.strategy.offloads
         quick = quick and self.port.fabric.algorithm.native
-        self.lane.eager = quick and alone
+        self.lane.run_eagerly(quick and alone)
 
     def resize_own_buckets(self, bucket_mb: float) -> None:
         self.layout.resize_buckets(bucket_mb)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from workbench.engine.collectives.child_job import ChildJob
+from workbench.engine.collectives.child_job import ChildJob, LaneCalls
 from workbench.engine.collectives.lane import Lane
 from workbench.engine.collectives.lane_wires import GroupWires
 from workbench.engine.collectives.shaping import Port
@@ -28,20 +28,23 @@ class LaneOpener:
         self._kind, self._peers, self._port, self._mailbox = kind, peers, port, mailbox
         self._watch, self._chip, self._away, self._buffers, self._wait = watch, chip, away, memory_account.buffers, wait
 
-    def open_lane(self, name: str, whole: GroupWires | None = None) -> Lane:
+    def open_lane(self, name: str, whole: GroupWires | None = None,
+                  on_child_start: Callable[[int], None] = lambda number: None) -> Lane:  # fmt: skip
         """Makes one more lane; its wires open at first use."""
         kind = self._kind
         if kind != "gloo" and name not in ("comm", *OFFLOAD_LANES):
             raise StrategyError(f"lane {name!r}: over {kind} all children run on one lane, 'comm'; start it there")
-        lane = Lane(name, self._port, self._watch, self._chip, make_opener(self._peers, self._port, name, kind), whole)
-        lane.on_collective, lane.on_child_end = self._buffers.note_request, self._buffers.note_end
-        lane.wireless = name in OFFLOAD_LANES
-        lane.wireless_verbs = dict.fromkeys(("offload", "fetch", "update"), self._perform_wireless)
-        lane.wireless_verbs["wait"] = lambda op, job: self._wait(*op.args)
-        lane.wireless_verbs["work"] = lane.run_work
-        lane.read_settings = self._away.update_settings if lane.wireless else lane.read_settings
-        lane.perform_hop = self.perform_hop
-        return lane
+        verbs = dict.fromkeys(("offload", "fetch", "update"), self._perform_wireless)
+        verbs["wait"] = lambda op, job: self._wait(*op.args)
+        calls = LaneCalls(
+            on_child_start, self._buffers.note_request, self._buffers.note_end, perform_hop=self.perform_hop,
+            wireless=verbs,
+        )  # fmt: skip
+        wireless = name in OFFLOAD_LANES
+        if wireless:
+            calls = calls._replace(read_settings=self._away.update_settings)
+        opener = make_opener(self._peers, self._port, name, kind)
+        return Lane(name, self._port, self._watch, self._chip, opener, whole, calls, wireless=wireless)
 
     def perform_hop(self, op: Op, step: int) -> Any:
         """Sends or receives a message of an all-reduce on a lane. It belongs to no step, so no meeting counts it."""

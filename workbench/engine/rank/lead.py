@@ -100,7 +100,8 @@ class ScriptLead:
         for what in requests:
             if (reason := REFUSED_REQUESTS.get(what["kind"])) and run.rank.id == 0:
                 run.mark("not saved", {"text": reason})
-            run.session.stopping = run.session.stopping or what["kind"] == "preempt"
+            if what["kind"] == "preempt":
+                run.session.stop_early()
         return [what for what in requests if what["kind"] not in REFUSED_REQUESTS]
 
     async def finish_loop(self) -> None:

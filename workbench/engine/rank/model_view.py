@@ -164,7 +164,11 @@ class ModelView(ChangeView, Protocol):
 class ScriptPlace(PlaceView, SessionView, Protocol):
     """The session of a rank that runs a script. stopping: whether the run ends before its last step"""
 
-    stopping: bool
+    @property
+    def stopping(self) -> bool: ...
+
+    def stop_early(self) -> None:
+        """Ends the run before its last step."""
 
 
 class RankSessionView(PeeringView, ScriptPlace, Protocol):

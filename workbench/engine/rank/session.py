@@ -56,7 +56,7 @@ class Session(SessionState):
 
     def hurry(self) -> None:
         """Ends emulated delays before a stop. From now on a lost peer is no failure."""
-        self.paced_sleep.hurried = True
+        self.paced_sleep.hurry()
         self._end_asked.set()
 
     def set_outliving(self, so: bool) -> str:

@@ -183,9 +183,13 @@ class SessionState(ABC):
         """Queues a change, pause, resume, step or stop on rank 0. The next ticket carries it to all ranks."""
         self.inbox.put(what)
 
+    def stop_early(self) -> None:
+        """Ends the run before its last step."""
+        self.stopping = True
+
     def abort(self, asked: bool = False) -> None:
         """Leaves at once, and frees the peers. asked: a person wants this, so it is no failure."""
-        self.paced_sleep.hurried = True
+        self.paced_sleep.hurry()
         if asked:
             self.stopping = True
             self._end_asked.set()

@@ -122,8 +122,10 @@ def begin_generation(session: SessionState, to: NextGeneration) -> Membership:
         count = len(to.came.members)
         raise NotNeeded(f"the others went on from step {to.came.step} as {count} ranks, without this one")
     before = session.training
-    rank = Rank(forming.place, len(to.came.members), to.experiment.seed)
-    rank.step, rank.lr, rank.members = to.came.step, session.rank.lr, to.came.members
+    came = to.came
+    rank = Rank(
+        forming.place, len(came.members), to.experiment.seed, step=came.step, lr=session.rank.lr, members=came.members
+    )
     if before is not None:
         forming.keep_state(before)
         leaving.hand_down_state(before, rank, to)

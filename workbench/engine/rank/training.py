@@ -29,7 +29,6 @@ from workbench.experiment import Experiment
 from workbench.host.checkpoint.whole_state import RecoveryCheckpoint
 from workbench.host.core.planned_event import Planned
 from workbench.host.core.request_answers import KNOWN_KIND, Done, RequestAnswer, remember_answer
-from workbench.host.elastic.carried_state import CarriedState
 from workbench.host.elastic.reentry import Membership
 from workbench.host.elastic.voting import NextGeneration
 from workbench.host.loop.generation import train_in_generation
@@ -114,7 +113,7 @@ class RankTraining(RankComponents):
 
     async def step_strategy(self) -> int:
         host, strategy = self.host, self.experiment.strategy
-        self.lane.step = self.rank.step
+        self.lane.enter_step(self.rank.step)
         self.session.profiler.begin_step(self.rank.step)
         host.begin_step(strategy.opaque or self._has_ticket_each_step)
         since, began = self.clock.now(), self.lead.find_step_begin()
@@ -187,18 +186,18 @@ class RankTraining(RankComponents):
     def reset_groups(self) -> None:
         for lane in self.host.lanes:
             self.peers.close_wires(lane.wires.forget_groups(self.rank.mesh.generation))
-            lane.started = lane.completed = 0
+            lane.restart_count()
         flat = self.rank.mesh.flat and not self.rank.mesh.inside
-        self.control_channel.enter_strategy(self.experiment.strategy, self.lane, flat)
+        self.control_channel.enter_strategy(self.experiment.strategy, flat)
 
     @contextmanager
     def record_switch(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
         """Records a switch of strategy, made in the block, as one span. Ranks that fell behind take the latest step."""
         if has_common_step(was):
-            self.meeting.latest_step = self.rank.step
+            self.meeting.note_step(self.rank.step)
         self.rank.step = self.meeting.latest_step
         began, sent = self.now, self.sent_bytes
-        self.lane.step = self.rank.step
+        self.lane.enter_step(self.rank.step)
         self.host.at(f"switch from {was.strategy} to {wanted.strategy}")
         yield
         self.host.hooks.detach_hooks()
@@ -237,14 +236,14 @@ class RankTraining(RankComponents):
 
     def before_update(self) -> None:
         """Asks for the ticket if one is due, so that it overlaps the update."""
-        if self.host.met and not self.control_channel.has_pending:
-            if (
-                self.control_channel.is_due(self.lane.completed) or self.host.lanes.used_other_lane
-            ):  # other lanes have no flag
-                self.control_channel.publish_requests()
+        channel = self.control_channel
+        if self.host.met and not channel.has_pending:
+            if channel.is_due(self.lane.completed) or self.host.lanes.used_other_lane:  # other lanes have no flag
+                channel.publish_requests()
 
     async def evaluate_model(self, together: bool) -> None:
-        began, self.lane.step = self.now, self.rank.step
+        began = self.now
+        self.lane.enter_step(self.rank.step)
         self.host.at("evaluate")
         fully = self.host.parts.fully
         if fully is not None:
@@ -267,11 +266,12 @@ class RankTraining(RankComponents):
 
         former: the checkpoint from which the generation goes on, if it does
         """
-        self.queue.obeyed, self.has_begun = to.changes, True
+        self.queue.continue_count(to.changes)
+        self.has_begun = True
         self.paused, self.credit = to.paused, to.credit
         self.known_answers.update(to.done)
         if before is not None:
-            self.carried, before.carried = before.carried._replace(former=former), CarriedState()
+            self.carried = before.take_carried()._replace(former=former)
             self.step_seconds, self.longest_evaluation = before.step_seconds, before.longest_evaluation
 
     async def place_state(self) -> None:
@@ -295,7 +295,7 @@ class RankTraining(RankComponents):
         self.meeting.start_background()
 
     async def execute_change(self, change: Planned) -> bool:
-        self.lane.step = self.rank.step
+        self.lane.enter_step(self.rank.step)
         return await self.trained.follow_change(change, super().execute_change(change))
 
     async def take_requests(self, apart: bool) -> None:
@@ -310,7 +310,7 @@ class RankTraining(RankComponents):
                 requests = await Op("do", self.control_channel.take_requests)
                 quiet = quiet and not requests
                 await self._execute_requests(requests)
-            self.control_channel.has_pending = False
+            self.control_channel.end_taking()
             self._since = since if quiet and self.rank.step else None
         if self._has_evaluated and not (apart or self.experiment.partition.ahead(0)):
             await self._execute_requests(await Op("do", partial(self._receive_requests, 0.0)))
@@ -370,7 +370,7 @@ class RankTraining(RankComponents):
                 case "checkpoint":
                     await self.checkpointer.make_checkpoint(asked=True)
                 case "stop":
-                    self.session.stopping = True
+                    self.session.stop_early()
             remember_answer(self.known_answers, what.get("id", ""), self.answer)
             del self.pending_requests[0]
             if what["kind"] == "change":
@@ -397,4 +397,4 @@ class RankTraining(RankComponents):
         self.control_channel.close()
         self.host.usage.close_flags()
         self.mailbox.close()
-        self.peers.store = None
+        self.peers.drop_store()

@@ -32,6 +32,10 @@ class ChangeQueue:
         """Takes the first `count` planned changes, to make them now."""
         self.taken, self.planned = self.planned[:count], self.planned[count:]
 
+    def continue_count(self, obeyed: int) -> None:
+        """Goes on from the changes that all ranks have made."""
+        self.obeyed = obeyed
+
     def plan_event(self, event: Planned) -> None:
         """Plans an event, behind the changes that are due by then."""
         self.planned.insert(bisect_right([change.at_step for change in self.planned], event.at_step), event)

@@ -116,7 +116,7 @@ class StateBefore:
         for name, value in self.settings.items():
             setattr(run, name, value)
         vars(run.policy_runner).update(self.policy_runner)
-        run.policy_runner.run = run
+        run.policy_runner.follow_rank(run)
         if self.whole is None:
             return
         run.use_optimizer(self.optimizer)

@@ -102,6 +102,11 @@ class RankLoop(ABC):
         """The number of planned changes that are due at this rank's step."""
         return self.queue.count_due(self.rank.step)
 
+    def take_carried(self) -> CarriedState:
+        """Hands this rank's own state over to the next generation."""
+        carried, self.carried = self.carried, CarriedState()
+        return carried
+
     async def train_from_start(self) -> None:
         await self.place_state()
         await self.checkpointer.restore_state()

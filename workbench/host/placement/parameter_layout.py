@@ -278,6 +278,10 @@ class ParameterLayout:
             place.filled = place.param.grad is None
         self.list_grads()
 
+    def note_unused(self, names: set[str]) -> None:
+        """Notes which parameters no rank used in this step."""
+        self.unused = names
+
     def drop_unused(self) -> None:
         """Lets the optimizer skip unused parameters."""
         for place in self.order if self.unused else ():

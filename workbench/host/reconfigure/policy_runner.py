@@ -55,6 +55,10 @@ class PolicyRunner:
         self._refused: set[str] = set()  # decisions to avoid until a change is made
         self._said: set[str] = set()
 
+    def follow_rank(self, run: PolicyView) -> None:
+        """Steers `run` from now on: the rank of the next generation."""
+        self.run = run
+
     @property
     def policy(self) -> Policy | None:
         """None if only people decide."""

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.host.placement.parameter_layout import ParameterLayout, ParameterPlace
-from workbench.rank import Rank, StrategyError
+from workbench.rank import Handle, Rank, StrategyError
 
 if TYPE_CHECKING:
     from workbench.strategies import Strategy
@@ -47,7 +47,7 @@ class ParameterUsage:
     def __init__(self, hands: RaisedView | None = None) -> None:
         self.hands = hands
         self.step: int | None = None
-        self.last: Any = None
+        self.last: Handle | None = None
         self.listening = False
         self.settled = False
         self.unfrozen: dict[str, nn.Parameter] = {}
@@ -62,6 +62,13 @@ class ParameterUsage:
         self.frozen = {name: p for name, p in named if id(p) not in here and (whole or not p.requires_grad)}
         self.unfrozen, self._is_whole = {}, whole
         self._trained = [place for place in layout.order if place.param.requires_grad]
+
+    def note_backward(self, step: int) -> None:
+        """Notes that an exchanged backward of `step` is over, so that the ranks can agree."""
+        self.step = step
+
+    def note_last(self, handle: Handle | None) -> None:
+        self.last = handle
 
     def require_trained(self, strategy: Strategy) -> None:
         """Raises StrategyError if `strategy` would move a frozen parameter."""
@@ -131,7 +138,7 @@ class ParameterUsage:
         noted.copy_(torch.tensor(mine, dtype=torch.int32))
         noted = await rank.all_reduce(noted, "max", "used")
         of_layout, others = noted.tolist()[: len(layout.order)], noted.tolist()[len(layout.order) :]
-        layout.unused = {place.name for place, use in zip(layout.order, of_layout, strict=True) if not use}
+        layout.note_unused({place.name for place, use in zip(layout.order, of_layout, strict=True) if not use})
         uses = dict(zip(self.frozen, others, strict=True))
         self.unfrozen = {name: p for name, p in self.frozen.items() if uses[name]}
         how = "sum" if host.module is host.model else "mean"  # torch's DDP has not scaled the loss

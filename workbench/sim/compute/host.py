@@ -175,7 +175,7 @@ class Host:
         self.met = self.met or (everyone and lane not in OFFLOAD_LANES)
         handle = Handle(name, lane)
         if self.usage.listening and lane not in OFFLOAD_LANES:
-            self.usage.last = handle
+            self.usage.note_last(handle)
         if self._prices and (nbytes := self.body.cut.nbytes.get(name, 0)):
             child: ChildFiber = CodedChildFiber(self, coro, name, fiber.origin, priority, share, nbytes)
         else:
@@ -187,9 +187,9 @@ class Host:
         return handle
 
     def _await_child(self, fiber: Fiber, op: Op) -> Any:
-        handle = op.args[0]
+        handle: Handle = op.args[0]
         if handle is self.usage.last and self.usage.step is not None:
-            self.usage.last = None
+            self.usage.note_last(None)
             return self.run_inner(fiber, self._wait_and_agree(handle))
         child: ChildFiber = handle._state
         if child.done:

@@ -208,7 +208,7 @@ class RankTensors(RenewableTensors, ModelPortion):
         self, run: Callable[[], None], exchanged: bool, first: bool = False, there: Collection[str] = ()
     ) -> None:
         """Runs a backward. there: names of parameters with gradients from earlier backwards"""
-        self.layout.unused = set()
+        self.layout.note_unused(set())
         self.usage.begin_backward(self.step_now())
         self.usage.require_trained(self.strategy_now())
         if exchanged:
@@ -232,7 +232,7 @@ class RankTensors(RenewableTensors, ModelPortion):
 
     def _note_unused(self) -> None:
         """Notes parameters that no backward of this step has used, and raises a hand if some exist."""
-        self.layout.unused = {place.name for place in self.layout.order if place.param.grad is None or place.filled}
+        self.layout.note_unused({place.name for place in self.layout.order if place.param.grad is None or place.filled})
         if self.layout.unused:
             self.usage.raise_hand(self.step_now())
 

@@ -75,7 +75,7 @@ class Session(Reconfigurable):
         if to is not None:
             self._enter_generation(before, to)
         self.policy_runner = before.policy_runner if before else PolicyRunner(self)
-        self.policy_runner.run = self
+        self.policy_runner.follow_rank(self)
         self.stepped: Callable[[int], None] = before.stepped if before else lambda steps: None  # gets the step count
         self.state: Any = None
         self.error_probe = CompressionErrorProbe()
