@@ -126,7 +126,7 @@ def test_a_fault_crashes_an_engine(lab: Lab) -> None:
     assert until(lambda: not psutil.pid_exists(pid)) and lab._live is not None and lab._live.members == (1, 2)
     lab.stop()
     assert run.wait(60).state == "stopped"
-    assert [detail["text"] for _, _, detail in run.details("fault")] == ["crashed, as a fault says"]
+    assert [detail["text"] for _, _, detail in run.details("fault")] == ["crashed by an injected fault"]
 
 
 @contextmanager

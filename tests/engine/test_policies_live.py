@@ -52,7 +52,7 @@ def test_a_policy_from_a_cell_is_set_live_named_overruled_and_disabled_after_an_
     until(lambda: any("leaves lr alone" in note for note in lab.notes))
     assert lab.experiment.lr == 0.001
     lab.set("policy", Lowering(look_every=5)).wait(60)
-    until(lambda: any("is put off" in note for note in lab.notes))
+    until(lambda: any("is paused" in note for note in lab.notes))
     until(lambda: lab.experiment.policy.paused)
     lab.stop()
     run.wait(60)

@@ -301,7 +301,7 @@ def test_advice_in_a_refusal_suffices(more: dict[str, Any]) -> None:
         assert "checkpoint" not in advice or e.set("partition.checkpoint", "units")
         assert ("smaller batch" in advice) == (" in a step (" in texts[-1])
         exact = re.search(r"memory_mb=([\d.]+)$", advice)
-        floor = re.search(r"memory_mb above ([\d.]+), a step may need more$", advice)
+        floor = re.search(r"memory_mb above ([\d.]+); a step may need more$", advice)
         assert exact or floor, advice
         memory_mb = float(exact[1]) if exact else 2 * float(floor[1]) if floor else 0.0
     assert len(texts) < 8 and len([text for text in texts if "in a step" in text]) <= 1, texts

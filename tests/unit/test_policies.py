@@ -376,7 +376,8 @@ def test_a_policy_leaves_a_users_change_alone_until_the_policy_is_set_again() ->
     done = simulate(e, changes=changes, costs=PACED, real=True)
     assert [(s, v) for s, path, v in made(done, "Halver")] == [(5, 0.04), (10, 0.02), (27, 0.25)]
     [text] = said(done)
-    assert text == "Halver: leaves lr alone, which a person set at step 12; set policy again to put that into its hands"
+    held = "Halver: does not change lr, because a person set it at step 12; "
+    assert text == held + "set the policy again to let it change this setting"
     sessions = run(e, *changes)
     assert [(d["step"], d["value"]) for d in noted(sessions[0].record, "change") if "by" in d] == [
         (5, 0.04), (10, 0.02), (27, 0.25)]  # fmt: skip
@@ -393,14 +394,14 @@ def test_a_user_who_set_a_knob_of_the_strategy_keeps_the_strategy() -> None:
     e = experiment(steps=20, lr=0.02, strategy=LocalSGD(), policy=SyncSwitch(fraction=0.5, straggler="nothing"))
     done = simulate(e, changes=[Change(3, "strategy.every", 2)], costs=PACED, real=True)
     assert made(done, "SyncSwitch") == []
-    assert "leaves strategy.every alone, which a person set at step 3" in said(done)[0]
+    assert "does not change strategy.every, because a person set it at step 3" in said(done)[0]
 
 
 def test_a_decision_with_a_pinned_part_is_not_made_at_all() -> None:
     e = experiment(steps=20, lr=0.02, policy=SyncSwitch(fraction=0.5, straggler="nothing"))
     done = simulate(e, changes=[Change(3, "lr", 0.01)], costs=PACED, real=True)
     assert made(done, "SyncSwitch") == []
-    assert "leaves lr alone" in said(done)[0]
+    assert "does not change lr" in said(done)[0]
 
 
 def test_a_paused_policy_decides_nothing_until_it_is_resumed() -> None:
@@ -534,7 +535,7 @@ def test_a_policy_reports_once_what_it_waits_for(policy: Policy, rest: dict[str,
 def test_with_sizes_only_the_missing_loss_is_reported() -> None:
     e = Experiment(steps=20, pace=10.0, strategy=LocalSGD(every=8), policy=AdaComm(look_every=5))
     done = simulate(e)
-    assert said(done) == ["AdaComm: no rank has told of loss yet; it waits until one does"]
+    assert said(done) == ["AdaComm: no rank has reported loss yet; the policy waits"]
 
 
 @pytest.mark.parametrize("strategy", ["LocalSGD", "AsyncServer", "BackupWorkers", "BoundedStaleness", "Gossip",
@@ -587,7 +588,9 @@ def test_a_replay_repeats_the_recorded_decisions_and_makes_no_new_ones() -> None
     again = simulate(first.experiment, changes=first.changes)
     assert made(again) == made(first)
     assert again.spans.t1.tolist() == first.spans.t1.tolist()
-    assert said(again) == ["SyncSwitch: its decisions are those of another run, given as changes; it makes no others"]
+    assert said(again) == [
+        "SyncSwitch: it replays the decisions of another run, given as changes, and makes no new ones"
+    ]
     assert "by='SyncSwitch'" in as_python(first)
 
 

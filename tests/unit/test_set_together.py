@@ -90,4 +90,4 @@ def test_a_policy_may_set_a_group_but_leaves_a_users_group_alone() -> None:
     assert [(c.at_step, c.by, set(c.settings)) for c in record.changes] == [(3, "Cuts", set(BOTH))]
     other, _ = simulated(e, Change(2, {"strategy": "DDP", "bucket_mb": 0.02}))
     assert [(c.at_step, set(c.settings)) for c in other.changes] == [(2, {"strategy", "bucket_mb"})]
-    assert "Cuts: leaves strategy alone, which a person set at step 2" in str(other.details("policy"))
+    assert "Cuts: does not change strategy, because a person set it at step 2" in str(other.details("policy"))
