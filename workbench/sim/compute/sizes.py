@@ -27,7 +27,6 @@ from workbench.sim.compute.offload import SizedOffload
 from workbench.sim.fake.shaped import make_shaped, shape_bucket
 from workbench.sim.model.known_memory import KeptBytes
 from workbench.sim.model.outline import Outline, StageOutline, compute_ready_shares
-from workbench.sim.model.renewal import RenewableSizes
 from workbench.tasks import Learner
 
 if TYPE_CHECKING:
@@ -41,11 +40,12 @@ class StagePlace(NamedTuple):
     stages: int
 
 
-class RankSizes(RenewableSizes, BatchOutline):
+class RankSizes(BatchOutline):
     """The state of one rank. See `ModelPortion` for common fields."""
 
     losses: tuple[()] = ()
-    memory_account: Any = None  # the session sets it
+    memory_account: Any = None  # the session sets these two
+    unsharder: Any = None
     share = 1.0
     again: tuple[float, ...] = (0.0,)
     fresh = False
@@ -285,3 +285,19 @@ class RankSizes(RenewableSizes, BatchOutline):
 
     def list_params(self) -> list[Bucket]:
         return self.cut.params
+
+    # -- another generation begins --
+
+    def discard_step(self) -> None:
+        self._asked.clear()
+        self.opened, self.going, self.came, self.roomy = [0.0] * len(self.shares), 0, None, False
+
+    def forget_order(self) -> None:
+        self._told = self.learning = False
+
+    def release_state(self, e: Experiment, seed: int) -> None:
+        self.lay_out_parameters(set(self.whole.names), None, 0, e, seed)
+
+    def reallocate_state(self, e: Experiment) -> None:
+        self.resize_buckets(e.bucket_mb)
+        self.take_optimizer(self.make_optimizer(e))

@@ -28,11 +28,10 @@ from workbench.optimizers import built
 from workbench.rank import Bucket, Factors, StrategyError
 from workbench.sim.model.outline import BucketCut, compute_ready_shares
 from workbench.sim.model.portion import ModelPortion
-from workbench.sim.model.renewal import RenewableTensors
 from workbench.tasks import Learner
 
 
-class RankTensors(RenewableTensors, ModelPortion):
+class RankTensors(ModelPortion):
     """One rank's model, data and optimizer, with the engine's seeds."""
 
     shards: Any = None  # as in RankSizes
@@ -329,6 +328,36 @@ class RankTensors(RenewableTensors, ModelPortion):
         torch.set_rng_state(self._random_state)
         yield
         self._random_state = torch.get_rng_state()
+
+    # -- another generation begins --
+
+    def discard_step(self) -> None:
+        for kept in (self._open, self._looked, self._grads, self._batches, self.losses):
+            kept.clear()
+        self._worker, self._waves = "", None
+        self.layout.drop_gradients()
+
+    def forget_order(self) -> None:
+        """Forgets the order of gradients. The next backward shows it to every rank."""
+        self._arrival, self._learned = None, False
+
+    def release_state(self, e: Experiment, seed: int) -> None:
+        """Removes stages, slices and checkpointing."""
+        self._stop_recomputing()
+        if self._together is not None:
+            self._together.restore_modules()
+        self.spread = self.piece = self.split = self._together = None
+        self.stage, self.share, self.shares, self.fresh = (0, 1), 1.0, (1.0,), True
+
+    def reallocate_state(self, e: Experiment) -> None:
+        """Lays out the whole model on this rank, with a new optimizer."""
+        self.layout = ParameterLayout(self.model, e.bucket_mb)
+        self.layout.keeps_values = True
+        self.curvature = CurvatureEstimator(self.model, self.learner.loss, self.layout)
+        self.optimizer = self.make_optimizer(e)
+        self._arrival, self._learned = None, False
+        self._cut_buckets()
+        self.tune_partition(e)
 
 
 def _run_loss_backward(loss: Tensor, grad: float | None) -> None:
