@@ -197,7 +197,7 @@ REFUSED = [
     ({"cuts": (1, 2)}, "2 stages need 1 cuts, and there are 2"),
     ({"cuts": (2, 2), "stages": 3}, "cuts must increase and begin at 1 or more"),
     ({"cuts": (0,)}, "begin at 1 or more"),
-    ({"cuts": (3,), "schedule": Interleaved()}, "2 stages of 2 pieces each take 3 cuts"),
+    ({"cuts": (3,), "schedule": Interleaved()}, "2 stages of 2 pieces each need 3 cuts"),
 ]
 
 

@@ -79,7 +79,7 @@ SLIPS: list[tuple[Any, Any, int, str]] = [
     (padded, PLAN, 2, "words: an Embedding with max_norm, scale_grad_by_freq or sparse gradients"),
     (lambda: ODD, None, 4, "ways=4: 0 has 6 outputs, which cannot be split evenly over the ranks; take ways=2 "
                            "or 3 or 6"),
-    (lambda: nn.Sequential(nn.Linear(4, 4)), None, 2, "nothing says how a Sequential without two Linears in a row"),
+    (lambda: nn.Sequential(nn.Linear(4, 4)), None, 2, "no plan says how to split a Sequential without"),
     (lambda: nn.Bilinear(2, 2, 2), None, 2, "no plan says how to split Bilinear over ranks; give the task `split`"),
 ]  # fmt: skip
 
