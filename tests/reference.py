@@ -24,7 +24,7 @@ from workbench.partitions.schedules import Schedule
 from workbench.policies import PolicyBase
 from workbench.rank import Rank
 from workbench.settings import Family, Knob, KnobError, describe, knobs, members, to_plain
-from workbench.settings.parsed_docstring import PAPER, TERM, WHEN, is_code, paragraphs, terms, told
+from workbench.settings.parsed_docstring import PAPER, TERM, WHEN, is_code, paragraphs, parse_docstring, terms
 from workbench.settings.plain import in_words
 from workbench.strategies import Strategy, ZeRO1
 from workbench.tasks import TaskBase
@@ -130,7 +130,7 @@ def link(m: type[Any]) -> str:
 
 def member(m: type[Any], claims: tuple[str, ...], heading: str) -> str:
     """Describes one member: text, use, formula, knobs and paper. The rest is folded away."""
-    said = told(m)
+    said = parse_docstring(m)
     parts = [f"{heading} {m.__name__}", prose(said.what)]
     if (ROOT / "docs" / "strategies" / f"{m.__name__}.svg").exists():
         parts.append(f"![{m.__name__} and DDP on four simulated ranks](../strategies/{m.__name__}.svg)")

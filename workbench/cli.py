@@ -21,8 +21,8 @@ from workbench.cluster.run.rank_errors import RankError
 from workbench.run import Run, RunError
 from workbench.settings import KnobError
 
-WHAT = "a recipe, such as first_run, digits or slow_link, or a training script, such as train.py"
-LOOK = 0.2  # seconds between two looks at a script's output
+RECIPE_HELP = "a recipe, such as first_run, digits or slow_link, or a training script, such as train.py"
+POLL_INTERVAL = 0.2  # seconds between two looks at a script's output
 
 app = typer.Typer(
     help="Watch and steer distributed training while it runs.",
@@ -73,7 +73,7 @@ def demo(
 @plainly
 def run(
     out: Annotated[Path, typer.Option(help="the run directory that is written")],
-    recipe: Annotated[str | None, typer.Argument(help=WHAT)] = None,
+    recipe: Annotated[str | None, typer.Argument(help=RECIPE_HELP)] = None,
     words: Annotated[list[str] | None, typer.Argument(help="after --, the arguments of the script")] = None,
     knobs: Annotated[list[str] | None, typer.Option("--set", help="a knob, as path=value; may be given again")] = None,
     steps: Annotated[int | None, typer.Option(help="stop after this many steps (200 if the recipe sets none)")] = None,
@@ -97,7 +97,7 @@ def run(
     experiment = experiment if experiment.steps or experiment.task.has_own_loop else experiment.set("steps", 200)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out}: already exists; name a new directory")
-    from workbench.entrypoints.termination import CODE, describe_end, handle_sigterm
+    from workbench.entrypoints.termination import EXIT_CODE, describe_end, handle_sigterm
     from workbench.lab import Lab
 
     with handle_sigterm() as ending:
@@ -113,7 +113,7 @@ def run(
             if ending.times and out.is_dir():
                 typer.echo(f"workbench: {describe_end(out)}", err=True)
     if ending.times and done.state != "done":
-        raise typer.Exit(CODE)
+        raise typer.Exit(EXIT_CODE)
     if done.state in ("preempted", "failed"):
         raise typer.Exit(1)
 
@@ -262,7 +262,7 @@ def followed(run: Run) -> None:
         for _, _, line in lines[told:]:
             typer.echo(line["text"].rstrip("\n"), err=line["stream"] == "stderr")
         told = len(lines)
-        time.sleep(LOOK if live else 0.0)
+        time.sleep(POLL_INTERVAL if live else 0.0)
     run.wait()
 
 

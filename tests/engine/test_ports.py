@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from workbench.cluster.processes.lab_place import ClusterError, LabPlace
-from workbench.cluster.processes.lab_processes import CONTROLLERS, LabProcesses, end_processes, wait_for
+from workbench.cluster.processes.lab_processes import MAX_CONTROLLERS, LabProcesses, end_processes, wait_for
 from workbench.cluster.processes.ports import list_listened, list_ports
 
 pytestmark = pytest.mark.engine
@@ -90,7 +90,7 @@ def test_forks_of_a_controller_end_with_it(place: LabPlace) -> None:
 
 def test_repeatedly_lost_ports_raise_cluster_error(place: LabPlace, free: list[int]) -> None:
     with socket.create_server(("127.0.0.1", free[SCHEDULER])):
-        owned = Robbed(place, free, times=CONTROLLERS)
+        owned = Robbed(place, free, times=MAX_CONTROLLERS)
         owned.start_lab(0)
         with pytest.raises(ClusterError, match="4 controllers in a row lost ports that they had chosen"):
             wait_for(owned.introduce_controller, 60)

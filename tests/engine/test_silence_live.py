@@ -83,7 +83,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     here = sys.modules[__name__]
     cloudpickle.register_pickle_by_value(here)  # as if this were a notebook
     with apart(tmp_path_factory) as patch:
-        patch.setattr(hang_diagnosis, "LEAST", LEAST)
+        patch.setattr(hang_diagnosis, "MIN_STALL", LEAST)
         with Lab(ranks=4, name="silence") as made:
             yield made.wait(120)
     cloudpickle.unregister_pickle_by_value(here)

@@ -36,7 +36,7 @@ class Telling:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "LOOK", 0.0)
+    monkeypatch.setattr(kept, "POLL_INTERVAL", 0.0)
 
 
 def one(step: int, asked: bool) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from workbench.analysis.compare.clear import (
-    WORTH,
+    MIN_RATIO_CHANGE,
     compare_values,
     draw_medians,
     estimate_median,
@@ -55,8 +55,8 @@ def test_swapping_the_series_mirrors_the_result() -> None:
 
 def test_a_certain_but_tiny_difference_is_not_clear() -> None:
     steady = np.full(30, 100.0)
-    assert not compare_values(steady, steady * (1 + WORTH / 2)).clear
-    assert compare_values(steady, steady * (1 + 2 * WORTH)).more
+    assert not compare_values(steady, steady * (1 + MIN_RATIO_CHANGE / 2)).clear
+    assert compare_values(steady, steady * (1 + 2 * MIN_RATIO_CHANGE)).more
     assert (
         not compare_values(steady * 1e-3, steady * 2e-3, least=0.2).clear
         and compare_values(steady, 2 * steady, least=0.2).more

@@ -167,7 +167,7 @@ def test_the_status_line_shows_starting_engines_and_what_blocks_a_step(monkeypat
     lab.run()
     held = "rank 2 has been in forward of step 30 for 4 s; 0, 1, 3 wait in all_reduce bucket 3"
     lab.run_now._control = SimpleNamespace(holdup=held, standing=[])
-    monkeypatch.setattr("widgets.controls.progress.PATIENCE", -1.0)
+    monkeypatch.setattr("widgets.controls.progress.DELAY_BEFORE_NOTE", -1.0)
     transport.refresh()
     assert transport.line.endswith(f" · {held}") and repr(lab.run_now).endswith(f"; {held}")
 

@@ -26,7 +26,7 @@ from workbench.strategies import DDP
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes progress reports appear at once."""
-    monkeypatch.setattr(doing, "SOON", -1.0)
+    monkeypatch.setattr(doing, "DELAY_BEFORE_BAR", -1.0)
 
 
 def test_nested_parts_make_one_share_that_never_falls(at_once: None) -> None:
@@ -86,14 +86,14 @@ def test_simulating_and_planning_are_under_way_while_they_last(at_once: None, mo
 
 def test_the_duration_of_a_start_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert usual.usual("starting 4 engines") is None
-    usual.took("starting 4 engines", 5.5)
-    assert usual.usual("starting 4 engines") == 5.5
+    assert usual.read_duration("starting 4 engines") is None
+    usual.note_duration("starting 4 engines", 5.5)
+    assert usual.read_duration("starting 4 engines") == 5.5
     usual._file().write_text("[1")
-    assert usual.usual("starting 4 engines") is None
-    with pytest.raises(ValueError), usual.timed("starting 4 engines"):
+    assert usual.read_duration("starting 4 engines") is None
+    with pytest.raises(ValueError), usual.time_work("starting 4 engines"):
         raise ValueError
-    assert usual.usual("starting 4 engines") is None  # a failed start gives no duration
+    assert usual.read_duration("starting 4 engines") is None  # a failed start gives no duration
 
 
 def test_a_run_of_known_length_says_what_it_has_to_go() -> None:

@@ -365,11 +365,16 @@ def test_a_watch_returns_freed_memory_at_intervals(monkeypatch: pytest.MonkeyPat
     live = SimpleNamespace(ending=RunEnding(range(2)), ranks=range(2), over=threading.Event())
     looking, given = RunWatch(live), []  # type: ignore[arg-type]
     live.over.set()
-    monkeypatch.setattr(tidy, "give_back", lambda: given.append(1))
+    monkeypatch.setattr(tidy, "release_free_memory", lambda: given.append(1))
     monkeypatch.setattr(looking, "request_status", lambda: None)
     monkeypatch.setattr(looking, "_check_engines", lambda: None)
     now = time.monotonic()
-    for seconds, times in ((1, 0), (tidy.OFTEN + 1, 1), (tidy.OFTEN + 2, 1), (2 * tidy.OFTEN + 3, 2)):
+    for seconds, times in (
+        (1, 0),
+        (tidy.READER_INTERVAL + 1, 1),
+        (tidy.READER_INTERVAL + 2, 1),
+        (2 * tidy.READER_INTERVAL + 3, 2),
+    ):
         monkeypatch.setattr(tidy.time, "monotonic", lambda seconds=seconds: now + seconds)
         looking._watch_once()
         assert len(given) == times

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.unit import synthetic
 from widgets.charts.feed import Feed
-from widgets.charts.film import POINTS, make_film
+from widgets.charts.film import MAX_POINTS, make_film
 from widgets.page.dashboard import Dashboard
 from widgets.views.timeline import Timeline
 from workbench.experiment import Experiment
@@ -47,9 +47,9 @@ def test_a_setting_without_a_change_appears_once() -> None:
 
 
 def test_only_full_boards_of_ended_runs_have_a_film() -> None:
-    run = synthetic.run(steps=3 * POINTS // 2, ranks=1)
+    run = synthetic.run(steps=3 * MAX_POINTS // 2, ranks=1)
     found = Feed(run).make_opening()[0]["film"]
-    assert len(found["steps"]) == POINTS and found["steps"][-1][1] == 3 * POINTS // 2 - 1
+    assert len(found["steps"]) == MAX_POINTS and found["steps"][-1][1] == 3 * MAX_POINTS // 2 - 1
     assert Feed(run, (Timeline,)).make_opening()[0]["film"] is None
     run.secret = "a riddle"
     assert Feed(run).make_opening()[0]["film"] is None, "settings would tell"

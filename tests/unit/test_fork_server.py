@@ -44,7 +44,7 @@ def forks():
 
 os.fork = forks
 print("a site's own module says this", flush=True)
-fork_server.LOADED = ("numpy",)
+fork_server.PRELOADED_MODULES = ("numpy",)
 fork_server.serve_forks(live)
 """
 
@@ -121,8 +121,8 @@ def test_a_server_ends_after_its_engines_and_forks_no_more(served: Any, how: str
         late = fork("engine 1")
         server.process.terminate()
         server.process.send_signal(signal.SIGCONT)
-        assert late.wait(BOUND) == fork_server.UNTOLD and not late.pid
-        assert fork("engine 2").wait(BOUND) == fork_server.UNTOLD, "another server has to be started"
+        assert late.wait(BOUND) == fork_server.NEVER_FORKED and not late.pid
+        assert fork("engine 2").wait(BOUND) == fork_server.NEVER_FORKED, "another server has to be started"
     with pytest.raises(subprocess.TimeoutExpired):
         server.process.wait(0.3)
     assert psutil.Process(one.pid).is_running() and one.poll() is None
@@ -161,7 +161,7 @@ def test_engines_outlive_a_killed_server_and_their_exit_is_unknown(served: Any) 
     os.kill(one.pid, signal.SIGKILL)
     assert one.wait(BOUND) is None
     assert until(lambda: server.over, BOUND)
-    assert fork("engine 1").wait(BOUND) == fork_server.UNTOLD, "nobody forks it"
+    assert fork("engine 1").wait(BOUND) == fork_server.NEVER_FORKED, "nobody forks it"
 
 
 def test_pending_engines_end_with_a_killed_server(served: Any) -> None:
@@ -228,7 +228,7 @@ def test_a_new_server_replaces_a_terminated_one(owned: LabProcesses) -> None:
 
 
 def test_engines_are_not_forked_with_accelerators_or_on_a_mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(fork_server, "CHIPS", (str(tmp_path / "chip"),))
+    monkeypatch.setattr(fork_server, "GPU_DEVICES", (str(tmp_path / "chip"),))
     monkeypatch.setattr(sys, "platform", "linux")
     assert fork_server.can_fork()
     (tmp_path / "chip").touch()

@@ -89,7 +89,7 @@ def test_the_error_for_ranks_explains_its_range(tmp_path: Path) -> None:
     assert f"{words}; simulate(experiment) takes up to 4096 ranks" in " ".join(said.output.split())
     with pytest.raises(KnobError, match=r"ranks=5000: must be an integer in \[1, 4096\]"):
         Experiment(ranks=5000)
-    assert Experiment(ranks=user_input.LIMIT).ranks == 4096, "what the sentence says holds"
+    assert Experiment(ranks=user_input.RANKS_LIMIT).ranks == 4096, "what the sentence says holds"
 
 
 def test_a_plan_without_a_valid_pair_has_a_reason() -> None:

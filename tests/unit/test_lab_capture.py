@@ -58,10 +58,10 @@ def test_a_flood_of_output_is_counted_and_dropped(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(output_capture.time, "monotonic", lambda: second[0])
     with OutputCapture("rank ", lambda stream, text: said.append(text)) as ours:
         run_as("rank 0 training", lambda: [print(i) for i in range(1000)])
-        assert len(said) == output_capture.PER_SECOND
+        assert len(said) == output_capture.MAX_LINES_PER_SECOND
         second[0] = 2.0
         ours.hand_on("stdout", "later")
-    assert said[-2:] == [f"... {1000 - output_capture.PER_SECOND} more lines in that second", "later"]
+    assert said[-2:] == [f"... {1000 - output_capture.MAX_LINES_PER_SECOND} more lines in that second", "later"]
 
 
 def test_a_sink_that_fails_does_not_stop_the_training() -> None:
@@ -91,8 +91,8 @@ def test_a_line_without_end_keeps_a_bounded_beginning() -> None:
     said: list[str] = []
     with OutputCapture("rank ", lambda stream, text: said.append(text)):
         run_as("rank 0 training", lambda: [print("x" * 1000, end="\r") for _ in range(100)])
-        assert all(len(text) <= output_capture.LONGEST for text in vars(sys.stdout)["_begun"].values())
-    assert [len(text) for text in said] == [output_capture.LONGEST]
+        assert all(len(text) <= output_capture.MAX_LINE_LENGTH for text in vars(sys.stdout)["_begun"].values())
+    assert [len(text) for text in said] == [output_capture.MAX_LINE_LENGTH]
 
 
 def test_a_forked_child_neither_repeats_nor_loses_text(tmp_path: Path) -> None:

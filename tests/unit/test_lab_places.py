@@ -98,7 +98,7 @@ def test_a_stopped_kernel_that_holds_the_lock_is_named_and_blocks_nobody_for_eve
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(place.path)])
     try:
         os.waitpid(holder.pid, os.WUNTRACED)
-        monkeypatch.setattr(place_module, "PATIENCE", 0.3)
+        monkeypatch.setattr(place_module, "LOCK_TIMEOUT", 0.3)
         words = f"{place.path / 'lab.lock'}: the lab's state cannot be changed.*held by process {holder.pid}, which"
         with pytest.raises(ClusterError, match=words):
             place.write_state(run={"generation": 1})
@@ -230,7 +230,7 @@ def test_a_run_directory_is_private_however_it_is_made(tmp_path: Path) -> None:
         spool = RowSpool(tmp_path / "gone" / "again", 0, 100)  # the folder is gone, and a rank makes it again
         spool.queue_rows("samples", 0, {"rank": [0], "step": [0], "name": ["loss"], "t": [0.0], "value": [1.0]})
         assert spool.close(20.0) and list((tmp_path / "gone" / "again").iterdir())
-        duration_history.took("a start", 1.0)
+        duration_history.note_duration("a start", 1.0)
         made = [path for path in tmp_path.rglob("*") if path.is_dir()]
         assert len(made) > 6 and {path.stat().st_mode & 0o777 for path in made} == {0o700}
     finally:

@@ -10,7 +10,7 @@ import pytest
 
 from workbench.cluster.processes.lab_place import ClusterError, LabPlace
 from workbench.cluster.processes.lab_processes import LabProcesses
-from workbench.cluster.processes.process_logs import log_file
+from workbench.cluster.processes.process_logs import make_log_path
 
 LOST = "zmq.error.ZMQError: Address already in use (addr='tcp://127.0.0.1:36619')"
 
@@ -28,7 +28,7 @@ def starting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LabProcesses:
 def test_a_controller_that_loses_a_port_between_two_looks_is_replaced(
     starting: LabProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log_file(starting.place, "controller").write_text(LOST)
+    make_log_path(starting.place, "controller").write_text(LOST)
     started: list[str] = []
     monkeypatch.setattr(starting, "_start_controller", lambda: started.append("controller"))
     assert not starting.introduce_controller()  # it still lives
@@ -37,14 +37,14 @@ def test_a_controller_that_loses_a_port_between_two_looks_is_replaced(
 
 
 def test_a_controller_that_ends_for_another_reason_ends_the_start(starting: LabProcesses) -> None:
-    log_file(starting.place, "controller").write_text("MemoryError")
+    make_log_path(starting.place, "controller").write_text("MemoryError")
     assert not starting.introduce_controller()
     with pytest.raises(ClusterError, match=r"(?s)controller ended with exit code 1 before it was up.*MemoryError"):
         starting.check_children()
 
 
 def test_a_controller_that_ends_after_engines_know_it_ends_the_start(starting: LabProcesses) -> None:
-    log_file(starting.place, "controller").write_text(LOST)
+    make_log_path(starting.place, "controller").write_text(LOST)
     starting.introduction_file.write_text("{}")
     assert starting.started["controller"].poll() is None
     with pytest.raises(ClusterError, match="controller ended with exit code 1 before it was up"):
@@ -58,7 +58,7 @@ class FailingControllers:
         self.processes, self.words, self.started = owned, iter(words), 0
 
     def start(self) -> None:
-        with log_file(self.processes.place, "controller").open("a") as log:
+        with make_log_path(self.processes.place, "controller").open("a") as log:
             log.write(next(self.words) + "\n")
         self.processes._controllers = self.started = self.started + 1
         self.processes.started["controller"] = SimpleNamespace(pid=2**22 + 1, poll=lambda: 1)  # type: ignore[assignment]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from widgets.views.mesh import MOST, Mesh
+from widgets.views.mesh import MAX_RANKS, Mesh
 from workbench import simulate
 from workbench.analysis import find_arrangement
 from workbench.experiment import Experiment
@@ -64,5 +64,5 @@ def test_nothing_is_drawn_while_all_ranks_are_alike() -> None:
 
 
 def test_for_many_ranks_only_the_sizes_are_shown() -> None:
-    html = picture(made(ranks=2 * MOST, partition=Pipeline(stages=2)))
-    assert f"data {MOST} × stage 2" in html and squares(html) == []
+    html = picture(made(ranks=2 * MAX_RANKS, partition=Pipeline(stages=2)))
+    assert f"data {MAX_RANKS} × stage 2" in html and squares(html) == []

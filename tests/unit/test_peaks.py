@@ -54,7 +54,7 @@ def test_a_line_per_rank_has_the_records_value_at_every_step() -> None:
 
 
 def test_the_view_appears_once_memory_changes_and_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("widgets.views.peaks.PERIOD", 0.0)
+    monkeypatch.setattr("widgets.views.peaks.UPDATE_INTERVAL", 0.0)
     whole = recorded(steps=20, ranks=2, changes=()).timeline.samples.rows()
     live, view = Run({"ranks": 2}, live=True), Peaks()
     live.timeline.samples.extend(whole[whole.step < 10].columns)

@@ -98,7 +98,7 @@ def test_rows_are_pushed_within_half_a_second_and_spooled_within_one(
 
 def test_the_kernel_learns_of_a_failing_or_hanging_disk_within_two_seconds() -> None:
     """Checks the sum of polling intervals; a busy machine's delay does not count."""
-    there = module.PUSH_INTERVAL + row_subscriber.PAUSE
+    there = module.PUSH_INTERVAL + row_subscriber.DRAIN_INTERVAL
     assert spool.WRITE_INTERVAL + there < 2.0 and spool.HUNG_SECONDS + there < 2.0
 
 

@@ -165,7 +165,7 @@ def test_new_ranks_are_invited_or_dismissed_at_any_interrupt_of_the_kernel(
 def test_starting_engines_join_the_lab_or_end_at_any_interrupt_of_the_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_admission, "timed", lambda work: nullcontext(SimpleNamespace(tell=lambda: None)))
+    monkeypatch.setattr(engine_admission, "time_work", lambda work: nullcontext(SimpleNamespace(tell=lambda: None)))
     monkeypatch.setattr(engine_admission, "wait_for_engines", lambda *rest: None)
     for line in range(1, MOST):
         cluster, up = Engines(2), set[int]()

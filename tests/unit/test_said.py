@@ -27,7 +27,7 @@ from workbench.cluster.transport.row_subscriber import RowSubscriber
 from workbench.experiment import Experiment
 from workbench.run import Run
 from workbench.settings import KnobError
-from workbench.settings.describe_error import LONGEST, LONGEST_TRACEBACK, said, speaks, text_of, traceback_of
+from workbench.settings.describe_error import MAX_TEXT_LENGTH, MAX_TRACEBACK_LENGTH, said, speaks, text_of, traceback_of
 
 
 class Words(str):
@@ -83,13 +83,13 @@ def test_an_error_is_formatted_whatever_its_str_does(how: str) -> None:
 
 def test_a_text_of_100_megabytes_keeps_its_start_and_end() -> None:
     text = text_of(Evil("long"))
-    assert len(text) < 2 * LONGEST + 100 and text.startswith("headxxx") and text.endswith("xxxtail")
+    assert len(text) < 2 * MAX_TEXT_LENGTH + 100 and text.startswith("headxxx") and text.endswith("xxxtail")
     assert "99980008 characters omitted" in text
     try:
         raise Evil("long")
     except Evil as error:
         found = traceback_of(error)
-    assert len(found) < LONGEST + LONGEST_TRACEBACK + 100 and 'raise Evil("long")' in found
+    assert len(found) < MAX_TEXT_LENGTH + MAX_TRACEBACK_LENGTH + 100 and 'raise Evil("long")' in found
 
 
 def test_the_name_of_a_class_is_read_without_its_metaclass() -> None:

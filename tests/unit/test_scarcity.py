@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from workbench.cluster.processes import boot
-from workbench.cluster.processes.exit_causes import MACHINE, Scarcity
+from workbench.cluster.processes.exit_causes import MACHINE_COUNTS, ResourceShortage
 from workbench.engine.collectives.mapped_file import map_file
 
 KILLED = -signal.SIGKILL
@@ -40,15 +40,15 @@ class System(dict[str, str]):
 
 
 def system(cgroups: str = "", **more: str) -> System:
-    files = {"/proc/7/cgroup": cgroups, MACHINE: "nr_free_pages 5\noom_kill 3\n", **more}
+    files = {"/proc/7/cgroup": cgroups, MACHINE_COUNTS: "nr_free_pages 5\noom_kill 3\n", **more}
     if cgroups in FILES:
         count, limit = FILES[cgroups]
         files |= {count: "low 0\noom 2\noom_kill 1\n", limit: "200000000"}
     return System(files)
 
 
-def looked(files: System) -> Scarcity:
-    made = Scarcity(files.read)
+def looked(files: System) -> ResourceShortage:
+    made = ResourceShortage(files.read)
     made.read_counts([7])
     return made
 
@@ -59,7 +59,7 @@ def test_a_memory_cgroup_of_either_version_reports_the_kill(cgroups: str) -> Non
     it = looked(files)
     assert it.words(7, KILLED) == ""
     files.ended(FILES[cgroups][0])
-    files.ended(MACHINE)
+    files.ended(MACHINE_COUNTS)
     assert it.words(7, KILLED).startswith("the system ended it for lack of memory (its cgroup may have 200 MB); take ")
     assert it.words(7) != "", "of an engine that another kernel started nobody knows the exit code"
     assert it.words(7, 1) == it.words(7, -signal.SIGTERM) == it.words(8, KILLED) == ""
@@ -68,13 +68,13 @@ def test_a_memory_cgroup_of_either_version_reports_the_kill(cgroups: str) -> Non
 def test_with_the_machines_counter_only_the_report_is_most_likely() -> None:
     files = system()
     it = looked(files)
-    files.ended(MACHINE)
+    files.ended(MACHINE_COUNTS)
     assert "most likely this one; take a smaller batch" in it.words(7, KILLED)
     it.read_counts([7])
     assert it.words(7, KILLED) == "", "what was counted before this run is no reason"
 
 
-ODD = System({"/proc/7/cgroup": "nonsense\n4:memory", MACHINE: "oom_kill many\n"})
+ODD = System({"/proc/7/cgroup": "nonsense\n4:memory", MACHINE_COUNTS: "oom_kill many\n"})
 
 
 @pytest.mark.parametrize("files", [System(), ODD])
@@ -93,13 +93,13 @@ def test_an_unlimited_cgroup_reports_no_number() -> None:
 
 def test_a_sigbus_is_reported_with_the_room_of_dev_shm() -> None:
     found = SimpleNamespace(f_frsize=4096, f_blocks=16384, f_bavail=0)
-    it = Scarcity(System().read, lambda path: found)  # type: ignore[arg-type, return-value]
+    it = ResourceShortage(System().read, lambda path: found)  # type: ignore[arg-type, return-value]
     assert "no room (/dev/shm has 67.1 MB, 0.0 free); enlarge it" in it.words(7, -signal.SIGBUS)
 
     def none(path: str) -> Any:
         raise FileNotFoundError(path)
 
-    assert Scarcity(System().read, none).words(7, -signal.SIGBUS).endswith("for which there was no room")
+    assert ResourceShortage(System().read, none).words(7, -signal.SIGBUS).endswith("for which there was no room")
 
 
 CGROUP = Path("/sys/fs/cgroup/memory")
@@ -132,7 +132,7 @@ def test_a_process_out_of_memory_is_distinguished_from_a_killed_one(small: Path)
         command = [sys.executable, "-c", EATS, str(small)]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert child.stdin and child.stdout and child.stdout.readline() == b"in\n"
-        it = Scarcity()
+        it = ResourceShortage()
         it.read_counts([child.pid])
         if eats:
             child.stdin.write(b"go\n")
@@ -197,7 +197,7 @@ import resource, sys
 sys.path.insert(0, sys.argv[1])
 from workbench.cluster.processes import boot
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard}))
-boot.more_descriptors()
+boot.raise_descriptor_limit()
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
 
@@ -220,5 +220,5 @@ def test_an_unlisted_descriptor_limit_is_found_by_trying(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
     monkeypatch.setattr(resource, "setrlimit", refusing)
-    boot.more_descriptors()
+    boot.raise_descriptor_limit()
     assert limits == [10_240, resource.RLIM_INFINITY]

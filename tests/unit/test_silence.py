@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from workbench.cluster.observe.hang_diagnosis import FIRST, LEAST, RankPlace, find_patience, find_stall
+from workbench.cluster.observe.hang_diagnosis import FIRST_STEP_STALL, MIN_STALL, RankPlace, find_patience, find_stall
 
 REDUCE = "all_reduce bucket 0"
 
@@ -121,7 +121,7 @@ def test_several_stopped_ranks_are_reported_by_place() -> None:
 
 
 def test_long_steps_are_not_reported() -> None:
-    assert find_patience(None) == FIRST and find_patience(0.05) == LEAST == find_patience(1.0)
+    assert find_patience(None) == FIRST_STEP_STALL and find_patience(0.05) == MIN_STALL == find_patience(1.0)
     assert find_patience(60.0) > 2 * 60.0
     assert text(waits(still=100.0), computes(still=100.0), limit=find_patience(60.0)) == ""
 

@@ -108,7 +108,7 @@ def test_invalid_events_are_left_out_and_invalid_files_refused(tmp_path: Path, m
     same = [written(tmp_path / f"{n}.json", step(0), distributedInfo={"rank": 3}) for n in "ab"]
     with pytest.raises(RunError, match="is of rank 3, as"):
         Run.from_traces(same)
-    monkeypatch.setattr(kineto, "LARGEST", 1 << 20)
+    monkeypatch.setattr(kineto, "MAX_FILE_BYTES", 1 << 20)
     (tmp_path / "bomb.json.gz").write_bytes(gzip.compress(b" " * (1 << 22)))
     with pytest.raises(RunError, match=r"has more than 1 MB of JSON; profile fewer steps"):
         Run.from_traces([tmp_path / "bomb.json.gz"])

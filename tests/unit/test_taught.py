@@ -15,7 +15,7 @@ from widgets.lesson import lesson
 from workbench.compressors import ErrorFeedback
 from workbench.fabric import Slow
 from workbench.settings import KnobError, knobs
-from workbench.settings.parsed_docstring import source, told
+from workbench.settings.parsed_docstring import parse_docstring, source
 from workbench.sim.teach.member_comparison import compare_member, list_places
 from workbench.strategies import LocalSGD, TorchDDP
 
@@ -35,7 +35,7 @@ def boards(widget: Any) -> int:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_docstring_is_parsed_without_losing_a_word(name: str) -> None:
-    said = told(EVERY[name])
+    said = parse_docstring(EVERY[name])
     assert said.what and said.when
     words = " ".join([said.what, said.formula, said.when, said.paper, *said.rest]).split()
     whole = (EVERY[name].__doc__ or "").replace("When to use it:", "").replace("Reference:", "").split()

@@ -16,7 +16,7 @@ from workbench.record import tidy
 THREAD = """
 import threading, numpy as np
 from pathlib import Path
-from workbench.record.tidy import give_back, give_back_own
+from workbench.record.tidy import release_free_memory, release_thread_memory
 
 def own():
     rows = Path("/proc/self/smaps_rollup").read_text().splitlines()
@@ -29,9 +29,9 @@ def works():
         for count, n in ((8, 700_000), (10, 500_000)):
             taken = [np.ones(n) for _ in range(count)]
             del taken
-        give_back()
+        release_free_memory()
         trimmed = own()
-        give_back_own()
+        release_thread_memory()
         print(trimmed - before, own() - before)
 
 thread = threading.Thread(target=works)
@@ -43,10 +43,10 @@ thread.join()
 @pytest.mark.ranks
 def test_each_rank_returns_memory_between_two_steps_after_half_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str] = []
-    monkeypatch.setattr(tidy, "give_back", lambda: given.append("back"))
+    monkeypatch.setattr(tidy, "release_free_memory", lambda: given.append("back"))
     ranks.run(ranks.experiment(steps=3))
     assert not given
-    monkeypatch.setattr(tidy.Tidy.__init__, "__defaults__", (0.0,))
+    monkeypatch.setattr(tidy.MemoryRelease.__init__, "__defaults__", (0.0,))
     ranks.run(ranks.experiment(steps=3))
     assert len(given) == 2 * 3
 
@@ -61,9 +61,12 @@ def test_the_end_of_a_threads_own_heap_is_returned_too() -> None:
 def test_a_board_returns_its_charts_memory_on_the_drawing_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """This includes a recorded run, which no other code looks after."""
     given: list[tuple[str, int]] = []  # a timer of another test's dashboard may add to it, on a thread of its own
-    for name in ("give_back", "give_back_own"):
+    for name in ("release_free_memory", "release_thread_memory"):
         monkeypatch.setattr(tidy, name, lambda name=name: given.append((name, threading.get_ident())))
-    monkeypatch.setattr("widgets.charts.board.OFTEN", 0.0)
+    monkeypatch.setattr("widgets.charts.board.READER_INTERVAL", 0.0)
     board = Board(synthetic.run("DDP", 2, 10))
     board._receive_message(None, {"kind": "hello", "page": "p"}, [])
-    assert [name for name, thread in given if thread == threading.get_ident()] == ["give_back", "give_back_own"]
+    assert [name for name, thread in given if thread == threading.get_ident()] == [
+        "release_free_memory",
+        "release_thread_memory",
+    ]

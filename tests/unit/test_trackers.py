@@ -49,7 +49,7 @@ def trackio(monkeypatch: pytest.MonkeyPatch) -> Stand:
 
 
 def test_a_live_run_is_logged_step_by_step_to_its_end(trackio: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.entrypoints.trackers.PERIOD", 0.01)
+    monkeypatch.setattr("workbench.entrypoints.trackers.POLL_INTERVAL", 0.01)
     whole, live = synthetic.run(steps=60, changes=()), Run({"ranks": 4, "lr": 0.1}, name="live", live=True)
     sink = log_to(live, "trackio", project="wires")
     for kind in ("spans", "samples", "marks"):

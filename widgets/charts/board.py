@@ -23,7 +23,7 @@ import traitlets
 from widgets.charts.feed import Feed, Message
 from widgets.static import read_static
 from widgets.views._base import Setter, View
-from workbench.record.tidy import OFTEN, Tidy
+from workbench.record.tidy import READER_INTERVAL, MemoryRelease
 
 _ELSEWHERE = 600.0  # seconds without a page for which a person still counts as watching
 _SILENCE = 6.0  # seconds before a silent page is gone
@@ -69,7 +69,7 @@ class Board(anywidget.AnyWidget):
         self._number, self._sent_at = 0, 0.0
         self._tables: dict[str, float] = {}  # open tables -> when last sent
         self.woken = threading.Event()  # set after a page's message, for an earlier send
-        self._tidy = Tidy(OFTEN, own=True)  # this thread computes charts
+        self._tidy = MemoryRelease(READER_INTERVAL, own=True)  # this thread computes charts
         self.refreshing = False
         super().__init__(**more)
         self.on_msg(self._receive_message)

@@ -10,7 +10,7 @@ from workbench.analysis import list_stretches
 from workbench.analysis.steps.settings import with_value
 from workbench.settings import in_words
 
-POINTS = 600  # steps to send; the page interpolates
+MAX_POINTS = 600  # steps to send; the page interpolates
 ELSE = "something else"  # a value that no setting has
 ALWAYS = ("strategy", "compressor", "partition", "optimizer", "policy", "lr", "batch", "bucket_mb")
 
@@ -27,7 +27,7 @@ def make_film(run: Any) -> dict[str, Any] | None:
     ended = np.full(last - first + 1, -np.inf)
     np.maximum.at(ended, rows.step - first, rows.t1)
     made = np.flatnonzero(np.isfinite(ended))
-    kept = made[np.unique(np.linspace(0, len(made) - 1, POINTS).astype(int))]
+    kept = made[np.unique(np.linspace(0, len(made) - 1, MAX_POINTS).astype(int))]
     ends = np.maximum.accumulate(ended[kept])
     steps = [[round(float(t), 6), int(s)] for t, s in zip(ends, kept + first, strict=True)]
     return {"begin": float(rows.t0.min()), "steps": steps, "settings": list_settings(run)}

@@ -24,10 +24,10 @@ from workbench.analysis import last_steps, stands_for
 
 WIDTH = 10.0  # inches
 DPI = (100, 72, 50, 36)  # the first that gives a small file
-LARGEST = 300_000  # bytes
-LISTED = 12  # changes listed below the charts
-MOST = 32  # ranks; more would be illegible and take a minute
-ROOM = 0.06  # share of an axis that a number takes
+MAX_BYTES = 300_000  # bytes
+MAX_LISTED_CHANGES = 12  # changes listed below the charts
+MAX_RANKS = 32  # ranks; more would be illegible and take a minute
+NUMBER_SHARE = 0.06  # share of an axis that a number takes
 _one = threading.Lock()  # matplotlib's text rendering is not thread-safe
 
 
@@ -38,25 +38,25 @@ def draw_png(run: Any) -> bytes:
         for dpi in DPI:
             file = io.BytesIO()
             figure.savefig(file, format="png", dpi=dpi, metadata={"Software": None}, pil_kwargs={"optimize": True})
-            if file.tell() < LARGEST:
+            if file.tell() < MAX_BYTES:
                 break
     return file.getvalue()
 
 
 def describe_picture(run: Any) -> str:
     """Describes the picture for readers who cannot see it."""
-    changes = "; ".join(_name_mark(mark) for mark in change_marks(run)[-LISTED:])
+    changes = "; ".join(_name_mark(mark) for mark in change_marks(run)[-MAX_LISTED_CHANGES:])
     shown = "its last steps on each rank, its loss, where its time goes, its bytes per step"
     return f"{_make_title(run)}. Charts: {shown}. Changes: {changes or 'none'}."
 
 
 def paint_run(run: Any) -> Figure:
     """Paints the picture."""
-    ranks, marks = min(ranks_of(run) // stands_for(run.timeline), MOST), change_marks(run)
+    ranks, marks = min(ranks_of(run) // stands_for(run.timeline), MAX_RANKS), change_marks(run)
     tall = 0.75 + min(0.4 * ranks, 6.0)
-    below = [_name_mark(mark) for mark in marks[-LISTED:]]
-    if len(marks) > LISTED:
-        below.insert(0, f"the last {LISTED} of {len(marks)} changes:")
+    below = [_name_mark(mark) for mark in marks[-MAX_LISTED_CHANGES:]]
+    if len(marks) > MAX_LISTED_CHANGES:
+        below.insert(0, f"the last {MAX_LISTED_CHANGES} of {len(marks)} changes:")
     heights = [tall, 2.4, max(1.9, 0.2 * ranks)]
     foot = 0.12 + 0.2 * len(below)
     high = sum(heights) + 2.9 + foot
@@ -76,7 +76,7 @@ def _draw_row(place: Any, run: Any, marks: list[ChangeMark], views: list[tuple[V
     """A view's panels share the y axis."""
     parts = place.subfigures(1, len(views)) if len(views) > 1 else [place]
     for part, (view, panels) in zip(parts, views, strict=True):
-        view.most = MOST
+        view.most = MAX_RANKS
         chart = draw_view(view, run)
         every = part.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         listed = []
@@ -103,7 +103,7 @@ def _draw_marks(axes: Axes, marks: list[ChangeMark], column: str | None) -> None
         if not low <= at <= high:
             continue
         axes.axvline(at, color=resolve_colour(theme.INK), linestyle=(0, (1, 2)), linewidth=1.2)
-        if groups and at - groups[-1][0] < ROOM * (high - low):
+        if groups and at - groups[-1][0] < NUMBER_SHARE * (high - low):
             groups[-1][1].append(mark.number)
         else:
             groups.append((at, [mark.number]))
@@ -117,7 +117,7 @@ def _make_title(run: Any) -> str:
     began = next(iter(run.settings.get("strategy") or {"?": None}))
     ranks, steps = ranks_of(run), last_steps(run.timeline)[1]
     there = ranks // stands_for(run.timeline)
-    some = f" (the charts show ranks 0 to {MOST - 1})" if there > MOST else ""
+    some = f" (the charts show ranks 0 to {MAX_RANKS - 1})" if there > MAX_RANKS else ""
     some = f" (of which {there} stand{'s' * (there == 1)} for all)" if there < ranks else some
     return f"Run {run.name}: {ranks} rank{'s' * (ranks != 1)}{some}, {steps} steps, began with {began}, {run.state}"
 

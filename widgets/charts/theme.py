@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 INK, MUTED, FAINT, GRID, PAPER = "#010101", "#5f5f61", "#9b9b9d", "#d9d9db", "#fefefe"
 SKY, BLUE, GREEN, ORANGE = "#56B4E9", "#0072B2", "#009E73", "#E69F00"
 VERMILLION, PURPLE, YELLOW, GREY = "#D55E00", "#CC79A7", "#F0E442", "#8c8c8c"
-TEXT = 14  # px, the smallest text
+TEXT_SIZE = 14  # px, the smallest text
 
 _RANK_COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY, INK)
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "5px,2px", "2px,4px")
@@ -37,10 +37,10 @@ def make_layout(height: int, **more: Any) -> go.Layout:
         "template": go.layout.Template(),
         "height": height,
         "margin": {"l": 74, "r": 14, "t": 8, "b": 46},
-        "font": {"size": TEXT, "color": INK},
+        "font": {"size": TEXT_SIZE, "color": INK},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "hoverlabel": {"font": {"size": TEXT}},
+        "hoverlabel": {"font": {"size": TEXT_SIZE}},
         "hovermode": "closest",
         "showlegend": False,  # the page writes it
         "uirevision": "keep",
@@ -51,8 +51,8 @@ def make_layout(height: int, **more: Any) -> go.Layout:
 def make_axis(title: str, **more: Any) -> dict[str, Any]:
     """An axis. title: with its unit"""
     base: dict[str, Any] = {
-        "title": {"text": title, "standoff": 8, "font": {"size": TEXT}},
-        "tickfont": {"size": TEXT},
+        "title": {"text": title, "standoff": 8, "font": {"size": TEXT_SIZE}},
+        "tickfont": {"size": TEXT_SIZE},
         "gridcolor": GRID,
         "linecolor": MUTED,
         "zeroline": False,

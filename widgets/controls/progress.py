@@ -13,10 +13,10 @@ import numpy as np
 from workbench.analysis import checkpoint_progress, last_steps
 from workbench.analysis.steps.window import MEASURING, Window, newest_generation
 from workbench.record.alarms import NAMES, describe_layer, describe_value
-from workbench.settings.progress import SOON, left, under_way
+from workbench.settings.progress import DELAY_BEFORE_BAR, left, under_way
 
-PATIENCE = 2.0  # seconds before the line explains a delay
-WINDOW = 20  # steps for the speed
+DELAY_BEFORE_NOTE = 2.0  # seconds before the line explains a delay
+RATE_STEPS = 20  # steps for the speed
 
 
 class RunProgress:
@@ -28,7 +28,7 @@ class RunProgress:
         self.first = 0  # the rank
         self.step = -1
         self.seen = time.monotonic()
-        self.lengths: deque[float] = deque(maxlen=WINDOW)
+        self.lengths: deque[float] = deque(maxlen=RATE_STEPS)
         self.measures = False  # whether any step was measured
 
     def follow_run(self, run: Any) -> RunProgress:
@@ -46,16 +46,16 @@ class RunProgress:
         if len(steps):
             self.seen = time.monotonic()
             self.step = int(steps.step[-1])
-            self.lengths.extend((steps.t1 - steps.t0)[-WINDOW:])
+            self.lengths.extend((steps.t1 - steps.t0)[-RATE_STEPS:])
             self.measures = self.measures or bool(spans.equal("lane", MEASURING).any())
             if self.measures:
-                w = Window(run.timeline, *last_steps(run.timeline, WINDOW))
-                self.lengths = deque(w.step_seconds[w.usual, int(w.column_of(np.array(self.first)))], maxlen=WINDOW)
+                w = Window(run.timeline, *last_steps(run.timeline, RATE_STEPS))
+                self.lengths = deque(w.step_seconds[w.usual, int(w.column_of(np.array(self.first)))], maxlen=RATE_STEPS)
         return self
 
     @property
     def is_stuck(self) -> bool:
-        return time.monotonic() - self.seen > PATIENCE
+        return time.monotonic() - self.seen > DELAY_BEFORE_NOTE
 
     @property
     def step_rate(self) -> float | None:
@@ -105,7 +105,7 @@ def list_activities(run: Any, state: str, progress: RunProgress) -> list[dict[st
     found = [{"what": d.what, "share": _round_share(d.share), "said": repr(d)} for d in under_way()]
     if run is not None and run.live and (kept := checkpoint_progress(run.timeline)) is not None:
         lasted = time.time() - run.epoch - kept.since
-        if lasted > SOON:
+        if lasted > DELAY_BEFORE_BAR:
             share = None if kept.usual is None else min(lasted / max(kept.usual, 0.1), 0.99)
             to_go = "" if kept.usual is None else left(max(kept.usual - lasted, 1.0))
             what = f"writing the checkpoint of step {kept.step}"

@@ -14,7 +14,7 @@ from widgets.static import read_static
 from workbench.settings import to_plain
 
 BEFORE = "before the run"  # id of such a change
-KEPT = 40  # newest changes to list; the record has all
+MAX_LISTED_CHANGES = 40  # newest changes to list; the record has all
 
 
 class Requests(anywidget.AnyWidget):
@@ -35,7 +35,7 @@ class Requests(anywidget.AnyWidget):
 
 def list_items(changes: Iterable[Any]) -> list[dict[str, str]]:
     """Returns changes as lines for the page, newest first."""
-    return [_make_item(t) for t in list(changes)[: -KEPT - 1 : -1]]
+    return [_make_item(t) for t in list(changes)[: -MAX_LISTED_CHANGES - 1 : -1]]
 
 
 def _make_item(change: Any) -> dict[str, str]:

@@ -6,9 +6,9 @@ import math
 
 from workbench.settings import Knob
 
-MOST = 100  # stops of a linear slider, at most
+MAX_STOPS = 100  # stops of a linear slider, at most
 DECADES = {True: 7, False: 5}  # decades below its upper end that a scale from 0 covers, by knob.log
-HUGE = 1e8  # larger integers are names (a seed) without a slider
+MAX_SLIDER_INTEGER = 1e8  # larger integers are names (a seed) without a slider
 
 
 def list_stops(knob: Knob) -> list[float]:
@@ -21,9 +21,9 @@ def list_stops(knob: Knob) -> list[float]:
     """
     if knob.kind not in (int, float) or knob.low is None or knob.high is None:
         return []
-    if knob.kind is int and knob.high - knob.low > HUGE:
+    if knob.kind is int and knob.high - knob.low > MAX_SLIDER_INTEGER:
         return []
-    if knob.log or knob.high - knob.low > MOST:
+    if knob.log or knob.high - knob.low > MAX_STOPS:
         found = _powers_of_two(knob.low, knob.high) if knob.kind is int else _decade_grid(knob.low, knob.high, knob.log)
     else:
         found = _even_grid(knob.low, knob.high, whole=knob.kind is int)

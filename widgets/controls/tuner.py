@@ -15,7 +15,7 @@ HINT = (
     "<b>Tune</b> tries bucket, compressor and its ratio, strategy and period while the ranks train: the simulator says "
     "what first. What harms the loss is not used. <code>lab.tune({...})</code> tries what you say."
 )
-BAR = 240  # pixels of the longest bar
+BAR_WIDTH = 240  # pixels of the longest bar
 
 
 class Tuner(ipywidgets.VBox):
@@ -101,15 +101,15 @@ def draw_trial(number: int, trial: Any, trials: list[Any], best: bool) -> str:
     """Returns a trial as a bar of its seconds with their interval and in words."""
     longest = max((max(t.seconds or 0.0, t.predicted or 0.0) for t in trials), default=0.0) or 1.0
     setting, took, predicted, steps, loss, verdict = trial.cells
-    wide = BAR * (trial.seconds or 0.0) / longest
+    wide = BAR_WIDTH * (trial.seconds or 0.0) / longest
     parts = [f'<rect x="0" y="3" width="{wide:.1f}" height="10" fill="{theme.GREEN if best else theme.SKY}"/>']
     if trial.seconds is not None and trial.high > trial.low:
-        low, high = (min(BAR * max(x, 0.0) / longest, BAR) for x in (trial.low, trial.high))
+        low, high = (min(BAR_WIDTH * max(x, 0.0) / longest, BAR_WIDTH) for x in (trial.low, trial.high))
         parts.append(f'<path d="M{low:.1f} 8H{high:.1f}M{low:.1f} 4V12M{high:.1f} 4V12" stroke="#000" fill="none"/>')
     if trial.predicted is not None:
-        at = BAR * trial.predicted / longest
+        at = BAR_WIDTH * trial.predicted / longest
         parts.append(f'<path d="M{at:.1f} 0V16" stroke="{theme.VERMILLION}" stroke-width="2" stroke-dasharray="3 2"/>')
-    svg = f'<svg width="{BAR + 2}" height="16" role="img" aria-label="{escape(took)}">{"".join(parts)}</svg>'
+    svg = f'<svg width="{BAR_WIDTH + 2}" height="16" role="img" aria-label="{escape(took)}">{"".join(parts)}</svg>'
     about = [took and f"{took} per step", predicted and f"simulated {predicted}", steps and f"{steps} steps",
              loss and f"loss {loss} of its trend"]  # fmt: skip
     mark = " (the best so far)" if best else ""

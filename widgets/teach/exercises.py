@@ -23,15 +23,15 @@ from workbench.run import Run, simulate
 from workbench.settings import in_words, resolve, short
 
 PHASES = ("forward", "backward")
-FACTOR = 2.5  # how much longer the riddle's phase takes: easy to see on the timeline
+SLOW_FACTOR = 2.5  # how much longer the riddle's phase takes: easy to see on the timeline
 ASKED = {"longest_waiting": "'cause' or 'victim'", "phase": "'forward' or 'backward'"}  # in addition to the rank
 HUSH = "A riddle is on: what would give it away is said here once it is answered, or given up."
 NO_MORE = "That was the last hint."
 SHOWS, HIDES, WAYS = 0.25, 0.15, 2  # shares of a step that waits for the network (much, hardly any); number of ways
-LEAST, SETTLE = 8, 2  # steps that suffice, after those that a change disturbs
+MIN_STEPS, SETTLE_STEPS = 8, 2  # steps that suffice, after those that a change disturbs
 SAME, MAY = ("fabric", "pace"), ("strategy", "compressor", "bucket_mb", "partition")
 
-Verdict = tuple[bool, str]  # whether it is solved, and the reply
+ExerciseResult = tuple[bool, str]  # whether it is solved, and the reply
 
 
 class Exercise:
@@ -48,7 +48,7 @@ class Exercise:
     'Right.'
     """
 
-    def __init__(self, question: str, judge: Callable[..., Verdict], hints: Sequence[str] | str = ()) -> None:
+    def __init__(self, question: str, judge: Callable[..., ExerciseResult], hints: Sequence[str] | str = ()) -> None:
         self.question, self._judge, self._hints, self._told = question, judge, hinting.find_hints(hints), 0
         store_note("exercise", question)
 
@@ -97,7 +97,7 @@ class Riddle(Exercise):
         self.asks = asks
         generator = Random(seed)
         self._rank, self._phase = generator.randrange(lab.ranks), generator.choice(PHASES)
-        fault = {"Slow": {"rank": self._rank, "factor": FACTOR, "phase": self._phase}}
+        fault = {"Slow": {"rank": self._rank, "factor": SLOW_FACTOR, "phase": self._phase}}
         self.run = lab.run(experiment.set("ranks", lab.ranks).set("fabric.faults", [fault]), secret=HUSH)
         self.run.secret = HUSH  # also if the cell runs again
 
@@ -114,7 +114,7 @@ class Riddle(Exercise):
             return ShownText(f"Write down your answers first: rank=..., {self.asks}={ASKED[self.asks]}.")
         return super().check(rank=rank, **{self.asks: answer})
 
-    def _look(self, rank: int, longest_waiting: str = "victim", phase: str = "") -> Verdict:
+    def _look(self, rank: int, longest_waiting: str = "victim", phase: str = "") -> ExerciseResult:
         found = find_straggler(self.run.timeline)
         if found is None or found.rank != self._rank:
             return False, "The record does not show it clearly yet: let it run for 20 steps more, then check again."
@@ -130,7 +130,7 @@ class Riddle(Exercise):
     def give_up(self) -> str:
         """Returns the answer, and reveals it to dashboards."""
         self.run.secret = ""
-        slow = f"its {self._phase} took {FACTOR:g} times as long"
+        slow = f"its {self._phase} took {SLOW_FACTOR:g} times as long"
         return ShownText(f"Rank {self._rank} was the cause: {slow}. The others were its victims.")
 
 
@@ -145,7 +145,7 @@ class Challenge(Exercise):
         super().__init__(f"a step of at most {at_most * 1e3:.0f} ms", self._look, hints)
         self.run, self.given, self.at_most = run, given, at_most
 
-    def _look(self, settings: dict[str, Any]) -> Verdict:
+    def _look(self, settings: dict[str, Any]) -> ExerciseResult:
         """Simulates your settings. Only the strategy among the given ones can change."""
         if fixed := [path for path in settings if path in self.given and path != "strategy"]:
             return False, f"{', '.join(fixed)} cannot be changed here: it is what makes the riddle."
@@ -183,7 +183,7 @@ class Goal(Exercise):
         """The start, trained."""
         return simulate(self.start, real=True)
 
-    def _look(self, settings: Mapping[str, Any]) -> Verdict:
+    def _look(self, settings: Mapping[str, Any]) -> ExerciseResult:
         if fixed := why_forbidden(settings, self.may, self.start):
             return False, fixed
         try:
@@ -248,7 +248,7 @@ class Hidden(Exercise):
         self.run = run
         self.since = self._begun.setdefault(run, analysis.last_steps(run.timeline)[1] if run.live else 0)
 
-    def _look(self) -> Verdict:
+    def _look(self) -> ExerciseResult:
         shown: dict[str, dict[str, str]] = {}  # by network and pace, the settings of stalled steps
         ways: dict[frozenset[str], str] = {}  # by changed settings, the last values that hid the communication
         for same, may, share, first in self._list_shares():
@@ -263,7 +263,7 @@ class Hidden(Exercise):
         said = "; ".join(ways.values())
         if len(ways) < WAYS:
             found = f"one way so far ({said})" if ways else "no way so far"
-            return False, f"Not yet: {found}. A setting counts once it has run for {LEAST + SETTLE} steps."
+            return False, f"Not yet: {found}. A setting counts once it has run for {MIN_STEPS + SETTLE_STEPS} steps."
         return True, f"Found: {said}."
 
     def _list_shares(self) -> Iterator[tuple[str, dict[str, str], float, int]]:
@@ -275,8 +275,8 @@ class Hidden(Exercise):
         tl = self.run.timeline
         until = analysis.last_steps(tl)[1]
         for stretch in analysis.list_stretches(self.run):
-            first, stop = stretch.first + SETTLE, min(stretch.stop, until)
-            if stop - first >= LEAST:
+            first, stop = stretch.first + SETTLE_STEPS, min(stretch.stop, until)
+            if stop - first >= MIN_STEPS:
                 found = analysis.break_down(tl, first, stop)
                 said = {name: in_words(stretch.settings.get(name)) for name in (*SAME, *MAY)}
                 may = {name: said[name].partition("(")[0] for name in MAY}  # another density is not another way

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from widgets.teach.exercises import Exercise, Verdict, where_time_goes, why_forbidden
+from widgets.teach.exercises import Exercise, ExerciseResult, where_time_goes, why_forbidden
 from workbench import analysis
 from workbench.experiment import Experiment, user_input
 from workbench.run import plan, require_memory
@@ -48,7 +48,7 @@ class Fastest(Exercise):
         except ValueError:
             return 0.0
 
-    def _look(self, settings: Mapping[str, Any]) -> Verdict:
+    def _look(self, settings: Mapping[str, Any]) -> ExerciseResult:
         if fixed := why_forbidden(settings, self.may, self.start):
             return False, fixed
         try:

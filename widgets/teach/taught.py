@@ -19,10 +19,10 @@ from widgets.views import all_views
 from workbench.analysis import break_down, last_steps
 from workbench.entrypoints.member_comparison import MemberComparison, compare_member, find_member
 from workbench.settings import KnobError, knobs, to_plain
-from workbench.settings.parsed_docstring import Told, is_code, source, told
+from workbench.settings.parsed_docstring import ParsedDocstring, is_code, parse_docstring, source
 from workbench.settings.plain import in_words
 
-LAST = 8  # steps in the mean step time
+LAST_STEPS = 8  # steps in the mean step time
 STYLE = """<style>
 .twb-taught { --jp-widgets-font-size: 14px; max-width: 1400px; }
 .twb-taught .widget-html-content { line-height: 1.5; white-space: normal; overflow: visible; }
@@ -46,7 +46,7 @@ def lesson(member: type[Any] | str) -> ipywidgets.VBox:
     Simulates 4 ranks with it and 4 with its usual alternative. Raises KnobError if no such member exists.
     """
     kind = find_member(member)
-    said = told(kind)
+    said = parse_docstring(kind)
     parts = [ipywidgets.HTML(STYLE + _make_head(kind, said))]
     try:
         parts += _show_runs(compare_member(kind))
@@ -58,7 +58,7 @@ def lesson(member: type[Any] | str) -> ipywidgets.VBox:
     return shown
 
 
-def _make_head(kind: type[Any], said: Told) -> str:
+def _make_head(kind: type[Any], said: ParsedDocstring) -> str:
     """Its name, purpose and use; its algorithm next to its source."""
     formula = textwrap.dedent(said.formula).strip("\n")
     columns = [("The algorithm", formula)] if formula else []
@@ -86,7 +86,7 @@ def _describe_outcome(run: Any, view: str) -> str:
         rows = run.timeline.samples.rows()
         held_out = rows[rows.equal("name", "held_out")]
         return f": a held-out loss of {held_out.value[-1]:.4g} after {int(held_out.step[-1])} steps."
-    found = break_down(run.timeline, *last_steps(run.timeline, LAST))
+    found = break_down(run.timeline, *last_steps(run.timeline, LAST_STEPS))
     step, exposed = (float(seconds.mean()) * 1e3 for seconds in (found.seconds, found.exposed))
     return f": {step:.0f} ms per step, of which {exposed:.0f} ms wait for communication." if step else ""
 
@@ -105,7 +105,7 @@ def _knob_table(kind: type[Any]) -> str:
     return f"<h3>Knobs</h3><table>{head}{rows}</table>" if rows else "<h3>Knobs</h3><p>It has none.</p>"
 
 
-def _remaining_parts(said: Told) -> str:
+def _remaining_parts(said: ParsedDocstring) -> str:
     """The rest of its docstring, folded, and its reference."""
     rest = (
         f"<pre>{escape(textwrap.dedent(p))}</pre>" if is_code(p) else f"<p>{_format_prose(p)}</p>" for p in said.rest

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 KEY = "training-workbench"  # in the metadata of a cell's output
-LARGEST = 20 << 20  # bytes of a readable file; notebooks contain pictures
-TRIES = 20  # last tries to keep; all are counted
+MAX_FILE_BYTES = 20 << 20  # bytes of a readable file; notebooks contain pictures
+MAX_KEPT_TRIES = 20  # last tries to keep; all are counted
 LEFT = 'style="text-align: left"'  # pages align tables to the right, for numbers
 COLUMNS = ("student", "lesson", "kind", "question", "said", "answer", "right", "tries", "hints")
 
@@ -41,7 +41,7 @@ def count_try(question: str, answer: str, right: bool) -> None:
     """Counts a try at an exercise."""
     known = store_note("exercise", question)
     known["tries"] = known.get("tries", 0) + 1
-    known["answers"] = [*known.get("answers", []), answer][-TRIES:]
+    known["answers"] = [*known.get("answers", []), answer][-MAX_KEPT_TRIES:]
     known["right"] = bool(known.get("right")) or right
 
 
@@ -125,7 +125,7 @@ def handed_in(folder: Path | str) -> pd.DataFrame:
 
 def _read_sheets(path: Path) -> list[dict[str, Any]]:
     """Returns a file's sheet; of a notebook, each lesson's last one."""
-    if not path.is_file() or path.stat().st_size > LARGEST:
+    if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
         return []
     try:
         found = json.loads(path.read_text("utf8"))

@@ -19,7 +19,7 @@ from workbench.record.timeline import Rows, Table
 
 Setter = Callable[[str, Any], Any]  # (path, value) of a knob
 Columns = dict[str, Any]  # name -> numpy array of numbers, or list of text
-LIMIT = 600  # of a curve, if its past is sent
+MAX_CURVE_POINTS = 600  # of a curve, if its past is sent
 
 
 @dataclass
@@ -125,7 +125,7 @@ def ranks_of(run: Any) -> int:
     return said or (int(seen.max()) + 1 if len(seen) else 1)
 
 
-def thin_points(columns: Columns, limit: int = LIMIT) -> Columns:
+def thin_points(columns: Columns, limit: int = MAX_CURVE_POINTS) -> Columns:
     """Returns at most `limit` points: the least and the greatest y of each stretch of x, in order."""
     x, y = np.asarray(columns["x"], float), np.asarray(columns["y"], float)
     if len(x) <= limit:

@@ -8,8 +8,8 @@ from typing import Any
 
 from widgets.views._base import Patch, View
 
-PAUSE = 2.0  # seconds, at least, between two computations of a live run
-SHARE = 0.03  # largest share of time for computing
+MIN_INTERVAL = 2.0  # seconds, at least, between two computations of a live run
+MAX_TIME_SHARE = 0.03  # largest share of time for computing
 
 
 class PacedView(View):
@@ -17,7 +17,7 @@ class PacedView(View):
 
     def __init__(self) -> None:
         super().__init__()
-        self._at, self._pause = 0.0, PAUSE
+        self._at, self._pause = 0.0, MIN_INTERVAL
         self._said: str | None = None
 
     @abstractmethod
@@ -33,7 +33,7 @@ class PacedView(View):
         if self._said is None or (spans != self.cursor and (not run.live or now - self._at >= self._pause)):
             self.compute_result(run)
             self.cursor, self._at = spans, time.monotonic()
-            self._pause = max(PAUSE, (self._at - now) / SHARE)
+            self._pause = max(MIN_INTERVAL, (self._at - now) / MAX_TIME_SHARE)
         html = self.result_html()
         if html == self._said:
             return Patch()

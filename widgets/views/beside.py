@@ -13,7 +13,7 @@ from workbench.analysis import loss_curve, step_times
 
 PANELS = ("x", "x2", "x3")
 LINES = ({"color": theme.INK, "width": 2}, {"color": theme.VERMILLION, "width": 2, "dash": "dash"})
-MORE = 1.02  # growth of a live run before another drawing
+REDRAW_GROWTH = 1.02  # growth of a live run before another drawing
 
 
 class Beside(View):
@@ -46,7 +46,7 @@ class Beside(View):
 
     def update(self, run: Any) -> Patch:
         rows = len(run.timeline.samples)
-        if run.beside is None or rows < MORE * self._drawn or rows == self._drawn:
+        if run.beside is None or rows < REDRAW_GROWTH * self._drawn or rows == self._drawn:
             return Patch()
         self._drawn = rows if run.live else np.inf
         found: dict[int, Columns] = {}

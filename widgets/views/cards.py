@@ -12,7 +12,7 @@ from widgets.charts.marks import ChangeMark, change_marks
 from widgets.views._base import Patch, View
 from workbench.analysis import Card, Effect, Estimate, before_after, last_steps
 
-SHOWN = 6  # newest cards; the page folds older ones
+MAX_OPEN_CARDS = 6  # newest cards; the page folds older ones
 EMPTY = '<p class="wb-empty">A card for each change appears here: the steps before it against the steps after it.</p>'
 HEAD = "<tr><th>median of steps</th><th>before</th><th>after</th>"
 HEAD += '<th style="text-align: left">change</th></tr>'
@@ -66,9 +66,10 @@ class Cards(View):
         cards = [card for _, card in sorted(self._html.items(), reverse=True)]
         if not cards:
             return EMPTY
-        older = "".join(cards[SHOWN:])
-        folded = f'<details data-key="older"><summary>{len(cards) - SHOWN} earlier changes</summary>{older}</details>'
-        return f'<div class="wb-cards">{"".join(cards[:SHOWN])}</div>{folded if older else ""}'
+        older = "".join(cards[MAX_OPEN_CARDS:])
+        count = len(cards) - MAX_OPEN_CARDS
+        folded = f'<details data-key="older"><summary>{count} earlier changes</summary>{older}</details>'
+        return f'<div class="wb-cards">{"".join(cards[:MAX_OPEN_CARDS])}</div>{folded if older else ""}'
 
 
 def _make_card(marks: list[ChangeMark], card: Card) -> str:

@@ -9,8 +9,8 @@ from widgets.views._paced import PacedView
 from workbench.analysis import ByCollective, by_collective, format_bytes, last_steps
 from workbench.analysis.steps.words import format_seconds
 
-STEPS = 20  # last steps
-MOST = 16  # rows, at most: the most expensive ones
+LAST_STEPS = 20  # last steps
+MAX_ROWS = 16  # rows, at most: the most expensive ones
 HEAD = ("operation", "ranks", "per step", "tensor", "takes (at worst)", "algbw", "busbw (at worst)", "waiting")
 
 
@@ -28,7 +28,7 @@ class Collectives(PacedView):
     quiet: ClassVar[bool] = True
 
     def compute_result(self, run: Any) -> None:
-        first, stop = last_steps(run.timeline, STEPS)
+        first, stop = last_steps(run.timeline, LAST_STEPS)
         self._found = make_table(by_collective(run.timeline, first, stop), max(stop - first, 1))
 
     def result_html(self) -> str:
@@ -44,10 +44,10 @@ def make_table(found: list[ByCollective], steps: int) -> str:
     if not found:
         return ""
     costs = sorted(found, key=lambda f: -f.times * (f.seconds + f.waiting))
-    left = len(costs) - MOST
+    left = len(costs) - MAX_ROWS
     note = f'<p class="wb-empty">and {left} more, in <code>run.collectives()</code>.</p>' if left > 0 else ""
     head = "".join(f"<th>{name}</th>" for name in HEAD)
-    rows = "".join(_make_row(f, steps) for f in costs[:MOST])
+    rows = "".join(_make_row(f, steps) for f in costs[:MAX_ROWS])
     caption = "Bandwidths in Mbit/s, as nccl-tests defines them, from the last rank's arrival on; last 20 steps"
     return (f'<div class="wb-table"><table><caption>{caption}</caption><thead><tr>{head}</tr></thead>'
             f"<tbody>{rows}</tbody></table></div>{note}")  # fmt: skip

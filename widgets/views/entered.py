@@ -9,7 +9,7 @@ from widgets.views._base import Patch, View
 from workbench.analysis import list_open
 from workbench.analysis.communication.entered import OpenCollective
 
-LONG = 1.5  # shorter waits are not shown, because the kernel asks once a second
+MIN_WAIT = 1.5  # shorter waits are not shown, because the kernel asks once a second
 STACKS = "The button Stacks, above, shows what every thread of every rank is in."
 
 
@@ -44,7 +44,7 @@ def make_table(found: list[OpenCollective]) -> str:
     >>> make_table([OpenCollective(7, "all_reduce bucket 1", (0, 2), 0.2, ((1, "backward of step 7, for 4 s"),))])
     ''
     """
-    long = [e for e in found if e.seconds > LONG and e.missing]
+    long = [e for e in found if e.seconds > MIN_WAIT and e.missing]
     if not long:
         return ""
     rows = "".join(

@@ -12,10 +12,10 @@ from widgets.charts import theme
 from widgets.views._base import Grid, Patch, View
 from workbench.analysis import LatenessStrips, step_times
 
-LEAST = 0.2  # share of a step: the scale does not end below it, so that noise stays pale
-TYPICAL = 0.95  # share of the columns within the scale, so that one long pause does not set it
-BYTES = 9  # bytes of a cell in a message
-PER_SECOND = 20_000  # bytes per second, on average
+MIN_SCALE_END = 0.2  # share of a step: the scale does not end below it, so that noise stays pale
+SCALE_SHARE = 0.95  # share of the columns within the scale, so that one long pause does not set it
+CELL_BYTES = 9  # bytes of a cell in a message
+BYTES_PER_SECOND = 20_000  # bytes per second, on average
 WAYS = (1.0, 2.0, 5.0, 10.0)  # a scale ends at one of these times a power of 10
 
 
@@ -50,8 +50,8 @@ class Late(View):
             plot_bgcolor=theme.GRID,
             coloraxis={
                 "colorscale": [[0, theme.PAPER], [1, theme.VERMILLION]], "cmin": 0, "cmax": 1,
-                "colorbar": {"title": {"text": "ms late", "side": "right", "font": {"size": theme.TEXT}}, "nticks": 4,
-                             "tickfont": {"size": theme.TEXT}, "thickness": 14, "outlinewidth": 1,
+                "colorbar": {"title": {"text": "ms late", "side": "right", "font": {"size": theme.TEXT_SIZE}},
+                             "nticks": 4, "tickfont": {"size": theme.TEXT_SIZE}, "thickness": 14, "outlinewidth": 1,
                              "outlinecolor": theme.MUTED, "x": 1.0, "xpad": 8, "ypad": 0},
             },
             margin={"l": 66, "r": 92, "t": 24, "b": 64},
@@ -74,7 +74,7 @@ class Late(View):
             return Patch()
         seconds = strips.seconds
         n, p = seconds.shape
-        self._again = max(1.0, n * p * BYTES / PER_SECOND)
+        self._again = max(1.0, n * p * CELL_BYTES / BYTES_PER_SECOND)
         cells = {"x": np.repeat(strips.steps, p), "y": np.tile(np.arange(p), n), "z": 1e3 * seconds.ravel()}
         step = float(np.nanmedian(step_times(run.timeline, LatenessStrips.LAST).seconds))
         title = f"step<br>{self._describe_latest(strips.recent)}"
@@ -122,7 +122,7 @@ def _scale_end(cells: np.ndarray, step: float) -> float:
     (50.0, 20.0)
     """
     columns = np.fmax.reduce(np.nan_to_num(cells), axis=1)
-    end = max(float(np.quantile(columns, TYPICAL)), LEAST * step, 1e-3)
+    end = max(float(np.quantile(columns, SCALE_SHARE)), MIN_SCALE_END * step, 1e-3)
     power = 10.0 ** np.floor(np.log10(end))
     return float(next(way * power for way in WAYS if way * power >= end * (1 - 1e-9)))
 

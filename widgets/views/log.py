@@ -10,7 +10,7 @@ from widgets.views._base import Patch, View
 from workbench.record.alarms import NAMES, describe_value
 from workbench.settings import Change
 
-MOST = 100  # different lines, at most
+MAX_LINES = 100  # different lines, at most
 WRONG = ("error", "refused", *NAMES)  # streams shown first and never folded
 EMPTY = '<p class="wb-empty">What the ranks print, warn and log appears here, equal lines folded.</p>'
 
@@ -61,7 +61,7 @@ class Log(View):
         if not new and self._begun:
             return Patch()
         self._begun = True
-        while len(self._lines) > MOST:
+        while len(self._lines) > MAX_LINES:
             self._lines.pop(next(iter(self._lines)))
         return Patch(html=self._make_html())
 

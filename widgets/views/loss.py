@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from widgets.charts import theme
 from widgets.views._base import Grid, Patch, View, thin_points
 
-NAMED = 8  # single ranks in the legend, at most
+MAX_LEGEND_RANKS = 8  # single ranks in the legend, at most
 
 
 class Loss(View):
@@ -100,8 +100,8 @@ def _training_trace(rank: int, panel: str, ranks: int) -> go.Scatter:
     return go.Scatter(
         x=[], y=[], xaxis=panel, yaxis=panel.replace("x", "y"), mode="lines", opacity=0.75,
         line=theme.rank_line(rank, 1), meta={"rank": rank},
-        name=name if ranks <= NAMED else "training loss, a line per rank",
-        showlegend=panel == "x" and (ranks <= NAMED or rank == 0),
+        name=name if ranks <= MAX_LEGEND_RANKS else "training loss, a line per rank",
+        showlegend=panel == "x" and (ranks <= MAX_LEGEND_RANKS or rank == 0),
         hovertemplate=f"rank {rank} training: %{{y:.4f}}<extra></extra>",
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from widgets.views._base import Grid, Patch, View
 from workbench.analysis import RankMemory, format_bytes, last_steps, measure_memory
 from workbench.analysis.resources.memory import AWAY, PASSING
 
-STEPS = 20  # last steps for the maxima
+LAST_STEPS = 20  # last steps for the maxima
 PARTS = (
     ("parameters", theme.BLUE, ""),
     ("gradients", theme.ORANGE, "/"),
@@ -100,7 +100,7 @@ class Memory(View):
         return Grid(("rank", *names, "peak", "GPU"), cells, note)
 
     def _measure_memory(self, run: Any) -> list[RankMemory]:
-        return measure_memory(run.timeline, *last_steps(run.timeline, STEPS))
+        return measure_memory(run.timeline, *last_steps(run.timeline, LAST_STEPS))
 
 
 def _format_peak(found: RankMemory) -> str:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from widgets.views._base import Patch, View, ranks_of
 from workbench.analysis import Arrangement, find_arrangement
 
-MOST = 64  # a picture of more ranks would be illegible
+MAX_RANKS = 64  # a picture of more ranks would be illegible
 
 
 class Mesh(View):
@@ -44,7 +44,7 @@ def draw_mesh(found: Arrangement) -> str:
     if sum(size > 1 for _, size in found.dims) < 2 and not found.serve and not found.inside:
         return ""
     text = f'<p class="wb-mesh-text">{escape(found.text)}</p>'
-    if len(found.ranks) > MOST:
+    if len(found.ranks) > MAX_RANKS:
         return text
     parts = 1
     for name, size in found.dims:

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from widgets.charts import theme
 from widgets.views._base import Grid, Patch, View, thin_points
 
-NAMED = 8  # single ranks in the legend, at most
+MAX_LEGEND_RANKS = 8  # single ranks in the legend, at most
 
 
 class Norms(View):
@@ -35,7 +35,8 @@ class Norms(View):
         for rank in range(ranks):
             figure.add_trace(go.Scatter(
                 x=[], y=[], mode="lines", line=theme.rank_line(rank, 1.5), meta={"rank": rank}, opacity=0.75,
-                name=f"rank {rank}" if ranks <= NAMED else "a line per rank", showlegend=ranks <= NAMED or rank == 0,
+                name=f"rank {rank}" if ranks <= MAX_LEGEND_RANKS else "a line per rank",
+                showlegend=ranks <= MAX_LEGEND_RANKS or rank == 0,
                 hovertemplate=f"rank {rank}: %{{y:.4g}} at step %{{x}}<extra></extra>",
             ))  # fmt: skip
         return figure

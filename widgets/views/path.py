@@ -10,7 +10,7 @@ from widgets.views._paced import PacedView
 from workbench.analysis import critical_path, last_steps
 from workbench.analysis.stragglers.path import describe_path, path_shares
 
-STEPS = 20  # last steps
+LAST_STEPS = 20  # last steps
 
 
 class Path(PacedView):
@@ -27,13 +27,13 @@ class Path(PacedView):
     tells: ClassVar[bool] = True
 
     def compute_result(self, run: Any) -> None:
-        self._found = describe_path(critical_path(run.timeline, *last_steps(run.timeline, STEPS)))
+        self._found = describe_path(critical_path(run.timeline, *last_steps(run.timeline, LAST_STEPS)))
 
     def result_html(self) -> str:
         return f'<p class="wb-verdict">{escape(self._found)}</p>' if self._found else ""
 
     def table(self, run: Any) -> Grid:
-        parts = path_shares(critical_path(run.timeline, *last_steps(run.timeline, STEPS)))
+        parts = path_shares(critical_path(run.timeline, *last_steps(run.timeline, LAST_STEPS)))
         whole = sum(parts.values())
         rows = [("all" if rank < 0 else rank, cause, f"{v * 1e3:.2f}", f"{v / whole * 100:.1f} %")
                 for (rank, cause), v in parts.items()]  # fmt: skip

@@ -11,7 +11,7 @@ from widgets.views._base import Patch, View, ranks_of
 from workbench.analysis import BreakEven, Compression, break_even, last_steps, list_stretches, measure_compression
 from workbench.analysis.steps.words import format_seconds
 
-LOOKED = 200  # last steps with measurements, at most
+LAST_STEPS = 200  # last steps with measurements, at most
 OFF = "Nothing is compressed: every element crosses the wire. Choose a compressor to see here what it saves and costs."
 EARLY = "What {name} saves and costs is said here after a few steps."
 UNMEASURED = "not measured: set measure_every to 20"
@@ -59,7 +59,7 @@ def _make_page(run: Any) -> str:
     if found is None or stop <= present.first:
         said = EARLY if run.live else OVER
         return f'<p class="wb-empty">{escape(said.format(name=present.compressor))}</p>'
-    what = measure_compression(run.timeline, max(present.first, stop - LOOKED), stop)
+    what = measure_compression(run.timeline, max(present.first, stop - LAST_STEPS), stop)
     every = int(present.settings.get("measure_every") or 0)
     lines = _make_rows(what, found, every)
     rows = "".join(f'<tr><th scope="row">{a}</th><td>{b}</td><td>{c}</td></tr>' for a, b, c in lines)

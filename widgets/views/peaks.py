@@ -15,8 +15,8 @@ from widgets.views._base import Grid, Patch, View, thin_points
 from workbench.analysis import format_bytes
 from workbench.analysis.resources.memory import PEAK, PREFIX
 
-NAMED = 8  # single ranks in the legend, at most
-PERIOD = 1.0  # seconds between updates of a live run
+MAX_LEGEND_RANKS = 8  # single ranks in the legend, at most
+UPDATE_INTERVAL = 1.0  # seconds between updates of a live run
 
 
 class Peaks(View):
@@ -48,14 +48,15 @@ class Peaks(View):
         for rank in range(ranks):
             figure.add_trace(go.Scatter(
                 x=[], y=[], mode="lines", line={**theme.rank_line(rank, 1.5), "shape": "hv"}, meta={"rank": rank},
-                name=f"rank {rank}" if ranks <= NAMED else "a line per rank", showlegend=ranks <= NAMED or rank == 0,
+                name=f"rank {rank}" if ranks <= MAX_LEGEND_RANKS else "a line per rank",
+                showlegend=ranks <= MAX_LEGEND_RANKS or rank == 0,
                 opacity=0.75, hovertemplate=f"rank {rank}: %{{y:.4~s}}B at step %{{x}}<extra></extra>",
             ))  # fmt: skip
         return figure
 
     def update(self, run: Any) -> Patch:
         now = time.monotonic()
-        if run.live and now - self._at < PERIOD:
+        if run.live and now - self._at < UPDATE_INTERVAL:
             return Patch()
         self._at = now
         rows = self.fresh(run.timeline.samples)

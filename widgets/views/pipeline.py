@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from widgets.views._base import Patch, View
 from workbench.analysis import measure_bubble
 
-AGAIN = 3.0  # seconds between updates
+UPDATE_INTERVAL = 3.0  # seconds between updates
 
 
 class Pipeline(View):
@@ -29,7 +29,7 @@ class Pipeline(View):
 
     def update(self, run: Any) -> Patch:
         now = time.monotonic()
-        soon = run.live and now - self._looked < AGAIN
+        soon = run.live and now - self._looked < UPDATE_INTERVAL
         if self._said is not None and (len(run.timeline.spans) == self.cursor or soon):
             return Patch()
         self.cursor, self._looked = len(run.timeline.spans), now

@@ -14,7 +14,7 @@ from widgets.views._base import Grid, Patch, View
 from workbench.analysis import last_steps, per_rank
 from workbench.analysis.steps.steps import break_down
 
-STEPS = 20  # last steps in the mean
+LAST_STEPS = 20  # last steps in the mean
 PARTS = (
     ("compute", "compute", theme.BLUE, ""),
     ("wire", "exposed transfer", theme.ORANGE, "/"),
@@ -54,7 +54,7 @@ class Ranks(View):
         if len(spans) == self.cursor or (run.live and now - self._at < 0.5):
             return Patch()
         self.cursor, self._at = len(spans), now
-        found = break_down(run.timeline, *last_steps(run.timeline, STEPS))
+        found = break_down(run.timeline, *last_steps(run.timeline, LAST_STEPS))
         if not found.steps:
             return Patch()
         rest = (found.exposed - found.held).clip(min=0)
@@ -69,7 +69,7 @@ class Ranks(View):
         rows = [
             (r.rank, f"{r.step_ms:.2f}", f"{r.compute_ms:.2f}", f"{r.exposed_ms:.2f}", f"{r.waiting_ms:.2f}",
              f"{r.transferring_ms:.2f}", f"{r.nbytes:,.0f}", f"{r.loss:.4f}")
-            for r in per_rank(run.timeline, *last_steps(run.timeline, STEPS))
+            for r in per_rank(run.timeline, *last_steps(run.timeline, LAST_STEPS))
         ]  # fmt: skip
         note = "Milliseconds per step and bytes sent, last 20 steps; waiting and transferring count hidden time too"
         return Grid(head, rows, note)

@@ -17,7 +17,7 @@ SILENT = {
     "early": "Which rank holds the others up is said here a few steps after the start and after each change.",
 }
 OVER = "Too few steps since the start or the last change to say which rank held the others up."
-AGAIN = 5.0  # seconds between updates of a verdict's numbers
+UPDATE_INTERVAL = 5.0  # seconds between updates of a verdict's numbers
 
 
 class Slow(View):
@@ -44,7 +44,7 @@ class Slow(View):
         why = "" if found else why_silent(run.timeline)
         over = why == "early" and not run.live
         said = (found.rank, found.side, found.phases) if found else (why, over)
-        if said == self._said and not (found and now - self._spoke > AGAIN):
+        if said == self._said and not (found and now - self._spoke > UPDATE_INTERVAL):
             return Patch()
         self._said, self._spoke = said, now
         text = found.text if found else OVER if over else SILENT[why]

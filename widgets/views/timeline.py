@@ -18,10 +18,10 @@ from workbench.analysis import critical_path, list_stretches
 from workbench.analysis.steps.collectives import last_arrivals, send_rates
 from workbench.record.timeline import Rows
 
-BOXES = 3000  # per kind, at most
-SLOW = 0.2  # seconds; slower steps are shown while they grow
-FEW = 16  # ranks: a live path of more would take too long
-GONE = 1.0  # seconds for which a rank without rows delays the chart
+MAX_BOXES = 3000  # per kind, at most
+SLOW_STEP = 0.2  # seconds; slower steps are shown while they grow
+MAX_PATH_RANKS = 16  # ranks: a live path of more would take too long
+MAX_ROW_DELAY = 1.0  # seconds for which a rank without rows delays the chart
 
 
 class Timeline(View):
@@ -70,7 +70,7 @@ class Timeline(View):
         if (latest := self._latest_step()) < 0:
             return Patch()
         first, last = self._choose_window(latest)
-        grows = run.live and self.at is None and self._seconds > SLOW
+        grows = run.live and self.at is None and self._seconds > SLOW_STEP
         key = (first, last, self.at, len(run.timeline.spans) if grows else 0, latest if self.at is not None else 0)
         if key == self._shown:
             return Patch()
@@ -92,8 +92,8 @@ class Timeline(View):
         arrived = last_arrivals(run.timeline, rows)
         inside &= rows.rank < self.ranks(run)
         rows, index = rows[inside], begin + np.flatnonzero(inside)
-        found = boxes_of(rows, index, arrived[inside], BOXES, _is_dense(run, rows))
-        if not run.secret and (self.at is not None or not run.live or ranks_of(run) <= FEW):
+        found = boxes_of(rows, index, arrived[inside], MAX_BOXES, _is_dense(run, rows))
+        if not run.secret and (self.at is not None or not run.live or ranks_of(run) <= MAX_PATH_RANKS):
             _mark_path(found, run, first, last, self.ranks(run), int(index[0]))
         newest = float(rows.t1.max())
         high = max(high, newest) if grows else high
@@ -119,7 +119,7 @@ class Timeline(View):
     def _latest_step(self) -> int:
         """Returns the last step that ended on every rank that still sends rows, or -1."""
         newest = max(self._heard.values())
-        awake = [rank for rank, t in self._heard.items() if t > newest - GONE - 3 * self._seconds]
+        awake = [rank for rank, t in self._heard.items() if t > newest - MAX_ROW_DELAY - 3 * self._seconds]
         return min(self._ended.get(rank, -1) for rank in awake)
 
     def _choose_window(self, latest: int) -> tuple[int, int]:

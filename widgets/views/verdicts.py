@@ -9,7 +9,7 @@ from widgets.views._base import Patch, View
 from workbench.analysis import Compared, compare_runs, list_differences
 
 SIGN = {"worse": "▲ worse", "better": "▼ better", "alike": "= alike", "unknown": "? unknown"}
-MORE = 1.1  # growth of a live run's rows before another comparison
+COMPARE_GROWTH = 1.1  # growth of a live run's rows before another comparison
 
 
 class Verdicts(View):
@@ -33,7 +33,7 @@ class Verdicts(View):
             first, self._told = self._told < 0, 0.0
             return Patch(html="") if first else Patch()
         rows = len(run.timeline.samples)
-        if self._told > 0 and (not run.live or rows < MORE * self._told):
+        if self._told > 0 and (not run.live or rows < COMPARE_GROWTH * self._told):
             return Patch()
         self._told = max(rows, 1)
         return Patch(html=comparison_html(run, run.beside, compare_runs(run, run.beside)))

@@ -68,7 +68,7 @@ from workbench.analysis.stragglers.causes import Cause as Cause
 from workbench.analysis.stragglers.causes import find_causes as find_causes
 from workbench.analysis.stragglers.path import PathPiece as PathPiece
 from workbench.analysis.stragglers.path import critical_path as critical_path
-from workbench.analysis.stragglers.straggler import Verdict as Verdict
+from workbench.analysis.stragglers.straggler import StragglerVerdict as StragglerVerdict
 from workbench.analysis.stragglers.straggler import find_straggler as find_straggler
 from workbench.analysis.stragglers.straggler import why_silent as why_silent
 from workbench.analysis.summary.overview import summarise_run as summarise_run
@@ -144,9 +144,9 @@ __all__ = [
     "RankMemory",
     "Ratio",
     "StepTimes",
+    "StragglerVerdict",
     "Stretch",
     "Trend",
-    "Verdict",
     "before_after",
     "break_down",
     "break_even",

@@ -19,7 +19,7 @@ from workbench.record.run import FINAL, Run, RunError
 if TYPE_CHECKING:
     from workbench.lab import Lab
 
-PATIENCE = 180.0  # seconds before the first step
+FIRST_STEP_TIMEOUT = 180.0  # seconds before the first step
 
 
 class TourStop(NamedTuple):
@@ -80,7 +80,7 @@ def make_stops(lab: Lab, run: Run, seconds: float) -> list[int]:
     pause = 0.2 if sys.stderr.isatty() else 10.0
     with tqdm(total=round(seconds), bar_format=shape, mininterval=pause) as bar:
         bar.set_description_str("starting the ranks")
-        follow_run(run, bar, PATIENCE, until_first=True)
+        follow_run(run, bar, FIRST_STEP_TIMEOUT, until_first=True)
         for stop in TOUR:
             if stop is not TOUR[0]:
                 begins.append(apply_stop(lab, stop))

@@ -15,8 +15,8 @@ from workbench.record.store import RunError
 if TYPE_CHECKING:
     from workbench.lab import Lab
 
-PATIENCE = 20.0  # seconds for a checkpoint; schedulers allow 30 before SIGKILL
-CODE = 128 + signal.SIGTERM  # exit code of a process that SIGTERM ended
+CHECKPOINT_TIMEOUT = 20.0  # seconds for a checkpoint; schedulers allow 30 before SIGKILL
+EXIT_CODE = 128 + signal.SIGTERM  # exit code of a process that SIGTERM ended
 
 
 class Termination:
@@ -33,7 +33,7 @@ class Termination:
         """
         self.times += 1
         if self.times > 1 or self.lab is None or not self.lab.live:
-            raise SystemExit(CODE)
+            raise SystemExit(EXIT_CODE)
         stop = threading.Thread(target=self._stop_with_checkpoint, args=(self.lab,), daemon=True)
         stop.start()  # not here, because the main thread may hold any lock
 
@@ -41,7 +41,7 @@ class Termination:
     def _stop_with_checkpoint(lab: Lab) -> None:
         try:
             with suppress(RunError, TimeoutError):  # the run reports why none exists
-                lab.checkpoint().wait(PATIENCE)
+                lab.checkpoint().wait(CHECKPOINT_TIMEOUT)
         finally:
             lab.stop()
 

@@ -18,8 +18,8 @@ from workbench.analysis.steps.settings import settings_words
 from workbench.analysis.steps.window import Window, last_steps
 from workbench.record.run import Run, RunError
 
-PERIOD = 2.0  # seconds between checks of a live run
-MOST = 500  # steps per batch
+POLL_INTERVAL = 2.0  # seconds between checks of a live run
+MAX_BATCH_STEPS = 500  # steps per batch
 SAMPLES = ("loss", "held_out", "lr")
 
 
@@ -61,7 +61,7 @@ class Sink:
                     self.told += len(found)
                 if ended:
                     return self.tracker.finish(self.run.state not in ("preempted", "failed"))
-                self._stop.wait(PERIOD)
+                self._stop.wait(POLL_INTERVAL)
         except Exception as error:  # a foreign package must not stop training
             self.error = f"{type(error).__name__}: {error}"
 
@@ -69,7 +69,7 @@ class Sink:
         """Returns the next steps that have ended on every rank."""
         first, (begin, stop) = self._next, last_steps(self.run.timeline)
         first = max(first, begin)
-        self._next = stop = min(stop, first + MOST)
+        self._next = stop = min(stop, first + MAX_BATCH_STEPS)
         return list_metrics(self.run, first, stop) if stop > first else []
 
 

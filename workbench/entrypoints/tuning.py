@@ -13,8 +13,8 @@ from workbench.experiment import Experiment
 from workbench.lab import Lab
 from workbench.sim.plan.search_space import space_of
 
-SETTLED = 20  # steps before the first trial, for full speed and a trend of the loss
-LOOK = 0.2  # seconds between checks of the trials
+SETTLE_STEPS = 20  # steps before the first trial, for full speed and a trend of the loss
+POLL_INTERVAL = 0.2  # seconds between checks of the trials
 
 
 def tune_run(e: Experiment, space: dict[str, Any] | None, trials: int | None, worse: float, out: Path | None) -> Any:
@@ -22,13 +22,13 @@ def tune_run(e: Experiment, space: dict[str, Any] | None, trials: int | None, wo
     space_of(e.checked(), space, {})  # refuses an invalid space first
     with Lab(ranks=e.ranks, name="tune") as lab:
         run = lab.run(e, out=out)
-        while run.live and last_steps(run.timeline)[1] < SETTLED:
-            time.sleep(LOOK)
+        while run.live and last_steps(run.timeline)[1] < SETTLE_STEPS:
+            time.sleep(POLL_INTERVAL)
         tuning = lab.tune(space, trials=trials, worse=worse)
         said = 0
         while tuning.live:
             said = _print_trials(tuning.trials[:-1], said)  # the last trial is under way
-            time.sleep(LOOK)
+            time.sleep(POLL_INTERVAL)
         _print_trials(tuning.trials, said)
         found = tuning.wait()
         typer.echo(f"best: {found.best.cells[0]}, {found.best.cells[1]} per step; {found.steps} steps in all")

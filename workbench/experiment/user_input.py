@@ -14,9 +14,9 @@ from workbench.strategies import TorchDDP
 from workbench.tasks.script import Script
 
 MAX_RANKS = 64
-LIMIT = next(int(k.high or 0) for k in knobs(Experiment) if k.name == "ranks")
-LONGEST = 10**9
-LONGEST_PATH, LONGEST_NAME = 1024, 200  # characters
+RANKS_LIMIT = next(int(k.high or 0) for k in knobs(Experiment) if k.name == "ranks")
+MAX_INTEGER = 10**9
+MAX_PATH_LENGTH, MAX_NAME_LENGTH = 1024, 200  # characters
 
 
 def system() -> None:
@@ -33,7 +33,7 @@ def ranks(value: Any) -> int:
     """Checks a lab's number of ranks."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANKS:
         raise KnobError(f"ranks={short(value)}: must be an integer in [1, {MAX_RANKS}], the most processes of a lab; "
-        f"simulate(experiment) takes up to {LIMIT} ranks")  # fmt: skip
+        f"simulate(experiment) takes up to {RANKS_LIMIT} ranks")  # fmt: skip
     return value
 
 
@@ -46,7 +46,7 @@ def spare(value: Any) -> int:
 
 def text(value: Any, field: str, example: str) -> str:
     """Checks a name."""
-    if not isinstance(value, str) or not value.strip() or not value.isprintable() or len(value) > LONGEST_NAME:
+    if not isinstance(value, str) or not value.strip() or not value.isprintable() or len(value) > MAX_NAME_LENGTH:
         raise KnobError(f"{field}={short(value)}: must be text, such as {example!r}")
     return value
 
@@ -61,7 +61,7 @@ def device(value: Any) -> str | int:
 
 def path(value: Any, field: str, example: str) -> Path:
     """Checks a path to read or write."""
-    good = isinstance(value, str | os.PathLike) and 0 < len(str(value)) <= LONGEST_PATH and "\0" not in str(value)
+    good = isinstance(value, str | os.PathLike) and 0 < len(str(value)) <= MAX_PATH_LENGTH and "\0" not in str(value)
     if not good:
         raise KnobError(f"{field}={short(value)}: must be a path, such as {example!r}")
     return Path(value)
@@ -100,8 +100,8 @@ def changes(value: Any) -> tuple[Change, ...]:
         if not isinstance(change, Change):
             raise KnobError(f"changes[{number}]={short(change)}: {wanted}")
         step = change.at_step
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LONGEST:
-            raise KnobError(f"changes[{number}].at_step={short(step)}: must be an integer in [0, {LONGEST}] steps")
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_INTEGER:
+            raise KnobError(f"changes[{number}].at_step={short(step)}: must be an integer in [0, {MAX_INTEGER}] steps")
         out.append(change)
     return tuple(out)
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from workbench.settings import short
 
 FAMILIES = ("task", "strategy", "compressor", "fabric", "optimizer")
-DEEPEST = 40  # levels of JSON; settings need 10
-LARGEST = 2**63  # limit of numbers
-MOST_RANKS = 4096  # in a run
+MAX_LEVELS = 40  # levels of JSON; settings need 10
+NUMBER_LIMIT = 2**63  # limit of numbers
+MAX_RANKS = 4096  # in a run
 COUNTS = ("ranks", "steps", "seed", "batch", "eval_every", "measure_every", "lr_base", "lr_warmup", "save_every",
           "saves")  # fmt: skip
 
@@ -33,18 +33,18 @@ def number(value: Any) -> bool:
     """Whether a float can hold this finite number. Booleans are none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return abs(value) < LARGEST if isinstance(value, int) else math.isfinite(value)
+    return abs(value) < NUMBER_LIMIT if isinstance(value, int) else math.isfinite(value)
 
 
 def count(value: Any) -> bool:
-    """Whether `value` is a whole number in [0, `LARGEST`)."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST
+    """Whether `value` is a whole number in [0, `NUMBER_LIMIT`)."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < NUMBER_LIMIT
 
 
 def shallow(value: Any) -> bool:
-    """Whether JSON has at most `DEEPEST` levels, for recursive code."""
+    """Whether JSON has at most `MAX_LEVELS` levels, for recursive code."""
     level = [value]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_LEVELS):
         holders = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
         level = [inner for holder in holders for inner in holder]
     return not level
@@ -75,7 +75,7 @@ OBJECT = Rule(lambda v: v is None or isinstance(v, Mapping), "an object")
 SETTINGS = Rule(lambda v: isinstance(v, Mapping) and all(map(name_of_code, v)), "an object of settings by name")
 MEMBER = Rule(member, "one name with its settings, such as {'TopK': {'density': 0.1}}")
 COUNT = Rule(count, "a whole number, 0 or more")
-RANKS = Rule(lambda v: count(v) and 1 <= v <= MOST_RANKS, f"a whole number from 1 to {MOST_RANKS}")
+RANKS = Rule(lambda v: count(v) and 1 <= v <= MAX_RANKS, f"a whole number from 1 to {MAX_RANKS}")
 MISSING = Rule(lambda v: v is None or count(v), "a whole number, 0 or more")
 RULES = {
     "epoch": NUMBER, "missing": MISSING, "name": TEXT, "started": TEXT, "environment": OBJECT, "experiment": SETTINGS,
@@ -88,7 +88,7 @@ def find_fault(about: Any) -> str | None:
     if not isinstance(about, Mapping):
         return f"it holds {short(about)}, which must be an object"
     if not shallow(about):
-        return f"it nests more than {DEEPEST} levels deep"
+        return f"it nests more than {MAX_LEVELS} levels deep"
     if missing := [k for k in ("experiment", "epoch") if k not in about]:
         return f"it has no {missing[0]!r}"
     for field, rule in RULES.items():

@@ -22,7 +22,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from workbench.record.about import MOST_RANKS, SETTINGS, count, number
+from workbench.record.about import MAX_RANKS, SETTINGS, count, number
 from workbench.record.folders import remove_folder
 from workbench.record.store import RunError
 from workbench.settings import short
@@ -33,9 +33,9 @@ REPLACED = ".replaced"  # names a checkpoint during its replacement
 _NAMED = re.compile(r"step-(\d{8,10})")
 _FILES = re.compile(r"__\d{1,4}_0\.distcp|\.metadata")
 _SEAL = re.compile(rb'\{"sha256": "([0-9a-f]{64})", ')
-LARGEST = 2**28  # bytes of a manifest
-LONGEST = 2**48  # elements along a dimension
-CHUNK = 2**22  # bytes to hash at a time
+MAX_MANIFEST_BYTES = 2**28  # bytes of a manifest
+MAX_DIMENSION = 2**48  # elements along a dimension
+CHUNK_BYTES = 2**22  # bytes to hash at a time
 WIDTHS = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint16": 2, "uint32": 4, "uint64": 8,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
@@ -63,7 +63,7 @@ def step_of(path: Path) -> int:
     return int(path.name[5:])
 
 
-class _Told(NamedTuple):
+class _KeepFacts(NamedTuple):
     """The facts that decide whether to keep a checkpoint."""
 
     path: Path
@@ -143,8 +143,8 @@ class CheckpointFiles:
         except OSError as error:
             raise self._damaged(file, f"cannot be read ({error.strerror})") from None
         digest = hashlib.sha256()
-        for at in range(0, os.fstat(fd).st_size, CHUNK):
-            digest.update(os.pread(fd, CHUNK, at))
+        for at in range(0, os.fstat(fd).st_size, CHUNK_BYTES):
+            digest.update(os.pread(fd, CHUNK_BYTES, at))
         if digest.hexdigest() != said["sha256"]:
             os.close(fd)
             raise self._damaged(file, "is not what was written, for its SHA-256 is another")
@@ -178,11 +178,11 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     """Raises RunError if the manifest is damaged or invalid."""
     try:
         with os.fdopen(_opened(path / MANIFEST), "rb") as file:
-            text = file.read(LARGEST + 1)
+            text = file.read(MAX_MANIFEST_BYTES + 1)
         seal = _SEAL.match(text)
         if seal and hashlib.sha256(b"{" + text[seal.end() :]).hexdigest().encode() != seal[1]:
             raise RunError(f"{path}: its {MANIFEST} is not what was written, for its SHA-256 is another")
-        said = json.loads(text if len(text) <= LARGEST else b"")
+        said = json.loads(text if len(text) <= MAX_MANIFEST_BYTES else b"")
     except RunError:
         raise
     except OSError as error:
@@ -236,13 +236,13 @@ def prune(folder: Path, keep: int) -> list[Path]:
     Keeps unreadable ones, which the workbench did not write, and those behind a symbolic link, which may be another
     run's. Raises OSError.
     """
-    every: list[_Told] = []
+    every: list[_KeepFacts] = []
     for path in [] if folder.is_symlink() else list_checkpoints(folder):
         if path.is_symlink():
             continue
         with suppress(RunError):
             one = Checkpoint.open(path)
-            every.append(_Told(path, one.held_out, one.asked))  # one manifest at a time
+            every.append(_KeepFacts(path, one.held_out, one.asked))  # one manifest at a time
     rated = [c for c in every if c.held_out is not None]
     stay = {c.path for c in every[-keep:]} | {c.path for c in every if c.asked}
     stay |= {min(rated, key=lambda c: float(c.held_out or 0.0)).path} if rated else set()
@@ -268,7 +268,7 @@ def _wrongs(said: Any) -> Iterator[str]:
         "schema": (said.get("schema") in (1, SCHEMA), f"1 or {SCHEMA}, which this version reads"),
         "kind": (said.get("kind") in ("ranks", "whole", "model"), "ranks, whole or model"),
         "step": (count(said.get("step")) and said["step"] < 10**10, "a whole number, 0 or more"),
-        "ranks": (count(said.get("ranks")) and 1 <= said["ranks"] <= MOST_RANKS, f"from 1 to {MOST_RANKS}"),
+        "ranks": (count(said.get("ranks")) and 1 <= said["ranks"] <= MAX_RANKS, f"from 1 to {MAX_RANKS}"),
         "experiment": (bool(SETTINGS.good(said.get("experiment"))), SETTINGS.words),
         "held_out": (said.get("held_out") is None or number(said["held_out"]), "a number, or null"),
         "planned": (_list_of(said.get("planned", []), dict), "a list of changes"),
@@ -313,7 +313,7 @@ def _good_blob(blob: list[Any], files: Mapping[str, Any]) -> bool:
 
 
 def _good_sizes(sizes: Any) -> bool:
-    return _list_of(sizes, int) and len(sizes) <= 64 and all(count(n) and n <= LONGEST for n in sizes)
+    return _list_of(sizes, int) and len(sizes) <= 64 and all(count(n) and n <= MAX_DIMENSION for n in sizes)
 
 
 def _good_item(item: list[Any], blobs: int) -> bool:

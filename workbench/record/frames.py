@@ -11,9 +11,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-ALWAYS = 64 << 20  # bytes to which any stream may unpack
-TIMES = 20  # and times its own size; real rows take 2 to 5
-BUFFERS = 64  # per batch; 9 columns with 3 buffers each need 27
+ALLOWED_BYTES = 64 << 20  # bytes to which any stream may unpack
+MAX_EXPANSION = 20  # and times its own size; real rows take 2 to 5
+MAX_BUFFERS = 64  # per batch; 9 columns with 3 buffers each need 27
 CONTINUES = 0xFFFFFFFF
 DICTIONARY, BATCH = 2, 3  # kinds of a message's header; 1 is the schema
 
@@ -24,7 +24,7 @@ class Refused(ValueError):
 
 def find_whole_messages(data: bytes) -> tuple[int, str]:
     """Returns how many bytes are good messages, and the next one's fault, or ""."""
-    left, end = ALWAYS + TIMES * len(data), 0
+    left, end = ALLOWED_BYTES + MAX_EXPANSION * len(data), 0
     try:
         for meta, body, after in _messages(data):
             left -= sum(_unpacked(data, meta, body, after))
@@ -72,7 +72,7 @@ def _unpacked(data: bytes, meta: int, body: int, after: int) -> Iterator[int]:
     packed = _field(data, header, 3)
     vector = _table(data, header, 2)
     count = _number(data, vector, "<I")
-    if count > BUFFERS:
+    if count > MAX_BUFFERS:
         raise Refused("has too many buffers")
     for i in range(count):
         offset, length = struct.unpack_from("<qq", data, vector + 4 + 16 * i)

@@ -12,7 +12,7 @@ from workbench.record.store import RunError
 if TYPE_CHECKING:
     from workbench.record.run import Run
 
-LOOK = 0.05  # seconds
+POLL_INTERVAL = 0.05  # seconds
 
 
 def wait_for_checkpoint(run: Run, step: int | None, timeout: float) -> Path:
@@ -71,4 +71,4 @@ class PendingCheckpoint:
                 return None
             if time.monotonic() > until:
                 raise TimeoutError(f"no checkpoint of {run.name} was whole within {timeout:g} s; the run goes on")
-            time.sleep(LOOK)
+            time.sleep(POLL_INTERVAL)

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from workbench.record.about import RunError, count, number
 from workbench.settings import short
 
-LARGEST = 400 << 20  # bytes of JSON in one file; Python's objects take about 8 times as much
-LONGEST = 200  # characters of a name
-LATEST = 1e10  # seconds
-RANKS = 32767
+MAX_FILE_BYTES = 400 << 20  # bytes of JSON in one file; Python's objects take about 8 times as much
+MAX_NAME_LENGTH = 200  # characters of a name
+MAX_SECONDS = 1e10  # seconds
+MAX_RANKS = 32767
 _RANK = re.compile(r"rank[-_ ]?([0-9]{1,5})")
 
 
@@ -73,14 +73,14 @@ def _bytes(path: Path) -> bytes:
         raise RunError(f"{path}: is a folder; name the trace files in it, one for each rank")
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            data = file.read(LARGEST + 1)
+            data = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise RunError(f"{path}: there is no such file") from None
     except (OSError, EOFError, ValueError) as error:
         raise RunError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    if len(data) > LARGEST:
+    if len(data) > MAX_FILE_BYTES:
         raise RunError(
-            f"{path}: has more than {LARGEST >> 20} MB of JSON; profile fewer steps, by torch.profiler's "
+            f"{path}: has more than {MAX_FILE_BYTES >> 20} MB of JSON; profile fewer steps, by torch.profiler's "
             f"schedule(active=...)"
         )
     return data
@@ -93,25 +93,25 @@ def _event(e: dict[str, Any], base: float) -> Event | None:
     if not number(ts) or not number(dur):
         return None
     t0 = base + ts * 1e-6
-    if not 0 <= dur * 1e-6 < LATEST or not abs(t0) < LATEST:
+    if not 0 <= dur * 1e-6 < MAX_SECONDS or not abs(t0) < MAX_SECONDS:
         return None
-    tid, cat = str(e.get("tid"))[:LONGEST], str(e.get("cat"))[:LONGEST]
-    return Event(t0, t0 + dur * 1e-6, name[:LONGEST], cat, tid, args if isinstance(args, dict) else {})
+    tid, cat = str(e.get("tid"))[:MAX_NAME_LENGTH], str(e.get("cat"))[:MAX_NAME_LENGTH]
+    return Event(t0, t0 + dur * 1e-6, name[:MAX_NAME_LENGTH], cat, tid, args if isinstance(args, dict) else {})
 
 
 def _rank(about: dict[str, Any], path: Path) -> int | None:
     said = about.get("distributedInfo")
     rank = said.get("rank") if isinstance(said, dict) else None
-    if isinstance(rank, int) and count(rank) and rank < RANKS:
+    if isinstance(rank, int) and count(rank) and rank < MAX_RANKS:
         return rank
     found = _RANK.search(path.name.lower())
-    return min(int(found[1]), RANKS - 1) if found else None
+    return min(int(found[1]), MAX_RANKS - 1) if found else None
 
 
 def _device(about: dict[str, Any]) -> str:
     said = about.get("deviceProperties")
     first = said[0] if isinstance(said, list) and said else None
-    return str(first.get("name", ""))[:LONGEST] if isinstance(first, dict) else ""
+    return str(first.get("name", ""))[:MAX_NAME_LENGTH] if isinstance(first, dict) else ""
 
 
 def by_rank(traces: Iterable[Trace]) -> dict[int, Trace]:
@@ -126,5 +126,5 @@ def by_rank(traces: Iterable[Trace]) -> dict[int, Trace]:
             raise RunError(f"{trace.path}: is of rank {trace.rank}, as {other} is; give one file a rank")
         else:
             found[trace.rank] = trace
-    free = (rank for rank in range(RANKS) if rank not in found)
+    free = (rank for rank in range(MAX_RANKS) if rank not in found)
     return dict(sorted({**found, **{next(free): trace for trace in silent}}.items()))

@@ -9,7 +9,7 @@ from typing import Any
 from workbench.record.about import count, number, shallow
 
 Rules = Mapping[str, Callable[[Any], bool]]
-MOST = 32767  # ranks, and pieces of a rank's state
+MAX_COUNT = 32767  # ranks, and pieces of a rank's state
 
 
 def _text(value: Any) -> bool:
@@ -18,7 +18,7 @@ def _text(value: Any) -> bool:
 
 def _place(value: Any) -> bool:
     """Checks a rank, or a number of ranks."""
-    return count(value) and value <= MOST
+    return count(value) and value <= MAX_COUNT
 
 
 def _size(value: Any) -> bool:
@@ -30,7 +30,7 @@ def _some(value: Any) -> bool:
 
 
 def _each(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and len(value) <= MOST and all(map(good, value))
+    return lambda value: isinstance(value, list) and len(value) <= MAX_COUNT and all(map(good, value))
 
 
 def _or_none(good: Callable[[Any], bool]) -> Callable[[Any], bool]:

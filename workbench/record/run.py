@@ -126,7 +126,7 @@ class Run:
         run.started, run.epoch = started, float(about["epoch"])
         loaded = store.read(path)
         run.timeline, run._following = loaded.timeline, loaded.following
-        store.give_back()
+        store.release_free_memory()
         run.missing, run.warnings = loaded.missing + int(about.get("missing") or 0), loaded.warnings
         run.warnings += tuple(str(detail.get("text", "")) for _, _, detail in run.details("memory grows"))
         return run

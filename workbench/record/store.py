@@ -30,12 +30,12 @@ from workbench.record.about import find_fault
 from workbench.record.folders import ALLOW, make_private_folder, reason_to_refuse
 from workbench.record.stream import read_part as read_part
 from workbench.record.stream import schema
-from workbench.record.tidy import give_back as give_back
+from workbench.record.tidy import release_free_memory as release_free_memory
 from workbench.record.timeline import KINDS, SCHEMA, Timeline, Words
 from workbench.settings import short
 
 _PART = re.compile(r"(spans|samples|marks)-([0-9]{1,5})(?:\.([0-9]{1,9}))?\.arrow")
-LARGEST = 16 << 20  # bytes of a run.json
+MAX_RUN_JSON_BYTES = 16 << 20  # bytes of a run.json
 _OPTIONS = {"compression": "lz4", "emit_dictionary_deltas": True, "use_threads": False}
 
 
@@ -113,8 +113,8 @@ def about(path: Path) -> dict[str, Any]:
     if not whole:
         raise RunError(f"{path}: is not a run directory (it has no run.json)")
     try:
-        if (size := (path / "run.json").stat().st_size) > LARGEST:
-            raise RunError(f"{path}: its run.json has {size} bytes, which must be at most {LARGEST}")
+        if (size := (path / "run.json").stat().st_size) > MAX_RUN_JSON_BYTES:
+            raise RunError(f"{path}: its run.json has {size} bytes, which must be at most {MAX_RUN_JSON_BYTES}")
         found = json.loads((path / "run.json").read_text("utf8"))
         schema = found["schema"] if type(found["schema"]) is int else int(str(found["schema"]))
     except RunError:

@@ -18,9 +18,9 @@ from workbench.record.marks import well_formed
 from workbench.record.timeline import SCHEMA, Coded, Table, Words
 
 _READING = ipc.IpcReadOptions(use_threads=False)  # files are read in parallel instead
-HOLES = 1 << 20  # bytes that a file may exceed its blocks on disk
-LATEST = 1e10  # seconds: about 300 years
-MOST = 2**53  # rows and bytes: floats are exact up to here
+MAX_SPARSE_BYTES = 1 << 20  # bytes that a file may exceed its blocks on disk
+MAX_SECONDS = 1e10  # seconds: about 300 years
+MAX_EXACT_INTEGER = 2**53  # rows and bytes: floats are exact up to here
 
 Part = tuple[int, dict[str, Any] | None, str]  # (number of its first row, columns or None, the problem or "")
 
@@ -85,7 +85,7 @@ def _bytes(path: Path) -> bytes:
         if not stat.S_ISREG(about.st_mode):
             raise ValueError("it is no file")
         held = getattr(about, "st_blocks", about.st_size) * 512
-        return file.read(min(about.st_size, held + HOLES))
+        return file.read(min(about.st_size, held + MAX_SPARSE_BYTES))
 
 
 def _checked_batches(stream: Any) -> Iterator[pa.RecordBatch]:
@@ -120,9 +120,9 @@ def _good(kind: str, columns: Mapping[str, Any], rank: int) -> np.ndarray:
     """Mask of rows that a rank may have written: losses may have any value, times may not."""
     good = (columns["step"] >= 0) & (columns["rank"] == rank)
     for name in {"t", "asked", "t0", "t1"} & set(columns):
-        good &= np.abs(columns[name]) < LATEST  # False for NaN
+        good &= np.abs(columns[name]) < MAX_SECONDS  # False for NaN
     if kind == "spans":
-        good &= (columns["nbytes"] >= 0) & (columns["nbytes"] < MOST) & (columns["t1"] >= columns["t0"])
+        good &= (columns["nbytes"] >= 0) & (columns["nbytes"] < MAX_EXACT_INTEGER) & (columns["t1"] >= columns["t0"])
     if kind == "marks":
         names = columns["name"].decode()
         good &= np.fromiter(map(well_formed, names, columns["detail"]), bool, len(names))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA = 1  # increases when a column changes its meaning
-MAPPED = 1 << 20  # bytes above which a column is mapped
+MIN_MAPPED_BYTES = 1 << 20  # bytes above which a column is mapped
 
 
 class Span(NamedTuple):
@@ -161,7 +161,7 @@ class Rows:
 
 def _room(n: int, of: np.dtype[Any]) -> np.ndarray:
     """Maps a large array. Otherwise malloc keeps up to 10 % of the record from outgrown columns."""
-    if of == np.dtype("O") or n * of.itemsize < MAPPED:
+    if of == np.dtype("O") or n * of.itemsize < MIN_MAPPED_BYTES:
         return np.empty(n, of)
     return np.frombuffer(mmap.mmap(-1, n * of.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), of)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import traceback
 
-LONGEST = 10_000  # characters of a text, or of a traceback's beginning
-LONGEST_TRACEBACK = 50_000
+MAX_TEXT_LENGTH = 10_000  # characters of a text, or of a traceback's beginning
+MAX_TRACEBACK_LENGTH = 50_000
 
 
 def class_of(error: BaseException) -> str:
@@ -19,7 +19,7 @@ def text_of(error: BaseException) -> str:
         text = str(error)
     except BaseException as wrong:  # even a SystemExit here must not hide the error
         return f"its text is not available: its __str__ raised {class_of(wrong)}"
-    return _plain(text, LONGEST, LONGEST)
+    return _plain(text, MAX_TEXT_LENGTH, MAX_TEXT_LENGTH)
 
 
 def said(error: BaseException) -> str:
@@ -34,7 +34,7 @@ def traceback_of(error: BaseException) -> str:
         text = "".join(traceback.format_exception(error))
     except BaseException:
         return said(error)
-    return _plain(text, LONGEST, LONGEST_TRACEBACK)
+    return _plain(text, MAX_TEXT_LENGTH, MAX_TRACEBACK_LENGTH)
 
 
 def speaks(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ from workbench.settings.knobs import Knob, a_member, knobs
 
 M = TypeVar("M")
 
-MOST = 12
+MAX_LISTED_NAMES = 12
 # the word for a member of a family -> the experiment's setting that holds one
 HOLDERS = {word: word for word in ("task", "strategy", "partition", "compressor", "optimizer", "policy")}
 HOLDERS |= {"algorithm": "fabric.algorithm", "schedule": "partition.schedule", "fault": "fabric.faults"}
@@ -122,8 +122,8 @@ def _members(family: type | None) -> dict[str, set[str]]:
 
 
 def _either(names: Iterable[str]) -> str:
-    """Joins names: `A`, `A or B`, `A, B or C`. Lists at most `MOST`."""
+    """Joins names: `A`, `A or B`, `A, B or C`. Lists at most `MAX_LISTED_NAMES`."""
     found = list(names)
-    if len(found) > MOST:
-        return f"{', '.join(found[:MOST])} or one of {len(found) - MOST} others"
+    if len(found) > MAX_LISTED_NAMES:
+        return f"{', '.join(found[:MAX_LISTED_NAMES])} or one of {len(found) - MAX_LISTED_NAMES} others"
     return " or ".join(filter(None, [", ".join(found[:-1]), found[-1]]))

@@ -19,7 +19,7 @@ TERM = re.compile(r"\w+: {2,}")  # begins a list of terms
 
 
 @dataclass(frozen=True)
-class Told:
+class ParsedDocstring:
     """A docstring in parts, each without its heading, or "".
 
     formula: the first of its indented paragraphs, as written
@@ -33,14 +33,14 @@ class Told:
     rest: tuple[str, ...]
 
 
-def told(member: type[Any]) -> Told:
+def parse_docstring(member: type[Any]) -> ParsedDocstring:
     """Returns the parts of the docstring of `member`."""
     what, *rest = paragraphs(inspect.cleandoc(member.__doc__ or "")) or [""]
     pick = {key: next((p for p in rest if p.startswith(key)), "") for key in (WHEN, PAPER)}
     rest = [p for p in rest if p not in pick.values()]
     formula = rest.pop(0) if rest and is_code(rest[0]) else ""
     when, paper = (" ".join(pick[key].removeprefix(key).split()) for key in (WHEN, PAPER))
-    return Told(what, formula, when, paper, tuple(rest))
+    return ParsedDocstring(what, formula, when, paper, tuple(rest))
 
 
 def paragraphs(doc: str) -> list[str]:

@@ -5,8 +5,8 @@
             ...
             work.step()
 
-Work on the main thread that lasts over `SOON` seconds draws a bar, in a notebook or at a terminal. Dashboards list
-`under_way`. A nested block on the same thread counts as part of the outer one.
+Work on the main thread that lasts over `DELAY_BEFORE_BAR` seconds draws a bar, in a notebook or at a terminal.
+Dashboards list `under_way`. A nested block on the same thread counts as part of the outer one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-SOON = 2.0  # seconds before progress is shown
-OFTEN = 0.1  # seconds between two updates of the bar
+DELAY_BEFORE_BAR = 2.0  # seconds before progress is shown
+UPDATE_INTERVAL = 0.1  # seconds between two updates of the bar
 
 _every: list[Doing] = []
 _lock = threading.Lock()
@@ -76,7 +76,7 @@ class Doing:
         return self.seconds * (1 - share) / share if share else None
 
     def _tell(self) -> None:
-        if self._line is not None and time.monotonic() - self._shown > OFTEN and self.share is not None:
+        if self._line is not None and time.monotonic() - self._shown > UPDATE_INTERVAL and self.share is not None:
             self._shown = time.monotonic()
             self._line.n = round(self.share, 4)
             self._line.update(0)  # redraws the bar when due
@@ -114,9 +114,9 @@ def doing(what: str, total: float | None = None, usual: float | None = None) -> 
 
 
 def under_way() -> list[Doing]:
-    """Returns this process's work of over `SOON` seconds, oldest first."""
+    """Returns this process's work of over `DELAY_BEFORE_BAR` seconds, oldest first."""
     with _lock:
-        return [work for work in _every if work.seconds > SOON]
+        return [work for work in _every if work.seconds > DELAY_BEFORE_BAR]
 
 
 def left(seconds: float | None) -> str:
@@ -144,10 +144,10 @@ def seen() -> bool:
 
 
 def _line(what: str) -> Any:
-    """Returns a bar that appears after `SOON` seconds; None if nobody sees it."""
+    """Returns a bar that appears after `DELAY_BEFORE_BAR` seconds; None if nobody sees it."""
     if not seen():
         return None
     from tqdm.auto import tqdm
 
     bar = "{desc}: {percentage:3.0f}%|{bar}| {elapsed} gone, {remaining} to go"
-    return tqdm(total=1.0, desc=what, delay=SOON, leave=False, bar_format=bar)
+    return tqdm(total=1.0, desc=what, delay=DELAY_BEFORE_BAR, leave=False, bar_format=bar)

@@ -18,7 +18,7 @@ import numpy as np
 
 from workbench.analysis.compare.clear import compare_values, estimate_median
 from workbench.analysis.compare.compression import list_buckets
-from workbench.analysis.compare.sides import SETTLE, WINDOW, Side
+from workbench.analysis.compare.sides import SETTLE_STEPS, WINDOW_STEPS, Side
 from workbench.analysis.compare.sides import side_before as steps_before
 from workbench.analysis.steps.collectives import lined_up
 from workbench.analysis.steps.settings import Stretch, list_stretches
@@ -30,9 +30,9 @@ from workbench.record.timeline import Timeline
 if TYPE_CHECKING:
     from workbench.record.run import Run
 
-SAME = ("strategy", "fabric", "pace", "batch", "bucket_mb")  # must be equal in Dense steps
-MEASURED = 400  # steps back to measurements
-SHORT = 1e-4  # seconds: the least difference that matters
+EQUAL_SETTINGS = ("strategy", "fabric", "pace", "batch", "bucket_mb")  # must be equal in Dense steps
+MAX_STEPS_BACK = 400  # steps back to measurements
+MIN_DIFFERENCE = 1e-4  # seconds: the least difference that matters
 
 
 class BreakEven(NamedTuple):
@@ -63,13 +63,13 @@ class _DenseCost(NamedTuple):
     basis: str
 
 
-def break_even(run: Run, last: int = WINDOW) -> BreakEven | None:
+def break_even(run: Run, last: int = WINDOW_STEPS) -> BreakEven | None:
     """Judges the present compression, or returns None without compression or steps."""
     every = list_stretches(run)
     now, tl = every[-1], run.timeline
     first, stop = last_steps(tl)
     begin = max(now.first, first)
-    if not now.compressor or stop <= begin + SETTLE:
+    if not now.compressor or stop <= begin + SETTLE_STEPS:
         return None
     side = steps_before(tl, stop, begin, last)
     if not len(side.seconds) or len(side.window.ranks) < 2:
@@ -92,10 +92,10 @@ def break_even(run: Run, last: int = WINDOW) -> BreakEven | None:
 
 
 def _measure_dense(tl: Timeline, every: list[Stretch], last: int) -> _DenseCost | None:
-    """From the newest uncompressed steps with the same `SAME` settings."""
+    """From the newest uncompressed steps with the same `EQUAL_SETTINGS` settings."""
     now = every[-1]
     for s in reversed(every[:-1]):
-        if s.compressor or any(s.settings.get(k) != now.settings.get(k) for k in SAME):
+        if s.compressor or any(s.settings.get(k) != now.settings.get(k) for k in EQUAL_SETTINGS):
             continue
         side = steps_before(tl, s.stop, s.first, last)
         if not side.lacks:
@@ -106,13 +106,13 @@ def _measure_dense(tl: Timeline, every: list[Stretch], last: int) -> _DenseCost 
 
 def _used_steps(side: Side, begin: int) -> tuple[int, int]:
     """[first, stop) without the steps just after a change at `begin`."""
-    return max(side.steps[0], begin + SETTLE), side.steps[1]
+    return max(side.steps[0], begin + SETTLE_STEPS), side.steps[1]
 
 
 def _predict_dense(tl: Timeline, side: Side, now: Stretch) -> _DenseCost | None:
     """From measurements under the present settings."""
     stop = side.steps[1]
-    took, n = _bucket_seconds(Window(tl, max(now.first, stop - MEASURED), stop))
+    took, n = _bucket_seconds(Window(tl, max(now.first, stop - MAX_STEPS_BACK), stop))
     if not took:
         return None
     return _DenseCost(side.average_each(_play_dense(side.window, took)), None, "predicted", f"{n} dense all-reduces")
@@ -172,11 +172,13 @@ def _judge_codec(found: dict[str, np.ndarray], side: Side, dense: _DenseCost | N
 
 
 def _compare_range(low: np.ndarray, high: np.ndarray, dense: np.ndarray) -> str:
-    if compare_values(high, dense, least=SHORT).more:
+    if compare_values(high, dense, least=MIN_DIFFERENCE).more:
         return "pays"
-    if compare_values(dense, low, least=SHORT).more:
+    if compare_values(dense, low, least=MIN_DIFFERENCE).more:
         return "costs"
-    unsure = compare_values(low, dense, least=SHORT).more and compare_values(dense, high, least=SHORT).more
+    unsure = (
+        compare_values(low, dense, least=MIN_DIFFERENCE).more and compare_values(dense, high, least=MIN_DIFFERENCE).more
+    )
     return "depends" if unsure else "even"
 
 
@@ -190,7 +192,7 @@ def _describe_verdict(
     side: Side,
     dense: _DenseCost | None,
 ) -> str:
-    aside = f", {format_seconds(beside)} of it beside computing" if beside > max(0.2 * codec, SHORT) else ""
+    aside = f", {format_seconds(beside)} of it beside computing" if beside > max(0.2 * codec, MIN_DIFFERENCE) else ""
     takes = f"takes {format_seconds(codec)} per step to encode and decode{aside}{',' if aside else ''}"
     if verdict == "short":
         so_far = f"{name} {takes} and is stalled for {format_seconds(exposed)} more"

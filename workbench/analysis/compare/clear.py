@@ -9,8 +9,8 @@ r is the correlation of neighbouring steps' ranks, corrected for its bias in sho
 factor corrects for the uncertain spread of few values. Of pairs of equal series of 20 steps, 4 % are called different
 with r = 0.8, and 1 % with r = 0.3 or less (`tests/unit/test_clear.py`).
 
-A difference is clear if the ratio's 99 % interval excludes 1, the ratio is not within `WORTH` of 1, and both sides have
-enough steps. 95 % intervals would fail in 5 % of a user's dozens of comparisons. 0 to 0 counts as 1.
+A difference is clear if the ratio's 99 % interval excludes 1, the ratio is not within `MIN_RATIO_CHANGE` of 1, and both
+sides have enough steps. 95 % intervals would fail in 5 % of a user's dozens of comparisons. 0 to 0 counts as 1.
 
 References: Efron, "Bootstrap methods", Ann. Statist. 1979; n' of a first-order autoregressive series: Bartlett, JRSS B
 1946; the bias of r: Kendall, "Note on bias in the estimation of autocorrelation", Biometrika 1954.
@@ -23,10 +23,10 @@ from typing import NamedTuple
 import numpy as np
 
 DRAWS = 800
-LEAST_STEPS = 20  # steps per side for a verdict
-LEAST_ROUNDS = 5  # the same for whole rounds
-WORTH = 0.01  # the ratio's least distance from 1 that matters
-MOST = 0.9  # upper limit of r
+MIN_STEPS = 20  # steps per side for a verdict
+MIN_ROUNDS = 5  # the same for whole rounds
+MIN_RATIO_CHANGE = 0.01  # the ratio's least distance from 1 that matters
+MAX_CORRELATION = 0.9  # upper limit of r
 
 
 class Estimate(NamedTuple):
@@ -76,7 +76,7 @@ def compare_values(before: np.ndarray, after: np.ndarray, lacks: str = "", least
     low, high = np.quantile(
         _divide_values(draw_medians(after, 1), draw_medians(before, 0)), [0.005, 0.995], method="nearest"
     )
-    clear = (low > 1 or high < 1) and not 1 - WORTH < value < 1 + WORTH and abs(now - was) > least
+    clear = (low > 1 or high < 1) and not 1 - MIN_RATIO_CHANGE < value < 1 + MIN_RATIO_CHANGE and abs(now - was) > least
     return Ratio(value, float(low), float(high), bool(clear))
 
 
@@ -100,7 +100,7 @@ def draw_medians(values: np.ndarray, seed: int = 0) -> np.ndarray:
 
 
 def rank_correlation(values: np.ndarray) -> float:
-    """Correlation r of neighbouring values' ranks, 0 to `MOST`."""
+    """Correlation r of neighbouring values' ranks, 0 to `MAX_CORRELATION`."""
     n = len(values)
     rank = np.unique(values, return_inverse=True)[1].astype(float)
     rank -= rank.mean() if n else 0.0
@@ -108,7 +108,7 @@ def rank_correlation(values: np.ndarray) -> float:
     if n < 4 or not whole:
         return 0.0
     r = float(rank[1:] @ rank[:-1]) / whole
-    return float(np.clip(r + (1 + 3 * r) / n, 0.0, MOST)) if r > 0.1 else 0.0
+    return float(np.clip(r + (1 + 3 * r) / n, 0.0, MAX_CORRELATION)) if r > 0.1 else 0.0
 
 
 def why_few(n: int, steps: int, *, rounds: bool, seen: int | None = None) -> str:
@@ -122,9 +122,9 @@ def why_few(n: int, steps: int, *, rounds: bool, seen: int | None = None) -> str
     >>> why_few(0, 0, rounds=False, seen=2)
     'too short: 2 steps, 0 of them undisturbed; needs 20'
     """
-    needed = LEAST_STEPS
+    needed = MIN_STEPS
     if rounds:
-        needed = max(LEAST_ROUNDS, -(-LEAST_STEPS * n // steps)) if steps else LEAST_ROUNDS
+        needed = max(MIN_ROUNDS, -(-MIN_STEPS * n // steps)) if steps else MIN_ROUNDS
     if n >= needed:
         return ""
     if seen == 0:

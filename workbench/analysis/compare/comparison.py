@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from workbench.analysis.compare.clear import LEAST_STEPS, WORTH, draw_medians, why_few
+from workbench.analysis.compare.clear import MIN_RATIO_CHANGE, MIN_STEPS, draw_medians, why_few
 from workbench.analysis.compare.sides import Side
 from workbench.analysis.steps.examples import examples_made
 from workbench.analysis.steps.window import Window, last_steps
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from workbench.record.run import Run
     from workbench.record.timeline import Timeline
 
-MOST = 4000  # values per side for the draws
-LAST = 0.1  # of the common range
-SHORT = 1e-4  # seconds: the least difference that matters
+MAX_VALUES = 4000  # values per side for the draws
+LAST_SHARE = 0.1  # of the common range
+MIN_DIFFERENCE = 1e-4  # seconds: the least difference that matters
 WORSE, BETTER, ALIKE, UNKNOWN = "worse", "better", "alike", "unknown"
 ALIGNED = ("steps", "examples", "seconds")  # axes of losses
 
@@ -74,8 +74,8 @@ def compare_runs(a: Run, b: Run, tolerance: float = 0.0) -> list[Compared]:
     was, now = (make_side(run.timeline) for run in (a, b))
     lacks = _join_reasons(was.lacks, now.lacks)
     rows = [
-        judge_metric("step time", "s", was.seconds, now.seconds, lacks, tolerance, SHORT),
-        judge_metric("exposed communication", "s", was.exposed, now.exposed, lacks, tolerance, SHORT),
+        judge_metric("step time", "s", was.seconds, now.seconds, lacks, tolerance, MIN_DIFFERENCE),
+        judge_metric("exposed communication", "s", was.exposed, now.exposed, lacks, tolerance, MIN_DIFFERENCE),
         judge_metric("bytes per step and rank", "bytes", was.nbytes, now.nbytes, lacks, tolerance),
     ]
     before, after = loss_curve(a.timeline), loss_curve(b.timeline)
@@ -102,7 +102,7 @@ def judge_metric(
         return Compared(metric, unit, a, b, b - a, float("nan"), float("nan"), UNKNOWN, lacks)
     draws = draw_medians(_thin_values(after), 1) - draw_medians(_thin_values(before), 0)
     low, high = (float(q) for q in np.quantile(draws, [0.005, 0.995], method="nearest"))
-    allowed, worth = tolerance * abs(a), max(WORTH * abs(a), least)
+    allowed, worth = tolerance * abs(a), max(MIN_RATIO_CHANGE * abs(a), least)
     verdict = ALIKE
     if abs(b - a) > worth:
         verdict = WORSE if low > allowed else BETTER if high < -allowed else ALIKE
@@ -132,7 +132,7 @@ def list_differences(a: Run, b: Run) -> list[str]:
 
 
 def _compare_losses(before: LossCurve, after: LossCurve, aligned: str, tolerance: float) -> Compared:
-    """Uses the last 10 % of the common range, or its last `LEAST_STEPS` steps."""
+    """Uses the last 10 % of the common range, or its last `MIN_STEPS` steps."""
     metric, along = f"loss at equal {aligned}", (before.progress_along(aligned), after.progress_along(aligned))
     if not all(map(len, along)):
         nothing = "no loss on the record"
@@ -144,15 +144,15 @@ def _compare_losses(before: LossCurve, after: LossCurve, aligned: str, tolerance
     lacks: list[str] = []
     for found, x in zip((before, after), along, strict=True):
         stop = int(np.searchsorted(x, common, side="right"))
-        first = min(int(np.searchsorted(x, (1 - LAST) * common, side="right")), max(0, stop - LEAST_STEPS))
-        values.append(_remove_trend(x[first:stop], found.loss[first:stop], (1 - LAST / 2) * common))
+        first = min(int(np.searchsorted(x, (1 - LAST_SHARE) * common, side="right")), max(0, stop - MIN_STEPS))
+        values.append(_remove_trend(x[first:stop], found.loss[first:stop], (1 - LAST_SHARE / 2) * common))
         lacks.append(why_few(stop - first, stop - first, rounds=False))
     return judge_metric(metric, "", values[0], values[1], _join_reasons(*lacks), tolerance)
 
 
 def _remove_trend(x: np.ndarray, losses: np.ndarray, at: float) -> np.ndarray:
     """Removes the trend from (n,) losses, as if at `at`."""
-    if len(x) < LEAST_STEPS:
+    if len(x) < MIN_STEPS:
         return losses
     slope = np.polynomial.Polynomial.fit(x, losses, 1).deriv()(at)
     return np.asarray(losses - slope * (x - at))
@@ -163,7 +163,7 @@ def _join_reasons(a: str, b: str) -> str:
 
 
 def _thin_values(values: np.ndarray) -> np.ndarray:
-    """Returns at most `MOST` evenly spread values, for the draws' memory."""
-    if len(values) <= MOST:
+    """Returns at most `MAX_VALUES` evenly spread values, for the draws' memory."""
+    if len(values) <= MAX_VALUES:
         return values
-    return values[np.linspace(0, len(values) - 1, MOST).astype(int)]
+    return values[np.linspace(0, len(values) - 1, MAX_VALUES).astype(int)]

@@ -9,13 +9,13 @@ import numpy as np
 
 from workbench.analysis.compare import sides
 from workbench.analysis.compare.clear import Estimate, Ratio, compare_values, estimate_median
-from workbench.analysis.compare.sides import WINDOW, Side
+from workbench.analysis.compare.sides import WINDOW_STEPS, Side
 from workbench.analysis.compare.trend import Trend, find_trend
 from workbench.analysis.steps.window import change_steps, last_steps
 from workbench.record.marks import once
 from workbench.record.timeline import Timeline
 
-SHORT = 0.1  # ms: smaller differences do not matter
+MIN_DIFFERENCE_MS = 0.1  # ms: smaller differences do not matter
 
 
 class Effect(NamedTuple):
@@ -62,7 +62,7 @@ class Card(NamedTuple):
     seconds: float = 0.0
 
 
-def before_after(tl: Timeline, change_step: int, window: int = WINDOW) -> Card:
+def before_after(tl: Timeline, change_step: int, window: int = WINDOW_STEPS) -> Card:
     """Compares step, exposed communication, bytes and loss slope, `window` steps per side."""
     every = change_steps(tl)
     floor = int(max([s for s in every if s < change_step], default=0))
@@ -90,7 +90,7 @@ def _join_reasons(before: str, after: str) -> str:
 
 
 def _make_effect(name: str, unit: str, was: Side, now: Side, before: np.ndarray, after: np.ndarray) -> Effect:
-    least = SHORT if unit == "ms" else 0.0
+    least = MIN_DIFFERENCE_MS if unit == "ms" else 0.0
     change = compare_values(before, after, why_lacking(was, now), least)
     return Effect(name, unit, estimate_median(before), estimate_median(after), change)
 

@@ -15,10 +15,10 @@ from workbench.analysis.steps.collectives import lined_up
 from workbench.analysis.steps.window import Window, change_steps, last_steps
 from workbench.record.timeline import Timeline
 
-SETTLE = 2  # steps after a beginning, a change or new buckets
-WINDOW = 50  # steps to analyse
+SETTLE_STEPS = 2  # steps after a beginning, a change or new buckets
+WINDOW_STEPS = 50  # steps to analyse
 WIDER = (1, 4, 40)  # windows to try for enough rounds
-RARE = 4  # with fewer than 1 in 4 undisturbed, all count
+MIN_UNDISTURBED = 4  # with fewer than 1 in 4 undisturbed, all count
 
 
 class Side:
@@ -54,10 +54,10 @@ class Side:
         if self.periodic:
             return settled
         clean = np.setdiff1d(settled, self._rounds[self.window.disturbed])
-        return clean if RARE * len(clean) >= len(settled) else settled
+        return clean if MIN_UNDISTURBED * len(clean) >= len(settled) else settled
 
 
-def side_before(tl: Timeline, stop: int, floor: int, window: int = WINDOW) -> Side:
+def side_before(tl: Timeline, stop: int, floor: int, window: int = WINDOW_STEPS) -> Side:
     """Returns the last steps before `stop`, from `floor` on; more for long rounds."""
     for wide in WIDER:
         first = max(stop - wide * window, floor)
@@ -67,7 +67,7 @@ def side_before(tl: Timeline, stop: int, floor: int, window: int = WINDOW) -> Si
     return side
 
 
-def side_after(tl: Timeline, first: int, ceiling: int, window: int = WINDOW) -> Side:
+def side_after(tl: Timeline, first: int, ceiling: int, window: int = WINDOW_STEPS) -> Side:
     """Returns the first steps from `first` to `ceiling`; more for long rounds."""
     for wide in WIDER:
         stop = min(first + 1 + wide * window, ceiling)
@@ -81,7 +81,7 @@ def unsettled_steps(tl: Timeline, w: Window) -> np.ndarray:
     """Mask of steps just after a beginning, a change, new buckets or a pause."""
     marks, begun = tl.marks.rows(), last_steps(tl)[0]
     new = marks.step[marks.equal("name", "buckets")] if len(marks) else np.empty(0, np.int64)
-    fresh = np.concatenate([[begun], change_steps(tl), new])[:, None] + np.arange(SETTLE)
+    fresh = np.concatenate([[begun], change_steps(tl), new])[:, None] + np.arange(SETTLE_STEPS)
     return np.isin(w.steps, np.concatenate([fresh.ravel(), _stalled_steps(tl)]))
 
 

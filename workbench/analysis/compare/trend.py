@@ -14,8 +14,8 @@ from workbench.analysis.compare.clear import Estimate, rank_correlation, why_few
 from workbench.analysis.compare.sides import Side
 from workbench.record.timeline import Timeline
 
-MOST = 400  # points that form pairs
-PER = 100  # steps
+MAX_POINTS = 400  # points that form pairs
+SLOPE_STEPS = 100  # steps
 NEVER = "never finite"
 NOTHING = Estimate(float("nan"), float("nan"), float("nan"), 0)
 
@@ -68,17 +68,17 @@ def find_trend(tl: Timeline, side: Side) -> Trend:
 
 
 def estimate_slope(steps: np.ndarray, losses: np.ndarray) -> Estimate:
-    """The Theil-Sen slope of (n,) losses per `PER` steps, with 99 % interval; NaN if n < 5."""
+    """The Theil-Sen slope of (n,) losses per `SLOPE_STEPS` steps, with 99 % interval; NaN if n < 5."""
     n = len(steps)
     if n < 5:
         return NOTHING._replace(n=n)
-    if n > MOST:
-        even = np.linspace(0, n - 1, MOST).astype(int)
+    if n > MAX_POINTS:
+        even = np.linspace(0, n - 1, MAX_POINTS).astype(int)
         return estimate_slope(steps[even], losses[even])._replace(n=n)
     i, j = np.triu_indices(n, 1)
-    slopes = np.sort(PER * (losses[j] - losses[i]) / (steps[j] - steps[i]))
+    slopes = np.sort(SLOPE_STEPS * (losses[j] - losses[i]) / (steps[j] - steps[i]))
     middle = float(np.median(slopes))
-    r = rank_correlation(losses - middle / PER * steps)
+    r = rank_correlation(losses - middle / SLOPE_STEPS * steps)
     alone = max(3.0, n * (1 - r) / (1 + r))  # corrects for the uncertain r
     reach = 2.576 * (1 + 1.5 / alone) * np.sqrt(n * (n - 1) * (2 * n + 5) / 18 * (1 + r) / (1 - r))
     low, high = (len(slopes) - reach) / 2, (len(slopes) + reach) / 2
@@ -97,6 +97,6 @@ def _describe_slope(e: Estimate, sign: int) -> str:
     if not sign:
         if e.low == e.high == 0:
             return "does not change"
-        return f"no clear trend: {e.value:+.3g} per {PER} steps [{e.low:+.3g}, {e.high:+.3g}]"
+        return f"no clear trend: {e.value:+.3g} per {SLOPE_STEPS} steps [{e.low:+.3g}, {e.high:+.3g}]"
     low, high = sorted((abs(e.low), abs(e.high)))
-    return f"{'rises' if sign > 0 else 'falls'} by {abs(e.value):.3g} per {PER} steps [{low:.3g}, {high:.3g}]"
+    return f"{'rises' if sign > 0 else 'falls'} by {abs(e.value):.3g} per {SLOPE_STEPS} steps [{low:.3g}, {high:.3g}]"

@@ -25,7 +25,7 @@ from workbench.record.kineto import Event, Trace
 from workbench.record.timeline import Mark, Span, Timeline
 
 GAP = {True: 5e-6, False: 50e-6}  # seconds, on a GPU and on a CPU (with Python between operators)
-APART = 60.0  # seconds between the begins of 2 ranks above which their clocks are not trusted
+MAX_CLOCK_DIFFERENCE = 60.0  # seconds between the begins of 2 ranks above which their clocks are not trusted
 KERNELS, COPIES = "kernel", ("gpu_memcpy", "gpu_memset")
 _STEP = re.compile(r"ProfilerStep#([0-9]{1,9})")
 _GPU_COMM = re.compile(r"^(nccl|rccl|mscclpp?|oneccl)", re.I)
@@ -54,7 +54,7 @@ def convert_traces(traces: dict[int, Trace]) -> tuple[Timeline, list[str]]:
     timeline, notes = Timeline(), []
     begins = {rank: trace.events[0].t0 for rank, trace in traces.items()}
     zero = dict.fromkeys(begins, min(begins.values()))
-    if max(begins.values()) - min(begins.values()) > APART:
+    if max(begins.values()) - min(begins.values()) > MAX_CLOCK_DIFFERENCE:
         zero = begins
         notes.append("the ranks' clocks are far apart, so each rank begins at 0: who waits for whom cannot be told")
     if odd := sum(trace.odd for trace in traces.values()):

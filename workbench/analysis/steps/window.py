@@ -13,7 +13,7 @@ from workbench.record.timeline import Rows, Timeline
 
 OUTSIDE = ("eval", "switch")  # lanes outside of steps
 MEASURING = "measuring"  # the lane that measures compression
-MANY = 50_000  # rows that are quick to search
+MAX_SEARCHED_ROWS = 50_000  # rows that are quick to search
 
 
 class Generation(NamedTuple):
@@ -165,8 +165,8 @@ class Window:
 
 def ranks_of(rows: Rows) -> np.ndarray:
     """Returns these rows' ranks, in order. Skips the middle of very many rows."""
-    if len(rows) > 2 * MANY:
-        return np.union1d(ranks_of(rows[:MANY]), ranks_of(rows[-MANY:]))
+    if len(rows) > 2 * MAX_SEARCHED_ROWS:
+        return np.union1d(ranks_of(rows[:MAX_SEARCHED_ROWS]), ranks_of(rows[-MAX_SEARCHED_ROWS:]))
     return np.flatnonzero(np.bincount(rows.rank, minlength=1)) if len(rows) else np.empty(0, np.int64)
 
 
@@ -186,11 +186,11 @@ def last_steps(tl: Timeline, last: int | None = None, before: int | None = None)
     ranks, since = ranks_of(rows), newest_generation(tl)
     if not len(ranks):
         return 0, 0
-    first, begun = int(rows.step[:MANY].min()), -1
+    first, begun = int(rows.step[:MAX_SEARCHED_ROWS].min()), -1
     if since is not None:
         ranks, rows, begun = np.array(since.members, np.int64), rows[rows.t0 >= since.t], since.step
         rows = rows[np.isin(rows.rank, ranks)]
-    furthest = _last_ended(rows[-MANY:], ranks)
+    furthest = _last_ended(rows[-MAX_SEARCHED_ROWS:], ranks)
     if (furthest < 0).any():
         furthest = _last_ended(rows, ranks)
     stop = max(int(furthest.min()) + 1, begun)

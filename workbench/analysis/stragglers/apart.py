@@ -13,7 +13,7 @@ from workbench.analysis.steps.collectives import is_message
 from workbench.analysis.steps.window import Window
 from workbench.record.timeline import Timeline
 
-REACH = 512  # steps back to look for a meeting
+MAX_STEPS_BACK = 512  # steps back to look for a meeting
 
 
 def since_met(tl: Timeline, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -23,7 +23,7 @@ def since_met(tl: Timeline, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     if not len(steps):
         return np.empty(0, np.int64), np.empty(0, np.int64)
-    w = Window(tl, max(0, int(steps.min()) - REACH), int(steps.max()) + 1)
+    w = Window(tl, max(0, int(steps.min()) - MAX_STEPS_BACK), int(steps.max()) + 1)
     rows, _ = list_buckets(w.lane("comm"))
     met = np.unique(rows.step[~w.is_outside(rows) & ~is_message(rows)]).astype(np.int64)
     agreed = np.union1d(met, w.lane("switch").step.astype(np.int64) - 1)

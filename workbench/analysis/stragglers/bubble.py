@@ -11,8 +11,8 @@ from workbench.analysis.steps.window import Window, last_steps, since_change
 from workbench.analysis.steps.words import format_seconds
 from workbench.record.timeline import Rows, Timeline
 
-UNLIKE = 1.15  # times the mean: reports a stage that takes longer
-SLOW = 1.25  # times its stage's usual: reports a rank that takes longer
+UNEQUAL_STAGE_FACTOR = 1.15  # times the mean: reports a stage that takes longer
+SLOW_RANK_FACTOR = 1.25  # times its stage's usual: reports a rank that takes longer
 
 
 class Bubble(NamedTuple):
@@ -49,13 +49,13 @@ class Bubble(NamedTuple):
         said = [f"Stages are idle for {self.share * 100:.0f} % of their passes' time; {least}."]
         by_stage = self.busy.reshape(-1, p, self.slices).swapaxes(1, 2).reshape(-1, p)
         mean, longest = by_stage.mean(axis=0), int(np.argmax(by_stage.mean(axis=0)))
-        if mean[longest] > UNLIKE * mean.mean():
+        if mean[longest] > UNEQUAL_STAGE_FACTOR * mean.mean():
             takes = f"{mean[longest] / mean.mean():.1f} times the mean: {format_seconds(mean[longest])} per step"
             said.append(f"Stage {longest} takes longest, {takes}.")
         usual = np.median(by_stage, axis=0)
         stage = np.arange(len(self.busy)) // self.slices % p
         rank = int(np.argmax(self.busy / np.maximum(usual[stage], 1e-9)))
-        if len(by_stage) > 1 and self.busy[rank] > SLOW * usual[stage[rank]]:
+        if len(by_stage) > 1 and self.busy[rank] > SLOW_RANK_FACTOR * usual[stage[rank]]:
             names = self.ranks or range(len(self.busy))
             others = ", ".join(str(names[r]) for r in np.flatnonzero(stage == stage[rank]) if r != rank)
             times = self.busy[rank] / usual[stage[rank]]

@@ -2,9 +2,9 @@
 
 A culprit exceeds the other ranks' median beyond its noise, in most steps, and stalls other ranks. The cost is how much
 earlier the last collective would end with all culprits on time (`blame.measure_relief`). If all ranks stall alike
-(network, packing, before a forward), the cause has no rank. A cause needs `SHARE` of a step. For a rank behind by
-`SHARE`, a cost of `FELT` is enough: with 8 ranks that vary by 5 %, some rank is late anyway, and the other ranks feel
-half of a delay of 10 %.
+(network, packing, before a forward), the cause has no rank. A cause needs `MIN_STEP_SHARE` of a step. For a rank behind
+by `MIN_STEP_SHARE`, a cost of `MIN_HARM_SHARE` is enough: with 8 ranks that vary by 5 %, some rank is late anyway, and
+the other ranks feel half of a delay of 10 %.
 """
 
 from __future__ import annotations
@@ -24,23 +24,31 @@ from workbench.analysis.stragglers.blame import measure_relief
 from workbench.analysis.stragglers.bubble import spread_at
 from workbench.analysis.stragglers.naming import join_names
 from workbench.analysis.stragglers.path import critical_path, path_shares
-from workbench.analysis.stragglers.straggler import FEWEST, PERSISTENT, SHARE
+from workbench.analysis.stragglers.straggler import MIN_SLOW_SHARE, MIN_STEP_SHARE, MIN_STEPS
 from workbench.record.timeline import Timeline
 
 CAUSES = ("input", "forward", "backward", "optimizer", "network", "codec", "frozen", "outside", "bubble")
-OF_STAGES = ("input", "forward", "backward", "optimizer", "codec", "outside")  # causes of single ranks in a pipeline
-STAGE = " in stage "  # part of names of messages between stages
-LAST = 40  # steps to analyse
-SURE = 3.5  # standard errors above zero; independent noise exceeds it in 0.2 (2 ranks) to 2.5 % (32) of windows
-NEAR = 16  # newest steps, analysed alone too
-FELT = 0.005  # share of a step that a rank behind by SHARE costs other ranks
-RARE = 0.3  # share of the steps; a rarer delay is a pause
-WHOLE = 1.0  # in steps: a longer delay in one step is a pause
-OWN = {"input": "before its forward (input) it takes", "forward": "its forward takes", "backward": "its backward takes",
-       "optimizer": "its update takes", "codec": "its packing takes", "network": "its port is busy",
-       "outside": "outside all phases it takes"}  # fmt: skip
-ALL = {"input": "before the forward (input)", "network": "standing still while data move", "codec": "standing still "
-       "while ranks pack and unpack", "outside": "outside all phases"}  # fmt: skip
+STAGE_RANK_CAUSES = (
+    "input",
+    "forward",
+    "backward",
+    "optimizer",
+    "codec",
+    "outside",
+)  # causes of single ranks in a pipeline
+STAGE_MESSAGE_PART = " in stage "  # part of names of messages between stages
+LAST_STEPS = 40  # steps to analyse
+MIN_SIGMAS = 3.5  # standard errors above zero; independent noise exceeds it in 0.2 (2 ranks) to 2.5 % (32) of windows
+NEWEST_STEPS = 16  # newest steps, analysed alone too
+MIN_HARM_SHARE = 0.005  # share of a step that a rank behind by SHARE costs other ranks
+MAX_PAUSE_SHARE = 0.3  # share of the steps; a rarer delay is a pause
+PAUSE_STEPS = 1.0  # in steps: a longer delay in one step is a pause
+RANK_CAUSE_TEXTS = {"input": "before its forward (input) it takes", "forward": "its forward takes",
+                    "backward": "its backward takes", "optimizer": "its update takes", "codec": "its packing takes",
+                    "network": "its port is busy", "outside": "outside all phases it takes"}  # fmt: skip
+COMMON_CAUSE_TEXTS = {"input": "before the forward (input)", "network": "standing still while data move",
+                      "codec": "standing still while ranks pack and unpack",
+                      "outside": "outside all phases"}  # fmt: skip
 
 
 class Cause(NamedTuple):
@@ -76,13 +84,13 @@ class _OwnTimes(NamedTuple):
     everyday: bool  # whether ranks meet in every step
 
 
-def find_causes(tl: Timeline, last: int = LAST) -> list[Cause]:
+def find_causes(tl: Timeline, last: int = LAST_STEPS) -> list[Cause]:
     """Returns the causes in the last `last` steps since the last change, most expensive first.
 
-    Empty without a clear cause, or with fewer than `FEWEST` steps.
+    Empty without a clear cause, or with fewer than `MIN_STEPS` steps.
     """
     w, over = _steps_of(tl, last)
-    if over.sum() < FEWEST:
+    if over.sum() < MIN_STEPS:
         return []
     c = lined_up(w)
     looked = _AnalysedSteps(w, c, over, _own_times(w, over))
@@ -93,12 +101,12 @@ def find_causes(tl: Timeline, last: int = LAST) -> list[Cause]:
     return _rank_causes([*ours, *_of_all(looked, ours)])
 
 
-def why_unjudged(tl: Timeline, last: int = LAST) -> str:
+def why_unjudged(tl: Timeline, last: int = LAST_STEPS) -> str:
     """Returns why `find_causes` cannot judge these steps, or ""."""
     w, over = _steps_of(tl, last)
-    if (known := int(over.sum())) < FEWEST:
+    if (known := int(over.sum())) < MIN_STEPS:
         return (f"Too few steps to say what costs a step most: {known} of the last {last} ended on every rank since "
-                f"the last change and count (the first of a run does not), and {FEWEST} are needed.")  # fmt: skip
+                f"the last change and count (the first of a run does not), and {MIN_STEPS} are needed.")  # fmt: skip
     stages, slices = spread_at(tl, w.stop - 1)
     if stages > 1 and len(w.ranks) % (stages * slices):
         return f"A replica of {stages * slices} ranks lacks one, so no rank can be compared with another of its stage."
@@ -119,7 +127,7 @@ def _first_step(tl: Timeline) -> int:
 
 
 def _rank_causes(found: list[Cause]) -> list[Cause]:
-    worth = {f: FELT if f.ranks and f.cause != "frozen" else SHARE for f in found}
+    worth = {f: MIN_HARM_SHARE if f.ranks and f.cause != "frozen" else MIN_STEP_SHARE for f in found}
     return sorted((f for f in found if f.share >= worth[f]), key=lambda f: -f.seconds)
 
 
@@ -146,7 +154,7 @@ def _own_times(w: Window, over: np.ndarray) -> _OwnTimes:
     phases["codec"], phases["network"] = packing_seconds(w), w.seconds("port") + measure_ports(w)
     met = np.zeros(n, bool)
     met[w.lane("wait").step - w.first] = True
-    everyday = bool(met[over].mean() >= PERSISTENT) or not met.any()
+    everyday = bool(met[over].mean() >= MIN_SLOW_SHARE) or not met.any()
     step = float((np.median if everyday else np.mean)(w.step_seconds[over]))
     return _OwnTimes({k: v[over] for k, v in phases.items()}, w.seconds("codec")[over], step, everyday)
 
@@ -160,22 +168,26 @@ def _to_blame(looked: _AnalysedSteps) -> Iterator[Cause]:
     for cause, values in {**own.phases, "codec": own.packed}.items():
         busy = values.max(axis=1) > 0 if cause in ("codec", "network") else np.ones(len(values), bool)
         found = excess_seconds(values[busy], own.step)
-        new = excess_seconds(values[-NEAR:][busy[-NEAR:]], own.step) if len(values) > NEAR else found
+        new = (
+            excess_seconds(values[-NEWEST_STEPS:][busy[-NEWEST_STEPS:]], own.step)
+            if len(values) > NEWEST_STEPS
+            else found
+        )
         mine = np.where(found > 0, found, new) * float(busy.mean())
-        if (mine > SHARE * own.step).any():
-            late[cause] = {int(r): float(mine[r]) for r in np.flatnonzero(mine > SHARE * own.step)}
+        if (mine > MIN_STEP_SHARE * own.step).any():
+            late[cause] = {int(r): float(mine[r]) for r in np.flatnonzero(mine > MIN_STEP_SHARE * own.step)}
     total = sum(own.phases[k] for k in own.phases if k != "network")
     excess = against_others(np.asarray(total))
     for r in range(len(w.ranks)):
-        long = excess[:, r] - float(np.median(excess[:, r])) > WHOLE * own.step
-        if 0 < long.sum() <= RARE * len(long):
+        long = excess[:, r] - float(np.median(excess[:, r])) > PAUSE_STEPS * own.step
+        if 0 < long.sum() <= MAX_PAUSE_SHARE * len(long):
             at = int(np.argmax(excess[:, r]))
             seldom[r] = int(long.sum()), float(excess[at, r]), int(steps[at]), float(excess[long, r].sum()) / len(long)
     everyone = sorted({r for found in late.values() for r in found})
     gained = measure_relief(w, c, everyone)
     every = max(1.0, len(steps) / max(len(gained), 1))  # between meetings
-    most = max(float(np.median(gained)), float(np.median(gained[-NEAR:]))) / every if len(gained) else 0.0
-    if most >= FELT * own.step:
+    most = max(float(np.median(gained)), float(np.median(gained[-NEWEST_STEPS:]))) / every if len(gained) else 0.0
+    if most >= MIN_HARM_SHARE * own.step:
         for cause, those in late.items():
             yield _blame_ranks(w, own, cause, those, most)
     if seldom:
@@ -185,20 +197,22 @@ def _to_blame(looked: _AnalysedSteps) -> Iterator[Cause]:
 def excess_seconds(values: np.ndarray, step: float) -> np.ndarray:
     """Returns (p,) seconds by which each rank exceeds the other ranks in (n, p) `values`.
 
-    0 if below `SHARE` of a `step`, absent in many steps, or within its noise: that of a median, with fewer than n
-    independent values if neighbouring steps are alike (see `clear`).
+    0 if below `MIN_STEP_SHARE` of a `step`, absent in many steps, or within its noise: that of a median, with fewer
+    than n independent values if neighbouring steps are alike (see `clear`).
     """
     n = len(values)
-    if n < FEWEST:
+    if n < MIN_STEPS:
         return np.zeros(values.shape[1])
     more = against_others(values)
     typical = np.median(more, axis=0)
     doubt = 1.25 * 1.4826 * np.median(np.abs(more - typical), axis=0) / np.sqrt(n)
-    sure = (typical > np.maximum(SHARE * step, SURE * doubt)) & ((more > 0).mean(axis=0) >= PERSISTENT)
+    sure = (typical > np.maximum(MIN_STEP_SHARE * step, MIN_SIGMAS * doubt)) & (
+        (more > 0).mean(axis=0) >= MIN_SLOW_SHARE
+    )
     for r in np.flatnonzero(sure):
         alike = rank_correlation(more[:, r])
         alone = max(3.0, n * (1 - alike) / (1 + alike))
-        sure[r] = typical[r] > SURE * doubt[r] * np.sqrt(n / alone) * (1 + 1.5 / alone)
+        sure[r] = typical[r] > MIN_SIGMAS * doubt[r] * np.sqrt(n / alone) * (1 + 1.5 / alone)
     return np.where(sure, typical, 0.0)
 
 
@@ -207,7 +221,11 @@ def _blame_ranks(w: Window, own: _OwnTimes, cause: str, found: dict[int, float],
     cost = min(worst, most)
     each = " and ".join(format_seconds(s) for s in found.values())
     who = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {join_names(tuple(map(str, ranks)))}"
-    what = OWN[cause] if len(ranks) == 1 else OWN[cause].replace("its ", "their ").replace("it takes", "they take")
+    what = (
+        RANK_CAUSE_TEXTS[cause]
+        if len(ranks) == 1
+        else RANK_CAUSE_TEXTS[cause].replace("its ", "their ").replace("it takes", "they take")
+    )
     return Cause(cause, ranks, cost, cost / own.step, f"{who}: {what} {each} longer than the others.")
 
 
@@ -238,7 +256,7 @@ def _of_stages(tl: Timeline, looked: _AnalysedSteps, stages: int, slices: int) -
         takes = float(own.phases[cause][:, r].mean())
         return more * min(1.0, on.get((int(w.ranks[r]), cause), 0.0) / takes) if takes else 0.0
 
-    for cause in OF_STAGES:
+    for cause in STAGE_RANK_CAUSES:
         values, found = own.phases[cause], dict[int, float]()
         for columns in (np.flatnonzero(place // slices == k) for k in range(stages)):
             late = excess_seconds(values[:, columns], own.step)
@@ -249,7 +267,7 @@ def _of_stages(tl: Timeline, looked: _AnalysedSteps, stages: int, slices: int) -
     passes = np.median(own.phases["forward"] + own.phases["backward"], axis=0)
     each = np.array([passes[place // slices == k].min() for k in range(stages)])
     k = int(np.argmax(each))
-    if (more := float(each[k] - each.mean())) > SHARE * own.step:
+    if (more := float(each[k] - each.mean())) > MIN_STEP_SHARE * own.step:
         ranks = np.flatnonzero(place // slices == k)
         worst = max(("forward", "backward"), key=lambda cause: float(own.phases[cause][:, ranks].mean()))
         cost = max(felt("forward", int(r), more / 2) + felt("backward", int(r), more / 2) for r in ranks)
@@ -257,12 +275,14 @@ def _of_stages(tl: Timeline, looked: _AnalysedSteps, stages: int, slices: int) -
         text = f"{who}: its passes take {format_seconds(more)} longer than the mean stage's."
         yield Cause(worst, tuple(int(w.ranks[r]) for r in ranks), cost, cost / own.step, text)
     rows = w.lane("wait")
-    rows = rows[~w.is_outside(rows) & np.array([STAGE in str(name) for name in rows.name], bool)]
+    rows = rows[~w.is_outside(rows) & np.array([STAGE_MESSAGE_PART in str(name) for name in rows.name], bool)]
     idle = float(w.sum_rows(rows, rows.t1 - rows.t0)[over].mean())
     yield Cause("bubble", (), idle, idle / own.step, f"All ranks: {format_seconds(idle)} waiting for another stage.")
     for cause in ("network", "codec", "input", "outside"):
         seconds = sum(s for (_, what), s in on.items() if what == cause)
-        yield Cause(cause, (), seconds, seconds / own.step, f"All ranks: {format_seconds(seconds)} {ALL[cause]}.")
+        yield Cause(
+            cause, (), seconds, seconds / own.step, f"All ranks: {format_seconds(seconds)} {COMMON_CAUSE_TEXTS[cause]}."
+        )
 
 
 def _of_all(looked: _AnalysedSteps, ours: list[Cause]) -> Iterator[Cause]:
@@ -276,7 +296,9 @@ def _of_all(looked: _AnalysedSteps, ours: list[Cause]) -> Iterator[Cause]:
     columns = {k: {int(c) for f in ours if f.cause == k for c in w.column_of(np.array(f.ranks))} for k in own.phases}
     costs |= {k: _usual_mean(own.phases[k], own, columns[k]) for k in ("codec", "input", "outside")}
     for cause, seconds in costs.items():
-        yield Cause(cause, (), seconds, seconds / own.step, f"All ranks: {format_seconds(seconds)} {ALL[cause]}.")
+        yield Cause(
+            cause, (), seconds, seconds / own.step, f"All ranks: {format_seconds(seconds)} {COMMON_CAUSE_TEXTS[cause]}."
+        )
 
 
 def _usual_mean(values: np.ndarray, own: _OwnTimes, blamed: Collection[int] = ()) -> float:

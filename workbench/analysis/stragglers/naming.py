@@ -15,8 +15,8 @@ STEADY = (*COMPUTE, "outside its phases")  # in every step
 MEETING = ("codec", "link")  # only when ranks meet
 WHOLE = "compute"
 ALIKE = (0.4, 2.5)  # limits of a phase's slowdown over all compute's, for all compute to be slow
-SMALL = 0.02  # of all compute: shorter phases are not compared
-BESIDE = 0.4  # of the longest excess: also report larger ones
+MIN_COMPUTE_SHARE = 0.02  # of all compute: shorter phases are not compared
+ALSO_NAMED_SHARE = 0.4  # of the longest excess: also report larger ones
 
 
 class Slowness(NamedTuple):
@@ -37,14 +37,14 @@ def find_slowness(excess: np.ndarray, usual: np.ndarray) -> Slowness:
     names = (*STEADY, *MEETING)
     if k >= len(COMPUTE):
         return Slowness(names[k], (names[k],), float(excess[k]))
-    compute, asked = excess[: len(COMPUTE)], usual > SMALL * usual.sum()
+    compute, asked = excess[: len(COMPUTE)], usual > MIN_COMPUTE_SHARE * usual.sum()
     if asked.sum() > 1:
         slower = np.divide(compute, usual, out=np.zeros(len(COMPUTE)), where=asked)[asked]
         overall = compute[asked].sum() / usual[asked].sum()
         if (slower >= ALIKE[0] * overall).all() and (slower <= ALIKE[1] * overall).all():
             phases = tuple(name for name, here in zip(COMPUTE, asked, strict=True) if here)
             return Slowness(WHOLE, phases, float(compute.sum()))
-    with_it = compute >= BESIDE * compute[k]
+    with_it = compute >= ALSO_NAMED_SHARE * compute[k]
     phases = tuple(name for name, here in zip(COMPUTE, with_it, strict=True) if here)
     return Slowness(names[k], phases, float(compute[with_it].sum()))
 

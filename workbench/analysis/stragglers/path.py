@@ -23,10 +23,10 @@ from workbench.analysis.stragglers.naming import join_names
 from workbench.record.timeline import Rows, Timeline
 
 CAUSES = {"forward": "forward", "backward": "backward", "update": "optimizer"}  # of each phase
-EPS = 1e-7  # seconds that count as zero
-MOST = 100_000  # pieces of one step's path
-RESUMED = 1e-3  # seconds from a collective's end to the child's next request
-SLOW_PORT = 1.2  # times the other ports' median: the collective waited for this port
+ZERO_SECONDS = 1e-7  # seconds that count as zero
+MAX_PIECES = 100_000  # pieces of one step's path
+MAX_RESUME_DELAY = 1e-3  # seconds from a collective's end to the child's next request
+SLOW_PORT_FACTOR = 1.2  # times the other ports' median: the collective waited for this port
 
 
 class PathPiece(NamedTuple):
@@ -99,14 +99,14 @@ class _SpanIndex:
 
     def last_before(self, t: float) -> int:
         """Returns the last span begun before `t`, or -1."""
-        return int(np.searchsorted(self.begins, t - EPS, "left")) - 1
+        return int(np.searchsorted(self.begins, t - ZERO_SECONDS, "left")) - 1
 
     def last_ended(self, t: float, since: float, bucket: str | None = None, but: int = -1) -> int:
         """Returns the last span ended in (since, t], or -1; prefers `bucket`."""
         found = -1
-        for at in range(int(np.searchsorted(self.ends, t + EPS, "right")) - 1, -1, -1):
+        for at in range(int(np.searchsorted(self.ends, t + ZERO_SECONDS, "right")) - 1, -1, -1):
             i = self.ended[at]
-            if self.t1[i] <= since + EPS:
+            if self.t1[i] <= since + ZERO_SECONDS:
                 break
             if i == but:
                 continue
@@ -140,14 +140,14 @@ class _PathWalk:
         r = int(np.nanargmax(end))
         t, k = float(end[r]), -1
         found: list[PathPiece] = []
-        for _ in range(MOST):
-            if k < 0 and t <= begin[r] + EPS:
+        for _ in range(MAX_PIECES):
+            if k < 0 and t <= begin[r] + ZERO_SECONDS:
                 break
             r, k, cause, rank, since = (
                 self._follow_collective(r, k, t) if k >= 0 else self._step_back(r, t, float(begin[r]))
             )
             since = min(since, t)
-            if since < t - EPS:
+            if since < t - ZERO_SECONDS:
                 name = -1 if rank < 0 else int(self.w.ranks[rank])
                 if found and found[-1][1:3] == (name, cause):
                     found[-1] = found[-1]._replace(begin=since)
@@ -161,13 +161,13 @@ class _PathWalk:
         waits, compute = self.waits[r], self.compute[r]
         i, j = waits.last_before(t), compute.last_before(t)
         still = max(begin, waits.t1[i]) if i >= 0 else begin  # end of the last stall
-        if i >= 0 and waits.t1[i] >= t - EPS:
+        if i >= 0 and waits.t1[i] >= t - ZERO_SECONDS:
             return self._follow_wait(r, i, t, begin)
-        if j >= 0 and compute.t1[j] >= t - EPS:
+        if j >= 0 and compute.t1[j] >= t - ZERO_SECONDS:
             phase = compute.name[j].split(" ")[0]
             return r, -1, CAUSES.get(phase, "outside"), r, max(still, compute.t0[j])
         done = compute.t1[j] if j >= 0 else begin
-        first = j < 0 or compute.t1[j] <= begin + EPS
+        first = j < 0 or compute.t1[j] <= begin + ZERO_SECONDS
         return r, -1, "input" if first else "outside", r, max(still, done)
 
     def _follow_wait(self, r: int, i: int, t: float, begin: float) -> tuple[int, int, str, int, float]:
@@ -187,7 +187,7 @@ class _PathWalk:
 
     def _find_sent(self, s: int, name: str, t: float) -> int:
         sent = self.sent[s]
-        for at in range(int(np.searchsorted(sent.ends, t + EPS, "right")) - 1, -1, -1):
+        for at in range(int(np.searchsorted(sent.ends, t + ZERO_SECONDS, "right")) - 1, -1, -1):
             if sent.name[i := sent.ended[at]] == name:
                 return i
         return -1
@@ -197,13 +197,13 @@ class _PathWalk:
         c = self.comm[r].number[k]
         last = float(self.c.last[c])
         q = int(np.nanargmax(self.c.t0[c]))
-        if t > last + EPS:
+        if t > last + ZERO_SECONDS:
             return r, k, "network", self._find_port(c), last
         asked, name = float(self.c.asked[c, q]), split_name(str(self.c.name[c]))[1]
         mine = int(np.flatnonzero(np.asarray(self.comm[q].number) == c)[0])
         p = self.comm[q].last_ended(t, asked, but=mine)
         if p < 0:  # a child requests its second collective after the first
-            p = self.comm[q].last_ended(t, asked - RESUMED, name, but=mine)
+            p = self.comm[q].last_ended(t, asked - MAX_RESUME_DELAY, name, but=mine)
             p = p if p >= 0 and split_name(self.comm[q].name[p])[1] == name else -1
         return (q, p, "codec", q, self.comm[q].t1[p]) if p >= 0 else (q, -1, "codec", q, asked)
 
@@ -213,7 +213,7 @@ class _PathWalk:
         if np.isnan(port).sum() > len(port) - 2:
             return -1
         r = int(np.nanargmax(port))
-        return r if port[r] > SLOW_PORT * float(np.nanmedian(np.delete(port, r))) else -1
+        return r if port[r] > SLOW_PORT_FACTOR * float(np.nanmedian(np.delete(port, r))) else -1
 
 
 def _number_collectives(rows: Rows, t0: np.ndarray, step: np.ndarray, name: np.ndarray, w: Window) -> np.ndarray:

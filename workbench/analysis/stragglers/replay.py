@@ -22,7 +22,7 @@ import numpy as np
 from workbench.analysis.steps.collectives import Arrivals, of_others
 from workbench.analysis.steps.window import Window
 
-INSTANT = 1e-6  # seconds: a collective's end causes a request so soon
+MAX_REACTION = 1e-6  # seconds: a collective's end causes a request so soon
 
 Stack = np.ndarray  # (meetings, collectives per meeting, ranks); NaN pads
 
@@ -104,7 +104,7 @@ def _read_waits(w: Window, meetings: np.ndarray, asked: Stack, t1: Stack) -> tup
     mine, begins, stops = mine[order], rows.t0[order], rows.t1[order]
     # of each wait: the rank's earlier stalls in this step, and the collective that ended it
     whose = np.broadcast_to(np.arange(len(meetings))[:, None, None] * p + np.arange(p), asked.shape).ravel()
-    ended = _last_before(whose, t1.ravel(), mine, stops + INSTANT)
+    ended = _last_before(whose, t1.ravel(), mine, stops + MAX_REACTION)
     known = (ended >= 0) & (t1.ravel()[ended] > begins)
     sums = np.concatenate([[0.0], np.cumsum(stops - begins)])
     first = np.searchsorted(mine, mine)
@@ -117,7 +117,7 @@ def _read_waits(w: Window, meetings: np.ndarray, asked: Stack, t1: Stack) -> tup
     woke = begins - stood - np.where(known, stops - t1.ravel()[ended], 0.0)
     place = np.where(known, ended // p % k, -1)
     # the last wait before each request
-    it = _last_before(mine, stops, whose, asked.ravel() + INSTANT)
+    it = _last_before(mine, stops, whose, asked.ravel() + MAX_REACTION)
 
     def of(values: np.ndarray, none: float) -> Stack:
         return np.where(it >= 0, values[it] if len(values) else none, none).reshape(asked.shape)
@@ -150,7 +150,7 @@ def _chain_buckets(c: Arrivals, full: np.ndarray, at: np.ndarray, place: np.ndar
     order = np.lexsort((place, bucket, at))
     this, before = order[1:], order[:-1]
     same = (at[this] == at[before]) & (bucket[this] == bucket[before])
-    same &= (c.asked[full[this]] >= c.t1[full[before]] - INSTANT).all(axis=1)
+    same &= (c.asked[full[this]] >= c.t1[full[before]] - MAX_REACTION).all(axis=1)
     out[at[this[same]], place[this[same]]] = place[before[same]]
     return out
 

@@ -24,16 +24,16 @@ from workbench.analysis.stragglers.bubble import spread_at
 from workbench.analysis.stragglers.naming import COMPUTE, STEADY, Slowness, describe_straggler, find_slowness
 from workbench.record.timeline import Timeline
 
-SHARE = 0.05  # of a step: least reported harm
-FELT = 0.005  # of a step: least harm of a clearly slow rank
-SIGMAS = 4.5  # standard errors above zero; see [Note: False alarms]
-PERSISTENT = 0.7  # share of the steps or rounds in which the rank must be slow
-FEWEST = 6  # steps before a verdict
-REACH = 4  # times further back, for a periodic strategy's meetings
-EXPLAINED = 0.4  # share of the harm in a reported phase
+MIN_STEP_SHARE = 0.05  # of a step: least reported harm
+MIN_HARM_SHARE = 0.005  # of a step: least harm of a clearly slow rank
+MIN_SIGMAS = 4.5  # standard errors above zero; see [Note: False alarms]
+MIN_SLOW_SHARE = 0.7  # share of the steps or rounds in which the rank must be slow
+MIN_STEPS = 6  # steps before a verdict
+ROUND_LOOKBACK = 4  # times further back, for a periodic strategy's meetings
+MIN_EXPLAINED_SHARE = 0.4  # share of the harm in a reported phase
 
 
-class Verdict(NamedTuple):
+class StragglerVerdict(NamedTuple):
     """A slow rank that other ranks wait for."""
 
     rank: int
@@ -75,7 +75,7 @@ class _StragglerFacts(NamedTuple):
         return 1.25 * _robust_sigma(self.net) / float(np.sqrt(max(len(self.net), 1)))
 
 
-def find_straggler(tl: Timeline, last: int = 20) -> Verdict | None:
+def find_straggler(tl: Timeline, last: int = 20) -> StragglerVerdict | None:
     """Returns the rank that other ranks wait for in the last steps since a change, or None.
 
     With a periodic strategy, judges delays since the last meeting.
@@ -83,7 +83,7 @@ def find_straggler(tl: Timeline, last: int = 20) -> Verdict | None:
     first, stop = last_steps(tl, last)
     floor = since_change(tl, 0, stop)
     w = Window(tl, max(first, floor), stop)
-    if len(w.ranks) < 2 or w.complete.sum() < FEWEST or spread_at(tl, stop - 1)[0] > 1:
+    if len(w.ranks) < 2 or w.complete.sum() < MIN_STEPS or spread_at(tl, stop - 1)[0] > 1:
         return None
     met, cost = blame_ranks(w, lined_up(w))
     if not len(met):
@@ -91,7 +91,7 @@ def find_straggler(tl: Timeline, last: int = 20) -> Verdict | None:
     if 0 < len(met) >= w.complete.sum() - 1:
         f = _gather_facts(w, w.complete, met, cost, np.ones(len(met)))
     else:
-        f = _periodic_facts(Window(tl, max(stop - REACH * last, floor), stop), last)
+        f = _periodic_facts(Window(tl, max(stop - ROUND_LOOKBACK * last, floor), stop), last)
     rank = _find_guilty(f)
     return None if rank is None else _make_verdict(tl, w, f, rank, last)
 
@@ -106,8 +106,8 @@ def why_silent(tl: Timeline) -> str:
     "nobody": no rank is slow
     """
     first, stop = last_steps(tl)
-    w = Window(tl, since_change(tl, max(first, stop - FEWEST), stop), stop)
-    early = w.complete.sum() < FEWEST
+    w = Window(tl, since_change(tl, max(first, stop - MIN_STEPS), stop), stop)
+    early = w.complete.sum() < MIN_STEPS
     if len(w.ranks) == 1 and not early:  # one rank's rows may arrive first
         return "alone" if stands_for(tl) == 1 else "alike"
     if spread_at(tl, stop - 1)[0] > 1:
@@ -153,25 +153,25 @@ def _gather_facts(w: Window, over: np.ndarray, met: np.ndarray, cost: np.ndarray
 
 def _find_guilty(f: _StragglerFacts) -> int | None:
     """Returns the rank that clearly does harm, or None."""
-    worth = SHARE * f.step
+    worth = MIN_STEP_SHARE * f.step
     behind, choked = f.excess[:4].sum(axis=0), f.excess[4:].sum(axis=0)
-    slow = (behind > max(worth, SIGMAS * f.noise)) & (f.ahead >= PERSISTENT)
+    slow = (behind > max(worth, MIN_SIGMAS * f.noise)) & (f.ahead >= MIN_SLOW_SHARE)
     if f.met:
-        late = (f.net > 0).mean(axis=0) >= PERSISTENT
-        found = late & (_median_or_zero(f.net) > max(worth, SIGMAS * f.doubt))
-        found |= (slow | (choked > worth)) & (f.harm > FELT * f.step)
+        late = (f.net > 0).mean(axis=0) >= MIN_SLOW_SHARE
+        found = late & (_median_or_zero(f.net) > max(worth, MIN_SIGMAS * f.doubt))
+        found |= (slow | (choked > worth)) & (f.harm > MIN_HARM_SHARE * f.step)
         score = f.harm
     else:
-        found = slow | ((choked > worth) & (f.harm > EXPLAINED * choked))
+        found = slow | ((choked > worth) & (f.harm > MIN_EXPLAINED_SHARE * choked))
         score = behind.clip(min=0) + choked.clip(min=0)
     return int(np.argmax(np.where(found, score, -1.0))) if found.any() else None
 
 
-def _make_verdict(tl: Timeline, w: Window, f: _StragglerFacts, rank: int, last: int) -> Verdict:
+def _make_verdict(tl: Timeline, w: Window, f: _StragglerFacts, rank: int, last: int) -> StragglerVerdict:
     found = find_slowness(f.excess[:, rank], f.usual[:, rank])
     others = [v for v in range(len(w.ranks)) if v != rank]
     harm = float(f.harm[rank]) if len(f.cost) else 0.0
-    if f.met and found.seconds < EXPLAINED * harm:
+    if f.met and found.seconds < MIN_EXPLAINED_SHARE * harm:
         found = Slowness(STEADY[-1], STEADY[-1:], harm)
     if not f.met:
         harm = min(harm, found.seconds)  # a round contains other delays too
@@ -181,7 +181,7 @@ def _make_verdict(tl: Timeline, w: Window, f: _StragglerFacts, rank: int, last: 
     scores = _compare_scores(tl, w, rank, last)
     text = describe_straggler(int(w.ranks[rank]), found, share, harm, victims)
     side = "link" if found.phase == "link" else "compute"
-    return Verdict(int(w.ranks[rank]), side, *found[:2], found.seconds, share, harm, victims, *scores, text)
+    return StragglerVerdict(int(w.ranks[rank]), side, *found[:2], found.seconds, share, harm, victims, *scores, text)
 
 
 def _compare_scores(tl: Timeline, w: Window, rank: int, last: int) -> tuple[float, float]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from workbench.record.run import Run
     from workbench.record.timeline import Timeline
 
-RECENT = 50  # steps
+RATE_STEPS = 50  # steps
 
 
 def summarise_run(run: Run) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def summarise_run(run: Run) -> dict[str, Any]:
     seconds = w.step_seconds[w.usual | ~w.complete]  # other ranks count for a skipped step
     times = np.fmax.reduce(seconds, axis=1) if seconds.size else np.empty(0)
     times = times[~np.isnan(times)]
-    sent, eps = bytes_per_step(tl, first, stop), examples_per_second(tl, *recent_steps(tl, RECENT))
+    sent, eps = bytes_per_step(tl, first, stop), examples_per_second(tl, *recent_steps(tl, RATE_STEPS))
     return {
         "name": run.name,
         "state": run.state,
@@ -61,7 +61,7 @@ def summarise_run(run: Run) -> dict[str, Any]:
 
 def _trained_steps(tl: Timeline) -> tuple[int, int]:
     """[first, stop) of the last steps that ended on every rank except servers."""
-    first, stop = last_steps(tl, RECENT)
+    first, stop = last_steps(tl, RATE_STEPS)
     if not (servers := serving_ranks(tl)):
         return first, stop
     rows = tl.spans.rows()
@@ -70,7 +70,7 @@ def _trained_steps(tl: Timeline) -> tuple[int, int]:
         ended = ended[np.isin(ended.rank, since.members) & (ended.t0 >= since.t)]
     furthest = [int(ended.step[ended.rank == rank].max()) for rank in ranks_of(ended)]
     stop = max(stop, min(furthest, default=-1) + 1)
-    return max(0, stop - RECENT), stop
+    return max(0, stop - RATE_STEPS), stop
 
 
 def summary_line(run: Run) -> str:

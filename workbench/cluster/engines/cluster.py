@@ -20,7 +20,7 @@ from workbench.cluster.engines.engine_probe import Engine
 from workbench.cluster.engines.engine_renewal import EngineRenewal
 from workbench.cluster.engines.process_health import ProcessHealth
 from workbench.cluster.engines.spare_engines import SpareEngines
-from workbench.cluster.processes.duration_history import awaited, describe_start, timed
+from workbench.cluster.processes.duration_history import describe_start, time_work, wait_with_progress
 from workbench.cluster.processes.lab_place import (
     ClusterError,
     LabPlace,
@@ -29,8 +29,14 @@ from workbench.cluster.processes.lab_place import (
     host_name,
     this_process,
 )
-from workbench.cluster.processes.lab_processes import LabProcesses, end_processes, let_go, start_guard, wait_for
-from workbench.cluster.processes.process_logs import log_tail
+from workbench.cluster.processes.lab_processes import (
+    LabProcesses,
+    detach_processes,
+    end_processes,
+    start_guard,
+    wait_for,
+)
+from workbench.cluster.processes.process_logs import read_log_tail
 from workbench.cluster.transport.curve_keys import CurveKeys
 from workbench.cluster.transport.row_encoding import RowBatch
 from workbench.cluster.transport.row_subscriber import RowSubscriber
@@ -69,7 +75,7 @@ class Cluster(ClusterState):
 
     def _finish_start(self) -> None:
         try:
-            with timed(describe_start(self.ranks)):
+            with time_work(describe_start(self.ranks)):
                 if self.connection is None:
                     self._start_new_engines()
                 else:
@@ -89,7 +95,7 @@ class Cluster(ClusterState):
 
     def wait(self, timeout: float | None = None) -> Cluster:
         """Raises ClusterError with the reason if the engines fail, or are not up in time."""
-        if not awaited(self._ready, timeout, describe_start(self.ranks)):
+        if not wait_with_progress(self._ready, timeout, describe_start(self.ranks)):
             raise ClusterError(f"the engines are not up after {timeout:g} s: {self.progress}")
         if self.error:
             raise self.error
@@ -129,7 +135,7 @@ class Cluster(ClusterState):
         late = ["controller"]
         if self.client is not None:
             late = [f"engine {r}" for r in range(self.ranks) if r not in self.client.ids]
-        return f"not up within {START_TIMEOUT:g} s: {', '.join(late)}.{log_tail(self.place, late[0])}"
+        return f"not up within {START_TIMEOUT:g} s: {', '.join(late)}.{read_log_tail(self.place, late[0])}"
 
     def _connect_client(self, connection: Path | str) -> Any:
         import ipyparallel
@@ -218,7 +224,7 @@ class Cluster(ClusterState):
         except BaseException:
             self._send_owner(this_process())
             raise
-        let_go(self.processes)
+        detach_processes(self.processes)
         self._release_client()
 
     def _send_owner(self, owner: list[float] | None) -> None:

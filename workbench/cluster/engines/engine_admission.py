@@ -11,10 +11,10 @@ from dataclasses import replace
 from workbench.cluster.engines import engine_server
 from workbench.cluster.engines.cluster_state import ClusterState
 from workbench.cluster.engines.engine_probe import Engine, check_versions, choose_devices, probe_engines, spans_hosts
-from workbench.cluster.processes.duration_history import describe_start, timed
+from workbench.cluster.processes.duration_history import describe_start, time_work
 from workbench.cluster.processes.fork_server import ForkedEngine
 from workbench.cluster.processes.lab_place import ClusterError, host_name, this_process
-from workbench.cluster.processes.process_logs import code_in_words, log_tail
+from workbench.cluster.processes.process_logs import describe_exit_code, read_log_tail
 from workbench.cluster.processes.uninterruptible import without_interrupts
 from workbench.experiment.user_input import MAX_RANKS
 
@@ -85,7 +85,7 @@ def _start_engines(cluster: ClusterState, count: int) -> list[int]:
     first = cluster.processes.next_engine
     numbers, joined = list(range(first, first + count)), list[int]()
     try:
-        with timed(describe_start(count, " more")) as work:
+        with time_work(describe_start(count, " more")) as work:
             for number in numbers:
                 cluster.processes.start_engine(number)
             wait_for_engines(cluster, numbers, work.tell)
@@ -132,8 +132,8 @@ def wait_for_engines(cluster: ClusterState, numbers: Sequence[int], show_progres
         for number in numbers:
             engine = cluster.processes.started[f"engine {number}"]
             if (code := engine.poll()) is not None or (isinstance(engine, ForkedEngine) and engine.is_lost):
-                tail = log_tail(cluster.place, f"engine {number}")
-                raise ClusterError(f"engine {number} ended with {code_in_words(code)} before it was up.{tail}")
+                tail = read_log_tail(cluster.place, f"engine {number}")
+                raise ClusterError(f"engine {number} ended with {describe_exit_code(code)} before it was up.{tail}")
         if cluster.closed:
             raise ClusterError("the lab was closed while an engine came up")
         if time.monotonic() > until:

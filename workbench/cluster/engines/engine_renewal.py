@@ -21,7 +21,7 @@ from workbench.cluster.engines.engine_admission import (
 )
 from workbench.cluster.engines.engine_probe import Engine, probe_engines
 from workbench.cluster.engines.process_health import ProcessHealth
-from workbench.cluster.processes.duration_history import describe_start, timed
+from workbench.cluster.processes.duration_history import describe_start, time_work
 from workbench.cluster.processes.lab_place import ClusterError
 from workbench.settings.describe_error import text_of
 
@@ -123,7 +123,7 @@ class EngineRenewal:
         first = owned.next_engine
         numbers = list(range(first, first + missing))
         try:
-            with timed(describe_start(missing, " more")) as work:
+            with time_work(describe_start(missing, " more")) as work:
                 for number in numbers:
                     owned.start_engine(number)
                 wait_for_engines(cluster, numbers, work.tell)
@@ -137,7 +137,7 @@ class EngineRenewal:
         """Restarts engines that this lab did not start. Returns their new ipyparallel ids, in the order of `ranks`."""
         cluster = self.cluster
         old, known = [cluster.engines[rank] for rank in ranks], set(cluster.client.ids)
-        with timed(describe_start(len(old), " more")) as work:
+        with time_work(describe_start(len(old), " more")) as work:
             for engine in old:
                 cluster.call(engine.id, engine_server.restart_engine, cluster.place.path.name, timeout=10)
                 self._health.unregister_engine(engine)

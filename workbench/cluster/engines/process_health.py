@@ -17,10 +17,10 @@ import psutil
 
 from workbench.cluster.engines.cluster_state import ClusterState
 from workbench.cluster.engines.engine_probe import Engine
-from workbench.cluster.processes.exit_causes import Scarcity
+from workbench.cluster.processes.exit_causes import ResourceShortage
 from workbench.cluster.processes.fork_server import ForkedEngine
 from workbench.cluster.processes.lab_place import alive, host_name
-from workbench.cluster.processes.process_logs import code_in_words
+from workbench.cluster.processes.process_logs import describe_exit_code
 from workbench.cluster.processes.supervised_thread import SupervisedThread
 
 POLL_INTERVAL = 1.0  # seconds between checks
@@ -35,7 +35,7 @@ class ProcessHealth:
 
     def __init__(self, cluster: ClusterState) -> None:
         self.cluster = cluster
-        self.shortages = Scarcity()
+        self.shortages = ResourceShortage()
         self._probed_at = -PROBE_INTERVAL
         self._controller_answers = True
         self._over = threading.Event()
@@ -98,7 +98,7 @@ class ProcessHealth:
         if child := self._find_child(f"engine {engine.id}"):
             if (code := child.poll()) is None:
                 return None
-            return f"(pid {engine.pid}) ended with {code_in_words(code)}{self._explain_death(engine.pid, code)}"
+            return f"(pid {engine.pid}) ended with {describe_exit_code(code)}{self._explain_death(engine.pid, code)}"
         if engine.host == host_name():
             if alive([engine.pid, engine.created]):
                 return None
@@ -116,7 +116,9 @@ class ProcessHealth:
     def describe_controller_death(self) -> str | None:
         """Returns how the controller ended; None while it lives."""
         if child := self._find_child("controller"):
-            return None if (code := child.poll()) is None else f"(pid {child.pid}) ended with {code_in_words(code)}"
+            return (
+                None if (code := child.poll()) is None else f"(pid {child.pid}) ended with {describe_exit_code(code)}"
+            )
         known = next((p for p in self.cluster.place.state.get("processes", []) if p[2] == "controller"), None)
         if known is None:
             return None if self._probe_controller() else "does not answer any more"

@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection
 
 from workbench.cluster.engines.cluster import Cluster
-from workbench.cluster.processes.stack_dump import ASK, stacks_file
+from workbench.cluster.processes.stack_dump import DUMP_SIGNAL, make_stacks_path
 
 ANSWER_TIMEOUT = 2.0  # seconds for an engine's answer
 DUMP_TIMEOUT = 2.0  # seconds from signal to stacks
@@ -40,11 +40,11 @@ def gather_stacks(cluster: Cluster, ranks: Collection[int]) -> Stacks:
 
 def _request_by_signal(cluster: Cluster, rank: int) -> str:
     """Returns a silent engine's stacks, newest call first, as faulthandler writes them."""
-    engine, file = cluster.engines[rank], stacks_file(cluster.place.path / "log", cluster.engines[rank].pid)
-    if ASK is None or not cluster.health.is_own(engine) or not file.exists():  # the signal would end it
+    engine, file = cluster.engines[rank], make_stacks_path(cluster.place.path / "log", cluster.engines[rank].pid)
+    if DUMP_SIGNAL is None or not cluster.health.is_own(engine) or not file.exists():  # the signal would end it
         return "it does not answer, and this lab has no other way to inspect its process"
     before = seen = file.stat().st_size
-    cluster.health.send_signal(rank, ASK)
+    cluster.health.send_signal(rank, DUMP_SIGNAL)
     until = time.monotonic() + DUMP_TIMEOUT
     while time.monotonic() < until:
         time.sleep(POLL_INTERVAL)

@@ -14,7 +14,7 @@ import cloudpickle
 
 from workbench.cluster.engines import process_restart
 from workbench.cluster.observe import dead_links
-from workbench.cluster.processes.stack_dump import stacks
+from workbench.cluster.processes.stack_dump import format_stacks
 from workbench.cluster.transport import disk_rows
 
 RANK_FIELDS = ("rank", "device", "joins", "ours", "store", "kind", "loopback")  # session arguments of one rank only
@@ -80,7 +80,7 @@ class RpcHandlers:
             self.session.mark(name, detail)
 
     def on_stacks(self, blob: bytes) -> str:
-        return stacks()
+        return format_stacks()
 
     def on_profile(self, blob: bytes, steps: int) -> str | None:
         """Profiles the next steps. Returns the trace's path, or None without a run."""

@@ -17,8 +17,8 @@ from workbench.cluster.observe.hang_diagnosis import StallVerdict
 from workbench.record.process import borrow_socket
 
 # the beginning of Linux's tcp_info: 5 bytes, 3 of flags, and 13 numbers up to tcpi_last_ack_recv
-INFO = struct.Struct("=5B3x13I")
-AGAIN = 3  # retransmissions, 1.4 s or more after the first sending
+TCP_INFO_HEAD = struct.Struct("=5B3x13I")
+MIN_RETRANSMISSIONS = 3  # retransmissions, 1.4 s or more after the first sending
 
 
 def list_connections() -> list[list[Any]]:
@@ -44,11 +44,11 @@ def read_silence(s: socket.socket) -> float:
     if not hasattr(socket, "TCP_INFO"):
         return 0.0
     try:
-        said = INFO.unpack(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO.size))
+        said = TCP_INFO_HEAD.unpack(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_HEAD.size))
     except (OSError, struct.error):
         return 0.0
     again, probes, unacknowledged, since = said[2], said[3], said[5 + 4], said[-1]
-    return since * 1e-3 if (unacknowledged and again >= AGAIN) or probes >= AGAIN else 0.0
+    return since * 1e-3 if (unacknowledged and again >= MIN_RETRANSMISSIONS) or probes >= MIN_RETRANSMISSIONS else 0.0
 
 
 def find_dead_links(told: Mapping[int, Any]) -> dict[tuple[int, int], float]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-LEAST = 10.0  # seconds before anything is a stall
-FIRST = 30.0  # seconds before a stall in the first step, without a known length
-TIMES = 5.0  # usual step lengths before a stall
-BRIEF = 0.1  # of that patience: shorter waits are normal
-GLANCE = 0.3  # of that patience: the status line names longer waits
+MIN_STALL = 10.0  # seconds before anything is a stall
+FIRST_STEP_STALL = 30.0  # seconds before a stall in the first step, without a known length
+STALL_STEPS = 5.0  # usual step lengths before a stall
+BRIEF_WAIT_SHARE = 0.1  # of that patience: shorter waits are normal
+LONG_WAIT_SHARE = 0.3  # of that patience: the status line names longer waits
 
 
 class RankPlace(NamedTuple):
@@ -51,7 +51,7 @@ class StallVerdict(NamedTuple):
 
 def find_patience(usual: float | None) -> float:
     """Returns the seconds before a stall, if a step usually takes `usual` seconds (None: none has ended)."""
-    return FIRST if usual is None else max(LEAST, TIMES * usual)
+    return FIRST_STEP_STALL if usual is None else max(MIN_STALL, STALL_STEPS * usual)
 
 
 def find_stall(table: Mapping[int, RankPlace], limit: float) -> StallVerdict | None:
@@ -79,10 +79,10 @@ def _describe_odd(table: Mapping[int, RankPlace], mute: set[int], stuck: set[int
         )
     odd = mute | stuck
     others = set(table) - odd
-    if rest := _describe_rest(table, others, BRIEF * limit):
+    if rest := _describe_rest(table, others, BRIEF_WAIT_SHARE * limit):
         parts.append(rest)
     seconds = max(max(table[r].mute, table[r].still) if r in mute else table[r].still for r in odd)
-    clear = all(table[r].waits or table[r].still <= BRIEF * limit for r in others)
+    clear = all(table[r].waits or table[r].still <= BRIEF_WAIT_SHARE * limit for r in others)
     return StallVerdict("; ".join(parts), tuple(sorted(odd)), seconds, clear and len(odd) <= len(others))
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from workbench.cluster.observe.hang_diagnosis import (
-    FIRST,
-    GLANCE,
-    TIMES,
+    FIRST_STEP_STALL,
+    LONG_WAIT_SHARE,
+    STALL_STEPS,
     RankPlace,
     StallVerdict,
     find_patience,
@@ -29,10 +29,10 @@ from workbench.cluster.observe.record_monitor import RecordMonitor
 from workbench.record.run import Run
 from workbench.record.timeline import Rows
 
-GAP = 5.0  # seconds between two checks, above which this kernel itself stood still
-SLEPT = 2.0  # seconds of sleep that deserve a note
-SURE = 2.0  # seconds of a rank's silence, after which a check asks the system about its process
-STEPS = 20  # recent steps, of all ranks, for the usual length
+MAX_CHECK_GAP = 5.0  # seconds between two checks, above which this kernel itself stood still
+MIN_NOTED_SLEEP = 2.0  # seconds of sleep that deserve a note
+PROCESS_CHECK_AFTER = 2.0  # seconds of a rank's silence, after which a check asks the system about its process
+RECENT_STEPS = 20  # recent steps, of all ranks, for the usual length
 
 
 def read_sleep() -> float:
@@ -73,7 +73,7 @@ class HangMonitor:
         self._moved: dict[int, float] = {}  # when its last span came
         self._answers: dict[int, tuple[float, dict[str, Any]]] = {}
         self._row: dict[int, tuple[int, str, str, float]] = {}  # newest span's step, lane, name and arrival
-        self._lengths: deque[float] = deque(maxlen=STEPS)
+        self._lengths: deque[float] = deque(maxlen=RECENT_STEPS)
         self._took: dict[tuple[int, str], deque[float]] = {}  # seconds of recent operations
         self._evaluation = 0.0  # longest, in seconds
         self._said: dict[Any, str] = {}
@@ -105,7 +105,7 @@ class HangMonitor:
             elif lane == "eval":
                 self._evaluation = max(self._evaluation, seconds)
             if lane in ("compute", "eval"):
-                self._took.setdefault((rank, names[i]), deque(maxlen=STEPS)).append(seconds)
+                self._took.setdefault((rank, names[i]), deque(maxlen=RECENT_STEPS)).append(seconds)
         self._row[rank] = int(columns["step"][-1]), lanes[-1], names[-1], now
 
     def restore_places(self, spans: Rows) -> None:
@@ -137,7 +137,7 @@ class HangMonitor:
         """Whether this kernel also missed the time."""
         missed, ended = self._gap
         now = self.clock()
-        return now - self._looked > seconds / 2 or (missed > seconds / 2 and now - ended < 2 * GAP)
+        return now - self._looked > seconds / 2 or (missed > seconds / 2 and now - ended < 2 * MAX_CHECK_GAP)
 
     # -- conclusions
 
@@ -156,7 +156,7 @@ class HangMonitor:
         found = find_stall(table, limit)
         if found and all(seen.waits for seen in table.values()):
             found = self.between(found)
-        glance = found or find_stall(table, GLANCE * limit)
+        glance = found or find_stall(table, LONG_WAIT_SHARE * limit)
         self.holdup = glance.text if glance else ""
         self._follow_stall(found)
 
@@ -164,11 +164,11 @@ class HangMonitor:
         """Restarts the silence if this kernel, or the whole machine, stood still."""
         now, asleep = self.clock(), self.asleep()
         gap, nap, self._looked, self._slept = now - self._looked, asleep - self._slept, now, asleep
-        if nap > SLEPT:
+        if nap > MIN_NOTED_SLEEP:
             self._put_note("machine", f"this machine slept for {nap:.0f} s, this kernel and its ranks alike")
-        if gap > GAP:
+        if gap > MAX_CHECK_GAP:
             self._gap = gap, now
-        if gap > GAP or nap > SLEPT:
+        if gap > MAX_CHECK_GAP or nap > MIN_NOTED_SLEEP:
             self._base = now
 
     def _list_places(self, over: Collection[int]) -> dict[int, RankPlace]:
@@ -187,8 +187,10 @@ class HangMonitor:
     def _add_history(self, rank: int, seen: RankPlace, limit: float) -> RankPlace:
         """Adds the rank's earlier times in this operation, and its process's state."""
         took = max(self._took.get((rank, seen.op), ()), default=0.0)
-        least = FIRST if seen.op == "evaluate" and not self._evaluation else TIMES * took
-        return seen._replace(times=max(1.0, least / limit), process=self.process(rank) if seen.mute > SURE else "")
+        least = FIRST_STEP_STALL if seen.op == "evaluate" and not self._evaluation else STALL_STEPS * took
+        return seen._replace(
+            times=max(1.0, least / limit), process=self.process(rank) if seen.mute > PROCESS_CHECK_AFTER else ""
+        )
 
     def _usual_length(self, table: dict[int, RankPlace]) -> float | None:
         """Returns the usual seconds of the current operation."""

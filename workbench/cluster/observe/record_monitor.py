@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.cluster.observe.hang_diagnosis import name_ranks
-from workbench.cluster.observe.run_folder import PATIENCE, RunFolder, count_lacking, run_within
+from workbench.cluster.observe.run_folder import DISK_TIMEOUT, RunFolder, count_missing_rows, run_with_timeout
 from workbench.record.run import Run
 from workbench.record.timeline import KINDS
 
@@ -83,7 +83,7 @@ class RecordMonitor:
             return
         path = self.run.path
         try:
-            self.run.unwritten = run_within(PATIENCE, lambda: count_lacking(path, self.run.timeline))
+            self.run.unwritten = run_with_timeout(DISK_TIMEOUT, lambda: count_missing_rows(path, self.run.timeline))
         except OSError:
             self._count_unwritten()  # from the ranks' reports
         lacks = f"{_count_rows(self.run.unwritten)} of this run; {RESCUE}"

@@ -13,11 +13,11 @@ from workbench.record import store
 from workbench.record.timeline import KINDS, Timeline
 
 T = TypeVar("T")
-PATIENCE = 2.0  # seconds for an answer
-GLANCE = 0.05  # seconds for a directory's existence
+DISK_TIMEOUT = 2.0  # seconds for an answer
+EXISTS_TIMEOUT = 0.05  # seconds for a directory's existence
 
 
-def run_within(seconds: float, do: Callable[[], T]) -> T:
+def run_with_timeout(seconds: float, do: Callable[[], T]) -> T:
     """Returns or raises what `do()` does.
 
     Raises TimeoutError, an OSError, if it takes longer; `do` then continues unobserved.
@@ -57,7 +57,7 @@ class RunFolder:
         if self._asking is None or not self._asking.is_alive():
             self._asking = threading.Thread(target=self._ask_disk, name="run directory", daemon=True)
             self._asking.start()
-        self._asking.join(GLANCE)
+        self._asking.join(EXISTS_TIMEOUT)
         return self.there
 
     def _ask_disk(self) -> None:
@@ -72,7 +72,7 @@ def _has_run(path: Path) -> bool:
         return False
 
 
-def count_lacking(path: Path, timeline: Timeline) -> int:
+def count_missing_rows(path: Path, timeline: Timeline) -> int:
     """Returns how many rows of `timeline` the run directory at `path` lacks; all, if it is gone."""
     try:
         held = store.counts(path)

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from workbench.cluster.processes.lab_place import LabPlace
 
-PATIENCE = 6.0  # seconds for the guard, before a process ends itself
+GUARD_TIMEOUT = 6.0  # seconds for the guard, before a process ends itself
 DESCRIPTORS = 65_536  # per engine: soft limits of 1,024 were made for select()
-FEWER = (DESCRIPTORS, 10_240, 4_096)  # macOS does not report its limit
-COURTESY = 5  # niceness: notebook and page share the cores
+DESCRIPTOR_LIMITS = (DESCRIPTORS, 10_240, 4_096)  # macOS does not report its limit
+NICENESS = 5  # niceness: notebook and page share the cores
 
 
 def main(kind: str, file: str) -> None:
@@ -48,15 +48,15 @@ def main(kind: str, file: str) -> None:
 
 def run_engine(place: Path) -> NoReturn:
     """Runs as an engine of the lab in `place`."""
-    from workbench.cluster.processes.stack_dump import answering
+    from workbench.cluster.processes.stack_dump import dump_stacks_on_signal
 
     keep_watch(place)
-    answering(place / "log")
+    dump_stacks_on_signal(place / "log")
     import torch  # noqa: F401
     from ipyparallel.engine.app import main as become
 
-    os.nice(COURTESY)
-    more_descriptors()
+    os.nice(NICENESS)
+    raise_descriptor_limit()
     run_and_exit(become)
 
 
@@ -106,14 +106,14 @@ def run_and_exit(become: Callable[[], None]) -> NoReturn:
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
-def more_descriptors() -> None:
+def raise_descriptor_limit() -> None:
     """Raises the limit of open files: each process group needs one per peer."""
     try:
         import resource
     except ImportError:  # not on Windows
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for wanted in FEWER:
+    for wanted in DESCRIPTOR_LIMITS:
         most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
         if soft == resource.RLIM_INFINITY or soft >= most:
             return
@@ -136,7 +136,7 @@ def watch_owner(place: LabPlace) -> None:
     from workbench.cluster.processes.lab_place import alive
 
     alone = 0.0
-    while alone < PATIENCE:
+    while alone < GUARD_TIMEOUT:
         time.sleep(1.0)
         state = place.read_state()
         orphan = not state or (state["owner"] is not None and not alive(state["owner"]))

@@ -14,25 +14,25 @@ from workbench.record.folders import make_private_folder
 from workbench.record.store import write_atomically
 from workbench.settings.progress import Doing, doing, seen
 
-LOOK = 0.2  # seconds between updates
+POLL_INTERVAL = 0.2  # seconds between updates
 
 
 @contextmanager
-def timed(what: str) -> Iterator[Doing]:
+def time_work(what: str) -> Iterator[Doing]:
     """Shows that `what` is under way, with its last duration, and notes its new one."""
     began = time.monotonic()
-    with doing(what, usual=usual(what)) as work:
+    with doing(what, usual=read_duration(what)) as work:
         yield work
-    took(what, time.monotonic() - began)
+    note_duration(what, time.monotonic() - began)
 
 
-def awaited(ready: threading.Event, timeout: float | None, what: str) -> bool:
+def wait_with_progress(ready: threading.Event, timeout: float | None, what: str) -> bool:
     """Returns whether `ready` was set in time. At a prompt, shows how long `what` takes."""
     if ready.is_set() or not seen():
         return ready.wait(timeout)
     until = None if timeout is None else time.monotonic() + timeout
-    with doing(what, usual=usual(what)) as work:
-        while not ready.wait(LOOK):
+    with doing(what, usual=read_duration(what)) as work:
+        while not ready.wait(POLL_INTERVAL):
             work.tell()
             if until is not None and time.monotonic() > until:
                 return False
@@ -48,13 +48,13 @@ def describe_start(count: int, more: str = "") -> str:
     return f"starting {count} engine{'s' * (count != 1)}{more}"
 
 
-def usual(what: str) -> float | None:
+def read_duration(what: str) -> float | None:
     """Returns the last seconds of `what`, or None."""
     found = _read().get(what)
     return float(found) if isinstance(found, int | float) and found > 0 else None
 
 
-def took(what: str, seconds: float) -> None:
+def note_duration(what: str, seconds: float) -> None:
     """Notes a duration. Ignores a disk that refuses it."""
     with suppress(OSError):
         make_private_folder(_file().parent)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 CGROUPS = "/sys/fs/cgroup"
-MACHINE = "/proc/vmstat"
-WHAT_WOULD_DO = "take a smaller batch or model, set memory_mb to refuse settings that do not fit, or add memory"
+MACHINE_COUNTS = "/proc/vmstat"
+MEMORY_REMEDY = "take a smaller batch or model, set memory_mb to refuse settings that do not fit, or add memory"
 NO_LIMIT = 1 << 60  # bytes: version 1's "no limit"
 
 Read = Callable[[str], str]  # a file's text; raises OSError
@@ -24,7 +24,7 @@ def read_text(path: str) -> str:
     return Path(path).read_text(errors="replace")
 
 
-class Scarcity:
+class ResourceShortage:
     """The system's counts for some processes when read."""
 
     def __init__(self, read: Read = read_text, room: Callable[[str], os.statvfs_result] | None = None) -> None:
@@ -43,16 +43,16 @@ class Scarcity:
             return ""
         before = self._before.get(pid, {})
         risen = [file for file, count in before.items() if self._count(file) > count]
-        own = next((file for file in risen if file != MACHINE), "")
+        own = next((file for file in risen if file != MACHINE_COUNTS), "")
         if own:
-            return f"the system ended it for lack of memory{self._limit(own)}; {WHAT_WOULD_DO}"
+            return f"the system ended it for lack of memory{self._limit(own)}; {MEMORY_REMEDY}"
         if risen:
             said = "the system has just ended a process of this machine for lack of memory, most likely this one"
-            return f"{said}; {WHAT_WOULD_DO}"
+            return f"{said}; {MEMORY_REMEDY}"
         return ""
 
     def _counts(self, pid: int) -> dict[str, int]:
-        found = {file: self._count(file) for file in [*self._files(pid), MACHINE]}
+        found = {file: self._count(file) for file in [*self._files(pid), MACHINE_COUNTS]}
         return {file: count for file, count in found.items() if count >= 0}
 
     def _files(self, pid: int) -> list[str]:

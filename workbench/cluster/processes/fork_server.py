@@ -28,22 +28,22 @@ import psutil
 
 from workbench.cluster.processes.lab_place import alive
 
-LOADED = (  # else torch and ipykernel load torch._dynamo and ipykernel.debugger in every engine
+PRELOADED_MODULES = (  # else torch and ipykernel load torch._dynamo and ipykernel.debugger in every engine
     "torch", "torch._dynamo", "ipyparallel.engine.app", "ipykernel.debugger", "workbench.engine.rank.session",
     "workbench.cluster.engines.engine_server",
 )  # fmt: skip
-CHIPS = ("/dev/nvidiactl", "/dev/kfd")  # a process that looked for these must not fork
-QUIET = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # or pyarrow's allocator starts a thread
-LOOK = 0.05  # seconds between checks
-TELLS = 1.0  # seconds for a server to report how an engine ended
-UNTOLD = 1  # the exit code of an engine that was never forked
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")  # a process that looked for these must not fork
+NO_THREADS_ENVIRONMENT = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # or pyarrow's allocator starts a thread
+POLL_INTERVAL = 0.05  # seconds between checks
+REPORT_TIMEOUT = 1.0  # seconds for a server to report how an engine ended
+NEVER_FORKED = 1  # the exit code of an engine that was never forked
 
 _log = logging.getLogger(__name__)
 
 
 def can_fork() -> bool:
     """False on macOS, where libraries break in a fork, and with GPUs."""
-    return sys.platform == "linux" and not any(map(os.path.exists, CHIPS))
+    return sys.platform == "linux" and not any(map(os.path.exists, GPU_DEVICES))
 
 
 # -- in the kernel --
@@ -68,10 +68,10 @@ class ForkedEngine:
         return self.is_unreported and not self._is_alive()
 
     def poll(self) -> int | None:
-        """Returns its exit code or None. After its end, allows `TELLS` s for the report."""
+        """Returns its exit code or None. After its end, allows `REPORT_TIMEOUT` s for the report."""
         if self.returncode is None and self.pid and not self.over.is_set() and not self._is_alive():
             self._missed = self._missed or time.monotonic()
-            if time.monotonic() - self._missed > TELLS:
+            if time.monotonic() - self._missed > REPORT_TIMEOUT:
                 self.over.set()
         return self.returncode
 
@@ -81,7 +81,7 @@ class ForkedEngine:
         while self.poll() is None and not self.is_lost:
             if until is not None and time.monotonic() >= until:
                 raise subprocess.TimeoutExpired(self.what, timeout or 0.0)
-            time.sleep(LOOK) if self.over.is_set() else self.over.wait(LOOK)
+            time.sleep(POLL_INTERVAL) if self.over.is_set() else self.over.wait(POLL_INTERVAL)
         return self.returncode
 
     def send_signal(self, what: int) -> None:
@@ -134,7 +134,7 @@ class ForkServer:
         with self._lock:
             self._asked[engine.what] = engine
             if self.over or self.process.stdin is None:
-                return engine.take_code(UNTOLD)
+                return engine.take_code(NEVER_FORKED)
             with contextlib.suppress(BrokenPipeError):  # its end shows on the other pipe
                 self.process.stdin.write(json.dumps(order).encode() + b"\n")
                 self.process.stdin.flush()
@@ -160,7 +160,7 @@ class ForkServer:
 
     def _take_report(self, what: str = "", pid: int = 0, code: int | None = None, closing: bool = False) -> None:
         if closing:
-            self._no_more(UNTOLD)
+            self._no_more(NEVER_FORKED)
         elif code is not None:
             (self._by_pid.pop(pid) if pid else self._asked[what]).take_code(code)
         else:
@@ -178,7 +178,7 @@ class ForkServer:
                 self.process.stdout.close()  # type: ignore[union-attr]
             for engine in self._asked.values():
                 if not engine.pid and not engine.over.is_set():
-                    engine.take_code(code or UNTOLD)
+                    engine.take_code(code or NEVER_FORKED)
 
 
 def _find_folder() -> str:
@@ -196,7 +196,7 @@ def serve_forks(live: Callable[[], NoReturn]) -> None:
     out = os.dup(1)
     os.dup2(2, 1)  # keeps prints of modules out of the pipe
     gc.disable()
-    for name in LOADED:
+    for name in PRELOADED_MODULES:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection would write to shared pages

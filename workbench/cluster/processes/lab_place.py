@@ -27,8 +27,8 @@ from workbench.record.folders import ALLOW, is_allowed, others_can_write
 from workbench.record.process import alive as alive
 from workbench.record.process import this_process as this_process
 
-PATIENCE = 10.0  # seconds to wait for a kernel that changes the state of the same lab
-LOOK = 0.02  # seconds between tries
+LOCK_TIMEOUT = 10.0  # seconds to wait for a kernel that changes the state of the same lab
+POLL_INTERVAL = 0.02  # seconds between tries
 
 
 class ClusterError(RuntimeError):
@@ -158,12 +158,12 @@ class LabPlace:
 
         file = self.path / "lab.lock"
         with open(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+") as f:
-            until = time.monotonic() + PATIENCE
+            until = time.monotonic() + LOCK_TIMEOUT
             with suppress(OSError):  # some network file systems have none
                 while not _try_lock(f.fileno()):
                     if time.monotonic() > until:
                         raise ClusterError(_name_holder(file, f.read()))
-                    time.sleep(LOOK)
+                    time.sleep(POLL_INTERVAL)
             try:
                 f.truncate(0)
                 f.write(str(os.getpid()))
@@ -199,7 +199,7 @@ def _name_holder(file: Path, pid: str) -> str:
     by = f"process {pid}, which may be stopped; continue it with kill -CONT {pid}, or end it" if pid else (
         "a process that may be stopped; continue it or end it"
     )  # fmt: skip
-    return f"{file}: the lab's state cannot be changed; for {PATIENCE:g} s its lock has been held by {by}"
+    return f"{file}: the lab's state cannot be changed; for {LOCK_TIMEOUT:g} s its lock has been held by {by}"
 
 
 def _replace_owner(state: dict[str, Any]) -> dict[str, Any]:

@@ -20,14 +20,16 @@ from typing import Any
 
 import psutil
 
-from workbench.cluster.processes.fork_server import QUIET, ForkedEngine, ForkServer, can_fork
+from workbench.cluster.processes.fork_server import NO_THREADS_ENVIRONMENT, ForkedEngine, ForkServer, can_fork
 from workbench.cluster.processes.lab_place import ClusterError, LabPlace, alive
 from workbench.cluster.processes.ports import is_taken, list_listened, list_ports
-from workbench.cluster.processes.process_logs import code_in_words, log_file, log_tail
+from workbench.cluster.processes.process_logs import describe_exit_code, make_log_path, read_log_tail
 
 _HERE = Path(__file__).parent
-FEW = {"MALLOC_ARENA_MAX": "2"}  # else threads keep memory that other threads freed: 40 MB after 500 live changes
-CONTROLLERS = 4  # tries, if ports are taken
+FEW_ARENAS_ENVIRONMENT = {
+    "MALLOC_ARENA_MAX": "2"
+}  # else threads keep memory that other threads freed: 40 MB after 500 live changes
+MAX_CONTROLLERS = 4  # tries, if ports are taken
 
 
 def loopback_name() -> str:
@@ -45,7 +47,7 @@ def start_guard(place: LabPlace) -> subprocess.Popen[bytes]:
     return _open_process(place, "guard", command, subprocess.PIPE, {})
 
 
-_let_go: list[subprocess.Popen[bytes] | ForkedEngine] = []  # of detached labs
+_detached: list[subprocess.Popen[bytes] | ForkedEngine] = []  # of detached labs
 
 
 class LabProcesses:
@@ -100,7 +102,12 @@ class LabProcesses:
 
     def start_engine(self, number: int) -> None:
         """Starts the engine with the ipyparallel id `number`, as a fork if possible."""
-        env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_name(), **FEW}
+        env = {
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": loopback_name(),
+            **FEW_ARENAS_ENVIRONMENT,
+        }
         arguments = [
             *self._common_arguments,
             f"--file={self.introduction_file}",
@@ -149,12 +156,12 @@ class LabProcesses:
     def _fork_engine(self, what: str, arguments: list[str], env: dict[str, str]) -> None:
         if self._server is None or self._server.over:
             self._server = ForkServer(
-                self._spawn_process("engines", [], {**env, **QUIET}, pipes=True), self._note_process
+                self._spawn_process("engines", [], {**env, **NO_THREADS_ENVIRONMENT}, pipes=True), self._note_process
             )
         with self._lock:
             self._refuse_closed()
             engine = self.started[what] = ForkedEngine(what)
-        self._server.fork_engine(engine, arguments, log_file(self.place, what), env)
+        self._server.fork_engine(engine, arguments, make_log_path(self.place, what), env)
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -196,14 +203,14 @@ class LabProcesses:
         """Whether the controller lost a port to another process."""
         controller = self.started["controller"]
         if controller.poll() is not None:
-            return "Address already in use" in log_tail(self.place, "controller")
+            return "Address already in use" in read_log_tail(self.place, "controller")
         others = [port for port in asked - list_listened(controller.pid) if is_taken(port)]
         return bool(set(others) - list_listened(controller.pid))  # it may have bound some
 
     def _another_controller(self, written: list[Path]) -> None:
-        if self._controllers == CONTROLLERS:
-            raise ClusterError(f"{CONTROLLERS} controllers in a row lost ports that they had chosen to other processes."
-                               f"{log_tail(self.place, 'controller')}")  # fmt: skip
+        if self._controllers == MAX_CONTROLLERS:
+            raise ClusterError(f"{MAX_CONTROLLERS} controllers in a row lost ports that they had chosen to other "
+                               f"processes.{read_log_tail(self.place, 'controller')}")  # fmt: skip
         controller = self.started["controller"]
         if controller.poll() is None:
             for child in _list_children(controller.pid):
@@ -214,7 +221,7 @@ class LabProcesses:
         for file in written:
             file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it must not explain the next controller's end
-            log_file(self.place, "controller").rename(log_file(self.place, f"controller {self._controllers}"))
+            make_log_path(self.place, "controller").rename(make_log_path(self.place, f"controller {self._controllers}"))
         self._start_controller()
 
     def note_children(self) -> None:
@@ -231,16 +238,16 @@ class LabProcesses:
             if (code := child.poll()) is not None or (isinstance(child, ForkedEngine) and child.is_lost):
                 if what == "controller" and not self.introduction_file.exists() and self._lost_port(set()):
                     continue
-                how = code_in_words(code)
+                how = describe_exit_code(code)
                 until = "they were" if what == "engines" else "it was"
-                raise ClusterError(f"{what} ended with {how} before {until} up.{log_tail(self.place, what)}")
+                raise ClusterError(f"{what} ended with {how} before {until} up.{read_log_tail(self.place, what)}")
 
 
-def let_go(owned: LabProcesses | None) -> None:
+def detach_processes(owned: LabProcesses | None) -> None:
     """Detaches the processes from their lab, still as children of this one."""
     if owned:
         owned.close()
-        _let_go.extend(owned.started.values())
+        _detached.extend(owned.started.values())
 
 
 def end_processes(place: LabPlace, patience: float = 1.0) -> None:
@@ -253,7 +260,7 @@ def end_processes(place: LabPlace, patience: float = 1.0) -> None:
     late = {p.pid: p for p in left} | _list_living(place)  # includes later forks
     _send_signal(late, signal.SIGKILL)
     psutil.wait_procs(list(late.values()), timeout=5.0)
-    _let_go[:] = [child for child in _let_go if child.poll() is None]
+    _detached[:] = [child for child in _detached if child.poll() is None]
 
 
 def _list_living(place: LabPlace) -> dict[int, psutil.Process]:
@@ -285,7 +292,7 @@ def _open_process(
     place: LabPlace, what: str, command: list[str], stdin: int, env: dict[str, str], says: bool = False
 ) -> subprocess.Popen[bytes]:
     """Starts a child with its own log file and session, out of reach of interrupts. says: whether we read its output"""
-    with open(log_file(place, what), "ab") as log:
+    with open(make_log_path(place, what), "ab") as log:
         return subprocess.Popen(
             command, stdin=stdin, stdout=subprocess.PIPE if says else log, stderr=log, start_new_session=True,
             env={**os.environ, **env},

@@ -8,16 +8,16 @@ from pathlib import Path
 from workbench.cluster.processes.lab_place import LabPlace
 
 
-def log_file(place: LabPlace, what: str) -> Path:
+def make_log_path(place: LabPlace, what: str) -> Path:
     """Returns a process's log file."""
     return place.path / "log" / f"{what.replace(' ', '-')}.log"
 
 
-def log_tail(place: LabPlace, what: str, lines: int = 12) -> str:
+def read_log_tail(place: LabPlace, what: str, lines: int = 12) -> str:
     """Returns the last lines of a process's log, to end an error message, or ""."""
-    of = log_file(place, what)
+    of = make_log_path(place, what)
     if what.startswith("engine ") and not of.exists():  # not forked yet
-        of = log_file(place, "engines")
+        of = make_log_path(place, "engines")
     try:
         text = of.read_text(errors="replace")
     except OSError:
@@ -26,7 +26,7 @@ def log_tail(place: LabPlace, what: str, lines: int = 12) -> str:
     return "\nIts log ends:\n    " + "\n    ".join(tail) if tail else " Its log is empty."
 
 
-def code_in_words(code: int | None) -> str:
+def describe_exit_code(code: int | None) -> str:
     """Describes how a child ended: `signal SIGKILL`, `exit code 1`."""
     if code is None:
         return "an unknown exit code"

@@ -14,10 +14,10 @@ import threading
 import traceback
 from pathlib import Path
 
-ASK = getattr(signal, "SIGUSR2", None)  # not on Windows
+DUMP_SIGNAL = getattr(signal, "SIGUSR2", None)  # not on Windows
 
 
-def stacks() -> str:
+def format_stacks() -> str:
     """Returns this process's stacks except the caller's, newest call last."""
     frames, me = sys._current_frames(), threading.get_ident()
     threads = sorted((t for t in threading.enumerate() if t.ident != me), key=lambda t: not t.name.endswith("training"))
@@ -28,12 +28,12 @@ def stacks() -> str:
     return "\n".join(found)
 
 
-def answering(folder: Path) -> None:
+def dump_stacks_on_signal(folder: Path) -> None:
     """Makes a signal write this process's stacks into a file of `folder`."""
-    if ASK is not None:
-        faulthandler.register(ASK, open(stacks_file(folder, os.getpid()), "ab"), all_threads=True)
+    if DUMP_SIGNAL is not None:
+        faulthandler.register(DUMP_SIGNAL, open(make_stacks_path(folder, os.getpid()), "ab"), all_threads=True)
 
 
-def stacks_file(folder: Path, pid: int) -> Path:
+def make_stacks_path(folder: Path, pid: int) -> Path:
     """Returns the file into which a process writes its stacks at a signal."""
     return folder / f"stacks-{pid}.log"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from workbench.settings.describe_error import said
 
-PAUSE = 0.2  # seconds after an error
+PAUSE_AFTER_ERROR = 0.2  # seconds after an error
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class SupervisedThread:
                 self.look()
             except BaseException as error:  # nothing may end this thread
                 self._tell(error)
-                self.over.wait(PAUSE)
+                self.over.wait(PAUSE_AFTER_ERROR)
         self.last()
 
     def _tell(self, error: BaseException) -> None:

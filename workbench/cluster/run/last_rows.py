@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from workbench.cluster.observe.run_folder import PATIENCE, run_within
+from workbench.cluster.observe.run_folder import DISK_TIMEOUT, run_with_timeout
 from workbench.cluster.processes.lab_processes import wait_for
 from workbench.cluster.run.run_state import RunState
 from workbench.cluster.transport import disk_rows
@@ -75,7 +75,7 @@ def _fetch_rows(live: RunState, rank: int) -> None:
         return live.cluster.rpc.ask_rank(rank, "file", name=name, start=start)[1]
 
     try:
-        disk_rows.fetch_files(live.cluster.rpc.ask_rank(rank, "files")[0], read, Path(live.run.path or "."))
+        disk_rows.copy_files(live.cluster.rpc.ask_rank(rank, "files")[0], read, Path(live.run.path or "."))
     except OSError:
         live.hang_monitor.recording.note_failure()
 
@@ -105,6 +105,6 @@ def _add_marks(live: RunState, rank: int, marks: Marks) -> None:
     live.run.append("marks", rank, live.reorder_buffer.next["marks", rank], columns)
     live.reorder_buffer.next["marks", rank] += len(marks)
     try:
-        run_within(PATIENCE, lambda: disk_rows.add_marks(Path(live.run.path or "."), rank, marks))
+        run_with_timeout(DISK_TIMEOUT, lambda: disk_rows.add_marks(Path(live.run.path or "."), rank, marks))
     except OSError:
         live.hang_monitor.recording.note_failure()

@@ -16,7 +16,7 @@ import cloudpickle
 
 from workbench.cluster.engines.cluster import Cluster
 from workbench.cluster.observe.hang_monitor import HangMonitor, decode_texts
-from workbench.cluster.observe.run_folder import PATIENCE, run_within
+from workbench.cluster.observe.run_folder import DISK_TIMEOUT, run_with_timeout
 from workbench.cluster.processes.lab_place import host_name
 from workbench.cluster.processes.supervised_thread import SupervisedThread
 from workbench.cluster.run import generations, last_rows
@@ -96,10 +96,10 @@ class RunController(RunState, RunQuestions):
         self.hang_monitor.restore_places(spans)
         self.step = int(spans.step.max()) if len(spans) else 0
 
-    def _read_missed(self, kind: str, rank: int, start: int) -> disk_rows.Pieces:
+    def _read_missed(self, kind: str, rank: int, start: int) -> disk_rows.RowPieces:
         if not self.is_elsewhere(rank):
             path = Path(self.run.path or ".")
-            return run_within(PATIENCE, lambda: disk_rows.read_pieces(path, kind, rank, start))
+            return run_with_timeout(DISK_TIMEOUT, lambda: disk_rows.read_pieces(path, kind, rank, start))
         return disk_rows.unpack_pieces(self.cluster.rpc.ask_rank(rank, "rows", kind=kind, start=start)[1])
 
     def _take_mark(self, rank: int, step: int, t: float, name: str, detail: dict[str, Any]) -> None:

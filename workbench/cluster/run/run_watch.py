@@ -11,7 +11,7 @@ from workbench.cluster.processes.supervised_thread import SupervisedThread
 from workbench.cluster.run import last_rows
 from workbench.cluster.run.rank_errors import RankError, align_death_steps, explain_lost_state
 from workbench.record import checkpoints
-from workbench.record.tidy import OFTEN, Tidy
+from workbench.record.tidy import READER_INTERVAL, MemoryRelease
 
 if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
@@ -27,7 +27,7 @@ class RunWatch:
 
     def __init__(self, live: RunController) -> None:
         self.live, self.ending = live, live.ending
-        self._asked_at, self._tidy = 0.0, Tidy(OFTEN)
+        self._asked_at, self._tidy = 0.0, MemoryRelease(READER_INTERVAL)
         self._answered_at = dict.fromkeys(live.ranks, time.monotonic())  # last answers
         self.silent: set[int] = set()
 

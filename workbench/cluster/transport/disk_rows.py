@@ -10,12 +10,12 @@ from typing import Any
 from workbench.cluster.transport.row_encoding import RowBatch, cut_columns, decode_batches, encode_batch
 from workbench.record import store
 
-CHUNK = 1 << 20  # bytes per message
+CHUNK_BYTES = 1 << 20  # bytes per message
 
-Pieces = list[tuple[int, dict[str, Any]]]
+RowPieces = list[tuple[int, dict[str, Any]]]
 
 
-def read_pieces(path: Path, kind: str, rank: int, start: int = 0) -> Pieces:
+def read_pieces(path: Path, kind: str, rank: int, start: int = 0) -> RowPieces:
     """Returns (number of the first row, columns) of each stretch on disk, from row `start` on."""
     found = []
     for part in store.parts(path):
@@ -26,11 +26,11 @@ def read_pieces(path: Path, kind: str, rank: int, start: int = 0) -> Pieces:
             continue
         skip = max(start - first, 0)
         found.append((first + skip, cut_columns(columns, skip)))
-    store.give_back()
+    store.release_free_memory()
     return found
 
 
-def pack_pieces(found: Pieces, kind: str, rank: int) -> bytes:
+def pack_pieces(found: RowPieces, kind: str, rank: int) -> bytes:
     """Packs pieces into one blob."""
     out = []
     for first, columns in found:
@@ -39,7 +39,7 @@ def pack_pieces(found: Pieces, kind: str, rank: int) -> bytes:
     return b"".join(out)
 
 
-def unpack_pieces(blob: bytes) -> Pieces:
+def unpack_pieces(blob: bytes) -> RowPieces:
     """Reverses `pack_pieces`."""
     frames, at = [], 0
     while at < len(blob):
@@ -58,10 +58,10 @@ def read_chunk(path: Path, name: str, start: int) -> bytes:
     """Returns part of a stream file."""
     with open(path / Path(name).name, "rb") as f:
         f.seek(start)
-        return f.read(CHUNK)
+        return f.read(CHUNK_BYTES)
 
 
-def fetch_files(listing: list[list[Any]], read: Callable[[str, int], bytes], into: Path) -> None:
+def copy_files(listing: list[list[Any]], read: Callable[[str, int], bytes], into: Path) -> None:
     """Copies a remote rank's files into the run directory here."""
     for name, size in listing:
         with open(into / Path(name).name, "wb", opener=store.private) as f:

@@ -14,8 +14,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-PER_SECOND = 40  # lines captured each second; further lines are counted
-LONGEST = 4000  # characters kept of a line
+MAX_LINES_PER_SECOND = 40  # lines captured each second; further lines are counted
+MAX_LINE_LENGTH = 4000  # characters kept of a line
 
 Sink = Callable[[str, str], None]
 
@@ -41,7 +41,7 @@ class OutputCapture:
                 left, self._second, self._taken, self._left = self._left, now, 0, 0
                 if left:
                     self._hand_on(stream, f"... {left} more lines in that second")
-            if self._taken >= PER_SECOND:
+            if self._taken >= MAX_LINES_PER_SECOND:
                 self._left += 1
                 return
             self._taken += 1
@@ -49,7 +49,7 @@ class OutputCapture:
 
     def _hand_on(self, stream: str, text: str) -> None:
         try:
-            self.sink(stream, text[:LONGEST])
+            self.sink(stream, text[:MAX_LINE_LENGTH])
         except Exception:  # noqa: S110 (a print must never stop the training)
             pass
 
@@ -95,7 +95,7 @@ class _SplitStream:
         me = threading.current_thread()
         *lines, rest = (self._begun.pop(me, "") + text).split("\n")
         if rest:
-            self._begun[me] = rest[:LONGEST]
+            self._begun[me] = rest[:MAX_LINE_LENGTH]
         for line in lines:
             self.capture.hand_on(self.name, line)
         return len(text)

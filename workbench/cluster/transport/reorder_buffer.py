@@ -12,9 +12,9 @@ from workbench.cluster.transport.row_encoding import RowBatch
 
 Piece = tuple[int, dict[str, Any]]
 Append = Callable[[str, int, int, dict[str, Any]], None]
-HOLD = 3.0  # seconds that later rows wait for earlier ones to reach the disk,
-UNHEARD = 30.0  # and if the rank's engine, on a busy machine, does not answer
-TRIES = 3  # reads at a run's end
+DISK_WAIT = 3.0  # seconds that later rows wait for earlier ones to reach the disk,
+SILENT_ENGINE_WAIT = 30.0  # and if the rank's engine, on a busy machine, does not answer
+MAX_READS = 3  # reads at a run's end
 
 
 class ReorderBuffer:
@@ -43,7 +43,9 @@ class ReorderBuffer:
             began = self._since.setdefault(key, time.monotonic())
             found = self._from_disk(key)
             self._hold(key, found or [])
-            if not self._pass_rows(key) and time.monotonic() - began > (UNHEARD if found is None else HOLD):
+            if not self._pass_rows(key) and time.monotonic() - began > (
+                SILENT_ENGINE_WAIT if found is None else DISK_WAIT
+            ):
                 self._pass_rows(key, lossy=True)
 
     def take_count(self, kind: str, rank: int, sent: int) -> None:
@@ -59,7 +61,7 @@ class ReorderBuffer:
         """At the end, fetches missing rows of the first `sent`. Waiting rows then pass anyway."""
         key = kind, rank
         with self._lock:
-            for _ in range(TRIES if self.next[key] < sent or self._held.get(key) else 0):
+            for _ in range(MAX_READS if self.next[key] < sent or self._held.get(key) else 0):
                 if (found := self._from_disk(key)) is not None:
                     self._hold(key, found)
                     break

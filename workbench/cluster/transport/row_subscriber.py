@@ -14,7 +14,7 @@ from workbench.cluster.transport.curve_keys import CurveKeys
 from workbench.cluster.transport.row_encoding import RowBatch, decode_batches
 from workbench.settings.describe_error import said
 
-PAUSE = 0.2  # seconds: fast enough for the eye
+DRAIN_INTERVAL = 0.2  # seconds: fast enough for the eye
 
 
 class RowSubscriber:
@@ -57,7 +57,7 @@ class RowSubscriber:
         if self._socket.poll(250):
             self._drain_socket()
             self.seconds = time.thread_time()
-            self._closing.wait(PAUSE)
+            self._closing.wait(DRAIN_INTERVAL)
 
     def _note_error(self, error: BaseException) -> None:
         self.errors.append(said(error))

@@ -38,7 +38,7 @@ from workbench.host.reconfigure.changes import has_common_step, take_role
 from workbench.host.sharding.parameter_usage import ParameterUsage
 from workbench.host.transfer import residual
 from workbench.rank import Bucket, Op
-from workbench.record.tidy import Tidy
+from workbench.record.tidy import MemoryRelease
 from workbench.settings import Change
 
 ANSWERED_KINDS = ("change", "resize")  # kinds of requests whose sender waits for an answer
@@ -60,7 +60,7 @@ class RankTraining(RankComponents):
         self.workers = WorkerPool(self)
         self.pending_requests: list[dict[str, Any]] = []  # received and not obeyed yet
         self.known_answers: Done = {}  # answers to recent requests
-        self.cost, self.tidy = CpuUsage(session.record, self.clock), Tidy()
+        self.cost, self.tidy = CpuUsage(session.record, self.clock), MemoryRelease()
         self.growth = LeakDetector(session.member, lambda found: session.mark("memory grows", found))
         self._since: tuple[float, Any] | None = None  # when the wait for the next step began, on both watches
 

@@ -13,7 +13,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workbench.analysis.steps.words import format_seconds
-from workbench.analysis.stragglers.causes import LAST, Cause, find_causes, why_unjudged
+from workbench.analysis.stragglers.causes import LAST_STEPS, Cause, find_causes, why_unjudged
 from workbench.analysis.stragglers.naming import join_names
 from workbench.compressors.cast import Cast
 from workbench.compressors.dense import Dense
@@ -127,7 +127,7 @@ class AdviceTable(list[Advice]):
         return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>{note}"
 
 
-def advise_run(run: Run, last: int = LAST) -> AdviceTable:
+def advise_run(run: Run, last: int = LAST_STEPS) -> AdviceTable:
     """Returns the causes of the last `last` steps, with suggestions. Simulates for a second or more.
 
     If the run cannot be simulated, such as a script's own loop, causes have no suggestions. The rule in
