@@ -81,6 +81,7 @@ FORMER_NAMES = {  # of version 0.1; they work through 0.2, except `compare` and 
     "Piece": "PathPiece",
     "Saving": "CheckpointProgress",
     "Strips": "LatenessStrips",
+    "Verdict": "StragglerVerdict",
     "arrangement": "find_arrangement",
     "arrivals": "line_up",
     "breakdown": "break_down",
