@@ -164,6 +164,17 @@ def test_engines_outlive_a_killed_server_and_their_exit_is_unknown(served: Any) 
     assert fork("engine 1").wait(BOUND) == fork_server.NEVER_FORKED, "nobody forks it"
 
 
+def test_reports_behind_the_closing_are_read_from_a_server_that_is_reaped_already() -> None:
+    mine = os.getpid()
+    reports = [f'{{"what": "engine 0", "pid": {mine}}}', '{"closing": true}', f'{{"pid": {mine}, "code": 7}}']
+    script = "import sys; sys.stdin.readline(); print(*sys.argv[1:], sep='\\n', flush=True)"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", script, *reports], **pipes)  # type: ignore[call-overload]
+    server, engine = ForkServer(process, lambda *_: process.wait(BOUND)), ForkedEngine("engine 0")
+    server.fork_engine(engine, [], Path("log"), {})
+    assert engine.over.wait(BOUND) and engine.returncode == 7
+
+
 def test_pending_engines_end_with_a_killed_server(served: Any) -> None:
     server, fork = served
     server.process.send_signal(signal.SIGSTOP)

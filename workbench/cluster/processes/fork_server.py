@@ -154,6 +154,7 @@ class ForkServer:
                 _log.exception("a fork server said %r", line)
         code = self.process.wait()
         self._no_more(code)
+        self.process.stdout.close()  # type: ignore[union-attr]
         for engine in self._asked.values():
             if not engine.over.is_set():
                 engine.take_code(None)
@@ -174,8 +175,6 @@ class ForkServer:
             self.over = True
             with contextlib.suppress(OSError):
                 self.process.stdin.close()  # type: ignore[union-attr]
-            if self.process.returncode is not None:
-                self.process.stdout.close()  # type: ignore[union-attr]
             for engine in self._asked.values():
                 if not engine.pid and not engine.over.is_set():
                     engine.take_code(code or NEVER_FORKED)
