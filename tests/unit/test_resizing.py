@@ -302,7 +302,7 @@ def test_a_resize_is_repeated_with_a_rank_whose_connection_broke(
         return used
 
     monkeypatch.setattr(resizing, "count_used_up", breaks)
-    monkeypatch.setattr("workbench.engine.rank.surviving.PATIENCE", 10 * LIMIT)  # a wait in vain shows
+    monkeypatch.setattr("workbench.engine.rank.surviving.REPORT_TIMEOUT", 10 * LIMIT)  # a wait in vain shows
     with Crowd(setting(LocalSGD(every=3), ranks=4, task=ByteGPT(), partition=partition, on_death="go on")) as crowd:
         crowd.reach(4)
         crowd.resize(0, 1)
