@@ -139,7 +139,7 @@ def test_it_follows_a_default_dtype_that_changes_in_a_simulation() -> None:
 
 def test_one_simulation_remembers_a_bounded_number_of_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     for where, remembered in ((shaped, "_known"), (tensor_kind, "_kinds")):
-        monkeypatch.setattr(where, "MOST", 20)
+        monkeypatch.setattr(where, "MAX_REMEMBERED", 20)
         monkeypatch.setattr(where, remembered, {})
     for _, n in product(range(2), range(100)):
         assert (vector(200)[n:] + 1).shape == (200 - n,)
