@@ -176,7 +176,7 @@ def test_an_endless_loop_is_reported_with_its_stack_and_its_rank_is_evicted_by_h
     shown = lab.stacks()
     assert set(shown) == {0, 1, 2, 3} and "spins_for_ever" in shown[2] and 'thread "rank 2 training"' in shown[2]
     assert shown[2].startswith("in forward of step ") and "spins_for_ever" not in shown[0] + shown[1] + shown[3]
-    assert "collectives.py" in shown[0] and "rank 3: in " in str(shown)
+    assert "wire.py" in shown[0] and "rank 3: in " in str(shown)
     assert until(lambda: run.details("hang"), BOUND)
     said = [detail for *_, detail in run.details("hang")]
     assert said[0]["ranks"] == [2] and "rank 2 has been in forward" in said[0]["text"]

@@ -190,5 +190,5 @@ def test_impossible_stages_raise_knob_error() -> None:
 def test_a_run_becomes_a_pipeline_midway_or_raises_knob_error() -> None:
     cut = Change(1, "partition", "Pipeline")
     assert [c.path for c in simulated(DDP(), 4, 3, changes=(cut,)).changes] == ["partition"]
-    with pytest.raises(KnobError, match="4 cannot be dealt out"):
+    with pytest.raises(KnobError, match="4 ranks are not a multiple of that"):
         simulated(DDP(), 4, 3, changes=(cut, Change(2, "partition.stages", 3)))

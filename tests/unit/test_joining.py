@@ -225,7 +225,7 @@ def test_messages_name_ranks_by_their_number_in_the_run() -> None:
     assert rank.number() == 1
     rank.members = (0, 4, 5)
     assert (rank.number(), rank.number(2)) == (4, 5)
-    with pytest.raises(RankDisagreement, match=r"^rank 4 remembers 3 elements of w and holds 2$"):
+    with pytest.raises(RankDisagreement, match=r"^rank 4 has state of 3 elements for w and a part of 2$"):
         rank_state._join_pieces(
             {"w": torch.zeros(3)}, Placement({"w": 2}, {1: {"w": (StridedSlice(0, 2),)}}), rank, torch.zeros(0)
         )

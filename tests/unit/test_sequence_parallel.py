@@ -201,4 +201,4 @@ def test_a_change_of_sequence_length_ends_the_run_with_a_reason() -> None:
 
     sessions = live(spread(2, 6, task=small(data=longer), partition=Tensor(sequence=True)))
     ended(sessions)
-    assert any("5 positions cannot be dealt out to 2 ranks evenly" in str(s.error) for s in sessions)
+    assert any("5 positions cannot be split evenly over 2 ranks" in str(s.error) for s in sessions)

@@ -34,7 +34,7 @@ NO_NORM = {name: way for name, way in PLAN.items() if name != "norm"}
 SWITCHES: list[tuple[Partition, Plan, Change, str]] = [
     (Tensor(), NO_NORM, Change(3, "sequence", True), "norm.weight would get another gradient"),
     (Pipeline(micros=1), {"head": Colwise()}, Change(3, "partition", Tensor()), "the slices of a rank fail"),
-    (Tensor(ways=4), PLAN, Change(3, "sequence", True), "6 positions cannot be dealt out to 4 ranks evenly"),
+    (Tensor(ways=4), PLAN, Change(3, "sequence", True), "6 positions cannot be split evenly over 4 ranks"),
 ]
 
 
