@@ -6,6 +6,10 @@ in every step would cost each step a round trip. So a rank that left a parameter
 step's number into memory that all ranks of the host share, and hands out the bucket afterwards. A rank that has
 completed the step's last exchange has data of all ranks, so it sees every hand. All ranks then decide alike. Ranks of
 several hosts share no memory and compare usage in every step.
+
+Known fault: a strategy that updates by bucket while later buckets are in flight (ByteScheduler) decides after the first
+exchange. A slower rank may raise its hand later, for a parameter that only other ranks use. Then it compares usage
+alone, and the ranks wait for each other without an end.
 """
 
 from __future__ import annotations
