@@ -1,12 +1,11 @@
-"""The greeting of two ranks: each proves that it has the run's secret, without sending it.
+"""Two ranks prove to each other that they know the run's secret, without sending it.
 
     called rank:  32 random bytes
     caller:       its rank, 32 random bytes of its own, HMAC(secret; "caller", who, whom, the door, both randoms)
     called rank:  HMAC(secret; "called", the same)
 
-The door is the address that the caller used, so a man in the middle cannot forward the proofs. Before both proofs, the
-ranks read no byte beyond the greeting and send no message. Each end is a generator, which yields the memory that the
-socket must fill next.
+The door is the address that the caller used, so a man in the middle cannot forward the proofs. Until both proofs hold,
+ranks read only the greeting and send no message. Each end is a generator that yields the memory to fill next.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import secrets
 import struct
 from collections.abc import Callable, Generator
 
-NONCE_BYTES = 32  # bytes
+NONCE_BYTES = 32
 PROOF_BYTES = hashlib.sha256().digest_size
 HELLO_STRUCT = struct.Struct(f"<I{NONCE_BYTES}s{PROOF_BYTES}s")  # the caller's rank, its random bytes, its proof
 _FACTS = struct.Struct(f"<6sII{NONCE_BYTES}s{NONCE_BYTES}s")
@@ -31,7 +30,7 @@ class AuthenticationError(ConnectionError):
 
 
 def greet_as_caller(secret: bytes, who: int, whom: int, door: str, say: Say) -> Fill:
-    """Greets as the caller `who`. Raises AuthenticationError if the other end is not rank `whom` of this run."""
+    """Greets as rank `who`. Raises AuthenticationError if the other end is not rank `whom` of this run."""
     theirs, mine = bytearray(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
     yield memoryview(theirs)
     say(HELLO_STRUCT.pack(who, mine, make_proof(secret, b"caller", who, whom, door, bytes(theirs), mine)))
@@ -42,7 +41,7 @@ def greet_as_caller(secret: bytes, who: int, whom: int, door: str, say: Say) -> 
 
 
 def greet_as_called(secret: bytes, whom: int, size: int, door: str, say: Say) -> Generator[memoryview, None, int]:
-    """Greets as the called rank `whom` of `size`, and returns the caller's rank. Raises AuthenticationError."""
+    """Greets as rank `whom` of `size`, and returns the caller's rank. Raises AuthenticationError."""
     mine, hello = secrets.token_bytes(NONCE_BYTES), bytearray(HELLO_STRUCT.size)
     say(mine)
     yield memoryview(hello)
@@ -55,8 +54,5 @@ def greet_as_called(secret: bytes, whom: int, size: int, door: str, say: Say) ->
 
 
 def make_proof(secret: bytes, end: bytes, who: int, whom: int, door: str, called: bytes, caller: bytes) -> bytes:
-    """Returns the proof of one end, b"caller" or b"called".
-
-    It covers both ranks, the door, and the random bytes of the `called` rank and of the `caller`.
-    """
+    """Returns the proof of one end, b"caller" or b"called". `called` and `caller` are the random bytes of both ends."""
     return hmac.digest(secret, _FACTS.pack(end, who, whom, called, caller) + door.encode(), "sha256")

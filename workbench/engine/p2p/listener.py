@@ -1,7 +1,6 @@
 """A rank's door: the listening socket for other ranks, which strangers cannot pass.
 
-A caller without a proof costs little: only so many wait at the door at a time, each with 68 bytes of memory. The rank
-reads nothing beyond their greeting.
+The number of callers without a proof is limited, and each costs 68 bytes of memory. The rank reads only their greeting.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from typing import Any
 
 from workbench.engine.p2p.sockets import ReceiverEnd
 
-MAX_UNPROVEN = 32  # callers without a proof that may wait at a time, in addition to one per rank
+MAX_UNPROVEN = 32  # callers without a proof at a time, in addition to one per rank
 
 
 class RankListener:
     """The door of one rank's Mailbox. It runs on the mailbox's thread.
 
     where:     its address, as "host port"
-    strangers: the number of callers that were not ranks of this run, or gave up before their proof
+    strangers: the number of callers that did not prove to be ranks of this run
     """
 
     def __init__(self, mailbox: Any) -> None:
@@ -35,7 +34,7 @@ class RankListener:
         mailbox.selector.register(self.socket, selectors.EVENT_READ, self.accept_caller)
 
     def accept_caller(self) -> None:
-        """Accepts a caller. If too many have no proof yet, it drops the oldest: a real rank calls again."""
+        """Accepts a caller. If too many have no proof yet, drops the oldest: a real rank calls again."""
         try:
             s, _ = self.socket.accept()
         except BlockingIOError:
@@ -56,10 +55,9 @@ class RankListener:
         if self._unknown:
             next(iter(self._unknown)).end()
         else:
-            time.sleep(0.01)  # other code took the descriptors: do not accept again at once
+            time.sleep(0.01)  # other code took the descriptors: do not retry at once
 
     def register_caller(self, caller: ReceiverEnd) -> None:
-        """Registers a caller that has proved to be a rank of this run."""
         self._unknown.pop(caller, None)
         self.mailbox.heard_from.add(caller.source)
 

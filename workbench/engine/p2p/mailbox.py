@@ -1,8 +1,8 @@
 """Messages between two ranks: the sender posts at once, the receiver waits for them.
 
-A rank connects to another rank when it first sends to it. One thread moves all bytes. gloo's send and recv would not
-do: a wait that times out closes the pair of sockets for good, so a receiver could not wait in slices. gloo also
-connects every pair of ranks at the start.
+A rank connects to another rank when it first sends to it. One thread moves all bytes. gloo's send and recv do not
+suffice: a timeout closes the sockets for good, so a receiver cannot wait in slices. gloo also connects all ranks at the
+start.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from workbench.engine.p2p.sockets import FRAME_HEAD, SenderEnd
 from workbench.rank import Rank, StrategyError, message_name
 
 WAIT_SLICE = 0.1  # seconds between 2 checks whether this rank must leave
-FROM_HOST, FROM_STEP, FROM_BACKGROUND = range(3)  # the sender: the engine itself, or a strategy's step or background
-ALWAYS_VALID_PAGE = 2**32 - 1  # the page of the engine's own messages, which stay valid when the strategy changes
+FROM_HOST, FROM_STEP, FROM_BACKGROUND = range(3)  # the sender: the engine, or a strategy's step or background
+ALWAYS_VALID_PAGE = 2**32 - 1  # of the engine's own messages, which a new strategy does not drop
 
 
 class Message(NamedTuple):
-    """One received message."""
+    """A received message."""
 
     source: int
     what: str  # dtype and shape
     data: bytearray
-    ready: float  # when the emulated Link has delivered its last byte
+    ready: float  # when the emulated Link has delivered the last byte
 
 
 class Mailbox:
@@ -45,7 +45,7 @@ class Mailbox:
 
     page:           grows when a strategy takes over. The mailbox drops messages of earlier pages.
     meet:           the step of the latest planned meeting of all ranks that this rank knows. Every message carries it.
-    received_count: the number of a strategy's messages that this rank has received; posted_count: those it has sent
+    received_count: how many messages of strategies this rank has received; posted_count: how many it has sent
     secret:         known to the ranks of this run only
     limit:          the most bytes of one message
     """
@@ -78,10 +78,10 @@ class Mailbox:
         self.report_strangers, self.check_peers = report_strangers, check_peers
         self.page, self.meet, self.received_count, self.posted_count = 0, -1, 0, 0
         self.gone: set[int] = set()  # ranks that have closed their end
-        self.heard_from: set[int] = set()  # ranks with an open line to this one
-        self._why: dict[int, str] = {}  # why this rank dropped a rank that is gone, if it did
-        self._trouble: Exception | None = None  # an error of the mailbox's own thread
-        self._boxes: dict[tuple[int, str], deque[Message]] = {}  # (page, kind) -> messages in order of arrival
+        self.heard_from: set[int] = set()  # with an open line to this one
+        self._why: dict[int, str] = {}  # why this rank dropped a rank, if it did
+        self._trouble: Exception | None = None  # an error of the mailbox's thread
+        self._boxes: dict[tuple[int, str], deque[Message]] = {}  # (page, kind) -> messages by arrival
         self._news = threading.Condition()
         self._out: dict[int, SenderEnd] = {}
         self._dialling = threading.Lock()
@@ -92,7 +92,7 @@ class Mailbox:
     # -- any thread --
 
     def open_door(self) -> None:
-        """Opens this rank's door and publishes its address. Opening again does nothing."""
+        """Opens this rank's door, if it is not open, and publishes its address."""
         with self._dialling:
             if self._thread is not None or self.size == 1:
                 return
@@ -135,7 +135,7 @@ class Mailbox:
             f"{str(tensor.dtype)[6:]}{list(tensor.shape)}",
             ALWAYS_VALID_PAGE if origin == FROM_HOST else self.page,
         )
-        with self._news:  # a step's thread and the background's count
+        with self._news:  # both a step's thread and the background's count
             self.posted_count += origin != FROM_HOST
         if to == self.rank:
             return self.file_message(to, f"{kind}\n{what}", data, origin, page, self.meet, 0.0, 0.0)
@@ -206,7 +206,7 @@ class Mailbox:
                 self._news.wait(WAIT_SLICE)
 
     def take_numbers(self, kind: str) -> list[tuple[int, int]]:
-        """Returns and removes the numbers that other ranks' engines have sent under `kind`: (rank, number) each."""
+        """Removes the numbers sent under `kind` by other ranks' engines. Returns (rank, number) each."""
         with self._news:
             said = self._boxes.pop((ALWAYS_VALID_PAGE, kind), ())
         return [(message.source, int.from_bytes(message.data, "little")) for message in said]
@@ -220,23 +220,21 @@ class Mailbox:
             self._news.wait(seconds)
 
     def drop_old_messages(self) -> None:
-        """Drops messages of the last strategy, so that the new one does not receive them."""
+        """Drops messages of the last strategy."""
         with self._news:
             self.page += 1
             self._boxes = {key: box for key, box in self._boxes.items() if key[0] >= self.page}
 
     def wake_waiters(self) -> None:
-        """Makes waiting threads check their `over` again."""
         with self._news:
             self._news.notify_all()
 
     def connect_ranks(self, ranks: Iterable[int]) -> None:
-        """Connects to `ranks` before the first message, so that each end notices when the other is gone."""
+        """Connects before the first message, so that each end notices when the other is gone."""
         for other in ranks:
             self._connect_rank(other)
 
     def cut_connections(self) -> None:
-        """Closes all lines at once. The peers notice it."""
         self._begin_close(hurry=True)
 
     def close(self) -> None:
@@ -261,7 +259,7 @@ class Mailbox:
     def file_message(
         self, source: int, text: str, data: bytearray, origin: int, page: int, meet: int, begun: float, plain: float
     ) -> None:
-        """Files a complete message. The mailbox's thread calls it, or the sender if it sends to itself."""
+        """Files a complete message, on the mailbox's thread or on the thread of a rank that sends to itself."""
         kind, what = text.rsplit("\n", 1)
         ready = self.port.receive_message(source, begun, plain)
         with self._news:
@@ -284,7 +282,7 @@ class Mailbox:
             self._wake.send(b"!")
 
     def mark_gone(self, rank: int, why: str = "") -> None:
-        """Marks a rank as gone. why: the reason, if this rank closed the line."""
+        """why: the reason, if this rank closed the line"""
         with self._news:
             self.gone.add(rank)
             if why:
@@ -329,7 +327,7 @@ class Mailbox:
     def _run_guarded(self, what: Callable[[], None]) -> None:
         try:
             what()
-        except Exception as error:  # `take_message` raises it; if this thread died, receivers would wait for ever
+        except Exception as error:  # `take_message` raises it; without this thread receivers would wait for ever
             self._trouble = error
             self.wake_waiters()
 

@@ -1,7 +1,7 @@
-"""The two ends of a line between two ranks. Messages go in one direction only.
+"""The two ends of a one-way line between two ranks.
 
-Both ends run on the thread of their Mailbox, which calls them when a socket is ready. Before the first message both
-ends greet each other, see greeting.py.
+Both ends run on the thread of their Mailbox, which calls them when a socket is ready. First both ends greet each other,
+see greeting.py.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 from workbench.engine.p2p import greeting
 
-FRAME_HEAD = struct.Struct("<HBIqddQ")  # length of the kind, origin, page, meeting, begun, seconds, length of the data
+FRAME_HEAD = struct.Struct("<HBIqddQ")  # bytes of the kind, origin, page, meeting, begun, seconds, bytes of the data
 READ_EVENT = selectors.EVENT_READ
 READ_WRITE_EVENTS = selectors.EVENT_READ | selectors.EVENT_WRITE
-MAX_DIALS = 400  # failed calls before a rank gives up: strangers may crowd it out at the other door
-FIRST_REDIAL_DELAY = 0.02  # seconds before the next call; a busy rank has 20 s in total to answer
+MAX_DIALS = 400  # failed calls before a rank gives up: strangers may fill the other door
+FIRST_REDIAL_DELAY = 0.02  # seconds; a busy rank has 20 s in total to answer
 LONGEST_REDIAL_DELAY = 0.05
 NEVER_DUE = float("inf")
 
@@ -52,7 +52,7 @@ class SenderEnd:
             self._dial_rank()
 
     def queue_frame(self, head: bytes, data: bytes | bytearray, written: Callable[[], None]) -> None:
-        """Queues a frame, from any thread. The mailbox's thread calls `written` after the last byte."""
+        """From any thread. The mailbox's thread calls `written` after the last byte."""
         self.mailbox.run_on_thread(lambda: self._append_frame(head, data, written))
 
     def _dial_rank(self) -> None:
@@ -120,7 +120,7 @@ class SenderEnd:
     def _handle_loss(self, error: Exception) -> None:
         """Closes this end and calls again, or gives up.
 
-        The peer counts as gone when its own line to this rank has ended, too, because that may still hold messages.
+        The peer is gone only when its own line to this rank has ended, because that line may still hold messages.
         """
         self.mailbox.selector.unregister(self.socket)
         self.socket.close()
@@ -146,7 +146,7 @@ class ReceiverEnd:
 
     def read_frames(self) -> None:
         try:
-            for _ in range(64):  # then it is the turn of other lines
+            for _ in range(64):  # then other lines have their turn
                 n = self.socket.recv_into(self._left)
                 if not n:
                     return self.end()
@@ -157,7 +157,7 @@ class ReceiverEnd:
             return
         except OSError:
             self.end()
-        except Exception as error:  # a failed line must not end the thread of all lines
+        except Exception as error:  # it must not end the thread of all lines
             self.end(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
     def _parse_frames(self) -> Generator[memoryview, None, None]:
@@ -192,9 +192,9 @@ class ReceiverEnd:
 
 
 def find_retry_delay(tries: int) -> float:
-    """Returns the seconds between call number `tries` and the next."""
+    """Returns the seconds before the next call."""
     return min(FIRST_REDIAL_DELAY + tries * 1e-3, LONGEST_REDIAL_DELAY)
 
 
 def _do_nothing() -> None:
-    """Does nothing after a head is written."""
+    """Stands for `written` after a head."""
