@@ -1,4 +1,4 @@
-"""Where a rank is. Its training thread writes this at every operation, and any thread may read it."""
+"""A rank's present operation. Its training thread writes it, and any thread may read it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Activity:
 
 
 class LanesView(Protocol):
-    """A rank's lanes. current_collective: the name of the collective under way on them; "" if there is none"""
+    """A rank's lanes. current_collective: the name of the one under way, "" without one"""
 
     @property
     def current_collective(self) -> str: ...
@@ -66,11 +66,11 @@ class TrainingView(Protocol):
     def longest_evaluation(self) -> float: ...
 
     def locate_script(self) -> ScriptLine | None:
-        """Returns the line at which the script of this rank is; None if it runs none."""
+        """Returns the line at which this rank's script is; None without a script."""
 
 
 class ActivityView(Protocol):
-    """A rank's session. training: None while it is set up"""
+    """A rank's session. training: None during set-up"""
 
     @property
     def training(self) -> TrainingView | None: ...
@@ -93,12 +93,12 @@ class ActivityView(Protocol):
 
 
 def describe_rank(run: ActivityView) -> dict[str, Any]:
-    """Returns where a rank is.
+    """Returns a report of a rank's position.
 
     busy: its operation; waits: whether only peers can end it; still: seconds in it; asleep: by its settings
     own: whether a script waits in a collective of its own, which the strategy does not know
     lost: rows that it could not write to disk
-    step_s: the longest of its last steps and of its evaluations, in seconds; 0 before the first
+    step_s: the longest of its last steps and evaluations, in seconds; 0 before the first
     """
     waits, still = measure_wait(run)
     place = run.training.locate_script() if run.training is not None and still > STACK_AFTER else None
@@ -113,7 +113,7 @@ def describe_rank(run: ActivityView) -> dict[str, Any]:
 
 
 def current_op(run: ActivityView) -> str:
-    """Returns a rank's own operation, or the operation of the lane for which it waits."""
+    """Returns a rank's own operation, or that of the lane for which it waits."""
     if run.training is None:
         return "set-up"
     host = run.training.host

@@ -1,4 +1,4 @@
-"""Performs compute outside the passes of a model."""
+"""Compute outside the passes of a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.rank import Factors
 
 
 class ArithmeticPerformer:
-    """Computes estimates of curvature, and runs a strategy's own arithmetic. Each becomes a span."""
+    """Estimates curvature and runs a strategy's own arithmetic, each as a span."""
 
     def __init__(
         self, parts: ComputeParts, timing: PassTimer, pipeline: PipelinePerformer, curvature: CurvatureEstimator
@@ -32,7 +32,7 @@ class ArithmeticPerformer:
         return found
 
     def compute_curvature(self, vector: list[Tensor]) -> list[Tensor]:
-        """Returns a curvature product. With a pace, it lasts as long as a forward and a backward."""
+        """With a pace, it lasts as long as a forward and a backward."""
         self._at("curve")
         began = self._watch.now()
         self._pace.begin_phase("forward", self._rank.step, self._pipeline.share)
@@ -44,7 +44,7 @@ class ArithmeticPerformer:
         return product
 
     def compute_value(self) -> Tensor:
-        """Returns the batch's loss, computed again. With a pace, it lasts as long as a forward."""
+        """Computes the batch's loss again. With a pace, it lasts as long as a forward."""
         self._at("value")
         began = self._watch.now()
         self._pace.begin_phase("forward", self._rank.step, self._pipeline.share)

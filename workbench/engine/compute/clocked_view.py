@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ClockedView(RankView, Protocol):
-    """A rank on a real clock. paced_sleep: the waits that last as long as the settings say"""
+    """A rank on a real clock. paced_sleep: waits as long as the settings say"""
 
     @property
     def clock(self) -> Clock: ...
@@ -26,7 +26,7 @@ class ClockedView(RankView, Protocol):
 
 
 class PacedHost(Protocol):
-    """A host whose phases last as long as its pace says."""
+    """A host with phases as long as its pace says."""
 
     @property
     def pace(self) -> ComputePace: ...

@@ -1,4 +1,4 @@
-"""The parts of one rank that its performers share."""
+"""The parts that one rank's performers share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from workbench.rank import Rank
 
 @dataclass(eq=False, repr=False)
 class ComputeParts:
-    """The parts of one rank that more than one performer uses.
+    """The parts that more than one performer uses.
 
     experiment:        returns the settings in force
     learner:           the task's functions
@@ -39,7 +39,7 @@ class ComputeParts:
     run_loss_backward: runs the backward of a loss, scaled by a number
     show_loss:         returns a loss as it is recorded
     alone:             held while a coroutine of this rank or the optimizer runs
-    module:            the model, or torch's own wrapper around it; forwards call it
+    module:            the model or torch's wrapper around it; forwards call it
     fully:             torch's fully_shard, while it trains the model
     """
 
@@ -79,7 +79,7 @@ class ComputeParts:
         self.module, self.fully = module, fully
 
     def unwrap_model(self) -> Any:
-        """Makes forwards call the model itself. Returns torch's fully_shard, if it trained the model."""
+        """Undoes `wrap_model`. Returns torch's fully_shard, if it trained the model."""
         fully, self.module, self.fully = self.fully, self.model, None
         return fully
 

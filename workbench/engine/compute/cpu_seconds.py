@@ -1,4 +1,4 @@
-"""Records a rank's CPU seconds during the run."""
+"""Samples of a rank's CPU seconds."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import time
 from workbench.engine.collectives.shaping import Clock
 from workbench.engine.record.recorder import Recorder
 
-SAMPLE_INTERVAL = 5.0  # seconds between two Samples
+SAMPLE_INTERVAL = 5.0  # seconds
 
 
 class CpuUsage:
-    """One rank's Samples "cpu_process" and "cpu_recording": the CPU seconds since the previous Sample."""
+    """Writes "cpu_process" and "cpu_recording": CPU seconds since the previous Sample."""
 
     def __init__(self, record: Recorder, clock: Clock) -> None:
         self.record, self.clock = record, clock
         self._process, self._recorder, self._told = time.process_time(), record.cpu_seconds, clock.now()
 
     def restart_count(self) -> None:
-        """Counts from now on, without the set-up."""
+        """Excludes the set-up."""
         self._process = time.process_time()
 
     def write_if_due(self, step: int) -> None:

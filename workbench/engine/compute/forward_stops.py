@@ -1,4 +1,4 @@
-"""A forward that stops before it reads a bucket, so that the strategy can go first."""
+"""A forward that stops before it reads a bucket, so that the strategy can act first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.host.core.drive import CoroutineEnded, LeaveLoop, drive_coroutine
 from workbench.host.placement import unmaterialized
 from workbench.rank import Bucket, Op, StrategyError
 
-# ops that are possible inside torch, during a forward or a backward
+# possible inside torch, during a forward or a backward
 VERBS_INSIDE = {"all_reduce", "all_gather", "all_to_all", "all_to_allv", "broadcast", "reduce_scatter", "start", "wait",
           "sample", "params", "clock", "send", "recv", "hold", "offload", "fetch"}  # fmt: skip
 _VERBS_BETWEEN = {*VERBS_INSIDE, "update"} - {
@@ -25,16 +25,15 @@ _VERBS_BETWEEN = {*VERBS_INSIDE, "update"} - {
 
 
 class ForwardStops:
-    """The stops of one rank's forward. In `stop_at_reads` parameters have no values until their bucket is handed out.
+    """Gives parameters in `stop_at_reads` no values until their bucket is handed out.
 
-    Buckets come in the order in which the model reads them. At the end of the forward come the buckets that it does not
-    read, the last bucket first.
+    Buckets come in the order of the model's reads. Unread buckets come at the forward's end, the last one first.
     """
 
     def __init__(self, parts: ComputeParts, timing: PassTimer, perform: Callable[[Op], Any]) -> None:
         self._parts, self._timing, self._do = parts, timing, perform
         self._coro: Any = None
-        self._left: list[int] = []  # buckets that were not handed out yet
+        self._left: list[int] = []  # not handed out yet
         self._bucket: dict[int, int] = {}  # by a parameter's id
         self._before = 0  # elements of the buckets handed out
         self.ended: CoroutineEnded | None = None

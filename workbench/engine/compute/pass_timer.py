@@ -1,4 +1,4 @@
-"""Keeps the pace of passes and records their times. A chip that runs ahead delays this."""
+"""Keeps the pace of passes and records their times, later if the chip runs ahead."""
 
 from __future__ import annotations
 
@@ -17,18 +17,15 @@ from workbench.rank import Rank
 
 
 class PassTimer:
-    """The times of one rank's passes and steps. A pass is a forward or a backward, of the model or of a part of it.
-
-    losses: of the present step
-    """
+    """A pass is a forward or a backward, of the model or of a part of it. losses: of the present step"""
 
     def __init__(self, rank: Rank, lane: Lane, pace: ComputePace, watch: Stopwatch, at: Activity) -> None:
         self._rank, self._chip, self._pace, self._watch, self._at = rank, lane.chip, pace, watch, at
-        self._pass: tuple[str, Any] | None = None  # the present pass, and since when it computes without a wait
+        self._pass: tuple[str, Any] | None = None  # its name, and since when it computes without a wait
         self.losses: list[Tensor] = []
 
     def begin_pass(self, name: str, phase: str, share: float, again: float = 0.0) -> None:
-        """Begins a pass. share, again: of the phase, and of the forward that it computes again. See `ComputePace`."""
+        """share, again: the parts of the phase and of the forward that it recomputes. See `ComputePace`."""
         self._pass = name, self._watch.now()
         self._pace.begin_phase(phase, self._rank.step, share, again)
 
@@ -56,7 +53,7 @@ class PassTimer:
 
     @contextmanager
     def interrupt_pass(self, name: str) -> Iterator[None]:
-        """Runs a pass of that name in the middle of the present pass, as a span of its own."""
+        """Runs another pass in the middle of the present one, as a span of its own."""
         around = self._pass
         if around is not None:
             self._write_pass()
@@ -67,22 +64,22 @@ class PassTimer:
             self._pass = around[0], self._watch.now()
 
     def note_wait(self, asked: Any, ended: Any, seconds: float) -> None:
-        """Notes that a pass has waited: its compute before the wait becomes a span, as on a virtual clock."""
+        """Turns the compute before a wait into a span, as on a virtual clock."""
         if self._pass is not None and (self._chip.runs_ahead or seconds > MIN_CODEC_SECONDS):
             name, since = self._pass
             self._watch.write_span(self._rank.step, "compute", name, since, since, asked, 0)
             self._pass = name, ended
 
     def run_codec(self, name: str, work: Callable[[], Any], nbytes: int) -> Any:
-        """Runs a codec's own work on `nbytes` that cross between stages, or inside of one."""
+        """Runs a codec on `nbytes` that cross between or inside stages."""
         began = self._watch.now()
         value = work()
         self._watch.write_span(self._rank.step, "codec", name, began, began, self._watch.now(), nbytes)
         return value
 
     def close_step(self, told: Callable[[int, float], None]) -> None:
-        """Ends the step on this thread: records its loss and its pace, as far as they are known."""
-        if self.losses:  # a step without a forward has none
+        """Records the step's loss and pace, as far as they are known."""
+        if self.losses:  # none in a step without a forward
             self._watch.queue_loss(self._rank.step, self.losses)
             self.losses.clear()
         if self._chip.runs_ahead:
@@ -97,7 +94,7 @@ class PassTimer:
         self._record_losses(told)
 
     def _record_losses(self, told: Callable[[int, float], None]) -> None:
-        """Records the losses known by now, the mean of each step's losses, and passes them to `told`."""
+        """Records and passes to `told` each step's mean loss known by now."""
         while self._watch.losses:
             step, loss = self._watch.losses.popleft()
             self._watch.record.sample(step, "loss", self._watch.clock.now(), loss)

@@ -1,4 +1,4 @@
-"""Performs passes of micro-batches in a stage of a replica."""
+"""Passes of micro-batches in a stage of a replica."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from workbench.rank import Op, StrategyError
 
 
 class PipelinePerformer:
-    """Computes this rank's stage of a replica, if `piece` is set.
+    """This rank's stage of a replica.
 
-    piece:    this rank's part of the model; None while it holds all layers
-    share:    this rank's share of the model's compute: of its stage, and of its slices
-    micros_in_flight:     the micro-batches in flight
+    piece:            this rank's part of the model; None while it holds all layers
+    share:            its share of the model's compute: of its stage, and of its slices
+    micros_in_flight: the micro-batches in flight
     """
 
     def __init__(self, parts: ComputeParts, timing: PassTimer, tensor: TensorPerformer, hooks: GradientHooks,
@@ -44,8 +44,8 @@ class PipelinePerformer:
             self._forget_micros,
             lambda: parts.experiment().steps,
         )
-        self._shares: tuple[float, ...] = ()  # the share of each of its pieces
-        self._batches: dict[int, Any] = {}  # batches without a backward so far
+        self._shares: tuple[float, ...] = ()  # of each of its pieces
+        self._batches: dict[int, Any] = {}  # without a backward so far
         self._count = 1  # micro-batches of a batch
         self._left: list[int] = []  # by piece: the backwards left of this batch
         self._exchanged = False
@@ -64,7 +64,7 @@ class PipelinePerformer:
         self._batches[micro] = batch
 
     def take_part(self, spread: ReplicaSpread | None, seed: int) -> None:
-        """Takes over this rank's part of the model: the whole model if `spread` is None.
+        """Takes over `spread`'s part for this rank; None: the whole model.
 
         seed: of random numbers that ranks with slices draw alike
         """
@@ -81,12 +81,12 @@ class PipelinePerformer:
         self._tensor.take_slices(spread.split if spread else None, index, seed)
 
     def tune_partition(self, plans: tuple[PassPlan, ...], units: list[nn.Module], again: tuple[float, ...]) -> None:
-        """Applies the partition's present knobs. plans, units, again: of all stages, as TensorPerformer takes them"""
+        """Takes all stages' values, see TensorPerformer."""
         here = slice(self.piece.stage, None, self.piece.stages) if self.piece else slice(None)
         self._tensor.tune_partition(plans[here], units, again[here])
 
     def run_batch(self, grad: float | None, micro: int, exchanged: bool) -> Tensor:
-        """Takes a batch through the stages, forward and backward. Returns its loss."""
+        """Runs a batch forward and backward through the stages. Returns its loss."""
         assert self.piece is not None
         if micro not in self._batches:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
@@ -120,7 +120,7 @@ class PipelinePerformer:
         return self._run_stage_backward("backward", partial(self.piece.run_backward, grad), micro, chunk)
 
     def stage_inputs(self, grad: Tensor | float, micro: int, chunk: int) -> Tensor | None:
-        """Runs the half of a backward that computes and returns the input's gradient."""
+        """Runs the half that computes and returns the input's gradient."""
         assert self.piece is not None
         self._begin_pass("backward", micro, chunk, 0.5)
         came = self.piece.backward_inputs(grad, self.micros_in_flight.number_micro(micro), chunk)
@@ -134,11 +134,11 @@ class PipelinePerformer:
     def _run_stage_backward(
         self, name: str, run: Callable[[int, int], Any], micro: int, chunk: int, part: float = 1.0
     ) -> Any:
-        """Runs a backward, or the half that gives parameters their gradients."""
+        """Runs a backward, or its half for parameters."""
         assert self.piece is not None
         begun = sum(self._left) < len(self._left) * self._count
         self._left[chunk] -= 1
-        if self._exchanged and not any(self._left):  # with this one, gradients are those of the whole batch
+        if self._exchanged and not any(self._left):  # gradients now become the whole batch's
             mine = {id(p) for p in self.piece.list_params(chunk)}  # a parameter may be tied to another piece's
             self._hooks.begin_exchange(
                 [place.param for place in self._parts.layout.order if id(place.param) not in mine]
@@ -156,7 +156,6 @@ class PipelinePerformer:
         return came
 
     def _begin_pass(self, name: str, micro: int, chunk: int, part: float = 1.0) -> None:
-        """Begins a pass, or `part` of one."""
         assert self.piece is not None
         phase = name.partition(" ")[0]
         self._parts.at(f"{name} of micro-batch {micro}")

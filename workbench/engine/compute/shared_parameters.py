@@ -1,7 +1,7 @@
 """Shared parameters: one block of memory that every rank of a host maps.
 
-Rank 0 writes a file, all ranks map it, and the name is removed. The memory is freed with the last rank that maps it,
-however that rank ends. No descriptor stays open. /dev/shm is not used, because it is small in containers.
+Rank 0 writes a file, all ranks map it, and rank 0 removes the name. However ranks end, the last one frees the memory.
+No descriptor stays open. /dev/shm is too small in containers.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from workbench.engine.control.canonical import check_equal, gather_numbers
 from workbench.host.placement.canonical_state import hash_model_state
 from workbench.host.placement.parameter_layout import ParameterLayout
 
-ALIGN_BYTES = 64  # bytes; a vector begins at a multiple
+ALIGN_BYTES = 64  # a vector begins at a multiple
 
 
 class SharedParameters:
-    """One rank's access to the shared memory. All ranks call each method at once, while their steps stand still.
+    """One rank's access to the block. All ranks call each method at once, between steps.
 
-    is_shared: whether the parameters are in shared memory
-    file: returns the path of a file by its name; all ranks see it
+    is_shared: whether the parameters are in the block
+    file: returns a path by its name; all ranks see it
     """
 
     def __init__(self, layout: ParameterLayout, control: Wire | None, file: Callable[[str], Path]) -> None:
         self.layout, self.control, self.make_path = layout, control, file
         self.is_shared = False
-        self._number = 0  # blocks so far, so that each has a name of its own
+        self._number = 0  # blocks so far, for unique names
 
     def share_parameters(self) -> None:
         """Moves the parameters into one block. They must be equal on all ranks."""
@@ -51,7 +51,7 @@ class SharedParameters:
                     f"{path}: this rank does not see the file of rank 0; the ranks of a host need a common disk"
                 )
             layout.adopt_vectors(_map_block(path, layout.weights))
-            gather_numbers(control, 0)  # the name goes once all ranks have mapped the file
+            gather_numbers(control, 0)  # all ranks have mapped the file; the name goes
         finally:
             path.unlink(missing_ok=True)
         self.is_shared = True
@@ -63,13 +63,13 @@ class SharedParameters:
         check_equal(self.control, hash_model_state(self.layout), "no longer shared, the parameters")
 
     def take_own_copy(self) -> None:
-        """Moves the parameters into this rank's own memory, without the other ranks."""
+        """Leaves the block without the other ranks."""
         if self.is_shared:
             self.layout.adopt_vectors([w.clone() for w in self.layout.weights])
             self.is_shared = False
 
     def share_again(self, lay: Callable[[], None]) -> None:
-        """Lays the parameters out by `lay`, in the rank's own memory; then shares them again."""
+        """Lays the parameters out by `lay` in the rank's own memory, then shares them again."""
         if not self.is_shared:
             return lay()
         gather_numbers(self.control, 0)  # from here on no rank changes a value
@@ -78,7 +78,7 @@ class SharedParameters:
 
 
 def explain_refusal(strategy: Any, size: int, device: str, local: bool) -> str | None:
-    """Returns why `strategy` cannot share its memory here, with an alternative; None if it can."""
+    """Returns why `strategy` cannot share its memory here, with an alternative; or None."""
     name = type(strategy).__name__
     if not strategy.shared or size == 1:
         return None
@@ -96,7 +96,7 @@ def explain_refusal(strategy: Any, size: int, device: str, local: bool) -> str |
 
 
 def _find_offsets(weights: list[Tensor]) -> tuple[list[int], int]:
-    """Returns each vector's offset in the block, and the block's length, in bytes."""
+    """Returns each vector's offset, and the block's length, in bytes."""
     at, places = 0, []
     for w in weights:
         places.append(at)
@@ -105,7 +105,7 @@ def _find_offsets(weights: list[Tensor]) -> tuple[list[int], int]:
 
 
 def _write_block(path: Path, weights: list[Tensor]) -> None:
-    """Writes a block with the values of `weights`, readable by this user only. A full disk raises an error here."""
+    """Writes a file for this user only. A full disk raises an error here."""
     places, nbytes = _find_offsets(weights)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(bytes(nbytes))

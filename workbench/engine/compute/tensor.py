@@ -1,4 +1,4 @@
-"""Performs passes of ranks that hold slices of each matrix."""
+"""Passes of ranks that hold slices of each matrix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workbench.rank import Op
 
 
 class TensorPerformer:
-    """Computes together with the ranks that hold the other slices, and recomputes units in backward.
+    """Computes with the ranks that hold the other slices, and recomputes units in backward.
 
     group: this rank's slices in a pass; None while it holds whole matrices
     """
@@ -33,17 +33,17 @@ class TensorPerformer:
         self._perform, self._perform_in_pass = perform, perform_in_pass
         self._rank, self._at, self._chip = parts.rank, parts.at, parts.lane.chip
         self.group: TensorParallelGroup | None = None
-        self._plans: tuple[PassPlan, ...] = ()  # by piece of the model on this rank: when ranks meet
-        self._recomputed: tuple[float, ...] = ()  # by piece: the share of its forward that backward computes again
+        self._plans: tuple[PassPlan, ...] = ()  # by piece of this rank: when ranks meet
+        self._recomputed: tuple[float, ...] = ()  # by piece: the share of its forward that backward recomputes
         self._checkpointed: CheckpointedUnits | None = None
         self._plan: list[PlannedMeeting] = []  # of the present pass
-        self._met = 0  # meetings so far in the present pass
+        self._met = 0
         self._stale = True  # whether common parameters may have changed since the last refresh
-        self._refreshed_at = -1  # the step of the last refresh
+        self._refreshed_at = -1  # a step
         self._fresh = False  # whether the next batch is the first, which ranks must compare
 
     def take_slices(self, split: TensorSplit | None, index: int, seed: int) -> None:
-        """Gives this rank slices of each matrix, or whole matrices if `split` is None."""
+        """Gives this rank slices of each matrix; if `split` is None, whole matrices."""
         self._stop_recomputing()
         if self.group is not None:
             self.group.restore_modules()
@@ -54,10 +54,9 @@ class TensorPerformer:
         self._plan, self._fresh, self._stale = [], True, True
 
     def tune_partition(self, plans: tuple[PassPlan, ...], units: list[nn.Module], again: tuple[float, ...]) -> None:
-        """Applies the partition's present knobs.
-
+        """
         plans: by piece of the model, as far as they are known
-        units: units that backward computes again; again: by piece, their share of its forward
+        units: units that backward recomputes; again: by piece, their share of its forward
         """
         partition = self._parts.experiment().partition
         self._plans, self._recomputed = plans, again
@@ -89,7 +88,7 @@ class TensorPerformer:
             self._stale, self._refreshed_at = False, self._rank.step
 
     def refresh_common(self) -> None:
-        """Copies the present values of parameters that another rank of the group updates."""
+        """Copies parameters that another rank of the group updates."""
         assert self.group is not None
         self._stale = True
         drive_coroutine(refresh_common(self._rank.group("tensor"), self.group.common), self._perform, self._parts.alone)
@@ -99,7 +98,7 @@ class TensorPerformer:
         self._plan = self._plans[chunk].meetings_of_phase(phase) if chunk < len(self._plans) else []
 
     def _meet_group(self, meeting: MeetingKind, x: Tensor) -> Tensor:
-        """Meets the other ranks of the group. Runs inside torch; for a GPU's backward, on autograd's thread."""
+        """Runs inside torch; for a GPU's backward, on autograd's thread."""
         number, self._met = self._met, self._met + 1
         with self._chip.use_stream(), torch.inference_mode(False), torch.no_grad():
             around = self._at.now

@@ -1,8 +1,8 @@
-"""Runs several steps of one rank at once: each worker is a thread with a copy of the model.
+"""Workers: threads that run several steps of one rank at once, each with a copy of the model.
 
 A copy has its own gradients. It reads and writes the rank's parameters and buffers without locks while other workers
-compute. There is one optimizer, so workers update one at a time. A worker cannot use collectives or buckets of
-gradients, because those belong to the rank.
+compute. Workers share one optimizer and update one at a time. Collectives and buckets of gradients belong to the rank,
+so a worker cannot use them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WorkerModel:
         self.params = dict(self.model.named_parameters())
         self.pace = ComputePace(run.rank.id, run.paced_sleep)
         self.error: BaseException | None = None
-        self._drawn_batch: Any = None  # the batch of the next forward, if its rows were looked up
+        self._drawn_batch: Any = None  # of the next forward, if its rows were looked up
         self._loss: Tensor | None = None
         self._verbs: dict[str, Callable[..., Any]] = {
             "batch": batches,
@@ -60,7 +60,7 @@ class WorkerModel:
         }
 
     def run_step(self, coro: Coroutine[Op, Any, Any]) -> None:
-        """Runs a step to its end. Keeps its error for `WorkerPool.run_steps`."""
+        """Keeps its error for `WorkerPool.run_steps`."""
         try:
             self.run.chip.bind_thread()
             self._tie_parameters()
@@ -69,7 +69,7 @@ class WorkerModel:
             self.error = error
 
     def _tie_parameters(self) -> None:
-        """Makes the copy use the rank's parameters and buffers, wherever they are now."""
+        """Makes the copy use the rank's present parameters and buffers."""
         own, host = self.run.model, self.run.host
         for name, param in own.named_parameters():
             self.params[name].data = param.data
@@ -128,7 +128,7 @@ class WorkerModel:
 
 
 class _Phase:
-    """A phase of compute, recorded as a span and as long as the pace says."""
+    """Recorded as a span, as long as the pace says."""
 
     def __init__(self, worker: WorkerModel, name: str) -> None:
         self.worker, self.name = worker, name
@@ -145,7 +145,7 @@ class _Phase:
 
 
 class WorkerPool:
-    """All workers of one rank."""
+    """One rank's workers."""
 
     def __init__(self, run: WorkerView) -> None:
         self.run = run
@@ -157,7 +157,7 @@ class WorkerPool:
             return self.run.batches.next_batch()
 
     def run_steps(self) -> None:
-        """Makes one step of the strategy on every worker, and waits for all of them. Raises a worker's error."""
+        """Makes one step on every worker, and waits for all. Raises a worker's error."""
         run, strategy = self.run, self.run.experiment.strategy
         while len(self._all) < strategy.workers:
             self._all.append(WorkerModel(run, len(self._all), self._draw_batch))
