@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class BaselineView(ChangeView, Protocol):
-    """A rank that torch's own wrapper trains."""
+    """A rank that torch's wrapper trains."""
 
     @property
     def control(self) -> Wire | None: ...

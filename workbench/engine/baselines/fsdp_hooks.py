@@ -1,13 +1,12 @@
-"""Listens to the gradients of a copy that `fully_shard` trains, and gives back what its forward has changed.
+"""Observes the gradients of a copy that `fully_shard` trains, and returns what its forward has changed.
 
-[Note: Gradients of unused parameters] torch sums a gradient of zeros for a parameter that this rank did not use,
-because every rank has to send the same bytes. So the rank listens to the gradients itself. All ranks then agree on the
-parameters that no rank used (`host/sharding/parameter_usage.py`). These lose their gradient before the update, as
-under DDP.
+[Note: Gradients of unused parameters] torch sums zeros for a parameter that this rank did not use, because every rank
+has to send the same bytes. So ranks observe the gradients themselves, and agree on the parameters that no rank used
+(`host/sharding/parameter_usage.py`). These lose their gradient before the update, as under DDP.
 
-[Note: Hooks on gradients] A model may have hooks on the gradients of its parameters. The copy's whole parameters call
-them with this rank's gradient, before torch sums it, as under DDP. Hooks that the copy's forward registers go to the
-run's own model at the end.
+[Note: Hooks on gradients] A model may have hooks on its parameters' gradients. The copy's whole parameters call them
+with this rank's gradient, before torch sums it, as under DDP. At the end the run's own model gets the hooks that the
+copy's forward registered.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from workbench.host.placement import unmaterialized
 
 
 class GradientListener:
-    """Hooks on the whole parameters of a copy, with which it computes.
+    """Hooks on the whole parameters with which a copy computes.
 
     own:  the run's own parameters, by name
     made: the copy's whole parameters that exist, by name
@@ -38,7 +37,7 @@ class GradientListener:
         self._handles: dict[str, list[Any]] = {}  # of this rank's hooks, by parameter
 
     def attach_hooks(self, shards: Mapping[str, Tensor]) -> None:
-        """Puts hooks on the parameters that are trained now. Called before a backward.
+        """Hooks the parameters that are trained now. Called before a backward.
 
         A parameter that this rank has frozen gets a gradient of zeros, because other ranks may train it.
 
@@ -53,7 +52,7 @@ class GradientListener:
                 give_gradient(p, torch.zeros_like(p))
 
     def _move_hooks(self, shards: Mapping[str, Tensor]) -> None:
-        """Moves hooks that a forward put on shards to the whole parameters, because only these have gradients."""
+        """Moves hooks that a forward put on shards to whole parameters: only these have gradients."""
         for name, p in self.made.items():
             if (shard := shards[name]) is p:
                 continue
@@ -69,8 +68,8 @@ class GradientListener:
     def settle_frozen(self, shards: Mapping[str, Tensor]) -> None:
         """Trains or freezes a parameter in all its forms, if the user's code has changed one form.
 
-        An evaluation changes the run's own parameters, and a forward the copy's, whole or in shards. torch gives a
-        whole parameter the flag of its shard each time it gathers.
+        An evaluation changes the run's own parameters. A forward changes the copy's, whole or in shards. At each gather
+        torch copies the shard's flag to the whole parameter.
         """
         with unmaterialized.prevent_fetches():
             for name, trained in self._trained.items():
@@ -81,7 +80,7 @@ class GradientListener:
                         p.requires_grad_(not trained)
 
     def return_hooks(self) -> None:
-        """Moves hooks that the copy's forward has registered to the run's own parameters."""
+        """Moves the hooks that the copy's forward has registered to the run's own parameters."""
         for name, handles in self._handles.items():
             for handle in handles:
                 handle.remove()
@@ -94,7 +93,7 @@ class GradientListener:
 
 
 def give_gradient(p: Tensor, grad: Tensor | None) -> None:
-    """Replaces or removes the gradient of a parameter."""
+    """Sets or removes a gradient."""
     p.grad = grad
 
 
@@ -105,7 +104,7 @@ def _find_hooks(p: Any) -> tuple[dict[int, Any], dict[int, Any]]:
 
 
 def _attach_listener(name: str, p: nn.Parameter, own: nn.Parameter, note: Callable[[str], None]) -> list[Any]:
-    """Puts hooks on `p` that call the hooks of `own`, and then `note`. Returns their handles."""
+    """Makes `p` call the hooks of `own`, then `note`. Returns the handles."""
     before, after = _find_hooks(own)
 
     def change(grad: Tensor) -> Tensor:
@@ -117,7 +116,7 @@ def _attach_listener(name: str, p: nn.Parameter, own: nn.Parameter, note: Callab
     def receive(p: Tensor) -> None:
         for hook in (*after.values(),):
             hook(p)
-        if require_gradient(name, p) and p.requires_grad:  # a frozen one has a gradient of zeros
+        if require_gradient(name, p) and p.requires_grad:  # a frozen one has zeros
             note(name)
         if p.grad is not None and p.grad.is_sparse:
             give_gradient(p, p.grad.to_dense())
@@ -127,9 +126,9 @@ def _attach_listener(name: str, p: nn.Parameter, own: nn.Parameter, note: Callab
 
 
 def copy_attributes(of: nn.Module, to: nn.Module) -> None:
-    """Copies the plain attributes that a forward may change, such as a count of its calls, to the same modules.
+    """Copies plain attributes that a forward may change, such as a count of calls, to the same modules.
 
-    Both models share modules that a forward has added, and lose modules that it has removed.
+    `to` also shares the modules that the forward has added, and loses those it has removed.
     """
     for name, theirs in of.named_modules():
         ours = to.get_submodule(name)

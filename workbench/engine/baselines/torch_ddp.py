@@ -1,4 +1,4 @@
-"""Wraps the model into torch's own DistributedDataParallel, as a baseline."""
+"""The model in torch's own DistributedDataParallel, as a baseline."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from workbench.engine.collectives.wire import Wire
 from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.rank import Op, StrategyError
 
-MIXED_TENSORS_ERROR = "got mixed torch.Tensor and DTensor"  # in torch's own error
-CHANGED_GRAPH_ERRORS = ("training graph has changed", "Expected to have finished reduction")  # in torch's own errors
+MIXED_TENSORS_ERROR = "got mixed torch.Tensor and DTensor"  # in torch's error
+CHANGED_GRAPH_ERRORS = ("training graph has changed", "Expected to have finished reduction")  # in torch's errors
 
 ExchangeCallback = Callable[[str, float, int], None]  # gets (name, when it began, bytes) of an exchanged bucket
 CommHook = tuple[Any, Callable[[Any, Any], Any]]  # (state, the function that exchanges a bucket)
 
 
 def convert_to_mib(bucket_mb: float) -> float:
-    """Converts a bucket size from MB to MiB, the unit of torch's DDP."""
+    """Converts MB to MiB, the unit of torch's DDP."""
     return bucket_mb * 1e6 / 2**20
 
 
@@ -37,9 +37,9 @@ def wrap_model(
     now: Callable[[], float] = float,
     hook: CommHook | None = None,
 ) -> DistributedDataParallel:
-    """Returns torch's DDP with these options. With `lane`, a comm hook sends its buckets over the Link.
+    """Returns torch's DDP. With `lane`, a comm hook sends its buckets over the Link.
 
-    seen: called after each bucket's exchange, if there is no `lane`
+    seen: called after each bucket's exchange, without `lane`
     now:  returns the time
     hook: the script's own comm hook, which exchanges the buckets; only without `lane`
     """
@@ -65,7 +65,7 @@ def choose_options(find_unused_parameters: bool = False) -> dict[str, Any]:
 
 @contextmanager
 def require_all_grads(layout: ParameterLayout) -> Iterator[None]:
-    """Inside, all parameters of the layout want gradients: torch's DDP must register the same ones on every rank."""
+    """Makes all parameters require gradients inside: torch's DDP must register the same ones on every rank."""
     frozen = [place.param for place in layout.order if not place.param.requires_grad]
     for param in frozen:
         param.requires_grad_(True)
@@ -76,10 +76,10 @@ def require_all_grads(layout: ParameterLayout) -> Iterator[None]:
 
 @contextmanager
 def explain_errors() -> Iterator[None]:
-    """A context for torch's own strategies: raises StrategyError for what their models must not do.
+    """Raises StrategyError for models that torch's own strategies cannot train.
 
-    Under DDP a step must not use other parameters than the first one. Under fully_shard a unit's parameter must not be
-    read outside of the unit's forward.
+    Under DDP a step must use the parameters of the first one. Under fully_shard a unit's parameter must not be read
+    outside of the unit's forward.
     """
     try:
         yield
@@ -99,7 +99,7 @@ def explain_errors() -> Iterator[None]:
 
 
 def remove_hooks(module: Callable[..., Any]) -> None:
-    """Removes torch's hooks from a wrapped model, because their references would keep the group's sockets open."""
+    """Removes torch's hooks: their references would keep the group's sockets open."""
     if not isinstance(module, DistributedDataParallel):
         return
     module._remove_autograd_hooks()
@@ -111,7 +111,7 @@ def remove_hooks(module: Callable[..., Any]) -> None:
 def _reduce_as_torch(
     wire: Wire, bucket: Any, seen: ExchangeCallback, began: float
 ) -> torch.futures.Future[torch.Tensor]:
-    """Makes the all-reduce that torch makes without a hook, and reports its end to `seen`. Does not wait for it."""
+    """Makes torch's own all-reduce, and reports its end to `seen`. Does not wait."""
     buffer = _scale_buffer(bucket.buffer(), wire.size)
     sent = buffer._values() if buffer.is_sparse else buffer
 
@@ -129,7 +129,7 @@ def _scale_buffer(buffer: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _time_exchange(future: Any, bucket: Any, seen: ExchangeCallback | None, began: float) -> Any:
-    """Returns the future of the script's hook for a bucket, and calls `seen` when it has a value."""
+    """Calls `seen` when the future of the script's hook has a value."""
     if seen is None:
         return future
     noted = partial(seen, f"comm hook bucket {bucket.index()}", began, bucket.buffer().nbytes)
@@ -143,7 +143,7 @@ def _time_exchange(future: Any, bucket: Any, seen: ExchangeCallback | None, bega
 
 
 def _send_on_lane(lane: Lane, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Sends torch's bucket on the lane. Does not wait, so that backward can overlap."""
+    """Does not wait, so that backward can overlap."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     buffer = bucket.buffer()
 

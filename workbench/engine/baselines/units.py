@@ -1,4 +1,4 @@
-"""The units of torch's `fully_shard`, and how ranks with different units take part in all collectives."""
+"""The units of torch's `fully_shard`, and collectives of ranks with different units."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from workbench.engine.baselines.baseline_view import BaselineView
 from workbench.engine.control.canonical import gather_lists, gather_numbers
 from workbench.rank import StrategyError
 
-OWN_UNIT_SHARE = 0.5  # of a bucket's size: a module at least as large is gathered and freed by itself
-BACKWARD_OVER = -1  # announced by a rank whose backward is over
+OWN_UNIT_SHARE = 0.5  # of a bucket's size: a module as large is gathered and freed by itself
+BACKWARD_OVER = -1  # a rank announces it
 
 
 def find_units(model: nn.Module, bucket_mb: float) -> list[nn.Module]:
     """Returns the modules that are sharded as units.
 
     These are the blocks, and each module of half a bucket or more that has no child as large. Our strategies give the
-    same modules a bucket of their own. A module that shares a parameter with another one stays with the rest of the
-    model. So do the small children of a ModuleList: a list has no forward, so torch could not gather before it.
+    same modules a bucket of their own. A module that shares a parameter stays with the rest of the model. So do a
+    ModuleList's small children: a list has no forward before which torch could gather.
     """
     found: list[nn.Module] = list(getattr(model, "blocks", []))
     inside = {id(m) for unit in found for m in unit.modules()}
@@ -48,7 +48,7 @@ def _count_mb(params: Iterable[nn.Parameter]) -> float:
 
 
 def list_packed(unit: nn.Module) -> Iterator[nn.Parameter]:
-    """Yields the parameters of a unit in the order in which torch packs them: a child's before its parent's.
+    """Yields a unit's parameters as torch packs them: a child's before its parent's.
 
     Call it before `fully_shard` of the unit, and after `fully_shard` of the units inside.
     """
@@ -68,10 +68,7 @@ def list_packed(unit: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def find_unshardable(params: Iterable[nn.Parameter]) -> set[nn.Parameter]:
-    """Returns the parameters of one unit that `fully_shard` cannot take.
-
-    These have no dimension, no elements, or another element type than most of the unit's bytes.
-    """
+    """Returns a unit's parameters without dimension, without elements, or of another type than most of its bytes."""
     own = list(params)
     nbytes: Counter[torch.dtype] = Counter()
     for p in own:
@@ -83,11 +80,10 @@ def find_unshardable(params: Iterable[nn.Parameter]) -> set[nn.Parameter]:
 class UnitRounds:
     """Lets all ranks take part in each gather and sum of a unit, if ranks may use different units.
 
-    If a model's control flow depends on its examples, a rank may skip a unit that another rank computes. torch's
-    collectives would then differ, and gloo ends the process or waits for ever. So each rank announces its next gather
-    or sum. All ranks take part in every announced one, in the same order, until the backward of every rank is over.
-    If every rank can foresee the parameters that the model reads, there are no rounds, so that the baseline is as fast
-    as torch.
+    If a model's control flow depends on its examples, a rank may skip a unit that another rank computes. Then torch's
+    collectives differ, and gloo ends the process or waits for ever. So each rank announces its next gather or sum. All
+    ranks take part in every announced one, in the same order, until every backward is over. If every rank can foresee
+    the parameters that the model reads, there are no rounds and the baseline is as fast as torch.
 
     names: of the units, for errors
     serve: gets (unit, whether it is a sum, elements of this rank's input), and takes part without a pass of its own
@@ -100,7 +96,7 @@ class UnitRounds:
         self.needed = any(gather_numbers(run.control, int(run.foresee_reads(cheaply=True) is None)))
 
     def run_round(self, unit: int, is_sum: bool, numel: int, perform: Callable[[], None]) -> None:
-        """Performs this rank's gather or sum by `perform`, and takes part in those of other ranks."""
+        """Performs this rank's gather or sum, and takes part in those of other ranks."""
         if not self.needed:
             return perform()
         mine = 2 * unit + is_sum
@@ -108,13 +104,13 @@ class UnitRounds:
             perform() if code == mine else self._serve(code // 2, code % 2 == 1, n)
 
     def end(self) -> None:
-        """Takes part in gathers and sums until the backward of every rank is over."""
+        """Takes part until every rank's backward is over."""
         while self.needed and (asked := self._announce_unit(BACKWARD_OVER, 0)):
             for code, n in asked.items():
                 self._serve(code // 2, code % 2 == 1, n)
 
     def _announce_unit(self, code: int, numel: int) -> dict[int, int]:
-        """Returns what ranks ask for in this round, in one order: the input's elements, by unit and kind."""
+        """Returns this round's requests in one order: the input's elements, by unit and kind."""
         asked: dict[int, int] = {}
         every = gather_lists(self._control, [code, numel])
         for other, n in sorted(every):
