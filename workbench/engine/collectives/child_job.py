@@ -1,4 +1,4 @@
-"""A child and its collective under way on a lane."""
+"""A child of a lane, and its collective."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from workbench.rank import Op
 
 
 class LaneCalls(NamedTuple):
-    """What a lane calls outside itself.
+    """The functions that a lane calls.
 
-    on_child_start: called with the number of a child, before it begins
+    on_child_start: gets the number of a child, before it begins
     on_collective:  called when a child starts a collective
-    on_child_end:   called when the child is over, and when the caller has waited for its value. Between these calls,
-        the memory of the collective is held.
+    on_child_end:   called when the child is over, and again when the caller has waited for its value. The collective's
+                    memory is held between these calls.
     read_settings:  returns the optimizer's settings at the start of a child
     perform_hop:    performs one message of an all-reduce, in a step
     wireless:       performs ops without a wire, by verb
@@ -33,7 +33,7 @@ class LaneCalls(NamedTuple):
 
 
 class ChildJob:
-    """A child under way: its coroutine, result and times."""
+    """A child under way."""
 
     __slots__ = (
         "after",
@@ -69,7 +69,7 @@ class ChildJob:
         share: float = 1.0,
     ) -> None:
         self.child, self.name, self.asked, self.number = child, name, asked, number
-        self.step = step  # in which it was started; all its spans belong to this step
+        self.step = step  # all spans belong to the step of its start
         self.done = done  # None if the thread that waits also runs it
         self.priority, self.share = priority, share
         self.value: Any = None
@@ -86,15 +86,14 @@ class ChildJob:
         self.after, self.held = after, held
 
     def resume(self, now: Any) -> None:
-        """Notes that its last op was answered `now`."""
         self.resumed = self.began = now
 
     def suspend(self, flight: PendingCollective) -> None:
-        """Leaves the child in a collective, until the caller waits for it."""
+        """Leaves the child in a collective until the caller waits for it."""
         self.flight = flight
 
     def take_flight(self) -> PendingCollective | None:
-        """Returns the collective in which the child was left."""
+        """Undoes `suspend`."""
         flight, self.flight = self.flight, None
         return flight
 
@@ -104,7 +103,7 @@ class ChildJob:
 
 
 class PendingCollective:
-    """A collective that was issued and not waited for yet."""
+    """An issued collective that no thread has waited for."""
 
     __slots__ = ("arrived", "asked", "finished", "hold", "line", "load", "op", "step", "what", "work")
 

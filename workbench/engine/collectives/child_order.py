@@ -2,10 +2,10 @@
 
 [Note: Rank 0's order] A child without a priority begins after every child started before it, and before every child
 started after it. Between 2 such children, children with priorities may overtake each other. Ranks progress at different
-speeds, and would disagree about which children have been started. So rank 0 chooses its most urgent started children,
-until their `share`s add up to 1, and broadcasts the choice. Every rank begins these children in this order, even if it
-has to wait for their start. No child overtakes them. A rank joins a round as soon as it has a child with a priority
-that no round has chosen. All ranks start the same children, so all ranks join each round.
+speeds, so they disagree about which children have been started. So rank 0 chooses its most urgent started children,
+until their `share`s add up to 1, and broadcasts the choice. Every rank begins them in this order, even if it must wait
+for their start. No child overtakes them. A rank joins a round once it has a child with a priority that no round has
+chosen. All ranks start the same children, so all join each round.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ChildQueue:
         self._closing = False
 
     def add_job(self, job: ChildJob | None) -> None:
-        """Adds a started child; None: no more will come."""
+        """None: no more will come"""
         self._new.put(job)
 
     def next_job(self, agreeing: bool = True) -> ChildJob | None:

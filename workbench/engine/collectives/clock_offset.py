@@ -17,8 +17,8 @@ OFFSET_ROUNDS = 16
 def agree_on_time(wire: Wire, clock: Clock) -> tuple[bool, float]:
     """Sets `clock` to rank 0's. Returns (whether all ranks are on one host, error of the offset in seconds).
 
-    Ranks of one host read the same clock, so the offset is exact. Ranks of several hosts use the middle of the quickest
-    of OFFSET_ROUNDS round trips, as NTP does: the error is at most half of that trip.
+    Ranks of one host read the same clock, so the offset is exact. Ranks of several hosts take the middle of the
+    quickest of OFFSET_ROUNDS round trips, as NTP does: the error is at most half of that trip.
     """
     name = int.from_bytes(hashlib.blake2b(platform.node().encode(), digest_size=7).digest(), "big")
     mine = torch.tensor([float(name % 2**52), clock.base], dtype=torch.float64)
@@ -40,8 +40,8 @@ def agree_on_time(wire: Wire, clock: Clock) -> tuple[bool, float]:
 def _measure_offset(wire: Wire, other: int) -> tuple[float, float]:
     """Returns (perf_counter of `other` minus rank 0's, half the quickest round trip). All ranks must call it.
 
-    It uses broadcasts, because a rank must not wait for gloo's send and recv in slices. Each slice that times out
-    closes every connection ("Application timeout caused pair closure", torch 2.13).
+    It uses broadcasts: gloo's send and recv cannot wait in slices, because each timeout closes every connection
+    ("Application timeout caused pair closure", torch 2.13).
     """
     best = (0.0, float("inf"))
     stamp = torch.zeros(1, dtype=torch.float64)

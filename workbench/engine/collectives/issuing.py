@@ -1,4 +1,4 @@
-"""Puts each kind of collective on a wire, and reads its result."""
+"""The collectives of a wire."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from workbench.rank import Op, Rank, collective
 
 
 class CollectiveIssuer:
-    """The part of a lane that issues collectives.
+    """Issues a lane's collectives and reads their results.
 
-    ISSUERS: the method of each verb. It returns (work, the tensor for its result).
+    ISSUERS: the method of each verb, which returns (work, its result's tensor)
     """
 
     chip: Chip
@@ -32,7 +32,7 @@ class CollectiveIssuer:
     on_collective: Callable[[Any, Op], None]
 
     def _sum_in_messages(self, by: Algorithm, op: Op, job: Any) -> Any:
-        """Does an all-reduce in messages. Each message has its own span."""
+        """Each message has its own span."""
         aside = "" if self.name == "comm" else f" on {self.name}"
         self._busy = name = f"{collective(op, job.name)}{aside}"
         self.on_collective(job, op)
@@ -82,7 +82,7 @@ class CollectiveIssuer:
         return wire.all_to_all(out, x, takes, gives), out.split(takes)
 
     def _reduce_scatter(self, wire: Wire, op: Op) -> tuple[Any, Any]:
-        """Uses an all-to-all and a local sum, because gloo's own moves the bytes of a whole all-reduce."""
+        """By an all-to-all and a local sum: gloo's own moves the bytes of a whole all-reduce."""
         x = wire.to_carriable(_wire_view(op.args[0]))
         out = torch.empty_like(x)
         return wire.all_to_all(out, x), out
@@ -116,7 +116,7 @@ def _wire_view(x: Tensor) -> Tensor:
 
 
 def make_lone_result(op: Op) -> Any:
-    """Returns the result of a collective on one rank: its input. A Sample has no result."""
+    """A collective on one rank returns its input. A Sample has no result."""
     if op.verb == "sample":
         return None
     x = op.args[0]

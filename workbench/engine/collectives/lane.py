@@ -1,12 +1,12 @@
 """Lanes: threads that run children next to the step, and the collectives of these children.
 
 A lane has one thread, one wire for all ranks, and one wire for each group that it uses (see lane_wires.py). Children
-run one after another in the order of their start, which is the same on all ranks. Children with priorities run in rank
-0's order (see child_order.py). Encoding happens on the lane's thread and so overlaps with backward.
+run one after another, in the order of their start, which is the same on all ranks. For children with priorities see
+child_order.py. Encoding runs on the lane's thread, so it overlaps with backward.
 
-On a GPU the lane also has a stream, which keeps the order in place of the thread. See [Note: Order on a GPU] in
-engine/device/cuda.py. On an emulated Link the thread waits for the GPU's collective, and sleeps until the Link would
-have done it. Only then the stream goes on, so the host's clock gives the times.
+On a GPU the lane also has a stream, which keeps the order. See [Note: Order on a GPU] in engine/device/cuda.py. On an
+emulated Link the thread waits for the GPU's collective, and sleeps until the Link would have done it. Only then the
+stream goes on, so the host's clock gives the times.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from workbench.rank import Group, Handle, Op, StrategyError, collective
 
 
 class Lane(CollectiveIssuer):
-    """One lane of one rank: performs the collectives of its children and records them.
+    """One lane of one rank.
 
     eager: runs a child on the caller's thread up to its first collective, and the rest in `wait`. This saves a thread
-        if the child has nothing to compute and no Link to sleep for.
+           if the child has nothing to compute and no Link to sleep for.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Lane(CollectiveIssuer):
         eager: bool = False,
         wireless: bool = False,
     ) -> None:
-        """wireless: whether no child of this lane starts a collective"""
+        """wireless: no child of this lane starts a collective"""
         self.name, self.port, self.watch, self.chip = name, port, watch, chip
         self.clock, self.record, self.span = watch.clock, watch.record, watch.write_span
         self.wires = LaneWires(whole, open)
@@ -60,14 +60,14 @@ class Lane(CollectiveIssuer):
         self.now = self._read_now if chip.runs_ahead else self.clock.now
         self.sent = 0  # bytes
         self.step = 0
-        self.started = self.completed = 0  # numbers of the last child that was started, and of the last waited for
+        self.started = self.completed = 0  # numbers of children
         self.on_child_start, self.on_collective, self.on_child_end = calls[:3]
         self.read_settings, self.perform_hop = calls.read_settings, calls.perform_hop
         self.wireless_verbs = {**calls.wireless, "work": self.run_work} if calls.wireless else {}
         self._turns = ChildQueue(self._broadcast_choice, self.rank == 0)
         self._thread: threading.Thread | None = None
         self._busy = ""
-        self._broken: BaseException | None = None  # the error of a child, or of the thread
+        self._broken: BaseException | None = None  # of a child, or of the thread
         self._stream = chip.make_stream()
         self._aloft: deque[tuple[str, Any]] = deque()  # on a GPU: collectives and the events of their ends
         self._kept: deque[ChildJob] = deque()
@@ -82,16 +82,14 @@ class Lane(CollectiveIssuer):
         self.eager = so
 
     def enter_step(self, step: int) -> None:
-        """Says to which step the rows of the next children belong."""
         self.step = step
 
     def restart_count(self) -> None:
-        """Counts children from 1 again."""
         self.started = self.completed = 0
 
     def start(self, child: Coroutine[Op, Any, Any], name: str, priority: int = 0, share: float = 1.0) -> Handle:
         handle = Handle(name, self.name)
-        self.eager = self.eager and not priority  # a child with a priority must not begin before its turn
+        self.eager = self.eager and not priority  # it must not begin before its turn
         here = (self.eager or self.size == 1) and not self.wireless
         self.started += 1
         self.on_child_start(self.started)
@@ -134,7 +132,7 @@ class Lane(CollectiveIssuer):
         self._thread.start()
 
     def _keep_tensors(self, job: ChildJob) -> None:
-        """Keeps the tensors of `job` until it is over. See [Note: Memory that crosses] in engine/device/cuda.py."""
+        """See [Note: Memory that crosses] in engine/device/cuda.py."""
         job.keep_arguments(self.chip.record_event(), self.chip.list_arguments(job.child))
         while self._kept and self._kept[0].event is not None and self.chip.has_reached(self._kept[0].event):
             self._kept.popleft()
@@ -143,7 +141,7 @@ class Lane(CollectiveIssuer):
     # -- on the lane's own thread --
 
     def _read_now(self) -> Any:
-        """Returns an event on the stream as "now", or the host's time on an emulated Link."""
+        """Returns an event on the stream, or the host's time on an emulated Link."""
         return self.clock.now() if self.port.is_active else self.watch.now()
 
     def _run_children(self) -> None:
@@ -163,7 +161,7 @@ class Lane(CollectiveIssuer):
             return self._turns.next_job(agreeing=False)
 
     def _broadcast_choice(self, chosen: list[int] | None) -> list[int]:
-        """Broadcasts rank 0's choice to every rank, outside the Link."""
+        """Sends the choice outside the Link."""
         wire = self.wires.for_group(None).aside
         assert wire is not None
         numbers = torch.tensor(chosen or [0] * MAX_CHOSEN, dtype=torch.int64)
@@ -181,18 +179,15 @@ class Lane(CollectiveIssuer):
                     self._drive_child(job, finish)
                 except BaseException as error:
                     job.fail(error)
-                    self._broken = None if isinstance(error, StrategyError) else error  # all ranks raise this one
+                    self._broken = None if isinstance(error, StrategyError) else error  # all ranks raise it
                 if self.chip.runs_ahead and job.flight is None:
                     job.event = self.chip.record_event()
-        except BaseException as error:  # the chip's own error: it must not end the thread of all children
+        except BaseException as error:  # an error of the chip must not end the thread of all children
             failed = error
         self._end_job(job, failed)
 
     def _end_job(self, job: ChildJob, failed: BaseException | None) -> None:
-        """Frees the caller that waits for `job`.
-
-        failed: an error from outside the child; the caller gets it if the child has no error of its own
-        """
+        """failed: an error from outside the child, whose own error goes first"""
         if job.flight is None or failed is not None:
             self.on_child_end(job, job.value)
         if failed is not None:
@@ -249,7 +244,7 @@ class Lane(CollectiveIssuer):
     # -- one collective --
 
     def _issue_collective(self, op: Op, job: ChildJob) -> PendingCollective | None:
-        """Issues a collective. Returns None for a Sample, or if the group has only one rank."""
+        """Returns None for a Sample, or in a group of one rank."""
         if op.verb == "sample":
             name, value = op.args
             return self.record.sample(job.step, name, self.clock.now(), float(value))

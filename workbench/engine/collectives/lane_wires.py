@@ -12,10 +12,10 @@ from workbench.rank import Group
 
 
 class GroupWires(NamedTuple):
-    """The wires and the shaper of one group on one lane. In a group of one rank, `wire` and `aside` are None.
+    """One group's wires and shaper on one lane. In a group of one rank, `wire` and `aside` are None.
 
     aside: the wire for tensors in the host's memory
-    met:   the file in which its ranks met to open it, or None
+    met:   the file in which its ranks met, or None
     """
 
     wire: Wire | None
@@ -25,7 +25,7 @@ class GroupWires(NamedTuple):
 
 
 class LaneWires:
-    """One lane's lines by group. Only the lane's thread uses them, or another thread while the lane is idle."""
+    """Only the lane's thread uses them, or another thread while the lane is idle."""
 
     def __init__(self, whole: GroupWires | None, open: Callable[[Group | None], GroupWires]) -> None:
         self._lines: dict[Group | None, GroupWires] = {} if whole is None else {None: whole}
@@ -33,7 +33,7 @@ class LaneWires:
         self._past: list[Path] = []  # meeting files of the groups before the last change
 
     def for_group(self, group: Group | None) -> GroupWires:
-        """Returns the line of `group` (None: all ranks)."""
+        """None: all ranks"""
         line = self._lines.get(group)
         if line is None:
             line = self._lines[group] = self._open(group)
@@ -50,7 +50,7 @@ class LaneWires:
         return list({id(wire): wire for line in lines for wire in (line.wire, line.aside) if wire is not None}.values())
 
     def close(self) -> None:
-        """Closes the files. The session closes the wires."""
+        """The session closes the wires."""
         _close_tables(self._lines.values())
 
 

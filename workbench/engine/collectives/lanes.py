@@ -1,4 +1,4 @@
-"""All lanes of one rank. The first also runs ops outside of children; other lanes open at first use."""
+"""All lanes of one rank, by name. The first also runs ops outside of children; other lanes open at first use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from workbench.rank import Handle, Op
 
 
 class Lanes:
-    """Lanes by name. A child runs on the lane that `start` names.
-
-    used_other_lane: whether a child of this step used another lane than the first
-    """
+    """used_other_lane: whether a child of this step used another lane than the first"""
 
     def __init__(self, first: Lane, open: Callable[[str], Lane]) -> None:
         self.first, self.open = first, open

@@ -1,4 +1,4 @@
-"""A small file that the ranks of one host map into their memory."""
+"""Memory that the ranks of one host share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 def map_file(path: Path, nbytes: int) -> mmap.mmap:
     """Maps the file at `path` into memory, and creates it if it is missing. No descriptor stays open.
 
-    It allocates the disk space now, and raises OSError if there is none. On a full disk, a write into a sparse file
+    It allocates the disk space now, and raises OSError if there is none: on a full disk, a write into a sparse file
     would end the process (SIGBUS).
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

@@ -1,8 +1,8 @@
 """Slows real work down: collectives to an emulated Link, compute to a pace and its faults.
 
 A shaped operation really happens first. Its ranks then sleep until the Link would have ended it. That time counts from
-the arrival of the last rank, because early ranks would otherwise transfer for free. Ranks exchange arrivals through a
-small shared file on one host, and by collectives between hosts.
+the last rank's arrival, because early ranks would otherwise transfer for free. Ranks exchange arrivals through a small
+shared file on one host, and by collectives between hosts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from workbench.fabric.load import choke, comes, leaves, message_seconds, port_se
 from workbench.fabric.pace import SHARES, Kept, lasts
 from workbench.rank import Group
 
-TABLE_OPERATIONS = 256  # the latest ones have arrivals in the table; ranks are at most one collective apart
+TABLE_OPERATIONS = 256  # with arrivals in the table; ranks are at most one collective apart
 
 
 class Clock:
-    """Seconds since the run began. base: this rank's `perf_counter` at that time."""
+    """Seconds since the run began. base: this rank's `perf_counter` at that time"""
 
     def __init__(self, epoch: float) -> None:
         self.base = time.perf_counter() - (time.time() - epoch)
@@ -65,7 +65,7 @@ class PacedSleep:
 
 
 class ArrivalTable:
-    """A small file in which each rank of a host writes when it was ready for an operation."""
+    """A shared file of one host: when each rank was ready for an operation."""
 
     def __init__(self, path: Path, rank: int, size: int) -> None:
         nbytes = TABLE_OPERATIONS * size * 8
@@ -77,7 +77,7 @@ class ArrivalTable:
         self._cells[number % TABLE_OPERATIONS, self.rank] = ready
 
     def last_arrival(self, number: int) -> float:
-        """Returns the last arrival. Call it after the operation, when all ranks have posted."""
+        """Valid after the operation, when all ranks have posted."""
         return float(self._cells[number % TABLE_OPERATIONS].max())
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class Port:
         return self.size > 1 and self.fabric.shaped
 
     def reserve_time(self, wire: LinkShaper, ready: float, seconds: float) -> tuple[float, float]:
-        """Takes the port for a collective of `wire`. Returns (when it begins, when it ends).
+        """Returns when a collective of `wire` takes the port, and when it ends.
 
         ready: when the last rank was ready. Another wire may have taken the port since.
         """
@@ -120,14 +120,14 @@ class Port:
             self.free = min(self.free, now)
 
     def find_end(self, end: float) -> float:
-        """Returns when an operation is over that the Link would end at `end`: at once after a stop."""
+        """The Link would end the operation at `end`; a stop ends it now."""
         return min(end, self.now()) if self.paced_sleep.hurried else end
 
     def now(self) -> float:
         return self.paced_sleep.clock.now()
 
     def send_message(self, nbytes: int, to: int) -> tuple[float, float, float]:
-        """Sends a message to rank `to`: (when it begins, seconds on a healthy port, when the port is free again)."""
+        """Returns (when it begins, seconds on a healthy port, when the port is free again)."""
         now = self.now()
         if not self.is_active:
             return now, 0.0, now
@@ -138,7 +138,7 @@ class Port:
             return begun, seconds, self.free
 
     def receive_message(self, source: int, begun: float, seconds: float) -> float:
-        """Receives a message that rank `source` began to send at `begun`. Returns when the Link has delivered it."""
+        """Returns when the Link has delivered a message that began at `begun`."""
         if not seconds:
             return 0.0
         with self._lock:
@@ -148,16 +148,13 @@ class Port:
 
 
 class LinkShaper:
-    """One wire's use of this rank's port, one collective at a time.
-
-    group: the group of the wire; None: all ranks
-    """
+    """One wire's collectives on this rank's port, one at a time. group: of the wire; None: all ranks"""
 
     def __init__(self, port: Port, table: ArrivalTable | None, group: Group | None = None) -> None:
         self.port, self.table, self.paced_sleep, self.group = port, table, port.paced_sleep, group
         self.ranks: Sequence[int] = group.ranks if group else range(port.size)
         self.number = 0
-        self._ended = self._woke = 0.0  # until when the last operation slept, and when it really awoke
+        self._ended = self._woke = 0.0  # the planned and the real end of the last sleep
 
     @property
     def is_active(self) -> bool:
@@ -166,8 +163,8 @@ class LinkShaper:
     def post_ready(self, arrived: float, asked: float) -> float:
         """Returns and posts when this rank and its port are ready for the next operation.
 
-        A sleep ends a little late. A child that had `asked` by then counts as if the sleep had ended on time, because a
-        real port does not pause between 2 operations.
+        A sleep ends a little late. A real port has no such pause, so a child that had `asked` by then counts as on
+        time.
         """
         self.number += 1
         arrived -= max(self._woke - max(asked, self._ended), 0.0)
@@ -192,7 +189,7 @@ class LinkShaper:
         return began, own, end
 
     def measure_load(self, load: Load) -> tuple[float, float]:
-        """Returns the seconds that this rank's port and the slowest port would be busy."""
+        """Returns the busy seconds of this rank's port and of the slowest port."""
         fabric = self.port.fabric
         plain = port_seconds(fabric.path(self.ranks), fabric.shared, load, self.group.parallel if self.group else 1)
         return plain * choke(fabric.faults, self.port.rank), plain * max(choke(fabric.faults, r) for r in self.ranks)
@@ -202,7 +199,7 @@ class ComputePace:
     """Stretches this rank's compute to its pace, and by its faults. See `workbench.fabric.pace`.
 
     A step's compute of `pace` milliseconds is divided 3 : 6 : 1 between forward, backward and update. Within backward
-    the time passes in proportion to the gradients that are ready.
+    time passes in proportion to the gradients that are ready.
     """
 
     shares: ClassVar[dict[str, float]] = SHARES
@@ -214,19 +211,19 @@ class ComputePace:
         self._kept = Kept()
         self._began = self._slept = 0.0
         self._stretch = 1.0
-        self._asked = self._took = 0.0  # seconds that this phase should take, and takes without faults
-        self._step = [0.0, 0.0]  # these 2 sums for the earlier phases of this step
+        self._asked = self._took = 0.0  # seconds of this phase: as asked, and without faults
+        self._step = [0.0, 0.0]  # these sums for the step's earlier phases
 
     @property
     def is_active(self) -> bool:
         return bool(self.seconds or self.faults)
 
     def set_pace(self, seconds: float, faults: tuple[Fault, ...]) -> None:
-        """Sets the seconds of a step's compute (0: as fast as it goes) and the faults."""
+        """seconds: of a step's compute; 0: as fast as it goes"""
         self.seconds, self.faults = seconds, faults
 
     def begin_phase(self, phase: str, step: int, share: float = 1.0, again: float = 0.0) -> None:
-        """share: the part of a whole phase. again: the part of the forward that is computed again in it."""
+        """share: the part of a whole phase. again: the part of the forward that it recomputes"""
         if not self.is_active:
             return
         self._add_phase()
@@ -235,12 +232,12 @@ class ComputePace:
         self._asked = self.seconds * (self.shares[phase] + again * self.shares["forward"]) * share
 
     def exclude_wait(self, seconds: float) -> None:
-        """Excludes `seconds` in which the strategy ran and this rank computed nothing."""
+        """Excludes time in which the strategy ran and this rank computed nothing."""
         self._began += seconds
 
     @contextmanager
     def pause_phase(self) -> Iterator[None]:
-        """Pauses this phase for another one inside it, such as an update in a forward."""
+        """For another phase inside it, such as an update in a forward."""
         kept, since = (self._slept, self._stretch, self._asked, self._took), self.paced_sleep.clock.now()
         began, self._asked, self._took = self._began, 0.0, 0.0
         yield
@@ -249,7 +246,7 @@ class ComputePace:
         self._began = began + self.paced_sleep.clock.now() - since
 
     def reach_fraction(self, fraction: float) -> None:
-        """Sleeps until `fraction` of the phase's time is over, because that part of it is computed."""
+        """Sleeps until `fraction` of the phase's time is over."""
         if not self.is_active:
             return
         now = self.paced_sleep.clock.now()
@@ -261,7 +258,7 @@ class ComputePace:
         self._took = (self.paced_sleep.clock.now() - self._began) / self._stretch
 
     def end_step(self) -> dict[str, Any] | None:
-        """Ends a step. Returns a report if the rank begins or ceases to miss its pace, else None."""
+        """Returns a report if the rank begins or ceases to miss its pace, else None."""
         self._add_phase()
         (asked, took), self._step = self._step, [0.0, 0.0]
         return self._kept.step(self.seconds, asked, took)

@@ -1,4 +1,4 @@
-"""Times of operations: from the host's clock on a CPU, from events read steps later on a GPU."""
+"""Times of operations: the host's clock on a CPU, events read steps later on a GPU."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ from workbench.engine.device import Chip
 
 MAX_STEPS_AHEAD = 2  # steps that the host may be ahead of the chip
 TIE_INTERVAL = 10.0  # seconds between 2 ties of events to the host's clock: elapsed times are single precision
-MAX_TIE_SECONDS = 1e-3  # seconds: a tie that takes longer is not used
-MIN_CODEC_SECONDS = 100e-6  # seconds: a child's own work that takes less gets no span
+MAX_TIE_SECONDS = 1e-3  # longer ties are not used
+MIN_CODEC_SECONDS = 100e-6  # a child's own work that takes less gets no span
 
 
 class Stopwatch:
-    """Times by the host's clock: an operation is over when its call returns.
-
-    losses: (step, mean loss) not recorded yet
-    """
+    """An operation is over when its call returns. losses: (step, mean loss) not recorded yet"""
 
     def __init__(self, clock: Clock, record: Any) -> None:
         self.clock, self.record = clock, record
@@ -59,7 +56,7 @@ class TimedEvent:
 
 
 class EventStopwatch(Stopwatch):
-    """Times by events of a chip that runs ahead. The host reads an event after the chip has reached it.
+    """For a chip that runs ahead: the host reads an event after the chip has reached it.
 
     look: called while the host waits for the end of an earlier step; raises if the rank must leave
     """
@@ -71,8 +68,8 @@ class EventStopwatch(Stopwatch):
         self.now, self.write_span = self._record_event, self._queue_span
         self._rows: deque[tuple[Any, ...]] = deque()
         self._numbers: deque[tuple[int, Tensor, Any]] = deque()
-        self._ends: deque[Any] = deque()  # events at the ends of the latest steps
-        self._idle = chip.make_stream()  # no work is ever queued here, so the chip reaches its events at once
+        self._ends: deque[Any] = deque()  # at the ends of the latest steps
+        self._idle = chip.make_stream()  # no work is queued here, so the chip reaches its events at once
         self._zero = (None, 0.0)
         self._tie_clocks(sure=False)
 
@@ -112,7 +109,7 @@ class EventStopwatch(Stopwatch):
         self._rows.append((step, lane, name, asked, t0, t1, nbytes, t1.event))
 
     def _read_events(self) -> None:
-        """Records rows and losses with events that the chip has reached, in order."""
+        """Records rows and losses in order, while the chip has reached their events."""
         reached = self.chip.has_reached
         while self._numbers and reached(self._numbers[0][2]):
             step, there, _ = self._numbers.popleft()
@@ -128,7 +125,7 @@ class EventStopwatch(Stopwatch):
         return since + self.chip.seconds_between(event, moment.event)
 
     def _tie_clocks(self, sure: bool) -> None:
-        """Ties events to the host's clock by an event on an idle stream, which the chip reaches within microseconds."""
+        """Uses an event on an idle stream, which the chip reaches within microseconds."""
         with self.chip.use_stream(self._idle):
             before = self.clock.now()
             event = self.chip.record_timed_event()

@@ -6,9 +6,9 @@ A `Wire` waits in slices, so that a stop or an abort can interrupt a collective 
 on another rank. So a GPU has one communicator, the data wire's, and one thread at a time issues on it. Control,
 background traffic and arrivals on a Link always use gloo.
 
-[Note: No name service] torch's TCPStore resolves the name of every address that it connects to, even the loopback's. If
-the answer is lost, a run begins 5 seconds later. So ranks of one host meet in a file. Each generation and each group
-has its own, because opening torch's FileStore reads and keeps everything ever written into its file.
+[Note: No name service] torch's TCPStore resolves the name of every address, even the loopback's. If the answer is lost,
+a run begins 5 seconds later. So ranks of one host meet in a file. Each generation and each group has its own, because
+opening torch's FileStore reads and keeps everything ever written into its file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Aborted(RuntimeError):
 
 
 def is_peer_loss(error: BaseException, text: str) -> bool:
-    """Whether `error`, with the message `text`, means that a peer has failed or left."""
+    """Whether `error` means that a peer has failed or left. text: its message"""
     signs = (
         "onnection closed by peer",
         "onnection reset",
@@ -67,13 +67,13 @@ def is_own_error(error: BaseException) -> bool:
 
 
 class LeaveEvent(threading.Event):
-    """Makes a rank leave at once. Every wait checks it once per slice."""
+    """Makes a rank leave. Every wait checks it once per slice."""
 
 
 def host_store(host: str = LOOPBACK) -> tuple[Any, str, int]:
-    """Makes the meeting point of a lab's ranks. Returns (the object that keeps it alive, host, port).
+    """Returns (what keeps the ranks' meeting point alive, host, port).
 
-    On one host, `host` is the path of a file and the port is 0. See [Note: No name service]. The ranks put other shared
+    On one host, `host` is a file's path and the port is 0. See [Note: No name service]. The ranks put other shared
     files into the same directory, which only this user can enter.
     """
     if host == LOOPBACK:
@@ -86,7 +86,7 @@ def host_store(host: str = LOOPBACK) -> tuple[Any, str, int]:
 
 
 def connect_store(host: str, port: int, generation: str, timeout: float = 60.0) -> Any:
-    """Connects to the meeting point, as a store that shows only the keys of one generation."""
+    """Returns a store that shows only the keys of one generation."""
     limit = timedelta(seconds=timeout)
     if port:
         store: Any = dist.TCPStore(host, port, is_master=False, timeout=limit)
@@ -97,7 +97,7 @@ def connect_store(host: str, port: int, generation: str, timeout: float = 60.0) 
 
 
 def make_meeting_path(host: str, generation: str) -> str:
-    """Returns the file in which ranks of one host meet. Its name has a digest: `generation` may not fit a file name."""
+    """The name has a digest, because `generation` may not fit a file name."""
     return f"{host}-{hashlib.blake2b(generation.encode(), digest_size=8).hexdigest()}"
 
 
@@ -105,9 +105,9 @@ class Wire:
     """A process group, for one thread at a time: two threads on one group give silently wrong sums.
 
     kind: "gloo" or "nccl". See [Note: One communicator per GPU].
-    here: the address of this machine at which gloo listens
-    precise: wraps a gloo group so that mismatched collectives raise a clean error instead of ending the process. A
-        small collective then takes several times as long.
+    here: this machine's address, at which gloo listens
+    precise: wraps a gloo group so that mismatched collectives raise an error instead of ending the process. A small
+             collective then takes several times as long.
     on: the device of NCCL's tensors
     beside: whether a peer is gone, which NCCL does not notice
     """
@@ -145,7 +145,7 @@ class Wire:
     # -- asynchronous: each returns a Work for `wait` --
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Any:
-        """Starts a reduction. A "mean" is only summed, because gloo has no mean: the caller divides."""
+        """A "mean" is only summed, because gloo has no mean: the caller divides."""
         if self.line.carried is not None and x.dtype not in self.line.carried:
             raise StrategyError(
                 f"all_reduce of {str(x.dtype)[6:]}: {self.kind} cannot sum this type; pass int32 or float32, or "
@@ -166,7 +166,7 @@ class Wire:
         return self._issued(self.group.alltoall_base(out, x, list(takes), list(gives)))
 
     def lend_group(self) -> Any:
-        """Returns the group for torch's own DDP, which issues collectives on it without calling this wire."""
+        """For torch's own DDP, which issues collectives on it without calling this wire."""
         self.line.lent = True
         return self.group
 
@@ -186,7 +186,7 @@ class Wire:
         self._wait_with(self.line.wait, work)
 
     def wait_on_host(self, work: Any) -> None:
-        """Blocks the host until `work` is done. Raises as `check_peers` does."""
+        """Blocks the host, and raises as `check_peers` does."""
         self._wait_with(self.line.wait_on_host, work)
 
     def _wait_with(self, wait: Callable[..., None], work: Any) -> None:
@@ -197,7 +197,7 @@ class Wire:
             self.is_waiting, self.moved_at = False, time.monotonic()
 
     def cut_connections(self) -> None:
-        """Ends every collective under way here. The peers notice it."""
+        """The peers notice it."""
         self._is_cut = True
         self.line.cut_connections()
 
