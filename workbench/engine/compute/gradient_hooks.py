@@ -154,13 +154,13 @@ class GradientHooks:
     def hand_out_rest(self) -> None:
         """After backward: hands out gradients that it did not compute, as earlier backwards added them up.
 
-        A parameter that no backward used counts as zero. Its rank raises a hand before a bucket of it goes out.
+        A parameter that no backward used counts as zero. The rank raises a hand before it hands out its bucket.
         """
         layout = self._layout
         left = [place for place in layout.order if place.round != self._round]
         layout.note_unused({place.name for place in left if place.param.grad is None or place.filled})
         if layout.unused:
-            self._usage.raise_hand(self._rank.step)
+            self._usage.raise_hand(self._rank.step, min(p.bucket for p in left if p.name in layout.unused))
         for place in left:
             place.round, place.filled = self._round, False
             grad = torch.zeros_like(place.param) if place.param.grad is None else place.param.grad

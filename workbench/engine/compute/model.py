@@ -162,11 +162,12 @@ class ModelPerformer:
 
     def update_model(self, bucket: Bucket | None, by: Callable[[], None] | None, on: str) -> None:
         """Steps the optimizer on all parameters, or on one bucket. by: makes the step instead of the optimizer"""
-        if self._usage.step is not None:
+        index = None if bucket is None else bucket.index
+        if self._usage.must_agree(self._rank.replicas, index):
             self._agree()
         self._before_update()
         self._at("update")
-        self._layout.adopt_replaced_data(None if bucket is None else bucket.index)
+        self._layout.adopt_replaced_data(index)
         self._mark_written()
         if on == "host":
             return self.move_values(Op("update", bucket, by, on))

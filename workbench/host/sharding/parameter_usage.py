@@ -2,14 +2,12 @@
 
 [Note: The raised hand] Ranks exchange every parameter of a bucket, and one without a gradient counts as zero. If no
 rank has a gradient, torch's DDP leaves `grad` at None, and the optimizer does not move the parameter. To compare usage
-in every step would cost each step a round trip. So a rank that left a parameter out raises a hand first: it writes the
-step's number into memory that all ranks of the host share, and hands out the bucket afterwards. A rank that has
-completed the step's last exchange has data of all ranks, so it sees every hand. All ranks then decide alike. Ranks of
-several hosts share no memory and compare usage in every step.
-
-Known fault: a strategy that updates by bucket while later buckets are in flight (ByteScheduler) decides after the first
-exchange. A slower rank may raise its hand later, for a parameter that only other ranks use. Then it compares usage
-alone, and the ranks wait for each other without an end.
+in every step would cost each step a round trip. So a rank that lacks a gradient raises a hand: it writes the step's
+number and its first bucket without a gradient into memory that all ranks of the host share. Then it hands out that
+bucket and the later ones. A rank that has completed the exchange of bucket k has data of all ranks, so it sees every
+hand for the buckets up to k. Before it updates bucket k it compares usage if such a hand is up. It ignores a hand for a
+later bucket, which other ranks may not see yet. So all ranks decide alike. Ranks of several hosts share no memory and
+compare usage in every step.
 """
 
 from __future__ import annotations
@@ -30,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class RaisedView(Protocol):
-    """By rank, the last step in which it raised a hand."""
+    """By rank, the last step in which it raised a hand, and the first bucket that the hand is for."""
 
-    def raise_in(self, step: int) -> None: ...
-    def raised_in(self, step: int, ranks: Iterable[int]) -> bool: ...
+    def raise_in(self, step: int, bucket: int) -> None: ...
+    def raised_in(self, step: int, ranks: Iterable[int], bucket: int | None) -> bool: ...
     def close(self) -> None: ...
 
 
@@ -103,10 +101,22 @@ class ParameterUsage:
         if self.list_unfrozen():
             self.raise_hand(step)
 
-    def raise_hand(self, step: int) -> None:
-        """Call it before you hand out a bucket that lacks a gradient."""
+    def raise_hand(self, step: int, bucket: int = 0) -> None:
+        """Call it before you hand out `bucket`, the first one that lacks a gradient."""
         if self.hands is not None:
-            self.hands.raise_in(step)
+            self.hands.raise_in(step, bucket)
+
+    def must_agree(self, rank: Rank, bucket: int | None) -> bool:
+        """Whether the ranks must agree before `rank` updates `bucket`, or the whole model if None."""
+        if self.step is None:
+            return False
+        return bucket is None or self.hands is None or rank.size == 1 or self._is_raised(rank, self.step, bucket)
+
+    def _is_raised(self, rank: Rank, step: int, bucket: int | None = None) -> bool:
+        """Whether a rank has raised a hand for a bucket up to `bucket`."""
+        assert self.hands is not None
+        ranks = rank.within.ranks if rank.within is not None else range(rank.size)
+        return self.hands.raised_in(step, ranks, bucket)
 
     def note_handed_out(self, step: int) -> None:
         """Call it once the strategy has all buckets."""
@@ -114,7 +124,7 @@ class ParameterUsage:
             self.listening, self.step = False, step
 
     async def agree_on_unused(self, host: Any) -> None:
-        """After the last exchange of a backward: `layout.unused` names the parameters that no rank used.
+        """After an exchange for which `must_agree` holds: `layout.unused` names the parameters that no rank used.
 
         Gradients of unfrozen parameters become the sum over ranks, as if they had been in a bucket.
 
@@ -126,10 +136,8 @@ class ParameterUsage:
             return
         if rank.size == 1:
             self.unfrozen = {name: self.frozen[name] for name in self.list_unfrozen()}
-        else:
-            ranks = rank.within.ranks if rank.within is not None else range(rank.size)
-            if self.hands is None or self.hands.raised_in(step, ranks):
-                await self._compare_usage(host, rank, layout)
+        elif self.hands is None or self._is_raised(rank, step):
+            await self._compare_usage(host, rank, layout)
         self.settled = True
         if self.unfrozen and not host.strategy().follows:
             self._update_unfrozen(host)

@@ -64,7 +64,7 @@ class VirtualWorld(WorldState):
         self.meets = -1  # the step of the next meeting; -1: none
         self.wanted = False  # whether a rank wants a meeting, because its model has unfrozen a parameter
         self._listening: list[Fiber] = []
-        self._raised: dict[int, int] = {}  # by rank, the step in which it raised a hand
+        self._raised: dict[int, tuple[int, int]] = {}  # by rank, the step and the first bucket of its last hand
         self.keeper: Any = None  # takes the contents of a checkpoint
         self.saved: Any = None  # by rank, the state to continue from
         self.mortal = False  # whether ranks may crash
@@ -235,17 +235,19 @@ class VirtualWorld(WorldState):
 class UnusedFlags:
     """Flags of unused parameters. See [Note: The raised hand] in workbench/host/sharding/parameter_usage.py.
 
-    steps: by rank, the last step with a raised flag; ranks share this dict
+    raised: by rank, the last step with a raised flag and the first bucket that it is for; ranks share this dict
     """
 
-    def __init__(self, steps: dict[int, int], place: int) -> None:
-        self._steps, self._place = steps, place
+    def __init__(self, raised: dict[int, tuple[int, int]], place: int) -> None:
+        self._raised, self._place = raised, place
 
-    def raise_in(self, step: int) -> None:
-        self._steps[self._place] = step
+    def raise_in(self, step: int, bucket: int) -> None:
+        if not self.raised_in(step, [self._place], bucket):
+            self._raised[self._place] = step, bucket
 
-    def raised_in(self, step: int, ranks: Iterable[int]) -> bool:
-        return any(self._steps.get(rank) == step for rank in ranks)
+    def raised_in(self, step: int, ranks: Iterable[int], bucket: int | None) -> bool:
+        there = (first for rank in ranks for at, first in [self._raised.get(rank, (-1, 0))] if at == step)
+        return any(bucket is None or first <= bucket for first in there)
 
     def close(self) -> None: ...
 

@@ -68,7 +68,8 @@ class ModelPerformer:
 
     def update_model(self, fiber: Fiber, op: Op) -> Any:
         bucket, by, on = op.args
-        if self._usage.step is not None:
+        index = None if bucket is None else bucket.index
+        if self._usage.must_agree(self._rank.replicas, index):
             return self._delivery.run_inner(fiber, self._agreed_update(op))
         self._tensor.mark_stale()
         self._parts.micros_in_flight.versions.keep_weights()
@@ -77,7 +78,7 @@ class ModelPerformer:
         share = 1.0 if bucket is None else bucket.data.numel() / self._body.layout.element_count
         self._body.activate_worker(fiber.origin)
         if self._parts.world.real:
-            self._body.layout.adopt_replaced_data(None if bucket is None else bucket.index)
+            self._body.layout.adopt_replaced_data(index)
             self._drop_gradients()
         if bucket is not None:
             require_steppable(self._body.layout, self._body.optimizer, bucket, self._parts.experiment)

@@ -231,9 +231,10 @@ class RankTensors(ModelPortion):
 
     def _note_unused(self) -> None:
         """Notes parameters that no backward of this step has used, and raises a hand if some exist."""
-        self.layout.note_unused({place.name for place in self.layout.order if place.param.grad is None or place.filled})
-        if self.layout.unused:
-            self.usage.raise_hand(self.step_now())
+        unused = [place for place in self.layout.order if place.param.grad is None or place.filled]
+        self.layout.note_unused({place.name for place in unused})
+        if unused:
+            self.usage.raise_hand(self.step_now(), min(place.bucket for place in unused))
 
     def _run_watched(self, run: Callable[[], None]) -> list[str]:
         """Returns the order of gradients in a backward, with unused parameters last.
