@@ -82,7 +82,7 @@ def test_placements_use_the_runs_rank_numbers_within_a_group() -> None:
     was, to = Placement.place_whole(SIZES, [7]), Placement.sharded(SIZES, [3, 7])
     states = everywhere([TRUE, {}], was, to, alive=[7], members=(7, 3))
     assert states[1]["a"].tolist() == [*range(20)] and list(states[0]) == ["a", "b"]
-    with pytest.raises(ValueError, match=re.escape("rank 3 is to send or receive and is not in the group of [7, 4]")):
+    with pytest.raises(ValueError, match=re.escape("rank 3 must send or receive, but is not in the group of [7, 4]")):
         everywhere([TRUE, {}], was, to, alive=[7], members=(7, 4))
 
 

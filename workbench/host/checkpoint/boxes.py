@@ -1,4 +1,4 @@
-"""Converts slices of a tensor into boxes of its shape, as torch.distributed.checkpoint names pieces."""
+"""Converts slices of a tensor into boxes, as torch.distributed.checkpoint names pieces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from workbench.host.placement.strided_slices import StridedSlice
 
-MAX_BOXES = 4096  # with more, the part is a separate tensor
+MAX_BOXES = 4096  # a part with more is a separate tensor
 
 
 class Box(NamedTuple):
@@ -19,7 +19,7 @@ class Box(NamedTuple):
 
 
 def convert_slices(shape: Sequence[int], slices: Iterable[StridedSlice]) -> list[Box] | None:
-    """Returns boxes with the slices' elements in the same order; None if there are more than MAX_BOXES.
+    """Returns boxes with the slices' elements in order; None for more than MAX_BOXES.
 
     >>> convert_slices((4, 6), [StridedSlice(2, 2, 6, 4)])
     [Box(offsets=(0, 2), sizes=(4, 2))]
@@ -43,7 +43,7 @@ def _convert_slice(shape: tuple[int, ...], s: StridedSlice) -> list[Box]:
                 outer = _list_run_boxes(shape[:k], row, row + s.times)
                 return [Box(o.offsets + inner[0].offsets, o.sizes + inner[0].sizes) for o in outer]
     if s.times > MAX_BOXES:
-        return [Box((), ())] * (MAX_BOXES + 1)  # more than MAX_BOXES, see there
+        return [Box((), ())] * (MAX_BOXES + 1)
     starts = [s.start + n * s.stride for n in range(s.times)]
     return [box for start in starts for box in _list_run_boxes(shape, start, start + s.length)]
 

@@ -15,17 +15,15 @@ from workbench.host.transfer.change_view import ChangeView
 class CheckpointerView(Protocol):
     """A rank's Checkpointer."""
 
-    def end(self, patience: float | None = None) -> None:
-        """As in Checkpointer."""
+    def end(self, patience: float | None = None) -> None: ...
 
 
 class CheckpointView(ChangeView, Protocol):
     """A rank with saved state.
 
-    queue:           its planned changes
     held_out:        the last held-out loss that this rank knows
-    rng_states:      the states of the random numbers of this rank's forwards
-    slice_rng:       `random_position` of its TensorParallelGroup, if any
+    rng_states:      the random states of this rank's forwards
+    slice_rng:       `random_position` of its TensorParallelGroup
     is_asynchronous: whether ranks make steps without a meeting in every round
     """
 
@@ -52,8 +50,5 @@ class CheckpointView(ChangeView, Protocol):
     @property
     def policy_runner(self) -> PolicyRunner: ...
 
-    def restore_rng(self, states: Numbers | None) -> None:
-        """Restores the states."""
-
-    def restore_slice_rng(self, at: tuple[int, int] | None) -> None:
-        """Restores `slice_rng`."""
+    def restore_rng(self, states: Numbers | None) -> None: ...
+    def restore_slice_rng(self, at: tuple[int, int] | None) -> None: ...

@@ -1,7 +1,7 @@
-"""When checkpoints are made: every `save_every` steps, and on request.
+"""Makes checkpoints every `save_every` steps, and on request.
 
-The next checkpoint is a planned change. All ranks reach it before the same step, or meet for it. With nothing in
-flight, each rank copies its state, which a CheckpointWriter writes while training goes on.
+The next checkpoint is a planned change. All ranks reach it before the same step, or meet for it. Each rank copies its
+state with nothing in flight. A CheckpointWriter writes the copy while training goes on.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class CheckpointEvent(PlannedEvent):
 
 @dataclass(frozen=True)
 class GatherEvent(CheckpointEvent):
-    """Gathers the state, to resume on another number of ranks. gather: is called with each rank's loop"""
+    """Gathers the state, to resume on another number of ranks. gather: called with each rank's loop"""
 
     gather: Callable[[Any], Awaitable[None]]
 
 
 class WriterView(Protocol):
-    """Writes images. is_busy: whether it is writing one"""
+    """Writes images."""
 
     @property
     def is_busy(self) -> bool: ...
@@ -46,8 +46,8 @@ class WriterView(Protocol):
 class Checkpointer:
     """One rank's part in making checkpoints and in resuming.
 
-    keeper: None if there is no directory for checkpoints
-    saved:  the image that the rank resumes from, until it has
+    keeper: None without a directory for checkpoints
+    saved:  the image that the rank resumes from, until it has resumed
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class Checkpointer:
     # -- saving --
 
     def plan_next(self, step: int | None = None) -> None:
-        """Plans a checkpoint, behind the changes that are due by then. Call it after every change.
+        """Plans a checkpoint, behind the changes due by then. Call it after every change.
 
-        step: rank 0's, if ranks keep no common step; None: this rank's
+        step: rank 0's; None: this rank's, if ranks keep a common step
         """
         run, every = self.run, self.run.experiment.save_every
         if every == self._every and (self._next is not None or not every):
@@ -99,7 +99,7 @@ class Checkpointer:
             run.queue.plan_event(self._next)
 
     def end(self, patience: float | None = None) -> None:
-        """Waits at most `patience` seconds."""
+        """Waits for the writer, at most `patience` seconds."""
         if self.keeper is not None:
             self.keeper.close(patience)
 
@@ -116,13 +116,13 @@ class Checkpointer:
         """Makes a checkpoint now, or records why not.
 
         asked: a person requested it, so it is never pruned
-        last:  the run is over, so wait for an earlier one that is still being written
+        last:  the run is over, so wait for an earlier one
         """
         run = self.run
         if run.layout.order[0].param.is_meta or (self.keeper is None and not asked):
             return
         step = (await run.gather(run.rank.step))[0]
-        if step == self._last and (self._stays or not asked):  # a request repeats it, so it is not pruned
+        if step == self._last and (self._stays or not asked):
             return
         able = await run.gather(0 if self.keeper is None else 1 + self.keeper.is_busy)
         if 2 in able and 0 not in able and (asked or last or step == run.experiment.steps):  # wait for it
@@ -137,7 +137,7 @@ class Checkpointer:
         refusing = await run.gather(int(image is None))
         if image is None or any(refusing):
             return (
-                self._mark_unsaved(reason or "another rank cannot make it make it make it")
+                self._mark_unsaved(reason or "another rank's state cannot be written")
                 if run.rank.id == refusing.index(1)
                 else None
             )
@@ -147,7 +147,7 @@ class Checkpointer:
         self.keeper.write_image(image, self._describe_run(asked, step))
 
     async def _make_image(self) -> tuple[RankImage | None, str]:
-        """Returns (None, reason) if state cannot be written."""
+        """Returns (None, reason) for state that cannot be written."""
         run = self.run
         strategy, replicas = run.experiment.strategy, run.rank.replicas
         if run.experiment.task.has_own_loop:

@@ -1,7 +1,7 @@
 """Takes a run back to a checkpoint after a loss that is not finite or has diverged.
 
-Ranks restore the model and the state of optimizer, strategy and compressor. Step numbers and data continue, because the
-same steps on the same examples would meet the same loss again.
+Ranks restore the model and the state of optimizer, strategy and compressor. Step numbers and data continue, else the
+same examples would bring the same loss.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from workbench.host.passes.pipelining import drain_pipeline
 from workbench.rank import Op
 from workbench.settings import KnobError
 
-MAX_RETURNS = 3  # returns to one checkpoint
+MAX_RETURNS = 3  # to one checkpoint
 MAX_CHECKPOINTS = 4  # newest ones to try
 FIXED_SETTINGS = (
     "strategy",
@@ -34,7 +34,7 @@ class StoreView(Protocol):
         """Lists complete checkpoints' steps, newest first."""
 
     def open_checkpoint(self, step: int, rank: int) -> tuple[dict[str, Any], RestoredState]:
-        """Returns settings and a rank's image. Raises KnobError if it cannot read them."""
+        """Returns settings and a rank's image. Raises KnobError if unreadable."""
 
 
 class DivergenceRecovery:
@@ -43,10 +43,10 @@ class DivergenceRecovery:
     def __init__(self, run: CheckpointView, kept: StoreView) -> None:
         self.run, self.kept = run, kept
         self._since = -1  # the step before which it last went back
-        self._to, self._times = -1, 0  # the last checkpoint; how many returns to it
+        self._to, self._times = -1, 0  # the last checkpoint; returns to it
 
     async def restore_checkpoint(self, met: int) -> bool:
-        """Takes all ranks back after a loss in step `met`. Returns False, with a Mark, if that fails."""
+        """Takes all ranks back after a loss in step `met`. Returns False, with a Mark, if it cannot."""
         run = self.run
         if met < self._since:
             return True

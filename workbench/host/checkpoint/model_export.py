@@ -20,7 +20,7 @@ MODEL_KIND = "model"  # of a checkpoint
 
 
 async def make_model_image(run: RankView) -> RankImage:
-    """Returns the same on all ranks. Raises UnsavableValue for state other than tensors."""
+    """Returns the same on all ranks. Raises UnsavableValue for state that is not a tensor."""
     state = dict(run.model.state_dict())
     if other := next((name for name, x in state.items() if not isinstance(x, Tensor)), None):
         raise UnsavableValue(f"{other} of the model's state is not a tensor")

@@ -17,12 +17,10 @@ Places = dict[tuple[tuple[int, ...], tuple[int, ...]], int]  # blobs by (offsets
 
 
 def read_whole_model(checkpoint: Checkpoint, files: CheckpointFiles) -> dict[str, Tensor] | None:
-    """Returns every parameter and buffer by name, each of its whole shape.
+    """Returns every whole parameter and buffer by name.
 
-    Returns None if ranks hold different values of an element, if an element is missing, or if an older version wrote
-    the manifest without places. Raises RunError if a file is damaged.
-
-    checkpoint, files: a Checkpoint of workbench.record.checkpoints and its CheckpointFiles
+    Returns None if an element is missing or ranks hold different values of it, or if an older version wrote the
+    manifest without places. Raises RunError for a damaged file.
     """
     shapes, places = dict[str, tuple[int, ...]](), dict[str, Places]()
     for name, item in _list_model_items(checkpoint):
@@ -37,7 +35,7 @@ def read_whole_model(checkpoint: Checkpoint, files: CheckpointFiles) -> dict[str
 
 
 def _list_model_items(checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:
-    """An item without a place is None."""
+    """Yields None for an item without a place."""
     for each in checkpoint.each:
         numbers = {**dict(each["said"]["parameters"]), **dict(each["said"]["beside"])}
         for name, number in numbers.items():

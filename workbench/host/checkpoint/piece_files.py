@@ -1,7 +1,8 @@
-"""Writes the images of all ranks into files, each tensor once, in torch.save's format.
+"""Writes the images of all ranks into files, each tensor once.
 
 Ranks exchange the hashes of their pieces, and each computes which rank writes which piece. Rank 0 writes the manifest.
-The bytes are those of torch.distributed.checkpoint. The manifest has offsets, so a reader needs no zip or pickle.
+The bytes are those of torch.save and torch.distributed.checkpoint. With the manifest's offsets, a reader needs neither
+zip nor pickle.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from workbench.host.checkpoint.rank_image import RankImage
 
 PieceSizes = dict[str, int]  # bytes by hash
 VALUES_ENTRY = "/data/0"  # values' zip entry
-ZIP_HEADER_BYTES = 30  # zip header bytes before the name
+ZIP_HEADER_BYTES = 30  # before the name
 
 
 def hash_pieces(image: RankImage) -> list[list[tuple[str, Tensor]]]:
@@ -65,8 +66,7 @@ def assign_writers(tables: Sequence[PieceSizes]) -> list[set[str]]:
 def write_pieces(found: list[list[tuple[str, Tensor]]], mine: set[str], file: Any) -> dict[str, list[Any]]:
     """Returns by hash [start, bytes, start of the values, their bytes, dtype, sizes].
 
-    mine: the pieces to write
-    file: opens a file with `write` and with `nbytes`, the bytes written; called for the first piece
+    file: opens a file with `write` and `nbytes`, the bytes written; called for the first piece
     """
     todo, places, opened = set(mine), dict[str, list[Any]](), None
     for piece, x in (one for item in found for one in item):

@@ -1,6 +1,6 @@
-"""A copy of a rank's state between two steps: tensors in the host's memory, everything else as JSON.
+"""A copy of a rank's state between two steps: tensors on the CPU, everything else as JSON.
 
-The rank neither leaves its strategy nor gathers, so a resumed rank is bit-identical.
+The rank neither leaves its strategy nor gathers. So a resumed rank is bit-identical.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ TensorPlace = tuple[tuple[int, ...], tuple[StridedSlice, ...]]  # whole shape, o
 
 
 class ImageTensor(NamedTuple):
-    """A dense tensor of one rank, (n,) in the host's memory.
+    """A dense tensor of one rank, (n,), on the CPU.
 
-    name:  the tensor that it belongs to, "model.NAME" or "optimizer.exp_avg/NAME"; empty: this rank's own
-    shape: the shape of that whole tensor
+    name:  of the whole tensor, "model.NAME" or "optimizer.exp_avg/NAME"; empty: this rank's own
+    shape: of the whole tensor
     boxes: the places of the elements in it, in order
     """
 
@@ -46,7 +46,7 @@ class ImageTensor(NamedTuple):
 class RankImage:
     """One rank's image.
 
-    step:    the next step that the rank makes
+    step:    the rank's next step
     entries: everything but tensors, with a number in place of each tensor
     """
 
@@ -59,7 +59,7 @@ class RankImage:
         return sum(item.values.numel() * item.values.element_size() for item in self.items)
 
     def add_tensor(self, name: str, x: Tensor, shape: tuple[int, ...], slices: tuple[StridedSlice, ...] = ()) -> int:
-        """Copies a tensor, or slices of that shape, and returns its number."""
+        """Copies a tensor, or slices of `shape`, and returns its number."""
         flat = x.detach().reshape(-1).to("cpu", copy=True, memory_format=torch.contiguous_format)
         lies = (
             convert_slices(shape, slices or (StridedSlice(0, flat.numel()),))
@@ -77,7 +77,7 @@ class RankImage:
 
 
 def make_rank_image(run: CheckpointView) -> RankImage:
-    """Call it with nothing in flight. Raises UnsavableValue for other values."""
+    """Call it with nothing in flight. Raises UnsavableValue for a value that cannot be written."""
     image = RankImage(run.rank.step)
     said = image.entries
     said["step"] = image.step
@@ -181,7 +181,7 @@ def _encode_position(reads: BatchReader | None, image: RankImage) -> Any:
 
 
 def encode_rng_states(states: Numbers | None) -> Any:
-    """Encodes random states."""
+    """Encodes random states as JSON and tensors."""
     if states is None:
         return None
     torchs, numpys, pythons = states

@@ -1,6 +1,6 @@
 """Restores a rank from its own image, bit-identical, or from the whole image of another number of ranks.
 
-Data from a disk is not trusted: names, sizes and kinds must match the run, else KnobError.
+Data from a disk are not trusted: names, sizes and kinds must match the run.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from workbench.record.checkpoints import Blob, Checkpoint, CheckpointFiles
 
 MISFIT_ERRORS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)
-CLEAR_ERRORS = (OutOfMemory, torch.OutOfMemoryError)  # their cause is clear
+CLEAR_ERRORS = (OutOfMemory, torch.OutOfMemoryError)
 MACHINE_ERRORS = ("can't allocate memory", "CUDA error", "NCCL error")  # in torch's RuntimeError
-OUTER_MOMENTUM, OWED_RESIDUALS = "outer", "owed"  # outer momentum; residuals by heir
+OUTER_MOMENTUM, OWED_RESIDUALS = "outer", "owed"  # residuals by heir
 
 
 class RestoredState:
     """A rank's image, read back.
 
-    whole:  whether it is of a whole model, gathered from another number of ranks
+    whole:  whether it has the whole model, gathered from another number of ranks
     made:   the earlier changes, as JSON
-    reads:  the order in which a step reads parameters, as JSON; None: they were whole, or an older version wrote it
+    reads:  the order in which a step reads parameters, as JSON; None if they were whole, or from older versions
     tensor: returns the tensor of a number, flat if it is in several pieces
-    damage: the error that `tensor` raises if a file is damaged
+    damage: the error that `tensor` raises for a damaged file
     """
 
     def __init__(self, path: str, kind: str, said: Mapping[str, Any], made: list[dict[str, Any]],
@@ -121,7 +121,7 @@ class RestoredState:
     async def restore_state(self, run: CheckpointView, anew: bool = True) -> None:
         """Restores all state except random numbers.
 
-        anew: the run begins with it; else the learning rate and the position in the data stay
+        anew: whether the run begins with it; if not, the learning rate and the position in the data stay
         """
         e, reader = run.experiment, self.make_decoder(run)
         await e.strategy.recall(run.rank.replicas, run.state)
@@ -254,11 +254,7 @@ def _decode_rng_states(said: Any) -> Numbers | None:
 
 
 def open_image(checkpoint: Checkpoint, files: CheckpointFiles, rank: int, alone: bool = False) -> RestoredState:
-    """Opens a rank's image.
-
-    checkpoint, files: a Checkpoint of workbench.record.checkpoints and its CheckpointFiles. If `alone`, the rank
-                       closes the files.
-    """
+    """Opens a rank's image. If `alone`, closing it closes `files`."""
     mine = checkpoint.each[0 if checkpoint.kind == "whole" else rank]
     items: list[Any] = mine["items"]
 

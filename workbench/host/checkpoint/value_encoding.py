@@ -1,7 +1,7 @@
 """Converts the state of strategies, compressors, optimizers and policies to JSON and tensors, and back.
 
 An object becomes its class name and attributes. The ValueDecoder makes only classes of workbench's families, or of the
-modules of the run's own members. It runs none of their code, only `object.__new__`.
+modules of the run's own members. It runs only `object.__new__`, never their code.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ class UnsavableValue(TypeError):
 
 
 def encode_value(x: Any, keep: Keep, where: str) -> Any:
-    """Returns `x` as JSON. Raises UnsavableValue.
+    """Returns `x`, named `where`, as JSON. Raises UnsavableValue.
 
-    keep:  stores a tensor and returns its number
-    where: the name of `x`
+    keep: stores a tensor and returns its number
     """
     if type(x) in PLAIN_TYPES:
         return x

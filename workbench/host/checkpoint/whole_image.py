@@ -1,7 +1,7 @@
 """Makes one image of the whole run, to resume it on another number of ranks.
 
-All ranks leave their strategy and gather the whole model. The first rank's image has it. Heirs inherit the ranks'
-compression residuals by their owner's rule (see "The hand-over" in workbench/DESIGN.md).
+All ranks leave their strategy and gather the whole model into the first rank's image. Heirs inherit compression
+residuals by their owner's rule (see "The hand-over" in workbench/DESIGN.md).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Shares = dict[str, dict[str, Tensor]]  # by buffer, parameter
 async def gather_model(run: CheckpointView) -> tuple[Any, dict[str, str], Shares]:
     """Gathers the whole model on all ranks, and resets the strategy.
 
-    Returns an outer momentum; the rule of each compressor buffer; and this rank's share of each.
+    Returns an outer momentum, each compressor buffer's rule, and this rank's share of each buffer.
     """
     was, replicas = run.experiment, run.rank.replicas
     wanted = replace(was, partition=Whole())
@@ -85,14 +85,13 @@ def make_whole_image(run: CheckpointView, momentum: Any, rules: dict[str, str], 
 
 
 def find_heir(number: int, count: int, size: int) -> int:
-    """Returns the rank, of `size`, that inherits the share of replica `number` of `count`."""
+    """Returns which of `size` ranks inherits the share of replica `number` of `count`."""
     return number * size // count
 
 
 def inherit_shares(rank: int, size: int, rules: dict[str, str], shares: Sequence[Shares]) -> Shares:
     """Returns the shares that rank `rank` of `size` inherits.
 
-    rules:  by buffer
     shares: of each former replica
     """
     found: Shares = {}

@@ -1,7 +1,7 @@
 """Reads a whole model from a checkpoint of ranks that each held a part, after the loss of a rank.
 
 Each remaining rank reads everything. Drifted replicas become their mean. Heirs inherit compression residuals by their
-owner's rule. An outer momentum is reset, and so is another optimizer's state.
+owner's rule. An outer momentum and another optimizer's state are reset.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ if TYPE_CHECKING:
 
 
 class _SourceRank(NamedTuple):
-    """One rank's image.
-
-    numbers, held: by name, numbers of tensors, and their slices
-    """
+    """One rank's image, with numbers of tensors and their slices by name."""
 
     image: RestoredState
     numbers: dict[str, int]
@@ -140,7 +137,7 @@ def _list_untrained(run: RankView) -> Iterator[tuple[str, Tensor]]:
 
 def _list_sources(run: RankView, was: Experiment, images: Sequence[RestoredState],
              like: Mapping[str, Tensor]) -> Iterator[_SourceRank]:  # fmt: skip
-    """Only ranks that trained or owned a table."""
+    """Yields only ranks that trained or owned a table."""
     numel = {place.name: place.numel for place in run.layout.order}
     sizes = numel | {name: x.numel() for name, x in _list_untrained(run)}
     for name, x in like.items():

@@ -1,4 +1,4 @@
-"""All-reduces by messages: choice of the algorithm, and one rank's part."""
+"""All-reduces by messages."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from workbench.rank import Op, Rank
 
 
 def choose_algorithm(fabric: Fabric, size: int, op: Op) -> Algorithm | None:
-    """Returns the Fabric's algorithm for the all-reduce `op` in a run of `size` ranks.
+    """Returns the Fabric's algorithm for `op` in a run of `size` ranks; None if the backend performs it.
 
-    None if the backend performs it. The backend also performs measurements, so that no timeline shows them.
+    The backend performs measurements, so that no timeline shows them.
     """
     if fabric.algorithm.native or op.verb != "all_reduce" or op.measures or not op.args[0].numel():
         return None
@@ -26,14 +26,14 @@ def choose_algorithm(fabric: Fabric, size: int, op: Op) -> Algorithm | None:
 
 
 def divides_first(op: Op) -> bool:
-    """Whether each rank divides its tensor before a mean, as NCCL does, because a sum in float16 may overflow."""
+    """Whether each rank divides before a mean, as NCCL does, because a float16 sum may overflow."""
     return bool(op.verb == "all_reduce" and op.args[1] == "mean" and op.args[0].dtype == torch.float16)
 
 
 async def run_all_reduce(by: Algorithm, rank: Rank, op: Op, name: str) -> Tensor:
-    """Performs one rank's part. The sum, or the mean, replaces `op`'s tensor and is returned.
+    """Performs one rank's part. The sum or mean replaces `op`'s tensor and is returned.
 
-    name: the kind of the messages; no other group or lane uses it at the time
+    name: the kind of the messages; no other group or lane may use it at the time
     """
     x: Tensor = op.args[0]
     how, ranks = op.args[1], _list_ranks(op, rank.size)

@@ -1,7 +1,7 @@
 """Continues indexed data after the ranks or the batch size have changed.
 
-The order of examples depends only on the seed, and ranks draw from it in turn. So ranks need to agree only on the
-number of used examples.
+The order of examples depends only on the seed, and ranks draw from it in turn. So ranks only agree on the number of
+used examples.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class LearningView(Protocol):
 
 
 async def count_used_up(run: LearningView) -> int:
-    """Counts used examples at a common boundary; 0 if data have no index.
+    """Counts used examples at a common boundary; 0 if data have no index or no rank draws.
 
-    Also 0 if no rank draws. The run leaves out examples that slower ranks have not drawn.
+    The run leaves out examples that slower ranks have not drawn.
     """
     if not run.learner.indexed:
         return 0
@@ -39,7 +39,7 @@ async def count_used_up(run: LearningView) -> int:
 
 
 def describe_repeats(why: str) -> dict[str, str]:
-    """Describes that examples may come twice in an epoch."""
+    """Describes that an epoch may repeat examples."""
     return {"text": f"{why}, so examples may repeat or be skipped"}
 
 

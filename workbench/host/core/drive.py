@@ -1,6 +1,6 @@
 """Drives a coroutine to its end: performs each Op that it awaits, and sends the answer in.
 
-In the simulator an answer may take time, so a fiber is the loop (workbench/sim/clock/fiber.py).
+The simulator drives by fibers instead (workbench/sim/clock/fiber.py), because an answer may take time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def drive_coroutine(
     alone: AbstractContextManager[None] = NO_GUARD,
     value: Any = None,
 ) -> T:
-    """Runs `coro`, which awaits `value`, to its end, and returns its result.
+    """Sends `value` into `coro`, runs it to its end, and returns its result.
 
     Throws StrategyError, and StopAsyncIteration at the end of a loop over buckets, into the coroutine. Holds `alone`
     while the coroutine runs, but not while an Op is performed.
@@ -52,6 +52,6 @@ def drive_coroutine(
             ended: T = end.value
             return ended
         except (StrategyError, StopAsyncIteration) as answer:
-            if getattr(coro, "cr_frame", coro) is None:  # it has ended with this error
+            if getattr(coro, "cr_frame", coro) is None:  # ended with this error
                 raise
             error = answer

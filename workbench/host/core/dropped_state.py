@@ -1,6 +1,6 @@
-"""Applies the owners' rules for a rank's state when it leaves a strategy, and records them.
+"""Applies and records the owners' rules for a rank's state when it leaves a strategy.
 
-Owners declare rules by name: `Strategy.own`, `Optimizer.own`, `Compressor.own`.
+Owners declare rules by name in `own`: strategies, optimizers, compressors.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def list_state_names(state: object) -> set[str]:
 
 
 def find_rule(own: Mapping[str, str], name: str) -> str:
-    """Returns the rule by exact name or the first pattern that fits; else ""."""
+    """Returns the rule of the exact name, else of the first fitting pattern, else ""."""
     return own.get(name) or next((said for pattern, said in own.items() if fnmatchcase(name, pattern)), "")
 
 
 def report_dropped_state(
     run: RankView, was: Experiment, to: Experiment, remembered: Iterable[str], handed: bool
 ) -> None:
-    """Records in a Mark "own" what becomes of `was.strategy`'s state. Rank 0 records it, and servers.
+    """Records in a Mark "own" what becomes of `was.strategy`'s state. Rank 0 and servers record it.
 
     remembered: names of the state
     handed:     whether it includes an outer momentum for the next strategy

@@ -1,9 +1,7 @@
-"""Hooks of a model on gradients of parameters and modules: they see the gradient of a rank's own loss.
+"""Lets a model's hooks on parameters and modules see the gradient of a rank's own loss.
 
-Hooks on a parameter's gradient run before the host's.
-
-A strategy scales a rank's loss so that the sum over ranks is the mean gradient. A hook that clips would then clip a
-gradient that is smaller than the rank's own.
+A strategy scales a rank's loss so that the sum over ranks is the mean gradient. A hook that clips would clip this
+smaller gradient. Hooks on a parameter's gradient run before the host's.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ H = TypeVar("H", Hook, ModuleHook)
 
 @contextmanager
 def unscale_grads(params: Iterable[nn.Parameter], share: float | None) -> Iterator[None]:
-    """Inside, the model's hooks on these parameters' gradients see them as if `share` had not scaled the loss.
+    """Inside, the model's hooks on these parameters see gradients as if `share` had not scaled the loss.
 
-    share: the factor of the loss in the backward that runs inside; None: 1
+    share: the factor of the loss in the backward inside; None: 1
     """
     wrapped_hooks: list[tuple[dict[int, Hook], int, Hook]] = []
     scale = 1.0 if share is None else float(share)
@@ -52,7 +50,7 @@ def unscale_grads(params: Iterable[nn.Parameter], share: float | None) -> Iterat
 
 
 class ModuleHooks:
-    """Lets backward hooks of a model's modules see gradients as if the loss had not been scaled.
+    """Lets module backward hooks see gradients as if the loss had not been scaled.
 
     torch reads a module's hooks in its forward and calls them in the backward.
 
@@ -64,7 +62,7 @@ class ModuleHooks:
 
     @contextmanager
     def wrap_hooks(self, share: float | None = None) -> Iterator[None]:
-        """Encloses a forward, or a backward of the loss times `share`, which may compute forwards again."""
+        """Encloses a forward, or a backward of the loss times `share`, which may recompute forwards."""
         self.share = 1.0 if share is None else float(share)
         wrapped: list[tuple[dict[int, ModuleHook], int, ModuleHook]] = []
         for module in _list_hooked(self._model):
@@ -86,14 +84,14 @@ class ModuleHooks:
 
 
 def _restore_hooks(wrapped: Iterable[tuple[dict[int, H], int, H]]) -> None:
-    """Puts hooks back in place of their wrappers, except hooks that have been removed."""
+    """Puts hooks back in place of their wrappers, except removed hooks."""
     for held, number, hook in wrapped:
         if number in held:
             held[number] = hook
 
 
 def _list_hooked(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules with backward hooks. Every forward and backward asks, and `modules()` takes twice as long."""
+    """Returns the modules with backward hooks, in every forward and backward. `modules()` takes twice as long."""
     found, seen, left = [], {id(model)}, [model]
     while left:
         module = left.pop()
@@ -114,7 +112,7 @@ def _multiply_each(grads: object, by: float) -> object:
 
 
 def require_gradient(name: str, p: Tensor) -> bool:
-    """Returns whether a backward made a gradient. It makes none if the model has frozen `p` since its forward.
+    """Returns whether a backward made a gradient. It makes none if the model froze `p` since its forward.
 
     Raises StrategyError if a hook has set the gradient to None, as an optimizer in a hook does.
     """
@@ -127,7 +125,7 @@ def require_gradient(name: str, p: Tensor) -> bool:
 
 
 def _move_hosts_hooks_last(held: dict[int, Hook]) -> list[tuple[int, Hook]]:
-    if len(held) == 1 and _is_hosts_hook(*held.values()):  # the usual case, in every backward
+    if len(held) == 1 and _is_hosts_hook(*held.values()):  # in every backward
         return []
     hosts = [number for number, hook in held.items() if _is_hosts_hook(hook)]
     if len(hosts) == len(held):

@@ -1,4 +1,4 @@
-"""One rank's learning rate while it trains."""
+"""One rank's learning rate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workbench.experiment.rate_factor import compute_rate_factor
 from workbench.host.core.rank_view import RankView
 from workbench.tasks import at_rate, rate
 
-FIXED_POINT = 2**40  # a factor of 1 as a whole number
+FIXED_POINT = 2**40  # stands for a factor of 1
 
 
 class Rate:
@@ -33,12 +33,12 @@ class Rate:
         return self.first + (compute_rate_factor(e) - self.first) * risen
 
     def change_factor(self, was: Experiment, wanted: Experiment, step: int) -> None:
-        """A different factor or warmup begins at the current factor, before `step`."""
+        """Starts a different factor or warmup at the current factor, before `step`."""
         if (compute_rate_factor(was), was.lr_warmup) != (compute_rate_factor(wanted), wanted.lr_warmup):
             self.first, self.begun = self.compute_factor(was, step), step
 
     def compute_rate(self, run: RankView, step: int | None = None) -> float:
-        """Returns the learning rate of `step`; by default of the present step."""
+        """Returns the learning rate of `step`; by default the present one."""
         e, step = run.experiment, run.rank.step if step is None else step
         scheduled = run.learner.schedule(step) if run.learner.schedule else 1.0
         return (e.lr or self.own) * self.compute_factor(e, step) * scheduled

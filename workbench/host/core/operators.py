@@ -1,9 +1,9 @@
 """Lets one thread at a time make the Python object of a torch operator.
 
-[Note: Operators made twice] torch makes an operator's object when a dispatch mode first sees the operator, and puts it
-into `torch.ops`. C++ keeps a pointer, but no reference. If two threads make the object at once, the second replaces the
-first, and Python frees the first. A later call then reads freed memory. torch 2.13 shows errors such as "'Tickets'
-object has no attribute '__qualname__'" and crashes in malloc.
+[Note: Operators made twice] torch makes an operator's object when a dispatch mode first sees it, and puts it into
+`torch.ops`. C++ keeps a pointer, but no reference. If two threads make the object at once, Python frees the first. A
+later call then reads freed memory. torch 2.13 shows errors such as "'Tickets' object has no attribute '__qualname__'"
+and crashes in malloc.
 """
 
 from __future__ import annotations

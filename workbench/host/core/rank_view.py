@@ -1,7 +1,6 @@
 """One rank of a run, as the other parts of host see it.
 
-A view lists what its users read or call. Sub-packages extend `RankView` in modules of their own, such as
-`transfer/change_view.py`.
+A view lists what its users read or call. Sub-packages extend `RankView`, as `transfer/change_view.py` does.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class RankView(Protocol):
-    """One rank: its training, and its exchanges.
+    """One rank.
 
-    state:  the strategy's state, which only the strategy reads
+    state:  the strategy's own state
     spread: how a replica lies on several ranks; None: each rank has a whole replica
     now:    seconds since the run began
     """

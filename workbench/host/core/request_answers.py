@@ -19,11 +19,11 @@ class RequestAnswer(NamedTuple):
 
 Done = dict[str, Sequence[Any] | None]  # latest requests by name
 KNOWN_KIND = "known"  # carries another request's RequestAnswer
-MAX_NAMES, MAX_ANSWERS = 256, 16  # kept names, and RequestAnswers
+MAX_NAMES, MAX_ANSWERS = 256, 16
 
 
 def remember_answer(done: Done, name: str, answer: RequestAnswer | None) -> None:
-    """Also forgets old requests."""
+    """Remembers an answer, and forgets old requests."""
     done.pop(name, None)
     done[name] = answer
     names = list(done)

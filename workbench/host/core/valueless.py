@@ -1,4 +1,4 @@
-"""Models without values: on torch's meta device, or as tensors that claim to be on a CPU."""
+"""Models without values: on torch's meta device, or tensors that claim to be on a CPU."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class _NoFills(TorchFunctionMode):
 
 
 def make_outline(learner: Learner, built: bool = True) -> nn.Module:
-    """Returns the task's model on the meta device: built there, or a copy without values.
+    """Returns the task's model on the meta device: built there, or copied without values.
+
+    A model built elsewhere may be training, so it is copied. Raises `copy.deepcopy`'s error if that fails.
 
     built: whether it may be built with values; if not, raises the model's error on the meta device
-
-    Raises `copy.deepcopy`'s error if it cannot copy. The model may be training, so it must copy.
     """
     try:
         with torch.device("meta"), _NoFills():

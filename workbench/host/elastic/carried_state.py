@@ -1,4 +1,4 @@
-"""The state that a rank carries from one generation into the next."""
+"""The state that a rank carries into its next generation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from workbench.host.transfer.boundary import Boundary
 class CarriedState(NamedTuple):
     """A rank's own state between 2 generations.
 
-    bounds: the boundaries that this rank can go back to
+    bounds: boundaries that this rank can go back to
     outer:  its outer momentum there
-    former: the checkpoint to which all ranks go back, or None
+    former: the checkpoint to which all ranks go back
     """
 
     bounds: Sequence[Boundary] = ()

@@ -32,7 +32,7 @@ class SurvivorView(Protocol):
 class GenerationView(ChangeView, PolicyView, Protocol):
     """A rank that takes its state into the next generation.
 
-    rate, queue: its learning rate and its changes, which a generation that does not form puts back
+    rate, queue: restored if the generation does not form
     carried:     its own state between 2 generations
     """
 
@@ -52,7 +52,7 @@ class GenerationView(ChangeView, PolicyView, Protocol):
         """Only between 2 generations."""
 
     def release_state(self, seed: int) -> None:
-        """Drops this rank's part of the model. Seeds the random numbers with `seed`."""
+        """Drops this rank's part of the model. Seeds the random numbers."""
 
     def reallocate_state(self) -> None:
         """Puts the whole model into buckets again, and makes its optimizer."""

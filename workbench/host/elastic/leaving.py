@@ -49,7 +49,7 @@ def explain_refusal(run: GenerationView, saved: Sequence[int], alive: bool = Fal
 
 
 def return_to_boundary(run: GenerationView) -> bool:
-    """Puts `run`'s rank at a boundary if it is not at one. Returns whether it holds only a part of the state."""
+    """Puts `run`'s rank at a boundary. Returns whether it holds only a part of the state."""
     parts, carried, rollback = False, run.carried._replace(bounds=()), run.rollback
     if rollback is not None:
         run.rank.step += rollback.go_back()
@@ -68,7 +68,7 @@ def make_rank_report(
     asked: RequestState = NO_REQUESTS,
     process: Sequence[Any] = (),
 ) -> RankReport:
-    """Call it after `return_to_boundary`. saved: the steps of checkpoints that the rank sees if it holds `parts`"""
+    """Call it after `return_to_boundary`. saved: steps of visible checkpoints if the rank holds `parts`"""
     e, rank, rollback = run.experiment, run.rank, run.rollback
     used = run.reads.list_boundaries(rank.step) if run.reads is not None else ()
     return RankReport(
@@ -103,7 +103,7 @@ class StateBefore:
         self.whole: Boundary | None = None
         if to.came.salvaged is not None:  # nothing changes the values in `bounds`
             return
-        if has_parts(run.experiment):  # the ranks have come together, and the newest boundary is whole
+        if has_parts(run.experiment):  # the ranks have assembled, so the newest boundary is whole
             bounds = [copy_boundary(b) for b in run.carried.bounds]
             self.settings["carried"] = run.carried._replace(bounds=bounds)
         else:
@@ -158,15 +158,15 @@ def hand_down_state(before: GenerationView, rank: Rank, to: NextGeneration) -> N
 
 
 def replan_changes(run: GenerationView, changes: int) -> None:
-    """Makes `changes` the number of changes that this rank has made, and tells the policy which ones are undone."""
+    """Makes `changes` the number of made changes, and reports undone ones to the policy."""
     if run.queue.undo_changes(changes):
         run.policy_runner.undo_changes(changes)
 
 
 def _count_ranks_behind(run: RankView, came: Membership) -> None:
-    """Counts each rank that lacks the newest mean of all ranks as if it stood at that mean.
+    """Counts each rank that lacks the newest mean as if it stood at that mean.
 
-    So a step that `run`'s rank has made since then weighs as much as if all ranks were that far.
+    So a step since then weighs as much as if all ranks were that far.
     """
     anchor = run.experiment.strategy.anchor(run.state)
     if not came.behind or anchor is None:

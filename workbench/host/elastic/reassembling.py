@@ -1,4 +1,4 @@
-"""Reassembles a model that was divided among ranks after some of them were lost.
+"""Reassembles a model that was divided among ranks, after a loss.
 
 Every rank of a complete group gets the whole model from the pieces of one boundary.
 """
@@ -27,7 +27,7 @@ async def assemble_model(
 ) -> None:
     """All ranks of a new generation call it. Their models have memory but no values.
 
-    bounds: the boundary that this rank goes back to, if any; former: the checkpoint that all go back to instead
+    bounds: the boundary that this rank goes back to; former: the checkpoint that all ranks go back to instead
     """
     salvaged = came.salvaged
     assert salvaged is not None

@@ -1,8 +1,8 @@
 """Finds the parts of a run's state that are left after a loss, with their steps and ranks.
 
-If ranks hold pieces, one rank may be a step ahead of another. Each keeps its last boundaries. The remaining ranks go
-back to the newest boundary at which they have every piece together. If replicas drift apart, each complete replica goes
-back to its own boundary. The ranks take the mean of the replicas that have the newest mean of all ranks.
+If ranks hold pieces, one rank may be a step ahead of another. So each keeps its last boundaries. The remaining ranks go
+back to the newest boundary at which they have every piece. If replicas drift apart, each complete replica goes back to
+its own boundary. The ranks then take the mean of the replicas with the newest mean of all ranks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ class PieceMap(NamedTuple):
 
 
 class PieceSources(NamedTuple):
-    """Where all pieces are. sources: groups of places, each with all pieces; steps: each place's boundary
+    """Where all pieces are.
 
-    step: the step with which training goes on
+    step:    the step with which training goes on
+    sources: groups of places, each with all pieces
+    steps:   each place's boundary
     """
 
     step: int
@@ -40,10 +42,10 @@ def has_parts(e: Experiment) -> bool:
 
 
 def map_pieces(e: Experiment, size: int, remembers: bool) -> PieceMap:
-    """Maps pieces. remembers: whether the optimizer has any state"""
+    """Maps pieces to places. remembers: whether the optimizer has any state"""
     if (ways := e.partition.size) > 1:
         return PieceMap(ways, tuple(place % ways for place in range(size)))
-    if e.strategy.tables:  # each server has its own rows, and trainers read all
+    if e.strategy.tables:  # each server has its own rows; trainers read all
         return PieceMap(size, tuple(range(size)))
     if "parameters" in e.strategy.shards or (remembers and e.strategy.shards):
         groups = list_shard_groups(e.strategy, size)
@@ -59,15 +61,15 @@ def count_copies(e: Experiment, size: int, remembers: bool) -> int:
 
 
 def find_agreed_step(bound: Sequence[int]) -> int | None:
-    """Returns the step before which all ranks last had the same parameters; None if unknown. bound: as in RankReport"""
+    """Returns the step before which all ranks last had equal parameters; None if unknown. bound: as in RankReport"""
     step, _, apart = bound
     return step - apart if apart >= 0 else None
 
 
 def find_newest(at: Mapping[Key, int | None]) -> set[Key]:
-    """Returns the ranks or replicas that have the newest mean of all ranks; all of them if one is unknown.
+    """Returns the ranks or replicas with the newest mean of all ranks; all of them if one is unknown.
 
-    at: by rank or replica, the result of `find_agreed_step`
+    at: `find_agreed_step` by rank or replica
     """
     known = [step for step in at.values() if step is not None]
     if len(known) < len(at):
@@ -80,8 +82,7 @@ def find_sources(
 ) -> PieceSources | None:
     """Returns the sources at the newest step with all pieces; None without any.
 
-    there: for each remaining place, the steps of its boundaries after the same changes; for each step, the result of
-    `find_agreed_step`
+    there: for each remaining place, its boundaries after the same changes: `find_agreed_step` by step
     """
     count, at = map_pieces(e, size, remembers)
     if e.strategy.periodic:
@@ -96,7 +97,7 @@ def find_sources(
 def _find_replica_sources(
     count: int, at: tuple[int, ...], there: Mapping[int, Mapping[int, int | None]]
 ) -> PieceSources | None:
-    """Returns the complete replicas with the newest mean, or one made of incomplete ones."""
+    """Returns the complete replicas with the newest mean, else one made of incomplete ones."""
     sources, steps = [], dict[int, int]()
     for first in range(0, len(at), count):
         ranks = tuple(range(first, first + count))

@@ -1,9 +1,9 @@
 """How the remaining ranks agree on one state after a loss and begin a generation.
 
 No strategy takes part, because its `leave` may need a lost rank. If replicas are equal after each step, a rank that is
-behind takes the state of a furthest rank. If replicas drift apart, all ranks take the mean of the ranks that trained. A
-rank that lacks the newest mean counts as if it stood at that mean, which contains its steps. Each rank's own state
-follows its owner's rules ("The hand-over" in workbench/DESIGN.md).
+behind takes the state of a furthest rank. If replicas drift apart, all ranks take the mean of the ranks that trained.
+That mean contains the steps of a rank that lacks the newest mean, so this rank counts as if it stood there. Each rank's
+own state follows its owner's rules ("The hand-over" in workbench/DESIGN.md).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from workbench.settings import KnobError
 
 
 class RecoverySource(NamedTuple):
-    """Where a new generation finds a state that was in parts, if some parts are lost.
+    """Where a new generation finds a state that was in parts.
 
-    was:     the experiment under which the state was laid out, on `size` ranks
+    was:     the experiment that laid the state out, on `size` ranks
     changes: how many changes had been made then
-    sources: groups of places from now on; each group together holds the whole state
-    steps:   by place from now on, the step of the boundary that it goes back to; -1: it holds nothing that counts
-    saved:   the checkpoint to which all ranks go back instead; "" if they need none
+    sources: groups of new places; each group holds the whole state
+    steps:   by new place, the step of its boundary; -1: it holds nothing that counts
+    saved:   the checkpoint to which all ranks go back instead; "": none
     """
 
     was: Experiment
@@ -45,11 +45,11 @@ class RecoverySource(NamedTuple):
 class Membership(NamedTuple):
     """How ranks came to a new generation, the same on all of them.
 
-    members:  the ranks' numbers in the run, by place from now on
-    places:   their places in the previous generation, by place from now on
+    members:  ranks' numbers in the run, by new place
+    places:   places in the previous generation, by new place
     furthest: the places with the most steps and changes
     trained:  the places that trained and have the newest mean of all ranks
-    salvaged: how a state in parts is put together again; None if nothing was in parts
+    salvaged: how a state in parts is assembled; None if nothing was in parts
     behind:   how many ranks trained and lack the newest mean
     """
 
@@ -71,9 +71,10 @@ def fit_survivors(
 ) -> tuple[Experiment, tuple[int, ...]]:
     """Returns (`e` for the ranks that go on, their places): the first of `left`, as many as can train.
 
-    left: places in the previous generation, preferred ones first; able: raises KnobError if the model cannot be trained
-
     If too few are left, a smaller partition or none replaces the old one. Raises KnobError if no number can train.
+
+    left: previous places, preferred ones first
+    able: raises KnobError if the model cannot be trained
     """
     reason: KnobError | None = None
     for way in _list_partitions(e.partition):
@@ -95,9 +96,9 @@ def _list_partitions(way: Partition) -> Iterator[Partition]:
 
 
 def resize_experiment(e: Experiment, places: tuple[int, ...], ranks: int = 0) -> Experiment:
-    """Resizes `e`. places: previous places of ranks that stay; ranks: how many in all (0: no new ones)
+    """Resizes `e`. Raises KnobError if so many ranks cannot train under it.
 
-    Raises KnobError if so many cannot train under `e`.
+    places: previous places of ranks that stay; ranks: how many in all (0: no new ones)
     """
     faults = [f for f in e.fabric.faults if getattr(f, "rank", places[0]) in places]
     moved = tuple(_move_fault(f, places) for f in faults)
@@ -114,7 +115,7 @@ async def agree_on_state(run: ChangeView, came: Membership) -> None:
     strategy = run.experiment.strategy
     residual.start_compressor(run)
     await rank_state.migrate_rank_state(run, None, find_spread(run.experiment, run.model, run.learner))
-    if any(await run.gather(int(bool(run.optimizer.state)))):  # some may have made no step
+    if any(await run.gather(int(bool(run.optimizer.state)))):  # some have perhaps made no step
         create_optimizer_state(run.layout, run.optimizer)
     if strategy.periodic:
         state = [
@@ -128,7 +129,7 @@ async def agree_on_state(run: ChangeView, came: Membership) -> None:
 
 
 async def broadcast_momentum(run: ChangeView, momentum: dict[str, Tensor] | None, first: int) -> None:
-    """Broadcasts the outer momentum of rank `first`. Call it after the strategy has entered."""
+    """Broadcasts rank `first`'s outer momentum. Call it after the strategy has entered."""
     if not (await run.gather(int(bool(momentum))))[first]:
         return
     given = {}

@@ -1,12 +1,12 @@
 """Takes a rank back to the last boundary or to its own update after a lost peer ended a step.
 
-A step that ends in one update of everything, after all exchanges, needs no copy. Before the update the model is
-unchanged, and an update needs no peer. All other strategies write parameters between or during exchanges. A broken
-exchange or switch leaves invalid values. So they need copies of parameters, optimizer state and buffers at each
-boundary. A compressor's residual changes while gradients are sent, so it is copied under every strategy.
+A step needs no copy if it ends in one update of everything, after all exchanges: until then the model is unchanged, and
+an update needs no peer. All other strategies write parameters between or during exchanges, and a broken exchange or
+switch leaves invalid values. So they copy parameters, optimizer state and buffers at each boundary. A compressor's
+residual changes while gradients are sent, so every strategy copies it.
 
-Copies are made only if the run goes on after losses. A rank that needs none can go back under any settings, because a
-person may remove a rank that hangs.
+Copies are made only if the run goes on after losses. A rank that needs none can always go back, because a person may
+remove a rank that hangs.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Rollback:
     is_wanted:    whether the run goes on without a lost or hanging rank
     is_free:      whether going back needs no copies
     open:         whether the rank is in something that cannot be undone
-    kept:         boundaries at which this rank stood if ranks hold parts, the newest last
-    is_void:      after this rank went back: whether its state is invalid
-    outer:        after it went back: its whole outer momentum, as `Strategy.hands_on` gives it
+    kept:         boundaries of this rank if ranks hold parts, the newest last
+    is_void:      whether this rank's state is invalid after it went back
+    outer:        its whole outer momentum after it went back, as in `Strategy.hands_on`
     is_gathering: whether ranks are assembling the whole state for a resize
-    whole_state:  this rank's whole state in a resize if ranks held parts before; other ranks may lack theirs
-    copies:       how many ranks had each piece at the last boundary if they hold parts; 0: unknown
+    whole_state:  this rank's whole state in a resize from parts; other ranks may lack theirs
+    copies:       how many ranks had each piece at the last boundary; 0: unknown
     """
 
     def __init__(self, run: RollbackView) -> None:
@@ -103,7 +103,7 @@ class Rollback:
 
     @contextmanager
     def guard_step(self, changes: bool = False) -> Iterator[None]:
-        """Encloses a step or something that `changes` the whole rank. After an error inside, `go_back` can undo it."""
+        """Encloses a step or something that `changes` the whole rank. `go_back` can undo it after an error."""
         if self._was is not None:  # nested
             yield
             return
@@ -128,9 +128,9 @@ class Rollback:
         self._was = None
 
     def _keep_boundary(self) -> None:
-        """Another rank may have the lost rank's parts, or only a wire is lost.
+        """Keeps a boundary if another rank may have the lost parts, or if only a wire may be lost.
 
-        Tables are too large to be copied because of a wire alone.
+        Tables are too large to copy for a wire.
         """
         run = self.run
         self.copies = count_copies(run.experiment, run.rank.size, self.has_slots)
@@ -171,7 +171,7 @@ class Rollback:
             self.is_void, self.kept = True, deque([self.whole_state])
 
     def go_back(self) -> int:
-        """Returns 1 if the rank's present step counts, else 0. While `open`, a rank cannot go back."""
+        """Returns 1 if the present step counts, else 0. While `open`, a rank cannot go back."""
         if self._was is None:
             self._apart = count_steps_apart(self.run)
             self.outer = None if has_parts(self.run.experiment) else self._find_momentum()

@@ -1,6 +1,6 @@
-"""Decides how the remaining ranks of a generation go on. All ranks use the same votes and decide alike.
+"""Decides how the remaining ranks of a generation go on. Equal votes make all ranks decide alike.
 
-Whole replicas go on from the furthest rank's step. Ranks that held parts go on from the pieces that they have together
+Whole replicas go on from the furthest rank's step. Ranks with parts go on from the pieces that they have together
 (`host/elastic/recovery_sources.py`), or from a checkpoint.
 """
 
@@ -25,9 +25,8 @@ from workbench.settings import Json, KnobError
 class RemainingRank:
     """A remaining rank, as its host knows it.
 
-    member, place, size: its number in the run and its place among `size` ranks of the ended generation
-    find_missing:        returns the counted ranks that are not in these members: lost ranks, and new ranks that still
-                         run
+    member, place, size: its number in the run; its place among `size` ranks of the ended generation
+    find_missing:        returns counted ranks outside these members: lost ones, and new ones that still run
     checkpoint_path:     returns the path of the checkpoint before a step
     """
 
@@ -41,7 +40,7 @@ class RemainingRank:
 
 
 def plan_shrink(who: RemainingRank, heard: Quorum) -> NextGeneration:
-    """Raises KnobError if so few cannot train under these settings, and records that."""
+    """Raises KnobError, and records it, if so few cannot train under these settings."""
     try:
         return (_plan_from_parts if any(said.parts for said in heard.by_place.values()) else _plan_from_replicas)(
             who, heard
@@ -63,7 +62,7 @@ def _plan_from_replicas(who: RemainingRank, heard: Quorum) -> NextGeneration:
         f"{describe_loss(gone)}; {name_ranks(came.members)} went on from step {came.step}{_describe_left_out(left_out)}"
     )
     if spare:
-        text += f", and {name_ranks(spare)} {choose_are(spare)} not needed, for so many cannot train alike"
+        text += f", and {name_ranks(spare)} {choose_are(spare)} not needed, because so many cannot train alike"
     text += f"; progress: {heard.vote_text}"
     mark = {"members": came.members, "gone": [*gone, *left_out, *spare], "spare": spare, "step": came.step,
             "text": text, "settings": e.plain(), "voted": heard.vote_rows}  # fmt: skip
@@ -132,7 +131,7 @@ def _read_experiment(who: RemainingRank, heard: Quorum, of: RankReport) -> Exper
 
 
 def explain_missing(e: Experiment, reason: str = "") -> str:
-    """Explains which setting would have let the run go on."""
+    """Names the setting that would have let the run go on."""
     strategy, way = type(e.strategy).__name__, type(e.partition).__name__
     if reason:
         return f"{reason}; and there is no checkpoint to go back to: take save_every=100, or more replicas"
@@ -160,7 +159,7 @@ def _plan_from_pieces(
 ) -> NextGeneration:
     """Raises KnobError if ranks cannot train or lack a piece."""
     left = recovery_sources.sort_by_need(found, at.at, heard.remaining_places)
-    if e.strategy.shards and at.ways > 1:  # needed to know the shards' layout
+    if e.strategy.shards and at.ways > 1:  # their layout must be known
         left = [place for place in left if place in found.steps]
     to, places = fit_survivors(e, left, who.run.require_trainable)
     new = {place: number for number, place in enumerate(places)}
@@ -220,7 +219,7 @@ def _make_generation(
     gone, left_out = who.find_missing((*came.members, *spare))
     text = f"{describe_loss(gone)}; {name_ranks(came.members)} {how_text}{_describe_left_out(left_out)}"
     if spare:
-        text += f", and {name_ranks(spare)} {choose_are(spare)} not needed, for so many cannot train alike"
+        text += f", and {name_ranks(spare)} {choose_are(spare)} not needed, because so many cannot train alike"
     if to.partition != e.partition:
         ranks = f"{to.partition.size} rank{'s' * (to.partition.size > 1)}"
         text += f"; a replica now takes {ranks}, partition={type(to.partition).__name__}"
@@ -251,5 +250,5 @@ def _describe_left_out(left_out: list[int]) -> str:
 def _mark_unread(who: RemainingRank, gone: list[int], first: RankReport) -> None:
     run = who.run
     if gone and run.learner.indexed and not has_common_step(run.experiment) and who.member == first.member:
-        why = f"it is not known how much {name_ranks(gone)} had read, because ranks do not train in lockstep"
+        why = f"how much {name_ranks(gone)} had read is unknown, because ranks do not train in lockstep"
         who.mark("data", describe_repeats(why))

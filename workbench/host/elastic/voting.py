@@ -15,10 +15,10 @@ from workbench.host.elastic.reentry import Membership
 
 
 class ResizeSignal(Exception):
-    """Raised once the ranks have come together, before a generation of other ranks begins.
+    """Raised once the ranks have assembled, before a generation of other ranks begins.
 
-    members: of that generation by place; experiment: for them; number: the request's
-    used:    how many examples are used up; preempted: ranks that leave because of preemption
+    members: of that generation by place; number: the request's
+    used:    examples used up; preempted: ranks that leave because of preemption
     """
 
     def __init__(self, members: tuple[int, ...], experiment: Experiment, number: str, used: int,
@@ -31,19 +31,19 @@ class ResizeSignal(Exception):
 class RankReport(NamedTuple):
     """One rank's report when its generation ends.
 
-    step:     the step that it makes next
+    step:     its next step
     changes:  how many changes it has made or refused
     trained:  whether its model is the run's; else it only served
-    asked:    requests that it has received and not obeyed; done: answers to its latest requests
+    asked:    requests received and not obeyed; done: answers to its latest requests
     paused, credit: whether it makes no steps; how many it makes before it pauses again
     settings: the experiment as plain values
     process:  its host, its pid and when the process began
-    parts:    whether it holds only a part of the state or did before it went back
-    bounds:   boundaries that it can go back to, the newest last: (next step, changes before it, `Boundary.apart`)
+    parts:    whether it holds, or held before it went back, only a part of the state
+    bounds:   its boundaries, the newest last: (next step, changes before it, `Boundary.apart`)
     remembers: whether its optimizer has any state
-    saved:    the steps before which it sees checkpoints of this run
-    whole:    whether it holds everything because ranks with parts were coming together
-    used:     at its last boundaries: the next step, and how many examples were used up
+    saved:    steps of the run's checkpoints that it sees
+    whole:    whether it holds everything because ranks with parts were assembling
+    used:     at its last boundaries: the next step, and examples used up
     """
 
     member: int
@@ -85,7 +85,7 @@ class Quorum(NamedTuple):
 
     @property
     def remaining_places(self) -> list[int]:
-        """The places of ranks that are left; the furthest ranks come first."""
+        """The remaining ranks' places; the furthest ranks come first."""
         return sorted(
             self.by_place,
             key=lambda place: (self.by_place[place].progress_key != self.furthest_report.progress_key, place),
@@ -134,9 +134,9 @@ class NextGeneration(NamedTuple):
     """How the next generation begins, the same on all its ranks.
 
     experiment: for these ranks; changes, done, paused, credit: as in RankReport, of the furthest rank
-    asked:      requests that are not obeyed yet; processes: by place
+    asked:      requests not obeyed yet; processes: by place
     mark:       its Mark in the record
-    used:       how many examples are used up
+    used:       examples used up
     """
 
     came: Membership

@@ -34,7 +34,7 @@ async def split_state(run: BucketOrderView, ahead: bool = False) -> None:
 async def foresee_order(run: BucketOrderView) -> None:
     """Cuts buckets in the order of gradients, if a trial can foresee it.
 
-    A trial that serves only this order must be cheap: the task is pure, and the model is not built again.
+    A trial for this order alone must be cheap: the task is pure, and the model is not built again.
     """
     strategy = run.experiment.strategy
     shards = "parameters" in strategy.shards
@@ -61,7 +61,7 @@ async def reorder_buckets(run: BucketOrderView, names: list[str]) -> None:
 
 
 def _find_sliced_order(run: RankView) -> list[str]:
-    """Returns the order of gradients: backward adds sliced ones up at its end."""
+    """Returns the order of gradients: backward sums sliced ones at its end."""
     split = run.spread.split if run.spread else None
     if split is None:
         return []

@@ -19,11 +19,11 @@ class BucketOrderView(ChangeView, Protocol):
     def checkpointer(self) -> Checkpointer: ...
 
     async def agree_on_order(self, names: list[str]) -> list[str]:
-        """Returns `names` of the first of the ranks that hold the same part of the model."""
+        """Returns `names` of the first rank that holds the same part of the model."""
 
 
 class EnteringView(ChangeView, Protocol):
-    """A rank that enters a new generation. It is a LoopView, too. carried: its own state between 2 generations"""
+    """A rank that enters a new generation. It is a LoopView, too."""
 
     carried: CarriedState
 
@@ -36,14 +36,11 @@ class EnteringView(ChangeView, Protocol):
     @property
     def policy_runner(self) -> PolicyRunner: ...
 
-    async def agree_on_order(self, names: list[str]) -> list[str]:
-        """As in LoopView."""
+    async def agree_on_order(self, names: list[str]) -> list[str]: ...
 
     async def confirm_formed(self) -> None:
-        """Waits until every rank of the generation holds the full state. If one does not, no generation forms."""
+        """Waits until every rank holds the full state. If one does not, no generation forms."""
 
-    async def run_steps(self) -> None:
-        """As in RankLoop."""
-
+    async def run_steps(self) -> None: ...
     def set_phase(self, phase: str) -> None:
         """For example "running"."""

@@ -13,19 +13,19 @@ class EvaluationView(RankView, Protocol):
     """A rank that evaluates its model."""
 
     async def evaluate_mean(self) -> Evaluated:
-        """Returns the held-out numbers of the mean model, on rank 0, and each rank's drift from it."""
+        """Returns held-out numbers of the mean model, on rank 0, and each rank's drift from it."""
 
     async def evaluate_known(self, known: list[Bucket]) -> Evaluated:
-        """Returns the held-out numbers of the parameters in `known`, without waiting for other ranks."""
+        """Returns held-out numbers of the parameters in `known`, without waiting for other ranks."""
 
     def span(self, lane: str, name: str, began: float, nbytes: int = 0) -> None:
         """Records a span from `began` to now."""
 
 
 async def record_evaluation(run: EvaluationView, together: bool) -> float | None:
-    """Evaluates and records the held-out numbers, outside step time. Returns the loss, None if it is unknown.
+    """Evaluates and records the held-out numbers, outside step time. Returns the loss, None if unknown.
 
-    together: of the mean model, for which all ranks meet; if not, of the parameters that this rank knows
+    together: of the mean model, for which all ranks meet; else of the parameters that this rank knows
     """
     await make_late_updates(run)
     began = run.now
@@ -43,7 +43,7 @@ async def record_evaluation(run: EvaluationView, together: bool) -> float | None
 
 
 async def make_late_updates(run: RankView) -> None:
-    """Makes late updates of earlier steps, while the rate still is the one of their step."""
+    """Makes late updates of earlier steps, while the rate is still theirs."""
     strategy = run.experiment.strategy
     if strategy.late_update:
         await strategy.drain(run.rank.replicas, run.state)

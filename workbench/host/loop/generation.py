@@ -1,4 +1,4 @@
-"""Lets a rank begin a new generation, after other ranks were lost or new ranks came."""
+"""Begins a generation after other ranks were lost or new ranks came."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.host.transfer import residual
 
 
 def begin_generation(run: EnteringView) -> None:
-    """Begins a generation, when its ranks can reach each other and have exchanged nothing yet."""
+    """Begins a generation. Its ranks can reach each other, but have exchanged nothing yet."""
     e = run.experiment
     run.set_fabric(e, e)
     take_role(run, e)
@@ -25,7 +25,7 @@ def begin_generation(run: EnteringView) -> None:
 
 
 async def train_in_generation(run: EnteringView, came: Membership) -> None:
-    """Trains in a new generation, after ranks were lost or came, to the last step."""
+    """Trains in a new generation to the last step."""
     if came.salvaged is not None:
         await assemble_model(run, came, run.carried.bounds, run.carried.former)
     run.carried = CarriedState(outer=run.carried.outer)
@@ -46,7 +46,7 @@ async def train_in_generation(run: EnteringView, came: Membership) -> None:
 
 
 async def align_order(run: EnteringView) -> None:
-    """Gives all ranks rank 0's order of parameters and its frozen ones, because a new rank knows neither."""
+    """Gives all ranks rank 0's order of parameters and its frozen ones. A new rank knows neither."""
     here = [place.name for place in run.layout.order], run.layout.frozen_names
     names, frozen = json.loads(await run.broadcast_text(json.dumps(here) if run.rank.id == 0 else ""))
     unfreeze_parameters(run, names)

@@ -1,4 +1,4 @@
-"""The loop of a rank on either host: boundary, step, evaluation, again."""
+"""The loop of a rank on either host: boundary, step, evaluation."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 
 
 class RankLoop(ABC):
-    """The part of a rank that goes from boundary to boundary. Each `*_view.py` says what others use of it.
+    """The part of a rank that goes from boundary to boundary. Each `*_view.py` lists the members that its users need.
 
-    queue:         its planned changes, and the number of changes made so far
+    queue:         its planned changes, and the number made so far
     rollback:      the way back to the last boundary; None if no rank is ever lost
     carried:       its own state between 2 generations
-    crashing:      the ranks that a fault ends at this boundary or the next
+    crashing:      ranks that a fault ends at this boundary or the next
     answer:        the result of the last change, the same on every rank
     held_out:      the last held-out loss that this rank knows
     pending_pause: seconds of a fault's pause before this rank's next step
@@ -99,11 +99,11 @@ class RankLoop(ABC):
 
     @property
     def due_count(self) -> int:
-        """The number of planned changes that are due at this rank's step."""
+        """How many planned changes are due at this rank's step."""
         return self.queue.count_due(self.rank.step)
 
     def take_carried(self) -> CarriedState:
-        """Hands this rank's own state over to the next generation."""
+        """Hands this rank's own state to the next generation."""
         carried, self.carried = self.carried, CarriedState()
         return carried
 
@@ -144,7 +144,7 @@ class RankLoop(ABC):
         self.memory_account.note_model_cut()
 
     async def check_ended(self) -> bool:
-        """Takes what is due at this boundary. Returns whether this rank has made its last step."""
+        """Makes what is due at this boundary. Returns whether this rank has made its last step."""
         await self._crash_if_due()
         await self.make_due_changes()
         await self._crash_if_due()
@@ -152,7 +152,7 @@ class RankLoop(ABC):
         return self.is_ended or (e.strategy.lockstep and 0 < e.steps <= self.rank.step)
 
     async def make_due_changes(self) -> None:
-        """Asynchronous ranks meet first."""
+        """Makes due changes. Asynchronous ranks meet first."""
         apart = self.is_asynchronous
         if apart:
             if not await self.check_meeting():
@@ -169,7 +169,7 @@ class RankLoop(ABC):
             self.start_background()
 
     async def _make_changes(self, count: int) -> None:
-        """Makes the first `count` planned changes one after another. The remaining ones stay in `queue.taken`."""
+        """Makes the first `count` planned changes. The remaining ones stay in `queue.taken`."""
         queue = self.queue
         queue.take_changes(count)
         while queue.taken:
@@ -185,11 +185,11 @@ class RankLoop(ABC):
             await self.crash_rank(mine)
 
     def guard_step(self, changes: bool = False) -> AbstractContextManager[None]:
-        """A context for a step or a change. If a rank is lost inside, this one can go back."""
+        """A context for a step or a change. This rank can go back if another is lost inside."""
         return nullcontext() if self.rollback is None else self.rollback.guard_step(changes)
 
     async def execute_change(self, change: Planned) -> bool:
-        """Also asks the policy, or makes a checkpoint. Returns whether a change was made."""
+        """Makes a change, a policy's tick or a checkpoint. Returns whether a change was made."""
         if isinstance(change, CheckpointEvent):
             await self.checkpointer.make_planned(change)
             return False
@@ -266,8 +266,7 @@ class RankLoop(ABC):
     def reads(self) -> BatchReader | None: ...
     @property
     @abstractmethod
-    def drawn_batches(self) -> int:
-        """Counts drawn batches."""
+    def drawn_batches(self) -> int: ...
 
     @property
     @abstractmethod
@@ -300,7 +299,7 @@ class RankLoop(ABC):
 
     @abstractmethod
     async def crash_rank(self, mine: bool) -> None:
-        """Crashes this rank if `mine`, or another one, once all ranks have made the change that brought the fault."""
+        """Crashes this rank if `mine`, or another one, once all ranks have made the fault's change."""
 
     @abstractmethod
     async def learn_order(self) -> list[str]:
@@ -321,7 +320,7 @@ class RankLoop(ABC):
 
     @abstractmethod
     async def assemble_ranks(self) -> None:
-        """Waits for all ranks and their backgrounds."""
+        """Waits for all ranks and their background work."""
 
     async def take_requests(self, apart: bool) -> None:
         """Takes people's requests."""

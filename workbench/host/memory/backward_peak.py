@@ -1,4 +1,4 @@
-"""Measures the peak of activations and gradients together during one backward."""
+"""Measures the joint peak of activations and gradients during one backward."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class GraphHooks:
 class BackwardMeter:
     """Looks at every node of the graph as it ends, when the gradients on both sides exist.
 
-    activations: (weak reference, bytes) of the tensors that the backward will free
-    comes:       bytes that a Place's gradient adds when it arrives
-    looks:       (gradients that have arrived, peak bytes of activations and of gradients between nodes)
-    most:        peak bytes of activations and new gradients together
-
     A gradient between two nodes counts from the end of the first until it is freed. If buckets release gradients, they
     are recounted up to MAX_LOOKS times.
+
+    activations: (weak reference, bytes) of tensors that the backward will free
+    comes:       bytes that a Place's gradient adds when it arrives
+    looks:       (arrived gradients, peak bytes of activations and of gradients between nodes)
+    most:        peak bytes of activations and new gradients together
     """
 
     def __init__(self, layout: ParameterLayout, activations: Alive, comes: Callable[[ParameterPlace], int]) -> None:
@@ -72,7 +72,7 @@ class BackwardMeter:
         self._activations = activations
         self._lies: dict[int, weakref.ref[UntypedStorage]] = {}  # storages before it
         self._there: dict[int, weakref.ref[UntypedStorage]] = {}  # storages in _now
-        self._gone: list[int] = []  # bytes freed since the last look
+        self._gone: list[int] = []  # freed since the last look
         self._now = self._came = 0
         self._removers: list[RemovableHandle] = []
         self.names: list[str] = []  # in gradients' order

@@ -1,4 +1,4 @@
-"""Draws batches for one rank from the task's data."""
+"""Draws one rank's batches from the task's data."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from workbench.tasks._chance import Chance as Chance
 from workbench.tasks._chance import Numbers as Numbers
 from workbench.tasks._chance import numbers as numbers
 
-MAX_BOUNDARIES = 64  # boundaries kept
+MAX_BOUNDARIES = 64
 
 
 class ReaderPosition(NamedTuple):
     """A reader's position.
 
     total:         batches drawn since it began
-    drawn:         those of this pass of the data
-    early:         those drawn ahead
+    drawn:         in this pass of the data
+    early:         drawn ahead
     opened, began: random numbers when it began, and when this pass did
     last:          a hash of part of the last batch
     """
@@ -47,7 +47,7 @@ def count_batch_bytes(batch: object) -> int:
 
 
 class BatchReader:
-    """The data of one rank, read again after the end. Raises TaskError if they cannot be."""
+    """The data of one rank, read again after the end. Raises TaskError for data that end."""
 
     def __init__(self, data: Callable[..., Iterable[Any]], rank: int, size: int, device: str,
                  indexed: bool = False) -> None:  # fmt: skip
@@ -70,15 +70,15 @@ class BatchReader:
         self._clients: dict[tuple[int, int], tuple[Any, ...]] = {}  # other clients' positions
 
     def set_share(self, rank: int, size: int, seed: int | None = None) -> None:
-        """From the next restart on, draws the data of `rank` of `size`.
+        """Sets which data the next restart draws: those of `rank` of `size`.
 
-        seed: of separate random numbers, so that all readers of the same data draw alike; None: use the process's
+        seed: of separate random numbers, so that all readers of the same data draw alike; None: the process's
         """
         self._rank, self._size = rank, size
         self._chance = None if seed is None else Chance(seed)
 
     def restart_reading(self, batch: int, seed: int, step: int, used: int = 0) -> None:
-        """Draws batches of `batch` examples. With an index, it skips the first `used` examples.
+        """Draws batches of `batch` examples from now on. With an index, it skips the first `used` examples.
 
         Without an index, a later restart draws other examples.
         """
@@ -194,7 +194,7 @@ class BatchReader:
               stands: dict[tuple[int, int], ReaderPosition]) -> bool:  # fmt: skip
         """Takes all clients to these positions by reading again, without the process's random numbers.
 
-        Returns False if a last batch differs: the data then yield other batches when read again.
+        Returns False if a last batch differs: then the data yield other batches on a second reading.
         """
         self._began, self._chance, same, last = began, None, True, list(stands)[-1]
         self._clients.clear()
@@ -243,7 +243,7 @@ def make_example(learner: Learner, e: Experiment, device: str) -> Any:
 
 
 def move_to_device(batch: object, device: str) -> Any:
-    """Moves tensors, also inside tuples, lists and dicts."""
+    """Moves tensors at any depth."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):

@@ -26,7 +26,7 @@ class MemoryShortage:
     wanted: the experiment that needs it
     needed: bytes
     said:   the same as text
-    enough: a budget that suffices
+    enough: a sufficient budget
     when:   the moment of the peak
     """
 
@@ -40,7 +40,7 @@ class MemoryShortage:
         """Names settings that need less.
 
         now:  the experiment in force
-        fits: whether a setting fits, if that can be tried
+        fits: whether a setting fits; None: cannot be tried
         """
         ways = ", ".join(suggest_less_memory(self.wanted, self.when != WHEN_STEP, now, fits))
         return f"{self.said}; take {f'{ways}, or ' if ways else ''}{self.enough}"
@@ -49,7 +49,7 @@ class MemoryShortage:
 def require_fits(run: RankView, needed: int, of: Mapping[str, int], when: str) -> None:
     """Raises OutOfMemory if `needed` bytes exceed a rank's budget; of: bytes by category.
 
-    Before the first step has ended, the message names no sufficient budget.
+    The message names a sufficient budget only after the first step.
     """
     rank, e = run.rank.number(), run.experiment
     limit_mb = e.memory_mb

@@ -1,4 +1,4 @@
-"""Counts buffers in flight: bytes for children and messages until they end."""
+"""Counts buffers in flight."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class BufferCounter:
             self.most = max(self.most, self.now)
 
     def note_end(self, who: Hashable, value: object = None) -> None:
-        """The result counts until a second call."""
+        """Counts the result until a second call."""
         if self._held and who in self._held:
             kept = value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
             with self._lock:
@@ -61,7 +61,7 @@ class BufferCounter:
                     self._held[who] = kept
 
     def note_message(self, x: Tensor) -> None:
-        """Outside its steps a server's messages do not count."""
+        """A server's messages count only in its steps."""
         if self.stepping:
             self._add_bytes("messages", x.numel() * x.element_size())
 

@@ -1,14 +1,13 @@
 """The MemoryAccount of one rank: its bytes by category, recorded whenever they change.
 
-Samples are called "memory CATEGORY", in bytes: the category's peak in a step. "memory peak" is the device's peak,
-"memory on host" and "memory on disk" are state that a strategy keeps there. A look at activations and gradients costs
-time, so the account looks in the first steps, after a change, and then every RECOUNT_STEPS steps. It looks at
-evaluations after a change, and as often.
+Samples "memory CATEGORY" are a step's peaks in bytes. "memory peak" is the device's. "memory on host" and "memory on
+disk" are state that a strategy keeps there. A look at activations and gradients costs time. So the account looks in the
+first steps, after a change, and then every RECOUNT_STEPS steps. It looks at evaluations after a change, and as often.
 
 A storage belongs to the first category that has it. The peak assumes that buffers in flight coincide with the worst
 moment. A batch is the last one drawn. Gradients between two nodes of the graph count. Temporaries inside a node or call
 (of a layer, an optimizer, gloo) do not. An evaluation counts every tensor that torch's calls make. The peak includes it
-if more follow.
+if more evaluations follow.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "batc
               "compressor state", "buffers in flight", "evaluation")  # fmt: skip
 STEP_CATEGORIES = ("gradients", "activations")  # within a step
 EVALUATION_CATEGORY = "evaluation"  # between two steps
-RECOUNT_STEPS = 32  # steps between looks
-FRESH_STEPS = 3  # steps after a change
-MIN_CHANGED_SHARE = 0.01  # of a category; smaller changes are not recorded
+RECOUNT_STEPS = 32  # between looks
+FRESH_STEPS = 3  # after a change
+MIN_CHANGED_SHARE = 0.01  # of a category, to be recorded
 _MadeOf = tuple[bool, int | None, int, int, dict[str, int]]  # a record's key
 
 
 class MemoryAccount:
     """One rank's bytes.
 
-    away:   the state that it keeps away from its device
-    beside: gets a chip allocator's own figures, by name
+    away:   state away from its device
+    beside: a chip allocator's own figures, by name
     """
 
     def __init__(self, run: AccountView, counts: MemoryCounts, away: OffloadStore,
@@ -62,7 +61,7 @@ class MemoryAccount:
         self._written: dict[str, int] = {}
         self._holds: int | None = None  # parameters' bytes now
         self._held: int | None = None  # the step's most
-        self._counted = 0  # bytes of parameters that stay
+        self._counted = 0  # of parameters that stay
         self._surge = 0  # a hand-over's bytes
         self._told: tuple[_MadeOf, dict[str, int]] | None = None  # the last record and its key
         self._following: StorageTracker | None = None  # the present evaluation
@@ -73,9 +72,9 @@ class MemoryAccount:
     # -- between steps --
 
     def recount_standing(self) -> None:
-        """After a change, or when the run begins: recounts what stays, and looks at the next steps.
+        """Recounts what stays, and looks at the next steps. Call it after a change, or when the run begins.
 
-        Raises OutOfMemory if what stays exceeds `memory_mb`, or the change did.
+        Raises OutOfMemory if what stays, or the change, exceeds `memory_mb`.
         """
         self._fresh, self._seen = FRESH_STEPS, None
         self._evaluated, self._evaluated_at = 0, -1
@@ -91,7 +90,7 @@ class MemoryAccount:
         return bool(self._counts.list_standing()["optimizer state"])
 
     def note_model_cut(self) -> None:
-        """The host's memory held the whole model until now."""
+        """Notes that the host's memory held the whole model until now."""
         self._held = self._holds
 
     def begin_step(self) -> None:
@@ -128,14 +127,14 @@ class MemoryAccount:
 
     @property
     def is_evaluation_measured(self) -> bool:
-        """Whether the next evaluation is measured: nearly all are like the one before."""
+        """Whether the next evaluation is measured. Nearly all are like the one before."""
         return self._evaluated_at < 0 or self._run.rank.step - self._evaluated_at >= RECOUNT_STEPS
 
     @contextmanager
     def measure_evaluation(self, kept: int = 0) -> Iterator[None]:
-        """Inside, the model is evaluated on this thread. kept: bytes held for the evaluation alone
+        """Inside, the model is evaluated on this thread. Raises OutOfMemory if it exceeds `memory_mb`.
 
-        Raises OutOfMemory if it exceeds `memory_mb`.
+        kept: bytes held for the evaluation alone
         """
         if not self.is_evaluation_measured:
             yield
@@ -164,11 +163,9 @@ class MemoryAccount:
         return self._following.pause_counting() if self._following is not None else nullcontext()
 
     def note_evaluation(self, nbytes: int, moved: int | None = None, more: str = "") -> None:
-        """Notes an evaluation's peak.
+        """Notes an evaluation's peak. Raises OutOfMemory if the sum exceeds `memory_mb`.
 
         moved: bytes in flight for it; None: as in a step, and shards as well
-
-        Raises OutOfMemory if the sum exceeds `memory_mb`.
         """
         if moved is None:
             beyond, moved = self._step
@@ -216,7 +213,7 @@ class MemoryAccount:
         """Notes a sub-model.
 
         params: its own parameters
-        state:  its optimizer state, or the bytes of it
+        state:  its optimizer state, or its bytes
         """
         self._held = max(self._held or 0, self._run.layout.held + sum(p.nbytes for p in params))
         if self.due and state:
@@ -280,7 +277,7 @@ class MemoryAccount:
         moved, away = self.buffers.take_peak(stepping=False), self.away.take_peaks()
         made_of = between, self._held, self._surge, moved, away
         if not self.due and self._told is not None and self._told[0] == made_of:
-            return self._told[1]  # nearly all steps are alike
+            return self._told[1]
         room = self._standing["gradients"]
         now = self._count_between_steps(moved) | self._most
         now["gradients"] = max(room, now["gradients"])

@@ -18,10 +18,10 @@ from workbench.rank import Bucket
 class SortedBytes(NamedTuple):
     """Bytes that stay.
 
-    nbytes:  bytes by category, each storage in its first one
-    known:   weak references by address to the storages
-    buckets: the gradient buckets
-    rooms:   weak references by id to the vectors of buckets that stay
+    nbytes:  by category, each storage in its first one
+    known:   the storages by address
+    buckets: gradient buckets
+    rooms:   by id, the vectors of buckets that stay
     """
 
     nbytes: dict[str, int]
@@ -33,7 +33,7 @@ class SortedBytes(NamedTuple):
 class MemoryCounts(Protocol):
     """A host's memory figures for one replica.
 
-    shared_counts: results shared by ranks that hold the same tensors; empty if each rank has its own
+    shared_counts: results shared by ranks with the same tensors; empty without such ranks
     """
 
     @property
@@ -62,7 +62,7 @@ class RealMemoryCounts:
     opened: the losses with a backward to come
     batch:  bytes of the last batch
     fully:  torch's fully_shard, while it trains
-    part:   the parameters that only a sub-model has, while it trains
+    part:   a sub-model's own parameters, while it trains
     """
 
     def __init__(self, run: AccountView, opened: Callable[[], Iterable[Tensor]], batch: Callable[[], int],

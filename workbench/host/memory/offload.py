@@ -49,9 +49,9 @@ class OffloadedItem(NamedTuple):
 
 
 class OffloadStore:
-    """The state that one rank keeps away from its device.
+    """One rank's state away from its device.
 
-    out:  copies a tensor of the device into the host's memory
+    out:  copies a device's tensor into the host's memory
     into: copies one from there to a device
     """
 
@@ -67,7 +67,7 @@ class OffloadStore:
     # -- amounts --
 
     def take_peaks(self) -> dict[str, int]:
-        """Returns the peaks since the last call, by place."""
+        """Returns peaks by place since the last call."""
         with self._lock:
             if not self._most and not self._now:  # a Counter is slow
                 return {}
@@ -124,7 +124,7 @@ class OffloadStore:
               keep: bool) -> tuple[Tensor | None, Hops]:  # fmt: skip
         """Brings `what` to "host" or "device". Returns (n,) values for the device, and the hops.
 
-        keep: leave a copy in the old place
+        keep: whether to leave a copy in the old place
         """
         item = self._find_item(what, shard)
         hops: Hops = [("disk", item.nbytes)] if item.where == "disk" else []

@@ -1,7 +1,6 @@
 """A file for the state that a rank keeps on disk, accessed with `pwrite` and `pread`.
 
-A mapped file would stay in memory. Here pages leave the system's cache after each access, so a read comes from the
-disk.
+A mapped file would stay in memory. Here pages leave the system's cache after each access, so reads come from the disk.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ALIGN_BYTES = 16  # alignment of tensors
+ALIGN_BYTES = 16
 
 
 class FileExtent(NamedTuple):
@@ -31,10 +30,9 @@ class FileExtent(NamedTuple):
 
 
 class ScratchFile:
-    """One rank's file, created at the first write in TMPDIR.
+    """One rank's file, created in TMPDIR at the first write. Raises OSError if the disk is full or fails.
 
     It has no name, so it disappears with this object or its process. Threads may access different extents at once.
-    Raises OSError if the disk is full or fails.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""The memory of a rank's tensors: bytes of storages, each counted once.
+"""The bytes of a rank's storages, each counted once.
 
-It reads saved tensors off the loss's graph. No forward hook runs, so a measured step computes the same as any other.
+Saved tensors come from the loss's graph. No forward hook runs, so a measured step computes the same as any other.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _slots: dict[type, list[str]] = {}  # saved tensors' attributes, by type
 def pack_tensor(x: Tensor) -> Tensor:
     """Returns what a saved-tensor hook gives autograd to keep `x` unchanged.
 
-    An operation that saves its own result would keep itself alive until the backward. Only without hooks does torch
-    detach the result.
+    An operation that saves its own result would keep itself alive until the backward. Without hooks, torch detaches
+    the result.
     """
     return x if x.grad_fn is None else x.detach()
 
@@ -96,9 +96,9 @@ def watch_storages(found: Storages) -> Alive:
 
 
 def find_parameters(model: nn.Module, layout: ParameterLayout, followed: Iterable[Tensor] | None = None) -> Storages:
-    """Returns a model's parameters, frozen ones too, and its running statistics.
+    """Returns a model's parameters, also frozen ones, and its running statistics.
 
-    followed: parameters that are here and another rank trains; None: every parameter that is not absent
+    followed: present parameters that another rank trains; None: every present parameter
     """
     mine = {id(place.param) for place in layout.order}
     others: list[Tensor] = [

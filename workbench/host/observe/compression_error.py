@@ -1,6 +1,6 @@
 """Measures the error of compression, at the same steps on every rank.
 
-Every `measure_every` steps a stand-in replaces the compressor for one step, but never in two exchanges in a row. Rank 0
+Every `measure_every` steps a stand-in replaces the compressor for one step, never in two exchanges in a row. Rank 0
 records the Samples "compression_error", "compression_cosine" and "residual_ratio".
 """
 
@@ -17,11 +17,11 @@ from workbench.rank import Op
 
 
 class CompressionErrorProbe:
-    """Decides when to measure, by steps and exchanges only: the same on ranks in step."""
+    """Decides by steps and exchanges when to measure, so ranks in step agree."""
 
     def __init__(self) -> None:
         self.last = 0  # last measured step
-        self.rests = False  # just measured
+        self.rests = False
 
     def measure_step(self, run: MeasuringView) -> Coroutine[Op, Any, int | None]:
         """Returns the strategy's step, measured if it is due."""

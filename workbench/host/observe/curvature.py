@@ -34,7 +34,7 @@ _LOCK, _OPEN = threading.Lock(), list[ExitStack]()  # one stack per open block
 
 @contextmanager
 def _twice_differentiable() -> Iterator[None]:
-    """Computes attention by the only kernel that has a second derivative.
+    """Computes attention by the only kernel with a second derivative.
 
     The setting is process-wide: the first thread makes it, and the last one restores it.
     """
@@ -77,8 +77,8 @@ class FactorCollector:
 
     It assumes that the loss is the mean over the N rows of a Linear layer, or the N images of a convolution. So the
     gradient of one example's loss is N times autograd's. It sums a convolution's inputs over the T places of an image,
-    and averages its slopes. All batches have equal weight. A layer that is called again in a pass adds rows of inputs,
-    and gradients of the same N terms.
+    and averages its slopes. All batches have equal weight. A layer called again in a pass adds rows of inputs, and
+    gradients of the same N terms.
 
     scale: the factor of the loss in the current backward
     """
@@ -125,9 +125,7 @@ class GaussNewtonProducts:
 
     J is the Jacobian of the model's output, H the Hessian of the loss with respect to that output. J v is the
     derivative of u -> J^T u. So a product is 3 backwards through one retained graph (Pearlmutter 1994; Schraudolph
-    2002).
-
-    Raises StrategyError if the loss does not call the model exactly once, or is linear in its output.
+    2002). Raises StrategyError if the loss does not call the model exactly once, or is linear in its output.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[..., Tensor], batch: object, layout: ParameterLayout) -> None:
@@ -251,7 +249,7 @@ class CurvatureEstimator:
             raise StrategyError("a batch's loss was requested again before its forward, or after the update")
         where = next(self._model.parameters()).device
         kept = [(m, name, b) for m in self._model.modules() for name, b in m._buffers.items() if b is not None]
-        for module, name, buffer in kept:  # autograd has saved the originals
+        for module, name, buffer in kept:
             module._buffers[name] = buffer.clone()
         try:
             with torch.random.fork_rng([where] if where.type == "cuda" else []):

@@ -1,4 +1,4 @@
-"""Evaluates a model's held-out loss, and compares parameters with other values."""
+"""Evaluates a model's held-out numbers, and compares parameters with other values."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def compute_rms(squares: float, numel: int) -> float:
 def count_kept_bytes(strategy: Strategy, ranks: int, held: int, others: int) -> int:
     """Returns the bytes that a rank keeps aside while it evaluates the mean of `ranks` models.
 
+    A mean of 2 or 4 equal numbers is exact, so equal parameters need no copy.
+
     held:   bytes of its parameters
     others: bytes of running statistics, which differ between ranks
-
-    A mean of 2 or 4 equal numbers is exact, so equal parameters need no copy.
     """
     if ranks == 1:
         return 0

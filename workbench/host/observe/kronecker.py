@@ -1,7 +1,7 @@
 """Finds the layers that have Kronecker factors, and the rows of their inputs and slopes.
 
 A slope is the gradient of a layer's output. A Linear layer's rows are its inputs. A convolution is a Linear layer of
-patches: one row for each place of its window, with elements in the order of the weight.
+patches, with one row for each place of its window.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ Layer = nn.Linear | nn.Conv1d | nn.Conv2d
 
 
 class InputRows(NamedTuple):
-    """A layer's inputs.
+    """A layer's inputs. Each row of a sequence counts as an example, and so do all patches of an image together.
 
-    rows:  (n, i), with a 1 at the end of each row if the layer has a bias
+    rows:  (n, i), with a final 1 in each row if the layer has a bias
     terms: the number of examples over which the loss is a mean
-
-    Each row of a sequence counts as an example. All patches of an image count as one example.
     """
 
     rows: Tensor
@@ -30,7 +28,7 @@ class InputRows(NamedTuple):
 
 
 def find_layers(model: nn.Module, trained: set[str]) -> dict[str, Layer]:
-    """Returns the layers that have factors, by name: their parameters are trained and unshared.
+    """Returns layers with factors by name: their parameters are trained and unshared.
 
     Derived classes may compute something else. Grouped convolutions have several matrices.
     """

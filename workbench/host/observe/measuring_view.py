@@ -9,7 +9,7 @@ from workbench.host.memory.account_view import ShardedView
 
 
 class WantedNames(Protocol):
-    """The Samples that a policy reads."""
+    """A policy's Samples."""
 
     @property
     def names(self) -> tuple[str, ...]: ...

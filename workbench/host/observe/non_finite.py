@@ -1,8 +1,8 @@
 """Watches one rank's losses for non-finite values, and its gradients if it skips bad steps.
 
-If a step's loss is not finite, the rank computes the batch again to find the layer. To skip steps, it reads all
-gradients before each update. Whole replicas need no exchange for that: they update by one sum, so a non-finite number
-reaches all. The ranks of a partition reduce one number.
+After a non-finite loss the rank computes the batch again to find the layer. To skip steps, it reads all gradients
+before each update. Whole replicas update by one sum, so a non-finite number reaches all without an exchange. The ranks
+of a partition reduce one number.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from workbench.host.placement.canonical_state import list_buffers
 from workbench.rank import Op, StrategyError
 from workbench.settings import Json
 
-WINDOW_LOSSES = 10  # losses in a mean
-MAX_SKIPPED = 20  # steps in a row before an alarm
+WINDOW_LOSSES = 10
+MAX_SKIPPED = 20  # in a row before an alarm
 R = TypeVar("R")
 
 
@@ -38,7 +38,7 @@ class NonFiniteGuard:
     """One rank's watch for non-finite and diverging losses.
 
     alarmed: asks the host to "pause", "stop" or "roll back" the run, as far as it can
-    first:   the loss of the run's first step, None before; lower losses never count as diverged
+    first:   the loss of the run's first step; lower losses never count as diverged
     again:   whether a batch may be computed again
     """
 
@@ -98,7 +98,7 @@ class NonFiniteGuard:
         return 0 < times * self._best < mean and mean > self.first
 
     def _raise_alarm(self, name: str, detail: dict[str, Json]) -> None:
-        """Acts by `on_nan`. Acts again only after a finite loss, or after a pause has ended."""
+        """Acts by `on_nan`. Acts again only after a finite loss, or after a pause."""
         if not self._said:
             self._said = True
             self.run.mark(name, {"rank": self.run.rank.number(), **detail})

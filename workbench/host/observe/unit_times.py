@@ -1,4 +1,4 @@
-"""Times each part of a model forward and backward, in one process."""
+"""Times each part of a model, in one process."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from workbench.settings import KnobError
 from workbench.settings.describe_error import text_of
 from workbench.tasks import Learner
 
-WARMUP_PASSES = 3  # untimed ones
+WARMUP_PASSES = 3
 
 
 class TimedUnit(NamedTuple):
-    """A part between two possible cuts, and its seconds per micro-batch forward and backward.
+    """A part between two possible cuts, and its seconds per micro-batch.
 
     The first part includes the work before the model's call, and the last part the loss.
     """
@@ -34,10 +34,9 @@ class TimedUnit(NamedTuple):
 
 
 def measure_unit_times(e: Experiment, learner: Learner, rounds: int) -> tuple[TimedUnit, ...]:
-    """Returns median times over `rounds` passes of one micro-batch, after WARMUP_PASSES.
+    """Returns median times over `rounds` passes of one micro-batch, after WARMUP_PASSES, on one thread.
 
-    It uses one thread, like a rank. Raises KnobError if the task defines no parts, or if an output cannot cross between
-    ranks.
+    Raises KnobError if the task defines no parts, or if an output cannot cross between ranks.
     """
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     try:
@@ -71,7 +70,7 @@ def measure_unit_times(e: Experiment, learner: Learner, rounds: int) -> tuple[Ti
 
 
 def measure_outputs(e: Experiment, learner: Learner) -> tuple[int, ...]:
-    """Returns the bytes of each part's output for one micro-batch, without the last part's.
+    """Returns the bytes of each part's output for one micro-batch, except the last part's.
 
     Computes no values. Raises KnobError if the parts do not run on the meta device.
     """

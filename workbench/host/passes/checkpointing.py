@@ -81,7 +81,7 @@ def checkpoint_units(model: nn.Module, learner: Learner, layers: Partition) -> I
 
 
 class _UnitForward:
-    """In a deep copy it computes with the copy's weights."""
+    """Computes with the copy's weights in a deep copy."""
 
     def __init__(self, unit: nn.Module, own: Any, what: str, draws: bool) -> None:
         self._unit, self._own, self._what, self._draws = unit, own, what, draws
@@ -108,7 +108,7 @@ class _UnitForward:
 
 
 class _AttentionRecompute(TorchFunctionMode):
-    """Makes backward compute only scaled_dot_product_attention again."""
+    """Makes backward repeat only scaled_dot_product_attention."""
 
     def __init__(self, draws: bool) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class _AttentionRecompute(TorchFunctionMode):
 
 
 class _SavedInput(torch.autograd.Function):
-    """Saves a checkpoint's input where the memory account looks for saved tensors."""
+    """Saves a checkpoint's input where the memory account looks for it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class _DiscardedBuffers:
 
 
 def explain_second_gradient(name: str) -> StrategyError:
-    """Explains a second gradient in one exchanged backward, which torch's DDP refuses, too."""
+    """Explains a second gradient in one exchanged backward. torch's DDP refuses it, too."""
     return StrategyError(
         f"parameter {name} received a gradient twice in one backward (re-entrant checkpointing?): "
         f"use_reentrant=False, or a strategy that does not exchange gradients (LocalSGD)"

@@ -1,7 +1,7 @@
 """Exchanges a codec's payloads in the middle of a pass, in place of tensors.
 
-Each tensor of a payload takes one ordinary meeting. All ranks decode the same payloads and add in rank order, so their
-results are bit-identical. A meeting sums a linear codec's payloads itself.
+Each tensor of a payload takes one ordinary meeting. All ranks decode the same payloads and add in rank order, so
+results are bit-identical. A meeting itself sums a linear codec's payloads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Payload = tuple[Tensor, ...]
 
 @runtime_checkable
 class ChoosingCoder(Coder, Protocol):
-    """A Coder with the further methods of a Codec."""
+    """A Coder with more methods of a Codec."""
 
     @property
     def linear(self) -> bool: ...
@@ -52,10 +52,9 @@ def run_unrecorded(name: str, work: Callable[[], Any], nbytes: int) -> Any:
 
 
 class GroupPeers(NamedTuple):
-    """The tensor-parallel group.
+    """The tensor-parallel group, of `ways` ranks.
 
     ask:    performs a meeting and returns its answer
-    ways:   the number of ranks
     coding: codecs of activations and of their gradients
     """
 

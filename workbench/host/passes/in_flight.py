@@ -1,7 +1,4 @@
-"""Micro-batches that one pipeline stage keeps in flight from batch to batch.
-
-A schedule that flushes every batch keeps none.
-"""
+"""Micro-batches that a pipeline stage keeps in flight from batch to batch, unless its schedule flushes every batch."""
 
 from __future__ import annotations
 
@@ -24,14 +21,14 @@ from workbench.rank import Rank, StrategyError
 class InFlight:
     """Micro-batches of the current and later batches between forward and backward.
 
-    `micro` counts from the current batch's first micro-batch. Messages and spans use `number` instead. It is the same
-    from forward to backward, and unique in flight.
+    `micro` counts from the current batch's first micro-batch. Messages and spans use `number`, which stays the same
+    from forward to backward and is unique in flight.
 
-    batches:  the number of batches completed since the pipeline was empty
+    batches:  batches completed since the pipeline was empty
     steps:    returns the run's number of steps; 0: unknown. No batch after the last one goes forward
     inputs:   by number, a micro-batch's examples; empty with sizes only
     coming:   returns the batch after so many batches
-    buffers:  the buffers that this stage's forwards change
+    buffers:  buffers that this stage's forwards change
     forget:   drops the state of these forwards, by number
     """
 

@@ -19,7 +19,7 @@ Work = Callable[[Callable[[MeetingKind, Tensor], Tensor]], Any]
 
 
 class _PassAborted(BaseException):
-    """Ends a waiting pass after another pass has failed."""
+    """Ends a waiting pass after another has failed."""
 
 
 class _LocalRank:
@@ -78,7 +78,7 @@ class _LocalRank:
 def run_together(works: Sequence[Work]) -> list[Any]:
     """Runs all passes, each with a function that performs meetings.
 
-    Raises the first error of a pass, or RuntimeError if passes ask for different meetings.
+    Raises a pass's first error, or RuntimeError if passes ask for different meetings.
     """
     members = [_LocalRank(work) for work in works]
     try:

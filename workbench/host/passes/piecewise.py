@@ -27,7 +27,7 @@ class _OpenBatch:
     falls:  whether its backward runs by pieces, too
     made:   the latest piece's output
     graphs: of each piece before its backward, the edge of its output, and the tensor with its input's gradient
-    grad:   the gradient of the output of the next piece to fall
+    grad:   the gradient of the next piece's output
     """
 
     def __init__(self, batch: object, of: int, falls: bool) -> None:

@@ -1,9 +1,9 @@
 """One batch through a pipeline, as one stage computes it.
 
-The hosts compute these Ops:
+Four Ops compute a piece:
 
-- Op("stage_forward", x, micro, chunk) returns a piece's output, or the last piece's loss.
-- Op("stage_backward", grad, micro, chunk) returns the gradient of the piece's input.
+- Op("stage_forward", x, micro, chunk) returns its output, or the last piece's loss.
+- Op("stage_backward", grad, micro, chunk) returns the gradient of its input.
 - Op("stage_inputs", grad, micro, chunk) returns it without gradients of parameters.
 - Op("stage_weights", micro, chunk) computes the gradients of parameters afterwards.
 """
@@ -48,7 +48,6 @@ async def run_batch(rank: Rank, partition: Partition, share: float, micros_in_fl
 
     rank:   this rank among the stages of its replica
     share:  the weight of each micro-batch's loss, so that gradients add up to the batch's
-    micros_in_flight:   earlier forwards of this and later batches; empty if the schedule flushes each batch
     """
     losses: list[Tensor] = []
     before, after = (rank.index - 1) % rank.size, (rank.index + 1) % rank.size
@@ -83,9 +82,9 @@ async def run_batch(rank: Rank, partition: Partition, share: float, micros_in_fl
 
 
 async def drain_pipeline(micros_in_flight: InFlight) -> None:
-    """Drops all forwards of later batches, and receives their activations in flight.
+    """Drops all forwards of later batches.
 
-    The previous stage has sent activations that this stage has not received.
+    It first receives the activations that the previous stage has already sent.
     """
     if not micros_in_flight.batches:
         return

@@ -1,4 +1,4 @@
-"""Finds, by passes on the meta device, which share of a forward runs again in backward."""
+"""Finds on the meta device which share of a forward runs again in backward."""
 
 from __future__ import annotations
 

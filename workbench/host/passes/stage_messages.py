@@ -1,7 +1,7 @@
 """Messages between two stages: activations and gradients, or a codec's payloads of them.
 
 An empty tensor precedes a payload. Its shape holds the number of tensors and the decoded shape. If a codec sends only a
-part of an activation, as TopK does, only that part of the gradient crosses. Both stages know it already.
+part of an activation, as TopK does, only that part of the gradient crosses. Both stages know the part.
 """
 
 from __future__ import annotations
@@ -94,6 +94,6 @@ async def receive_tensor(rank: Rank, source: int, kind: str) -> Tensor:
     """Raises ConnectionError if no message can come."""
     got = await rank.recv(None, source, kind)
     if got is None:
-        raise ConnectionError(f"Connection closed by peer: stage {source}, of which {kind} was awaited")
+        raise ConnectionError(f"Connection closed by peer: stage {source} sent no {kind} before it ended")
     came: Tensor = got[0]
     return came

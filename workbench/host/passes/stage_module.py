@@ -17,10 +17,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class StageDone(BaseException):
-    """Leaves the user's loss at the end of a stage before the last.
-
-    It is no Exception, so that the user's code does not catch it.
-    """
+    """Leaves the user's loss at the end of a stage before the last. The user's code does not catch it."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -136,7 +133,7 @@ class StageModule:
 
 
 class _EnterGraph(torch.autograd.Function):
-    """The gradient goes to a stand-in without memory."""
+    """Sends the gradient to a stand-in without memory."""
 
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor, x: Tensor) -> Tensor:
@@ -148,7 +145,7 @@ class _EnterGraph(torch.autograd.Function):
 
 
 def enter_graph(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a part's input, and the tensor that will hold its gradient."""
+    """Returns a part's input, and the tensor for its gradient."""
     if not (x.is_floating_point() or x.is_complex()):
         return x, x
     stand_in = x.new_zeros(1).expand(x.shape).requires_grad_()

@@ -1,4 +1,4 @@
-"""Replaces parameters of a model by smaller ones, and counts the operations of its forward."""
+"""Replaces parameters by smaller ones, and counts the operations of the forward."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Lets a rank train a sub-model: smaller matrices, with an optimizer of their own.
 
-Uncut parameters are trained in place. When a rank leaves the sub-model, its values go into the whole parameters.
+Uncut parameters are trained in place. A rank that leaves the sub-model puts its values into the whole parameters.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class SubModelTraining:
     def switch_to(self, kept: list[Tensor] | None, scaled: bool = False) -> float:
         """Switches to the sub-model that keeps these units, or to the whole model (None).
 
-        scaled: multiply the weights that read k of F units by F / k
+        Returns a forward's share of the whole model's operations. Raises StrategyError if `kept` lacks a kind.
 
-        Returns a forward's share of the whole model's operations. Raises StrategyError if `kept` leaves out a kind.
+        scaled: multiply weights that read k of F units by F / k
         """
         if self.is_narrow:
             self._restore_model()
@@ -120,7 +120,7 @@ class SubModelTraining:
         self._cuts, self._optimizer = [], None
 
     def step_optimizer(self, longest: float, by: Callable[[], None] | None) -> float | None:
-        """If `longest` > 0, clips gradients and returns their norm."""
+        """Clips gradients and returns their norm, if `longest` > 0."""
         norm = None
         params = [p for p in self._model.parameters() if p.requires_grad]
         if longest:

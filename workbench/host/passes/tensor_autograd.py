@@ -1,6 +1,7 @@
 """Meetings of tensor-parallel ranks in the middle of a pass: Megatron-LM's f, g and more.
 
-Before a Colwise layer, f sums gradients in backward only. After a Rowwise layer, g sums outputs in forward only.
+f precedes a Colwise layer and sums gradients in backward only. g follows a Rowwise layer and sums outputs in forward
+only.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def gather_features(x: Tensor, others: GroupPeers, name: str) -> Tensor:
 
 
 class _GatheredLinear(torch.autograd.Function):
-    """Keeps only this rank's positions, or their payload, and gathers again in backward."""
+    """Keeps only this rank's positions, or their payload. Gathers again in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, others: GroupPeers, name: str) -> Tensor:
@@ -119,7 +120,7 @@ def take_positions(x: Tensor, others: GroupPeers, name: str) -> Tensor:
 
 
 class _GradientSum(torch.autograd.Function):
-    """Autograd runs nodes in reverse order of creation, so create it before modules read the parameters."""
+    """Sums gradients. Create it before modules read the parameters: autograd runs the newest node first."""
 
     @staticmethod
     def forward(ctx: Any, others: GroupPeers, *params: Tensor) -> tuple[Tensor, ...]:
@@ -144,8 +145,7 @@ class _GradientSum(torch.autograd.Function):
 def sum_gradients_at_end(params: Sequence[Tensor], others: GroupPeers) -> tuple[Tensor, ...]:
     """Returns views to read in place of the parameters. One meeting sums all their gradients.
 
-    Autograd runs the newest ready node. So each view is a node of its own, and the last parameter's gradient
-    arrives first.
+    Autograd runs the newest ready node. So each view is a node, and the last parameter's gradient arrives first.
     """
     made: tuple[Tensor, ...] = _GradientSum.apply(others, *(p.view_as(p) for p in params))  # type: ignore[no-untyped-call]
     return made

@@ -1,9 +1,9 @@
 """Tensor parallelism: ranks with slices of each matrix compute one model together.
 
-[Note: Random numbers] Ranks that compute the same tensor draw the same numbers from torch's own generator. Ranks may
-have drawn different amounts, so every forward seeds it alike. A rank that computes its own part of a tensor derives its
-seed from the next common number. A recomputed layer begins with the generator's old state. Recomputation may end
-while a rank draws its own numbers. So the generator's seed, not a flag, shows whether it does.
+[Note: Random numbers] Ranks that compute the same tensor draw the same numbers from torch's own generator. Every
+forward seeds it alike, because ranks may have drawn different amounts. A rank that computes its own part of a tensor
+derives its seed from the next common number. A recomputed layer begins with the generator's old state. Recomputation
+may end while a rank draws its own numbers. So the generator's seed, not a flag, shows whether it does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from workbench.partitions import PLAIN, Coding
 from workbench.rank import Rank
 from workbench.tasks import Colwise, Rowwise, Scatter, same_groups
 
-SEED_FACTOR = 0x9E3779B97F4A7C15  # spreads ranks' seeds
+SEED_FACTOR = 0x9E3779B97F4A7C15  # spreads seeds
 MAX_SEEDS = 10_000  # more than open passes
 
 
@@ -45,9 +45,8 @@ class TensorParallelGroup:
 
     index:  this rank's number in the group
     draws:  whether each rank draws its own random numbers between a pair of layers
-    seed:   the same on all ranks of the group; each forward derives its own from it
+    seed:   the same in the group; each forward derives its own from it
     coding: codecs of activations and of their gradients while the model trains
-    coded:  runs a codec's work
     """
 
     def __init__(self, model: nn.Module, split: TensorSplit, index: int, ask: Ask, draws: bool = True, seed: int = 0,
@@ -98,7 +97,7 @@ class TensorParallelGroup:
         """Encloses one forward.
 
         x:      the previous stage's output; with sequence parallelism only this rank's positions
-        params: the parameters of the piece that runs; None: all
+        params: the running piece's parameters; None: all
         """
         self._passes += 1
         torch.manual_seed((self._seed * SEED_FACTOR + self._passes) % 2**63)
@@ -112,7 +111,7 @@ class TensorParallelGroup:
 
     @contextmanager
     def sum_partials(self, params: Collection[nn.Parameter] | None = None) -> Iterator[None]:
-        """Encloses a forward, whose backward sums partial gradients over ranks.
+        """Encloses a forward whose backward sums partial gradients over ranks.
 
         Leave out parameters of other pieces: their gradients would seem to arrive with this piece's.
         """
@@ -191,7 +190,7 @@ class TensorParallelGroup:
 
 
 class _ReplacedForward:
-    """In a deep copy it computes with the copy's weights."""
+    """Computes with the copy's weights in a deep copy."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         self._module = module
@@ -210,10 +209,7 @@ def _drop_gradient(param: nn.Parameter) -> None:
 
 
 def list_common(model: nn.Module, split: TensorSplit, names: Collection[str] | None = None) -> list[list[nn.Parameter]]:
-    """Lists, by owner, the parameters that every rank has whole.
-
-    names: look only at these parameters
-    """
+    """Lists, by owner, the parameters that every rank has whole, among `names` if given."""
     some = [(model.get_parameter(name), k) for name, k in split.owners.items() if names is None or name in names]
     return [
         [p for p, owner in some if owner == k and not isinstance(p, UnmaterializedParameter)] for k in range(split.ways)
@@ -245,7 +241,7 @@ async def _copy_owner_values(rank: Rank, by_owner: list[list[nn.Parameter]]) -> 
 
 
 def copy_slice(model: nn.Module, split: TensorSplit, index: int) -> nn.Module:
-    """Copies a whole model with rank `index`'s slices, without copying sliced parameters whole."""
+    """Copies a whole model with rank `index`'s slices. Copies no sliced parameter whole."""
     known: dict[int, nn.Parameter] = {}
     for name, made in split.sliced.items():
         p = model.get_parameter(name)

@@ -46,11 +46,7 @@ class PlannedMeeting(NamedTuple):
 
 
 class CodecWork(NamedTuple):
-    """A codec's work.
-
-    how:    "encode" or "decode"
-    what:   "activation" or "gradient"
-    """
+    """A codec's work: how ("encode" or "decode"), what ("activation" or "gradient")."""
 
     phase: str
     how: str
@@ -61,11 +57,11 @@ class CodecWork(NamedTuple):
 class PassPlan(NamedTuple):
     """The meetings of a pass through a model or a piece.
 
+    All ranks compute equally much between meetings, no matter which common parameters they own.
+
     forward:  in order, with shares of floating-point operations
     backward: in order, with shares of parameter elements that have their gradients
     come:     by parameter name, the share of a backward after which its gradient is complete
-
-    All ranks compute equally much between meetings, no matter which common parameters they own.
     """
 
     forward: tuple[PlannedMeeting, ...] = ()
@@ -118,10 +114,9 @@ def plan_meetings(part: nn.Module, learner: Learner, split: TensorSplit, batch: 
             count: int = 1, layers: Partition = Whole()) -> tuple[PassPlan, ...]:  # noqa: B008  # fmt: skip
     """Returns the meetings by piece of the model, from the first of `count` micro-batches.
 
-    part:   the model on the meta device, with one rank's slices
-    layers: how the ranks of a stage compute its layers
-
     Raises the model's own error if it does not run on the meta device.
+
+    part: the model on the meta device, with one rank's slices
     """
     seen: list[PlannedMeeting] = []
     coded: list[CodecWork] = []

@@ -1,7 +1,7 @@
 """The versions of a stage's weights that its passes read: current weights, or older copies.
 
-Autograd keeps a reference to a version, which is copied only if a pass will still read it when the weights change.
-During such a pass the parameters' data points into the copy. Other code still writes to the weights' memory.
+Autograd keeps a reference to a version. It is copied only if a pass will still read it when the weights change. During
+such a pass the parameters' data points into the copy. Other code still writes to the weights' memory.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class WeightVersion:
         if x.layout != torch.strided or x.is_inference():
             return x
         place = x.untyped_storage()._cdata
-        if self.kept is not None:  # nobody writes a copy, though views' version counters change
+        if self.kept is not None:  # nothing writes a copy, though views' version counters change
             return x if any(place == copy.untyped_storage()._cdata for copy in self.kept) else _save_tensor(x)
         index = self.layout.lying.get(place)
         if index is None:
@@ -108,7 +108,7 @@ def _unpack_tensor(kept: Any) -> Tensor:
 class WeightVersions:
     """Versions that passes still read.
 
-    reads: by number of a micro-batch in flight, the version that its forward reads
+    reads: by a micro-batch's number, the version that its forward reads
     """
 
     def __init__(self, layout: Callable[[], ParameterLayout]) -> None:
@@ -124,7 +124,7 @@ class WeightVersions:
         return self._now
 
     def begin_batch(self) -> None:
-        """The batch reads the version that was the newest when the batch before began."""
+        """Gives the batch the version that was the newest when the batch before began."""
         self._own, self._next = self._next or self.newest_version, self.newest_version
 
     def version_of_batch(self, later: bool) -> WeightVersion:

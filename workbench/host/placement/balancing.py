@@ -51,15 +51,15 @@ def find_pareto_cuts(
     """Returns the Pareto-optimal cuts by slowest stage and crossing cost, the fastest first; and if they are exact.
 
     times:    the time of each part, in any unit; one row per piece if it depends on the rank; rows repeat
-    together: parts that must be in one piece with the part before them
+    together: parts that must join the part before them
     barren:   parts without training; each piece needs another part
-    stages:   piece k is on stage k modulo this number; 0: each piece is a stage of its own
+    stages:   piece k is on stage k modulo this number; 0: each piece is a stage
     crossing: the cost of a piece that begins at each part, in any unit; rows as in `times`; empty: no cost
 
-    Dynamic programming finds the best cuts of the first n parts into k pieces from those into k - 1. It drops a cut
-    if another is as good in every cost that still counts. Several pieces per stage can leave more than MAX_KEPT cuts.
-    Then only the fastest go on, and the second result is False. Among equal cuts, the earliest last piece wins.
-    Raises ValueError if no cut is allowed.
+    Dynamic programming cuts the first n parts into k pieces from the best cuts into k - 1. It drops a cut if another is
+    as good in every cost that still counts. Several pieces per stage can leave more than MAX_KEPT cuts. Then only the
+    fastest go on, and the second result is False. Among equal cuts the earliest last piece wins. Raises ValueError if
+    no cut is allowed.
 
     Reference: with one piece per stage, one rank per stage and no crossing cost, it is the optimizer of Narayanan et
     al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019,

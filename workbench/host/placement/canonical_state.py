@@ -58,7 +58,7 @@ def create_optimizer_state(layout: ParameterLayout, optimizer: Optimizer) -> Non
 
 
 def sum_rows(rows: Tensor) -> Tensor:
-    """Sums the ranks' rows (p, n) to (n,) in rank order, so that all ranks get the same bits.
+    """Sums the ranks' rows (p, n) to (n,) in rank order, bit-identical on all ranks.
 
     `rows.sum(0)` adds in another order from 8 rows on.
     """
@@ -71,7 +71,7 @@ def sum_rows(rows: Tensor) -> Tensor:
 def clip_gradients(layout: ParameterLayout, longest: float, of_replica: Callable[[float], float] = float) -> float:
     """Returns the gradients' norm, and scales them down to at most `longest`.
 
-    of_replica: turns this rank's sum of squares into that of its replica
+    of_replica: turns this rank's sum of squares into its replica's
     """
     params = [place.param for place in layout.order]
     own = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])

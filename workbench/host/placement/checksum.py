@@ -1,7 +1,7 @@
 """A hash of state that adds up: equal however tensors are cut, spread over ranks or put into buckets.
 
-Each element's bits count times a number from its name and place. The sum over all ranks' slices, with replicas counted
-once, is the hash.
+Each element's bits count times a number from its name and place. The hash is the sum over all ranks' slices, with
+replicas counted once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from workbench.host.placement.placement import Held
 from workbench.host.placement.strided_slices import StridedSlice
 
-WORD_BYTES = 4  # with 8 bytes, changes of two elements' highest bits could cancel out
+WORD_BYTES = 4  # with 8, changes of two elements' highest bits could cancel out
 CHUNK_WORDS = 1 << 16
 Words = NDArray[np.uint8 | np.uint16 | np.uint32]
 SUM_MASK = 2**63 - 1  # sums are modulo 2 ** 63, to fit an int64
@@ -28,7 +28,7 @@ _WEIGHTS = np.random.Generator(np.random.PCG64(63)).integers(0, 2**64, CHUNK_WOR
 def compute_checksum(state: Mapping[str, Tensor], held: Held | None = None) -> int:
     """Returns the sum over all elements, from 0 to 2 ** 63 - 1; 0 without values.
 
-    held: by name, the slices of a tensor, in order; None: each tensor is whole
+    held: by name, a tensor's slices in order; None: each tensor is whole
     """
     if any(x.is_meta for x in state.values()):
         return 0

@@ -1,4 +1,4 @@
-"""`move_state`: takes state from one placement to another, the one operation of every hand-over.
+"""`move_state`: takes state from one placement to another, for every hand-over.
 
 One exchange carries all tensors as bytes, so the result is bit-identical. A tensor is anything with a name: a
 parameter, an optimizer slot ("exp_avg/blocks.3.qkv.weight"), a buffer, a counter, a generator's state.
@@ -17,7 +17,7 @@ from workbench.host.placement.transfer_plan import Transfer, plan_transfers
 from workbench.rank import Rank
 
 State = dict[str, Tensor]  # a rank's tensors by name, flat
-MAX_ELEMENT_BYTES = 16  # bytes of complex128, the widest dtype
+MAX_ELEMENT_BYTES = 16  # of complex128, the widest dtype
 
 
 async def move_state(rank: Rank, state: Mapping[str, Tensor], was: Placement, to: Placement, alive: Collection[int],
@@ -27,7 +27,7 @@ async def move_state(rank: Rank, state: Mapping[str, Tensor], was: Placement, to
     state:   for each name that `was` has on this rank, a dense tensor of its elements in that order, of any shape
     alive:   the ranks that still have their part of `was`; any other rank in `to` receives its whole part
     like:    for each name in `to` a tensor of its dtype on this rank's device, of any size; needed on every rank
-    members: the ranks of the group, by index in the placements; empty: the placements number them as the group does
+    members: the ranks of the group, by index in the placements; empty: the group's own numbers
 
     Returns name -> (n,) in new memory, or the tensor itself if its slices stay. Meta tensors count as sizes. Without
     missing elements, ranks exchange nothing. Extra memory: twice the sent bytes and once the received.
@@ -107,7 +107,7 @@ def _find_device(like: Mapping[str, Tensor]) -> torch.device:
 
 def _require_match(rank: int, has: Mapping[str, int], state: Mapping[str, Tensor], to: Placement,
            like: Mapping[str, Tensor]) -> None:  # fmt: skip
-    """has: by name, the number of elements under the placement"""
+    """has: the number of elements by name"""
     if unlike := [name for name in to.sizes if name not in like]:
         raise ValueError(f"move: {unlike[0]} has no dtype; add it to `like`")
     for name, n in has.items():

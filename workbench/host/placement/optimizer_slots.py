@@ -1,7 +1,7 @@
 """Optimizer state by name, and the optimizer's step of a single shard.
 
-A slot of a parameter is called "exp_avg/NAME". It may be cut like its parameter if the optimizer is elementwise
-(see `workbench.optimizers.elementwise`). Step counters are whole on every rank with part of the parameter.
+A slot of a parameter is called "exp_avg/NAME". An elementwise optimizer's slots may be cut like their parameter (see
+`workbench.optimizers.elementwise`). Step counters are whole on every rank with part of the parameter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Remembered = dict[tuple[str, str], Any]  # by (parameter, slot)
 
 
 def read_slots(layout: ParameterLayout, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Returns the optimizer state by name. Writing into it changes the optimizer."""
+    """Returns the optimizer state by name. Writes change the optimizer."""
     return {f"{slot}/{place.name}": x for place in layout.order
             for slot, x in sorted(optimizer.state.get(place.param, {}).items()) if isinstance(x, Tensor)}  # fmt: skip
 
@@ -158,10 +158,10 @@ def step_apart(
 ) -> Remembered:
     """Makes one step of `values` (n,), the parameters of `shard` outside the model.
 
-    state:  their optimizer state; returned as it is after the step
-    unused: names of parameters that no rank used, which are not stepped
-
     Another thread may use the model and the optimizer at the same time.
+
+    state:  their optimizer state; returned as it is after the step
+    unused: parameters that no rank used, which are not stepped
     """
     places = {place.name: place for place in layout.groups[shard.index]}
     group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}

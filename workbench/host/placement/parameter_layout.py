@@ -1,7 +1,7 @@
 """Flat vectors for each bucket: one of parameters and one of gradients.
 
 Parameters are views, so averaging and hand-overs never copy, and a rank can free one bucket. A gradient is copied once,
-into its bucket's vector. If its parameter is a bucket of its own, nothing is copied.
+into its bucket's vector, unless its parameter is a bucket.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from workbench.host.placement.unmaterialized import UnmaterializedParameter, prevent_fetches
 from workbench.rank import Bucket, Part, StrategyError
 
-SMALL_BYTES = 32_768  # smaller gradients are copied together in one call
-ALONE_SHARE = 0.5  # share of a bucket that makes a parameter a bucket
+SMALL_BYTES = 32_768  # smaller gradients are copied in one call
+ALONE_SHARE = 0.5  # of a bucket, from which a parameter is a bucket
 
 
 class ParameterPlace:
@@ -38,7 +38,7 @@ class ParameterPlace:
 class ParameterLayout:
     """The trainable parameters of a model, in order, and their buckets.
 
-    The order is `names`, or the reverse of registration. `reorder_buckets` takes the order of arrival.
+    The order is `names`, or the reverse of registration.
     """
 
     def __init__(self, model: nn.Module, bucket_mb: float, names: Iterable[str] | None = None) -> None:
@@ -118,7 +118,7 @@ class ParameterLayout:
     def hold_bucket(self, wanted: Bucket) -> Bucket:
         """Keeps memory for a shard of a parameter bucket, nothing, or the whole.
 
-        To hold more than before, pass the values in `data`, which becomes the storage. Incomplete parameters are NaN.
+        To hold more, pass the values in `data`, which becomes the storage. Incomplete parameters are NaN.
         """
         bucket, own = self._slices[wanted.index], self.weights[wanted.index]
         start, n, whole = wanted.offset - bucket.offset, wanted.data.numel(), bucket.data.numel()
@@ -154,9 +154,9 @@ class ParameterLayout:
         return self._absent[index][0]
 
     def adopt_replaced_data(self, index: int | None = None) -> None:
-        """Copies data that the model has assigned to a parameter (`p.data = x`) into its bucket, or into all buckets.
+        """Copies data that the model assigned to a parameter (`p.data = x`) into its bucket; None: into all buckets.
 
-        Raises StrategyError if the new data has another shape or element type, or if a copy elsewhere is stepped.
+        Raises StrategyError if the new data has another shape or dtype, or if a copy elsewhere is stepped.
         """
         for bucket in self._slices if index is None else [self._slices[index]]:
             own = self.weights[bucket.index]
@@ -184,7 +184,7 @@ class ParameterLayout:
                 self._point_parameters(bucket.index, own)
 
     def note_copy(self, index: int, exists: bool) -> None:
-        """Notes whether a copy of this bucket's parameters elsewhere is stepped, so that writes into these are lost."""
+        """Notes whether a copy of this bucket elsewhere is stepped, so that writes into its parameters are lost."""
         self._copied.pop(index, None)
         if exists and not self.has_sizes_only:
             with prevent_fetches():
@@ -233,7 +233,7 @@ class ParameterLayout:
             place.grad = bucket.data[part.start : part.stop].view(place.param.shape)
 
     def _release_gradients(self, index: int) -> None:
-        """A stream that still reads them has its own reference. Autograd may share the storage, so no code frees it."""
+        """Frees no storage: autograd may share it, and a stream that still reads it has a reference."""
         self.gives_back = True
         group = self.groups[index]
         for place in group:
@@ -295,7 +295,7 @@ class ParameterLayout:
                 place.param.grad = None
 
     def list_grads(self) -> list[Bucket]:
-        """Returns the gradients, zeros for missing ones. Writing into them changes the step."""
+        """Returns the gradients, zeros for missing ones. Writes change the step."""
         self.allocate_gradients()
         for place in self.order:
             if place.param.grad is None:
@@ -312,7 +312,7 @@ class ParameterLayout:
                 bucket.data = bucket.data.new_zeros(1).expand(bucket.data.numel())
 
     def list_params(self) -> list[Bucket]:
-        """Returns the parameters, cut like the gradients. Writing into whole ones changes the model."""
+        """Returns the parameters, cut like the gradients. Writes into whole ones change the model."""
         self.adopt_replaced_data()
         return [Bucket(b.index, b.data, b.parts, b.offset) for b in self._slices]
 
@@ -322,7 +322,7 @@ class ParameterLayout:
 
     @property
     def frozen_names(self) -> list[str]:
-        """The parameters here that the model has frozen during the run."""
+        """Parameters here that the model has frozen during the run."""
         return [place.name for place in self.order if not place.param.requires_grad]
 
     @property

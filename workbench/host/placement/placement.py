@@ -1,7 +1,7 @@
 """Which rank holds which elements of every named tensor, parameters and optimizer state alike.
 
-Replicas hold every element. ZeRO is slices over the data dimension, a pipeline is layers over stages, tensor
-parallelism is slices of matrices. Tensors that are not elementwise (buffers, counters, generators' state) are whole.
+Replicas hold every element. ZeRO slices over the data dimension, a pipeline puts layers on stages, tensor parallelism
+slices matrices. Tensors that are not elementwise (buffers, counters, generators' state) are whole.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Placement:
     """Which elements each rank holds. Do not write to the mappings.
 
     sizes: number of elements of each tensor, in order of use
-    held:  by rank (its number in the whole run) and name, its slices
+    held:  by rank (its number in the run) and name, its slices
 
     A rank's tensor is flat, (n,), with the elements of its slices in order. Raises ValueError if an element is on no
-    rank, if a rank holds it twice, or if the tensor does not have it.
+    rank, twice on a rank, or not in the tensor.
 
     >>> both = Placement.place_layers({"a": 6, "b": 4}, [0, 1], [["a"], ["b"]]).copy_to_groups({0: [0, 2], 1: [1, 3]})
     >>> [both.count_elements(rank) for rank in both.holding_ranks]  # a pipeline of two stages in two replicas
@@ -93,8 +93,8 @@ class Placement:
     def shard_to_groups(self, groups: Mapping[int, Sequence[int]], shares: Sequence[int] = ()) -> Placement:
         """Cuts the elements of rank r among groups[r], in order of use, one contiguous piece each.
 
-        Pieces have ceil(n / ranks) elements, the last ones fewer, as `Bucket.shard` and all-gathers of equal chunks
-        need them. With `shares`, one number per rank of a group, pieces have that proportion, exact to one element.
+        Pieces have ceil(n / ranks) elements, the last ones fewer, as `Bucket.shard` and all-gathers need them. With
+        `shares`, one number per rank of a group, pieces have that proportion, exact to one element.
         """
         return self._divide_elements(groups, lambda here, count: self._cut_elements(here, count, shares))
 

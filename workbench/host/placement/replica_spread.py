@@ -46,7 +46,7 @@ class ReplicaSpread:
         return here & self.split.names[index] if self.split else here
 
     def select_followed(self, rank: int, names: set[str]) -> set[str]:
-        """Returns the parameters that this rank holds and another rank trains."""
+        """Returns parameters that this rank holds and another trains."""
         stage, index = self.locate_rank(rank)
         here = names & self.stages.names[stage] if self.stages else names
         return here - self.split.names[index] if self.split else set()

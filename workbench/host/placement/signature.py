@@ -1,4 +1,4 @@
-"""A model's description and hash, which ranks compare before they train together."""
+"""A model's description and hash, which ranks compare before training."""
 
 from __future__ import annotations
 

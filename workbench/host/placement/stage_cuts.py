@@ -52,7 +52,7 @@ class StageCuts:
         return tuple(accumulate(len(parts) for parts in self.pieces[:-1]))
 
     def compute_cost(self, times: Sequence[float], piece: int) -> float:
-        """Returns a piece's share of `times` over its expected share: above 1, the piece is slower than expected."""
+        """Returns a piece's share of `times` over its expected share; above 1 the piece is slower."""
         every = [0, *self.piece_starts, len(times)]
         took = sum(times[every[piece] : every[piece + 1]])
         return took / sum(times) / self.shares[piece]
@@ -81,8 +81,8 @@ def _make_stages(e: Experiment, model: nn.Module, learner: Learner) -> StageCuts
         raise KnobError(f"{said}: the model has {have}, too few for {what}; take {most}, or a deeper model")
     if (begins := e.partition.cuts) and begins[-1] >= len(parts):
         raise KnobError(
-            f"cuts={list(begins)}: the model has {len(parts)} parts, the last of which is number {len(parts) - 1}, "
-            f"and no piece can begin after the last part; take smaller numbers, or cuts=[]"
+            f"cuts={list(begins)}: the model has {len(parts)} parts, numbered from 0 to {len(parts) - 1}, and each cut "
+            f"must be such a number; take smaller numbers, or cuts=[]"
         )
     weights = [estimate_compute(part) for part in parts]
     ends = [0, *(begins or find_balanced_cut([weights], count * each)), len(parts)]

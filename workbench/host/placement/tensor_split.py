@@ -1,4 +1,4 @@
-"""Cuts a model's matrices over the ranks that compute together, after a plan by module names."""
+"""Cuts a model's matrices over the ranks that compute together, by a plan of module names."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class SlicedParameter:
 class TensorSplit:
     """A model's matrices in `ways` equal slices. A whole parameter is on every rank, and one rank owns it.
 
-    sliced:  by name, the parameters that are cut
-    owners:  by name of a whole parameter, the rank that keeps its state
+    sliced:  the cut parameters by name
+    owners:  by a whole parameter's name, the rank that keeps its state
     share:   one rank's share of the compute, estimated from numbers of parameters
     partial: whole parameters that see only a rank's own heads or sequence positions
     """

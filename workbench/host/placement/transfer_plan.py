@@ -1,14 +1,13 @@
 """Plans which rank sends which elements to which, to get from one placement to another.
 
-Each rank receives every element that it lacks exactly once, so the number of bytes is minimal.
+Each rank receives every missing element exactly once, so the number of bytes is minimal. All ranks make the same plan:
+no result depends on the order of a mapping.
 
-[Note: How even] The plan deals out missing elements by groups of equal owners, the smallest groups first. It levels the
+[Note: How even] The plan assigns missing elements by groups of equal owners, the smallest groups first. It levels the
 loads of a group's owners, and cuts their elements, end to end, between them. So cuts are few. If any two groups are
 disjoint or nested, the fullest sender's load is optimal, up to one element and one byte of rounding. The methods of
 Placement make such groups from disjoint groups of ranks. Otherwise the load is near that of a greedy choice by element,
 without a guarantee.
-
-All ranks make the same plan. No result depends on the order of a mapping.
 """
 
 from __future__ import annotations
@@ -62,18 +61,18 @@ class TransferPlan:
 @lru_cache(maxsize=8)
 def _list_lengths(todo: TransferPlan, group: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     if outside := sorted({rank for pair in todo.between for rank in pair} - set(group)):
-        raise ValueError(f"move: rank {outside[0]} is to send or receive and is not in the group of {list(group)}")
+        raise ValueError(f"move: rank {outside[0]} must send or receive, but is not in the group of {list(group)}")
     return tuple(tuple(todo.nbytes.get((i, j), 0) for j in group) for i in group)
 
 
 def plan_transfers(was: Placement, to: Placement, alive: Collection[int], widths: Mapping[str, int]) -> TransferPlan:
     """Plans the transfers from `was` to `to`.
 
-    alive:  the ranks that still hold their part of `was`; any other rank in `to` needs its whole part
-    widths: bytes per element of each tensor in `to`
-
     Errors are the same on all ranks. Raises LookupError if no living rank has an element, and ValueError if a name
     stands for tensors of different sizes.
+
+    alive:  the ranks that still hold their part of `was`; any other rank in `to` needs its whole part
+    widths: bytes per element of each tensor in `to`
     """
     return _plan_transfers(was, to, tuple(sorted(alive)), tuple(sorted((name, widths[name]) for name in to.sizes)))
 
@@ -103,7 +102,6 @@ def _plan_transfers(
 
 def level_loads(loads: Sequence[int], amount: int) -> list[int]:
     """Shares out `amount` so that the loads are most even.
-
     >>> level_loads([5, 0, 9], 7)  # to loads of 6, 6 and 9
     [1, 6, 0]
     """

@@ -1,7 +1,7 @@
 """Parameters that are not on this rank: each fetches itself before it is read, so no layer needs to know.
 
-An absent parameter has another class, whose `__torch_function__` runs before any torch function reads it. A present
-parameter costs nothing. torch's `UninitializedParameter` works the same way.
+An absent parameter has another class, whose `__torch_function__` runs before any torch function reads it, as with
+torch's `UninitializedParameter`. A present parameter costs nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SAYS = set(  # functions that read no values
 )
 _SHOWS = [getattr(Tensor, name) for name in ("data", "T", "mT", "H", "mH", "real", "imag")]  # these read values
 _DATA: Any = Tensor.data
-_kinds: dict[type, type] = {}  # by the class of a parameter, the class of an absent one
+_kinds: dict[type, type] = {}  # by a parameter's class, an absent one's
 
 
 class UnmaterializedParameter:

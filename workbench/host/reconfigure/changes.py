@@ -1,7 +1,7 @@
 """Applies a change between two steps on every rank, and hands over between strategies.
 
 Leaving a strategy brings every rank to the canonical state, where the next one begins. So S strategies need 2 S
-adapters, not S squared. Afterwards a hash of the parameters must be equal on all ranks.
+adapters, not S squared. Afterwards all ranks compare a hash of the parameters.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ async def execute_change(run: ChangeView, change: Change) -> bool:
 
 
 async def find_refused_change(run: PolicyView, together: Sequence[Change]) -> Change | None:
-    """Returns the first joint change that some rank cannot make, and records it."""
+    """Returns and records the first joint change that some rank cannot make."""
     wanted, mine, reason = run.experiment, 0, ""
     for number, change in enumerate(together, 1):
         try:

@@ -1,8 +1,8 @@
 """Asks a policy and makes its decisions.
 
 A *look* is the boundary at which rank 0 asks the policy. All ranks reach it before the same step, or meet for it. They
-report the numbers noted since the last look, and make the policy's decisions as ordinary changes. Only rank 0 runs the
-policy, so a policy may be any code.
+report the numbers noted since the last look, and make the decisions as ordinary changes. Only rank 0 runs the policy,
+so a policy may be any code.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class PolicyTick(PlannedEvent):
 class PolicyRunner:
     """One rank's part in asking the policy.
 
-    names: the Samples that the policy reads
-    steps: the number of steps since the last look
+    names: the policy's Samples
+    steps: steps since the last look
     made:  all changes so far, the same on all ranks
     """
 
@@ -52,11 +52,11 @@ class PolicyRunner:
         self._held: dict[str, int] = {}  # paths set by people, with the step that followed
         self.made: list[Change] = []
         self._after: list[int] = []  # changes obeyed before each in `made`
-        self._refused: set[str] = set()  # decisions to avoid until a change is made
+        self._refused: set[str] = set()  # decisions to avoid until a change
         self._said: set[str] = set()
 
     def follow_rank(self, run: PolicyView) -> None:
-        """Steers `run` from now on: the rank of the next generation."""
+        """Steers `run`, the rank of the next generation."""
         self.run = run
 
     @property
@@ -114,7 +114,7 @@ class PolicyRunner:
         del self.made[count:], self._after[count:]
 
     async def agree_on_changes(self) -> None:
-        """Takes them from the rank that knows most."""
+        """Takes changes from the rank that knows most."""
         by = (counts := await self.run.gather(len(self.made))).index(max(counts))
         mine = [(n, change.at_step, change.plain()) for n, change in zip(self._after, self.made, strict=True)]
         said = await self.run.broadcast_text(

@@ -18,10 +18,7 @@ class TryingView(RankView, Protocol):
 
 
 class PolicyView(RankView, Protocol):
-    """A rank that asks a policy.
-
-    queue: its planned changes, and the number of changes made so far
-    """
+    """A rank that asks a policy. queue: its planned changes, and the number made so far"""
 
     @property
     def queue(self) -> ChangeQueue: ...
@@ -30,7 +27,7 @@ class PolicyView(RankView, Protocol):
         """Returns `wanted`. Raises KnobError if this host cannot train it."""
 
     async def execute_change(self, change: Planned) -> bool:
-        """Makes or refuses it. Returns whether it was made."""
+        """Returns whether it was made."""
 
     async def broadcast_text(self, text: str, by: int = 0) -> str:
         """Returns rank `by`'s text."""

@@ -1,7 +1,7 @@
 """Tries one batch before a model is sliced: all slices must learn what the whole model does.
 
-Double precision keeps rounding from hiding errors. A model that cannot compute in it keeps its own precision. The trial
-runs on the CPU, because there a pass can wait for another pass in the middle of autograd.
+Double precision keeps rounding from hiding errors, if the model can compute in it. The trial runs on the CPU, because
+there a pass can wait for another in the middle of autograd.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from workbench.tasks import Learner
 # By double precision or not: a gradient may differ by TOLERANCE of its norm plus TOTAL_TOLERANCE of the norm of all.
 TOLERANCE = {True: 1e-6, False: 2e-2}
 TOTAL_TOLERANCE = {True: 1e-9, False: 1e-5}
-NOISE = 0.02  # noise: a layer of zeros would hide errors before it
+NOISE = 0.02  # a layer of zeros would hide errors before it
 
 
 class _NoRandomness(TorchFunctionMode):
@@ -119,14 +119,14 @@ def _compare_gradients(
             raise KnobError(
                 f"partition=Tensor: {ways} {name} would get another gradient than in the whole model: {share}. "
                 f"Follow each Colwise by the Rowwise that reads its outputs, with only operations by feature or by "
-                f"head between them (`packed`, `together`); use Partial() for a whole module that works on a rank's "
-                f"heads, and Sequence() for one that works on a rank's positions"
+                f"head between them (`packed`, `together`). Use Partial() for a whole module that works on a rank's "
+                f"heads. Use Sequence() for one that works on a rank's positions"
             )
     odd = [x for x in losses if math.isfinite(loss) and not abs(x - loss) <= near * max(1.0, abs(loss))]
     if odd:
         raise KnobError(
             f"partition=Tensor: {ways} the loss is {odd[0]:.6g}, and that of the whole model is {loss:.6g}, although "
-            f"gradients agree: the loss reads parameters, and a rank has only slices of them; use only the model's "
+            f"gradients agree. The loss reads parameters, and a rank has only slices of them. Use only the model's "
             f"output in the loss, and take weight decay from the optimizer"
         )
 

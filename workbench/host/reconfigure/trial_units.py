@@ -21,8 +21,8 @@ from workbench.settings import KnobError
 from workbench.settings.describe_error import text_of
 from workbench.tasks import Learner
 
-NOISE = 0.02  # noise: a layer of zeros would hide errors before it
-TOLERANCE = {True: 1e-9, False: 2e-2}  # by double precision: allowed relative loss change
+NOISE = 0.02  # a layer of zeros would hide errors before it
+TOLERANCE = {True: 1e-9, False: 2e-2}  # relative loss change by double precision
 _TRIED: WeakKeyDictionary[Learner, dict[Hashable, str]] = WeakKeyDictionary()  # a refusal's reason, or ""
 
 
@@ -68,8 +68,8 @@ def _try_units(learner: Learner, units: list[Units], batch: object, seed: int) -
     if math.isfinite(whole) and not abs(whole - other) <= TOLERANCE[double] * abs(whole):
         raise KnobError(
             f"with its hidden units in another order the model has the loss {other:.6g} in place of {whole:.6g}, so "
-            f"a sub-model cannot omit these units; declare in the task's `split` which outputs stay `together`, such "
-            f"as those of an attention head, and remove layers whose outputs are read by more than the next layer"
+            f"a sub-model cannot omit these units. Declare in the task's `split` which outputs stay `together`, such "
+            f"as an attention head's. Remove layers with outputs that more than the next layer reads"
         )
 
 

@@ -1,4 +1,4 @@
-"""Checks, before anything moves, whether another experiment can train and lay out the model."""
+"""Checks in advance whether another experiment can train and lay out the model."""
 
 from __future__ import annotations
 

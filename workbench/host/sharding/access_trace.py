@@ -29,7 +29,7 @@ class AccessTrace(NamedTuple):
     """How a forward and a backward used the parameters, by name.
 
     forward:  the parameters that each call read, in order
-    backward: in order, ("read", names) before a read, and ("grad", (name,)) once a gradient has arrived
+    backward: in order, ("read", names) before a read, and ("grad", (name,)) after a gradient
     """
 
     forward: tuple[Names, ...]
@@ -66,9 +66,9 @@ class AccessTrace(NamedTuple):
 class PassEvent(NamedTuple):
     """An event in a pass.
 
-    share: of the pass, the share of compute before the event
+    share: the share of compute before the event
     kind:  "read", before buckets are first read; "full", when a bucket's gradients have arrived
-    over:  the buckets that are not read again
+    over:  buckets not read again
     """
 
     share: float

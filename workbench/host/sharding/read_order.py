@@ -23,9 +23,9 @@ _SEEN: WeakKeyDictionary[Learner, dict[_Key, AccessTrace | None]] = WeakKeyDicti
 def foresee_trace(learner: Learner, e: Experiment, cheaply: bool = False) -> AccessTrace | None:
     """Returns a step's use of parameters; None if unknown.
 
-    cheaply: call only `pure` functions, and do not build the model again
-
     A function that is not pure may keep one of these tensors without values. The process's random numbers stay unused.
+
+    cheaply: call only `pure` functions, and do not build the model again
     """
     if cheaply and not learner.pure:
         return None

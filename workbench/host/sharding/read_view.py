@@ -16,4 +16,4 @@ class ReadView(RankView, Protocol):
     def memory_account(self) -> MemoryAccount: ...
 
     def foresee_reads(self, cheaply: bool) -> AccessTrace | None:
-        """Returns a step's reads; None if unknown. cheaply: the model is not built for it"""
+        """Returns a step's reads; None if unknown. cheaply: does not build the model"""

@@ -5,14 +5,14 @@ Unsharder calls the strategy's `unshard`, with the buckets that the pass reads n
 `reshard`. In a forward that is when the pass first reads another bucket, so tied weights stay until their last use. In
 a backward it is when the bucket's gradients have arrived.
 
-A step that computes nothing shows order and last use (`read_order.py`). If a model cannot run so, the first step shows
-them: parameters are whole, and Unsharder listens. A gather is a collective, so all ranks must gather in the same order.
-They compare it in the steps in which the memory account looks.
+A step that computes nothing shows order and last use (`read_order.py`). If a model cannot run so, the Unsharder listens
+to a first step with whole parameters. A gather is a collective, so all ranks must gather in the same order. They
+compare it in the steps in which the memory account looks.
 
 [Note: Straying] A model that branches by rank or by step reads other parameters than foreseen. So in a forward every
 rank gathers all buckets in the foreseen order. A rank that needs a bucket early gathers the buckets before it first,
 and from then on releases none. After the forward each rank gathers the remaining buckets, and all ranks exchange
-whether they have strayed. If one has, all ranks gather the whole model, and the backward has nothing to gather.
+whether they have strayed. If one has, all gather the whole model, and the backward gathers nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class LentView(NamedTuple):
-    """A view's place in its bucket, which autograd keeps instead."""
+    """A view's place in its bucket. Autograd keeps it instead."""
 
     bucket: int
     size: torch.Size
@@ -67,14 +67,14 @@ NO_PLAN = PassEvents([], {}, {})
 
 
 class Unsharder:
-    """One rank's reads, and the calls of its strategy for them. See [Note: Reading shards].
+    """One rank's reads, and its strategy's calls for them. See [Note: Reading shards].
 
     ask:     makes the host `need` buckets (and those `beside`) from inside torch, after a share of the pass; None: the
              host follows `events` instead
     listens: whether it sees a real forward and backward
-    trial:   the use of parameters in a step, foreseen or from the first step; None before
-    phase:   the present pass, "forward", "backward" or "evaluation"; "" between passes
-    whole:   the buckets that are whole here, while parameters are in shards
+    trial:   a step's use of parameters, foreseen or from the first step; None before
+    phase:   "forward", "backward" or "evaluation"; "" between passes
+    whole:   buckets that are whole here, while parameters are in shards
     """
 
     def __init__(self, run: ReadView, ask: Callable[..., None] | None, listens: bool) -> None:
@@ -193,7 +193,7 @@ class Unsharder:
         return nullcontext()
 
     async def gather_buckets(self, buckets: Iterable[int], beside: Iterable[int] = ()) -> None:
-        """Gathers buckets before a read. It keeps those in `beside`, which the same call reads."""
+        """Gathers buckets before a read. Keeps those in `beside`, which the same call reads."""
         asked = set(buckets)
         plan = self._plan_pass(self.phase) if self.phase else NO_PLAN
         first = min((plan.first[i] for i in asked if i in plan.first), default=len(plan.events))
@@ -251,10 +251,7 @@ class Unsharder:
             await self._gather_bucket(index, NO_PLAN)
 
     async def gather_unforeseen(self, phase: str) -> list[int]:
-        """Gathers and returns unforeseen buckets.
-
-        For a host that computes a pass at once, after the foreseen buckets.
-        """
+        """Gathers and returns unforeseen buckets, for a host that computes a pass at once after the foreseen ones."""
         plan = self._plan_pass(phase)
         more = [i for i in range(len(self._parameter_layout.buckets)) if i not in plan.first and i not in self.whole]
         for index in more:
@@ -273,7 +270,7 @@ class Unsharder:
                     yield self._parameter_layout.weight_bucket(other)
 
     def count_copies(self) -> int:
-        """Returns the bytes of parameters that the strategy holds in addition to whole buckets and shards."""
+        """Returns bytes of parameters that the strategy holds in addition to whole buckets and shards."""
         return self.by.copies(self._run.state) if self.by is not None and self.sharded else 0
 
     def require_sharded(self) -> None:

@@ -1,4 +1,4 @@
-"""A copy of one rank's state between 2 steps: its pieces by name, and the placement that they belong to.
+"""A copy of one rank's state between 2 steps: its pieces by name, with their placement.
 
 Ranks can assemble such copies even if the model's placement has changed since.
 """
@@ -32,7 +32,7 @@ class Boundary(NamedTuple):
 
     spread:  how the model is placed; cut: how optimizer state is and, if `sharded`, the parameters
     state:   flat, by name: parameters and buffers, and optimizer state ("exp_avg/NAME")
-    memory:  by buffer and parameter, the compressor's memory
+    memory:  the compressor's memory by buffer and parameter
     apart:   steps since all ranks last had the same parameters; -1: unknown
     """
 
@@ -74,8 +74,8 @@ def widen_slices(name: str, x: Tensor, n: int, spread: ReplicaSpread | None, pla
 def make_boundary(run: ChangeView, bound: Bound, spare: Boundary | None = None, copied: bool = True) -> Boundary:
     """Copies a rank's state.
 
-    spare:  an old boundary, whose memory may be reused
-    copied: if False, only buffers are copied; for a rank that changes nothing any more
+    spare:  an old boundary with reusable memory
+    copied: if False, copies only buffers; for a rank that changes nothing any more
     """
     layout, state = run.layout, dict[str, Tensor]()
     lies = find_shards(run, run.experiment.strategy)
@@ -106,7 +106,7 @@ def copy_boundary(b: Boundary) -> Boundary:
 
 
 def list_own_elements(layout: ParameterLayout, lies: ShardLayout | None, place: int) -> State:
-    """Returns this rank's flat elements. lies: how parameters are sharded, or None"""
+    """Returns this rank's flat elements. lies: how parameters are sharded"""
     found = dict[str, Tensor]()
     for bucket, own, begin in zip(layout.list_params(), layout.weights, layout.begins, strict=True):
         first, last = begin, begin + own.numel()

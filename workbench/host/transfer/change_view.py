@@ -30,7 +30,7 @@ class ChangeView(RankView, Protocol):
 
     flushing:   uncompressed steps left, which send an unused residual
     answer:     as in RankLoop
-    sent_bytes: bytes that this rank has sent over its links
+    sent_bytes: bytes sent over its links
     """
 
     experiment: Experiment
@@ -54,13 +54,13 @@ class ChangeView(RankView, Protocol):
         """Call it after changes of compressor or network."""
 
     def lay_out_parameters(self, names: set[str], spread: ReplicaSpread | None, held: bool = True) -> None:
-        """held: False if their values come later, as shards"""
+        """held: False if values come later, as shards"""
 
     async def reorder_parameters(self, names: list[str]) -> None:
         """Cuts new buckets."""
 
     def sharded(self, buckets: ShardLayout | None) -> None:
-        """buckets: the shards of optimizer state; None: it is whole"""
+        """buckets: the shards of optimizer state; None: whole"""
 
     @property
     def rate(self) -> Rate: ...
@@ -75,7 +75,7 @@ class ChangeView(RankView, Protocol):
         """Raises KnobError if this host cannot train `wanted`."""
 
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
-        """Sets links and faults. was: None at the start of a run"""
+        """Sets links and faults. was: None at a run's start"""
 
     def tune_partition(self) -> None:
         """Keeps the model's layout."""
@@ -105,7 +105,7 @@ class ChangeView(RankView, Protocol):
         """Closes the old mesh's groups."""
 
     def foresee_reads(self, cheaply: bool) -> AccessTrace | None:
-        """Returns a step's reads; None if unknown. cheaply: the model is not built for it"""
+        """Returns a step's reads; None if unknown. cheaply: does not build the model"""
 
     async def broadcast_text(self, text: str, by: int = 0) -> str:
         """Returns rank `by`'s text."""

@@ -1,8 +1,7 @@
 """Hands the state of a run over from one strategy to the next.
 
-First, `consolidate_state` averages buffers and optimizer state over the ranks that trained, if these have drifted
-apart. Then `spread_state` moves the state to its placement under the next strategy. A rank that only served has only
-parameters.
+First, `consolidate_state` averages drifted buffers and optimizer state over the ranks that trained. Then `spread_state`
+moves the state to its placement under the next strategy. A rank that only served has only parameters.
 
 The state is a dict by name. Optimizer state has names such as "exp_avg/NAME". It leaves out frozen parameters, which
 are equal on all ranks, and each rank's own memory, such as residuals.
@@ -72,8 +71,7 @@ def list_owners(run: RankView, strategy: Strategy) -> dict[str, int]:
 async def consolidate_state(run: RankView, strategy: Strategy) -> None:
     """Averages buffers and optimizer state over the ranks that trained.
 
-    Without that, diverged momenta would pull replicas apart again. The first rank gives its integers (counters,
-    quantised moments).
+    Diverged momenta would pull replicas apart again. Integers (counters, quantised moments) come from the first rank.
     Raises RankDisagreement if optimizer states differ in size.
     """
     rank, who = run.rank, make_mesh(strategy, run.rank.size)
@@ -108,7 +106,7 @@ def prepare_drifting(run: RankView, optimizer: OptimizerSetting, apart: Collecti
 async def average_tensors(group: Rank, drifted: list[torch.Tensor], name: str, among: Collection[int] = ()) -> None:
     """Averages tensors in place on all ranks of a group, over ranks `among` (none: all).
 
-    Integers have no mean: every rank takes those of the first rank.
+    Integers have no mean: every rank takes the first rank's.
     """
     first, count = min(among, default=0), len(among) or group.size
     floats = [x for x in drifted if can_average(x.dtype)]
@@ -157,7 +155,7 @@ def _drop_empty(state: State) -> State:
 async def require_agreement(run: RankView) -> None:
     """Raises RankDisagreement unless all ranks hold the same parameters and optimizer state.
 
-    It skips optimizer state in shards.
+    Skips optimizer state in shards.
     """
     own = compute_checksum(list_parameters(run.layout))
     check_same(pick_replicas(run, await run.gather(own)), "after the switch the parameters", list_replicas(run))
@@ -173,7 +171,7 @@ def _place_state(sizes: tuple[tuple[str, int], ...], everywhere: int, trained: t
             apart: tuple[tuple[str, int], ...] = ()) -> Placement:  # fmt: skip
     """Places the first `everywhere` tensors on every rank, the other ones on the ranks that `trained`.
 
-    apart: the owner of each table. Only the owner holds the table and its optimizer state.
+    apart: each table's owner; only it holds the table and its optimizer state
     """
     owner, held = dict(apart), {rank: dict[str, tuple[StridedSlice, ...]]() for rank in range(size)}
     for number, (name, n) in enumerate(sizes):
@@ -245,7 +243,7 @@ async def sum_hashes(run: RankView, state: State, lies: Placement) -> int:
 
 
 def hash_state(run: RankView, state: State, lies: Placement) -> int:
-    """Returns this rank's part of the hash: `sum_hashes` adds up the parts of all ranks."""
+    """Returns this rank's part of `sum_hashes`."""
     me = run.rank.id
     if run.layout.has_sizes_only:
         return 0

@@ -103,10 +103,7 @@ def _split_pieces(line: Tensor, lies: Placement, me: int) -> State:
 async def _move_checked(
     run: ChangeView, state: State, was: Placement, to: Placement, like: Tensor
 ) -> tuple[State, int]:
-    """Returns (this rank's new part, the bytes that all ranks have sent).
-
-    Raises RankDisagreement if the hash has changed.
-    """
+    """Returns (this rank's new part, the bytes that all ranks have sent). Raises RankDisagreement for another hash."""
     likes = dict.fromkeys(to.sizes, like)
     before = await sum_hashes(run, state, was)
     given = await move_state(run.rank, state, was, to, range(run.rank.size), likes)

@@ -1,4 +1,4 @@
-"""Cuts new buckets. State in shards of the old ones stays sharded: no rank gathers the whole model for it.
+"""Cuts new buckets. State in shards of the old ones stays sharded: no rank gathers the whole model.
 
 If parameters are sharded, each new bucket takes one `move_state`. A rank frees an old bucket's shard when all of it has
 moved, so it holds its own shards plus those of a few buckets. With offload, a rank fetches an old shard when its first
@@ -55,7 +55,7 @@ class _OldShards(NamedTuple):
     state: this rank's part, by name
     like:  a tensor of each one's dtype
     lies:  the placement of all state
-    away:  this rank's offloaded shards that have not moved yet, by an index that no new bucket has
+    away:  offloaded shards that have not moved yet, by an index that no new bucket has
     """
 
     sizes: Sizes
@@ -113,7 +113,7 @@ def _find_parameter_shards(run: ChangeView, strategy: Strategy) -> ShardLayout:
 
 
 async def _collect_state(run: ChangeView, was: ShardLayout, away: list[Bucket]) -> _OldShards:
-    """The optimizer gives its state up, so that the result alone keeps the memory."""
+    """Takes the optimizer's state, so that the result alone keeps the memory."""
     layout, rank = run.layout, run.rank
     some = {place.name for place in layout.order if place.numel}
     both = make_slot_likes(layout.order, run.optimizer), read_slots(layout, run.optimizer)

@@ -39,7 +39,7 @@ class _MovedState(NamedTuple):
     sizes: the elements of each tensor, the same on every rank
     like:  a tensor of each one's dtype
     here:  this rank's part
-    slots: the names of optimizer state, and whether each is one number for any size of its parameter
+    slots: optimizer state by name, and whether each is one number for any size of its parameter
     """
 
     sizes: dict[str, int]
@@ -49,10 +49,10 @@ class _MovedState(NamedTuple):
 
 
 class UnplacedState(NamedTuple):
-    """State that the caller still has to place.
+    """State that the caller still has to place, of this rank's parameters by name.
 
-    outer:  the outer momentum of this rank's parameters, by name
-    pieces: this rank's shard of each parameter, flat, if parameters are sharded now
+    outer:  the outer momentum
+    pieces: the shard of each parameter, flat, if parameters are sharded
     """
 
     outer: State | None
@@ -64,9 +64,9 @@ async def repartition_state(
 ) -> UnplacedState:
     """All ranks call it at the same boundary. Replicas must be equal.
 
-    outer: the outer momentum of this rank's parameters, by name
-
     Raises RankDisagreement if the hash of the state has changed.
+
+    outer: the outer momentum of this rank's parameters, by name
     """
     rank, everyone, began = run.rank, range(run.rank.size), run.now
     await _average_buffers(run, was.spread)
@@ -221,10 +221,7 @@ async def _place_state(run: ChangeView, trained: dict[str, nn.Parameter], given:
 
 def _place_parameters(trained: dict[str, nn.Parameter], given: State, mine: set[str], to: ReplicaSpread | None,
          followed: set[str]) -> None:  # fmt: skip
-    """Sets `mine`, and makes all other parameters absent.
-
-    followed: present, too, but another rank trains them
-    """
+    """Sets `mine`, and makes all other parameters absent, except those `followed`, which another rank trains."""
     for name, p in trained.items():
         shape = whole_shape(p)
         if name in mine:
@@ -243,6 +240,6 @@ def _place_parameters(trained: dict[str, nn.Parameter], given: State, mine: set[
 def _raise_absent(params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
     shape = tuple(params[0].shape)
     raise StrategyError(
-        f"a parameter of shape {shape} is read, and it is on another stage: parts of a pipeline and `evaluate` may "
-        f"read a model only by calling it; move the parameter to the part that reads it, or take partition=Whole()"
+        f"a parameter of shape {shape} is read, and it is on another stage. Parts of a pipeline and `evaluate` may "
+        f"read a model only by calling it: move the parameter to the part that reads it, or take partition=Whole()"
     )

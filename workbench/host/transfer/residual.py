@@ -1,4 +1,4 @@
-"""Sends or drops a compressor's residual when another one takes over."""
+"""Sends or drops a compressor's residual when another takes over."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.host.transfer.momentum import move_momentum
 from workbench.rank import Rank
 from workbench.settings import Json
 
-WARN_RATIO = 3.0  # a warning from so many times the gradient's length
+WARN_RATIO = 3.0  # of the gradient's length, for a warning
 
 
 def start_compressor(run: ChangeView) -> None:
@@ -73,7 +73,7 @@ def _plan_sending(run: ChangeView, steps: int, whole: Compressor) -> None:
 
 
 async def count_flush_step(run: ChangeView) -> None:
-    """Counts a step that has sent its share. After the last one the new compressor takes over."""
+    """Counts a step that has sent its share. The new compressor takes over after the last one."""
     sent = run.rank.compressor
     if isinstance(sent, Leaving):
         _mark_sent(run)
@@ -88,7 +88,7 @@ async def count_flush_step(run: ChangeView) -> None:
 
 
 def _mark_sent(run: ChangeView) -> None:
-    """Records the norms of residual and gradient after the first of these steps.Warns of long steps."""
+    """Records the norms of residual and gradient after the first of these steps. Warns of long steps."""
     found = run.rank.memory.parts.pop(Leaving.asked, {})
     owed = found.pop("", None)
     if not found:
@@ -113,10 +113,7 @@ def _mark_sent(run: ChangeView) -> None:
 
 
 async def _sketch_residual(run: ChangeView, buffer: str, among: Rank | None = None) -> Tensor | None:
-    """Returns a sketch of the summed residual of all ranks; None with sizes only.
-
-    among: the group to sum over, instead of all ranks
-    """
+    """Returns a sketch of the residuals' sum over all ranks, or over `among`; None with sizes only."""
     pieces = run.rank.memory.buffers.get(buffer, {})
     mine = torch.zeros(SIGNS * WIDTH, device=run.layout.order[0].param.device)
     if not mine.is_meta:

@@ -29,7 +29,7 @@ class StateLayout(NamedTuple):
     """A placement of state.
 
     spread:  the stages and slices of a replica; None: each rank has a whole replica
-    shards:  the buckets that shard optimizer state, if replicas are whole; None: it is not sharded
+    shards:  the buckets that shard optimizer state; None: it is not sharded
     sharded: whether parameters are sharded in these buckets, too
     order:   the parameters' order for buckets, if it is not the reverse of registration
     """
@@ -66,7 +66,7 @@ def place_tensors(
 
 
 async def plan_layout(run: ChangeView, wanted: Experiment) -> StateLayout:
-    """Returns the placement under `wanted` of a model that is in stages or slices now. All ranks call it together.
+    """Returns the placement under `wanted` of a model in stages or slices. All ranks call it together.
 
     Buckets of shards follow the order of the gradients, if all ranks can foresee it. If a rank cannot foresee a step's
     reads, parameters stay whole until a step has shown them.
