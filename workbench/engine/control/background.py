@@ -1,7 +1,7 @@
 """Runs a strategy's `background` next to its steps, on a thread and a wire of its own.
 
-Between two Ops a coroutine has its rank to itself. So step, background and update never touch the parameters at the
-same moment, and no update is lost. rendezvous.py decides when a background ends.
+Between two Ops a coroutine has its rank to itself. So step, background and update never touch the parameters at once,
+and no update is lost. rendezvous.py decides when a background ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEP_ONLY_VERBS = ("forward", "backward", "backward_buckets", "update", "grads",
 
 
 class Background:
-    """One rank's background, for one strategy's stay. All ranks make theirs at once; `name` prefixes its wires."""
+    """One rank's background during one strategy. All ranks make theirs at once; `name` prefixes its wires."""
 
     def __init__(self, run: BackgroundView, name: str, wire: Wire | None, shaper: LinkShaper) -> None:
         self.run, self.wire, self._name = run, wire, name
@@ -42,12 +42,12 @@ class Background:
         # eager: its children run on this thread
         self.lane = Lane("background", run.port, run.watch, run.chip, open, whole, calls, eager=True)
         self.error: BaseException | None = None
-        self._idle = threading.Event()  # whether the step has come to its end
+        self._idle = threading.Event()
         self._moved = threading.Event()
         self._done = threading.Event()
         self._done.set()
-        self._over = False  # no more messages come, so a receiver stops waiting
-        self._looked = -1  # how many messages had come when this background last found none for it
+        self._over = False  # no more messages come: a receiver stops waiting
+        self._looked = -1  # received messages when this background last found none for it
         self._coros: queue.SimpleQueue[Coroutine[Op, Any, Any] | None] = queue.SimpleQueue()
         self._verbs: dict[str, Callable[..., Any]] = {
             "again": self._next_step,
@@ -68,23 +68,23 @@ class Background:
     # -- called by the training thread --
 
     def start_coroutine(self, coro: Coroutine[Op, Any, Any]) -> None:
-        """Begins the coroutine, or begins it again after a meeting."""
+        """Also begins it again after a meeting."""
         self._over, self._looked = False, -1
         self._idle.clear()
         self._done.clear()
         self._coros.put(coro)
 
     def note_step(self) -> None:
-        """Notes that the step has moved on, so that there is something new to exchange."""
+        """There is something new to exchange."""
         self._moved.set()
 
     def note_idle(self) -> None:
-        """Notes that the step goes on only after a meeting. This rank no longer asks its peers to go on."""
+        """The step waits for a meeting, so this rank no longer asks its peers to go on."""
         self._idle.set()
         self._moved.set()
 
     def end_exchanges(self, control: Wire | None) -> None:
-        """Lets the backgrounds finish their common exchanges and end, while every rank's step stands still."""
+        """Ends the backgrounds after their common exchanges, while every rank's step stands still."""
         self.note_idle()
         self._await_quiet(control)
         self._over = True
@@ -97,8 +97,8 @@ class Background:
     def _await_quiet(self, control: Wire | None) -> None:
         """Returns on all ranks at once, when no message is under way and each background has ended or waits for one.
 
-        Two looks in a row must find this and equal numbers of messages, because a rank's count may lag behind
-        another's. As in Mattern, "Algorithms for distributed termination detection", 1987.
+        Two looks in a row must find this with equal numbers of messages, because ranks' counts may lag. As in Mattern,
+        "Algorithms for distributed termination detection", 1987.
         """
         before, rest = [-1, -1], 1e-3
         while True:
@@ -113,17 +113,17 @@ class Background:
             rest = min(2 * rest, WAIT_SLICE)
 
     def _read_state(self) -> tuple[int, int, int]:
-        """Whether the background has ended or waits for a message; how many messages were posted and have come."""
+        """Returns (whether the background has ended or waits for a message, messages posted, messages received)."""
         done, looked = self._done.is_set(), self._looked  # read before `came`: if equal, it still waits
         posted, came = self.run.mailbox.posted_count, self.run.mailbox.received_count
         return done or looked == came, posted, came
 
     def end_round(self, patience: float = 3.0) -> None:
-        """Lets the present round end on all ranks, because a rank may not notice that a group is cut in a round.
+        """Ends the present round on all ranks, because in a round a rank may miss that a group is cut.
 
         See [Note: What gloo misses] in engine/device/gloo.py. A round that failed by itself cannot be ended.
 
-        patience: seconds; on a busy machine the other ranks may need 1 or 2 to reach the end of the round
+        patience: seconds; on a busy machine other ranks may need 1 or 2
         """
         end, self._over = time.monotonic() + patience, True  # a server stops waiting for messages, too
         self.note_idle()
@@ -136,13 +136,13 @@ class Background:
             raise self.error
 
     def close(self) -> None:
-        """Joins the thread and gives the wire back. To close before the end, the caller sets `leaving`."""
+        """To close before the end, the caller sets `leaving`."""
         self._coros.put(None)
         self.note_idle()
         self._thread.join(5.0)
         self.lane.close()
         if self.error is not None:
-            self.error.__traceback__ = None  # a kept traceback keeps the group's sockets open
+            self.error.__traceback__ = None  # it would keep the group's sockets open
         self.run.peers.close_wires([*self.lane.wires.forget_groups(), *([self.wire] if self.wire is not None else [])])
 
     # -- on the background's own thread --
@@ -173,9 +173,9 @@ class Background:
         return self.lane.wait(self.lane.start(child(), str(op.args[-1] or op.verb)))
 
     def _next_step(self, rest: float, alone: bool, group: Group | None = None) -> int:
-        """Returns the number of the present step (from 1) while any rank of the group trains; 0 after that.
+        """Returns the present step (from 1) while any rank of the group trains; 0 after that.
 
-        Rests for `rest` seconds, then waits for a new step. alone: only this rank's step counts.
+        Rests for `rest` seconds, then waits for a new step. alone: only this rank's step counts
         """
         until = self.run.clock.now() + rest
         while not self._idle.is_set():
@@ -186,7 +186,7 @@ class Background:
                 break
             if self.run.leaving.is_set():
                 raise Aborted("left a background")
-        if self.run.mailbox.gone:  # this rank's step raises this at its end
+        if self.run.mailbox.gone:  # this rank's step raises an error at its end
             self._idle.set()
         self._moved.clear()
         flag = torch.tensor([not self._idle.is_set()], dtype=torch.int32)
@@ -210,6 +210,6 @@ class Background:
         return got
 
     def _expects_nothing(self) -> bool:
-        """Whether no such message will come; called by the mailbox while it has none."""
+        """The mailbox asks while it has no such message."""
         self._looked = self.run.mailbox.received_count
         return self._over

@@ -27,7 +27,7 @@ def gather_numbers(wire: Wire | None, number: int) -> list[int]:
 
 
 def gather_lists(wire: Wire | None, numbers: list[int]) -> list[list[int]]:
-    """Returns every rank's `numbers`, by rank; all lists have the same length."""
+    """Returns every rank's equally long `numbers`, by rank."""
     if wire is None:
         return [numbers]
     mine = torch.tensor(numbers, dtype=torch.int64)
@@ -81,9 +81,9 @@ def broadcast_model(wire: Wire | None, layout: ParameterLayout, model: nn.Module
 def use_mean_model(
     wire: Wire | None, layout: ParameterLayout, weights: list[Tensor], model: nn.Module
 ) -> Iterator[float]:
-    """Makes the model the mean of all ranks' models inside the block; yields this rank's RMS distance from it.
+    """Inside the block, the model is the mean of all ranks' models. Yields this rank's RMS distance from it.
 
-    weights: the parameters that may differ from rank to rank
+    weights: the parameters that may differ between ranks
     """
     if wire is None:
         yield 0.0
@@ -103,7 +103,7 @@ def use_mean_model(
 
 
 def _replace_by_mean(wire: Wire, x: Tensor) -> Tensor | None:
-    """Replaces `x` by the mean of all ranks' `x`. Returns the old value; None if it equals the mean, to save memory."""
+    """Returns the old value; None if it equals the mean, to save memory."""
     mean = x.detach().clone(memory_format=torch.contiguous_format)  # a view of other memory need not be flat
     wire.wait(wire.all_reduce(mean.view(-1)))
     if torch.equal(mean.div_(wire.size), x):

@@ -1,17 +1,17 @@
 """Tickets: how all ranks receive a change before the same step.
 
-Rank 0 publishes the requests in its inbox as a ticket: a 32-byte header on a wire of its own, then JSON if there are
-requests. A rank asks for the ticket just before the update and takes it afterwards. So the ticket overlaps the update,
-and a change acts on the very next step.
+Rank 0 publishes its inbox as a ticket: a 32-byte header on a wire of its own, then JSON if there are requests. A rank
+asks for the ticket just before the update and takes it afterwards. So the ticket overlaps the update, and a change acts
+on the very next step.
 
-[Note: The flag] A meeting in every step holds up ranks that share cores, and usually brings no requests. On one host
-rank 0 raises a flag instead: before it begins child n, it writes n into memory that all ranks see. A rank that has
-completed child n sees it, because the child needed rank 0. So ranks that have completed equally many children decide
-alike whether to meet, without a message. The last numbers stay visible, because rank 0 may meet and begin another child
-before other ranks have looked. It is never a step ahead, and raises the flag at most twice in one step.
+[Note: The flag] A meeting in every step holds up ranks that share cores, and usually brings no requests. So on one host
+rank 0 raises a flag: before it begins child n, it writes n into shared memory. Child n needs rank 0, so a rank that has
+completed it sees the number. So ranks with equally many completed children decide alike, without a message. The last
+numbers stay visible, because rank 0 may meet and begin another child before other ranks look. It is never a step ahead,
+and raises the flag at most twice in one step.
 
-Under a pipeline that never flushes, the last stage ends a step long before the first stage. To avoid a wait for the
-first stage, ranks take a ticket as many steps later as the stages are apart.
+Under a pipeline that never flushes, the last stage ends a step long before the first. So that it need not wait, ranks
+take a ticket as many steps later as the stages are apart.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from workbench.engine.collectives.mapped_file import map_file
 from workbench.engine.collectives.wire import Wire
 
 ControlMessage = dict[str, Any]  # one request
-VISIBLE_NUMBERS = 8  # numbers that stay visible
+VISIBLE_NUMBERS = 8
 
 
 class RequestFlag:
@@ -38,10 +38,10 @@ class RequestFlag:
     def __init__(self, path: Path) -> None:
         self._map = map_file(path, 8 * VISIBLE_NUMBERS)
         self._numbers = np.frombuffer(self._map, dtype=np.int64)
-        self._raised = 0  # how often it was raised
+        self._raised = 0  # how often
 
     def clear_numbers(self) -> None:
-        """Clears all numbers, because children are counted from 1 again."""
+        """Children are counted from 1 again."""
         self._numbers[:] = 0
 
     def write_number(self, number: int) -> None:
@@ -67,21 +67,21 @@ class ControlChannel:
         self._last_number = 0  # the last number that ranks met for
         self._raised = False
         self._under_way: deque[tuple[Any, torch.Tensor, bytes]] = deque()  # a Work, the header, rank 0's text
-        self.has_pending = False  # whether the present step has a pending ticket
+        self.has_pending = False
 
     @property
     def pending_count(self) -> int:
-        """The number of pending tickets: published or expected, and not taken."""
+        """Tickets that are published or expected, and not taken."""
         return len(self._under_way)
 
     def notify_ranks(self, number: int) -> None:
-        """On rank 0, before it begins child `number`: raises the flag if the inbox is not empty."""
+        """On rank 0, before child `number`: raises the flag if the inbox is not empty."""
         if self._by_flag and self.flag is not None and not self._raised and not self.inbox.empty():
             self.flag.write_number(number)
             self._raised = True
 
     def is_due(self, done: int) -> bool:
-        """Whether ranks that have completed child `done` take a ticket."""
+        """Whether ranks take a ticket after child `done`."""
         if not self._by_flag:
             return True
         assert self.flag is not None
@@ -92,7 +92,7 @@ class ControlChannel:
         return True
 
     def enter_strategy(self, strategy: Any, flat: bool) -> None:
-        """Begins a strategy, after the lanes count children from 1 again. torch's own strategies have none on our lane.
+        """The caller has set all lanes' counts to 1. torch's own strategies have no children on our lane.
 
         flat: whether every group contains rank 0. Another group could complete a child that rank 0 has not begun.
         """
@@ -108,7 +108,6 @@ class ControlChannel:
             self.flag.close()
 
     def end_taking(self) -> None:
-        """Notes that all pending tickets are taken."""
         self.has_pending = False
 
     def publish_requests(self, wait: float = 0.0) -> None:
@@ -122,9 +121,9 @@ class ControlChannel:
         self.has_pending = True
 
     def take_requests(self) -> list[ControlMessage]:
-        """Returns the requests of the oldest pending ticket, the same list on every rank."""
+        """Returns the oldest ticket's requests, the same on every rank."""
         found = self._receive_requests(*self._under_way[0])
-        self._under_way.popleft()  # not before: a connection that is lost in `_receive_requests` would lose them
+        self._under_way.popleft()  # not before: an error above would lose the requests
         return found
 
     @property

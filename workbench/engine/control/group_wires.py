@@ -1,11 +1,10 @@
 """Opens the wires of a group of ranks at its first collective.
 
-[Note: Opening beside training] Ranks of a group reach its first collective at different times, and one may never reach
-it. Opening a process group cannot be interrupted. So each rank first registers in the store and waits until all ranks
-of the group have. While it waits, it checks whether it must leave or a peer is gone. The store holds one verdict,
-written once: by the first rank if all have registered, or by a rank that leaves. Otherwise a rank could leave after
-another rank has counted it. Each opening has its own store connection, because a torch store lets only one thread wait
-at a time.
+[Note: Opening beside training] Ranks reach a group's first collective at different times or never, and opening a
+process group cannot be interrupted. So each rank first registers in the store. Then it waits until all ranks of the
+group have, this rank must leave, or a peer is gone. The store holds one verdict, written once: by the first rank if all
+have registered, or by a rank that leaves. Otherwise a rank could leave after another rank has counted it. A torch store
+lets only one thread wait at a time, so each opening has its own connection.
 """
 
 from __future__ import annotations
@@ -54,9 +53,10 @@ def make_opener(peers: Peers, port: Port, lane: str, kind: str) -> Callable[[Gro
 
 
 def _await_group(store: Any, tag: str, rank: int, ranks: tuple[int, ...], look: Callable[[], None]) -> None:
-    """Waits until all `ranks` have registered. See [Note: Opening beside training].
+    """See [Note: Opening beside training].
 
     look: raises if this rank must leave
+
     Raises ConnectionError if another rank left first.
     """
     store.set(f"{tag} {rank}", b"here")
@@ -72,7 +72,7 @@ def _await_group(store: Any, tag: str, rank: int, ranks: tuple[int, ...], look: 
             look()
         except Exception:
             if store.compare_set(verdict, "", "left") == b"open":
-                return  # the other ranks now count on this one: it leaves at the group's first collective
+                return  # other ranks now count on this one: it leaves at the group's first collective
             raise
         time.sleep(rest)
         rest = min(2 * rest, 0.05)

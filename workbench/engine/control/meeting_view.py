@@ -1,4 +1,4 @@
-"""One rank on the engine, as its meetings and its background see it."""
+"""One rank, as its meetings and its background see it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class BackgroundView(RankView, Protocol):
-    """A rank, as the thread of its background sees it."""
+    """As its background's thread sees it."""
 
     @property
     def clock(self) -> Clock: ...
@@ -48,8 +48,7 @@ class BackgroundView(RankView, Protocol):
     @property
     def leaving(self) -> LeaveEvent: ...
 
-    def perform_hop(self, op: Op, step: int) -> Any:
-        """Sends or receives a message of an all-reduce on a lane."""
+    def perform_hop(self, op: Op, step: int) -> Any: ...
 
 
 class StoppingView(Protocol):
@@ -60,15 +59,14 @@ class StoppingView(Protocol):
 
 
 class MeetingView(BackgroundView, Protocol):
-    """A rank that meets the other ranks. due_count: planned changes that are due"""
+    """due_count: planned changes that are due"""
 
     @property
     def paused(self) -> bool: ...
     @property
     def credit(self) -> int: ...
 
-    def set_paused(self, so: bool) -> None:
-        """Pauses the rank, or lets it go on."""
+    def set_paused(self, so: bool) -> None: ...
 
     @property
     def control(self) -> Wire | None: ...

@@ -1,11 +1,11 @@
-"""Finds out which ranks are left after a loss, and what state each of them has.
+"""Finds the ranks that are left after a loss, and the state of each.
 
-[Note: A vote] A rank that notices a lost peer reports in the store what it has: its step, its number of changes, and
-the requests that it has not obeyed. It waits until each other rank has reported, has left or is dead. Then it writes
-the list of present ranks. All ranks use the first list written (compare and set). So the vote needs no leader, and a
-late rank finds that the other ranks went on. The present rank that is furthest decides what counts. The result holds
-once all ranks that go on have met for it. If a rank is lost before, all ranks that voted vote again with the same
-reports, even ranks that are not needed. Nothing has changed until then.
+[Note: A vote] A rank that notices a lost peer stores a report: its step, its number of changes, and the requests that
+it has not obeyed. When each other rank has reported, has left or is dead, it writes the list of present ranks. The
+first list written counts (compare and set). So the vote needs no leader, and a late rank finds that the other ranks
+went on. The present rank that is furthest decides what counts. The result holds once all ranks that go on have met for
+it; nothing changes before. If a rank is lost until then, all ranks that voted, even unneeded ones, vote again with the
+same reports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from workbench.host.elastic.voting import Quorum, RankReport
 from workbench.record.process import alive, this_process
 
 POLL_SECONDS = 0.01  # seconds between two looks into the store
-REPORT_TIMEOUT = 10.0  # seconds in which a living rank must report, unless 5 of its steps last longer
+REPORT_TIMEOUT = 10.0  # seconds for a living rank's report, unless 5 of its steps last longer
 
 
 class LeftBehind(RuntimeError):
@@ -28,16 +28,16 @@ class LeftBehind(RuntimeError):
 
 
 class NotNeeded(RuntimeError):
-    """Fewer ranks go on than before, and this one is not needed."""
+    """Fewer ranks go on, and this one is not needed."""
 
 
 def describe_process() -> list[Any]:
-    """Returns this process as other ranks can check it: its host, its pid and when it began."""
+    """Returns host, pid and start, by which other ranks can check this process."""
     return [platform.node(), *this_process()]
 
 
 def store_process(store: Any, place: int, process: list[Any] | None = None) -> None:
-    """Stores a rank's process (default: this one), so that other ranks can check whether it runs."""
+    """By it other ranks check whether the rank runs. process: default: this one"""
     store.set(f"process {place}", json.dumps(process or describe_process()))
 
 
@@ -47,6 +47,7 @@ def await_reports(store: Any, what: str, place: int | None, processes: list[list
 
     place: of this rank; None if it only waits; processes: of the ranks, by place
     members: the ranks' numbers by place, for messages; (): their places
+
     Raises ConnectionError if a rank is gone before it has reported, and what `look` raises.
     """
     for other, process in enumerate(processes):
@@ -62,14 +63,14 @@ def await_reports(store: Any, what: str, place: int | None, processes: list[list
 
 
 def require_alive(store: Any, places: Iterable[int], members: Sequence[int] = ()) -> None:
-    """Raises ConnectionError with the number in `members` of a rank at `places` that is gone."""
+    """Raises ConnectionError if a rank at `places` is gone. members: ranks' numbers by place"""
     if lost := [other for other in places if not is_rank_alive(store, other)]:
         rank = members[lost[0]] if members else lost[0]
         raise ConnectionError(f"Connection closed by peer: rank {rank} is gone before it had opened its end")
 
 
 def report_gone(store: Any, place: int) -> None:
-    """Stores that this rank has left, for ranks that wait for its report."""
+    """This rank has left: ranks need not await its report."""
     store.set(f"gone {place}", "1")
 
 
@@ -107,17 +108,17 @@ def hold_vote(store: Any, place: int, size: int, mine: RankReport, patience: flo
 
 
 def is_counted(store: Any, place: int) -> bool:
-    """Whether a vote would count this place: none has been held, or it was counted."""
+    """Whether a vote counted this place or is still to come."""
     return not store.check(["verdict"]) or place in json.loads(store.get("verdict"))
 
 
 def has_vote_begun(store: Any, size: int) -> bool:
-    """Whether one of `size` places has begun to vote."""
+    """Whether a vote of `size` places has begun."""
     return any(store.check([f"said {place}"]) for place in range(size))
 
 
 def is_rank_alive(store: Any, place: int) -> bool:
-    """Whether a report of this rank may still come. A process on another host counts as alive."""
+    """Whether this rank's report may still come. A process on another host counts as alive."""
     if store.check([f"gone {place}"]):
         return False
     if not store.check([f"process {place}"]):
@@ -126,6 +127,6 @@ def is_rank_alive(store: Any, place: int) -> bool:
 
 
 def is_process_alive(process: str | bytes) -> bool:
-    """Whether this process may still run. process: `describe_process` as JSON"""
+    """process: `describe_process` as JSON"""
     host, *known = json.loads(process)
     return host != platform.node() or alive(known)

@@ -29,10 +29,7 @@ LATE_MESSAGE_SECONDS = 3.0  # seconds in which a message may still arrive after 
 
 
 class PeeringView(Protocol):
-    """A rank's session, as its connections see it.
-
-    where: the address of the store; generation: its name, which differs from those of earlier generations
-    """
+    """where: the address of the store; generation: its name, unlike earlier generations'"""
 
     @property
     def rank(self) -> Rank: ...
@@ -74,8 +71,8 @@ class Peers:
         self.data: Wire | None = None
         self.arrivals: Wire | None = None
         self.local, self.doubt, self.offset = True, 0.0, 0.0
-        self._watching: Any = None  # a second connection to the store
-        self._parted: float | None = None  # when a peer was found gone during a wait for a message
+        self._watching: Any = None  # its second connection
+        self._parted: float | None = None  # when a wait for a message found a peer gone
         self._folder = Path()
         if self.rank.size > 1:
             self._meet_peers()
@@ -99,7 +96,7 @@ class Peers:
             self.arrivals = self.open_wire("arrivals", precise=precise)
 
     def open_wire(self, tag: str, ranks: Sequence[int] = (), store: Any = None, **how: Any) -> Wire:
-        """Opens one more wire among all ranks or `ranks`, all at once. The session cuts and closes it."""
+        """All these ranks call it at once; (): every rank. The session cuts and closes the wire."""
         session, me = self.session, self.rank.id
         index, size = (ranks.index(me), len(ranks)) if ranks else (me, self.rank.size)
         here = LOOPBACK if session.loopback else find_own_address(session.where)
@@ -110,7 +107,7 @@ class Peers:
         return wire
 
     def _check_opening(self) -> None:
-        """Raises if this rank must leave or a peer is gone. Uses a second connection, because the first one waits."""
+        """Uses a second connection to the store, because the first one waits."""
         self.check_peers()
         self._watching = self._watching or connect_store(*self.session.where, self.session.generation)
         membership.require_alive(self._watching, range(self.rank.size), self.rank.members)
@@ -121,7 +118,7 @@ class Peers:
     def close_wires(self, wires: list[Wire]) -> None:
         for wire in wires:
             wire.close()
-            if wire in self.session.wires:  # the wires of an ended generation are closed elsewhere
+            if wire in self.session.wires:  # other code closes an ended generation's wires
                 self.session.wires.remove(wire)
 
     def await_point(self, to: str, until: float) -> None:
@@ -136,8 +133,8 @@ class Peers:
     def await_ends(self) -> None:
         """Waits until all ranks have made their last step, this rank must leave, or a peer is gone.
 
-        Replicas of one run may end at different times. If one closes its wires, a rank that still waits for a message
-        would count it as lost.
+        Replicas may end at different times. If one closes its wires, a rank that still waits for a message counts it as
+        lost.
         """
         if self.store is None:
             return
@@ -151,14 +148,14 @@ class Peers:
         return self.control is not None and self.control.has_lost_peer()
 
     def check_peers(self) -> None:
-        """Raises if this rank must leave or a peer is known to be gone; for waits that no wire ends."""
+        """For waits that no wire ends."""
         if self.leaving.is_set():
             raise Aborted("told to leave")
         if self.has_lost_peer():
             raise ConnectionError("Connection closed by peer")
 
     def check_with_grace(self) -> None:
-        """Checks peers during a wait for a message, which may arrive LATE_MESSAGE_SECONDS after its sender has left."""
+        """For a wait for a message, which may arrive LATE_MESSAGE_SECONDS after its sender has left."""
         if not self.has_lost_peer():
             self._parted = None
         elif self._parted is None:
@@ -167,7 +164,7 @@ class Peers:
             self.check_peers()
 
     def make_arrival_table(self, name: str = "", ranks: Sequence[int] = ()) -> ArrivalTable | None:
-        """Returns the table of arrivals at one wire's collectives by this host's ranks or `ranks`."""
+        """The arrivals at one wire's collectives by this host's ranks or `ranks`."""
         path = self._make_shared_path(f"{name}.arrivals")
         me = self.rank.id
         if path is None:
@@ -184,18 +181,18 @@ class Peers:
         return UnusedFlags(path, self.rank.id, self.rank.size) if path else None
 
     def _make_shared_path(self, name: str) -> Path | None:
-        """Returns a file that this host's ranks share and rank 0 removes at the end; None if they share none."""
+        """Rank 0 removes the file at the end. Returns None if ranks do not share a host."""
         if not self.local or self.rank.size == 1:
             return None
         self.session.files.append(self.make_path(name))
         return self.session.files[-1]
 
     def make_path(self, name: str) -> Path:
-        """Returns the path of a file of this run that all ranks of one host see."""
+        """Returns a path of this run that all ranks of one host see."""
         return self._folder / f"{self.session.generation}{name}"
 
     def _share_folder(self, control: Wire) -> Path:
-        """Returns a directory with access for this user only, for ranks whose store is not a file."""
+        """For ranks without a file as store. Only this user can enter it."""
         said = torch.zeros(4096, dtype=torch.uint8)
         if self.rank.id == 0:
             made = tempfile.mkdtemp(prefix="workbench-")
@@ -212,7 +209,7 @@ class WireOpening:
         self._make = make
         self._made: list[Wire | BaseException] = []
         self._left = False
-        self._lock = threading.Lock()  # of the two above: one of both threads closes a wire that nobody takes
+        self._lock = threading.Lock()  # one of both threads closes an unwanted wire
         self._thread = threading.Thread(target=self._open_wire, name=name, daemon=True)
         self._thread.start()
 
@@ -229,7 +226,7 @@ class WireOpening:
             self._close_wire()
 
     def wait(self, look: Callable[[], None]) -> Wire:
-        """Returns the open wire. Raises what `look` raises; then the wire is closed once it is open."""
+        """Raises what `look` raises; then the wire is closed once it is open."""
         try:
             while self._thread.is_alive():
                 self._thread.join(POLL_SECONDS)
@@ -253,6 +250,6 @@ class WireOpening:
 
 
 def remove_files(files: list[Path]) -> None:
-    """Removes files and directories; missing ones are ignored."""
+    """Removes files and directories; ignores missing ones."""
     for path in files:
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

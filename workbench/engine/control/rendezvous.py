@@ -1,9 +1,9 @@
-"""How ranks that do not meet in every round come together, so that a change still acts on all of them.
+"""How ranks that do not meet in every round come together, so that a change acts on all of them.
 
 [Note: Two ways of hearing] Some ranks exchange with their neighbours only (`propagation` > 0). Then every message
 carries the step at which all ranks meet. Rank 0 chooses it so late that every rank knows it by then. Other ranks keep
 no common step (`lockstep` = False). Then rank 0 calls, and each rank comes at its next boundary. At a meeting the steps
-stand still. The backgrounds receive what was sent and end. They begin again when the ranks go on.
+stand still. The backgrounds receive what was sent, end, and begin again afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workbench.engine.control.meeting_view import MeetingView
 from workbench.host.loop import asynchronous
 
 IDLE_OPERATION = "a meeting"  # an idle rank's operation
-UNFROZEN_MESSAGE = "unfrozen"  # the message to rank 0 after a parameter was unfrozen
+UNFROZEN_MESSAGE = "unfrozen"  # to rank 0 after a parameter was unfrozen
 POLL_SECONDS = 0.05  # seconds between two looks of an idle rank
 
 
@@ -38,7 +38,7 @@ class Rendezvous:
         self._stays = 0  # strategies with a background so far
         self._done: set[int] = set()  # ranks that have reported to rank 0 that they are done
         self._has_reported = False
-        self._has_asked = False  # whether this rank has asked for a meeting, after its model unfroze a parameter
+        self._has_asked = False  # after its model unfroze a parameter
         self._asked = False  # on rank 0: whether any rank has
 
     @property
@@ -47,7 +47,7 @@ class Rendezvous:
 
     @property
     def propagation(self) -> int:
-        """Steps until all ranks know through messages what rank 0 announces; 0: no such messages."""
+        """Steps until messages have brought rank 0's news to all ranks; 0: no such messages."""
         return int(self.strategy.propagation_in(self.run.rank.size, self.run.rank.step))
 
     @property
@@ -55,7 +55,7 @@ class Rendezvous:
         return bool(self.strategy.trains(self.run.rank.id, self.run.rank.size))
 
     def enter_strategy(self) -> None:
-        """Voids the previous strategy's messages, and gives the new strategy's background its thread and wire."""
+        """Voids the previous strategy's messages, and begins the new strategy's background."""
         run = self.run
         self.close_background()
         run.mailbox.drop_old_messages()
@@ -73,13 +73,13 @@ class Rendezvous:
         )
 
     def close_background(self) -> None:
-        """Gives back the thread and the wire of the background, which has ended."""
+        """The background has ended."""
         background, self.background = self.background, None
         if background is not None:
             background.close()
 
     def retire_rank(self) -> None:
-        """Ends this rank's part after a failure: cuts its connections, and ends the background's round if possible."""
+        """After a failure: cuts this rank's connections, and tries to end the background's round."""
         self.run.mailbox.cut_connections()
         if self.background is not None:
             self.background.end_round()
@@ -118,7 +118,6 @@ class Rendezvous:
             run.mailbox.await_news(POLL_SECONDS)
 
     def note_step(self, step: int) -> None:
-        """Notes the step that all ranks have made."""
         self.latest_step = step
 
     def assemble_ranks(self) -> None:
@@ -126,13 +125,13 @@ class Rendezvous:
         facts = [run.rank.step, self.run.due_count, self.has_ended, run.mailbox.meet, run.paused]
         table = gather_lists(run.control, facts)
         self.latest_step, self.due, self.has_ended = max(row[0] for row in table), table[0][1], bool(table[0][2])
-        if self.propagation and not self.does_train:  # this rank may have stood here since the previous meeting
+        if self.propagation and not self.does_train:  # this rank may not have moved since the previous meeting
             run.rank.step = self.latest_step
-        run.mailbox.plan_meeting(max(row[3] for row in table))  # now all ranks know of a meeting that some knew
+        run.mailbox.plan_meeting(max(row[3] for row in table))  # now all ranks know of it
         run.set_paused(bool(table[0][4]))
         if self.background is not None:
             self.background.end_exchanges(run.control)
-            gather_numbers(run.control, 0)  # no rank goes on, and sends, before all backgrounds have ended
+            gather_numbers(run.control, 0)  # all backgrounds end before a rank goes on and sends
         self._number += 1
         self._done.clear()
         self._has_reported = self._has_asked = self._asked = False

@@ -1,4 +1,4 @@
-"""Finds the line of a script that runs now, and the torch.distributed collective in which it waits."""
+"""Finds a script's present line, and the torch.distributed collective in which it waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLLECTIVES_FILE = str(Path("torch", "distributed", "distributed_c10d.py"))
 
 
 class ScriptLine(NamedTuple):
-    """A line of a script. collective: the collective in which the script waits there, or ""."""
+    """collective: in which the script waits there; empty if in none"""
 
     file: str
     line: int
