@@ -1,1 +1,1 @@
-"""What a rank writes down, and how it reaches disk and kernel."""
+"""A rank's rows, and their way to disk and kernel."""

@@ -1,4 +1,4 @@
-"""Detects a memory leak: a rank's memory on the host that grows evenly from step to step."""
+"""Detects a memory leak: a rank's memory on the host that grows evenly."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import psutil
 
-SKIPPED_STEPS = 4  # first steps without a reading, because they allocate much that stays
+SKIPPED_STEPS = 4  # they allocate much that stays
 MIN_INTERVAL = 0.004  # seconds between 2 readings, at least
-MAX_READINGS = 256  # readings; at this number every second one is deleted
+MAX_READINGS = 256  # at this number every second reading is deleted
 BLOCK_COUNT = 8  # equal parts of the readings; their medians must rise evenly
 MIN_GROWTH_MB = 64.0  # the least growth that is reported
 MAX_UNEVENNESS = 3.0  # each block must rise by the mean rise, times or divided by this at most
@@ -33,8 +33,8 @@ def read_host_mb() -> float:
 def find_growth(steps: np.ndarray, mb: np.ndarray) -> tuple[float, float] | None:
     """Returns (MB per step, total MB) if memory rises evenly over these readings, else None.
 
-    steps, mb: (n,), in order. One jump, or growth that slows down, does not count. Memory that the process frees only
-    after the last reading looks like a leak.
+    steps, mb: (n,), in order. One jump, or growth that slows down, does not count. Memory that is freed only after the
+    last reading looks like a leak.
     """
     if len(steps) < 2 * BLOCK_COUNT:
         return None
@@ -56,11 +56,7 @@ def find_growth(steps: np.ndarray, mb: np.ndarray) -> tuple[float, float] | None
 
 
 class LeakDetector:
-    """The readings of one rank.
-
-    tell: called once, with the detail of a Mark
-    read: returns the MB of the process
-    """
+    """tell: called once, with the detail of a Mark; read: returns the process's MB"""
 
     def __init__(self, rank: int, tell: Callable[[dict[str, Any]], None], read: Callable[[], float] = read_host_mb,
                  clock: Callable[[], float] = time.monotonic) -> None:  # fmt: skip
@@ -70,7 +66,7 @@ class LeakDetector:
         self._made, self._every, self._told, self._last = 0, 1, False, float("-inf")
 
     def take_reading(self, step: int) -> None:
-        """Takes a reading if one is due. The rank calls it after each step."""
+        """The rank calls it after each step."""
         self._made += 1
         if (
             self._told

@@ -1,7 +1,7 @@
 """Takes a rank's rows, pushes them from a thread of its own, and passes them to the spool.
 
-Recording a row is one append to a list, from any thread. It never blocks and never reads a clock, because rows bring
-their times. Neither training nor the kernel waits for the disk.
+Recording a row is one append to a list, from any thread. It never blocks and reads no clock: rows bring their times.
+Neither training nor the kernel waits for the disk.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from workbench.record.timeline import KINDS, Table
 KindRows = tuple[str, int, dict[str, Any]]  # (kind, number of the first row, columns)
 Push = Callable[[list[KindRows]], None]
 PUSH_INTERVAL = 0.33  # seconds: a wake-up costs more than the rows that it handles
-SETTLE_TIMEOUT = 1.0  # seconds that `settle_rows` waits for the disk at most
+SETTLE_TIMEOUT = 1.0  # seconds at most for the disk
 
 _log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Records spans, samples and marks of one rank.
+    """Records one rank's spans, samples and marks.
 
     run_dir: where to spool; None: nowhere
     push:    gets new rows 3 times a second from this recorder's thread, as (kind, number of the first row among this
@@ -48,7 +48,7 @@ class Recorder:
         self._sent = dict.fromkeys(KINDS, 0)
         self._reported_dropped = 0
         self._complained = False
-        self._now = (0, 0.0)  # step and time of the newest row seen
+        self._now = (0, 0.0)  # step and time of the newest row
         self._closing = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._run_pushes, name=f"rank {rank} recorder", daemon=True)
@@ -83,11 +83,11 @@ class Recorder:
             self.dropped += 1
 
     def settle_rows(self) -> bool:
-        """Writes all pushed rows. Waits `SETTLE_TIMEOUT` seconds at most, and returns whether the rows are on disk."""
+        """Returns whether all pushed rows are on disk, after SETTLE_TIMEOUT seconds at most."""
         return self._spool is None or self._spool.settle_rows(SETTLE_TIMEOUT)
 
     def close(self) -> None:
-        """Flushes all rows and ends the thread. Waits `CLOSE_TIMEOUT` seconds for a disk that does not answer."""
+        """Flushes all rows. Waits `CLOSE_TIMEOUT` seconds for a disk that does not answer."""
         self._closing.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -123,7 +123,7 @@ class Recorder:
         self._record_reports(spool)
 
     def _run_guarded(self, part: Callable[..., None], *rest: Any) -> None:
-        """Logs an error of one part of a flush, so that the other parts still run."""
+        """Logs an error, so that the other parts of a flush still run."""
         try:
             part(*rest)
         except Exception:

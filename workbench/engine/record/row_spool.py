@@ -1,7 +1,4 @@
-"""Writes one rank's rows to disk on a thread of its own, the only thread that a hanging disk stops.
-
-A disk that fails or hangs loses rows, never the run.
-"""
+"""Writes one rank's rows to disk, on the only thread that a hanging disk stops. It loses rows, never the run."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ from workbench.record.timeline import KINDS
 
 WRITE_INTERVAL = 0.66  # seconds between 2 writes
 RETRY_INTERVAL = 5.0  # seconds until the next try after a failure
-HUNG_SECONDS = 1.4  # seconds after which the spool reports that the disk does not answer
-CLOSE_TIMEOUT = 2.5  # seconds that the end of a run waits for the disk; the engine may still write the rest later
+HUNG_SECONDS = 1.4  # seconds without an answer of the disk before a report
+CLOSE_TIMEOUT = 2.5  # seconds that the end of a run waits for the disk; the engine may write the rest later
 RECOVERED_TEXT = "the record is being written again"
 
 Rows = tuple[int, dict[str, Any]]  # (number of the first row, columns)
@@ -33,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class _SpoolFile(NamedTuple):
-    """A file that this rank has begun: path, (device, inode), writer, and [number of rows written]."""
+    """A file of this rank: path, (device, inode), writer, and [number of rows written]."""
 
     path: Path
     file: tuple[int, int]
@@ -46,19 +43,20 @@ class RowSpool:
 
     Counts the rows that the run directory lacks, and reports each failure once. Rows that no file can hold are lost,
     together with all waiting rows of their kind. This is no failure of the disk.
+
     limit: rows of a kind that may wait for the disk; further rows are lost
     """
 
     def __init__(self, path: Path, rank: int, limit: int) -> None:
         self.path, self.rank, self.limit = path, rank, limit
-        self.cpu_seconds = 0.0  # of this spool's own thread
+        self.cpu_seconds = 0.0  # of the spool's thread
         self._waiting: dict[str, list[Rows]] = {kind: [] for kind in KINDS}
         self._flying = 0  # rows in the write under way
         self._unwritten = 0  # rows that no file ever got
-        self._gone = 0  # rows in files that are no longer in the run directory
+        self._gone = 0  # rows in files that the run directory has lost
         self._parts: dict[str, _SpoolFile] = {}  # the open file of each kind
         self._ended: list[_SpoolFile] = []
-        self._next: dict[str, int] = {}  # number of a part's next row
+        self._next: dict[str, int] = {}  # of a part's next row
         self._home: tuple[int, int] | None = None  # (device, inode) of the run directory, after the first file
         self._failed_at: float | None = None
         self._since: float | None = None  # when the write under way began
@@ -75,7 +73,7 @@ class RowSpool:
 
     @property
     def lost_rows(self) -> int:
-        """The number of rows that the run directory lacks, with waiting rows while the disk does not answer."""
+        """Rows that the run directory lacks, with waiting rows while the disk does not answer."""
         with self._lock:
             return self._unwritten + self._gone + (self._count_waiting() if self._hung else 0)
 
@@ -97,15 +95,14 @@ class RowSpool:
         return said
 
     def settle_rows(self, timeout: float) -> bool:
-        """Writes waiting rows. Returns whether this was done within `timeout` seconds."""
+        """Returns whether waiting rows were written within `timeout` seconds."""
         self._idle.clear()
         self._wake.set()
         return self._idle.wait(timeout)
 
     def close(self, timeout: float) -> bool:
-        """Writes waiting rows and ends the thread. Returns whether this was done within `timeout` seconds.
-
-        A disk that answers later still gets all rows.
+        """Returns whether waiting rows were written within `timeout` seconds. A disk that answers later still gets all
+        rows.
         """
         self._closing = True
         self._wake.set()
@@ -147,7 +144,7 @@ class RowSpool:
         self.cpu_seconds = time.thread_time()
 
     def write_rows(self) -> None:
-        """Writes waiting rows. After a failure, rows are lost until a write succeeds."""
+        """After a failure, rows are lost until a write succeeds."""
         gone = self._find_missing()
         if self._failed_at is not None and time.monotonic() - self._failed_at < RETRY_INTERVAL:
             return self._lose_waiting()
@@ -211,7 +208,7 @@ class RowSpool:
         self._home = self._home or _identify_file(self.path)
 
     def _end_part(self, kind: str) -> None:
-        """Closes a part. Deletes an empty one, because each try on a full disk would leave one."""
+        """Deletes an empty part, because each try on a full disk would leave one."""
         part = self._parts.pop(kind)
         part.writer.abandon()
         if part.writer.nbytes:
@@ -220,7 +217,7 @@ class RowSpool:
             part.path.unlink(missing_ok=True)
 
     def _refuse_rows(self, kind: str, error: Exception, rows: int) -> None:
-        """Loses `rows` of a kind that no file can hold. Ends the part, because its writer may have kept some rows."""
+        """Ends the part, because its writer may have kept some of the rows."""
         with self._lock:
             self._unwritten += rows
         if kind in self._parts:
@@ -263,7 +260,7 @@ class RowSpool:
         for part in self._parts.values():
             try:
                 part.writer.close()
-            except Exception:  # a failure must not keep the other files open
+            except Exception:  # it must not keep the other files open
                 part.writer.abandon()
 
 
@@ -280,7 +277,7 @@ def _is_same_file(path: Path, file: tuple[int, int] | None) -> bool:
 
 
 def _join_batches(batches: list[Rows]) -> Iterator[Rows]:
-    """Joins consecutive batches. A new one begins after lost rows."""
+    """A new batch begins after lost rows."""
     while batches:
         first, n = batches[0][0], 1
         end = first + len(batches[0][1]["rank"])

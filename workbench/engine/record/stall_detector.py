@@ -1,7 +1,7 @@
-"""A rank's pulse: detects that this process or the whole machine stood still, and records it.
+"""Detects that this process or the whole machine stood still.
 
 A thread compares clocks, because a stopped process can only report the stop afterwards. While a machine sleeps, Linux'
-monotonic clock stops and its boot-time clock goes on. This distinguishes a sleep from a stopped process.
+monotonic clock stops and its boot-time clock goes on, unlike for a stopped process.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 READING_INTERVAL = 0.5  # seconds between 2 readings
-MIN_STALL_SECONDS = 3.0  # seconds without a reading that make a Mark: a busy machine may hold a thread up for 1 s
+MIN_STALL_SECONDS = 3.0  # for a Mark: a busy machine may hold a thread up for 1 s
 
 
 class ClockReading(NamedTuple):
-    """Three clocks read at one moment, in seconds."""
+    """In seconds, read at one moment."""
 
     running: float  # monotonic, without the machine's sleep
     asleep: float  # the machine's sleep so far; 0.0 if the system does not report it
@@ -30,9 +30,9 @@ class ClockReading(NamedTuple):
 
 
 def find_clock_gap(before: ClockReading, now: ClockReading, beat: float = READING_INTERVAL) -> dict[str, Any] | None:
-    """Returns the detail of a Mark if the time between 2 readings is much longer than `beat` seconds, else None.
+    """Returns a Mark's detail if the time between 2 readings is much longer than `beat` seconds, else None.
 
-    seconds: the length of the pause. machine: whether the whole machine slept.
+    seconds: the length of the pause. machine: whether the whole machine slept
     """
     gap, slept = now.running - before.running - beat, now.asleep - before.asleep
     if slept >= MIN_STALL_SECONDS:
@@ -46,11 +46,7 @@ def find_clock_gap(before: ClockReading, now: ClockReading, beat: float = READIN
 
 
 class StallDetector:
-    """Reads the clocks on a thread of its own until `close`.
-
-    say:  called with the detail of each Mark
-    beat: called after each reading
-    """
+    """Reads the clocks on a thread until `close`. say: gets each Mark's detail; beat: called after each reading"""
 
     def __init__(
         self, say: Callable[[dict[str, Any]], None], name: str, beat: Callable[[], None] = lambda: None

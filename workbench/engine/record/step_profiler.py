@@ -1,7 +1,7 @@
 """Profiles some steps of one rank with torch.profiler: a Chrome trace in the run directory, and a Mark.
 
-The first profiler of a process loads libraries for seconds, and writing a trace takes a while. Both happen on threads
-of their own, so that no other rank waits. While it profiles, only this rank takes a little longer per operator.
+A process's first profiler loads libraries for seconds, and writing a trace takes a while. Both have threads of their
+own, so that no other rank waits. A profile slows down only this rank, a little per operator.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from workbench.record.folders import make_private_folder
 from workbench.settings.describe_error import said
 
 PROFILE_FOLDER = "profiles"  # in the run directory
-CLOSE_TIMEOUT = 2.0  # seconds that the end of a run waits for a trace; after 3 s the lab would end the engine
+CLOSE_TIMEOUT = 2.0  # seconds for a trace at the end of a run; after 3 s the lab would end the engine
 
 
 class StepProfiler:
     """One rank's profiler. Any thread may call `request_profile`, only the training thread the other methods.
 
-    folder: the folder for traces, or None
-    mark:   writes a Mark
+    folder: for traces, or None; mark: writes a Mark
     """
 
     def __init__(self, rank: int, run_dir: Path | None, device: str, mark: Callable[[str, dict[str, Any]], None],
@@ -36,10 +35,10 @@ class StepProfiler:
         self._first = self._asked = 0  # its first step, and its requested number of steps
         self._profile: Any = None
         self._path = Path()
-        self._thread = threading.Thread()  # the last thread that loaded libraries or wrote a trace
+        self._thread = threading.Thread()  # the last one that loaded libraries or wrote a trace
 
     def request_profile(self, steps: int) -> str:
-        """Profiles the next `steps` steps. Returns the path of the future trace.
+        """Returns the path of the future trace of the next `steps` steps.
 
         Raises RuntimeError if the run has no directory, or if a profile is under way.
         """
@@ -81,7 +80,7 @@ class StepProfiler:
         self._thread.start()
 
     def _load_libraries(self, steps: int) -> None:
-        """Loads the profiler's libraries, by an empty profile."""
+        """By an empty profile."""
         try:
             made = _make_profiler(self.device)
             made.start()
@@ -115,7 +114,7 @@ class StepProfiler:
             self._report_failure(said(error))
 
     def _run_guarded(self, what: Callable[[], None]) -> None:
-        """Reports an error of the profiler, so that training goes on."""
+        """Reports an error, so that training goes on."""
         try:
             what()
         except Exception as error:
@@ -129,7 +128,7 @@ class StepProfiler:
 
 
 def _make_profiler(device: str) -> Any:
-    """Returns a profiler of all threads of this process, because lanes have threads of their own."""
+    """Includes all threads of the process, because lanes have their own."""
     from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile
 
