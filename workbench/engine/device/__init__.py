@@ -18,5 +18,5 @@ KINDS: dict[str, Callable[..., Any]] = {"gloo": GlooGroup, "nccl": NcclGroup}
 
 
 def make_chip(name: str) -> Chip:
-    """Returns the chip with torch's name "cpu" or "cuda:0"."""
+    """name: as torch's, "cpu" or "cuda:0" """
     return CHIPS[name.partition(":")[0]](name)

@@ -13,9 +13,9 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Chip:
-    """A CPU: an operation is over when its call returns, so it needs no streams and no events.
+    """A CPU needs no streams and no events: an operation is over when its call returns.
 
-    runs_ahead: whether a call returns before its work is done, so that streams keep the order instead of the host
+    runs_ahead: whether a call returns before its work is done, so that streams keep the order
     """
 
     runs_ahead = False
@@ -30,27 +30,27 @@ class Chip:
         """Returns a new stream."""
 
     def record_event(self) -> Any:
-        """Returns an event after all work that the calling thread's stream has so far."""
+        """The event comes after all work that the calling thread's stream has so far."""
 
     def record_timed_event(self) -> Any:
-        """Returns an event as `record_event` does. It also knows its time once the chip has reached it."""
+        """The event also knows its time once the chip has reached it."""
 
     def use_stream(self, stream: Any = None, after: Any = None) -> AbstractContextManager[None]:
-        """Makes the calling thread use `stream` of this chip inside the block, after the event `after`."""
+        """The calling thread uses `stream` inside the block, after the event `after`."""
         return _NOTHING
 
     def wait_in_stream(self, event: Any, value: Any = None) -> None:
-        """Makes the calling thread's stream, not the host, wait for `event` before it uses `value`."""
+        """The calling thread's stream, not the host, waits for `event` before it uses `value`."""
 
     def has_reached(self, event: Any) -> bool:
         """Whether all work before `event` is done. Never blocks."""
         return True
 
     def block_until(self, event: Any, look: Callable[[], None]) -> None:
-        """Blocks the host until `event`, and calls `look` again and again, which raises if the rank must leave."""
+        """Blocks the host until `event`. `look` is called again and again, and raises if the rank must leave."""
 
     def list_arguments(self, child: Any) -> list[Any]:
-        """Returns tensors that a child may free before the chip has read them. The caller keeps them until then."""
+        """Returns tensors that the caller keeps until the chip has read them: a child may free them sooner."""
         return []
 
     def make_empty(self, like: Tensor, numel: int) -> Tensor:
@@ -66,14 +66,14 @@ class Chip:
         return x.detach()
 
     def copy_from_host(self, into: Tensor, sent: Tensor) -> None:
-        """Copies `sent` from the host's memory into `into` of the same shape. The caller may free `sent` at once."""
+        """From the host's memory, of the same shape. The caller may free `sent` at once."""
         into.copy_(sent)
 
     def seconds_between(self, first: Any, last: Any) -> float:
         return 0.0
 
     def allocated_bytes(self) -> int:
-        """Returns the bytes that this chip's allocator has given out now; 0 on a CPU."""
+        """Bytes that this chip's allocator has given out now; 0 on a CPU."""
         return 0
 
     def peak_bytes(self) -> int:

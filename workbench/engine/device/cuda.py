@@ -6,8 +6,8 @@ waits for the child, the compute stream waits for an event of the lane's stream,
 runs ahead, 2 steps at most (engine/collectives/stopwatch.py), and gets times, losses and failures that much later.
 
 [Note: Memory that crosses] torch reuses freed memory *on the stream that allocated it*, even if other streams still
-read it. So the lane keeps a child's arguments until the GPU has reached the lane's event (`held`). `wait_in_stream`
-marks the child's result as used by the stream that waits.
+read it. So the lane keeps a child's arguments until the GPU has reached its event (`held`). `wait_in_stream` marks the
+child's result as used by the waiting stream.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FIRST_NAP, LONGEST_NAP = 50e-6, 2e-3  # seconds between 2 looks at an event, gro
 
 
 class CudaChip(Chip):
-    """One GPU. api: torch.cuda, or a stand-in for tests."""
+    """api: torch.cuda, or a stand-in for tests"""
 
     runs_ahead = True
 
@@ -86,7 +86,7 @@ class CudaChip(Chip):
         return [*given, *(b.data for b in given if isinstance(b, Bucket))]
 
     def make_empty(self, like: Tensor, numel: int) -> Tensor:
-        """Rounds the size up by 1/8 at most, so that sizes that vary by step can reuse freed memory."""
+        """Rounds up by 1/8 at most, so that sizes that vary by step can reuse freed memory."""
         grain = 1 << max(0, numel.bit_length() - 4)
         return like.new_empty(-(-numel // grain) * grain)[:numel]
 
@@ -99,7 +99,7 @@ class CudaChip(Chip):
         if x.device.type != torch.device(self.name).type:
             return x.detach()
         there, event = self.copy_out(x)
-        event.synchronize()  # waits for this copy, not for the whole GPU
+        event.synchronize()  # for this copy, not for the whole GPU
         return there
 
     def copy_from_host(self, into: Tensor, sent: Tensor) -> None:
@@ -119,7 +119,7 @@ class CudaChip(Chip):
 
 
 def _allocate_pinned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Returns memory with which a GPU copies asynchronously. torch caches it for reuse."""
+    """For asynchronous copies. torch caches this memory."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 

@@ -5,9 +5,9 @@ time limit of 10 minutes. This was seen in waitSend of torch 2.13, when peers fa
 So `wait` raises ConnectionError GONE_PEER_TIMEOUT seconds after it has noticed that a peer is gone. It does not raise
 at once: the first rank that ends a run closes its group while other ranks may still exchange their last messages.
 
-[Note: Which sockets are gloo's] A process opens other sockets at the same moment, such as those of another lane's group
-or of a user's data loader. So a rank writes the address of its gloo listener into the store. A socket is the group's if
-one of its ends is the listener of a rank of the group.
+[Note: Which sockets are gloo's] A process opens other sockets at the same moment, for another lane's group or a user's
+data loader. So each rank stores the address of its gloo listener. A socket is the group's if one of its ends is the
+listener of a rank of the group.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _opening = threading.Lock()  # held while a device opens its listener
 
 
 class GlooGroup:
-    """One process group over gloo. precise: see `Wire` in wire/collectives.py"""
+    """One process group over gloo. precise: see `Wire` in engine/collectives/wire.py"""
 
     carried: frozenset[torch.dtype] | None = None  # dtypes that it adds; None: gloo raises the error itself
     lent = False  # whether other code issues on this group, too
@@ -52,10 +52,10 @@ class GlooGroup:
         return work
 
     def check_peers(self) -> None:
-        """Does nothing: `wait` raises gloo's errors."""
+        """`wait` raises gloo's errors instead."""
 
     def wait(self, work: Any, check: Callable[[], None]) -> None:
-        """Blocks the host until `work` is done. After each slice it calls `check`, which raises if the rank must leave.
+        """Blocks the host until `work` is done. Each slice calls `check`, which raises if the rank must leave.
 
         Raises ConnectionError if a peer has been gone for GONE_PEER_TIMEOUT seconds. See [Note: What gloo misses].
         """
@@ -79,7 +79,7 @@ class GlooGroup:
     def cut_connections(self) -> None:
         """Shuts the group's sockets, which ends every collective here and at the peers.
 
-        gloo's own abort frees no rank. The listener stays open, because shutting it would end the process.
+        gloo's own abort frees no rank. Shutting the listener would end the process.
         """
         for fd, inode in self._fds:
             try:
@@ -92,7 +92,7 @@ class GlooGroup:
                 continue
 
     def has_lost_peer(self) -> bool:
-        """Whether a peer has closed its end or died. gloo then closes the socket here, too."""
+        """Whether a peer has closed its end or died: gloo then closes the socket here, too."""
         for fd, inode in self._fds:
             try:
                 if os.fstat(fd).st_ino != inode:
@@ -114,7 +114,7 @@ class GlooGroup:
         options._devices, options._timeout = [device], limit
         backend: Any = dist.ProcessGroupGloo(store, rank, size, options)
         backend._set_sequence_number_for_group()
-        if precise:  # as torch's _create_process_group_wrapper does, but on the same device
+        if precise:  # as torch's _create_process_group_wrapper, but on the same device
             checking = dist.ProcessGroupGloo(dist.PrefixStore("precise", store), rank, size, options)
             backend = dist.distributed_c10d._ProcessGroupWrapper(backend, checking)
         name = dist.ProcessGroup.BackendType.GLOO
@@ -125,7 +125,7 @@ class GlooGroup:
 
 
 def _open_device(here: str) -> tuple[Any, str]:
-    """Returns the device on which gloo listens, and the address of its listener.
+    """Returns gloo's device, and the address of its listener.
 
     It listens at `here`, or on several hosts at the address of interface GLOO_SOCKET_IFNAME. By default gloo would use
     the address of the host's name, or the loopback if it cannot resolve the name. If another thread opens a listener at
@@ -142,7 +142,7 @@ def _open_device(here: str) -> tuple[Any, str]:
 
 
 def _find_group_sockets(store: Any, rank: int, size: int, before: set[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Returns this rank's sockets to the other ranks, among the sockets opened since `before`.
+    """Returns the group's sockets among those opened since `before`.
 
     See [Note: Which sockets are gloo's]. A rank that did not see its own listener names none.
     """
@@ -164,7 +164,7 @@ def _list_sockets() -> dict[tuple[int, int], tuple[str, str]]:
             about = os.fstat(fd)
             if not stat.S_ISSOCK(about.st_mode):
                 continue
-            with borrow_socket(fd) as s:  # no copy of the descriptor, which another thread would find here
+            with borrow_socket(fd) as s:  # without a copy of the descriptor, which another thread would find
                 if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
                     found[fd, about.st_ino] = _format_address(s.getsockname()), _find_peer(s)
         except OSError:  # closed by another thread

@@ -1,6 +1,6 @@
 """Samples a GPU's utilisation, power and link traffic every second, if nvidia-ml-py is installed.
 
-It has not been run on a GPU, only tested with a stand-in for the library.
+Tested only with a stand-in for the library, never on a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SAMPLE_NAMES = ("gpu use", "gpu power", "gpu link sent", "gpu link received")  #
 
 
 class GpuMonitor:
-    """Reads one GPU on a thread until `close`. Link traffic is NVLink's, or PCIe's if the GPU has no NVLink."""
+    """Reads one GPU on a thread until `close`. Link traffic is NVLink's, or PCIe's without NVLink."""
 
     def __init__(self, uuid: str, sample: Callable[[str, float], None]) -> None:
         self._nvml = importlib.import_module("pynvml")
@@ -29,7 +29,7 @@ class GpuMonitor:
         self._thread.start()
 
     def read_values(self, now: float) -> dict[str, float]:
-        """Returns the values of `SAMPLE_NAMES` by name, without the values that this GPU does not report."""
+        """Returns the `SAMPLE_NAMES` that this GPU reports, by name."""
         nvml, gpu, found = self._nvml, self._gpu, dict[str, float]()
         for name, ask in (("gpu use", lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100),
                           ("gpu power", lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000)):  # fmt: skip
@@ -54,7 +54,7 @@ class GpuMonitor:
         self._thread.join(1.0)
 
     def _read_links(self) -> tuple[float, float]:
-        """Returns the KiB that have crossed all NVLinks: (out, in). Raises LookupError without NVLink."""
+        """Returns all NVLinks' traffic so far in KiB: (out, in). Raises LookupError without NVLink."""
         nvml = self._nvml
         ways = (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
         said = nvml.nvmlDeviceGetFieldValues(self._gpu, list(ways))
@@ -75,7 +75,7 @@ class GpuMonitor:
 
 
 def start_gpu_monitor(device: str, sample: Callable[[str, float], None]) -> GpuMonitor | None:
-    """Returns the monitor of torch's `device`; None for a CPU, without nvidia-ml-py, or if the library fails."""
+    """Returns None for a CPU, without nvidia-ml-py, or if the library fails. device: torch's name"""
     if not device.startswith("cuda"):
         return None
     try:
@@ -83,5 +83,5 @@ def start_gpu_monitor(device: str, sample: Callable[[str, float], None]) -> GpuM
 
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         return GpuMonitor(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}", sample)
-    except Exception:  # any failure of a driver's library: a run does not need it
+    except Exception:  # of a driver's library: a run does not need it
         return None

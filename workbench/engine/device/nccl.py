@@ -2,13 +2,12 @@
 
 [Note: What NCCL does otherwise than gloo] From the source of torch's ProcessGroupNCCL.
 * `work.wait()` makes the current stream wait and returns. With a time limit it blocks the host, counts from when the
-  collective was *issued*, and aborts the communicator after the limit. So the engine never passes a limit.
+  collective was *issued*, and aborts the communicator. So the engine never passes a limit.
 * `is_completed()` queries an event. After an abort, work counts as completed and has no result. So the engine checks
-  after completion whether this rank was cut.
-* If a peer is gone, the kernels here spin until this rank aborts its own communicator from another thread.
+  afterwards whether this rank was cut.
+* If a peer is gone, kernels here spin until this rank aborts its own communicator from another thread.
 * torch's watchdog would end the process on an error, or abort silently, after which work looks done. With
-  NCCL_ENVIRONMENT it only writes its log. The engine looks for errors itself, and a person or its peers make a rank
-  leave.
+  NCCL_ENVIRONMENT it only logs. The engine looks for errors itself, and a person or its peers make a rank leave.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ import torch.distributed as dist
 
 from workbench.engine.device.cuda import FIRST_NAP, LONGEST_NAP
 
-CHECK_INTERVAL = 0.1  # seconds between 2 checks of the guard thread for a lost peer
-LOSS_GRACE_SECONDS = 1.0  # seconds that collectives may go on after a loss: the peer may have done its part
+CHECK_INTERVAL = 0.1  # seconds between 2 checks for a lost peer
+LOSS_GRACE_SECONDS = 1.0  # seconds that collectives may go on: the lost peer may have done its part
 SHUTDOWN_TIMEOUT = 5.0  # seconds for the peers to shut down in order
 # An engine outlives its runs, so torch must not end it, and a wait must not block.
 NCCL_ENVIRONMENT = {
@@ -43,7 +42,7 @@ _CARRIED = (*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64
 class NcclGroup:
     """One communicator over NCCL. All ranks make it together.
 
-    beside: see `Wire` in wire/collectives.py; made: makes (group, backend), for tests
+    beside: see `Wire` in engine/collectives/wire.py; made: makes (group, backend), for tests
     """
 
     carried: frozenset[torch.dtype] | None = frozenset(_CARRIED)
@@ -61,28 +60,27 @@ class NcclGroup:
     ) -> None:
         self._beside = beside
         self.torn = self.lost = self.lent = False
-        self._open: deque[Any] = deque()  # issued, and not known to be done
+        self._open: deque[Any] = deque()  # issued, not known to be done
         self._closing = threading.Event()
         self.group, self._backend = (made or _make_group)(store, rank, size, device)
         self._guard = threading.Thread(target=self._watch_peers, name=f"rank {rank} guard", daemon=True)
         self._guard.start()
 
     def note_issued(self, work: Any) -> Any:
-        """Adds an open collective, and removes completed ones. Raises the error of a completed one."""
+        """Removes completed collectives. Raises the error of a completed one."""
         self._open.append(work)  # first: the guard must know of it, whatever an older one raises
         while self._open and self._open[0].is_completed():
             self._raise_error(self._open.popleft())
         return work
 
     def check_peers(self) -> None:
-        """Raises ConnectionError if a peer is gone or this rank was cut."""
         if self.lost:
             raise ConnectionError("Connection closed by peer: it is gone from the control wire")
         if self.torn:
             raise ConnectionError("Connection closed by peer: the communicator was aborted")
 
     def wait(self, work: Any, check: Callable[[], None]) -> None:
-        """Makes the calling thread's stream wait for `work`, but not the host."""
+        """The calling thread's stream waits for `work`, the host does not."""
         check()
         work.wait()
 
@@ -114,10 +112,10 @@ class NcclGroup:
 
     def _raise_error(self, work: Any) -> None:
         if not self.torn:
-            work.wait()  # raises the error of the collective
+            work.wait()
 
     def _watch_peers(self) -> None:
-        """Watches for a lost peer on the guard thread, because the host may be blocked in a copy from the GPU."""
+        """On a thread of its own, because the host may be blocked in a copy from the GPU."""
         while not self._closing.wait(CHECK_INTERVAL):
             if self._beside() and not self._closing.wait(LOSS_GRACE_SECONDS) and (self.lent or self._has_open_work()):
                 self.lost = True
@@ -128,7 +126,7 @@ class NcclGroup:
 
     @staticmethod
     def _run_aside(what: Callable[[], None], patience: float) -> bool:
-        """Calls `what` on a thread, and waits `patience` seconds at most. Returns whether it has ended."""
+        """Returns whether `what` has ended on a thread within `patience` seconds."""
         thread = threading.Thread(target=what, daemon=True)
         thread.start()
         thread.join(patience)
