@@ -1,7 +1,7 @@
 """Writes checkpoints on a thread and a wire of their own, so that no step waits for the disk.
 
-The images are copies, made between two steps. An error such as a full disk ends only this checkpoint, and a Mark gives
-the reason.
+The images are copies, made between two steps. An error such as a full disk ends only this checkpoint; a Mark gives the
+reason.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class WrittenView(ClockedView, Protocol):
 
 
 class CheckpointStore:
-    """The checkpoints of the run in `run_dir`; none if `run_dir` is None."""
+    """None: no checkpoints"""
 
     def __init__(self, run_dir: Path | None) -> None:
         self.folder = Path(run_dir) / checkpoints.FOLDER if run_dir is not None else None
@@ -66,7 +66,7 @@ def open_resumed(resume: str, rank: int) -> RestoredState | None:
 
 
 class CheckpointWriter:
-    """One rank's part in writing checkpoints into `folder`."""
+    """One rank's part in writing checkpoints."""
 
     def __init__(self, run: WrittenView, folder: Path) -> None:
         self.run, self.folder = run, folder
@@ -78,7 +78,7 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def write_image(self, image: RankImage, about: dict[str, Any]) -> None:
-        """Begins to write. All ranks call this at the same boundary, when no rank is busy."""
+        """All ranks call this at the same boundary, when no rank is busy."""
         if self._wire is None and self.run.rank.size > 1:
             self._wire = self.run.peers.open_wire("checkpoints")
         name = f"rank {self.run.rank.id} checkpoint"
@@ -86,7 +86,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def close(self, patience: float | None = None) -> None:
-        """Waits until the present checkpoint is written, or has failed. patience: seconds"""
+        """Waits for the present checkpoint or its failure. patience: seconds"""
         if self._thread is not None:
             self._thread.join(patience)
 
@@ -106,7 +106,7 @@ class CheckpointWriter:
                 draft.give_up()
 
     def _mark_saved(self, about: dict[str, Any], manifest: dict[str, Any], seconds: float) -> None:
-        """On rank 0: writes the Mark of the new checkpoint and of the old ones that it removes."""
+        """On rank 0: writes the Mark of the new checkpoint, and of the old ones that it removes."""
         path, keep = self.folder / checkpoints.name(about["step"]), self.run.experiment.saves
         nbytes = sum(file["nbytes"] for file in manifest["files"].values())
         text = f"the checkpoint before step {about['step']} is whole: {nbytes / 1e6:.1f} MB, written in {seconds:.1f} s"
@@ -119,7 +119,7 @@ class CheckpointWriter:
         self.run.mark("saved", said | {"removed": gone, "text": text})
 
     def _write_pieces(self, image: RankImage, about: dict[str, Any], draft: Draft) -> tuple[str, dict[str, Any]]:
-        """Returns why the checkpoint could not be written, or ""; on rank 0 also its manifest."""
+        """Returns the reason of a failure, or ""; on rank 0 also the manifest."""
         me, found, files = self.run.rank.id, list[Any](), list[Any]()
 
         def look() -> filing.PieceSizes:
@@ -152,7 +152,7 @@ class CheckpointWriter:
         return "", manifest
 
     def _exchange_reports(self, make: Callable[[], Any]) -> Any:
-        """Returns the results of `make` by rank, or a text why it failed on one rank."""
+        """Returns `make`'s results by rank, or a text why it failed on one rank."""
         try:
             said = {"made": make()}
         except Exception as error:  # the other ranks wait for this report
@@ -182,10 +182,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def _write_metadata(draft: Draft, reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Writes torch.distributed.checkpoint's metadata, so that `dcp.load({"model": ...})` finds a model here.
-
-    It is a pickle, which only other programs read.
-    """
+    """For `dcp.load({"model": ...})` of torch.distributed.checkpoint. Only other programs read this pickle."""
     import pickle
 
     from torch.distributed.checkpoint import metadata as dcp

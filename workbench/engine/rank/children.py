@@ -15,11 +15,11 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 TERM_TIMEOUT = 2.0  # seconds from SIGTERM to SIGKILL
 
-_runs: dict[int, ChildProcesses] = {}  # the children of a run, by thread id
+_runs: dict[int, ChildProcesses] = {}  # by the run's thread id
 
 
 class ChildProcesses:
-    """Collects one rank's child processes. A process that a `%%px` cell starts is not included, and goes on."""
+    """One rank's child processes, without those that a `%%px` cell starts: they go on."""
 
     def __init__(self) -> None:
         self._started: list[BaseProcess] = []
@@ -34,7 +34,7 @@ class ChildProcesses:
             del _runs[threading.get_ident()]
 
     def end(self) -> None:
-        """Ends the daemonic processes. Other processes outlive the run, as their starter chose."""
+        """Ends the daemonic ones. Other processes outlive the run, as their starter chose."""
         left = _list_living(self._started)
         if left:
             _shut_down_loaders({process.pid for process in left})
@@ -53,7 +53,7 @@ def _list_living(processes: list[BaseProcess]) -> list[BaseProcess]:
 
 
 def _shut_down_loaders(pids: set[int | None]) -> None:
-    """Shuts down the iterators that own these worker pids, because torch reports a worker that just ends as a failure.
+    """torch reports a worker that just ends as a failure, so this shuts down the iterators that own these worker pids.
 
     A DataLoader with persistent workers starts new ones when it is read again.
     """
@@ -72,7 +72,7 @@ def _shut_down_loaders(pids: set[int | None]) -> None:
 
 @cache
 def patch_process_start() -> None:
-    """Starts to collect the processes that a run's threads start. Other threads are not affected."""
+    """Starts to collect the processes of runs' threads. Other threads are not affected."""
     BaseProcess.start = _wrap_start(BaseProcess.start)  # type: ignore[method-assign, assignment]
 
 

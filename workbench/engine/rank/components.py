@@ -59,18 +59,18 @@ from workbench.host.sharding.unsharder import Unsharder
 from workbench.settings import Json, KnobError
 from workbench.tasks import Learner, at_rate
 
-MESSAGE_MODELS = 16  # a message may have up to this many times the model's bytes
+MESSAGE_MODELS = 16  # a message's bytes, as a multiple of the model's, at most
 MIN_MESSAGE_LIMIT = 2**26  # bytes that a message may have in any run
 
 
 class RankComponents(RankLoop):
     """A rank's loop with all its parts on the engine.
 
-    paused, credit:     whether the ranks make no steps; how many steps they make before they pause again
-    early_requests:     requests that were received before their turn
-    longest_evaluation: seconds that the longest evaluation took so far
-    spread:             how a replica is divided among several ranks; None while every rank holds all of it
-    evaluation_copy:    a copy of the model for evaluation, while the model itself changes
+    paused, credit:     whether the ranks make no steps; how many they make before they pause again
+    early_requests:     received before their turn
+    longest_evaluation: seconds
+    spread:             how several ranks share a replica; None while every rank holds all of it
+    evaluation_copy:    of the model, while the model itself changes
     """
 
     learner: Learner
@@ -153,7 +153,7 @@ class RankComponents(RankLoop):
         return optimizer
 
     def copy_model(self) -> nn.Module:
-        """Returns the copy for evaluation. Its values are from an earlier evaluation."""
+        """Its values are from an earlier evaluation."""
         self.evaluation_copy = self.evaluation_copy or copy.deepcopy(self.model)
         return self.evaluation_copy
 
@@ -190,7 +190,7 @@ class RankComponents(RankLoop):
         self.batches.restart_reading(self.experiment.batch, self.experiment.seed, self.rank.step, used)
 
     def _make_host(self, first: float | None) -> None:
-        """Makes the host and all that it performs with. first: the run's first loss, if a generation before knew it"""
+        """first: the run's first loss, if a generation before knew it"""
         self.port = Port(self.rank.id, self.rank.size, self.paced_sleep, self.experiment.seed)
         self.mailbox = self._make_mailbox()
         self.watch = make_stopwatch(self.chip, self.clock, self.record, self._check_peers)
@@ -273,7 +273,7 @@ class RankComponents(RankLoop):
         return here if any(here.values()) else {}
 
     def _check_peers(self) -> None:
-        """Raises if this rank must leave or a peer is gone; called while the host waits for its chip."""
+        """The host calls it while it waits for its chip."""
         if self.peers.data is not None:
             self.peers.data.check_peers()
         elif self.leaving.is_set():
@@ -284,7 +284,7 @@ class RankComponents(RankLoop):
         return require_trainable(self, wanted)
 
     def handle_alarm(self, does: str) -> None:
-        """On rank 0: makes all ranks pause, stop or go back after a bad loss. The lab acts on other ranks' alarms."""
+        """On rank 0: pauses, stops or rolls back all ranks after a bad loss. The lab acts on other ranks' alarms."""
         if self.rank.id == 0:
             self.inbox.put({"kind": does, "id": "nan", "step": self.rank.step})
 
@@ -313,7 +313,7 @@ class RankComponents(RankLoop):
             self.mark("refused", refusal)
 
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
-        """Sets the Link, the pace and the faults. A new fault may halt its rank for a while, or end it."""
+        """A new fault may halt its rank for a while, or end it."""
         self.port.fabric = wanted.fabric
         self.host.pace.set_pace(wanted.pace * 1e-3, wanted.fabric.faults)
         old, new = was.fabric.faults if was else (), wanted.fabric.faults
@@ -376,7 +376,7 @@ class RankComponents(RankLoop):
             return ()
 
     def sharded(self, buckets: Any) -> None:
-        """Does nothing: the optimizer's state is already in place."""
+        """The optimizer's state is already in place."""
 
     @property
     def sent_bytes(self) -> int:
@@ -392,7 +392,7 @@ class RankComponents(RankLoop):
         return broadcast_text(self.control, text.encode(), by).decode() if self.control is not None else text
 
     def take_early_requests(self) -> None:
-        """Takes requests that are on their way, because another exchange follows."""
+        """Another exchange follows, so requests on their way come first."""
         if self.control_channel.has_pending:
             self.early_requests = self.control_channel.take_requests()
 

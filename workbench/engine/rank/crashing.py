@@ -15,7 +15,7 @@ def crash_rank(session: SessionState, mine: bool) -> None:
     """Ends this rank if it is `mine`, once all ranks have made the change that brought the fault.
 
     If it ended earlier, the remaining ranks might repeat the change and lose the rank that then has its number. A
-    process that this lab started is killed, with its record on disk. In any other process the rank only leaves.
+    process of this lab is killed, with its record on disk. In any other process the rank only leaves.
     """
     if session.rank.size > 1:
         _pass_change(session, mine)
@@ -29,7 +29,7 @@ def crash_rank(session: SessionState, mine: bool) -> None:
 
 
 def _pass_change(session: SessionState, waits: bool) -> None:
-    """Reports that this rank is past the change. If it `waits`, waits until all living ranks are."""
+    """waits: for all living ranks to be past the change, too"""
     store = connect_store(*session.where, session.generation)
     what, ranks = f"past {session.set_up_already.queue.obeyed}", range(session.rank.size)
     store.set(f"{what} {session.rank.id}", "1")

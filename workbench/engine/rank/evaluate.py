@@ -49,7 +49,7 @@ async def _await_op(op: Op) -> Any:
 
 
 def _evaluate_spread(run: ModelView) -> Evaluated:
-    """Evaluates together on the ranks of the first replica, if a replica spans several ranks."""
+    """On the ranks of the first replica, if a replica spans several ranks."""
     wire, rank, piece = run.control, run.rank, run.host.pipeline.piece
     assert wire is not None
     found: dict[str, float] = {}
@@ -70,7 +70,7 @@ def _evaluate_spread(run: ModelView) -> Evaluated:
 
 @contextmanager
 def _use_replica_mean(run: ModelView) -> Iterator[float]:
-    """Makes the local part of the model the mean of all replicas inside the block; yields the RMS distance from it."""
+    """Inside the block, this rank's part of the model is the mean of all replicas; yields the RMS distance from it."""
     replicas = run.rank.replicas
     if replicas.size == 1:
         yield 0.0
@@ -89,7 +89,7 @@ def _use_replica_mean(run: ModelView) -> Iterator[float]:
 
 
 def evaluate_known(run: ModelView, known: list[Bucket]) -> Evaluated:
-    """Evaluates the parameters that rank 0 knows, in a copy, because the model itself may change."""
+    """In a copy, because the model itself may change."""
     kept = [] if run.evaluation_copy is None else [*run.evaluation_copy.parameters(), *run.evaluation_copy.buffers()]
     with torch.no_grad(), run.memory_account.measure_evaluation(sum(x.nbytes for x in kept)):
         with run.host.alone:

@@ -1,11 +1,10 @@
 """How a generation forms: its ranks meet, receive the full state, and confirm that they hold it.
 
-[Note: Formed or not] A new rank holds no state of the run when it meets the old ranks. It has no vote and enters no
-average until the new generation has formed. A generation has formed when each rank has reported in the store that it
-holds the full state, and all digests are equal. Until then each old rank keeps its former state. If a rank dies or a
-connection is cut, the old ranks go back to that state. They vote again in the previous generation, and the new ranks
-leave. A rank that has met an error never reports that it holds the state. So either all ranks go on in the new
-generation or none does.
+[Note: Formed or not] A new rank meets the old ranks without any state of the run. It has no vote and enters no average
+until the new generation has formed. That is when each rank has reported in the store that it holds the full state, and
+all digests are equal. A rank that has met an error never reports this. Each old rank keeps its former state until then.
+If a rank dies or a connection is cut, the old ranks go back to that state and vote again in the previous generation,
+and the new ranks leave. So either all ranks go on in the new generation or none does.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def _close_failed(training: RankTraining) -> None:
 
 
 def release_wires(session: SessionState) -> None:
-    """Closes a generation's wires on a thread of its own, because this may take seconds for a wire that was cut."""
+    """On a thread of its own, because it may take seconds for a wire that was cut."""
     threading.Thread(
         target=_close_wires, args=(session.take_wires(),), name=f"rank {session.member} giving wires back", daemon=True
     ).start()

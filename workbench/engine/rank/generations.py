@@ -20,7 +20,7 @@ def run_generations(session: SessionState) -> None:
             broke = undo_forming(session, error) if session.forming is not None else False
             if not can_outlive(session, error, broke):
                 raise
-            error.__traceback__ = None  # a kept traceback keeps the dead group's sockets open
+            error.__traceback__ = None  # it would keep the dead group's sockets open
             if session.words is None:
                 session.keep_report(leave_generation(session))
             to = plan_generation(session)

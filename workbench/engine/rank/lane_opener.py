@@ -1,4 +1,4 @@
-"""Opens the lanes of one rank, and performs what their children ask beyond collectives."""
+"""Opens a rank's lanes, and performs their children's ops beyond collectives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workbench.rank import Op, StrategyError
 
 
 class LaneOpener:
-    """Makes the lanes of one rank. wait: waits for a child's handle"""
+    """wait: waits for a child's handle"""
 
     def __init__(self, kind: str, peers: Peers, port: Port, mailbox: Mailbox, watch: Stopwatch, chip: Chip,
                  away: OffloadPerformer, memory_account: MemoryAccount, wait: Callable[..., Any]) -> None:  # fmt: skip
@@ -30,7 +30,7 @@ class LaneOpener:
 
     def open_lane(self, name: str, whole: GroupWires | None = None,
                   on_child_start: Callable[[int], None] = lambda number: None) -> Lane:  # fmt: skip
-        """Makes one more lane; its wires open at first use."""
+        """Its wires open at first use."""
         kind = self._kind
         if kind != "gloo" and name not in ("comm", *OFFLOAD_LANES):
             raise StrategyError(f"lane {name!r}: over {kind} all children run on one lane, 'comm'; start it there")
@@ -47,7 +47,7 @@ class LaneOpener:
         return Lane(name, self._port, self._watch, self._chip, opener, whole, calls, wireless=wireless)
 
     def perform_hop(self, op: Op, step: int) -> Any:
-        """Sends or receives a message of an all-reduce on a lane. It belongs to no step, so no meeting counts it."""
+        """A message of an all-reduce on a lane. It belongs to no step, so no meeting counts it."""
         if op.verb == "send":
             x, to, kind = op.args
             return self._mailbox.send(x, to, kind, FROM_BACKGROUND, step=step)

@@ -23,7 +23,7 @@ REFUSED_REQUESTS = {
 
 
 class TaskLead:
-    """The rank makes the steps itself, with its task's functions."""
+    """The rank makes the steps itself."""
 
     def __init__(self, run: ModelView) -> None:
         self._run = run
@@ -32,7 +32,7 @@ class TaskLead:
         return None
 
     def require_followed(self, wanted: Experiment) -> None:
-        """Raises nothing."""
+        """No loop limits the experiment."""
 
     def find_step_begin(self) -> Any:
         return self._run.end_wait()
@@ -47,10 +47,10 @@ class TaskLead:
         return requests
 
     async def finish_loop(self) -> None:
-        """Does nothing."""
+        """There is no loop."""
 
     def close(self) -> None:
-        """Does nothing."""
+        """There is no loop."""
 
 
 class ScriptLead:

@@ -42,7 +42,7 @@ from workbench.tasks import Learner, rate
 
 
 class TaskModel:
-    """The model that a task builds."""
+    """A task's model."""
 
     repeats = True
 
@@ -59,7 +59,7 @@ class TaskModel:
             raise TypeError(f"task.model() must return a torch Module, not a {type(model).__name__}")
         model = model.to(device).train()
         layout = ParameterLayout(model, e.bucket_mb)
-        if not run.session.joins:  # a joining rank receives the state of the other ranks
+        if not run.session.joins:  # a joining rank receives the other ranks' state
             check_model(run.control, model)
             broadcast_model(run.control, layout, model)
         optimizer = make_optimizer(learner, model, layout, e)
@@ -68,7 +68,7 @@ class TaskModel:
         return BuiltModel(learner, model, layout, optimizer, e.lr or rate(optimizer), Rate(e, optimizer), batches)
 
     def mark_limits(self) -> None:
-        """Records nothing: the record shows everything."""
+        """The record shows everything."""
 
     def run_loss_backward(self, loss: Tensor, share: float | None) -> None:
         loss.backward() if share is None or share == 1.0 else loss.backward(torch.full_like(loss, share))
@@ -87,7 +87,7 @@ class TaskModel:
 
 
 class ScriptModel:
-    """The model that a script builds and wraps itself. See [Note: Hand in hand] in engine/script/loop.py."""
+    """A script's own model. See [Note: Hand in hand] in engine/script/loop.py."""
 
     repeats = False
 
@@ -140,7 +140,7 @@ class ScriptModel:
             self._run.mark("warning", {"text": text})
 
     def run_loss_backward(self, loss: Tensor, share: float | None) -> None:
-        """Runs the loop's backward. Once torch asks for its last bucket all gradients exist, and it waits."""
+        """Once torch asks for its last bucket, all gradients exist and it waits."""
         run, self._bucket_asked_at = self._run, None
         self._loop.run_backward(loss, share)
         if (asked := self._bucket_asked_at) is not None and not run.chip.runs_ahead:
@@ -163,7 +163,7 @@ class ScriptModel:
             run.host.parts.wrap_model(made)
 
     def _make_options(self) -> dict[str, Any]:
-        """Returns the arguments of torch's own wrapper: the script's, except settings that a person has changed."""
+        """The script's, except settings that a person has changed."""
         experiment, shim = self._run.experiment, self._loop.ddp_shim
         options = dict(shim.options) if shim else {}
         if self._has_new_size or shim is None:
@@ -174,7 +174,7 @@ class ScriptModel:
         return options
 
     def _record_exchange(self, name: str, began: float, nbytes: int) -> None:
-        """Records that torch has summed one of its own buckets, when its last byte has arrived."""
+        """The last byte of one of torch's own buckets has arrived."""
         run = self._run
         sent, _ = traffic("all_reduce", nbytes, run.rank.size)
         run.record.span(run.rank.step, "comm", name, began, began, run.clock.now(), sent)
@@ -204,7 +204,7 @@ class ScriptModel:
 
 def make_optimizer(learner: Learner, model: nn.Module, layout: ParameterLayout, wanted: Experiment,
                    params: list[nn.Parameter] | None = None) -> Optimizer:  # fmt: skip
-    """Makes the optimizer of `params`; of all parameters that train or are frozen without `params`."""
+    """params: default: all parameters that train or are frozen"""
     if params is None:
         here = {id(place.param) for place in layout.order}  # a frozen parameter may be unfrozen later
         params = [p for p in model.parameters() if id(p) in here or not p.requires_grad]

@@ -1,4 +1,4 @@
-"""One rank on the engine, as the objects and functions see it that make its model and lead its steps."""
+"""One rank, as its model and its steps' lead see it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from workbench.tasks import Learner
 
 
 class BuiltModel(NamedTuple):
-    """What one rank trains, and with what. lr: the learning rate at the start"""
+    """One rank's model with its parts. lr: the learning rate at the start"""
 
     learner: Learner
     model: nn.Module
@@ -47,7 +47,7 @@ class BuiltModel(NamedTuple):
 
 
 class TrainedModel(Protocol):
-    """Builds the model of one rank, and computes its losses and gradients.
+    """Builds one rank's model, and computes its losses and gradients.
 
     repeats: whether the rank can compute a batch again
     """
@@ -56,7 +56,7 @@ class TrainedModel(Protocol):
     def repeats(self) -> bool: ...
 
     def build_parts(self) -> BuiltModel:
-        """Returns the model with its parts. All ranks call it together. Raises KnobError if it cannot be trained."""
+        """All ranks call it together. Raises KnobError if the model cannot be trained."""
 
     def mark_limits(self) -> None:
         """Records what the record does not show of this model."""
@@ -71,7 +71,7 @@ class TrainedModel(Protocol):
         """Wraps the model for an opaque strategy."""
 
     def keep_sums(self) -> AbstractContextManager[None]:
-        """A context in which torch's wrapper is removed. Gradients that are still needed outlive it."""
+        """In this context torch's wrapper is removed. Gradients that are still needed outlive it."""
 
     async def follow_change(self, change: Planned, made: Coroutine[Op, Any, bool]) -> bool:
         """Awaits `made`, which makes the change. Returns its result."""
@@ -81,7 +81,7 @@ class LoopLead(Protocol):
     """Leads the steps of one rank."""
 
     def locate_script(self) -> ScriptLine | None:
-        """Returns the line at which a script stands; None without a script."""
+        """Returns the script's present line; None without a script."""
 
     def require_followed(self, wanted: Experiment) -> None:
         """Raises KnobError if the loop cannot run under `wanted`."""
@@ -93,21 +93,20 @@ class LoopLead(Protocol):
         """Returns whether no step follows. over: whether the settings or a person end the run here"""
 
     async def drive_step(self, step: Coroutine[Op, Any, Any]) -> int:
-        """Drives one step. Returns how many steps it counts for; 0 if none was made."""
+        """Returns how many steps it counts for; 0 if none was made."""
 
     def accept_requests(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns the requests that the rank can obey."""
 
     async def finish_loop(self) -> None:
-        """Ends the loop after the last step."""
+        """Called after the last step."""
 
     def close(self) -> None:
         """Gives everything back, in whatever state the rank is."""
 
 
 class PlaceView(Protocol):
-    """Where a rank trains.
-
+    """
     kind:   the backend, such as "gloo"
     device: its name, such as "cpu"
     joins:  whether the rank joins a run, and receives the state of other ranks
@@ -145,20 +144,17 @@ class ModelView(ChangeView, Protocol):
     @property
     def evaluation_copy(self) -> nn.Module | None: ...
 
-    def copy_model(self) -> nn.Module:
-        """Returns the copy for evaluation. Its values are from an earlier evaluation."""
+    def copy_model(self) -> nn.Module: ...
 
     def make_example(self, wanted: Experiment) -> Any:
         """Returns a batch that is equal on all ranks."""
 
-    def take_early_requests(self) -> None:
-        """Takes requests that are on their way."""
+    def take_early_requests(self) -> None: ...
 
     def mark_buckets(self) -> None:
         """Records the size of each bucket."""
 
-    def end_wait(self) -> Any:
-        """Records how long this rank has waited for the next step. Returns when that step began."""
+    def end_wait(self) -> Any: ...
 
 
 class ScriptPlace(PlaceView, SessionView, Protocol):
@@ -167,15 +163,14 @@ class ScriptPlace(PlaceView, SessionView, Protocol):
     @property
     def stopping(self) -> bool: ...
 
-    def stop_early(self) -> None:
-        """Ends the run before its last step."""
+    def stop_early(self) -> None: ...
 
 
 class RankSessionView(PeeringView, ScriptPlace, Protocol):
     """One rank's part in a run, as its training sees it.
 
     member:  this rank's number, the same in all generations
-    used:    how many examples of the data's order were used up when this generation began
+    used:    examples of the data's order that were used up when this generation began
     planned: the changes that the run begins with
     """
 
@@ -198,23 +193,17 @@ class RankSessionView(PeeringView, ScriptPlace, Protocol):
     @property
     def profiler(self) -> StepProfiler: ...
 
-    def mark(self, name: str, detail: Mapping[str, Json]) -> None:
-        """Records an event."""
+    def mark(self, name: str, detail: Mapping[str, Json]) -> None: ...
 
-    def set_phase(self, phase: str) -> None:
-        """Sets this rank's phase; rank 0 records it as the run's state."""
+    def set_phase(self, phase: str) -> None: ...
 
-    def confirm_formed(self) -> None:
-        """Reports that this rank holds the full state of a new generation, and waits until all ranks do."""
+    def confirm_formed(self) -> None: ...
 
-    def crash_rank(self, mine: bool) -> None:
-        """Ends this rank if it is `mine`, once all ranks have made the change that brought the fault."""
+    def crash_rank(self, mine: bool) -> None: ...
 
-    async def resize_run(self, members: tuple[int, ...], number: str) -> None:
-        """Goes on with `members`. Raises ResizeSignal. A Mark gives the reason of a refusal."""
+    async def resize_run(self, members: tuple[int, ...], number: str) -> None: ...
 
-    async def remove_preempted(self, members: Sequence[int], number: str) -> None:
-        """Goes on without `members`. Raises ResizeSignal; raises Preempted if the other ranks cannot."""
+    async def remove_preempted(self, members: Sequence[int], number: str) -> None: ...
 
 
 class ScriptRankView(ChangeView, ScriptView, ClockedView, Protocol):
@@ -231,5 +220,4 @@ class ScriptRankView(ChangeView, ScriptView, ClockedView, Protocol):
     @property
     def queue(self) -> ChangeQueue: ...
 
-    def end_wait(self) -> Any:
-        """As in ModelView."""
+    def end_wait(self) -> Any: ...

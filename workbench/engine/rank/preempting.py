@@ -2,8 +2,8 @@
 
 [Note: Preemption] Slurm, Kubernetes and spot instances send SIGTERM some time before they end a process. A rank that
 receives it writes that into the run's store. The first rank, or its successor, reads the store with every beat of its
-pulse, so no kernel is needed. It then makes an ordinary request, which all ranks obey before the same step. If no rank
-can go on, the run keeps a checkpoint and ends with a reason.
+StallDetector, so no kernel is needed. It makes an ordinary request, which all ranks obey before the same step. If no
+rank can go on, the run keeps a checkpoint and ends with a reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Preempted(RuntimeError):
 
 
 def announce_preemption(session: SessionState) -> None:
-    """Tells all other ranks that this rank leaves before one of their next steps. May run on any thread."""
+    """Tells the other ranks that this rank leaves before one of their next steps. May run on any thread."""
     text = f"{name_ranks([session.member])} is preempted: it leaves after the current step"
     session.mark(PREEMPTED_KEY, {"ranks": [session.member], "step": session.rank.step, "text": text})
     store = connect_store(*session.where, session.base)
@@ -63,7 +63,7 @@ class PreemptionWatch:
 
 
 async def remove_preempted(session: SessionState, members: Sequence[int], number: str) -> None:
-    """Removes `members`, and the other ranks go on. Raises ResizeSignal; raises Preempted if they cannot go on."""
+    """Raises ResizeSignal; raises Preempted if the other ranks cannot go on."""
     training = session.set_up_already
     gone = [m for m in members if m in session.members]
     left = [place for place, m in enumerate(session.members) if m not in gone]
@@ -81,7 +81,7 @@ async def remove_preempted(session: SessionState, members: Sequence[int], number
 
 
 async def _save_and_explain(session: SessionState, gone: list[int], reason: str) -> str:
-    """Keeps a checkpoint if there is a run directory. Returns why the run ends, in the same words on all ranks."""
+    """Keeps a checkpoint if there is a run directory. All ranks return the same text."""
     training, step = session.set_up_already, session.rank.step
     text = f"{name_ranks(gone)} {choose_are(gone)} preempted, and the run cannot go on: {reason}"
     if session.run_dir is None:

@@ -1,8 +1,7 @@
 """The engine's part of a requested resize: present ranks prepare it and invite the new ranks.
 
 All ranks obey the request at the same boundary. They assemble the state that is spread over ranks
-(`host/elastic/resizing.py`). The first rank writes an invitation for each new rank into the store. Then the generation
-ends for all ranks.
+(`host/elastic/resizing.py`). The first rank stores an invitation for each new rank. Then the generation ends.
 """
 
 from __future__ import annotations
@@ -49,9 +48,7 @@ async def end_generation(
     number: str,
     preempted: tuple[int, ...] = (),
 ) -> None:
-    """Assembles the state on the ranks that stay, and ends the generation. Raises ResizeSignal.
-
-    Until all ranks have met for it, they can go back.
+    """Assembles the state on the ranks that stay, and raises ResizeSignal. Until all ranks have met, they can go back.
 
     stay: the places that go on; see ResizeSignal for the other arguments
     """
@@ -67,7 +64,7 @@ async def end_generation(
 def _require_waiting(session: SessionState, new: list[int], ranks: int) -> None:
     """Raises KnobError if a new rank has not reported that it waits, or was invited before: then it is lost.
 
-    All ranks find the same, because a new rank reports before the request is made.
+    New ranks report before the request is made, so all ranks find the same.
     """
     store = connect_store(*session.where, session.base)
     if lost := [m for m in new if not store.check([f"member {m}"]) or store.check([f"join {m}"])]:
@@ -87,7 +84,7 @@ def arrange_generation(session: SessionState, asked: ResizeSignal) -> NextGenera
     """Waits until all ranks have come together, invites the new ranks, and returns the plan.
 
     Raises ConnectionError if a rank does not come: it is lost, or has lost another rank and votes. Then all other ranks
-    go back to the boundary. No rank has passed, because the missing rank never reports in the store.
+    go back to the boundary, and none has passed it, because the missing rank never reports in the store.
     """
     training, members = session.set_up_already, asked.members
     stay = [m for m in members if m in session.members]

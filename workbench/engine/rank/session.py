@@ -42,7 +42,7 @@ from workbench.settings.describe_error import class_of, text_of, traceback_of
 
 
 class Session(SessionState):
-    """One rank's part in a run. The constructor does no work; `start` returns at once."""
+    """The constructor does no work; `start` returns at once."""
 
     host_store = staticmethod(host_store)
 
@@ -84,7 +84,7 @@ class Session(SessionState):
         announce_preemption(self)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Waits for the end. Returns whether it came; a session that has not started has not ended."""
+        """Returns whether the end came; a session that has not started has not ended."""
         if timeout == 0:
             return self._over.is_set()  # takes no lock: a signal handler calls this in any state of its thread
         return self._over.wait(timeout)
@@ -134,7 +134,7 @@ class Session(SessionState):
         except BaseException as error:
             self._report_failure(error)
         finally:
-            torch.set_default_dtype(default)  # a task may have set another default, which the next run would inherit
+            torch.set_default_dtype(default)  # the next run would inherit another default of the task
             pulse.close()
             if read is not None:
                 read.close()
@@ -156,7 +156,7 @@ class Session(SessionState):
         await remove_preempted(self, members, number)
 
     def tear_down(self) -> None:
-        """Gives everything back, each part even if another fails. The record's last row states that this rank left."""
+        """Each part even if another fails. The record's last row states that this rank left."""
         parts = (
             self.profiler.stop_profile,
             self._close_training,

@@ -43,7 +43,7 @@ class FormingGeneration:
 
     to:    how it begins
     place: this rank's place in it; None: this rank is not needed and only waits
-    was:   the session's attributes that belong to a generation, as they were
+    was:   the session's values of GENERATION_FIELDS
     state: this rank's former state; None for a new rank, and until the ranks have met
     marks: rows of the record that count only if the generation forms
     """
@@ -58,7 +58,6 @@ class FormingGeneration:
         self.name = f"{session.base}+{session.turn}"
 
     def keep_state(self, before: RankTraining) -> None:
-        """Keeps this rank's former state."""
         self.state = StateBefore(before, self.to)
 
     def open_store(self, session: SessionState, timeout: float = 60.0) -> Any:
@@ -84,7 +83,7 @@ class SessionState(ABC):
     rank, generation, leaving: of the present generation, which ends when a rank is lost
     voting:   the store in which the members vote; undone: the plan of a next generation that did not form
     words:    this rank's report since it left its generation, until the next has formed
-    used:     how many examples of the data's order were used up when this generation began
+    used:     examples of the data's order that were used up when this generation began
     wires:    open wires; files: the run's files that rank 0 removes at its end
     stopping: whether the run ends before its last step; ours: whether a fault may end the process
     """
@@ -117,7 +116,7 @@ class SessionState(ABC):
         self.undone: NextGeneration | None = None
         self.words: RankReport | None = None
         self.used = 0
-        self.turn = 0  # how many generations came before this one
+        self.turn = 0  # generations before this one
         self.joins, self.ours = joins, ours
         self.device, self.kind, self.loopback = device, kind, loopback
         self.clock = Clock(epoch)
@@ -137,7 +136,7 @@ class SessionState(ABC):
         self.files: list[Path] = []
         self.children = ChildProcesses()
         self.training: RankTraining | None = None
-        self._end_asked = threading.Event()  # set once a person wants the end: a lost peer is then no failure
+        self._end_asked = threading.Event()  # a person wants the end: a lost peer is then no failure
         self._must_leave = False
         self.outlives_next = False  # whether a rank is about to be removed
         self.forming: FormingGeneration | None = None  # the next generation, until it has formed
@@ -145,8 +144,7 @@ class SessionState(ABC):
         self._thread = threading.Thread(target=self._run_thread, name=f"rank {rank} training", daemon=True)
 
     @abstractmethod
-    def _run_thread(self) -> None:
-        """Trains, and gives everything back."""
+    def _run_thread(self) -> None: ...
 
     @abstractmethod
     def confirm_formed(self) -> None: ...
@@ -159,7 +157,7 @@ class SessionState(ABC):
 
     @property
     def experiment(self) -> Experiment:
-        """The experiment with all changes so far."""
+        """With all changes so far."""
         return self.training.experiment if self.training is not None else self.began_with
 
     @property
@@ -169,12 +167,12 @@ class SessionState(ABC):
         return self.training
 
     def make_training(self, before: RankTraining | None = None) -> RankTraining:
-        """Waits for the other ranks, and makes the loop. Raises an error if this run cannot be trained."""
+        """Waits for the other ranks. Raises an error if this run cannot be trained."""
         self.training = RankTraining(self, before)
         return self.training
 
     def set_up(self) -> RankTraining:
-        """Waits for the other ranks, and prepares the first step. Raises an error if this run cannot be trained."""
+        """Also prepares the first step."""
         training = self.make_training()
         training.begin_training()
         return training
@@ -184,11 +182,10 @@ class SessionState(ABC):
         self.inbox.put(what)
 
     def stop_early(self) -> None:
-        """Ends the run before its last step."""
         self.stopping = True
 
     def abort(self, asked: bool = False) -> None:
-        """Leaves at once, and frees the peers. asked: a person wants this, so it is no failure."""
+        """Leaves at once, and frees the peers. asked: a person wants this, so it is no failure"""
         self.paced_sleep.hurry()
         if asked:
             self.stopping = True
@@ -215,7 +212,7 @@ class SessionState(ABC):
             self.training.mailbox.cut_connections()
 
     def mark(self, name: str, detail: Mapping[str, Json], t: float | None = None) -> None:
-        """Writes a Mark. While a generation forms, the training thread's Marks wait until it has formed."""
+        """While a generation forms, the training thread's Marks wait until it has formed."""
         row = self.rank.step, name, self.clock.now() if t is None else t, json.dumps(detail)
         forming = self.forming
         if forming is not None and threading.current_thread() is self._thread:
@@ -224,7 +221,7 @@ class SessionState(ABC):
             self.record.mark(*row)
 
     def set_phase(self, phase: str, detail: str = "") -> None:
-        """Sets this rank's phase; rank 0 records it as the run's state."""
+        """Rank 0 records it as the run's state."""
         self.phase = phase
         if self.rank.id == 0:
             self.mark("state", {"state": phase, "detail": detail})
@@ -232,14 +229,14 @@ class SessionState(ABC):
     # -- between two generations --
 
     def note_joining(self, phase: str) -> None:
-        """Sets the phase of a rank that joins. No record shows it."""
+        """No record shows a joining rank's phase."""
         self.phase = phase
 
     def accept_invitation(self, turn: int, planned: list[Change]) -> None:
         self.turn, self.planned = turn, planned
 
     def keep_report(self, report: RankReport) -> None:
-        """Keeps this rank's report, until the next generation has formed."""
+        """Until the next generation has formed."""
         self.words = report
 
     def begin_forming(self, to: NextGeneration) -> FormingGeneration:
@@ -259,13 +256,12 @@ class SessionState(ABC):
         self.began_with, self.used = forming.to.experiment, used
 
     def note_formed(self) -> NextGeneration | None:
-        """Notes that the generation has formed. Returns the plan of an earlier one that did not form."""
+        """The generation has formed. Returns the plan of an earlier one that did not."""
         undone, self.undone = self.undone, None
         self.forming, self.words, self.outlives_next = None, None, False
         return undone
 
     def restore_generation(self, forming: FormingGeneration) -> None:
-        """Takes the fields of the previous generation again."""
         for name, value in forming.was.items():
             setattr(self, name, value)
 
@@ -276,6 +272,6 @@ class SessionState(ABC):
         return before
 
     def take_wires(self) -> list[Wire]:
-        """Returns the open wires, which the caller closes."""
+        """The caller closes them."""
         wires, self.wires = self.wires, []
         return wires

@@ -25,13 +25,14 @@ from workbench.rank import Rank
 from workbench.record import checkpoints
 from workbench.settings.describe_error import text_of
 
-PATIENCE_STEPS = 5.0  # the vote waits this many times a rank's longest step
+PATIENCE_STEPS = 5.0  # a vote's patience, in longest steps of a rank
 
 
 def can_outlive(session: SessionState, error: BaseException, broke: bool = False) -> bool:
     """Whether `error` comes from a lost peer, and this rank goes on after it.
 
     broke: whether a generation did not form because of it
+
     Raises LeftBehind if the other ranks have gone on without this one.
     """
     training = session.training
@@ -93,17 +94,14 @@ def leave_generation(session: SessionState) -> RankReport:
 
 
 def vote_with_rest(session: SessionState, mine: RankReport) -> Quorum:
-    """Votes, and returns the reports of all remaining ranks.
-
-    Raises Aborted if this rank must leave, LeftBehind if the other ranks went on.
-    """
+    """Raises Aborted if this rank must leave, LeftBehind if the other ranks went on."""
     store, training, rank = connect_store(*session.where, session.voting), session.set_up_already, session.rank
     patience = max(REPORT_TIMEOUT, PATIENCE_STEPS * max(training.longest_evaluation, *training.step_seconds))
     return membership.hold_vote(store, rank.id, rank.size, mine, patience, partial(check_leaving, session))
 
 
 def plan_generation(session: SessionState) -> NextGeneration:
-    """Returns how the remaining ranks go on, once all have reported."""
+    """Waits until all ranks have reported."""
     assert session.words is not None
     return plan_shrink(make_survivor(session), vote_with_rest(session, session.words))
 
@@ -111,8 +109,8 @@ def plan_generation(session: SessionState) -> NextGeneration:
 def begin_generation(session: SessionState, to: NextGeneration) -> Membership:
     """Gathers the ranks of the next generation and opens their wires; `confirm_formed` ends what begins here.
 
-    A rank that is not among them waits until the generation has formed, because it may hold a part that another rank
-    loses. Then it raises NotNeeded. After any other error, `undo_forming` takes back what was begun.
+    Another rank waits until the generation has formed, because it may hold a part that a member loses. Then it raises
+    NotNeeded. After any other error, `undo_forming` takes back what was begun.
     """
     forming = session.begin_forming(to)
     forming.await_ranks(session, "meet")
@@ -138,7 +136,7 @@ def begin_generation(session: SessionState, to: NextGeneration) -> Membership:
 
 
 def make_survivor(session: SessionState) -> RemainingRank:
-    """Returns this rank's view, from which the remaining ranks plan how they go on."""
+    """From it the remaining ranks plan how they go on."""
     folder = Path(session.run_dir or ".") / checkpoints.FOLDER
     return RemainingRank(
         member=session.member, place=session.rank.id, size=session.rank.size, run=session.set_up_already,
@@ -148,7 +146,7 @@ def make_survivor(session: SessionState) -> RemainingRank:
 
 
 def list_saved(session: SessionState) -> list[int]:
-    """Returns the steps before which this rank sees complete checkpoints of this run."""
+    """Returns the steps before which this rank sees complete checkpoints."""
     if session.run_dir is None:
         return []
     return [
@@ -164,6 +162,6 @@ def find_missing(session: SessionState, here: Collection[int]) -> tuple[list[int
 
 
 def open_former(path: str) -> RecoveryCheckpoint:
-    """Returns the checkpoint to which all ranks go back. Raises RunError if it cannot be read."""
+    """All ranks go back to it. Raises RunError if it cannot be read."""
     checkpoint = checkpoints.Checkpoint.open(path)
     return open_images(checkpoint, checkpoints.CheckpointFiles(checkpoint))

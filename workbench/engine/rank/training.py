@@ -1,6 +1,6 @@
 """One rank's training loop on the wall clock: the engine's part of workbench/host/loop/rank_loop.py.
 
-Between two steps or rounds, ranks take a ticket with changes if one is due (see control/control_channel.py).
+Between two steps or rounds, ranks take a due ticket with changes (see control/control_channel.py).
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from workbench.rank import Bucket, Op
 from workbench.record.tidy import MemoryRelease
 from workbench.settings import Change
 
-ANSWERED_KINDS = ("change", "resize")  # kinds of requests whose sender waits for an answer
-MIN_WAIT_SECONDS = 1e-3  # seconds; a shorter wait for the next step gets no row in the record
+ANSWERED_KINDS = ("change", "resize")  # their sender waits for an answer
+MIN_WAIT_SECONDS = 1e-3  # a shorter wait for the next step gets no row in the record
 
 
 class RankTraining(RankComponents):
-    """One rank that trains. The constructor waits for the other ranks, and refuses what cannot be trained here.
+    """The constructor waits for the other ranks, and refuses what cannot be trained here.
 
     has_begun: whether all state is in place, so that the other ranks could go on if one is lost
     """
 
     has_begun = False
-    _has_evaluated = False  # whether all ranks have evaluated since the last ticket
+    _has_evaluated = False  # since the last ticket, all ranks
 
     def __init__(self, session: RankSessionView, before: RankTraining | None = None) -> None:
         super().__init__(session, before)
-        self.step_seconds: deque[float] = deque([0.0], maxlen=16)  # of the last steps, in seconds
+        self.step_seconds: deque[float] = deque([0.0], maxlen=16)  # of the last steps
         self.workers = WorkerPool(self)
         self.pending_requests: list[dict[str, Any]] = []  # received and not obeyed yet
         self.known_answers: Done = {}  # answers to recent requests
@@ -192,7 +192,7 @@ class RankTraining(RankComponents):
 
     @contextmanager
     def record_switch(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
-        """Records a switch of strategy, made in the block, as one span. Ranks that fell behind take the latest step."""
+        """As one span. Ranks that fell behind take the latest step."""
         if has_common_step(was):
             self.meeting.note_step(self.rank.step)
         self.rank.step = self.meeting.latest_step
@@ -216,7 +216,7 @@ class RankTraining(RankComponents):
             unwrap_run_model(self)
 
     async def drive_step(self, strategy: Any) -> int:
-        """Makes one step. Returns how many steps it counts for; 0 if none was made."""
+        """Returns how many steps it counts for; 0 if none was made."""
         if strategy.workers > 1:
             self.host.at("workers")
             return await Op("do", self.workers.run_steps) or 1
@@ -262,10 +262,7 @@ class RankTraining(RankComponents):
         return await Op("do", partial(evaluate_known, self, known))
 
     def continue_run(self, to: NextGeneration, before: RankTraining | None, former: RecoveryCheckpoint | None) -> None:
-        """Takes over what the ranks agreed on for this generation, and what this rank did in the last one.
-
-        former: the checkpoint from which the generation goes on, if it does
-        """
+        """former: the checkpoint from which the generation goes on, if it does"""
         self.queue.continue_count(to.changes)
         self.has_begun = True
         self.paused, self.credit = to.paused, to.credit
@@ -329,7 +326,7 @@ class RankTraining(RankComponents):
         return [*self.pending_requests, *(self.early_requests or []), *self.control_channel.unheard_requests]
 
     def _receive_requests(self, wait: float) -> list[dict[str, Any]]:
-        """Returns the requests of the next ticket. Rank 0 waits up to `wait` seconds for one."""
+        """Rank 0 waits up to `wait` seconds for a request."""
         if not self.control_channel.has_pending:
             self.control_channel.publish_requests(wait)
         return self.control_channel.take_requests()
@@ -378,13 +375,13 @@ class RankTraining(RankComponents):
                 await self._crash_if_due()
 
     def _answer_again(self, name: str) -> None:
-        """Records an answer again, because the rank that recorded it may be lost with its last rows."""
+        """The rank that recorded the answer may be lost with its last rows."""
         if self.rank.id == 0 and (known := self.known_answers[name]):
             answer = RequestAnswer(*known)
             self.record.mark(answer.step, answer.name, answer.t, json.dumps({**answer.detail, "again": True}))
 
     def close(self) -> None:
-        """Gives back all but the wires, which the session closes."""
+        """The session closes the wires."""
         self.lead.close()
         self.cost.write_samples(self.rank.step)
         self.host.watch.record_reached(self.rank.step)
