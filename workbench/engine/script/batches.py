@@ -34,7 +34,7 @@ class LoopForward:
 class ScriptBatches:
     """One rank's batches of a pass, and the block in which the loop uses them.
 
-    changes:  the changes that were made so far
+    changes:  made so far
     in_block: whether the loop has begun its block
     settled:  whether the block is over and all ranks have the same model
     exits:    whether the loop has left the block by SystemExit
@@ -67,7 +67,7 @@ class ScriptBatches:
         self.in_block = True
 
     def leave_block(self, error: BaseException | None) -> bool:
-        """Ends the block. Without `error` it waits until all ranks have the same model.
+        """Without `error` it waits until all ranks have the same model.
 
         Returns whether the rank is done, so that `error` only ends the loop and is no failure.
         """

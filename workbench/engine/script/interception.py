@@ -42,10 +42,10 @@ class DDPShim(DistributedDataParallel):
     """A script's DistributedDataParallel. Its forward calls the strategy's wrapper of the model, if there is one.
 
     torch's own constructor checks the arguments and synchronises parameters and buffers. Then its reducer is removed,
-    because the strategy exchanges the gradients. Under all strategies this class synchronises the buffers.
+    because the strategy exchanges the gradients. This class synchronises the buffers under all strategies.
 
-    options:   the script's arguments of torch's reducer, which TorchDDP uses for its own reducer
-    comm_hook: (state, hook) of the script, which TorchDDP registers
+    options:   the script's arguments for torch's reducer, which TorchDDP uses
+    comm_hook: the script's (state, hook), which TorchDDP registers
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -64,7 +64,7 @@ class DDPShim(DistributedDataParallel):
         self.led_rank.wrappers.append(weakref.ref(self))
 
     def _require_all(self) -> None:
-        """Raises KnobError if the script excludes ranks or parameters, because every strategy includes them."""
+        """Every strategy includes all ranks and parameters, so this raises KnobError if the script excludes some."""
         size, every = dist.get_world_size(self.process_group), dist.get_world_size()
         if size != every:
             raise KnobError(f"DistributedDataParallel(process_group=...): the group has {size} of {every} ranks, and "
@@ -158,7 +158,7 @@ def _new_ddp(cls: Any, *_: Any, **__: Any) -> Any:
 
 @cache
 def _make_shim_class(cls: type[Any]) -> type:
-    """Returns DDPShim, or a script's own subclass of DistributedDataParallel combined with it."""
+    """Combines DDPShim with a script's own subclass of DistributedDataParallel, if it has one."""
     return DDPShim if cls is DistributedDataParallel else type(cls.__name__, (cls, DDPShim), {})
 
 

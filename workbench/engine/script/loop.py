@@ -1,10 +1,10 @@
 """A rank that follows a user's own training loop, from a script or a function.
 
-[Note: Hand in hand] The loop has a thread of its own. Either this thread or the rank's runs, never both at a time. When
-the strategy asks for a forward, the loop runs until it calls backward. When the strategy asks for an update, the loop
-runs until its optimizers have stepped. The backward runs on the rank's thread, so that buckets fill, overlap and are
+[Note: Hand in hand] The loop has a thread of its own, and only one of it and the rank's thread runs at a time. When the
+strategy asks for a forward, the loop runs until it calls backward. When the strategy asks for an update, the loop runs
+until its optimizers have stepped. The backward runs on the rank's thread, so that buckets fill, overlap and are
 exchanged as in any step. Between the update and the next forward the rank applies due changes, and may pause. So
-strategies, compressors and changes do not depend on loops, nor a loop on them.
+strategies, compressors and changes do not depend on loops, nor loops on them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from workbench.tasks._loops import LED_RANKS
 
 POLL_SECONDS = 0.2  # seconds between 2 checks whether this rank must leave
 END_TIMEOUT = 5.0  # seconds that the rank waits for the loop's thread at the end
-SHARDED_TYPES = {"DTensor", "FlatParameter"}  # the parameter types of FSDP2 and FSDP
+SHARDED_TYPES = {"DTensor", "FlatParameter"}  # of FSDP2 and FSDP
 
 
 class NoSteps(RuntimeError):
@@ -49,7 +49,7 @@ class ScriptLoop(ScriptBatches):
     waits_at:   where the loop waits: "forward", "backward" or "updated"; "end" if it is over
     model:      the model that it trains, known from its first forward on
     wrappers:   the DistributedDataParallels that the loop has made
-    optimizers: the optimizers of the model's parameters
+    optimizers: of the model's parameters
     began:      when the loop began to prepare the coming step
     """
 
@@ -72,7 +72,7 @@ class ScriptLoop(ScriptBatches):
         self._updated = False  # whether an optimizer of the loop has begun an update
         self._saved: WeakValueDictionary[tuple[Any, ...], Tensor] = WeakValueDictionary()  # tied parameters share one
         self._chance: Numbers | None = None
-        self._store: dist.TCPStore | None = None  # on rank 0: the store in which the script's process group meets
+        self._store: dist.TCPStore | None = None  # on rank 0, of the script's process group
         self._thread = threading.Thread(target=self._run_loop, name=f"rank {run.rank.id} loop", daemon=True)
 
     # -- on the rank's thread --
@@ -86,9 +86,8 @@ class ScriptLoop(ScriptBatches):
         return ScriptOptimizer(self)
 
     def _run_to_forward(self) -> nn.Module:
-        """Runs the loop to its first forward, when its model and optimizers exist.
-
-        Raises NoSteps or TaskError if the loop ends before, TaskError without an optimizer, KnobError for 2 models.
+        """Raises NoSteps or TaskError if the loop ends before a forward, TaskError without an optimizer, KnobError for
+        2 models.
         """
         self._thread.start()
         self._await_loop()
@@ -135,14 +134,14 @@ class ScriptLoop(ScriptBatches):
         return every[-1] if every else None
 
     def run_to_next(self) -> bool:
-        """Runs the loop to its next forward. Returns whether there is one."""
+        """Returns whether there is one."""
         self.began = self.run.host.watch.now()
         if self.waits_at == "updated":
             self._let_run()
         return self.waits_at != "end"
 
     def _run_forward(self, module: Any, batch: Any) -> Tensor:
-        """Runs a forward until the loop calls backward, and returns the loss. Raises LoopEnded if it goes elsewhere."""
+        """Returns the loss once the loop calls backward. Raises LoopEnded if it goes elsewhere."""
         if self.waits_at == "forward":
             self._let_run()
         if self.waits_at != "backward":
@@ -151,13 +150,13 @@ class ScriptLoop(ScriptBatches):
         return self._loss[0]
 
     def _note_added(self) -> None:
-        """Notes parameters that the loop has added to its model. Ranks take them in like unfrozen parameters."""
+        """Ranks take in parameters that the loop has added to its model, like unfrozen ones."""
         layout, frozen = self.run.layout, self.run.host.usage.frozen
         known = {id(place.param) for place in layout.order} | {id(p) for p in frozen.values()}
         frozen |= {name: p for name, p in self.run.model.named_parameters() if p.requires_grad and id(p) not in known}
 
     def recorded_loss(self, loss: Tensor) -> Tensor:
-        """Returns a step's loss for the record: the unscaled sum over its backwards."""
+        """Returns the unscaled sum of the losses of a step's backwards."""
         every = [*self._local, self._loss[1]]
         return every[0] if len(every) == 1 else torch.stack([x.double() for x in every]).sum()
 
@@ -171,7 +170,7 @@ class ScriptLoop(ScriptBatches):
         loss.backward(None if share == 1.0 else torch.full_like(loss, share), **self._loss[2])
 
     def copy_sums(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Returns copies of the summed gradients to which the loop goes on adding before its next update."""
+        """Copies the summed gradients to which the loop goes on adding before its next update."""
         params = self.model.parameters() if self._summed and self.model is not None else ()
         return [(p, p.grad.clone()) for p in params if p.grad is not None]
 
@@ -213,7 +212,7 @@ class ScriptLoop(ScriptBatches):
             self._await_loop()
 
     def close(self) -> None:
-        """Ends the loop where it waits. It gets END_TIMEOUT seconds to restore the process's state."""
+        """The loop's thread gets END_TIMEOUT seconds to restore the process's state."""
         self.has_left = True
         self._go.put(False)
         if self._thread.is_alive():
@@ -255,7 +254,7 @@ class ScriptLoop(ScriptBatches):
             self._arrivals.put(("end", error))
 
     def _wait_at(self, where: str) -> None:
-        """Waits at the point `where` until the rank lets the loop go on. Raises LoopEnded if the rank has left."""
+        """Waits until the rank lets the loop go on. Raises LoopEnded if the rank has left."""
         if self.has_left:
             raise LoopEnded
         self._arrivals.put((where, None))
@@ -281,7 +280,7 @@ class ScriptLoop(ScriptBatches):
         return around
 
     def intercept_backward(self, really: Callable[..., None], loss: Any, given: Any, **how: Any) -> None:
-        """Runs the loop's backward: on the rank's thread if it exchanges gradients, else on this one."""
+        """On the rank's thread if the backward exchanges gradients, else on this one."""
         if not self._open or self.has_left or self._inside or how["inputs"] is not None:
             return really(loss, given, **how)
         self._set_sums_aside()
@@ -307,7 +306,7 @@ class ScriptLoop(ScriptBatches):
         self._summed = False
 
     def separate_storage(self, x: Tensor) -> Tensor:
-        """Returns a parameter of a state dict with the same memory, but a storage of its own.
+        """Returns `x` of a state dict in the same memory, with a storage of its own.
 
         Parameters lie in the storage of their bucket, and safetensors leaves out tensors that share a storage.
         """
@@ -334,7 +333,7 @@ class ScriptLoop(ScriptBatches):
             )
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes a step of an optimizer. The update is over when every parameter with a gradient is stepped."""
+        """The update is over when every parameter with a gradient is stepped."""
         mine = list_params(optimizer)
         params = [p for p in self.model.parameters() if p.requires_grad] if self.model is not None else []
         if not mine.intersection(map(id, params)):

@@ -1,4 +1,4 @@
-"""A rank's view of the optimizers and the learning rate of a loop."""
+"""A loop's optimizers and learning rate, as a rank sees them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ScriptLoopView(Protocol):
 
 
 class ScriptOptimizer:
-    """The optimizers of a loop as one optimizer. Its step lets the loop step them."""
+    """A loop's optimizers as one. Its step lets the loop step them."""
 
     def __init__(self, loop: ScriptLoopView) -> None:
         self._loop = loop
@@ -45,7 +45,7 @@ class ScriptOptimizer:
         self._loop.run_update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: the loop clears its gradients."""
+        """The loop clears its gradients."""
 
 
 class ScriptRate(Rate):

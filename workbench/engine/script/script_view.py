@@ -1,4 +1,4 @@
-"""One rank on the engine, as the loop of a script sees it."""
+"""One rank, as a script's loop sees it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class ChildrenView(Protocol):
-    """The processes that the loop of a rank starts."""
+    """The processes that a rank's loop starts."""
 
     def collect_started(self) -> AbstractContextManager[None]:
         """Collects every process that this thread starts inside the block."""
 
 
 class SessionView(Protocol):
-    """The session of a rank. where: the address of the store"""
+    """where: the address of the store"""
 
     @property
     def where(self) -> tuple[str, int]: ...

@@ -49,7 +49,7 @@ def make_environment(run: ScriptView, store: dist.TCPStore | None) -> dict[str, 
 
 @contextmanager
 def prepare_main(run: ScriptView, script: Any, store: dist.TCPStore | None) -> Iterator[Callable[[], Any]]:
-    """Prepares the process as torchrun does, and yields a function that runs the script.
+    """Yields a function that runs the script, in a process prepared as torchrun does.
 
     Raises TaskError if there is no such script, or if a process group is open already.
     """
@@ -85,7 +85,7 @@ def prepare_main(run: ScriptView, script: Any, store: dist.TCPStore | None) -> I
 
 
 def _unload_modules(folder: Path, known: set[str]) -> None:
-    """Makes the next run import edited versions of modules in the script's folder."""
+    """So that the next run imports edited modules of the script's folder."""
     for name in set(sys.modules) - known:
         found = getattr(sys.modules[name], "__file__", None)
         if found and Path(found).is_relative_to(folder) and "site-packages" not in found:
