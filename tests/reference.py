@@ -6,6 +6,7 @@ between a page's markers.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import textwrap
@@ -214,7 +215,7 @@ def fabric() -> str:
 
 
 def verbs() -> str:
-    """Lists the verbs that a strategy may call on its rank, in the groups of the source."""
+    """Lists the verbs that a strategy may call on its rank, in the groups of the source, then those of families."""
     seen = dict(terms(inspect.cleandoc(Rank.__doc__ or "")))
     listed = [f"- `{names.replace(', ', '`, `')}`: {prose(text)}" for names, text in seen.items()]
     parts, group = ["## What it can look at", "\n".join(listed)], ""
@@ -224,7 +225,26 @@ def verbs() -> str:
         asked = ", ".join(map(written, [*inspect.signature(verb).parameters.values()][1:]))
         call = f"```python\nrank.{verb.__name__}({asked})\n```"
         parts += [f"### {verb.__name__}", call, *map(shown, paragraphs(inspect.getdoc(verb) or ""))]
+    for family in list_verb_families():
+        package = f"workbench.strategies.{family}"
+        about = inspect.getdoc(importlib.import_module(package)) or ""
+        parts += [f"## Verbs of `{family}`", prose(about), f"```python\nfrom {package}.verbs import ...\n```"]
+        for name, verb in list_family_verbs(family).items():
+            asked = ", ".join(["rank", *map(written, [*inspect.signature(verb).parameters.values()][1:])])
+            call = f"```python\n{name}({asked})\n```"
+            parts += [f"### {name}", call, *map(shown, paragraphs(inspect.getdoc(verb) or ""))]
     return "\n\n".join(parts)
+
+
+def list_verb_families() -> list[str]:
+    """Returns the packages of strategies that need verbs of their own."""
+    return sorted(path.parent.name for path in (ROOT / "workbench" / "strategies").glob("*/verbs.py"))
+
+
+def list_family_verbs(family: str) -> dict[str, Callable[..., Any]]:
+    """Returns the functions of a family's table, by verb."""
+    module = importlib.import_module(f"workbench.strategies.{family}.verbs")
+    return {verb: getattr(module, verb) for verb in module.VERBS}
 
 
 def written(p: inspect.Parameter) -> str:

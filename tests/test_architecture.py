@@ -47,7 +47,7 @@ ROOMS = {
     "experiment": f"settings rank {FAMILIES}",
     "record": "settings experiment",  # a record holds the experiment of its run
     "host": "settings rank experiment compressors optimizers fabric tasks partitions policies",
-    "engine": "settings rank fabric tasks optimizers experiment record host",
+    "engine": "settings rank strategies fabric tasks experiment record host",
     "analysis": "settings record",
     "sim": f"settings rank {FAMILIES} experiment record host analysis",
     "run": "settings record analysis sim",

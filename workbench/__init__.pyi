@@ -116,6 +116,9 @@ from workbench.strategies.dabmd import DABMD as DABMD
 from workbench.strategies.ddp import DDP as DDP
 from workbench.strategies.diloco import DiLoCo as DiLoCo
 from workbench.strategies.easgd import EASGD as EASGD
+from workbench.strategies.embedding_tables.shadow_sync import ShadowSync as ShadowSync
+from workbench.strategies.embedding_tables.shadow_sync_bmuf import ShadowSyncBMUF as ShadowSyncBMUF
+from workbench.strategies.embedding_tables.shadow_sync_ma import ShadowSyncMA as ShadowSyncMA
 from workbench.strategies.gossip import Gossip as Gossip
 from workbench.strategies.hierarchical_local_sgd import HierarchicalLocalSGD as HierarchicalLocalSGD
 from workbench.strategies.hogwild import Hogwild as Hogwild
@@ -132,9 +135,6 @@ from workbench.strategies.selsync import SelSync as SelSync
 from workbench.strategies.shadow_bmuf import ShadowBMUF as ShadowBMUF
 from workbench.strategies.shadow_easgd import ShadowEASGD as ShadowEASGD
 from workbench.strategies.shadow_ma import ShadowMA as ShadowMA
-from workbench.strategies.shadow_sync import ShadowSync as ShadowSync
-from workbench.strategies.shadow_sync_bmuf import ShadowSyncBMUF as ShadowSyncBMUF
-from workbench.strategies.shadow_sync_ma import ShadowSyncMA as ShadowSyncMA
 from workbench.strategies.slowmo import SlowMo as SlowMo
 from workbench.strategies.stochastic_gradient_push import StochasticGradientPush as StochasticGradientPush
 from workbench.strategies.streaming_diloco import StreamingDiLoCo as StreamingDiLoCo

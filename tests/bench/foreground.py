@@ -12,7 +12,7 @@ from typing import Any
 from workbench.rank import Rank
 from workbench.settings import knob
 from workbench.strategies import ShadowSync, ShadowSyncBMUF, ShadowSyncMA
-from workbench.strategies._embeddings import Embeddings
+from workbench.strategies.embedding_tables._embeddings import Embeddings
 
 
 class _Once:

@@ -84,6 +84,7 @@ def test_every_member_is_on_its_page_with_all_knobs(name: str) -> None:
 def test_every_verb_and_every_setting_is_on_its_page() -> None:
     every = [item for part in Rank.__mro__[:-1] for item in vars(part).items()]
     verbs = [name for name, f in every if inspect.isfunction(f) and not name.startswith("_")]
+    verbs += [name for family in reference.list_verb_families() for name in reference.list_family_verbs(family)]
     assert re.findall(r"^### (\w+)$", page("reference/verbs.md"), re.M) == verbs
     for k in knobs(Experiment):
         assert f"\n| `{k.name}` | " in page("reference/experiment.md")

@@ -3,7 +3,6 @@
 from typing import Any
 
 from workbench.optimizers._base import Optimizer as Optimizer
-from workbench.optimizers._base import built as built
 from workbench.optimizers._slots import carry as carry
 from workbench.optimizers._slots import elementwise as elementwise
 from workbench.settings import member, shipped

@@ -1,6 +1,5 @@
 # Written by `make tables`, for editors and type checkers.
 from workbench.optimizers._base import Optimizer as Optimizer
-from workbench.optimizers._base import built as built
 from workbench.optimizers._slots import carry as carry
 from workbench.optimizers._slots import elementwise as elementwise
 from workbench.optimizers.adam import Adam as Adam

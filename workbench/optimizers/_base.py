@@ -33,16 +33,15 @@ class Optimizer(Family):
     def make(self, params: list[Any], lr: float, own: Own) -> torch.optim.Optimizer:
         """Returns a torch Optimizer of `params`; lr = 0 means the rate of the task's own."""
 
+    def build(self, own: Callable[[Iterable[Any], float], torch.optim.Optimizer], params: Iterable[Any],
+              lr: float) -> torch.optim.Optimizer:  # fmt: skip
+        """Calls `make` with the function that makes the task's own optimizer of any parameters."""
+        trained = list(params)
+        return self.make(trained, lr, lambda rate: own(trained, rate))
+
     def refuses(self) -> str | None:
         """Returns why these knobs do not fit together, and what to do instead; or None."""
         return None
-
-
-def built(wanted: Optimizer, own: Callable[[Iterable[Any], float], torch.optim.Optimizer], params: Iterable[Any],
-          lr: float) -> torch.optim.Optimizer:  # fmt: skip
-    """Returns an experiment's optimizer; `own` makes the task's."""
-    trained = list(params)
-    return wanted.make(trained, lr, lambda rate: own(trained, rate))
 
 
 def chosen(lr: float, own: Own) -> float:

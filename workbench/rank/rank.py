@@ -10,6 +10,7 @@ from workbench.rank.awaitables import Backward, Forward, Handle, Op
 from workbench.rank.bucket import Bucket, Memory
 from workbench.rank.data import Data
 from workbench.rank.errors import StrategyError
+from workbench.rank.former_verbs import find_former_verb
 from workbench.rank.mesh import Group, Mesh
 from workbench.rank.offload import Elsewhere
 from workbench.rank.pieces import Pieces
@@ -58,6 +59,11 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
         self.memory = Memory(seed * 100_003 + index)
         self.tables: tuple[str, ...] = ()
         self.phase = ""
+
+    if not TYPE_CHECKING:  # new code calls the functions
+
+        def __getattr__(self, name: str) -> Any:
+            return find_former_verb(self, name)
 
     def number(self, place: int | None = None) -> int:
         """Returns the number in the run of the rank at `place`, or of this rank. Messages for people use it."""

@@ -1,11 +1,14 @@
-"""All verbs that a coroutine may ask of its host, in one table for engine and simulator.
+"""The core's verbs that a coroutine may ask of its host, in one table for engine and simulator.
 
 A method of Rank makes an Op, with a verb and these arguments. `engine/compute/host.py` and `sim/compute/host.py`
-perform them. `workbench.host` asks a few more, of the host alone.
+perform them. `workbench.host` asks a few more, of the host alone. Some families of strategies need more verbs. Each has
+a table in its package, such as `workbench/strategies/embedding_tables/verbs.py`.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -44,9 +47,6 @@ VERBS = {
     "next_params": Verb(("passing",), "iterated passes"),
     "backward_buckets": Verb(("grad", "micro"), "iterated passes"),
     "next_bucket": Verb((), "iterated passes"),
-    "look_up": Verb((), "embedding tables"),
-    "row_grads": Verb(("rows",), "embedding tables"),
-    "update_rows": Verb(("table", "rows", "grad", "lr"), "embedding tables"),
     "collect": Verb((), "second order"),
     "factors": Verb((), "second order"),
     "curve": Verb(("vector",), "second order"),
@@ -68,3 +68,12 @@ VERBS = {
     "stand": Verb(("seconds",), "host"),
     "drive": Verb(("coroutine",), "host"),
 }
+
+
+def list_verbs(*functions: Callable[..., object]) -> dict[str, Verb]:
+    """Returns a family's table. Each function takes a rank and the verb's arguments, and makes its Op."""
+    found = {}
+    for function in functions:
+        _, *arguments = inspect.signature(function).parameters
+        found[function.__name__] = Verb(tuple(arguments), function.__module__.split(".")[-2])
+    return found

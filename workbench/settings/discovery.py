@@ -46,6 +46,8 @@ def _look(home: str) -> None:
     package = importlib.import_module(home)
     for info in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{home}.{info.name}")
+    for name in shipped(home).values():  # in sub-packages, too
+        importlib.import_module(name)
 
 
 @cache
@@ -63,9 +65,10 @@ def _look_elsewhere() -> None:
 def shipped(home: str) -> Mapping[str, str]:
     """Returns the members in the files of package `home`: name -> module. Imports none of them.
 
-    A member is a frozen, keyword-only dataclass in a file without a leading `_`. Reads the files once.
+    A member is a frozen, keyword-only dataclass in a file without a leading `_`. Sub-packages with a `verbs.py` count:
+    these members need verbs of their own. Reads the files once.
     """
-    found = {name: f"{home}.{path.stem}" for path in _files(home) for name in MEMBER.findall(path.read_text("utf8"))}
+    found = {name: module for path, module in _files(home).items() for name in MEMBER.findall(path.read_text("utf8"))}
     return MappingProxyType(found)
 
 
@@ -80,11 +83,13 @@ def renamed(home: str) -> Mapping[str, str]:
     return MappingProxyType(found)
 
 
-def _files(home: str) -> list[Path]:
-    """Returns a package's files that may hold members."""
+def _files(home: str) -> dict[Path, str]:
+    """Returns a package's files that may hold members, with the names of their modules."""
     spec = importlib.util.find_spec(home)
-    folders = map(Path, (spec and spec.submodule_search_locations) or ())
-    return sorted(path for folder in folders for path in folder.glob("[!_]*.py"))
+    folders = {Path(folder): home for folder in (spec and spec.submodule_search_locations) or ()}
+    folders |= {at.parent: f"{home}.{at.parent.name}" for folder in folders for at in folder.glob("*/verbs.py")}
+    found = {path: f"{name}.{path.stem}" for folder, name in folders.items() for path in folder.glob("[!_]*.py")}
+    return dict(sorted(found.items()))
 
 
 def member(home: str, name: str) -> Any:

@@ -5,10 +5,13 @@ Each group names its law. The tests in tests/laws check it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.rank import Bucket, Memory, Rank
+
+if TYPE_CHECKING:
+    from workbench.strategies.embedding_tables.rows import Lookups, TableLayout
 
 
 class Serving:
@@ -22,6 +25,12 @@ class Serving:
     def owner(self, table: int, size: int) -> int:
         """Returns the rank that holds embedding table number `table`."""
         return 0
+
+    def list_tables(self, learner: Lookups, draw: Callable[[], Any], layout: TableLayout) -> tuple[str, ...]:
+        """Returns the tables that a batch reads if ranks hold tables, else (). draw: returns a batch"""
+        from workbench.strategies.embedding_tables.rows import find_rows  # imports torch
+
+        return tuple(find_rows(learner, draw(), layout)) if self.tables else ()
 
     def trains(self, index: int, size: int) -> bool:
         """Whether rank `index` of `size` trains. Otherwise it is a server, which only runs `background`."""

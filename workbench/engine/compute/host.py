@@ -27,8 +27,10 @@ from workbench.engine.compute.pipeline import PipelinePerformer
 from workbench.engine.compute.tensor import TensorPerformer
 from workbench.host.core.drive import CoroutineEnded, LeaveLoop, drive_coroutine
 from workbench.host.memory.offload import OFFLOAD_LANES
+from workbench.host.placement.optimizer_slots import copy_optimizer
 from workbench.host.placement.replica_spread import ReplicaSpread
 from workbench.rank import Bucket, Forward, Group, Handle, Op, StrategyError, message_name
+from workbench.strategies.embedding_tables.engine import TablePerformer
 
 _NOT_YET = {
     "forward_buckets": "begins a forward that stops before each bucket only in `step`, not inside of another pass: "
@@ -39,9 +41,10 @@ _NOT_YET = {
 class Host:
     """Drives the coroutines of one rank, and performs every verb.
 
-    whole: the performer of the model that this rank holds
-    lanes: run children
-    met:   whether all ranks met in this step
+    whole:  the performer of the model that this rank holds
+    tables: the performer of embedding tables
+    lanes:  run children
+    met:    whether all ranks met in this step
     """
 
     def __init__(self, parts: ComputeParts, open_lane: Callable[[str], Lane], before_update: Callable[[], None],
@@ -63,6 +66,7 @@ class Host:
                                     self._perform_in_pass, before_update)  # fmt: skip
         self.piecewise = PiecewisePerformer(parts, self.timing, self.tensor, self.pipeline, self.whole)
         self.arithmetic = ArithmeticPerformer(parts, self.timing, self.pipeline, self.whole.curvature)
+        self.tables = TablePerformer(parts, self.whole.draw_ahead, copy_optimizer)
         self.lanes = Lanes(parts.lane, open_lane)
         self.met = False
         self._stops = ForwardStops(parts, self.timing, self.perform_op)
@@ -74,7 +78,7 @@ class Host:
     def _list_verbs(self) -> dict[str, Callable[..., Any]]:
         whole, pipeline, piecewise, arithmetic = self.whole, self.pipeline, self.piecewise, self.arithmetic
         submodel, batches = self.parts.submodel, self.parts.batches
-        return {
+        core: dict[str, Callable[..., Any]] = {
             "forward": whole.run_forward,
             "backward": whole.run_backward,
             "update": whole.update_model,
@@ -83,9 +87,6 @@ class Host:
             "slots": whole.list_slots,
             "hold": whole.hold_bucket,
             "batch": whole.next_batch,
-            "look_up": whole.look_up,
-            "row_grads": whole.row_grads,
-            "update_rows": whole.update_rows,
             "sample": whole.sample,
             "client": lambda index, count: batches.select_client(index, count),
             "start": self._start_child,
@@ -113,6 +114,7 @@ class Host:
             "clock": self._clock.now,
             "do": lambda asked: asked(),  # may wait for peers: this rank holds no lock
         }
+        return core | self.tables.verbs
 
     def begin_step(self, met: bool) -> None:
         """met: whether all ranks meet in this step in any case"""

@@ -20,7 +20,6 @@ from workbench.host.core.gradient_hooks import ModuleHooks, unscale_grads
 from workbench.host.observe.curvature import CurvatureEstimator
 from workbench.host.placement.canonical_state import clip_gradients, list_optimizer_tensors
 from workbench.host.placement.optimizer_slots import require_steppable, step_shard
-from workbench.host.transfer.embedding_tables import find_rows, step_rows, take_gradients
 from workbench.host.transfer.momentum import subtract_gradients
 from workbench.rank import Bucket, Op, StrategyError
 
@@ -83,6 +82,11 @@ class ModelPerformer:
         self._at("data iterator")
         looked, self._drawn_batch = self._drawn_batch, None
         return self._parts.batches.next_batch() if looked is None else looked
+
+    def draw_ahead(self) -> Any:
+        """Draws the batch of the next forward before it."""
+        self._drawn_batch = self.next_batch()
+        return self._drawn_batch
 
     def run_backward(self, grad: Any, micro: int, exchanged: bool = False) -> None:
         """Computes a forward's gradients. If `exchanged`, they go into buckets, which are handed out as they fill."""
@@ -221,20 +225,6 @@ class ModelPerformer:
 
     def sample(self, name: str, value: float) -> None:
         self._watch.record.sample(self._rank.step, name, self._watch.clock.now(), float(value))
-
-    def look_up(self) -> dict[str, Tensor]:
-        batch = self._drawn_batch = self.next_batch()
-        return self.find_rows(batch)
-
-    def find_rows(self, batch: Any) -> dict[str, Tensor]:
-        return find_rows(self._parts.learner, batch, self._layout)
-
-    def row_grads(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        return take_gradients(self._layout, rows)
-
-    def update_rows(self, table: str, rows: Tensor, grad: Tensor, lr: float) -> None:
-        with self._parts.alone:
-            step_rows(self._layout, self._parts.optimizer, table, rows, grad, lr)
 
     def list_params(self) -> list[Bucket]:
         """Returns the parameters in buckets, which the strategy may write."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +20,8 @@ from workbench.engine.compute.clocked_view import ClockedView
 from workbench.engine.compute.host import Host
 from workbench.host.core.drive import drive_coroutine
 from workbench.host.memory.batches import BatchReader
-from workbench.host.transfer.embedding_tables import take_named_gradients
 from workbench.rank import Op, Rank, StrategyError, message_name
+from workbench.strategies.embedding_tables.engine import WorkerTablePerformer
 
 
 class WorkerView(ClockedView, Protocol):
@@ -45,18 +44,18 @@ class WorkerModel:
         self.error: BaseException | None = None
         self._drawn_batch: Any = None  # of the next forward, if its rows were looked up
         self._loss: Tensor | None = None
+        tables = WorkerTablePerformer(run.host.parts, self._draw_ahead, self.params)
         self._verbs: dict[str, Callable[..., Any]] = {
             "batch": batches,
-            "look_up": self._look_up,
             "forward": self._run_forward,
             "backward": self._run_backward,
-            "row_grads": partial(take_named_gradients, self.params),
             "update": self._update_model,
             "params": run.layout.list_params,
             "send": run.host.mailbox.send,
             "recv": self._receive_message,
             "clock": run.clock.now,
             "sample": self._record_sample,
+            **tables.verbs,
         }
 
     def run_step(self, coro: Coroutine[Op, Any, Any]) -> None:
@@ -82,9 +81,9 @@ class WorkerModel:
             raise StrategyError(f"`{op.verb}`: one of several workers cannot request it; take workers=1")
         return self._verbs[op.verb](*op.args)
 
-    def _look_up(self) -> dict[str, Tensor]:
+    def _draw_ahead(self) -> Any:
         self._drawn_batch = self._batches()
-        return self.run.host.whole.find_rows(self._drawn_batch)
+        return self._drawn_batch
 
     def _run_forward(self, x: Any, micro: int) -> Tensor:
         looked, self._drawn_batch = self._drawn_batch, None

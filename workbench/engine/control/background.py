@@ -56,7 +56,7 @@ class Background:
             "sample": self._record_sample,
             "units": lambda: run.host.parts.submodel.hidden_units,
             "work": lambda of, flops, name: of(),
-            "update_rows": run.host.whole.update_rows,
+            "update_rows": run.host.tables.update_rows,
             "send": self._send_message,
             "recv": self._receive_message,
             "wait": self.lane.wait,

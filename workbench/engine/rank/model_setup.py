@@ -35,7 +35,6 @@ from workbench.host.memory.batches import BatchReader
 from workbench.host.placement.canonical_state import hash_model_state
 from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.host.reconfigure import validation
-from workbench.optimizers import built
 from workbench.rank import Op
 from workbench.settings import Change, KnobError
 from workbench.tasks import Learner, rate
@@ -208,7 +207,7 @@ def make_optimizer(learner: Learner, model: nn.Module, layout: ParameterLayout, 
     if params is None:
         here = {id(place.param) for place in layout.order}  # a frozen parameter may be unfrozen later
         params = [p for p in model.parameters() if id(p) in here or not p.requires_grad]
-    return built(wanted.optimizer, learner.optimizer, params, wanted.lr)
+    return wanted.optimizer.build(learner.optimizer, params, wanted.lr)
 
 
 def explain_refusal(run: ModelView, strategy: Any) -> str | None:

@@ -22,10 +22,9 @@ from workbench.host.passes.pipelining import drain_pipeline
 from workbench.host.passes.recomputing import find_recomputed
 from workbench.host.placement.replica_spread import find_spread
 from workbench.host.reconfigure.policy_view import PolicyView
-from workbench.host.reconfigure.validation import has_other_layout
+from workbench.host.reconfigure.validation import has_other_layout, list_tables
 from workbench.host.transfer import handover, rank_state, residual
 from workbench.host.transfer.change_view import ChangeView
-from workbench.host.transfer.embedding_tables import list_tables
 from workbench.host.transfer.momentum import move_momentum
 from workbench.host.transfer.rebucket import recut_buckets
 from workbench.host.transfer.repartition import repartition_state
@@ -159,7 +158,7 @@ def take_role(run: ChangeView, wanted: Experiment) -> None:
     rank, strategy = run.rank, wanted.strategy
     arrange_mesh(run, wanted)
     rank.role = "trainer" if strategy.trains(rank.id, rank.size) else "server"
-    rank.tables = list_tables(run.learner, wanted, run.layout)
+    rank.tables = list_tables(run, wanted)
     run.layout.gives_back = "gradients" in strategy.shards  # else the first step allocates
     serve = [r for r in range(rank.size) if not strategy.trains(r, rank.size)] if rank.id == 0 else []
     if serve:

@@ -12,6 +12,8 @@ from torch import nn
 
 from workbench.compressors import Compressor, inside
 from workbench.experiment import Experiment
+from workbench.host.core.rank_view import RankView
+from workbench.host.memory.batches import make_example
 from workbench.host.passes.checkpointing import list_units
 from workbench.host.passes.recomputing import find_recomputed
 from workbench.host.placement import unmaterialized
@@ -21,7 +23,6 @@ from workbench.host.placement.sliced_parameter import whole_shape
 from workbench.host.reconfigure.policy_view import TryingView
 from workbench.host.reconfigure.trial_batch import check_parts, check_spread
 from workbench.host.reconfigure.trial_units import require_submodels
-from workbench.host.transfer.embedding_tables import list_tables
 from workbench.host.transfer.handover import find_shards
 from workbench.rank import COMPLEX, FLOATS, Part, StrategyError
 from workbench.settings import KnobError
@@ -78,6 +79,11 @@ def _explain_barren_slice(e: Experiment, spread: ReplicaSpread, rank: int) -> st
     )
 
 
+def list_tables(run: RankView, wanted: Experiment) -> tuple[str, ...]:
+    """Returns the embedding tables that batches read, if the strategy keeps tables on servers."""
+    return wanted.strategy.list_tables(run.learner, lambda: make_example(run.learner, wanted, "cpu"), run.layout)
+
+
 def require_trainable(run: TryingView, wanted: Experiment) -> None:
     """Raises KnobError if `wanted` cannot train `run`'s model."""
     if reason := refuses_model(wanted, run.model, run.learner):
@@ -91,7 +97,7 @@ def require_trainable(run: TryingView, wanted: Experiment) -> None:
         raise KnobError(reason)
     require_submodels(run, wanted)
     try:
-        list_tables(run.learner, wanted, run.layout)
+        list_tables(run, wanted)
     except StrategyError as error:
         raise KnobError(f"strategy={type(wanted.strategy).__name__}: {error}") from None
     now, way = run.experiment, wanted.partition

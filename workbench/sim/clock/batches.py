@@ -1,4 +1,4 @@
-"""A virtual rank draws batches, and reads and updates embedding rows. This takes no time."""
+"""A virtual rank draws batches. This takes no time."""
 
 from __future__ import annotations
 
@@ -22,17 +22,6 @@ class BatchPerformer:
     def next_batch(self, fiber: Fiber, op: Op) -> Any:
         return self._body.next_batch()
 
-    def look_up(self, fiber: Fiber, op: Op) -> Any:
-        self._body.activate_worker(fiber.origin)
-        return self._body.look_up()
-
-    def row_grads(self, fiber: Fiber, op: Op) -> Any:
-        self._body.activate_worker(fiber.origin)
-        return self._body.row_grads(*op.args)
-
-    def update_rows(self, fiber: Fiber, op: Op) -> Any:
-        return self._body.update_rows(*op.args)
-
 
 class BatchOutline:
     """The part of RankSizes that stands for batches, which have no contents here."""
@@ -45,9 +34,6 @@ class BatchOutline:
     @abstractmethod
     def layout(self) -> ParameterLayout: ...
 
-    @abstractmethod
-    def note_shard_step(self) -> None: ...
-
     def next_batch(self) -> Any:
         raise StrategyError("sizes only: there is no batch to look at; simulate with real=True")
 
@@ -57,14 +43,9 @@ class BatchOutline:
     def use_client(self, index: int, count: int) -> None:
         """Does nothing: no example exists here."""
 
-    def look_up(self) -> dict[str, torch.Tensor]:
+    def draw_ahead(self) -> None:
+        """Draws nothing."""
+
+    def find_usual_rows(self) -> dict[str, torch.Tensor]:
         """Returns one batch's rows, which stand for every batch."""
         return dict(self.whole.find_rows(self.examples(), self.layout))
-
-    def row_grads(self, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        like = {place.name: place.param.data for place in self.layout.order if place.name in rows}
-        return {name: like[name].new_empty(len(mine), like[name].shape[1]) for name, mine in rows.items()}
-
-    def update_rows(self, table: str, rows: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
-        """Changes no row, but the optimizer holds state from the first step on."""
-        self.note_shard_step()

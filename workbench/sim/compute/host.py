@@ -13,6 +13,7 @@ from typing import Any
 from workbench.experiment import Experiment
 from workbench.host.core import all_reduce
 from workbench.host.memory.offload import OFFLOAD_LANES
+from workbench.host.placement.optimizer_slots import copy_optimizer
 from workbench.rank import Handle, Op, StrategyError, collective
 from workbench.sim.clock.background_rounds import BackgroundRounds
 from workbench.sim.clock.batches import BatchPerformer
@@ -28,6 +29,7 @@ from workbench.sim.compute.piecewise import PiecewisePerformer
 from workbench.sim.compute.pipeline import PipelinePerformer
 from workbench.sim.compute.tensor import TensorPerformer
 from workbench.sim.costs.prices import Price, price_bytes
+from workbench.strategies.embedding_tables.simulator import TablePerformer
 
 COMMUNICATION_VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_allv", "broadcast", "send",
                        "recv", "again", "together", "told")  # fmt: skip
@@ -38,6 +40,7 @@ class Host:
 
     tensor:     computes with the ranks of the other slices
     whole:      computes this rank's model
+    tables:     reads and updates rows of embedding tables
     met:        whether this rank has started a child in this step
     sent_bytes: bytes so far
     leaving:    whether the background has to end
@@ -53,6 +56,7 @@ class Host:
         self.timing = PassTimer(parts)
         self.offload, self._piecewise = OffloadPerformer(parts, self.timing), PiecewisePerformer(parts, self.timing)
         self._arithmetic, self._batches = ArithmeticPerformer(parts, self.timing), BatchPerformer(parts.body)
+        self.tables = TablePerformer(parts.body, parts.world.real, copy_optimizer)
         self._delivery = BucketDelivery(parts, self.timing, self._make_fiber, self.run_inner)
         self.tensor = TensorPerformer(parts, self.timing, self._delivery)
         self._pipeline = PipelinePerformer(parts, self.timing, self._delivery, self.tensor)
@@ -70,7 +74,7 @@ class Host:
         whole, pipeline, piecewise, arithmetic = self.whole, self._pipeline, self._piecewise, self._arithmetic
         batches, offload, meet = self._batches, self.offload, self._run_collective
         submodel, body = self.parts.submodel, self.body
-        return {
+        core: dict[str, Callable[[Fiber, Op], Any]] = {
             "next_bucket": self._delivery.next_bucket,
             "start": self._start_child,
             "wait": self._await_child,
@@ -108,9 +112,6 @@ class Host:
             "fall": piecewise.piece_backward,
             "units": lambda fiber, op: submodel.hidden_units,
             "narrow": piecewise.narrow_model,
-            "look_up": batches.look_up,
-            "row_grads": batches.row_grads,
-            "update_rows": batches.update_rows,
             "hold": whole.hold_bucket,
             "offload": offload.offload_values,
             "fetch": offload.fetch_values,
@@ -124,6 +125,7 @@ class Host:
             "park": self._park_fiber,
             "told": self._broadcast_value,
         }
+        return core | self.tables.verbs
 
     def end_requests(self) -> None:
         """Ends each fiber at its next request, because the rank has crashed."""

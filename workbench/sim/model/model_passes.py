@@ -20,9 +20,9 @@ from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.host.placement.stage_cuts import StageCuts, replace_forward, run_parts
 from workbench.host.placement.tensor_split import TensorSplit
 from workbench.host.sharding.access_trace import AccessTrace, TraceListener
-from workbench.host.transfer.embedding_tables import find_rows
 from workbench.sim.model.evaluation_memory import measure_evaluation
 from workbench.sim.model.known_memory import KeptBytes, measure_kept, measure_kept_pieces
+from workbench.strategies.embedding_tables.rows import find_rows
 from workbench.tasks import Learner
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from workbench.host.placement.tensor_split import TensorSplit
 from workbench.host.sharding.access_trace import AccessTrace, assume_trace
 from workbench.host.transfer.handover import count_slot_bytes
 from workbench.host.transfer.shard_layout import ShardLayout as Shards
-from workbench.optimizers import Optimizer, built
+from workbench.optimizers import Optimizer
 from workbench.sim.fake.shaped import shape_bucket
 from workbench.sim.model.known_memory import KeptBytes
 from workbench.sim.model.model_passes import ModelPasses
@@ -156,7 +156,7 @@ class Outline:
         wanted, here = experiment.optimizer, set(self._names)
         if wanted not in self._made:
             params = [p for name, p in self.model.named_parameters() if name in here]
-            self._made[wanted] = built(wanted, self.learner.optimizer, params, experiment.lr)
+            self._made[wanted] = wanted.build(self.learner.optimizer, params, experiment.lr)
         return self._made[wanted]
 
     @property

@@ -23,8 +23,6 @@ from workbench.host.passes.piecewise import PiecewisePass
 from workbench.host.placement.canonical_state import clip_gradients
 from workbench.host.placement.optimizer_slots import step_shard
 from workbench.host.placement.parameter_layout import ParameterLayout, ParameterPlace
-from workbench.host.transfer.embedding_tables import find_rows, step_rows, take_gradients
-from workbench.optimizers import built
 from workbench.rank import Bucket, Factors, StrategyError
 from workbench.sim.model.outline import BucketCut, compute_ready_shares
 from workbench.sim.model.portion import ModelPortion
@@ -76,7 +74,7 @@ class RankTensors(ModelPortion):
         if params is None:
             here = {id(place.param) for place in self.layout.order}  # frozen parameters may be unfrozen later
             params = [p for p in self.model.parameters() if id(p) in here or not p.requires_grad]
-        return built(experiment.optimizer, self.learner.optimizer, params, experiment.lr)
+        return experiment.optimizer.build(self.learner.optimizer, params, experiment.lr)
 
     def use_optimizer(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -132,15 +130,10 @@ class RankTensors(ModelPortion):
     def taken_batches(self) -> int:
         return self.batches.taken
 
-    def look_up(self) -> dict[str, Tensor]:
+    def draw_ahead(self) -> Any:
+        """Draws the batch of this worker's next forward before it."""
         batch = self._looked[self._worker] = self.batches.next_batch()
-        return find_rows(self.learner, batch, self.layout)
-
-    def row_grads(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        return take_gradients(self.layout, rows)
-
-    def update_rows(self, table: str, rows: Tensor, grad: Tensor, lr: float) -> None:
-        step_rows(self.layout, self.optimizer, table, rows, grad, lr)
+        return batch
 
     def use_client(self, index: int, count: int) -> None:
         self.batches.select_client(index, count)

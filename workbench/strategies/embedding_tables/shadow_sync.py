@@ -8,8 +8,8 @@ import torch
 
 from workbench.rank import Rank
 from workbench.settings import knob
-from workbench.strategies._embeddings import Ask, Embeddings
 from workbench.strategies._shadow import Shadow, pieces
+from workbench.strategies.embedding_tables._embeddings import Ask, Embeddings
 from workbench.strategies.shadow_easgd import ShadowEASGD
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from workbench.strategies._embeddings import AmongTrainers, Embeddings
+from workbench.strategies.embedding_tables._embeddings import AmongTrainers, Embeddings
 from workbench.strategies.shadow_bmuf import ShadowBMUF
 
 

@@ -15,7 +15,8 @@ from workbench.rank import Bucket, Rank
 from workbench.settings import knob
 from workbench.strategies._server import leaves_none
 from workbench.strategies._shadow import Shadowing
-from workbench.strategies._tables import Rows, joined, parted, put, tables_in, without
+from workbench.strategies.embedding_tables._tables import Rows, joined, parted, put, tables_in, without
+from workbench.strategies.embedding_tables.verbs import look_up, row_grads, update_rows
 
 NO_ROWS = torch.empty(0, dtype=torch.int64)
 
@@ -78,7 +79,7 @@ class Embeddings(Shadowing):
             await super().background(self.peers(rank), state)
 
     async def step(self, rank: Rank, state: Any) -> None:
-        rows = await rank.look_up()
+        rows = await look_up(rank)
         asked = self._by_server(rank, rows) if rank.size > 1 else {}
         for server, its in asked.items():
             await self._ask(rank, server, Ask.LOOK_UP, rank.worker, *(len(r) for r in its.values()), ids=its.values())
@@ -88,7 +89,7 @@ class Embeddings(Shadowing):
         await rank.forward()
         await rank.backward()
         if asked:
-            grads = await rank.row_grads({name: r for its in asked.values() for name, r in its.items()})
+            grads = await row_grads(rank, {name: r for its in asked.values() for name, r in its.items()})
             for server, its in asked.items():
                 await self._ask(rank, server, Ask.PUSH, rank.worker, rank.lr)
                 await rank.send(joined(grads[name] for name in its), server, f"grads {rank.worker}")
@@ -136,7 +137,7 @@ class Embeddings(Shadowing):
                     rows = asked[who, int(worker)]
                     grads, _ = await rank.recv(None, who, f"grads {int(worker)}")
                     for name, grad in parted(rows, grads, tables):
-                        await rank.update_rows(name, rows[name], grad, lr)
+                        await update_rows(rank, name, rows[name], grad, lr)
                 case [Ask.MEET, *where]:
                     await self._met_in(rank, state, who, *map(int, where))
                 case _:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workbench.strategies._embeddings import AmongTrainers, Embeddings
+from workbench.strategies.embedding_tables._embeddings import AmongTrainers, Embeddings
 from workbench.strategies.shadow_ma import ShadowMA
 
 

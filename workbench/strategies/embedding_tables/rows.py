@@ -5,30 +5,42 @@ A table is a parameter of shape (rows, width). The strategy decides which rank o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from workbench.experiment import Experiment
-from workbench.host.memory.batches import make_example
-from workbench.host.placement.optimizer_slots import copy_optimizer, read_settings
-from workbench.host.placement.parameter_layout import ParameterLayout, ParameterPlace
 from workbench.rank import StrategyError
-from workbench.tasks import Learner
 
 Rows = Mapping[str, Tensor]  # by table
 
 
-def list_tables(learner: Learner, e: Experiment, layout: ParameterLayout) -> tuple[str, ...]:
-    """Returns the tables that batches read, if the strategy keeps tables on servers."""
-    if not e.strategy.tables:
-        return ()
-    return tuple(find_rows(learner, make_example(learner, e, "cpu"), layout))
+class Lookups(Protocol):
+    """A task's functions. lookups: (batch) -> the rows that it reads, by table; None: unknown"""
+
+    @property
+    def lookups(self) -> Callable[[Any], Mapping[str, Tensor]] | None: ...
 
 
-def find_rows(learner: Learner, batch: object, layout: ParameterLayout) -> dict[str, Tensor]:
+class NamedParameter(Protocol):
+    """A parameter and its name in the model."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def param(self) -> nn.Parameter: ...
+
+
+class TableLayout(Protocol):
+    """A model's trained parameters."""
+
+    @property
+    def order(self) -> Sequence[NamedParameter]: ...
+
+
+def find_rows(learner: Lookups, batch: object, layout: TableLayout) -> dict[str, Tensor]:
     """Returns the rows that a batch reads, by table: (n,) int64, distinct and ascending.
 
     Raises StrategyError if a table or a row does not exist.
@@ -45,7 +57,7 @@ def find_rows(learner: Learner, batch: object, layout: ParameterLayout) -> dict[
     return found
 
 
-def take_gradients(layout: ParameterLayout, rows: Rows) -> dict[str, Tensor]:
+def take_gradients(layout: TableLayout, rows: Rows) -> dict[str, Tensor]:
     """Returns the gradients of `rows`, by table: (n, width). Clears the tables' gradients."""
     return take_named_gradients({name: _find_table(layout, name).param for name in rows}, rows)
 
@@ -63,8 +75,24 @@ def take_named_gradients(params: Mapping[str, nn.Parameter], rows: Rows) -> dict
     return found
 
 
-def step_rows(layout: ParameterLayout, optimizer: Optimizer, table: str, rows: Tensor, grad: Tensor, lr: float) -> None:
+def outline_gradients(layout: TableLayout, rows: Rows) -> dict[str, Tensor]:
+    """Does `take_gradients` for parameters without values."""
+    like = {place.name: place.param.data for place in layout.order if place.name in rows}
+    return {name: like[name].new_empty(len(mine), like[name].shape[1]) for name, mine in rows.items()}
+
+
+def step_rows(
+    layout: TableLayout,
+    optimizer: Optimizer,
+    copy_optimizer: Callable[[Optimizer], Optimizer],
+    table: str,
+    rows: Tensor,
+    grad: Tensor,
+    lr: float,
+) -> None:
     """Steps the optimizer on `rows` of a table only.
+
+    copy_optimizer: returns an optimizer of the same kind without state
 
     Slots of the table's shape have rows, too. Other slots, such as step counters, belong to the whole table.
     """
@@ -72,11 +100,10 @@ def step_rows(layout: ParameterLayout, optimizer: Optimizer, table: str, rows: T
     own = nn.Parameter(param.data[rows])
     own.grad = grad.to(own.device, own.dtype).view_as(own)
     other, state = copy_optimizer(optimizer), optimizer.state[param]
-    by, groups = read_settings(optimizer), [group["params"] for group in optimizer.param_groups]
-    number = next(n for n, params in enumerate(groups) for p in params if p is param)
-    first = by[0]["lr"]
-    said = {**by[number], "params": [own], "lr": lr * (by[number]["lr"] / first if first else 1.0)}
-    other.param_groups = [said]
+    groups = optimizer.param_groups
+    its = next(group for group in groups for p in group["params"] if p is param)
+    first = groups[0]["lr"]
+    other.param_groups = [{**its, "params": [own], "lr": lr * (its["lr"] / first if first else 1.0)}]
     cut = {slot for slot, x in state.items() if isinstance(x, Tensor) and x.shape == param.shape}
     other.state[own] = {slot: x[rows] if slot in cut else x for slot, x in state.items()}
     other.step()
@@ -90,7 +117,7 @@ def step_rows(layout: ParameterLayout, optimizer: Optimizer, table: str, rows: T
             state[slot] = x
 
 
-def _find_table(layout: ParameterLayout, name: str) -> ParameterPlace:
+def _find_table(layout: TableLayout, name: str) -> NamedParameter:
     for place in layout.order:
         if place.name == name and place.param.dim() == 2:
             return place
