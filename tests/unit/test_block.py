@@ -142,7 +142,7 @@ def wrong(kind: str) -> Callable[[], None]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("kind", "said"), [
-    ("raises", "a bad example"), ("too early", "model(): is there once the block of workbench.training is over"),
+    ("raises", "a bad example"), ("too early", "model(): ranks share a result only after the block"),
     ("another block", "training: a run has only one block"), ("behind it", "steps: the block of workbench.training"),
     ("fails behind it", "no such file"),
 ])  # fmt: skip
@@ -189,7 +189,7 @@ def test_without_ranks_invalid_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(KnobError, match="optimizer=SGD: has no parameter of"), training(model, stepped(other)):
         pass
     with training(model, stepped(model)) as ours:
-        with pytest.raises(TaskError, match="is there once the block of"):
+        with pytest.raises(TaskError, match="only after the block of"):
             ours.model()
     assert ours.changes == () and repr(ours) == "workbench.training(Linear): rank 0 of 1"
     with pytest.raises(TaskError, match="there is no folder"):
@@ -200,5 +200,5 @@ def test_without_ranks_invalid_arguments_are_refused(tmp_path: Path) -> None:
     torch.testing.assert_close(saved, dict(model.state_dict()), rtol=0, atol=0)
     with pytest.raises(ValueError, match="mine"), training(model) as ours:
         raise ValueError("mine")
-    with pytest.raises(TaskError, match="is there once"):
+    with pytest.raises(TaskError, match="only after the block"):
         ours.model()

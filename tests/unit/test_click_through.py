@@ -133,7 +133,7 @@ def test_ids_are_dealt_out_completely_with_even_frequencies() -> None:
     shares = [shard_ids(frequency, 4, rank) for rank in range(4)]
     assert torch.equal(torch.stack(shares).sum(0), frequency)
     assert all(float(share.sum()) == pytest.approx(0.25, abs=1e-3) for share in shares)
-    with pytest.raises(TaskError, match="ids=3: cannot be dealt to 4 ranks; take at most 3 ranks, or shards='iid'"):
+    with pytest.raises(TaskError, match="ids=3: too few for 4 ranks; take at most 3 ranks or shards='iid'"):
         next(iter(ClickThrough(ids=3, shards="ids").build().data(0, 4, 8, 0)))
 
 

@@ -86,7 +86,7 @@ def test_malformed_lines_are_refused_with_line_and_column(tmp_path: Path, wrong:
 def test_binary_truncated_and_short_files_are_refused(tmp_path: Path) -> None:
     packed = gzip.compress(("\n".join(LINES) + "\n").encode())
     for name, data, words in (
-        ("torn.gz", packed[: len(packed) // 2], r"torn.gz, after line \d+: is not whole as gzip"),
+        ("torn.gz", packed[: len(packed) // 2], r"torn.gz, after line \d+: is truncated or damaged gzip"),
         ("spoilt.gz", packed[:200] + b"spoilt" + packed[206:], r"spoilt.gz, .*"),
         ("image.png", b"\x89PNG\r\n\xff\xfe\x00", r"image.png, after line 0: is not text; must be plain or gzip"),
         ("short.txt", "\n".join(LINES[:9]).encode(), r"short.txt: has 9 lines; must have at least 10"),
@@ -101,7 +101,7 @@ def test_a_missing_path_is_refused_at_start_and_a_missing_file_when_read() -> No
     with pytest.raises(KnobError, match=r"path='': must name a file in Criteo's format; .* take task=ClickThrough"):
         Experiment(task=CriteoTSV()).checked()
     learner = CriteoTSV(path="/nowhere/train.txt").build()
-    with pytest.raises(TaskError, match=r"path='/nowhere/train.txt': there is no such file here"):
+    with pytest.raises(TaskError, match=r"path='/nowhere/train.txt': no such file here"):
         learner.data(0, 1, 8, 0)
 
 

@@ -359,7 +359,7 @@ def test_a_record_restores_a_script_but_only_names_a_function() -> None:
 def test_a_loop_runs_on_whole_real_ranks_only() -> None:
     with pytest.raises(KnobError, match="computes a whole model"):
         Experiment(task=Loop(run=print), partition=Pipeline(stages=2), ranks=2, batch=0).checked()
-    with pytest.raises(KnobError, match="runs on ranks alone"):
+    with pytest.raises(KnobError, match="runs only on ranks"):
         simulate(Experiment(task=Loop(run=print), ranks=2, steps=3, pace=5.0))
     with pytest.raises(KnobError, match="there is no such file"):
         user_input.script("no/such.py")

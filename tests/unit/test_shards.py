@@ -83,9 +83,9 @@ def test_shards_have_the_drawn_proportions_until_labels_run_out(alpha: float) ->
 
 
 def test_more_ranks_than_examples_raise_task_error() -> None:
-    with pytest.raises(TaskError, match="10 examples cannot be dealt to 11 ranks: take at most 10 ranks"):
+    with pytest.raises(TaskError, match="ranks=11: must be at most 10, because each rank needs an example"):
         dirichlet(LABELS[:10], 11, 1.0, 0)
-    with pytest.raises(TaskError, match="2 files cannot be dealt to 3 ranks: take at most 2 ranks, or shards='iid'"):
+    with pytest.raises(TaskError, match="ranks=3: must be at most 2, because each rank needs a file"):
         by_files(torch.tensor([0, 0, 1]), 3)
 
 

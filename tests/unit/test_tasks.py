@@ -143,7 +143,7 @@ def test_your_own_task_uses_its_own_rate_until_one_is_given() -> None:
         ("loss", lambda model, batch: model(batch[0]), r"shape \(2, 1\): must be a scalar; take its mean"),
         ("loss", lambda model, batch: model(batch[0]).mean().detach(), "does not depend on the model's parameters"),
         ("optimizer", lambda params: None, "returned None: must return a torch.optim.Optimizer"),
-        ("evaluate", lambda model: {"accuracy": 1}, "returned accuracy: must have 'loss'"),
+        ("evaluate", lambda model: {"accuracy": 1}, "returned accuracy: must also return 'loss'"),
         ("evaluate", lambda model: "good", "returned a str: must return a number"),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_batch_size_is_refused_unless_data_takes_one() -> None:
 
 
 def test_the_bare_name_of_your_own_task_raises_knob_error() -> None:
-    with pytest.raises(KnobError, match="is made of your own functions"):
+    with pytest.raises(KnobError, match="needs your own functions"):
         Task.usual()
 
 

@@ -1,4 +1,4 @@
-"""Turns a script's model, optimizer, data and loss into a `Task`."""
+"""Turns a script's own objects into a `Task`."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ def adopt(
 ) -> Task:  # fmt: skip
     """Returns a `Task` of a script's own objects: `lab.run(Experiment(task=adopt(model, optimizer, loader, loss)))`.
 
-    model:     a Module, which is copied with its present weights, without torch's DistributedDataParallel or compile
-    optimizer: a torch Optimizer of its parameters. Each rank makes one of the same class, settings and groups, with
-               empty state. Several optimizers of one class step together. Parameters without an optimizer are frozen
-    loader:    a DataLoader. Ranks take its examples by index in the sampler's order, each once per pass, `batch_size`
-               per rank and batch. A batch may continue into the next pass, so none is shorter. Ranks take the batches
-               of a batch sampler in turn. Every rank reads all batches of an IterableDataset or a list, and keeps its
-               own. A Dataset is shuffled and needs `batch`. Ranks ignore `num_workers`
-    loss:      (model, batch) -> scalar Tensor, or a criterion (output, target) -> scalar of batches (input, target)
-    evaluate:  (model) -> held-out loss, or {"loss": ..., "accuracy": ...}
-    scheduler: of torch.optim.lr_scheduler for this optimizer, stepped after `scheduler_every` steps. It may change only
-               learning rates, by the same factor in all groups
-    accumulate: batches of the loader per step and rank, with averaged gradients, from one backward
+    model:     a Module. Ranks copy it with its present weights, without torch's DistributedDataParallel or compile
+    optimizer: a torch Optimizer of its parameters. Each rank makes one of the same class, settings and groups. Its
+               state is empty. Several optimizers of one class step together. Parameters without an optimizer are frozen
+    loader:    a DataLoader. Ranks take its examples by index in the sampler's order, each once per pass. Each rank gets
+               `batch_size` per batch. A batch may continue into the next pass, so none is shorter. Ranks take turns on
+               the batches of a batch sampler. Every rank reads all batches of an IterableDataset or a list, and keeps
+               its own. A Dataset is shuffled and needs `batch`. Ranks ignore `num_workers`
+    loss:      `(model, batch)` -> scalar Tensor, or a criterion `(output, target)` for batches `(input, target)`
+    evaluate:  `(model)` -> held-out loss, or `{"loss": ..., "accuracy": ...}`
+    scheduler: of torch.optim.lr_scheduler for this optimizer. It steps after `scheduler_every` steps. It may change
+               only learning rates, by the same factor in all groups
+    accumulate: the loader's batches per step and rank. One backward averages their gradients
     autocast:  "bf16": forward and loss under torch.autocast
-    batch:     examples per rank and batch, for a Dataset
+    batch:     a Dataset's examples per rank and batch
     parts, split, lookups, pure: as in `Task`
 
-    On one rank the result equals the script's own loop, seeded with the experiment's `seed` before its first pass.
-    Tries a first batch at once. Raises KnobError if the script cannot be adopted.
+    One rank gives the script's own result, seeded with the experiment's `seed` before its first pass. Tries a first
+    batch at once. Raises KnobError if the script cannot be adopted.
     """
     import torch
     from torch import nn
@@ -51,7 +51,7 @@ def adopt(
     if not any(p.requires_grad for p in model.parameters()):
         raise KnobError(f"model={type(model).__name__}: has no parameters that learn; give one that has")
     if any(type(p.data) is not torch.Tensor for p in model.parameters()):
-        raise KnobError(f"model={type(model).__name__}: its parameters are spread over ranks already; adopt it before")
+        raise KnobError(f"model={type(model).__name__}: its parameters are already sharded; adopt it before that")
     if not callable(loss):
         raise KnobError(f"loss={short(loss)}: must be a function (model, batch) or a criterion (output, target)")
     if evaluate is not None and not callable(evaluate):
@@ -61,7 +61,7 @@ def adopt(
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 10**6:
             raise KnobError(f"{name}={short(value)}: must be an integer in [{least}, 1000000]")
     if autocast is not None and str(autocast) not in SAFE:
-        scaled = "float16 needs its losses scaled, which is not adopted; " if "16" in str(autocast) else ""
+        scaled = "float16 needs scaled losses, which ranks cannot adopt; " if "16" in str(autocast) else ""
         raise KnobError(f"autocast={short(str(autocast))}: {scaled}must be 'bf16' or None")
     groups = Groups(optimizer, model)
     data = adopt_loader(loader, batch, accumulate)

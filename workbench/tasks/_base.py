@@ -19,31 +19,31 @@ if TYPE_CHECKING:
 
 
 class TaskError(RuntimeError):
-    """A task cannot be trained. The message names the function at fault and the remedy."""
+    """Raised for a task that cannot be trained. The message names the function at fault and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Learner:
     """A task's functions for the engine.
 
-    model:      () -> Module, the same on every rank (the engine seeds torch before, and checks)
-    data:       (rank, ranks, batch, seed) -> an endless iterable of batches, each of `batch` examples. With `indexed`
-                it also takes `used`
-    loss:       (model, batch) -> scalar Tensor
-    optimizer:  (params, lr) -> Optimizer; lr = 0 keeps its own rates
-    evaluate:   (model) -> held-out loss as a float, or a dict of floats with "loss"; None: no evaluation
-    parts:      (model) -> Modules that hold the model's parameters and compute it in sequence. None: only a Sequential
-                or a decoder of transformers can be cut
-    split:      (model) -> {module name: Colwise(), Rowwise(), ...}, for tensor parallelism. None: the model's own
+    model:      `() -> Module`, the same on every rank. The engine seeds torch before it, and compares ranks
+    data:       `(rank, ranks, batch, seed)` -> an endless iterable of batches, each of `batch` examples. With
+                `indexed` it also takes `used`
+    loss:       `(model, batch)` -> scalar Tensor
+    optimizer:  `(params, lr) -> Optimizer`; lr = 0 keeps its own rates
+    evaluate:   `(model)` -> held-out loss as a float, or a dict of floats with "loss". None: no evaluation
+    parts:      `(model)` -> Modules that hold the model's parameters and compute it in sequence. None: only a
+                Sequential or a decoder of transformers can be cut
+    split:      `(model)` -> `{module name: Colwise() or Rowwise()}`: the tensor-parallel plan. None: the model's own
                 `_tp_plan`, or a Sequential's layers. A sub-model can leave out features between a Colwise() and a
                 Rowwise() Linear
-    lookups:    (batch) -> {name of an embedding's weight: the rows that the batch reads}, int64 of any shape, always
-                with all tables and all rows. None: unknown
+    lookups:    `(batch)` -> {name of an embedding's weight: the rows that the batch reads}, int64 of any shape. It
+                always names all tables and all rows. None: unknown
     indexed:    examples have one order over all epochs that depends on the seed alone. `data` skips its first `used`
-                and deals the following ones to the ranks one by one
-    pure:       these functions and the model keep no state between calls except parameters and buffers, so a trace of a
+                and assigns the following ones to the ranks in turn
+    pure:       these functions and the model keep no state between calls except parameters and buffers. So a trace of a
                 step is possible
-    schedule:   (step) -> the factor of that step's learning rate; None: 1
+    schedule:   `(step)` -> the factor of that step's learning rate; None: 1
     """
 
     model: Callable[[], nn.Module]
@@ -67,23 +67,23 @@ class TaskBase(Family):
     lr: ClassVar[float] = 1e-3
     batch: ClassVar[int] = 8
     metric: ClassVar[str] = "held-out loss"
-    keeps: ClassVar[bool] = False  # whether the run's end saves a checkpoint, if the ranks have a step in common
+    keeps: ClassVar[bool] = False  # whether the run's end saves a checkpoint, if ranks have a common step
     looks_up: ClassVar[bool] = False  # whether it names a batch's rows of embedding tables
-    has_own_loop: ClassVar[bool] = False  # whether its own loop makes the steps
+    has_own_loop: ClassVar[bool] = False
 
     def build(self) -> Learner:
         """Returns the functions that the engine calls on each rank."""
-        raise TypeError(f"{type(self).__name__} does not say how it is built")
+        raise TypeError(f"{type(self).__name__}: must define build() -> Learner")
 
     def refuses(self, batch: int) -> str | None:
-        """Returns why this task is invalid (with `batch` examples per rank), and a remedy; else None."""
+        """Returns why this task is invalid with `batch` examples per rank, with a remedy. None: it is valid."""
         return None
 
 
 def at_rate(optimizer: Optimizer, lr: float) -> None:
-    """Sets the first group's learning rate to `lr` and scales the other groups with it.
+    """Sets the first group's learning rate to `lr`, and scales the other groups with it.
 
-    Groups keep their ratio, with the `initial_lr` of torch's schedulers even through a rate of 0.
+    Groups keep their ratio, even through a rate of 0 by the `initial_lr` of torch's schedulers.
     """
     groups = optimizer.param_groups
     own = [group.get("initial_lr", group["lr"]) for group in groups]
@@ -92,14 +92,14 @@ def at_rate(optimizer: Optimizer, lr: float) -> None:
 
 
 def stands_for(made: Any, of: Any) -> Any:
-    """Returns `made`, a replacement of parameter `of` (a slice or its size), in the same optimizer group."""
+    """Puts `made`, which replaces parameter `of`, into the same optimizer group. Returns `made`."""
     if (group := getattr(of, "optimizer_group", None)) is not None:
         made.optimizer_group = group
     return made
 
 
 def same_groups(made: Any, of: nn.Module) -> Any:
-    """Returns `made`, a copy of Module `of`, with its optimizer groups, which copying loses."""
+    """Restores the optimizer groups that `made`, a copy of Module `of`, has lost. Returns `made`."""
     for name, p in of.named_parameters():
         stands_for(made.get_parameter(name), p)
     return made
@@ -111,26 +111,27 @@ def rate(optimizer: Optimizer) -> float:
 
 
 def shuffled(examples: int, rank: int, ranks: int, batch: int, seed: int, used: int = 0) -> Iterator[Tensor]:
-    """Yields indices of one rank's batches without end: (batch,) int64 each.
+    """Yields indices of one rank's batches without end: `(batch,)` int64 each.
 
-    All ranks shuffle each epoch alike, skip the `used` first examples, and take the following ones in turn. So no two
-    ranks see the same example within an epoch, and none sees a used one. The result depends on the arguments alone.
+    All ranks shuffle each epoch alike. They skip the `used` first examples and take the following ones in turn. So
+    no two ranks see the same example within an epoch, and none sees a used one. The result depends on the arguments
+    alone.
 
     Raises ValueError if `used` is negative or exceeds `EPOCHS` epochs, because skipping costs time.
     """
     import torch
 
     if not 0 <= used <= EPOCHS * examples:
-        raise ValueError(f"used={used}: of {examples} examples between 0 and {EPOCHS:,} times as many can be used up")
+        raise ValueError(f"used={used}: must be from 0 to {EPOCHS:,} epochs of {examples} examples")
     generator = torch.Generator().manual_seed(seed)
     epochs = (torch.randperm(examples, generator=generator) for _ in count())
     yield from in_turn(epochs, rank, ranks, batch, used)
 
 
 def in_turn(epochs: Iterator[Tensor], rank: int, ranks: int, batch: int, used: int = 0) -> Iterator[Tensor]:
-    """Yields indices of one rank's batches, (batch,) int64 each, from consecutive epochs, (n,) int64 each.
+    """Yields indices of one rank's batches, `(batch,)` int64, from consecutive epochs, `(n,)` int64.
 
-    Skips the `used` first indices and deals the following ones to ranks one by one.
+    Skips the `used` first indices, and assigns the following ones to ranks in turn.
     """
     import torch
 

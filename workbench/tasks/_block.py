@@ -20,7 +20,7 @@ B = TypeVar("B")
 
 
 class Block:
-    """The object that `training` gives to its block, on rank `rank` of `ranks`; a process alone is rank 0 of 1."""
+    """The object that `training` gives to its block, on rank `rank` of `ranks`. A process alone is rank 0 of 1."""
 
     def __init__(self, model: nn.Module, led: LedRank | None) -> None:
         self._model, self._led, self._over = model, led, False
@@ -32,23 +32,23 @@ class Block:
 
     @property
     def changes(self) -> tuple[Any, ...]:
-        """The knob changes so far, in order, each with its first step."""
+        """The knob changes so far in order, each with its first step."""
         return tuple(self._led.changes) if self._led is not None else ()
 
     def model(self) -> nn.Module:
-        """Returns the trained model after the block: the same on all ranks.
+        """Returns the trained model after the block, the same on all ranks. Drifted replicas are averaged.
 
-        Replicas that drifted apart are averaged. Raises TaskError inside the block and after a block that failed.
+        Raises TaskError inside the block and after a block that failed.
         """
         if not self._over:
-            raise TaskError("model(): is there once the block of workbench.training is over; in it each rank has its "
-                            "own, and from outside run.model(into=...) reads that of a live run")  # fmt: skip
+            raise TaskError("model(): ranks share a result only after the block of workbench.training; inside it each "
+                            "rank has its own model; run.model(into=...) reads a live run from outside")  # fmt: skip
         return self._model
 
     def save_model(self, path: Path | str) -> Path:
         """Writes the state dict of `model()` to `path`, on rank 0 alone.
 
-        The format is safetensors if the suffix is `.safetensors`, else torch's. Raises the errors of `model`, and
+        The suffix `.safetensors` selects that format, any other suffix torch's. Raises the errors of `model`, and
         TaskError if the file cannot be written.
         """
         model = self.model()
@@ -70,9 +70,9 @@ def training(model: nn.Module, *optimizers: Optimizer) -> Iterator[Block]:
                     optimizer.zero_grad()
         run.save_model("model.pt")
 
-    In a process alone the loop runs unchanged. Under `workbench run train.py`, or in a `Loop`, `run.steps` deals
-    batches as `workbench.steps` does. Training ends with the block, or earlier by `Experiment(steps=...)` or
-    `lab.stop()`. Then `model` holds the common result, and each rank runs the lines after the block by itself. An
+    In a process alone the loop runs unchanged. Under `workbench run train.py` or in a `Loop`, `run.steps` divides
+    batches among ranks as `workbench.steps` does. Training ends with the block, or earlier by `Experiment(steps=...)`
+    or `lab.stop()`. Then `model` holds the common result, and each rank runs the lines after the block by itself. An
     exception that leaves the block ends the run.
 
     model:      the Module that the loop calls. A run has one model and one block

@@ -16,7 +16,7 @@ def numbers() -> Numbers:
 
 
 class Chance:
-    """Random states of its own: inside the context, torch, numpy and Python draw from them."""
+    """Random states that torch, numpy and Python draw from inside the context."""
 
     def __init__(self, seed: int | Numbers) -> None:
         self._mine: Numbers = seed if isinstance(seed, tuple) else (

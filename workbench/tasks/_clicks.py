@@ -1,4 +1,4 @@
-"""Click prediction from ids and numbers: the network, its loss, and its AUC."""
+"""Click prediction from ids and numbers: the network, its loss and AUC."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Batch = tuple[Tensor, Tensor, Tensor]  # ids (B, fields) int64, numbers (B, numb
 
 
 class ClickNet(nn.Module):
-    """Embeds each id, appends the numbers, and applies two hidden layers: (B,) log odds of a click.
+    """Embeds each id and appends the numbers. Two hidden layers give `(B,)` log odds of a click.
 
-    Each field has its own table. Its gradient is dense and zero in unread rows.
+    Each field has its own table. Its gradient is dense, with zeros in unread rows.
     """
 
     def __init__(self, fields: int, ids: int, numbers: int, width: int, hidden: int) -> None:
@@ -47,7 +47,7 @@ def log_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def of_rate(rate: float) -> float:
-    """Returns the entropy of clicks at this rate, in nats per example: the loss of a model that knows only the rate.
+    """Returns the entropy of clicks at this rate in nats per example: the loss of a model that knows only the rate.
 
     Clamps the rate, to stay above 0 if all or no examples are clicks.
     """

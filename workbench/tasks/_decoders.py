@@ -1,4 +1,4 @@
-"""Cuts a transformers decoder into its embedding, layers, and head with norm."""
+"""Cuts a transformers decoder into embedding, layers and head with norm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 def decoder_parts(model: nn.Module) -> list[nn.Module] | None:
     """Returns the parts of a causal language model built like transformers' Llama; None for other models.
 
-    The parts take token ids, as `model(ids)` or `model(input_ids=ids)`. They return only `logits`, and ignore padding,
+    The parts take token ids, as `model(ids)` or `model(input_ids=ids)`. They return only `logits`. They ignore padding,
     caches and custom positions. The caller first checks on a batch that they compute the same as the model.
     """
     inner: Any = getattr(model, "model", None)

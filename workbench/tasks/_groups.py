@@ -38,23 +38,23 @@ class Groups:
             lost = [p for p in group["params"] if id(p) not in names]
             if lost:
                 raise KnobError(
-                    f"optimizer={self.kind.__name__}: {len(lost)} of its parameters are not the model's, as one of "
-                    f"shape {tuple(lost[0].shape)}; make it of the adopted model's parameters()"
+                    f"optimizer={self.kind.__name__}: {len(lost)} of its parameters are not in the model (such as one "
+                    f"of shape {tuple(lost[0].shape)}); make it from the adopted model's parameters()"
                 )
             self.of |= {names[id(p)]: len(self.groups) for p in group["params"]}
             kept = {k: copy.deepcopy(x) for k, x in group.items() if k not in ("params", "param_names")}
             own = kept.get("initial_lr", kept["lr"])  # before any scheduler step
             self.groups.append({**kept, "lr": float(own), "initial_lr": float(own)})
         if any(one.state for one in every):
-            warnings.warn(f"optimizer={self.kind.__name__}: what it remembers of steps so far is not adopted; ranks "
-                          f"begin with the model's weights and no moments", stacklevel=4)  # fmt: skip
+            warnings.warn(f"optimizer={self.kind.__name__}: its state from earlier steps is not adopted; ranks begin "
+                          f"with the model's weights and empty optimizer state", stacklevel=4)  # fmt: skip
 
     def __call__(self, params: Iterable[Any]) -> Optimizer:
         groups: list[dict[str, Any]] = [{**copy.deepcopy(group), "params": []} for group in self.groups]
         for p in params:
             number = 0 if len(groups) == 1 else getattr(p, "optimizer_group", None)
             if number is None:
-                raise TaskError(f"a parameter of shape {tuple(p.shape)} is in none of the adopted optimizer's groups")
+                raise TaskError(f"the adopted optimizer lacks the parameter of shape {tuple(p.shape)}; add it there")
             groups[number]["params"].append(p)
         made = object.__new__(self.kind)
         made.__dict__.update(copy.deepcopy(self.more))
@@ -70,20 +70,20 @@ def _optimizers(given: Any) -> list[Optimizer]:
     for one in every:
         if not isinstance(one, Optimizer):
             told = "None" if one is None else f"a {type(one).__name__}"
-            raise KnobError(f"optimizer={told}: must be a torch.optim.Optimizer of the model's parameters, or several")
+            raise KnobError(f"optimizer={told}: must be a torch.optim.Optimizer of the model, or a list of them")
         closure = inspect.signature(type(one).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            raise KnobError(f"optimizer={type(one).__name__}: calls the model itself (a closure), and gradients are "
-                            f"exchanged between a forward and an update; take SGD or AdamW")  # fmt: skip
+            raise KnobError(f"optimizer={type(one).__name__}: its step needs a closure that calls the model, but ranks "
+                            f"exchange gradients before the step. Take SGD or AdamW")  # fmt: skip
     kinds = {type(one) for one in every}
     if len(kinds) != 1:
         told = ", ".join(type(one).__name__ for one in every) or "none"
-        raise KnobError(f"optimizer=({told}): one update steps all, so optimizers must be of one class; give one class "
-                        f"with a group of parameters for each")  # fmt: skip
+        raise KnobError(f"optimizer=({told}): must be of one class because one update steps them all; use one "
+                        f"optimizer with several groups of parameters")  # fmt: skip
     seen = [id(p) for one in every for group in one.param_groups for p in group["params"]]
     if len(seen) != len(set(seen)):
         raise KnobError(f"optimizer=({', '.join(type(one).__name__ for one in every)}): two of them step the same "
-                        f"parameter, and a step has one update; give each parameter to one")  # fmt: skip
+                        f"parameter; give each parameter to one optimizer")  # fmt: skip
     return every
 
 
@@ -94,20 +94,20 @@ class Schedule:
         """Raises KnobError if the schedule is not supported."""
         name, owner = type(scheduler).__name__, _optimizers(given)[0]
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise KnobError(f"scheduler={name}: is stepped by a measured loss; take one of steps, or a Policy")
+            raise KnobError(f"scheduler={name}: needs a measured loss; take one that depends on steps or a Policy")
         if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-            raise KnobError(f"scheduler={name}: must be one of torch.optim.lr_scheduler's, of the adopted optimizer")
+            raise KnobError(f"scheduler={name}: must be a torch.optim.lr_scheduler of the adopted optimizer")
         if isinstance(given, list | tuple) and len(given) > 1:
-            raise KnobError(f"scheduler={name}: steps one optimizer of {len(given)}; adopt one with a group for each")
+            raise KnobError(f"scheduler={name}: steps one of {len(given)} optimizers; adopt one with several groups")
         if scheduler.optimizer is not owner:
-            raise KnobError(f"scheduler={name}: steps another optimizer than the adopted one; make it of that one")
+            raise KnobError(f"scheduler={name}: steps another optimizer; make it for the adopted one")
         self._name, self._every, self._lock = name, every, threading.Lock()
         self._known = [self._factor(self._twin(scheduler, owner))]
         self._scheduler = self._twin(scheduler, owner)
         self(2 * every)  # raises early if a first step shows no support
 
     def _twin(self, scheduler: Any, owner: Any) -> Any:
-        """Returns a copy that steps rates alone, of the groups of `owner` without parameters."""
+        """Returns a copy that steps only the rates of `owner`'s groups, without parameters."""
         made: Any = torch.optim.SGD([torch.zeros(1)], lr=0.0)
         made.param_groups = [{**{k: copy.deepcopy(x) for k, x in group.items() if k != "params"}, "params": []}
                              for group in owner.param_groups]  # fmt: skip
@@ -117,8 +117,8 @@ class Schedule:
         groups = scheduler.optimizer.param_groups
         found = [float(group["lr"]) / float(group["initial_lr"]) for group in groups if float(group["initial_lr"])]
         if max(found) - min(found) > 1e-6 * max(map(abs, found)):
-            raise KnobError(f"scheduler={self._name}: turns the rates of groups apart, and one factor goes for all; "
-                            f"give all groups the same schedule")  # fmt: skip
+            raise KnobError(f"scheduler={self._name}: changes the rates of groups by different factors, but ranks "
+                            f"apply one factor to all. Give all groups the same schedule")  # fmt: skip
         return found[0]
 
     def __call__(self, step: int) -> float:
@@ -128,8 +128,8 @@ class Schedule:
                 was = _rest(self._scheduler)
                 self._scheduler.step()
                 if _rest(self._scheduler) != was:
-                    raise KnobError(f"scheduler={self._name}: changes more of the optimizer than its rates, which is "
-                                    f"not adopted; give it cycle_momentum=False")  # fmt: skip
+                    raise KnobError(f"scheduler={self._name}: changes other settings of the optimizer than its rates; "
+                                    f"give it cycle_momentum=False")  # fmt: skip
                 self._known.append(self._factor(self._scheduler))
             return self._known[step // self._every]
 

@@ -39,14 +39,15 @@ def _copied(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
     except Exception as error:
-        raise KnobError(f"model={type(model).__name__}: cannot be copied to ranks ({error}); adopt it before it has "
-                        f"computed, or without what it keeps") from None  # fmt: skip
+        raise KnobError(f"model={type(model).__name__}: cannot be copied to ranks ({error}); adopt it before its first "
+                        f"forward or remove the attribute that cannot be copied") from None  # fmt: skip
 
 
 class Loss:
-    """(model, batch) -> scalar: the script's own function, or its criterion of output and target.
+    """`(model, batch)` -> scalar: the script's own function, or its criterion of output and target.
 
-    micros: micro-batches per step, whose losses are averaged; autocast: dtype for torch.autocast, or None
+    micros: micro-batches per step; their losses are averaged
+    autocast: dtype for torch.autocast; None: off
     """
 
     def __init__(self, loss: Any, judges: bool, micros: int, autocast: torch.dtype | None) -> None:
@@ -99,8 +100,8 @@ def fitting(model: nn.Module, data: Examples | Whole, loss: Any, micros: int, au
             shape = f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
             reasons.append(f"{way} it is a {type(found).__name__}{shape}")
     told = "; ".join(" ".join(reason.split())[:200] for reason in reasons)
-    raise KnobError(f"loss={Loss(loss, True, 1, None)!r}: must give a scalar of (model, batch) or of (output, target) "
-                    f"that depends on the model; {told}")  # fmt: skip
+    raise KnobError(f"loss={Loss(loss, True, 1, None)!r}: must return a scalar that depends on the model, from (model, "
+                    f"batch) or (output, target); {told}")  # fmt: skip
 
 
 def _first(data: Examples | Whole) -> Any:
@@ -110,7 +111,7 @@ def _first(data: Examples | Whole) -> Any:
         return next(islice(data(0, 1, 0), 1))
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise KnobError(f"loader: its first batch cannot be read ({text}); give one that yields batches") from None
+        raise KnobError(f"loader: its first batch cannot be read ({text}); give a loader that yields batches") from None
 
 
 def _on(batch: Any, device: torch.device) -> Any:

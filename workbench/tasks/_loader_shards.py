@@ -1,4 +1,4 @@
-"""Adopts a script's own loader, and gives each rank its batches."""
+"""Adopts a script's own loader and gives each rank its batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.settings import KnobError
 from workbench.tasks._base import TaskError, in_turn
 from workbench.tasks._chance import Chance
 
-_ALONE = threading.RLock()  # ranks as threads share their process's random numbers
+_ALONE = threading.RLock()  # ranks as threads share the process's random numbers
 
 Order = torch_data.Sampler[Any] | torch_data.BatchSampler
 
@@ -27,10 +27,7 @@ class Micros(list[Any]):
 
 
 class Epochs:
-    """Endless passes of a sampler, the same on all ranks: as in a process with this seed.
-
-    dataset, generator: of the loader
-    """
+    """Endless passes of a sampler, the same on all ranks: as in a process with this seed."""
 
     def __init__(self, dataset: Any, sampler: Any, generator: torch.Generator | None) -> None:
         self._dataset = dataset
@@ -62,7 +59,7 @@ class Epochs:
                     sampler.set_epoch(epoch)
                 found = list(sampler)
             if not found:
-                raise TaskError(f"the loader's {type(sampler).__name__} yields nothing: give it examples to read")
+                raise TaskError(f"the loader's {type(sampler).__name__} yields no examples: give it a longer dataset")
             yield found
 
 
@@ -72,7 +69,7 @@ def _of_its_own(process: torch.Generator) -> torch.Generator:
 
 
 class Examples:
-    """(rank, ranks, seed, batch, used) -> a rank's endless batches of examples, which ranks share by index.
+    """`(rank, ranks, seed, batch, used)` -> a rank's endless batches of examples, which ranks share by index.
 
     A batch may continue into the next pass.
 
@@ -101,7 +98,7 @@ class Examples:
 
     def refuses(self, batch: int) -> str | None:
         if batch % self.micros:
-            return f"batch={batch}: a step has {self.micros} batches (accumulate); give a multiple of {self.micros}"
+            return f"batch={batch}: must be a multiple of {self.micros}, the batches of a step (accumulate)"
         return None
 
     def __repr__(self) -> str:
@@ -109,9 +106,9 @@ class Examples:
 
 
 class Whole:
-    """(rank, ranks, seed) -> a rank's endless batches: every `ranks`-th batch of a loader.
+    """`(rank, ranks, seed)` -> a rank's endless batches: every `ranks`-th batch of a loader.
 
-    Every rank reads all batches; with a sampler of indices (`Sampled`) only its own.
+    Every rank reads all batches. With a sampler of indices (`Sampled`) it reads only its own.
     """
 
     def __init__(self, source: Any, micros: int) -> None:
@@ -144,7 +141,7 @@ class Whole:
     def refuses(self, batch: int) -> str | None:
         if not batch:
             return None
-        return f"batch={batch}: the adopted loader makes its own batches; leave 0, or adopt one with a batch_size"
+        return f"batch={batch}: the adopted loader makes its own batches; take 0, or adopt one with a batch_size"
 
     def __repr__(self) -> str:
         return f"adopted batches of a {type(self.source).__name__}"
@@ -175,20 +172,20 @@ def adopt_loader(loader: Any, batch: int, micros: int) -> Examples | Whole:
     """
     if isinstance(loader, torch_data.Dataset) and not isinstance(loader, torch_data.IterableDataset):
         if not batch:
-            raise KnobError(f"batch=0: a {type(loader).__name__} has no batches; say how many examples, as in batch=32")
+            raise KnobError(f"batch=0: must be 1 or more for a {type(loader).__name__}; take batch=32")
         return _by_index(torch_data.DataLoader(loader, batch, shuffle=True), micros)
     if batch:
-        raise KnobError(f"batch={batch}: the loader makes batches of its own; leave it out, or give the Dataset itself")
+        raise KnobError(f"batch={batch}: the loader makes its own batches; omit batch or give the Dataset itself")
     if isinstance(loader, torch_data.DataLoader):
         if not isinstance(loader.dataset, torch_data.IterableDataset):
             return _by_index(loader, micros)
         loader = torch_data.DataLoader(loader.dataset, loader.batch_size, collate_fn=loader.collate_fn,
                                        drop_last=loader.drop_last)  # fmt: skip
     if isinstance(loader, Iterator):
-        raise KnobError(f"loader=a {type(loader).__name__}: can be read only once; give a DataLoader, a Dataset, or a "
+        raise KnobError(f"loader=a {type(loader).__name__}: can be read only once; give a DataLoader, a Dataset or a "
                         f"list of batches")  # fmt: skip
     if not isinstance(loader, Iterable):
-        raise KnobError(f"loader={_named(loader)}: must be a DataLoader, a Dataset, or an iterable of batches")
+        raise KnobError(f"loader={_named(loader)}: must be a DataLoader, a Dataset or an iterable of batches")
     return Whole(loader, micros)
 
 
@@ -200,7 +197,7 @@ def _by_index(loader: Any, micros: int) -> Examples | Whole:
     _require_length(by.sampler)
     if len(by) == 0:
         raise KnobError(f"loader=a DataLoader of {len(loader.sampler)} examples: has no whole batch of "
-                        f"{by.batch_size}; give it more examples, or a smaller batch_size")  # fmt: skip
+                        f"{by.batch_size}; give it more examples or a smaller batch_size")  # fmt: skip
     return Examples(loader, by.sampler, by.batch_size, micros, by.drop_last)
 
 
@@ -208,8 +205,8 @@ def _require_length(sampler: Any) -> None:
     try:
         len(sampler)
     except TypeError:
-        raise KnobError(f"sampler={type(sampler).__name__}: must say its length, so that a pass of it can be dealt out "
-                        f"to ranks; give it __len__") from None  # fmt: skip
+        raise KnobError(f"sampler={type(sampler).__name__}: must have a length so that ranks can share its examples; "
+                        f"give it __len__") from None  # fmt: skip
 
 
 def _named(value: Any) -> str:

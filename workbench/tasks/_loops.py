@@ -46,7 +46,7 @@ def find_led_rank() -> Any:
 def steps(loader: Iterable[B], model: Any, accumulate: int = 1) -> Iterator[B]:
     """Returns one pass over `loader` in your own loop, which ranks run together: `for x, y in steps(loader, model):`.
 
-    In a process alone this is `loader` itself. Under `workbench run train.py`, or in a `Loop`, each of n ranks gets
+    In a process alone this is `loader` itself. Under `workbench run train.py` or in a `Loop`, each of n ranks gets
     every n-th batch of the pass in rank 0's order. The ranks exchange what `model` learns at backward and at its
     optimizers' steps, which the loop calls as usual. A pass drops last batches that do not suffice for all ranks.
 

@@ -1,4 +1,4 @@
-"""Splits examples into shards, one for each rank, evenly or skewed."""
+"""Splits examples into one shard for each rank, evenly or skewed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workbench.tasks._base import TaskError, shuffled
 
 
 def draw_from_shard(shards: list[Tensor], rank: int, batch: int, seed: int) -> Iterator[Tensor]:
-    """Yields indices of one rank's batches without end from its own shard, shuffled each epoch: (batch,) int64."""
+    """Yields indices of one rank's batches without end, `(batch,)` int64. Shuffles the rank's shard each epoch."""
     mine = shards[rank]
     return (mine[index] for index in shuffled(len(mine), 0, 1, batch, seed * 4099 + rank))
 
@@ -26,7 +26,7 @@ def dirichlet(labels: Tensor, ranks: int, alpha: float, seed: int) -> list[Tenso
     shares is about 33 % below that of q.
     """
     if len(labels) < ranks:
-        raise TaskError(f"{len(labels)} examples cannot be dealt to {ranks} ranks: take at most {len(labels)} ranks")
+        raise TaskError(f"ranks={ranks}: must be at most {len(labels)}, because each rank needs an example")
     generator = np.random.default_rng(seed)
     shown, counts = np.unique(labels.numpy(), return_counts=True)
     hands = [generator.permutation(np.flatnonzero(labels.numpy() == kind)).tolist() for kind in shown]
@@ -45,7 +45,7 @@ def dirichlet(labels: Tensor, ranks: int, alpha: float, seed: int) -> list[Tenso
 
 
 def mixes(counts: np.ndarray, ranks: int, alpha: float, seed: int) -> np.ndarray:
-    """Returns (ranks, labels) float64: each rank's wanted share of each label, q_r ~ Dirichlet(alpha * prior).
+    """Returns `(ranks, labels)` float64: each rank's wanted share of each label, q_r ~ Dirichlet(alpha * prior).
 
     The prior is the mix of all examples. A large alpha gives every rank the prior; a small one gives few labels or one.
     """
@@ -53,14 +53,14 @@ def mixes(counts: np.ndarray, ranks: int, alpha: float, seed: int) -> np.ndarray
 
 
 def by_files(owners: Tensor, ranks: int) -> list[Tensor]:
-    """Returns shards of whole files by rank, about equally large; `owners` is each example's file, (n,) int64.
+    """Returns shards of whole files by rank, about equally large. `owners`: each example's file, `(n,)` int64.
 
     The largest remaining file goes to the rank with the fewest examples.
     """
     files, sizes = owners.unique(return_counts=True)
     if len(files) < ranks:
         raise TaskError(
-            f"{len(files)} files cannot be dealt to {ranks} ranks: take at most {len(files)} ranks, or shards='iid'"
+            f"ranks={ranks}: must be at most {len(files)}, because each rank needs a file (or shards='iid')"
         )
     holds, home = [0] * ranks, torch.zeros(int(files[-1]) + 1, dtype=torch.int64)
     for place in torch.argsort(sizes, descending=True, stable=True).tolist():

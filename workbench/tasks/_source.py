@@ -1,4 +1,4 @@
-"""The text that ByteGPT reads: the standard library of the running Python, split by file."""
+"""The text that ByteGPT reads: the standard library of the running Python, by file."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ EVERY = 10  # one file in this many is held out
 
 
 def source(held_out: bool) -> Tensor:
-    """Returns the training or held-out text: (n,) uint8, read once."""
+    """Returns the training or held-out text: `(n,)` uint8, read once."""
     return _read(held_out)[0]
 
 
 def ends(held_out: bool) -> Tensor:
-    """Returns each file's end in that text: (files,) int64, rising."""
+    """Returns each file's end in that text: `(files,)` int64, rising."""
     return _read(held_out)[1]
 
 
@@ -38,8 +38,8 @@ def _read(held_out: bool) -> tuple[Tensor, Tensor]:
             break
     if len(text) < 100_000:
         raise TaskError(
-            f"ByteGPT reads the standard library's .py files, and {sysconfig.get_path('stdlib')} holds too few of "
-            "them; take task=Digits, or a Python that comes with its sources"
+            f"ByteGPT reads the standard library's .py files, and {sysconfig.get_path('stdlib')} has too few. "
+            "Take task=Digits or a Python with its sources"
         )
     return torch.frombuffer(text, dtype=torch.uint8), torch.tensor(stops)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Colwise:
     """Each rank has some of a Linear's outputs: columns of A in Y = X A, which torch keeps as rows of `weight`.
 
-    packed:   number of matrices in the weight, such as a fused q, k and v; each is split
+    packed:   number of matrices in the weight, such as 3 for a fused qkv; each is split
     together: number of outputs that stay on one rank, such as an attention head's
     gather:   whether every rank gets all outputs
 
@@ -25,7 +25,7 @@ class Colwise:
 
 @dataclass(frozen=True, kw_only=True)
 class Rowwise:
-    """Each rank has some of a Linear's inputs, from a Colwise before; the ranks add up their outputs.
+    """Each rank has some of a Linear's inputs, from a Colwise before. The ranks add up their outputs.
 
     In an Embedding each rank has some rows of the vocabulary. Reference: as `Colwise`.
     """
@@ -41,7 +41,7 @@ class Partial:
 
 @dataclass(frozen=True, kw_only=True)
 class Sequence:
-    """Under sequence parallelism the module computes each rank's own positions: a norm, or dropout, between layers.
+    """Under sequence parallelism the module computes each rank's own positions: a norm or dropout between layers.
 
     Else the module stays whole. Reference: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
     Models", MLSys 2023, https://arxiv.org/abs/2205.05198
@@ -53,7 +53,7 @@ class Scatter:
     """Under sequence parallelism each rank takes its own positions of the module's input: the first block.
 
     Modules from here to a gathering Colwise receive only this rank's positions. So a model must take sizes from a
-    layer's output. The module's first argument is (batch, positions, features). Reference: as `Sequence`.
+    layer's output. The module's first argument is `(batch, positions, features)`. Reference: as `Sequence`.
     """
 
 

@@ -11,13 +11,11 @@ HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # torch's containers, w
 
 
 class TiledLinear(nn.Module):
-    """A Linear of `tiles` Linears, each with a share of the outputs; (..., in) -> (..., out).
+    """A Linear of `tiles` Linears, each with a share of the outputs: `(..., in) -> (..., out)`.
 
-    A strategy that gathers parameters on demand (ZeRO3, ZeROInfinity) holds one tile's weight and gradient at a time,
-    1/tiles of the layer. The last bits of outputs and gradients may differ from the Linear's, because a product of
-    fewer rows may use another order.
-
-    Raises ValueError if `tiles` is below 1 or exceeds the outputs.
+    A strategy that gathers parameters on demand (ZeRO3, ZeROInfinity) holds one tile's weight and gradient at a time:
+    1/tiles of the layer. Outputs and gradients may differ from the Linear's in their last bits, because a product of
+    fewer rows may use another order. Raises ValueError if `tiles` is below 1 or exceeds the outputs.
 
     Reference: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", SC
     2021, https://arxiv.org/abs/2104.07857, section 5.1.3 (memory-centric tiling)

@@ -15,16 +15,16 @@ class Unwritable(TaskError):
 
 
 def written(path: Path | str, made: Callable[[], Mapping[str, Any]]) -> Path:
-    """Writes the state dict `made()` to `path`. Raises KnobError, and Unwritable.
+    """Writes the state dict `made()` to `path`. Raises KnobError and Unwritable.
 
-    The format is safetensors if the suffix is `.safetensors`, else torch's.
+    The suffix `.safetensors` selects that format, any other suffix torch's.
     """
     if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
         raise KnobError(f"path={short(path)}: must be a file to write, such as 'model.safetensors' or 'model.pt'")
     path = Path(path)
     save = _safe(path) if path.suffix == ".safetensors" else _plain
     if not path.parent.is_dir():
-        raise Unwritable(f"path={path}: there is no folder {path.parent}; make it, or give another path")
+        raise Unwritable(f"path={path}: there is no folder {path.parent}; make it or give another path")
     state, part = made(), path.with_name(f".{path.name}.part")
     try:
         save(state, str(part))

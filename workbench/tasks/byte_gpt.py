@@ -1,4 +1,4 @@
-"""A small GPT on the bytes of Python's own standard library."""
+"""A small GPT on the bytes of Python's standard library."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from workbench.tasks._source import ends, source
 from workbench.tasks._split import Colwise, Plan, Rowwise, Scatter, Sequence
 
 HELD_OUT = 48  # windows of an evaluation
-AT_ONCE = 8  # windows per forward, so that an evaluation needs no more memory than a step
+AT_ONCE = 8  # windows per forward: an evaluation then needs no more memory than a step
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByteGPT(TaskBase):
     """A small GPT that reads Python source, byte by byte.
 
-    It begins at log(256) = 5.5 nats per byte, knows the letters' frequencies at 3.2, common words at 2. One in 10 files
-    of the standard library is held out. Nothing is downloaded. With `shards` = "files" each rank keeps its own files,
-    of about equally many bytes. Otherwise the ranks share each epoch's examples.
+    It begins at log(256) = 5.5 nats per byte. It knows the letters' frequencies at 3.2 and common words at 2. One in 10
+    files of the standard library is held out. Nothing is downloaded. With `shards` = "files" each rank keeps its own
+    files, of about equally many bytes. Otherwise the ranks share each epoch's examples.
 
     When to use it: by default. It is a transformer, and its held-out loss still falls after hundreds of steps.
 
@@ -40,7 +40,7 @@ class ByteGPT(TaskBase):
     heads: int = knob(4, 1, 64, live=False, doc="attention heads")
     context: int = knob(64, 8, 4096, unit="bytes", live=False, doc="bytes read at once")
 
-    shards: str = knob("iid", choices=("iid", "files"), live=False, doc="do ranks read of all files, or each its own")
+    shards: str = knob("iid", choices=("iid", "files"), live=False, doc="ranks read all files (iid), or each its own")
 
     lr: ClassVar[float] = 3e-3
     batch: ClassVar[int] = 8
@@ -74,7 +74,7 @@ class ByteGPT(TaskBase):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer over bytes: (B, T) uint8 or int64 -> (B, T, 256) logits of the next byte."""
+    """A decoder-only transformer over bytes: `(B, T)` uint8 or int64 -> `(B, T, 256)` logits of the next byte."""
 
     def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def _predicted(holds: GPT | Next, h: Tensor) -> Tensor:  # (B, T, width) -> (B, 
 
 
 class Bytes(nn.Module):
-    """A GPT's layers before its blocks, with its own parameters."""
+    """A GPT's layers before its blocks, with its parameters."""
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Bytes(nn.Module):
 
 
 class Next(nn.Module):
-    """A GPT's layers after its blocks, with its own parameters."""
+    """A GPT's layers after its blocks, with its parameters."""
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Next(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention, then a two-layer network on each byte; each adds its output to its input."""
+    """Causal attention, then a two-layer network on each byte. Each adds its output to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Block(nn.Module):
 
 
 def _windows(context: int, held_out: bool) -> Tensor:
-    """Returns windows of the text that overlap by one byte: (n, context + 1) uint8, without copying."""
+    """Returns windows of the text that overlap by one byte: (n, context + 1) uint8. Copies nothing."""
     return source(held_out).unfold(0, context + 1, context)
 
 

@@ -18,7 +18,7 @@ from workbench.tasks._base import Learner, TaskBase, TaskError
 from workbench.tasks._clicks import Batch, ClickNet, auc, log_loss, lookups, of_rate
 
 HELD_OUT = 8192  # examples of an evaluation
-FACTORS = 4  # length of an id's vector; those of neighbouring fields' ids interact by their product
+FACTORS = 4  # length of an id's vector; neighbouring fields' ids interact by the product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,35 +27,35 @@ class ClickThrough(TaskBase):
 
         chance of a click = sigmoid(bias + sum_f a_f[id_f] + sum_f <v_f[id_f], v_(f+1)[id_(f+1)]> + <w, numbers>)
 
-    A batch reads few rows of the large tables, so almost all of a gradient is zero, as in recommenders: see Zen. In
-    each field the j-th id has a probability in proportion to j^-skew, so ranks share the frequent ids, in neighbouring
-    rows. Each rank draws its own examples, each only once, so the model cannot memorise them.
+    A batch reads few rows of the large tables, so almost all of a gradient is zero. Recommenders are alike: see Zen. In
+    each field the j-th id has a probability in proportion to j^-skew. So ranks share the frequent ids, in neighbouring
+    rows. Each rank draws its own examples, each only once. So the model cannot memorise them.
 
     The held-out loss is the mean cross-entropy of 8192 examples against their planted chances, without the noise of
     drawn clicks. "entropy" is its minimum, the planted model's own loss. The difference is the mean divergence from the
     truth. The loss begins at log 2 = 0.693. "normalised entropy" is the loss divided by the entropy of the mean click
-    rate: below 1 the model knows more than this rate (He et al., "Practical Lessons from Predicting Clicks on Ads at
+    rate. Below 1 the model knows more than this rate (He et al., "Practical Lessons from Predicting Clicks on Ads at
     Facebook", 2014, https://doi.org/10.1145/2648584.2648589). "auc" is how often a drawn click scores above a drawn
     non-click.
 
     With `shards` = "ids" no two ranks see the same ids of the first field. The ids' probabilities add up to about the
     same on each rank. If the most frequent id exceeds an even share, its rank gets few other ids.
 
-    When to use it: for sparse gradients (Zen, Hogwild), or to compare a loss with the best possible one.
+    When to use it: for sparse gradients (Zen, Hogwild) or to compare a loss with the best possible one.
 
     Reference: Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems", 2019,
     https://arxiv.org/abs/1906.00091
     """
 
-    fields: int = knob(8, 1, 64, live=False, doc="categorical features, each with a table of its own")
+    fields: int = knob(8, 1, 64, live=False, doc="categorical features, each with its own table")
     ids: int = knob(8000, 2, 10_000_000, log=True, live=False, doc="rows of each table")
     numbers: int = knob(4, 0, 64, live=False, doc="numeric features")
     width: int = knob(16, 1, 512, live=False, doc="features of an embedding")
     hidden: int = knob(64, 1, 4096, live=False, doc="features of each hidden layer")
-    skew: float = knob(1.1, 0.0, 3.0, live=False, doc="how much rarer later ids are; 0: all are as frequent")
+    skew: float = knob(1.1, 0.0, 3.0, live=False, doc="how much rarer later ids are; 0: all are equally frequent")
     world: int = knob(0, 0, 2**31 - 1, live=False, doc="seed of the planted model")
 
-    shards: str = knob("iid", choices=("iid", "ids"), live=False, doc="do ranks see all first ids, or each its own")
+    shards: str = knob("iid", choices=("iid", "ids"), live=False, doc="ranks see all first ids (iid), or each its own")
 
     lr: ClassVar[float] = 2e-3
     batch: ClassVar[int] = 64
@@ -101,10 +101,10 @@ class About(NamedTuple):
 class World(NamedTuple):
     """A planted model.
 
-    frequency: of a field's ids, (ids,) float64; below: their running sum
-    alone:     each id's own addition to the log odds, (fields, ids)
-    factors:   each id's vector, multiplied with that of the next field's id, (fields, ids, FACTORS)
-    weights:   of the numbers, (numbers,)
+    frequency: of a field's ids, `(ids,)` float64; below: their running sum
+    alone:     each id's own addition to the log odds, `(fields, ids)`
+    factors:   each id's vector, multiplied with that of the next field's id, `(fields, ids, FACTORS)`
+    weights:   of the numbers, `(numbers,)`
     bias:      the constant part of the log odds
     """
 
@@ -116,7 +116,7 @@ class World(NamedTuple):
     bias: float = -1.0
 
     def draw(self, n: int, generator: torch.Generator, below: Tensor) -> tuple[Tensor, Tensor]:
-        """Draws n examples: (n, fields) int64, (n, numbers) float32. below: the first field's cumulative frequency"""
+        """Draws n examples: `(n, fields)` int64 and `(n, numbers)` float32. below: the first field's running sum"""
         fields, ids = self.alone.shape
         u = torch.rand(fields, n, generator=generator, dtype=torch.float64)
         drawn = torch.searchsorted(self.below, u)
@@ -124,7 +124,7 @@ class World(NamedTuple):
         return drawn.clamp_(max=ids - 1).T.contiguous(), torch.randn(n, len(self.weights), generator=generator)
 
     def chance(self, ids: Tensor, numbers: Tensor) -> Tensor:
-        """(n, fields) int64 and (n, numbers) float32 -> chances of a click, (n,) float32."""
+        """`(n, fields)` int64 and `(n, numbers)` float32 -> chances of a click, `(n,)` float32."""
         field = torch.arange(ids.shape[1])
         v = self.factors[field, ids]
         both = (v[:, :-1] * v[:, 1:]).sum((1, 2))
@@ -133,7 +133,7 @@ class World(NamedTuple):
 
 @cache
 def planted(about: About) -> World:
-    """Returns the planted model; by default the log odds vary by about 1.5 among examples."""
+    """Returns the planted model. By default the log odds vary by about 1.5 among examples."""
     generator = torch.Generator().manual_seed(about.seed)
     frequency = torch.arange(1, about.ids + 1, dtype=torch.float64) ** -about.skew
     frequency /= frequency.sum()
@@ -147,7 +147,7 @@ def shard_ids(frequency: Tensor, ranks: int, rank: int) -> Tensor:
     """Returns the frequencies of the ids of `rank`, zero elsewhere. Each id goes to the rank with the least so far."""
     n = len(frequency)
     if n < ranks:
-        raise TaskError(f"ids={n}: cannot be dealt to {ranks} ranks; take at most {n} ranks, or shards='iid'")
+        raise TaskError(f"ids={n}: too few for {ranks} ranks; take at most {n} ranks or shards='iid'")
     loads, mine = [(0.0, r) for r in range(ranks)], torch.zeros_like(frequency)
     for place, share in enumerate(frequency.tolist()):
         load, least = loads[0]
@@ -158,7 +158,7 @@ def shard_ids(frequency: Tensor, ranks: int, rank: int) -> Tensor:
 
 
 class HeldOut(NamedTuple):
-    """Held-out examples, their chances of a click, drawn clicks, and the planted model's loss."""
+    """Held-out examples: chances of a click, drawn clicks and the planted model's loss."""
 
     ids: Tensor
     numbers: Tensor

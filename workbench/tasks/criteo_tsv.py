@@ -30,11 +30,11 @@ class CriteoTSV(TaskBase):
 
     Each line has 40 fields separated by tabs: 1 for a click or 0, 13 integers, 26 categories as text. A missing value
     is an empty field. The file is plain or gzip. Integers x become sign(x) log(1 + |x|), each with a flag for a missing
-    value. A hash (CRC-32) of each category's text gives one of rows 1 to ids - 1 of its column's table, so some texts
+    value. A hash (CRC-32) of each category's text gives one of rows 1 to ids - 1 of its column's table. So some texts
     share a row. Row 0 stands for missing texts. Lines are in order of time, so the last 10 % of the lines read are held
     out. A format error names its line and column. The file must exist on every machine with ranks.
 
-    When to use it: to check on real clicks a result from planted ones.
+    When to use it: to check a result from planted clicks on real ones.
 
     Reference: Criteo, "Display Advertising Challenge", 2014, https://www.kaggle.com/c/criteo-display-ad-challenge;
     hashing: Weinberger et al., "Feature Hashing for Large Scale Multitask Learning", ICML 2009,
@@ -42,7 +42,7 @@ class CriteoTSV(TaskBase):
     """
 
     path: str = knob("", live=False, doc="the file, plain or gzip")
-    lines: int = knob(200_000, 100, 10**9, log=True, live=False, doc="read no more lines than these, from the first on")
+    lines: int = knob(200_000, 100, 10**9, log=True, live=False, doc="largest number of lines to read, from the first")
     ids: int = knob(5000, 2, 10_000_000, log=True, live=False, doc="rows of each category's table")
     width: int = knob(16, 1, 512, live=False, doc="features of an embedding")
     hidden: int = knob(64, 1, 4096, live=False, doc="features of each hidden layer")
@@ -71,7 +71,7 @@ class CriteoTSV(TaskBase):
     def _table(self) -> Table:
         path = Path(self.path).expanduser()
         if not path.is_file():
-            raise TaskError(f"path={self.path!r}: there is no such file here; it must lie where the ranks are")
+            raise TaskError(f"path={self.path!r}: no such file here; put it on every machine with ranks")
         return read(path, path.stat().st_mtime_ns, self.lines, self.ids)
 
     def _batches(self, rank: int, ranks: int, batch: int, seed: int, used: int = 0) -> Iterator[Batch]:
@@ -93,7 +93,7 @@ class CriteoTSV(TaskBase):
 
 
 class Table(NamedTuple):
-    """Lines as numbers: rows of tables (n, 26) int32, integers and flags (n, 26) float32, clicks (n,) float32."""
+    """Lines as numbers: rows of tables `(n, 26)` int32, integers and flags `(n, 26)` float32, clicks `(n,)` float32."""
 
     ids: Tensor
     numbers: Tensor
@@ -107,7 +107,7 @@ class Table(NamedTuple):
 
 @cache
 def read(path: Path, changed: int, lines: int, ids: int) -> Table:
-    """Reads the file as a Table. changed: its modification time, for the cache"""
+    """Reads the file as a Table. changed: its modification time (for the cache)"""
     labels, integers, categories = array("f"), array("d"), array("i")
     known: list[dict[str, int]] = [{"": 0} for _ in range(CATEGORIES)]
     for number, line in enumerate(_lines(path), 1):
@@ -119,7 +119,7 @@ def read(path: Path, changed: int, lines: int, ids: int) -> Table:
         if len(values) != len(COLUMNS):
             raise TaskError(
                 f"{path}, line {number}: has {len(values)} fields; must have {len(COLUMNS)} with a tab between: a "
-                f"label, {INTEGERS} integers and {CATEGORIES} categories, empty where missing"
+                f"label, {INTEGERS} integers and {CATEGORIES} categories (empty if missing)"
             )
         if values[0] not in ("0", "1"):
             raise TaskError(_said(path, number, 0, values, "must be 0 or 1"))
@@ -135,7 +135,7 @@ def read(path: Path, changed: int, lines: int, ids: int) -> Table:
                 row = seen[text] = 1 + zlib.crc32(text.encode()) % (ids - 1)
             categories.append(row)
     if len(labels) < EVERY:
-        raise TaskError(f"{path}: has {len(labels)} lines; must have at least {EVERY}, of which the last is held out")
+        raise TaskError(f"{path}: has {len(labels)} lines; must have at least {EVERY} to hold out the last 10 %")
     x = torch.tensor(integers, dtype=torch.float64).view(-1, INTEGERS)
     logs = (x.sign() * x.abs().log1p()).nan_to_num(0.0)
     numbers = torch.cat([logs, x.isnan()], 1).float()
@@ -154,7 +154,7 @@ def _lines(path: Path) -> Iterator[str]:
                 number += 1
                 yield line
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise TaskError(f"{path}, after line {number}: is not whole as gzip ({error})") from None
+        raise TaskError(f"{path}, after line {number}: is truncated or damaged gzip ({error})") from None
     except UnicodeDecodeError:
         raise TaskError(f"{path}, after line {number}: is not text; must be plain or gzip") from None
 

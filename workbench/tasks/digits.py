@@ -1,4 +1,4 @@
-"""Handwritten digits, 8 x 8 pixels, from scikit-learn, and a small convolutional network."""
+"""Handwritten digits from scikit-learn, and a small convolutional network."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ EVERY = 5  # one image in this many is held out
 class Digits(TaskBase):
     """A small convolutional network that reads handwritten digits.
 
-    1,797 images of 8 x 8 pixels, 20 % of them held out. It begins at log(10) = 2.3 nats and 10 % accuracy. Almost all
-    parameters are in one layer: much traffic for little compute.
+    1,797 images of 8 x 8 pixels. 20 % of them are held out. It begins at log(10) = 2.3 nats and 10 % accuracy. Almost
+    all parameters are in one layer: much traffic for little compute.
 
     With `shards` = "iid" ranks share each epoch's examples and see the same mix of digits. With "dirichlet" each rank
     keeps its own examples, equally many. Its mix of digits is q_r ~ Dirichlet(alpha * the mix of all). At alpha = 100
     mixes are nearly alike. At 1 some digits are rare. At 0.1 two or three digits are most of the examples.
 
-    When to use it: for a quick answer in accuracy, for ranks with different data, and for much traffic and little
+    When to use it: for a quick answer in accuracy, for ranks with different data or for much traffic and little
     compute.
 
     Reference: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", Proc. IEEE 1998; data: Alpaydin
@@ -44,9 +44,9 @@ class Digits(TaskBase):
     width: int = knob(32, 4, 512, live=False, doc="channels of the first layer; the second has twice as many")
     hidden: int = knob(384, 16, 8192, live=False, doc="features of the large layer")
 
-    shards: str = knob("iid", choices=("iid", "dirichlet"), live=False, doc="do ranks see like digits, or each its own")
+    shards: str = knob("iid", choices=("iid", "dirichlet"), live=False, doc="ranks see the same mix, or each its own")
     alpha: float = knob(0.5, 0.01, 1000.0, log=True, live=False, doc="Dirichlet alpha: small is non-IID")
-    shard_seed: int = knob(0, 0, 2**31 - 1, live=False, doc="of who gets which examples in Dirichlet shards")
+    shard_seed: int = knob(0, 0, 2**31 - 1, live=False, doc="seed of Dirichlet shards")
 
     lr: ClassVar[float] = 1e-3
     batch: ClassVar[int] = 32
@@ -73,7 +73,7 @@ class Digits(TaskBase):
 
 
 def network(width: int, hidden: int) -> nn.Module:
-    """Returns a network (B, 1, 8, 8) float32 in [0, 1] -> (B, 10) logits."""
+    """Returns a network `(B, 1, 8, 8)` float32 from 0 to 1 -> `(B, 10)` logits."""
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1), nn.ReLU(),
         nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -83,16 +83,16 @@ def network(width: int, hidden: int) -> nn.Module:
 
 @cache
 def _images(held_out: bool) -> tuple[Tensor, Tensor]:
-    """Returns images (n, 1, 8, 8) float32 and their digits (n,) int64."""
+    """Returns images `(n, 1, 8, 8)` float32 and their digits `(n,)` int64."""
     table = _table()
     mine = table[(torch.arange(len(table)) % EVERY == EVERY - 1) == held_out]
     return mine[:, :-1].reshape(-1, 1, 8, 8) / 16, mine[:, -1].long()
 
 
 def _table() -> Tensor:
-    """Returns (1797, 65) float32: 64 pixels from 0 to 16, and the digit.
+    """Returns `(1797, 65)` float32: 64 pixels from 0 to 16 and the digit.
 
-    Importing scikit-learn would take each rank more than a second, so this reads the file.
+    Reads the file, because importing scikit-learn would take each rank more than a second.
     """
     found = find_spec("sklearn")
     if found is None or not found.submodule_search_locations:

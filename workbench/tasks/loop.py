@@ -13,7 +13,7 @@ from workbench.tasks.script import ALONE
 
 @dataclass(frozen=True, kw_only=True)
 class Loop(TaskBase):
-    """A notebook's function that trains: it makes model, optimizer and data, and loops over `workbench.steps`.
+    """A notebook's function that trains: it makes model, optimizer and data. It loops over `workbench.steps`.
 
         def train():
             model = nn.Linear(4, 1)
@@ -49,7 +49,7 @@ class Loop(TaskBase):
 
     @classmethod
     def usual(cls) -> Loop:
-        raise KnobError("task='Loop': is made of your own function; give Loop(run=train)")
+        raise KnobError("task='Loop': needs your own function; give Loop(run=train)")
 
     def refuses(self, batch: int) -> str | None:
         return f"batch={batch}: the loop makes its own batches; set them there" if batch else None

@@ -23,25 +23,26 @@ class Task(TaskBase):
              loss=lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
              optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
 
-    model:      () -> Module, built on each rank from the same seed
-    data:       (rank, ranks, seed) -> an iterable of batches: tensors, or tuples, lists and dicts of them. A list or a
-                DataLoader starts over when it ends. If it also takes `batch`, it gets the examples per rank when the
+    model:      `() -> Module`, built on each rank from the same seed
+    data:       `(rank, ranks, seed)` -> an iterable of batches: tensors, or tuples, lists and dicts of them. A list or
+                a DataLoader starts over when it ends. If it also takes `batch`, it gets the examples per rank when the
                 batch knob (or `batch`) is set. If it takes `used` too, its examples have an index and an order that
                 depends on the seed alone. It then skips the `used` first examples, as `shuffled(n, rank, ranks, batch,
-                seed, used)` does, and no example comes twice in an epoch, even if ranks die, join or leave
-    loss:       (model, batch) -> scalar Tensor
-    optimizer:  (params) -> Optimizer; it keeps its own learning rates until the knob is set
-    evaluate:   (model) -> held-out loss, or {"loss": ..., "accuracy": ...}; without it the page shows no held-out loss
-    parts:      (model) -> a list of Modules that hold the model's own parameters and compute it in sequence. A Pipeline
-                may cut between them. A Sequential and transformers decoders built like Llama need none
-    split:      (model) -> {"blocks.*.up": Colwise(), "blocks.*.down": Rowwise()}: how a Tensor partition splits layers;
-                `*` stands for one part of a name. A model of transformers and a Sequential need none
-    lookups:    (batch) -> {"table.weight": ids}: by name of each embedding's weight, the only rows that a batch reads;
-                for strategies that keep embedding tables on servers
+                seed, used)` does. So no example comes twice in an epoch, even if ranks die, join or leave
+    loss:       `(model, batch)` -> scalar Tensor
+    optimizer:  `(params) -> Optimizer`; it keeps its own learning rates until the knob is set
+    evaluate:   `(model)` -> held-out loss, or `{"loss": ..., "accuracy": ...}`. Without it the page shows no held-out
+                loss
+    parts:      `(model)` -> a list of Modules that hold the model's own parameters and compute it in sequence. A
+                Pipeline may cut between them. A Sequential and transformers decoders built like Llama need none
+    split:      `(model)` -> `{"blocks.*.up": Colwise(), "blocks.*.down": Rowwise()}`: how a Tensor partition splits
+                layers. `*` stands for one part of a name. A model of transformers and a Sequential need none
+    lookups:    `(batch)` -> `{"table.weight": ids}`: by name of each embedding's weight, the only rows that a batch
+                reads. Strategies that keep embedding tables on servers need it
     pure:       the functions and the model keep no state between calls except parameters and buffers: no counter, no
                 cached mask, no data that can be read only once. Then buckets follow the order of the gradients from the
                 first step on, else from the second
-    schedule:   (step) -> the factor of that step's learning rate; without it `lr` and `lr_warmup` set the rate
+    schedule:   `(step)` -> the factor of that step's learning rate; without it `lr` and `lr_warmup` set the rate
     keeps:      whether the run's end saves a checkpoint for `run.model()`; not if ranks end at different steps
 
     `workbench.adopt(model, optimizer, loader, loss)` makes a Task of a script's own objects.
@@ -74,7 +75,7 @@ class Task(TaskBase):
 
     @classmethod
     def usual(cls) -> Task:
-        raise KnobError("task='Task': is made of your own functions; give Task(model=..., data=..., loss=..., ...)")
+        raise KnobError("task='Task': needs your own functions; give Task(model=..., data=..., loss=..., ...)")
 
     def build(self) -> Learner:
         for name in ("model", "data", "loss", "optimizer"):
@@ -95,7 +96,7 @@ class Task(TaskBase):
         if _takes(self.data, "used") and not (batch and _takes(self.data, "batch")):
             return (
                 f"batch={batch}: this task's data takes `used`, which counts examples; let it take (rank, ranks, seed, "
-                f"batch, used), and set batch=32, or as many as are to be in a batch"
+                f"batch, used), and set batch to the examples per rank, such as 32"
             )
         if not batch or _takes(self.data, "batch"):
             return None
@@ -155,7 +156,7 @@ class Task(TaskBase):
         found = self.evaluate(model)
         if isinstance(found, dict):
             if "loss" not in found:
-                raise TaskError(f"evaluate(model) returned {', '.join(map(str, found))}: must have 'loss' among them")
+                raise TaskError(f"evaluate(model) returned {', '.join(map(str, found))}: must also return 'loss'")
             return {str(k): float(v) for k, v in found.items()}
         try:
             return float(found)

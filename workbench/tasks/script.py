@@ -10,7 +10,7 @@ from typing import ClassVar
 from workbench.settings import KnobError, short
 from workbench.tasks._base import Learner, TaskBase
 
-ALONE = "its own loop makes the steps, and it runs on ranks alone: Lab(4).run(...), or `workbench run`"
+ALONE = "its own loop makes the steps, so it runs only on ranks: Lab(4).run(...), or `workbench run`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +19,12 @@ class Script(TaskBase):
 
         lab.run(Experiment(task=Script(file="train.py", args=("--epochs", "3")), strategy=TorchDDP()))
 
-    Each rank runs it as torchrun would: as `__main__`, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on in the
-    environment, and with a real process group. Under TorchDDP its only `DistributedDataParallel` is torch's own.
-    Strategies that follow a loop (forward, backward, update) can replace it live. A step ends when the optimizers of
-    all its parameters have stepped. The run ends with the script, or after `steps`.
+    Each rank runs it as torchrun would: as `__main__`, with a real process group. The environment has RANK, WORLD_SIZE,
+    LOCAL_RANK, MASTER_ADDR and so on. Under TorchDDP its only `DistributedDataParallel` is torch's
+    own. Strategies that follow a loop (forward, backward, update) can replace it live. A step ends when the optimizers
+    of all its parameters have stepped. The run ends with the script, or after `steps`.
 
-    The script keeps its own data, batches, optimizers, rates and precision. It cannot go back, so its runs cannot be
+    The script keeps its own data, batches, optimizers, rates and precision. It cannot go back: its runs cannot be
     resumed, resized or rolled back.
 
     file:   the script's path, on every machine with ranks
@@ -55,7 +55,7 @@ class Script(TaskBase):
 
     @classmethod
     def usual(cls) -> Script:
-        raise KnobError("task='Script': is of a file; give Script(file='train.py')")
+        raise KnobError("task='Script': needs a file; give Script(file='train.py')")
 
     @property
     def path(self) -> Path:
