@@ -74,5 +74,5 @@ def test_a_live_run_returns_its_model_and_keeps_training(lab: Lab) -> None:
 
 def test_a_run_without_kept_state_explains_how_to_keep_its_model(lab: Lab) -> None:
     run = lab.run(Experiment(task=Digits(), ranks=2, steps=3, eval_every=0)).wait(120)
-    with pytest.raises(RunError, match="ended after 3 steps, and what its ranks held then is not kept"):
+    with pytest.raises(RunError, match="ended after 3 steps without a checkpoint of that step"):
         run.model()

@@ -47,7 +47,7 @@ def test_a_lab_resumes_a_checkpoint_bit_identically_and_branches_from_it(tmp_pat
             "checkpoint": str(at), "step": 6, "run": str(tmp_path / "whole")}  # fmt: skip
         one = lab.run(e.set("ranks", 1).set("steps", 9), out=tmp_path / "one", resume=at).wait(120)
         assert len(losses(one, 1)[0]) == 3 and one.experiment.ranks == 1
-        with pytest.raises(RunError, match="holds no checkpoint that is whole"):
+        with pytest.raises(RunError, match="holds no complete checkpoint"):
             lab.run(e, resume=tmp_path / "one" / "spans-0.arrow")
         lab.run(e.set("steps", 0), out=tmp_path / "live")
         with pytest.raises(ClusterError, match="a run is live"):
@@ -67,5 +67,5 @@ def test_a_lab_refuses_a_checkpoint_with_one_changed_digit_in_its_manifest(tmp_p
         text = (newest / "manifest.json").read_text()
         at = text.index('.distcp", ') + len('.distcp", ')
         (newest / "manifest.json").write_text(text[:at] + ("3" if text[at] != "3" else "7") + text[at + 1 :])
-        with pytest.raises(RunError, match=rf"manifest.json is not what was written.*from the one before it, {older}"):
+        with pytest.raises(RunError, match=rf"manifest.json was changed.*from the previous checkpoint, {older}"):
             lab.run(Experiment(task=Digits(), ranks=2, steps=12), resume=newest)

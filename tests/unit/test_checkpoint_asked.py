@@ -62,7 +62,7 @@ def test_a_failed_checkpoint_is_an_error_with_its_reason() -> None:
 
 def test_an_ended_run_and_a_timeout_give_different_errors() -> None:
     run: Any = Telling()
-    with pytest.raises(TimeoutError, match="no checkpoint of told was whole within 0 s; the run goes on"):
+    with pytest.raises(TimeoutError, match="no checkpoint of told was complete within 0 s; the run goes on"):
         PendingCheckpoint(run).wait(0)
     run.live = False
     with pytest.raises(RunError, match="told is stopped: it ended before a checkpoint was made"):

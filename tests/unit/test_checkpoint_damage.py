@@ -42,14 +42,14 @@ def test_a_changed_digit_of_the_manifest_is_refused_and_the_older_checkpoint_nam
     text = (newest / MANIFEST).read_text()
     at = text.index('.distcp", ') + len('.distcp", ')
     (newest / MANIFEST).write_text(text[:at] + ("3" if text[at] != "3" else "7") + text[at + 1 :])
-    said = (f"{newest}: its manifest.json is not what was written, for its SHA-256 is another; "
-            f"resume from the one before it, {copied / name(2)}")  # fmt: skip
+    said = (f"{newest}: its manifest.json was changed after it was written: its SHA-256 differs; "
+            f"resume from the previous checkpoint, {copied / name(2)}")  # fmt: skip
     for path in (newest, copied):
         with pytest.raises(RunError) as error:
             Checkpoint.open(path)
         assert str(error.value) == said
     (copied / name(2) / MANIFEST).write_text("{}")
-    with pytest.raises(RunError, match="is another; resume from another checkpoint"):
+    with pytest.raises(RunError, match="differs; resume from another checkpoint"):
         Checkpoint.open(newest)
 
 
@@ -58,7 +58,7 @@ def test_a_damaged_file_is_refused_by_name_before_its_values_are_used(copied: Pa
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 4
     file.write_bytes(data)
-    with pytest.raises(RunError, match=rf"__0_0.distcp is not what was written.*before it, .*{name(2)}"):
+    with pytest.raises(RunError, match=rf"__0_0.distcp was changed.*previous checkpoint, .*{name(2)}"):
         Checkpoint.open(copied).model(toy())
 
 
@@ -68,7 +68,7 @@ def test_a_damaged_file_is_never_reported_as_a_checkpoint_that_does_not_fit(stra
     kept = Checkpoint.open(tmp_path / "made")
     (kept.path / "__1_0.distcp").unlink()
     for read in (lambda: kept.model(toy()), lambda: simulated(2, 6, tmp_path, 0, resume=kept, strategy=strategy)):
-        with pytest.raises(RunError, match=rf"__1_0.distcp cannot be read.*before it, .*{name(2)}") as error:
+        with pytest.raises(RunError, match=rf"__1_0.distcp cannot be read.*previous checkpoint, .*{name(2)}") as error:
             read()
         assert "fit" not in str(error.value).split(":", 1)[1]
 

@@ -120,7 +120,7 @@ def test_one_bit_of_a_tensor_is_noticed(made: Path) -> None:
     raw = bytearray((made / "__1_0.distcp").read_bytes())
     raw[len(raw) // 2] ^= 1
     (made / "__1_0.distcp").write_bytes(raw)
-    assert "__1_0.distcp is not what was written, for its SHA-256 is another" in goes_on(made)
+    assert "__1_0.distcp was changed after it was written: its SHA-256 differs" in goes_on(made)
 
 
 @pytest.mark.parametrize("file", FILES[2:])

@@ -137,7 +137,7 @@ def test_run_resumes_a_checkpoint_with_new_settings(
         ),
         (["digits", "7", "--steps", "2"], "digits takes no arguments; only a script does: 7"),
         (["no/train.py"], "file='no/train.py': there is no such file"),
-        (["--resume", "no/where"], "no/where: holds no checkpoint that is whole"),
+        (["--resume", "no/where"], "no/where: holds no complete checkpoint"),
         (["digit"], "recipe='digit': no such recipe; did you mean digits?"),
         (["digits", "--set", "strategy=LocalSDG"], "did you mean LocalSGD"),
         (["digits", "--set", "strategy=LocalSGD", "--set", "every=0"], "every=0: must be an integer in [1, 256] steps"),

@@ -192,7 +192,7 @@ def test_a_folder_of_another_user_or_that_others_can_write_to_takes_no_run(
     out.mkdir()
     for mode, who in [(0o777, "everybody"), (0o770, r"the group \w+")]:
         out.chmod(mode)
-        words = f"{who} can write to the folder.*choose another folder, or set {folders.ALLOW}=1"
+        words = f"{who} can write to the folder.*choose another folder or set {folders.ALLOW}=1"
         with pytest.raises(RunError, match=words):
             open_run(e, out, Run)
         with pytest.raises(RunError, match="can write to the folder"):
@@ -363,7 +363,7 @@ def test_a_run_under_a_link_to_nowhere_is_refused_by_the_name_of_the_link(tmp_pa
     words = f"{runs_dir()} is a link to {tmp_path / 'unmounted'}, which does not exist"
     with pytest.raises(ClusterError, match=f"nothing can be recorded in .*: {words}; .*name another place"):
         open_run(Experiment(), None, Run)
-    with pytest.raises(RunError, match=f"no run can be kept there .{words}.; choose another directory"):
+    with pytest.raises(RunError, match=f"a run cannot be written there .{words}.; choose another directory"):
         store.create(runs_dir() / "saved", {})
     (tmp_path / "unmounted").mkdir()
     assert open_run(Experiment(), None, Run).path.parent == tmp_path / "unmounted"

@@ -98,6 +98,6 @@ def test_a_model_is_only_loaded_into_a_model_of_the_same_shape(tmp_path: Path) -
 def test_a_checkpoint_that_is_late_raises_timeout_and_the_run_goes_on() -> None:
     run = Run(Experiment(), name="tour", live=True)
     run._control = Mock()
-    with pytest.raises(TimeoutError, match=r"no checkpoint of tour was whole within 0 s; the run goes on"):
+    with pytest.raises(TimeoutError, match=r"no checkpoint of tour was complete within 0 s; the run goes on"):
         wait_for_checkpoint(run, None, 0.0)
     run._control.request_checkpoint.assert_called_once()

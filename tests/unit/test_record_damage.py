@@ -69,7 +69,7 @@ def test_a_missing_or_repeated_batch_is_noticed(good: Path, tmp_path: Path) -> N
         file.write_bytes(changed)
         first, columns, wrong = read_part(file)
         assert columns is not None and 0 < len(columns["rank"]) and first == 0
-        assert wrong.startswith("is damaged: a checksum does not match behind row "), wrong
+        assert wrong.startswith("is damaged: a checksum does not match after row "), wrong
 
 
 def test_a_changed_number_of_the_first_row_is_noticed(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def test_an_unusable_run_directory_is_named(tmp_path: Path) -> None:
         store.create(tmp_path / "file", ABOUT)
     with pytest.raises(RunError, match="is a file; a run needs"):
         store.create(tmp_path / "file" / "run", ABOUT)
-    with pytest.raises(RunError, match=r"/proc/run: no run can be kept there \(No such file or directory\)"):
+    with pytest.raises(RunError, match=r"/proc/run: a run cannot be written there \(No such file or directory\)"):
         store.create(Path("/proc/run"), ABOUT)
 
 

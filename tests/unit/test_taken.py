@@ -101,8 +101,8 @@ def test_invalid_events_are_left_out_and_invalid_files_refused(tmp_path: Path, m
     (tmp_path / "other.json").write_text('{"traceEvents": {"a": 1}}')
     (tmp_path / "not.json.gz").write_bytes(b"no gzip")
     written(tmp_path / "empty.json", [])
-    for name, words in (("torn.json.gz", "cannot be read"), ("deep.json", "no JSON"), ("other.json", "no traceEvents"),
-                        ("not.json.gz", "cannot be read"), ("empty.json", "no event that lasted"),
+    for name, words in (("torn.json.gz", "cannot be read"), ("deep.json", "not JSON"), ("other.json", "no traceEvents"),
+                        ("not.json.gz", "cannot be read"), ("empty.json", "no event with a duration"),
                         ("none.json", "no such file"), (".", "is a folder")):  # fmt: skip
         assert words in refused(say("open", str(tmp_path / name)))
     same = [written(tmp_path / f"{n}.json", step(0), distributedInfo={"rank": 3}) for n in "ab"]

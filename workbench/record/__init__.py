@@ -1,1 +1,1 @@
-"""The record of a run: 3 append-only tables, the run directory, checkpoints and the Run."""
+"""The record of a run: 3 append-only tables, its directory, checkpoints and the Run."""

@@ -1,4 +1,4 @@
-"""Checks run.json field by field, because it may be hand-made or malicious. An Experiment checks ranges."""
+"""Checks run.json field by field, because it may be malicious. An Experiment checks ranges."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 from workbench.settings import short
 
 FAMILIES = ("task", "strategy", "compressor", "fabric", "optimizer")
-MAX_LEVELS = 40  # levels of JSON; settings need 10
-NUMBER_LIMIT = 2**63  # limit of numbers
-MAX_RANKS = 4096  # in a run
+MAX_LEVELS = 40  # of JSON; settings need 10
+NUMBER_LIMIT = 2**63
+MAX_RANKS = 4096
 COUNTS = ("ranks", "steps", "seed", "batch", "eval_every", "measure_every", "lr_base", "lr_warmup", "save_every",
           "saves")  # fmt: skip
 
 
 class RunError(ValueError):
-    """An unreadable run directory. The message names the path and the problem."""
+    """Raised for an unreadable run directory. The message names the path and the problem."""
 
 
 class Rule(NamedTuple):
@@ -84,7 +84,7 @@ RULES = {
 
 
 def find_fault(about: Any) -> str | None:
-    """Returns the first fault, with field and value, or None."""
+    """Returns the first fault with field and value, or None."""
     if not isinstance(about, Mapping):
         return f"it holds {short(about)}, which must be an object"
     if not shallow(about):

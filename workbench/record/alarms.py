@@ -23,7 +23,7 @@ def describe_value(name: str, detail: Mapping[str, Any]) -> str:
 
 
 def describe_layer(detail: Mapping[str, Any]) -> str:
-    """Names the layer and why it is suspect, or ""."""
+    """Names the layer and why it is suspect; "" if unknown."""
     layer, why = detail.get("layer"), detail.get("why")
     if layer:
         return f", in layer {str(layer)!r}" + (f" ({why})" if why else "")

@@ -6,7 +6,7 @@
         __3_0.distcp      written by rank 3, in the tensor layout of torch.distributed.checkpoint
         .metadata         a pickle for torch.distributed.checkpoint alone; the workbench never opens it
 
-Readers use only the manifest's JSON and the raw bytes of tensors: nothing is unpickled, so no content becomes code.
+Readers use only the manifest's JSON and the raw bytes of tensors. Nothing is unpickled, so no content becomes code.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from workbench.record.folders import remove_folder
 from workbench.record.store import RunError
 from workbench.settings import short
 
-SCHEMA = 2  # schema 1, without boxes and a manifest's SHA-256, is still readable
+SCHEMA = 2  # schema 1 is still readable: it has no boxes and no SHA-256 of the manifest
 FOLDER, MANIFEST, METADATA = "checkpoints", "manifest.json", ".metadata"  # of a run; of a checkpoint
-REPLACED = ".replaced"  # names a checkpoint during its replacement
+REPLACED = ".replaced"  # ends a checkpoint's name during its replacement
 _NAMED = re.compile(r"step-(\d{8,10})")
 _FILES = re.compile(r"__\d{1,4}_0\.distcp|\.metadata")
 _SEAL = re.compile(rb'\{"sha256": "([0-9a-f]{64})", ')
-MAX_MANIFEST_BYTES = 2**28  # bytes of a manifest
-MAX_DIMENSION = 2**48  # elements along a dimension
-CHUNK_BYTES = 2**22  # bytes to hash at a time
+MAX_MANIFEST_BYTES = 2**28
+MAX_DIMENSION = 2**48
+CHUNK_BYTES = 2**22  # to hash at a time
 WIDTHS = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint16": 2, "uint32": 4, "uint64": 8,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
@@ -76,7 +76,7 @@ class Checkpoint:
 
     step:  the step that follows it
     ranks: number of ranks that trained
-    kind:  "ranks": each rank had its own state; "whole": all had the same; "model": the model alone
+    kind:  "ranks": each rank had its own state; "whole": all had the same state. "model": the model alone
     each:  each rank's state, for `host/checkpoint/`
     """
 
@@ -88,7 +88,7 @@ class Checkpoint:
         self.asked = bool(said.get("asked"))
         self.run = str(said.get("run") or "")
         self.planned: list[dict[str, Any]] = list(said.get("planned") or ())
-        # changes before `step`; in old files, in `each`
+        # changes before `step`; old files have them in `each`
         self.made: list[dict[str, Any]] = list(said.get("made") or ())
         self.each: list[dict[str, Any]] = list(said["each"])
         self.blobs = [Blob(file, at, nbytes, dtype, tuple(sizes)) for file, at, nbytes, dtype, sizes in said["blobs"]]
@@ -104,8 +104,8 @@ class Checkpoint:
             restore_replaced(path.parent)
         there = [path] if (path / MANIFEST).exists() else [*list_checkpoints(path), *list_checkpoints(path / FOLDER)]
         if not there:
-            raise RunError(f"{path}: holds no checkpoint that is whole; name a checkpoint's folder, or the directory "
-                           f"of a run that had save_every above 0")  # fmt: skip
+            raise RunError(f"{path}: holds no complete checkpoint; give a checkpoint's folder or the directory of a "
+                           f"run that had save_every above 0")  # fmt: skip
         try:
             return cls(there[-1].resolve(), _read_manifest(there[-1]))
         except RunError as error:
@@ -147,7 +147,7 @@ class CheckpointFiles:
             digest.update(os.pread(fd, CHUNK_BYTES, at))
         if digest.hexdigest() != said["sha256"]:
             os.close(fd)
-            raise self._damaged(file, "is not what was written, for its SHA-256 is another")
+            raise self._damaged(file, "was changed after it was written: its SHA-256 differs")
         return fd
 
     def _damaged(self, file: str, why: str) -> RunError:
@@ -164,7 +164,7 @@ def _opened(path: Path) -> int:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(0, "it is no plain file")
+        raise OSError(0, "it is not a regular file")
     return fd
 
 
@@ -181,7 +181,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             text = file.read(MAX_MANIFEST_BYTES + 1)
         seal = _SEAL.match(text)
         if seal and hashlib.sha256(b"{" + text[seal.end() :]).hexdigest().encode() != seal[1]:
-            raise RunError(f"{path}: its {MANIFEST} is not what was written, for its SHA-256 is another")
+            raise RunError(f"{path}: its {MANIFEST} was changed after it was written: its SHA-256 differs")
         said = json.loads(text if len(text) <= MAX_MANIFEST_BYTES else b"")
     except RunError:
         raise
@@ -202,7 +202,7 @@ def _older(path: Path) -> str:
         if _NAMED.fullmatch(path.name) and step_of(other) < step_of(path):
             with suppress(RunError):
                 _read_manifest(other)
-                return f"resume from the one before it, {other}"
+                return f"resume from the previous checkpoint, {other}"
     return "resume from another checkpoint"
 
 
@@ -210,7 +210,7 @@ def _older(path: Path) -> str:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Returns a folder's complete checkpoints, newest last, also those that a killed writer left hidden."""
+    """Returns a folder's complete checkpoints, newest last. Includes some that a killed writer left hidden."""
     with suppress(OSError):
         restore_replaced(folder)
     with suppress(OSError):
@@ -233,7 +233,7 @@ def restore_replaced(folder: Path) -> None:
 def prune(folder: Path, keep: int) -> list[Path]:
     """Removes all but the `keep` newest, the best (held-out loss) and the requested checkpoints. Returns their paths.
 
-    Keeps unreadable ones, which the workbench did not write, and those behind a symbolic link, which may be another
+    Keeps unreadable ones, which the workbench did not write. Keeps those behind a symbolic link, which may be another
     run's. Raises OSError.
     """
     every: list[_KeepFacts] = []
@@ -256,7 +256,7 @@ def prune(folder: Path, keep: int) -> list[Path]:
 
 
 def find_fault(said: Any) -> str | None:
-    """Returns a manifest's first fault, with field and value, or None."""
+    """Returns a manifest's first fault with field and value, or None."""
     return next(_wrongs(said), None)
 
 
@@ -275,7 +275,7 @@ def _wrongs(said: Any) -> Iterator[str]:
         "made": (_list_of(said.get("made", []), dict), "a list of changes"),
         "files": (isinstance(said.get("files"), dict), "an object of files by name"),
         "blobs": (_list_of(said.get("blobs"), list), "a list of tensors"),
-        "each": (_list_of(said.get("each"), dict), "a list of what each rank held"),
+        "each": (_list_of(said.get("each"), dict), "a list of each rank's state"),
     }
     for field, (good, words) in rules.items():
         if not good:
@@ -294,7 +294,7 @@ def _wrongs(said: Any) -> Iterator[str]:
     for rank, one in enumerate(said["each"]):
         items = one.get("items")
         if not isinstance(one.get("said"), dict):
-            yield f"each[{rank}].said is {short(one.get('said'))}, which must be an object of what the rank held"
+            yield f"each[{rank}].said is {short(one.get('said'))}, which must be an object with the rank's state"
         if not _list_of(items, list) or not all(_good_item(item, len(said["blobs"])) for item in items):
             yield f"each[{rank}].items is {short(items)}, which must be a list of tensors by name"
 
@@ -317,7 +317,7 @@ def _good_sizes(sizes: Any) -> bool:
 
 
 def _good_item(item: list[Any], blobs: int) -> bool:
-    """Checks [name, its blobs in order, its shape, the box that each blob fills (not in schema 1)]."""
+    """Checks `[name, its blobs in order, its shape, the box that each blob fills]`. Schema 1 has no boxes."""
     if len(item) not in (3, 4) or not isinstance(item[0], str) or not _list_of(item[1], int):
         return False
     if not _good_sizes(item[2]) or not all(count(n) and n < blobs for n in item[1]):

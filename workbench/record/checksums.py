@@ -1,4 +1,4 @@
-"""Checksums of a record's batches, each also over the file before it.
+"""Checksums of a record's batches. Each also covers the file before it.
 
 They are in the batches' Arrow metadata, so other Arrow libraries can read the files. CRC-32 costs about 1 ns per byte
 and detects every burst error of up to 32 bits.
@@ -18,11 +18,11 @@ MARK = b"checksums"  # in a schema's metadata: every batch has a checksum
 
 
 class Damaged(ValueError):
-    """A batch is not as written."""
+    """Raised if a batch is not as written."""
 
 
 def begin(metadata: Mapping[bytes, bytes] | None) -> int:
-    """Returns the first checksum, of a schema's metadata."""
+    """Returns the first checksum of a schema's metadata."""
     return crc32(repr(sorted((metadata or {}).items())).encode())
 
 
@@ -41,8 +41,9 @@ def written(checksum: int) -> dict[bytes, bytes]:
 
 
 def check(batch: pa.RecordBatch, metadata: Mapping[bytes, bytes] | None, before: int, required: bool) -> int:
-    """Returns the checksum up to this batch. Raises Damaged if it is wrong or, if `required`, missing, as in old
-    records.
+    """Returns the checksum up to this batch. Raises Damaged if it is wrong, or missing although `required`.
+
+    Old records have none.
     """
     said = (metadata or {}).get(NAME)
     if said is None and not required:
@@ -54,7 +55,7 @@ def check(batch: pa.RecordBatch, metadata: Mapping[bytes, bytes] | None, before:
 
 
 def _values(array: pa.Array) -> Iterator[Any]:
-    """Yields the values' bytes, without padding, of an array without nulls that begins at 0."""
+    """Yields the values' bytes without padding, of an array without nulls that begins at 0."""
     if isinstance(array, pa.DictionaryArray):
         yield from _values(array.indices)
         yield from _values(array.dictionary)

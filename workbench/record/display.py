@@ -40,5 +40,5 @@ def dashboard(name: str, thing: Any, read_only: bool) -> Any:
         try:
             return entry.load()(thing, read_only)
         except ImportError as error:
-            raise KnobError(f"dashboard: it cannot be shown here, {error}; pip install training-workbench") from None
-    raise KnobError("dashboard: nobody offers one here; pip install training-workbench")
+            raise KnobError(f"dashboard: cannot be shown here ({error}); pip install training-workbench") from None
+    raise KnobError("dashboard: no installed package draws one; pip install training-workbench")

@@ -1,4 +1,4 @@
-"""Writes a checkpoint into a hidden folder, and renames it when complete. Each rank writes one file."""
+"""Writes a checkpoint into a hidden folder and renames it when complete. Each rank writes one file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Draft:
     def commit(self, manifest: Mapping[str, Any]) -> Path:
         """Seals and renames the checkpoint, safe against a power cut. Raises OSError.
 
-        Until then, one of the same step is hidden. Readers restore it after a crash.
+        Hides one of the same step until then. Readers restore it after a crash.
         """
         with Written(self.path / MANIFEST) as file:
             file.write(seal_manifest(manifest))
@@ -64,7 +64,7 @@ class Draft:
             os.rename(self.path, self._to)
 
     def give_up(self) -> None:
-        """Removes the draft, and shows the old checkpoint. Raises nothing."""
+        """Removes the draft and shows the old checkpoint. Raises nothing."""
         with contextlib.suppress(OSError):
             _clear_replaced(self.path.parent)
         shutil.rmtree(self.path, ignore_errors=True)

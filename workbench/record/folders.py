@@ -1,4 +1,4 @@
-"""Private folders: mode 0700 at creation, no shared ones, no links followed at removal."""
+"""Private folders: created with mode 0700, never shared, removed without following links."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_private_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder, or a symbolic link alone. Raises OSError."""
+    """Removes a folder, or only the link if `path` is one. Raises OSError."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -48,7 +48,7 @@ def others_can_write(about: os.stat_result) -> bool:
 
 
 def reason_to_refuse(path: Path) -> str:
-    """Returns why `path` cannot be private (another owner, other writers), or "".
+    """Returns why `path` cannot be private (another owner or other writers), or "".
 
     A missing folder is good: its creator will own it.
     """
@@ -59,10 +59,10 @@ def reason_to_refuse(path: Path) -> str:
     except OSError:
         return ""
     if about.st_uid != os.getuid():
-        return f"the folder belongs to {_user(about.st_uid)}, who can read and change what is kept in it"
+        return f"the folder belongs to {_user(about.st_uid)}, who can read and change its files"
     if others_can_write(about):
         who = "everybody" if about.st_mode & stat.S_IWOTH else f"the group {_group(about.st_gid)}"
-        return f"{who} can write to the folder and change what is kept in it"
+        return f"{who} can write to the folder and change its files"
     return ""
 
 

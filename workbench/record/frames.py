@@ -1,7 +1,7 @@
 """Finds how much of an Arrow IPC stream is safe to give to Arrow.
 
-That is up to the first message that is cut off or claims too much. Arrow allocates claimed sizes, so these are first
-added up from the bytes.
+It ends at the first message that is cut off or claims too much. Arrow allocates claimed sizes, so these are first added
+up from the bytes.
 
 Reference: Apache Arrow's columnar format, "Serialization and Interprocess Communication", and its Message.fbs.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-ALLOWED_BYTES = 64 << 20  # bytes to which any stream may unpack
+ALLOWED_BYTES = 64 << 20  # to which any stream may unpack
 MAX_EXPANSION = 20  # and times its own size; real rows take 2 to 5
 MAX_BUFFERS = 64  # per batch; 9 columns with 3 buffers each need 27
 CONTINUES = 0xFFFFFFFF
@@ -19,11 +19,11 @@ DICTIONARY, BATCH = 2, 3  # kinds of a message's header; 1 is the schema
 
 
 class Refused(ValueError):
-    """A bad message, with the reason in words."""
+    """Raised for a bad message, with the reason in words."""
 
 
 def find_whole_messages(data: bytes) -> tuple[int, str]:
-    """Returns how many bytes are good messages, and the next one's fault, or ""."""
+    """Returns how many bytes are good messages, and the next message's fault or ""."""
     left, end = ALLOWED_BYTES + MAX_EXPANSION * len(data), 0
     try:
         for meta, body, after in _messages(data):
@@ -48,7 +48,7 @@ def _messages(data: bytes) -> Iterator[tuple[int, int, int]]:
         if mark != CONTINUES:
             raise Refused("is damaged")
         if length == 0 and at + 8 < len(data):
-            raise Refused("goes on behind its end")
+            raise Refused("continues after its end")
         if length == 0:
             return  # end of the stream
         meta, body = at + 8, at + 8 + length

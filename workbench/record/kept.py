@@ -16,7 +16,7 @@ POLL_INTERVAL = 0.05  # seconds
 
 
 def wait_for_checkpoint(run: Run, step: int | None, timeout: float) -> Path:
-    """Returns a checkpoint: before `step`, or at a live run's next boundary, or at the end.
+    """Returns a checkpoint: before `step`, at a live run's next boundary, or at the end.
 
     Raises RunError if none exists, and TimeoutError after `timeout` seconds.
     """
@@ -30,13 +30,13 @@ def wait_for_checkpoint(run: Run, step: int | None, timeout: float) -> Path:
     there, end = list_checkpoints(run.path / FOLDER) if run.path else [], run.made
     if there and there[-1].name == name(end):
         return there[-1]
-    raise RunError(f"{run.name} ended after {end} steps, and what its ranks held then is not kept; {_those(there)}")
+    raise RunError(f"{run.name} ended after {end} steps without a checkpoint of that step; {_those(there)}")
 
 
 def _those(there: list[Path]) -> str:
     steps = ", ".join(str(step_of(path)) for path in there)
     return f"give step={steps.rpartition(', ')[2]} (there are {steps})" if there else (
-        "give it save_every, ask for lab.checkpoint() while it is live, or train a Task with keeps=True"
+        "set save_every, call lab.checkpoint() while the run is live, or train a Task with keeps=True"
     )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ class PendingCheckpoint:
         raise RunError(f"{self._run.name} is {self._run.state}: it ended before a checkpoint was made")
 
     def found(self, timeout: float) -> Path | None:
-        """`wait`, but returns None if the run ends first."""
+        """Does `wait`, but returns None if the run ends first."""
         run, until = self._run, time.monotonic() + timeout
         while True:
             over = not run.live
@@ -70,5 +70,5 @@ class PendingCheckpoint:
             if over:
                 return None
             if time.monotonic() > until:
-                raise TimeoutError(f"no checkpoint of {run.name} was whole within {timeout:g} s; the run goes on")
+                raise TimeoutError(f"no checkpoint of {run.name} was complete within {timeout:g} s; the run goes on")
             time.sleep(POLL_INTERVAL)

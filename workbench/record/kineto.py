@@ -1,6 +1,6 @@
-"""Reads and checks traces of torch.profiler (Kineto's Chrome traces, .json or .json.gz), from anyone.
+"""Reads and checks untrusted traces of torch.profiler (Kineto's Chrome traces as .json or .json.gz).
 
-It skips and counts events without a finite time or a name, and refuses files too large for memory.
+It skips and counts events without a finite time or a name. It refuses files too large for memory.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from workbench.record.about import RunError, count, number
 from workbench.settings import short
 
-MAX_FILE_BYTES = 400 << 20  # bytes of JSON in one file; Python's objects take about 8 times as much
-MAX_NAME_LENGTH = 200  # characters of a name
-MAX_SECONDS = 1e10  # seconds
+MAX_FILE_BYTES = 400 << 20  # of JSON in one file; Python's objects take about 8 times as much
+MAX_NAME_LENGTH = 200
+MAX_SECONDS = 1e10
 MAX_RANKS = 32767
 _RANK = re.compile(r"rank[-_ ]?([0-9]{1,5})")
 
@@ -52,25 +52,25 @@ def read(path: Path | str) -> Trace:
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
-        raise RunError(f"{path}: is truncated, or no JSON; torch.profiler writes it whole when it is left") from None
+        raise RunError(f"{path}: is truncated or not JSON; torch.profiler completes it when its block ends") from None
     del data
     about = found if isinstance(found, dict) else {}
     said = about.get("traceEvents") if about else found
     if not isinstance(said, list):
-        raise RunError(f"{path}: has no traceEvents, so it is no trace that torch.profiler wrote")
+        raise RunError(f"{path}: has no traceEvents, so torch.profiler did not write it")
     base = about.get("baseTimeNanoseconds")
     base = base * 1e-9 if isinstance(base, int | float) and number(base) else 0.0
     lasted = [e for e in said if isinstance(e, dict) and e.get("ph") == "X"]
     events = [event for e in lasted if (event := _event(e, base))]
     if not events:
-        raise RunError(f"{path}: has no event that lasted, so there is nothing to show")
+        raise RunError(f"{path}: has no event with a duration, so there is nothing to show")
     events.sort(key=lambda e: e.t0)
     return Trace(path, _rank(about, path), _device(about), events, len(lasted) - len(events))
 
 
 def _bytes(path: Path) -> bytes:
     if path.is_dir():
-        raise RunError(f"{path}: is a folder; name the trace files in it, one for each rank")
+        raise RunError(f"{path}: is a folder; name the trace files in it (one for each rank)")
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -80,7 +80,7 @@ def _bytes(path: Path) -> bytes:
         raise RunError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if len(data) > MAX_FILE_BYTES:
         raise RunError(
-            f"{path}: has more than {MAX_FILE_BYTES >> 20} MB of JSON; profile fewer steps, by torch.profiler's "
+            f"{path}: has more than {MAX_FILE_BYTES >> 20} MB of JSON; profile fewer steps with torch.profiler's "
             f"schedule(active=...)"
         )
     return data
@@ -115,7 +115,7 @@ def _device(about: dict[str, Any]) -> str:
 
 
 def by_rank(traces: Iterable[Trace]) -> dict[int, Trace]:
-    """Maps traces by rank; others get free numbers. Raises RunError for duplicates."""
+    """Maps traces by rank; traces without a rank get free numbers. Raises RunError for duplicates."""
     found: dict[int, Trace] = {}
     silent = []
     for trace in traces:
@@ -123,7 +123,7 @@ def by_rank(traces: Iterable[Trace]) -> dict[int, Trace]:
             silent.append(trace)
         elif trace.rank in found:
             other = found[trace.rank].path
-            raise RunError(f"{trace.path}: is of rank {trace.rank}, as {other} is; give one file a rank")
+            raise RunError(f"{trace.path}: is of rank {trace.rank}, and so is {other}; give one file for each rank")
         else:
             found[trace.rank] = trace
     free = (rank for rank in range(MAX_RANKS) if rank not in found)

@@ -10,20 +10,20 @@ from contextlib import contextmanager
 
 import psutil
 
-TOLERANCE = 5.0  # seconds that 2 readings of a create time may differ, if the clock was set
+TOLERANCE = 5.0  # seconds that 2 readings of a create time may differ if the clock was set
 _known: dict[tuple[int, float], psutil.Process] = {}
 _timeouts = threading.Lock()
 
 
 def this_process() -> list[float]:
-    """Returns this process as [pid, create time], because pids are reused."""
+    """Returns `[pid, create time]` of this process. Pids are reused."""
     return [os.getpid(), psutil.Process().create_time()]
 
 
 def alive(process: list[float] | None) -> bool:
     """Whether the process [pid, create time] still runs. A zombie does not.
 
-    Compares the time once, then relies on psutil, despite clock changes.
+    Compares the time once, then relies on psutil, which ignores clock changes.
     """
     if process is None:
         return False
@@ -43,7 +43,7 @@ def alive(process: list[float] | None) -> bool:
 def borrow_socket(fd: int) -> Iterator[socket.socket]:
     """Yields a socket object for an unchanged descriptor. Raises OSError.
 
-    After `socket.setdefaulttimeout`, Python would make it non-blocking, but its owner expects it to block.
+    After `socket.setdefaulttimeout` Python would make it non-blocking, but its owner expects it to block.
     """
     with _timeouts:
         default = socket.getdefaulttimeout()

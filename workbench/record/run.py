@@ -1,4 +1,4 @@
-"""An experiment, its timeline and its environment, for live, recorded and simulated runs.
+"""A live, recorded or simulated run: experiment, timeline and environment.
 
 Only `experiment` needs torch. `workbench.run.Run` adds the analyses.
 """
@@ -31,7 +31,7 @@ hearers: list[Callable[[Any], Any]] = []  # called with every run that a lab or 
 
 
 class Standing(NamedTuple):
-    """A live rank's operation, its duration, and whether only other ranks can end it."""
+    """A live rank's operation, its duration and whether only other ranks can end it."""
 
     rank: int
     step: int
@@ -151,9 +151,9 @@ class Run:
     # -- append rows
 
     def append(self, kind: str, rank: int, seq: int, columns: Mapping[str, Any]) -> int:
-        """Adds rows of one rank. seq: the first row's number in that rank's table of that kind
+        """Adds rows of one rank. Returns the number of new rows. seq: the first row's number in that rank's table
 
-        Drops known rows and counts lost rows in `missing`. Returns the number of new rows.
+        Drops known rows and counts lost rows in `missing`.
         """
         n = len(columns["rank"])
         with self._lock:
@@ -218,11 +218,11 @@ class Run:
         return tuple(Change.read(d, step) for (step, d), count in zip(said, counts, strict=True) if count)
 
     def details(self, name: str, rank: int | None = None) -> list[tuple[int, float, dict[str, Any]]]:
-        """Returns (step, t, detail) of every mark `name`, in order."""
+        """Returns `(step, t, detail)` of every mark `name`, in order."""
         return [(step, t, detail) for by, step, t, _, detail in self.said(name) if rank in (None, by)]
 
     def said(self, *names: str) -> list[tuple[int, int, float, str, dict[str, Any]]]:
-        """Returns (rank, step, t, name, detail) of every mark with these names, in order."""
+        """Returns `(rank, step, t, name, detail)` of every mark with these names, in order."""
         rows = self.timeline.marks.rows()
         rows = rows[np.logical_or.reduce([rows.equal("name", name) for name in names])]
         columns = rows.rank.tolist(), rows.step.tolist(), rows.t.tolist(), list(rows.name), list(rows.detail)
@@ -231,7 +231,7 @@ class Run:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Versions and machine; under "ranks", each rank's report."""
+        """Versions and machine. "ranks" has each rank's report."""
         rows = self.timeline.marks.rows()
         rows = rows[rows.equal("name", "start")]
         said = {int(r): _read(d) for r, d in zip(rows.rank, rows.detail, strict=True)}
@@ -239,7 +239,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """starting, running, paused, stopping, one of `FINAL`, or "cut off" (without an end)."""
+        """`starting`, `running`, `paused`, `stopping`, one of `FINAL`, or "cut off" (without an end)."""
         said = self.details("state")
         last = str(said[-1][2].get("state")) if said else "starting"
         return last if self.live or last in FINAL else "cut off"
@@ -251,7 +251,7 @@ class Run:
 
     @property
     def standing(self) -> list[Standing]:
-        """Every live rank's operation, at most a second old; else empty."""
+        """Every live rank's operation at most a second ago; else empty."""
         return self._control.standing if self.live and self._control else []
 
     # -- control a live run
@@ -259,11 +259,11 @@ class Run:
     def profile(self, rank: int = 0, steps: int = 5) -> Path:
         """Records the next `steps` steps of `rank` by operator with torch.profiler. The run goes on.
 
-        Returns the Chrome trace's future path, next to the run on the rank's host; a Mark "profile" announces it.
+        Returns the future path of the Chrome trace, next to the run on the rank's host. A Mark "profile" announces it.
         Raises RunError if the run is not live, and KnobError for a bad argument.
         """
         if not self.live or self._control is None:
-            raise RunError(f"{self!r}: it is not live, and torch.profiler records steps while they are made")
+            raise RunError(f"{self!r}: is not live; torch.profiler can record only a live run")
         return self._control.profile(rank, steps)
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -290,7 +290,7 @@ class Run:
 
 
 def _read(detail: str) -> dict[str, Any]:
-    """Returns a mark's detail, or {} for another type."""
+    """Returns a mark's detail; {} for another type."""
     try:
         found = json.loads(detail)
     except (ValueError, RecursionError):

@@ -4,8 +4,8 @@
     spans-0.arrow       rank 0's spans, next to samples-0.arrow and marks-0.arrow
     spans-0.1.arrow     its next part, begun after a failed write (a full disk)
 
-A stream needs no footer, so flushed rows are readable after SIGKILL, by any Arrow library. Readers skip a torn last
-batch, and all rows from a wrong checksum on, with a warning.
+A stream needs no footer. So any Arrow library can read flushed rows after SIGKILL. Readers skip a torn last batch and
+all rows from a wrong checksum on. They warn about both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from workbench.record.timeline import KINDS, SCHEMA, Timeline, Words
 from workbench.settings import short
 
 _PART = re.compile(r"(spans|samples|marks)-([0-9]{1,5})(?:\.([0-9]{1,9}))?\.arrow")
-MAX_RUN_JSON_BYTES = 16 << 20  # bytes of a run.json
+MAX_RUN_JSON_BYTES = 16 << 20
 _OPTIONS = {"compression": "lz4", "emit_dictionary_deltas": True, "use_threads": False}
 
 
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A run directory's content: tables, next row per (kind, rank), lost rows, warnings."""
+    """A run directory's content: tables, next row per `(kind, rank)`, lost rows and warnings."""
 
     timeline: Timeline
     following: dict[tuple[str, int], int]
@@ -60,14 +60,14 @@ class Loaded(NamedTuple):
 def create(path: Path, about: Mapping[str, Any]) -> None:
     """Creates the run directory `path`.
 
-    Raises RunError if it holds a run, belongs to another user, or is writable for other users.
+    Raises RunError if it holds a run, belongs to another user or is writable for other users.
 
-    about: plain values: experiment, environment, started, epoch, name.
+    about: the plain values `experiment`, `environment`, `started`, `epoch` and `name`.
     """
     try:
         make_private_folder(path)
         if reason := reason_to_refuse(path):
-            raise RunError(f"{path}: {reason}; choose another folder, or set {ALLOW}=1 if you trust these users")
+            raise RunError(f"{path}: {reason}; choose another folder or set {ALLOW}=1 if you trust these users")
         if (path / "run.json").exists():
             raise RunError(f"{path}: already holds a run; choose another directory for this one")
         whole = {"schema": SCHEMA, **about, "run_dir": str(path.resolve())}
@@ -75,7 +75,7 @@ def create(path: Path, about: Mapping[str, Any]) -> None:
     except (FileExistsError, NotADirectoryError):
         raise RunError(f"{path}: is a file; a run needs a directory of its own") from None
     except OSError as error:
-        raise RunError(f"{path}: no run can be kept there ({error.strerror}); choose another directory") from error
+        raise RunError(f"{path}: a run cannot be written there ({error.strerror}); choose another directory") from error
 
 
 @contextmanager
@@ -222,7 +222,7 @@ def keep(path: Path, about: Mapping[str, Any], timeline: Timeline) -> int:
 
 
 def _remove_record(path: Path, written: Collection[Part], is_new: bool) -> None:
-    """Removes `run.json` and the `written` parts, and an empty folder that `is_new`."""
+    """Removes `run.json`, the `written` parts and an empty folder that `is_new`."""
     for file in [path / "run.json", *(part.path for part in written)]:
         with suppress(OSError):
             file.unlink()

@@ -1,4 +1,4 @@
-"""Reads a run directory's stream file, perhaps torn, damaged, hand-made or malicious: checks bytes, then batches."""
+"""Reads a stream file of a run directory. It may be torn or malicious: checks bytes, then batches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from workbench.record.marks import well_formed
 from workbench.record.timeline import SCHEMA, Coded, Table, Words
 
 _READING = ipc.IpcReadOptions(use_threads=False)  # files are read in parallel instead
-MAX_SPARSE_BYTES = 1 << 20  # bytes that a file may exceed its blocks on disk
-MAX_SECONDS = 1e10  # seconds: about 300 years
+MAX_SPARSE_BYTES = 1 << 20  # by which a file may exceed its blocks on disk
+MAX_SECONDS = 1e10  # about 300 years
 MAX_EXACT_INTEGER = 2**53  # rows and bytes: floats are exact up to here
 
-Part = tuple[int, dict[str, Any] | None, str]  # (number of its first row, columns or None, the problem or "")
+Part = tuple[int, dict[str, Any] | None, str]  # `(number of its first row, columns or None, the problem or "")`
 
 
 def schema(kind: str, rank: int = 0, first: int = 0) -> pa.Schema:
@@ -56,12 +56,12 @@ def read_part(path: Path, rank: int | None = None) -> Part:
                 return 0, None, f"does not hold {kind} and was skipped"
             first = _whole(about.get("first", "0"))
             for batch in _checked_batches(stream):
-                batches.append(batch)  # one by one: those before a damaged one count
+                batches.append(batch)  # one by one: batches before a damaged one count
     except RunError:
         raise
     except checksums.Damaged as error:
         rows = sum(batch.num_rows for batch in batches)
-        damage = f"is damaged: {error} behind row {first + rows}, and nothing behind it was read"
+        damage = f"is damaged: {error} after row {first + rows}, and no later row was read"
     except (pa.ArrowException, OSError, EOFError, ValueError) as error:
         said = (str(error).split(".")[0].splitlines() or [type(error).__name__])[0]
         wrong = wrong or said
@@ -74,16 +74,16 @@ def read_part(path: Path, rank: int | None = None) -> Part:
     if not good.all():
         bad = len(good) - int(good.sum())
         columns = {name: values[good] for name, values in columns.items()}
-        wrong = f"{bad} rows are none that a rank writes and were skipped" + (f"; it {wrong}" if wrong else "")
+        wrong = f"{bad} rows are invalid and were skipped" + (f"; it {wrong}" if wrong else "")
     return first, columns, wrong
 
 
 def _bytes(path: Path) -> bytes:
-    """Reads a regular file; of a sparse one, the beginning. Raises OSError or ValueError."""
+    """Reads a regular file; only the beginning of a sparse one. Raises OSError or ValueError."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
-            raise ValueError("it is no file")
+            raise ValueError("it is not a regular file")
         held = getattr(about, "st_blocks", about.st_size) * 512
         return file.read(min(about.st_size, held + MAX_SPARSE_BYTES))
 
@@ -104,7 +104,7 @@ def _metadata(stream: Any) -> dict[bytes, bytes]:
 def _whole(text: str) -> int:
     """Parses a number of rows or of a schema. Raises ValueError."""
     if not text.isascii() or not text.isdigit() or len(text) > 15:
-        raise ValueError(f"{text[:20]!r} is no number of rows")
+        raise ValueError(f"{text[:20]!r} is not a number of rows")
     return int(text)
 
 
@@ -117,7 +117,7 @@ def _check(batch: pa.RecordBatch) -> None:
 
 
 def _good(kind: str, columns: Mapping[str, Any], rank: int) -> np.ndarray:
-    """Mask of rows that a rank may have written: losses may have any value, times may not."""
+    """Returns a mask of rows that a rank may have written. Losses may have any value, times may not."""
     good = (columns["step"] >= 0) & (columns["rank"] == rank)
     for name in {"t", "asked", "t0", "t1"} & set(columns):
         good &= np.abs(columns[name]) < MAX_SECONDS  # False for NaN

@@ -15,7 +15,7 @@ MMAP_THRESHOLD = 32 << 20  # bytes: glibc's own limit of the second; the first's
 
 
 def release_free_memory() -> None:
-    """Gives all free memory back, which can exceed the record itself."""
+    """Gives all free memory back. It can exceed the record itself."""
     pa.default_memory_pool().release_unused()
     with contextlib.suppress(AttributeError, OSError):  # glibc only
         ctypes.CDLL(None).malloc_trim(0)

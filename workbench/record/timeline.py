@@ -1,7 +1,7 @@
 """The record of a run: 3 append-only tables.
 
-A Span is an operation with a duration, a Sample a number at a time, a Mark an event. Times are float seconds since the
-run began. Only hosts write.
+A Span is an operation with a duration, a Sample a number at a time and a Mark an event. Times are float seconds since
+the run began. Only hosts write.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA = 1  # increases when a column changes its meaning
-MIN_MAPPED_BYTES = 1 << 20  # bytes above which a column is mapped
+MIN_MAPPED_BYTES = 1 << 20  # above which a column is mapped
 
 
 class Span(NamedTuple):
@@ -138,14 +138,14 @@ class Rows:
         return Rows({**self._columns, **columns})
 
     def equal(self, name: str, text: str) -> np.ndarray:
-        """Mask of rows with `text` in column `name`, much faster than on decoded text."""
+        """Returns a mask of rows with `text` in column `name`, much faster than on decoded text."""
         column = self._columns[name]
         if isinstance(column, Coded):
             return np.asarray(column.codes == column.words.code(text))
         return np.array([v == text for v in column], bool)
 
     def phase(self, text: str) -> np.ndarray:
-        """Mask of names that begin with `text`: "backward", "backward 3.1", "backward weights 3"."""
+        """Returns a mask of names that begin with `text`: "backward" finds "backward 3.1" and "backward weights 3"."""
         names = self.coded("name")
         alike = np.array([word == text or word.startswith(f"{text} ") for word in names.words.texts], bool)
         return alike[names.codes] if len(names) else np.zeros(0, bool)
@@ -188,7 +188,7 @@ class Table:
         return self._n
 
     def extend(self, columns: Mapping[str, Any]) -> None:
-        """Appends columns of equal length (arrays or sequences of values; text also as Coded)."""
+        """Appends columns of equal length: arrays or sequences of values, for text also Coded."""
         n = len(columns[next(iter(self.types))])
         for k, have in self._columns.items():
             if len(columns[k]) != n:
@@ -235,7 +235,7 @@ class Table:
             self.extend(columns_of(self.kind, rows))
 
     def rows(self, start: int = 0, stop: int | None = None) -> Rows:
-        """Returns rows [start, stop) as views; `rows(cursor)`: all since `len(table)` was `cursor`."""
+        """Returns rows `[start, stop)` as views. `rows(cursor)`: all since `len(table)` was `cursor`."""
         stop = self._n if stop is None else min(stop, self._n)
         cut = {k: v[start:stop] for k, v in self._columns.items()}
         return Rows({k: Coded(v, self.words[k]) if k in self.words else v for k, v in cut.items()})
