@@ -106,7 +106,7 @@ def test_invalid_events_are_left_out_and_invalid_files_refused(tmp_path: Path, m
                         ("none.json", "no such file"), (".", "is a folder")):  # fmt: skip
         assert words in refused(say("open", str(tmp_path / name)))
     same = [written(tmp_path / f"{n}.json", step(0), distributedInfo={"rank": 3}) for n in "ab"]
-    with pytest.raises(RunError, match="is of rank 3, as"):
+    with pytest.raises(RunError, match="is of rank 3, and so is"):
         Run.from_traces(same)
     monkeypatch.setattr(kineto, "MAX_FILE_BYTES", 1 << 20)
     (tmp_path / "bomb.json.gz").write_bytes(gzip.compress(b" " * (1 << 22)))

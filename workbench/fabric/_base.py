@@ -12,9 +12,9 @@ from workbench.settings import Family
 class Fault(Family):
     """A fault of one rank, injected on purpose and recorded.
 
-    `stretch` is the factor on the duration of a compute phase on a rank at a step, `choke` that on the time that its
-    port is busy. `pause` is how many seconds the rank stalls when the fault begins. `crashes` is whether its process
-    ends.
+    `stretch` is the factor on the duration of a compute phase on a rank at a step. `choke` is the factor on the time
+    that its port is busy. `pause` is how many seconds the rank stalls when the fault begins. `crashes` is whether its
+    process ends.
     """
 
     home: ClassVar[str] = "workbench.fabric"
@@ -32,5 +32,5 @@ class Fault(Family):
         return False
 
     def idle(self, is_shaped: bool) -> str | None:
-        """Returns why it has no effect on the network, and what to do instead; or None."""
+        """Returns why it has no effect on the network, with a remedy; or None."""
         return None

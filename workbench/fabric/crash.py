@@ -20,7 +20,7 @@ class Crash(Fault):
     s. They begin again 0.27 s after the last of them has noticed. With on_death="replace" the replacement is ready 2.0
     s later.
 
-    When to use it: to see which strategies and partitions survive the loss of a rank, its cost, and the lost state.
+    When to use it: to see which strategies and partitions survive the loss of a rank, its cost and the lost state.
     """
 
     rank: int = knob(0, 0, 4095, doc="which rank crashes")

@@ -15,11 +15,11 @@ from workbench.settings import knob, normalise
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """The emulated network: a Link per rank, sites, an all-reduce algorithm and the injected faults.
+    """The emulated network: a Link per rank, sites, an all-reduce algorithm and faults.
 
-    site:       neighbouring ranks share a site, such as a machine or a rack; traffic between sites has the smaller
+    site:       neighbouring ranks share a site, such as a machine or a rack. Traffic between sites has the smaller
                 bandwidth and the larger latency of the Link and the `between_` settings
-    host, disk: bandwidths for state that is kept off a rank's device (ZeROOffload, ZeROInfinity)
+    host, disk: bandwidths for state that is kept off a rank's device (ZeROOffload and ZeROInfinity)
     """
 
     link: Link = knob(Link(), doc="each rank's port")
@@ -45,11 +45,11 @@ class Fabric:
         return self._far.shaped if self.site else self.link.shaped
 
     def crosses(self, ranks: Sequence[int]) -> bool:
-        """Whether `ranks`, in ascending order, are on several sites."""
+        """Whether `ranks` (ascending) are on several sites."""
         return self.site > 0 and ranks[0] // self.site != ranks[-1] // self.site
 
     def path(self, ranks: Sequence[int]) -> Link:
-        """Returns the Link for traffic among `ranks`, in ascending order.
+        """Returns the Link for traffic among `ranks` (ascending).
 
         A collective over several sites goes around a ring, and its slowest hop sets the pace. An all-to-all has the
         same price, although a part of it stays inside a site.

@@ -1,4 +1,4 @@
-"""Link, a rank's port in the emulated network, and the bytes and messages of collectives."""
+"""Link, a rank's port in the emulated network. The bytes and messages of collectives."""
 
 from __future__ import annotations
 
@@ -73,10 +73,9 @@ def uneven(lengths: tuple[tuple[int, ...], ...], width: int, rank: int) -> Load:
 def traffic(verb: str, nbytes: int, size: int) -> tuple[int, int]:
     """Returns (bytes sent by one rank, consecutive messages) of a collective on `size` ranks.
 
-    `nbytes` is the size of the rank's input: the whole vector of an all-reduce, its own chunk of an all-gather. Ring
-    algorithms; see Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC
-    2009.
-
+    `nbytes` is the size of the rank's input: the whole vector of an all-reduce, its own chunk of an all-gather. The
+    algorithms are rings. See Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations", JPDC 2009.
     >>> traffic("all_reduce", 4_000_000, 4)
     (6000000, 6)
     """

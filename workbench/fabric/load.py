@@ -1,4 +1,4 @@
-"""The cost of compute, pauses and messages under a Fabric, for both hosts."""
+"""The cost of compute, pauses and messages under a Fabric."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def choke(faults: Iterable[Fault], rank: int) -> float:
 
 
 def pauses(old: Iterable[Fault], new: Iterable[Fault], rank: int) -> float:
-    """Returns the seconds that `rank` stalls by faults in `new`, but not in `old`."""
+    """Returns the seconds that `rank` stalls by faults that `new` has and `old` lacks."""
     return sum(fault.pause(rank) for fault in begun(old, new))
 
 
 def crashed(old: Iterable[Fault], new: Iterable[Fault], ranks: int) -> set[int]:
-    """Returns the ranks below `ranks` that faults in `new`, but not in `old`, end."""
+    """Returns the ranks below `ranks` that end by faults that `new` has and `old` lacks."""
     return {rank for fault in begun(old, new) for rank in range(ranks) if fault.crashes(rank)}
 
 
@@ -67,7 +67,7 @@ def begun(old: Iterable[Fault], new: Iterable[Fault]) -> list[Fault]:
 
 
 def message_seconds(fabric: Fabric, nbytes: int, size: int, seed: int, source: int, to: int, number: int) -> float:
-    """Returns how long message `number` of `source` occupies its healthy, or the shared, port."""
+    """Returns how long message `number` of `source` occupies its healthy or the shared port."""
     link = fabric.path(sorted((source, to)))
     return link.seconds(nbytes * (size if fabric.shared else 1), 1) * link.noise(seed + source, number)
 

@@ -13,8 +13,10 @@ NCCL = "NCCL's own model of a hop around a ring (hwLat, Simple, in its src/graph
 class Network(NamedTuple):
     """A network's figures for a Fabric, with their source as a sentence.
 
-    bandwidth: of a rank's port in one direction, in Mbit/s; latency: of one message, in ms
-    site: neighbours on one site; 0: all ranks; -1: half of them. between_*: traffic that leaves a site, as in Fabric
+    bandwidth: of a rank's port in one direction (Mbit/s)
+    latency:   of one message (ms)
+    site:      neighbours on one site. 0: all ranks; -1: half of them
+    between_*: traffic that leaves a site, as in Fabric
     """
 
     name: str

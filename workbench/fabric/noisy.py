@@ -11,7 +11,7 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Noisy(Fault):
-    """Each rank's compute gets its own random factor in each step, uniform in [1, 1 + spread].
+    """Each rank's compute gets its own random factor in each step, uniform from 1 to 1 + spread.
 
     When to use it: to see the cost of small differences between equal machines, if all ranks wait for the slowest.
     """

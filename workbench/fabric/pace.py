@@ -1,7 +1,7 @@
 """The duration of a compute phase under a pace and faults, and whether a rank keeps its pace.
 
-A rank that computes for `computed` seconds under a pace of `asked` takes max(asked, computed), times its faults. So a
-fault also acts on a machine that cannot keep the pace.
+A rank that computes for `computed` seconds under a pace of `asked` takes the larger time, times its faults. So a fault
+also acts on a machine that cannot keep the pace.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from workbench.settings import knob
 class Slow(Fault):
     """One rank is slower than the other ranks by a constant factor, in one phase or in all compute.
 
-    When to use it: to tell the cause of a delay from its victims, and to compare strategies on uneven machines. A
+    When to use it: to tell the cause of a delay from its victims and to compare strategies on uneven machines. A
     strategy that waits for every rank in each step runs at this rank's speed.
     """
 

@@ -12,7 +12,7 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class TransientStraggler(Fault):
-    """In random steps a rank is slow for 1 step; each rank has its own, repeatable draws.
+    """In random steps a rank is slow for 1 step. Each rank has its own, repeatable draws.
 
     With `probability` = 0.1 and `factor` = 5 a rank computes 5 times as long in 10 % of its steps. Over many steps all
     ranks are equally fast, unlike under `Slow`.

@@ -28,7 +28,7 @@ class Arithmetic:
         return Op("factors")
 
     def curve(self, vector: list[Tensor]) -> Op:
-        """Returns the Gauss-Newton matrix of the last forward's batch times `vector`, (n,) per bucket.
+        """Returns the Gauss-Newton matrix of the last forward's batch times `vector`: `(n,)` per bucket.
 
         Use it before the next change of the parameters. Raises StrategyError if the loss does not depend on the output
         of one call of the model.

@@ -24,7 +24,7 @@ def message_name(verb: str, kind: str, **other: int | None) -> str:
 
 
 def collective(op: Op, child: str = "") -> str:
-    """Returns the name of a collective's Span: verb, name, and the group unless it is all ranks.
+    """Returns the name of a collective's Span: verb and name, with the group unless it is all ranks.
 
     child: the name of the child that runs it, for an operation without a name
     """
@@ -35,8 +35,8 @@ def collective(op: Op, child: str = "") -> str:
 class Op:
     """One request to the host: `verb` and its arguments.
 
-    measures: the request only serves a measurement; the host writes its Span into the lane "measuring"
-    group:    the ranks of a collective, or of a child's; None: all ranks of the run
+    measures: the request only serves a measurement. The host writes its Span into the lane "measuring"
+    group:    the ranks of a collective or of a child's. None: all ranks of the run
     """
 
     __slots__ = ("args", "group", "measures", "verb")
@@ -55,7 +55,7 @@ class Op:
 
 
 class Handle:
-    """A started child; pass it to `wait` once."""
+    """A started child. Pass it to `wait` once."""
 
     __slots__ = ("_state", "lane", "name")
 

@@ -1,4 +1,4 @@
-"""Bucket, a slice of the model for exchange, and Memory, state by place in the model."""
+"""Bucket, a slice of the model for exchange. Memory, state by place in the model."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Part(NamedTuple):
 class Bucket:
     """A flat, named slice of the model's gradients or parameters.
 
-    `data` is 1-D and contiguous; `offset` is its start in the model's flat vector. A bucket's state is in a `Memory`,
-    by place in the model, and survives a change of bucket size.
+    `data` is 1-D and contiguous; `offset` is its start in the model's flat vector. A bucket's state is in a `Memory` by
+    place in the model. So it survives a change of bucket size.
 
     kept:   the part of a gradient bucket that is left after `give_back`; else None
-    forget: for a bucket of gradients, releases them from its layout; else None
+    forget: releases a bucket of gradients from its layout; else None
     """
 
     __slots__ = ("_places", "data", "forget", "index", "kept", "name", "offset", "parts")
@@ -46,7 +46,7 @@ class Bucket:
 
     @property
     def places(self) -> str:
-        """The names of its parameters, joined, as a Memory's key."""
+        """The joined names of its parameters, as a Memory's key."""
         if not self._places:
             self._places = "/".join([part.name for part in self.parts])
         return self._places
@@ -56,7 +56,7 @@ class Bucket:
         return self.data.numel() * self.data.element_size()
 
     def shard(self, index: int, size: int) -> Bucket:
-        """Returns slice `index` of `size` slices of ceil(n / size) elements, at its place. The last may be shorter."""
+        """Returns slice `index` of `size` slices of ceil(n / size) elements at its place. The last may be shorter."""
         n, whole = -(-self.data.numel() // size), self.data.numel()
         start, stop = min(index * n, whole), min((index + 1) * n, whole)
         cut = [(p.name, max(p.start, start) - start, min(p.stop, stop) - start) for p in self.parts]
@@ -102,7 +102,7 @@ class Memory:
     def generator(self, device: Any = "cpu") -> Generator | None:
         """Returns the generator for tensors on `device`. It differs between ranks and repeats for the same seed.
 
-        None for torch's meta device, whose tensors have no values.
+        None for torch's meta device, because its tensors have no values.
         """
         if str(device) == "meta":
             return None
@@ -113,7 +113,7 @@ class Memory:
         return self._generator[str(device)]
 
     def flat(self, name: str, bucket: Bucket, kind: dtype | None = None) -> Tensor:
-        """Returns the buffer for `bucket`: (n,) in the bucket's dtype or in `kind`, initially zero.
+        """Returns the buffer for `bucket`: `(n,)` in the bucket's dtype or in `kind`, initially zero.
 
         The tensor is contiguous and shared: writing into it changes the memory. It is cut again if the bucket's
         parameters change.
@@ -123,7 +123,7 @@ class Memory:
         return self._join(name, key, bucket, kind) if found is None else found
 
     def keep(self, name: str, bucket: Bucket, values: Tensor) -> None:
-        """Replaces the tensor of `flat` for `bucket` by `values` (n,) without a copy."""
+        """Replaces the tensor of `flat` for `bucket` by `values` `(n,)` without a copy."""
         self._joined[name, bucket.places] = values
         for part in bucket.parts:
             self.buffers[name][part.name] = values[part.start : part.stop]
@@ -143,14 +143,14 @@ class Memory:
         return whole
 
     def copied(self) -> Memory:
-        """Returns a copy with its own tensors; both share the random generators."""
+        """Returns a copy with its own tensors. Both share the random generators."""
         made = Memory(self.seed)
         made.buffers = {kind: {name: x.clone() for name, x in of.items()} for kind, of in self.buffers.items()}
         made.parts, made._generator = deepcopy(self.parts), self._generator
         return made
 
     def clear(self) -> None:
-        """Drops all buffers; the random generators continue."""
+        """Drops all buffers. The random generators continue."""
         for name in {*self.buffers, *self.parts}:
             self.drop(name)
 

@@ -12,12 +12,12 @@ COMPLEX = ("complex64", "complex128")
 
 
 def can_average(kind: dtype) -> bool:
-    """Whether numbers of this type have a mean of the same type, unlike integers."""
+    """Whether numbers of this type have a mean of the same type. Integers have none."""
     return kind.is_floating_point or kind.is_complex
 
 
 def as_real(x: Tensor) -> Tensor:
-    """Returns a complex tensor (...) as a view (..., 2) of reals; a real tensor unchanged."""
+    """Returns a complex tensor `(...)` as a view `(..., 2)` of reals. A real tensor stays."""
     if not x.is_complex():
         return x
     import torch

@@ -1,7 +1,6 @@
 """A mesh: ranks in a grid of named dimensions, and the groups along these dimensions.
 
-The layout is that of torch's DeviceMesh: ranks of the last dimension are neighbours. Serving ranks are outside the
-mesh.
+The layout is that of torch's DeviceMesh: ranks of the last dimension are neighbours. Serving ranks are outside it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ class Group:
 
     dims:       the mesh's dimensions in which they differ
     ranks:      their numbers in the run
-    generation: of the ranks and their mesh; a group of an earlier one is invalid
-    parallel:   the number of groups of these dimensions; they may communicate at the same time
+    generation: of the ranks and their mesh. A group of an earlier one is invalid
+    parallel:   the number of groups of these dimensions. They may communicate at the same time
     """
 
     dims: tuple[str, ...]
@@ -59,10 +58,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named dimensions and their sizes, outermost first; `ranks` fill it in order.
+    """Named dimensions and their sizes, outermost first. `ranks` fill it in order.
 
-    inside: the dimensions of one replica of the model; along the other dimensions, ranks hold the same part
-
+    inside: the dimensions of one replica of the model. Along the other dimensions ranks hold the same part
     >>> Mesh((("between", 2), ("within", 2)), (0, 1, 2, 3)).group(("within",), 2).ranks
     (2, 3)
     """
@@ -130,7 +128,7 @@ class Mesh:
 
 
 def _listed(ranks: tuple[int, ...], most: int = 8) -> str:
-    """Lists up to `most` ranks; of more ranks only the first two and the last."""
+    """Lists up to `most` ranks, or the first two and the last of more ranks."""
     if len(ranks) <= most:
         return ", ".join(map(str, ranks))
     return f"{ranks[0]}, {ranks[1]} … {ranks[-1]}"

@@ -9,8 +9,8 @@ from workbench.rank.rank import Member, Rank
 def sites(rank: Rank, of: int) -> tuple[Rank, Rank | None]:
     """Returns `rank` among the `of` neighbours of its site, and among each site's first rank.
 
-    The second is None unless `rank` is the first of its site. Sites count ranks by their number in the run, and may
-    have fewer than `of`.
+    The second is None unless `rank` is the first of its site. Sites count ranks by their number in the run. They may
+    have fewer than `of` ranks.
     """
     ranks = rank.mesh.ranks if rank.within is None else rank.within.ranks
     here = tuple(r for r in ranks if r // of == rank.id // of)

@@ -24,7 +24,7 @@ def outlined(by: Callable[..., Any]) -> Callable[[F], F]:
     """Makes `by` replace the decorated function when tensors have sizes only. It returns the same shapes.
 
     The first tensor (or bucket, or list of them) among the arguments decides. `by` assumes a size that depends on
-    values, or saves torch the arithmetic on simple shapes. Both must be coroutine functions, or neither.
+    values, or saves torch the arithmetic on simple shapes. Both must be coroutine functions or neither.
     """
 
     def either(function: F) -> F:
@@ -42,12 +42,12 @@ def outlined(by: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def values_of(x: Tensor, otherwise: float) -> Tensor:
-    """Returns `x` to read numbers from. With sizes only, it is a CPU tensor filled with `otherwise`."""
+    """Returns `x` to read numbers from. With sizes only it is a CPU tensor filled with `otherwise`."""
     return x.new_full(x.shape, otherwise, device="cpu") if x.is_meta else x
 
 
 def each(every: Tensor) -> Tensor:
-    """Returns the gathered rows (size, n) to loop over. With sizes only, 1 row represents all."""
+    """Returns the gathered rows `(size, n)` to loop over. With sizes only, 1 row represents all."""
     return every[:1] if every.is_meta else every
 
 

@@ -24,22 +24,22 @@ REDUCTIONS = ("sum", "mean", "max", "min")
 class Rank(Arithmetic, Data, Pieces, Elsewhere):
     """Everything that a strategy may see and use. Every verb completes before it returns; `start` overlaps.
 
-    index, size:  this rank and the number of ranks: of the run, or of a group
-    id:           this rank in the run, for records; an algorithm uses `index`
-    members:      the number that each rank keeps for the whole run, by place; (): the place itself
+    index, size:  this rank and the number of ranks, of the run or of a group
+    id:           this rank in the run, for records. An algorithm uses `index`
+    members:      by place, the number that each rank keeps for the whole run. (): the place itself
     mesh:         the named dimensions in which the strategy arranges the ranks that train
-    within:       the group that this Rank stands for; None: all ranks of the run
+    within:       the group that this Rank stands for. None: all ranks of the run
     worker:       the number of the strategy's worker that runs on this rank, from 0
     role:         "trainer", or "server" if the strategy's `trains` returns False
     step:         the number of the present step, from 0
     lr:           the present learning rate
     rated:        rated(step): this step's updates from here on use the learning rate of `step`
-    clip:         the largest gradient norm, 0 for no limit, if a strategy updates by shards and must clip itself
+    clip:         the largest gradient norm if a strategy that updates by shards must clip itself. 0: no limit
     compressor:   encodes a bucket before it is sent (its `reduce` is a coroutine)
     density:      with sizes only: the share of elements that a choice by value is assumed to keep
     memory:       the compressor's memory on this rank
-    tables:       the names of the embedding weights that the strategy keeps on servers; else empty
-    phase:        the pass under way if parameters are sharded: "forward", "backward" or "evaluation"; else ""
+    tables:       the names of the embedding weights that the strategy keeps on servers
+    phase:        the pass under way if parameters are sharded: "forward", "backward", "evaluation" or ""
     """
 
     def __init__(self, index: int, size: int, seed: int = 0, *, step: int = 0, lr: float = 0.0,
@@ -82,8 +82,8 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
     def group(self, *dims: str) -> Rank:
         """Returns a Rank for this rank's group along the mesh dimensions `dims`, with the same verbs.
 
-        Several dimensions make one group of all their ranks. Raises StrategyError for an unknown dimension, and on a
-        server, which is outside the mesh.
+        Several dimensions make one group of all their ranks. Raises StrategyError for an unknown dimension. Raises it
+        on a server, too, which is outside the mesh.
         """
         if dims not in self._groups:
             self._groups[dims] = Member(self, self.mesh.group(dims, self.id))
@@ -102,7 +102,7 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
 
     # compute
     def forward(self, x: Any = None, micro: int = 0) -> Forward:
-        """Returns the loss of the next batch or of `x`; before a pipeline's last stage, the activation.
+        """Returns the loss of the next batch or of `x`. Before a pipeline's last stage it returns the activation.
 
         `micro` names this forward for its backward. Several may be open at once.
         """
@@ -118,9 +118,9 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
     def update(self, bucket: Bucket | None = None, by: Callable[[], None] | None = None, on: str = "device") -> Op:
         """Steps the optimizer with the present gradients, then clears them.
 
-        With `bucket`, or a shard of one for an element-wise optimizer, it updates only these parameters. It then clears
-        the whole bucket's gradients, and the strategy must apply `clip`. With `by` the host calls `by` instead of the
-        optimizer. This is the strategy's own step and takes the time of any update.
+        With `bucket` it updates only these parameters. For an element-wise optimizer `bucket` may be a shard of one. It
+        then clears the whole bucket's gradients, and the strategy must apply `clip`. With `by` the host calls `by`
+        instead of the optimizer. This is the strategy's own step and takes the time of any update.
 
         On the "host" the host's processor steps the shard `bucket` while the device computes. `offload` must have moved
         all state of the shard there. The settings are those of this call, or of the start of the child that makes it.
@@ -139,7 +139,7 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
         return Op("grads")
 
     def slots(self) -> Op:
-        """Returns the optimizer state (momenta) as a list of tensors, in the same order on all ranks.
+        """Returns the optimizer state (momenta) as a list of tensors in the same order on all ranks.
 
         It is empty before the first `update`. Writing into the tensors changes the state.
         """
@@ -153,37 +153,36 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
         """
         return Op("hold", bucket)
 
-    # collective; `x` is a flat tensor, changed in place where it says so
+    # collective; `x` is a flat tensor, changed in place if a verb says so
     def all_reduce(self, x: Tensor, op: str = "sum", name: str = "") -> Op:
-        """Replaces `x` in place by its sum over all ranks (or "mean", "max", "min") and returns it.
+        """Replaces `x` in place by its sum over all ranks (or by "mean", "max" or "min") and returns it.
 
-        A mean divides the sum after the exchange, so it sends the same bytes. In float16, where a sum overflows above
-        65504, ranks divide before. Raises StrategyError for another `op`,
-        and for the mean of integers.
+        A mean divides the sum after the exchange, so it sends the same bytes. A sum in float16 overflows above 65504,
+        so there ranks divide before. Raises StrategyError for another `op` and for the mean of integers.
         """
         if op not in REDUCTIONS:
             raise StrategyError(f"all_reduce: op={op!r} must be one of {', '.join(map(repr, REDUCTIONS))}")
         if op == "mean" and not (x.is_floating_point() or x.is_complex()):
             raise StrategyError(
-                f"all_reduce: op='mean' of {x.dtype} elements, which cannot hold a mean; use 'sum' and divide in "
+                f"all_reduce: op='mean' of {x.dtype} elements, which cannot hold a mean. Use 'sum' and divide in "
                 f"float32"
             )
         return self._collective("all_reduce", x, op, name)
 
     def reduce_scatter(self, x: Tensor, name: str = "") -> Op:
-        """(size * n,) -> (n,): returns this rank's chunk of the sum over ranks."""
+        """`(size * n,) -> (n,)`: returns this rank's chunk of the sum over ranks."""
         return self._collective("reduce_scatter", x, name)
 
     def all_gather(self, x: Tensor, name: str = "") -> Op:
-        """(n,) -> (size, n): returns every rank's `x`, in rank order. All ranks need the same n."""
+        """`(n,) -> (size, n)`: returns every rank's `x` in rank order. All ranks need the same n."""
         return self._collective("all_gather", x, name)
 
     def all_to_all(self, x: Tensor, name: str = "") -> Op:
-        """(size, n) -> (size, n): sends row j to rank j; row i of the result came from rank i."""
+        """`(size, n) -> (size, n)`: sends row j to rank j. Row i of the result came from rank i."""
         return self._collective("all_to_all", x, name)
 
     def all_to_allv(self, rows: list[Tensor], lengths: tuple[tuple[int, ...], ...], name: str = "") -> Op:
-        """Sends row j, of any length, to rank j; returns the list of rows from ranks 0, 1, ... All have one dtype.
+        """Sends row j to rank j and returns the list of rows by rank. Rows have any length and one dtype.
 
         lengths[i][j] is the number of elements that rank i sends to rank j. All ranks must pass the same lengths. An
         empty row costs nothing: with 1 non-empty row per rank this is an exchange in pairs.
@@ -196,7 +195,7 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
         return self._collective("all_to_allv", rows, lengths, name)
 
     def broadcast(self, x: Tensor, source: int = 0, name: str = "") -> Op:
-        """Replaces `x` by rank `source`'s `x`, in place; returns `x`."""
+        """Replaces `x` in place by rank `source`'s `x` and returns it."""
         return self._collective("broadcast", x, source, name)
 
     # point to point
@@ -205,7 +204,7 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
         return Op("send", tensor, to, kind)
 
     def recv(self, into: Tensor | None, source: int | None = None, kind: str = "") -> Op:
-        """Returns (data, source) of the next message of `kind`, from any rank if `source` is None.
+        """Returns (data, source) of the next message of `kind`. `source` None: from any rank.
 
         `into` None takes the shape that was sent; the shape travels first. Returns None if no message can follow,
         because the run stops or the strategy is being left.
@@ -215,7 +214,7 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
     # concurrency
     def start(self, child: Coroutine[Op, Any, Any], lane: str = "comm", name: str = "", priority: int = 0,
               share: float = 1.0) -> Op:  # fmt: skip
-        """Starts `child` on `lane`; returns a Handle for `wait`, in this step or a later one.
+        """Starts `child` on `lane`. Returns a Handle for `wait` in this step or a later one.
 
         Children of a lane run in the order of their start. A child with a `priority` overtakes waiting children of
         lower priority, up to the last child without one. All ranks use rank 0's order. Rank 0 begins children until
@@ -230,13 +229,13 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
     def again(self, rest: float = 0.0, alone: bool = False) -> Op:
         """In a background: waits for a step's end and `rest` seconds, and returns the step's number.
 
-        Returns 0 when the backgrounds must end: all of them together, or this one alone with `alone`. In a group, only
+        Returns 0 when the backgrounds must end: all of them together, or with `alone` only this one. In a group, only
         its ranks count. Ranks outside the group need not take part.
         """
         return self._collective("again", rest, alone)
 
     def clock(self) -> Op:
-        """Returns seconds since the run began, on the host's clock, for deadlines."""
+        """Returns seconds since the run began on the host's clock, for deadlines."""
         return Op("clock")
 
     def sample(self, name: str, value: float) -> Op:
@@ -251,7 +250,7 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
 
 
 class Member(Rank):
-    """A Rank in a group: `index` and `size` are the group's, everything else is the rank's own."""
+    """A Rank in a group: `index` and `size` are the group's. Everything else is the rank's own."""
 
     def __init__(self, whole: Rank, group: Group) -> None:
         self._whole, self.within = whole, group

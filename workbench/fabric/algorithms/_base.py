@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FabricView(Protocol):
-    """The emulated network, as an algorithm sees it: the costs of paths, and the sites. `Fabric` implements it."""
+    """The emulated network, as an algorithm sees it: the costs of paths and the sites. `Fabric` implements it."""
 
     @property
     def site(self) -> int: ...
@@ -26,10 +26,10 @@ class FabricView(Protocol):
     def __hash__(self) -> int: ...
 
     def crosses(self, ranks: Sequence[int]) -> bool:
-        """Whether `ranks`, in ascending order, are on several sites."""
+        """Whether `ranks` (ascending) are on several sites."""
 
     def path(self, ranks: Sequence[int]) -> Link:
-        """Returns the Link for traffic among `ranks`, in ascending order."""
+        """Returns the Link for traffic among `ranks` (ascending)."""
 
     def split_port(self, size: int) -> FabricView:
         """Returns the fabric with `size` separate ports in place of a shared one, `size` times as slow."""
@@ -42,7 +42,7 @@ class Among:
     """One rank in an all-reduce: it sends tensors, and copies or adds received ones.
 
     ranks:       their numbers in the run, in order
-    index, size: this rank's place in `ranks`, and their number
+    index, size: this rank's place in `ranks` and their number
     op:          how to combine 2 tensors: "sum", "max" or "min"
     """
 
@@ -83,12 +83,12 @@ class Among:
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(Family):
-    """The way in which ranks perform an all-reduce. Every rank gets the same bits, in any order of messages.
+    """The way in which ranks perform an all-reduce. Every rank gets the same bits in any order of messages.
 
     Times assume full-duplex ports that send one message and receive one at a time. A message takes alpha + n beta: the
-    Link's latency, plus the time of n bytes at its bandwidth. Adding a byte takes gamma.
+    Link's latency plus the time of n bytes at its bandwidth. Adding a byte takes gamma.
 
-    native: whether the backend itself performs it; the host then does not call `all_reduce`
+    native: whether the backend itself performs it. The host then does not call `all_reduce`
     """
 
     home: ClassVar[str] = "workbench.fabric.algorithms"
@@ -96,7 +96,7 @@ class Algorithm(Family):
 
     @abstractmethod
     async def all_reduce(self, rank: Among, x: Tensor) -> None:
-        """Performs one rank's part: replaces `x` (n,) of any dtype by its sum over all ranks, in place."""
+        """Performs one rank's part: replaces `x` in place, `(n,)` of any dtype, by its sum over all ranks."""
 
     @abstractmethod
     def seconds(self, fabric: FabricView, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
@@ -113,7 +113,7 @@ class Algorithm(Family):
         return self
 
     def refuses(self) -> str | None:
-        """Returns why these knobs do not fit together, and what to do instead; or None."""
+        """Returns why these knobs do not fit together, with a remedy; or None."""
         return None
 
 

@@ -9,8 +9,7 @@ from workbench.fabric.algorithms.by_group import ByGroup
 
 
 def group_by_site(size: int, ranks: Sequence[int]) -> list[list[int]]:
-    """Splits `ranks`, in ascending order, into sites of `size` neighbours; the last may be smaller.
-
+    """Splits `ranks` (ascending) into sites of `size` neighbours. The last may be smaller.
     >>> group_by_site(4, range(6))
     [[0, 1, 2, 3], [4, 5]]
     """
@@ -21,7 +20,7 @@ def group_by_site(size: int, ranks: Sequence[int]) -> list[list[int]]:
 
 
 def refuse_between(name: str, between: Algorithm) -> str | None:
-    """Returns why algorithm `name` cannot use `between` between sites, and what to use; or None."""
+    """Returns why algorithm `name` cannot use `between` between sites, with a remedy; or None."""
     if between.native:
         return f"{name}.between=Native(): the backend's algorithm has no messages; take Ring()"
     if isinstance(between, ByGroup):

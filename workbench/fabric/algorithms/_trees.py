@@ -20,9 +20,9 @@ class Hop(NamedTuple):
 
 @lru_cache(maxsize=256)
 def trees(size: int) -> tuple[Tree, Tree]:
-    """Returns 2 trees; inner ranks of one are leaves of the other as far as possible.
+    """Returns 2 trees. Inner ranks of one are leaves of the other as far as possible.
 
-    In the first, odd ranks are leaves, and rank 0 is the root with 1 child. The second is its mirror image; with an odd
+    In the first, odd ranks are leaves. Rank 0 is the root with 1 child. The second is its mirror image. With an odd
     number of ranks it is the first, shifted by 1 rank.
     """
     first = tuple(_parent(i, size) for i in range(size))
@@ -42,7 +42,7 @@ def _parent(i: int, size: int) -> int | None:
 def rounds(size: int, pieces: int) -> tuple[tuple[Hop, ...], ...]:
     """Returns the messages of each round, in which a rank sends and receives at most 1.
 
-    Early pieces come first, and on the way up those farther from the root.
+    Early pieces come first. On the way up, pieces farther from the root come first.
     """
     both, found = trees(size), []
     waits = [[[tree.count(i)] * pieces for i in range(size)] for tree in both]  # children that have not sent yet

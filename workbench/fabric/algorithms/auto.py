@@ -27,10 +27,10 @@ class Auto(Algorithm):
     """For each size and group, chooses the algorithm whose cost model predicts the shortest time.
 
     The prediction uses the Link and the settings between sites. If no network is emulated, give the measured latency
-    and bandwidth (`Costs.measured(run).wire`); otherwise it takes the first algorithm, Ring. Every rank has the same
+    and bandwidth (`Costs.measured(run).wire`). Otherwise it takes the first algorithm: Ring. Every rank has the same
     numbers, so all choose alike.
 
-    When to use it: for mixed sizes, such as a small last bucket or norms, and to see at which size another algorithm
+    When to use it: for mixed sizes, such as a small last bucket or norms. It also shows at which size another algorithm
     wins.
 
     Reference: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA

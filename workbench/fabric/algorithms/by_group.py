@@ -22,7 +22,7 @@ class ByGroup(Algorithm):
     """Groups of one mesh dimension sum by one algorithm, the remaining groups by another.
 
     A strategy with groups names its dimensions, such as "within" and "between" of HierarchicalLocalSGD. The run's mark
-    "mesh" lists them. On a mesh of one dimension, and for a collective of all ranks, `others` applies.
+    "mesh" lists them. On a mesh of one dimension and for a collective of all ranks, `others` applies.
 
     When to use it: if groups inside a site need another algorithm than groups that leave it.
     """

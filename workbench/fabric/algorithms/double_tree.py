@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from workbench.rank import Group
 
-MAX_RANK_PIECES = 4096  # limit of ranks times pieces, because ordering hops takes time
+MAX_RANK_PIECES = 4096  # ranks times pieces, because ordering hops takes time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class DoubleTree(Algorithm):
     HalvingDoubling is always faster on a Link, because its ports receive one message at a time.
 
     Reference: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan",
-    Parallel Computing 2009, https://doi.org/10.1016/j.parco.2009.09.001; the trees are those of NCCL 2.4
+    Parallel Computing 2009, https://doi.org/10.1016/j.parco.2009.09.001. The trees are those of NCCL 2.4
     (https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/)
     """
 

@@ -28,7 +28,7 @@ class HalvingDoubling(Algorithm):
 
     When to use it: for tensors of medium size on a number of ranks that is a power of two.
 
-    Reference: Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004; Thakur, Rabenseifner and
+    Reference: Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004. Thakur, Rabenseifner and
     Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 2005,
     https://doi.org/10.1177/1094342005051521
     """

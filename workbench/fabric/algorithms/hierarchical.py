@@ -1,4 +1,4 @@
-"""Hierarchical: sums parts inside each site, then between sites, then gathers inside."""
+"""Hierarchical: sums parts inside each site and then between sites, then gathers inside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Hierarchical(Algorithm):
-    """Each rank sums one part inside its site, then between sites; the site gathers the parts.
+    """Each rank sums one part inside its site and then between sites. The site gathers the parts.
 
         inside:    reduce-scatter around a ring of the site's g ranks: rank i ends with part i of g
         between:   all-reduce of part i among the i-th ranks of all m sites, for all parts at the same time
@@ -29,17 +29,17 @@ class Hierarchical(Algorithm):
     Every rank's port works in all three phases. Between sites a port sends 2 (m-1)/m n/g bytes with Ring(). A leader's
     port in TwoLevel sends g times as many.
 
-    If the sites have different sizes, the tensor has as many parts as the smallest site has ranks, k, and n/k replaces
-    n/g. Ranks without a part still pass parts around the ring. A site of one rank makes k = 1: then every message has
-    the whole tensor. Small sites begin to send between sites early. They can block a port that a larger site still
-    needs, for up to one message between sites more than the formula in the simulator. With a single site this is a
-    Ring.
+    If the sites have different sizes, the tensor has as many parts as the smallest site has ranks. This number k
+    replaces g in n/g. Ranks without a part still pass parts around the ring. A site of one rank makes k = 1: then every
+    message has the whole tensor. Small sites begin to send between sites early. They can block a port that a larger
+    site still needs, for up to one message between sites more than the formula in the simulator. With a single site
+    this is a Ring.
 
     When to use it: large tensors, and machines of equal size with fast links inside. If the number of ranks and the
     size of a site are powers of two, HalvingDoubling sends the same bytes in fewer messages.
 
     Reference: Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash", 2018,
-    https://arxiv.org/abs/1811.05233 (2D-Torus all-reduce: the same three phases); Jia et al., "Highly Scalable Deep
+    https://arxiv.org/abs/1811.05233 (2D-Torus all-reduce: the same three phases). Jia et al., "Highly Scalable Deep
     Learning Training System with Mixed-Precision: Training ImageNet in Four Minutes", 2018,
     https://arxiv.org/abs/1807.11205, describes the variant with one leader per group, which is TwoLevel here
     """

@@ -1,4 +1,4 @@
-"""ParameterServer: one rank, or each for its own part, sums the tensors and returns the sum."""
+"""ParameterServer: one rank sums the tensors, or each rank its own part, and returns the sum."""
 
 from __future__ import annotations
 

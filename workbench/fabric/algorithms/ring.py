@@ -1,4 +1,4 @@
-"""Ring: chunks go around a ring twice, first to be summed, then to be gathered."""
+"""Ring: chunks go around a ring twice, to be summed and then to be gathered."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Ring(Algorithm):
 
         time = 2 (p-1) alpha + 2 (p-1)/p n beta + (p-1)/p n gamma
 
-    Each rank sends 2 (p-1)/p of the bytes, the least possible, in 2 (p-1) consecutive messages. If the ring leaves a
-    site, its slowest hop delays all ranks.
+    Each rank sends 2 (p-1)/p of the bytes in 2 (p-1) consecutive messages. No algorithm sends fewer bytes. If the ring
+    leaves a site, its slowest hop delays all ranks.
 
     When to use it: for large tensors, because no algorithm sends less. With many ranks and a large latency it is the
     slowest.

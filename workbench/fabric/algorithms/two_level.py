@@ -1,4 +1,4 @@
-"""TwoLevel: a tree sums each site to its leader, leaders sum, and the sum goes back down."""
+"""TwoLevel: a tree sums each site to its leader. Leaders sum, and the sum goes back down."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class TwoLevel(Algorithm):
         time = 2 ceil(log2 g) (alpha + n beta + n gamma / 2) + that of n bytes among m leaders
 
     Only the m leaders send to other sites. A ring of them waits for the latency between sites 2 (m-1) times, a flat
-    ring of all p ranks 2 (p-1) times. But every message has the whole tensor. To split the tensor inside the site
-    first, as Horovod's hierarchical all-reduce does, use Hierarchical.
+    ring of all p ranks 2 (p-1) times. But every message has the whole tensor. Hierarchical splits the tensor inside the
+    site first, as Horovod's hierarchical all-reduce does.
 
-    When to use it: for small tensors, sites of four or more ranks, and a large latency between sites. On smaller sites
+    When to use it: for small tensors, sites of four or more ranks and a large latency between sites. On smaller sites
     Hierarchical is at least as fast for every size. `fabric.site` sets the size of a site.
 
     Reference: Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision: Training ImageNet in
