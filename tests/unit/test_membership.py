@@ -19,7 +19,7 @@ from workbench.engine.rank.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Slow
 from workbench.host.elastic.recovery_sources import has_parts
-from workbench.host.elastic.reentry import fit_survivors
+from workbench.host.elastic.reentry import choose_survivors
 from workbench.host.elastic.voting import Quorum, RankReport
 from workbench.host.placement.canonical_state import hash_model_state
 from workbench.settings import Change, KnobError
@@ -113,17 +113,17 @@ def test_a_vote_is_described_in_words() -> None:
 
 def test_as_many_ranks_go_on_as_the_strategy_permits() -> None:
     e = Experiment(task=Digits(), strategy=HierarchicalLocalSGD(group=2), ranks=6).checked()
-    fewer, places = fit_survivors(e, [5, 0, 1, 2, 3])
+    fewer, places = choose_survivors(e, [5, 0, 1, 2, 3])
     assert (fewer.ranks, places) == (4, (0, 1, 2, 5))
     with pytest.raises(
         KnobError, match="1 of 6 ranks are left, and these settings do not fit them: group=2 does not divide 1"
     ):
-        fit_survivors(e, [3])
+        choose_survivors(e, [3])
 
 
 def test_faults_stay_with_their_ranks() -> None:
     e = Experiment(task=Digits(), ranks=4).set("fabric.faults", (Slow(rank=1), Slow(rank=3), Slow(rank=2)))
-    fewer, _ = fit_survivors(e, [0, 2, 3])
+    fewer, _ = choose_survivors(e, [0, 2, 3])
     assert [f.rank for f in fewer.fabric.faults] == [2, 1]
 
 

@@ -11,7 +11,7 @@ from workbench.experiment import Experiment
 from workbench.host.core.change_queue import ChangeQueue
 from workbench.host.elastic.leaving import replan_changes
 from workbench.host.elastic.recovery_sources import count_copies, find_sources, map_pieces, sort_by_need
-from workbench.host.elastic.reentry import fit_survivors
+from workbench.host.elastic.reentry import choose_survivors
 from workbench.host.reconfigure.policy_runner import PolicyRunner
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.rank import Rank
@@ -94,7 +94,7 @@ def test_ranks_with_the_only_copy_of_a_piece_stay() -> None:
 def test_a_partition_shrinks_to_the_ranks_that_are_left(
     way: Pipeline | Tensor, left: list[int], to: object, places: tuple[int, ...]
 ) -> None:
-    e, stay = fit_survivors(setting(strategy=DDP(), partition=way), left)
+    e, stay = choose_survivors(setting(strategy=DDP(), partition=way), left)
     assert (e.partition, stay, e.ranks) == (to, places, len(places))
 
 

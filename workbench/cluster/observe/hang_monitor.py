@@ -23,7 +23,7 @@ from workbench.cluster.observe.hang_diagnosis import (
     StallVerdict,
     find_patience,
     find_stall,
-    name_ranks,
+    format_ranks,
 )
 from workbench.cluster.observe.record_monitor import RecordMonitor
 from workbench.record.run import Run
@@ -208,7 +208,7 @@ class HangMonitor:
         elif self._episode:
             (key, was), self._episode = self._episode, None
             if self._said.get(key) == was.text:  # else the rank's report is more exact
-                self._put_note(key, f"{name_ranks(was.odd)} stood still for {was.seconds:.0f} s and went on")
+                self._put_note(key, f"{format_ranks(was.odd)} stood still for {was.seconds:.0f} s and went on")
 
     def find_place(self, rank: int) -> tuple[int, str]:
         """Returns (step, operation) of a rank by its newest answer or row."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from workbench.cluster.observe.hang_diagnosis import name_ranks
+from workbench.cluster.observe.hang_diagnosis import format_ranks
 from workbench.cluster.observe.run_folder import DISK_TIMEOUT, RunFolder, count_missing_rows, run_with_timeout
 from workbench.record.run import Run
 from workbench.record.timeline import KINDS
@@ -120,7 +120,9 @@ class RecordMonitor:
         why: dict[str, list[int]] = {}
         for rank, what in sorted(self._failing.items()):
             why.setdefault(what, []).append(rank)
-        return "; ".join(f"{name_ranks(ranks)}: the record is not being written: {what}" for what, ranks in why.items())
+        return "; ".join(
+            f"{format_ranks(ranks)}: the record is not being written: {what}" for what, ranks in why.items()
+        )
 
 
 def _count_rows(n: int) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.cluster.engines.engine_admission import find_start_obstacle
 from workbench.cluster.engines.engine_probe import spans_hosts
 from workbench.cluster.observe import dead_links
-from workbench.cluster.observe.hang_diagnosis import StallVerdict, name_ranks
+from workbench.cluster.observe.hang_diagnosis import StallVerdict, format_ranks
 from workbench.cluster.processes.lab_place import ClusterError
 from workbench.cluster.run.rank_errors import RankError
 from workbench.cluster.run.run_resize import POLL_INTERVAL, RankNotBegun, list_idle, list_returned, resize_run
@@ -147,12 +147,12 @@ class Evictions:
             self.reasons |= dict.fromkeys(able, why)
             self.leaving |= set(able) if outlived else set()
             self._to_replace |= set(able) if replace and outlived else set()
-            self.record_mark("evicted", {"ranks": able, "text": f"{name_ranks(able)} put out: {why}"}, besides=able)
+            self.record_mark("evicted", {"ranks": able, "text": f"{format_ranks(able)} put out: {why}"}, besides=able)
             ours = [rank for rank in able if self.live.cluster.health.is_own(self.live.cluster.engines[rank])]
             if behind := [rank for rank in able if rank not in ours]:
                 self.leave_behind(behind, able)
             if left := [rank for rank in ours if not self.live.cluster.health.end_rank(rank)]:
-                raise ClusterError(f"{name_ranks(left)} could not be ended: the system keeps the process")
+                raise ClusterError(f"{format_ranks(left)} could not be ended: the system keeps the process")
 
     def _check_ranks(self, ranks: Sequence[int]) -> list[int]:
         live = self.live
@@ -188,7 +188,7 @@ class Evictions:
             live.cluster.rpc.ask_all("outlive", timeout=ANSWER_TIMEOUT, ranks=set(remaining) - set(silent), so=False)
         if silent:
             raise ClusterError(
-                f"rank={these}: {name_ranks(silent)} would have to go on, and does not answer either; name all ranks "
+                f"rank={these}: {format_ranks(silent)} would have to go on, and does not answer either; name all ranks "
                 f"that hang, or call lab.stop()"
             )
         if reason and not force:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from workbench.cluster.engines.engine_admission import find_start_obstacle, reuse_engine, start_more_engines
-from workbench.cluster.observe.hang_diagnosis import name_ranks
+from workbench.cluster.observe.hang_diagnosis import format_ranks
 from workbench.cluster.processes.lab_place import ClusterError
 from workbench.cluster.processes.uninterruptible import without_interrupts
 from workbench.cluster.run import last_rows
@@ -138,5 +138,5 @@ def _begin_sessions(live: RunState, new: list[int]) -> None:
             live.cluster.rpc.ask_all("abort", timeout=1.0, ranks=new, of=(live.generation, new))
             why = "; ".join(f"the engine of rank {rank} {how}" for rank, how in died.items())
             why = why or f"they did not begin within {BEGIN_TIMEOUT:.0f} s"
-            raise RankNotBegun(f"{name_ranks(new)} did not join: {why}; the run goes on without them; ask again")
+            raise RankNotBegun(f"{format_ranks(new)} did not join: {why}; the run goes on without them; ask again")
         time.sleep(POLL_INTERVAL)

@@ -20,7 +20,7 @@ from workbench.engine.rank.session_state import FormingGeneration, SessionState
 from workbench.engine.rank.training import RankTraining
 from workbench.host.core.data_positions import NO_INDEX_TEXT, describe_repeats
 from workbench.host.core.request_answers import KNOWN_KIND, RequestAnswer
-from workbench.host.elastic.voting import NextGeneration, name_ranks
+from workbench.host.elastic.voting import NextGeneration, format_ranks
 from workbench.host.placement.canonical_state import RankDisagreement
 from workbench.settings.describe_error import text_of
 
@@ -118,8 +118,8 @@ def _explain_leaving(forming: FormingGeneration) -> str:
     old = range(len(came.places))
     if not any(membership.is_process_alive(json.dumps(forming.to.processes[place])) for place in old):
         return (
-            f"{name_ranks([came.members[place] for place in old])} died while this rank joined, and no other rank held "
-            f"the trained state"
+            f"{format_ranks([came.members[place] for place in old])} died while this rank joined, and no other rank "
+            f"held the trained state"
         )
     return "a rank or a connection was lost while this rank joined; the others go on without it"
 

@@ -21,7 +21,7 @@ def run_generations(session: SessionState) -> None:
             if not can_outlive(session, error, broke):
                 raise
             error.__traceback__ = None  # it would keep the dead group's sockets open
-            if session.words is None:
+            if session.report is None:
                 session.keep_report(leave_generation(session))
             to = plan_generation(session)
 

@@ -16,8 +16,8 @@ from workbench.engine.collectives.wire import connect_store
 from workbench.engine.rank.resizing import end_generation
 from workbench.engine.rank.session_state import SessionState
 from workbench.engine.rank.surviving import list_saved
-from workbench.host.elastic.reentry import fit_survivors
-from workbench.host.elastic.voting import choose_are, name_ranks
+from workbench.host.elastic.reentry import choose_survivors
+from workbench.host.elastic.voting import conjugate_be, format_ranks
 from workbench.rank import Op
 from workbench.settings import KnobError
 
@@ -30,7 +30,7 @@ class Preempted(RuntimeError):
 
 def announce_preemption(session: SessionState) -> None:
     """Tells the other ranks that this rank leaves before one of their next steps. May run on any thread."""
-    text = f"{name_ranks([session.member])} is preempted: it leaves after the current step"
+    text = f"{format_ranks([session.member])} is preempted: it leaves after the current step"
     session.mark(PREEMPTED_KEY, {"ranks": [session.member], "step": session.rank.step, "text": text})
     store = connect_store(*session.where, session.base)
     store.set(f"{PREEMPTED_KEY} {session.member}", "1")
@@ -72,7 +72,7 @@ async def remove_preempted(session: SessionState, members: Sequence[int], number
     try:
         if not left:
             raise KnobError("no rank is left to go on")
-        wanted, places = fit_survivors(training.experiment, left, training.require_trainable)
+        wanted, places = choose_survivors(training.experiment, left, training.require_trainable)
     except KnobError as error:
         raise Preempted(await _save_and_explain(session, gone, str(error))) from None
     await end_generation(
@@ -83,7 +83,7 @@ async def remove_preempted(session: SessionState, members: Sequence[int], number
 async def _save_and_explain(session: SessionState, gone: list[int], reason: str) -> str:
     """Keeps a checkpoint if there is a run directory. All ranks return the same text."""
     training, step = session.set_up_already, session.rank.step
-    text = f"{name_ranks(gone)} {choose_are(gone)} preempted, and the run cannot go on: {reason}"
+    text = f"{format_ranks(gone)} {conjugate_be(gone)} preempted, and the run cannot go on: {reason}"
     if session.run_dir is None:
         return f"{text}; there is no run directory to keep a checkpoint in"
     await training.checkpointer.make_checkpoint(asked=True)

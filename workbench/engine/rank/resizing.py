@@ -20,7 +20,7 @@ from workbench.host.core.data_positions import count_used_up
 from workbench.host.core.request_answers import RequestAnswer
 from workbench.host.elastic.reentry import Membership, resize_experiment
 from workbench.host.elastic.resizing import gather_state
-from workbench.host.elastic.voting import NextGeneration, ResizeSignal, choose_are, name_ranks
+from workbench.host.elastic.voting import NextGeneration, ResizeSignal, conjugate_be, format_ranks
 from workbench.settings import Change, Json, KnobError
 
 
@@ -68,7 +68,7 @@ def _require_waiting(session: SessionState, new: list[int], ranks: int) -> None:
     """
     store = connect_store(*session.where, session.base)
     if lost := [m for m in new if not store.check([f"member {m}"]) or store.check([f"join {m}"])]:
-        raise KnobError(f"ranks={ranks}: {name_ranks(lost)} {choose_are(lost)} not there any more; ask again")
+        raise KnobError(f"ranks={ranks}: {format_ranks(lost)} {conjugate_be(lost)} not there any more; ask again")
 
 
 def _make_experiment(
@@ -149,11 +149,11 @@ def await_invitation(session: SessionState) -> NextGeneration:
 def _describe_resize(came: Membership, gone: list[int], new: tuple[int, ...], asked: ResizeSignal) -> dict[str, Any]:
     left = asked.preempted
     out = [m for m in gone if m not in left]
-    said = [f"{name_ranks(left)} {'were' if len(left) > 1 else 'was'} preempted and left"] if left else []
-    said += [f"{name_ranks(out)} {choose_are(out)} {'not needed then' if left else 'taken out'}"] if out else []
-    said += [f"{name_ranks(new)} {choose_are(new)} added"] if new else []
+    said = [f"{format_ranks(left)} {'were' if len(left) > 1 else 'was'} preempted and left"] if left else []
+    said += [f"{format_ranks(out)} {conjugate_be(out)} {'not needed then' if left else 'taken out'}"] if out else []
+    said += [f"{format_ranks(new)} {conjugate_be(new)} added"] if new else []
     go = "train" if len(came.members) > 1 else "trains"
-    text = f"{', '.join(said)}; {name_ranks(came.members)} {go} from step {came.step}"
+    text = f"{', '.join(said)}; {format_ranks(came.members)} {go} from step {came.step}"
     spare = out if left else []
     return {"members": came.members, "gone": gone, "spare": spare, "new": new, "preempted": left, "step": came.step,
             "text": text}  # fmt: skip

@@ -33,7 +33,7 @@ GENERATION_FIELDS = (
     "began_with",
     "used",
     "training",
-    "words",
+    "report",
     "outlives_next",
 )
 
@@ -82,7 +82,7 @@ class SessionState(ABC):
     member:   this rank's number, the same in all generations; members: the numbers of all members, by place
     rank, generation, leaving: of the present generation, which ends when a rank is lost
     voting:   the store in which the members vote; undone: the plan of a next generation that did not form
-    words:    this rank's report since it left its generation, until the next has formed
+    report:   this rank's report since it left its generation, until the next has formed
     used:     examples of the data's order that were used up when this generation began
     wires:    open wires; files: the run's files that rank 0 removes at its end
     stopping: whether the run ends before its last step; ours: whether a fault may end the process
@@ -114,7 +114,7 @@ class SessionState(ABC):
         self.where, self.base, self.generation, self.secret = store, generation, generation, secret
         self.voting = generation
         self.undone: NextGeneration | None = None
-        self.words: RankReport | None = None
+        self.report: RankReport | None = None
         self.used = 0
         self.turn = 0  # generations before this one
         self.joins, self.ours = joins, ours
@@ -237,7 +237,7 @@ class SessionState(ABC):
 
     def keep_report(self, report: RankReport) -> None:
         """Until the next generation has formed."""
-        self.words = report
+        self.report = report
 
     def begin_forming(self, to: NextGeneration) -> FormingGeneration:
         self.turn += 1
@@ -258,7 +258,7 @@ class SessionState(ABC):
     def note_formed(self) -> NextGeneration | None:
         """The generation has formed. Returns the plan of an earlier one that did not."""
         undone, self.undone = self.undone, None
-        self.forming, self.words, self.outlives_next = None, None, False
+        self.forming, self.report, self.outlives_next = None, None, False
         return undone
 
     def restore_generation(self, forming: FormingGeneration) -> None:

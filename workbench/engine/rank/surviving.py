@@ -102,8 +102,8 @@ def vote_with_rest(session: SessionState, mine: RankReport) -> Quorum:
 
 def plan_generation(session: SessionState) -> NextGeneration:
     """Waits until all ranks have reported."""
-    assert session.words is not None
-    return plan_shrink(make_survivor(session), vote_with_rest(session, session.words))
+    assert session.report is not None
+    return plan_shrink(make_survivor(session), vote_with_rest(session, session.report))
 
 
 def begin_generation(session: SessionState, to: NextGeneration) -> Membership:

@@ -66,7 +66,7 @@ def _keep_experiment(e: Experiment) -> Experiment:
     return e
 
 
-def fit_survivors(
+def choose_survivors(
     e: Experiment, left: Sequence[int], able: Callable[[Experiment], Experiment] = _keep_experiment
 ) -> tuple[Experiment, tuple[int, ...]]:
     """Returns (`e` for the ranks that go on, their places): the first of `left`, as many as can train.

@@ -14,8 +14,8 @@ from workbench.host.core.data_positions import describe_repeats
 from workbench.host.elastic import recovery_sources
 from workbench.host.elastic.generation_view import SurvivorView
 from workbench.host.elastic.recovery_sources import PieceSources, find_agreed_step
-from workbench.host.elastic.reentry import Membership, RecoverySource, fit_survivors
-from workbench.host.elastic.voting import NextGeneration, Quorum, RankReport, choose_are, describe_loss, name_ranks
+from workbench.host.elastic.reentry import Membership, RecoverySource, choose_survivors
+from workbench.host.elastic.voting import NextGeneration, Quorum, RankReport, conjugate_be, describe_loss, format_ranks
 from workbench.host.reconfigure.changes import has_common_step
 from workbench.partitions import Whole
 from workbench.settings import Json, KnobError
@@ -53,16 +53,17 @@ def plan_shrink(who: RemainingRank, heard: Quorum) -> NextGeneration:
 
 def _plan_from_replicas(who: RemainingRank, heard: Quorum) -> NextGeneration:
     first = heard.furthest_report
-    e, places = fit_survivors(_read_experiment(who, heard, first), heard.remaining_places)
+    e, places = choose_survivors(_read_experiment(who, heard, first), heard.remaining_places)
     came = heard.make_membership(places)
     spare = [heard.by_place[other].member for other in heard.remaining_places if other not in places]
     gone, left_out = who.find_missing((*came.members, *spare))
     processes = [heard.by_place[other].process for other in places]
     text = (
-        f"{describe_loss(gone)}; {name_ranks(came.members)} went on from step {came.step}{_describe_left_out(left_out)}"
+        f"{describe_loss(gone)}; {format_ranks(came.members)} went on from step {came.step}"
+        f"{_describe_left_out(left_out)}"
     )
     if spare:
-        text += f", and {name_ranks(spare)} {choose_are(spare)} not needed, because so many cannot train alike"
+        text += f", and {format_ranks(spare)} {conjugate_be(spare)} not needed, because so many cannot train alike"
     text += f"; progress: {heard.vote_text}"
     mark = {"members": came.members, "gone": [*gone, *left_out, *spare], "spare": spare, "step": came.step,
             "text": text, "settings": e.plain(), "voted": heard.vote_rows}  # fmt: skip
@@ -161,7 +162,7 @@ def _plan_from_pieces(
     left = recovery_sources.sort_by_need(found, at.at, heard.remaining_places)
     if e.strategy.shards and at.ways > 1:  # their layout must be known
         left = [place for place in left if place in found.steps]
-    to, places = fit_survivors(e, left, who.run.require_trainable)
+    to, places = choose_survivors(e, left, who.run.require_trainable)
     new = {place: number for number, place in enumerate(places)}
     groups = [tuple(place for place in group if place in new) for group in found.sources]
     sources = tuple(tuple(new[place] for place in group) for group in groups
@@ -185,7 +186,7 @@ def _plan_from_pieces(
 
 
 def _plan_from_checkpoint(who: RemainingRank, heard: Quorum, e: Experiment, step: int) -> NextGeneration:
-    to, places = fit_survivors(e, heard.remaining_places, who.run.require_trainable)
+    to, places = choose_survivors(e, heard.remaining_places, who.run.require_trainable)
     everyone = tuple(range(len(places)))
     came = Membership(
         _list_members(heard, places),
@@ -217,9 +218,9 @@ def _make_generation(
     came, to, e = how
     spare = [heard.by_place[place].member for place in heard.remaining_places if place not in came.places]
     gone, left_out = who.find_missing((*came.members, *spare))
-    text = f"{describe_loss(gone)}; {name_ranks(came.members)} {how_text}{_describe_left_out(left_out)}"
+    text = f"{describe_loss(gone)}; {format_ranks(came.members)} {how_text}{_describe_left_out(left_out)}"
     if spare:
-        text += f", and {name_ranks(spare)} {choose_are(spare)} not needed, because so many cannot train alike"
+        text += f", and {format_ranks(spare)} {conjugate_be(spare)} not needed, because so many cannot train alike"
     if to.partition != e.partition:
         ranks = f"{to.partition.size} rank{'s' * (to.partition.size > 1)}"
         text += f"; a replica now takes {ranks}, partition={type(to.partition).__name__}"
@@ -244,11 +245,11 @@ def _make_generation(
 
 
 def _describe_left_out(left_out: list[int]) -> str:
-    return f", and joining {name_ranks(left_out)} {choose_are(left_out)} left out" if left_out else ""
+    return f", and joining {format_ranks(left_out)} {conjugate_be(left_out)} left out" if left_out else ""
 
 
 def _mark_unread(who: RemainingRank, gone: list[int], first: RankReport) -> None:
     run = who.run
     if gone and run.learner.indexed and not has_common_step(run.experiment) and who.member == first.member:
-        why = f"how much {name_ranks(gone)} had read is unknown, because ranks do not train in lockstep"
+        why = f"how much {format_ranks(gone)} had read is unknown, because ranks do not train in lockstep"
         who.mark("data", describe_repeats(why))

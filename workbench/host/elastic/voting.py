@@ -100,7 +100,7 @@ class Quorum(NamedTuple):
     def vote_text(self) -> str:
         """The ranks by their next step, the furthest first."""
         steps = sorted({step for _, step in self.vote_rows}, reverse=True)
-        who = [name_ranks([member for member, at in self.vote_rows if at == step]) for step in steps]
+        who = [format_ranks([member for member, at in self.vote_rows if at == step]) for step in steps]
         return ", ".join(f"{one} before step {step}" for one, step in zip(who, steps, strict=True))
 
     def make_membership(self, places: tuple[int, ...]) -> Membership:
@@ -151,16 +151,16 @@ class NextGeneration(NamedTuple):
     used: int
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Returns `rank 2` or `ranks 0, 1, 3`."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def choose_are(ranks: Sequence[int]) -> str:
+def conjugate_be(ranks: Sequence[int]) -> str:
     """Returns `is` or `are`."""
     return "are" if len(ranks) > 1 else "is"
 
 
 def describe_loss(gone: Sequence[int]) -> str:
     """Describes a loss of ranks, or of a connection if none is `gone`."""
-    return f"{name_ranks(gone)} {choose_are(gone)} lost" if gone else "a connection between ranks was lost"
+    return f"{format_ranks(gone)} {conjugate_be(gone)} lost" if gone else "a connection between ranks was lost"

@@ -27,12 +27,13 @@ def explain_deadlock(world: Any) -> str:
             gone = [r for r, fiber in zip(ranks, meeting.fibers, strict=True) if fiber is None]
             where = f"(step {next(filter(None, meeting.fibers)).step}, lane {lane.strip()!r})"
             lines.append(
-                f"  {_name_ranks(here)} {_choose_wait(here)} in {meeting.name} {where} for {_name_ranks(gone)}"
+                f"  {_format_ranks(here)} {_conjugate_wait(here)} in {meeting.name} {where} for {_format_ranks(gone)}"
             )
     for (what, group), come in world._gathered.items():
         gone = [r for r in world.list_simulated_ranks(group) if r not in come]
         lines.append(
-            f"  {_name_ranks(sorted(come))} {_choose_wait(list(come))} to {what} together with {_name_ranks(gone)}"
+            f"  {_format_ranks(sorted(come))} {_conjugate_wait(list(come))} to {what} "
+            f"together with {_format_ranks(gone)}"
         )
     for (rank, kind), waiting in world.mail.waiting.items():
         for wait in waiting:
@@ -54,7 +55,7 @@ def _describe_others(world: Any) -> list[str]:
             begun = "" if on.lane is None or on.lane.busy is on else ", which has not begun"
             where = f"wait in step {session.rank.step} for their child {on.name!r}{begun}"
             found.setdefault(where, []).append(session.rank.id)
-    return [f"  {_name_ranks(ranks)}: {what}" for what, ranks in found.items()]
+    return [f"  {_format_ranks(ranks)}: {what}" for what, ranks in found.items()]
 
 
 def explain_standstill(world: Any) -> str:
@@ -93,11 +94,11 @@ def _name_op(op: Op) -> str:
     return next((repr(x) for x in reversed(op.args) if isinstance(x, str) and x), "")
 
 
-def _choose_wait(ranks: list[int]) -> str:
+def _conjugate_wait(ranks: list[int]) -> str:
     return "waits" if len(ranks) == 1 else "wait"
 
 
-def _name_ranks(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     if not ranks:
         return "nobody"
     some = ", ".join(map(str, ranks[:MAX_LISTED_RANKS])) + (

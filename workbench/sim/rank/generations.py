@@ -17,7 +17,7 @@ from workbench.host.core.planned_event import Planned
 from workbench.host.elastic.leaving import explain_refusal
 from workbench.host.elastic.reentry import Membership
 from workbench.host.elastic.shrink_plan import RemainingRank, mark_end_reason, plan_shrink
-from workbench.host.elastic.voting import NextGeneration, Quorum, choose_are, name_ranks
+from workbench.host.elastic.voting import NextGeneration, Quorum, conjugate_be, format_ranks
 from workbench.record import checkpoints
 from workbench.settings import Change, KnobError
 from workbench.sim.clock.world import TimedCall, VirtualWorld
@@ -150,7 +150,9 @@ class Generations:
         for session in self.world.sessions:
             session.leave_generation([])
         came = Membership((*self.world.members, *new), stay, stay, stay, first.rank.step)
-        text = f"{name_ranks(new)} {choose_are(new)} added; {name_ranks(came.members)} train from step {came.step}"
+        text = (
+            f"{format_ranks(new)} {conjugate_be(new)} added; {format_ranks(came.members)} train from step {came.step}"
+        )
         mark = {"members": came.members, "gone": [], "spare": [], "new": new, "step": came.step, "text": text,
                 "settings": e.plain()}  # fmt: skip
         return NextGeneration(came, e, first.queue.obeyed, {}, False, 0, [], [], mark, used)

@@ -11,7 +11,7 @@ from workbench.host.core.data_positions import count_used_up
 from workbench.host.core.planned_event import PlannedEvent
 from workbench.host.elastic.reentry import resize_experiment
 from workbench.host.elastic.resizing import gather_state
-from workbench.host.elastic.voting import name_ranks
+from workbench.host.elastic.voting import format_ranks
 from workbench.rank import Op
 from workbench.settings import Json, KnobError
 from workbench.sim.rank.changes import Reconfigurable
@@ -34,7 +34,7 @@ async def end_generation(run: Reconfigurable, join: JoinEvent) -> None:
     except KnobError as error:
         if run.rank.id == 0:
             said: dict[str, Json] = {"path": "ranks", "value": len(here) + len(join.new)}
-            run.mark("refused", said | {"reason": f"{name_ranks(join.new)} cannot come: {error}"})
+            run.mark("refused", said | {"reason": f"{format_ranks(join.new)} cannot come: {error}"})
         return
     with run.guard_step(True):
         if run.rollback is not None:
