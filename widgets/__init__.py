@@ -1,6 +1,6 @@
 """The dashboard of a Lab or a Run, in a notebook.
 
-Knows labs, runs, analyses and knobs; never the engine, the cluster, a strategy or torch.
+Imports labs, runs, analyses and knobs. Never imports the engine, the cluster, a strategy or torch.
 """
 
 from widgets.charts.board import Board as Board

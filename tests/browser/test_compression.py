@@ -31,7 +31,7 @@ def test_the_panels_appear_with_the_first_compression_and_follow_it(browser: Any
     bridge = Bridge(browser, tmp_path, live)
     bridge.drawn("timeline", "loss")
     text, chart = (bridge.page.locator(f"[data-view={name}]") for name in ("pays", "compression"))
-    assert "Nothing is compressed" in text.inner_text() and not chart.is_visible()
+    assert "Compression is off" in text.inner_text() and not chart.is_visible()
     part(author.run, 99.0, live, dense - 1e-6)
     bridge.drawn("compression")
     bridge.until(lambda: bridge.fact("compression", "points") == [40, 8, 8, 8])

@@ -60,5 +60,5 @@ def test_a_pages_address_contains_its_moment_and_opens_there(browser: Any, tmp_p
     other.wait_for_selector("[data-view=loss][data-draws]")
     other.wait_for_function(f"({LONGEST})() === 120", timeout=20_000)
     assert "step 120 of 199" in other.inner_text(".wb-player")
-    page.get_by_role("button", name="Whole run").click()
+    page.get_by_role("button", name="Show whole run").click()
     assert page.url.endswith("/run.html")

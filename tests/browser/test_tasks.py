@@ -217,11 +217,11 @@ def riddle_is_kept(sheet: Sheet, w: Watched) -> None:
     """The dashboard above follows the riddle's run and shows neither the slow rank nor the fault."""
     sheet.run("riddle = Riddle(")
     scrolled(sheet, "top")
-    sheet.page.locator("[data-view=straggler]", has_text="A riddle is on").first.wait_for(timeout=120_000)
+    sheet.page.locator("[data-view=straggler]", has_text="A riddle is running").first.wait_for(timeout=120_000)
     sheet.state("running", 120)
     sheet.past(25, 180)
     charts = sheet.page.locator(".twb-dashboard .wb-board").first.inner_text()  # the lab also has a list of changes
-    assert "A riddle is on" in charts and "is the cause" not in charts and "Slow" not in charts
+    assert "A riddle is running" in charts and "is the cause" not in charts and "Slow" not in charts
     assert sheet.page.locator(".twb-row[data-path='fabric.faults.0']").count() == 0
     sheet.shot("lesson-riddle")
     scrolled(sheet, "bottom")

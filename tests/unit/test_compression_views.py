@@ -31,9 +31,9 @@ def points(run: Run, view: View | None = None) -> list[list[float]]:
 def test_without_compression_the_panel_reports_that_and_the_chart_is_absent() -> None:
     author = Author(DENSE)
     author.steps(20, WHOLE)
-    assert "Nothing is compressed" in said(author.run) and "Choose a compressor" in said(author.run)
+    assert "Compression is off" in said(author.run) and "Choose a compressor" in said(author.run)
     assert Compressed.quiet and points(author.run) == [[], [], [], []]
-    assert "Nothing is compressed" in said(Run({}, live=True))
+    assert "Compression is off" in said(Run({}, live=True))
 
 
 def test_without_measuring_the_panel_explains_how_to_enable_it() -> None:
@@ -47,18 +47,26 @@ def test_without_measuring_the_panel_explains_how_to_enable_it() -> None:
 
 def test_the_panel_explains_one_rank_and_too_few_steps() -> None:
     fresh = Author(TOPK)
-    assert "The run has too few steps with TopK(density=0.01) to say what it saves and costs" in said(fresh.run)
+    assert "The run has too few steps with TopK(density=0.01) to measure its savings and costs" in said(fresh.run)
     fresh.run.live = True
-    assert "What TopK(density=0.01) saves and costs is said here after a few steps" in said(fresh.run)
+    assert "The savings and costs of TopK(density=0.01) appear here after a few steps" in said(fresh.run)
     fresh.run.settings["ranks"] = 1
-    assert "One rank has nobody to send to" in said(fresh.run)
+    assert "A single rank sends nothing" in said(fresh.run)
 
 
 def test_the_panel_shows_the_numbers_of_the_analysis() -> None:
     html = said(compressed(SLOW))
     assert '<p class="wb-verdict wb-found">TopK(density=0.01) takes 40 ms per step' in html
     assert "on this link Dense would be faster" in html
-    cells = "100 &times;", "0.5", "0.8", "2", "40 ms", "10 ms of it beside computing", "with Dense 6 ms (predicted)"
+    cells = (
+        "100 &times;",
+        "0.5",
+        "0.8",
+        "2",
+        "40 ms",
+        "10 ms of it overlapped with compute",
+        "with Dense 6 ms (predicted)",
+    )
     for cell in cells:
         assert f"<td>{cell}</td>" in html, cell
     assert "median of 8 measurements" in html and "steps 2-39" in html
@@ -100,7 +108,7 @@ def test_the_chart_starts_with_the_first_compression_and_continues_without() -> 
     patch = Compressed().update(author.run)
     assert patch.append[0]["x"].tolist() == list(range(10, 25))
     assert patch.append[0]["y"].tolist() == [100.0] * 10 + [1.0] * 5
-    assert "Nothing is compressed" in said(author.run)
+    assert "Compression is off" in said(author.run)
 
 
 def test_a_live_panel_updates_at_its_own_pace_without_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +140,7 @@ def test_the_timeline_draws_measuring_under_its_own_name() -> None:
     boxes = Timeline().update(author.run).replace[number]
     assert set(boxes["step"]) == {5} and len(boxes["x0"]) == 4
     np.testing.assert_allclose(boxes["x1"] - boxes["x0"], 6e-3)
-    assert KINDS[number].legend == "sent to evaluate, or to measure compression"
+    assert KINDS[number].legend == "sent to evaluate or to measure compression"
 
 
 def test_the_page_receives_the_list_of_quiet_panels() -> None:

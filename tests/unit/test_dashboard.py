@@ -189,7 +189,7 @@ def test_an_error_names_rank_step_and_operation_and_folds_identical_ones() -> No
 
 def test_a_nan_loss_is_reported_while_the_run_is_paused() -> None:
     run = noted(Run({}, live=True), (3, 12, "nan", {"loss": "nan"}), (0, 13, "state", {"state": "paused"}))
-    assert "Rank 3's loss is no longer a number, first at step 12" in describe_trouble(run)["title"]
+    assert "Rank 3's loss became NaN or infinite at step 12" in describe_trouble(run)["title"]
     assert describe_trouble(noted(run, (0, 14, "state", {"state": "running"}))) == {}
 
 
@@ -198,11 +198,11 @@ def test_the_first_cause_since_the_last_resume_explains_a_pause() -> None:
     run = noted(Run({}, live=True), (3, 1, "nan", {"loss": "nan"}), (0, 2, "state", {"state": "running"}),
                 (0, 5, "nan", {"loss": "", "skipped": True}), (2, 9, "nan", layer), (1, 10, "nan", {"loss": "nan"}),
                 (0, 10, "state", {"state": "paused"}))  # fmt: skip
-    title = "Rank 2's loss is no longer a number, first at step 9, in layer 'b' (the first whose output is not finite)"
+    title = "Rank 2's loss became NaN or infinite at step 9, in layer 'b' (the first whose output is not finite)"
     assert describe_trouble(run)["title"] == f"{title}; the run is paused."
     away = noted(Run({}, live=True), (1, 7, "diverged", {"loss": "500", "best": "1.5"}),
                  (0, 8, "state", {"state": "paused"}))  # fmt: skip
-    assert "Rank 1's loss has run away, first at step 7: the loss is 500, after 1.5" in describe_trouble(away)["title"]
+    assert "Rank 1's loss diverged at step 7: the loss is 500, after 1.5" in describe_trouble(away)["title"]
 
 
 def test_copy_as_python_sends_code_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:

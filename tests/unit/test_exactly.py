@@ -125,5 +125,5 @@ def test_a_path_is_marked_on_the_timeline_except_in_a_riddle() -> None:
     steps = sorted(set(boxes[last]["step"].tolist()))
     assert boxes[last]["x0"].tolist() == [p.begin for p in critical_path(run.timeline, steps[0], steps[-1] + 1)]
     assert set(boxes[last]["rank"].tolist()) <= set(range(4))
-    run.secret = "A riddle is on."
+    run.secret = "A riddle is running."
     assert not len(timeline().update(run).replace[last]["x0"])

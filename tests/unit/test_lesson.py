@@ -228,7 +228,7 @@ def test_a_riddle_may_ask_for_the_phase() -> None:
     asked = Riddle(StillLab(), recipe("one_slow_rank").set("pace", 150), seed=1, asks="phase")
     assert asked.check(rank=asked._rank) == "Write down your answers first: rank=..., phase='forward' or 'backward'."
     (other,) = {"forward", "backward"} - {asked._phase}
-    assert f"its {other} lasts as long as that of the others" in asked.check(asked._rank, phase=other)
+    assert f"its {other} takes as long as on the other ranks" in asked.check(asked._rank, phase=other)
     assert "a victim" in asked.check((asked._rank + 1) % 4, phase=asked._phase) and asked.run.secret
     assert asked.check(asked._rank, phase=asked._phase).startswith("Right, on both counts") and not asked.run.secret
 

@@ -286,7 +286,7 @@ def test_a_failing_view_reports_it_once_and_other_views_continue() -> None:
     feed = Feed(run, (Broken, type(view("loss"))))
     content, _ = feed.make_opening()
     assert "loss" in content["views"] and content["trouble"] == (
-        "Broken could not be brought up to date: ZeroDivisionError: no luck"
+        "Broken could not be updated: ZeroDivisionError: no luck"
     )
     assert feed.make_news() is None
 

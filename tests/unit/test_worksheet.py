@@ -128,7 +128,7 @@ def test_a_goal_is_judged_by_training_with_the_answer() -> None:
     assert wild.check({"optimizer": "SGD", "momentum": 0.9, "lr": 100}).startswith("Not yet: it diverges")
     assert goal.check({}).startswith("Not yet: 100 % of the start's bytes per step"), "the start itself"
     said = goal.check({"strategy": "LocalSGD", "every": 4})
-    assert said.startswith("Found: 25 % of the start's bytes per step (at most 30 % of it are asked), "), said
+    assert said.startswith("Found: 25 % of the start's bytes per step (limit 30 %), "), said
     less, was = goal.runs[-1].summary(), goal.base.summary()
     assert f"{less['held_out'] / was['held_out']:.3f} times its held-out loss" in said
     assert "4 tries" in repr(worksheet("05"))

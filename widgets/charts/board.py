@@ -3,9 +3,9 @@
     board = Board(run)                 # or Board() and board.show(run) later
     refresh = RefreshTimer(board); refresh.start()
 
-A page sends "hello" when it shows the board and acknowledges each drawn message. Sending needs a page, and stops at one
-unacknowledged message, so a slow browser has no backlog. After "hello" (also after a reload), the page gets the run
-from its first step. A page without plotly.js requests it once.
+A page sends "hello" when it shows the board. It acknowledges each drawn message. The board sends only to pages, and
+waits for the acknowledgement, so a slow browser has no backlog. After "hello", also after a reload, the page gets the
+run from its first step. A page without plotly.js requests it once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAGE_CSS = read_static("board.css")
 
 @cache
 def plotly_js() -> bytes:
-    """plotly's own plotly.js, gzip-compressed."""
+    """Returns plotly's own plotly.js, gzip-compressed."""
     source = importlib.resources.files("plotly").joinpath("package_data/plotly.min.js")
     return gzip.compress(source.read_bytes(), 6)
 
@@ -79,7 +79,7 @@ class Board(anywidget.AnyWidget):
         return self._run
 
     def show(self, run: Any) -> None:
-        """Shows another run. With None, the pages keep the present charts."""
+        """Shows another run. None keeps the present charts."""
         with self._lock:
             if run is self._run:
                 return
@@ -154,7 +154,7 @@ class Board(anywidget.AnyWidget):
         with self._lock:
             self._pages[page] = self._heard = time.monotonic()
             if said.get("kind") in ("hello", "here"):
-                self.send({"kind": "alive"})  # else the page would assume that the kernel is gone
+                self.send({"kind": "alive"})  # else the page assumes that the kernel is gone
             match said.get("kind"):
                 case "hello":
                     self._feed = None

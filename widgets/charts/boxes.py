@@ -1,6 +1,6 @@
 """Converts spans to boxes on the timeline.
 
-All boxes of a kind form one outline with gaps (one plotly trace), so 1,000 boxes cost little more than one. A
+All boxes of a kind form one outline with gaps, a single plotly trace. So 1,000 boxes cost little more than one. A
 collective becomes 2 boxes: the wait for the last rank, then the transfer.
 """
 
@@ -35,7 +35,7 @@ class BoxKind(NamedTuple):
     edge: str = theme.PAPER  # of a solid box; darker than a light fill, to be visible on white
 
     def make_trace(self) -> go.Scatter:
-        """An empty trace. The page outlines its boxes (`meta.lane`)."""
+        """Returns an empty trace. The page outlines its boxes (`meta.lane`)."""
         pattern = {"shape": self.pattern, "fgcolor": self.fill, "bgcolor": "rgba(0,0,0,0)", "size": 6, "solidity": 0.45}
         return go.Scatter(
             x=[], y=[], mode="lines", fill="toself", fillcolor=self.fill, fillpattern=pattern if self.pattern else None,
@@ -56,8 +56,8 @@ KINDS = (
     BoxKind("transfer", "transferring", 0.0, 0.30, theme.ORANGE, text="#000000", edge=BROWN),
     BoxKind("odd", "transferring, odd bucket", 0.0, 0.30, "#F6D48A", text="#000000", listed=False, edge=BROWN),
     BoxKind("codec", "compressing", 0.0, 0.30, theme.GREEN, "."),
-    BoxKind("preparing", "adding and copying what is exchanged", 0.0, 0.30, theme.GREEN, "-"),
-    BoxKind("measuring", "sent to evaluate, or to measure compression", 0.0, 0.30, BROWN, "x"),
+    BoxKind("preparing", "adding and copying before an exchange", 0.0, 0.30, theme.GREEN, "-"),
+    BoxKind("measuring", "sent to evaluate or to measure compression", 0.0, 0.30, BROWN, "x"),
     BoxKind("port", "port busy", 0.34, 0.42, theme.PURPLE),
     BoxKind("offload", "to or from host or disk", 0.42, 0.50, BROWN, "/"),
     BoxKind("stepped", "update on the host", 0.42, 0.50, theme.GREEN),
@@ -88,7 +88,7 @@ def boxes_of(
 
     index: (n,) each row's number in the table of spans
     last_arrival: (n,) when the last rank arrived at the row's collective; NaN for other rows
-    dense: (n,) mask: steps without compression, where lane "codec" is none
+    dense: (n,) mask of steps without compression; their lane "codec" shows preparation
     """
     kinds, names = _find_kinds(rows), _NameTable(rows)
     if dense is not None:
@@ -131,7 +131,7 @@ def _make_columns(rows: Rows, index: np.ndarray, at: np.ndarray, x0: np.ndarray,
 
 
 def _find_kinds(rows: Rows) -> np.ndarray:
-    """The number of each row's kind; -1: not drawn."""
+    """Returns the number of each row's kind; -1: not drawn."""
     out = np.full(len(rows), -1)
     for lane, key in _LANES.items():
         out[rows.equal("lane", lane)] = _NUMBER[key]

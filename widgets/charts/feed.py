@@ -22,7 +22,7 @@ class Feed:
 
     def __init__(self, run: Any, kinds: tuple[type[View], ...] | None = None, setter: Setter | None = None) -> None:
         self.run = run
-        self._plays = kinds is None  # a board of selected charts does not
+        self._plays = kinds is None  # a board of selected charts has no player
         self.key = uuid.uuid4().hex  # pages with another key must send "hello"
         self._setter = setter
         self.views = [self._make_view(kind) for kind in (all_views().values() if kinds is None else kinds)]
@@ -37,11 +37,11 @@ class Feed:
         return {**content, "kind": "open", "run": self.key, "specs": specs, "film": self._make_film()}, buffers
 
     def _make_film(self) -> dict[str, Any] | None:
-        """Returns the data to play the run. None for a live run, or to keep a riddle's secret."""
+        """Returns the data to play the run. None for a live run, and during a riddle."""
         try:
             return None if self.run.secret or not self._plays else make_film(self.run)
         except Exception as error:  # such a record can still be shown
-            self.troubles.append(f"The run cannot be played: {said(error)}")
+            self.troubles.append(f"The player is unavailable: {said(error)}")
             return None
 
     def make_news(self) -> Message | None:
@@ -69,7 +69,7 @@ class Feed:
                 ):
                     patches[view.name] = patch
             except Exception as error:
-                text = f"{view.title} could not be brought up to date: {said(error)}"
+                text = f"{view.title} could not be updated: {said(error)}"
                 if text not in self.troubles:
                     self.troubles.append(text)
                     trouble.append(text)
@@ -87,7 +87,7 @@ class Feed:
         return Patch() if said == self.run.secret else Patch(html=f'<p class="wb-empty">{escape(self.run.secret)}</p>')
 
     def _restore_view(self, view: View) -> View:
-        """Returns the view, created again if it was muted, to send all its rows."""
+        """Returns the view. Makes a muted one again, so that it sends all its rows."""
         if self._hushed.pop(view.name, None) is None:
             return view
         at = self.views.index(view)

@@ -60,7 +60,7 @@ def list_settings(run: Any) -> list[list[Any]]:
 
 
 def _list_knobs(settings: dict[str, Any]) -> dict[str, Any]:
-    """Lists the fabric's knobs singly, because the whole is too wide for a phone."""
+    """Lists the fabric's knobs one by one, because the whole is too wide for a phone."""
     out = {name: value for name, value in settings.items() if name != "fabric"}
     for name, value in _read_knobs(settings.get("fabric")).items():
         link = {f"link.{inner}": v for inner, v in _read_knobs(value).items()} if name == "link" else {}
@@ -69,6 +69,5 @@ def _list_knobs(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_knobs(plain: Any) -> dict[str, Any]:
-    """Returns the knobs of {name: knobs}, else {}."""
     (knobs,) = plain.values() if isinstance(plain, dict) and len(plain) == 1 else ({},)
     return knobs if isinstance(knobs, dict) else {}

@@ -35,13 +35,13 @@ def all_marks(run: Any) -> list[ChangeMark]:
 
 
 def describe_event(name: str, detail: dict[str, Any]) -> str:
-    """Describes an event of ranks in a few characters, or "" if charts do not show it.
+    """Describes an event of ranks in a few characters; "" if charts do not show it.
 
-    >>> describe_event("hang", {"ranks": [2], "text": "rank 2 has said nothing for 12 s"})
+    >>> describe_event("hang", {"ranks": [2], "text": "rank 2 is silent for 12 s"})
     'rank 2 hangs'
     >>> describe_event("members", {"members": [0, 1, 3], "gone": [2]})
     'without rank 2'
-    >>> describe_event("preempted", {"ranks": [2], "text": "rank 2 is preempted: it leaves after the step in hand"})
+    >>> describe_event("preempted", {"ranks": [2], "text": "rank 2 is preempted: it leaves after this step"})
     'rank 2 is preempted'
     """
     match name:
@@ -66,7 +66,7 @@ def _name_ranks(ranks: list[int]) -> str:
 
 
 def label_change(detail: dict[str, Any]) -> str:
-    """Describes a change, and its policy if any, in a few characters.
+    """Describes a change, and its policy if it has one, in a few characters.
 
     >>> label_change({"path": "strategy", "value": {"LocalSGD": {"every": 8}}})
     'LocalSGD(every=8)'

@@ -26,7 +26,7 @@ WIDTH = 10.0  # inches
 DPI = (100, 72, 50, 36)  # the first that gives a small file
 MAX_BYTES = 300_000  # bytes
 MAX_LISTED_CHANGES = 12  # changes listed below the charts
-MAX_RANKS = 32  # ranks; more would be illegible and take a minute
+MAX_RANKS = 32  # more would be illegible and take a minute
 NUMBER_SHARE = 0.06  # share of an axis that a number takes
 _one = threading.Lock()  # matplotlib's text rendering is not thread-safe
 
@@ -46,7 +46,7 @@ def draw_png(run: Any) -> bytes:
 def describe_picture(run: Any) -> str:
     """Describes the picture for readers who cannot see it."""
     changes = "; ".join(_name_mark(mark) for mark in change_marks(run)[-MAX_LISTED_CHANGES:])
-    shown = "its last steps on each rank, its loss, where its time goes, its bytes per step"
+    shown = "its last steps on each rank, its loss, the parts of a step, its bytes per step"
     return f"{_make_title(run)}. Charts: {shown}. Changes: {changes or 'none'}."
 
 
@@ -73,7 +73,7 @@ def paint_run(run: Any) -> Figure:
 
 
 def _draw_row(place: Any, run: Any, marks: list[ChangeMark], views: list[tuple[View, tuple[str, ...]]]) -> None:
-    """A view's panels share the y axis."""
+    """Draws views next to each other. A view's panels share the y axis."""
     parts = place.subfigures(1, len(views)) if len(views) > 1 else [place]
     for part, (view, panels) in zip(parts, views, strict=True):
         view.most = MAX_RANKS
@@ -93,7 +93,6 @@ def _draw_row(place: Any, run: Any, marks: list[ChangeMark], views: list[tuple[V
 
 
 def _draw_marks(axes: Axes, marks: list[ChangeMark], column: str | None) -> None:
-    """Overlapping numbers become a range."""
     if column is None:
         return
     low, high = sorted(axes.get_xlim())
@@ -118,7 +117,7 @@ def _make_title(run: Any) -> str:
     ranks, steps = ranks_of(run), last_steps(run.timeline)[1]
     there = ranks // stands_for(run.timeline)
     some = f" (the charts show ranks 0 to {MAX_RANKS - 1})" if there > MAX_RANKS else ""
-    some = f" (of which {there} stand{'s' * (there == 1)} for all)" if there < ranks else some
+    some = f" ({there} stand{'s' * (there == 1)} for all)" if there < ranks else some
     return f"Run {run.name}: {ranks} rank{'s' * (ranks != 1)}{some}, {steps} steps, began with {began}, {run.state}"
 
 

@@ -11,7 +11,7 @@ from workbench.settings.describe_error import said
 
 
 class RefreshTimer:
-    """Ticks a board at most `hz` times a second on its own thread, while a page shows it.
+    """Ticks a board on its own thread at most `hz` times a second while a page shows it.
 
     also: functions to call as often; they may only set widget traits
     """
@@ -58,7 +58,7 @@ class RefreshTimer:
                     call()
             return self.board.send_news()
         except Exception as error:
-            text = f"The charts could not be brought up to date: {said(error)}"
+            text = f"The charts could not be updated: {said(error)}"
             if text not in self.errors and len(self.errors) < 10:
                 self.errors.append(text)
                 self.board.report_trouble(text)

@@ -1,7 +1,7 @@
 """Colours, hatches and plain layouts of all charts.
 
-INK, MUTED, FAINT, GRID and PAPER are valid colours that the page, light or dark, replaces. Other colours are Okabe and
-Ito's palette. Colour is never the only difference between 2 categories.
+INK, MUTED, FAINT, GRID and PAPER are colours that the page replaces, light or dark. Other colours are Okabe and Ito's
+palette. Colour is never the only difference between 2 categories.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", 
 
 
 def rank_line(rank: int, width: float = 1.5) -> dict[str, Any]:
-    """A rank's line. Colour and dash together are unique up to 64 ranks."""
+    """Returns a rank's line. Colour and dash together are unique up to 64 ranks."""
     n = len(_RANK_COLOURS)
     return {"color": _RANK_COLOURS[rank % n], "dash": _DASHES[(rank + rank // n) % n], "width": width}
 
 
 def rank_symbol(rank: int) -> str:
-    """A rank's marker."""
+    """Returns a rank's marker."""
     return _SYMBOLS[rank % len(_SYMBOLS)]
 
 
 def make_layout(height: int, **more: Any) -> go.Layout:
-    """A plain layout with 14 px text, without template, title or legend."""
+    """Returns a plain layout with 14 px text, without template, title or legend."""
     base: dict[str, Any] = {
         "template": go.layout.Template(),
         "height": height,
@@ -49,7 +49,7 @@ def make_layout(height: int, **more: Any) -> go.Layout:
 
 
 def make_axis(title: str, **more: Any) -> dict[str, Any]:
-    """An axis. title: with its unit"""
+    """Returns an axis. title: includes the unit"""
     base: dict[str, Any] = {
         "title": {"text": title, "standoff": 8, "font": {"size": TEXT_SIZE}},
         "tickfont": {"size": TEXT_SIZE},

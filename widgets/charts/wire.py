@@ -1,7 +1,7 @@
 """Packs patches into a JSON header and one binary buffer, for `unpack` in chart.js.
 
-Numbers are float32 or small unsigned integers relative to a base, for the microseconds of late times: [offset, count,
-type, base].
+Numbers are float32 or small unsigned integers relative to a base: [offset, count, type, base]. The base keeps the
+microseconds of late times.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from workbench.analysis.steps.words import format_seconds
 from workbench.settings import KnobError
 
 UNLIMITED = 5.0  # slider's upper end, log10 of Mbit/s: no limit
-WIDE, HIGH, LEFT, LOW = 520, 190, 64, 34  # of the curve, and its margins
+WIDE, HIGH, LEFT, LOW = 520, 190, 64, 34  # size and margins of the curve
 
 
 def describe_result(found: Any, settings: dict[str, Any], network: str = "") -> str:
@@ -27,9 +27,9 @@ def describe_result(found: Any, settings: dict[str, Any], network: str = "") -> 
     rest = "".join(f", {path.rsplit('.', 1)[-1]} {value}" for path, value in settings.items()
                    if path not in ("ranks", "link.bandwidth", "link.latency"))  # fmt: skip
     return (
-        f"<p>A step as it is: <b>{format_seconds(found.measured)}</b> measured, "
+        f"<p>The present step: <b>{format_seconds(found.measured)}</b> measured, "
         f"<b>{format_seconds(found.same)}</b> simulated ({off}).<br>"
-        f"What if {ranks}, {escape(link)}{latency}{escape(rest)}: "
+        f"With {ranks}, {escape(link)}{latency}{escape(rest)}: "
         f"<b>{format_seconds(found.other)}</b> per step, "
         f"{much}; {found.sent / 1e6:.3g} MB sent per step and rank. Its timeline:</p>"
     )
@@ -52,7 +52,7 @@ def slider_position(bandwidth: float) -> float:
 
 def describe_bandwidth(bandwidth: float) -> str:
     """Returns a bandwidth in words."""
-    return f"{bandwidth:g} Mbit/s" if bandwidth else "unlimited: as fast as this machine goes"
+    return f"{bandwidth:g} Mbit/s" if bandwidth else "unlimited: this machine's own speed"
 
 
 def parse_settings(text: str) -> dict[str, Any]:

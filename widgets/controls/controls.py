@@ -1,11 +1,11 @@
 """Shows the knobs of a lab's experiment as inputs on the page.
 
-Requests go to `lab.set`, and a refusal appears next to its control.
+A control calls `lab.set`. A refusal appears next to its control.
 
-[Note: When a model is asked] A model can make a setting impossible, such as a partition that cannot cut it. A call of
-the task's own function for the model's sizes shows this. It may draw random numbers; the generators' state is restored.
-So the call happens on the kernel's main thread when no other code draws: in answer to a page, or at the end of a cell.
-It also waits for the first rows, because the simulator takes a second to import.
+[Note: When a model is asked] A model can make a setting impossible, such as a partition that cannot cut it. To find
+out, the controls call the task's own function for the model's sizes. It may draw random numbers, so the call restores
+the generators' state. The call happens on the kernel's main thread, in answer to a page or at the end of a cell, when
+no other code draws. It also waits for the first rows, because the simulator takes a second to import.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Controls(anywidget.AnyWidget):
             self._seen = seen
 
     def handle_message(self, message: dict[str, Any]) -> None:
-        """Handles a knob that a person set (`change`, `value`) or a button (`press`) on the page."""
+        """Handles a knob that a page sets (`change`, `value`) or a button that it presses (`press`)."""
         path = message.get("change") or message["press"]
         try:
             if "press" in message:
@@ -89,12 +89,12 @@ class Controls(anywidget.AnyWidget):
         self.lab.set(settings) if len(settings) > 1 else self.lab.set(path, value)
 
     def _find_check(self, task: Any) -> Callable[[Any], str] | None:
-        """Returns the model's check; None: not now. See [Note: When a model is asked]."""
+        """Returns the model's check; None if it cannot run now. See [Note: When a model is asked]."""
         now = self._seen and threading.current_thread() is threading.main_thread()
         return refused_by_model if now or outlined(task) else None
 
     def _edit_draft(self, path: str, value: Any) -> None:
-        """The next fault is no setting until it is injected."""
+        """Edits the next fault. It becomes a setting when the user injects it."""
         home, _, name = path.partition(".new")
         if name:
             self.drafts[home] = with_value(self.drafts[home], name.removeprefix("."), value)
@@ -104,7 +104,7 @@ class Controls(anywidget.AnyWidget):
 
     def _press_button(self, path: str) -> None:
         if shown_experiment(self.lab) is not self.lab.experiment:
-            raise RuntimeError("faults are hidden while a riddle is on; answer it, or riddle.give_up(), first")
+            raise RuntimeError("a riddle hides the faults; answer it or call riddle.give_up() first")
         home, _, button = path.rpartition(".")
         _, k = resolve(apply_pending(self.lab.experiment, self.lab.changes), home)
         present = list(k.default)
@@ -139,7 +139,7 @@ def apply_pending(experiment: Any, asked: Any) -> Any:
 
 
 def parse_value(message: dict[str, Any]) -> Any:
-    """Converts text to a number for numeric knobs if possible."""
+    """Converts text to a number for numeric knobs."""
     value = message["value"]
     if not message.get("number"):
         return value

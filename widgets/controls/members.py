@@ -1,4 +1,4 @@
-"""Actions on single ranks: evict one, or inject a real fault into this lab's process."""
+"""Actions on single ranks: evict one, or inject a real fault into its process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from workbench.settings import KnobError
 from workbench.settings.describe_error import said
 
 WHY = {
-    "evict": "end the engine of a rank that hangs; the others go on without it",
-    "freeze": "stop its process, as a machine does that hangs",
-    "thaw": "let a frozen process go on",
-    "preempt": "tell its process to leave, as Slurm or a spot instance does, and kill it 30 s later",
-    "kill": "end its process, as a crash does; the others do as on_death says",
-    "profile": "record its next 5 steps operator by operator with torch.profiler, beside the run",
-    "resize": "let so many ranks train together: some are taken out, or idle engines come in",
+    "evict": "end the engine of a hanging rank; other ranks continue",
+    "freeze": "stop its process, like a machine that hangs",
+    "thaw": "continue a frozen process",
+    "preempt": "tell its process to leave, and kill it 30 s later",
+    "kill": "end its process, like a crash; other ranks follow on_death",
+    "profile": "record its next 5 steps with torch.profiler, beside the run",
+    "resize": "train with this number of ranks; idle engines join",
 }
 
 
@@ -50,7 +50,7 @@ class Members(anywidget.AnyWidget):
             self.ranks, self.most = list(self.lab.members), self.lab.ranks
 
     def handle_button(self, message: dict[str, Any]) -> None:
-        """Uses a thread, because it may take seconds."""
+        """Uses a thread, because a request may take seconds."""
         threading.Thread(target=self.execute_request, args=(message,), name="dashboard request", daemon=True).start()
 
     def execute_request(self, message: dict[str, Any]) -> None:

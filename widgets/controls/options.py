@@ -1,7 +1,7 @@
 """The options of a dropdown for a knob with a family (a strategy, a compressor, a task).
 
-An option means what its bare name means. `TopK` implies error feedback, so its text is "TopK + ErrorFeedback", and
-`TopK` alone is a second option. In a family with `kinds`, the kinds follow the starters.
+An option means what its bare name means. `TopK` implies error feedback, so its text is "TopK + ErrorFeedback". `TopK`
+alone is a second option. In a family with `kinds`, the kinds follow the starters.
 """
 
 from __future__ import annotations

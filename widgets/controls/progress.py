@@ -32,7 +32,7 @@ class RunProgress:
         self.measures = False  # whether any step was measured
 
     def follow_run(self, run: Any) -> RunProgress:
-        """Reads new rows, of another run from the first."""
+        """Reads new rows. Starts again at the first row of another run."""
         if run is not self.run:
             self.__init__()  # type: ignore[misc]
             self.run = run
@@ -92,7 +92,7 @@ def status_line(state: str, progress: RunProgress, ranks: int, detail: str = "")
             parts = [_name_end(progress.run), at, many] if progress.run else [f"ready, {many}", "press Start"]
         case "running":
             to_go = left(progress.to_go) if progress.to_go else ""
-            parts = ["running", at + of or "first step is on its way", rate, to_go, many, detail]
+            parts = ["running", at + of or "first step pending", rate, to_go, many, detail]
         case "paused":
             parts = [f"paused after {at}{of}" if at else "paused", many]
         case _:
@@ -101,7 +101,7 @@ def status_line(state: str, progress: RunProgress, ranks: int, detail: str = "")
 
 
 def list_activities(run: Any, state: str, progress: RunProgress) -> list[dict[str, Any]]:
-    """Returns long activities: name, share (negative: unknown) and both in words."""
+    """Returns long activities: name, share (negative if unknown), and both as text."""
     found = [{"what": d.what, "share": _round_share(d.share), "said": repr(d)} for d in under_way()]
     if run is not None and run.live and (kept := checkpoint_progress(run.timeline)) is not None:
         lasted = time.time() - run.epoch - kept.since
@@ -135,7 +135,7 @@ def describe_trouble(run: Any) -> dict[str, str]:
 
 
 def _describe_pause(run: Any) -> dict[str, str]:
-    """Returns the first NaN or divergence since the last resume, if it paused the run; or {}."""
+    """Returns the first NaN or divergence since the last resume if it paused the run; or {}."""
     went_on = max((t for _, t, d in run.details("state") if d.get("state") == "running"), default=-math.inf)
     marks, found = run.timeline.marks.rows(), []
     for name in NAMES:
@@ -145,16 +145,13 @@ def _describe_pause(run: Any) -> dict[str, str]:
     if not found:
         return {}
     _, rank, step, name, detail = min(found, key=lambda row: row[:3])
-    no_number = (
-        f"Rank {rank}'s loss is no longer a number, first at step {step}{describe_layer(detail)}; the run is paused."
-    )
-    away = f"Rank {rank}'s loss has run away, first at step {step}: {describe_value(name, detail)}; the run is paused."
+    no_number = f"Rank {rank}'s loss became NaN or infinite at step {step}{describe_layer(detail)}; the run is paused."
+    away = f"Rank {rank}'s loss diverged at step {step}: {describe_value(name, detail)}; the run is paused."
     title = no_number if name == "nan" else away
-    return {"title": title, "text": "Take the last change back or lower the learning rate, then resume.", "more": ""}
+    return {"title": title, "text": "Undo the last change or lower the learning rate, then resume.", "more": ""}
 
 
 def _describe_error(errors: list[tuple[int, float, dict[str, Any]]]) -> dict[str, str]:
-    """Describes the first error, with all ranks that failed alike."""
     step, _, first = errors[0]
     same = sorted({int(d.get("rank", 0)) for _, _, d in errors if d.get("text") == first.get("text")})
     who = f"rank {same[0]}" if len(same) == 1 else f"ranks {', '.join(map(str, same))}"

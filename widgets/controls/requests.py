@@ -42,7 +42,7 @@ def _make_item(change: Any) -> dict[str, str]:
     if change.refused is not None:
         state, said = "refused", f"refused: {change.refused}"
     elif change.applied_at is None:
-        state, said = "waiting", "requested, waits for the next step"
+        state, said = "waiting", "requested, pending until the next step"
     else:
         early = change.id == BEFORE
         state, said = "applied", "set before the run" if early else f"applied at step {change.applied_at}"

@@ -12,7 +12,7 @@ from widgets.controls.stops import format_number, list_stops, nearest_stop
 from workbench.settings import Knob, KnobError, knobs
 
 FIRST = ("strategy", "partition", "compressor", "bucket_mb", "fabric.link.bandwidth", "fabric.link.latency", "pace")
-PAIR = ("strategy", "partition")  # the one may refuse a value of the other
+PAIR = ("strategy", "partition")  # either may refuse a value of the other
 LATER = "can be set only before Start; stop this run first"
 
 Row = dict[str, Any]
@@ -28,7 +28,7 @@ class ControlState:
     waiting: frozenset[str] = frozenset()  # paths of requested changes, not yet applied
     errors: tuple[tuple[str, str], ...] = ()  # (path, why the request was refused)
     drafts: tuple[tuple[str, Any], ...] = ()  # (path of a tuple knob, the next member)
-    asks: Asks | None = None  # None: not now
+    asks: Asks | None = None  # None: cannot be called now
 
 
 def make_rows(experiment: Any, now: ControlState) -> list[Row]:
@@ -119,7 +119,7 @@ def at_once(whole: Any, path: str, value: Any) -> dict[str, Any]:
 
 
 def refused_anew(whole: Any, settings: dict[str, Any], asks: Asks | None) -> str:
-    """Returns the model's reason to refuse new values, if it is new, or "".
+    """Returns the model's reason to refuse the new values if it accepts the present ones, or "".
 
     Raises KnobError if the experiment itself refuses them.
     """
@@ -155,7 +155,6 @@ def _describe_allowed(k: Knob) -> str:
 
 
 def _choose_form(k: Knob) -> Row:
-    """Chooses checkbox, dropdown, slider with entry box, or the box alone."""
     if k.kind is bool:
         return {"kind": "check", "value": k.default}
     if k.choices:
@@ -170,12 +169,10 @@ def _choose_form(k: Knob) -> Row:
 
 
 def _fault_rows(whole: Any, path: str, k: Knob, now: ControlState) -> list[Row]:
-    """Returns present faults and a draft, with buttons."""
-
     def line(name: str, kind: str, doc: str, **more: Any) -> Row:
         return _button_row(f"{path}.{name}", kind, _find_group(path + ".", True), doc) | more
 
-    doc = "Takes this fault away."
+    doc = "Removes this fault."
     out = [line(str(i), "button", doc, text=describe_member(f), button="Clear") for i, f in enumerate(k.default)]
     found = list_options(cast(type, k.element), bare=True)
     draft = dict(now.drafts).get(path)
@@ -191,7 +188,6 @@ def _fault_rows(whole: Any, path: str, k: Knob, now: ControlState) -> list[Row]:
 
 
 def _button_row(path: str, kind: str, group: str, doc: str) -> Row:
-    """Returns a row that is no knob."""
     empty = {"label": "", "unit": "", "allowed": "", "why": "", "error": "", "level": 0}
     no = {"disabled": False, "waiting": False, "family": False}
     return {"path": path, "kind": kind, "group": group, "doc": doc} | empty | no

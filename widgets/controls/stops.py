@@ -1,4 +1,4 @@
-"""Stops of a slider: a short list of good values for a knob. The entry box takes any value."""
+"""Stops of a slider: good values of a knob. The entry box takes any value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from workbench.settings import Knob
 
 MAX_STOPS = 100  # stops of a linear slider, at most
 DECADES = {True: 7, False: 5}  # decades below its upper end that a scale from 0 covers, by knob.log
-MAX_SLIDER_INTEGER = 1e8  # larger integers are names (a seed) without a slider
+MAX_SLIDER_INTEGER = 1e8  # larger integers are names, such as a seed, without a slider
 
 
 def list_stops(knob: Knob) -> list[float]:
@@ -57,7 +57,7 @@ def _round_step(x: float) -> float:
 
 
 def nearest_stop(values: list[float], value: float) -> int:
-    """The index of the stop nearest to `value`, by ratio if both are positive."""
+    """Returns the index of the stop nearest to `value`, by ratio if both are positive."""
 
     def away(v: float) -> float:
         if v > 0 and value > 0:

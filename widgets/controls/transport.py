@@ -26,14 +26,14 @@ MAY = {
     "closed": (),
 }
 WHY = {
-    "start": "train the experiment that the controls show",
-    "pause": "all ranks pause after the present step",
-    "resume": "go on from here",
-    "step": "one step, then pause again; pause first",
-    "stop": "end this run at the next step, its record stays; pressed again: end it at once",
-    "checkpoint": "write down all that the ranks hold, beside the training; a run can go on from there",
+    "start": "train the experiment of the controls",
+    "pause": "pause all ranks after this step",
+    "resume": "continue from here",
+    "step": "run one step, then pause again; pause first",
+    "stop": "end this run at the next step; press again: end now",
+    "checkpoint": "save all state during training; a run can resume from it",
 }
-SHOW_ALL = ("copy", "start")  # these reveal the experiment's faults: as code, or in a run that hides nothing
+SHOW_ALL = ("copy", "start")  # these buttons would reveal a riddle's faults
 FRESH = """from workbench import Lab
 
 lab = Lab(ranks={ranks})
@@ -103,7 +103,7 @@ class Transport(anywidget.AnyWidget):
         if self.read_only:
             return
         if what in SHOW_ALL and shown_experiment(self.lab) is not self.lab.experiment:
-            self._refused = "A riddle is on: answer it, or riddle.give_up(), first."
+            self._refused = "A riddle is running: answer it or call riddle.give_up() first."
             return self.refresh()
         if what == "copy":
             self.send({"python": run_code(self.lab)})

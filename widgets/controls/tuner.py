@@ -12,8 +12,8 @@ from widgets.charts import theme
 from workbench.settings import KnobError
 
 HINT = (
-    "<b>Tune</b> tries bucket, compressor and its ratio, strategy and period while the ranks train: the simulator says "
-    "what first. What harms the loss is not used. <code>lab.tune({...})</code> tries what you say."
+    "<b>Tune</b> tries buckets, compressors, strategies and their periods during training. The simulator orders the "
+    "trials. The tuner rejects settings that harm the loss. <code>lab.tune({...})</code> tries your own settings."
 )
 BAR_WIDTH = 240  # pixels of the longest bar
 
@@ -23,9 +23,9 @@ class Tuner(ipywidgets.VBox):
 
     def __init__(self, lab: Any) -> None:
         self.lab = lab
-        self.begin = ipywidgets.Button(description="Tune", tooltip="try settings, live; the best stays")
-        self.pause = ipywidgets.Button(description="Pause", tooltip="begin no other trial; the run trains on")
-        self.stop = ipywidgets.Button(description="Stop", tooltip="end the search; the best so far stays")
+        self.begin = ipywidgets.Button(description="Tune", tooltip="try settings in the live run; keep the best")
+        self.pause = ipywidgets.Button(description="Pause", tooltip="begin no new trial; training continues")
+        self.stop = ipywidgets.Button(description="Stop", tooltip="end the search; keep the best so far")
         self.said = ipywidgets.HTML(f"<p>{HINT}</p>")
         self.rows = ipywidgets.VBox()
         self._seen: Any = None
@@ -76,7 +76,7 @@ class Tuner(ipywidgets.VBox):
         if self._failed:
             said += f'<p class="twb-error">{escape(self._failed)}</p>'
         if tuning is not None and tuning.left_out:
-            said += f"<p>Not tried: {len(tuning.left_out)} others, which the simulator says are far slower.</p>"
+            said += f"<p>Not tried: {len(tuning.left_out)} settings that the simulator finds far slower.</p>"
         self.said.value = said
         old = self.rows.children
         self.rows.children = tuple(self._make_row(n, trial, trials) for n, trial in enumerate(trials, start=1))
@@ -85,7 +85,7 @@ class Tuner(ipywidgets.VBox):
 
     def _make_row(self, number: int, trial: Any, trials: list[Any]) -> Any:
         use = ipywidgets.Button(
-            description="use this", tooltip=f"set what trial {number} tried, and end the search",
+            description="Use", tooltip=f"apply the settings of trial {number} and end the search",
             layout=ipywidgets.Layout(width="84px", flex="0 0 auto"),
             disabled=trial.seconds is None or not self.lab.live,
         )  # fmt: skip
@@ -98,7 +98,7 @@ class Tuner(ipywidgets.VBox):
 
 
 def draw_trial(number: int, trial: Any, trials: list[Any], best: bool) -> str:
-    """Returns a trial as a bar of its seconds with their interval and in words."""
+    """Returns a trial as text with a bar of its seconds and their interval."""
     longest = max((max(t.seconds or 0.0, t.predicted or 0.0) for t in trials), default=0.0) or 1.0
     setting, took, predicted, steps, loss, verdict = trial.cells
     wide = BAR_WIDTH * (trial.seconds or 0.0) / longest

@@ -31,7 +31,7 @@ from workbench.settings import members, resolve
 RANKS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096)
 SAME, OWN = "as it is", "the link below"
 CHOICES = ("strategy", "compressor", "partition")
-HINT = "Move a slider, or press <b>Simulate</b>: the simulator is calibrated from the run above, then asked."
+HINT = "Move a slider or press <b>Simulate</b>. The run above calibrates the simulator."
 WIDE = {"description_width": "130px"}
 
 
@@ -64,7 +64,7 @@ class WhatIf(ipywidgets.VBox):
         self.speed = ipywidgets.Label(layout=ipywidgets.Layout(margin="2px 2px 2px 12px"))
         self.latency = ipywidgets.FloatSlider(0.0, min=0.0, max=50.0, step=0.1, description="latency (ms)", **same)
         self.button = ipywidgets.Button(description="Simulate", tooltip="calibrate from the run and simulate")
-        self.over = ipywidgets.Button(description="Over ranks", tooltip="a curve over ranks, to 4,096")
+        self.over = ipywidgets.Button(description="Plot over ranks", tooltip="plot a step's time over ranks, to 4,096")
         self.said = ipywidgets.HTML(f"<p>{HINT}</p>")
         self.curve = ipywidgets.HTML()
         self.assumed = ipywidgets.HTML()
@@ -132,7 +132,7 @@ class WhatIf(ipywidgets.VBox):
         return found | parse_settings(self.more.value)
 
     def start_simulation(self, over: bool = False) -> None:
-        """Simulates on its own thread. Further requests cause one more, with the last values.
+        """Simulates on its own thread. Later calls cause one more simulation, with the last values.
 
         over: with the curve over ranks
         """
@@ -157,7 +157,7 @@ class WhatIf(ipywidgets.VBox):
     def _simulate_once(self) -> None:
         run = self.present()
         if run is None:
-            self.said.value = "<p>There is no run yet: press <b>Start</b>, then ask again.</p>"
+            self.said.value = "<p>There is no run yet. Press <b>Start</b>, then simulate again.</p>"
             return
         self.said.value = "<p>simulating…</p>"
         over, self._over = self._over, False
@@ -175,7 +175,7 @@ class WhatIf(ipywidgets.VBox):
             else:
                 self.curve.value = ""
         except Exception as error:
-            self.said.value = f"<p>It cannot be simulated: {escape(str(error))}</p>"
+            self.said.value = f"<p>Simulation refused: {escape(str(error))}</p>"
             return
         self._draw_board(found.run)
 

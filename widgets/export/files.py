@@ -1,4 +1,4 @@
-"""Exports the run to files, or compares it with a recorded run, on their own thread."""
+"""Exports the run to files or compares it with a recorded run, on its own thread."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class FilesPanel(ipywidgets.VBox):
         self.form = ipywidgets.Dropdown(options=list(FORMS), description="export to", style=WIDE)
         self.out = ipywidgets.Text(placeholder="file or folder; NAME-FORM if empty", description="as", style=WIDE,
                                    layout=wide)  # fmt: skip
-        self.export = ipywidgets.Button(description="Export", tooltip="writes the run where the kernel runs")
+        self.export = ipywidgets.Button(description="Export", tooltip="write the run on the kernel's machine")
         self.other = ipywidgets.Text(placeholder="a run directory, such as runs/first", description="compare with",
                                      style=WIDE, layout=wide)  # fmt: skip
-        self.compare = ipywidgets.Button(description="Compare", tooltip="overlays both runs and says what differs")
-        self.said = ipywidgets.HTML("<p>Where the kernel runs.</p>")
+        self.compare = ipywidgets.Button(description="Compare", tooltip="overlay both runs and list what differs")
+        self.said = ipywidgets.HTML("<p>Paths are on the kernel's machine.</p>")
         self.working: threading.Thread | None = None
         row = ipywidgets.Layout(flex_flow="row wrap")
         super().__init__([
@@ -56,7 +56,7 @@ class FilesPanel(ipywidgets.VBox):
             self.said.value = "<p>There is no run yet.</p>"
             return
         self.export.disabled = self.compare.disabled = True
-        self.said.value = "<p>at work…</p>"
+        self.said.value = "<p>working…</p>"
         try:
             self.said.value = f"<p>{escape(what(run))}</p>"
         except Exception as error:  # shown to the person who pressed the button
@@ -68,7 +68,6 @@ class FilesPanel(ipywidgets.VBox):
         return f"Wrote {run.export(self.form.value, self.out.value or None)}."
 
     def _compare_run(self, run: Any) -> str:
-        """Shows another run next to this one; an empty name removes it."""
         run.beside = Run.open(self.other.value) if self.other.value else None
         self._renew()
         return f"{run.beside.name} is beside this run, above." if run.beside else "No run is beside this one."

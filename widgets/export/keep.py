@@ -1,8 +1,8 @@
-"""Keeps a picture of the charts in the notebook after the run has ended.
+"""Keeps a picture of the charts in the notebook after the run ends.
 
-[Note: Two outputs] A cell with a dashboard has 2 outputs: the widget and this picture. If the widget works, look.css
-hides the output after it. Without a kernel (GitHub, nbconvert, a reopened notebook), the picture is visible. One output
-cannot hold both, because a page prefers even a dead widget.
+[Note: Two outputs] A cell with a dashboard has 2 outputs: the widget and this picture. While the widget works, look.css
+hides the picture. Without a kernel (GitHub, nbconvert, a reopened notebook), the picture is visible. One output cannot
+hold both, because a page prefers even a dead widget.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from IPython.display import display, update_display
 
 from workbench.settings.describe_error import said
 
-SOON = "A picture of the run's charts stays here once the run has ended."
+SOON = "A picture of the run's charts appears here when the run ends."
 WIDTH = 1000  # px on a page, at any resolution
 
 
 class KeptPicture:
-    """One picture per dashboard, in every cell that shows it, drawn once at a run's end.
+    """One picture per dashboard, in every cell that shows it. It is drawn once, at the run's end.
 
     run:  returns the shown run, or None
-    once: whether the run never changes, so that the picture removes the hook
+    once: whether the run never changes, so that the picture removes its hook
     """
 
     def __init__(self, run: Callable[[], Any], once: bool = False) -> None:
@@ -84,7 +84,7 @@ class KeptPicture:
 
 
 def _cell_ended(kept: ref[KeptPicture]) -> Callable[..., None]:
-    """Returns a hook for the end of a cell. The kernel holds it, so it must not hold the run."""
+    """Returns a hook for the end of a cell. It must not hold the run, because the kernel holds the hook."""
 
     def ended(_: Any = None) -> None:
         if (keep := kept()) is not None:

@@ -1,6 +1,6 @@
 """Writes a run as one page that works without a network: charts, cards and settings.
 
-The page uses the live board's JavaScript, with data from the file (replay.js). It cannot compute, so this module
+The page uses the live board's JavaScript (replay.js) with data from the file. It computes nothing, so this module
 chooses the windows of steps to select. The site's lessons also use `pack_run` and `REPLAY_JS`.
 """
 

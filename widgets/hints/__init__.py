@@ -1,4 +1,4 @@
-"""Hints to the lessons' exercises, a file for each, the vaguest first, hidden from readers of a notebook."""
+"""Hints to the lessons' exercises, the vaguest first. Each lesson has a file, so a notebook's reader sees none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 
 
 def find_hints(hints: Sequence[str] | str) -> tuple[str, ...]:
-    """Returns the hints, or those of the lesson with that number. Raises KnobError if it has none.
+    """Returns the hints, or those of the lesson with that number. Raises KnobError for an unknown number.
 
     >>> find_hints(["It is even."]), len(find_hints("05"))
     (('It is even.',), 4)

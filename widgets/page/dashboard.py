@@ -66,7 +66,6 @@ class Dashboard(ipywidgets.Box):
             shown.watchers.append(lambda: self.board.watched)
 
     def _make_handles(self, lab: Any) -> tuple[Any, ...]:
-        """Returns only status and changes for viewers."""
         bar = Transport(lab, read_only=self.read_only, dock=self.dock if has_sidecar() else None)
         if self.read_only:
             return bar, Requests(lab)
@@ -89,11 +88,11 @@ class Dashboard(ipywidgets.Box):
         self.side.open_panel(self._title, anchor)
 
     def state(self) -> dict[str, Any]:
-        """Returns the open, chosen and pinned items as JSON. See page/looks.py."""
+        """Returns the open, chosen and pinned items as JSON (page/looks.py)."""
         return looks.read_state(self)
 
     def restore(self, state: dict[str, Any] | str) -> None:
-        """Applies a `state()`, also as JSON text. Raises KnobError if it is invalid."""
+        """Applies a `state()`, also as JSON text. Raises KnobError for an invalid one."""
         looks.restore_state(self, state)
 
     def refresh(self) -> None:

@@ -1,13 +1,15 @@
 """A dashboard's state as plain JSON: open, chosen and pinned items, without the run itself.
 
-{"version": 1,
-"tables": ["loss"],            views with an open data table
-"rank": 2,                     the rank with highlighted curves, or null
-"pin": {...},                  the pinned box of the timeline, or null
-"theme": "dark",               "light", "dark", or "" for the page's own
-"at": 120, "steps": 4,         the first step (null: follows the run), number of steps (null: automatic)
-"groups": ["link"],            unfolded groups of controls; "ranks": single ranks
-"what_if": {"open": true, "ranks": 8, "bandwidth": 100.0, "latency": 0.5}}    Mbit/s (0: unlimited), ms
+    {"version": 1,
+    "tables": ["loss"],            views with an open data table
+    "rank": 2,                     the rank with highlighted curves, or null
+    "pin": {...},                  the pinned box of the timeline, or null
+    "theme": "dark",               "light", "dark", or "" for the page's own
+    "at": 120, "steps": 4,         the first step (null: follows the run), number of steps (null: automatic)
+    "groups": ["link"],            unfolded groups of controls; "ranks": single ranks
+    "what_if": {"open": true, "ranks": 8, "bandwidth": 100.0, "latency": 0.5}}    Mbit/s (0: unlimited), ms
+
+`read_state` returns it. `restore_state` applies it.
 """
 
 from __future__ import annotations
@@ -73,16 +75,16 @@ def _check_state(state: dict[str, Any] | str) -> dict[str, Any]:
     try:
         said = json.loads(state) if isinstance(state, str) else state
     except ValueError:
-        raise KnobError(f"state={short(state)}: must be the JSON text of what state() gives") from None
+        raise KnobError(f"state={short(state)}: must be JSON text as state() returns it") from None
     if not isinstance(said, dict) or said.get("version") != VERSION:
-        raise KnobError(f"state={short(said)}: must be what state() gives, with version {VERSION}")
+        raise KnobError(f"state={short(said)}: must be a dict as state() returns it, with version {VERSION}")
     for name, kinds in KINDS.items():
         if name in said and (not isinstance(said[name], kinds) or isinstance(said[name], bool)):
-            raise KnobError(f"state {name}={short(said[name])}: must be what state() gives there")
+            raise KnobError(f"state {name}={short(said[name])}: must have the type that state() returns")
     if said.get("theme", "") not in ("", "light", "dark"):
-        raise KnobError(f"state theme={short(said['theme'])}: must be 'light', 'dark' or '', the page's own")
+        raise KnobError(f"state theme={short(said['theme'])}: must be 'light', 'dark' or '' (the page's own)")
     asked = said.get("what_if", {})
     numbers = (asked.get(k, 0) for k in ("ranks", "bandwidth", "latency"))
     if not all(isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x < 1e9 for x in numbers):
-        raise KnobError(f"state what_if={short(asked)}: ranks, bandwidth and latency must be numbers from 0 on")
+        raise KnobError(f"state what_if={short(asked)}: ranks, bandwidth and latency must be numbers >= 0")
     return said

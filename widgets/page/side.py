@@ -27,8 +27,8 @@ class SidePanel:
         if anchor not in ANCHORS:
             raise KnobError(f"anchor={short(anchor)}: must be one of {', '.join(ANCHORS)}")
         if not has_sidecar():
-            raise KnobError("dock: the package sidecar is not here; pip install 'training-workbench[dock]', then start "
-                            "JupyterLab again")  # fmt: skip
+            raise KnobError("dock: the package sidecar is missing; run pip install 'training-workbench[dock]' and "
+                            "restart JupyterLab")  # fmt: skip
         from sidecar import Sidecar
 
         self.close()

@@ -1,9 +1,9 @@
-// Board: the page half of widgets/board.py. Takes appended rows, draws what is dirty, acknowledges what it drew.
-// Follows chart.js and panel.js in one module. Everything that outlives a redraw is kept once per page and model (a Hub).
+// Board: the page half of widgets/board.py. Takes appended rows, draws changed charts and acknowledges what it drew.
+// Follows chart.js and panel.js in one module. A Hub, one per page and model, keeps what outlives a redraw.
 
 const PAGE = Math.random().toString(36).slice(2);
 
-// The colours of the page, light or dark, read from JupyterLab's theme or the system's wish.
+// The colours of the page, light or dark, from JupyterLab's theme or the system's preference.
 function pageColours(el) {
   const own = el.closest(".twb-dark, .twb-light");
   const said = own ? String(own.classList.contains("twb-light")) : document.body.dataset.jpThemeLight;
@@ -14,8 +14,8 @@ function pageColours(el) {
     : { dark, paper, ink: "#1a1a1a", muted: "#565656", faint: "#8c8c8c", grid: "#e0e0e0" };
 }
 
-// plotly.js, once per page whoever asks first: window.__plotly is the promise of it. An answer may be lost, for a page that
-// reconnects makes its models anew and the one that asked hears nothing more: then it is asked for again, ever more patiently.
+// plotly.js, once per page: window.__plotly is its promise. An answer may be lost, because a page that reconnects makes
+// its models again and the old model receives nothing. Then the page asks again, after longer and longer pauses.
 let asked = 0;
 function plotly(model) {
   if (window.Plotly?.react) return Promise.resolve(window.Plotly);
@@ -38,7 +38,7 @@ function plotly(model) {
   return window.__plotly;
 }
 
-// All that this page knows of one board: what it holds, where it is shown, what it owes an answer for.
+// The page's state of one board: its data, its places, and the answers that it owes.
 class Hub {
   constructor(model) {
     this.model = model;
@@ -60,7 +60,7 @@ class Hub {
   say(message) {
     this.model.send({ ...message, page: PAGE });
   }
-  // What a person has opened, pinned and set off: a trait, so that all pages agree and the kernel can keep it.
+  // What a person opened, pinned or highlighted. It is a trait, so that all pages agree and the kernel keeps it.
   get looks() {
     return this.model.get?.("looks") ?? this.own;
   }
@@ -74,7 +74,7 @@ class Hub {
     for (const view of this.views) view.look();
     this.schedule();
   }
-  // The rank whose curves are set off: the one pointed at, else the one chosen.
+  // The rank with highlighted curves: the one under the pointer, else the chosen one.
   get lit() {
     return this.glanced ?? this.looks.rank ?? null;
   }
@@ -88,7 +88,7 @@ class Hub {
   get present() {
     return !document.hidden && [...this.views].some((view) => view.visible);
   }
-  // Says when the page begins or ceases to show the board, and now and then that it still does.
+  // Tells the kernel when the page begins or stops to show the board, and at intervals that it still does.
   presence() {
     const here = this.present;
     if (here && !this.beat) this.beat = setInterval(() => this.greet(), 2000);
@@ -98,7 +98,7 @@ class Hub {
     if (!here && this.here) this.say({ kind: "away" });
     this.here = here;
   }
-  // A page that reconnects may lose its greeting or the answer: until it knows a run it greets again, ever more patiently.
+  // A page that reconnects may lose its greeting or the answer. Until it knows a run it greets again, after longer pauses.
   greet() {
     const again = !this.holdings.length && Number.isInteger(Math.log2(++this.greetings));
     this.pulse.ask(() => this.say({ kind: again ? "hello" : "here" }));
@@ -146,13 +146,13 @@ class Hub {
     requestAnimationFrame(() => this.draw().then(() => (this.drawing = false), (error) => this.again(error)));
     if (!this.present) this.acknowledge();
   }
-  again(error) { // where no rows follow, nothing else would draw what is here
+  again(error) { // without new rows, nothing else would draw the present data
     console.warn(error);
     this.drawing = false;
     setTimeout(() => this.schedule(), 1000);
   }
-  // Draws the panels that are due: the timeline first, then the ones drawn longest ago, until time is up. A width that had
-  // passed by the next frame, as while JupyterLab changes its theme, is seen then: a ResizeObserver never hears of it.
+  // Draws the panels that are due, until time is up: the timeline first, then the panels drawn longest ago. It also checks
+  // for a changed width, because a ResizeObserver misses a short change, as while JupyterLab changes its theme.
   async draw() {
     const Plotly = await plotly(this.model);
     for (let round = 0; round < 50; round++) {
@@ -254,7 +254,7 @@ class Place {
     this.notice.textContent = text;
     if (!this.notice.isConnected) this.el.prepend(this.notice);
   }
-  // Greys what asks the kernel for something, on the whole dashboard, and says why; or takes that back.
+  // Disables the controls that ask the kernel, on the whole dashboard, and says why; or enables them again.
   cut(why) {
     const whole = this.el.closest(".twb-dashboard") ?? this.el;
     whole.classList.toggle("twb-cut", !!why);
@@ -279,7 +279,7 @@ export default () => {
   return {
     initialize({ model }) {
       hearing({ model });
-      hub = new Hub(model); // not on a view's model: that one hears nothing once its view is gone
+      hub = new Hub(model); // not on a view's model, which receives nothing once its view is gone
     },
     render({ el }) {
       const place = new Place(hub, el);

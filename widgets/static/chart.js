@@ -1,7 +1,7 @@
 // One chart of a board: the rows it holds, and how plotly draws them in the page's colours.
-// Knows no widget and no messages' order; what a chart means is said by its spec (see widgets/views/_base.py).
+// Knows no widget and no order of messages. A chart's spec says what it means (see widgets/views/_base.py).
 
-const HOLD = 1000; // points a trace may hold before its past is thinned; plotly keeps an object for each
+const HOLD = 1000; // points of a trace before its past is thinned; plotly keeps an object for each point
 const KEEP = 500;
 const NUMBERS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f4: Float32Array, f8: Float64Array };
 const STANDINS = { "#010101": "ink", "#5f5f61": "muted", "#9b9b9d": "faint", "#d9d9db": "grid", "#fefefe": "paper" };
@@ -23,11 +23,11 @@ function unpack(column, buffer) {
   return out;
 }
 
-// What a trace holds: growing columns of equal length.
+// The data of a trace: growing columns of equal length.
 class Columns {
   constructor() {
     this.n = 0;
-    this.total = 0; // rows ever taken in
+    this.total = 0; // rows ever received
     this.store = {};
   }
   replace(columns) {
@@ -50,7 +50,7 @@ class Columns {
     this.total += said ?? extra;
     if (this.n > HOLD) this.thin();
   }
-  // Keeps the least and the greatest y of each stretch of x, so the shape stays what it was.
+  // Keeps the least and the greatest y of each stretch of x, so that the shape stays.
   thin() {
     const { x, y } = this.store;
     const bins = KEEP / 2 - 1;
@@ -75,7 +75,7 @@ class Columns {
   }
 }
 
-// Closed outlines of boxes as one line, broken by gaps; a box lies in its rank's row between the lane's edges.
+// Closed outlines of boxes as one line with gaps. A box is in its rank's row, between the lane's edges.
 function outlines({ store: { x0, x1, rank } }, [top, bottom]) {
   const x = new Float64Array(6 * x0.length), y = new Float64Array(6 * x0.length);
   for (let i = 0, j = 0; i < x0.length; i++, j += 6) {
@@ -98,7 +98,7 @@ class Holding {
     this.html = null;
     this.table = null;
     this.version = 0;
-    this.seen = new Uint8Array(1 << 12); // one bit per row of the record that came to be drawn
+    this.seen = new Uint8Array(1 << 12); // one bit per row of the record that was ever drawn
   }
   apply(patch, buffer) {
     for (const [mode, all] of [["append", patch.append], ["replace", patch.replace]])
@@ -114,7 +114,7 @@ class Holding {
   get empty() {
     return this.spec.figure ? this.traces.every((t) => t.n === 0) : !this.html;
   }
-  // Notes which rows of the record are on the page now; returns how many were, ever.
+  // Notes the rows of the record that the page shows now. Returns how many it ever showed.
   note() {
     for (const trace of this.traces)
       for (const row of trace.column("row") ?? []) {
@@ -159,7 +159,7 @@ const HATCHES = {
     + `repeating-linear-gradient(135deg, ${c} 0 1.5px, transparent 1.5px 5px)`,
 };
 
-// The legend's entries: [name, css of a swatch, trace] of every trace that wants one.
+// The legend's entries: [name, css of a swatch, trace] of every trace with an entry.
 const CORNERS = { "triangle-up": "50% 0,100% 100%,0 100%", "triangle-down": "0 0,100% 0,50% 100%", diamond: "50% 0,100% 50%,50% 100%,0 50%" };
 function legend(figure, colours) {
   return figure.data.flatMap((trace, number) => {
@@ -182,8 +182,8 @@ function legend(figure, colours) {
   });
 }
 
-// One drawing of a holding: plotly draws axes and traces, an overlay the names in boxes and the marks of changes.
-// (Text in plotly's SVG made up four fifths of a redraw's time; a canvas and a few elements cost next to nothing.)
+// One drawing of a holding: plotly draws axes and traces, an overlay draws names in boxes and the marks of changes.
+// (Text in plotly's SVG took 80 % of a redraw. A canvas and a few elements cost almost nothing.)
 class Picture {
   constructor(holding, frame) {
     this.holding = holding;
@@ -194,10 +194,10 @@ class Picture {
     frame.append(this.div, this.names, this.marks);
     this.pen = this.names.getContext("2d");
     this.colours = null;
-    this.width = 0; // as it was drawn last
+    this.width = 0; // at the last drawing
   }
-  // Returns the labels of the changes that are on the chart; null where the page gives it no width to be drawn in.
-  // lit: the rank whose curves are set off against those of all others; null for none.
+  // Returns the labels of the changes on the chart, or null if the page gives the chart no width.
+  // lit: the rank with highlighted curves, or null.
   async draw(Plotly, colours, marks, lit = null) {
     const { spec, traces, version } = this.holding;
     this.lit = lit;
@@ -216,14 +216,14 @@ class Picture {
     this.hold(layout);
     const data = this.data.map((trace, i) => this.filled(trace, traces[i]));
     const known = this.div._fullLayout;
-    // Where nothing is zoomed a tap, which plotly hears as two clicks, must not go back to the first range.
+    // Without zoom, a tap must not reset the range; plotly takes a tap as two clicks.
     const doubleClick = layout.dragmode === false ? false : "reset";
     await Plotly.react(this.div, data, layout, { displayModeBar: false, doubleClick, responsive: false });
     if (!known) this.div.on("plotly_relayout", () => this.over(this.shown));
     if (!known) this.div.on("plotly_click", ({ points }) => this.chosen?.(this.data[points[0].curveNumber].meta?.rank));
     return this.over(marks);
   }
-  // Axes without data go, and the others take their room; a chart on a narrow place is less high.
+  // Removes axes without data and gives their room to the other axes. A chart in a narrow place is less high.
   fit(layout) {
     const axis = (trace) => trace.xaxis ?? "x";
     const every = [...new Set(this.data.map(axis))], domain = (x) => layout[x.replace("x", "xaxis")]?.domain ?? [0, 1];
@@ -239,7 +239,7 @@ class Picture {
       if (at >= 0) layout[horizontal].domain = [at * (width + gap), at * (width + gap) + width];
     }
   }
-  // On a narrow place an axis has fewer numbers, which then need not be turned, and its title as many lines as it takes.
+  // In a narrow place an axis has fewer numbers, so that they stay horizontal, and its title is split into lines.
   close(layout, domain) {
     const { l, r, b } = layout.margin;
     this.part(layout, domain);
@@ -258,7 +258,7 @@ class Picture {
     layout.margin = { ...layout.margin, b: b + 18 * (most - 1) };
     layout.height += 18 * (most - 1);
   }
-  // Between two axes there is as much as the numbers and the title of the second take, also on a narrow place.
+  // Between two axes there is room for the numbers and the title of the second one, also in a narrow place.
   part(layout, domain) {
     const every = [...new Set(this.data.map((trace) => trace.xaxis ?? "x"))];
     const ends = every.map(domain), least = 62 / (this.width - layout.margin.l - layout.margin.r);
@@ -283,14 +283,14 @@ class Picture {
     for (const name of ["x", "y", "z"]) if (columns.store[name]) out[name] = columns.column(name);
     return this.holding.until && !columns.store.z && out.x ? this.upTo(out) : out;
   }
-  // While a run is played: what had happened by then.
+  // While a run is played: the data up to this moment.
   upTo(trace) {
     const limit = this.holding.until[this.holding.spec.axes[trace.xaxis ?? "x"]];
     if (limit === undefined) return trace;
     const kept = [...trace.x.keys()].filter((i) => trace.x[i] <= limit);
     return { ...trace, x: kept.map((i) => trace.x[i]), y: kept.map((i) => trace.y[i]) };
   }
-  // Axes stay as wide as the whole run is, so that curves grow along them.
+  // Axes span the whole run, so that curves grow along them.
   hold(layout) {
     for (const [axis, column] of Object.entries(this.holding.spec.axes)) {
       if (this.holding.spec.tools || this.holding.until?.[column] === undefined) continue;
@@ -299,7 +299,7 @@ class Picture {
       if (every.length) put(layout, `${axis.replace("x", "xaxis")}.range`, [Math.min(...every, 0), Math.max(...every)]);
     }
   }
-  // What lies over plotly's drawing; returns the labels of the changes that are on the chart.
+  // The overlay over plotly's drawing. Returns the labels of the changes on the chart.
   over(marks) {
     this.shown = marks;
     const { width, height } = this.div._fullLayout;
@@ -312,7 +312,7 @@ class Picture {
     this.ring();
     return this.mark(marks);
   }
-  // A frame around the box that was walked to or pinned.
+  // A frame around the selected or pinned box.
   ring() {
     const { xaxis, yaxis } = this.div._fullLayout, box = this.ringed;
     if (!box || !xaxis) return;
@@ -325,10 +325,10 @@ class Picture {
       this.pen.strokeRect(left, Math.min(top, bottom), width, Math.abs(bottom - top));
     }
   }
-  // The names of boxes into those that are wide enough, as short as need be.
+  // Writes the names of boxes into those that are wide enough, shortened to fit.
   write() {
     const { names } = this.holding.facts;
-    this.names.written = []; // [word, from, to, y] of each name, for tests and for the curious
+    this.names.written = []; // [word, from, to, y] of each name, for tests
     if (!names) return;
     const { xaxis, yaxis } = this.div._fullLayout;
     const [low, high] = xaxis.range;
@@ -347,7 +347,7 @@ class Picture {
     });
     for (const boxes of rows.values()) this.writeRow(boxes, xaxis._offset, wide);
   }
-  // Transfers may overlap: a name goes into what no other box of its row lies on, so that no two names touch.
+  // Transfers may overlap. A name goes where no other box of its row is, so that names never touch.
   writeRow(boxes, offset, wide) {
     boxes.sort((a, b) => a.left - b.left);
     let free = -Infinity;
@@ -361,7 +361,7 @@ class Picture {
       this.names.written.push([word, from, to, y]);
     });
   }
-  // A vertical line with a label at each change, in three rows by turns: a label may reach to the third change after it.
+  // A vertical line with a label at each change. Three rows alternate, so a label may extend to the third change after it.
   mark(marks) {
     const { axes, labelled, figure } = this.holding.spec;
     const shown = new Set(), out = [];
@@ -385,7 +385,7 @@ class Picture {
         ends[row] = left ? px : px + this.pen.measureText(text).width + 8;
         const line = element("div", { className: "wb-mark" }, element("span", { textContent: text }));
         line.style.cssText = `left:${x._offset + px}px;top:${y._offset}px;height:${y._length}px`;
-        const up = figure.layout.margin.t > 20 ? -20 : 20 * row; // above what is drawn, where there is room
+        const up = figure.layout.margin.t > 20 ? -20 : 20 * row; // above the drawing, if there is room
         line.firstChild.style.cssText = `top:${up}px;${left ? "right" : "left"}:3px;background:${this.colours.paper}`;
         out.push(line);
         shown.add(mark.label);
@@ -394,13 +394,13 @@ class Picture {
     this.marks.replaceChildren(...out);
     return [...shown];
   }
-  // `text` with as much of its end left out as it takes to fit; `least` where hardly anything would be left.
+  // `text`, shortened at its end to fit; `least` if hardly anything would remain.
   cut(text, least, room) {
     let kept = text.replace(/…$/, "");
     while (kept.length > least.length + 3 && this.pen.measureText(`${kept}…`).width > room) kept = kept.slice(0, -1);
     return kept.length > least.length + 3 ? `${kept}…` : least;
   }
-  // All boxes on the chart as rows from top to bottom, each in order of time; a box is its columns' values.
+  // All boxes on the chart, rows from top to bottom, each in order of time. A box is its columns' values.
   rows() {
     const found = new Map();
     const [low, high] = this.div._fullLayout?.xaxis?.range ?? [0, 0];

@@ -1,15 +1,15 @@
-// Draws the rows that Python reads off the knobs, with the browser's own inputs, and sends back what a person
-// asked for. It knows no knob by name. Rows are kept and updated in place, so that focus is never lost.
+// Draws the rows that Python makes from the knobs, with the browser's own inputs, and sends back a person's
+// requests. It knows no knob by name. It updates rows in place, so that focus is never lost.
 
-// [Note: Keys] JupyterLab takes arrow keys, Enter and Space for itself from whatever is focused and is not a text field,
-// unless the very element says that it wants them.
+// [Note: Keys] JupyterLab takes arrow keys, Enter and Space from every focused element that is no text field,
+// unless the element itself asks for them.
 const KEYS = ["input", "select", "button", "summary"];
 const el = (tag, cls, attrs = {}) => {
   const made = Object.assign(document.createElement(tag), { className: cls }, attrs);
   if (KEYS.includes(tag)) made.dataset.lmSuppressShortcuts = "true";
   return made;
 };
-const GREY = "What is grey would be refused now: choose it to read why.";
+const GREY = "Grey options would be refused now. Choose one to read why.";
 const sentence = (text) => (text && !/[.!?]$/.test(text) ? `${text}.` : text);
 let made = 0;
 
@@ -87,7 +87,7 @@ class RowView {
     head.append(this.label, this.select);
     this.root.append(head);
   }
-  chose() { // once after a series of keys: arrows and letters pass over options that nobody wants
+  chose() { // once after a series of keys, because arrows and letters pass over other options
     this.due = 0;
     this.send(this.row.options[+this.select.value].value);
   }

@@ -1,9 +1,9 @@
-// Keys on what ipywidgets makes: its sliders and buttons keep theirs in JupyterLab, and its folds are opened by them.
-// Goes before board.js in one module.
+// Keys for the elements of ipywidgets. Its sliders and buttons keep their keys in JupyterLab, and keys open its folds.
+// Precedes board.js in one module.
 
 const FOLDS = ".twb-fold .jupyter-widget-Collapse-header, .twb-fold .lm-AccordionPanel-title";
 
-// A fold's head is nothing to a keyboard as ipywidgets makes it: here it is a button that says whether it is open.
+// ipywidgets makes a fold's head that no keyboard can reach. This makes it a button that says whether it is open.
 const folds = (whole) => {
   for (const head of whole?.querySelectorAll(FOLDS) ?? []) {
     const open = head.closest(".jupyter-widget-Collapse")?.classList.contains("jupyter-widget-Collapse-open");
@@ -11,13 +11,13 @@ const folds = (whole) => {
   }
 };
 
-// JupyterLab takes arrow keys, Enter and Space from whatever is focused, unless that says that it wants them: see [Note: Keys]
+// JupyterLab takes arrow keys, Enter and Space from every focused element that does not ask for them: see [Note: Keys]
 // in controls.js.
 document.addEventListener?.("focusin", ({ target }) => {
   if (target.closest?.(".twb-dashboard")) target.dataset.lmSuppressShortcuts = "true";
 });
 document.addEventListener?.("keydown", (event) => {
-  if (event.defaultPrevented || !event.target.matches?.(FOLDS) || !["Enter", " "].includes(event.key)) return; // by another board
+  if (event.defaultPrevented || !event.target.matches?.(FOLDS) || !["Enter", " "].includes(event.key)) return; // another board handled it
   event.preventDefault();
   event.target.click();
 });

@@ -1,4 +1,4 @@
-// The ranks that train: one is chosen, and put out, frozen, thawed, preempted or killed; and how many are to train.
+// The training ranks: buttons to evict, freeze, thaw, preempt or kill one, and the number of ranks that train.
 
 const KEYS = ["input", "select", "button", "summary"]; // see [Note: Keys] in controls.js
 const el = (tag, cls, attrs = {}) => {
@@ -6,7 +6,7 @@ const el = (tag, cls, attrs = {}) => {
   if (KEYS.includes(tag)) made.dataset.lmSuppressShortcuts = "true";
   return made;
 };
-const NAMES = { evict: "Put out", freeze: "Freeze", thaw: "Thaw", preempt: "Preempt", kill: "Kill",
+const NAMES = { evict: "Evict", freeze: "Freeze", thaw: "Thaw", preempt: "Preempt", kill: "Kill",
   profile: "Profile" };
 
 function render({ model, el: root }) {

@@ -1,11 +1,11 @@
 // One view on one place of the page: heading, legend, tools, chart or text, and its data table.
-// Follows chart.js in one module; asks its hub (board.js) to say things, never sends by itself.
+// Follows chart.js in one module. It asks its hub (board.js) to send, and never sends by itself.
 
-const CALM = matchMedia("(prefers-reduced-motion: reduce)"); // then charts move once a second at most
+const CALM = matchMedia("(prefers-reduced-motion: reduce)"); // then charts move at most once a second
 const amount = (n) => n >= 1e6 ? `${(n / 1e6).toPrecision(3)} MB` : n >= 1e3 ? `${(n / 1e3).toPrecision(3)} kB` : `${n} bytes`;
 const time = (s) => s >= 1 ? `${s.toPrecision(4)} s` : s >= 1e-3 ? `${(s * 1e3).toPrecision(3)} ms` : `${(s * 1e6).toFixed(0)} µs`;
 
-// What is known of a span, as lines of text.
+// A span's facts as lines of text.
 function describe(box, names) {
   const name = names[box.code], seconds = box.x1 - box.x0;
   const lines = [name.name, `rank ${box.rank}, step ${box.step}`, `${time(seconds)} from ${box.x0.toFixed(4)} s`];
@@ -20,7 +20,7 @@ const KEYS_SAID = "Boxes: arrow keys go from one to the next and name it, Home a
   + "to other steps; Enter pins it, Escape lets go.";
 const same = (a, b) => !!a && !!b && a.row === b.row && a.lane[0] === b.lane[0];
 
-// A box as a sentence, for those who hear it.
+// A box as a sentence, for screen readers.
 function spoken(box, names, pinned) {
   const [name, place, ...rest] = describe(box, names);
   return `${place[0].toUpperCase()}${place.slice(1)}: ${[name, ...rest].join(", ")}${pinned ? ", pinned" : ""}.`;
@@ -53,7 +53,7 @@ class Panel {
   get dirty() {
     return this.version !== this.holding.version || this.theme !== this.hub.theme || this.redraw;
   }
-  // Curves need no more than two redraws a second, charts out of sight fewer; the timeline takes all it can get.
+  // Curves need at most two redraws a second, charts out of sight fewer. The timeline takes all it can get.
   due(now) {
     if (!this.dirty || this.at === undefined || this.theme !== this.hub.theme || this.redraw) return this.dirty;
     return now - this.at > (!this.visible ? 2500 : CALM.matches ? 1000 : this.holding.spec.tools ? 0 : 450);
@@ -62,7 +62,7 @@ class Panel {
     const { holding } = this;
     const [version, theme] = [holding.version, this.hub.theme];
     let labels = [];
-    this.redraw = false; // what is asked for while this is drawn is drawn after it
+    this.redraw = false; // a request during a drawing is drawn after it
     this.vacant.hidden = !holding.empty || !holding.spec.empty;
     this.el.hidden = holding.spec.quiet && holding.empty;
     this.body.hidden = !!this.picture && holding.empty;
@@ -76,13 +76,13 @@ class Panel {
       if (labels) this.el.dataset.marks = JSON.stringify(labels);
     }
     [this.version, this.theme, this.at] = [version, theme, performance.now()];
-    if (!labels) return; // drawn once it is given a width
+    if (!labels) return; // drawn once it has a width
     this.follow?.();
-    if (this.pointer) this.point(this.pointer); // another span may lie under it now
+    if (this.pointer) this.point(this.pointer); // another span may be under it now
     else if (this.tip) this.name();
     this.facts();
   }
-  // The legend; kinds of boxes, and what is rare, are listed while there are any.
+  // The legend. Kinds of boxes and rare traces are listed only while the chart has some.
   key(theme) {
     const { figure } = this.holding.spec;
     this.items = legend(figure, theme).map(([name, css, number]) => {
@@ -94,9 +94,9 @@ class Panel {
     this.picture.chosen = (rank) => rank !== undefined && this.hub.choose(rank);
     this.legend.replaceChildren(...this.items.map(([item]) => item));
   }
-  // A rank in the legend: pointed at, its curves are set off against all others; pressed, they stay so.
+  // A rank in the legend. Pointing at it highlights its curves; pressing it keeps them highlighted.
   chooser(rank, ...shown) {
-    const button = element("button", { type: "button", className: "wb-rank", title: "set this rank off; press to keep it so" }, ...shown);
+    const button = element("button", { type: "button", className: "wb-rank", title: "highlight this rank; press to keep it highlighted" }, ...shown);
     button.dataset.rank = rank;
     button.setAttribute("aria-pressed", String(this.hub.looks.rank === rank));
     button.onclick = () => this.hub.choose(rank);
@@ -104,7 +104,7 @@ class Panel {
     for (const end of ["mouseleave", "blur"]) button.addEventListener(end, () => this.hub.light(null));
     return button;
   }
-  // The page looks as `looks` says: which table is open, which rank is set off.
+  // Applies `looks` to the page: open tables, the highlighted rank.
   look() {
     this.opens?.();
     for (const button of this.legend?.querySelectorAll(".wb-rank") ?? [])
@@ -122,7 +122,7 @@ class Panel {
       if (focused && button.dataset.ask === focused) button.focus();
     }
   }
-  // What was really drawn, for tests and for the curious.
+  // What was really drawn, for tests.
   facts() {
     const { holding, el } = this;
     el.dataset.draws = Number(el.dataset.draws ?? 0) + 1;
@@ -161,7 +161,7 @@ class Panel {
     this.head.append(button);
     this.el.append(place);
   }
-  // Follow the run or hold a step still; hover names the span under the pointer.
+  // Follows the run or holds a step still. Hovering names the span under the pointer.
   steps() {
     const { spec } = this.holding;
     const ask = (request) => this.hub.say({ kind: "ask", view: this.holding.spec.name, request });
@@ -195,7 +195,7 @@ class Panel {
         if (document.activeElement !== box) slider.value = box.value = first ?? 0;
     };
     const label = (text, input) => element("label", { className: "wb-label" }, text, input);
-    const most = spec.tools === "steps" ? [label("show ", width)] : []; // a report has its steps chosen
+    const most = spec.tools === "steps" ? [label("show ", width)] : []; // a report has chosen its steps
     this.head.append(element("span", { className: "wb-tools" }, button, slider, label("step ", box), ...most));
     this.hover();
   }
@@ -216,8 +216,8 @@ class Panel {
     this.body.addEventListener("mouseleave", () => this.point(null));
     this.walk(tip);
   }
-  // Arrow keys go from box to box, along a row and from row to row; what was being followed is held still for that.
-  // Enter pins the box, so that it stays named; Escape lets it go, then the boxes. Page keys go from step to step.
+  // Arrow keys go from box to box, along a row and from row to row. The chart then holds still.
+  // Enter pins the box, so that its name stays. Escape releases it, then leaves the boxes. Page keys change the step.
   walk(tip) {
     const { body, picture, holding } = this;
     const ask = (at) => this.hub.say({ kind: "ask", view: holding.spec.name, request: { at } });
@@ -227,7 +227,7 @@ class Panel {
     Object.assign(body.dataset, { lmSuppressShortcuts: "true" }); // see [Note: Keys] in controls.js
     body.setAttribute("role", "application");
     body.setAttribute("aria-label", KEYS_SAID);
-    tip.setAttribute("aria-hidden", "true"); // what it shows is said as a sentence
+    tip.setAttribute("aria-hidden", "true"); // a sentence says the same
     const stop = () => { this.box = null; this.name(); };
     body.addEventListener("keydown", (event) => {
       if (event.ctrlKey || event.altKey || event.metaKey) return;
@@ -244,20 +244,20 @@ class Panel {
     });
     body.addEventListener("blur", stop);
     let pinned = 0;
-    body.addEventListener("click", (event) => { // a tap comes with two of plotly's: one from nowhere, one that would take it back
+    body.addEventListener("click", (event) => { // plotly adds two clicks to a tap: a spurious one, and one that would undo it
       const hit = picture.boxAt(event);
       if ((!event.isTrusted && !event.clientX && !event.clientY) || (hit && event.timeStamp - pinned < 100)) return;
       pinned = hit ? event.timeStamp : 0;
       if (hit || this.pinned) this.pin(hit && !same(hit, this.pinned) ? hit : null);
     });
   }
-  // Escape: first what is pinned, then the box, then the chart, whose tools come next.
+  // Escape: first the pin, then the box, then the chart, whose tools come next.
   leave(stop) {
     if (this.pinned) return this.pin(null);
     if (this.box) return stop();
     this.head.querySelector(".wb-tools :is(button, input):not([hidden])")?.focus();
   }
-  // Pins a box, or none, for all places of the page and for `state()`; what was being followed is held still.
+  // Pins a box, or none, for all places of the page and for `state()`. The chart then holds still.
   pin(box) {
     const { facts, spec } = this.holding;
     if (box && facts.follow) this.hub.say({ kind: "ask", view: spec.name, request: { at: facts.first } });
@@ -265,13 +265,13 @@ class Panel {
       name: this.holding.facts.names[box.code].name };
     this.hub.look({ pin: plain || null });
   }
-  // The box that is pinned, if it is on the chart.
+  // The pinned box, if it is on the chart.
   get pinned() {
     const { pin } = this.hub.looks;
     if (pin?.view !== this.holding.spec.name || !this.picture.div._fullLayout) return null;
     return this.picture.rows().flat().find((box) => box.row === pin.row && box.lane[0] === pin.lane) ?? null;
   }
-  // Names the box that was walked to, else the pinned one, beside it and as a sentence; and puts a frame around it.
+  // Names the selected box, else the pinned one, next to it and as a sentence, and frames it.
   name() {
     const { picture, body, tip } = this, pinned = this.pinned, box = this.box ?? pinned;
     if (picture.ringed !== box) {
@@ -289,8 +289,8 @@ class Panel {
     tip.style.top = `${body.offsetTop + yaxis._offset + yaxis.l2p(box.at) + 14}px`;
     tip.style.left = `${Math.max(0, Math.min(xaxis._offset + xaxis.l2p(middle), this.el.clientWidth - tip.offsetWidth - 4))}px`;
   }
-  // The box that lies `along` its row and `across` rows from the present one; the first of all if there is none.
-  // Null where no box is in sight.
+  // The box `along` its row and `across` rows from the present one, or the first box without a present one.
+  // Null if no box is in sight.
   beside(rows, along, across) {
     if (!this.box || !rows.length) return rows[0]?.[0] ?? null;
     const at = Math.max(0, rows.findIndex((row) => row[0].y === this.box.y)), x = this.box.x0;

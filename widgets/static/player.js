@@ -1,5 +1,5 @@
-// Plays a recorded run: time passes by itself or by hand, and the board is what it was then. Goes before board.js in one module.
-// Curves and marks are cut on the page; the timeline is asked for the step of that moment (see widgets/film.py).
+// Plays a recorded run. Time advances by itself or by hand, and the board shows that moment. Precedes board.js in one module.
+// The page cuts curves and marks. It asks the timeline for the step of the moment (see widgets/film.py).
 
 const SPEEDS = [1, 10, 100, 1000];
 
@@ -9,7 +9,7 @@ class Player {
     this.film = film;
     [this.begin, this.end] = [film.begin, film.steps.at(-1)[0]];
     this.at = this.end;
-    const quick = this.end - this.begin > 60; // nobody watches an hour at its own speed
+    const quick = this.end - this.begin > 60; // a long run plays faster than its own speed
     this.button = element("button", { type: "button", className: "wb-button wb-play" });
     this.slider = element("input", { type: "range", min: this.begin, max: this.end, step: "any", value: this.end, className: "wb-film" });
     this.slider.setAttribute("aria-label", "Time of the run");
@@ -17,20 +17,20 @@ class Player {
     this.speed.value = quick ? 10 : 1;
     this.said = element("span", { className: "wb-moment" });
     this.knobs = element("ul", { className: "wb-then" });
-    this.whole = element("button", { type: "button", className: "wb-button", textContent: "Whole run" });
+    this.whole = element("button", { type: "button", className: "wb-button", textContent: "Show whole run" });
     this.el = element("section", { className: "wb-player" }, element("div", { className: "wb-tools" }, this.button, this.slider,
       element("label", { className: "wb-label" }, "speed ", this.speed), this.whole, this.said), this.knobs);
     this.el.setAttribute("role", "region");
-    this.el.setAttribute("aria-label", "Player: the run as it was at a time");
+    this.el.setAttribute("aria-label", "Player: shows the run at a chosen time");
     for (const part of [this.button, this.slider, this.speed, this.whole]) part.dataset.lmSuppressShortcuts = "true";
     this.button.onclick = () => (this.timer ? (this.pause(), this.address()) : this.play());
     this.slider.oninput = () => { this.pause(); this.go(Number(this.slider.value)); };
-    this.slider.onchange = () => this.address(); // once let go: browsers take few new addresses a second
+    this.slider.onchange = () => this.address(); // only when released, because browsers take few new addresses a second
     this.whole.onclick = () => { this.pause(); this.go(this.end); this.address(); };
     this.pause();
     this.show();
   }
-  // On a page of its own the address names the moment that is shown, so that it can be sent: run.html#at=12.5
+  // On a page of its own the address names the shown moment, so that people can share it: run.html#at=12.5
   follow() {
     this.named = true;
     const at = Number(/^#at=(\d+(?:\.\d+)?)$/.exec(location.hash)?.[1] ?? NaN);
@@ -51,14 +51,14 @@ class Player {
       if (this.at >= this.end) this.pause();
     }, CALM.matches ? 1000 : 100);
     this.button.textContent = "❚❚ Pause";
-    this.said.setAttribute("aria-live", "off"); // it would speak ten times a second
+    this.said.setAttribute("aria-live", "off"); // a screen reader would speak ten times a second
   }
   pause() {
     this.timer = clearInterval(this.timer);
     this.button.textContent = "▶ Play";
     this.said.setAttribute("aria-live", "polite");
   }
-  // The last step that had ended everywhere by `t`; between the steps that are known it is taken to go evenly.
+  // The last step that had ended everywhere by `t`, interpolated between known steps.
   step(t) {
     const { steps } = this.film, after = steps.findIndex(([end]) => end > t);
     if (after < 0) return steps.at(-1)[1];

@@ -1,11 +1,11 @@
-// Does a kernel still answer this page? Every greeting wants an answer; where none comes, all places of the board say so.
-// Goes before board.js in one module.
+// Does a kernel still answer this page? Every greeting wants an answer. Without one, all places of the board say so.
+// Precedes board.js in one module.
 
-const PATIENCE = 15000; // ms without a word; a kernel on a busy machine may take some seconds
-const CUT = 3000; // ms, once the notebook itself says that the connection is gone
-const GONE = "The kernel of this page is gone: what is shown is the last that came from it. If the kernel runs again, run the cell again.";
-const SILENT = `The kernel has not answered for ${PATIENCE / 1000} s: it is busy or gone, or this page has lost its line to it. `
-  + "What is shown is the last that came. If this stays and the kernel is idle, reload the page and run the cell again.";
+const PATIENCE = 15000; // ms of silence; a kernel on a busy machine may take some seconds
+const CUT = 3000; // ms, after the notebook itself reports that the connection is gone
+const GONE = "The kernel of this page is gone. The page shows its last data. When a kernel runs again, run the cell again.";
+const SILENT = `The kernel has not answered for ${PATIENCE / 1000} s: it is busy or gone, or this page has lost its connection. `
+  + "The page shows its last data. If this stays and the kernel is idle, reload the page and run the cell again.";
 
 class Pulse {
   constructor(model, places) {
@@ -14,7 +14,7 @@ class Pulse {
     this.begin();
     model.on("comm_live_update", () => this.look());
   }
-  // The page is looked at (again): what was not heard while it was away does not count.
+  // The page is visible again: silence while it was hidden does not count.
   begin() {
     this.since = performance.now();
     this.asked = null;
@@ -28,7 +28,7 @@ class Pulse {
       greet();
       this.asked ??= performance.now();
     } catch {
-      this.tell(GONE); // there is no connection that a greeting could go over
+      this.tell(GONE); // a greeting has no connection to use
     }
     this.look();
   }
@@ -37,7 +37,7 @@ class Pulse {
   }
   look() {
     clearTimeout(this.later);
-    if (this.asked === null || this.why === GONE) return; // one that was only silent may turn out to be gone
+    if (this.asked === null || this.why === GONE) return; // a silent kernel may turn out to be gone
     const why = this.cut ? GONE : SILENT;
     const patience = this.cut ? CUT : PATIENCE, waited = performance.now() - this.asked;
     if (waited >= patience) {

@@ -1,19 +1,19 @@
-// Shows a recorded run without a kernel: answers the page from what a file holds (see widgets/report.py).
+// Shows a recorded run without a kernel: answers the page from the data in a file (see widgets/export/report.py).
 // Follows board.js in one script.
 
 const bytes = (text) => new DataView(Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer);
 const unzipped = async (text) =>
   (await new Response(new Blob([bytes(text)]).stream().pipeThrough(new DecompressionStream("gzip"))).json());
 
-// told: what the file holds of the run; plotly: gives plotly.js, compressed bytes, once a chart is to be drawn.
+// told: the file's data of the run; plotly: returns plotly.js, compressed bytes, when a chart is to be drawn.
 async function replay(el, told, plotly) {
   const kept = await unzipped(told), hearers = new Set(), open = new Set();
-  let number = 0, held = null; // the stretch of steps that is asked for; none: the last
+  let number = 0, held = null; // the requested stretch of steps; none: the last
   const say = (content, ...buffers) => [...hearers].forEach((hear) => hear({ ...content, number: ++number }, buffers));
   const tell = ([content, buffer]) => say(content, ...(buffer === null ? [] : [bytes(buffer)]));
   const table = (view) => say({ kind: "tables", tables: { [view]: held?.tables[view] ?? kept.tables[view] } });
   const answers = {
-    hello: () => tell(kept.open), // any answer tells that somebody is there
+    hello: () => tell(kept.open), // any answer shows that the kernel is there
     here: () => say({ kind: "alive" }),
     plotly: async () => say({ kind: "plotly" }, await plotly()),
     table: (said) => {

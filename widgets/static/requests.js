@@ -1,4 +1,4 @@
-// What was asked of the run and what became of it: requested, applied at a step, or refused and why.
+// The requested changes and their outcomes: requested, applied at a step, or refused with a reason.
 
 const KEYS = ["button", "summary", "textarea", "ol"]; // see [Note: Keys] in controls.js
 const el = (tag, cls, attrs = {}) => {
@@ -31,7 +31,7 @@ function render({ model, el: root }) {
   root.append(head, list);
   const update = () => {
     const items = model.get("items");
-    const empty = el("li", "twb-said", { textContent: "What you change is listed here, with the step at which all ranks apply it." });
+    const empty = el("li", "twb-said", { textContent: "Your changes appear here with the step at which all ranks apply them." });
     list.replaceChildren(...(items.length ? items.map(line) : [empty]));
   };
   model.on("change:items", update);

@@ -1,4 +1,4 @@
-// Start, Pause, Step, Stop and Checkpoint, one line that says what the run is doing, and the error that ended it.
+// Start, Pause, Step, Stop and Checkpoint, a line on what the run does, and the error that ended it.
 
 const KEYS = ["button", "summary", "textarea", "ol"]; // see [Note: Keys] in controls.js
 const el = (tag, cls, attrs = {}) => {
@@ -10,7 +10,7 @@ const SIGN = { start: "▶", pause: "❚❚", resume: "▶", step: "▶❙", sto
 
 function asksForStacks(model, textContent) {
   const button = el("button", "twb-button twb-quiet twb-stacks", { type: "button", textContent });
-  button.title = "what every thread of every rank is in; also of a rank that hangs";
+  button.title = "show the call stacks of all ranks, even of a hanging one";
   button.addEventListener("click", () => model.send({ do: "stacks" }));
   return button;
 }
@@ -36,7 +36,7 @@ function bar(model) {
   dock.title = "show the dashboard in a panel beside the notebook";
   dock.addEventListener("click", () => model.send({ do: "dock" }));
   root.append(state, stacks, copy, dock);
-  let cut = ""; // why nothing can be asked of the kernel; said by the board, which hears it or does not
+  let cut = ""; // why the kernel cannot be asked; the board finds it out and says it
   const update = () => {
     const may = cut ? {} : model.get("may");
     const pause = may.resume ? "resume" : "pause";
@@ -62,7 +62,7 @@ function bar(model) {
   return root;
 }
 
-// What is under way for more than a moment, with a bar where it is known how far it is, and the time to go.
+// Long activities, each with a bar if its progress is known, and the time to go.
 function worksBox(model) {
   const root = el("div", "twb-works");
   const update = () => {
@@ -77,7 +77,7 @@ function worksBox(model) {
       bar.setAttribute("aria-label", what);
       bar.setAttribute("aria-valuetext", said);
       text.textContent = said;
-      row.className = what === "the run" ? "twb-work twb-whole" : "twb-work"; // of which the line above says the rest
+      row.className = what === "the run" ? "twb-work twb-whole" : "twb-work"; // the line above says the rest
     });
     while (root.children.length > works.length) root.lastChild.remove();
   };
@@ -128,7 +128,7 @@ function codeBox(model) {
     text.rows = Math.min(16, text.value.split("\n").length + 1);
     text.focus();
     if (stacks !== undefined) {
-      said.textContent = "What every thread of every rank is in, the newest call last.";
+      said.textContent = "The call stack of every thread of every rank, newest call last.";
       return text.setSelectionRange(0, 0);
     }
     text.select();

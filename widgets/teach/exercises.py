@@ -1,4 +1,4 @@
-"""Exercises that runs check instead of typed answers. They give one hint at a time."""
+"""Exercises that check themselves by runs, not by typed answers. They give one hint at a time."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from workbench.settings import in_words, resolve, short
 PHASES = ("forward", "backward")
 SLOW_FACTOR = 2.5  # how much longer the riddle's phase takes: easy to see on the timeline
 ASKED = {"longest_waiting": "'cause' or 'victim'", "phase": "'forward' or 'backward'"}  # in addition to the rank
-HUSH = "A riddle is on: what would give it away is said here once it is answered, or given up."
+HUSH = "A riddle is running. This view appears after you answer it or give up."
 NO_MORE = "That was the last hint."
-SHOWS, HIDES, WAYS = 0.25, 0.15, 2  # shares of a step that waits for the network (much, hardly any); number of ways
+SHOWS, HIDES, WAYS = 0.25, 0.15, 2  # shares of a step that waits for the network: much, hardly any
 MIN_STEPS, SETTLE_STEPS = 8, 2  # steps that suffice, after those that a change disturbs
 SAME, MAY = ("fabric", "pace"), ("strategy", "compressor", "bucket_mb", "partition")
 
@@ -35,7 +35,7 @@ ExerciseResult = tuple[bool, str]  # whether it is solved, and the reply
 
 
 class Exercise:
-    """A question. `judge` gets the answer of `check` and returns whether it is right and why.
+    """A question. `judge` gets the answer of `check` and returns whether it is right, with a reply.
 
     hints: sentences, vaguest first; or their lesson's number
 
@@ -53,7 +53,7 @@ class Exercise:
         store_note("exercise", question)
 
     def check(self, *answer: Any, **named: Any) -> str:
-        """Judges an answer, as often as you like. An answer with a None does not count.
+        """Judges an answer, any number of times. An answer with a None does not count.
 
         >>> Exercise("Half of four?", lambda n: (n == 2, "Right.")).check(n=None)
         'Write down your answer first: n is None.'
@@ -117,13 +117,13 @@ class Riddle(Exercise):
     def _look(self, rank: int, longest_waiting: str = "victim", phase: str = "") -> ExerciseResult:
         found = find_straggler(self.run.timeline)
         if found is None or found.rank != self._rank:
-            return False, "The record does not show it clearly yet: let it run for 20 steps more, then check again."
+            return False, "The record does not show it clearly yet. Let it run for 20 more steps, then check again."
         if rank != found.rank:
             return False, f"Not rank {rank}: it arrives early and waits: a victim. Look for the rank that never waits."
         if longest_waiting != "victim":
             return False, f"Rank {rank} is right. But who waits longest arrived first: how can it be the cause?"
         if self.asks == "phase" and phase != self._phase:
-            return False, f"Rank {rank} is right. But its {phase} lasts as long as that of the others."
+            return False, f"Rank {rank} is right. But its {phase} takes as long as on the other ranks."
         self.run.secret = ""
         return True, f"Right, on both counts. {found.text}"
 
@@ -131,7 +131,7 @@ class Riddle(Exercise):
         """Returns the answer, and reveals it to dashboards."""
         self.run.secret = ""
         slow = f"its {self._phase} took {SLOW_FACTOR:g} times as long"
-        return ShownText(f"Rank {self._rank} was the cause: {slow}. The others were its victims.")
+        return ShownText(f"Rank {self._rank} was the cause: {slow}. The other ranks were its victims.")
 
 
 class Challenge(Exercise):
@@ -146,17 +146,17 @@ class Challenge(Exercise):
         self.run, self.given, self.at_most = run, given, at_most
 
     def _look(self, settings: dict[str, Any]) -> ExerciseResult:
-        """Simulates your settings. Only the strategy among the given ones can change."""
+        """Simulates your settings. Of the given settings, only the strategy can change."""
         if fixed := [path for path in settings if path in self.given and path != "strategy"]:
-            return False, f"{', '.join(fixed)} cannot be changed here: it is what makes the riddle."
+            return False, f"{', '.join(fixed)} cannot be changed here: the riddle depends on it."
         try:
             took = self.run.what_if({**self.given, **settings}).other
         except ValueError as error:
             return False, f"It cannot be simulated: {error}"
-        goal = f"at most {self.at_most * 1e3:.0f} ms are asked"
+        goal = f"the limit is {self.at_most * 1e3:.0f} ms"
         if took <= self.at_most:
             return True, f"Found: {took * 1e3:.0f} ms per step, and {goal}."
-        return False, f"Not yet: {took * 1e3:.0f} ms per step, and {goal}. What is it that grows with the ranks?"
+        return False, f"Not yet: {took * 1e3:.0f} ms per step, and {goal}. Which cost grows with the ranks?"
 
 
 class Goal(Exercise):
@@ -167,7 +167,7 @@ class Goal(Exercise):
     loss: the allowed ratio of the held-out losses, 1.02 for 2 % more
     may: settings that an answer may change, with their inner settings
 
-    The first check trains the start, once. Errors are reported in words, not raised.
+    The first check trains the start once. `check` reports errors as text and raises none.
     """
 
     def __init__(self, start: Experiment, cost: str, at_most: float, loss: float = 1.02,
@@ -193,11 +193,11 @@ class Goal(Exercise):
         self.runs.append(run)
         held_out = run.summary()["held_out"]
         if held_out is not None and not math.isfinite(held_out):
-            return False, "Not yet: it diverges, and its held-out loss is no number."
+            return False, "Not yet: it diverges, and its held-out loss is NaN or infinite."
         cost, loss = self.beside(run)
-        good, asked = cost <= self.at_most and loss <= self.loss, f"at most {self.at_most * 100:g} % of it are asked"
+        good, asked = cost <= self.at_most and loss <= self.loss, f"limit {self.at_most * 100:g} %"
         said = (f"{cost * 100:.3g} % of the start's {self.cost.replace('_', ' ')} ({asked}), "
-                f"{loss:.3f} times its held-out loss (at most {self.loss:g} is asked).")  # fmt: skip
+                f"{loss:.3f} times its held-out loss (limit {self.loss:g}).")  # fmt: skip
         return good, f"{'Found' if good else 'Not yet'}: {said}"
 
     def beside(self, run: Run) -> tuple[float, float]:
@@ -212,7 +212,7 @@ class Goal(Exercise):
 
 
 def why_forbidden(settings: Mapping[str, Any], may: Sequence[str], start: Experiment) -> str:
-    """Returns which of `settings` an answer may not set, in a sentence, or "".
+    """Returns a sentence with the `settings` that an answer may not set, or "".
 
     may: allowed settings, with or without their paths, and with their inner settings
 
@@ -226,16 +226,15 @@ def why_forbidden(settings: Mapping[str, Any], may: Sequence[str], start: Experi
     except ValueError:  # the judge reports the error
         return ""
     fixed = [path for path, full in whole.items() if not {full.partition(".")[0], full.rpartition(".")[2]} & {*may}]
-    return f"{', '.join(fixed)} cannot be changed here; what may be is {', '.join(may)}." if fixed else ""
+    return f"{', '.join(fixed)} cannot be changed here. You may set {', '.join(may)}." if fixed else ""
 
 
 class Hidden(Exercise):
     """Make exposed communication vanish in 2 ways, without changing the network or the compute.
 
     run: live or not; its record is the judge
-
-    A way is a set of changed settings: a strategy, a compressor, the size of buckets. Of a live run, ways count since
-    the exercise began, so that the lesson's own demonstration is no answer.
+    A way is a set of changed settings: a strategy, a compressor, the size of buckets. In a live run, ways count only
+    after the exercise began, so the lesson's own demonstration is no answer.
     """
 
     _begun: ClassVar[WeakKeyDictionary[Any, int]] = WeakKeyDictionary()
@@ -269,8 +268,8 @@ class Hidden(Exercise):
     def _list_shares(self) -> Iterator[tuple[str, dict[str, str], float, int]]:
         """Yields (network and pace, changeable settings, share, first step) of each stretch.
 
-        The share is the part of a step that waits for the network, without late ranks and packing, which a busy machine
-        causes under any settings.
+        The share is the part of a step that waits for the network. It excludes late ranks and packing, which a busy
+        machine causes under any settings.
         """
         tl = self.run.timeline
         until = analysis.last_steps(tl)[1]
@@ -289,7 +288,7 @@ def more_steps(run: Any, n: int, timeout: float = 120.0) -> None:
     goal, end = analysis.last_steps(run.timeline)[1] + n, time.monotonic() + timeout
     while analysis.last_steps(run.timeline)[1] < goal:
         if not run.live:
-            raise RuntimeError(f"the run is {run.state}: it will make no more steps")
+            raise RuntimeError(f"the run is {run.state}: it makes no more steps")
         if time.monotonic() > end:
             raise TimeoutError(f"not {n} more steps within {timeout:g} s")
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""The exercise to make a step nearly as fast as the judge's best, and a step's cost."""
+"""The exercise to make a step nearly as fast as the judge's best; also the cost of a step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from workbench.run import plan, require_memory
 class Fastest(Exercise):
     """Find settings that make a step nearly as short as the best of `tried`, by the simulator.
 
-    start: an experiment with a pace, which sets the compute time; its `memory_mb` is respected
-    where: an ending of the question, if a lesson asks it more than once
+    start: an experiment with a pace, which sets the compute time; its `memory_mb` is a limit
+    where: the question's ending, if a lesson asks it more than once
     tried: settings that the judge tries, once, in the first check
     within: the allowed ratio to the shortest step, 1.05 for 5 % more
     may: settings that an answer may change, with their inner settings
 
-    Errors are reported in words, not raised.
+    `check` reports errors as text and raises none.
     """
 
     def __init__(self, start: Experiment, tried: Iterable[Mapping[str, Any]], within: float = 1.05, *,
@@ -42,7 +42,7 @@ class Fastest(Exercise):
         return min(seconds for seconds in map(self._try_settings, self.tried) if seconds)
 
     def _try_settings(self, settings: Mapping[str, Any]) -> float:
-        """`took`, but 0 for impossible settings."""
+        """Returns `took`; 0 for impossible settings."""
         try:
             return self.took(settings)
         except ValueError:
@@ -55,14 +55,14 @@ class Fastest(Exercise):
             took = self.took(settings)
         except ValueError as error:
             return False, f"It cannot be: {error}."
-        over = f"{took * 1e3:.0f} ms per step, {took / self.best:.3f} times the shortest that was tried"
+        over = f"{took * 1e3:.0f} ms per step, {took / self.best:.3f} times the judge's shortest"
         if took <= self.within * self.best:
             return True, f"Found: {over}."
-        return False, f"Not yet: {over} (at most {self.within:g} is asked)."
+        return False, f"Not yet: {over} (the limit is {self.within:g})."
 
 
 def what_it_takes(run: Any, last: int = 5) -> dict[str, float]:
-    """Measures rank 0 in the last steps, without evaluations: most MB held by category, MB sent and ms per step."""
+    """Measures rank 0 in the last steps, without evaluations: peak MB by category, MB sent, ms per step."""
     first, stop = analysis.last_steps(run.timeline, last)
     held = analysis.measure_memory(run.timeline, first, stop)[0]
     most = {name: nbytes / 1e6 for name, nbytes in held.most.items() if nbytes >= 5e4 and name != "evaluation"}

@@ -1,4 +1,4 @@
-"""A prediction before the run, locked when its result becomes visible."""
+"""A prediction before the run. It is locked when its result becomes visible."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class PredictionGuess:
     shown: str = ""  # the true answer, once visible
 
 
-# A cell that runs again makes a new widget. The lab keeps the guess, so that no one guesses twice.
+# A cell that runs again makes a new widget. The lab keeps the guess, so no one can guess twice.
 _guesses: WeakKeyDictionary[Any, dict[tuple[str, ...], PredictionGuess]] = WeakKeyDictionary()
 
 
 class Prediction(ipywidgets.VBox):
     """A question with answers to choose from. `against(...)` compares the guess later.
 
-    A guess is locked when the answer is shown, and when a run of `lab` has begun since the question. Running all cells
-    gives nothing away: without a guess nothing is shown. A question to the same lab keeps its guess and lock.
+    A guess is locked when the answer is shown, or when a run of `lab` begins after the question. Without a guess
+    nothing is shown, so running all cells reveals nothing. A question to the same lab keeps its guess and lock.
 
     during: the question is about a change to the present run, so only the answer locks the guess
 
@@ -67,7 +67,6 @@ class Prediction(ipywidgets.VBox):
             self._show_text(f"Your prediction: {self.said}.")
 
     def _find_guess(self) -> PredictionGuess:
-        """Returns the lab's guess for this question, or a new one."""
         over = None if self.lab is None or self.lab.live else self.lab.run_now
         new = PredictionGuess(None if over is None else ref(over))
         if self.lab is None:
@@ -118,12 +117,11 @@ class Prediction(ipywidgets.VBox):
         return shown
 
     def _lock_guess(self) -> None:
-        """Locks the guess. The cell shows the comparison."""
         self.radio.disabled = True
         self._show_text(f"Your prediction stands: {self.said}.")
 
     def _store_answer(self, answer: str | None) -> None:
-        """Stores an answer from the page or `choose`. Resets a locked one."""
+        """Stores an answer from the page or `choose`. Restores a locked one."""
         if answer == self.said:
             return
         if why := self.locked:

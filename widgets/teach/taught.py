@@ -2,7 +2,7 @@
 
     lesson(LocalSGD)       # or lesson("LocalSGD")
 
-The text is the docstring, the source is the running code, and the runs are simulated on demand.
+The text is the docstring and the source is the running code. The runs are simulated on demand.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STYLE = """<style>
 def lesson(member: type[Any] | str) -> ipywidgets.VBox:
     """Shows a strategy, compressor, partition, schedule, optimizer, fault, policy or algorithm.
 
-    Simulates 4 ranks with it and 4 with its usual alternative. Raises KnobError if no such member exists.
+    Simulates 4 ranks with it and 4 with its usual alternative. Raises KnobError for an unknown member.
     """
     kind = find_member(member)
     said = parse_docstring(kind)
@@ -59,7 +59,6 @@ def lesson(member: type[Any] | str) -> ipywidgets.VBox:
 
 
 def _make_head(kind: type[Any], said: ParsedDocstring) -> str:
-    """Its name, purpose and use; its algorithm next to its source."""
     formula = textwrap.dedent(said.formula).strip("\n")
     columns = [("The algorithm", formula)] if formula else []
     columns += [("The source", code)] if (code := source(kind)) else []
@@ -70,7 +69,6 @@ def _make_head(kind: type[Any], said: ParsedDocstring) -> str:
 
 
 def _show_runs(pair: MemberComparison) -> list[ipywidgets.Widget]:
-    """Both simulated runs, each with the view that differs, and a step's time in words."""
     views = tuple(v for v in all_views().values() if v.name == pair.view)
     parts: list[ipywidgets.Widget] = [ipywidgets.HTML("<h3>On four simulated ranks</h3>")]
     for run in (pair.usual, pair.shown):
@@ -81,14 +79,14 @@ def _show_runs(pair: MemberComparison) -> list[ipywidgets.Widget]:
 
 
 def _describe_outcome(run: Any, view: str) -> str:
-    """A run's result in words, as its view shows it. "" if ranks made no common step."""
+    """Describes a run's result, as its view shows it; "" if ranks made no common step."""
     if view == "loss":
         rows = run.timeline.samples.rows()
         held_out = rows[rows.equal("name", "held_out")]
         return f": a held-out loss of {held_out.value[-1]:.4g} after {int(held_out.step[-1])} steps."
     found = break_down(run.timeline, *last_steps(run.timeline, LAST_STEPS))
     step, exposed = (float(seconds.mean()) * 1e3 for seconds in (found.seconds, found.exposed))
-    return f": {step:.0f} ms per step, of which {exposed:.0f} ms wait for communication." if step else ""
+    return f": {step:.0f} ms per step, {exposed:.0f} ms of it waiting for communication." if step else ""
 
 
 def _format_setting(run: Any, path: str) -> str:
@@ -106,7 +104,6 @@ def _knob_table(kind: type[Any]) -> str:
 
 
 def _remaining_parts(said: ParsedDocstring) -> str:
-    """The rest of its docstring, folded, and its reference."""
     rest = (
         f"<pre>{escape(textwrap.dedent(p))}</pre>" if is_code(p) else f"<p>{_format_prose(p)}</p>" for p in said.rest
     )
@@ -116,7 +113,6 @@ def _remaining_parts(said: ParsedDocstring) -> str:
 
 
 def _format_prose(text: str) -> str:
-    """Text of a docstring as HTML, with `code` and links."""
     text = escape(" ".join(text.split()))
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
     return re.sub(r"https?://[^\s,;)&<]*[^\s,;).&<]", r'<a href="\g<0>" target="_blank" rel="noopener">\g<0></a>', text)

@@ -4,7 +4,7 @@
     worksheet("05 Talk less often").hand_in("Ada")        # 05_talk_less_often-ada.json next to the notebook
     handed_in("homework")                                 # the teacher's table, of such files and of notebooks
 
-One kernel serves one lesson, remembers the work, and identifies a question by its text.
+One kernel serves one lesson. It remembers the work and identifies a question by its text.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def handed_in(folder: Path | str) -> pd.DataFrame:
 
 
 def _read_sheets(path: Path) -> list[dict[str, Any]]:
-    """Returns a file's sheet; of a notebook, each lesson's last one."""
+    """Returns a file's sheet; for a notebook, each lesson's last one."""
     if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
         return []
     try:
@@ -140,7 +140,7 @@ def _read_sheets(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_valid(sheet: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether a sheet, from anyone, is valid."""
+    """Whether a sheet is valid; it may come from anyone."""
     return (isinstance(sheet, dict) and isinstance(sheet.get("lesson"), str) and isinstance(sheet.get("items"), list)
             and all(isinstance(i, dict) and isinstance(i.get("kind"), str) for i in sheet["items"]))  # fmt: skip
 

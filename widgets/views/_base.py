@@ -1,7 +1,7 @@
 """The contract of a view, which is a chart or a text about a run.
 
-A view draws what `workbench.analysis` computes or the record holds. It describes its figure once, then returns only new
-data. To add a view, add a file to this folder.
+A view draws what `workbench.analysis` computes or what the record holds. It describes its figure once, then returns
+only new data. To add a view, add a file to this folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Patch:
              trace's `meta` names
     layout:  layout keys to set, dotted as plotly takes them ("xaxis.range")
     html:    the complete text of a view without a figure
-    facts:   plain values for the page: names of boxes, the step shown, ...
+    facts:   plain values for the page, such as names of boxes
     """
 
     append: dict[int, Columns] = field(default_factory=dict)
@@ -53,20 +53,20 @@ class Grid(NamedTuple):
 
 
 class View(ABC):
-    """A chart or a text. An instance follows one run for one board, from the run's first row on.
+    """A chart or a text. An instance follows one run for one board, from the run's first row.
 
     name:   short name; the page marks the chart with data-view=name
     title:  heading; about: what the chart shows, for readers who cannot see it
     empty:  the text before the first data
     order:  place on the board; width: its share of 12 columns (wide board, narrow board)
-    axes:   plotly axis ("x", "x2") -> "step" or "t": the axes that show the marks of changes
+    axes:   plotly axis ("x", "x2") -> "step" or "t", for axes that show the marks of changes
     labelled: marks have names; else only numbers
-    tools:  "steps" for a chart of some steps: follow, hold still, choose the step (answered by `ask`)
+    tools:  "steps" for a chart with a choice of steps, which `ask` handles
     spoken: screen readers announce a change of the text
     quiet:  the page hides the view while it is empty
-    tells:  names faults and culprits; hidden while the run is a riddle (`run.secret`)
-    most:   the number of ranks drawn, for the picture of a large run; None for all
-    setter: sets a knob of the live lab; None without a lab, and for read-only dashboards
+    tells:  reveals faults and culprits, so a riddle (`run.secret`) hides the view
+    most:   the number of ranks drawn in the picture of a large run; None for all
+    setter: sets a knob of the live lab; None without a lab and in read-only dashboards
     """
 
     __family__: ClassVar[bool] = True
@@ -95,7 +95,7 @@ class View(ABC):
 
     @abstractmethod
     def update(self, run: Any) -> Patch:
-        """Returns the new content since the last call. The first call returns everything."""
+        """Returns the new content since the last call. The first call returns all content."""
 
     def table(self, run: Any) -> Grid | None:
         """Returns the chart's data table; None if the view is a text or a table."""
@@ -117,7 +117,7 @@ class View(ABC):
 
 
 def ranks_of(run: Any) -> int:
-    """Returns how many ranks the run has had, with later ones."""
+    """Returns how many ranks the run has had, including later ones."""
     said = int(run.settings.get("ranks", 0) or 0)
     came = [max(detail.get("members") or [0]) + 1 for _, _, detail in run.details("members")]
     said = max([said, *came]) if said else 0
@@ -126,7 +126,7 @@ def ranks_of(run: Any) -> int:
 
 
 def thin_points(columns: Columns, limit: int = MAX_CURVE_POINTS) -> Columns:
-    """Returns at most `limit` points: the least and the greatest y of each stretch of x, in order."""
+    """Returns at most `limit` points: the least and the greatest y of each stretch of x."""
     x, y = np.asarray(columns["x"], float), np.asarray(columns["y"], float)
     if len(x) <= limit:
         return columns

@@ -1,4 +1,4 @@
-"""A text that a live run updates less often, the longer it takes to compute."""
+"""A text that a live run updates less often if computing it takes longer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_TIME_SHARE = 0.03  # largest share of time for computing
 
 
 class PacedView(View):
-    """Computes its text when due, and sends a changed text."""
+    """Computes its text when due. Sends only a changed text."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Requests without effect, in words."""
+"""Requests without effect."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from workbench.analysis import list_unheeded
 
 
 class Asked(View):
-    """A line for a pace that is not met, and one for each fault without an effect."""
+    """A line for a pace that the machine cannot keep, and one for each fault without an effect."""
 
     name: ClassVar[str] = "asked"
     title: ClassVar[str] = "Not as asked"
-    about: ClassVar[str] = "Names a pace that the machine cannot keep, and faults that have no effect."
+    about: ClassVar[str] = "Names a pace that the machine cannot keep. Names faults without an effect."
     order: ClassVar[int] = 6
     spoken: ClassVar[bool] = True
     quiet: ClassVar[bool] = True

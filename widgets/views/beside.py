@@ -1,4 +1,4 @@
-"""Two runs overlaid: loss over steps, loss over seconds, and the duration of each step."""
+"""Two runs overlaid: loss over steps, loss over seconds, and step times."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Beside(View):
     name: ClassVar[str] = "beside"
     title: ClassVar[str] = "Two runs, overlaid"
     about: ClassVar[str] = (
-        "This run as a solid line and the run beside it as a dashed one, both from their first step on: training loss, "
-        "mean over ranks, against steps on the left and against seconds in the middle; step time against steps on the "
-        "right."
+        "Two runs from their first steps on: this run as a solid line, the run beside it as a dashed line. On the "
+        "left, training loss against steps. In the middle, training loss against seconds. On the right, step time "
+        "against steps. Losses are means over ranks."
     )
     order: ClassVar[int] = 4
     quiet: ClassVar[bool] = True
@@ -66,7 +66,7 @@ class Beside(View):
 
 
 def loss_curves(run: Any) -> tuple[Columns, Columns, Columns]:
-    """Returns loss by steps, loss by seconds, and milliseconds of each step, each a mean over ranks."""
+    """Returns loss by steps, loss by seconds, and each step's milliseconds. All are means over ranks."""
     c, times = loss_curve(run.timeline), step_times(run.timeline)
     made = ~np.isnan(times.seconds).any(axis=1) if times.seconds.size else np.zeros(len(times.steps), bool)
     steps = times.steps[made] - (times.steps[0] if len(times.steps) else 0) + 1.0

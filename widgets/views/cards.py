@@ -1,4 +1,4 @@
-"""A card for each change, with the values before and after, and their intervals."""
+"""A card for each change, with values before and after it and their intervals."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from widgets.views._base import Patch, View
 from workbench.analysis import Card, Effect, Estimate, before_after, last_steps
 
 MAX_OPEN_CARDS = 6  # newest cards; the page folds older ones
-EMPTY = '<p class="wb-empty">A card for each change appears here: the steps before it against the steps after it.</p>'
+EMPTY = '<p class="wb-empty">A card for each change appears here. It compares the steps before and after it.</p>'
 HEAD = "<tr><th>median of steps</th><th>before</th><th>after</th>"
 HEAD += '<th style="text-align: left">change</th></tr>'
 SHORT = {"exposed communication": "exposed", "sent per step and rank": "sent"}  # all columns fit into half a page
 MEANS = {
     "step": "how long a step lasts",
-    "exposed communication": "for how long communication stalls a step",
+    "exposed communication": "how long communication stalls a step",
     "sent per step and rank": "bytes that a rank sends in a step",
 }
 
@@ -30,7 +30,7 @@ class Cards(View):
     name: ClassVar[str] = "cards"
     title: ClassVar[str] = "What each change did"
     about: ClassVar[str] = (
-        "A table per change: step time, exposed communication, bytes and loss slope before and after."
+        "A table per change: step time, exposed communication, bytes and loss slope before and after it."
     )
     order: ClassVar[int] = 60
     tells: ClassVar[bool] = True
@@ -138,7 +138,7 @@ def _format_seconds(seconds: float) -> str:
 
 
 def _describe_effect(effect: Effect) -> str:
-    """Returns the ratio with its interval, an arrow and a word; or "no clear change"."""
+    """Returns the ratio with its interval, an arrow and a word, or "no clear change"."""
     match effect.verdict:
         case "":
             return "no verdict"

@@ -1,4 +1,4 @@
-"""The costs of a step beyond the shared compute, with the simulator's suggestions on request."""
+"""The costs of a step beyond the shared compute. On request, the simulator adds suggestions."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from workbench.analysis.steps.words import format_seconds
 from workbench.settings import KnobError
 from workbench.settings.describe_error import said
 
-NEXT = "What to try next, <code>run.advice()</code> asks the simulator."
-ASK = '<button type="button" class="wb-button" data-ask=\'{"advise": true}\'>What to try next</button>'
-ASKING = '<p class="wb-empty" role="status">The simulator is asked what to try next, which takes some seconds.</p>'
+NEXT = "<code>run.advice()</code> asks the simulator for suggestions."
+ASK = '<button type="button" class="wb-button" data-ask=\'{"advise": true}\'>Suggest changes</button>'
+ASKING = '<p class="wb-empty" role="status">The simulator looks for suggestions. This takes some seconds.</p>'
 
 
 class Causes(PacedView):
-    """A line for each cause, the most expensive first. Hidden while no cause exceeds 5 % of a step."""
+    """A line for each cause, the most expensive first. Hidden if no cause exceeds 5 % of a step."""
 
     name: ClassVar[str] = "causes"
     title: ClassVar[str] = "What costs a step most"
     about: ClassVar[str] = (
         "A ranked list of the causes that make a step longer than its compute: input, forward, backward, optimizer, "
-        "network, codec, frozen, outside, or a pipeline's bubble. Each has milliseconds per step, its share of a step "
-        "and the ranks that cause it. The list covers the last 40 steps since the last change. It omits causes under "
-        "5 % of a step, except for a rank that is itself behind by as much."
+        "network, codec, frozen, outside, or a pipeline's bubble. Each line has milliseconds per step, the share of a "
+        "step, and the ranks that cause it. The list covers the last 40 steps since the last change. It omits causes "
+        "under 5 % of a step, unless a rank is itself behind by that much."
     )
     order: ClassVar[int] = 18
     quiet: ClassVar[bool] = True
@@ -66,7 +66,7 @@ class Causes(PacedView):
         try:
             self._advised, self._tried = self._run.advice(), ""
         except Exception as error:  # shown to the person who pressed the button
-            self._advised, self._tried = None, f"It cannot be told what to try next: {said(error)}"
+            self._advised, self._tried = None, f"No suggestion: {said(error)}"
 
     def _try_suggestion(self, suggestion: Any) -> None:
         try:
@@ -74,9 +74,9 @@ class Causes(PacedView):
             for path, value in suggestion.settings.items():
                 self.setter(path, value)
         except (KnobError, RuntimeError) as error:
-            self._tried = f"It was refused: {error}"
+            self._tried = f"Refused: {error}"
         else:
-            self._tried = f"Tried: {suggestion}. What it did is in its card under “What each change did”."
+            self._tried = f"Tried: {suggestion}. See its card under “What each change did”."
             self._advised = None
 
     def result_html(self) -> str:
@@ -101,15 +101,15 @@ def list_causes(found: list[Cause], foot: str = "") -> str:
 
 
 def list_advice(rows: list[Any], may_try: bool) -> str:
-    """Returns the list with suggestions. may_try: with a button for each change"""
+    """Returns the list with suggestions. may_try: adds a button for each suggestion"""
     lines = []
     for number, row in enumerate(rows):
         more = [f"<span>{escape(row.next)}</span>" if row.next else ""]
         if may_try:
             more += [_make_button(number, k, s) for k, s in enumerate(row.suggestions)]
-        lines.append(f"<li>{_describe_cause(row)}<br>{' '.join(filter(None, more)) or 'Nobody knows what helps.'}</li>")
+        lines.append(f"<li>{_describe_cause(row)}<br>{' '.join(filter(None, more)) or 'No suggestion.'}</li>")
     body = f'<ol class="wb-causes">{"".join(lines)}</ol>' if rows else f'<p class="wb-empty">{escape(repr(rows))}</p>'
-    return f"{body}{ASK.replace('What to try next', 'Ask again')}"
+    return f"{body}{ASK.replace('Suggest changes', 'Ask again')}"
 
 
 def _describe_cause(found: Any) -> str:
@@ -121,5 +121,5 @@ def _make_button(line: int, number: int, suggestion: Any) -> str:
     """Returns a button whose label describes the change to screen readers."""
     ask = escape(json.dumps({"try": [line, number]}), quote=True)
     label = escape(f"Try this: {suggestion}", quote=True)
-    named = "Try this" if number == 0 else "Try the other"
+    named = "Try this" if number == 0 else "Try another"
     return f'<button type="button" class="wb-button" data-ask="{ask}" aria-label="{label}">{named}</button>'

@@ -15,14 +15,14 @@ HEAD = ("operation", "ranks", "per step", "tensor", "takes (at worst)", "algbw",
 
 
 class Collectives(PacedView):
-    """A table, the most expensive first. Hidden while the ranks exchange nothing."""
+    """A table, the most expensive collective first. Hidden if the ranks exchange nothing."""
 
     name: ClassVar[str] = "collectives"
     title: ClassVar[str] = "Collectives"
     about: ClassVar[str] = (
-        "A row per operation, group and bucket of the last 20 steps: how often in a step, the size of its tensor, how "
-        "long one takes from the last rank's arrival (median and worst), its bandwidths in Mbit/s as nccl-tests "
-        "defines them, and how long a rank waited for the last to arrive, which is in none of the others."
+        "A row per operation, group and bucket of the last 20 steps: its count per step, the size of its tensor, its "
+        "median and worst duration, its bandwidths in Mbit/s as nccl-tests defines them, and the wait for the last "
+        "rank. Durations start when the last rank arrives, so they exclude the wait."
     )
     order: ClassVar[int] = 51
     quiet: ClassVar[bool] = True
@@ -48,7 +48,7 @@ def make_table(found: list[ByCollective], steps: int) -> str:
     note = f'<p class="wb-empty">and {left} more, in <code>run.collectives()</code>.</p>' if left > 0 else ""
     head = "".join(f"<th>{name}</th>" for name in HEAD)
     rows = "".join(_make_row(f, steps) for f in costs[:MAX_ROWS])
-    caption = "Bandwidths in Mbit/s, as nccl-tests defines them, from the last rank's arrival on; last 20 steps"
+    caption = "Bandwidths in Mbit/s as nccl-tests defines them, from the last rank's arrival; last 20 steps"
     return (f'<div class="wb-table"><table><caption>{caption}</caption><thead><tr>{head}</tr></thead>'
             f"<tbody>{rows}</tbody></table></div>{note}")  # fmt: skip
 

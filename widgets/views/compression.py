@@ -24,14 +24,14 @@ NOT_ZERO = 1e-12  # a logarithmic axis cannot show the zeros of exact exchanges
 
 
 class Compressed(View):
-    """The effective ratio of every exchange; error, residual and cosine of every measured exchange."""
+    """Every exchange's effective ratio; every measured exchange's error, residual and cosine."""
 
     name: ClassVar[str] = "compression"
     title: ClassVar[str] = "Bytes saved, error added"
     about: ClassVar[str] = (
-        "Against steps: on the left how many times fewer bytes cross the wire than dense fp32; in the middle the error "
-        "of the sum relative to the dense sum, and the mean residual relative to it; on the right the cosine between "
-        "the two sums. A vertical mark at each change."
+        "Three charts against steps. On the left, how many times fewer bytes cross the wire than with dense fp32. In "
+        "the middle, the error of the sum and the mean residual, each relative to the dense sum. On the right, the "
+        "cosine between the two sums. A vertical line marks each change."
     )
     order: ClassVar[int] = 54
     axes: ClassVar[dict[str, str]] = {"x": "step", "x2": "step", "x3": "step"}
@@ -77,7 +77,7 @@ class Compressed(View):
         return patch
 
     def _extend_axis(self, patch: Patch, axis: str, y: np.ndarray) -> None:
-        """Ends an axis at round values, for a few labels."""
+        """Ends an axis at round values, so that few labels suffice."""
         low, high = self._ends.get(axis, (np.inf, -np.inf))
         ends = min(low, float(y.min())), max(high, float(y.max()))
         if ends != (low, high):
@@ -85,7 +85,7 @@ class Compressed(View):
             patch.layout |= {f"{axis}.{k}": v for k, v in _round_range(*ends).items()}
 
     def _append_ratios(self, run: Any, patch: Patch) -> None:
-        """Begins at the first compression. Before it all are 1."""
+        """Begins at the first compression, because earlier ratios are 1."""
         begun = next((s.first for s in list_stretches(run) if s.compressor), None)
         stop = last_steps(run.timeline)[1]
         if begun is None or stop <= max(self._step, begun):
@@ -127,7 +127,7 @@ def _make_layout() -> go.Layout:
         xaxis2=theme.make_axis("step", domain=[0.365, 0.635], anchor="y2", **x),
         xaxis3=theme.make_axis("step", domain=[0.73, 1], anchor="y3", **x),
         yaxis=theme.make_axis("times fewer bytes", **log),
-        yaxis2=theme.make_axis("of what is to be sent", anchor="x2", **log),
+        yaxis2=theme.make_axis("relative to the dense sum", anchor="x2", **log),
         yaxis3=theme.make_axis("cosine", anchor="x3", nticks=5),
         margin={"l": 76, "r": 10, "t": 8, "b": 46},
     )

@@ -1,4 +1,4 @@
-"""The distance between the replicas, and the steps since they last averaged."""
+"""The distance between the replicas, and the steps since their last averaging."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Drift(View):
     name: ClassVar[str] = "drift"
     title: ClassVar[str] = "Replica drift"
     about: ClassVar[str] = (
-        "Each rank's root-mean-square distance from the mean parameters, against steps, taken at each evaluation; "
-        "zero while the ranks agree. Where ranks meet only every few steps the points are not joined, and the axis "
-        "says in which step after an averaging they were taken."
+        "Each rank's root-mean-square distance from the mean parameters at each evaluation, against steps. It is zero "
+        "if the ranks agree. If ranks meet only every few steps, the points are not joined. The axis then says how "
+        "many steps after an averaging they were taken."
     )
-    empty: ClassVar[str] = "How far the ranks' parameters are apart appears here at the first evaluation."
+    empty: ClassVar[str] = "The distance between the ranks' parameters appears here at the first evaluation."
     order: ClassVar[int] = 50
     width: ClassVar[tuple[int, int]] = (4, 6)
     axes: ClassVar[dict[str, str]] = {"x": "step"}
@@ -77,7 +77,7 @@ class Drift(View):
 
 
 def _describe_points(since: set[int]) -> str:
-    """Describes how many steps after averaging the points were measured.
+    """Describes how many steps after averaging the points were taken.
 
     >>> _describe_points({0, 4}), _describe_points({0}), _describe_points({1, 3, 5, 7})
     ('0 or 4 steps after averaging', 'just after averaging', '1 to 7 steps after averaging')

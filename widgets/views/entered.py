@@ -9,8 +9,8 @@ from widgets.views._base import Patch, View
 from workbench.analysis import list_open
 from workbench.analysis.communication.entered import OpenCollective
 
-MIN_WAIT = 1.5  # shorter waits are not shown, because the kernel asks once a second
-STACKS = "The button Stacks, above, shows what every thread of every rank is in."
+MIN_WAIT = 1.5  # seconds; the kernel asks once a second, so shorter waits are not shown
+STACKS = "Press Stacks, above, to see the call stack of every thread of every rank."
 
 
 class InCollective(View):
@@ -19,8 +19,8 @@ class InCollective(View):
     name: ClassVar[str] = "entered"
     title: ClassVar[str] = "Waiting in a collective"
     about: ClassVar[str] = (
-        "A row per collective that ranks have waited in for more than a second and a half: which ranks have entered "
-        "it, which have not, and where these are instead."
+        "A row per collective in which ranks have waited for more than 1.5 seconds: the ranks that have entered it, "
+        "the missing ranks, and what these do instead."
     )
     order: ClassVar[int] = 4
     quiet: ClassVar[bool] = True

@@ -15,8 +15,8 @@ class Gpu(View):
     name: ClassVar[str] = "gpu"
     title: ClassVar[str] = "GPUs"
     about: ClassVar[str] = (
-        "A row per rank: the share of the last ten seconds in which its GPU was at work, the watts that it drew, and "
-        "bytes per second out and in over its links (NVLink, or PCIe where there is none), as nvidia-ml-py reads them."
+        "A row per rank, as nvidia-ml-py reads it: the share of the last 10 seconds in which its GPU worked, its power "
+        "in watts, and bytes per second out and in over its links. Links are NVLink, or PCIe without NVLink."
     )
     order: ClassVar[int] = 16
     quiet: ClassVar[bool] = True
@@ -44,7 +44,7 @@ def make_table(found: list[RankGpu]) -> str:
     """
     if not found:
         return ""
-    head = "".join(f"<th>{name}</th>" for name in ("rank", "at work", "power", "sent", "received"))
+    head = "".join(f"<th>{name}</th>" for name in ("rank", "use", "power", "sent", "received"))
     cells = (
         (
             str(g.rank),

@@ -1,4 +1,4 @@
-"""A heat map of lateness at meetings of all ranks: ranks by steps."""
+"""A heat map of ranks by steps: how late each rank meets the other ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from widgets.charts import theme
 from widgets.views._base import Grid, Patch, View
 from workbench.analysis import LatenessStrips, step_times
 
-MIN_SCALE_END = 0.2  # share of a step: the scale does not end below it, so that noise stays pale
+MIN_SCALE_END = 0.2  # share of a step: the scale's least end, so that noise stays pale
 SCALE_SHARE = 0.95  # share of the columns within the scale, so that one long pause does not set it
 CELL_BYTES = 9  # bytes of a cell in a message
 BYTES_PER_SECOND = 20_000  # bytes per second, on average
@@ -23,13 +23,13 @@ class Late(View):
     """A cell per rank and stretch of steps. Late ranks have strong colours."""
 
     name: ClassVar[str] = "lateness"
-    title: ClassVar[str] = "Who comes late"
+    title: ClassVar[str] = "Late ranks"
     about: ClassVar[str] = (
-        "A heat map of ranks against steps: the stronger a cell's colour, the more milliseconds later than the median "
-        "of the others the rank came to the step's last collective; what it stood still for is left out. A row that "
-        "stays coloured is a slow rank, a single cell a pause, a grey one a step in which the rank met nobody. Where "
-        "ranks meet every few steps, a meeting counts for its whole round. Of a long run a column is the mean of "
-        "several steps. A slow link makes nobody late: the line about the straggler names it."
+        "A heat map of ranks against steps. A stronger colour means that the rank came later to the step's last "
+        "collective. Lateness is in milliseconds after the median of the other ranks, without the rank's own stalls. A "
+        "row that stays coloured is a slow rank. A single coloured cell is a pause. A grey cell is a step in which the "
+        "rank met no other rank. If ranks meet every few steps, a meeting counts for its whole round. In a long run a "
+        "column is the mean of several steps. A slow link makes no rank late. The line about the straggler names it."
     )
     order: ClassVar[int] = 17
     axes: ClassVar[dict[str, str]] = {"x": "step"}
@@ -85,9 +85,7 @@ class Late(View):
     def _describe_latest(self, recent: np.ndarray) -> str:
         late = _median_known(recent)
         rank = int(np.nanargmax(late))
-        latest = (
-            f"rank {rank}, {_format_ms(late[rank])} ms" if _format_ms(late[rank]) != "0" else "nobody, all came as one"
-        )
+        latest = f"rank {rank}, {_format_ms(late[rank])} ms" if _format_ms(late[rank]) != "0" else "none"
         return f"stronger colour: later. Latest in the last {_count_meetings(len(recent))}: {latest}"
 
     def table(self, run: Any) -> Grid:
@@ -98,7 +96,7 @@ class Late(View):
         there = np.flatnonzero(~np.isnan(strips.most))
         rows = [(int(r), *(_format_ms(c[r]) for c in columns), int(strips.most_at[r])) for r in there]
         head = ("rank", f"median of the last {LatenessStrips.LAST} meetings (ms)", "mean of all", "most", "in step")
-        return Grid(head, rows, "Milliseconds later than the median of the others; negative: before them")
+        return Grid(head, rows, "Milliseconds later than the median of the other ranks; negative: earlier")
 
 
 def _make_ticks(ranks: int) -> dict[str, Any]:
@@ -116,7 +114,7 @@ def _median_known(rows: np.ndarray) -> np.ndarray:
 
 
 def _scale_end(cells: np.ndarray, step: float) -> float:
-    """Returns the end of the colour scale in ms: a round number that covers most columns' latest rank.
+    """Returns the end of the colour scale in ms: a round number that covers most columns.
 
     >>> _scale_end(np.array([[0.0, 31.0], [0.0, 29.0]]), 100.0), _scale_end(np.zeros((3, 2)), 100.0)
     (50.0, 20.0)

@@ -12,7 +12,7 @@ from workbench.settings import Change
 
 MAX_LINES = 100  # different lines, at most
 WRONG = ("error", "refused", *NAMES)  # streams shown first and never folded
-EMPTY = '<p class="wb-empty">What the ranks print, warn and log appears here, equal lines folded.</p>'
+EMPTY = '<p class="wb-empty">Prints, warnings and logs of the ranks appear here. Equal lines are folded.</p>'
 
 
 class LogLine:
@@ -41,7 +41,7 @@ class Log(View):
 
     name: ClassVar[str] = "log"
     title: ClassVar[str] = "Messages of the ranks"
-    about: ClassVar[str] = "Prints, warnings, logs and errors of the ranks; equal lines of several ranks are one line."
+    about: ClassVar[str] = "Prints, warnings, logs and errors of the ranks. Equal lines of several ranks are one line."
     order: ClassVar[int] = 70
 
     def __init__(self) -> None:

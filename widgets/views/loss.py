@@ -1,4 +1,4 @@
-"""The loss over steps and over seconds, because fewer steps may take more seconds."""
+"""The loss over steps and over seconds. Fewer steps may take more seconds."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MAX_LEGEND_RANKS = 8  # single ranks in the legend, at most
 
 
 class Loss(View):
-    """The held-out loss of the consolidated model as a thick line, each rank's training loss as a thin line."""
+    """The consolidated model's held-out loss as a thick line; each rank's training loss as a thin line."""
 
     name: ClassVar[str] = "loss"
     title: ClassVar[str] = "Loss"
     about: ClassVar[str] = (
-        "Held-out loss of the consolidated model as a strong line with markers and each rank's training loss as a "
-        "thin line of its own, against steps on the left and against seconds on the right; a vertical mark at each "
-        "change, and a diamond where a checkpoint was made."
+        "Loss against steps on the left and against seconds on the right. A thick line with markers is the held-out "
+        "loss of the consolidated model. A thin line is the training loss of a rank. A vertical line marks each "
+        "change, a diamond each checkpoint."
     )
     empty: ClassVar[str] = "The loss appears here after the first step."
     order: ClassVar[int] = 20

@@ -1,4 +1,4 @@
-"""What fills each rank's memory: a stacked bar of categories, and the peak of their sum."""
+"""The contents of each rank's memory: a stacked bar of categories, and the peak of their sum."""
 
 from __future__ import annotations
 
@@ -38,12 +38,11 @@ class Memory(View):
     name: ClassVar[str] = "memory"
     title: ClassVar[str] = "What fills the memory"
     about: ClassVar[str] = (
-        "A stacked bar per rank: bytes of parameters, gradients, optimizer state, activations kept for backward, "
-        "batches, what an evaluation makes, what strategy and compressor remember, buffers in flight, and what else "
-        "was there in passing (gradients between two layers, what a hand-over moves); of each the most in a step, in "
-        "the last 20 steps. Not all are at their most at once: a stroke marks the peak of all "
-        "together, a diamond what a GPU's allocator says. What is kept away from the device is no part of the bar: a "
-        "triangle up is so many bytes in the host's memory, a triangle down so many on disk."
+        "A stacked bar of bytes per rank. Its parts: parameters, gradients, optimizer state, activations kept for "
+        "backward, batches, evaluation, strategy state, compressor state, buffers in flight, and transient memory such "
+        "as gradients between two layers. Each part is its largest value in a step, of the last 20 steps. The parts "
+        "peak at different times, so a stroke marks the peak of their sum. A diamond is the figure of the GPU's "
+        "allocator. Triangles are bytes outside the device: up for host memory, down for disk."
     )
     empty: ClassVar[str] = "A bar per rank appears here after the first step."
     order: ClassVar[int] = 15
@@ -96,7 +95,7 @@ class Memory(View):
             (m.rank, *(format_bytes(m.most.get(n, 0)) for n in names), format_bytes(m.peak), _format_peak(m))
             for m in found
         ]
-        note = "Most in a step, last 20 steps; the peak is of all together, GPU what its allocator says"
+        note = "Most in a step, last 20 steps; peak: of the sum; GPU: its allocator's figure"
         return Grid(("rank", *names, "peak", "GPU"), cells, note)
 
     def _measure_memory(self, run: Any) -> list[RankMemory]:

@@ -1,4 +1,4 @@
-"""The arrangement of ranks: squares in the boxes of their groups."""
+"""The arrangement of ranks as squares in the boxes of their groups."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ MAX_RANKS = 64  # a picture of more ranks would be illegible
 
 
 class Mesh(View):
-    """Nested boxes from the mesh's outermost dimension inwards, with a square for each rank."""
+    """Nested boxes from the mesh's outermost dimension inwards. Each rank is a square."""
 
     name: ClassVar[str] = "mesh"
     title: ClassVar[str] = "How ranks are arranged"
     about: ClassVar[str] = (
-        "Every rank as a square with its number, in the boxes of the groups that it belongs to: a replica's box holds "
-        "those of its stages, a stage's the ranks that share its matrices. Ranks at the same place of two replicas "
-        "hold the same part of the model and have the same colour, of eight in turn."
+        "Every rank as a numbered square in the boxes of its groups. The box of a replica holds its stages. The box of "
+        "a stage holds the ranks that share its matrices. Ranks at the same place of two replicas hold the same part "
+        "of the model. They have the same colour, out of eight."
     )
     order: ClassVar[int] = 8
     quiet: ClassVar[bool] = True

@@ -19,8 +19,9 @@ class Norms(View):
     name: ClassVar[str] = "norms"
     title: ClassVar[str] = "Gradient norm"
     about: ClassVar[str] = (
-        "The norm of each rank's gradient before it is clipped, as a line per rank, against steps; of what the rank "
-        "updates by, so ranks that add their gradients up have the same. There while `clip` is not 0."
+        "The norm of each rank's gradient before clipping, as a line per rank against steps. The norm is of the "
+        "gradient that the rank applies, so ranks that sum their gradients have equal norms. Recorded if `clip` is not "
+        "0."
     )
     order: ClassVar[int] = 25
     axes: ClassVar[dict[str, str]] = {"x": "step"}

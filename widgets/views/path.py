@@ -19,8 +19,8 @@ class Path(PacedView):
     name: ClassVar[str] = "path"
     title: ClassVar[str] = "Critical path"
     about: ClassVar[str] = (
-        "What the last 20 steps had to wait for, one thing after the other across ranks, through computation and "
-        "collectives: which rank and which phase bound a step, and for how long of it."
+        "The chain of work that bounded the last 20 steps, across ranks, computation and collectives. It names the "
+        "rank and the phase of each part, and the part's share of the step."
     )
     order: ClassVar[int] = 19
     quiet: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""What compression saves and costs now, in words and as a small table."""
+"""What compression saves and costs now, as a sentence and a small table."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from workbench.analysis import BreakEven, Compression, break_even, last_steps, l
 from workbench.analysis.steps.words import format_seconds
 
 LAST_STEPS = 200  # last steps with measurements, at most
-OFF = "Nothing is compressed: every element crosses the wire. Choose a compressor to see here what it saves and costs."
-EARLY = "What {name} saves and costs is said here after a few steps."
+OFF = "Compression is off: every element crosses the wire. Choose a compressor to see its savings and costs here."
+EARLY = "The savings and costs of {name} appear here after a few steps."
 UNMEASURED = "not measured: set measure_every to 20"
-SOON = "measured every {every} steps, where all ranks keep step"
-OVER = "The run has too few steps with {name} to say what it saves and costs."
-ALONE = "One rank has nobody to send to: compression saves nothing here."
+SOON = "measured every {every} steps if all ranks keep step"
+OVER = "The run has too few steps with {name} to measure its savings and costs."
+ALONE = "A single rank sends nothing, so compression saves nothing here."
 MARK = {"costs": " wb-found"}
 
 
@@ -27,8 +27,8 @@ class Pays(View):
     name: ClassVar[str] = "pays"
     title: ClassVar[str] = "Does compression pay?"
     about: ClassVar[str] = (
-        "A sentence that says whether compression pays on this link, and a table: bytes saved, error added, what is "
-        "left unsent, and the time of encoding against the waiting that is saved."
+        "Whether compression pays on this link, as a sentence and a table: bytes saved, error added, the unsent "
+        "residual, and the time of encoding against the saved waiting."
     )
     order: ClassVar[int] = 52
 
@@ -72,8 +72,8 @@ def _make_rows(what: Compression, found: BreakEven, every: int) -> list[tuple[st
     """Returns rows of (quantity, value, remark)."""
     sizes = f"{_format_size(what.sent)} sent instead of {_format_size(what.dense)} (fp32), per exchange and rank"
     ratio = ("effective ratio", f"{what.ratio:.3g} &times;", sizes) if what.ratio == what.ratio else None
-    beside = f"{format_seconds(found.beside)} of it beside computing" if found.beside > 1e-4 else ""
-    dense = f"with Dense {format_seconds(found.dense)} ({found.known})" if found.known else "with Dense: not known"
+    beside = f"{format_seconds(found.beside)} of it overlapped with compute" if found.beside > 1e-4 else ""
+    dense = f"with Dense {format_seconds(found.dense)} ({found.known})" if found.known else "with Dense: unknown"
     return [
         *([ratio] if ratio else []),
         *_error_rows(what, every),
@@ -89,7 +89,7 @@ def _error_rows(what: Compression, every: int) -> list[tuple[str, str, str]]:
     lines = [
         ("relative error of the sum", what.error, many),
         ("cosine to the dense sum", what.cosine, "1: the same direction"),
-        ("left unsent", what.residual, "mean residual over the mean of what was to be sent"),
+        ("left unsent", what.residual, "mean residual over the mean of the dense sum"),
     ]
     return [(name, f"{value:.3g}", remark) for name, value, remark in lines if not math.isnan(value)]
 

@@ -25,8 +25,8 @@ class Peaks(View):
     name: ClassVar[str] = "peaks"
     title: ClassVar[str] = "Memory, step by step"
     about: ClassVar[str] = (
-        "The most that each rank's memory held at a time in a step, of all categories together, as a line per rank, "
-        "against steps; a vertical mark at each change. There once it has changed."
+        "The peak of each rank's memory in a step, over all categories, as a line per rank against steps. A vertical "
+        "line marks each change. Hidden until a peak changes."
     )
     order: ClassVar[int] = 27
     axes: ClassVar[dict[str, str]] = {"x": "step"}

@@ -1,4 +1,4 @@
-"""How a pipeline spends its time, in words. Hidden without a pipeline."""
+"""How a pipeline spends its time. Hidden without a pipeline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Pipeline(View):
 
     name: ClassVar[str] = "pipeline"
     title: ClassVar[str] = "Pipeline"
-    about: ClassVar[str] = "How long the stages are idle (the bubble), how much of it filling and draining makes."
+    about: ClassVar[str] = "How long the stages are idle (the bubble), and the share due to filling and draining."
     order: ClassVar[int] = 7
     spoken: ClassVar[bool] = True
     quiet: ClassVar[bool] = True

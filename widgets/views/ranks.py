@@ -1,4 +1,4 @@
-"""Where each rank's time goes: compute, waits for other ranks, waits for the network."""
+"""Each rank's time: compute, waits for other ranks, waits for the network."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Ranks(View):
     name: ClassVar[str] = "ranks"
     title: ClassVar[str] = "Where a step's time goes"
     about: ClassVar[str] = (
-        "A stacked bar per rank: milliseconds of a step spent in compute, stalled while data move, stalled for "
-        "other ranks, stalled while the rank itself encodes, adds or decodes (packing), and the rest; mean of the "
-        "last 20 steps."
+        "A stacked bar per rank: the parts of a step in milliseconds, as means of the last 20 steps. Parts: compute, "
+        "stalled while data move, stalled for other ranks, stalled while the rank encodes, adds or decodes (packing), "
+        "and other."
     )
     empty: ClassVar[str] = "A bar per rank appears here after the first step."
     order: ClassVar[int] = 30
@@ -71,5 +71,5 @@ class Ranks(View):
              f"{r.transferring_ms:.2f}", f"{r.nbytes:,.0f}", f"{r.loss:.4f}")
             for r in per_rank(run.timeline, *last_steps(run.timeline, LAST_STEPS))
         ]  # fmt: skip
-        note = "Milliseconds per step and bytes sent, last 20 steps; waiting and transferring count hidden time too"
+        note = "Milliseconds per step and bytes sent, last 20 steps; waiting and transferring include hidden time"
         return Grid(head, rows, note)

@@ -1,6 +1,6 @@
 """Bytes that each rank sends: a mean per step since its previous exchange.
 
-With rare exchanges, a point for every step would jump between 0 and the whole: a solid block on the chart.
+Exchanges may be rare. A point for every step would then jump between 0 and the whole.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Sent(View):
     name: ClassVar[str] = "bytes"
     title: ClassVar[str] = "Bytes sent per step"
     about: ClassVar[str] = (
-        "Bytes that each rank sends per step, against steps: a point at each step in which it sends, the mean over the "
-        "steps since it sent before; a vertical mark at each change."
+        "Bytes that each rank sends per step, against steps. Each step in which a rank sends has a point: the mean "
+        "over the steps since it sent before. A vertical line marks each change."
     )
-    empty: ClassVar[str] = "Bytes per step and rank appear here once ranks have sent something."
+    empty: ClassVar[str] = "Bytes per step and rank appear here after the first exchange."
     order: ClassVar[int] = 40
     width: ClassVar[tuple[int, int]] = (4, 6)
     axes: ClassVar[dict[str, str]] = {"x": "step"}

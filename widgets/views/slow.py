@@ -10,22 +10,22 @@ from widgets.views._base import Patch, View
 from workbench.analysis import find_straggler, why_silent
 
 SILENT = {
-    "nobody": "No rank holds the others up.",
-    "alone": "One rank has nobody to hold up.",
-    "alike": "One simulated rank stands for all, which are alike: none holds the others up.",
-    "stages": "Ranks compute unlike stages of the model: what holds them up is said beside Pipeline.",
-    "early": "Which rank holds the others up is said here a few steps after the start and after each change.",
+    "nobody": "No rank delays the other ranks.",
+    "alone": "A single rank cannot delay other ranks.",
+    "alike": "One simulated rank stands for all ranks, so no rank delays another.",
+    "stages": "Pipeline stages do different work. See Pipeline for their delays.",
+    "early": "The slowest rank appears here a few steps after the start and after each change.",
 }
-OVER = "Too few steps since the start or the last change to say which rank held the others up."
+OVER = "Too few steps since the start or the last change to find a slow rank."
 UPDATE_INTERVAL = 5.0  # seconds between updates of a verdict's numbers
 
 
 class Slow(View):
-    """One line of text; empty while no rank is slow."""
+    """One line of text; empty if no rank is slow."""
 
     name: ClassVar[str] = "straggler"
     title: ClassVar[str] = "Straggler"
-    about: ClassVar[str] = "Names the rank that the others wait for, what it is slow at, and who waits."
+    about: ClassVar[str] = "Names the rank that other ranks wait for, its slow phase, and the waiting ranks."
     order: ClassVar[int] = 5
     spoken: ClassVar[bool] = True
     tells: ClassVar[bool] = True

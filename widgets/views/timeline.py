@@ -1,6 +1,6 @@
 """The timeline: a row per rank with a lane for compute and a lane for communication.
 
-It shows whole steps: the last few that ended on all ranks, or chosen ones, and long steps while they grow.
+It shows whole steps: chosen ones, or the last few that ended on all ranks. It draws long steps while they grow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from workbench.record.timeline import Rows
 
 MAX_BOXES = 3000  # per kind, at most
 SLOW_STEP = 0.2  # seconds; slower steps are shown while they grow
-MAX_PATH_RANKS = 16  # ranks: a live path of more would take too long
+MAX_PATH_RANKS = 16  # ranks: a live path of more takes too long
 MAX_ROW_DELAY = 1.0  # seconds for which a rank without rows delays the chart
 
 
@@ -30,10 +30,10 @@ class Timeline(View):
     name: ClassVar[str] = "timeline"
     title: ClassVar[str] = "What each rank does"
     about: ClassVar[str] = (
-        "A row per rank. The upper lane shows forward, backward and update and where the step is stalled, for another "
-        "stage of a pipeline (its bubble) or else (exposed); the lower lane shows each collective: thin and hatched "
-        "while waiting for other ranks, solid while transferring. A line between the two marks the critical path: what "
-        "the step was waiting for, from its begin to its end."
+        "A row per rank. The upper lane shows forward, backward and update. It also shows stalls, for another stage of "
+        "a pipeline (its bubble) or for another reason (exposed). The lower lane shows each collective: thin and "
+        "hatched if it waits for other ranks, solid if it transfers. A line between the lanes marks the critical path: "
+        "the work that the step waited for, from begin to end."
     )
     empty: ClassVar[str] = "A row per rank appears here after the first step: compute above, communication below."
     order: ClassVar[int] = 10
@@ -144,12 +144,12 @@ class Timeline(View):
             (int(s), int(r), lane, name, f"{t:.4f}", f"{d * 1e3:.2f}", f"{b:,}" if b else "", _format_rate(m))
             for s, r, lane, name, t, d, b, m in cells
         ]
-        note = f"Spans of steps {first} to {last} (at most 400); Mbit/s from when the last rank had arrived"
+        note = f"Spans of steps {first} to {last} (at most 400); Mbit/s from the last rank's arrival"
         return Grid(head, sorted(out), note)
 
 
 def _mark_path(found: Boxes, run: Any, first: int, last: int, ranks: int, row: int) -> None:
-    """Work of all ranks is in the row of the rank that continues it."""
+    """Draws work of all ranks in the row of the rank that continues it."""
     path = critical_path(run.timeline, first, last + 1)
     where = np.array([p.rank for p in path], np.int64)
     for i in range(len(path) - 1, -1, -1):
@@ -161,7 +161,7 @@ def _mark_path(found: Boxes, run: Any, first: int, last: int, ranks: int, row: i
 
 
 def _find_rows(rows: Rows, first: int, last: int, tail: int | None) -> tuple[Rows, int]:
-    """Returns the rows of steps [first, last] and the first's index. tail: search from the end"""
+    """Returns the rows of steps [first, last] and the first row's index. tail: search from the end"""
     n, begin = len(rows), 0
     if tail is not None:
         size = tail * (last - first + 6)
@@ -184,12 +184,11 @@ def _is_dense(run: Any, rows: Rows) -> np.ndarray:
 
 
 def _format_rate(mbit: float) -> str:
-    """Formats a rate with 3 digits, as the page does; "" if nothing was sent."""
+    """Formats a rate with 3 digits, like the page; "" if nothing was sent."""
     return f"{float(f'{mbit:.3g}'):g}" if mbit == mbit else ""
 
 
 def _short_names(name: str) -> dict[str, Any]:
-    """Returns a span's name and shorter forms."""
     bucket = re.search(r"bucket (\d+)", name)
     brief = {"forward": ["fwd", "F"], "backward": ["bwd", "B"], "backward weights": ["W"], "update": ["upd", "U"]}
     phase, _, micro = name.rpartition(" ")

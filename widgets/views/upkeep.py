@@ -17,8 +17,8 @@ class Upkeep(View):
     name: ClassVar[str] = "upkeep"
     title: ClassVar[str] = "Clocks and recording"
     about: ClassVar[str] = (
-        "By how much the clocks of ranks on other hosts were off when the run began, how surely that is known, and "
-        "which share of the ranks' CPU time recording takes."
+        "How far the clocks of ranks on other hosts were off when the run began, with the uncertainty. Also the share "
+        "of the ranks' CPU time that recording takes."
     )
     order: ClassVar[int] = 65
     quiet: ClassVar[bool] = True
@@ -55,5 +55,5 @@ class Upkeep(View):
                     share,
                 )
             )
-        head = ("rank", "host", "ahead of rank 0", "known to", "CPU time", "of it recording")
-        return Grid(head, rows, "Clocks when the run began; times are corrected by them")
+        head = ("rank", "host", "ahead of rank 0", "uncertainty", "CPU time", "for recording")
+        return Grid(head, rows, "Clock offsets when the run began; the record's times are corrected by them")

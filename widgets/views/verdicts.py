@@ -1,4 +1,4 @@
-"""Two runs in numbers: which is better by which metric, with 99 % intervals."""
+"""A table that compares two runs by each metric, with 99 % intervals."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ COMPARE_GROWTH = 1.1  # growth of a live run's rows before another comparison
 
 
 class Verdicts(View):
-    """A row per metric: this run, `run.beside`, their difference with its interval, and a verdict."""
+    """A row per metric: both runs' values, their difference with its interval, and a verdict."""
 
     name: ClassVar[str] = "verdicts"
     title: ClassVar[str] = "Two runs, compared"
     about: ClassVar[str] = (
-        "A table with a row per metric, less of which is better: this run's value, that of the run beside it, their "
-        "difference with its 99 % interval, and whether the run beside it is better, worse or alike."
+        "A row per metric, of which lower is better: the values of this run and of the run beside it, their difference "
+        "with its 99 % interval, and a verdict on the run beside it (better, worse or alike)."
     )
     order: ClassVar[int] = 3
     quiet: ClassVar[bool] = True
@@ -43,11 +43,11 @@ def comparison_html(a: Any, b: Any, rows: list[Compared]) -> str:
     """Returns the comparison as HTML."""
     head = "".join(f"<th>{escape(h)}</th>" for h in ("", a.name, b.name, "difference", "99 % interval", f"{b.name} is"))
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _make_cells(row))}</tr>" for row in rows)
-    other = "; ".join(list_differences(a, b)) or "no setting that they began with"
-    unknown = "".join(f"<p>Not known: {escape(row.metric)}, for {escape(row.why)}.</p>" for row in rows if row.why)
+    other = "; ".join(list_differences(a, b)) or "no initial setting"
+    unknown = "".join(f"<p>{escape(row.metric)} is unknown: {escape(row.why)}.</p>" for row in rows if row.why)
     return (
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        f"<p>Less is better of all of these. They differ in: {escape(other)}.</p>{unknown}"
+        f"<p>Lower is better for every metric. The runs differ in: {escape(other)}.</p>{unknown}"
     )
 
 
