@@ -64,7 +64,7 @@ def test_compression_that_costs_more_than_it_saves_is_reported() -> None:
     assert found.codec == pytest.approx(0.040) and found.beside == pytest.approx(0.010)
     assert found.exposed == pytest.approx(0.002) and found.dense == pytest.approx(0.006)
     assert found.text == (
-        "TopK(density=0.01) takes 40 ms per step to encode and decode, 10 ms of it beside computing, and saves 4 ms of "
+        "TopK(density=0.01) takes 40 ms per step to encode and decode, 10 ms of it behind compute, and saves 4 ms of "
         "waiting: on this link Dense would be faster. "
         "With Dense: predicted from 16 dense all-reduces made while measuring."
     )
@@ -106,7 +106,7 @@ def test_dense_on_another_link_does_not_count() -> None:
     author.steps(30, SLOW)
     found = told(author.run)
     assert (found.verdict, found.known) == ("unknown", "") and np.isnan(found.dense)
-    assert "The time with Dense is not known: set measure_every to 20" in found.text
+    assert "The time with Dense is unknown: set measure_every to 20" in found.text
 
 
 def test_no_verdict_without_compression_or_just_after_a_change() -> None:

@@ -39,7 +39,7 @@ def test_without_compression_the_panel_reports_that_and_the_chart_is_absent() ->
 def test_without_measuring_the_panel_explains_how_to_enable_it() -> None:
     html = said(compressed(SLOW, measure=0))
     assert "set measure_every to 20" in html and "100 &times;" in html and "10 kB sent instead of 1 MB (fp32)" in html
-    assert "The time with Dense is not known" in html
+    assert "The time with Dense is unknown" in html
     soon = Author(TOPK, measure_every=50)
     soon.steps(20, SLOW)
     assert "measured every 50 steps" in said(soon.run)
@@ -64,7 +64,7 @@ def test_the_panel_shows_the_numbers_of_the_analysis() -> None:
         "0.8",
         "2",
         "40 ms",
-        "10 ms of it overlapped with compute",
+        "10 ms of it behind compute",
         "with Dense 6 ms (predicted)",
     )
     for cell in cells:

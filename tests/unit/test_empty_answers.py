@@ -60,7 +60,7 @@ def test_every_query_of_a_run_is_in_the_table() -> None:
 @pytest.mark.parametrize("name", ["lateness", "collectives", "overlap"])
 def test_an_exchange_by_torch_is_named_as_the_reason(strategy: str, name: str) -> None:
     found = QUESTIONS[name][0](run_under(strategy, without_exchange()))
-    why = f"torch itself performs the exchange of {strategy}, and the record shows it only on an emulated Link."
+    why = f"torch itself performs the exchange of {strategy}, so the record shows it only on an emulated Link."
     assert why in repr(found) and "take the strategy DDP" in found.attrs["why"]
 
 
@@ -81,7 +81,7 @@ def test_an_answer_shows_no_reason_if_it_is_not_empty() -> None:
 
 def test_advice_distinguishes_too_few_steps_from_steps_without_costs() -> None:
     few, enough = (run_under("DDP", synthetic.timeline(steps=n, link=False)).advice() for n in (4, 40))
-    assert few == [] and "Too few steps" in repr(few) and "6 are needed" in few._repr_html_()
+    assert few == [] and "Too few steps" in repr(few) and "6 must" in few._repr_html_()
     assert enough == [] and repr(enough).startswith("No single cause exceeds 5 %")
 
 

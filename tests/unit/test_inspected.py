@@ -74,7 +74,7 @@ def test_clocks_and_recording_in_words() -> None:
         run.timeline.samples.add(told)
     assert list_clocks(run)[1] == (1, "b", -0.02, 5e-5) and recording_costs(run.timeline)[2] == (2, 20.0, 0.08)
     text = describe_upkeep(list_clocks(run), recording_costs(run.timeline))
-    assert text == ("Clocks are known to 0.05 ms or better; rank 1's was 20 ms behind rank 0's. Recording took 0.4 % "
+    assert text == ("Clock errors are at most 0.05 ms; rank 1's clock was 20 ms behind rank 0's. Recording took 0.4 % "
                     "of the ranks' CPU time.")  # fmt: skip
     assert "20 ms behind" in shown("upkeep", run) and shown("upkeep", Run({"ranks": 2})) == ""
     assert run.clocks().error.tolist() == [0.0, 5e-5, 2e-5] and run.recording().recording.tolist() == [0.08] * 3

@@ -136,7 +136,7 @@ def test_a_rank_named_as_slow_is_slower_by_the_stated_amount(runs: dict[str, Run
     assert verdict.seconds == pytest.approx(compute[verdict.rank] - others, rel=0.3)
     assert 0 < verdict.share <= 1 and verdict.phase == "compute"
     assert all(phase in said for phase in verdict.phases)
-    assert ("No rank has waited for it so far" in said) == (not verdict.victims)
+    assert ("No rank has waited for it yet" in said) == (not verdict.victims)
 
 
 def computed(tl: Timeline, last: int) -> np.ndarray:
@@ -169,7 +169,7 @@ SPOKEN = {
     "two steps after a change": ("cards", "No verdict. After: too short: 2 steps, 0 of them undisturbed; needs 20."),
     "change that no step followed": ("cards", "A card for each change appears here"),
     "compressed for two steps": ("pays", "The run has too few steps with TopK(density=0.01)"),
-    "compressed": ("pays", "The time with Dense is not known"),
+    "compressed": ("pays", "The time with Dense is unknown"),
 }
 
 

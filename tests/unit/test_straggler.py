@@ -58,7 +58,7 @@ def test_before_the_first_meeting_the_text_announces_the_wait() -> None:
     slow = (2, "forward", synthetic.factor("forward"))
     verdict = find_straggler(synthetic.timeline("LocalSGD", steps=30, every=100, slow=slow))
     assert verdict is not None and verdict.rank == 2 and verdict.victims == ()
-    assert verdict.text.endswith("No rank has waited for it so far; the others will if they meet.")
+    assert verdict.text.endswith("No rank has waited for it yet; other ranks will if they meet.")
 
 
 @pytest.mark.parametrize("strategy", ["DDP", "LocalSGD"])
@@ -80,7 +80,7 @@ def test_the_text_names_cause_and_victims() -> None:
     verdict = find_straggler(slowed(2, "backward", share=0.4, link=False, noise=0.0, hiccups=0.0))
     assert verdict is not None
     assert verdict.text == (
-        "Rank 2 is the cause: its backward takes 40 ms longer than the others', 28 % of its step's time. "
+        "Rank 2 is the cause: its backward takes 40 ms longer than other ranks', 28 % of its step's time. "
         "Ranks 0, 1, 3 are victims: each waits 40 ms per step for it."
     )
     assert verdict.share == pytest.approx(40 / 142, rel=0.02), "a step takes 100 ms, 40 more and 2 on the wire"
@@ -179,7 +179,7 @@ def test_the_share_is_of_the_slow_ranks_own_step() -> None:
     slow = (2, "backward", 2.0)
     verdict = find_straggler(synthetic.timeline("LocalSGD", steps=30, every=100, slow=slow, noise=0.0, hiccups=0.0))
     assert verdict is not None and verdict.share == pytest.approx(60 / 160, rel=0.02)
-    assert "60 ms longer than the others', 38 % of its step's time." in verdict.text
+    assert "60 ms longer than other ranks', 38 % of its step's time." in verdict.text
 
 
 def test_the_reason_for_silence_is_given() -> None:

@@ -95,7 +95,7 @@ ODD = [3, None, {"ph": "X"}, event("no time", "kernel", float("nan"), 1.0), even
 
 def test_invalid_events_are_left_out_and_invalid_files_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.from_traces([written(tmp_path / "odd.json", ODD)])
-    assert run.warnings == ("5 events had no finite time or no name and were left out",)
+    assert run.warnings == ("5 events without a finite time or a name were omitted",)
     (tmp_path / "torn.json.gz").write_bytes(gzip.compress(b'{"traceEvents": [' * 9)[:-9])
     (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "other.json").write_text('{"traceEvents": {"a": 1}}')

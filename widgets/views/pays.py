@@ -72,7 +72,7 @@ def _make_rows(what: Compression, found: BreakEven, every: int) -> list[tuple[st
     """Returns rows of (quantity, value, remark)."""
     sizes = f"{_format_size(what.sent)} sent instead of {_format_size(what.dense)} (fp32), per exchange and rank"
     ratio = ("effective ratio", f"{what.ratio:.3g} &times;", sizes) if what.ratio == what.ratio else None
-    beside = f"{format_seconds(found.beside)} of it overlapped with compute" if found.beside > 1e-4 else ""
+    beside = f"{format_seconds(found.beside)} of it behind compute" if found.beside > 1e-4 else ""
     dense = f"with Dense {format_seconds(found.dense)} ({found.known})" if found.known else "with Dense: unknown"
     return [
         *([ratio] if ratio else []),

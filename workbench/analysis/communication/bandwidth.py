@@ -1,9 +1,9 @@
-"""Collectives by operation, group and bucket: count, size, speed, and waits.
+"""Collectives by operation, group and bucket: count, size, speed and waits.
 
-A collective takes from the last arrival to the last end, so that a late rank does not make the network look slow.
-Bandwidths are those of nccl-tests (doc/PERFORMANCE.md there). For n ranks and S bytes in t seconds, the algorithm
-bandwidth is S / t. S is the tensor of an all-reduce or broadcast, else all ranks' chunks together. The bus
-bandwidth is a port's load in one direction, so it compares with a Link's bandwidth. It is the algorithm bandwidth times
+A collective takes from the last arrival to the last end, so a late rank does not make the network look slow. Bandwidths
+are those of nccl-tests (doc/PERFORMANCE.md there). For n ranks and S bytes in t seconds, the algorithm bandwidth is S /
+t. S is the tensor of an all-reduce or broadcast, else the chunks of all ranks together. The bus bandwidth is a port's
+load in one direction, so it compares with a Link's bandwidth. It is the algorithm bandwidth times
 
     all-reduce 2 (n - 1) / n,    all-gather, reduce-scatter, all-to-all (n - 1) / n,    broadcast 1
 """
@@ -25,7 +25,7 @@ class ByCollective(NamedTuple):
     bucket:  "bucket 3", or a strategy's or compressor's name
     group:   the ranks' group in the mesh; "" for all ranks
     times:   number of collectives
-    nbytes:  mean S of one; for an uneven all-to-all, as if all ranks sent the mean
+    nbytes:  mean S of one; an uneven all-to-all counts as if all ranks sent the mean
     sent:    mean bytes that a rank sends for one
     seconds: from the last arrival to the last end, median
     waiting: a rank's mean wait for the last arrival
@@ -50,9 +50,9 @@ class ByCollective(NamedTuple):
 
 
 def by_collective(tl: Timeline, first: int, stop: int) -> list[ByCollective]:
-    """Returns the collectives of steps [first, stop), by first occurrence.
+    """Returns the collectives of steps `[first, stop)`, by first occurrence.
 
-    Omits hand-overs, evaluations, messages, and all-reduces made of messages.
+    Omits hand-overs, evaluations, messages and all-reduces made of messages.
     """
     c = lined_up(Window(tl, first, stop))
     here = ~np.isnan(c.t0)

@@ -1,4 +1,4 @@
-"""A live run's collectives (also evaluations, messages, waits between steps) and the ranks in them, by last reports."""
+"""A live run's collectives and the ranks in them, by the last reports. Includes evaluations, messages and waits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """How late each rank arrives at the meetings of all ranks, step by step.
 
-A rank that is late to a step's first meeting is on time at the second. So lateness is a rank's own time between steps'
-last meetings (without waits, except packing in them) minus the other ranks' median. Clocks need not agree.
+A rank that is late to a step's first meeting is on time at the second. So lateness is a rank's own time between the
+steps' last meetings, minus the other ranks' median. Own time excludes waits, except packing in them. Clocks need not
+agree.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ REACH = (1, 8, 64, 512)  # steps back for the previous meeting
 class Lateness(NamedTuple):
     """Seconds by which each rank arrived after the other ranks' median (negative: before).
 
-    NaN without a meeting, or for an absent rank. A periodic strategy's meeting has the sum since the last.
+    NaN without a meeting, or for an absent rank. A periodic strategy's meeting has the sum since the last meeting.
     """
 
     ranks: np.ndarray  # (p,)
@@ -30,13 +31,13 @@ class Lateness(NamedTuple):
 
     @property
     def met(self) -> np.ndarray:
-        """(n,) mask: steps with a meeting."""
+        """`(n,)` mask: steps with a meeting."""
         out: np.ndarray = ~np.isnan(self.seconds).all(axis=1)
         return out
 
 
 def measure_lateness(tl: Timeline, first: int = 0, stop: int | None = None) -> Lateness:
-    """Measures the steps of [first, stop) (None: all) that ended on every rank."""
+    """Measures the steps of `[first, stop)` (None: all) that ended on every rank."""
     begun, ended = last_steps(tl)
     first = max(first, begun)
     stop = max(first, ended if stop is None else min(stop, ended))
@@ -53,7 +54,7 @@ def measure_lateness(tl: Timeline, first: int = 0, stop: int | None = None) -> L
 
 
 def _own_clocks(w: Window, begun: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the steps with meetings, and (m, p) ranks' own clocks at each one's last meeting.
+    """Returns the steps with meetings, and `(m, p)` ranks' own clocks at each step's last meeting.
 
     If the run began here, the first row is its start, as step `begun` - 1.
     """
@@ -73,7 +74,7 @@ def _own_clocks(w: Window, begun: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _last_meetings(w: Window, c: Arrivals) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (steps, (m, p) arrivals) of each step's last common collective."""
+    """Returns (steps, `(m, p)` arrivals) of each step's last common collective."""
     there = ~np.isnan(c.t0)
     needed = ~np.isnan(w.step_seconds)[c.step - w.first]
     whole = np.flatnonzero((there.sum(axis=1) > 1) & ~(needed & ~there).any(axis=1))
@@ -94,8 +95,8 @@ def _compare_known(values: np.ndarray) -> np.ndarray:
 class LatenessStrips:
     """Lateness of a growing record as at most `MOST` equal strips of steps. Reads each step once.
 
-    A strip has the mean of its meetings. A step without one counts with the next, for the true width of a periodic
-    strategy's rounds.
+    A strip has the mean of its meetings. A step without a meeting counts with the next, so that a periodic strategy's
+    rounds have their true width.
     """
 
     MOST = 120
@@ -112,13 +113,13 @@ class LatenessStrips:
 
     @property
     def seconds(self) -> np.ndarray:
-        """(strips, p) means; NaN without meetings."""
+        """`(strips, p)` means; NaN without meetings."""
         out = np.full(self._sum.shape, np.nan)
         return np.divide(self._sum, self._count, out=out, where=self._count > 0)
 
     @property
     def mean(self) -> np.ndarray:
-        """(p,) mean over meetings, weighted by steps, or NaN."""
+        """`(p,)` mean over meetings, weighted by steps, or NaN."""
         count = self._count.sum(axis=0)
         return np.divide(self._sum.sum(axis=0), count, out=np.full(len(count), np.nan), where=count > 0)
 
@@ -145,7 +146,7 @@ class LatenessStrips:
         return bool(len(met))
 
     def _add_meetings(self, steps: np.ndarray, seconds: np.ndarray, changed: int) -> None:
-        """steps: (n,); seconds: (n, p) lateness; changed: step of the last change"""
+        """steps: `(n,)`; seconds: `(n, p)` lateness; changed: step of the last change"""
         recent = seconds
         if self.last < changed <= steps[-1]:
             self.recent, recent = self.recent[:0], seconds[steps >= changed]

@@ -1,7 +1,7 @@
 """Waits for messages between neighbours, traced back to the rank that was late first.
 
-A late rank delays its neighbours, and these theirs, until all ranks have its pace. Each wait records the awaited rank.
-If that rank also waited in nearby steps, it passes the wait on:
+A late rank delays its neighbours, and they delay theirs, until all ranks have its pace. Each wait records the awaited
+rank. If that rank also waited in nearby steps, it passes the wait on:
 
     cost_vc = wait_vc (1 - passed_c) + sum_n wait_vn passed_n cost_nc / sum_k cost_nk
     passed_n = min(1, wait of n / the longest wait of any rank for n)
@@ -20,9 +20,9 @@ _ENDS = re.compile(r"^(?P<verb>send|recv) .*?\b(?:to|from) (?P<rank>\d+)$")
 
 
 def measure_waits(w: Window) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (steps, seconds[step, victim, culprit]).
+    """Returns (steps, `seconds[step, victim, culprit]`).
 
-    Empty if ranks send different kinds: trainers wait for a server by design.
+    Empty if ranks send different kinds, because trainers wait for a server by design.
     """
     p = len(w.ranks)
     if not _send_alike(w):
@@ -35,7 +35,7 @@ def measure_waits(w: Window) -> tuple[np.ndarray, np.ndarray]:
 
 
 def measure_ports(w: Window) -> np.ndarray:
-    """(steps, p) seconds of messages at each port."""
+    """`(steps, p)` seconds of messages at each port."""
     rows, _ = _list_messages(w, w.lane("comm"), "send")
     return w.sum_rows(rows, rows.t1 - rows.t0)
 
@@ -50,7 +50,7 @@ def _send_alike(w: Window) -> bool:
 
 
 def _trace_waits(direct: np.ndarray) -> np.ndarray:
-    """Passes waits on. direct: (steps, p, p)"""
+    """Passes waits on. direct: `(steps, p, p)`"""
     own, longest = direct.sum(axis=2), direct.max(axis=1)
     passed = np.minimum(1.0, _divide_known(own, longest))  # (steps, p) share passed on
     kept = direct * (1 - passed)[:, None, :]
@@ -62,8 +62,9 @@ def _trace_waits(direct: np.ndarray) -> np.ndarray:
 
 
 def _average_around(cost: np.ndarray) -> np.ndarray:
-    """Averages each step over the steps that a message needs to reach all ranks, because with one neighbour at a time a
-    single step's waits fall on few ranks.
+    """Averages each step over the steps that a message needs to reach all ranks.
+
+    With one neighbour at a time, a single step's waits fall on few ranks.
     """
     n, reach = len(cost), 2 * max(1, cost.shape[1] - 1).bit_length() + 1
     if n < reach:
@@ -79,7 +80,6 @@ def _divide_known(above: np.ndarray, below: np.ndarray) -> np.ndarray:
 
 
 def _list_messages(w: Window, rows: Rows, verb: str) -> tuple[Rows, np.ndarray]:
-    """Returns the `verb` messages in `rows` and their other ranks."""
     rows = rows[~w.is_outside(rows)]
     names = rows.coded("name")
     found = [_ENDS.match(str(text)) for text in names.words.texts]

@@ -1,11 +1,11 @@
-"""Whether compression pays: the time to encode and decode, against the waiting saved.
+"""Whether compression pays: the time to encode and decode against the saved waiting.
 
     encode + decode + stall now    against    stall with Dense
 
 Encoding that stalls its own rank's step counts once. Compression during compute costs nothing on idle cores and its
-full time on busy ones; in between the verdict is open. Whole steps are compared only with Dense steps under the same
-settings. Without any, Dense is predicted from measured dense all-reduces on this network (`measure_every`), bucket
-after bucket:
+full time on busy ones. In between the verdict is open. Whole steps are compared only with Dense steps under the same
+settings. Without such steps, Dense is predicted bucket after bucket, from measured dense all-reduces on this network
+(`measure_every`):
 
     end_k = max(end_{k-1}, ready_k) + took_k;     stall = end_last - (when the rank began to wait)
 """
@@ -105,12 +105,10 @@ def _measure_dense(tl: Timeline, every: list[Stretch], last: int) -> _DenseCost 
 
 
 def _used_steps(side: Side, begin: int) -> tuple[int, int]:
-    """[first, stop) without the steps just after a change at `begin`."""
     return max(side.steps[0], begin + SETTLE_STEPS), side.steps[1]
 
 
 def _predict_dense(tl: Timeline, side: Side, now: Stretch) -> _DenseCost | None:
-    """From measurements under the present settings."""
     stop = side.steps[1]
     took, n = _bucket_seconds(Window(tl, max(now.first, stop - MAX_STEPS_BACK), stop))
     if not took:
@@ -125,7 +123,7 @@ def _bucket_seconds(w: Window) -> tuple[dict[int, float], int]:
     rows, number = list_buckets(w.lane(MEASURING))
     names = {str(name): int(k) for name, k in zip(rows.name, number, strict=True)}
     found: dict[int, list[float]] = {}
-    sent = c.full & (c.nbytes > 0).all(axis=1)  # without the later local arithmetic
+    sent = c.full & (c.nbytes > 0).all(axis=1)  # without local arithmetic
     for name, seconds in zip(c.name[sent], lasted[sent], strict=True):
         if str(name) in names:
             found.setdefault(names[str(name)], []).append(float(seconds))
@@ -133,7 +131,7 @@ def _bucket_seconds(w: Window) -> tuple[dict[int, float], int]:
 
 
 def _play_dense(w: Window, took: dict[int, float]) -> np.ndarray:
-    """(steps, ranks) seconds of stall with dense buckets."""
+    """`(steps, ranks)` seconds of stall with dense buckets."""
     out = np.zeros(w.shape)
     rows, number = list_buckets(w.lane("comm"))
     waits = w.lane("wait")
@@ -192,15 +190,15 @@ def _describe_verdict(
     side: Side,
     dense: _DenseCost | None,
 ) -> str:
-    aside = f", {format_seconds(beside)} of it beside computing" if beside > max(0.2 * codec, MIN_DIFFERENCE) else ""
+    aside = f", {format_seconds(beside)} of it behind compute" if beside > max(0.2 * codec, MIN_DIFFERENCE) else ""
     takes = f"takes {format_seconds(codec)} per step to encode and decode{aside}{',' if aside else ''}"
     if verdict == "short":
         so_far = f"{name} {takes} and is stalled for {format_seconds(exposed)} more"
         return f"{so_far}. No verdict yet: {side.lacks}."
     if dense is None:
         return (
-            f"{name} {takes} and is stalled for {format_seconds(exposed)} more. The time with Dense is not known: "
-            f"set measure_every to 20, or make some steps with the compressor Dense."
+            f"{name} {takes} and is stalled for {format_seconds(exposed)} more. The time with Dense is unknown: "
+            f"set measure_every to 20, or run some steps with the compressor Dense."
         )
     saved = standing - exposed
     saves = (
@@ -210,7 +208,7 @@ def _describe_verdict(
     )
     match verdict:
         case "costs" if saved > codec:
-            end = f"{name} {takes} and {saves}, and yet Dense was faster on this link."
+            end = f"{name} {takes} and {saves}, but Dense was faster on this link."
         case "costs":
             end = f"{name} {takes} and {saves}: on this link Dense would be faster."
         case "pays" if saved < codec:

@@ -1,19 +1,21 @@
 """The rule for a clear difference.
 
 The ratio of 2 medians gets an interval by bootstrap over steps. A busy machine stays busy, so neighbouring steps are
-alike, and n steps count as n' independent ones. The draws' distances from their median grow by
+alike. Then n steps count as n' independent ones. The draws' distances from their median grow by
 
     sqrt(n / n') (1 + 1.5 / n'),     n' = n (1 - r) / (1 + r)
 
 r is the correlation of neighbouring steps' ranks, corrected for its bias in short series, -(1 + 3r) / n. The last
-factor corrects for the uncertain spread of few values. Of pairs of equal series of 20 steps, 4 % are called different
-with r = 0.8, and 1 % with r = 0.3 or less (`tests/unit/test_clear.py`).
+factor corrects for the uncertain spread of few values.
+Of pairs of equal series of 20 steps, 4 % are called different with r = 0.8, and 1 % with r = 0.3 or less
+(`tests/unit/test_clear.py`).
 
-A difference is clear if the ratio's 99 % interval excludes 1, the ratio is not within `MIN_RATIO_CHANGE` of 1, and both
-sides have enough steps. 95 % intervals would fail in 5 % of a user's dozens of comparisons. 0 to 0 counts as 1.
+A difference is clear under 3 conditions: the ratio's 99 % interval excludes 1, the ratio is not within
+`MIN_RATIO_CHANGE` of 1, and both sides have enough steps. 95 % intervals would fail in 5 % of a user's dozens of
+comparisons. 0 to 0 counts as 1.
 
-References: Efron, "Bootstrap methods", Ann. Statist. 1979; n' of a first-order autoregressive series: Bartlett, JRSS B
-1946; the bias of r: Kendall, "Note on bias in the estimation of autocorrelation", Biometrika 1954.
+References: Efron, "Bootstrap methods", Ann. Statist. 1979. n' of a first-order autoregressive series: Bartlett, JRSS B
+1946. The bias of r: Kendall, "Note on bias in the estimation of autocorrelation", Biometrika 1954.
 """
 
 from __future__ import annotations
@@ -61,14 +63,14 @@ class Ratio(NamedTuple):
 
 
 def compare_values(before: np.ndarray, after: np.ndarray, lacks: str = "", least: float = 0.0) -> Ratio:
-    """Compares (n,) values of steps or rounds before with (m,) after.
+    """Compares `(n,)` values of steps or rounds before with `(m,)` after.
 
     lacks: why no verdict is possible, or ""
     least: the least difference of the medians that matters
     """
     before, after = (values[np.isfinite(values)] for values in (before, after))
     if not len(before) or not len(after):
-        return Ratio(float("nan"), float("nan"), float("nan"), False, lacks or "nothing is known of one side")
+        return Ratio(float("nan"), float("nan"), float("nan"), False, lacks or "one side has no values")
     was, now = float(np.median(before)), float(np.median(after))
     value = float(_divide_values(now, was))
     if lacks:
@@ -81,7 +83,7 @@ def compare_values(before: np.ndarray, after: np.ndarray, lacks: str = "", least
 
 
 def estimate_median(values: np.ndarray) -> Estimate:
-    """The median of (n,) values, bootstrapped reproducibly."""
+    """The median of `(n,)` values, bootstrapped reproducibly."""
     values = values[np.isfinite(values)]
     n = len(values)
     if n < 2:
@@ -91,7 +93,7 @@ def estimate_median(values: np.ndarray) -> Estimate:
 
 
 def draw_medians(values: np.ndarray, seed: int = 0) -> np.ndarray:
-    """(DRAWS,) medians of resampled values, as for (n,) consecutive steps."""
+    """`(DRAWS,)` medians of resampled values, as for `(n,)` consecutive steps."""
     n, middle = len(values), np.median(values)
     every = np.median(values[np.random.default_rng(seed).integers(0, n, (DRAWS, n))], axis=1)
     r = rank_correlation(values)

@@ -1,11 +1,11 @@
 """Compares 2 runs, or 2 segments of one: is the second better, worse or alike?
 
-Step time, exposed communication and bytes are medians over the comparable steps (`compare.sides`). Training losses,
-means over ranks, are compared at equal steps, examples or seconds: as medians over the last 10 % of the common range
-without their slope. Less is better.
+Step time, exposed communication and bytes are medians over the comparable steps (`compare.sides`). Training losses are
+means over ranks. They are compared at equal steps, examples or seconds, as medians over the last 10 % of the common
+range without their slope. Lower is better.
 
-The 99 % intervals are those of `compare.clear`. They separate noise within runs from a difference between runs, whose
-cause may also be a busier machine. Each of the 6 metrics is a separate question.
+The 99 % intervals are those of `compare.clear`. They separate noise within runs from a difference between runs. A
+busier machine may also cause a difference. Each of the 6 metrics is a separate question.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ALIGNED = ("steps", "examples", "seconds")  # axes of losses
 
 
 class Compared(NamedTuple):
-    """One quantity of 2 runs. Less is better.
+    """One quantity of 2 runs. Lower is better.
 
     a, b:       medians, or NaN
     difference: b - a, with its 99 % interval [low, high]; NaN for too few values
@@ -60,7 +60,7 @@ class LossCurve(NamedTuple):
     examples: np.ndarray  # of all ranks, so far; empty if unrecorded
 
     def progress_along(self, aligned: str) -> np.ndarray:
-        """(n,) progress along `aligned`, or empty."""
+        """`(n,)` progress along `aligned`, or empty."""
         return np.asarray(getattr(self, aligned))
 
 
@@ -91,13 +91,13 @@ def make_side(tl: Timeline) -> Side:
 def judge_metric(
     metric: str, unit: str, before: np.ndarray, after: np.ndarray, lacks: str, tolerance: float, least: float = 0.0
 ) -> Compared:
-    """Compares (n,) values of one run with (m,) of the other.
+    """Compares `(n,)` values of one run with `(m,)` of the other.
 
     least: the least difference that matters
     """
     before, after = (values[np.isfinite(values)] for values in (before, after))
     a, b = (float(np.median(values)) if len(values) else float("nan") for values in (before, after))
-    lacks = lacks or ("" if len(before) and len(after) else "nothing is known of one side")
+    lacks = lacks or ("" if len(before) and len(after) else "one side has no values")
     if lacks:
         return Compared(metric, unit, a, b, b - a, float("nan"), float("nan"), UNKNOWN, lacks)
     draws = draw_medians(_thin_values(after), 1) - draw_medians(_thin_values(before), 0)
@@ -110,7 +110,7 @@ def judge_metric(
 
 
 def loss_curve(tl: Timeline) -> LossCurve:
-    """Returns the training loss per step, without steps in which no loss was finite."""
+    """Returns the training loss per step, without steps that lack a finite loss."""
     rows = tl.samples.rows()
     rows = rows[rows.equal("name", "loss") & np.isfinite(rows.value)] if len(rows) else rows
     if not len(rows):
@@ -125,7 +125,7 @@ def loss_curve(tl: Timeline) -> LossCurve:
 
 
 def list_differences(a: Run, b: Run) -> list[str]:
-    """Returns different initial settings, in words: "strategy: DDP(), LocalSGD(every=8)"."""
+    """Returns the initial settings that differ, as text: "strategy: DDP(), LocalSGD(every=8)"."""
     was, now = a.settings_today, b.settings_today
     names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     return [f"{name}: {in_words(was.get(name))}, {in_words(now.get(name))}" for name in names]
@@ -137,7 +137,7 @@ def _compare_losses(before: LossCurve, after: LossCurve, aligned: str, tolerance
     if not all(map(len, along)):
         nothing = "no loss on the record"
         if aligned == "examples":
-            nothing = "how many examples a step has is not on the record"
+            nothing = "the number of examples per step is not on the record"
         return judge_metric(metric, "", np.empty(0), np.empty(0), nothing, tolerance)
     common = min(float(x[-1]) for x in along)
     values: list[np.ndarray] = []
@@ -151,7 +151,7 @@ def _compare_losses(before: LossCurve, after: LossCurve, aligned: str, tolerance
 
 
 def _remove_trend(x: np.ndarray, losses: np.ndarray, at: float) -> np.ndarray:
-    """Removes the trend from (n,) losses, as if at `at`."""
+    """Removes the trend from `(n,)` losses, as if at `at`."""
     if len(x) < MIN_STEPS:
         return losses
     slope = np.polynomial.Polynomial.fit(x, losses, 1).deriv()(at)

@@ -16,9 +16,9 @@ _BUCKET = re.compile(r"\bbucket (\d+)$")
 
 
 class Compression(NamedTuple):
-    """The effect of compression in steps [first, stop). NaN if unknown.
+    """The effect of compression in steps `[first, stop)`. NaN if unknown.
 
-    Bytes include indices, scales and headers; they are means over ranks and steps with an exchange. Error, cosine and
+    Bytes include indices, scales and headers. They are means over ranks and steps with an exchange. Error, cosine and
     residual are medians over measurements.
     """
 
@@ -37,7 +37,7 @@ class Compression(NamedTuple):
 
 
 def measure_compression(tl: Timeline, first: int, stop: int) -> Compression:
-    """Measures steps [first, stop)."""
+    """Measures steps `[first, stop)`."""
     dense, sent = exchanged_bytes(tl, first, stop)
     met = dense > 0
     whole, took = (float(values[met].mean()) if met.any() else float("nan") for values in (dense, sent))
@@ -55,7 +55,7 @@ def compression_ratios(tl: Timeline, first: int, stop: int) -> tuple[np.ndarray,
 
 
 def exchanged_bytes(tl: Timeline, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, ranks): the buckets' bytes in dense fp32, and as sent."""
+    """`(steps, ranks)`: the buckets' bytes in dense fp32, and as sent."""
     w = Window(tl, first, stop)
     rows, number = list_buckets(w.lane("comm"))
     inside = ~w.is_outside(rows)
@@ -82,7 +82,7 @@ def list_buckets(rows: Rows) -> tuple[Rows, np.ndarray]:
 
 
 def _bucket_sizes(tl: Timeline, w: Window) -> np.ndarray:
-    """(steps, buckets) bytes in each one's own dtype. New buckets hold from the next step."""
+    """Returns `(steps, buckets)` bytes in each bucket's dtype. New buckets hold from the next step."""
     marks = tl.marks.rows()
     marks = marks[marks.equal("name", "buckets")]
     every = [json.loads(d)["nbytes"] for d in marks.detail]

@@ -39,7 +39,7 @@ class Effect(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Whether it is "more", "less" or the "same" (no clear change); "" if unknown (see `change.lacks`)."""
+        """Returns "more", "less" or "same" (no clear change); "" if unknown (see `change.lacks`)."""
         if self.change.lacks:
             return ""
         if not self.change.clear:
@@ -104,7 +104,6 @@ def _compare_slopes(was: Trend, now: Trend) -> Effect:
 
 
 def _list_changes(tl: Timeline, step: int) -> list[dict[str, Any]]:
-    """Returns details of the changes before step `step`."""
     rows = tl.marks.rows()
     rows = rows[rows.equal("name", "change") & (rows.step == step)] if len(rows) else rows
     said = [json.loads(d) for d in rows.detail]

@@ -1,7 +1,7 @@
 """The comparable steps on one side of a change.
 
-Excludes steps after a beginning, a change, a re-bucketing or a pause, and next to an evaluation, a hand-over or a
-measurement. A periodic strategy's whole rounds spread a meeting's cost; an evaluation in them hardly matters.
+Excludes steps after a beginning, a change, a re-bucketing or a pause. Excludes steps next to an evaluation, a hand-over
+or a measurement. A periodic strategy's whole rounds spread a meeting's cost; an evaluation in them hardly matters.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from workbench.record.timeline import Timeline
 SETTLE_STEPS = 2  # steps after a beginning, a change or new buckets
 WINDOW_STEPS = 50  # steps to analyse
 WIDER = (1, 4, 40)  # windows to try for enough rounds
-MIN_UNDISTURBED = 4  # with fewer than 1 in 4 undisturbed, all count
+MIN_UNDISTURBED = 4  # if fewer than 1 in 4 steps is undisturbed, all steps count
 
 
 class Side:
-    """Steps [first, stop) of one side, with a value per step, or per round of a periodic strategy.
+    """Steps `[first, stop)` of one side, with a value per step, or per round of a periodic strategy.
 
     begins: a round's first step
     lacks:  why there is no verdict, or ""
@@ -45,7 +45,7 @@ class Side:
         self.seconds, self.exposed = self.average_each(w.step_seconds), self.average_each(w.seconds("wait"))
 
     def average_each(self, values: np.ndarray) -> np.ndarray:
-        """(n,) means of a (steps, ranks) matrix, per used step or round."""
+        """`(n,)` means of a `(steps, ranks)` matrix, per used step or round."""
         return np.array([values[self._rounds == k].mean() for k in self._kept])
 
     def _list_comparable(self) -> np.ndarray:
@@ -78,7 +78,7 @@ def side_after(tl: Timeline, first: int, ceiling: int, window: int = WINDOW_STEP
 
 
 def unsettled_steps(tl: Timeline, w: Window) -> np.ndarray:
-    """Mask of steps just after a beginning, a change, new buckets or a pause."""
+    """Returns a mask of steps just after a beginning, a change, new buckets or a pause."""
     marks, begun = tl.marks.rows(), last_steps(tl)[0]
     new = marks.step[marks.equal("name", "buckets")] if len(marks) else np.empty(0, np.int64)
     fresh = np.concatenate([[begun], change_steps(tl), new])[:, None] + np.arange(SETTLE_STEPS)
@@ -96,7 +96,7 @@ def _stalled_steps(tl: Timeline) -> np.ndarray:
 
 
 def _number_rounds(w: Window, meetings: np.ndarray, begins: int) -> np.ndarray:
-    """(steps,) rounds; -1: unfinished, or begun before the window."""
+    """Returns `(steps,)` rounds; -1: unfinished, or begun before the window."""
     at = np.searchsorted(meetings, w.steps)
     whole = (at < len(meetings)) & ((at > 0) | (begins == w.first))
     rounds = np.where(whole, at, -1)

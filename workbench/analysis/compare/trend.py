@@ -1,7 +1,7 @@
 """Whether the loss falls or rises: its slope over some steps.
 
-The slope is the Theil-Sen estimator, the median of all pairs' slopes. Its interval is from Kendall's variance (Sen,
-JASA 1968), wider if neighbouring residuals are alike (see `compare.clear`).
+The slope is the Theil-Sen estimator, the median of all pairs' slopes. Its interval comes from Kendall's variance (Sen,
+JASA 1968). It is wider if neighbouring residuals are alike (see `compare.clear`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def find_trend(tl: Timeline, side: Side) -> Trend:
 
 
 def estimate_slope(steps: np.ndarray, losses: np.ndarray) -> Estimate:
-    """The Theil-Sen slope of (n,) losses per `SLOPE_STEPS` steps, with 99 % interval; NaN if n < 5."""
+    """The Theil-Sen slope of `(n,)` losses per `SLOPE_STEPS` steps, with 99 % interval; NaN if n < 5."""
     n = len(steps)
     if n < 5:
         return NOTHING._replace(n=n)

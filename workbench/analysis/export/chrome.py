@@ -1,9 +1,9 @@
 """Writes a run as torch.profiler does: a Chrome trace per rank, for tools like HTA.
 
 Holistic Trace Analysis (HTA) 0.5 reads a folder with a file per rank. It needs a space after the colon in
-`"distributedInfo": {"rank": 0, ...}`. Kernels (`cat` "kernel") have a stream, and the `correlation` of their launch.
-Collectives are kernels like `nccl...Kernel`, and steps have names like `ProfilerStep#3`. Evaluations, hand-overs and
-measurements are annotations outside of steps, so that HTA's `get_comm_comp_overlap` agrees with `analysis.overlap`.
+`"distributedInfo": {"rank": 0, ...}`. Kernels (`cat` "kernel") have a stream and the `correlation` of their launch.
+Collectives are kernels like `nccl...Kernel`. Steps have names like `ProfilerStep#3`. Evaluations, hand-overs and
+measurements are annotations outside of steps. So HTA's `get_comm_comp_overlap` agrees with `analysis.overlap`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ def to_chrome(run: Run, folder: Path | str) -> Path:
 
 
 def _make_header(run: Run, rank: int, ranks: int) -> dict[str, Any]:
-    """Fields that HTA reads first."""
     return {
         "schemaVersion": 1, "deviceProperties": [{"id": rank, "name": "a rank of training-workbench"}],
         "distributedInfo": {"backend": "gloo", "rank": rank, "world_size": ranks}, "traceName": run.name,

@@ -112,8 +112,8 @@ def as_python(run: Run) -> str:
     """Returns Python code that repeats the experiment and its changes at the same steps.
 
     Two such runs of a lockstep strategy on one machine have bit-identical losses. Without a planned end, the code has
-    the steps made so far. It resumes the run's checkpoint, if any. It names only classes that ship with the project;
-    other classes stay data, for `Experiment.read`. Raises RunError for invalid names.
+    the steps made so far. It resumes the run's checkpoint. It names only classes that ship with the project. Other
+    classes stay data for `Experiment.read`. Raises RunError for invalid names.
     """
     from workbench.analysis import last_steps
 
@@ -158,7 +158,7 @@ def _format_change(change: Change) -> str:
 
 
 def _format_decider(change: Change) -> str:
-    """The argument `by` of a policy's decision, so that the policy makes no more."""
+    """Returns the argument `by` of a policy's decision, so that the policy decides nothing more."""
     return f", by={change.by!r}" if change.by else ""
 
 
@@ -171,7 +171,7 @@ def _find_package(module: str) -> str:
 def _format_call(value: Any, ships: Collection[str], used: set[str], own: set[str]) -> str:
     """Returns a settings value as a call if all its classes ship (added to `used`).
 
-    Otherwise (classes in `own`) it stays plain data, so that no unknown class is called.
+    Otherwise it stays plain data, so that no unknown class is called. Its classes are added to `own`.
     """
     if isinstance(value, list):
         inner = [_format_call(v, ships, used, own) for v in value]

@@ -8,7 +8,7 @@
     wait      communication without compute: exposed
     offload   copies between host and device
 
-Events less than `GAP` apart become one span: a timeline has hundreds of boxes, not a million. Overlap is accurate to
+Events less than `GAP` apart become one span, so a timeline has hundreds of boxes, not a million. Overlap is accurate to
 that gap. Bytes are those of a collective's input tensor, if the trace has it.
 """
 
@@ -56,9 +56,9 @@ def convert_traces(traces: dict[int, Trace]) -> tuple[Timeline, list[str]]:
     zero = dict.fromkeys(begins, min(begins.values()))
     if max(begins.values()) - min(begins.values()) > MAX_CLOCK_DIFFERENCE:
         zero = begins
-        notes.append("the ranks' clocks are far apart, so each rank begins at 0: who waits for whom cannot be told")
+        notes.append("the ranks' clocks are far apart, so each rank begins at 0; waits between ranks are unknown")
     if odd := sum(trace.odd for trace in traces.values()):
-        notes.append(f"{odd} events had no finite time or no name and were left out")
+        notes.append(f"{odd} events without a finite time or a name were omitted")
     rows: list[Span] = []
     for rank, trace in traces.items():
         for p in convert_events(trace.events):
@@ -101,14 +101,14 @@ def convert_events(events: Sequence[Event]) -> list[TracePiece]:
 
 
 def _find_steps(host: Sequence[Event], events: Sequence[Event]) -> np.ndarray:
-    """(n, 2) begin and end of profiler steps on the host, or of the whole trace."""
+    """`(n, 2)` begin and end of profiler steps on the host, or of the whole trace."""
     said = {e.name: (e.t0, e.t1) for e in host if _STEP.fullmatch(e.name) and e.cat == "user_annotation"}
     whole = [(events[0].t0, max([e.t1 for e in events]))]
     return np.array(sorted(said.values()) or whole)
 
 
 def _find_ends(steps: np.ndarray, found: list[list[TracePiece]]) -> list[tuple[float, float]]:
-    """Begin and end of steps on a device, between last kernels."""
+    """Returns begin and end of steps on a device: a step ends with its last kernel."""
     out: list[tuple[float, float]] = []
     for (begun, ended), mine in zip(steps.tolist(), found, strict=True):
         begin = out[-1][1] if out else min([p.t0 for p in mine], default=begun)
@@ -117,7 +117,6 @@ def _find_ends(steps: np.ndarray, found: list[list[TracePiece]]) -> list[tuple[f
 
 
 def _of_step(step: int, t0: float, t1: float, mine: list[TracePiece], gap: float) -> list[TracePiece]:
-    """A step's merged pieces, exposed communication and the step."""
     out: list[TracePiece] = []
     computed = _cover_pieces((p for p in mine if p.lane == "compute"), gap)
     free = computed
@@ -135,7 +134,7 @@ def _of_step(step: int, t0: float, t1: float, mine: list[TracePiece], gap: float
 
 
 def _cover_pieces(found: Iterable[TracePiece], gap: float) -> Cover:
-    """The union of pieces, closing gaps up to `gap`."""
+    """Returns the union of pieces, with gaps up to `gap` closed."""
     every = list(found)
     wide = Cover(np.array([p.t0 for p in every]), np.array([p.t1 for p in every]) + gap)
     return Cover(wide.begin, wide.end - gap)
@@ -163,7 +162,6 @@ def _to_arrays(parts: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray
 
 
 def _find_phases(host: Sequence[Event], t: np.ndarray) -> list[str]:
-    """The host's phases: backward in autograd, update in an optimizer, or forward."""
     out = np.full(len(t), "forward", "O")
     for name, begins in (("backward", _BACKWARD), ("update", _UPDATE)):
         some = [e for e in host if e.name.startswith(begins)]
@@ -172,12 +170,10 @@ def _find_phases(host: Sequence[Event], t: np.ndarray) -> list[str]:
 
 
 def _is_compute(e: Event) -> bool:
-    """Whether a CPU event is an operator or an optimizer's step."""
     return (e.cat == "cpu_op" and not e.name.startswith("c10d::")) or e.name.startswith(_UPDATE)
 
 
 def _name_collective(e: Event, gpu: bool) -> str:
-    """A collective's name, such as "all_reduce", or ""."""
     if gpu:
         if not _GPU_COMM.match(e.name):
             return ""

@@ -1,4 +1,4 @@
-"""Writes TensorBoard event files, in a folder per rank to share a chart."""
+"""Writes TensorBoard event files, in a folder per rank so that ranks share a chart."""
 
 from __future__ import annotations
 
@@ -56,6 +56,5 @@ def _rank_column(seconds: np.ndarray, ranks: np.ndarray, rank: int) -> np.ndarra
 
 
 def _make_tag(name: str) -> str:
-    """Makes a tag that groups names like `memory peak`."""
     first, _, rest = name.partition(" ")
     return f"{first}/{rest.replace(' ', '_')}" if rest else name

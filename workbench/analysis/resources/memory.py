@@ -1,4 +1,4 @@
-"""Each rank's memory: maxima by category and together, and the allocator's figures."""
+"""Each rank's memory: maxima by category and of the sum, and the allocator's figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RankMemory(NamedTuple):
 
     most:           maxima by category, at different times. Memory of no category, such as gradients between 2 layers or
                     data of a hand-over, is "in passing"
-    peak:           maximum of the sum: at least the largest category, at most all
+    peak:           maximum of the sum: between the largest category and the total of `most`
     allocated:      bytes in use in the GPU's allocator at a step's end, with temporaries; None without a GPU
     allocated_peak: their maximum since the process began
     """
@@ -38,7 +38,7 @@ class RankMemory(NamedTuple):
 
 
 def measure_memory(tl: Timeline, first: int = 0, stop: int | None = None) -> list[RankMemory]:
-    """Returns each rank's memory in steps [first, stop). Empty if unrecorded.
+    """Returns each rank's memory in steps `[first, stop)`. Empty if unrecorded.
 
     A Sample holds until the next of its name. Ranks lost earlier hold nothing.
     """
@@ -59,14 +59,13 @@ def measure_memory(tl: Timeline, first: int = 0, stop: int | None = None) -> lis
 
 
 def _beyond_categories(most: dict[str, int], peak: int) -> int:
-    """The peak's bytes beyond all categories; 0 if an evaluation may be the cause."""
+    """Returns the peak's bytes beyond all categories; 0 if an evaluation may be the cause."""
     every = sum(nbytes for name, nbytes in most.items() if name not in AWAY)
     step = every - most.get("evaluation", 0)
     return peak - step if peak > max(step, every - most.get("activations", 0)) else 0
 
 
 def _find_maxima(tl: Timeline, first: int, stop: int | None) -> dict[str, dict[int, int]]:
-    """The maximum by name (without prefix, in the record's order) and rank."""
     rows = tl.samples.rows()
     found: dict[str, dict[int, int]] = {}
     if not len(rows):

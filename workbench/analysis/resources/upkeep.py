@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class RankClock(NamedTuple):
     """One rank's clock when the run began, in seconds.
 
-    offset: its host's clock minus rank 0's, which recorded times are corrected for. NaN: not recorded
-    error:  the offset's largest error: half the quickest of 16 round trips; 0 on rank 0's host
+    offset: its host's clock minus rank 0's; recorded times are corrected by it. NaN: not recorded
+    error:  the offset's largest error: half the shortest of 16 round trips; 0 on rank 0's host
     """
 
     rank: int
@@ -57,10 +57,10 @@ def recording_costs(tl: Timeline) -> list[RankCost]:
 
 
 def describe_upkeep(found: list[RankClock], costs: list[RankCost]) -> str:
-    """Describes clocks and costs. "" if both are unknown.
+    """Describes clocks and costs; "" if both are unknown.
 
     >>> describe_upkeep([RankClock(0, "a", 0.0, 0.0), RankClock(1, "b", 0.0031, 4e-5)], [])
-    "Clocks are known to 0.04 ms or better; rank 1's was 3.1 ms ahead of rank 0's."
+    "Clock errors are at most 0.04 ms; rank 1's clock was 3.1 ms ahead of rank 0's."
     """
     texts = []
     apart = [c for c in found if c.error > 0]
@@ -68,13 +68,13 @@ def describe_upkeep(found: list[RankClock], costs: list[RankCost]) -> str:
         error = format_seconds(max(c.error for c in apart))
         far = max((c for c in apart if not np.isnan(c.offset)), key=lambda c: abs(c.offset), default=None)
         way = (
-            f"; rank {far.rank}'s was {format_seconds(abs(far.offset))} {_name_direction(far.offset)} rank 0's"
+            f"; rank {far.rank}'s clock was {format_seconds(abs(far.offset))} {_name_direction(far.offset)} rank 0's"
             if far
             else ""
         )
-        texts.append(f"Clocks are known to {error} or better{way}.")
+        texts.append(f"Clock errors are at most {error}{way}.")
     elif len(found) > 1:
-        texts.append("Clocks: all ranks read that of one host, so their times agree exactly.")
+        texts.append("All ranks use the clock of one host, so their times agree exactly.")
     if costs:
         share = sum(c.recording for c in costs) / sum(c.process for c in costs)
         texts.append(f"Recording took {share * 100:.2g} % of the ranks' CPU time.")

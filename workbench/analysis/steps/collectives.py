@@ -1,7 +1,7 @@
 """Lines collectives up across ranks.
 
-The k-th communication span with a name in a step is the same collective on every rank. Data move once the last rank has
-arrived.
+The k-th communication span with a name in a step is the same collective on every rank. Data move after the last rank's
+arrival.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ class Arrivals(NamedTuple):
 
     @property
     def last(self) -> np.ndarray:
-        """(c,) the last arrival."""
+        """`(c,)` the last arrival."""
         out: np.ndarray = np.fmax.reduce(self.t0, axis=1) if len(self.t0) else np.empty(0)
         return out
 
     @property
     def full(self) -> np.ndarray:
-        """(c,) whether all ranks' spans are known."""
+        """`(c,)` whether all ranks' spans are known."""
         out: np.ndarray = ~np.isnan(self.t0).any(axis=1)
         return out
 
     @property
     def waiting(self) -> np.ndarray:
-        """(c, p) seconds each rank waited for the last arrival."""
+        """`(c, p)` seconds each rank waited for the last arrival."""
         out: np.ndarray = np.minimum(self.last[:, None], self.t1) - self.t0
         return out.clip(min=0)
 
     @property
     def transferring(self) -> np.ndarray:
-        """(c, p) seconds from the last arrival to the end."""
+        """`(c, p)` seconds from the last arrival to the end."""
         out: np.ndarray = self.t1 - np.maximum(self.last[:, None], self.t0)
         return out.clip(min=0)
 
     @property
     def late(self) -> np.ndarray:
-        """(c, p) seconds from the other ranks' median arrival (negative: before)."""
+        """`(c, p)` seconds from the other ranks' median arrival (negative: before)."""
         return against_others(self.t0)
 
 
 def line_up(tl: Timeline, first: int, stop: int) -> Arrivals:
-    """Returns the collectives of steps [first, stop), by last arrival."""
+    """Returns the collectives of steps `[first, stop)`, by last arrival."""
     return lined_up(Window(tl, first, stop))
 
 
 def lined_up(w: Window, lane: str = "comm", *, outside: bool = False) -> Arrivals:
     """`line_up` for a window, without messages.
 
-    outside: with those of evaluations and hand-overs
+    outside: includes evaluations and hand-overs
     """
     rows, ports = w.lane(lane), w.lane("port")
     if not outside:
@@ -102,7 +102,7 @@ def last_arrivals(tl: Timeline, rows: Rows) -> np.ndarray:
 
 
 def last_arrival(rows: Rows, c: Arrivals) -> np.ndarray:
-    """(n,) last arrivals at each row's collective, or NaN."""
+    """`(n,)` last arrivals at each row's collective, or NaN."""
     out, comm = np.full(len(rows), np.nan), rows.equal("lane", "comm")
     last = c.last
     for column, rank in enumerate(c.ranks):
@@ -116,13 +116,13 @@ def last_arrival(rows: Rows, c: Arrivals) -> np.ndarray:
 
 
 def moving_since(rows: Rows, last: np.ndarray) -> np.ndarray:
-    """(n,) when each row's data began to move: in a collective, at the last arrival."""
+    """`(n,)` when each row's data began to move: in a collective, at the last arrival."""
     out: np.ndarray = np.fmax(rows.t0, np.fmin(last, rows.t1))
     return out
 
 
 def send_rates(rows: Rows, last: np.ndarray) -> np.ndarray:
-    """(n,) Mbit/s at which each row sent its own bytes, without waits, or NaN.
+    """`(n,)` Mbit/s at which each row sent its own bytes, without waits, or NaN.
 
     last: from `last_arrival`
     """
@@ -158,7 +158,7 @@ def of_others(values: np.ndarray) -> np.ndarray:
 
 
 def _make_keys(rows: Rows) -> np.ndarray:
-    """A number per span (step, name, occurrence), equal on all ranks."""
+    """Returns a number per span (step, name, occurrence), equal on all ranks."""
     name = rows.coded("name").codes.astype(np.int64)
     step, n = rows.step.astype(np.int64), len(rows)
     if not n:

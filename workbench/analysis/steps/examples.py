@@ -11,10 +11,10 @@ from workbench.record.timeline import Timeline
 
 
 def examples_per_second(tl: Timeline, first: int, stop: int) -> float | None:
-    """Returns all ranks' examples per second in steps [first, stop).
+    """Returns all ranks' examples per second in steps `[first, stop)`.
 
-    Evaluations, hand-overs and steps with measurements do not count. None if unrecorded (a task that makes its own
-    batches, or an old run).
+    Excludes evaluations, hand-overs and steps with measurements. None if unrecorded: an old run, or a task that makes
+    its own batches.
     """
     w = Window(tl, first, stop)
     samples = tl.samples.rows()
@@ -33,7 +33,7 @@ def examples_per_second(tl: Timeline, first: int, stop: int) -> float | None:
 
 
 def examples_made(tl: Timeline, steps: np.ndarray) -> np.ndarray:
-    """(n,) examples of all ranks by each step's end, from the first of `steps`; empty if unrecorded."""
+    """Returns `(n,)` examples of all ranks by each step's end, from the first of `steps`; empty if unrecorded."""
     samples = tl.samples.rows()
     said = samples[samples.equal("name", "examples")] if len(samples) else samples
     if not len(said) or not len(steps):
@@ -47,7 +47,7 @@ def examples_made(tl: Timeline, steps: np.ndarray) -> np.ndarray:
 
 
 def recent_steps(tl: Timeline, last: int) -> tuple[int, int]:
-    """Returns [first, stop) of the training ranks' last `last` steps, which may differ."""
+    """Returns `[first, stop)` of the training ranks' last `last` steps, which may differ."""
     rows = tl.spans.rows()
     ended = rows[rows.equal("lane", "step")] if len(rows) else rows
     if (since := newest_generation(tl)) is not None:
@@ -61,7 +61,7 @@ def recent_steps(tl: Timeline, last: int) -> tuple[int, int]:
 
 
 def serving_ranks(tl: Timeline) -> list[int]:
-    """Returns the ranks that serve at the record's end, without a step since."""
+    """Returns the ranks that serve at the record's end, without a later step."""
     rows, marks = tl.spans.rows(), tl.marks.rows()
     for at in np.flatnonzero(marks.equal("name", "roles"))[-1:] if len(marks) else ():
         ended = rows[rows.equal("lane", "step") & (rows.step >= marks.step[at])] if len(rows) else rows

@@ -1,4 +1,4 @@
-"""The mesh of a run's ranks: dimensions, places, and servers."""
+"""The mesh of a run's ranks: dimensions, places and servers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workbench.record.timeline import Timeline
 class Arrangement(NamedTuple):
     """The last mesh of a record.
 
-    dims:   (name, size), outermost first; ranks of the last dimension are neighbours
+    dims:   `(name, size)`, outermost first; ranks of the last dimension are neighbours
     ranks:  the training ranks, in the order of the mesh
     inside: the dimensions within one replica of the model
     serve:  servers, outside of the mesh
@@ -30,7 +30,6 @@ class Arrangement(NamedTuple):
 
 
 def _last_mark(tl: Timeline, name: str, since: float) -> tuple[dict[str, Any], float]:
-    """Returns the last Mark `name` since `since`: detail and time."""
     rows = tl.marks.rows()
     mine = rows[rows.equal("name", name) & (rows.t >= since)] if len(rows) else rows
     found = [(float(t), json.loads(text)) for t, text in zip(mine.t, mine.detail, strict=True)]

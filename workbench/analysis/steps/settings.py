@@ -16,7 +16,7 @@ EXACT = ("Dense", "ErrorFeedback")  # lossless
 
 
 class Stretch(NamedTuple):
-    """Steps [first, stop) between 2 changes, and their settings."""
+    """Steps `[first, stop)` between 2 changes, and their settings."""
 
     first: int
     stop: int
@@ -91,12 +91,11 @@ def _put_value(settings: Plain, path: list[str], value: Any) -> Plain:
 
 
 def _is_member(value: Any) -> bool:
-    """Whether it is a member with knobs, as {"TopK": {"density": 0.01}}."""
+    """Whether it is a member with knobs, such as {"TopK": {"density": 0.01}}."""
     return isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value.values())), dict)
 
 
 def _list_members(value: Any) -> Iterator[str]:
-    """Yields the names of a member (also bare) and of members in its knobs."""
     if isinstance(value, str):
         yield value
     elif _is_member(value):
@@ -108,7 +107,6 @@ def _list_members(value: Any) -> Iterator[str]:
 
 
 def _name_member(plain: Any) -> str:
-    """A member in words, without a lossless wrapper."""
     if _is_member(plain):
         ((name, knobs),) = plain.items()
         if name in EXACT and set(knobs) == {"of"}:

@@ -26,8 +26,8 @@ class Breakdown(NamedTuple):
     """Mean seconds per step on each rank, over steps that ended on all ranks; no measurements.
 
     A step is compute + exposed + other. `exposed` communication stalls the step: `held` before the last rank arrived,
-    `packing_seconds` while the rank itself encoded or decoded. `waiting`, `transferring` and `codec` include what
-    compute hides.
+    `packing` while the rank itself encoded or decoded. `waiting`, `transferring` and `codec` include the part behind
+    compute.
     """
 
     ranks: np.ndarray
@@ -81,7 +81,7 @@ def step_times(tl: Timeline, last: int | None = None, before: int | None = None)
 
 
 def break_down(tl: Timeline, first: int, stop: int) -> Breakdown:
-    """Splits the time of steps [first, stop) on each rank."""
+    """Splits the time of steps `[first, stop)` on each rank."""
     return broken_down(Window(tl, first, stop))
 
 
@@ -111,7 +111,7 @@ def broken_down(w: Window, only: np.ndarray | None = None) -> Breakdown:
 
 
 def held_seconds(w: Window, c: Arrivals) -> np.ndarray:
-    """(c, p) seconds of stall before the last arrival."""
+    """`(c, p)` seconds of stall before the last arrival."""
     out = np.zeros(c.t0.shape)
     for i, rank in enumerate(w.ranks):
         still, begin = w.cover(rank, "wait"), np.nan_to_num(c.t0[:, i])
@@ -121,7 +121,7 @@ def held_seconds(w: Window, c: Arrivals) -> np.ndarray:
 
 
 def packing_seconds(w: Window) -> np.ndarray:
-    """(steps, ranks) seconds of packing that stalled the rank's own step."""
+    """`(steps, ranks)` seconds of packing that stalled the rank's own step."""
     rows = w.lane("codec")
     rows = rows[~w.is_outside(rows)]
     shown = np.zeros(len(rows))
@@ -150,7 +150,7 @@ def measure_overlap(tl: Timeline, first: int, stop: int) -> Overlap:
 
 
 def bytes_per_step(tl: Timeline, first: int, stop: int) -> np.ndarray:
-    """(steps, ranks) bytes sent, without hand-overs, evaluations and measurements."""
+    """`(steps, ranks)` bytes sent, without hand-overs, evaluations and measurements."""
     w = Window(tl, first, stop)
     rows = w.lane("comm")
     rows = rows[~w.is_outside(rows)]
@@ -160,7 +160,7 @@ def bytes_per_step(tl: Timeline, first: int, stop: int) -> np.ndarray:
 def sent_bytes(sent: np.ndarray, first: int, before: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the steps in which a rank sent, and bytes per step since the last.
 
-    sent:   (n,) bytes in each step from `first` on
+    sent:   `(n,)` bytes in each step from `first` on
     before: the last earlier step in which it sent, or -1
     """
     steps = first + np.flatnonzero(sent)
@@ -187,7 +187,7 @@ def _last_losses(tl: Timeline, w: Window) -> list[float]:
 
 
 def _by_step(w: Window, c: Arrivals, values: np.ndarray) -> np.ndarray:
-    """(steps, ranks) sums of a (collectives, ranks) matrix; NaN counts as 0."""
+    """`(steps, ranks)` sums of a `(collectives, ranks)` matrix; NaN counts as 0."""
     out = np.zeros(w.shape)
     np.add.at(out, c.step - w.first, np.nan_to_num(values))
     return out

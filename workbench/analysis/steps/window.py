@@ -17,7 +17,7 @@ MAX_SEARCHED_ROWS = 50_000  # rows that are quick to search
 
 
 class Generation(NamedTuple):
-    """From this step and time these ranks train, in the order of places."""
+    """The ranks that train from this step and time on, in the order of places."""
 
     step: int
     t: float
@@ -25,9 +25,9 @@ class Generation(NamedTuple):
 
 
 class Window:
-    """The spans of steps [first, stop) on the ranks of that time; matrices (steps, ranks).
+    """The spans of steps `[first, stop)` on the ranks of that time, as matrices `(steps, ranks)`.
 
-    Missing steps are NaN. Of a step repeated after a loss, only the second time counts.
+    Missing steps are NaN. If a step was repeated after a loss, only the second time counts.
     """
 
     def __init__(self, tl: Timeline, first: int, stop: int) -> None:
@@ -82,7 +82,7 @@ class Window:
         return np.bincount(where, values, minlength=n * p)[: n * p].reshape(n, p)
 
     def seconds(self, *lanes: str, name: str | None = None) -> np.ndarray:
-        """Returns seconds in lanes, per step and rank, without evaluations and hand-overs.
+        """Returns seconds in lanes per step and rank, without evaluations and hand-overs.
 
         Stalls during measurements are no waiting.
         """
@@ -93,32 +93,34 @@ class Window:
 
     @cached_property
     def step_seconds(self) -> np.ndarray:
-        """Each step's seconds on each rank, without stalls in measurements. NaN if unfinished or without rows."""
+        """Returns each step's seconds on each rank, without stalls in measurements. NaN if unfinished or without
+        rows.
+        """
         rows = self.lane("step")
         out = self.sum_rows(rows, rows.t1 - rows.t0) - self.stood
         return np.where(self.sum_rows(rows, np.ones(len(rows))) > 0, out, np.nan)
 
     @cached_property
     def complete(self) -> np.ndarray:
-        """(n,) mask: steps that ended on every rank."""
+        """`(n,)` mask: steps that ended on every rank."""
         return ~np.isnan(self.step_seconds).any(axis=1) if len(self.ranks) else np.zeros(self.shape[0], bool)
 
     @cached_property
     def disturbed(self) -> np.ndarray:
-        """(n,) mask: any rank evaluated, handed over or measured."""
+        """`(n,)` mask: any rank evaluated, handed over or measured."""
         return self._has_lane(*OUTSIDE, MEASURING)
 
     @cached_property
     def measured(self) -> np.ndarray:
-        """(n,) mask: any rank measured."""
+        """`(n,)` mask: any rank measured."""
         return self._has_lane(MEASURING)
 
     @cached_property
     def usual(self) -> np.ndarray:
-        """(n,) mask: steps for means, which ended on every rank without measurements.
+        """`(n,)` mask: steps for means, which ended on every rank without measurements.
 
-        Includes measurements if no other step is left, or with a periodic strategy, whose meetings belong to whole
-        rounds.
+        Includes measurements if no other step is left. Includes them with a periodic strategy, because its meetings
+        belong to whole rounds.
         """
         met = self._has_lane("comm") & self.complete
         left = self.complete & ~self.measured
@@ -126,9 +128,9 @@ class Window:
 
     @cached_property
     def stood(self) -> np.ndarray:
-        """(steps, ranks) seconds of stalls in measurements."""
+        """`(steps, ranks)` seconds of stalls in measurements."""
         out, waits = np.zeros(self.shape), self.lane("wait")
-        waits = waits[~self.is_outside(waits)]  # a sharded model's evaluation gathers it, outside of steps
+        waits = waits[~self.is_outside(waits)]  # a sharded model is gathered for evaluation, outside of steps
         for rank in np.unique(self.lane(MEASURING).rank):
             mine = waits[waits.rank == rank]
             measuring = self.cover(rank, MEASURING).length_between(mine.t0, mine.t1)
@@ -136,7 +138,7 @@ class Window:
         return out
 
     def _has_lane(self, *lanes: str) -> np.ndarray:
-        """(n,) mask: steps with a span in these lanes on any rank."""
+        """`(n,)` mask: steps with a span in these lanes on any rank."""
         out = np.zeros(self.shape[0], bool)
         out[self.lane(*lanes).step - self.first] = True
         return out
@@ -178,7 +180,7 @@ def stands_for(tl: Timeline) -> int:
 
 
 def last_steps(tl: Timeline, last: int | None = None, before: int | None = None) -> tuple[int, int]:
-    """Returns [first, stop) of the last `last` steps (None: all) ended by all present ranks.
+    """Returns `[first, stop)` of the last `last` steps (None: all) ended by all present ranks.
 
     before: only earlier steps
     """
@@ -213,7 +215,7 @@ def list_generations(tl: Timeline) -> list[Generation]:
 
 
 def ranks_during(since: list[Generation], first: int, stop: int) -> list[int] | None:
-    """Returns the ranks in steps [first, stop); None if `first` precedes all generations."""
+    """Returns the ranks in steps `[first, stop)`; None if `first` precedes all generations."""
     if not since or first < since[0].step:
         return None
     ends = [generation.step for generation in since[1:]] + [max(stop, since[-1].step + 1)]
@@ -227,7 +229,6 @@ def newest_generation(tl: Timeline) -> Generation | None:
 
 
 def _last_ended(rows: Rows, ranks: np.ndarray) -> np.ndarray:
-    """Each rank's last ended step, or -1."""
     ended = np.flatnonzero(rows.equal("lane", "step"))
     out = np.full(len(ranks), -1)
     np.maximum.at(out, np.searchsorted(ranks, rows.rank[ended]), rows.step[ended])

@@ -1,7 +1,7 @@
 """How many steps ranks had trained alone at a measurement.
 
-A periodic strategy's ranks drift apart within a round and agree at its end. A line through measurements at different
-places in a round would show the places, not the drift.
+A periodic strategy's ranks drift apart within a round and agree at its end. A line through measurements would show
+their places in the round, not the drift.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_STEPS_BACK = 512  # steps back to look for a meeting
 
 
 def since_met(tl: Timeline, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (n,) steps alone before each of `steps`, and (n,) the previous round's length.
+    """Returns `(n,)` steps alone before each of `steps`, and `(n,)` the previous round's length.
 
     -1 without a known meeting, as with messages only. A hand-over is a meeting.
     """

@@ -1,8 +1,8 @@
 """The cost of a late rank, from a replay with the rank on time.
 
 Sums of waits would mislead: a delay hidden at the first bucket may still delay the last. A rank's harm is how much
-earlier the last collective ends if it is ready, encodes and sends no later than the other ranks' median. No rank gains
-more than its step's stall.
+earlier the last collective ends with this rank on time. "On time" means that it is ready, encodes and sends no later
+than the other ranks' median. No rank gains more than its step's stall.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from workbench.analysis.stragglers.replay import make_replay
 
 
 def blame_ranks(w: Window, c: Arrivals) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the steps of all ranks' meetings, and seconds[meeting, victim, culprit]."""
+    """Returns the steps of all ranks' meetings, and `seconds[meeting, victim, culprit]`."""
     p = len(w.ranks)
     meetings, played = make_replay(w, c, np.clip(np.nan_to_num(against_others(c.port)), 0, None))
     if played is None:
@@ -27,9 +27,7 @@ def blame_ranks(w: Window, c: Arrivals) -> tuple[np.ndarray, np.ndarray]:
 
 
 def measure_relief(w: Window, c: Arrivals, ranks: list[int]) -> np.ndarray:
-    """Returns (meetings,) seconds gained, up to the other ranks' stall, if `ranks` (columns) had the other ranks'
-    median.
-    """
+    """Returns `(meetings,)` seconds gained if `ranks` (columns) had the other ranks' median, up to their stall."""
     rest = np.setdiff1d(np.arange(len(w.ranks)), ranks)
     if not len(rest) or not len(ranks):
         return np.zeros(len(np.unique(c.step[c.full])))

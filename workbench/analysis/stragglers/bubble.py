@@ -1,4 +1,4 @@
-"""How long pipeline stages are idle, and why: fill and drain, unequal stages or a slow rank."""
+"""The idle time of pipeline stages: fill and drain, unequal stages or a slow rank."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from workbench.analysis.steps.window import Window, last_steps, since_change
 from workbench.analysis.steps.words import format_seconds
 from workbench.record.timeline import Rows, Timeline
 
-UNEQUAL_STAGE_FACTOR = 1.15  # times the mean: reports a stage that takes longer
-SLOW_RANK_FACTOR = 1.25  # times its stage's usual: reports a rank that takes longer
+UNEQUAL_STAGE_FACTOR = 1.15  # times the mean, above which a stage is reported
+SLOW_RANK_FACTOR = 1.25  # times its stage's usual, above which a rank is reported
 
 
 class Bubble(NamedTuple):
@@ -21,9 +21,9 @@ class Bubble(NamedTuple):
     share:     mean idle share of a stage, between a replica's first pass and its last
     pieces:    of the model on each stage, v
     least:     share of fill and drain alone, for equal passes: (p-1) / (v m + p-1), or with backwards in 2 halves
-               (p-1) / (3 v m + p-1); 0 if the pipeline is never drained
-    busy:      (ranks,) median seconds per step in passes, with inner waits if ranks share a stage
-    in_flight: (ranks,) the most micro-batches between begin of forward and end of backward
+               (p-1) / (3 v m + p-1); 0 if the pipeline never drains
+    busy:      `(ranks,)` median seconds per step in passes, with inner waits if ranks share a stage
+    in_flight: `(ranks,)` the most micro-batches between begin of forward and end of backward
     """
 
     stages: int
@@ -121,7 +121,7 @@ def measure_bubble(tl: Timeline, last: int = 20, before: int | None = None) -> B
 
 
 def _merge_passes(rows: Rows) -> Rows:
-    """Merges each pass's rows, because ranks of a stage meet inside a pass."""
+    """Merges each pass's rows. The ranks of a stage meet inside a pass, which splits its row."""
     keys = [rows.rank, rows.step, np.unique(rows.name, return_inverse=True)[1]]
     order = np.lexsort([rows.t0, *keys])
     rows = rows[order]

@@ -2,9 +2,9 @@
 
 A culprit exceeds the other ranks' median beyond its noise, in most steps, and stalls other ranks. The cost is how much
 earlier the last collective would end with all culprits on time (`blame.measure_relief`). If all ranks stall alike
-(network, packing, before a forward), the cause has no rank. A cause needs `MIN_STEP_SHARE` of a step. For a rank behind
-by `MIN_STEP_SHARE`, a cost of `MIN_HARM_SHARE` is enough: with 8 ranks that vary by 5 %, some rank is late anyway, and
-the other ranks feel half of a delay of 10 %.
+(network, packing, before a forward), the cause has no rank. A cause needs `MIN_STEP_SHARE` of a step. A rank behind by
+`MIN_STEP_SHARE` needs a cost of only `MIN_HARM_SHARE`. The reason: with 8 ranks that vary by 5 %, some rank is late
+anyway, and the other ranks feel half of a delay of 10 %.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ STAGE_RANK_CAUSES = (
 )  # causes of single ranks in a pipeline
 STAGE_MESSAGE_PART = " in stage "  # part of names of messages between stages
 LAST_STEPS = 40  # steps to analyse
-MIN_SIGMAS = 3.5  # standard errors above zero; independent noise exceeds it in 0.2 (2 ranks) to 2.5 % (32) of windows
+MIN_SIGMAS = 3.5  # standard errors above zero; noise exceeds it in 0.2 (2 ranks) to 2.5 % (32 ranks) of windows
 NEWEST_STEPS = 16  # newest steps, analysed alone too
-MIN_HARM_SHARE = 0.005  # share of a step that a rank behind by SHARE costs other ranks
+MIN_HARM_SHARE = 0.005  # share of a step that a rank behind by `MIN_STEP_SHARE` costs other ranks
 MAX_PAUSE_SHARE = 0.3  # share of the steps; a rarer delay is a pause
 PAUSE_STEPS = 1.0  # in steps: a longer delay in one step is a pause
 RANK_CAUSE_TEXTS = {"input": "before its forward (input) it takes", "forward": "its forward takes",
                     "backward": "its backward takes", "optimizer": "its update takes", "codec": "its packing takes",
                     "network": "its port is busy", "outside": "outside all phases it takes"}  # fmt: skip
-COMMON_CAUSE_TEXTS = {"input": "before the forward (input)", "network": "standing still while data move",
-                      "codec": "standing still while ranks pack and unpack",
+COMMON_CAUSE_TEXTS = {"input": "before the forward (input)", "network": "stalled while data move",
+                      "codec": "stalled while ranks pack and unpack",
                       "outside": "outside all phases"}  # fmt: skip
 
 
@@ -76,7 +76,7 @@ class _AnalysedSteps(NamedTuple):
 
 
 class _OwnTimes(NamedTuple):
-    """Each rank's own time: seconds per step, (n, p)."""
+    """Each rank's own time: seconds per step, `(n, p)`."""
 
     phases: dict[str, np.ndarray]
     packed: np.ndarray  # also behind compute: delays the lane's next transfer
@@ -95,7 +95,7 @@ def find_causes(tl: Timeline, last: int = LAST_STEPS) -> list[Cause]:
     c = lined_up(w)
     looked = _AnalysedSteps(w, c, over, _own_times(w, over))
     stages, slices = spread_at(tl, w.stop - 1)
-    if stages > 1:  # an incomplete replica hides the ranks' places
+    if stages > 1:  # without a rank, the places in the replica are unknown
         return [] if len(w.ranks) % (stages * slices) else _rank_causes([*_of_stages(tl, looked, stages, slices)])
     ours = [*_to_blame(looked)] if len(w.ranks) > 1 and c.full.any() else []
     return _rank_causes([*ours, *_of_all(looked, ours)])
@@ -105,18 +105,18 @@ def why_unjudged(tl: Timeline, last: int = LAST_STEPS) -> str:
     """Returns why `find_causes` cannot judge these steps, or ""."""
     w, over = _steps_of(tl, last)
     if (known := int(over.sum())) < MIN_STEPS:
-        return (f"Too few steps to say what costs a step most: {known} of the last {last} ended on every rank since "
-                f"the last change and count (the first of a run does not), and {MIN_STEPS} are needed.")  # fmt: skip
+        return (f"Too few steps to say what costs a step most: {known} of the last {last} count, "
+                f"{MIN_STEPS} must. Steps after the first count if they ended on every rank since a change.")  # fmt: skip
     stages, slices = spread_at(tl, w.stop - 1)
     if stages > 1 and len(w.ranks) % (stages * slices):
-        return f"A replica of {stages * slices} ranks lacks one, so no rank can be compared with another of its stage."
+        return f"A replica of {stages * slices} ranks lacks a rank, so no rank can be compared with its stage."
     return ""
 
 
 def _steps_of(tl: Timeline, last: int) -> tuple[Window, np.ndarray]:
     """The steps for `find_causes`, and their mask."""
     first, stop = last_steps(tl, last)
-    w = Window(tl, max(first, since_change(tl, 0, stop)) - 1, stop)  # with the one before, for its end
+    w = Window(tl, max(first, since_change(tl, 0, stop)) - 1, stop)  # includes the step before, for its end
     return w, w.complete & (w.steps > max(w.first, _first_step(tl)))
 
 
@@ -132,7 +132,6 @@ def _rank_causes(found: list[Cause]) -> list[Cause]:
 
 
 def _own_times(w: Window, over: np.ndarray) -> _OwnTimes:
-    """Measures own time, from the previous step's end."""
     n, p = w.shape
     begin, end, forward = (np.full((n, p), np.nan) for _ in range(3))
     steps, passes = w.lane("step"), w.lane("compute", name="forward")
@@ -160,7 +159,7 @@ def _own_times(w: Window, over: np.ndarray) -> _OwnTimes:
 
 
 def _to_blame(looked: _AnalysedSteps) -> Iterator[Cause]:
-    """Yields what single ranks do longer than the ranks that wait for them."""
+    """Yields the excess of single ranks over the ranks that wait for them."""
     w, c, over, own = looked
     late: dict[str, dict[int, float]] = {}
     seldom: dict[int, tuple[int, float, int, float]] = {}
@@ -195,10 +194,10 @@ def _to_blame(looked: _AnalysedSteps) -> Iterator[Cause]:
 
 
 def excess_seconds(values: np.ndarray, step: float) -> np.ndarray:
-    """Returns (p,) seconds by which each rank exceeds the other ranks in (n, p) `values`.
+    """Returns `(p,)` seconds by which each rank exceeds the other ranks in `(n, p)` `values`.
 
-    0 if below `MIN_STEP_SHARE` of a `step`, absent in many steps, or within its noise: that of a median, with fewer
-    than n independent values if neighbouring steps are alike (see `clear`).
+    0 if below `MIN_STEP_SHARE` of a `step`, absent in many steps, or within the noise. The noise is that of a median;
+    if neighbouring steps are alike, fewer than n values are independent (see `clear`).
     """
     n = len(values)
     if n < MIN_STEPS:
@@ -226,7 +225,7 @@ def _blame_ranks(w: Window, own: _OwnTimes, cause: str, found: dict[int, float],
         if len(ranks) == 1
         else RANK_CAUSE_TEXTS[cause].replace("its ", "their ").replace("it takes", "they take")
     )
-    return Cause(cause, ranks, cost, cost / own.step, f"{who}: {what} {each} longer than the others.")
+    return Cause(cause, ranks, cost, cost / own.step, f"{who}: {what} {each} longer than the other ranks.")
 
 
 def _blame_frozen(looked: _AnalysedSteps, seldom: dict[int, tuple[int, float, int, float]]) -> Cause:
@@ -237,7 +236,7 @@ def _blame_frozen(looked: _AnalysedSteps, seldom: dict[int, tuple[int, float, in
     often = "once" if times == 1 else f"{times} times"
     others = f"; so did {join_names(tuple(str(k) for k in ranks if k != w.ranks[r]))}" if len(ranks) > 1 else ""
     text = (
-        f"Rank {w.ranks[r]} stood still {often} in {looked.over.sum()} steps, for "
+        f"Rank {w.ranks[r]} stalled {often} in {looked.over.sum()} steps, for "
         f"{format_seconds(longest)} at step {at}{others}."
     )
     return Cause("frozen", ranks, cost, cost / own.step, text)
@@ -263,7 +262,7 @@ def _of_stages(tl: Timeline, looked: _AnalysedSteps, stages: int, slices: int) -
             found |= {int(r): float(s) for r, s in zip(columns, late, strict=True) if s > 0}
         if found:
             blamed = _blame_ranks(w, own, cause, found, max(felt(cause, r, s) for r, s in found.items()))
-            yield blamed._replace(text=blamed.text.replace("than the others", "than others of the same stage"))
+            yield blamed._replace(text=blamed.text.replace("than the other ranks", "than other ranks of its stage"))
     passes = np.median(own.phases["forward"] + own.phases["backward"], axis=0)
     each = np.array([passes[place // slices == k].min() for k in range(stages)])
     k = int(np.argmax(each))
@@ -286,7 +285,7 @@ def _of_stages(tl: Timeline, looked: _AnalysedSteps, stages: int, slices: int) -
 
 
 def _of_all(looked: _AnalysedSteps, ours: list[Cause]) -> Iterator[Cause]:
-    """Yields what all ranks share: the median rank's time, less what culprits cause."""
+    """Yields the costs that all ranks share: the median rank's time, less the culprits' part."""
     w, c, over, own = looked
     still = np.zeros(w.shape)
     np.add.at(still, c.step - w.first, np.nan_to_num(held_seconds(w, c)))
@@ -302,7 +301,7 @@ def _of_all(looked: _AnalysedSteps, ours: list[Cause]) -> Iterator[Cause]:
 
 
 def _usual_mean(values: np.ndarray, own: _OwnTimes, blamed: Collection[int] = ()) -> float:
-    """Returns the median rank's mean; if ranks meet in every step, trimmed by 10 % per end.
+    """Returns the median rank's mean. If ranks meet in every step, it is trimmed by 10 % per end.
 
     blamed: columns to leave out, unless no rank remains
     """

@@ -1,7 +1,7 @@
 """The phase in which a rank is slow, and the sentence about it.
 
-If forward, backward and update slow by about the same factor, the processor is slower or shared, and the phase is
-"compute".
+If forward, backward and update slow by about the same factor, the phase is "compute": the processor is slower or
+shared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MEETING = ("codec", "link")  # only when ranks meet
 WHOLE = "compute"
 ALIKE = (0.4, 2.5)  # limits of a phase's slowdown over all compute's, for all compute to be slow
 MIN_COMPUTE_SHARE = 0.02  # of all compute: shorter phases are not compared
-ALSO_NAMED_SHARE = 0.4  # of the longest excess: also report larger ones
+ALSO_NAMED_SHARE = 0.4  # of the longest excess, above which phases are also reported
 
 
 class Slowness(NamedTuple):
@@ -30,8 +30,8 @@ class Slowness(NamedTuple):
 def find_slowness(excess: np.ndarray, usual: np.ndarray) -> Slowness:
     """Finds the phases in which a rank is slow.
 
-    excess: (6,) seconds per step of STEADY and MEETING beyond the other ranks'
-    usual:  (3,) the other ranks' seconds in each phase of compute
+    excess: `(6,)` seconds per step of STEADY and MEETING beyond the other ranks'
+    usual:  `(3,)` the other ranks' seconds in each phase of compute
     """
     k = int(np.argmax(excess))
     names = (*STEADY, *MEETING)
@@ -52,20 +52,20 @@ def find_slowness(excess: np.ndarray, usual: np.ndarray) -> Slowness:
 def describe_straggler(rank: int, s: Slowness, share: float, harm: float, victims: tuple[int, ...]) -> str:
     """Describes the slow rank.
 
-    >>> describe_straggler(2, Slowness("forward", ("forward",), 0.04), 0.29, 0.04, (0,))[:79]
-    "Rank 2 is the cause: its forward takes 40 ms longer than the others', 29 % of i"
+    >>> describe_straggler(2, Slowness("forward", ("forward",), 0.04), 0.29, 0.04, (0,))[:80]
+    "Rank 2 is the cause: its forward takes 40 ms longer than other ranks', 29 % of i"
     """
     cause = f"Rank {rank} is the cause: {_describe_phase(s)}, {share * 100:.0f} % of its step's time."
     match len(victims):
         case 0:
-            return f"{cause} No rank has waited for it so far; the others will if they meet."
+            return f"{cause} No rank has waited for it yet; other ranks will if they meet."
         case 1:
             return f"{cause} Rank {victims[0]} is a victim: it waits {harm * 1e3:.3g} ms per step for it."
     return f"{cause} Ranks {', '.join(map(str, victims))} are victims: each waits {harm * 1e3:.3g} ms per step for it."
 
 
 def _describe_phase(s: Slowness) -> str:
-    ms = f"{s.seconds * 1e3:.3g} ms longer than the others"
+    ms = f"{s.seconds * 1e3:.3g} ms longer than other ranks"
     match s.phase:
         case "link":
             return f"its port is busy {ms}"

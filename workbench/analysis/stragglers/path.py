@@ -1,10 +1,9 @@
 """The critical path of a step across ranks: the chain of work that the step waited for.
 
 The walk goes back from the last rank's end. A collective takes from the last arrival to its end. Before that, the path
-is on the rank that arrived last: in its lane's earlier work (a collective, packing) or in the compute before its
-request. A message leads to its sender. Shorter work on the path would shorten the step, until other work is as late. A
-wait is never on the path, only its reason.
-
+is on the rank that arrived last. There it is in the lane's earlier work (a collective, packing) or in the compute
+before the request. A message leads to its sender. Shorter work on the path would shorten the step, until other work is
+as late. A wait is never on the path, only its reason.
 References: Kelley and Walker, "Critical-path planning and scheduling", 1959. For traces of one rank: "Holistic Trace
 Analysis", facebookresearch/HolisticTraceAnalysis.
 """
@@ -26,7 +25,7 @@ CAUSES = {"forward": "forward", "backward": "backward", "update": "optimizer"}  
 ZERO_SECONDS = 1e-7  # seconds that count as zero
 MAX_PIECES = 100_000  # pieces of one step's path
 MAX_RESUME_DELAY = 1e-3  # seconds from a collective's end to the child's next request
-SLOW_PORT_FACTOR = 1.2  # times the other ports' median: the collective waited for this port
+SLOW_PORT_FACTOR = 1.2  # times the other ports' median, above which the collective waited for this port
 
 
 class PathPiece(NamedTuple):
@@ -40,9 +39,9 @@ class PathPiece(NamedTuple):
 
 
 def critical_path(tl: Timeline, first: int, stop: int) -> list[PathPiece]:
-    """Returns the path of each step in [first, stop) that ended on every rank, in order of time.
+    """Returns the path of each step in `[first, stop)` that ended on every rank, in order of time.
 
-    Without gaps, from the begin of the step on the first piece's rank to the last rank's end.
+    It has no gaps, from the begin of the step on the first piece's rank to the last rank's end.
     """
     w = Window(tl, first, stop)
     if not len(w.ranks):
@@ -52,7 +51,7 @@ def critical_path(tl: Timeline, first: int, stop: int) -> list[PathPiece]:
 
 
 def describe_path(found: list[PathPiece]) -> str:
-    """Describes what bounds these steps, longest first, or "".
+    """Describes the longest pieces of these steps' paths, or "".
 
     >>> describe_path([PathPiece(3, 1, "backward", 0.0, 0.06), PathPiece(3, -1, "network", 0.06, 0.1)])
     "Step 3 was as long as rank 1's backward (60 ms, 60 % of the step) and the network (40 ms, 40 % of it)."
@@ -70,7 +69,7 @@ def describe_path(found: list[PathPiece]) -> str:
 
 
 def path_shares(found: list[PathPiece]) -> dict[tuple[int, str], float]:
-    """Returns the mean seconds per step by (rank, cause), longest first."""
+    """Returns the mean seconds per step by `(rank, cause)`, longest first."""
     steps, out = len({s.step for s in found}), dict[tuple[int, str], float]()
     for s in found:
         out[s.rank, s.cause] = out.get((s.rank, s.cause), 0.0) + (s.end - s.begin) / steps
@@ -102,7 +101,7 @@ class _SpanIndex:
         return int(np.searchsorted(self.begins, t - ZERO_SECONDS, "left")) - 1
 
     def last_ended(self, t: float, since: float, bucket: str | None = None, but: int = -1) -> int:
-        """Returns the last span ended in (since, t], or -1; prefers `bucket`."""
+        """Returns the last span ended in `(since, t]`, or -1; prefers `bucket`."""
         found = -1
         for at in range(int(np.searchsorted(self.ends, t + ZERO_SECONDS, "right")) - 1, -1, -1):
             i = self.ended[at]
@@ -217,7 +216,6 @@ class _PathWalk:
 
 
 def _number_collectives(rows: Rows, t0: np.ndarray, step: np.ndarray, name: np.ndarray, w: Window) -> np.ndarray:
-    """Returns each row's collective, or -1."""
     known = {(int(s), str(n), int(r), float(t0[c, r])): c for c, (s, n) in enumerate(zip(step, name, strict=True))
              for r in np.flatnonzero(~np.isnan(t0[c]))}  # fmt: skip
     keys = zip(rows.step, rows.name, w.column_of(rows.rank), rows.t0, strict=True)

@@ -9,8 +9,8 @@ that ended with collective j(w). Then
 
     asked_rk = own_rk + max(0, max_{w before k} (end_{j(w)} - own_rw))
 
-So a gather of parameters is earlier if the gradients are. A collective that follows one of the same bucket (values
-after indices, a second factor, a second hop) counts its own time from that one's end.
+So a gather of parameters is earlier if the gradients are. Some collectives follow one of the same bucket: values after
+indices, a second factor, a second hop. They count their own time from the end of the first one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Replay(NamedTuple):
     chained: np.ndarray  # (meetings, collectives) int: the same bucket's previous collective, or -1
 
     def as_usual(self, rest: np.ndarray | None = None) -> Replay:
-        """As if no rank came or encoded later than the other ranks' median, or that of `rest`."""
+        """As if no rank arrived or encoded later than the other ranks' median, or that of `rest`."""
 
         def of(values: Stack) -> Stack:
             others = of_others(values) if rest is None else np.median(values[:, :, rest], axis=2, keepdims=True)
@@ -50,7 +50,7 @@ class Replay(NamedTuple):
         return self._replace(own=of(self.own), woke=of(self.woke), encode=of(self.encode))
 
     def without_ranks(self, ranks: list[int], usual: Replay) -> Replay:
-        """As if `ranks` (columns) came and encoded as in `usual`, with usual ports."""
+        """As if `ranks` (columns) arrived and encoded as in `usual`, with usual ports."""
         own, woke, encode = self.own.copy(), self.woke.copy(), self.encode.copy()
         for quick, mine in ((usual.own, own), (usual.woke, woke), (usual.encode, encode)):
             mine[:, :, ranks] = quick[:, :, ranks]
@@ -58,7 +58,7 @@ class Replay(NamedTuple):
         return self._replace(own=own, woke=woke, encode=encode, service=np.clip(self.service - spared, 0, None))
 
     def find_ends(self) -> np.ndarray:
-        """Returns (meetings,) ends of the last collectives."""
+        """Returns `(meetings,)` ends of the last collectives."""
         end, shift = np.full(len(self.own), -np.inf), np.zeros((len(self.own), self.own.shape[2]))
         ends = np.full(self.own.shape[:2], -np.inf)
         for k in range(self.own.shape[1]):
@@ -73,9 +73,9 @@ class Replay(NamedTuple):
 
 
 def make_replay(w: Window, c: Arrivals, slower: np.ndarray) -> tuple[np.ndarray, Replay | None]:
-    """Returns the steps of all ranks' meetings, and their replay or None.
+    """Returns the steps of all ranks' meetings, and their replay (None without meetings).
 
-    slower: (collectives, ranks) seconds
+    slower: `(collectives, ranks)` seconds
     """
     full = np.flatnonzero(c.full)
     meetings, at = np.unique(c.step[full], return_inverse=True)
@@ -102,7 +102,7 @@ def _read_waits(w: Window, meetings: np.ndarray, asked: Stack, t1: Stack) -> tup
     mine = np.searchsorted(meetings, rows.step) * p + w.column_of(rows.rank)
     order = np.lexsort((rows.t1, mine))
     mine, begins, stops = mine[order], rows.t0[order], rows.t1[order]
-    # of each wait: the rank's earlier stalls in this step, and the collective that ended it
+    # per wait: the rank's earlier stalls in this step, and the collective that ended it
     whose = np.broadcast_to(np.arange(len(meetings))[:, None, None] * p + np.arange(p), asked.shape).ravel()
     ended = _last_before(whose, t1.ravel(), mine, stops + MAX_REACTION)
     known = (ended >= 0) & (t1.ravel()[ended] > begins)
@@ -143,7 +143,7 @@ def _last_before(group: np.ndarray, time: np.ndarray, whose: np.ndarray, until: 
 
 
 def _chain_buckets(c: Arrivals, full: np.ndarray, at: np.ndarray, place: np.ndarray) -> np.ndarray:
-    """(meetings, most collectives): predecessors in the bucket's chain, or -1."""
+    """`(meetings, most collectives)`: predecessors in the bucket's chain, or -1."""
     out = np.full((int(at.max()) + 1, int(place.max()) + 1), -1)
     texts, code = np.unique(c.name[full].astype(str), return_inverse=True)
     bucket = np.unique([text.partition(" ")[2] for text in texts], return_inverse=True)[1][code]
@@ -165,7 +165,7 @@ def _number_places(at: np.ndarray) -> np.ndarray:
 
 
 def _stack_values(values: np.ndarray, at: np.ndarray, place: np.ndarray) -> Stack:
-    """Arranges (collectives, p) as (meetings, most collectives, p), padded with NaN."""
+    """Arranges `(collectives, p)` as `(meetings, most collectives, p)`, padded with NaN."""
     out = np.full((int(at.max()) + 1, int(place.max()) + 1, values.shape[1]), np.nan)
     out[at, place] = values
     return out

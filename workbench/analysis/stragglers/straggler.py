@@ -1,13 +1,13 @@
 """Finds the slow rank by arrival at the collectives.
 
 An all-reduce makes all ranks' steps equally long. The cause arrives last and waits least. `blame_ranks` measures its
-cost; its phases and port, against the other ranks' median, show the reason. Medians and a noise threshold reject
+cost. Its phases and port, against the other ranks' median, show the reason. Medians and a noise threshold reject
 outliers.
 
-[Note: False alarms] Simulated ranks of equal speed, 20 steps, step times log-normal: if steps are independent, it named
-nobody in 3,789 windows (2, 4 and 8 ranks, spreads of 2 to 30 %). If a step is like the one before (correlation 0.8), a
-rank is slow for some 10 steps, and 14 to 38 % of the windows name one. `causes.py`, which allows for that, names one in
-6 to 16 %.
+[Note: False alarms] Simulated ranks had equal speed: windows of 20 steps, log-normal step times. With independent
+steps, it named no rank in 3,789 windows (2, 4 and 8 ranks, spreads of 2 to 30 %). With a correlation of 0.8 between
+neighbouring steps, a rank is slow for some 10 steps. Then 14 to 38 % of the windows named a rank. `causes.py` allows
+for correlation and names a rank in 6 to 16 %.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _StragglerFacts(NamedTuple):
 
     @property
     def harm(self) -> np.ndarray:
-        """(p,) cost to the median victim: mean over rounds, trimmed by 10 % per end."""
+        """`(p,)` cost to the median victim: mean over rounds, trimmed by 10 % per end."""
         rounds = np.sort(_of_others(self.cost), axis=0)
         cut = len(rounds) // 10
         return rounds[cut : len(rounds) - cut].mean(axis=0) if len(rounds) else np.zeros(self.cost.shape[-1])
@@ -78,7 +78,7 @@ class _StragglerFacts(NamedTuple):
 def find_straggler(tl: Timeline, last: int = 20) -> StragglerVerdict | None:
     """Returns the rank that other ranks wait for in the last steps since a change, or None.
 
-    With a periodic strategy, judges delays since the last meeting.
+    With a periodic strategy, it judges delays since the last meeting.
     """
     first, stop = last_steps(tl, last)
     floor = since_change(tl, 0, stop)
@@ -101,7 +101,7 @@ def why_silent(tl: Timeline) -> str:
 
     "alone":  one rank
     "alike":  one rank stands for all
-    "stages": ranks compute different stages, see `bubble`
+    "stages": ranks compute different stages; see `bubble`
     "early":  too few steps since the last change
     "nobody": no rank is slow
     """
@@ -152,7 +152,6 @@ def _gather_facts(w: Window, over: np.ndarray, met: np.ndarray, cost: np.ndarray
 
 
 def _find_guilty(f: _StragglerFacts) -> int | None:
-    """Returns the rank that clearly does harm, or None."""
     worth = MIN_STEP_SHARE * f.step
     behind, choked = f.excess[:4].sum(axis=0), f.excess[4:].sum(axis=0)
     slow = (behind > max(worth, MIN_SIGMAS * f.noise)) & (f.ahead >= MIN_SLOW_SHARE)
@@ -185,7 +184,7 @@ def _make_verdict(tl: Timeline, w: Window, f: _StragglerFacts, rank: int, last: 
 
 
 def _compare_scores(tl: Timeline, w: Window, rank: int, last: int) -> tuple[float, float]:
-    """Returns the other ranks' compute, and its own earlier compute, over its compute now."""
+    """Returns the other ranks' compute, and the rank's earlier compute, over its compute now."""
     now = np.median(w.seconds("compute")[w.complete], axis=0)
     if not now[rank]:
         return 1.0, float("nan")
@@ -197,12 +196,11 @@ def _compare_scores(tl: Timeline, w: Window, rank: int, last: int) -> tuple[floa
 
 
 def _of_others(cost: np.ndarray) -> np.ndarray:
-    """(rounds, culprit) cost to the median victim."""
+    """`(rounds, culprit)` cost to the median victim."""
     return np.diagonal(of_others(cost.swapaxes(1, 2)), axis1=1, axis2=2)
 
 
 def _median_or_zero(values: np.ndarray) -> np.ndarray:
-    """The median over the first axis, or zeros."""
     return np.median(values, axis=0) if len(values) else np.zeros(values.shape[1:])
 
 

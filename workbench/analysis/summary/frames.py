@@ -31,7 +31,7 @@ class RunFrames(Run):
     def lateness(self, last: int | None = None) -> pd.DataFrame:
         """Returns each rank's arrival after the other ranks' median, in seconds (negative: before).
 
-        A row per rank, a column per step, of the last `last` or of all; NaN without a meeting. See
+        A row per rank, a column per step; NaN without a meeting. last: number of steps (None: all). See
         `workbench.analysis.communication.lateness`.
 
         >>> RunFrames({"ranks": 2}).lateness().shape
@@ -60,8 +60,8 @@ class RunFrames(Run):
     def critical_path(self, last: int | None = None) -> pd.DataFrame:
         """Returns the critical path of each step: a row per piece, in order of time.
 
-        Covers the last `last` steps (None: all). Columns are step, rank (-1: all ranks), cause, begin and end (seconds
-        since the run began). See `workbench.analysis.stragglers.path`.
+        last: number of steps (None: all). begin, end: seconds since the run began. rank: -1 for all ranks. See
+        `workbench.analysis.stragglers.path`.
 
         >>> RunFrames({"ranks": 2}).critical_path().columns.tolist()
         ['step', 'rank', 'cause', 'begin', 'end']
@@ -72,8 +72,7 @@ class RunFrames(Run):
     def overlap(self, last: int | None = None) -> pd.DataFrame:
         """Returns each rank's communication, hidden behind compute or exposed, in seconds per step.
 
-        A row per rank: communication, its hidden part, this part by phase, and the exposed part, over the last `last`
-        steps (None: all). Overlapping spans count once.
+        last: number of steps (None: all). The hidden part is also split by phase. Overlapping spans count once.
 
         >>> RunFrames({"ranks": 2}).overlap().columns.tolist()
         ['communication', 'hidden', 'forward', 'backward', 'update', 'exposed']
@@ -90,7 +89,7 @@ class RunFrames(Run):
     def entered(self) -> pd.DataFrame:
         """Returns the collectives that a live run's ranks wait in, and the missing ranks.
 
-        Based on reports of at most a second ago. See `workbench.analysis.communication.entered`.
+        Reports are at most a second old. See `workbench.analysis.communication.entered`.
 
         >>> RunFrames({"ranks": 2}).entered().columns.tolist()
         ['step', 'collective', 'entered', 'seconds', 'missing']
@@ -99,7 +98,7 @@ class RunFrames(Run):
         return self._frame_of(analysis.list_open(self.standing), analysis.OpenCollective, why)
 
     def clocks(self) -> pd.DataFrame:
-        """Returns each rank's host, its clock minus rank 0's, and the error of that, in seconds.
+        """Returns each rank's host, its clock minus rank 0's, and the error, in seconds.
 
         >>> RunFrames({"ranks": 2}).clocks().columns.tolist()
         ['rank', 'host', 'offset', 'error']
@@ -107,7 +106,7 @@ class RunFrames(Run):
         return self._frame_of(analysis.list_clocks(self), analysis.RankClock, "No rank has reported its host.")
 
     def recording(self) -> pd.DataFrame:
-        """Returns each rank's CPU seconds while it trained, and the part that recording took.
+        """Returns each rank's CPU seconds during training, and the recorder's part.
 
         >>> RunFrames({"ranks": 2}).recording().columns.tolist()
         ['rank', 'process', 'recording']
@@ -118,7 +117,8 @@ class RunFrames(Run):
     def gpus(self, seconds: float = 10.0) -> pd.DataFrame:
         """Returns each rank's GPU use (a share), power (W), and bytes/s sent and received.
 
-        Means over the record's last `seconds`. Empty if no GPU was read, which needs nvidia-ml-py. Not tested on a GPU.
+        Means over the record's last `seconds`. Empty without GPU readings, which need nvidia-ml-py. Not tested on a
+        GPU.
 
         >>> RunFrames({"ranks": 2}).gpus().empty
         True

@@ -24,10 +24,10 @@ def summarise_run(run: Run) -> dict[str, Any]:
 
     strategy, compressor: after the last change
     ranks:      at the start
-    steps:      that have ended on every training rank (servers make none)
+    steps:      that ended on every training rank (servers make none)
     stands_for: ranks that each recorded rank stands for; 1: all ranks are recorded
     examples_per_second: of all ranks together; None if unrecorded
-    missing, unwritten: lost rows and rows in memory that the run directory lacks
+    missing, unwritten: lost rows, and rows that the run directory lacks
     memory_peak: bytes of the rank with the highest peak; None if unrecorded
     """
     tl, now = run.timeline, list_stretches(run)[-1].settings
@@ -60,7 +60,7 @@ def summarise_run(run: Run) -> dict[str, Any]:
 
 
 def _trained_steps(tl: Timeline) -> tuple[int, int]:
-    """[first, stop) of the last steps that ended on every rank except servers."""
+    """`[first, stop)` of the last steps that ended on every rank except servers."""
     first, stop = last_steps(tl, RATE_STEPS)
     if not (servers := serving_ranks(tl)):
         return first, stop
@@ -77,7 +77,7 @@ def summary_line(run: Run) -> str:
     """Returns the run in one line."""
     s = summarise_run(run)
     there = s["ranks"] // s["stands_for"]
-    few = f" (of which {there} stand{'s' * (there == 1)} for all)" if s["stands_for"] > 1 else ""
+    few = f" ({there} stand{'s' * (there == 1)} for all)" if s["stands_for"] > 1 else ""
     parts = [f"{s['strategy']}, {s['ranks']} ranks{few}, {s['steps']} steps in {s['seconds']:.1f} s ({s['state']})"]
     parts += [f"{1 / s['step_s']:.1f} steps/s"] if s["step_s"] else []
     parts += [f"held-out {s['held_out']:.3f}"] if s["held_out"] is not None else []
@@ -88,7 +88,6 @@ def summary_line(run: Run) -> str:
 
 
 def _name_member(plain: Any) -> str:
-    """A member's name, with the member that it wraps."""
     if not isinstance(plain, dict) or len(plain) != 1:
         return str(plain or "?")
     ((name, rest),) = plain.items()
@@ -103,7 +102,6 @@ def _newest_sample(run: Run, name: str) -> float | None:
 
 
 def _mean_of_last(run: Run, name: str, stop: int) -> float | None:
-    """The mean over ranks at the last common step."""
     rows = run.timeline.samples.rows()
     hit = rows.equal("name", name) & (rows.step == stop - 1) if len(rows) else np.empty(0, bool)
     return float(rows.value[hit].mean()) if hit.any() else None

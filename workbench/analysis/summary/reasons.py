@@ -39,9 +39,9 @@ def why_no_meeting(run: Run, last: int | None = None) -> str:
         return ""
     name = strategy_at(run, stop - 1)
     if name in UNSEEN:
-        return (f"torch itself performs the exchange of {name}, and the record shows it only on an emulated Link. "
-        f"Set fabric.link.bandwidth, or take the strategy DDP.")  # fmt: skip
-    return (f"Ranks met in no collective of steps {first} to {stop - 1} under {name}: they send messages, or train "
+        return (f"torch itself performs the exchange of {name}, so the record shows it only on an emulated Link. "
+        f"Set fabric.link.bandwidth or use the strategy DDP.")  # fmt: skip
+    return (f"Ranks met in no collective of steps {first} to {stop - 1} under {name}. They send messages, or train "
             f"alone between their meetings. Look at more steps (last=).")  # fmt: skip
 
 
