@@ -51,14 +51,14 @@ class Compressor(Family):
     linear:      the sum of compressed equals the compressed sum, so an all-reduce can add payloads
     unbiased:    the expected result is the input
     contraction: ||x - C(x)||^2 <= (1 - delta) ||x||^2 for some delta > 0; wants error feedback
-    immediate:   `reduce` is one sum of the unchanged bucket, so it needs no thread, and a strategy may exchange in its
+    immediate:   `reduce` is one sum of the unchanged bucket. It needs no thread, so a strategy may exchange in its
                  own way
-    varies:      how much is sent depends on the values; with sizes only, `rank.density` is the assumed share, and bytes
-                 are estimates
-    assumes:     in words, the assumption that replaces the values with sizes only; "" if none
+    varies:      the number of sent bytes depends on the values. With sizes only, `rank.density` is the assumed share,
+                 and bytes are estimates
+    assumes:     the assumption that replaces the values with sizes only, as text; "" if none
     alike:       whether all ranks send and receive alike, so that one may represent thousands
     residual:    the buffer of its Memory with what it has not sent yet; "" if it has none
-    kind:        one of `kinds`, which group a list of compressors; "wrappers" hold another compressor
+    kind:        one of `kinds`, which group a list of compressors. "wrappers" hold another compressor
     drops:       parts of its Memory that restart when ranks hold another part of the model (see `own`)
     starter:     one of the few to begin with: well known, and good on its own
 
@@ -84,7 +84,7 @@ class Compressor(Family):
 
     @property
     def carries(self) -> bool:
-        """Whether its Memory keeps the momentum, in MOMENTUM, so that the optimizer steps without momentum."""
+        """Whether its Memory keeps the momentum (MOMENTUM), so that the optimizer steps without momentum."""
         return False
 
     @property
@@ -111,26 +111,26 @@ class Compressor(Family):
         return None
 
     def whole(self) -> Compressor:
-        """With a `residual`: the compressor that sends all of it in one step, with that step's data; else itself."""
+        """Returns the compressor that sends its `residual` in one step, with that step's data; else itself."""
         return self
 
     @abstractmethod
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         """Writes the sum over ranks into `bucket.data`; returns this rank's own contribution (None: all of it).
 
-        (n,), in the dtype of the bucket or a wider one.
+        `(n,)`, in the dtype of the bucket or a wider one.
         """
 
     def coder(self, memory: Memory) -> Coder | None:
-        """Returns its Coder for any tensor, with generator and levels of `memory`; None if it needs other ranks."""
+        """Returns its Coder for any tensor, with generator and levels of `memory`. None if it needs other ranks."""
         return None
 
     def refuses(self) -> str | None:
-        """Returns why these knobs conflict, with a remedy; else None."""
+        """Returns why these knobs conflict and a remedy, or None."""
         return None
 
     def refuses_feedback(self) -> str | None:
-        """Returns why error feedback is impossible, with a remedy; else None."""
+        """Returns why error feedback is impossible and a remedy, or None."""
         return None
 
     async def reduce_owing(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | Owed | None:
@@ -138,7 +138,7 @@ class Compressor(Family):
         return await self.reduce(rank, bucket, memory)
 
     def refuses_model(self, parts: list[Part]) -> str | None:
-        """Returns why it cannot compress gradients of these parameters, with a remedy; else None."""
+        """Returns why it cannot compress gradients of these parameters and a remedy, or None."""
         return None
 
 
@@ -153,7 +153,7 @@ def inside(compressor: Compressor) -> Iterator[Compressor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Codec(Compressor):
-    """A compressor of 2 pure functions, which are its Coder; the exchange follows from them."""
+    """A compressor of 2 pure functions, its Coder. They define the exchange."""
 
     @abstractmethod
     def encode(self, x: Tensor) -> Payload:
@@ -164,7 +164,7 @@ class Codec(Compressor):
         """The tensors of `encode` -> (...) in the shape and the dtype of `like`."""
 
     def chosen(self, payload: Payload) -> Tensor | None:
-        """Returns the part of a payload that selects part of the tensor, such as places; None if it covers all."""
+        """Returns the part of a payload that selects elements, such as places. None if it covers the whole tensor."""
         return None
 
     def through(self, chosen: Tensor) -> Coder:

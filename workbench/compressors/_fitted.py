@@ -22,16 +22,16 @@ NUMBERS_PER_BLOCK = 3  # per block: its norm, and mean and deviation of its norm
 class Fitted(Levels):
     """Levels from a mixture of normal distributions, one for each sampled block, weighted with the blocks' norms.
 
-    In step 0, step `fit_first`, step `fit_second` and every `fit_every` steps each rank sends statistics to all other
-    ranks, before the codes. For a bucket of k blocks they describe the min(k, samples) blocks with the largest norms:
-    (p-1) 12 min(k, samples) bytes. From the next step on, levels are optimal for the `samples` blocks with the largest
-    norms of all buckets and ranks. Every rank computes them from the same numbers, in float64 rounded to float32. A
-    step is an exchange of the bucket with the first parameter ever sent, even if buckets are recut.
+    In step 0, step `fit_first`, step `fit_second` and every `fit_every` steps ranks exchange statistics before the
+    codes. A bucket of k blocks describes the min(k, samples) blocks with the largest norms. A rank sends (p-1) 12
+    min(k, samples) bytes. From the next step on, levels are optimal for the `samples` blocks with the largest norms of
+    all buckets and ranks. Every rank computes them from the same numbers, in float64 rounded to float32. A step is an
+    exchange of the bucket with the first parameter ever sent, even if buckets are recut.
 
     Before the first fit each bucket uses levels fitted to its own statistics, which are sent before its codes. If all
-    values are zero or not finite, levels are +-1, +-1/2, +-1/4, ..., and the next step samples again. The sample
+    values are zero or not finite, levels are `+-1, +-1/2, +-1/4, ...`. The next step then samples again. The sample
     belongs to the whole model, so a new number of bits gets levels from it at once. It depends on `block` and `norm`.
-    After a change of these, one step samples again, with levels fitted to each bucket.
+    After a change of these, one step samples again and fits levels to each bucket.
 
     Levels suit only the sampled gradients. For gradients with a residual their error is unbounded, so error feedback is
     refused.
@@ -59,7 +59,7 @@ class Fitted(Levels):
 
     @abstractmethod
     def solved(self, mixture: Mixture) -> Tensor:
-        """(L,) float64, L <= 2^bits: optimal levels for such elements, ascending from -1 to 1."""
+        """Returns `(L,)` float64, L <= 2^bits: optimal levels for such elements. They ascend from -1 to 1."""
 
     def levels(self, memory: Memory) -> Tensor:
         fit = self._fit(memory)
@@ -126,7 +126,7 @@ class Fitted(Levels):
 
 @dataclass
 class _Known:
-    """Sampled blocks, and the levels solved from them, by compressor and bits."""
+    """Sampled blocks and the solved levels, by compressor and bits."""
 
     mixture: Mixture | None = None
     levels: dict[str, Tensor] = field(default_factory=dict)
@@ -148,7 +148,9 @@ class _Fit:
 
 @outlined(lambda x, norm, most: x.new_empty(min(most, len(x)), NUMBERS_PER_BLOCK))
 def looks(x: Tensor, norm: str, most: int) -> Tensor:
-    """(blocks, n) -> (min(blocks, most), 3) for the blocks with the largest norms; a non-finite block becomes 0."""
+    """Returns statistics of the blocks with the largest norms: `(blocks, n)` -> `(min(blocks, most), 3)`. A non-finite
+    block becomes 0.
+    """
     size = norms(x, norm)
     r = x / size.where(size != 0, 1.0)
     seen = torch.cat([size, r.mean(-1, keepdim=True), r.std(-1, correction=0, keepdim=True)], -1)

@@ -22,7 +22,7 @@ class _Leaving(Compressor):
 
         out = sum over ranks of (grad + share * residual);   residual <- (1 - share) * residual
 
-    With shares of 1/M, 1/(M-1), ..., 1 the residual is gone after M steps. If the memory has a buffer `asked`, rank 0
+    With shares of `1/M, 1/(M-1), ..., 1` the residual is gone after M steps. If the memory has a buffer `asked`, rank 0
     stores a sketch of each bucket's result there.
 
     of: sends everything, also a residual of its own

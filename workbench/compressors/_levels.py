@@ -17,23 +17,23 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Levels(Coded):
-    """Rounds elements, in units of a norm, to levels l_0 = -1 < ... < l_last = 1.
+    """Rounds elements in units of a norm to levels l_0 = -1 < ... < l_last = 1.
 
         r = x / N, N the norm of x's block;   C(x) = N l_k or N l_(k+1), where l_k <= r <= l_(k+1),
         the upper one with probability (r - l_k) / (l_(k+1) - l_k), so E C(x) = x whatever the levels
 
     A bucket of n elements is cut into k = ceil(n / block) blocks of equal length. A message is the norms (float32),
-    then the codes, packed to their bits. With "gather" every rank sends its message to all ranks, and all add up in the
-    same order: (p-1) (4 k + n bits / 8) bytes sent per rank. Each element is rounded once. "two_hop" is Coded's
-    exchange: 2 (p-1) (4 k' + m bits / 8) bytes for chunks of m = n / p elements in k' blocks. It sends less from 3
-    ranks on, but rounds the sum again. Both roundings are independent, so both exchanges are unbiased.
+    then the packed codes. With "gather" every rank sends its message to all ranks, and all add up in the same order:
+    (p-1) (4 k + n bits / 8) bytes sent per rank. Each element is rounded once. "two_hop" is Coded's exchange: 2 (p-1)
+    (4 k' + m bits / 8) bytes for chunks of m = n / p elements in k' blocks. It sends less from 3 ranks on, but rounds
+    the sum again. Both roundings are independent, so both exchanges are unbiased.
 
     A block of zeros has the norm 0 and stays zero. A block with a non-finite number becomes NaN.
 
     Under ErrorFeedback the unsent part must shrink. With the maximum norm no element is off by more than the widest gap
     between levels, in units of the maximum. This is a contraction in that norm if the gap is below 1. With the L2 norm
     the error's mean square is at most `worst` times the input's. For QSGD that is q - 1 with q = sqrt(d) / s (q^2 / 4
-    if q < 2), so error feedback needs sqrt(d) < 2 s. With 2 hops the second hop rounds the sum of the first results and
+    if q < 2). So error feedback needs sqrt(d) < 2 s. With 2 hops the second hop rounds the sum of the first results and
     adds as much error again. Other settings are refused.
     """
 
@@ -77,7 +77,7 @@ class Levels(Coded):
 
     @abstractmethod
     def levels(self, memory: Memory) -> Tensor:
-        """(L,) float32, L <= 2^bits: ascending from -1 to 1, the same on all ranks."""
+        """Returns `(L,)` float32, L <= 2^bits. They ascend from -1 to 1 and are equal on all ranks."""
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         if self.exchange == "two_hop":
@@ -103,7 +103,7 @@ class Levels(Coded):
 
 
 def norms(x: Tensor, which: str) -> Tensor:
-    """(..., n) -> (..., 1): each row's norm, scaled so that no square overflows or underflows."""
+    """Returns each row's norm: `(..., n)` -> `(..., 1)`. Scaled so that no square overflows or underflows."""
     peak = torch.maximum(x.amax(-1, keepdim=True), x.amin(-1, keepdim=True).neg_())
     if which == "max":
         return peak
@@ -119,11 +119,11 @@ def between(r: Tensor, levels: Tensor) -> Tensor:
 
 
 def worst(levels: Tensor, d: int) -> float:
-    """Returns the maximum of E |C(x) - x|^2 / |x|^2 for d elements in units of their L2 norm, rounded to `levels`.
+    """Returns the maximum of E |C(x) - x|^2 / |x|^2, rounded to `levels`, for d elements in units of their L2 norm.
 
-    It maximises the sum of (l_(k+1) - r)(r - l_k) over d elements r with squares that add up to 1. By duality this is
-    the minimum, over a >= 0, of a + d times the largest (l_(k+1) - r)(r - l_k) - a r^2. That is convex in a, so a
-    ternary search finds it.
+    It maximises the sum of (l_(k+1) - r)(r - l_k) over d elements r with squares that add up to 1. By duality this is a
+    minimum over a >= 0. It minimises a plus d times the largest (l_(k+1) - r)(r - l_k) - a r^2. That is convex in a, so
+    a ternary search finds it.
     """
     low, high = levels[:-1], levels[1:]
 
@@ -139,6 +139,8 @@ def worst(levels: Tensor, d: int) -> float:
 
 
 def exponential(bits: int, multiplier: float, zero: bool) -> Tensor:
-    """The levels +-1, +-multiplier, +-multiplier^2, ... (and 0), as many as `bits` can encode: (L,) float32."""
+    """Returns the levels `0, +-1, +-multiplier, +-multiplier^2, ...` There are as many as `bits` can encode: `(L,)`
+    float32.
+    """
     up = [multiplier**j for j in reversed(range(2 ** (bits - 1) - zero))]
     return torch.tensor([-level for level in reversed(up)] + [0.0] * zero + up)

@@ -27,11 +27,11 @@ DRAWS_NAME = "low rank draws"  # by parameter, the number of random draws; equal
 class LowRank(Compressor):
     """Sends a matrix as its product with a few directions, which its memory keeps.
 
-    A gradient is an n x m matrix, dimensions after the first joined. It is compressed if `rank` is below both sides and
-    the elements sent per step are less than 1 / `min_compression_rate` of the matrix. Other matrices, and vectors, are
-    sent whole with the first factor.
+    A gradient is an n x m matrix, dimensions after the first joined. It is compressed under 2 conditions. `rank` is
+    below both sides, and the elements sent per step are less than 1 / `min_compression_rate` of the matrix. Other
+    matrices and vectors are sent whole with the first factor.
 
-    Factors are kept by parameter, so changes of bucket size, strategy or low-rank compressor keep them. A smaller rank
+    Factors are kept by parameter. So changes of bucket size, strategy or low-rank compressor keep them. A smaller rank
     cuts columns; a larger one adds random columns. A column of zeros is replaced by another direction. A non-finite
     column keeps its previous direction.
     """
@@ -67,7 +67,7 @@ class LowRank(Compressor):
         )
 
     def sorted(self, bucket: Bucket, turned: Iterable[str] = ()) -> tuple[list[Stack], list[Part]]:
-        """Returns the bucket's matrices, grouped by shape (`turned` ones transposed), and the parts to send whole."""
+        """Returns the bucket's matrices by shape (`turned` ones transposed), and the parts to send whole."""
         stacks: dict[tuple[int, int, bool], Stack] = {}
         whole = []
         for part in bucket.parts:
@@ -81,7 +81,7 @@ class LowRank(Compressor):
         return list(stacks.values()), whole
 
     def directions(self, memory: Memory, stack: Stack, like: Tensor, fresh: bool = False) -> Tensor:
-        """Returns the stack's directions (matrices, m, rank), random if none are kept; equal on all ranks."""
+        """Returns the stack's directions `(matrices, m, rank)`, random if none are kept. Equal on all ranks."""
         slot = LEFT if stack.turned else RIGHT
         kept, draws = memory.parts.setdefault(slot, {}), memory.parts.setdefault(DRAWS_NAME, {})
         out = []
@@ -96,7 +96,7 @@ class LowRank(Compressor):
         return torch.stack(out)
 
     def remember(self, memory: Memory, stack: Stack, found: Tensor, old: Tensor) -> None:
-        """Keeps (matrices, m, rank) of the stack's columns. Reads no value, so it also works with sizes only."""
+        """Keeps the stack's columns, `(matrices, m, rank)`. Reads no value, so it also works with sizes only."""
         peak = found.abs().amax(1, keepdim=True)
         good = torch.where((peak > 0) & (peak < math.inf), found, torch.where(peak == 0, old.roll(1, 1), old))
         slot = memory.parts.setdefault(LEFT if stack.turned else RIGHT, {})
@@ -119,7 +119,8 @@ class LowRank(Compressor):
     async def summed(
         self, rank: Rank, bucket: Bucket, x: Tensor, stacks: list[Stack], bases: list[Tensor], whole: list[Part]
     ) -> tuple[list[Tensor], Contribution]:
-        """M B for each matrix M of `x` and its B in `bases`, summed over ranks in one all-reduce: (matrices, n, rank).
+        """Returns M B for each matrix M of `x` and its B in `bases`: `(matrices, n, rank)`. One all-reduce sums over
+        ranks.
 
         The parts in `whole` are sent in the same all-reduce and written into `x`. The second result is this rank's own
         (M B) B^T, with M B as sent. Factors are sent in the bucket's dtype; arithmetic is at least fp32.
@@ -195,7 +196,7 @@ class Contribution:
 
 
 class Stack(NamedTuple):
-    """The matrices of one shape in one bucket, n x m as seen here; turned: transposes."""
+    """The matrices of one shape in one bucket, n x m as seen here. turned: they are transposes."""
 
     n: int
     m: int
@@ -215,7 +216,7 @@ class Stack(NamedTuple):
 
 
 def matrix(part: Part) -> tuple[int, int]:
-    """Returns the sides of a parameter as a matrix; (n, 1) for a vector."""
+    """Returns the sides of a parameter as a matrix. A vector gives `(n, 1)`."""
     n = part.shape[0] if part.shape else 1
     return n, (part.stop - part.start) // max(n, 1)
 
@@ -228,23 +229,23 @@ def scatter(x: Tensor, parts: list[Part], values: Tensor) -> None:
 
 
 def multiply(xs: Iterable[Tensor], ys: Iterable[Tensor], outs: Iterable[Tensor]) -> None:
-    """Multiplies matrices pair by pair, directly into `outs`, because copies of large ones are slow."""
+    """Multiplies matrices pair by pair. Writes into `outs`, because copies of large ones are slow."""
     for x, y, out in zip(xs, ys, outs, strict=True):
         torch.mm(x, y, out=out)
 
 
 def orthonormal(a: Tensor) -> Tensor:
-    """(..., n, r) -> orthonormal columns with the same span; NaN only if `a` has NaN, even if `a` is zero."""
+    """Returns orthonormal columns with the same span: `(..., n, r)`. A zero `a` works; NaN only if `a` has NaN."""
     q: Tensor = torch.linalg.qr(a).Q
     return q
 
 
 def random_directions(like: Tensor, r: int) -> Tensor:
-    """(m, r) of N(0, 1) for a matrix (n, m), always the same and equal on all ranks."""
+    """Returns `(m, r)` of N(0, 1) for a matrix `(n, m)`. Always the same, and equal on all ranks."""
     return _random("directions", like.shape[1], r).to(like)
 
 
 def _random(seed: str, m: int, r: int) -> Tensor:
-    """(m, r) of N(0, 1), equal on all ranks without communication."""
+    """Returns `(m, r)` of N(0, 1), equal on all ranks without communication."""
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     return torch.randn(r, m, generator=generator).T

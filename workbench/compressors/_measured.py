@@ -18,12 +18,12 @@ class Measured:
 
         error = ||out - sum|| / ||sum||;   cosine = <out, sum> / (||out|| ||sum||);   residual = ||sum of e|| / ||sum||
 
-    over all buckets of the step. `sum` is the exact sum of the data over all ranks, `out` the compressor's result, e
-    the unsent part of a rank under error feedback. The ranks' residuals are added before the norm is taken, because
+    over all buckets of the step. `sum` is the exact sum of the data over all ranks. `out` is the compressor's result. e
+    is a rank's unsent part under error feedback. The ranks' residuals are added before the norm is taken, because
     opposite residuals cancel out and lose nothing.
 
-    Costs an all-reduce in fp32 per bucket, or 2 under error feedback, marked as measuring. The exchange itself stays
-    bit-identical: it stores nothing and draws no random numbers.
+    A bucket costs an all-reduce in fp32, or 2 under error feedback. They are marked as measuring. The exchange itself
+    stays bit-identical: it stores nothing and draws no random numbers.
 
     looks: False only records whether an exchange took place
     """
@@ -88,7 +88,7 @@ def _aside(op: Op) -> Op:
 
 
 def left_of(memory: Memory, bucket: Bucket, like: Tensor) -> Tensor:
-    """Returns the part of `bucket` that this rank has not sent: (n,), zero without a residual."""
+    """Returns the part of `bucket` that this rank has not sent: `(n,)`. Zero without a residual."""
     out = torch.zeros_like(like)
     pieces = memory.buffers[ErrorFeedback.residual]
     for part in bucket.parts:

@@ -9,10 +9,11 @@ from workbench.compressors._stochastic import dithered
 
 
 def quantised(x: Tensor, bits: int, generator: Generator | None = None) -> tuple[Tensor, Tensor]:
-    """(..., n) float32, a block per row -> codes (..., n) uint8 from 0 to 2^bits - 1, and (..., 2): min and step.
+    """Returns codes and scales of `(..., n)` float32, a block per row. Codes: `(..., n)` uint8 from 0 to 2^bits - 1.
+    Scales: `(..., 2)`, min and step.
 
-    code = round((x - min) / step), step = (max - min) / (2^bits - 1), so codes stay in range for any offset. A block of
-    equal numbers has step 0 and is restored exactly. A block with a non-finite number, or with a range beyond float32,
+    code = round((x - min) / step) and step = (max - min) / (2^bits - 1). So codes stay in range for any offset. A block
+    of equal numbers has step 0 and is restored exactly. A block with a non-finite number, or a range beyond float32,
     gets a non-finite step and codes 0. It is restored as NaN throughout.
 
     `generator` rounds up or down at random, so that the mean is x.
@@ -26,6 +27,6 @@ def quantised(x: Tensor, bits: int, generator: Generator | None = None) -> tuple
 
 
 def restored(codes: Tensor, scales: Tensor) -> Tensor:
-    """The output of `quantised` -> (..., n) float32: min + code * step, within half a step of the input."""
+    """Returns `(..., n)` float32 from the output of `quantised`: min + code * step, within half a step of the input."""
     low, step = scales.split(1, -1)
     return codes.float().mul_(step).add_(low)

@@ -14,7 +14,7 @@ MIN_GAIN = 1e-5  # a relative gain below this ends the sweeps
 
 
 class Mixture(NamedTuple):
-    """Blocks of elements, each a weighted normal distribution on [-1, 1]. The weights add up to 1."""
+    """Blocks of elements. Each is a weighted normal distribution on [-1, 1]. The weights add up to 1."""
 
     weight: Tensor  # (k,) float64
     mean: Tensor
@@ -22,7 +22,9 @@ class Mixture(NamedTuple):
 
     @classmethod
     def of(cls, blocks: Tensor) -> Mixture:
-        """(k, 3): the norm of each block, and its normalised elements' mean and deviation. Norms are the weights."""
+        """Returns `(k, 3)`: each block's norm, and the mean and deviation of its normalised elements. Norms are the
+        weights.
+        """
         size, mean, sigma = blocks.double().unbind(-1)
         return cls(size / size.sum(), mean, sigma.clamp_min(1e-6))
 
@@ -52,12 +54,12 @@ class Mixture(NamedTuple):
         return self.sigma * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
 
     def _cut(self) -> tuple[Tensor, Tensor]:
-        """Each distribution's mass below -1, and its weight divided by its mass from -1 to 1: (k,)."""
+        """Returns each distribution's mass below -1, and its weight over its mass from -1 to 1: `(k,)`."""
         below = self._below(-1.0)
         return below, self.weight / (self._below(1.0) - below)
 
     def inverse(self, mass: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        """Returns the point between `low` and `high` with `mass` below it, by bisection, which ends for any input."""
+        """Returns the point between `low` and `high` with `mass` below it. Uses bisection, which ends for any input."""
         below, scale = self._cut()
         for _ in range(MAX_HALVINGS):
             middle = (low + high) / 2
@@ -66,14 +68,16 @@ class Mixture(NamedTuple):
         return (low + high) / 2
 
     def variance(self, levels: Tensor) -> Tensor:
-        """(..., L) from -1 to 1 -> (...): the mean of (l_(k+1) - r) (r - l_k), the variance of random rounding."""
+        """Returns the variance of random rounding, the mean of (l_(k+1) - r) (r - l_k): `(..., L)` from -1 to 1 ->
+        `(...)`.
+        """
         mass, first, second = (part.diff() for part in self.moments(levels))
         low, high = levels[..., :-1], levels[..., 1:]
         return ((low + high) * first - second - low * high * mass).sum(-1)
 
 
 def descended(mixture: Mixture, levels: Tensor, sweeps: int) -> Tensor:
-    """(starts, L) -> (starts, L): coordinate descent on the variance, both ends fixed.
+    """Returns levels after coordinate descent on the variance, `(starts, L)` -> `(starts, L)`. Both ends stay fixed.
 
         l_j <- F^-1( F(l_(j+1)) - the integral from l_(j-1) to l_(j+1) of (r - l_(j-1)) / (l_(j+1) - l_(j-1)) dF )
 

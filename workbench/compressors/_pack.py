@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def packed(codes: Tensor, width: int) -> Tensor:
-    """(rows, n) uint8 codes of `width` bits -> (rows, ceil(n width / 8)) uint8.
+    """Packs `(rows, n)` uint8 codes of `width` bits into `(rows, ceil(n width / 8))` uint8.
 
     A group of codes fills whole bytes: 8 codes of 3 bits fill 3. Its codes come from different planes, so a few shifts
     of whole planes pack everything. Last codes that are fewer than a group are packed separately.
@@ -51,7 +51,7 @@ def _share(width: int) -> tuple[int, int]:
 
 
 def _joined(codes: Tensor, share: int, nbytes: int, width: int) -> Tensor:
-    """(rows, share m) -> (rows, nbytes m): code j of a share begins at its bit j width."""
+    """Joins `(rows, share m)` into `(rows, nbytes m)`: code j of a share begins at its bit j width."""
     rows, n = codes.shape
     planes = codes.reshape(rows, share, n // share)
     out = codes.new_zeros(rows, nbytes, n // share)
@@ -64,7 +64,7 @@ def _joined(codes: Tensor, share: int, nbytes: int, width: int) -> Tensor:
 
 
 def _split(data: Tensor, share: int, nbytes: int, width: int) -> Tensor:
-    """(rows, nbytes m) -> (rows, share m): the inverse."""
+    """Inverts `_joined`: `(rows, nbytes m)` -> `(rows, share m)`."""
     rows, n = data.shape
     planes = data.reshape(rows, nbytes, n // nbytes)
     out = data.new_empty(rows, share, n // nbytes)

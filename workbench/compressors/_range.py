@@ -17,7 +17,7 @@ def deliver(total: Tensor, x: Tensor, own: Tensor, size: int) -> Tensor:
     An `x` of 16 bits rounds and clamps the sum. Each rank counts 1/size of the lost part as not sent. So all
     contributions add up to `x`, and error feedback keeps the lost part.
 
-    total, own: (n,), the sum in `wide` of the dtype of `x`, and this rank's summand
+    total, own: `(n,)`: the sum in `wide` of the dtype of `x`, and this rank's summand
     """
     if total.dtype == x.dtype:
         if total is not x:

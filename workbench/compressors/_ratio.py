@@ -26,7 +26,8 @@ def ratio(of: Compressor, names: tuple[str, ...] = RATIO_KNOBS) -> tuple[str, Kn
 
 @lru_cache(maxsize=64)
 def ways(of: Compressor, spread: float) -> tuple[Way, ...]:
-    """Returns `of` with its ratio at up to 5 values around the present one, in equal proportions, the largest first.
+    """Returns `of` with its ratio at up to 5 values around the present one. They are in equal proportions, largest
+    first.
 
     They range from 1 / `spread` to `spread` times the present value, within the knob's limits. If the knob has choices,
     they are the values.

@@ -1,7 +1,7 @@
 """Schemes for the sum of sparse vectors over ranks: the bytes of each, and its exchange.
 
-Every scheme takes the bucket's vector `x` and its nonzero units, (units,) bool. It leaves the sum over ranks in `x`,
-bit-identical on all ranks, and returns how many units were nonzero on at least one rank.
+Every scheme takes the bucket's vector `x` and its nonzero units, a bool `(units,)`. It leaves the sum over ranks in
+`x`, bit-identical on all ranks. It returns how many units were nonzero on at least one rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Sparsity(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """The expected bytes of one exchange, to every other rank or to one, after an exchange of lengths."""
+    """The expected bytes of one exchange to every other rank, or to one, after an exchange of lengths."""
 
     told: int  # lengths that each rank sends to all other ranks
     nbytes: int
@@ -51,7 +51,7 @@ class Exchange(NamedTuple):
 def unions(load: Sparsity, p: int) -> list[float]:
     """By j, how many units 1 to p ranks are expected to have together: pool * (1 - (1 - k / pool)^j).
 
-    Uses only products, which are equal on every machine, so that all ranks choose the same scheme.
+    Uses only products. They are equal on every machine, so all ranks choose the same scheme.
     """
     out, left = [], 1.0
     for _ in range(p):
@@ -214,7 +214,7 @@ def _add(x: Tensor, mine: Tensor, got: Tensor, units: Units, first: bool = False
 
 
 async def _passed(rank: Rank, sent: Tensor, to: list[int], name: str) -> Tensor:
-    """Sends rank i's `sent` to rank to[i], or nowhere if that is -1 (then `sent` is empty); returns what arrived."""
+    """Sends rank i's `sent` to rank to[i] (-1: nowhere, `sent` is empty). Returns what arrived."""
     p, r = rank.size, rank.index
     sizes = [row[0] for row in await lengths_of(rank, [sent.numel()], sent, name)]
     rows = [sent if j == to[r] else sent[:0] for j in range(p)]

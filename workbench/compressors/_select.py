@@ -25,7 +25,7 @@ _EIGHT = 0x0101010101010101  # 8 flags that are set
 
 @outlined(lambda x, k: x.new_empty(k, dtype=torch.int64))
 def largest(x: Tensor, k: int) -> Tensor:
-    """(n,) -> indices (k,) int64 of the k largest magnitudes, in any order: like `torch.topk`, but faster."""
+    """Returns indices `(k,)` int64 of the k largest magnitudes of `(n,)` in any order. Faster than `torch.topk`."""
     if not _samples(x, k):
         return _sorted(x, k)
     index = above(x, threshold_of(x, k, spare=4))
@@ -35,10 +35,10 @@ def largest(x: Tensor, k: int) -> Tensor:
 
 
 def roughly(x: Tensor, k: int, generator: Generator | None = None) -> Tensor:
-    """(n,) -> indices int64 of about the k entries of largest magnitude, found by a sampled threshold.
+    """Returns int64 indices of about the k largest magnitudes of `(n,)`, found by a sampled threshold.
 
     It finds between 0.98 k and 1.2 k entries, or all nonzero ones if these are fewer. No other entry is larger than a
-    found one, so the found entries have at least 98 % of the energy of the k largest. If too few reach the first
+    found one. So the found entries have at least 98 % of the energy of the k largest. If too few reach the first
     threshold, it samples a lower one. If too many do, it takes the k largest.
     """
     if not _samples(x, k):
@@ -57,10 +57,10 @@ def roughly(x: Tensor, k: int, generator: Generator | None = None) -> Tensor:
 def threshold_of(x: Tensor, k: int, *, spare: float = 0.0, generator: Generator | None = None) -> float:
     """The magnitude that about k of the n entries reach, from a sample drawn with `generator`.
 
-    The sample has m entries: 1 % of n, or more so that 64 of the k largest are in it, or all. One entry is drawn from
-    each of m stretches of equal length. The result is the sample's r-th largest, r = k m / n. The number of entries
-    that reach it differs from k by about k / sqrt(r). `spare` lowers the aim by so many of these spreads: with 4, fewer
-    than k reach it once in 10,000 times.
+    The sample has m entries: 1 % of n, or more to contain 64 of the k largest, or all. One entry is drawn from each of
+    m stretches of equal length. The result is the sample's r-th largest, r = k m / n. The number of entries that reach
+    it differs from k by about k / sqrt(r). `spare` lowers the aim by so many of these spreads. With 4, fewer than k
+    reach it once in 10,000 times.
     """
     n = x.numel()
     m = _size(n, k)
@@ -76,7 +76,9 @@ def threshold_of(x: Tensor, k: int, *, spare: float = 0.0, generator: Generator 
 
 
 def above(x: Tensor, threshold: float) -> Tensor:
-    """(n,) -> indices int64, ascending, of the entries with a magnitude of at least `threshold`, or NaN."""
+    """Returns ascending int64 indices of the entries of `(n,)` that are NaN or have a magnitude of at least
+    `threshold`.
+    """
     n = x.numel()
     if x.device.type != "cpu" or n < 2 * BLOCK_ELEMENTS:
         return unset(x.abs() < threshold)
@@ -90,7 +92,7 @@ def above(x: Tensor, threshold: float) -> Tensor:
 
 
 def unset(flags: Tensor) -> Tensor:
-    """(n,) bool -> ascending int64 indices of the False entries; fast if these are few."""
+    """Returns ascending int64 indices of the False entries of a bool `(n,)`. Fast if these are few."""
     whole = flags.numel() // 8 * 8
     if flags.device.type != "cpu" or whole < BLOCK_ELEMENTS or flags.storage_offset() % 8:
         return flags.logical_not().nonzero().flatten()

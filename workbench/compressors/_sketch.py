@@ -11,10 +11,10 @@ SIGNS, WIDTH = 32, 127  # WIDTH divides no usual layer width, so a matrix's repe
 
 
 def sketch(x: Tensor, name: str) -> Tensor:
-    """(n,) -> (SIGNS * WIDTH,) float32: linear in x, the same map on every rank, with about the length of x.
+    """Maps `(n,)` to `(SIGNS * WIDTH,)` float32. It is linear in x, equal on every rank, and about as long as x.
 
-    It adds up rows of WIDTH elements with random signs, SIGNS times. The squared length is right on average, with a
-    relative standard deviation of at most sqrt(2 / SIGNS), usually 10 % of that. It is exact up to WIDTH elements. The
+    It adds up rows of WIDTH elements with random signs, SIGNS times. The squared length is right on average. Its
+    relative standard deviation is at most sqrt(2 / SIGNS), usually 10 % of that. It is exact up to WIDTH elements. The
     sum of all ranks' sketches is the sketch of the sum.
     """
     rows = -(-x.numel() // WIDTH)

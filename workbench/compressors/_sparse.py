@@ -17,10 +17,10 @@ from workbench.rank import Bucket, Memory, Rank, outlined
 
 @dataclass(frozen=True, kw_only=True)
 class Sparse(Compressor):
-    """Keeps chosen elements; every rank gathers all ranks' (index, value) pairs.
+    """Keeps chosen elements. Every rank gathers all ranks' (index, value) pairs.
 
-    Bytes sent by rank i for k_i kept elements: (p-1) * (8 + 8 k_i) in fp32: the count, then 32-bit indices and values
-    in one message. All ranks add up in rank order and in fp32 at least, so their results are bit-identical. The Sample
+    Bytes sent by rank i for k_i kept elements in fp32: (p-1) * (8 + 8 k_i). One message holds the count, 32-bit indices
+    and values. All ranks add up in rank order and in fp32 at least, so their results are bit-identical. The Sample
     "density" records the kept share.
     """
 
@@ -29,7 +29,7 @@ class Sparse(Compressor):
 
     @abstractmethod
     def choose(self, x: Tensor, memory: Memory, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """(n,) -> indices (k,) int64 without repetition, and the values (k,) to send for them."""
+        """Returns indices `(k,)` int64 of `(n,)` without repetition, and the values `(k,)` to send for them."""
 
     async def _supposed(self, rank: Rank, bucket: Bucket, memory: Memory) -> tuple[Tensor, Tensor]:
         """Returns a share of `rank.density`, with sizes only."""
@@ -49,7 +49,7 @@ class Sparse(Compressor):
         return (await self.exchanged(rank, bucket, memory))[1]
 
     async def exchanged(self, rank: Rank, bucket: Bucket, memory: Memory) -> tuple[Tensor, Tensor]:
-        """Writes the sum into a bucket with elements. Returns this rank's indices (k,) and its contribution (n,)."""
+        """Writes the sum into a bucket with elements. Returns this rank's indices `(k,)` and contribution `(n,)`."""
         x = bucket.data
         mine, values = await self._chosen(rank, bucket, memory)
         every = await gathered(rank, message(mine, values), bucket.name)
@@ -62,12 +62,12 @@ class Sparse(Compressor):
 
 
 def message(index: Tensor, values: Tensor) -> Tensor:
-    """Indices (k,) below 2^31 and values (k,) as one message: (k * (4 + element size),) uint8."""
+    """Returns indices `(k,)` below 2^31 and values `(k,)` as one message: `(k * (4 + element size),)` uint8."""
     return torch.cat([index.to(torch.int32).view(torch.uint8), values.contiguous().view(torch.uint8)])
 
 
 def opened(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The output of `message` -> indices (k,) int64 and values (k,) of `dtype`."""
+    """Returns indices `(k,)` int64 and values `(k,)` of `dtype` from the output of `message`."""
     k = message.numel() // (4 + dtype.itemsize)
     index, values = message.split([4 * k, dtype.itemsize * k])
     return index.clone().view(torch.int32).long(), values.clone().view(dtype)

@@ -15,8 +15,8 @@ from workbench.rank import Bucket, Memory, Part, Rank
 async def by_part(chosen: Sequence[Compressor], rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
     """`Compressor.reduce` with a choice for each of the bucket's parts, which must be the same on all ranks.
 
-    Parts with equal compressors are coded together, as one smaller bucket of the same name, in the order of their first
-    parts. If all compressors are equal, the bucket itself is reduced. Otherwise each part is copied twice.
+    Parts with equal compressors are coded together, in the order of their first parts. They form a smaller bucket of
+    the same name. If all compressors are equal, the bucket itself is reduced. Otherwise each part is copied twice.
     """
     groups: dict[Compressor, list[Part]] = {}
     for part, of in zip(bucket.parts, chosen, strict=True):
@@ -67,7 +67,7 @@ def twice(outer: Compressor) -> str | None:
 
 
 def split_momentum(*sides: Compressor) -> str | None:
-    """Returns why these cannot alternate, if only some of them keep the optimizer's momentum; else None."""
+    """Returns why these cannot alternate if only some of them keep the optimizer's momentum; else None."""
     keeping = [next((type(c).__name__ for c in inside(side) if c.carries), "") for side in sides]
     if all(keeping) or not any(keeping):
         return None

@@ -1,12 +1,12 @@
 """Stochastic rounding to whole numbers of at most 8 bits: unbiased and fast.
 
-The plain expression, floor(x * scale + rand), is slow: a sequential generator draws each random number, and it passes
+The plain expression floor(x * scale + rand) is slow. A sequential generator draws each random number, and it passes
 through main memory several times. On the CPU this module works in blocks that fit the cache. Only the first block's
 random numbers come from the rank's own generator. Each later block takes one multiplication and one addition per
 number: a linear congruential generator per place, modulo 2^32.
 
-Sums are multiples of 2^-23, so a whole number never moves. In float32, floor(255 + 0.99999997) would be 256, which
-becomes 0 in a byte.
+Sums are multiples of 2^-23, so a whole number never moves. In float32, floor(255 + 0.99999997) would be 256. In a byte
+this becomes 0.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ FACTOR, TERM = 1664525, 1013904223  # Knuth and H. W. Lewis; only the upper bits
 
 @outlined(lambda x, *_, **__: x.new_empty(x.shape, dtype=torch.uint8))
 def dithered(x: Tensor, generator: Generator | None, scale: float = 1.0, top: int = 255) -> Tensor:
-    """floor(scale * x + u) as uint8 in the shape of `x`, with an independent uniform u in [0, 1) per element.
+    """Returns floor(scale * x + u) as uint8 in the shape of `x`. u in `[0, 1)` is uniform and independent per element.
 
-    So its mean is scale * x, to 2^-24 and the rounding of float32. scale * x should be in [0, top], top <= 255. Values
-    beyond by rounding are clamped; non-finite values become any code up to `top`. A generator in the same state gives
-    the same codes.
+    So its mean is scale * x, to 2^-24 and the rounding of float32. scale * x should be in `[0, top]` with top <= 255.
+    Values beyond by rounding are clamped; non-finite values become any code up to `top`. A generator in the same state
+    gives the same codes.
     """
     if x.device.type != "cpu":
         return plain(x, generator, scale, top)

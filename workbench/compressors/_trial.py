@@ -15,7 +15,7 @@ MEMORY_TRIES = 5  # tries of a compressor with memory on the same values
 
 
 def tried(compressor: Compressor, bucket: Bucket) -> tuple[Tensor, int]:
-    """Returns (norm of the values that `compressor` loses, bytes that it sends), with an echo as the other rank.
+    """Returns (norm of the values that `compressor` loses, bytes that it sends). An echo acts as the other rank.
 
     Changes nothing and draws only from the trial's own generator. A compressor with memory, such as PowerSGD, repeats
     while its loss falls.

@@ -22,9 +22,9 @@ class Coded(Compressor):
 
         rank i:  code of its chunk j -> rank j;     rank j:  total_j = sum of what came;  code of total_j -> all
 
-    A bucket of n elements is cut into p chunks of m = ceil(n / p), and these into k = ceil(m / block) blocks of equal
-    length. The end is padded with the last element or with zeros. Every rank, the owner too, uses the decoded values,
-    so results are bit-identical. A message is a chunk's scales (float32), then its codes, packed.
+    A bucket of n elements is cut into p chunks of m = ceil(n / p). A chunk is cut into k = ceil(m / block) blocks of
+    equal length. The end is padded with the last element or with zeros. Every rank uses the decoded values, also the
+    owner, so results are bit-identical. A message is a chunk's scales (float32), then its packed codes.
 
     The owner of a chunk counts the second hop's error as its own. So the ranks' contributions add up to the result, and
     under ErrorFeedback the residual holds the errors of both hops. Sums are in float32. In a bucket of a narrower type
@@ -46,7 +46,7 @@ class Coded(Compressor):
 
     @abstractmethod
     def quantise(self, x: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-        """(rows, blocks, n) float32 -> codes (rows, blocks, n) uint8, scales (rows, blocks, scalars) float32."""
+        """Returns codes `(rows, blocks, n)` uint8 and scales `(rows, blocks, scalars)` for `(rows, blocks, n)`."""
 
     @abstractmethod
     def restore(self, codes: Tensor, scales: Tensor, memory: Memory) -> Tensor:
@@ -88,7 +88,7 @@ class Coded(Compressor):
         return deliver(total.view(-1)[:n], bucket.data, own.view(-1)[:n], rank.size)
 
     def _chunks(self, x: Tensor, size: int) -> Tensor:
-        """(n,) -> (size, blocks, elements of a block)."""
+        """Cuts `(n,)` into `(size, blocks, elements of a block)`."""
         m = -(-x.numel() // size)
         blocks = -(-m // (self.block or m))
         rest = size * blocks * -(-m // blocks) - x.numel()
@@ -96,13 +96,13 @@ class Coded(Compressor):
         return torch.cat([x, end.expand(rest)]).view(size, blocks, -1)
 
     def _message(self, x: Tensor, memory: Memory) -> Tensor:
-        """(rows, blocks, n) -> (rows, bytes) uint8."""
+        """Packs `(rows, blocks, n)` into `(rows, bytes)` uint8."""
         codes, scales = self.quantise(x, memory)
         rows = len(x)
         return torch.cat([scales.reshape(rows, -1).view(torch.uint8), packed(codes.view(rows, -1), self.width)], 1)
 
     def _opened(self, message: Tensor, like: Tensor, memory: Memory) -> Tensor:
-        """(rows, bytes) uint8 -> (rows, blocks, n) float32."""
+        """Opens `(rows, bytes)` uint8 into `(rows, blocks, n)` float32."""
         _, blocks, n = like.shape
         head = 4 * blocks * self.scalars
         scales = message[:, :head].reshape(-1).clone().view(torch.float32).view(len(message), blocks, -1)

@@ -23,12 +23,12 @@ async def lengths_of(rank: Rank, rows: list[int], like: Tensor, name: str) -> tu
 
 @outlined(lambda every, rows: (tuple(rows),) * len(every))
 def _read(every: Tensor, rows: list[int]) -> tuple[tuple[int, ...], ...]:
-    """(size, m) as numbers; `rows` is this rank's."""
+    """Returns `(size, m)` as numbers. `rows` is this rank's."""
     return tuple(map(tuple, every.tolist()))
 
 
 async def gathered(rank: Rank, x: Tensor, name: str) -> list[Tensor]:
-    """Returns every rank's `x`, (m_i,) on rank i, of one dtype, in rank order.
+    """Returns every rank's `x` in rank order: `(m_i,)` on rank i, of one dtype.
 
     Bytes sent by rank i: (p-1) * (8 + m_i * element size): its length, then its elements.
     """

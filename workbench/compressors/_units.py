@@ -19,7 +19,7 @@ LOW_BITS = 0xFFFFFFFF  # the low 32 bits
 
 
 class UnitBlock(NamedTuple):
-    """The units of one parameter, their width in elements, and the place of the first element."""
+    """The units of one parameter, their width in elements and the place of the first element."""
 
     name: str
     start: int
@@ -30,7 +30,7 @@ class UnitBlock(NamedTuple):
 class Units:
     """A bucket's units in bucket order.
 
-    With `rows`, each row of a matrix is a unit (dimensions after the first are joined); else each element is.
+    With `rows`, each row of a matrix is a unit (dimensions after the first are joined). Else each element is a unit.
     """
 
     def __init__(self, bucket: Bucket, rows: bool) -> None:
@@ -44,18 +44,18 @@ class Units:
         return self.count == self.numel
 
     def touched(self, nonzero: Tensor) -> Tensor:
-        """Nonzero elements, (n,) bool -> units with at least one of them, (units,) bool."""
+        """Returns the units with at least one nonzero element: bool `(n,)` -> bool `(units,)`."""
         if self.single:
             return nonzero
         each = [nonzero[b.start : b.start + b.units * b.width].reshape(b.units, b.width).any(1) for b in self.blocks]
         return torch.cat(each)
 
     def held(self, touched: Tensor) -> int:
-        """Returns the number of elements in these units, (units,) bool."""
+        """Returns the number of elements in these units, a bool `(units,)`."""
         return int(touched.count_nonzero()) if self.single else int(self._widths[touched].sum())
 
     def elements(self, index: Tensor) -> Tensor:
-        """Units (k,) int64 -> their elements in the bucket, unit by unit: (v,) int64."""
+        """Returns the units' elements in the bucket, unit by unit: `(k,)` int64 -> `(v,)` int64."""
         if self.single:
             return index
         widths, starts = self._widths[index], self._starts[index]
@@ -65,7 +65,7 @@ class Units:
         return shift.add_(torch.arange(v, device=self.device))
 
     def owners(self, size: int) -> Tensor:
-        """Which of `size` ranks owns each unit: (units,) int16, by the parameter's name and the place in it."""
+        """Returns each unit's owner of `size` ranks, by the parameter's name and the place in it: `(units,)` int16."""
         each = [mixed(b.name, torch.arange(b.units, device=self.device)) for b in self.blocks]
         return ((torch.cat(each) * size) >> 32).to(torch.int16)
 
@@ -86,7 +86,7 @@ def _block(part: Part, rows: bool) -> UnitBlock:
 
 
 def mixed(name: str, index: Tensor) -> Tensor:
-    """Places inside a parameter, (k,) int64 -> pseudo-random numbers below 2^32: (k,) int64.
+    """Returns pseudo-random numbers below 2^32 for places inside a parameter: `(k,)` int64 -> `(k,)` int64.
 
     Uses the last steps of MurmurHash3 on whole vectors. The result is independent of buckets and offsets, so a place
     keeps its number when buckets are recut.
@@ -101,7 +101,7 @@ class Owned(NamedTuple):
     """The owners of units.
 
     owner: by unit (units,) int16
-    order: the units of rank 0, then those of rank 1, ...: (units,) int32
+    order: the units of rank 0, then of rank 1, and so on: `(units,)` int32
     counts: the number of units of each rank
     """
 
@@ -116,7 +116,7 @@ class Owned(NamedTuple):
         return cls(owner, owner.argsort(stable=True).to(torch.int32), tuple(counts))
 
     def lists(self) -> tuple[Tensor, ...]:
-        """By rank its units, ascending: (m,) int32 each."""
+        """Returns each rank's units, ascending: `(m,)` int32 each."""
         return self.order.split(self.counts)
 
 
@@ -126,7 +126,7 @@ def size(k: float, v: float, width: int) -> int:
 
 
 def message(units: Units, x: Tensor, index: Tensor) -> Tensor:
-    """The number of units, their indices, and their values in `x`: (4 + 4 k + v * element size,) uint8."""
+    """Returns the number of units, their indices and their values in `x`: `(4 + 4 k + v * element size,)` uint8."""
     k = index.numel()
     if not k:
         return torch.empty(0, dtype=torch.uint8, device=x.device)
@@ -135,7 +135,7 @@ def message(units: Units, x: Tensor, index: Tensor) -> Tensor:
 
 
 def opened(message: Tensor, units: Units, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The output of `message` -> units (k,) int64, their elements (v,) int64 and the values (v,)."""
+    """Returns units `(k,)` int64, their elements `(v,)` int64 and the values `(v,)` from the output of `message`."""
     if not message.numel():
         none = torch.empty(0, dtype=torch.int64, device=message.device)
         return none, none, torch.empty(0, dtype=dtype, device=message.device)
@@ -145,7 +145,7 @@ def opened(message: Tensor, units: Units, dtype: torch.dtype) -> tuple[Tensor, T
 
 
 def bitmap(held: Tensor) -> Tensor:
-    """(m,) bool -> (ceil(m / 8),) uint8: a bit each."""
+    """Packs a bool `(m,)` into `(ceil(m / 8),)` uint8: a bit each."""
     return packed(held.view(torch.uint8)[None], 1)[0] if held.numel() else held.view(torch.uint8)
 
 

@@ -47,11 +47,11 @@ class Accordion(Compressor):
     last 10 % of the exchanges. A rate that falls in every step keeps all layers gentle. Every switch keeps the
     residual: the bare name Accordion means ErrorFeedback(of=Accordion()). The sum leaves out non-finite values.
 
-    With sizes only, in a simulation, norms are assumed constant: layers are gentle until the second check, then harsh.
-    These are the fewest possible bytes.
+    A simulation with sizes only assumes constant norms. Layers are gentle until the second check, then harsh. These are
+    the fewest possible bytes.
 
     When to use it: if the harsh level alone costs accuracy and the gentle one costs too many bytes. The paper's pairs
-    are PowerSGD with ranks 2 and 1 (also 4 and 1) and TopK with densities 0.99 and 0.1.
+    are PowerSGD with ranks 2 and 1 (also 4 and 1), and TopK with densities 0.99 and 0.1.
 
     Reference: Agarwal et al., "Adaptive Gradient Communication via Critical Learning Regime Identification", MLSys
     2021, https://arxiv.org/abs/2010.16248
@@ -107,7 +107,7 @@ class Accordion(Compressor):
 
 
 def _norms(total: Tensor, parts: list[Part]) -> list[float]:
-    """Returns the norm of each part, in float64 because machines add differently; 1 with sizes only."""
+    """Returns each part's norm, in float64 because machines add differently. 1 with sizes only."""
     if not parts:
         return []
     each = [torch.linalg.vector_norm(total[part.start : part.stop], dtype=torch.float64) for part in parts]

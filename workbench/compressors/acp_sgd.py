@@ -17,17 +17,17 @@ class ACPSGD(LowRank):
         one step:   Q <- orthonormal(Q);   P <- sum over ranks of M_i Q;     out = P Q^T
         the next:   P <- orthonormal(P);   Q <- sum over ranks of M_i^T P;   out = P Q^T
 
-    M_i is rank i's gradient as an n x m matrix (dimensions after the first are joined), r = `rank` the number of
-    columns of P and Q. Two steps with the same gradient equal one of PowerSGD. Bytes sent per rank: 2 (p-1)/p * 4 r n
-    and 2 (p-1)/p * 4 r m in turn, half of PowerSGD's. One all-reduce per bucket and step sends them and overlaps
+    M_i is rank i's gradient as an n x m matrix (dimensions after the first are joined). r = `rank` is the number of
+    columns of P and Q. Two steps with the same gradient equal one of PowerSGD. In turn a rank sends 2 (p-1)/p * 4 r n
+    and 2 (p-1)/p * 4 r m bytes, half of PowerSGD's. One all-reduce per bucket and step sends them and overlaps
     backward, as with Dense. Vectors are sent whole in the same all-reduce. So are matrices that would shrink by less
-    than `min_compression_rate` on average (r (n + m) < n m with its default 2). Time: 2 products of n m r per rank, one
-    orthonormalisation, and one more product for the rank's own contribution.
+    than `min_compression_rate` on average (r (n + m) < n m with its default 2). Time per rank: 2 products of n m r, one
+    orthonormalisation, and one more product for its own contribution.
 
-    A rank contributes (M_i Q) Q^T, or P (M_i^T P)^T, and contributions add up to `out`. Biased, so it wants error
-    feedback: the bare name ACPSGD means ErrorFeedback(of=ACPSGD()). A step sees the gradient only along the directions
-    of the step before. Without `warm_start` every second step draws random directions. P, Q and the turn are kept by
-    parameter. So it continues after a change of bucket size, rank or strategy, and PowerSGD can continue from it.
+    A rank contributes (M_i Q) Q^T or P (M_i^T P)^T. Contributions add up to `out`. Biased, so it wants error feedback:
+    the bare name ACPSGD means ErrorFeedback(of=ACPSGD()). A step sees the gradient only along the directions of the
+    step before. Without `warm_start` every second step draws random directions. P, Q and the turn are kept by
+    parameter. So it continues after a change of bucket size, rank or strategy. PowerSGD can continue from it.
 
     When to use it: if PowerSGD is faster than Dense, but its 2 consecutive messages keep the exchange from overlapping.
 

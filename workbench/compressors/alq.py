@@ -19,15 +19,16 @@ class ALQ(Fitted):
 
         the levels minimise the mean of (l_(k+1) - r) (r - l_k) over r, an element in units of its block's norm
 
-    r is modelled as a mixture of normal distributions on [-1, 1], one for each of `samples` blocks, weighted with the
-    blocks' norms. Coordinate descent moves each level to its best place between its neighbours, by a closed form up to
-    the inverse of the distribution function. It makes up to 30 sweeps from levels of equal mass, from equally spaced
-    and from halving ones, and takes the best result. Unbiased: random rounding keeps the mean for any levels.
+    r is modelled as a mixture of normal distributions on [-1, 1]. Each of `samples` blocks gives one, weighted with the
+    block's norm. Coordinate descent moves each level to its best place between its neighbours. The place has a closed
+    form, up to the inverse of the distribution function. It makes up to 30 sweeps from levels of equal mass, from
+    equally spaced ones and from halving ones. It takes the best result. Unbiased: random rounding keeps the mean for
+    any levels.
 
     Exchange and bytes are QSGD's: (p-1) (n bits / 8 + 4 ceil(n / block)) sent per rank with "gather". After steps 0,
-    100, 2000 and every 10,000 steps it samples, with 12 (p-1) more bytes per sampled block of each bucket. Any knob may
-    change at any step. Other bits get levels at once, from the last sample. Another block or norm needs a new sample,
-    during one step with levels fitted to each bucket.
+    100, 2000 and every 10,000 steps it samples. That takes 12 (p-1) more bytes per sampled block of each bucket. Any
+    knob may change at any step. Other bits get levels at once, from the last sample. Another block or norm needs a new
+    sample, during one step with levels fitted to each bucket.
 
     When to use it: 2 to 4 bits in large blocks, where fixed levels do not suit. There it is hardly worse than in small
     blocks. By default the authors' code moves levels by finite differences. It fits a level at 0 that it then drops for

@@ -14,7 +14,7 @@ from workbench.compressors._mixture import Mixture
 
 @dataclass(frozen=True, kw_only=True)
 class AMQ(Fitted):
-    """Sends every element as one of the levels +-1, +-m, +-m^2, ..., with m fitted while training.
+    """Sends every element as one of the levels `+-1, +-m, +-m^2, ...`, and fits m while training.
 
         m minimises the mean of (l_(k+1) - r) (r - l_k) over r, an element in units of its block's norm
 
@@ -42,20 +42,22 @@ class AMQ(Fitted):
         return best
 
     def multiplied(self, mixture: Mixture, m: Tensor) -> Tensor:
-        """(k,) starting multipliers -> (k,) results of gradient descent."""
+        """Returns the results of gradient descent from starting multipliers: `(k,)` -> `(k,)`."""
         for _ in range(self.steps):
             m = (m - self.rate * slope(mixture, m, 2 ** (self.bits - 1) - 1)).clamp(0.01, 0.99)
         return m
 
 
 def powers(m: Tensor, bits: int) -> Tensor:
-    """(k,) -> (k, 2^bits): -1, -m, -m^2, ..., m^2, m, 1."""
+    """Returns `-1, -m, -m^2, ..., m^2, m, 1`: `(k,)` -> `(k, 2^bits)`."""
     down = m[:, None] ** torch.arange(2 ** (bits - 1), dtype=m.dtype)
     return torch.cat([-down, down.flip(-1)], -1)
 
 
 def slope(mixture: Mixture, m: Tensor, s: int) -> Tensor:
-    """(k,) -> (k,): d/dm of the mean of (l_(k+1) - r) (r - l_k) over r in [0, 1], with levels +-1, +-m, ..., +-m^s."""
+    """Returns d/dm of the mean of (l_(k+1) - r) (r - l_k) over r in `[0, 1]`: `(k,)` -> `(k,)`. Levels are `+-1, +-m,
+    ..., +-m^s`.
+    """
     j = torch.arange(s, dtype=m.dtype)
     m = m[:, None]
     mass, first, _ = mixture.moments(m ** torch.arange(s + 1, dtype=m.dtype))

@@ -24,10 +24,10 @@ class BetweenSites(Compressor):
         inside:    out to all of the site                                           broadcast
 
     C acts on few sums instead of many gradients. With TopK these are the largest elements of a site's sum. The first
-    rank counts the unsent part of the site's sum as its own, so it is that rank's residual under error feedback. The
+    rank counts the unsent part of the site's sum as its own. So it is that rank's residual under error feedback. The
     bare name means ErrorFeedback(of=BetweenSites()). A site has `site` consecutive ranks, the last may be smaller. Set
-    it to the value of `fabric.site`. With m sites of g ranks a rank sends inside 2 (g-1)/g of the bucket, and (g-1)/g
-    for the broadcast. The first rank also sends the bytes of `of` among m ranks.
+    it to the value of `fabric.site`. With m sites of g ranks, a rank sends 2 (g-1)/g of the bucket inside its site, and
+    (g-1)/g for the broadcast. The first rank also sends the bytes of `of` among m ranks.
 
     When to use it: sites with fast connections inside and slow ones between them. Without compression use
     `Hierarchical`, an all-reduce algorithm of the network.

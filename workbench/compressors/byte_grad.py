@@ -15,15 +15,15 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class ByteGrad(Coded):
-    """Sends every element as an 8-, 4- or 2-bit code between its block's smallest and largest, in two hops.
+    """Sends every element as an 8-, 4- or 2-bit code between its block's smallest and largest. Two hops.
 
         code = round((x - min) / step),   step = (max - min) / (2^bits - 1)
 
-    Rank j decodes chunk j of every rank, adds up in fp32, codes the sum again and sends it to all ranks. Each element
-    of the result is off by at most half a step of each rank's code and half a step of the sum's. Bytes sent per rank: 2
-    (p-1) (m bits / 8 + 8) for chunks of m = n / p elements, 1/4 to 1/16 of a dense all-reduce for any p. With `block` =
-    B, 8 bytes for every B elements instead of every chunk. Not linear, no memory. A block with a non-finite number
-    becomes NaN.
+    Rank j decodes chunk j of every rank and adds up in fp32. It codes the sum again and sends it to all ranks. An
+    element of the result is off by at most half a step of each rank's code, and half a step of the sum's. A rank sends
+    2 (p-1) (m bits / 8 + 8) bytes for chunks of m = n / p elements. For any p, that is 1/4 to 1/16 of a dense
+    all-reduce. With `block` = B, 8 bytes for every B elements instead of every chunk. Not linear, no memory. A block
+    with a non-finite number becomes NaN.
 
     When to use it: a slow but not very slow network, without tuning. With 8 bits and one scale per chunk it is Bagua's
     ByteGrad and trains like Dense. If magnitudes within a chunk differ much, smaller blocks keep the small ones. With 4
@@ -31,8 +31,8 @@ class ByteGrad(Coded):
     feedback. This codec rounds x - min. Bagua's rounds x, so its codes overflow if the offset is large and the range
     small.
 
-    `stochastic` rounds up or down at random, in both hops, so that the result is unbiased. The error is sqrt(2) times
-    as large if a block's numbers are spread evenly between codes. Rounding to the nearest may repeat the same error in
+    `stochastic` rounds up or down at random in both hops, so the result is unbiased. The error is sqrt(2) times as
+    large if a block's numbers are spread evenly between codes. Rounding to the nearest may repeat the same error in
     every step. Error feedback corrects that without the larger error, so do not combine the two.
 
     Under ErrorFeedback the unsent part must shrink. A step is at most 2 / (2^bits - 1) of the block's largest

@@ -17,7 +17,7 @@ class Cast(Codec):
     """Rounds every element to 16 bits and sums in that format: half the bytes of fp32.
 
     fp16 keeps 11 significant bits but overflows above 65504; bf16 keeps 8 bits and fp32's range. Bytes sent per rank: 2
-    (p-1)/p * 2 n. Rounding to nearest counts as unbiased, as is usual, but is so only on average over inputs. The sum
+    (p-1)/p * 2 n. Rounding to nearest usually counts as unbiased, but it is so only on average over inputs. The sum
     also rounds in the narrow type. Ranks pass shares, so a gradient is divided by p before the cast. Torch's hook casts
     first, so fp16 overflows at gradients 1/p as large. Floats of 8 bits cannot be added while they travel: see Float8.
 

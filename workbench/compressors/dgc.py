@@ -29,24 +29,25 @@ class DGC(Sparse):
     With error feedback before a momentum optimizer, an entry that waits k steps gets its momentum only afterwards. Here
     momentum accumulates as without compression. So `momentum` replaces SGD's, and the optimizer steps without momentum.
     When it is turned on live, every rank continues with its share of the optimizer's momentum as u. When it is turned
-    off, v is sent once, whole, and the sum of all u becomes the optimizer's momentum. SGD keeps the weight decay's part
-    of its momentum. So density = 1 and masking = False equal SGD with momentum, through any number of switches. It
-    refuses optimizers with a momentum that is not a plain sum of gradients (Adam, LARS, Nesterov's). With momentum = 0
-    it leaves an optimizer's momentum alone and works with any optimizer.
+    off, v is sent once as a whole. The sum of all u then becomes the optimizer's momentum. SGD keeps the weight decay's
+    part of its momentum. So density = 1 and masking = False equal SGD with momentum, through any number of switches. It
+    refuses optimizers with a momentum that is not a plain sum of gradients: Adam, LARS and Nesterov's. With momentum =
+    0 it leaves an optimizer's momentum alone and works with any optimizer.
 
     `masking` stops the momentum of sent entries, which would push on in an outdated direction. The residual is v, so an
     ErrorFeedback around it has no effect. Everything sent plus v equals the sum of all u added to v. Non-finite values
     are sent and not kept.
 
     The threshold comes from a random `sample` of the entries, large enough for 2 entries to send. If fewer than 0.8 of
-    the wanted number reach the threshold, it falls. If more than 1.3 times the number do, only the largest are sent;
-    otherwise all are. (The authors' code drops entries at the end of the tensor.) `local_clip` limits the norm of each
-    parameter's gradient on each rank to local_clip / sqrt(p), before accumulation. The sum of p independent gradients
-    is then about as long as one clipped to local_clip.
+    the wanted number reach the threshold, it falls. If more than 1.3 times the number do, only the largest are sent.
+    Otherwise all are sent. (The authors' code drops entries at the end of the tensor.) Before accumulation,
+    `local_clip` limits the norm of each parameter's gradient on each rank to local_clip / sqrt(p). The sum of p
+    independent gradients is then about as long as one clipped to local_clip.
 
-    Bytes sent by rank i for k_i entries: (p-1) * (8 + 8 k_i) in fp32; with density = 1 an all-reduce. It keeps 2 values
-    per entry, in fp32 at least: rounding errors of bf16, and values beyond fp16's range, wait in v. In the first epochs
-    the authors lower the density step by step: 0.25, 0.063, 0.015, 0.004, 0.001.
+    Bytes sent by rank i for k_i entries in fp32: (p-1) * (8 + 8 k_i). With density = 1 it is an all-reduce. It keeps 2
+    values
+    per entry, in fp32 at least. Rounding errors of bf16 and values beyond fp16's range wait in v. In the first epochs
+    the authors lower the density step by step: `0.25, 0.063, 0.015, 0.004, 0.001`.
 
     When to use it: very slow networks and SGD with momentum.
 
@@ -98,7 +99,7 @@ class DGC(Sparse):
         return None
 
     def _gathered(self, bucket: Bucket, memory: Memory) -> tuple[Tensor | None, Tensor]:
-        """Adds this step's gradient; returns u, or None without momentum, and v."""
+        """Adds this step's gradient. Returns u (None without momentum) and v."""
         grad, kind = bucket.data, wide(bucket.data.dtype)
         v = memory.flat(self.residual, bucket, kind)
         if not self.carries:

@@ -1,4 +1,4 @@
-"""E3M0: 4 bits per element, a sign and a power of 2; 2 elements per byte."""
+"""E3M0: 4 bits per element, a sign and a power of 2. A byte holds 2 elements."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class E3M0(Codec):
     Streaming DiLoCo sends this format. Its scale and its code of zero could not be established and are ours.
     StreamingDiLoCo uses this codec by itself, in 2 hops and without error feedback.
 
-    When to use it: for magnitudes that differ by orders. Equally spaced levels, such as QSGD's, lose the small ones.
+    When to use it: for magnitudes that differ by orders. Equally spaced levels such as QSGD's lose the small ones.
 
     Reference: Douillard et al., "Streaming DiLoCo with Overlapping Communication: Towards a Distributed Free Lunch",
     2025, https://arxiv.org/abs/2501.18512
@@ -58,7 +58,7 @@ class E3M0(Codec):
 
     @outlined(lambda self, x: (x.new_empty(nbytes(x.numel()), dtype=torch.uint8),))
     def encode(self, x: Tensor) -> Payload:
-        """The blocks' scales, then the codes, 2 per byte, the first in the lower half."""
+        """Returns the blocks' scales, then the codes. A byte holds 2 codes, the first in the lower half."""
         n, blocks = x.numel(), -(-x.numel() // BLOCK_ELEMENTS)
         cut = pad(x.flatten().float(), (0, blocks * BLOCK_ELEMENTS - n)).view(blocks, BLOCK_ELEMENTS)
         size = cut.abs()

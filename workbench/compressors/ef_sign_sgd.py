@@ -22,13 +22,13 @@ class EFSignSGD(Coded):
 
         C(x) = (||x||_1 / n) * sign(x), sign(0) = +1;   out = sum over ranks of C(x_i)
 
-    Bytes sent per rank: (p-1) (n / 8 + 4), and with `block` = B 4 bytes for every B elements instead of every bucket. A
-    contraction: ||x - C(x)||^2 = (1 - phi) ||x||^2 with phi = ||x||_1^2 / (n ||x||^2), the share of x in its signs:
-    2/pi for normal numbers and 1/n at worst. It needs error feedback: the bare name EFSignSGD means
+    Bytes sent per rank: (p-1) (n / 8 + 4). With `block` = B, 4 bytes for every B elements instead of every bucket. A
+    contraction: ||x - C(x)||^2 = (1 - phi) ||x||^2 with phi = ||x||_1^2 / (n ||x||^2). phi is the share of x in its
+    signs: 2/pi for normal numbers and 1/n at worst. It needs error feedback: the bare name EFSignSGD means
     ErrorFeedback(of=EFSignSGD()). A block with a non-finite number becomes NaN.
 
-    OneBit sends the same signs in 2 hops, 2 (p-1)/p * n / 8 bytes, and codes the sum to one bit again. Here the sum is
-    exact and the residual smaller, for p / 2 times the bytes. With 2 ranks the bytes are equal.
+    OneBit sends the same signs in 2 hops, which takes 2 (p-1)/p * n / 8 bytes. It codes the sum to one bit again. Here
+    the sum is exact and the residual smaller, for p / 2 times the bytes. With 2 ranks the bytes are equal.
 
     When to use it: very slow networks and few ranks, under plain SGD. It sends less than a dense fp32 all-reduce while
     p < 64, and less than one of 16 bits while p < 32. The residual has the gradient's units, so the learning rate may

@@ -21,24 +21,25 @@ class ErrorFeedback(Compressor):
 
         x = grad + residual;   out = sum over ranks of C(x);   residual <- x - C(x)
 
-    C(x) is this rank's own contribution to `out`. Nothing is lost, only late: everything sent plus the residuals equals
-    the sum of all gradients, across any live change of ratio, bucket size or compressor. It takes a few passes over the
-    bucket and one value of memory per element. The value is at least fp32, because a bf16 residual would lose additions
-    500 times smaller than itself. Values beyond a narrow bucket's range wait in the residual. Error feedback inside the
-    wrapped compressor, however deep, is ignored, so that nothing is fed back twice.
+    C(x) is this rank's own contribution to `out`. Nothing is lost, only late. Everything sent plus the residuals equals
+    the sum of all gradients. This holds across any live change of ratio, bucket size or compressor. It takes a few
+    passes over the bucket and one value of memory per element. The value is at least fp32, because a bf16 residual
+    would lose additions 500 times smaller than itself. Values beyond a narrow bucket's range wait in the residual. It
+    ignores error feedback inside the wrapped compressor, however deep, so that nothing is fed back twice.
 
-    Where a result is not finite, the residual stays the same on all ranks, and that step's gradient is ignored.
-    Residuals sent uncompressed are in the units of gradients, not of updates. After a drop of the learning rate they
-    count at the new rate, like all later gradients.
+    If a result is not finite, the residual stays the same on all ranks, and that step's gradient is ignored. Residuals
+    sent uncompressed are in the units of gradients, not of updates. After a drop of the learning rate they count at the
+    new rate, like all later gradients.
 
-    The residual stays bounded if C is a contraction in some norm, E ||C(x) - x|| <= a ||x|| with a < 1 for every x.
+    The residual stays bounded if C is a contraction in some norm: E ||C(x) - x|| <= a ||x|| with a < 1 for every x.
     Then ||residual|| <= a / (1 - a) times the longest gradient. `Compressor.strays` gives a from the compressor's
-    knobs. A compressor with a of 1 or more, or without a bound, is refused with a remedy.
+    knobs. A compressor with a >= 1, or without a bound, is refused with a remedy.
 
     If a compressor without error feedback takes over, `off` decides about the residual. "flush": one uncompressed step
     sends all of it with its own gradient. "bleed": `over` uncompressed steps send it in equal shares, because a
     residual much longer than a gradient makes a long step. "drop": it is deleted. The Mark "residual" records its size.
-    If exchanges change their meaning (gradients, displacements, moments), the residual is always dropped.
+    If exchanges change their meaning, the residual is always dropped. Meanings are gradients, displacements and
+    moments.
 
     When to use it: around every biased compressor; their bare names include it. Unbiased ones do not need it. Adam's
     first moment reduces late parts, so AdamW(beta1=0) or SGD suit it better (docs/compression.md).
@@ -83,7 +84,7 @@ def without_feedback(compressor: Compressor) -> Compressor:
 
 
 def write_clamped(bucket: Bucket, x: Tensor) -> Tensor | None:
-    """Writes `x` into the bucket's data; returns the rounded data if `x` is wider, else None.
+    """Writes `x` into the bucket's data. Returns the rounded data if `x` is wider, else None.
 
     Finite gradients stay finite: values beyond the bucket's range are clamped, and the rest is left unsent.
     """

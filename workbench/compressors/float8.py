@@ -29,20 +29,21 @@ _FORMATS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Float8(Coded):
-    """Sends 8-bit floats, scaled so that a block's largest element is the format's maximum, in two hops.
+    """Sends 8-bit floats in two hops. A block's largest element becomes the format's maximum.
 
         code = float8(x / step),   step = max |x| / M,   M = 448 (e4m3) or 57344 (e5m2)
 
-    8-bit floats cannot be added while they travel. So rank j decodes chunk j of every rank, adds up in fp32, codes the
-    sum again and sends it to all ranks. Bytes sent per rank: 2 (p-1) (m + 4 k) for chunks of m = n / p elements in k
-    blocks: half of Cast's, for any p. With e4m3 each hop errs by at most 1/16 of an element, down to 1/29000 of its
-    block's largest. With e5m2 it errs by 1/8, down to 1/940,000,000. A block with a non-finite number becomes NaN.
+    8-bit floats cannot be added while they travel. So rank j decodes chunk j of every rank and adds up in fp32. It
+    codes the sum again and sends it to all ranks. Bytes sent per rank: 2 (p-1) (m + 4 k) for chunks of m = n / p
+    elements in k blocks: half of Cast's, for any p. With e4m3 each hop errs by at most 1/16 of an element, down to
+    1/29000 of its block's largest. With e5m2 it errs by 1/8, down to `1/940,000,000`. A block with a non-finite number
+    becomes NaN.
 
     ByteGrad's codes are equal steps from a block's smallest number to its largest. 8-bit floats keep the relative
-    accuracy of small elements. `stochastic` rounds up or down at random, in both hops, so that the result is unbiased.
+    accuracy of small elements. `stochastic` rounds up or down at random in both hops, so the result is unbiased.
 
     When to use it: instead of Cast, if half its bytes justify a second hop and gradients differ widely in magnitude.
-    e4m3 is finer, e5m2 has more range. Torch's cast to e5m2 turns values beyond the format into infinities, so x / step
+    e4m3 is finer. e5m2 has more range. Torch's cast to e5m2 turns values beyond the format into infinities, so x / step
     is clamped to M first. Codes travel as bytes, because gloo takes no 8-bit floats.
 
     Reference: Micikevicius et al., "FP8 Formats for Deep Learning", 2022, https://arxiv.org/abs/2209.05433; the two
@@ -75,7 +76,7 @@ class Float8(Coded):
 
 
 def _at_random(x: Tensor, form: _Format, generator: Generator | None) -> Tensor:
-    """Rounds `x` up or down to numbers of the format, with mean `x`; |x| <= its largest."""
+    """Rounds `x` up or down to numbers of the format, with mean `x`. |x| <= its largest."""
     exponent = ((x.view(torch.int32) >> 23) & 255) - 127
     unit = ((exponent.clamp(min=form.lowest) + 127 - form.fraction) << 23).view(torch.float32)
     steps = dithered(x.abs() / unit, generator, top=2 ** (form.fraction + 1))

@@ -33,11 +33,11 @@ class GTopK(Compressor):
     without the first ranks' part. (The authors' code compares only with the result, so a rank also clears entries that
     never arrived.)
 
-    Bytes sent per rank: 8 k log2(p) in fp32, an index and a value each, with at most k at a time. The result is as
-    sparse as the input. Let q be the largest power of 2 up to p. The p - q ranks beyond q first send their entries to
-    ranks 0, 1, ... At the end they receive the result and one bit per entry. They send 8 k, and their partners 8 k + k
-    / 8 more. The search among 2 k entries per round is cheap next to the first search. The result is not the exact
-    top-k of the sum: an entry that is small on every rank is never sent. It is exact with 2 ranks and disjoint entries.
+    Bytes sent per rank in fp32: 8 k log2(p), for at most k pairs of index and value at a time. The result is as sparse
+    as the input. Let q be the largest power of 2 up to p. The p - q ranks beyond q first send their entries to ranks 0,
+    1 and so on. At the end they receive the result and one bit per entry. They send 8 k, and their partners 8 k + k / 8
+    more. The search among 2 k entries per round is cheap next to the first search. The result is not the exact top-k of
+    the sum: an entry that is small on every rank is never sent. It is exact with 2 ranks and disjoint entries.
 
     It wants error feedback: the bare name GTopK means ErrorFeedback(of=GTopK()).
 
@@ -132,7 +132,7 @@ class _Held:
 
 
 async def _passed(rank: Rank, bucket: Bucket, data: Tensor, pairs: Pairs) -> list[Tensor]:
-    """Sends `data` along `pairs`, all at once; returns the data that came for this rank, if any."""
+    """Sends `data` along all `pairs` at once. Returns the data that came for this rank, or None."""
     if not pairs:
         return []
     to, senders = dict(pairs).get(rank.index), [i for i, j in pairs if j == rank.index]

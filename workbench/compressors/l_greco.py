@@ -23,7 +23,7 @@ ERROR_BINS = 10_000  # parts into which the allowed error is divided
 
 
 class _Row(NamedTuple):
-    """The state of one parameter; errors and sizes are sums over all ranks, by way."""
+    """The state of one parameter. Errors and sizes are sums over all ranks, by way."""
 
     steps: int = 0  # exchanges since the last measurement
     ways: tuple[Way, ...] = ()  # the measured ways; a choice outside them does not count
@@ -40,16 +40,16 @@ class LGreCo(Compressor):
         minimise   sum over layers of bytes(c_l)   subject to   sum over layers of ||x_l - C(x_l; c_l)||  <=  E
         E = budget * the same sum with one ratio for all layers, that of `of`
 
-    x_l is the layer's input, residual included. Every `every` exchanges each rank tries the candidates on its own x_l:
-    up to 5 ratios from 1 / `spread` to `spread` times that of `of`, or all choices of the knob. All ranks add up errors
-    and bytes and solve the same problem. They use dynamic programming over 10,000 parts of E, with errors rounded up.
-    With budget = 1 the choice never has more measured error than one ratio for all layers, and never sends more. All
-    layers keep the ratio of `of` until all are measured.
+    x_l is the layer's input, residual included. Every `every` exchanges each rank tries the candidates on its own x_l.
+    These are up to 5 ratios from 1 / `spread` to `spread` times that of `of`, or all choices of the knob. All ranks add
+    up errors and bytes and solve the same problem. They use dynamic programming over 10,000 parts of E. Errors are
+    rounded up. With budget = 1 the choice never has more measured error than one ratio for all layers, and never sends
+    more. All layers keep the ratio of `of` until all are measured.
 
     `of` is any compressor with exactly one knob called density, rank, bits or levels. Layers with the same ratio are
     coded together, so a bucket needs one exchange per ratio. A measurement costs an all-reduce of 8 bytes per layer and
-    candidate, and one coding of the bucket per candidate (more for PowerSGD). Rank 0 records each decision in the
-    Sample "ratio NAME". The bare name LGreCo means ErrorFeedback(of=LGreCo()).
+    candidate. It also codes the bucket once per candidate (more often for PowerSGD). Rank 0 records each decision in
+    the Sample "ratio NAME". The bare name LGreCo means ErrorFeedback(of=LGreCo()).
 
     The authors' code measures rank 0's mean of 10 gradients and broadcasts rank 0's decision. It tries half to double
     the rank. Here the present values of all ranks count. A non-finite step decides nothing. With sizes only it cannot
@@ -123,7 +123,7 @@ class LGreCo(Compressor):
 
 
 def chosen(errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], budget: float, usual: int) -> list[int]:
-    """Returns each layer's candidate; candidates are in order of falling size, and `usual` is one ratio for all.
+    """Returns each layer's candidate. Candidates are in order of falling size. `usual` is one ratio for all layers.
 
     Returns `usual` if it is allowed and rounding leaves nothing better. If no choice is allowed, returns the candidate
     with the least error.
@@ -139,7 +139,7 @@ def chosen(errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], 
 
 
 def cheapest(errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], allowed: float) -> list[int] | None:
-    """Returns the choice of least total size with errors, rounded up to parts of `allowed`, that sum to at most it.
+    """Returns the choice of least total size with a sum of errors up to `allowed`. Errors are rounded up to its parts.
 
     None if no choice fits. It only adds and compares, so the result is the same on every machine.
     """
@@ -169,7 +169,7 @@ def cheapest(errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]]
 
 @outlined(lambda bucket, every: bucket.data.new_empty(2 * len(bucket.parts) * len(every), dtype=torch.float32))
 def _measured(bucket: Bucket, every: tuple[Way, ...]) -> Tensor:
-    """Errors and bytes of every candidate on every part, (2 * parts * candidates,) float32."""
+    """Returns errors and bytes of every candidate on every part: `(2 * parts * candidates,)` float32."""
     found = [[tried(way.of, gathered_parts(bucket, [part])) for way in every] for part in bucket.parts]
     errors = torch.stack([lost for row in found for lost, _ in row])
     return torch.cat([errors, errors.new_tensor([sent for row in found for _, sent in row])])

@@ -25,13 +25,13 @@ class Layers(Compressor):
         parameter -> `of`     if it has at least `smallest` elements, two dimensions or more, and `only` in its name
                   -> `rest`   otherwise
 
-    Biases and normalisations are a few bytes and a short message each, so released codes such as DGC and PowerSGD send
+    Biases and normalisations are a few bytes and a short message each. So released codes such as DGC and PowerSGD send
     them whole. This wrapper does so for any 2 compressors. For several rules nest them: `rest` may be another Layers.
 
-    Bytes are those of `of` for its parameters of a bucket, coded together, and of `rest` for the other ones. A bucket
-    with both takes 2 consecutive exchanges and is copied twice. `only` is a regular expression, searched in the
-    parameter's name, such as "weight" or "^blocks". All 3 rules are live. Error feedback goes outside: the bare name
-    Layers means ErrorFeedback(of=Layers()), so that a parameter that changes sides keeps its residual.
+    Bytes are those of `of` for its parameters of a bucket, coded together. For the other parameters they are those of
+    `rest`. A bucket with both takes 2 consecutive exchanges and is copied twice. `only` is a regular expression that is
+    searched in the parameter's name, such as "weight" or "^blocks". All 3 rules are live. Error feedback goes outside:
+    the bare name Layers means ErrorFeedback(of=Layers()), so that a parameter that changes sides keeps its residual.
 
     When to use it: with TopK, OneBit or other codes that act on a whole bucket. PowerSGD does not need it.
 

@@ -27,7 +27,7 @@ class NUQSGD(Levels):
     nearly all elements are below the smallest level, and it gets worse quickly. With the maximum norm QSGD is better on
     normal numbers. NUQSGD is better if few elements are much larger than the other ones.
 
-    The authors' code has no zero level: set `grid` to "code". Then there are 2^b levels, down to +-m^(2^(b-1)-1), and a
+    The authors' code has no zero level: set `grid` to "code". Then there are 2^b levels, down to +-m^(2^(b-1)-1). A
     zero element becomes plus or minus the smallest.
 
     When to use it: 3 or 4 bits in blocks of some 100 elements, or heavy tails.

@@ -37,20 +37,20 @@ class OkTopK(Compressor):
     A threshold is the k-th largest magnitude. Every `threshold_every` steps it is searched exactly. Other steps reuse
     it, because magnitudes change slowly and one comparison per entry is cheaper than a search. An exact common
     threshold needs the sums of all regions (at most the k largest of each). These are also that step's result. A reused
-    threshold moves by about 1 % if less than 3/4 k or more than 5/4 k entries reach it, as in the authors' code. Unlike
-    theirs, it is searched again at once below k / 2 and above 2 k. Every `region_every` steps regions are cut at the
-    ranks' mean p-quantiles of their entries' places. With `threshold_every` = 1 the result is exact: the top-k of the
-    sum of all top-k.
+    threshold moves by about 1 % if less than 3/4 k or more than 5/4 k entries reach it. The authors' code does the
+    same. Unlike theirs, it is searched again at once below k / 2 and above 2 k. Every `region_every` steps regions are
+    cut at the ranks' mean p-quantiles of their entries' places. With `threshold_every` = 1 the result is exact: the
+    top-k of the sum of all top-k.
 
     A rank contributes its chosen entries that survive and keeps the other ones. So it wants error feedback: the bare
     name OkTopK means ErrorFeedback(of=OkTopK()). If p or the bucket's parameters change, thresholds and regions are
     measured again. If the density changes, thresholds are.
 
-    Bytes sent per rank with reused thresholds and 4 bytes per number: 8 k (p-1)/p to the regions' owners, at most as
-    much to balance, and 8 k (p-1)/p to gather. Lengths add 8 (p-1) (p+2). A cut of regions adds an all-reduce of p - 1
-    numbers. A step with a new common threshold sends 8 k (p-1)/p and up to 8 k (p-1). The Sample "density" is the
-    number of sent pairs divided by n and by 2 (p-1)/p, because a balanced pair travels that often. Indices are
-    integers. (The authors' code sends fp32, exact up to 2^24 only.)
+    Bytes sent per rank with reused thresholds and 4 bytes per number: 8 k (p-1)/p to the regions' owners and 8 k
+    (p-1)/p to gather. Balancing takes at most as much as the first part. Lengths add 8 (p-1) (p+2). A cut of regions
+    adds an all-reduce of p - 1 numbers. A step with a new common threshold sends 8 k (p-1)/p and up to 8 k (p-1). The
+    Sample "density" is the number of sent pairs divided by n and by 2 (p-1)/p. A balanced pair travels that often.
+    Indices are integers. (The authors' code sends fp32, exact up to 2^24 only.)
 
     When to use it: TopK on many ranks with large layers. On small layers lengths and latencies weigh more. The authors
     train the first steps densely, as a WarmUp around it does.
@@ -128,7 +128,7 @@ class OkTopK(Compressor):
         return known
 
     def _chosen(self, x: Tensor, k: int, known: _Known, anew: bool) -> Tensor:
-        """Indices (about k,) of this rank's own entries, ascending."""
+        """Returns indices (about k) of this rank's own entries, ascending."""
         size = _magnitude(x)
         index = None if anew else _above(size, known.own)
         if index is None or _stale(len(index), k):
@@ -139,7 +139,7 @@ class OkTopK(Compressor):
 
     async def _handed_round(self, rank: Rank, bucket: Bucket, total: _Pairs, k: int, known: _Known,
                             anew: bool) -> tuple[Tensor, Tensor, int]:  # fmt: skip
-        """Returns the selected pairs, the same on every rank, and how many pairs this rank sent."""
+        """Returns the selected pairs, equal on every rank, and the number of pairs that this rank sent."""
         size = _magnitude(total.values)
         some = total.at(_above(size, known.common))
         most = total.at(_above(size, _limit(size, k)))
@@ -167,7 +167,7 @@ class _Known:
 
 
 class _Pairs:
-    """Indices (m,), ascending, and their values."""
+    """Indices `(m,)`, ascending, and their values."""
 
     def __init__(self, index: Tensor, values: Tensor) -> None:
         self.index, self.values = index, values
@@ -184,7 +184,7 @@ class _Pairs:
 
 
 def _magnitude(x: Tensor) -> Tensor:
-    """|x|, with infinity for NaN, so that it is sent."""
+    """Returns |x|. NaN becomes infinity, so that it is sent."""
     return x.abs().nan_to_num_(torch.inf, torch.inf)
 
 
@@ -231,7 +231,7 @@ async def _cuts(rank: Rank, bucket: Bucket, chosen: Tensor) -> list[int]:
 
 
 async def _added_up(rank: Rank, bucket: Bucket, chosen: Tensor, cuts: list[int]) -> tuple[_Pairs, Tensor, int]:
-    """The nonzero sums of this rank's region, what their dtype cannot hold, and how many pairs the rank sent."""
+    """Returns this rank's region: its nonzero sums, what their dtype cannot hold, and the number of pairs sent."""
     x, me = bucket.data, rank.index
     ends = [0, *torch.searchsorted(chosen, chosen.new_tensor(cuts)).tolist(), len(chosen)]
     counts = tuple(b - a for a, b in pairwise(ends))
@@ -265,7 +265,7 @@ async def _balanced(rank: Rank, bucket: Bucket, some: _Pairs, counts: list[int])
 
 
 async def _sent_to_all(rank: Rank, bucket: Bucket, mine: _Pairs, counts: list[int]) -> _Pairs:
-    """Returns every rank's pairs, in rank order; rank i has counts[i]."""
+    """Returns every rank's pairs in rank order. Rank i has counts[i]."""
     row = message(mine.index, mine.values)
     lengths = tuple((c,) * rank.size for c in counts)
     got = await rank.all_to_allv([row] * rank.size, _wide(lengths, bucket.data), bucket.name)

@@ -21,9 +21,9 @@ class OneBit(Coded):
         C(x) = scale * sign(x), sign(0) = +1;   scale = the block's mean magnitude, or its root mean square
 
     Rank j adds up chunk j of every rank and sends the signs and the scales of the sum to all ranks. One byte holds 8
-    signs. A rank sends 2 (p-1) (m / 8 + 4) bytes for chunks of m = n / p elements, 1/32 of a dense all-reduce for any
-    p. With `block` = B, 4 bytes for every B elements instead of every chunk. A block with a non-finite number becomes
-    NaN.
+    signs. A rank sends 2 (p-1) (m / 8 + 4) bytes for chunks of m = n / p elements. For any p, that is 1/32 of a dense
+    all-reduce. With `block` = B, 4 bytes for every B elements instead of every chunk. A block with a non-finite number
+    becomes NaN.
 
     It needs error feedback: the bare name OneBit means ErrorFeedback(of=OneBit()). The authors' 1-bit Adam keeps 2
     residuals: a worker's for the first hop, and a server's for the second. Here the owner of a chunk counts the second
@@ -35,7 +35,7 @@ class OneBit(Coded):
     smaller residuals. But if the mean is below half of the root mean square, one hop with it is worse than sending
     nothing.
 
-    When to use it: with OneBitAdam, on momenta; or on gradients under plain SGD on very slow networks.
+    When to use it: with OneBitAdam on momenta, or on gradients under plain SGD on very slow networks.
 
     Reference: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed",
     ICML 2021, https://arxiv.org/abs/2102.02888; Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019,

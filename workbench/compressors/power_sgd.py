@@ -19,16 +19,16 @@ class PowerSGD(LowRank):
         P = orthonormal(sum over ranks of M_i Q);   Q <- sum over ranks of M_i^T P;   out = P Q^T
 
     M_i is rank i's gradient as an n x m matrix (dimensions after the first are joined). The step begins with the
-    previous Q, orthonormalised. r = `rank` is the number of columns of P and Q, not a process. Bytes sent per rank: 2
-    (p-1)/p * 4 r (n + m) for an fp32 matrix, in 2 consecutive all-reduces per bucket. `iterations` multiplies this;
-    each iteration begins with the Q of the one before. Vectors are sent whole with the first factor. So are matrices
-    that would shrink by less than `min_compression_rate` (torch's rule and default: r (n + m) * 2 < n m). Time: 3
-    products of n m r per rank and iteration, one more for the rank's own contribution.
+    previous Q, orthonormalised. r = `rank` is the number of columns of P and Q, not a process. Bytes sent per rank for
+    an fp32 matrix: 2 (p-1)/p * 4 r (n + m), in 2 consecutive all-reduces per bucket. `iterations` multiplies this; each
+    iteration begins with the Q of the one before. Vectors are sent whole with the first factor. So are matrices that
+    would shrink by less than `min_compression_rate` (torch's rule and default: r (n + m) * 2 < n m). Time: 3 products
+    of n m r per rank and iteration, one more for the rank's own contribution.
 
     A rank contributes P (M_i^T P)^T, and contributions add up to `out`. So the result is independent of how the batch
     is spread over ranks. Biased, so it wants error feedback: the bare name PowerSGD means ErrorFeedback(of=PowerSGD()).
     With one rank it still approximates that rank's own gradient. Q is kept by parameter. A change of bucket size or
-    strategy keeps it; a smaller `rank` cuts columns; a larger one adds random columns; and ACPSGD continues from it.
+    strategy keeps it. A smaller `rank` cuts columns and a larger one adds random columns. ACPSGD continues from it.
     Without `warm_start` every step draws a new Q: one power iteration from random directions finds less.
 
     When to use it: networks slow enough that 2 short messages beat a long one, and layers with large matrices. Unlike

@@ -22,18 +22,19 @@ class Projection(Codec):
 
         V = orthonormal((X^T X)^q W),  W fixed random numbers;   sent: X V and V;   C(X) = X V V^T
 
-    X (n, m) are a tensor's features, m the last dimension. A vector, such as a bucket, is folded into a matrix about as
-    wide as long. Bytes for an fp32 tensor: 4 r (n + m), to every other rank. A tensor that is not larger is sent whole.
+    X `(n, m)` are a tensor's features. m is the last dimension. A vector, such as a bucket, is folded into a matrix
+    about as wide as long. Bytes for an fp32 tensor: 4 r (n + m), to every other rank. A tensor that is not larger is
+    sent whole.
     Time: 2 q + 1 products of n m r. It has no memory: q = `iterations` power iterations find V for each tensor, and V
     is sent with it. So it also works for an activation, which has no place in the model. PowerSGD needs the previous
     directions and does not.
 
-    An activation's gradient goes back along the same directions, G V V^T, and is sent between 2 stages as G V. This is
+    An activation's gradient goes back along the same directions, G V V^T. Between 2 stages it is sent as G V. This is
     the gradient of a linear map with a fixed V. So components across V train nothing, and V itself gets no gradient.
     For a zero tensor V is arbitrary, and a layer with initial output zero would learn only in these directions. So its
     gradient is sent whole.
 
-    The linear autoencoder of Bian et al. learns V with the model, sends X V alone and adds it up by all-reduces.
+    The linear autoencoder of Bian et al. learns V with the model. It sends only X V and adds it up by all-reduces.
     Projection is the best case of this autoencoder for one tensor. It needs no learning, but also sends V.
 
     Biased, so for gradients in buckets it wants error feedback: the bare name Projection means
@@ -70,7 +71,7 @@ class Projection(Codec):
 
     @outlined(lambda self, a: a.new_empty(a.shape[1], self.rank))
     def _directions(self, a: Tensor) -> Tensor:
-        """(n, m) of any scale -> (m, r) orthonormal; NaN if the input is not finite."""
+        """Returns orthonormal `(m, r)` for `(n, m)` of any scale. NaN if the input is not finite."""
         v, peak = random_directions(a, self.rank), a.abs().amax()
         if not peak.isfinite():
             return torch.full_like(v, torch.nan)
@@ -95,7 +96,7 @@ class Projection(Codec):
 
 
 class _Along:
-    """A tensor's coordinates in a basis (m, r), both flat, as they are sent."""
+    """A tensor's coordinates in a basis `(m, r)`. Both are flat, as they are sent."""
 
     def __init__(self, basis: Tensor) -> None:
         self._basis = basis
@@ -122,13 +123,13 @@ class _Whole:
 
 
 def sides(x: Tensor) -> tuple[int, int]:
-    """(n, m) of a tensor as a matrix of its features; of a vector, of its folded matrix."""
+    """Returns `(n, m)` of a tensor as a matrix of its features. A vector is folded first."""
     m = x.shape[-1] if x.dim() > 1 else math.ceil(math.sqrt(x.numel()))
     return -(-x.numel() // max(m, 1)), m
 
 
 def matrix(x: Tensor) -> Tensor:
-    """(n, m), fp32 at least, padded with zeros."""
+    """Returns `(n, m)`, fp32 at least, padded with zeros."""
     n, m = sides(x)
     wide = x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
     return torch.cat([wide, wide.new_zeros(n * m - x.numel())]).view(n, m)

@@ -29,12 +29,13 @@ class Quantised(Compressor):
     |x|^2. So it wants error feedback: the bare name Quantised means ErrorFeedback(of=Quantised()). Without `scaled`, b
     of 1 or more is refused.
 
-    Bytes sent per rank for k kept elements, with the default codecs: (p-1) (4 k + k bits / 8 + 4 ceil(k / block)), for
-    indices, codes and a norm per block. With 4 bits this is a little more than half of TopK's. Integers that `of` sends
-    stay unchanged. A codec is a function of one rank's tensor, such as TopK, Cast, Dense and QSGD. Other compressors
-    are refused, and for `of` also one without floats to round. Error feedback belongs around it; inside, it is ignored.
+    Bytes sent per rank for k kept elements, with the default codecs: (p-1) (4 k + k bits / 8 + 4 ceil(k / block)).
+    These are indices, codes and a norm per block. With 4 bits this is a little more than half of TopK's. Integers that
+    `of` sends stay unchanged. A codec is a function of one rank's tensor, such as TopK, Cast, Dense and QSGD. Other
+    compressors are refused, and for `of` also one without floats to round. Error feedback belongs around it. Inside it
+    has no effect.
 
-    When to use it: if TopK still sends too much, half of it indices. Under LocalSGD it is Qsparse-local-SGD: ranks
+    When to use it: if TopK still sends too much, half of it indices. Under LocalSGD it is Qsparse-local-SGD. Ranks
     train alone for H steps, then select and round their displacements, and feed back the error.
 
     Reference: Basu, Data, Karakus and Diggavi, "Qsparse-local-SGD: Distributed SGD with Quantization, Sparsification,
@@ -51,7 +52,7 @@ class Quantised(Compressor):
 
     @property
     def adds(self) -> float | None:
-        """b: the bound of the rounding's squared error, relative to its input; None without one."""
+        """Returns b, the bound of the rounding's squared error relative to its input. None without a bound."""
         by = without_feedback(self.by)
         return worst(by.levels(Memory()).double(), by.block) if isinstance(by, Levels) else None
 

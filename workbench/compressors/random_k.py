@@ -18,7 +18,7 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class RandomK(Compressor):
-    """Sends k = density * n entries of each bucket, drawn without replacement, the same on all ranks.
+    """Sends k = density * n entries of each bucket, drawn without replacement. All ranks draw the same.
 
         C(x)_i = x_i  if i is in S, else 0;   S is a random set of k places;   times n / k if `scaled`
 
@@ -31,7 +31,7 @@ class RandomK(Compressor):
         E||C(x) - x||^2 = (n / k - 1) ||x||^2
 
     so at 1 % the noise is 10 times as long as the gradient, and only small steps train. With `scaled`, error feedback
-    would subtract n / k times the residual, so it is refused.
+    would subtract n / k times the residual. So it is refused.
 
     When to use it: very slow networks and many ranks, because the bytes of TopK's all-gather grow with p. The entries
     are not the largest, so this is the baseline for other choices.
@@ -81,7 +81,7 @@ class RandomK(Compressor):
         return own
 
     def _drawn(self, bucket: Bucket, memory: Memory, k: int) -> Tensor:
-        """Places (k,) int64, new ones in each step: the count is kept by parameter and equal on all ranks."""
+        """Returns new places in each step: `(k,)` int64. The count is kept by parameter and equal on all ranks."""
         x, sent = bucket.data, memory.parts.setdefault(self.buffer, {})
         count = max((sent.get(part.name, 0) for part in bucket.parts), default=0)
         sent.update((part.name, count + 1) for part in bucket.parts)
@@ -99,7 +99,7 @@ def seeded(name: str, count: int) -> Generator:
 
 
 def subset(n: int, k: int, generator: Generator) -> Tensor:
-    """k of n places, each set of them equally likely: (k,) int64, in random order.
+    """Returns k of n places in random order: `(k,)` int64. Each set of k is equally likely.
 
     For a small k it allocates nothing of length n: it draws until k places differ, and takes k of these.
     """

@@ -28,8 +28,8 @@ class SampledTopK(Sparse):
     SampledTopK means ErrorFeedback(of=SampledTopK()).
 
     DGC selects in this way and adds momentum. The authors' code samples at a fixed stride, which can align with the
-    rows of a matrix; here entries are drawn at random. Their code drops surplus entries by position, from the end of
-    the bucket; here no dropped entry is larger than a sent one.
+    rows of a matrix. Here entries are drawn at random. Their code drops surplus entries by position, from the end of
+    the bucket. Here no dropped entry is larger than a sent one.
 
     When to use it: to see the effect of sampling alone. `TopK` searches in the same way, then sorts the candidates. So
     it sends exactly the k largest, in little more time.

@@ -24,12 +24,13 @@ class ScaleCom(Compressor):
         out = sum over ranks of x_i on I, 0 elsewhere;   m_i <- (1 - beta) m_i + beta (x_i - what i sent)
 
     All ranks send the same entries, so values need no indices and sums stay sparse. Bytes sent per rank: (p-1)/p * 4 k
-    for the leader's 32-bit indices and 2 (p-1)/p * 4 k for the fp32 values, nearly the same for any p. These are 2
-    consecutive collectives. Only the leader searches its largest entries, so each rank searches in every p-th step.
+    for the leader's 32-bit indices and 2 (p-1)/p * 4 k for the fp32 values. They are nearly the same for any p. These
+    are 2 consecutive collectives. Only the leader searches its largest entries, so each rank searches in every p-th
+    step.
 
-    It has its own feedback, through the same residual as ErrorFeedback, which has no effect inside or around it. beta =
-    1 is plain error feedback of CLT-k: nothing is lost. With a smaller beta only this share of each step's error enters
-    the memory. So the ranks' memories stay more alike, and one leader can choose for all ranks.
+    It has its own feedback through the same residual as ErrorFeedback. So ErrorFeedback has no effect inside or around
+    it. beta = 1 is plain error feedback of CLT-k: nothing is lost. With a smaller beta only this share of each step's
+    error enters the memory. So the ranks' memories stay more alike, and one leader can choose for all ranks.
 
     When to use it: instead of TopK, with more ranks. With large batches at scaled learning rates, lower `beta`. If the
     ranks' data differ in kind, one rank's choice does not suit the other ranks.

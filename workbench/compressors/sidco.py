@@ -31,18 +31,17 @@ class SIDCo(Sparse):
 
     r is the share that should exceed t; mean and variance are those of the magnitudes. One fit is right only if the
     distribution keeps its form up to the tail, so several fits are possible. The first aims at 25 % of the entries.
-    Each further one is fitted to the excesses over the last threshold and aims at its part of the surplus ("gamma"
-    continues with pareto). `stages` is their number. With 0 each bucket begins with 2 fits and gets one more whenever 5
-    exchanges were off by 20 % on average.
+    Each further fit uses the excesses over the last threshold and aims at its part of the surplus. ("gamma" continues
+    with pareto.) `stages` is their number. With 0 each bucket begins with 2 fits and gets one more whenever 5 exchanges
+    were off by 20 % on average.
 
     Bytes sent: (p-1) * (8 + 8 k_i) by a rank with k_i entries of at least t. Biased: the bare name SIDCo means
     ErrorFeedback(of=SIDCo()). The largest entry is always sent, so every bucket sends something.
 
     When to use it: to compare. It needs only means and shares and neither sorts nor samples. On a CPU the second fit,
-    over 25 % of the entries, takes longer than TopK's whole search, which finds exactly k. GPUs have not been measured
-    here.
+    over 25 % of the entries, takes longer than TopK's whole exact search. GPUs have not been measured here.
 
-    The authors' number of fits belongs to the process and falls if too much was sent, although heavy tails then need
+    The authors' number of fits belongs to the process. It falls if too much was sent, although heavy tails then need
     more fits. Here it belongs to the bucket's parameters. Their later fits have fixed shares. Here each compensates the
     error of the fits before. Their gamma threshold is exact for shape 1 only. Here it is the quantile. Fits ignore
     zeros. Their code fails if no entry reaches a threshold.
@@ -80,7 +79,7 @@ class SIDCo(Sparse):
         return index, x[index]
 
     def threshold_of(self, size: Tensor, wanted: int, stages: int) -> float:
-        """Magnitudes (n,) -> the threshold that about `wanted` of them exceed, by `stages` fits."""
+        """Returns the threshold that about `wanted` of the magnitudes `(n,)` exceed, by `stages` fits."""
         size = size.float()
         if not bool(size.sum().isfinite()):
             size = size.nan_to_num(0.0, 0.0, 0.0)

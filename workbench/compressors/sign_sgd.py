@@ -22,9 +22,9 @@ class SignSGD(Compressor):
         out = scale * sgn(sum over ranks of sgn(m_i)),   m_i <- momentum * m_i + (1 - momentum) * x_i
 
     Rank j counts the votes on chunk j and sends the majority's signs to all ranks. A zero votes for +; a tie takes the
-    counting rank's own vote. One byte holds 8 signs: a rank sends (p-1) (2 m / 8 + 4) bytes for chunks of m = n / p
-    elements, 1/32 of a dense all-reduce for any p. With `momentum` each rank votes with a moving average of its own
-    gradients: Signum, usually with 0.9.
+    counting rank's own vote. One byte holds 8 signs. A rank sends (p-1) (2 m / 8 + 4) bytes for chunks of m = n / p
+    elements. For any p, that is 1/32 of a dense all-reduce. With `momentum` each rank votes with a moving average of
+    its own gradients: Signum, usually with 0.9.
 
     The result is not a sum: only its direction comes from the gradients. With scale "mean" each element has the mean
     magnitude of the inputs, so learning rates keep about their meaning. With "one" every element is +1 or -1, as in the
@@ -37,7 +37,7 @@ class SignSGD(Compressor):
 
     When to use it: very slow networks and many ranks, with an optimizer without momentum. Also if a few ranks may send
     wrong values, which a majority overrules. With skewed noise it need not converge. Counting every tie as + would
-    drift upwards, most with few ranks: with 2 ranks, 50 % of all votes on noise are ties.
+    drift upwards, most with few ranks. With 2 ranks, 50 % of all votes on noise are ties.
 
     Reference: Bernstein, Wang, Azizzadenesheli and Anandkumar, "signSGD: Compressed Optimisation for Non-Convex
     Problems", ICML 2018, https://arxiv.org/abs/1802.04434; Bernstein, Zhao, Azizzadenesheli and Anandkumar, "signSGD

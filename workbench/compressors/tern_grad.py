@@ -18,23 +18,23 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class TernGrad(Compressor):
-    """Sends every element as -1, 0 or 1 times a scale of its layer, drawn at random without bias.
+    """Sends every element as -1, 0 or 1 times a scale of its layer. The draw is random and unbiased.
 
         C(x) = s * sign(x) * b,   b = 1 with probability |x| / s, else 0;   s = max |x| of the layer
 
     With `one_scale` all ranks take the largest s (one all-reduce of 4 bytes per layer). Then one all-reduce adds up the
-    draws as integers. A draw is 0, 1 or 2, in enough bits for the sum of p draws: 4 up to 7 ranks, 8 up to 127, then
-    16. Bytes sent per rank: 2 (p-1)/p * (n bits / 8 + 4 layers). Without `one_scale` every rank keeps its own s and
-    gathers all draws in 2 bits: (p-1) (n / 4 + 4 layers). This has less noise. It sends the same bytes with 4 or 8
+    draws as integers. A draw is 0, 1 or 2. It has enough bits for the sum of p draws: 4 up to 7 ranks, 8 up to 127,
+    else 16. Bytes sent per rank: 2 (p-1)/p * (n bits / 8 + 4 layers). Without `one_scale` every rank keeps its own s
+    and gathers all draws in 2 bits: (p-1) (n / 4 + 4 layers). This has less noise. It sends the same bytes with 4 or 8
     ranks, and more with many.
 
-    Unbiased, with the variance s ||x||_1 - ||x||^2, which may be many times ||x||^2. Error feedback needs an error
+    Unbiased, with the variance s ||x||_1 - ||x||^2. This may be many times ||x||^2. Error feedback needs an error
     smaller than the input. Here the residual would grow without bound, so error feedback is refused. `clip_rms` first
     clips a layer at this many root mean squares, 2.5 in the paper. This makes s far smaller and adds a bias. A layer
     with a non-finite number becomes NaN.
 
-    When to use it: slow networks, many steps, and batches with larger noise of their own. It needs no memory. ByteGrad
-    in 4 bits sends as much up to 7 ranks and has a far smaller error in every step.
+    When to use it: on slow networks with many steps and batches with larger noise of their own. It needs no memory.
+    ByteGrad in 4 bits sends as much up to 7 ranks and has a far smaller error in every step.
 
     The public code takes the mean of the ranks' scales and clips larger values, so its sum is biased. It clips by a
     layer's spread about its mean, not about zero.
@@ -98,7 +98,7 @@ class TernGrad(Compressor):
 
 
 def field(size: int) -> int:
-    """The bits of a field that holds the sum of `size` draws of 0, 1 or 2 and divides a byte or a word."""
+    """Returns the bits of a field that holds the sum of `size` draws of 0, 1 or 2, which divides a byte or a word."""
     return next(bits for bits in (2, 4, 8, 16) if 2 * size < 2**bits)
 
 
@@ -113,12 +113,12 @@ def _spread(scales: Tensor, layers: list[int]) -> Tensor:
 
 
 def _drawn(x: Tensor, scales: Tensor, memory: Memory) -> Tensor:
-    """(n,) -> 0, 1 or 2 for -1, 0 and 1: (n,) uint8."""
+    """Returns 0, 1 or 2 for -1, 0 and 1: `(n,)` uint8."""
     ones = dithered((x.abs() / scales).nan_to_num_(0.0), memory.generator(x.device), top=1)
     return torch.where(x < 0, 1 - ones, 1 + ones)
 
 
 def _restored(counts: Tensor, scales: Tensor, layers: list[int], size: int) -> Tensor:
-    """The sum of `size` ranks' draws (n,) -> float32; NaN where a scale is not finite."""
+    """Returns the sum of `size` ranks' draws `(n,)` as float32. NaN if a scale is not finite."""
     scales = torch.where(scales.isfinite(), scales, torch.nan)
     return (counts.float() - size) * _spread(scales, layers)

@@ -25,8 +25,8 @@ class Threshold(Sparse):
     compared with the input: under DDP shares, the gradient divided by the number of ranks. Biased: the bare name
     Threshold means ErrorFeedback(of=Threshold()), under which an entry is sent when it has grown to v.
 
-    When to use it: if the amount sent should follow the gradients. Under error feedback and for one amount over the
-    whole training, a constant v leaves less error than a constant k (the paper's finding). It neither sorts nor
+    When to use it: if the amount sent should follow the gradients. The paper finds: under error feedback and for one
+    amount over the whole training, a constant v leaves less error than a constant k. It neither sorts nor
     samples: one pass finds the entries.
 
     It compares magnitudes. (GRACE's code bounds v by the largest signed entry.)

@@ -24,7 +24,7 @@ class TopK(Codec):
     8 k, less than a dense fp32 all-reduce while density < 1/p. Biased, so it wants error feedback: the bare name TopK
     means ErrorFeedback(of=TopK()).
 
-    The k largest are exact, but a long bucket is not sorted: a sample gives the candidates, and only these are sorted.
+    The k largest are exact, but a long bucket is not sorted. A sample gives the candidates, and only these are sorted.
     `SampledTopK` stops at the sample's threshold.
 
     When to use it: very slow networks. Finding the entries takes several times as long as copying the bucket, so Dense

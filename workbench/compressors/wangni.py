@@ -43,7 +43,7 @@ class Wangni(Compressor):
     the noise is 0.64 / density - 1 times ||x||^2, against 1 / density - 1 for RandomK. It falls as magnitudes differ
     more.
 
-    Newton's method finds u exactly, without sorting, on a convex function that is linear between entries. Each round
+    Newton's method finds u exactly and without sorting, on a convex function that is linear between entries. Each round
     lowers u and makes all entries that reach it whole. The paper's greedy rule is 2 rounds. Zeros are never sent.
 
     Reference: Wangni, Wang, Liu and Zhang, "Gradient Sparsification for Communication-Efficient Distributed
@@ -91,7 +91,9 @@ class Wangni(Compressor):
         return deliver(total, x, own, rank.size)
 
     def _message(self, x: Tensor, memory: Memory) -> tuple[Tensor, int, int]:
-        """(n,) -> uint8 of u, the whole entries and their number, the other places and signs; then both counts."""
+        """Returns u, the whole entries and their number, the other places and signs, as uint8. Also returns both
+        counts.
+        """
         size = x.abs().to(wide(x.dtype))
         top = torch.finfo(torch.float32 if x.dtype == torch.float64 else x.dtype).max
         u = torch.tensor([min(self.scale_of(size), top)], dtype=torch.float32, device=x.device)
@@ -106,7 +108,7 @@ class Wangni(Compressor):
         return torch.cat(parts), kept.numel(), whole.numel()
 
     def scale_of(self, size: Tensor) -> float:
-        """Magnitudes (n,), at least float32 -> u."""
+        """Returns u for magnitudes `(n,)` of at least float32."""
         total = float(size.sum(dtype=torch.float64))
         if not math.isfinite(total):
             size = size.nan_to_num(0.0, 0.0, 0.0)
@@ -121,7 +123,7 @@ class Wangni(Compressor):
 
 
 def _settled(size: Tensor, u: float, smaller: Callable[[Tensor], float]) -> float:
-    """Lowers u with `smaller`, which takes the magnitudes that reach u, until u stays the same."""
+    """Lowers u with `smaller` until u stays the same. `smaller` takes the magnitudes that reach u."""
     while True:
         found = smaller(size[above(size, u)])
         if not found < u * (1 - 1e-9):
@@ -134,7 +136,7 @@ def _sum(x: Tensor) -> float:
 
 
 def _ratio(a: float, b: float) -> float:
-    """a / b if both are positive, 0 if only b is, infinity if b is not."""
+    """Returns a / b if both are positive, 0 if only b is. Infinity if b is not positive."""
     return max(a, 0.0) / b if b > 0 else math.inf
 
 

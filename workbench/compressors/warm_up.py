@@ -26,13 +26,13 @@ class WarmUp(Compressor):
         exponential:   `of` with density rho^((j+1) / (E+1)) in stage j = 0 .. E-1, then `of` with its own rho
 
     E = `stages`, each of steps / E exchanges. This is Deep Gradient Compression's schedule with stages for its epochs.
-    For rho = 0.001 and E = 5 the densities are 0.316, 0.1, 0.032, 0.01 and 0.0032. It needs an `of` with exactly one
+    For rho = 0.001 and E = 5 the densities are `0.316, 0.1, 0.032, 0.01, 0.0032`. It needs an `of` with exactly one
     `density` in it; "dense" takes any compressor. Early gradients are large and turn quickly, so delayed parts of them
     arrive stale.
 
-    Exchanges are counted by parameter, in the rank's Memory. A change of bucket size, of strategy or of `of` does not
-    restart the count; only a larger `steps` warms up again. Under LocalSGD an exchange is a round. Bytes are those of
-    the compressor in use. While the density is above 1 / p, pairs of index and value take more bytes than a dense
+    Exchanges are counted by parameter, in the rank's Memory. A change of bucket size, strategy or `of` does not restart
+    the count. Only a larger `steps` warms up again. Under LocalSGD an exchange is a round. Bytes are those of the
+    compressor in use. While the density is above 1 / p, pairs of index and value take more bytes than a dense
     all-reduce. The bare name WarmUp means ErrorFeedback(of=WarmUp()).
 
     When to use it: with strong sparsifiers from the first step of a training. Not when compression begins in the middle

@@ -18,13 +18,14 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Zen(Compressor):
-    """Sends the nonzero elements of a sparse gradient as pairs, by the scheme that sends least; nothing is lost.
+    """Sends the nonzero elements of a sparse gradient as pairs, by the scheme that sends least. Nothing is lost.
 
         out = sum over ranks of x_i;   sent: (index, value) pairs of the nonzero elements
 
     Embedding tables have sparse gradients, because a batch reads few rows. For each bucket ranks first exchange their
-    numbers of nonzero elements (32 bytes to each other rank), so that all choose alike. Then a rank sends these bytes,
-    for n fp32 elements with a nonzero share d on a rank and D_j on at least one of j ranks (so D_1 = d):
+    numbers of nonzero elements (32 bytes to each other rank), so that all choose alike. Let n be the number of fp32
+    elements, d the nonzero share on a rank, and D_j the share on at least one of j ranks (so D_1 = d). Then a rank
+    sends these bytes:
 
         dense     8 n (p-1)/p                                   an all-reduce
         gather    8 d n (p-1)                                   all pairs to all ranks (AGsparse)
@@ -33,26 +34,26 @@ class Zen(Compressor):
         owners    (p-1)/p (8 d n + 4 D_p n + n/8)               balanced parallelism (Zen)
 
     and as headers 4 for each message and 8 for each sent length (`rounds` in _schemes.py). With "owners" a hash of the
-    parameter's name and the place in it selects the rank that adds up a pair. All ranks know the owners, so the way
-    back needs one bit per place and no indices (for D_p < 1/32 indices would be shorter). Its bytes hardly grow with p.
-    A hash spreads any support evenly over the owners, while one contiguous slice may hold nearly all of it. "auto"
-    takes the least of these formulas, with headers, for the measured d. It learns the ranks' overlap from the last sum,
+    parameter's name and the place in it selects the rank that adds up a pair. All ranks know the owners. So the way
+    back needs one bit per place and no indices, which would be shorter only for D_p < 1/32. Its bytes hardly grow with
+    p. A hash spreads any support evenly over the owners, while one contiguous slice may hold nearly all of it. "auto"
+    takes the least of these formulas with headers, for the measured d. It learns the ranks' overlap from the last sum,
     as the number of places among which each rank would choose at random. At first these are all places. The paper's
-    system decides only between owners and tree, and only once, after a few steps.
+    system decides only between owners and tree. It decides only once, after a few steps.
 
     With `rows` the unit is a row of a matrix: one index for a whole row. "auto" takes rows if all ranks together then
-    send less, as for embeddings, and elements if the nonzero ones are scattered. Vectors use elements. Matrices with
-    rows of any length may share a bucket.
+    send less, as for embeddings. It takes elements if the nonzero ones are scattered. Vectors use elements. Matrices
+    with rows of any length may share a bucket.
 
     All ranks add in the same order, so their results are bit-identical. Owners are computed once and kept (6 bytes for
     each unit). They do not change with the buckets. The paper's second level of hashing packs pairs on a GPU without
-    locks. Here a stable sort by owner does this and cannot lose a pair. The Samples "density" and "scheme" (0 gather, 1
-    tree, 2 owners, 3 ring, 4 dense) record the measured share and the choice. With sizes only, supports are assumed
-    independent, and made of rows unless `rows` is "elements".
+    locks. Here a stable sort by owner does this and cannot lose a pair. The Samples "density" and "scheme" record the
+    measured share and the choice. (Schemes: 0 gather, 1 tree, 2 owners, 3 ring, 4 dense.) With sizes only, supports are
+    assumed independent. They are made of rows unless `rows` is "elements".
 
     When to use it: large embeddings on a slow network. For a dense gradient it reads every element once and sends a
-    short message more than Dense. It counts bytes, not latency: consecutive exchanges are 2 p with "ring", 2 log2 p
-    with "tree", 4 with "owners", 1 with "gather" and "dense", and 1 before each.
+    short message more than Dense. It counts bytes, not latency. Consecutive exchanges are 2 p with "ring", 2 log2 p
+    with "tree", 4 with "owners", and 1 with "gather" and "dense". One exchange precedes them.
 
     Reference: Wang et al., "ZEN: Empowering Distributed Training with Sparsity-driven Data Synchronization", OSDI
     2025, https://arxiv.org/abs/2309.13254; Renggli et al., "SparCML: High-Performance Sparse Communication for Machine
@@ -150,7 +151,7 @@ class Zen(Compressor):
         return min(SCHEMES, key=lambda scheme: expected(scheme, load, p))
 
     def _map(self, units: Units, p: int, memory: Memory) -> Owned:
-        """Returns the owners; recomputed after a change of the bucket, the ranks or the unit."""
+        """Returns the owners. Computes them again after a change of the bucket, the ranks or the unit."""
         kept = memory.parts.setdefault(self.maps, {})
         about = p, units.blocks, units.device
         first = units.blocks[0].name
